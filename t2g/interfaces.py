@@ -1,0 +1,58 @@
+"""The four seams of the loop. `t2g.trainer` is written against these; fleets of Ray actors and fakes implement them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from t2g.types import Prompt, Rollout, SpanFeedback, TokenStats, TrainBatch, UpdateResult, WeightSyncResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the policy is sampled. top_p 1, top_k off, min_p 0 and no penalties always: PPO trains what it samples."""
+
+    num_samples: int  # responses per prompt
+    temperature: float
+    max_new_tokens: int
+    seed: int  # sample i of a prompt uses a seed made of (seed, prompt_id, i)
+
+
+class RolloutSource(Protocol):
+    async def sample(self, prompt: Prompt, sampling: Sampling) -> list[Rollout]:
+        """All `num_samples` responses to one prompt, in order of sample_index."""
+        ...
+
+
+class FeedbackSource(Protocol):
+    name: str  # goes into SpanFeedback.source
+
+    async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
+        """Critique and spans of one response. Never raises for one bad answer: status says what happened."""
+        ...
+
+
+class Learner(Protocol):
+    def forward(self, rollouts: Sequence[Rollout]) -> list[TokenStats]:
+        """Old logprobs, reference logprobs, values and entropy, in the order of `rollouts`."""
+        ...
+
+    def update(self, batch: TrainBatch) -> UpdateResult:
+        """Every optimizer step of the batch; policy_version goes up by one."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Model, optimizer, scheduler and RNG of every rank, into an existing empty folder."""
+        ...
+
+    def load(self, folder: Path) -> None: ...
+
+    def export(self, folder: Path) -> None:
+        """The policy as a Hugging Face folder in safetensors, tokenizer included."""
+        ...
+
+
+class WeightSync(Protocol):
+    def push(self, policy_version: int) -> WeightSyncResult:
+        """The learner's weights into every rollout worker, verified by names and by a scored probe."""
+        ...

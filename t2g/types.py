@@ -1,0 +1,143 @@
+"""The records that cross a boundary: one frozen record per stage, a new one for each new stage.
+
+Every `[R]` array is aligned with `response_ids`: entry t is about the t-th response token. The shift between a token
+and the position that predicts it happens once, in `t2g.algo.logprobs`.
+
+Shape letters: P prompt tokens, R response tokens, T tokens of a packed microbatch.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+FeedbackStatus = Literal["ok", "empty", "unparsable", "failed"]
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """What the policy is asked."""
+
+    prompt_id: str  # unique in a data set
+    prompt_ids: np.ndarray  # [P] int32, chat template applied
+    prompt_text: str  # the user's text, as the feedback source and the report see it
+    task: str  # name of the task, as in config
+    payload: dict[str, Any] = field(default_factory=dict)  # whatever else the record held: reference, facts, tests
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """One sampled response. `response_text` is our own decode of `response_ids`, never the engine's text."""
+
+    prompt_id: str
+    sample_index: int  # 0 .. samples per prompt - 1
+    prompt_ids: np.ndarray  # [P] int32
+    response_ids: np.ndarray  # [R] int32, EOS included when it was sampled
+    rollout_logprobs: np.ndarray  # [R] float32, the engine's, of softmax(logits / temperature)
+    response_text: str
+    finish_reason: FinishReason
+    policy_versions: tuple[tuple[int, int, int], ...]  # (start, end, version): tokens [start, end) and their weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """A stretch of a response that the critique calls good or poor."""
+
+    start: int  # half-open character range of response_text
+    end: int
+    label: Literal[-1, 1]  # +1 good, -1 poor
+    severity: int = 1  # 1 .. 3
+    critique_range: tuple[int, int] | None = None  # characters of the critique that speak of it
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpanFeedback:
+    """A critique in words and the spans it speaks of."""
+
+    critique: str
+    spans: tuple[Span, ...]
+    status: FeedbackStatus
+    source: str  # "reward_model", "program", "endpoint", "human"
+    version: str  # of the source: model folder and prompt template, or import path
+    num_quotes: int = 0  # quotes given by the source
+    num_located: int = 0  # of these, found in the response
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredRollout:
+    """A rollout with its feedback projected onto the sampled tokens."""
+
+    rollout: Rollout
+    feedback: SpanFeedback
+    token_rewards: np.ndarray  # [R] float32, the paper's delta: before span weight, end reward and KL
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenStats:
+    """The learner's view of one rollout before the update."""
+
+    old_logprobs: np.ndarray  # [R] float32, policy that will be updated
+    ref_logprobs: np.ndarray  # [R] float32, frozen reference
+    values: np.ndarray  # [R] float32, critic's value of the state before token t
+    entropy: np.ndarray  # [R] float32, nats, of the policy at token t
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSample:
+    """One response as the learner trains on it. The learner is reward-blind: advantages and returns, never spans."""
+
+    prompt_ids: np.ndarray  # [P] int32
+    response_ids: np.ndarray  # [R] int32
+    loss_mask: np.ndarray  # [R] float32, 0 or 1
+    advantages: np.ndarray  # [R] float32, whitened over the global batch
+    returns: np.ndarray  # [R] float32, from unwhitened advantages
+    values: np.ndarray  # [R] float32, old values
+    old_logprobs: np.ndarray  # [R] float32
+    rollout_logprobs: np.ndarray  # [R] float32
+    ref_logprobs: np.ndarray  # [R] float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatch:
+    """Sequences packed into one row of T tokens; every array is [T] and entry i is about token input_ids[i]."""
+
+    input_ids: np.ndarray  # [T] int64
+    position_ids: np.ndarray  # [T] int64, restart at 0 with each sequence
+    segment_ids: np.ndarray  # [T] int64, 0, 1, ... per sequence
+    loss_mask: np.ndarray  # [T] float32, 1 on response tokens that count
+    advantages: np.ndarray  # [T] float32
+    returns: np.ndarray  # [T] float32
+    values: np.ndarray  # [T] float32
+    old_logprobs: np.ndarray  # [T] float32
+    rollout_logprobs: np.ndarray  # [T] float32
+    ref_logprobs: np.ndarray  # [T] float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Minibatch:
+    """One optimizer step: microbatches[rank][i]; every rank has the same number, empty ones have loss_mask 0."""
+
+    microbatches: tuple[tuple[Microbatch, ...], ...]
+    num_tokens: int  # global number of tokens with loss_mask 1: the loss denominator on every rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainBatch:
+    """All optimizer steps of one step: num_epochs times over the samples."""
+
+    minibatches: tuple[Minibatch, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateResult:
+    policy_version: int  # number of updates behind these weights
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightSyncResult:
+    policy_version: int
+    seconds: float
+    bytes: int
+    probe_gap: float  # largest |engine - learner| logprob over the probe tokens, nats
