@@ -1,4 +1,4 @@
-"""Schema of every job: all fields, all defaults, all bounds. Imports no torch; `t2g.configio` reads files and overrides.
+"""Schema of every job: all fields, all defaults, all bounds. Imports no torch; `t2g.configio` reads the files.
 
 A default that depends on another field is resolved by a validator, so that the resolved config has no holes.
 """
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 class Section(BaseModel):
     """Unknown keys are refused; a config never changes after it was read."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 Dtype = Literal["float32", "bfloat16"]
@@ -115,7 +115,8 @@ class FeedbackConfig(Section):
                 raise ValueError(f"feedback.source={self.source} needs feedback.{need[self.source]}")
         elif ":" not in self.source:
             raise ValueError(
-                f"feedback.source={self.source!r} is none of reward_model, endpoint, human, and no import path pkg.mod:function"
+                f"feedback.source={self.source!r} is none of reward_model, endpoint, human, "
+                "and no import path pkg.mod:function"
             )
         return self
 
@@ -126,7 +127,7 @@ class RewardRuleConfig(Section):
     placement: Placement = Field("span", description="span: on its tokens; scalar: summed at the last token; shuffled")
     good: float = 1.0
     poor: float = -1.0
-    cover: Literal["any", "half", "all"] = Field("any", description="non-blank characters a span must share with a token")
+    cover: Literal["any", "half", "all"] = Field("any", description="non-blank characters of a token in a span")
     overlap: Literal["poor", "good", "sum"] = Field("poor", description="which label wins where good and poor overlap")
 
 
@@ -210,6 +211,9 @@ class PolicyJob(JobConfig):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     alarms: AlarmConfig = AlarmConfig()
+    stages: Path | None = Field(
+        None, description="a demo config whose stages are made first where missing; ${stages} in a path is their folder"
+    )
 
 
 class SFTOptions(RoleConfig):

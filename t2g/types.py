@@ -70,7 +70,7 @@ class ScoredRollout:
 
     rollout: Rollout
     feedback: SpanFeedback
-    token_rewards: np.ndarray  # [R] float32, the paper's delta: before span weight, end reward and KL
+    token_rewards: np.ndarray  # [R] float32, the paper's delta where the spans are: before placement, weight and KL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,12 +99,18 @@ class TrainSample:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Microbatch:
-    """Sequences packed into one row of T tokens; every array is [T] and entry i is about token input_ids[i]."""
+class PackedTokens:
+    """Sequences one after the other in one row of T tokens: what a forward pass needs."""
 
     input_ids: np.ndarray  # [T] int64
     position_ids: np.ndarray  # [T] int64, restart at 0 with each sequence
     segment_ids: np.ndarray  # [T] int64, 0, 1, ... per sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatch(PackedTokens):
+    """Packed sequences with what the losses need; every array is [T] and entry i is about token input_ids[i]."""
+
     loss_mask: np.ndarray  # [T] float32, 1 on response tokens that count
     advantages: np.ndarray  # [T] float32
     returns: np.ndarray  # [T] float32

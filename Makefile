@@ -1,0 +1,44 @@
+# One command each, set-up included. `make PYTHON=python3.12 demo` names another Python for a new .venv.
+PYTHON ?= python3
+ARGS ?=
+
+# DeepSpeed and torch look for ninja on PATH when they compile a kernel.
+RUN := PATH="$(CURDIR)/.venv/bin:$$PATH"
+LIGHT := $(RUN) ruff check . && $(RUN) lint-imports
+
+# Nothing here reports to anybody, and without a network nothing waits for an answer.
+export DO_NOT_TRACK := 1
+export VLLM_NO_USAGE_STATS := 1
+export RAY_USAGE_STATS_ENABLED := 0
+
+.PHONY: help setup gpu demo test test-all lint
+
+help:
+	@echo "make demo      the whole pipeline on the tiny world, three arms, a table and a report (ARGS=\"key=value ...\")"
+	@echo "make test      lint, unit tests, then the real stack: Ray, vLLM, DeepSpeed ZeRO-3"
+	@echo "make test-all  the same with the slow suites"
+	@echo "make lint      ruff and the import contracts"
+	@echo "make setup     only the CPU set, in .venv"
+	@echo "make gpu       the GPU set, in .venv"
+
+setup:
+	@$(PYTHON) docker/install.py cpu
+
+gpu:
+	@$(PYTHON) docker/install.py gpu
+
+demo: setup
+	@$(RUN) python -m jobs.demo --config configs/tiny/demo.yaml $(ARGS)
+
+lint: setup
+	@$(LIGHT)
+
+test: setup
+	@$(LIGHT)
+	@$(RUN) python -m pytest tests --ignore=tests/integration -m "not slow" $(ARGS)
+	@$(RUN) python -m pytest tests/integration -m "not slow" $(ARGS)
+
+test-all: setup
+	@$(LIGHT)
+	@$(RUN) python -m pytest tests --ignore=tests/integration $(ARGS)
+	@$(RUN) python -m pytest tests/integration $(ARGS)

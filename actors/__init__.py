@@ -1,0 +1,5 @@
+"""Ray: one file per kind of process, a plain Worker (remote side) and a Fleet or Group (driver side).
+
+May import t2g and ray. vllm and deepspeed are imported only inside the methods of remote workers
+(`vllm_plugin.py`, which vLLM itself loads, is exempt). Nothing here decides anything about the method.
+"""

@@ -1,0 +1,322 @@
+"""One vLLM engine inside a Ray actor process; rollout and reward workers both stand on it.
+
+Not here: Ray, prompts, tokenizers of ours, retries. vllm is imported after the process environment is set.
+"""
+
+import asyncio
+import itertools
+import os
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import xxhash
+
+from actors.weight_sync import Bucket, ParamMeta
+from t2g.config import EngineConfig
+from t2g.errors import UserError
+
+WARM_UP_TOKENS = 48  # a first bfloat16 forward of at most 4 tokens is an illegal instruction on CPUs with AMX
+MIN_BATCHED_TOKENS = 4096  # of one step of a CPU engine
+CORE_POLL_S = 1.0
+ALIGNMENT = 64  # bytes, of each tensor in the arena
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """What the engine sampled for one request."""
+
+    ids: np.ndarray  # [R] int32, the stop token included
+    logprobs: np.ndarray  # [R] float32, of softmax(logits / temperature)
+    finish_reason: Literal["stop", "length"]
+    versions: tuple[tuple[int, int, int], ...]  # (start, end, weight version) of ranges of ids
+
+
+def engine_environment(config: EngineConfig, *, owner: int) -> dict[str, str]:
+    """What vLLM must find in the environment before it is imported, here and in the engine core."""
+    common = {
+        "T2G_ENGINE_OWNER": str(owner),
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
+    if config.gpus:
+        return common
+    return common | {
+        # 0: model and scheduler share the core process. As two processes the scheduler polls for the model's answer
+        # and takes a quarter of a two-core machine.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # Bound threads of two engines would fight for one core while the other core idles.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(config.threads),
+        # A thread that waits must sleep: spinning takes the core from the learner and from other engines.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "GOMP_SPINCOUNT": "0",
+        "KMP_BLOCKTIME": "0",
+    }
+
+
+class Engine:
+    """An `AsyncLLM`. `start` first; then `generate`, `score` and the three steps of a weight update."""
+
+    def __init__(
+        self,
+        model: str,
+        config: EngineConfig,
+        *,
+        seed: int,
+        revision: str | None = None,
+        receives_weights: bool = False,
+        guided: bool = False,
+    ) -> None:
+        self._model, self._revision, self._config, self._seed = model, revision, config, seed
+        self._receives_weights, self._guided = receives_weights, guided
+        self._request_numbers = itertools.count()
+        self._version = 0
+        self._arena = Arena()
+        self._llm: Any = None
+        self._watch: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Load the model and warm up. Raises UserError when vLLM refuses the model or the settings."""
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB only; it would win over kv_cache_memory_bytes
+        os.environ.update(engine_environment(self._config, owner=os.getpid()))
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments()))
+        except (ValueError, OSError, RuntimeError) as error:
+            raise UserError(f"vLLM cannot serve the model {self._model}: {first_sentence(error)}") from error
+        try:
+            await self.score(np.zeros(WARM_UP_TOKENS, np.int32)[: self._config.max_model_len - 1])
+        except EngineDeadError as error:
+            raise UserError(
+                f"vLLM loaded the model {self._model} and died in its first forward: its kernels may not know this "
+                "shape (on a CPU the head dimension must be 32 or more); the worker's log in Ray's folder says which"
+            ) from error
+        self._watch = asyncio.create_task(self._end_with_core())
+
+    def _arguments(self) -> dict[str, Any]:
+        config = self._config
+        arguments: dict[str, Any] = {
+            "model": self._model,
+            "revision": self._revision,
+            "tokenizer_revision": self._revision,
+            "trust_remote_code": False,
+            "dtype": config.dtype,
+            "max_model_len": config.max_model_len,
+            "max_num_seqs": config.max_num_seqs,
+            "enforce_eager": config.enforce_eager,
+            "enable_prefix_caching": True,
+            "seed": self._seed,
+            # The default, raw, is taken before the temperature: no importance ratio would be near 1.
+            "logprobs_mode": "processed_logprobs",
+            # The model's own generation_config.json would set top_p, penalties and a cap on max_tokens.
+            "generation_config": "vllm",
+            "disable_log_stats": True,
+            "skip_tokenizer_init": not self._guided,
+        }
+        if config.gpus:
+            arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+        else:
+            arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
+            arguments["distributed_executor_backend"] = "uni"
+            # A prompt prefilled in two steps kills the engine: vLLM rewinds the request's own generator by an offset,
+            # which a CPU generator does not have.
+            arguments["enable_chunked_prefill"] = False
+            arguments["max_num_batched_tokens"] = max(MIN_BATCHED_TOKENS, config.max_model_len)
+        if self._receives_weights:
+            arguments["weight_transfer_config"] = {"backend": "store"}
+        if self._guided:
+            # Free whitespace between JSON tokens is a way to spend max_tokens without an answer.
+            arguments["structured_outputs_config"] = {"backend": "xgrammar", "disable_any_whitespace": True}
+        return arguments
+
+    @property
+    def vocab_size(self) -> int:
+        return self._llm.model_config.get_vocab_size()
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that new requests are sampled with; 0 is the model folder's."""
+        return self._version
+
+    async def generate(
+        self,
+        prompt_ids: np.ndarray,
+        *,
+        temperature: float,
+        max_new_tokens: int,
+        seed: int | None,
+        stop_ids: Sequence[int],
+        schema: Mapping[str, Any] | None = None,
+    ) -> Completion:
+        """Sample one response. temperature 0 is greedy; `schema` bounds the answer to compact JSON of that schema."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+        params = SamplingParams(
+            temperature=temperature,
+            top_p=1.0,
+            top_k=0,
+            min_p=0.0,
+            max_tokens=max_new_tokens,
+            seed=seed,
+            stop_token_ids=list(stop_ids),
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            structured_outputs=None if schema is None else StructuredOutputsParams(json=dict(schema)),
+        )
+        output = (await self._finished(prompt_ids, params)).outputs[0]
+        ids = np.asarray(output.token_ids, np.int32)
+        logprobs = [entry[token].logprob for entry, token in zip(output.logprobs, output.token_ids, strict=True)]
+        return Completion(
+            ids=ids,
+            logprobs=np.asarray(logprobs, np.float32),
+            finish_reason="length" if output.finish_reason == "length" else "stop",
+            versions=tuple((s.start, s.end, weight_version(s.version)) for s in output.weight_versions or ()),
+        )
+
+    async def score(self, ids: np.ndarray) -> np.ndarray:
+        """[N - 1] float32: entry t is log softmax(logits)[ids[t + 1]] after ids[: t + 1].
+
+        At temperature 1 always: vLLM's prompt logprobs skip the sampling processors, whatever `logprobs_mode` says.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        entries = (await self._finished(ids, params)).prompt_logprobs[1:]
+        return np.asarray([e[int(i)].logprob for e, i in zip(entries, ids[1:], strict=True)], np.float32)
+
+    async def _finished(self, ids: np.ndarray, params: Any) -> Any:
+        from vllm import TokensPrompt
+
+        prompt = TokensPrompt(prompt_token_ids=[int(i) for i in ids])
+        stream = self._llm.generate(prompt, params, str(next(self._request_numbers)))
+        (output,) = await self._of_core(_collect(stream))
+        return output
+
+    async def _of_core(self, answer: Awaitable[T]) -> T:
+        """What the engine core answers. A core that died after the start takes this process with it: the driver then
+        sees a dead worker, and not one request that failed."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            return await answer
+        except EngineDeadError:
+            if self._watch is None:
+                raise
+            os._exit(1)
+
+    async def open_update(self, version: int, dtype: str, metas: Sequence[ParamMeta]) -> None:
+        """Freeze running requests where they are, drop their KV and prefix caches, and announce a version."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await self._of_core(self._llm.pause_generation(mode="keep", clear_cache=True))
+        announcement = {
+            "version": version,
+            "dtype": dtype,
+            "names": [m.name for m in metas],
+            "shapes": [list(m.shape) for m in metas],
+        }
+        await self._of_core(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(announcement)))
+        await self._of_core(self._llm.start_weight_update())
+
+    async def load_bucket(self, version: int, bucket: Bucket) -> int:
+        """Hand one bucket to the engine core; returns its bytes."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        offsets, num_bytes = self._arena.write(bucket.tensors)
+        info = {
+            "path": self._arena.path,
+            "version": version,
+            "index": bucket.index,
+            "names": list(bucket.names),
+            "offsets": offsets,
+            "num_bytes": num_bytes,
+            "xxh3": self._arena.xxh3(num_bytes),
+        }
+        await self._of_core(self._llm.update_weights(WeightTransferUpdateRequest(info)))
+        return num_bytes
+
+    async def close_update(self, version: int) -> None:
+        """Refuse or commit the version, then let the frozen requests go on with the new weights."""
+        await self._of_core(self._llm.finish_weight_update(weight_version=str(version)))
+        if not await self._of_core(self._llm.reset_prefix_cache()):
+            raise RuntimeError("the engine kept a prefix cache of the old weights")
+        await self._of_core(self._llm.resume_generation())
+        self._version = version
+
+    async def _end_with_core(self) -> None:
+        """A live actor around a dead engine would take requests for ever; Ray sees a dead process at once."""
+        while not self._llm.errored:
+            await asyncio.sleep(CORE_POLL_S)
+        os._exit(1)
+
+
+class Arena:
+    """Memory that the engine core maps by path. A memfd has no name: nothing is left behind when the actor is killed,
+    and a container's small /dev/shm is no limit. Kept from sync to sync, since fresh pages cost half the rate."""
+
+    def __init__(self) -> None:
+        self._fd = os.memfd_create("t2g-weights")
+        self._bytes: np.ndarray = np.zeros(0, np.uint8)
+
+    @property
+    def path(self) -> str:
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def write(self, tensors: Sequence[np.ndarray]) -> tuple[list[int], int]:
+        """Lay the tensors one after the other; returns their byte offsets and the bytes used."""
+        ends = list(itertools.accumulate(-(-t.nbytes // ALIGNMENT) * ALIGNMENT for t in tensors))
+        offsets = [0, *ends[:-1]]
+        if ends[-1] > len(self._bytes):
+            os.ftruncate(self._fd, ends[-1])
+            self._bytes = np.memmap(self.path, np.uint8, "r+", shape=(ends[-1],))
+        for offset, tensor in zip(offsets, tensors, strict=True):
+            self._bytes[offset : offset + tensor.nbytes] = tensor.reshape(-1).view(np.uint8)
+        return offsets, ends[-1]
+
+    def xxh3(self, num_bytes: int) -> str:
+        return xxhash.xxh3_64_hexdigest(self._bytes[:num_bytes])
+
+
+async def _collect(stream: AsyncIterator[T]) -> list[T]:
+    return [item async for item in stream]
+
+
+def stop_token_ids(model: str, tokenizer: Any, revision: str | None) -> tuple[int, ...]:
+    """Tokens that end a response: the tokenizer's EOS and those of the model's generation_config.json.
+
+    The engine reads neither: it has no tokenizer, and that file would also change how is sampled.
+    """
+    from transformers import GenerationConfig
+
+    try:
+        listed = GenerationConfig.from_pretrained(model, revision=revision).eos_token_id
+    except OSError:
+        listed = None  # the file is optional
+    ids = listed if isinstance(listed, list) else [listed]
+    return tuple(sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None}))
+
+
+def weight_version(label: str) -> int:
+    """vLLM says "default" until the first weights are committed."""
+    return 0 if label == "default" else int(label)
+
+
+def first_sentence(error: Exception) -> str:
+    """The first sentence of vLLM's or pydantic's message."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if lines and "validation error" in lines[0]:
+        lines = [line.removeprefix("Value error, ") for line in lines[1:]]
+    return (lines or [type(error).__name__])[0].split(" [type=")[0][:300]

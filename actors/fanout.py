@@ -1,0 +1,66 @@
+"""One call to several actors: all results, or one sentence that says which actor failed, died or is late."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from t2g.errors import RunStopped, UserError
+
+GRACE_S = 2.0  # after a failure, how long to look for its cause: a dead peer breaks connections elsewhere first
+
+
+def collect(refs: Sequence["ray.ObjectRef[Any]"], *, who: str, call: str, timeout_s: float) -> list[Any]:
+    """Results in order. `who` and the position name an actor, `call` says what it was asked for.
+
+    Raises UserError or RunStopped as an actor raised it; RunStopped when one died, raised anything else, or did not
+    answer within timeout_s. Of several failures a death is told first, then an error of ours, then any other.
+    """
+    deadline = time.monotonic() + timeout_s
+    pending = list(refs)
+    failures: list[tuple[int, RayError]] = []
+    while pending and not failures:
+        done, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()), fetch_local=False)
+        if not done:
+            late = ", ".join(str(i) for i, ref in enumerate(refs) if ref in pending)
+            raise RunStopped(f"{who} {late} is late: {call} did not finish within {timeout_s:g} s")
+        if _failure(done[0]):
+            if pending:
+                ray.wait(pending, num_returns=len(pending), timeout=GRACE_S)
+            finished, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0)
+            failures = [(i, e) for i, ref in enumerate(refs) if ref in finished and (e := _failure(ref))]
+    if failures:
+        _raise(*min(failures, key=lambda failure: _rank_of_cause(failure[1])), who=who, call=call)
+    return ray.get(list(refs))
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception says, in one line of at most 300 characters."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+def _failure(ref: "ray.ObjectRef[Any]") -> RayError | None:
+    try:
+        ray.get(ref)
+    except RayError as error:
+        return error
+    return None
+
+
+def _rank_of_cause(error: RayError) -> int:
+    if isinstance(error, RayTaskError):
+        return 1 if isinstance(error.cause, (UserError, RunStopped)) else 2
+    return 0
+
+
+def _raise(index: int, error: RayError, *, who: str, call: str) -> None:
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        if isinstance(cause, (UserError, RunStopped)):
+            raise type(cause)(str(cause)) from error
+        raise RunStopped(f"{who} {index} failed in {call}: {first_line(cause)}") from cause
+    what = "died" if isinstance(error, RayActorError) else "was lost"
+    raise RunStopped(f"{who} {index} {what} during {call}: {first_line(error)}") from error

@@ -1,0 +1,240 @@
+"""Supervised training under Ray Train, as its driver sees it: start the ranks, follow them, keep what they wrote.
+
+The policy's fine-tuning and the span reward model's training are this one function; a rank is `actors.sft_rank`.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import ray.train.torch
+
+from actors.fanout import first_line
+from actors.placement import GIB
+from actors.sft_rank import LABEL, RankJob, SFTProgress, train_loop
+from t2g.config import ClusterConfig, ModelConfig, SFTOptions
+from t2g.data.sft import SFTExample
+from t2g.errors import RunStopped, UserError
+
+DRIVER_GRACE_S = 30.0  # the ranks' own deadline comes first: they know where they stand
+DONE_FILE = "sft.json"  # written last: a folder without it is not finished
+MOVES_WEIGHTS = {"optim", "dtype", "num_epochs", "batch_size", "max_length", "span_weight"}  # fields of SFTOptions
+NO_PLACE = ("WorkerGroupStartupTimeoutError", "InsufficientClusterResourcesError")  # Ray Train keeps them private
+logger = logging.getLogger(__name__)
+
+
+class _Trainer(ray.train.torch.TorchTrainer):
+    """Without the two helpers that would each start a process of 200 MB: we pass no Ray data sets, and a placement
+    group ends with the controller that made it."""
+
+    def _create_default_callbacks(self) -> list[Any]:
+        unused = ("DatasetsCallback", "PlacementGroupCleanerCallback")
+        return [callback for callback in super()._create_default_callbacks() if type(callback).__name__ not in unused]
+
+
+class _ReportsFile(ray.train.UserCallback):
+    """Appends rank 0's reports to a file. Runs in Ray Train's controller, which Ray Train puts on the driver's node."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(metrics[0]) + "\n")
+
+
+def run_sft(
+    *,
+    model: ModelConfig,
+    examples: Sequence[SFTExample],
+    options: SFTOptions,
+    cluster: ClusterConfig,
+    out_folder: Path,
+    seed: int,
+    on_progress: Callable[[SFTProgress], None],
+) -> dict[str, float]:
+    """Train `model` on `examples` and write it to `out_folder` (safetensors, tokenizer, sft.json).
+
+    Ray must be connected. A finished `out_folder` of the same model, examples, options and seed is kept and its metrics
+    are returned at once; an unfinished one is trained again from the start. `on_progress` gets every report.
+
+    Returns the last `SFTProgress` as a dict, and `wall_s`, start-up and export included.
+
+    Raises:
+        UserError: no examples, `out_folder` holds another training's model, or no place for the ranks.
+        RunStopped: a loss or gradient that is not finite, a lost rank, a missed deadline (who and where it stood).
+    """
+    if not examples:
+        raise UserError(f"{LABEL} got no examples")
+    key = _fingerprint(model, examples, options, seed)
+    kept = _finished(out_folder, key)
+    if kept is not None:
+        logger.info("%s is already trained with these settings: kept", out_folder)
+        return kept
+    part = out_folder.with_name(out_folder.name + ".part")
+    if part.exists():
+        logger.warning("%s is from a training that did not finish: it starts again from the base model", part)
+        shutil.rmtree(part)
+    part.mkdir(parents=True)
+
+    started = time.monotonic()
+    job = RankJob(model=model, examples=ray.put(list(examples)), options=options, out_folder=str(part), seed=seed)
+    metrics = _fit(job, cluster, on_progress) | {"wall_s": time.monotonic() - started}
+    (part / DONE_FILE).write_text(json.dumps({"fingerprint": key, "metrics": metrics}, indent=1))
+    os.replace(part, out_folder)
+    return metrics
+
+
+def _fingerprint(model: ModelConfig, examples: Sequence[SFTExample], options: SFTOptions, seed: int) -> str:
+    """Names a training: what it starts from, what it learns from, and the options that move its weights."""
+    found = {file.name: file.stat() for file in sorted(Path(model.policy).glob("*")) if file.is_file()}
+    files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found.items()]
+    chosen = options.model_dump(mode="json", include=MOVES_WEIGHTS)
+    digest = hashlib.blake2b(json.dumps([model.model_dump(), files, chosen, seed]).encode(), digest_size=16)
+    for example in examples:
+        for array in (example.prompt_ids, example.target_ids, example.target_weights):
+            digest.update(len(array).to_bytes(8) + array.tobytes())
+    return digest.hexdigest()
+
+
+def _finished(out_folder: Path, key: str) -> dict[str, float] | None:
+    """The metrics of a finished training with this fingerprint, None where there is no folder yet."""
+    if not out_folder.exists():
+        return None
+    done = out_folder / DONE_FILE
+    if not done.exists():
+        raise UserError(f"{out_folder} exists and was not written by {LABEL}: remove it or rename the run")
+    record = json.loads(done.read_text())
+    if record["fingerprint"] != key:
+        raise UserError(f"{out_folder} was trained with another model, data or options: remove it or rename the run")
+    return record["metrics"]
+
+
+def _fit(job: RankJob, cluster: ClusterConfig, on_progress: Callable[[SFTProgress], None]) -> dict[str, float]:
+    """Run the ranks in a thread (in the main one Ray Train would take over SIGINT) and follow their reports."""
+    outcome: dict[str, Any] = {}
+
+    def fit() -> None:
+        try:
+            outcome["metrics"] = trainer.fit().return_value
+        except Exception as error:  # noqa: BLE001 - carried to the caller's thread and raised there
+            outcome["error"] = error
+
+    with tempfile.TemporaryDirectory() as scratch, _ray_train_settings(cluster):
+        reports = Path(scratch, "reports.jsonl")
+        trainer = _trainer(job, reports, scratch)
+        thread = threading.Thread(target=fit, daemon=True, name="ray-train")
+        thread.start()
+        _follow(thread, reports, job.options.timeout_s + DRIVER_GRACE_S, on_progress)
+    if "error" in outcome:
+        raise _explain(outcome["error"], job.options, cluster) from outcome["error"]
+    return outcome["metrics"]
+
+
+def _trainer(job: RankJob, reports: Path, scratch: str) -> _Trainer:
+    options = job.options
+    resources = {"CPU": options.cpus, "memory": int(options.memory_gib * GIB)}
+    if options.gpus:
+        resources["GPU"] = options.gpus
+    env = {"OMP_NUM_THREADS": str(options.threads), "TOKENIZERS_PARALLELISM": "false"}
+    if not options.gpus:
+        env |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    return _Trainer(
+        train_loop,
+        train_loop_config={"job": job},
+        torch_config=ray.train.torch.TorchConfig(
+            backend="nccl" if options.gpus else "gloo", timeout_s=max(1, round(options.timeout_s))
+        ),
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=options.workers,
+            use_gpu=options.gpus > 0,
+            resources_per_worker=resources,
+            label_selector=options.labels or None,
+        ),
+        run_config=ray.train.RunConfig(
+            name="sft",
+            storage_path=scratch,  # no Ray Train checkpoints: nothing but a marker is written there
+            callbacks=[_ReportsFile(reports)],
+            worker_runtime_env={"env_vars": env},
+            failure_config=ray.train.FailureConfig(max_failures=0, controller_failure_limit=0),
+            logging_config=ray.train.LoggingConfig(log_level="ERROR"),
+        ),
+    )
+
+
+@contextmanager
+def _ray_train_settings(cluster: ClusterConfig) -> Iterator[None]:
+    """What Ray Train reads from the driver's environment only."""
+    settings = {
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # its poll; the default of 2 s delays start, reports and end
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(cluster.placement_timeout_s),
+        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a process of its own; a lost rank ends the training here anyway
+        "RAY_TRAIN_METRICS_ENABLED": "0",
+        "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    }
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _follow(
+    thread: threading.Thread, reports: Path, timeout_s: float, on_progress: Callable[[SFTProgress], None]
+) -> None:
+    """Hand on each report until the thread ends; RunStopped with the last one when the deadline passes."""
+    deadline = time.monotonic() + timeout_s
+    num_read, last = 0, None
+    while True:
+        alive = thread.is_alive()
+        lines = reports.read_text().split("\n")[:-1] if reports.exists() else []  # the last may be half written
+        for line in lines[num_read:]:
+            last = SFTProgress(**json.loads(line))
+            on_progress(last)
+        num_read = len(lines)
+        if not alive:
+            return
+        if time.monotonic() > deadline:
+            where = f"the ranks stood at step {last.step} of {last.num_steps}" if last else "no rank has reported yet"
+            raise RunStopped(f"{LABEL} did not end within {timeout_s:g} s: {where}")
+        thread.join(0.2)
+
+
+def _explain(error: Exception, options: SFTOptions, cluster: ClusterConfig) -> Exception:
+    """Ray Train's error as one sentence: of several ranks' failures, one of ours comes first."""
+    if isinstance(error, ray.train.ControllerError):
+        if type(error.controller_failure).__name__ in NO_PLACE:
+            return UserError(
+                f"no place for the {options.workers} ranks of {LABEL} within {cluster.placement_timeout_s:g} s: "
+                f"each needs {options.cpus:g} CPUs, {options.gpus:g} GPUs and {options.memory_gib:g} GiB; "
+                f"free in the cluster: {_free()}"
+            )
+        return RunStopped(f"Ray Train could not run {LABEL}: {first_line(error.controller_failure)}")
+    failures = sorted(getattr(error, "worker_failures", {}).items())
+    causes = {rank: getattr(failure, "_base_exc", failure) for rank, failure in failures}
+    for cause in causes.values():
+        if isinstance(cause, (RunStopped, UserError)):
+            return cause
+    text = "; ".join(f"rank {rank}: {first_line(cause)}" for rank, cause in causes.items())
+    return RunStopped(f"{LABEL} failed on {text or first_line(error)}")
+
+
+def _free() -> str:
+    free = ray.available_resources()
+    return f"{free.get('CPU', 0):g} CPUs, {free.get('GPU', 0):g} GPUs, {free.get('memory', 0) / GIB:.1f} GiB"

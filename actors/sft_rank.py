@@ -1,0 +1,162 @@
+"""One rank of supervised training: weighted cross-entropy on the targets, a ZeRO-3 engine, a Hugging Face folder out.
+
+Runs inside a Ray Train worker; `actors.sft` starts it, `t2g.data.sft` plans the batches, `actors.zero3` is DeepSpeed.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import torch
+
+from actors.fanout import first_line
+from t2g.config import ModelConfig, SFTOptions
+from t2g.data.sft import SFTExample, SFTMicrobatch, make_microbatch, plan_epochs
+from t2g.errors import RunStopped, UserError
+
+LABEL = "supervised training"  # how messages call it
+REPORT_EVERY = 10  # optimizer steps between two reports
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTProgress:
+    """Where training stands; loss, gradient norm and speed are means over the steps since the last report."""
+
+    step: int  # optimizer steps done
+    num_steps: int
+    loss: float  # nats per unit of target weight
+    grad_norm: float  # global, before clipping
+    lr: float
+    tokens_per_s: float  # prompt and target tokens of all ranks, padding not counted
+    train_s: float  # since the ranks began to train
+    left_s: float  # at the present speed
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankJob:
+    """What a rank needs to know."""
+
+    model: ModelConfig
+    examples: ray.ObjectRef  # list[SFTExample]
+    options: SFTOptions
+    out_folder: str
+    seed: int
+
+
+def train_loop(config: dict[str, Any]) -> dict[str, float]:
+    """One rank. Returns the last `SFTProgress` as a dict; rank 0 has written the model folder."""
+    from actors import zero3
+
+    job: RankJob = config["job"]
+    options = job.options
+    started = time.monotonic()
+    context = ray.train.get_context()
+    rank, num_ranks = context.get_world_rank(), context.get_world_size()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(job.seed * 1_000_003 + rank)
+    zero3.init_distributed(
+        rank, num_ranks, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
+        "nccl" if options.gpus else "gloo", timeout_s=options.timeout_s,
+    )  # fmt: skip
+    model, tokenizer = _load_model(job.model, options)
+    examples: list[SFTExample] = ray.get(job.examples)
+    lengths = [len(example) for example in examples]
+    plan = plan_epochs(
+        lengths, num_epochs=options.num_epochs, batch_size=options.batch_size, num_ranks=num_ranks,
+        token_budget=options.tokens_per_microbatch, seed=job.seed,
+    )  # fmt: skip
+    engine = zero3.build_engine(model, options.optim, num_steps=len(plan), dtype=options.dtype, world_size=num_ranks)
+
+    reporter = _Reporter(num_steps=len(plan))
+    for step, hands in enumerate(plan, start=1):
+        if time.monotonic() - started > options.timeout_s:
+            raise RunStopped(f"{LABEL} is late: step {step} of {len(plan)} after sft.timeout_s={options.timeout_s:g} s")
+        chosen = [index for hand in hands for rows in hand for index in rows]
+        total_weight = sum(float(examples[index].target_weights.sum(dtype="float64")) for index in chosen)
+        result = zero3.train_step(
+            engine,
+            [make_microbatch([examples[index] for index in rows]) for rows in hands[rank]],
+            partial(_loss_share, total_weight=total_weight),
+            label=f"{LABEL}, step {step}, examples {_short(chosen)}",
+        )
+        reporter.add(step, result, num_tokens=sum(lengths[index] for index in chosen))
+    zero3.export(engine, tokenizer, Path(job.out_folder))
+    return reporter.last
+
+
+def _load_model(config: ModelConfig, options: SFTOptions) -> tuple[Any, Any]:
+    """The model in the training's dtype, and its tokenizer. UserError names model.policy when it cannot be loaded."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    source = {"revision": config.revision, "trust_remote_code": False}
+    weights = {"use_safetensors": True, "attn_implementation": "sdpa", "dtype": getattr(torch, options.dtype)}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.policy, **source)
+        model = AutoModelForCausalLM.from_pretrained(config.policy, **source, **weights)
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.policy={config.policy!r} cannot be loaded: {first_line(error)}") from error
+    return model, tokenizer
+
+
+def _short(indices: Sequence[int]) -> str:
+    """
+    >>> _short([7, 1, 2, 9, 4])
+    '1, 2, 4 and 2 more'
+    """
+    text = ", ".join(str(index) for index in sorted(indices)[:3])
+    return f"{text} and {len(indices) - 3} more" if len(indices) > 3 else text
+
+
+def _loss_share(engine: Any, batch: SFTMicrobatch, *, total_weight: float) -> tuple[torch.Tensor, dict[str, float]]:
+    """Weighted cross-entropy of a microbatch over the weight of the whole optimizer step, all ranks."""
+    first = batch.first_target
+    labels, weights = (torch.from_numpy(x[:, first:]).to(engine.device) for x in (batch.labels, batch.weights))
+    input_ids = torch.from_numpy(batch.input_ids).to(engine.device)
+    logits = engine(input_ids=input_ids, logits_to_keep=labels.shape[1], use_cache=False).logits
+    nll = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
+    loss = (nll * weights.flatten()).sum() / total_weight
+    return loss, {"loss": float(loss.detach())}
+
+
+class _Reporter:
+    """Adds up steps and tells Ray Train every REPORT_EVERY of them, and at the last."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self.last: dict[str, float] = {}
+        self._started = self._since = time.monotonic()
+        self._losses: list[float] = []
+        self._norms: list[float] = []
+        self._num_tokens = 0
+
+    def add(self, step: int, result: Any, *, num_tokens: int) -> None:
+        self._losses.append(result.metrics["loss"])
+        self._norms.append(result.grad_norm)
+        self._num_tokens += num_tokens
+        if step % REPORT_EVERY and step != self.num_steps:
+            return
+        now = time.monotonic()
+        self.last = asdict(
+            SFTProgress(
+                step=step,
+                num_steps=self.num_steps,
+                loss=sum(self._losses) / len(self._losses),
+                grad_norm=sum(self._norms) / len(self._norms),
+                lr=result.lr,
+                tokens_per_s=self._num_tokens / (now - self._since),
+                train_s=now - self._started,
+                left_s=(now - self._started) / step * (self.num_steps - step),
+            )
+        )
+        ray.train.report(self.last)
+        self._since, self._num_tokens = now, 0
+        self._losses.clear()
+        self._norms.clear()

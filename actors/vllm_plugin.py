@@ -1,0 +1,136 @@
+"""vLLM loads this file in every process of an engine (entry point group `vllm.general_plugins`).
+
+It registers our `store` weight transfer, and lets an engine-core process end with the actor that owns it. The one file
+outside a worker's methods that imports vllm.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import xxhash
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+BACKEND = "store"
+OWNER_ENV = "T2G_ENGINE_OWNER"  # pid of the actor process, set by actors.engine
+PARENT_POLL_S = 0.5
+
+
+def register() -> None:
+    """Called by vLLM once in each of an engine's processes."""
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, __name__, "StoreWeightTransferEngine")
+    if os.environ.get(OWNER_ENV, str(os.getpid())) != str(os.getpid()):
+        threading.Thread(target=_end_with_parent, args=(os.getppid(),), name="t2g-parent", daemon=True).start()
+
+
+def _end_with_parent(parent: int) -> None:
+    """A killed actor cannot close its engine: without this the core would keep its memory, and its GPU, for ever."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_POLL_S)
+    os._exit(1)
+
+
+@dataclass
+class StoreAnnouncement(WeightTransferInitInfo):
+    """Opens a version: everything that will be sent. vLLM's `start` takes no argument, so it comes as init info."""
+
+    version: int
+    dtype: str  # "float32" or "bfloat16", of every tensor
+    names: list[str]
+    shapes: list[list[int]]
+
+
+@dataclass
+class StoreBucket(WeightTransferUpdateInfo):
+    """Where the bytes of one bucket lie."""
+
+    path: str  # a file that both processes can map; overwritten by the next bucket
+    version: int
+    index: int
+    names: list[str]
+    offsets: list[int]  # bytes, of each tensor
+    num_bytes: int
+    xxh3: str  # of bytes [0, num_bytes)
+
+
+class StoreWeightTransferEngine(WeightTransferEngine[StoreAnnouncement, StoreBucket]):
+    """Receives one version as buckets of mapped bytes; refuses to finish unless it got exactly what was announced."""
+
+    init_info_cls = StoreAnnouncement
+    update_info_cls = StoreBucket
+    _announced: StoreAnnouncement | None = None
+    _received: list[str]
+    _open = False
+
+    def init_transfer_engine(self, init_info: StoreAnnouncement) -> None:
+        repeated = sorted({n for n in init_info.names if init_info.names.count(n) > 1})
+        if repeated:
+            raise ValueError(f"weights of version {init_info.version} announce {_few(repeated)} more than once")
+        self._announced = init_info
+        self._received = []
+
+    def start_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        if self._open:
+            # vLLM would go on counting where the broken round stopped, and load a module before its last part is in.
+            finalize_layerwise_reload(self.model, self.model_config)
+        initialize_layerwise_reload(self.model)
+        self._open = True
+
+    def receive_weights(self, update_info: StoreBucket) -> None:
+        """Raises ValueError for bytes of another version or hash, and for names not announced or already received."""
+        announced = self._announced
+        if announced is None or update_info.version != announced.version:
+            raise ValueError(f"bucket {update_info.index} of version {update_info.version} was not announced")
+        shapes = dict(zip(announced.names, announced.shapes, strict=True))
+        wrong = [n for n in update_info.names if n not in shapes or n in self._received]
+        if wrong:
+            raise ValueError(f"bucket {update_info.index}: {_few(wrong)} not announced, or sent before")
+        arena = np.memmap(update_info.path, dtype=np.uint8, mode="r+", shape=(update_info.num_bytes,))
+        if xxhash.xxh3_64_hexdigest(arena) != update_info.xxh3:
+            raise ValueError(f"bucket {update_info.index} of version {update_info.version} arrived with other bytes")
+        dtype = getattr(torch, announced.dtype)
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, offset in zip(update_info.names, update_info.offsets, strict=True):
+                shape = shapes[name]
+                end = offset + int(np.prod(shape)) * dtype.itemsize
+                # vLLM's loaders keep references until a fused module is complete, and a padded vocabulary until
+                # `finish`: a view would by then show the bytes of a later bucket.
+                view = torch.from_numpy(arena[offset:end]).view(dtype).reshape(shape)
+                yield name, view.to(self.device, copy=True)
+
+        self.model.load_weights(tensors())
+        self._received += update_info.names
+
+    def finish_weight_update(self) -> None:
+        """Raises ValueError, and leaves the engine unusable, when a name is missing: it would keep its old value."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        assert self._announced is not None
+        missing = [n for n in self._announced.names if n not in set(self._received)]
+        if missing:
+            raise ValueError(
+                f"weights of version {self._announced.version} are refused: {len(missing)} of "
+                f"{len(self._announced.names)} announced tensors never came ({_few(missing)})"
+            )
+        finalize_layerwise_reload(self.model, self.model_config)
+        self._open = False
+
+    def shutdown(self) -> None:
+        self._announced = None
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,223 @@
+"""Everything that knows DeepSpeed: ZeRO-3 engines, exact gradient accumulation, gathered weights, checkpoints.
+
+Called inside a rank's process only; every function is a collective: all ranks call it, in the same order. What it is
+not: it knows neither PPO nor Ray, and it builds no model.
+"""
+
+import logging
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from actors.weight_sync import ParamMeta, plan_buckets
+from t2g.config import Dtype, OptimConfig
+from t2g.errors import RunStopped
+
+Engine = Any  # deepspeed.DeepSpeedEngine
+LossFunction = Callable[[Engine, Any], tuple[torch.Tensor, dict[str, float]]]
+
+EXPORT_BUCKET_BYTES = 256 * 2**20
+BUCKET_NUMEL = 50_000_000  # elements reduced or prefetched at once, bounded by the model's own size
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """One optimizer step, already reduced over microbatches and ranks."""
+
+    metrics: dict[str, float]  # of the loss function: summed, or the maximum where the name ends in _max
+    grad_norm: float  # global, before clipping
+    lr: float  # the learning rate this step used
+
+
+def init_distributed(
+    rank: int, world_size: int, master_addr: str, master_port: int, backend: str, *, timeout_s: float = 1800
+) -> None:
+    """Join the process group as `rank` (a group that already exists, as under Ray Train, is used as it is).
+
+    backend: "gloo" on CPUs, "nccl" on GPUs. timeout_s bounds each collective.
+    """
+    if backend == "gloo":
+        os.environ["DS_ACCELERATOR"] = "cpu"  # else a node with GPUs would put a CPU rank on one
+    env = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": master_addr, "MASTER_PORT": master_port}
+    os.environ.update({key: str(value) for key, value in env.items()})
+    os.environ.setdefault("LOCAL_RANK", "0")  # a Ray actor sees its own GPU only
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # DeepSpeed's calls
+    # Used by DeepSpeed's inference collectives only; left on, its first start compiles C++ for half a minute.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(
+        backend, auto_mpi_discovery=False, verbose=False, timeout=timedelta(seconds=timeout_s),
+        rank=rank, world_size=world_size,
+    )  # fmt: skip
+
+
+def lr_factor(step: int, optim: OptimConfig, num_steps: int) -> float:
+    """Learning rate of optimizer step `step` (0-based) as a share of optim.lr.
+
+    Linear warm-up over warmup_ratio * num_steps steps, then constant, linear or cosine down to final_lr_ratio at
+    `num_steps`. Example: linear, num_steps 4, no warm-up, final 0 -> 1, .75, .5, .25.
+    """
+    warmup = math.ceil(optim.warmup_ratio * num_steps)
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, num_steps - warmup))
+    share = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
+    return optim.final_lr_ratio + (1 - optim.final_lr_ratio) * share[optim.schedule]
+
+
+def _config(model: torch.nn.Module, dtype: Dtype, world_size: int) -> dict[str, Any]:
+    numel = min(BUCKET_NUMEL, max(1, sum(p.numel() for p in model.parameters())))
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,  # we accumulate: DeepSpeed would divide by it
+        "train_batch_size": world_size,
+        "steps_per_print": 10**9,
+        "bf16": {"enabled": dtype == "bfloat16"},
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 0,  # small parameters are partitioned too: one code path
+            "reduce_bucket_size": numel,
+            "stage3_prefetch_bucket_size": numel,
+        },
+    }
+
+
+def build_engine(
+    model: torch.nn.Module, optim: OptimConfig, *, num_steps: int, dtype: Dtype, world_size: int
+) -> Engine:
+    """A ZeRO-3 engine with AdamW, clipping by the global norm and the learning-rate schedule over `num_steps`.
+
+    Rank 0's parameters win: DeepSpeed broadcasts them before it partitions.
+    """
+    import deepspeed
+
+    config = _config(model, dtype, world_size) | {"gradient_clipping": optim.max_grad_norm}
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    adamw = torch.optim.AdamW(trainable, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=adamw,
+        config=config,
+        lr_scheduler=lambda wrapped: torch.optim.lr_scheduler.LambdaLR(
+            wrapped, lambda step: lr_factor(step, optim, num_steps)
+        ),
+    )
+    return engine
+
+
+def frozen_engine(model: torch.nn.Module, *, dtype: Dtype, world_size: int) -> Engine:
+    """A ZeRO-3 engine without an optimizer, for forward passes only."""
+    import deepspeed
+
+    model.requires_grad_(False)
+    engine, *_ = deepspeed.initialize(model=model, config=_config(model, dtype, world_size))
+    engine.eval()
+    return engine
+
+
+def train_step(engine: Engine, microbatches: Sequence[Any], loss_fn: LossFunction, *, label: str) -> StepResult:
+    """One optimizer step over this rank's microbatches; every rank has the same number of them, at least one.
+
+    loss_fn(engine, microbatch) -> (loss, metrics): both are this microbatch's *share* of the global mean, that is
+    sums divided by the global token count, so that shares add up over microbatches and ranks. DeepSpeed averages
+    gradients over ranks; the factor world_size takes that back.
+    Raises RunStopped with `label` on every rank, and applies nothing, when a loss or the gradient is not finite.
+    """
+    assert microbatches, "a rank without tokens needs an empty microbatch: backward is a collective"
+    engine.train()
+    lr = float(engine.get_lr()[0])
+    totals: dict[str, float] = {}
+    finite = True
+    for i, microbatch in enumerate(microbatches):
+        engine.set_gradient_accumulation_boundary(i == len(microbatches) - 1)
+        loss, metrics = loss_fn(engine, microbatch)
+        finite = finite and bool(torch.isfinite(loss.detach()))
+        engine.backward(loss * engine.world_size, scale_wrt_gas=False)
+        for name, value in metrics.items():
+            totals[name] = max(totals.get(name, value), value) if name.endswith("_max") else totals.get(name, 0) + value
+    totals["bad_losses"] = 0.0 if finite else 1.0
+    totals = reduce_metrics(totals, engine.device)
+    if totals.pop("bad_losses"):
+        engine.optimizer.zero_grad()
+        raise RunStopped(f"{label}: the loss is not finite; the optimizer step was not applied")
+    engine.step()
+    if not engine.was_step_applied():
+        raise RunStopped(f"{label}: the gradient is not finite; the optimizer step was not applied")
+    return StepResult(metrics=totals, grad_norm=grad_norm(engine), lr=lr)
+
+
+def reduce_metrics(metrics: dict[str, float], device: torch.device) -> dict[str, float]:
+    """Over all ranks: the maximum of names that end in _max, the sum of all others. Same names on every rank."""
+    dist = torch.distributed
+    dtype = torch.float64 if device.type == "cpu" else torch.float32
+    out = {}
+    for op, names in (
+        (dist.ReduceOp.MAX, sorted(n for n in metrics if n.endswith("_max"))),
+        (dist.ReduceOp.SUM, sorted(n for n in metrics if not n.endswith("_max"))),
+    ):
+        values = torch.tensor([metrics[name] for name in names], dtype=dtype, device=device)
+        dist.all_reduce(values, op=op)
+        out.update(zip(names, values.tolist(), strict=True))
+    return out
+
+
+def grad_norm(engine: Engine) -> float:
+    """Global gradient norm of the last step, before clipping."""
+    return float(engine.get_global_grad_norm())
+
+
+def metadata(engine: Engine) -> list[ParamMeta]:
+    """Every parameter in the order of `full_parameters`, without gathering. Tied weights appear once. No collective."""
+    return [ParamMeta(name=name, shape=tuple(p.ds_shape)) for name, p in engine.module.named_parameters()]
+
+
+def full_parameters(engine: Engine, bucket_bytes: int, dtype: Dtype) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """The whole weights, bucket by bucket: (name, CPU copy of type dtype) pairs on rank 0, empty lists on the others.
+
+    One gather per bucket of whole decoder layers (`plan_buckets`). Gathers are never nested, and none is open while
+    the caller holds a bucket.
+    """
+    import deepspeed
+
+    named = dict(engine.module.named_parameters())
+    for names in plan_buckets(metadata(engine), dtype=dtype, bucket_bytes=bucket_bytes):
+        parameters = [named[name] for name in names]
+        with deepspeed.zero.GatheredParameters(parameters):
+            keep = zip(names, parameters, strict=True) if engine.global_rank == 0 else ()
+            bucket = [(name, p.detach().to("cpu", getattr(torch, dtype), copy=True)) for name, p in keep]
+        yield bucket
+
+
+def export(engine: Engine, tokenizer: Any, folder: Path) -> None:
+    """The model as a Hugging Face folder in safetensors with its tokenizer, written by rank 0."""
+    dtype = "bfloat16" if engine.bfloat16_enabled() else "float32"
+    state = {name: tensor for bucket in full_parameters(engine, EXPORT_BUCKET_BYTES, dtype) for name, tensor in bucket}
+    if engine.global_rank == 0:
+        engine.module.save_pretrained(folder, state_dict=state)
+        tokenizer.save_pretrained(folder)
+    torch.distributed.barrier()
+
+
+def save_checkpoint(engine: Engine, folder: Path, tag: str) -> None:
+    """Parameters, optimizer and schedule of every rank under folder/tag."""
+    engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
+
+
+def load_checkpoint(engine: Engine, folder: Path, tag: str) -> None:
+    """What `save_checkpoint` wrote, with the same number of ranks.
+
+    DeepSpeed unpickles the files: only ever load the run's own folder. Raises FileNotFoundError.
+    """
+    path, _ = engine.load_checkpoint(str(folder), tag=tag)
+    if path is None:
+        raise FileNotFoundError(f"{folder / tag} holds no ZeRO-3 checkpoint of {engine.world_size} ranks")

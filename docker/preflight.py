@@ -1,0 +1,132 @@
+"""What this machine lacks, one sentence each, before anything is installed. Standard library only.
+
+`python3 docker/preflight.py cpu` prints the sentences and exits 1, or prints nothing and exits 0. The annotations are
+strings and the syntax is old, so that a Python that is too old still gets as far as the sentence that says so.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+MIN_PYTHON = (3, 11)
+MIN_MEMORY_GIB = 12.0
+MEMORY_SLACK = 0.92  # of a 12 GiB machine the kernel keeps a part for itself: MemTotal reads 11.x
+MIN_DISK_GIB = {"cpu": 8.0, "gpu": 25.0}
+MIN_GLIBC = (2, 28)  # the wheels are manylinux_2_28
+CPU_FLAGS = ("avx2", "fma", "f16c")  # the least of vLLM's two CPU kernels and of torch's vectorized ones
+GIB = 2**30
+# DeepSpeed and torch compile kernels at the first start; without one of these they die in the middle of a run.
+PROBE = "#include <Python.h>\n#include <omp.h>\n#include <vector>\nint main() { return omp_get_max_threads() < 1; }\n"
+
+
+def system_problem(system: str, machine: str, libc: tuple[str, str]) -> str | None:
+    """`libc` as platform.libc_ver() gives it, e.g. ("glibc", "2.36")."""
+    if system != "Linux" or machine != "x86_64":
+        return f"The system is {system} {machine}; Linux on x86_64 is needed."
+    name, version = libc
+    if name != "glibc" or tuple(int(part) for part in version.split(".")[:2]) < MIN_GLIBC:
+        found = " ".join(libc).strip() or "no glibc"
+        return "The C library is {}; glibc {}.{} or newer is needed.".format(found, *MIN_GLIBC)
+    return None
+
+
+def python_problem(version: tuple[int, int], executable: str) -> str | None:
+    if version >= MIN_PYTHON:
+        return None
+    return "Python is {}.{} ({}); {}.{} or newer is needed: name one with `make PYTHON=python3.11 ...`.".format(
+        version[0], version[1], executable, *MIN_PYTHON
+    )
+
+
+def cpu_problem(cpuinfo: str) -> str | None:
+    """`cpuinfo` is the text of /proc/cpuinfo."""
+    flags = next((line.split(":", 1)[1].split() for line in cpuinfo.splitlines() if line.startswith("flags")), [])
+    missing = [flag for flag in CPU_FLAGS if flag not in flags]
+    if not missing:
+        return None
+    return "The CPU lacks {}; vLLM's CPU kernels need {}.".format(", ".join(missing), ", ".join(CPU_FLAGS))
+
+
+def memory_problem(meminfo: str, cgroup_limit: str) -> str | None:
+    """Texts of /proc/meminfo and of the control group's memory.max ("max", or empty, where there is no limit)."""
+    total_kib = next((int(line.split()[1]) for line in meminfo.splitlines() if line.startswith("MemTotal:")), 0)
+    total_gib = total_kib * 1024 / GIB
+    limit = cgroup_limit.strip()
+    if limit.isdigit():
+        total_gib = min(total_gib, int(limit) / GIB)
+    if total_gib >= MIN_MEMORY_GIB * MEMORY_SLACK:
+        return None
+    return f"Memory is {total_gib:.1f} GiB; {MIN_MEMORY_GIB:.0f} GiB are needed."
+
+
+def disk_problem(free_bytes: int, folder: Path, kind: str) -> str | None:
+    need = MIN_DISK_GIB[kind]
+    if free_bytes >= need * GIB:
+        return None
+    return f"Free disk space under {folder} is {free_bytes / GIB:.1f} GiB; {need:.0f} GiB are needed."
+
+
+def venv_problem(has_ensurepip: bool) -> str | None:
+    if has_ensurepip:
+        return None
+    return "Python cannot make virtual environments; install its venv package (Debian: python3-venv)."
+
+
+def compiler_problem(compiler: str, include: str) -> str | None:
+    """`compiler` is the command, `include` the folder that should hold Python.h. Compiles a probe, writes nothing."""
+    if shutil.which(compiler) is None:
+        return f"There is no C++ compiler ({compiler}); install g++ (Debian: build-essential) or set CXX."
+    if not Path(include, "Python.h").is_file():
+        return f"Python's headers are missing ({include}/Python.h); install them (Debian: python3-dev)."
+    command = [compiler, "-x", "c++", "-std=c++17", "-fopenmp", "-fsyntax-only", "-I", include, "-"]
+    tried = subprocess.run(command, input=PROBE, capture_output=True, text=True, timeout=60)
+    if tried.returncode == 0:
+        return None
+    first = next((line for line in tried.stderr.splitlines() if "error" in line), "no reason given")
+    return f"The C++ compiler {compiler} cannot compile C++17 with OpenMP: {first.strip()}"
+
+
+def nvidia_problem(driver: str | None) -> str | None:
+    if driver is not None:
+        return None
+    return "There is no nvidia-smi; the GPU set needs an NVIDIA driver for CUDA 13."
+
+
+def problems(kind: str, folder: Path) -> list[str]:
+    """All that this machine lacks for the set `kind` ("cpu" or "gpu") in `folder`."""
+    found = [
+        system_problem(platform.system(), platform.machine(), platform.libc_ver()),
+        python_problem(sys.version_info[:2], sys.executable),
+        venv_problem(_can_import("ensurepip")),
+        compiler_problem(os.environ.get("CXX", "g++"), sysconfig.get_paths()["include"]),
+        memory_problem(_text("/proc/meminfo"), _text("/sys/fs/cgroup/memory.max")),
+        disk_problem(shutil.disk_usage(str(folder)).free, folder, kind),
+        cpu_problem(_text("/proc/cpuinfo")) if kind == "cpu" else nvidia_problem(shutil.which("nvidia-smi")),
+    ]
+    return [sentence for sentence in found if sentence is not None]
+
+
+def _can_import(module: str) -> bool:
+    try:
+        __import__(module)
+    except ImportError:
+        return False
+    return True
+
+
+def _text(path: str) -> str:
+    """Empty where the file does not exist: outside Linux, or outside a control group."""
+    file = Path(path)
+    return file.read_text() if file.is_file() else ""
+
+
+if __name__ == "__main__":
+    missing = problems(sys.argv[1], Path.cwd())
+    print("\n".join(missing), end="\n" if missing else "")
+    sys.exit(1 if missing else 0)

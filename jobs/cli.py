@@ -1,0 +1,115 @@
+"""The command line that every job shares: `python -m jobs.X --config FILE [--dry-run] [key=value ...]`.
+
+    if __name__ == "__main__":
+        sys.exit(main(PolicyJob, run, describe_policy))
+
+Exit codes: 0 done, 2 the user's to mend, 3 the run stopped itself, 130 interrupted. Imports nothing heavy.
+"""
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from t2g import configio
+from t2g.configwords import problems, section_type
+from t2g.errors import RunStopped, UserError
+
+Config = TypeVar("Config", bound=BaseModel)
+
+
+def main(
+    schema: type[Config],
+    run: Callable[[Config], int | None],
+    describe: Callable[[Config], str],
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Read the config, then `run(config)`; with --dry-run only print it and `describe(config)`. Gives the exit code.
+
+    `argv` without the program's name; None: that of this process.
+    """
+    parser = _parser(schema)
+    arguments = parser.parse_intermixed_args(argv)
+    try:
+        config = configio.load(schema, arguments.config, arguments.overrides)
+        if arguments.dry_run:
+            print(configio.resolved(config))
+            print(describe(config))
+            return 0
+        return run(config) or 0
+    except (UserError, RunStopped) as error:
+        # An error that crossed a Ray actor carries the remote traceback in its own text, and the original as `cause`.
+        print(f"{parser.prog}: {getattr(error, 'cause', error)}", file=sys.stderr)
+        return 2 if isinstance(error, UserError) else 3
+    except ValidationError as error:  # of a config that the job made from its own
+        print("\n".join(f"{parser.prog}: {sentence}" for sentence in problems(schema, error)), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted", file=sys.stderr)
+        return 130
+
+
+class StopFlag:
+    """Set by SIGTERM or SIGINT; false until then. A loop asks it between steps: `if stop: checkpoint, return`."""
+
+    def __init__(self) -> None:
+        self.signal_name: str | None = None
+
+    def __bool__(self) -> bool:
+        return self.signal_name is not None
+
+    def _set(self, number: int, _frame: FrameType | None) -> None:
+        # Only an assignment: a handler that takes a lock, as threading.Event does, may wait for what it interrupted.
+        self.signal_name = signal.Signals(number).name
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C stops at once
+
+
+def stop_flag() -> StopFlag:
+    """Install the handlers and give their flag. Call it after `ray.init`, which puts a SIGTERM handler of its own."""
+    flag = StopFlag()
+    signal.signal(signal.SIGTERM, flag._set)
+    signal.signal(signal.SIGINT, flag._set)
+    return flag
+
+
+def fields_help(schema: type[BaseModel]) -> str:
+    """Every key with its default and its meaning, grouped by section."""
+    return "\n".join(_section_help(schema))
+
+
+def _parser(schema: type[BaseModel]) -> argparse.ArgumentParser:
+    """The schema's docstring begins with the job: "jobs.train_policy: span-level PPO."."""
+    name, _, purpose = " ".join((schema.__doc__ or "").split()).partition(": ")
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {name}",
+        description=purpose,
+        epilog=f"keys, with their defaults:\n{fields_help(schema)}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="YAML file with the config")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved config and what it amounts to")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the file: rollout.temperature=0.6")
+    return parser
+
+
+def _section_help(section: type[BaseModel], prefix: str = "", given: BaseModel | None = None) -> list[str]:
+    """`given` is the value that the section has by default, where there is one: it may not be the section's own."""
+    plain, inner = [], []
+    for name, info in section.model_fields.items():
+        default = getattr(given, name) if given else info.default
+        nested = section_type(info.annotation)
+        if nested is not None:
+            inner += _section_help(nested, f"{prefix}{name}.", default if isinstance(default, nested) else None)
+        else:
+            required = info.is_required() and not given
+            shown = "required" if required else json.dumps(default, default=str)
+            plain.append(f"  {prefix + name:<38} {shown:<16} {info.description or ''}".rstrip())
+    return ([f"\n{prefix.removesuffix('.') or 'the job'}:"] if plain else []) + plain + inner

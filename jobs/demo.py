@@ -1,0 +1,162 @@
+"""The whole pipeline on the tiny world: base policy, annotated records, reward model, then three arms of PPO.
+
+    python -m jobs.demo --config configs/tiny/demo.yaml
+
+The arms share stages 1 and 2, prompts, seeds and engines, and differ in one field: where the rewards are paid. The
+programmatic critic annotates and the facts measure; every sample of PPO is judged by the reward model.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from jobs.cli import main, stop_flag
+from t2g.checkpoint import write_atomic
+from t2g.config import DataConfig, DemoJob, FeedbackConfig, Placement, PolicyJob, RoleConfig, RunConfig
+from t2g.describe import describe_demo
+from t2g.errors import RunStopped
+from t2g.metrics import METRICS_FILE, SAMPLES_FILE, read_records
+from t2g.report.html import write_report
+from t2g.report.run import REPORT_FILE, SUMMARY_FILE, examples
+from t2g.versions import versions
+
+ARMS = "arms"
+FACTS = {"f1": "fact_f1", "precision": "fact_precision", "recall": "fact_recall"}  # names of the measure in summary.json
+BESIDE = ("repeated", "length", "length_mean")  # told beside F1: what a policy that games it would change
+SOURCE_SHARE = "feedback/source/reward_model"
+
+
+def arm_job(demo: DemoJob, arm: Placement) -> PolicyJob:
+    """One arm: the demo's settings with its placement of the rewards."""
+    from jobs.stages import WORLD, base_model, reward_model
+
+    folder = demo.run.folder
+    rewards = demo.objective.rewards.model_copy(update={"placement": arm})
+    return PolicyJob(
+        run=RunConfig(root=folder / ARMS, name=arm, seed=demo.run.seed),
+        cluster=demo.cluster,
+        task="tiny",
+        model=base_model(demo),
+        data=DataConfig(path=str(folder / WORLD / "train.jsonl")),
+        eval_data=DataConfig(path=str(folder / WORLD / "heldout.jsonl")),
+        num_steps=demo.num_steps,
+        rollout=demo.rollout,
+        feedback=FeedbackConfig(reward_model=reward_model(demo), engine=demo.reward_engine),
+        objective=demo.objective.model_copy(update={"rewards": rewards}),
+        learner=demo.learner,
+        eval=demo.eval,
+    )
+
+
+def summarise(demo: DemoJob, stages: dict[str, dict[str, Any]], arms: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """summary.json: held-out facts of the base and of each arm at equal samples, all read from what the stages wrote."""
+    first = arms[demo.arms[0]]
+    return {
+        "base": held_out_facts(first["base"]),
+        "policy": held_out_facts(arms["span"]["policy"]) if "span" in arms else {},
+        "arms": {name: held_out_facts(arm["policy"]) for name, arm in arms.items()},
+        "reward_model": {k: v for k, v in stages["reward"].items() if k != "seconds"},
+        "steps": first["steps"],
+        "samples": first["samples"],
+        "timing": {f"{name}_s": metrics["seconds"] for name, metrics in stages.items()}
+        | {f"{name}_s": arm["timing"]["wall_s"] for name, arm in arms.items()},
+        "versions": versions(),
+    }
+
+
+def held_out_facts(measured: dict[str, float]) -> dict[str, float]:
+    """{"f1": .62, "repeated": 0, ...} -> {"fact_f1": .62, "repeated": 0, ...}"""
+    return {ours: measured[name] for name, ours in FACTS.items()} | {name: measured[name] for name in BESIDE}
+
+
+def check_sources(folder: Path) -> None:
+    """RunStopped if any sample of an arm's steps was judged by anything but the reward model."""
+    for number, record in read_records(folder / METRICS_FILE):
+        if record["step"] > 0 and record.get(SOURCE_SHARE) != 1.0:
+            raise RunStopped(
+                f"{folder / METRICS_FILE}:{number}: step {record['step']} has samples that were not judged by the reward "
+                f"model ({SOURCE_SHARE} is {record.get(SOURCE_SHARE)})"
+            )
+
+
+def table(summary: dict[str, Any]) -> str:
+    """Held-out facts of the base and of the arms, one row each."""
+    rows = {"base": summary["base"], **summary["arms"]}
+    lines = [f"{'held-out posts':<16}{'fact F1':>9}{'precision':>11}{'recall':>8}{'repeated':>10}{'tokens':>8}"]
+    lines += [
+        f"{name:<16}{r['fact_f1']:>9.3f}{r['fact_precision']:>11.3f}{r['fact_recall']:>8.3f}"
+        f"{r['repeated']:>10.3f}{r['length_mean']:>8.1f}"
+        for name, r in rows.items()
+    ]
+    return "\n".join([*lines, f"{summary['samples']} sampled responses in each arm, {summary['steps']} steps"])
+
+
+def run(demo: DemoJob) -> int:
+    """All stages that are not there yet, then the arms. 0 when done, 143 when a signal ended it after a checkpoint."""
+    import ray
+
+    from actors.placement import connect
+    from jobs.fleets import feedback_source, rollout_fleet
+    from jobs.stages import make_stages
+    from jobs.train_policy import STOPPED, finished, read_data, train
+
+    started = time.monotonic()
+    jobs = {arm: arm_job(demo, arm) for arm in demo.arms}
+    roles: dict[str, RoleConfig] = {
+        "rollout": demo.rollout,
+        "reward_engine": demo.reward_engine,
+        "learner": demo.learner,
+    }
+    connect(demo.cluster, roles)
+    try:
+        stages = make_stages(demo)
+        stop = stop_flag()
+        arms = {arm: summary for arm, job in jobs.items() if (summary := finished(job)) is not None}
+        if len(arms) < len(jobs):
+            first = jobs[demo.arms[0]]
+            data = read_data(first)
+            with (
+                rollout_fleet(first.model, first.rollout, first) as rollouts,
+                feedback_source(first.feedback, data.task, first) as feedback,
+            ):
+                for arm, job in jobs.items():
+                    if arm in arms:
+                        continue
+                    summary = train(job, data, rollouts, feedback, stop)
+                    if summary is None:
+                        print(f"stopped by {stop.signal_name} at a checkpoint; the same command goes on", file=sys.stderr)
+                        return STOPPED
+                    arms[arm] = summary
+    finally:
+        ray.shutdown()
+    for job in jobs.values():
+        check_sources(job.run.folder)
+    summary = summarise(demo, stages, {arm: arms[arm] for arm in demo.arms})
+    finish(demo, summary)
+    print(f"{time.monotonic() - started:.0f} s in all")
+    return 0
+
+
+def finish(demo: DemoJob, summary: dict[str, Any]) -> None:
+    """summary.json, report.html and the table."""
+    folder = demo.run.folder
+    write_atomic(folder / SUMMARY_FILE, json.dumps(summary, indent=1).encode())
+    write_report(
+        folder / REPORT_FILE,
+        title="Text2Grad on the tiny world",
+        summary={"steps": summary["steps"], "samples": summary["samples"]},
+        arms={arm: [r for _, r in read_records(folder / ARMS / arm / METRICS_FILE)] for arm in demo.arms},
+        base=summary["base"],
+        examples=examples(folder / ARMS / demo.arms[0] / SAMPLES_FILE),
+        reward_model=summary["reward_model"],
+        versions=summary["versions"],
+        timing=summary["timing"],
+    )
+    print(table(summary))
+    print(f"report: {folder / REPORT_FILE}\nnumbers: {folder / SUMMARY_FILE}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(DemoJob, run, describe_demo))

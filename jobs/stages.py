@@ -1,0 +1,171 @@
+"""Stages 0 to 2 on the tiny world: posts, base policy, annotated records, reward model. Each is made once and kept.
+
+    <run>/world/        train.jsonl, heldout.jsonl, tokenizers and random weights
+    <run>/base/model/   the policy after supervised training on faulty references
+    <run>/annotated/    train.jsonl, heldout.jsonl
+    <run>/reward/model/ the span reward model, and reward.json beside it
+
+`stage.json`, with settings, metrics and seconds, is written when a stage is whole: a second run reads that file, makes a
+stage without one again, and refuses other settings by name.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jobs.annotate import annotate_data
+from jobs.fleets import feedback_source, rollout_fleet
+from jobs.train_reward import train_reward
+from jobs.train_sft import train_sft
+from t2g import configio
+from t2g.checkpoint import write_atomic
+from t2g.config import (
+    AnnotateJob,
+    DataConfig,
+    DemoJob,
+    FeedbackConfig,
+    ModelConfig,
+    PolicyJob,
+    RewardJob,
+    RoleConfig,
+    RunConfig,
+    SFTJob,
+)
+from t2g.errors import UserError
+from t2g.tasks.base import get_task
+
+PLACEHOLDER = "${stages}"
+CRITIC = "t2g.tasks.tiny_task:critic"
+WORLD, BASE, ANNOTATED, REWARD = "world", "base", "annotated", "reward"
+
+
+def make_stages(demo: DemoJob) -> dict[str, dict[str, Any]]:
+    """All stages, those that are there already read only; Ray must be connected. Metrics by stage, with `seconds`."""
+    folder = demo.run.folder
+    base, annotated, reward = sft_job(demo), annotate_job(demo), reward_job(demo)
+    return {
+        WORLD: _once(folder / WORLD, {"world": demo.world, "seed": demo.run.seed}, lambda: _write_world(demo)),
+        BASE: _once(folder / BASE, {"base": base}, lambda: train_sft(base)),
+        ANNOTATED: _once(folder / ANNOTATED, {"annotate": annotated}, lambda: _annotate(annotated)),
+        REWARD: _once(folder / REWARD, {"reward": reward}, lambda: train_reward(reward)),
+    }
+
+
+def stage_roles(demo: DemoJob) -> dict[str, RoleConfig]:
+    """Resources of the stage that needs most; the stages run one after the other."""
+    return {"reward_sft": demo.reward_sft}
+
+
+def sft_job(demo: DemoJob) -> SFTJob:
+    folder = demo.run.folder
+    return SFTJob(
+        run=_run(demo, BASE),
+        cluster=demo.cluster,
+        task="tiny",
+        model=ModelConfig(policy=str(folder / WORLD / "policy")),
+        data=DataConfig(path=str(folder / WORLD / "train.jsonl")),
+        sft=demo.policy_sft,
+    )
+
+
+def annotate_job(demo: DemoJob) -> AnnotateJob:
+    """One response to each of the first `demo.annotate` training posts, criticised by program."""
+    folder = demo.run.folder
+    return AnnotateJob(
+        run=_run(demo, ANNOTATED),
+        cluster=demo.cluster,
+        task="tiny",
+        model=base_model(demo),
+        data=DataConfig(path=str(folder / WORLD / "train.jsonl"), limit=demo.annotate),
+        rollout=demo.rollout.model_copy(update={"samples_per_prompt": 1}),
+        feedback=FeedbackConfig(source=CRITIC),
+    )
+
+
+def reward_job(demo: DemoJob) -> RewardJob:
+    folder = demo.run.folder
+    return RewardJob(
+        run=_run(demo, REWARD),
+        cluster=demo.cluster,
+        task="tiny",
+        model=ModelConfig(policy=str(folder / WORLD / "reward")),
+        data=DataConfig(path=str(folder / ANNOTATED / "train.jsonl")),
+        eval_data=DataConfig(path=str(folder / ANNOTATED / "heldout.jsonl")),
+        sft=demo.reward_sft,
+        engine=demo.reward_engine,
+    )
+
+
+def base_model(demo: DemoJob) -> ModelConfig:
+    return ModelConfig(policy=str(demo.run.folder / BASE / "model"))
+
+
+def reward_model(demo: DemoJob) -> str:
+    return str(demo.run.folder / REWARD / "model")
+
+
+def demo_of(config: PolicyJob) -> DemoJob | None:
+    """The demo whose stages a policy job builds on, under the job's own root and on its cluster."""
+    if config.stages is None:
+        return None
+    demo = configio.load(DemoJob, config.stages, [f"run.root={config.run.root}"])
+    return demo.model_copy(update={"cluster": config.cluster})
+
+
+def resolve_stages(config: PolicyJob, demo: DemoJob | None) -> PolicyJob:
+    """`config` with the stages' folder for `${stages}` in every path."""
+    if demo is None:
+        return config
+    text = config.model_dump_json().replace(PLACEHOLDER, str(demo.run.folder))
+    return PolicyJob.model_validate_json(text)
+
+
+def _run(demo: DemoJob, name: str) -> RunConfig:
+    return RunConfig(root=demo.run.folder, name=name, seed=demo.run.seed)
+
+
+def _once(
+    folder: Path, settings: Mapping[str, Any], make: Callable[[], Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What `make` returned, now or in an earlier run. UserError when that run had other settings."""
+    record = folder / "stage.json"
+    wanted = {
+        name: value.model_dump(mode="json") if hasattr(value, "model_dump") else value
+        for name, value in settings.items()
+    }
+    if record.exists():
+        kept = json.loads(record.read_text())
+        keys = [key for key in configio.diff(kept["settings"], wanted) if not configio.may_differ(key.partition(".")[2])]
+        if keys:
+            raise UserError(
+                f"{folder} was made with another {', '.join(keys)}: remove that folder and those made after it, "
+                "or take another run.name"
+            )
+        return kept["metrics"]
+    folder.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    metrics = {**make(), "seconds": time.monotonic() - started}
+    write_atomic(record, json.dumps({"settings": wanted, "metrics": metrics}, indent=1).encode())
+    return metrics
+
+
+def _write_world(demo: DemoJob) -> dict[str, Any]:
+    from t2g.tasks.tiny import Rates, write_world
+    from t2g.tasks.tiny_assets import build_model, build_tokenizers
+
+    world, folder = demo.world, demo.run.folder / WORLD
+    rates = Rates(wrong=world.wrong, missing=world.missing, invented=world.invented)
+    write_world(folder, num_train=world.num_train, num_heldout=world.num_heldout, rates=rates, seed=world.seed)
+    for name, tokenizer in zip(("policy", "reward"), build_tokenizers(folder), strict=True):
+        build_model(folder / name, tokenizer, seed=demo.run.seed)
+    return {"train_posts": world.num_train, "heldout_posts": world.num_heldout}
+
+
+def _annotate(job: AnnotateJob) -> dict[str, Any]:
+    with (
+        rollout_fleet(job.model, job.rollout, job) as rollouts,
+        feedback_source(job.feedback, get_task(job.task), job) as feedback,
+    ):
+        return annotate_data(job, rollouts, feedback)

@@ -1,0 +1,210 @@
+"""Span-level PPO: start the fleets, hand them to `t2g.trainer`, write the report.
+
+    python -m jobs.train_policy --config configs/own/policy.yaml model.policy=my/model data.path=my.jsonl \
+        feedback.source=my_pkg.critics:critic
+"""
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jobs.cli import StopFlag, main, stop_flag
+from t2g import configio
+from t2g.checkpoint import CheckpointStore, write_atomic
+from t2g.config import PolicyJob, RoleConfig
+from t2g.describe import describe_policy
+from t2g.errors import UserError
+from t2g.interfaces import FeedbackSource
+from t2g.metrics import METRICS_FILE, STEP_S, RunLog, held_out, read_records, step_line
+from t2g.progress import duration, stage
+from t2g.report.run import SUMMARY_FILE, report_run
+from t2g.tasks.base import Task, get_task
+from t2g.types import Prompt
+from t2g.versions import versions
+
+SMOKE_STEPS = 3
+STOPPED = 143  # exit code of a run that a signal ended after its checkpoint: 128 + SIGTERM
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyData:
+    """What a run reads before any process is started, so that bad input is refused within seconds."""
+
+    task: Task
+    tokenizer: Any
+    prompts: Sequence[Prompt]
+    eval_prompts: Sequence[Prompt]
+
+
+def read_data(config: PolicyJob) -> PolicyData:
+    """Tokenizer, prompts and held-out prompts. UserError for what cannot be used."""
+    from t2g.data.chat import load_tokenizer
+    from t2g.data.load import load_records
+    from t2g.data.prompts import make_prompts
+
+    task = get_task(config.task)
+    tokenizer = load_tokenizer(config.model.policy, config.model.revision)
+    room = config.rollout.max_model_len - config.rollout.max_new_tokens
+    prompts = make_prompts(load_records(config.data), task, tokenizer, room)
+    eval_prompts: list[Prompt] = []
+    if config.eval_data is not None:
+        records = load_records(config.eval_data)[: config.eval.num_prompts]
+        eval_prompts = make_prompts(records, task, tokenizer, room)
+    return PolicyData(task=task, tokenizer=tokenizer, prompts=prompts, eval_prompts=eval_prompts)
+
+
+def train(
+    config: PolicyJob, data: PolicyData, rollouts: Any, feedback: FeedbackSource, stop: StopFlag
+) -> dict[str, Any] | None:
+    """One run on fleets that are up; the learner group lives as long as this call. Returns the summary that it wrote,
+    or None when `stop` ended the run at a checkpoint: the same call goes on from there.
+
+    rollouts: an `actors.rollout.RolloutFleet` of the same model.
+    """
+    from actors.learner import LearnerGroup, LearnerSpec
+    from actors.weight_sync import StoreWeightSync
+    from t2g.trainer import Trainer
+
+    begin_folder(config)
+    started = time.monotonic()
+    folder = config.run.folder
+    spec = LearnerSpec(
+        model=config.model,
+        learner=config.learner,
+        objective=config.objective,
+        temperature=config.rollout.temperature,
+        num_updates=config.num_steps,
+        seed=config.run.seed,
+    )
+    learner = LearnerGroup(spec, placement_timeout_s=config.cluster.placement_timeout_s)
+    log = RunLog(folder, config.log)
+    try:
+        with stage(f"PPO {config.run.name}", config.num_steps) as bar:
+
+            def on_step(step: int, metrics: dict[str, float]) -> None:
+                bar.say(step_line(step, metrics))
+                bar.advance(step > 0)
+
+            trainer = Trainer(
+                config=config,
+                task=data.task,
+                tokenizer=data.tokenizer,
+                prompts=data.prompts,
+                eval_prompts=data.eval_prompts,
+                rollouts=rollouts,
+                feedback=feedback,
+                learner=learner,
+                sync=StoreWeightSync(learner, rollouts, config.learner),
+                log=log,
+                checkpoints=CheckpointStore(folder / "checkpoints", config.checkpoint.keep),
+                stop=lambda: bool(stop),
+                on_step=on_step,
+            )
+            state = asyncio.run(trainer.run())
+        if state.step < config.num_steps:
+            return None
+        learner.export(folder / "policy")
+    finally:
+        log.close()
+        learner.close()
+    return write_summary(config, seconds=time.monotonic() - started)
+
+
+def begin_folder(config: PolicyJob) -> None:
+    """The resolved config into the run folder. UserError for a folder that this config may not go on with."""
+    folder = config.run.folder
+    if (folder / configio.FILE_NAME).exists():
+        if config.run.resume == "never":
+            raise UserError(f"{folder} holds a run and run.resume=never: take another run.name, or remove the folder")
+        configio.check_resumable(config, folder)
+    configio.write(config, folder)
+
+
+def finished(config: PolicyJob) -> dict[str, Any] | None:
+    """The summary of a run that has all its steps already."""
+    path = config.run.folder / SUMMARY_FILE
+    if not path.exists():
+        return None
+    begin_folder(config)
+    summary = json.loads(path.read_text())
+    return summary if summary["steps"] >= config.num_steps else None
+
+
+def write_summary(config: PolicyJob, *, seconds: float) -> dict[str, Any]:
+    """summary.json and report.html of a finished run, from what the run wrote."""
+    folder = config.run.folder
+    lines = [record for _, record in read_records(folder / METRICS_FILE)]
+    evaluated = [held_out(line) for line in lines if held_out(line)]
+    summary = {
+        "steps": lines[-1]["step"],
+        "samples": int(lines[-1]["samples"]),
+        "base": evaluated[0] if evaluated else {},
+        "policy": evaluated[-1] if evaluated else {},
+        "timing": {"wall_s": seconds, "steps_s": sum(line.get(STEP_S, 0.0) for line in lines)},
+        "versions": versions(),
+    }
+    write_atomic(folder / SUMMARY_FILE, json.dumps(summary, indent=1).encode())
+    report_run(folder)
+    return summary
+
+
+def smoke_config(config: PolicyJob) -> PolicyJob:
+    """The same run with three steps, in a folder of its own."""
+    changes = {
+        "num_steps": min(SMOKE_STEPS, config.num_steps),
+        "run": config.run.model_copy(update={"name": f"{config.run.name[:41]}-smoke"}),
+    }
+    return config.model_copy(update=changes)
+
+
+def smoke_words(config: PolicyJob, summary: dict[str, Any]) -> str:
+    """What three steps say of the whole run: samples a second, and how long it will take."""
+    step_s = summary["timing"]["steps_s"] / summary["steps"]
+    per_s = summary["samples"] / summary["timing"]["steps_s"]
+    return (
+        f"smoke run done: {per_s:.1f} samples/s, {step_s:.1f} s a step; "
+        f"{config.num_steps} steps will take about {duration(step_s * config.num_steps)}"
+    )
+
+
+def run(asked: PolicyJob) -> int:
+    """Connect, start the fleets, train. 0 when done, 143 when a signal ended the run after its checkpoint."""
+    import ray
+
+    from actors.placement import connect
+    from jobs.fleets import feedback_roles, feedback_source, rollout_fleet
+    from jobs.stages import demo_of, make_stages, resolve_stages
+
+    demo = demo_of(asked)
+    config = resolve_stages(smoke_config(asked) if asked.run.smoke else asked, demo)
+    summary = finished(config)
+    if summary is None:
+        data = None if demo else read_data(config)
+        roles: dict[str, RoleConfig] = {"rollout": config.rollout, "learner": config.learner}
+        connect(config.cluster, roles | feedback_roles(config.feedback))
+        try:
+            if demo:
+                make_stages(demo)
+            data = data or read_data(config)
+            stop = stop_flag()
+            with (
+                rollout_fleet(config.model, config.rollout, config) as rollouts,
+                feedback_source(config.feedback, data.task, config) as feedback,
+            ):
+                summary = train(config, data, rollouts, feedback, stop)
+        finally:
+            ray.shutdown()
+    if summary is None:
+        print(f"stopped by {stop.signal_name} at a checkpoint; the same command goes on from there", file=sys.stderr)
+        return STOPPED
+    print(smoke_words(asked, summary) if asked.run.smoke else json.dumps(summary["policy"], indent=1))
+    print(f"report: {config.run.folder / 'report.html'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(PolicyJob, run, describe_policy))

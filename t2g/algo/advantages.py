@@ -1,0 +1,72 @@
+"""Token rewards to advantages: the KL penalty, generalised advantage estimation, whitening (method.md, stage 3)."""
+
+from typing import Literal
+
+import torch
+
+from t2g.algo.kl import kl_k1
+
+
+def step_rewards(
+    token_rewards: torch.Tensor,
+    logprobs: torch.Tensor,
+    ref_logprobs: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    w_span: float,
+    kl_coef: float,
+) -> torch.Tensor:
+    """r_t = w_span * delta_t - beta * k1_t, 0 where mask is 0. All [B, R]; k1 is taken against the reference."""
+    rewards = w_span * token_rewards - kl_coef * kl_k1(logprobs, ref_logprobs)
+    return torch.where(mask.bool(), rewards, 0)
+
+
+def gae(
+    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lam: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages and returns of token decisions (Schulman et al., arXiv 1506.02438, eq. 16).
+
+        A_t = sum_l (gamma * lam)^l * (r_{t+l} + gamma * V_{t+l+1} - V_{t+l}),    returns_t = A_t + V_t
+
+    rewards, values, mask: [B, R]; values[t] is of the state *before* token t; V after the last token is 0, for
+    responses cut by length too. Tokens with mask 0 are as if they were not there: they get 0, and the sum passes over
+    them. Returns two [B, R] tensors; returns belong to unwhitened advantages.
+
+    >>> one, zero = torch.ones(1, 3), torch.zeros(1, 3)
+    >>> advantages, _ = gae(torch.tensor([[0.0, 1.0, 0.0]]), zero, one, 1.0, 0.5)
+    >>> advantages.tolist()  # the one label reaches back, never forward
+    [[0.5, 1.0, 0.0]]
+    """
+    if not rewards.shape == values.shape == mask.shape or rewards.ndim != 2:
+        raise ValueError(
+            f"gae needs three [B, R] tensors of one shape, got {[list(x.shape) for x in (rewards, values, mask)]}"
+        )
+    keep = mask.bool()
+    advantages = torch.zeros_like(values)
+    advantage = torch.zeros_like(values[:, :1]).squeeze(1) if values.shape[1] else values.new_zeros(values.shape[0])
+    next_value = torch.zeros_like(advantage)
+    for t in reversed(range(rewards.shape[1])):
+        td_error = rewards[:, t] + gamma * next_value - values[:, t]
+        advantage = torch.where(keep[:, t], td_error + gamma * lam * advantage, advantage)
+        next_value = torch.where(keep[:, t], values[:, t], next_value)
+        advantages[:, t] = torch.where(keep[:, t], advantage, 0)
+    return advantages, torch.where(keep, advantages + values, 0)
+
+
+def whiten(
+    advantages: torch.Tensor, mask: torch.Tensor, mode: Literal["full", "scale_only", "none"], eps: float = 1e-8
+) -> torch.Tensor:
+    """Advantages at unit scale over all tokens of the *global* batch, before it is cut into minibatches.
+
+    full: (A - mean) / sqrt(var + eps), population variance. scale_only: A / sqrt(mean(A^2) + eps), which leaves zeros
+    at zero. none: as they are. Tokens with mask 0 are 0 in every mode and do not count. Any shape, mask likewise.
+
+    >>> whiten(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([1.0, 1.0, 0.0]), "full").tolist()
+    [-1.0, 1.0, 0.0]
+    """
+    keep = mask.bool()
+    kept = advantages[keep]
+    if mode != "none" and kept.numel():
+        mean = kept.mean() if mode == "full" else 0.0
+        advantages = (advantages - mean) * ((kept - mean).square().mean() + eps).rsqrt()
+    return torch.where(keep, advantages, 0)

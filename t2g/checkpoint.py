@@ -1,0 +1,198 @@
+"""Checkpoints as files: written beside, sealed with hashes, renamed, pruned. Knows nothing of models or processes.
+
+folder/step-00000010/   what `fill` wrote, state.json, manifest.json (size and xxh3 of every other file)
+folder/best             symbolic link to folder/best-0003, the exported policy with the best score so far
+"""
+
+import errno
+import json
+import logging
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from t2g.errors import UserError
+
+log = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+SCORE = "t2g_score.json"
+_TEMPORARY = ".tmp-"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL_BELOW_BYTES = 1 << 20  # a writer that hides the errno (torch's zip writer) is believed to be out of space below
+
+
+class CheckpointStore:
+    """The checkpoints of one run, newest `keep` kept. One process writes; any may read."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder = folder
+        self.keep = keep
+
+    def write(self, step: int, fill: Callable[[Path], None], state: dict[str, Any]) -> Path:
+        """Checkpoint of `step`; a step that already stands intact is returned as it is and not written again.
+
+        `fill` writes model and optimizer into the existing empty folder it is given; `state` is everything else a
+        resume needs and must be JSON. Until the rename the former checkpoints stand untouched.
+
+        Raises UserError when the disk is full; whatever else `fill` raises passes through, temporary folder removed.
+        """
+        final = self.folder / f"step-{step:08d}"
+        if final.exists():
+            if _fault(final) is None:
+                return final
+            shutil.rmtree(final)
+
+        def fill_all(folder: Path) -> None:
+            fill(folder)
+            (folder / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+
+        self._write_sealed(final, fill_all, f"the checkpoint of step {step}")
+        for old in self._steps()[self.keep :]:
+            shutil.rmtree(old)
+        return final
+
+    def latest(self) -> tuple[Path, dict[str, Any]] | None:
+        """Newest intact checkpoint and its state; a torn one is skipped with a warning. None when there is none."""
+        for folder in self._steps():
+            fault = _fault(folder)
+            if fault is None:
+                return folder, json.loads((folder / STATE).read_text(encoding="utf-8"))
+            log.warning("checkpoint %s is torn (%s) and is skipped", folder, fault)
+        return None
+
+    def keep_best(self, step: int, export: Callable[[Path], None], score: float) -> bool:
+        """Export the policy if `score` (higher is better) beats the best so far; `folder/best` then points at it.
+
+        The first of equal scores stays; a score that is no number is never the best. Raises as `write` does.
+        """
+        best = self.best()
+        if not math.isfinite(score) or (best is not None and score <= best[1]):
+            return False
+
+        def export_all(folder: Path) -> None:
+            export(folder)
+            (folder / SCORE).write_text(json.dumps({"step": step, "score": score}), encoding="utf-8")
+
+        number = int(best[0].name.removeprefix("best-")) + 1 if best else 1
+        final = self.folder / f"best-{number:04d}"
+        if final.exists():
+            shutil.rmtree(final)  # sealed, but the run ended before the link was moved
+        self._write_sealed(final, export_all, f"the best policy of step {step}")
+        link = self.folder / f"{_TEMPORARY}best-link"
+        link.unlink(missing_ok=True)
+        link.symlink_to(final.name)
+        link.replace(self.folder / "best")
+        _sync_path(self.folder)
+        for old in self.folder.glob("best-*"):
+            if old != final:
+                shutil.rmtree(old)
+        return True
+
+    def best(self) -> tuple[Path, float] | None:
+        """Folder of the best exported policy and its score."""
+        link = self.folder / "best"
+        if not link.exists():
+            return None
+        folder = self.folder / os.readlink(link)
+        return folder, json.loads((folder / SCORE).read_text(encoding="utf-8"))["score"]
+
+    def _steps(self) -> list[Path]:
+        """Folders of checkpoints, newest first, torn ones too."""
+        if not self.folder.is_dir():
+            return []
+        return sorted((p for p in self.folder.iterdir() if re.fullmatch(r"step-\d{8,}", p.name)), reverse=True)
+
+    def _write_sealed(self, final: Path, fill: Callable[[Path], None], what: str) -> None:
+        """`fill` a sibling of `final`, bring it to the disk with its manifest, then rename it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for left_over in self.folder.glob(f"{_TEMPORARY}*-*"):
+            if left_over.is_dir() and not left_over.is_symlink():
+                shutil.rmtree(left_over)
+        temporary = self.folder / f"{_TEMPORARY}{final.name}"
+        temporary.mkdir()
+        try:
+            fill(temporary)
+            _seal(temporary)
+        except BaseException as error:
+            free = shutil.disk_usage(self.folder).free
+            shutil.rmtree(temporary)
+            if isinstance(error, Exception) and (free < _FULL_BELOW_BYTES or _says_full(error)):
+                raise UserError(self._full_sentence(what, free)) from error
+            raise
+        temporary.rename(final)
+        _sync_path(self.folder)
+
+    def _full_sentence(self, what: str, free: int) -> str:
+        last = self.latest()
+        kept = f"the last good one, {last[0].name}, is kept" if last else "there is none before it"
+        return (
+            f"{what} does not fit on the disk of {self.folder} ({free / 2**20:.0f} MiB left; {kept}): "
+            "free some space or lower checkpoint.keep, then start the same command again"
+        )
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace `path` by `data` at once: a reader, or a crash, finds the old content or the new one, never a part."""
+    temporary = path.with_name(f"{_TEMPORARY}{path.name}")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    _sync_path(path.parent)
+
+
+def _seal(folder: Path) -> None:
+    """Bring every file to the disk and write their sizes and hashes into the manifest, which comes last."""
+    files = {str(path.relative_to(folder)): _entry(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+    for path in folder.rglob("*"):
+        _sync_path(path)
+    write_atomic(folder / MANIFEST, json.dumps({"files": files}, indent=1).encode())
+
+
+def _fault(folder: Path) -> str | None:
+    """Why the checkpoint cannot be trusted, or None."""
+    try:
+        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        for name, expected in files.items():
+            if _entry(folder / name) != expected:
+                return f"{name} differs from {MANIFEST}"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} is not readable"
+    return None if STATE in files else f"{STATE} is missing"
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return {"bytes": path.stat().st_size, "xxh3": digest.hexdigest()}
+
+
+def _sync_path(path: Path) -> None:
+    """fsync of a file, or of a folder, without which a rename may not survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _says_full(error: BaseException | None) -> bool:
+    """A full disk, also when another process met it: then only the words of the error cross."""
+    while error is not None:
+        if getattr(error, "errno", None) in _FULL or os.strerror(errno.ENOSPC) in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

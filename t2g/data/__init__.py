@@ -1,0 +1,4 @@
+"""Data sets, chat templates, supervised examples, batching and packing.
+
+May import t2g's records, config and errors, t2g.feedback and t2g.tasks; inside functions transformers and datasets.
+"""

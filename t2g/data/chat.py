@@ -1,0 +1,80 @@
+"""Messages to token ids with the tokenizer's own chat template; texts from outside cannot forge its control tokens."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from t2g.errors import UserError
+
+Message = dict[str, str]  # role: system, user or assistant; content
+
+
+def load_tokenizer(model: str, revision: str | None = None) -> Any:
+    """The tokenizer of a model folder or hub name. UserError in a sentence when there is none; no code is trusted."""
+    from transformers import AutoTokenizer
+
+    if Path(model).is_dir():
+        revision = None
+    try:
+        return AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"no tokenizer can be loaded from {model}: {reason}") from error
+
+
+def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
+    """Token ids of `messages` and of the header that asks for the assistant's answer.
+
+    Text inside a message that spells a special token ("<|eot_id|>", "<s>") gets a space after its first character, so
+    that a post or a sampled response can neither end its own turn nor open another.
+    Raises UserError when the tokenizer has no chat template or its template refuses the messages.
+    """
+    from jinja2 import TemplateError
+
+    check_chat_template(tokenizer)
+    safe = [{**message, "content": _defuse(message["content"], tokenizer.all_special_tokens)} for message in messages]
+    try:
+        text = tokenizer.apply_chat_template(safe, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise UserError(f"the tokenizer's chat template refuses messages by {roles}: {error}") from error
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])  # the template wrote BOS where it belongs
+
+
+def check_chat_template(tokenizer: Any) -> None:
+    """UserError when the tokenizer has no chat template: guessing one trains the model on a format it never saw."""
+    if not getattr(tokenizer, "chat_template", None):
+        name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+        raise UserError(
+            f"tokenizer {name} has no chat template; use an instruct model, or put a chat_template.jinja in its folder"
+        )
+
+
+def _defuse(text: str, special_tokens: Sequence[str]) -> str:
+    for token in special_tokens:
+        if len(token) > 1 and token in text:
+            text = text.replace(token, f"{token[0]} {token[1:]}")
+    return text
+
+
+def fit_chat(
+    build: Callable[[int | None], Sequence[Message]], tokenizer: Any, max_tokens: int, *, input_chars: int
+) -> list[int] | None:
+    """The chat of at most `max_tokens` tokens that keeps most of its input text, or None if none fits.
+
+    `build(limit)` gives the messages with the input text cut to its first `limit` characters, None for all of them;
+    the input text has `input_chars`.
+    """
+    ids = encode_chat(tokenizer, build(None))
+    if len(ids) <= max_tokens:
+        return ids
+    best: list[int] | None = None
+    low, high = 0, input_chars - 1  # the longest limit that fits lies in [low, high], if there is one
+    while low <= high:
+        limit = (low + high) // 2
+        ids = encode_chat(tokenizer, build(limit))
+        if len(ids) <= max_tokens:
+            best, low = ids, limit + 1
+        else:
+            high = limit - 1
+    return best

@@ -1,0 +1,139 @@
+"""Data files to records: JSON (a list, or an object of id -> record), JSON lines, Parquet, and data sets on the hub."""
+
+import json
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from t2g.config import DataConfig
+from t2g.errors import UserError
+
+NEWLINE = b"\n"
+_LINES = (".jsonl", ".ndjson")
+_SUFFIXES = (".json", *_LINES, ".parquet")
+
+
+def load_records(config: DataConfig) -> list[dict[str, Any]]:
+    """The first `config.limit` records, with `config.columns` renamed to our names.
+
+    A JSON object of records, as the paper's authors publish SLF5K, gives each record its key as `id`.
+    Raises UserError with file and line for a file that is missing, empty or broken, and for a missing column.
+    """
+    path = Path(config.path)
+    if path.is_file():
+        rows = _read_file(path)
+    elif path.suffix in _SUFFIXES or path.is_absolute():
+        raise UserError(f"data.path={config.path}: there is no such file")
+    else:
+        rows = _read_hub(config)
+    records = [_rename(row, number, config) for number, row in enumerate(islice(rows, config.limit), start=1)]
+    if not records:
+        raise UserError(f"data.path={config.path} holds no records")
+    return records
+
+
+def _rename(row: dict[str, Any], number: int, config: DataConfig) -> dict[str, Any]:
+    missing = [theirs for theirs in config.columns.values() if theirs not in row]
+    if missing:
+        raise UserError(
+            f"data.columns names {', '.join(missing)}, and record {number} of {config.path} has only {', '.join(row)}"
+        )
+    renamed = {ours: row[theirs] for ours, theirs in config.columns.items()}
+    return {key: value for key, value in row.items() if key not in config.columns.values()} | renamed
+
+
+def _read_file(path: Path) -> Iterator[dict[str, Any]]:
+    if path.suffix == ".parquet":
+        return _read_parquet(path)
+    if path.suffix in _LINES:
+        return (row for _, row in read_lines(path))
+    if path.suffix != ".json":
+        raise UserError(f"{path}: files of this kind are not read; give one of {', '.join(_SUFFIXES)}")
+    text = _decode(path.read_bytes(), f"{path}", first_line=1)
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":  # one object after the other: JSON lines under another name
+            return (row for _, row in read_lines(path))
+        raise UserError(f"{path}:{error.lineno}: no JSON: {error.msg}") from error
+    _check_characters(data, text, str(path))
+    return _rows_of_json(data, path)
+
+
+def _rows_of_json(data: Any, path: Path) -> Iterator[dict[str, Any]]:
+    if isinstance(data, dict):
+        entries: Iterable[tuple[str, Any]] = data.items()
+    elif isinstance(data, list):
+        entries = ((str(number), row) for number, row in enumerate(data, start=1))
+    else:
+        raise UserError(f"{path}: holds {type(data).__name__}; a list or an object of records is needed")
+    for key, row in entries:
+        if not isinstance(row, dict):
+            raise UserError(f"{path}: entry {key} is {json.dumps(row)[:60]}; it needs to be an object")
+        yield {"id": key, **row} if isinstance(data, dict) else row
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line from 1, record) of a JSON lines file without its blank lines. UserError for a line that is no object."""
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            line = _decode(raw, f"{path}:{number}").strip()
+            if not line:
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+                raise UserError(f"{path}:{number}: no JSON: {reason}") from error
+            if not isinstance(row, dict):
+                raise UserError(f"{path}:{number}: holds {line[:60]}; it needs to be an object")
+            _check_characters(row, line, f"{path}:{number}")
+            yield number, row
+
+
+def _decode(raw: bytes, where: str, first_line: int | None = None) -> str:
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = "" if first_line is None else f":{first_line + raw.count(NEWLINE, 0, error.start)}"
+        raise UserError(f"{where}{line}: byte 0x{raw[error.start]:02x} is no UTF-8; save the file as UTF-8") from error
+
+
+def _check_characters(data: Any, text: str, where: str) -> None:
+    """JSON can spell half of a surrogate pair, which is no character: no tokenizer and no file takes it."""
+    if "\\ud" not in text.lower():
+        return
+    try:
+        json.dumps(data, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: \\u{ord(error.object[error.start]):04x} is half of a character") from error
+
+
+def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
+    from pyarrow import ArrowException, OSFile
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        with OSFile(str(path)) as file:
+            for batch in ParquetFile(file).iter_batches():
+                yield from batch.to_pylist()
+    except (ArrowException, OSError) as error:
+        raise UserError(f"{path}: no Parquet file: {str(error).splitlines()[0]}") from error
+
+
+def _read_hub(config: DataConfig) -> Iterator[dict[str, Any]]:
+    import datasets
+
+    folder = Path(config.path).is_dir()
+    if config.revision is None and not folder:
+        raise UserError(
+            f"data.path={config.path} is no file here; for a data set on the hub set data.revision to a commit, "
+            "so that the run can be repeated"
+        )
+    try:
+        rows = datasets.load_dataset(config.path, split=config.split, revision=None if folder else config.revision)
+    except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"data.path={config.path}, split {config.split}, cannot be loaded: {reason}") from error
+    return iter(rows)

@@ -1,0 +1,70 @@
+"""Records to prompts for the policy."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from t2g.data.chat import check_chat_template, encode_chat, fit_chat
+from t2g.errors import UserError
+from t2g.tasks.base import Record, Task, stable_id
+from t2g.types import Prompt
+
+
+def make_prompts(records: Sequence[Record], task: Task, tokenizer: Any, max_prompt_tokens: int) -> list[Prompt]:
+    """One prompt for each record, in order, with the tokenizer's own chat template.
+
+    A prompt of more than `max_prompt_tokens` tokens loses input text if the task allows it, else it is refused.
+    A record without an id gets a hash of its messages, and a number after it when the same messages came before.
+    Raises UserError: no chat template; or, with the number of the record (from 1), a missing or wrong field, a prompt
+    too long, an id that another record has.
+    """
+    check_chat_template(tokenizer)
+    prompts: dict[str, Prompt] = {}
+    repeats: Counter[str] = Counter()
+    for number, record in enumerate(records, start=1):
+        try:
+            messages = task.policy_messages(record)
+            prompt_id = task.prompt_id(record)
+            if prompt_id is None:
+                content = stable_id(json.dumps(messages, ensure_ascii=False))
+                repeats[content] += 1
+                prompt_id = content if repeats[content] == 1 else f"{content}-{repeats[content]}"
+            if prompt_id in prompts:
+                raise ValueError(f"the id {prompt_id} was used before; ids must be unique in a data set")
+            prompts[prompt_id] = Prompt(
+                prompt_id=prompt_id,
+                prompt_ids=policy_prompt_ids(record, task, tokenizer, max_prompt_tokens),
+                prompt_text=task.prompt_text(record),
+                task=task.name,
+                payload=task.payload(record),
+            )
+        except ValueError as error:
+            raise UserError(f"data record {number}: {error}") from error
+    return list(prompts.values())
+
+
+def policy_prompt_ids(record: Record, task: Task, tokenizer: Any, max_prompt_tokens: int) -> np.ndarray:
+    """What the policy reads, in sampling and in supervised training. -> [P] int32, P <= max_prompt_tokens.
+
+    Raises ValueError (UserError is one) with a sentence about the record when it cannot be made or does not fit.
+    """
+    if task.can_cut:
+        ids = fit_chat(
+            lambda limit: task.policy_messages(record, limit),
+            tokenizer,
+            max_prompt_tokens,
+            input_chars=len(task.prompt_text(record)),
+        )
+        if ids is None:
+            raise ValueError(f"the instructions alone have more than {max_prompt_tokens} tokens; raise max_model_len")
+        return np.asarray(ids, np.int32)
+    ids = encode_chat(tokenizer, task.policy_messages(record))
+    if len(ids) > max_prompt_tokens:
+        raise ValueError(
+            f"the prompt has {len(ids)} tokens and the window holds {max_prompt_tokens} beside the response; "
+            "shorten it, or raise rollout.max_model_len"
+        )
+    return np.asarray(ids, np.int32)

@@ -1,0 +1,148 @@
+"""What a config amounts to, in plain words, for `--dry-run`. Pure arithmetic on the config; upper bounds say so."""
+
+from math import ceil
+
+from t2g.config import (
+    AnnotateJob,
+    DemoJob,
+    LearnerConfig,
+    PolicyJob,
+    RewardJob,
+    RoleConfig,
+    RolloutConfig,
+    SFTJob,
+    SFTOptions,
+)
+
+
+def describe_policy(job: PolicyJob) -> str:
+    """jobs.train_policy: sizes of one step and of the run, then the resources."""
+    samples = job.num_steps * samples_per_step(job.rollout)
+    roles: dict[str, RoleConfig] = {"rollout": job.rollout, "learner": job.learner}
+    if job.feedback.source == "reward_model":
+        roles["reward"] = job.feedback.engine
+    lines = [
+        *_step_lines(job.rollout, job.learner),
+        f"run: {_count(job.num_steps, 'step')}, {_count(samples, 'sample')} in all",
+        f"feedback: {job.feedback.source}",
+        _evaluation(job),
+        *_resource_lines(roles),
+        f"run folder: {job.run.folder}",
+    ]
+    return "\n".join(lines)
+
+
+def describe_demo(job: DemoJob) -> str:
+    samples = job.num_steps * samples_per_step(job.rollout)
+    lines = [
+        f"world: {_count(job.world.num_train, 'post')} to train on, {job.world.num_heldout} held out",
+        f"base policy: {_sft(job.policy_sft)}",
+        f"stage 1: {_count(job.annotate, 'response')} sampled and criticised by program",
+        f"stage 2: reward model, {_sft(job.reward_sft)}",
+        f"stage 3: {_count(len(job.arms), 'arm')} ({', '.join(job.arms)}), one after the other",
+        *_step_lines(job.rollout, job.learner),
+        f"run: {_count(job.num_steps, 'step')} and {_count(samples, 'sample')} for each arm",
+        *_resource_lines({"rollout": job.rollout, "learner": job.learner, "reward": job.reward_engine}),
+        f"run folder: {job.run.folder}",
+    ]
+    return "\n".join(lines)
+
+
+def describe_sft(job: SFTJob) -> str:
+    return "\n".join(
+        [
+            f"supervised: {_sft(job.sft)}",
+            *_resource_lines({"trainer": job.sft}),
+            f"run folder: {job.run.folder}",
+        ]
+    )
+
+
+def describe_annotate(job: AnnotateJob) -> str:
+    roles: dict[str, RoleConfig] = {"rollout": job.rollout}
+    if job.feedback.source == "reward_model":
+        roles["reward"] = job.feedback.engine
+    return "\n".join(
+        [
+            f"{_count(job.rollout.samples_per_prompt, 'response')} to each prompt of {job.data.path}, "
+            f"temperature {job.rollout.temperature:g}, at most {job.rollout.max_new_tokens} tokens each",
+            f"feedback: {job.feedback.source}; records of {job.heldout_share:.0%} of the prompts are held out",
+            *_resource_lines(roles),
+            f"run folder: {job.run.folder}",
+        ]
+    )
+
+
+def describe_reward(job: RewardJob) -> str:
+    return "\n".join(
+        [
+            f"supervised: {_sft(job.sft)}",
+            f"evaluation: at most {_count(job.eval_records, 'record')} of {job.eval_data.path}",
+            *_resource_lines({"trainer": job.sft, "then reward": job.engine}, together=False),
+            f"run folder: {job.run.folder}",
+        ]
+    )
+
+
+def samples_per_step(rollout: RolloutConfig) -> int:
+    return rollout.prompts_per_step * rollout.samples_per_prompt
+
+
+def max_microbatches(rollout: RolloutConfig, learner: LearnerConfig) -> int:
+    """Most microbatches of one optimizer step on one rank, if every sequence were max_model_len tokens long.
+
+    64 samples, 1 minibatch, 1 rank, 4096 tokens a microbatch, 1024 a sequence: 4 sequences fit, so 16 microbatches.
+    """
+    sequences_per_microbatch = max(1, learner.tokens_per_microbatch // rollout.max_model_len)
+    sequences = ceil(samples_per_step(rollout) / (learner.minibatches_per_epoch * learner.workers))
+    return ceil(sequences / sequences_per_microbatch)
+
+
+def _step_lines(rollout: RolloutConfig, learner: LearnerConfig) -> list[str]:
+    samples = samples_per_step(rollout)
+    updates = learner.num_epochs * learner.minibatches_per_epoch
+    return [
+        f"step: {_count(rollout.prompts_per_step, 'prompt')} x {_count(rollout.samples_per_prompt, 'sample')} = "
+        f"{_count(samples, 'sample')}, at most {rollout.max_new_tokens} new tokens each, "
+        f"temperature {rollout.temperature:g}",
+        f"update: {_count(learner.num_epochs, 'epoch')} x {_count(learner.minibatches_per_epoch, 'minibatch')} = "
+        f"{_count(updates, 'optimizer step')} a step, each of at most "
+        f"{_count(max_microbatches(rollout, learner), 'microbatch')} of {learner.tokens_per_microbatch} tokens "
+        f"on each of {_count(learner.workers, 'rank')}",
+    ]
+
+
+def _evaluation(job: PolicyJob) -> str:
+    if job.eval_data is None:
+        return "evaluation: none, there is no eval_data"
+    return (
+        f"evaluation: every {_count(job.eval.every, 'step')}, {_count(job.eval.num_prompts, 'prompt')} x "
+        f"{_count(job.eval.samples_per_prompt, 'sample')} of {job.eval_data.path}"
+    )
+
+
+def _sft(options: SFTOptions) -> str:
+    ranks = _count(options.workers, "rank")
+    return f"{options.num_epochs:g} epochs, {_count(options.batch_size, 'example')} an optimizer step, {ranks}"
+
+
+def _resource_lines(roles: dict[str, RoleConfig], *, together: bool = True) -> list[str]:
+    """One line a role; then the sum, where the roles live at the same time."""
+    lines = [
+        f"{name}: {_count(role.workers, 'actor')}, each {role.cpus:g} CPU, {role.gpus:g} GPU, "
+        f"{_count(role.threads, 'thread')}, about {role.memory_gib:g} GiB"
+        for name, role in roles.items()
+    ]
+    if together:
+        cpus, gpus, memory_gib = (
+            sum(role.workers * getattr(role, name) for role in roles.values())
+            for name in ("cpus", "gpus", "memory_gib")
+        )
+        lines.append(f"together: {cpus:g} CPU, {gpus:g} GPU, about {memory_gib:g} GiB")
+    return lines
+
+
+def _count(number: int, noun: str) -> str:
+    """1 post, 4,000 posts, 2 minibatches."""
+    plural = "" if number == 1 else "es" if noun.endswith("batch") else "s"
+    return f"{number:,} {noun}{plural}"

@@ -1,0 +1,186 @@
+"""From sampled token ids to text, and from each token to its characters: bytes first, never the engine's text.
+
+A token is a string of bytes. The bytes of all tokens, one after the other, are the response in UTF-8; a token's
+characters are those that its bytes touch. Two families of tokenizers are understood, told apart by their decoder:
+byte-level BPE (GPT-2, Llama-3, Qwen) and SentencePiece style (Llama-2, Mistral, Gemma; byte fallback, metaspace).
+
+    ids      "caf" | C3 | A9 | " bar" | <eos>       (the accented e is split into its two bytes)
+    offsets  [0,3) | [3,4) | [3,4) | [4,8) | [8,8)
+    decode   "café bar"
+"""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from t2g.errors import UserError
+
+METASPACE = "\u2581"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def decode(tokenizer: Any, ids: Iterable[int]) -> str:
+    """The text of `ids`: special tokens and ids outside the vocabulary contribute nothing, bytes that are no UTF-8
+    become U+FFFD as with `bytes.decode(errors="replace")`.
+
+    For valid text it equals the tokenizer's own decode with skip_special_tokens and without clean-up.
+    Raises UserError for a tokenizer whose bytes cannot be told.
+    """
+    return b"".join(_pieces(tokenizer, ids)).decode("utf-8", errors="replace")
+
+
+def token_offsets(tokenizer: Any, ids: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Half-open character ranges of `decode(tokenizer, ids)`, one for each token.
+
+    -> [R, 2] int32. Starts never fall and the ranges cover the text. Tokens that carry bytes of one character share its
+    range. A token without bytes (EOS, special, unknown id) has an empty range where the next character starts.
+    Raises UserError for a tokenizer whose bytes cannot be told.
+    """
+    pieces = _pieces(tokenizer, ids)
+    data = b"".join(pieces)
+    # character[i] is the character that byte i belongs to; the entry past the end is the length of the text
+    starts = _character_starts(data)
+    character = np.append(np.cumsum(starts) - 1, starts.sum()).astype(np.int32)
+    ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
+    begins = np.append(0, ends)[:-1]
+    offsets = np.empty((len(pieces), 2), np.int32)
+    offsets[:, 0] = character[begins]
+    offsets[:, 1] = np.where(ends > begins, character[ends - 1] + 1, character[begins])
+    return offsets
+
+
+def _character_starts(data: bytes) -> np.ndarray:
+    """-> [bytes] bool: whether a character of `data.decode(errors="replace")` starts at each byte."""
+    starts = (np.frombuffer(data, np.uint8) & 0xC0) != 0x80  # every byte that is no continuation byte
+    position = 0
+    while position < len(data):
+        try:
+            data[position:].decode("utf-8")
+        except UnicodeDecodeError as error:  # each such stretch becomes one U+FFFD
+            bad, position = position + error.start, position + error.end
+            starts[bad:position] = False
+            starts[bad] = True
+        else:
+            break
+    return starts
+
+
+# ------------------------------------------------------------------------------------------------------ bytes of tokens
+@dataclass(frozen=True, kw_only=True)
+class _Rules:
+    """What a tokenizer's decoder does to its tokens."""
+
+    byte_level: bool  # every character of a token stands for a byte (GPT-2's table); else metaspace and text
+    byte_fallback: bool = False  # <0xE4> is one byte
+    bare_first_token: bool = False  # the first token loses its metaspaces
+    strip_left: int = 0  # spaces that the text loses at its start, at most
+
+
+def _byte_table() -> dict[str, int]:
+    """GPT-2's printable stand-ins for the 256 bytes: printable Latin-1 for itself, the rest from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in printable)
+    return table | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_table()
+
+
+class _Vocabulary:
+    """Bytes of every token of one tokenizer, looked up when first asked for.
+
+    Holds the backend and not the tokenizer, which is the weak key of the cache that holds this.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise UserError(f"tokenizer {name} has no fast backend (tokenizer.json) to read token bytes from")
+        added = backend.get_added_tokens_decoder()
+        self._backend = backend
+        self._rules = _read_rules(backend, name)
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        self._bytes = dict.fromkeys(tokenizer.all_special_ids, b"")
+        self._bytes |= {token_id: b"" for token_id, token in added.items() if token.special}
+
+    def pieces(self, ids: list[int]) -> list[bytes]:
+        pieces = [self._piece(token_id) for token_id in ids]
+        first = next((i for i, piece in enumerate(pieces) if piece), len(pieces))
+        if self._rules.bare_first_token and first < len(pieces) and ids[first] not in self._added:
+            pieces[first] = pieces[first].replace(b" ", b"")
+        for _ in range(self._rules.strip_left):
+            first = next((i for i, piece in enumerate(pieces) if piece), len(pieces))
+            if first == len(pieces) or not pieces[first].startswith(b" "):
+                break
+            pieces[first] = pieces[first][1:]
+        return pieces
+
+    def _piece(self, token_id: int) -> bytes:
+        piece = self._bytes.get(token_id)
+        if piece is None:
+            piece = self._bytes[token_id] = self._read(token_id)
+        return piece
+
+    def _read(self, token_id: int) -> bytes:
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        # Models round their vocabulary up: an id without a token can be sampled.
+        token = self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
+        if token is None:
+            return b""
+        if self._rules.byte_level:
+            if all(character in _BYTE_OF_CHARACTER for character in token):
+                return bytes(_BYTE_OF_CHARACTER[character] for character in token)
+            return token.encode()
+        byte = _BYTE_TOKEN.fullmatch(token) if self._rules.byte_fallback else None
+        return bytes.fromhex(byte[1]) if byte else token.replace(METASPACE, " ").encode()
+
+
+def _read_rules(backend: Any, name: str) -> _Rules:
+    """The rules of a backend's decoder; UserError for a decoder of another family (WordPiece, CLIP, none)."""
+    decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": "none"}
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    kinds = [step["type"] for step in steps]
+    if "ByteLevel" in kinds and set(kinds) <= {"ByteLevel", "Fuse"}:
+        return _Rules(byte_level=True)
+    known = [_known_sentencepiece_step(step, fused="Fuse" in kinds[:i]) for i, step in enumerate(steps)]
+    if all(known) and {"Replace", "Metaspace"} & set(kinds):
+        return _Rules(
+            byte_level=False,
+            byte_fallback="ByteFallback" in kinds,
+            bare_first_token=any(s["type"] == "Metaspace" and s["prepend_scheme"] != "never" for s in steps),
+            strip_left=sum(step["start"] for step in steps if step["type"] == "Strip"),
+        )
+    raise UserError(
+        f"tokenizer {name} decodes with {' + '.join(kinds)}; "
+        "t2g reads token bytes of byte-level BPE and of SentencePiece-style tokenizers only"
+    )
+
+
+def _known_sentencepiece_step(step: dict[str, Any], *, fused: bool) -> bool:
+    match step:
+        case {"type": "Replace", "pattern": {"String": pattern}, "content": content}:
+            return (pattern, content) == (METASPACE, " ")
+        case {"type": "Metaspace", "replacement": replacement}:
+            return replacement == METASPACE
+        case {"type": "Strip", "content": content, "stop": stop}:
+            return (content, stop, fused) == (" ", 0, True)
+    return step["type"] in ("ByteFallback", "Fuse")
+
+
+def _pieces(tokenizer: Any, ids: Iterable[int]) -> list[bytes]:
+    """The bytes that each token adds to the text."""
+    vocabulary = _VOCABULARIES.get(tokenizer)
+    if vocabulary is None:
+        vocabulary = _VOCABULARIES[tokenizer] = _Vocabulary(tokenizer)
+    return vocabulary.pieces([int(token_id) for token_id in ids])
+
+
+_VOCABULARIES: WeakKeyDictionary[Any, _Vocabulary] = WeakKeyDictionary()

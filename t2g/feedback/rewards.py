@@ -1,0 +1,73 @@
+"""Spans to token rewards: the paper's delta (arXiv 2505.22338, eq. 6) and where it is paid."""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from t2g.config import Placement, RewardRuleConfig
+from t2g.types import Span
+
+_DEFAULT_RULE = RewardRuleConfig()
+
+
+def token_rewards(
+    offsets: np.ndarray, spans: Sequence[Span], *, text: str, rule: RewardRuleConfig = _DEFAULT_RULE
+) -> np.ndarray:
+    """delta_t of every token: `rule.good` in a good span, `rule.poor` in a poor one, 0 elsewhere.
+
+    offsets: [R, 2], half-open character ranges of `text`. -> [R] float32, before any placement.
+    A token is covered by a span when they share at least one (`cover` any), half or all of the token's non-blank
+    characters; a token of blanks or without characters (EOS) is never covered. Two spans of one label count once.
+    Where labels overlap `rule.overlap` says which wins, or that they add up.
+
+        text "so good, so bad", spans good (3, 7), poor (12, 15), tokens "so" " good" "," " so" " bad"
+        -> [0, 1, 0, 0, -1]
+    """
+    good = covered(offsets, [span for span in spans if span.label == 1], text=text, cover=rule.cover)
+    poor = covered(offsets, [span for span in spans if span.label == -1], text=text, cover=rule.cover)
+    if rule.overlap == "poor":
+        good &= ~poor
+    elif rule.overlap == "good":
+        poor &= ~good
+    return (rule.good * good + rule.poor * poor).astype(np.float32)
+
+
+def covered(offsets: np.ndarray, spans: Sequence[Span], *, text: str, cover: str) -> np.ndarray:
+    """Which tokens at least one of `spans` covers. -> [R] bool."""
+    # ink[i]: non-blank characters in text[:i]
+    ink = np.append(0, np.cumsum([not character.isspace() for character in text], dtype=np.int64))
+    starts, ends = offsets[:, 0], offsets[:, 1]
+    of_token = ink[ends] - ink[starts]
+    result = np.zeros(len(offsets), bool)
+    for span in spans:
+        low, high = np.maximum(starts, span.start), np.minimum(ends, span.end)
+        shared = np.where(high > low, ink[np.clip(high, 0, len(text))] - ink[np.clip(low, 0, len(text))], 0)
+        needed = {"any": 1, "half": of_token / 2, "all": of_token}[cover]
+        result |= (shared > 0) & (shared >= needed)
+    return result
+
+
+def place(
+    deltas: np.ndarray, placement: Placement, *, seed: int = 0, prompt_id: str = "", sample_index: int = 0
+) -> np.ndarray:
+    """Where the deltas of one response are paid. deltas: [R] -> [R] float32, with the same sum.
+
+    span: where they are. scalar: their sum at the last token. shuffled: the same deltas at random tokens of the same
+    response, EOS among them since it is an action as well; the draw depends on (seed, prompt_id, sample_index) only.
+    """
+    if placement == "span" or len(deltas) == 0:
+        return deltas.astype(np.float32)
+    if placement == "shuffled":
+        key = hashlib.blake2b(f"{seed}\x1f{sample_index}\x1f{prompt_id}".encode(), digest_size=8).digest()
+        return np.random.default_rng(int.from_bytes(key)).permutation(deltas).astype(np.float32)
+    paid = np.zeros(len(deltas), np.float32)
+    paid[-1] = deltas.sum(dtype=np.float64)
+    return paid
+
+
+def label_shares(deltas: np.ndarray) -> dict[str, float]:
+    """Shares of good, poor and unlabelled tokens among deltas [N], before any placement; all 0 where N is 0."""
+    count = max(len(deltas), 1)
+    good, poor = int((deltas > 0).sum()), int((deltas < 0).sum())
+    return {"good": good / count, "poor": poor / count, "unlabelled": (len(deltas) - good - poor) / count}

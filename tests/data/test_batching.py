@@ -1,0 +1,143 @@
+from itertools import chain
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from t2g.data.batching import (
+    empty_microbatch,
+    make_train_batch,
+    pack,
+    pack_tokens,
+    padded_rows,
+    plan_microbatches,
+)
+from t2g.types import TrainSample
+
+
+def sample(prompt: int, response: int, first: int = 1) -> TrainSample:
+    """Token ids and every per-token array count up from `first`, so that each number names its sample and place."""
+    numbers = first + np.arange(response, dtype=np.float32)
+    return TrainSample(
+        prompt_ids=np.arange(first, first + prompt, dtype=np.int32),
+        response_ids=np.arange(first + prompt, first + prompt + response, dtype=np.int32),
+        loss_mask=np.ones(response, np.float32),
+        advantages=numbers,
+        returns=numbers + 0.1,
+        values=numbers + 0.2,
+        old_logprobs=numbers + 0.3,
+        rollout_logprobs=numbers + 0.4,
+        ref_logprobs=numbers + 0.5,
+    )
+
+
+@settings(max_examples=200)
+@given(lengths=st.lists(st.integers(1, 60), max_size=40), num_ranks=st.integers(1, 4), token_budget=st.integers(1, 100))
+def test_plan(lengths: list[int], num_ranks: int, token_budget: int) -> None:
+    plan = plan_microbatches(lengths, num_ranks, token_budget)
+    assert sorted(chain.from_iterable(chain.from_iterable(plan))) == list(range(len(lengths)))
+    assert len(plan) == num_ranks
+    assert len({len(rank) for rank in plan}) == 1
+    assert len(plan[0]) >= 1
+    for members in chain.from_iterable(plan):
+        longest = max((lengths[i] for i in members), default=0)
+        assert len(members) <= 1 or len(members) * longest <= token_budget
+    if len(lengths) >= num_ranks:
+        assert all(any(members for members in rank) for rank in plan)
+    assert plan == plan_microbatches(lengths, num_ranks, token_budget)
+
+
+@given(lengths=st.lists(st.integers(1, 60), min_size=8, max_size=60), num_ranks=st.integers(2, 4))
+def test_ranks_are_balanced(lengths: list[int], num_ranks: int) -> None:
+    """Padded tokens of the busiest and the idlest rank differ by at most one microbatch."""
+    areas = [
+        [len(m) * max((lengths[i] for i in m), default=0) for m in rank]
+        for rank in plan_microbatches(lengths, num_ranks, 120)
+    ]
+    loads = [sum(rank) for rank in areas]
+    assert max(loads) - min(loads) <= max(chain.from_iterable(areas))
+
+
+def test_a_sequence_past_the_budget_stands_alone() -> None:
+    plan = plan_microbatches([5, 200, 5], 1, 20)
+    assert sorted(plan[0]) == [[0, 2], [1]]
+
+
+def test_pack_worked_by_hand() -> None:
+    batch = pack([sample(2, 2, first=10), sample(1, 1, first=50)])
+    assert batch.input_ids.tolist() == [10, 11, 12, 13, 50, 51]
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 0, 1]
+    assert batch.segment_ids.tolist() == [0, 0, 0, 0, 1, 1]
+    assert batch.loss_mask.tolist() == [0, 0, 1, 1, 0, 1]
+    assert batch.advantages.tolist() == [0, 0, 10, 11, 0, 50]
+    np.testing.assert_allclose(batch.ref_logprobs, [0, 0, 10.5, 11.5, 0, 50.5])
+    assert batch.input_ids.dtype == np.int64
+    assert {getattr(batch, name).dtype for name in ("loss_mask", "values", "returns")} == {np.dtype(np.float32)}
+
+
+def test_an_empty_response_packs() -> None:
+    assert pack([sample(3, 0), sample(1, 1)]).loss_mask.tolist() == [0, 0, 0, 0, 1]
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+def test_padded_rows_hold_each_sequence(lengths: list[int]) -> None:
+    sequences = [np.arange(1, n + 1) + 100 * i for i, n in enumerate(lengths)]
+    rows, index = padded_rows(pack_tokens(sequences))
+    assert rows.shape == (len(lengths), max(lengths))
+    for row, ids in zip(rows, sequences, strict=True):
+        assert row.tolist() == [*ids.tolist(), *[0] * (max(lengths) - len(ids))]
+    assert rows.flatten()[index].tolist() == np.concatenate(sequences).tolist()
+
+
+def counted(batch: object) -> list[float]:
+    return sorted(float(x) for m in batch for a in m.advantages[m.loss_mask == 1] for x in [a])
+
+
+@settings(max_examples=40)
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=9),
+    num_ranks=st.integers(1, 3),
+    num_epochs=st.integers(1, 2),
+    minibatches=st.integers(1, 4),
+)
+def test_each_epoch_has_every_token_once(
+    shapes: list[tuple[int, int]], num_ranks: int, num_epochs: int, minibatches: int
+) -> None:
+    samples = [sample(p, r, first=100 * (i + 1)) for i, (p, r) in enumerate(shapes)]
+    batch = make_train_batch(samples, num_ranks, 12, num_epochs, minibatches, seed=3)
+    for minibatch in batch.minibatches:
+        assert len(minibatch.microbatches) == num_ranks
+        assert len({len(rank) for rank in minibatch.microbatches}) == 1
+        tokens = sum(m.loss_mask.sum() for rank in minibatch.microbatches for m in rank)
+        assert minibatch.num_tokens == tokens > 0
+    per_epoch = len(batch.minibatches) // num_epochs
+    assert per_epoch == min(minibatches, len(samples))
+    everything = sorted(float(x) for s in samples for x in s.advantages)
+    for epoch in range(num_epochs):
+        part = batch.minibatches[epoch * per_epoch : (epoch + 1) * per_epoch]
+        assert counted(chain.from_iterable(chain.from_iterable(m.microbatches for m in part))) == everything
+
+
+def test_the_seed_alone_decides() -> None:
+    samples = [sample(2, 3, first=100 * i) for i in range(1, 9)]
+
+    def first_tokens(seed: int) -> list[int]:
+        batch = make_train_batch(samples, 1, 10, 1, 4, seed)
+        return [int(m.input_ids[0]) for minibatch in batch.minibatches for m in minibatch.microbatches[0]]
+
+    assert first_tokens(1) == first_tokens(1)
+    assert first_tokens(1) != first_tokens(2)
+
+
+def test_an_idle_rank_gets_tokens_that_do_not_count() -> None:
+    batch = make_train_batch([sample(2, 2)], 2, 100, 1, 1, seed=0)
+    (busy,), (idle,) = batch.minibatches[0].microbatches
+    assert busy.loss_mask.sum() == 2
+    assert idle.loss_mask.sum() == 0
+    np.testing.assert_equal(vars(idle), vars(empty_microbatch()))
+
+
+def test_nothing_to_learn_is_refused() -> None:
+    with pytest.raises(ValueError, match="none of the 2 samples has a token"):
+        make_train_batch([sample(2, 0), sample(3, 0)], 1, 100, 1, 1, seed=0)

@@ -1,0 +1,70 @@
+import re
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from t2g.config import AlarmConfig
+from t2g.decisions.alarms import alarms
+
+CONFIG = AlarmConfig(max_kl=40, min_entropy=0.01, length_ratio=2, max_failed_share=0.1)
+
+
+def steps(name: str, *values: float | None) -> list[dict[str, float | None]]:
+    return [{"step": i, name: value} for i, value in enumerate(values)]
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "words"),
+    [
+        ("policy/kl", (3.0, 41.0), ["41.0 nats", "alarms.max_kl=40", "objective.kl_coef"]),
+        ("policy/entropy", (0.5, 0.0042), ["0.0042 nats", "alarms.min_entropy=0.01", "rollout.temperature"]),
+        ("response/length_mean", (40.0, 60.0, 90.0), ["90.0 tokens", "2.25 times", "40.0", "longer"]),
+        ("response/length_mean", (40.0, 19.0), ["19.0 tokens", "0.47 times", "40.0", "shorter"]),
+        ("feedback/failed_share", (0.0, 0.25), ["25% of the responses", "alarms.max_failed_share=10%", "timeout_s"]),
+    ],
+)
+def test_a_sentence_says_number_bound_and_what_to_try(name: str, values: tuple[float, ...], words: list[str]) -> None:
+    (sentence,) = alarms(steps(name, *values), CONFIG)
+    for word in words:
+        assert word in sentence
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("policy/kl", (40.0,)),
+        ("policy/entropy", (0.01,)),
+        ("response/length_mean", (40.0, 80.0)),
+        ("response/length_mean", (40.0, 20.0)),
+        ("response/length_mean", (0.0, 0.0)),
+        ("feedback/failed_share", (0.1,)),
+        ("policy/kl", (3.0, None)),
+        ("policy/kl", ()),
+    ],
+)
+def test_silence_at_the_bound_and_without_a_number(name: str, values: tuple[float | None, ...]) -> None:
+    assert alarms(steps(name, *values), CONFIG) == []
+
+
+def test_raised_on_crossing_and_again_after_recovery() -> None:
+    history = steps("policy/kl", 1.0, 50.0, 60.0, None, 55.0, 2.0, 45.0)
+    raised = [i for i in range(len(history)) if alarms(history[: i + 1], CONFIG)]
+    assert raised == [1, 6]
+
+
+def test_first_step_counts_as_a_crossing_and_all_bounds_speak() -> None:
+    step = {"policy/kl": 99.0, "policy/entropy": 0.0, "feedback/failed_share": 1.0, "response/length_mean": 12.0}
+    sentences = alarms([step], CONFIG)
+    assert len(sentences) == 3
+    assert all(re.search(r"alarms\.\w+=", sentence) for sentence in sentences)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0, 100)))
+def test_alarms_are_the_upward_crossings(values: list[float]) -> None:
+    history = steps("policy/kl", *values)
+    raised = [bool(alarms(history[: i + 1], CONFIG)) for i in range(len(history))]
+    over = [False, *(value > 40 for value in values)]
+    assert raised == [now and not before for before, now in pairwise(over)]

@@ -1,0 +1,240 @@
+"""Answers in JSON: what guided decoding may write, what is made of it, and what untrusted text cannot do."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from t2g.feedback.parse import (
+    MAX_ANSWER_CHARS,
+    Quote,
+    answer_grammar,
+    answer_schema,
+    format_answer,
+    make_feedback,
+    parse_answer,
+    read_judgement,
+    read_quote,
+    sentence_about,
+)
+from t2g.types import Span, SpanFeedback
+
+RESPONSE = "by Ann, about a phone, about a phone."
+QUOTES = st.lists(st.text(max_size=8) | st.tuples(st.text(max_size=8), st.integers(1, 9)), max_size=4)
+
+
+def parse(text: str, response: str = RESPONSE, **keywords: Any) -> SpanFeedback:
+    return parse_answer(text, response, source="reward_model", version="v", **keywords)
+
+
+def make(critique: str, good: list[Any], poor: list[Any]) -> SpanFeedback:
+    return make_feedback(critique, good, poor, RESPONSE, source="program", version="v")
+
+
+def test_by_hand() -> None:
+    feedback = parse(
+        '{"critique": "It is by Ann. It says phone, twice.", "good": ["Ann"],'
+        ' "poor": [{"quote": "about a phone", "occurrence": 2}, "laptop"]}'
+    )
+    assert feedback == SpanFeedback(
+        critique="It is by Ann. It says phone, twice.",
+        spans=(
+            Span(start=3, end=6, label=1, critique_range=(0, 13)),
+            Span(start=23, end=36, label=-1, critique_range=None),
+        ),
+        status="ok",
+        source="reward_model",
+        version="v",
+        num_quotes=3,
+        num_located=2,
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "It is fine.",
+        "[]",
+        "null",
+        '"critique"',
+        '{"critique": "c", "good": []}',
+        '{"critique": "c", "good": [], "poor": "phone"}',
+        '{"critique": 3, "good": [], "poor": []}',
+        '{"critique": "c", "good": [], "poor": []',  # cut
+        '{"critique": "c", "good": [], "poor": []} and more',
+        "[" * 100_000,
+        '{"critique": "c", "good": [], "poor": [' + "1" * 5000 + "]}",  # Python refuses such a number
+        '{"critique": "' + "c" * MAX_ANSWER_CHARS + '", "good": [], "poor": []}',
+    ],
+)
+def test_unparsable(text: str) -> None:
+    feedback = parse(text)
+    assert (feedback.status, feedback.critique, feedback.spans) == ("unparsable", "", ())
+
+
+def test_an_answer_cut_by_length_is_unparsable_even_when_it_parses() -> None:
+    assert parse('{"critique": "c", "good": [], "poor": []}', finish_reason="length").status == "unparsable"
+
+
+@pytest.mark.parametrize(
+    "entry", [3, None, [], {}, {"quote": 3}, {"quote": "Ann", "occurrence": 0}, {"quote": "Ann", "occurrence": True},
+              {"quote": "Ann", "occurrence": 1.5}, {"quote": "Ann", "at": 3}, "", "  ", "laptop",
+              {"quote": "Ann", "occurrence": 2}, {"quote": "Ann", "severity": 4}, ["Ann"]],
+)  # fmt: skip
+def test_an_entry_that_is_no_quote_of_the_response_is_counted_and_left_out(entry: Any) -> None:
+    feedback = parse(json.dumps({"critique": "c", "good": ["Ann"], "poor": [entry]}))
+    assert [span.label for span in feedback.spans] == [1]
+    assert (feedback.num_quotes, feedback.num_located) == (2, 1)
+    alone = parse(json.dumps({"critique": "c", "good": [], "poor": [entry]}))
+    assert (alone.status, alone.critique, alone.num_quotes) == ("empty", "c", 1)
+
+
+def test_no_quotes_is_empty() -> None:
+    feedback = parse('{"critique": "The day is missing.", "good": [], "poor": []}')
+    assert (feedback.status, feedback.spans, feedback.num_quotes) == ("empty", (), 0)
+
+
+def test_the_same_span_twice_is_one_span() -> None:
+    feedback = make("c", ["Ann", ("Ann", 1)], ["Ann"])
+    assert [(s.start, s.end, s.label) for s in feedback.spans] == [(3, 6, 1), (3, 6, -1)]
+    assert (feedback.num_quotes, feedback.num_located) == (3, 3)
+
+
+def test_an_empty_response_has_no_spans() -> None:
+    assert parse('{"critique": "Nothing is said.", "good": [], "poor": ["x"]}', "").status == "empty"
+
+
+def test_halves_of_characters_do_not_reach_a_file() -> None:
+    feedback = parse('{"critique": "bad \\ud83d end", "good": ["\\ud83d"], "poor": []}')
+    assert feedback.critique == "bad \ufffd end"
+    assert feedback.critique.encode()
+
+
+@given(text=st.text(max_size=60) | st.text('{}[]":, critquegodpAn\\u2', max_size=60))
+def test_no_text_raises(text: str) -> None:
+    assert parse(text).status in ("ok", "empty", "unparsable")
+
+
+@given(critique=st.text(max_size=30), good=QUOTES, poor=QUOTES)
+def test_an_answer_comes_back_as_it_was_given(critique: str, good: list[Any], poor: list[Any]) -> None:
+    parsed = parse(format_answer(critique, good, poor))
+    made = make(critique, good, poor)
+    assert (parsed.critique, parsed.spans, parsed.status) == (made.critique, made.spans, made.status)
+    assert (parsed.num_quotes, parsed.num_located) == (len(good) + len(poor), made.num_located)
+
+
+def test_format_by_hand() -> None:
+    assert format_answer('It\'s "é".', ["a", ("b", 1)], [("c", 2), ("d", 1, (0, 2))]) == (
+        '{"critique": "It\'s \\"é\\".", "good": ["a", "b"], "poor": [{"quote": "c", "occurrence": 2}, "d"]}'
+    )
+
+
+def grammar_accepts(answer: str, **bounds: int) -> bool:
+    import xgrammar
+    from xgrammar.testing import _is_grammar_accept_string
+
+    bounds = {"max_critique_chars": 100, "max_spans": 3, "max_quote_chars": 60} | bounds
+    return _is_grammar_accept_string(xgrammar.Grammar.from_ebnf(answer_grammar(**bounds)), answer)
+
+
+@given(critique=st.text(max_size=5), quotes=st.lists(st.text(max_size=3), max_size=3))
+def test_guided_decoding_can_write_what_training_teaches(critique: str, quotes: list[str]) -> None:
+    # Any character at all, escapes among them: at most 1 of 20 in a row may be one, so they are spread out.
+    spread = ["".join(sign + "." * 19 for sign in text) for text in (critique, *quotes)]
+    pairs = [(quote, 2 + i) for i, quote in enumerate(spread[1:])]
+    assert grammar_accepts(format_answer(spread[0], spread[1:], pairs), max_critique_chars=119, max_quote_chars=79)
+
+
+def test_guided_decoding_keeps_to_its_bounds() -> None:
+    def accepts(critique: str = "c", good: Any = ("a",), poor: Any = (("b", 2),), **bounds: int) -> bool:
+        return grammar_accepts(format_answer(critique, good, poor), **bounds)
+
+    assert accepts()
+    assert accepts("c" * 99)
+    assert not accepts("c" * 101)
+    assert accepts(good=["a"] * 3)
+    assert not accepts(good=["a"] * 4)
+    assert accepts(good=[], poor=[], max_spans=0)
+    assert not accepts(max_spans=0)
+    assert accepts(good=["a" * 59])
+    assert not accepts(good=["a" * 61])
+    assert accepts("ccc", max_critique_chars=3)
+    assert not accepts("cccc", max_critique_chars=3)
+    assert accepts(good=["Ann said \"no\"\n"])  # three escapes in two blocks and a rest
+    assert accepts(poor=[("b", 99)])
+    assert not accepts(poor=[("b", 100)])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        '{"good": [], "critique": "c", "poor": []}',
+        '{"critique": "c", "good": []}',
+        '{"critique":"c","good":[],"poor":[]}',
+        '{"critique": "c", "good": [], "poor": [], "more": 1}',
+        '{"critique": "a\nb", "good": [], "poor": []}',
+        '{"critique": "a\\", "good": [], "poor": []}',
+        '{"critique": "c", "good": [{"quote": "a", "occurrence": 1}], "poor": []}',
+    ],
+)
+def test_guided_decoding_writes_nothing_else(answer: str) -> None:
+    assert not grammar_accepts(answer)
+
+
+def test_the_schema_of_endpoints_has_no_bounds() -> None:
+    assert not {"maxLength", "minLength", "maxItems", "minimum", "maximum"} & set(json.dumps(answer_schema()).split('"'))
+
+
+def test_read_quote() -> None:
+    assert read_quote("a") == Quote(text="a")
+    assert read_quote(("a", 2)) == Quote(text="a", occurrence=2)
+    assert read_quote(("a", 2, (3, 4))) == Quote(text="a", occurrence=2, critique_range=(3, 4))
+    assert read_quote({"quote": "a", "severity": 3}) == Quote(text="a", severity=3)
+    for rubbish in (3, None, ("a", "b"), ("a", 0), ("a", 1, 2), {"text": "a"}, b"a", (3, 9)):
+        with pytest.raises(ValueError, match="quote"):
+            read_quote(rubbish)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [None, "fine", 3, ("c", []), ("c", [], [], []), (3, [], []), ("c", "Ann", []), ("c", [], None), ("c", [3], []),
+     {"critique": "c", "good": []}, {"critique": "c", "good": [], "poor": [], "bad": []}],
+)  # fmt: skip
+def test_rubbish_of_a_program_is_told_apart(answer: Any) -> None:
+    with pytest.raises(ValueError, match=r"needs? to be|needs critique|no quote"):
+        read_judgement(answer)
+
+
+def test_judgements_of_a_program() -> None:
+    expected = ("c", [Quote(text="a")], [Quote(text="b", occurrence=2)])
+    assert read_judgement(("c", ["a"], (("b", 2),))) == expected
+    assert read_judgement({"critique": "c", "good": ["a"], "poor": [("b", 2)]}) == expected
+
+
+@pytest.mark.parametrize(
+    ("critique", "quote", "occurrence", "expected"),
+    [
+        ("One. It says phone: wrong. Two.", "phone", 1, "It says phone: wrong."),
+        ("phone", "phone", 1, "phone"),
+        ("No such word.", "phone", 1, None),
+        ("It costs 3.50 euro. Fine.", "3.50", 1, "It costs 3.50 euro."),
+        ("First phone: right. Second phone: repeated.", "phone", 2, "Second phone: repeated."),
+        ("First phone: right.", "phone", 2, "First phone: right."),
+        ("A. by Ann. For B! C", "Ann. For", 1, "by Ann. For B!"),  # a quote that runs on
+        ("良い。電話は違う。終わり", "電話", 1, "電話は違う。"),
+        ("a\n - phone is bad\n b", "phone", 1, "- phone is bad"),
+    ],
+)
+def test_the_sentence_that_speaks_of_a_quote(
+    critique: str, quote: str, occurrence: int, expected: str | None
+) -> None:
+    found = sentence_about(critique, quote, occurrence)
+    assert (None if found is None else critique[slice(*found)]) == expected
+
+
+def test_a_program_knows_its_sentences_better() -> None:
+    assert make("Ann. Ann!", [("Ann", 1, (5, 9))], []).spans[0].critique_range == (5, 9)
+    assert make("Ann. Ann!", [("Ann", 1, (5, 99))], []).spans[0].critique_range == (0, 4)  # beyond the critique

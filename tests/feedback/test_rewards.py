@@ -1,0 +1,137 @@
+"""Spans to token rewards, by hand and against a loop over characters."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from t2g.config import RewardRuleConfig
+from t2g.feedback import token_rewards
+from t2g.feedback.rewards import label_shares, place
+from t2g.types import Span
+
+TEXT = "so good, so bad\n"
+OFFSETS = np.array([[0, 2], [2, 7], [7, 8], [8, 11], [11, 15], [15, 16], [16, 16]], np.int32)  # the last is EOS
+
+
+def span(start: int, end: int, label: int) -> Span:
+    return Span(start=start, end=end, label=1 if label > 0 else -1)
+
+
+def rewards(*spans: Span, **rule: object) -> list[float]:
+    return token_rewards(OFFSETS, spans, text=TEXT, rule=RewardRuleConfig(**rule)).tolist()  # type: ignore[arg-type]
+
+
+def test_by_hand() -> None:
+    assert rewards(span(3, 7, 1), span(12, 15, -1)) == [0, 1, 0, 0, -1, 0, 0]
+    assert rewards() == [0] * 7
+    assert token_rewards(OFFSETS, [span(0, 2, 1)], text=TEXT).dtype == np.float32
+
+
+def test_a_blank_shared_character_covers_nothing() -> None:
+    assert rewards(span(2, 3, 1)) == [0] * 7  # the space of " good"
+    assert rewards(span(0, 3, 1)) == [1, 0, 0, 0, 0, 0, 0]
+    assert rewards(span(0, 16, 1)) == [1, 1, 1, 1, 1, 0, 0]  # neither the line end nor EOS
+
+
+def test_tokens_of_one_character_are_all_covered() -> None:
+    offsets = np.array([[0, 1], [0, 1], [1, 2]], np.int32)
+    assert token_rewards(offsets, [span(0, 1, -1)], text="éa").tolist() == [-1, -1, 0]
+
+
+@pytest.mark.parametrize(("end", "half", "all_of_it"), [(4, 0, 0), (5, 1, 0), (6, 1, 0), (7, 1, 1)])
+def test_cover_counts_non_blank_characters(end: int, half: int, all_of_it: int) -> None:
+    assert rewards(span(3, end, 1), cover="any")[1] == 1
+    assert rewards(span(3, end, 1), cover="half")[1] == half
+    assert rewards(span(3, end, 1), cover="all")[1] == all_of_it
+
+
+def test_overlap() -> None:
+    both = span(3, 7, 1), span(5, 15, -1)  # they share the token " good"
+    assert rewards(*both) == [0, -1, -1, -1, -1, 0, 0]
+    assert rewards(*both, overlap="good") == [0, 1, -1, -1, -1, 0, 0]
+    assert rewards(*both, overlap="sum") == [0, 0, -1, -1, -1, 0, 0]
+
+
+def test_values_and_repeats() -> None:
+    assert rewards(span(3, 7, 1), span(3, 7, 1), span(12, 15, -1), good=2, poor=-0.5) == [0, 2, 0, 0, -0.5, 0, 0]
+
+
+def test_a_span_beyond_the_text_is_cut() -> None:
+    assert rewards(span(12, 99, -1)) == [0, 0, 0, 0, -1, 0, 0]
+
+
+def test_no_tokens() -> None:
+    assert token_rewards(np.zeros((0, 2), np.int32), [span(0, 1, 1)], text="").shape == (0,)
+
+
+@given(
+    text=st.text("ab \n", min_size=1, max_size=20),
+    cuts=st.lists(st.integers(0, 20), max_size=6),
+    spans=st.lists(st.tuples(st.integers(0, 19), st.integers(1, 20), st.sampled_from([1, -1])), max_size=5),
+    cover=st.sampled_from(["any", "half", "all"]),
+    overlap=st.sampled_from(["poor", "good", "sum"]),
+)
+def test_agrees_with_a_loop_over_characters(
+    text: str, cuts: list[int], spans: list[tuple[int, int, int]], cover: str, overlap: str
+) -> None:
+    bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    offsets = np.array([*zip(bounds, bounds[1:], strict=False), (len(text), len(text))], np.int32)
+    made = [span(start, end, label) for start, end, label in spans if start < end]
+    expected = []
+    for start, end in offsets.tolist():
+        ink = [i for i in range(start, end) if not text[i].isspace()]
+        labels = set()
+        for s in made:
+            shared = [i for i in ink if s.start <= i < s.end]
+            enough = {"any": 1, "half": len(ink) / 2, "all": len(ink)}[cover]
+            if shared and len(shared) >= enough:
+                labels.add(s.label)
+        if labels == {1, -1}:
+            labels = {"poor": {-1}, "good": {1}, "sum": {1, -1}}[overlap]
+        expected.append(sum(labels))
+    rule = RewardRuleConfig(cover=cover, overlap=overlap)  # type: ignore[arg-type]
+    assert token_rewards(offsets, made, text=text, rule=rule).tolist() == expected
+
+
+DELTAS = np.array([0, 1, 1, -1, 0, 1], np.float32)
+
+
+def test_scalar_pays_the_sum_at_the_last_token() -> None:
+    assert place(DELTAS, "scalar").tolist() == [0, 0, 0, 0, 0, 2]
+
+
+def test_span_leaves_them_and_copies() -> None:
+    placed = place(DELTAS, "span")
+    placed[0] = 5
+    assert DELTAS[0] == 0
+
+
+def test_shuffled_keeps_the_deltas_and_depends_on_its_keys_only() -> None:
+    deltas = np.arange(20, dtype=np.float32)
+    first = place(deltas, "shuffled", seed=1, prompt_id="p", sample_index=0)
+    assert Counter(first.tolist()) == Counter(deltas.tolist())
+    assert first.tolist() != deltas.tolist()
+    assert first.tolist() == place(deltas, "shuffled", seed=1, prompt_id="p", sample_index=0).tolist()
+    others = [("p", 0, 2), ("p", 1, 1), ("q", 0, 1)]
+    for prompt_id, index, seed in others:
+        placed = place(deltas, "shuffled", seed=seed, prompt_id=prompt_id, sample_index=index)
+        assert placed.tolist() != first.tolist()
+
+
+def test_shuffled_reaches_every_place_equally() -> None:
+    one = np.array([1, 0, 0, 0], np.float32)
+    hits = sum(place(one, "shuffled", seed=0, prompt_id=str(i), sample_index=0) for i in range(2000))
+    assert (abs(hits - 500) < 100).all()  # five standard deviations
+
+
+@pytest.mark.parametrize("placement", ["span", "scalar", "shuffled"])
+def test_placements_of_an_empty_response(placement: str) -> None:
+    assert place(np.zeros(0, np.float32), placement).shape == (0,)  # type: ignore[arg-type]
+
+
+def test_label_shares() -> None:
+    assert label_shares(np.array([1, 2, -1, 0], np.float32)) == {"good": 0.5, "poor": 0.25, "unlabelled": 0.25}
+    assert label_shares(np.zeros(0)) == {"good": 0, "poor": 0, "unlabelled": 0}

@@ -1,0 +1,72 @@
+"""What a driver reads when one of several actors fails."""
+
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+import ray
+
+from actors.fanout import collect
+from t2g.errors import RunStopped, UserError
+
+
+class Rank:
+    def value(self, x: int) -> int:
+        return x
+
+    def fail(self, error: Exception) -> None:
+        raise error
+
+    def sleep(self) -> None:
+        time.sleep(60)
+
+    def die(self) -> None:
+        os._exit(1)
+
+
+RankActor = ray.remote(Rank)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[list]:
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=80_000_000)
+    yield [RankActor.options(num_cpus=0.1).remote() for _ in range(2)]
+    ray.shutdown()
+
+
+def gather(refs: list, timeout_s: float = 30) -> list:
+    return collect(refs, who="learner rank", call="update", timeout_s=timeout_s)
+
+
+def test_results_in_order(ranks: list) -> None:
+    assert gather([ranks[0].value.remote(1), ranks[1].value.remote(2)]) == [1, 2]
+
+
+@pytest.mark.parametrize("kind", [UserError, RunStopped])
+def test_our_own_errors_come_as_they_are(ranks: list, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match=r"^in one sentence$") as caught:
+        gather([ranks[0].value.remote(1), ranks[1].fail.remote(kind("in one sentence"))])
+    assert type(caught.value) is kind
+
+
+def test_any_other_error_is_one_sentence_with_its_cause(ranks: list) -> None:
+    with pytest.raises(RunStopped, match=r"^learner rank 1 failed in update: OSError: .*No space left$") as caught:
+        gather([ranks[0].value.remote(1), ranks[1].fail.remote(OSError(28, "No space left"))])
+    assert isinstance(caught.value.__cause__, OSError)
+    assert caught.value.__cause__.errno == 28
+
+
+def test_the_late_one_is_named(ranks: list) -> None:
+    late = RankActor.options(num_cpus=0.1).remote()
+    with pytest.raises(RunStopped, match=r"^learner rank 1 is late: update did not finish within 0\.5 s$"):
+        gather([ranks[0].value.remote(1), late.sleep.remote()], timeout_s=0.5)
+    ray.kill(late)
+
+
+def test_a_death_is_told_before_what_it_causes(ranks: list) -> None:
+    """A dead peer shows first as a broken connection in the others."""
+    victim = RankActor.options(num_cpus=0.1).remote()
+    ray.get(victim.value.remote(1), timeout=30)
+    with pytest.raises(RunStopped, match=r"^learner rank 1 died during update: "):
+        gather([ranks[0].fail.remote(RuntimeError("connection closed by peer")), victim.die.remote()])

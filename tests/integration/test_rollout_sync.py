@@ -1,0 +1,248 @@
+"""A real rollout fleet and a real weight sync: Ray, vLLM, our store transfer. The learner is a torch model here."""
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import ray
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from actors.placement import connect
+from actors.rollout import RolloutFleet
+from actors.weight_sync import Bucket, ParamMeta, StoreWeightSync, plan_buckets
+from t2g.config import ClusterConfig, LearnerConfig, RolloutConfig
+from t2g.errors import RunStopped, UserError
+from t2g.interfaces import Sampling
+from t2g.types import Prompt, Rollout
+
+TEMPERATURE = 0.7
+VOCAB = 300  # no multiple of 64: vLLM pads it, and loads it only at the end of a sync
+EOS = 256
+CONFIG = RolloutConfig(workers=2, cpus=0.5, max_model_len=640, max_new_tokens=32, kv_cache_gib=0.1)
+
+
+def save_policy(folder: Path, seed: int) -> LlamaForCausalLM:
+    """A random two-layer Llama with tied embeddings and a tokenizer of bytes."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=1024, initializer_range=0.3, tie_word_embeddings=True,
+        bos_token_id=EOS, eos_token_id=EOS,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    assert fast.eos_token_id == EOS
+    fast.save_pretrained(folder)
+    return model
+
+
+class TorchLearner:
+    """A `WeightOwner` around a torch model. `withheld` is announced, never sent; `stale` is sent as `before` has it."""
+
+    def __init__(
+        self, model: LlamaForCausalLM, *, withheld: str = "", stale: str = "", before: LlamaForCausalLM | None = None
+    ) -> None:
+        self.weights = {name: p.detach() for name, p in model.named_parameters()}
+        self.model, self.withheld = model, withheld
+        self.sent = dict(self.weights)
+        if before is not None:
+            self.sent[stale] = before.get_parameter(stale).detach()
+
+    def announce(self) -> list[ParamMeta]:
+        return [ParamMeta(name=name, shape=tuple(p.shape)) for name, p in self.weights.items()]
+
+    def stream_weights(self, dtype: str) -> Iterator["ray.ObjectRef[Bucket]"]:
+        for index, planned in enumerate(plan_buckets(self.announce(), dtype=dtype, bucket_bytes=2**17)):
+            names = tuple(n for n in planned if n != self.withheld)
+            yield ray.put(Bucket(index=index, names=names, tensors=tuple(self.sent[n].numpy() for n in names)))
+
+    def probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
+        return logprobs_of(self.model, ids, temperature=1.0)
+
+
+@torch.no_grad()
+def logprobs_of(model: LlamaForCausalLM, ids: np.ndarray, *, temperature: float) -> np.ndarray:
+    """[N - 1]: transformers' own forward of one unbatched sequence."""
+    logits = model(torch.tensor(ids, dtype=torch.long)[None]).logits[0, :-1] / temperature
+    return logits.log_softmax(-1)[torch.arange(len(ids) - 1), torch.tensor(ids[1:], dtype=torch.long)].numpy()
+
+
+def largest_gap(model: LlamaForCausalLM, rollouts: Sequence[Rollout]) -> float:
+    gaps = []
+    for r in rollouts:
+        want = logprobs_of(model, np.concatenate([r.prompt_ids, r.response_ids]), temperature=TEMPERATURE)
+        gaps.append(np.abs(want[len(r.prompt_ids) - 1 :] - r.rollout_logprobs).max())
+    return float(max(gaps))
+
+
+def prompt(number: int, length: int = 12) -> Prompt:
+    ids = np.random.default_rng(number).integers(0, 200, length, dtype=np.int32)
+    return Prompt(prompt_id=f"p{number}", prompt_ids=ids, prompt_text="", task="prompts")
+
+
+def sample(fleet: RolloutFleet, prompts: Sequence[Prompt], seed: int = 1, max_new: int = 32) -> list[list[Rollout]]:
+    sampling = Sampling(num_samples=4, temperature=TEMPERATURE, max_new_tokens=max_new, seed=seed)
+
+    async def run() -> list[list[Rollout]]:
+        return await asyncio.gather(*(fleet.sample(p, sampling) for p in prompts))
+
+    return asyncio.run(run())
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    connect(ClusterConfig(object_store_gib=0.1), {"rollout": CONFIG})
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LlamaForCausalLM, LlamaForCausalLM]:
+    folder = tmp_path_factory.mktemp("policies")
+    return folder / "a", save_policy(folder / "a", seed=1), save_policy(folder / "b", seed=2)
+
+
+@pytest.fixture(scope="module")
+def fleet(cluster: None, policies: tuple[Path, LlamaForCausalLM, LlamaForCausalLM]) -> Iterator[RolloutFleet]:
+    fleet = RolloutFleet(str(policies[0]), CONFIG, seed=1, placement_timeout_s=30)
+    started = time.monotonic()
+    fleet.wait_ready()
+    print(f"engine start {time.monotonic() - started:.1f} s")
+    yield fleet
+    fleet.close()
+
+
+def test_samples_depend_on_the_seed_alone_and_logprobs_are_those_of_transformers(
+    fleet: RolloutFleet, policies: tuple[Path, LlamaForCausalLM, LlamaForCausalLM]
+) -> None:
+    alone = sample(fleet, [prompt(0)])[0]
+    batch = sample(fleet, [prompt(i) for i in range(16)])
+    other = sample(fleet, [prompt(0)], seed=2)[0]
+    assert [r.sample_index for r in alone] == [0, 1, 2, 3]
+    assert len({r.response_ids.tobytes() for r in alone}) == 4
+    for a, b, c in zip(alone, batch[0], other, strict=True):
+        np.testing.assert_array_equal(a.response_ids, b.response_ids)
+        assert a.response_ids.tobytes() != c.response_ids.tobytes()
+    rollouts = [r for group in batch for r in group]
+    assert largest_gap(policies[1], rollouts) < 1e-4
+    ended = [r for r in rollouts if r.finish_reason == "stop"]
+    assert ended and all(r.response_ids[-1] == EOS for r in ended)
+    assert all(len(r.response_ids) == 32 for r in rollouts if r.finish_reason == "length")
+    assert all(r.policy_versions == ((0, len(r.response_ids), 0),) for r in rollouts)
+    first = alone[0]
+    assert first.response_text == bytes(b for i in first.response_ids if i < 256 for b in _byte_of(int(i))).decode(
+        errors="replace"
+    )
+
+
+def _byte_of(token: int) -> bytes:
+    """GPT-2's table the slow way: token i of the test's vocabulary is character i of the sorted byte alphabet."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    char = {b: chr(b) for b in printable} | {
+        b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in printable)
+    }
+    return bytes([next(b for b, c in char.items() if c == sorted(char.values())[token])])
+
+
+def test_a_sync_brings_the_new_weights_and_the_probe_agrees(
+    fleet: RolloutFleet, policies: tuple[Path, LlamaForCausalLM, LlamaForCausalLM]
+) -> None:
+    _, _, new = policies
+    learner = TorchLearner(new)
+    before = sample(fleet, [prompt(0)])[0]
+    result = StoreWeightSync(learner, fleet, LearnerConfig()).push(7)
+    print(f"sync {result.seconds * 1000:.0f} ms, {result.bytes} bytes, probe gap {result.probe_gap:.1e}")
+    assert result.policy_version == 7 and result.probe_gap < 1e-4
+    assert result.bytes >= 4 * sum(p.numel() for p in learner.weights.values())
+    after = sample(fleet, [prompt(0)])[0]
+    assert largest_gap(new, after) < 1e-4
+    assert before[0].response_ids.tobytes() != after[0].response_ids.tobytes()
+    assert after[0].policy_versions == ((0, len(after[0].response_ids), 7),)
+
+
+def test_responses_under_way_go_on_with_the_new_weights_and_say_which_tokens_are_whose(
+    fleet: RolloutFleet, policies: tuple[Path, LlamaForCausalLM, LlamaForCausalLM]
+) -> None:
+    _, old, new = policies
+    with ThreadPoolExecutor() as pool:
+        under_way = pool.submit(sample, fleet, [prompt(i) for i in range(16)], 3, 600)
+        time.sleep(0.5)
+        StoreWeightSync(TorchLearner(old), fleet, LearnerConfig()).push(8)
+        rollouts = [r for group in under_way.result() for r in group]
+    crossed = [r for r in rollouts if len(r.policy_versions) == 2]
+    assert crossed
+    for r in crossed:
+        (start, switch, first), (same, end, second) = r.policy_versions
+        assert (start, first, same, end, second) == (0, 7, switch, len(r.response_ids), 8)
+        ids, prefix = np.concatenate([r.prompt_ids, r.response_ids]), len(r.prompt_ids) - 1
+        for model, part in ((new, slice(0, switch)), (old, slice(switch, end))):
+            want = logprobs_of(model, ids, temperature=TEMPERATURE)[prefix:]
+            np.testing.assert_allclose(r.rollout_logprobs[part], want[part], atol=1e-4)
+
+
+def test_the_probe_catches_a_tensor_that_was_not_updated(
+    fleet: RolloutFleet, policies: tuple[Path, LlamaForCausalLM, LlamaForCausalLM]
+) -> None:
+    _, old, new = policies
+    learner = TorchLearner(new, stale="model.layers.1.mlp.down_proj.weight", before=old)
+    with pytest.raises(RunStopped, match=r"rollout worker \d does not compute .* after version 9 was sent twice"):
+        StoreWeightSync(learner, fleet, LearnerConfig()).push(9)
+    assert StoreWeightSync(TorchLearner(old), fleet, LearnerConfig()).push(10).probe_gap < 1e-4
+
+
+def test_prompts_that_do_not_fit_are_refused_with_their_name_and_length(fleet: RolloutFleet) -> None:
+    with pytest.raises(UserError, match=r"prompt p1 has 609 tokens: with 32 new ones .* window of 640"):
+        sample(fleet, [prompt(1, length=609)])
+    with pytest.raises(UserError, match="prompt p2 has no tokens"):
+        sample(fleet, [prompt(2, length=0)])
+
+
+def engine_cores() -> list[psutil.Process]:
+    return [p for p in psutil.Process().children(recursive=True) if "EngineCore" in " ".join(p.cmdline())]
+
+
+def test_a_worker_whose_core_dies_is_replaced_by_another(fleet: RolloutFleet) -> None:
+    before = sample(fleet, [prompt(i) for i in range(4)])
+    core, _ = engine_cores()
+    actor = core.parent()
+    core.kill()
+    after = sample(fleet, [prompt(i) for i in range(4)])
+    for a, b in zip((r for group in before for r in group), (r for group in after for r in group), strict=True):
+        np.testing.assert_array_equal(a.response_ids, b.response_ids)
+    assert not psutil.wait_procs([actor], timeout=10)[1]
+
+
+def test_a_name_that_never_comes_is_refused_and_the_core_dies_with_its_actor(
+    fleet: RolloutFleet, policies: tuple[Path, LlamaForCausalLM, LlamaForCausalLM]
+) -> None:
+    """Last: an engine that refused a version serves no more."""
+    learner = TorchLearner(policies[2], withheld="model.layers.0.self_attn.k_proj.weight")
+    with pytest.raises(RunStopped, match=r"1 of 20 announced tensors never came \(model\.layers\.0\.self_attn\.k_proj"):
+        StoreWeightSync(learner, fleet, LearnerConfig()).push(12)
+    cores = engine_cores()
+    assert len(cores) == 1
+    fleet.close()
+    assert not psutil.wait_procs(cores, timeout=10)[1]
+    with pytest.raises(RunStopped, match=r"no rollout worker is left: .* was closed"):
+        sample(fleet, [prompt(0)])
+
+
+def test_a_folder_that_is_no_model_is_a_sentence(cluster: None, tmp_path: Path) -> None:
+    fleet = RolloutFleet(str(tmp_path), CONFIG, seed=1, placement_timeout_s=30)
+    try:
+        with pytest.raises(UserError, match="vLLM cannot serve the model"):
+            fleet.wait_ready()
+    finally:
+        fleet.close()

@@ -1,0 +1,152 @@
+"""Supervised training on the real stack: Ray Train, gloo, ZeRO-3, a tiny random Llama."""
+
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from actors.sft import run_sft
+from actors.sft_rank import SFTProgress
+from t2g.config import ClusterConfig, ModelConfig, OptimConfig, SFTOptions
+from t2g.data.sft import SFTExample, sft_example
+from t2g.errors import RunStopped, UserError
+from t2g.tasks.tiny_assets import build_model, build_tokenizer
+
+TARGETS = ["red fox", "blue whale", "東京 tower", "café noir", "green tea 🍵", "grey owl", "pink crab", "lime"]
+MEMORISED = 0.05  # nats per target token; an untrained model has ln(vocabulary) = 5.6
+WEIGHT_TOLERANCE = 2e-3  # float32, 40 steps of AdamW at 5e-3: what the order of sums may come to
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[ClusterConfig]:
+    ray.init(
+        address="local", num_cpus=2, object_store_memory=80_000_000,
+        include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
+    )  # fmt: skip
+    yield ClusterConfig()
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    tokenizer = build_tokenizer(folder, TARGETS, vocab_size=280)
+    build_model(folder, tokenizer, num_layers=2, width=64, num_heads=2, mlp_width=128, window=64)
+    return folder
+
+
+def make_examples(base: Path) -> list[SFTExample]:
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    prompts = [np.asarray(tokenizer(f"number {i}:")["input_ids"]) for i in range(len(TARGETS))]
+    return [
+        sft_example(lambda room, ids=ids: ids, text, tokenizer, max_length=64)
+        for ids, text in zip(prompts, TARGETS, strict=True)
+    ]
+
+
+def make_options(**changes: Any) -> SFTOptions:
+    """All 8 examples in each of 40 steps; three rows a microbatch, so that ranks and microbatches are uneven."""
+    fields = {
+        "optim": OptimConfig(lr=5e-3, schedule="constant", betas=(0.9, 0.98)),
+        "num_epochs": 40, "batch_size": 8, "tokens_per_microbatch": 64, "memory_gib": 0.5, "timeout_s": 400,
+    }  # fmt: skip
+    return SFTOptions(**{**fields, **changes})
+
+
+def train(
+    base: Path, out_folder: Path, cluster: ClusterConfig, **changes: Any
+) -> tuple[dict[str, float], list[SFTProgress]]:
+    seen: list[SFTProgress] = []
+    metrics = run_sft(
+        model=ModelConfig(policy=str(base)), examples=make_examples(base), options=make_options(**changes),
+        cluster=cluster, out_folder=out_folder, seed=3, on_progress=seen.append,
+    )  # fmt: skip
+    return metrics, seen
+
+
+@pytest.fixture(scope="module")
+def trained(base: Path, cluster: ClusterConfig, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The folder, metrics and reports of a training on two ranks."""
+    folder = tmp_path_factory.mktemp("trained") / "model"
+    return folder, *train(base, folder, cluster, workers=2)
+
+
+def test_memorises_and_reports(trained: Any) -> None:
+    _, metrics, seen = trained
+    assert [progress.step for progress in seen] == [10, 20, 30, 40]
+    assert all(progress.num_steps == 40 for progress in seen)
+    assert seen[0].loss > 1 > MEMORISED > seen[-1].loss
+    assert metrics["loss"] == seen[-1].loss
+    assert metrics["left_s"] == 0
+    assert metrics["wall_s"] > metrics["train_s"] > 0
+
+
+def test_the_exported_folder_generates_the_targets(trained: Any) -> None:
+    folder, _, _ = trained
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for i, target in enumerate(TARGETS):
+        prompt = tokenizer(f"number {i}:", return_tensors="pt")
+        written = model.generate(**prompt, do_sample=False, max_new_tokens=24)[0, prompt["input_ids"].shape[1] :]
+        assert tokenizer.decode(written[:-1]) == target
+        assert written[-1] == tokenizer.eos_token_id
+
+
+def test_a_finished_folder_is_kept_and_another_training_refused(
+    trained: Any, base: Path, cluster: ClusterConfig
+) -> None:
+    folder, metrics, _ = trained
+    before = (folder / "model.safetensors").stat().st_mtime_ns
+    assert train(base, folder, cluster, workers=1) == (metrics, [])  # the number of ranks moves no weight
+    assert (folder / "model.safetensors").stat().st_mtime_ns == before
+    with pytest.raises(UserError, match="another model, data or options"):
+        train(base, folder, cluster, num_epochs=41)
+
+
+def test_one_rank_gives_the_same_weights(trained: Any, base: Path, cluster: ClusterConfig, tmp_path: Path) -> None:
+    folder, _, seen_by_two = trained
+    leftover = tmp_path / "one.part"
+    leftover.mkdir()
+    (leftover / "half.safetensors").touch()  # of a training that was killed: it starts again
+    _, seen_by_one = train(base, tmp_path / "one", cluster, workers=1)
+    assert not leftover.exists()
+    assert not (tmp_path / "one" / "half.safetensors").exists()
+    # Adam hides a gradient of the wrong size from the weights; its norm does not.
+    assert math.isclose(seen_by_one[0].grad_norm, seen_by_two[0].grad_norm, rel_tol=1e-3)
+    assert math.isclose(seen_by_one[0].loss, seen_by_two[0].loss, rel_tol=1e-3)
+    one, two = load_file(tmp_path / "one" / "model.safetensors"), load_file(folder / "model.safetensors")
+    start = load_file(base / "model.safetensors")
+    assert one.keys() == two.keys() == start.keys()
+    assert max(float((one[name] - two[name]).abs().max()) for name in one) < WEIGHT_TOLERANCE
+    assert max(float((one[name] - start[name]).abs().max()) for name in one) > 10 * WEIGHT_TOLERANCE
+    assert all(tensor.dtype == torch.float32 for tensor in two.values())
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_no_model(
+    base: Path, cluster: ClusterConfig, tmp_path: Path
+) -> None:
+    with pytest.raises(RunStopped, match=r"step \d+, examples 0, 1, 2 and 5 more.*not finite"):
+        train(base, tmp_path / "bad", cluster, optim=OptimConfig(lr=1e25, schedule="constant"))
+    assert not (tmp_path / "bad").exists()
+
+
+def test_no_place_for_the_ranks_is_said_in_time(base: Path, cluster: ClusterConfig, tmp_path: Path) -> None:
+    short = cluster.model_copy(update={"placement_timeout_s": 2})
+    with pytest.raises(UserError, match=r"no place for the 3 ranks .* each needs 1 CPUs"):
+        train(base, tmp_path / "big", short, workers=3, cpus=1)
+
+
+def test_no_examples_are_refused(base: Path, cluster: ClusterConfig, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no examples"):
+        run_sft(
+            model=ModelConfig(policy=str(base)), examples=[], options=make_options(), cluster=cluster,
+            out_folder=tmp_path / "none", seed=0, on_progress=lambda progress: None,
+        )  # fmt: skip

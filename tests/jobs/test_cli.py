@@ -1,0 +1,177 @@
+"""One command line for all jobs: exit codes, sentences without tracebacks, help at once, signals that set a flag."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from jobs.cli import main, stop_flag
+from t2g.config import DemoJob, PolicyJob, RunConfig
+from t2g.configio import load
+from t2g.errors import RunStopped, UserError
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    file = tmp_path / "demo.yaml"
+    file.write_text(f"run: {{root: {tmp_path}}}\nnum_steps: 7\n")
+    return str(file)
+
+
+def never(_config: DemoJob) -> int:
+    raise AssertionError("the job was run")
+
+
+def words(config: DemoJob) -> str:
+    return f"{config.num_steps} steps in words"
+
+
+class RemoteUserError(UserError):
+    """As Ray raises it on the driver: of the original's class, the remote traceback as text, the original inside."""
+
+    def __init__(self, cause: UserError) -> None:
+        super().__init__("ray::Worker.start()\n  File ...\n")
+        self.cause = cause
+
+
+def test_the_job_gets_its_config_and_its_code_is_the_exit_code(config: str) -> None:
+    seen: list[DemoJob] = []
+    assert main(DemoJob, seen.append, words, ["--config", config, "num_steps=9"]) == 0
+    assert [job.num_steps for job in seen] == [9]
+    assert main(DemoJob, lambda job: job.num_steps, words, ["num_steps=5", "--config", config, "world.seed=2"]) == 5
+
+
+def test_a_dry_run_prints_config_and_words_and_runs_nothing(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(DemoJob, never, words, ["--config", config, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert out.endswith("7 steps in words\n")
+    file = tmp_path / "printed.yaml"
+    file.write_text(out.rsplit("\n\n", 1)[0])
+    assert load(DemoJob, file) == load(DemoJob, Path(config))
+
+
+def failing(error: BaseException) -> Callable[[DemoJob], int]:
+    def run(_config: DemoJob) -> int:
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "sentence"),
+    [
+        (UserError("data.path: no such file"), 2, "data.path: no such file"),
+        (RemoteUserError(UserError("model.policy: no folder")), 2, "model.policy: no folder"),
+        (RunStopped("step 3: NaN in the loss"), 3, "step 3: NaN in the loss"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_an_expected_end_is_one_sentence_and_a_code(
+    config: str, capsys: pytest.CaptureFixture[str], error: BaseException, code: int, sentence: str
+) -> None:
+    assert main(DemoJob, failing(error), words, ["--config", config]) == code
+    assert capsys.readouterr() == ("", f"python -m jobs.demo: {sentence}\n")
+
+
+def test_a_config_that_a_job_makes_itself_is_checked_in_the_same_words(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(DemoJob, lambda job: bool(RunConfig(seed=-1)), words, ["--config", config]) == 2
+    assert "seed: got -1, needs greater than or equal to 0" in capsys.readouterr().err
+
+
+def test_a_bug_keeps_its_traceback(config: str) -> None:
+    with pytest.raises(ZeroDivisionError):
+        main(DemoJob, lambda job: 1 // 0, words, ["--config", config])
+
+
+def test_a_wrong_config_is_refused_before_the_job_runs(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(DemoJob, never, words, ["--config", config, "num_step=3"]) == 2
+    assert "command line: num_step is unknown; did you mean num_steps?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [[], ["--config"], ["--config", "x.yaml", "--dry"], ["--nonsense"]])
+def test_wrong_options_are_exit_code_2(argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(DemoJob, never, words, argv)
+    assert caught.value.code == 2
+
+
+def test_help_lists_every_section_with_the_defaults_that_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(PolicyJob, lambda job: 0, lambda job: "", ["--help"])
+    assert caught.value.code == 0
+    rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line.strip()}
+    assert rows["learner.policy.lr"][1] == "1e-06"
+    assert rows["learner.critic.lr"][1] == "1e-05"  # the learner's default, not the section's
+    assert rows["model.policy"][1] == "required"
+    assert rows["num_steps"][1] == "100"
+
+
+def test_help_answers_within_a_second_of_processor_time() -> None:
+    code = "from jobs.cli import main; from t2g.config import PolicyJob; main(PolicyJob, None, None, ['--help'])"
+    spent = []
+    for _ in range(3):  # the best of three: a busy machine makes processor time dearer, too
+        before = os.times()
+        subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=60)
+        after = os.times()
+        spent.append(after.children_user - before.children_user + after.children_system - before.children_system)
+    assert min(spent) < 1
+
+
+def child(code: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+LOOP = """
+import signal, time
+from jobs.cli import stop_flag
+stop = stop_flag()
+assert not stop
+print("ready", flush=True)
+deadline = time.monotonic() + 30
+while not stop and time.monotonic() < deadline: time.sleep(.01)
+print(stop.signal_name, flush=True)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_only_sets_the_flag(name: str) -> None:
+    process = child(LOOP)
+    process.send_signal(signal.Signals[name])
+    out, _ = process.communicate(timeout=60)
+    assert (out, process.returncode) == (f"{name}\n", 0)
+
+
+def test_a_second_interrupt_stops_at_once() -> None:
+    process = child(LOOP + "time.sleep(30)\n")
+    process.send_signal(signal.SIGINT)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "SIGINT\n"
+    started = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT
+    assert time.monotonic() - started < 20
+
+
+def test_the_flag_is_the_handler_that_stands() -> None:
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    try:
+        flag = stop_flag()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert flag
+        assert flag.signal_name == "SIGTERM"
+    finally:
+        signal.signal(signal.SIGTERM, before[0])
+        signal.signal(signal.SIGINT, before[1])

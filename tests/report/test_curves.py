@@ -1,0 +1,99 @@
+import math
+import re
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from t2g.report.curves import BOTTOM, HEIGHT, LEFT, MAX_POINTS, RIGHT, TOP, WIDTH, Series, line_chart, nice_ticks
+
+FINITE = st.floats(-1e9, 1e9)
+
+
+def chart(*points: tuple[float, float], level: float | None = None, name: str = "span") -> str:
+    series = Series(name=name, x=[x for x, _ in points], y=[y for _, y in points])
+    return str(line_chart([series], x_label="step", y_label="KL", level=level))
+
+
+def polyline(svg: str) -> list[tuple[float, float]]:
+    (path,) = re.findall(r'<polyline class="line s0" points="([^"]*)"', svg)
+    return [tuple(float(v) for v in pair.split(",")) for pair in path.split()]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0.13, 0.87, [0, 0.2, 0.4, 0.6, 0.8, 1]),
+        (0, 100, [0, 20, 40, 60, 80, 100]),
+        (-0.3, 0.3, [-0.4, -0.2, 0, 0.2, 0.4]),
+        (7, 7, [3, 4, 5, 6, 7, 8, 9, 10, 11]),
+        (0, 0, [-0.6, -0.4, -0.2, 0, 0.2, 0.4, 0.6]),
+    ],
+)
+def test_nice_ticks(low: float, high: float, expected: list[float]) -> None:
+    if low == high == 7:
+        expected = [2, 4, 6, 8, 10, 12]  # 7 -+ 3.5
+    assert nice_ticks(low, high) == expected
+
+
+@settings(deadline=None)
+@given(FINITE, FINITE)
+def test_ticks_enclose_the_range_in_equal_steps(a: float, b: float) -> None:
+    low, high = sorted((a, b))
+    ticks = nice_ticks(low, high)
+    assert 2 <= len(ticks) <= 13
+    slack = 1e-6 * (ticks[-1] - ticks[0])
+    assert ticks[0] <= low + slack
+    assert ticks[-1] >= high - slack
+    widths = [y - x for x, y in pairwise(ticks)]
+    assert max(widths) - min(widths) <= 1e-6 * max(widths) + 1e-9 * max(abs(low), abs(high))
+
+
+def test_points_stand_where_the_axes_say() -> None:
+    svg = chart((0, 0), (5, 0.5), (10, 1))
+    assert polyline(svg) == [
+        (LEFT, HEIGHT - BOTTOM),
+        (LEFT + (WIDTH - LEFT - RIGHT) / 2, TOP + (HEIGHT - TOP - BOTTOM) / 2),
+        (WIDTH - RIGHT, TOP),
+    ]
+    assert ">0.8</text>" in svg
+    assert ">10</text>" in svg
+    assert "<title>span: 5, 0.5</title>" in svg
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(FINITE, FINITE), min_size=1, max_size=30), st.none() | FINITE)
+def test_nothing_leaves_the_plot(points: list[tuple[float, float]], level: float | None) -> None:
+    for across, down in polyline(chart(*points, level=level)):
+        assert LEFT - 0.1 <= across <= WIDTH - RIGHT + 0.1
+        assert TOP - 0.1 <= down <= HEIGHT - BOTTOM + 0.1
+
+
+def test_level_is_a_line_inside_the_plot() -> None:
+    svg = chart((0, 0.5), (1, 1.0), level=0.0)
+    assert (
+        f'<line class="level" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{HEIGHT - BOTTOM}.0" y2="{HEIGHT - BOTTOM}.0"/>'
+        in svg
+    )
+
+
+def test_what_is_not_finite_is_no_point_and_no_points_no_chart() -> None:
+    assert len(polyline(chart((0, 1), (1, math.nan), (2, math.inf), (3, 2)))) == 2
+    assert chart() == ""
+    assert chart((0, math.nan)) == ""
+    assert len(polyline(chart((3, 2)))) == 1
+
+
+def test_a_long_run_is_thinned_but_keeps_its_ends() -> None:
+    line = polyline(chart(*((i, i) for i in range(10_000))))
+    assert len(line) == MAX_POINTS
+    assert line[0] == (LEFT, HEIGHT - BOTTOM)
+    assert line[-1] == (WIDTH - RIGHT, TOP)
+    assert "<circle" not in chart(*((i, i) for i in range(10_000)))
+
+
+def test_names_are_escaped() -> None:
+    svg = chart((0, 1), name='"><script>alert(1)</script>')
+    assert "<script" not in svg
+    assert "&lt;script&gt;" in svg

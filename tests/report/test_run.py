@@ -1,0 +1,93 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.report import main
+from t2g.errors import UserError
+from t2g.report.run import examples, report_run
+
+
+def sample(step: int, prompt_id: str, response: str, *, split: str = "train", judged: bool = True) -> dict[str, Any]:
+    span = {"start": 0, "end": 2, "label": -1, "severity": 2, "critique_range": [0, 3]}
+    feedback = {"critique": "bad start", "spans": [span], "status": "ok", "source": "reward_model", "version": "v"}
+    return {
+        "step": step,
+        "split": split,
+        "prompt_id": prompt_id,
+        "sample_index": 0,
+        "prompt": f"prompt of {prompt_id}",
+        "response": response,
+        "feedback": feedback if judged else None,
+    }
+
+
+def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def test_examples_pair_the_first_and_last_response_to_a_prompt(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    records = [
+        sample(0, "held", "held first", split="eval", judged=False),
+        sample(1, "once", "single"),
+        sample(1, "twice", "first"),
+        sample(1, "twice", "first, other sample"),
+        sample(2, "held", "held middle", split="eval"),
+        sample(3, "twice", "last"),
+        sample(4, "held", "held last", split="eval"),
+        sample(4, "late", "single and late"),
+    ]
+    write_lines(path, records)
+    found = examples(path)
+    assert [(e.before, e.after) for e in found] == [
+        ("held first", "held last"),
+        ("first", "last"),
+        (None, "single and late"),
+        (None, "single"),
+    ]
+    assert found[0].feedback_before is None
+    (span,) = found[0].feedback_after.spans
+    assert (span.start, span.end, span.label, span.severity, tuple(span.critique_range)) == (0, 2, -1, 2, (0, 3))
+    assert found[1].prompt == "prompt of twice"
+
+
+def test_report_of_a_running_and_of_a_finished_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "my-run"
+    folder.mkdir()
+    write_lines(folder / "metrics.jsonl", [{"step": 0, "eval/f1": 0.5}, {"step": 1, "samples": 64.0, "eval/f1": 0.625}])
+    assert main(["--run", str(folder)]) == 0
+    assert capsys.readouterr().out.strip() == str(folder / "report.html")
+    running = (folder / "report.html").read_text()
+    assert "Text2Grad: my-run" in running
+    assert "+0.125" in running
+    write_lines(folder / "samples.jsonl", [sample(0, "a", "before"), sample(1, "a", "after")])
+    summary = {"steps": 1, "timing": {"ppo": 61.0}, "versions": {"ray": "2.60.0"}, "reward_model": {"good_f1": 0.9}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    finished = report_run(folder).read_text()
+    for words in ("1 min 01 s", "ray 2.60.0", "good_f1", 'title="poor">be</mark>fore', "bad start"[3:]):
+        assert words in finished
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({}, "metrics.jsonl holds no finished step"),
+        ({"metrics.jsonl": '{"step": 1}\n', "summary.json": "{"}, "summary.json is no JSON"),
+        ({"metrics.jsonl": '{"step": 1}\n', "summary.json": "[]"}, "must hold a JSON object, not a list"),
+        ({"metrics.jsonl": '{"step": 1}\n', "samples.jsonl": '{"step": 1}\n'}, "samples.jsonl:1 is no sample"),
+        ({"metrics.jsonl": "x\ny\n"}, "metrics.jsonl:1 is no JSON object with a step"),
+    ],
+)
+def test_a_folder_that_no_run_wrote_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], files: dict[str, str], words: str
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=words):
+        report_run(tmp_path)
+    assert main(["--run", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1

@@ -1,0 +1,279 @@
+"""The tiny world: posts, planted faults, the critic, the measure, prompts, tokenizers and initial models."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from t2g.tasks import tiny, tiny_assets
+from t2g.tasks.tiny import Clause, Rates
+
+FACTS = {"name": "José", "thing": "phone", "fault": "hums", "day": "Monday", "place": "東京", "wish": "refund"}
+NO_FAULTS = Rates(wrong=0.0, missing=0.0, invented=0.0, repeated=0.0)
+
+
+def quotes(found: list[tiny.Quote]) -> list[tuple[str, int]]:
+    return [(quote.text, quote.occurrence) for quote in found]
+
+
+# ------------------------------------------------------------------------------------------------------------ generator
+def test_ideal_summary_is_the_faultless_summary() -> None:
+    ideal = "by José, about a phone, it hums, since Monday, in 東京, wants a refund."
+    assert tiny.ideal_summary(FACTS) == ideal
+    assert tiny.write_summary(FACTS, NO_FAULTS, np.random.default_rng(0)) == ideal
+
+
+def test_post_states_every_fact_once() -> None:
+    post = tiny.write_post(FACTS, np.random.default_rng(3))
+    assert [post.count(value) for value in FACTS.values()] == [1] * 6
+    assert post.count(".") == 6
+
+
+def test_no_value_hides_in_another_text_of_the_world() -> None:
+    values = [value for options in tiny.SLOTS.values() for value in options]
+    others = [*values, *tiny.CLAUSE_LEADS.values(), *tiny.INVENTIONS]
+    assert all(value not in other for value in values for other in others if value != other)
+
+
+def test_planted_faults_come_at_their_rates() -> None:
+    rows = list(tiny.make_records(count=2000, heldout=False, rates=Rates(), seed=5))
+    totals = [tiny.measure(row["facts"], row["tldr_human_reference_summary"]) for row in rows]
+    mean = {key: np.mean([total[key] for total in totals]) for key in totals[0]}
+    # 6 facts x .8 stated = 4.8 clauses, + .1 invented + .05 repeated; 4.8 x .3 = 1.44 wrong (+ .05 x .3 said twice)
+    assert mean["clauses"] == pytest.approx(4.95, abs=0.08)
+    assert mean["wrong"] == pytest.approx(1.455, abs=0.08)
+    assert mean["invented"] == pytest.approx(0.1, abs=0.025)
+    assert mean["repeated"] == pytest.approx(0.05 * 0.7, abs=0.015)
+    assert mean["recall"] == pytest.approx(0.8 * 0.7, abs=0.02)
+
+
+def test_a_rate_outside_0_and_1_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"rates.wrong is 1.5"):
+        Rates(wrong=1.5)
+
+
+def test_a_summary_always_states_something() -> None:
+    rates = Rates(missing=0.95, wrong=0.0, invented=0.0, repeated=0.0)
+    rng = np.random.default_rng(0)
+    assert all(tiny.split_clauses(tiny.write_summary(FACTS, rates, rng)) for _ in range(50))
+
+
+# -------------------------------------------------------------------------------------------------------------- records
+def test_held_out_combinations_never_appear_in_training_of_any_seed(tmp_path: Path) -> None:
+    held = tiny.write_world(tmp_path, num_train=300, num_heldout=100, rates=Rates(), seed=0)["heldout"]
+    combos = {tuple(json.loads(line)["facts"].values()) for line in held.read_text(encoding="utf-8").splitlines()}
+    for seed in (0, 1):
+        rows = tiny.make_records(count=300, heldout=False, rates=Rates(), seed=seed)
+        assert not combos & {tuple(row["facts"].values()) for row in rows}
+
+
+def test_records_are_reproducible_and_carry_the_slf5k_fields(tmp_path: Path) -> None:
+    first = tiny.write_world(tmp_path / "a", num_train=3, num_heldout=2, rates=Rates(), seed=7)
+    again = tiny.write_world(tmp_path / "b", num_train=3, num_heldout=2, rates=Rates(), seed=7)
+    assert [path.read_bytes() for path in first.values()] == [path.read_bytes() for path in again.values()]
+    row = json.loads(first["train"].read_text(encoding="utf-8").splitlines()[0])
+    assert set(row) == {
+        "id",
+        "subreddit",
+        "title",
+        "post",
+        "tldr_human_reference_summary",
+        "ideal_human_summary",
+        "generated_summary_for_feedback",
+        "feedback",
+        "facts",
+    }
+    assert row["ideal_human_summary"] == tiny.ideal_summary(row["facts"])
+
+
+# --------------------------------------------------------------------------------------------------------------- critic
+def test_clauses_and_their_values() -> None:
+    assert tiny.split_clauses("by Zoë, la la.") == [Clause(0, 6, "name", 3), Clause(8, 13, None, 8)]
+    assert tiny.split_clauses(" ,. ;\n") == []
+    assert tiny.split_clauses("") == []
+    # a lead without a value, and a lead inside a longer word, are no statements of a fact
+    assert tiny.split_clauses("by") == [Clause(0, 2, None, 0)]
+    assert tiny.split_clauses("byte 1") == [Clause(0, 6, None, 0)]
+
+
+def test_critic_gives_evidence_then_verdict_for_every_clause() -> None:
+    judged = tiny.critic(FACTS, "by José, about a laptop, plays chess, since Monday.")
+    assert judged.critique == (
+        "The name is José, it says José: right. The thing is phone, it says laptop: wrong. "
+        "It says plays chess: invented. The day is Monday, it says Monday: right. "
+        "The fault is missing. The place is missing. The wish is missing."
+    )
+    assert quotes(judged.good) == [("José", 1), ("Monday", 1)]
+    assert quotes(judged.poor) == [("laptop", 1), ("plays chess", 1)]
+    start, end = judged.poor[0].critique_range
+    assert judged.critique[start:end] == "The thing is phone, it says laptop: wrong."
+
+
+def test_a_right_fact_pays_once() -> None:
+    judged = tiny.critic(FACTS, "it hums, it hums, it leaks, it hums.")
+    assert quotes(judged.good) == [("hums", 1)]
+    assert quotes(judged.poor) == [("hums", 2), ("leaks", 1), ("hums", 3)]
+    assert judged.critique.startswith(
+        "The fault is hums, it says hums: right. The fault is hums, it says hums: repeated. "
+        "The fault is hums, it says leaks: wrong. The fault is hums, it says hums: repeated. The name is missing."
+    )
+
+
+def test_a_wrong_fact_may_be_put_right() -> None:
+    judged = tiny.critic(FACTS, "in Oslo, in 東京.")
+    assert quotes(judged.good) == [("東京", 1)]
+    assert quotes(judged.poor) == [("Oslo", 1)]
+
+
+def test_a_value_in_the_wrong_clause_and_an_unknown_value_are_wrong() -> None:
+    judged = tiny.critic(FACTS, "since phone; wants a zebra\nby José José")
+    assert quotes(judged.good) == []
+    assert quotes(judged.poor) == [("phone", 1), ("zebra", 1), ("José José", 1)]
+
+
+def test_an_empty_response_is_all_omissions() -> None:
+    judged = tiny.critic(FACTS, "")
+    assert (judged.good, judged.poor) == ([], [])
+    assert judged.critique.count("is missing.") == 6
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_garbage_gets_quotes_that_stand_in_it_and_never_overlap(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    words = ["by", "in", "about a", "José", "東京", "it", "hums", "🎧", ",", ", ", ".", '"', "\\", "\n", "�", " ", "\t"]
+    response = "".join(words[i] + " " * int(rng.integers(2)) for i in rng.integers(len(words), size=30))
+    judged = tiny.critic(FACTS, response)
+    assert judged == tiny.critic(FACTS, response)
+    taken: list[tuple[int, int]] = []
+    for quote in [*judged.good, *judged.poor]:
+        at = -1
+        for _ in range(quote.occurrence):
+            at = response.index(quote.text, at + 1)
+        taken.append((at, at + len(quote.text)))
+        assert quote.text == quote.text.strip() != ""
+        assert quote.text in judged.critique[slice(*quote.critique_range)]
+    taken.sort()
+    assert all(left[1] <= right[0] for left, right in itertools.pairwise(taken))
+    assert json.loads(tiny.feedback_target(judged))["critique"] == judged.critique
+
+
+# -------------------------------------------------------------------------------------------------------------- measure
+def test_measure_by_hand() -> None:
+    # 4 clauses: 2 facts right, 1 wrong, 1 invented: precision 2/4, recall 2/6, F1 = 2 x 2 / (4 + 6)
+    got = tiny.measure(FACTS, "by José, about a laptop, plays chess, since Monday.")
+    assert got == {
+        "precision": 0.5,
+        "recall": 2 / 6,
+        "f1": 0.4,
+        "repeated": 0,
+        "wrong": 1,
+        "invented": 1,
+        "clauses": 4,
+        "length": 51,
+    }
+
+
+def test_repeating_a_right_fact_lowers_f1() -> None:
+    once, twice = tiny.measure(FACTS, "it hums."), tiny.measure(FACTS, "it hums, it hums.")
+    assert (once["f1"], once["repeated"]) == (2 / 7, 0)
+    assert (twice["f1"], twice["repeated"]) == (2 / 8, 1)
+
+
+def test_measure_of_the_ideal_and_of_nothing() -> None:
+    assert tiny.measure(FACTS, tiny.ideal_summary(FACTS))["f1"] == 1.0
+    assert tiny.measure(FACTS, "")["f1"] == 0.0
+    assert tiny.measure(FACTS, "")["precision"] == 0.0
+
+
+# --------------------------------------------------------------------------------------------------- prompts and target
+def test_prompts() -> None:
+    assert tiny.policy_messages("A post.") == [{"role": "user", "content": "Summarise: A post."}]
+    assert tiny.feedback_messages("A post.", "it hums.") == [
+        {"role": "user", "content": "Judge the summary. Post: A post.\nSummary: it hums."}
+    ]
+
+
+def test_target_is_plain_json_with_occurrences_only_where_needed() -> None:
+    target = tiny.feedback_target(tiny.critic(FACTS, "it hums, it hums."))
+    assert target.endswith('missing.", "good": ["hums"], "poor": [{"quote": "hums", "occurrence": 2}]}')
+    assert target.startswith('{"critique": "The fault is hums, it says hums: right.')
+
+
+def test_verdict_ranges_are_the_verdict_words_of_the_critique_only() -> None:
+    target = tiny.feedback_target(tiny.critic(FACTS, "by José, about a wrong, in Oslo, la la."))
+    words = [target[start:end] for start, end in tiny.verdict_ranges(target)]
+    assert words == ["right", "wrong", "wrong", "invented", "missing", "missing", "missing"]
+
+
+def test_decisive_ranges_add_rare_sentences_and_the_span_map() -> None:
+    target = tiny.feedback_target(tiny.critic(FACTS, "it hums, it hums, la la."))
+    words = [target[start:end] for start, end in tiny.decisive_ranges(target)]
+    assert words == [
+        "right",
+        "repeated",
+        "invented",
+        "missing",
+        "missing",
+        "missing",
+        "missing",
+        "missing",
+        "The fault is hums, it says hums: repeated.",
+        "It says la la: invented.",
+        '"good": ["hums"], "poor": [{"quote": "hums", "occurrence": 2}, "la la"]}',
+    ]
+
+
+# --------------------------------------------------------------------------------------------------------------- assets
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    return tiny_assets.build_tokenizers(tmp_path_factory.mktemp("tokenizers"))
+
+
+def test_tokenizers_differ_and_spell_every_text(tokenizers: Any) -> None:
+    policy, reward = tokenizers
+    assert len(policy) != len(reward)
+    rows = tiny.make_records(count=20, heldout=False, rates=Rates(), seed=1)
+    texts = [*tiny.iter_texts(rows), 'odd "\\\n 😀 ñ']
+    for tokenizer in tokenizers:
+        for text in texts:
+            assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text
+
+
+def test_values_split_and_phrases_do_not(tokenizers: Any) -> None:
+    policy, reward = tokenizers
+    assert len(policy.tokenize(" phone")) == 1
+    assert len(policy.tokenize(" 東京")) == 7  # a space and two characters of three bytes
+    assert len(reward.tokenize(", it says")) == 1
+
+
+def test_chat_template(tokenizers: Any) -> None:
+    policy, _ = tokenizers
+    text = policy.apply_chat_template(tiny.policy_messages("A."), add_generation_prompt=True, tokenize=False)
+    assert text == "<|user|>Summarise: A.<|end|><|assistant|>"
+    ids = policy(text, add_special_tokens=False).input_ids
+    assert (ids[0], ids[-1], ids[-2]) == (
+        policy.convert_tokens_to_ids("<|user|>"),
+        policy.convert_tokens_to_ids("<|assistant|>"),
+        policy.eos_token_id,
+    )
+
+
+def test_model_folder_loads(tokenizers: Any, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    policy, _ = tokenizers
+    made = tiny_assets.build_model(tmp_path, policy, num_layers=1, width=64, num_heads=2, mlp_width=64, seed=3)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.num_parameters() == made.num_parameters()
+    assert loaded.config.eos_token_id == policy.eos_token_id
+    assert float(loaded.lm_head.weight.detach().std()) == pytest.approx(0.08, rel=0.05)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path).chat_template == tiny_assets.CHAT_TEMPLATE
+
+
+def test_impossible_sizes_are_refused(tokenizers: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="head size"):
+        tiny_assets.build_model(tmp_path, tokenizers[0], width=128, num_heads=3)
+    with pytest.raises(ValueError, match="261"):
+        tiny_assets.build_tokenizer(tmp_path, ["a"], vocab_size=100)

@@ -1,0 +1,231 @@
+"""Reading configs: every problem is one sentence with its place, its key, what it got and what it needs."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from t2g import configio
+from t2g.config import DemoJob, PolicyJob
+from t2g.configwords import dotted_keys, show
+from t2g.errors import UserError
+
+GOOD = """\
+model: {policy: base}
+data:
+  path: prompts.jsonl
+feedback:
+  source: "critics:critic"
+rollout:
+  temperature: 0.6
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    file = folder / "job.yaml"
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def load(folder: Path, text: str, *overrides: str) -> PolicyJob:
+    return configio.load(PolicyJob, write(folder, text), overrides, environ={}, cwd=folder)
+
+
+def refused(folder: Path, text: str, *overrides: str) -> list[str]:
+    """The sentences, the file's folder left out."""
+    with pytest.raises(UserError) as caught:
+        load(folder, text, *overrides)
+    return str(caught.value).replace(f"{folder}/", "").splitlines()
+
+
+def test_values_of_file_overrides_and_defaults(tmp_path: Path) -> None:
+    job = load(tmp_path, GOOD, "rollout.max_new_tokens=45", "learner.policy.lr=1e-5", "log.tensorboard=false")
+    assert job.rollout.temperature == 0.6
+    assert job.rollout.max_new_tokens == 45
+    assert job.learner.policy.lr == 1e-5
+    assert job.log.tensorboard is False
+    assert job.rollout.samples_per_prompt == 4
+
+
+def test_the_last_override_wins_over_the_file_and_over_earlier_ones(tmp_path: Path) -> None:
+    job = load(tmp_path, GOOD, "rollout.temperature=0.7", "rollout.temperature=0.8")
+    assert job.rollout.temperature == 0.8
+
+
+def test_an_override_may_hold_a_section_a_list_or_an_equals_sign(tmp_path: Path) -> None:
+    job = load(tmp_path, GOOD, "data={path: a=b.jsonl}", "learner.policy.betas=[0.8, 0.9]", "data.columns.prompt=q")
+    assert job.data.path == "a=b.jsonl"
+    assert job.data.columns == {"prompt": "q"}
+    assert job.learner.policy.betas == (0.8, 0.9)
+
+
+def test_an_override_does_not_leak_through_a_yaml_alias(tmp_path: Path) -> None:
+    text = GOOD + "learner:\n  policy: &o {lr: 1.0e-3}\n  critic: *o\n"
+    job = load(tmp_path, text, "learner.policy.lr=2.0e-3")
+    assert (job.learner.policy.lr, job.learner.critic.lr) == (2e-3, 1e-3)
+
+
+def test_unknown_keys_are_refused_with_line_and_nearest_name(tmp_path: Path) -> None:
+    text = GOOD + "  temprature: 0.7\n  lr: 1\nzzz: 1\n"
+    assert refused(tmp_path, text, "eval.num_promts=3") == [
+        "job.yaml:8: rollout.temprature is unknown; did you mean rollout.temperature?",
+        "job.yaml:9: rollout.lr is unknown; did you mean learner.policy.lr or learner.critic.lr?",
+        "command line: eval.num_promts is unknown; did you mean eval.num_prompts?",
+        "job.yaml:10: zzz is unknown",
+    ]
+
+
+def test_all_wrong_values_are_reported_at_once(tmp_path: Path) -> None:
+    text = GOOD.replace("0.6", "hot") + "num_steps: 0\n"
+    assert refused(tmp_path, text, "rollout.workers=0", "objective.whiten=most", "learner.critic.lr=.nan") == [
+        "job.yaml:8: num_steps: got 0, needs greater than or equal to 1",
+        "command line: rollout.workers: got 0, needs greater than or equal to 1 "
+        "(processes of this role (rollout engines, reward engines, ranks))",
+        'job.yaml:7: rollout.temperature: got "hot", needs a valid number, unable to parse string as a number',
+        "command line: objective.whiten: got \"most\", needs 'full', 'scale_only' or 'none'",
+        "command line: learner.critic.lr: got NaN, needs a finite number",
+    ]
+
+
+def test_what_is_missing_is_named_with_its_meaning(tmp_path: Path) -> None:
+    text = "model: {policy: base}\ndata: {split: test}\nfeedback: {source: endpoint}\n"
+    assert refused(tmp_path, text) == [
+        "job.yaml:2: data.path is missing; it needs: JSON, JSON lines or Parquet file, or a dataset name on the hub",
+        "job.yaml:3: feedback.source=endpoint needs feedback.endpoint_url",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("temperature", "command line: got 'temperature', but an override has the form section.key=value"),
+        ("rollout..x=1", "command line: got 'rollout..x=1', but an override has the form section.key=value"),
+        ("data.limit=[1", "command line: data.limit: '[1' is no YAML value; put quotes around text"),
+        ("data.path.x=1", "command line: data.path.x: data.path is a value, not a section"),
+    ],
+)
+def test_malformed_overrides(tmp_path: Path, override: str, sentence: str) -> None:
+    assert refused(tmp_path, GOOD, override) == [sentence]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("a: 1\nb: [1\n", r"job\.yaml:3: broken YAML: .*expected ',' or ']'.*"),
+        ("data:\n  path: a\n  path: b\n", r"job\.yaml:3: data\.path is given twice, first in line 2"),
+        ("- 1\n", r"job\.yaml:1: got \[1\], but a config is a mapping of keys to values"),
+        ("a: \x00\n", r"job\.yaml: broken YAML: .*special characters are not allowed.*"),
+        ("run: 2026-99-99\n", r"job\.yaml: broken YAML: month must be in 1\.\.12"),
+    ],
+)
+def test_broken_files_are_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+    (got,) = refused(tmp_path, text)
+    assert re.fullmatch(sentence, got), got
+
+
+def test_an_empty_file_lacks_what_is_required(tmp_path: Path) -> None:
+    assert refused(tmp_path, "# nothing\n") == [
+        "job.yaml: model is missing",
+        "job.yaml: data is missing",
+        "job.yaml: feedback is missing",
+    ]
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none\.yaml: the config cannot be read: No such file or directory"):
+        configio.load(PolicyJob, tmp_path / "none.yaml")
+    (tmp_path / "job.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="it is not UTF-8 text"):
+        configio.load(PolicyJob, tmp_path / "job.yaml")
+
+
+def test_run_root_is_absolute_at_once(tmp_path: Path) -> None:
+    assert load(tmp_path, GOOD).run.folder == tmp_path / "runs" / "run"
+    assert load(tmp_path, GOOD, "run.root=../x").run.root == tmp_path.parent / "x"
+    assert load(tmp_path, GOOD, "run.root=/data/runs").run.root == Path("/data/runs")
+    assert load(tmp_path, GOOD, "run.root=~/runs").run.root == Path.home() / "runs"
+
+
+@pytest.mark.parametrize(
+    ("environ", "cwd"),
+    [({configio.JOB_ENV: "{}"}, "/somewhere"), ({}, "/tmp/ray/session/runtime_resources/working_dir_files/_ray_pkg_1")],
+)
+def test_a_relative_root_is_refused_under_a_ray_job(tmp_path: Path, environ: dict[str, str], cwd: str) -> None:
+    file = write(tmp_path, GOOD)
+    with pytest.raises(UserError, match=r"run\.root: got 'runs', but a Ray job needs an absolute path"):
+        configio.load(PolicyJob, file, environ=environ, cwd=Path(cwd))
+    job = configio.load(PolicyJob, file, ["run.root=/data"], environ=environ, cwd=Path(cwd))
+    assert job.run.root == Path("/data")
+
+
+def test_the_resolved_config_reads_back_equal(tmp_path: Path) -> None:
+    job = load(tmp_path, GOOD, "data.columns={prompt: 'é: 漢'}", "learner.policy.lr=1e-7")
+    folder = tmp_path / "run"
+    assert configio.load(PolicyJob, configio.write(job, folder), environ={}, cwd=Path("/")) == job
+    assert [file.name for file in folder.iterdir()] == ["config.yaml"]
+    assert set(configio.flat(yaml.safe_load(configio.resolved(job)))) >= {"learner.critic.lr", "run.root"}
+
+
+def test_diff_names_every_key_that_differs(tmp_path: Path) -> None:
+    a = load(tmp_path, GOOD)
+    b = load(tmp_path, GOOD, "learner.policy.lr=1", "data.columns={prompt: q}", "num_steps=5")
+    assert configio.diff(a, b) == ["data.columns", "data.columns.prompt", "learner.policy.lr", "num_steps"]
+    assert configio.diff(a, a) == []
+    assert configio.diff({"a": None}, {}) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("key", "free"),
+    [
+        ("num_steps", True),
+        ("run.root", True),
+        ("log.num_samples", True),
+        ("rollout.workers", True),
+        ("feedback.engine.workers", True),
+        ("learner.cpus", True),
+        ("feedback.engine.labels.zone", True),
+        ("learner.step_timeout_s", True),
+        ("sft.timeout_s", True),
+        ("learner.workers", False),
+        ("run.seed", False),
+        ("rollout.temperature", False),
+        ("eval.num_prompts", False),
+        ("model.policy", False),
+    ],
+)
+def test_keys_in_which_a_resumed_run_may_differ(key: str, free: bool) -> None:
+    assert configio.may_differ(key) is free
+
+
+def test_every_pattern_that_may_differ_fits_a_key() -> None:
+    keys = [*dotted_keys(PolicyJob), *dotted_keys(DemoJob), "rollout.labels.zone"]
+    unused = [p for p in configio.MAY_DIFFER if not any(configio.fnmatchcase(key, p) for key in keys)]
+    assert unused == []
+
+
+def test_resume_is_refused_by_the_names_of_the_keys(tmp_path: Path) -> None:
+    old = load(tmp_path, GOOD)
+    configio.write(old, tmp_path / "run")
+    free = load(tmp_path, GOOD, "num_steps=500", "rollout.workers=3", "cluster.address=auto")
+    configio.check_resumable(free, tmp_path / "run")
+    assert configio.config_hash(free) == configio.config_hash(old)
+
+    bound = load(tmp_path, GOOD, "rollout.temperature=0.9", "run.seed=2")
+    assert configio.config_hash(bound) != configio.config_hash(old)
+    with pytest.raises(UserError, match=r"rollout\.temperature \(0\.6 -> 0\.9\), run\.seed \(1 -> 2\); put these back"):
+        configio.check_resumable(bound, tmp_path / "run")
+
+
+def test_shown_values_stay_on_one_line_and_short() -> None:
+    assert show("a\nb") == '"a\\nb"'
+    assert len(show("x" * 1000)) == 80
+
+
+@given(st.dictionaries(st.text("ab.é", max_size=4), st.integers() | st.text("ab", max_size=4)))
+def test_flat_keeps_every_value(values: dict[str, int | str]) -> None:
+    assert sorted(map(str, configio.flat({"a": values, "b": 1}).values())) == sorted(
+        [*map(str, values.values()), "1"] if values else ["{}", "1"]
+    )

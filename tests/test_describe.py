@@ -1,0 +1,99 @@
+"""What a dry run says, with the arithmetic done by hand."""
+
+import pytest
+
+from t2g.config import (
+    AnnotateJob,
+    DataConfig,
+    DemoJob,
+    FeedbackConfig,
+    LearnerConfig,
+    ModelConfig,
+    PolicyJob,
+    RewardJob,
+    RolloutConfig,
+    RunConfig,
+    SFTJob,
+    SFTOptions,
+)
+from t2g.describe import (
+    describe_annotate,
+    describe_demo,
+    describe_policy,
+    describe_reward,
+    describe_sft,
+    max_microbatches,
+)
+
+MODEL = ModelConfig(policy="base")
+DATA = DataConfig(path="a.jsonl")
+PROGRAM = FeedbackConfig(source="critics:critic")
+RUN = RunConfig(root="/data", name="one")
+ROLLOUT = RolloutConfig(prompts_per_step=12, samples_per_prompt=2, max_model_len=500, workers=2, cpus=1, memory_gib=2)
+LEARNER = LearnerConfig(num_epochs=4, minibatches_per_epoch=3, tokens_per_microbatch=1100, workers=2, gpus=1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "model_len", "minibatches", "ranks", "expected"),
+    [
+        (4096, 1024, 1, 1, 16),  # 64 sequences, 4 fit
+        (4096, 1000, 1, 1, 16),  # 4 fit, 96 tokens stay empty
+        (4096, 1024, 3, 2, 3),  # 64 / 6 -> 11 on a rank, 4 fit
+        (100, 1024, 1, 1, 64),  # a sequence longer than the budget has a microbatch of its own
+    ],
+)
+def test_most_microbatches(tokens: int, model_len: int, minibatches: int, ranks: int, expected: int) -> None:
+    learner = LearnerConfig(tokens_per_microbatch=tokens, minibatches_per_epoch=minibatches, workers=ranks)
+    rollout = RolloutConfig(prompts_per_step=16, samples_per_prompt=4, max_model_len=model_len)
+    assert max_microbatches(rollout, learner) == expected
+
+
+def test_policy() -> None:
+    job = PolicyJob(run=RUN, model=MODEL, data=DATA, num_steps=50, feedback=PROGRAM, rollout=ROLLOUT, learner=LEARNER)
+    assert describe_policy(job).splitlines() == [
+        "step: 12 prompts x 2 samples = 24 samples, at most 128 new tokens each, temperature 1",
+        "update: 4 epochs x 3 minibatches = 12 optimizer steps a step, "
+        "each of at most 2 microbatches of 1100 tokens on each of 2 ranks",
+        "run: 50 steps, 1,200 samples in all",
+        "feedback: critics:critic",
+        "evaluation: none, there is no eval_data",
+        "rollout: 2 actors, each 1 CPU, 0 GPU, 1 thread, about 2 GiB",
+        "learner: 2 actors, each 0.5 CPU, 1 GPU, 1 thread, about 1.5 GiB",
+        "together: 3 CPU, 2 GPU, about 7 GiB",
+        "run folder: /data/one",
+    ]
+
+
+def test_a_reward_model_has_a_role_and_evaluation_is_told() -> None:
+    feedback = FeedbackConfig(reward_model="rm")
+    text = describe_policy(PolicyJob(model=MODEL, data=DATA, eval_data=DATA, feedback=feedback))
+    assert "reward: 1 actor, each 0.5 CPU" in text
+    assert "evaluation: every 5 steps, 128 prompts x 1 sample of a.jsonl" in text
+    assert "together: 1.5 CPU" in text
+
+
+def test_demo_counts_per_arm() -> None:
+    text = describe_demo(DemoJob(num_steps=10, rollout=ROLLOUT, learner=LEARNER))
+    assert "stage 3: 3 arms (span, scalar, shuffled), one after the other" in text
+    assert "run: 10 steps and 240 samples for each arm" in text
+    assert "world: 4,000 posts to train on, 256 held out" in text
+
+
+def test_supervised_jobs() -> None:
+    options = SFTOptions(workers=2, cpus=1, num_epochs=1.5, batch_size=8)
+    assert describe_sft(SFTJob(run=RUN, model=MODEL, data=DATA, sft=options)).splitlines() == [
+        "supervised: 1.5 epochs, 8 examples an optimizer step, 2 ranks",
+        "trainer: 2 actors, each 1 CPU, 0 GPU, 1 thread, about 1.5 GiB",
+        "together: 2 CPU, 0 GPU, about 3 GiB",
+        "run folder: /data/one",
+    ]
+    text = describe_reward(RewardJob(model=MODEL, data=DATA, eval_data=DataConfig(path="b.jsonl"), sft=options))
+    assert "evaluation: at most 200 records of b.jsonl" in text
+    assert "together" not in text  # the engine starts after the trainer has gone
+
+
+def test_annotate() -> None:
+    job = AnnotateJob(model=MODEL, data=DATA, feedback=PROGRAM, rollout=ROLLOUT)
+    text = describe_annotate(job)
+    assert text.startswith("2 responses to each prompt of a.jsonl, temperature 1, at most 128 tokens each\n")
+    assert "records of 10% of the prompts are held out" in text

@@ -1,0 +1,259 @@
+import json
+import re
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from t2g import metrics
+from t2g.config import LogConfig
+from t2g.errors import UserError
+from t2g.metrics import METRICS_FILE, SAMPLES_FILE, RunLog, held_out, read_records, step_line
+from t2g.types import Prompt, Rollout, ScoredRollout, Span, SpanFeedback
+
+PLAIN = LogConfig(tensorboard=False, num_samples=2)
+
+
+class FakeSink:
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, dict[str, float]]] = []
+        self.closed = False
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.steps.append((step, dict(metrics)))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
+
+
+def judged(index: int, status: str = "ok", text: str = "hé") -> tuple[Prompt, Rollout, SpanFeedback]:
+    ids = np.array([*tokenizer()(text)["input_ids"], tokenizer().eos_token_id], np.int32)
+    prompt = Prompt(prompt_id=f"p{index}", prompt_ids=ids, prompt_text=f"question {index}", task="tiny")
+    rollout = Rollout(
+        prompt_id=f"p{index}",
+        sample_index=0,
+        prompt_ids=ids,
+        response_ids=ids,
+        rollout_logprobs=np.zeros(len(ids), np.float32),
+        response_text=text,
+        finish_reason="stop",
+        policy_versions=((0, len(ids), 0),),
+    )
+    spans = (Span(start=1, end=2, label=-1, critique_range=(0, 3)),)
+    feedback = SpanFeedback(critique="bad", spans=spans, status=status, source="program", version="v")
+    return prompt, rollout, feedback
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_step_stands_once_after_a_resume(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, PLAIN)
+    assert log.truncate(0) == []
+    for step in range(6):
+        log.step(step, {"policy/kl": step / 4})
+        log.eval_samples(step, [judged(0)[:2]])
+    resumed = RunLog(tmp_path, PLAIN)
+    history = resumed.truncate(4)  # the last checkpoint was that of step 3
+    assert history == [{"step": s, "policy/kl": s / 4} for s in range(4)]
+    for step in (4, 5, 6):
+        resumed.step(step, {"policy/kl": -1.0})
+    assert [(r["step"], r["policy/kl"]) for r in lines(tmp_path / METRICS_FILE)] == [
+        *((s, s / 4) for s in range(4)),
+        *((s, -1.0) for s in (4, 5, 6)),
+    ]
+    assert [r["step"] for r in lines(tmp_path / SAMPLES_FILE)] == [0, 1, 2, 3]
+
+
+@settings(deadline=None)
+@given(cut=st.integers(0, 200), first_step=st.integers(0, 6))
+def test_a_torn_last_line_never_costs_another_one(
+    tmp_path_factory: pytest.TempPathFactory, cut: int, first_step: int
+) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    whole = b"".join(json.dumps({"step": s, "x": s / 8}).encode() + b"\n" for s in range(5))
+    kept = whole[: len(whole) - min(cut, len(whole))]
+    (folder / METRICS_FILE).write_bytes(kept)
+    complete = kept.count(b"}")  # an object whose newline is missing is whole
+    history = RunLog(folder, PLAIN).truncate(first_step)
+    assert history == [{"step": s, "x": s / 8} for s in range(min(complete, first_step))]
+    assert lines(folder / METRICS_FILE) == history
+
+
+@pytest.mark.parametrize("bad", ["{broken", "[1, 2]", '{"no": 1}', '{"step": "x"}'])
+def test_a_broken_line_in_the_middle_is_named(tmp_path: Path, bad: str) -> None:
+    path = tmp_path / METRICS_FILE
+    path.write_text(f'{{"step": 1}}\n{bad}\n{{"step": 3}}\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2 is no JSON object with a step"):
+        list(read_records(path))
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, PLAIN)
+    log.truncate(0)
+    log.step(1, {"a": float("nan"), "b": float("-inf"), "c": np.float32(0.5)})
+    assert lines(tmp_path / METRICS_FILE) == [{"step": 1, "a": None, "b": None, "c": 0.5}]
+
+
+def test_a_step_cannot_be_logged_twice(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, PLAIN)
+    log.truncate(3)
+    log.step(3, {})
+    with pytest.raises(AssertionError, match="step 3 was logged before"):
+        log.step(3, {})
+
+
+def test_samples_hold_critique_spans_and_tokens(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, PLAIN)
+    log.truncate(0)
+    triples = [judged(i, "failed" if i == 2 else "ok") for i in range(4)]
+    rewards = np.array([0, -1, -1, 0], np.float32)  # h, two bytes of é, EOS
+    scored = [ScoredRollout(rollout=r, feedback=f, token_rewards=rewards) for _, r, f in triples if f.status == "ok"]
+    log.samples(7, triples, scored, tokenizer())
+    first, second = lines(tmp_path / SAMPLES_FILE)  # two of four, evenly: p0 and p2
+    assert first == {
+        "step": 7,
+        "split": "train",
+        "prompt_id": "p0",
+        "sample_index": 0,
+        "prompt": "question 0",
+        "response": "hé",
+        "finish_reason": "stop",
+        "feedback": {
+            "critique": "bad",
+            "spans": [{"start": 1, "end": 2, "label": -1, "severity": 1, "critique_range": [0, 3]}],
+            "status": "ok",
+            "source": "program",
+            "version": "v",
+            "num_quotes": 0,
+            "num_located": 0,
+        },
+        "token_ranges": [[0, 1], [1, 2], [1, 2], [2, 2]],
+        "token_texts": ["h", "é", "é", ""],
+        "token_rewards": [0.0, -1.0, -1.0, 0.0],
+    }
+    assert second["prompt_id"] == "p2"
+    assert second["feedback"]["status"] == "failed"
+    assert "token_rewards" not in second
+
+
+def test_held_out_samples_go_with_the_feedback_there_is(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, LogConfig(tensorboard=False, num_samples=3))
+    log.truncate(0)
+    triples = [judged(i) for i in range(5)]
+    log.eval_samples(0, [(p, r) for p, r, _ in triples], [triples[0][2]])
+    log.eval_samples(1, [(p, r) for p, r, _ in triples[:1]], [f for _, _, f in triples[:1]])
+    found = [(r["step"], r["prompt_id"], r["feedback"] is not None) for r in lines(tmp_path / SAMPLES_FILE)]
+    assert found == [(0, "p0", True), (0, "p1", False), (0, "p2", False), (1, "p0", True)]
+    assert {r["split"] for r in lines(tmp_path / SAMPLES_FILE)} == {"eval"}
+
+
+def test_no_samples_are_kept_when_none_are_wanted(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, LogConfig(tensorboard=False, num_samples=0))
+    log.truncate(0)
+    log.samples(1, [judged(0)], [], tokenizer())
+    assert (tmp_path / SAMPLES_FILE).read_text() == ""
+
+
+def test_text_without_utf8_can_be_logged(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, PLAIN)
+    log.truncate(0)
+    prompt, rollout, _ = judged(0)
+    odd = Prompt(prompt_id="p", prompt_ids=prompt.prompt_ids, prompt_text="\ud800\u2028\n\0", task="tiny")
+    log.eval_samples(1, [(odd, rollout)])
+    assert [r["prompt"] for _, r in read_records(tmp_path / SAMPLES_FILE)] == ["\ud800\u2028\n\0"]
+
+
+def test_sinks_get_every_step_and_are_closed(tmp_path: Path) -> None:
+    sink = FakeSink()
+    log = RunLog(tmp_path, PLAIN, [sink])
+    log.truncate(0)
+    log.step(1, {"a": 0.5})
+    log.step(2, {"a": 0.25})
+    log.close()
+    assert sink.steps == [(1, {"a": 0.5}), (2, {"a": 0.25})]
+    assert sink.closed
+
+
+def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = LogConfig(num_samples=0)
+    for first_step, value in ((0, 0.5), (2, 0.25)):
+        log = RunLog(tmp_path, config)
+        log.truncate(first_step)
+        for step in range(first_step, 4):
+            log.step(step, {"policy/kl": value})
+        log.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("policy/kl")] == [(0, 0.5), (1, 0.5), (2, 0.25), (3, 0.25)]
+
+
+@pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed")
+def test_wandb_that_is_not_installed_is_named_at_once(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"log\.wandb_project='mine' needs the package wandb"):
+        RunLog(tmp_path, LogConfig(wandb_project="mine"))
+
+
+def documented() -> set[str]:
+    """The names of the table, braces expanded."""
+    first = [row.split("|")[1].strip() for row in metrics.__doc__.splitlines() if row.startswith("| ")]
+    names = set()
+    for cell in first:
+        found = re.fullmatch(r"(.*)\{(.*)\}(.*)", cell)
+        names |= {found[1] + x + found[3] for x in found[2].split(",")} if found else set(cell.split(", "))
+    return names
+
+
+def test_every_metric_is_in_the_table() -> None:
+    root = Path(metrics.__file__).parent.parent
+    code = "".join(path.read_text() for room in ("t2g", "actors") for path in (root / room).rglob("*.py"))
+    rooms = {name.split("/")[0] for name in documented() if "/" in name}
+    used = {name for name in re.findall(r'"([a-z]+/[a-z0-9_]+)"', code) if name.split("/")[0] in rooms - {"eval"}}
+    assert len(used) > 20
+    assert used <= documented()
+
+
+def test_step_line_is_one_line_of_what_there_is() -> None:
+    step = {
+        "reward/token_mean": -0.0125,
+        "tokens/good_share": 0.125,
+        "tokens/poor_share": 0.0625,
+        "tokens/unlabelled_share": 0.8125,
+        "policy/kl": 1.5,
+        "policy/entropy": 0.75,
+        "policy/clip_share": 0.02,
+        "policy/grad_norm": 1.0,
+        "response/length_mean": 45.25,
+        "gap/logprob_mean": 3e-6,
+        "speed/tokens_per_s": 812.4,
+        "time/generate_s": 3.14,
+        "time/feedback_s": 5.0,
+        "time/learn_s": 4.0,
+        "time/sync_s": 0.1,
+        "eval/fact_f1": 0.7125,
+        "eval/score": None,
+    }
+    assert step_line(12, step) == (
+        "step 12 | reward -0.013 | good 12.5% | poor 6.2% | unlabelled 81.2% | KL 1.500 | entropy 0.750 | "
+        "clipped 2.0% | length 45.2 | gap 3.0e-06 | 812 tokens/s | generate 3.1s | feedback 5.0s | learn 4.0s | "
+        "sync 0.1s | eval fact_f1 0.713"
+    )
+    assert step_line(0, {"policy/kl": None}) == "step 0"
+    assert held_out(step) == {"fact_f1": 0.7125}

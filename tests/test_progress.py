@@ -1,0 +1,69 @@
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from t2g.progress import duration, stage
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def console(*, terminal: bool) -> Console:
+    return Console(file=StringIO(), force_terminal=terminal, width=100)
+
+
+def test_without_a_terminal_at_most_a_line_in_ten_seconds() -> None:
+    clock, out = FakeClock(), console(terminal=False)
+    with stage("annotate", 40, console=out, clock=clock) as annotate:
+        for _ in range(40):
+            clock.now += 0.7
+            annotate.advance()
+    # 10.5 s: 15 done, 25 * .7 s left; 21 s: 30 done, 10 * .7 s left; 28 s: done
+    assert out.file.getvalue().splitlines() == [
+        "annotate: 15 of 40, 18 s left",
+        "annotate: 30 of 40, 7 s left",
+        "annotate: done in 28 s",
+    ]
+
+
+def test_lines_of_ones_own_are_printed_as_they_are() -> None:
+    out = console(terminal=False)
+    with stage("train", 1, console=out) as train:
+        train.say("step 3 | [bold]reward[/] " + "x" * 200)
+    assert out.file.getvalue().splitlines()[0] == "step 3 | [bold]reward[/] " + "x" * 200
+
+
+def test_a_terminal_has_a_bar_and_nested_stages() -> None:
+    out = console(terminal=True)
+    with stage("train", 3, console=out) as train:
+        train.advance(2)
+        with stage("evaluate", 5, console=out) as evaluate:
+            evaluate.advance(5)
+        train.say("step 2")
+    text = out.file.getvalue()
+    assert "2/3" in text
+    assert "step 2" in text
+    assert "evaluate: done in 0 s" in text
+
+
+def test_a_stage_that_fails_is_not_done() -> None:
+    out = console(terminal=False)
+    with pytest.raises(RuntimeError, match="lost"), stage("train", 3, console=out):
+        raise RuntimeError("lost")
+    assert out.file.getvalue() == ""
+
+
+def test_duration() -> None:
+    assert [duration(s) for s in (0.4, 59.6, 75, 3700, 90_000)] == [
+        "0 s",
+        "1 min 00 s",
+        "1 min 15 s",
+        "1 h 01 min",
+        "25 h 00 min",
+    ]
