@@ -56,16 +56,18 @@ class RankMinibatch:
 
 def load_models(spec: LearnerSpec) -> tuple[torch.nn.Module, torch.nn.Module, torch.nn.Module, Any]:
     """Policy, reference, critic and tokenizer, whole and on the CPU. UserError names model.policy when that fails."""
-    from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
     name = spec.model.policy
     source = {"revision": spec.model.revision, "trust_remote_code": False}
-    options = source | {
-        "use_safetensors": True,
-        "attn_implementation": "sdpa",
-        "dtype": getattr(torch, spec.learner.dtype),
-    }
     try:
+        config = AutoConfig.from_pretrained(name, **source)
+        capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)  # Gemma 2: sdpa would ignore it
+        options = source | {
+            "use_safetensors": True,
+            "attn_implementation": "eager" if capped else "sdpa",
+            "dtype": getattr(torch, spec.learner.dtype),
+        }
         tokenizer = AutoTokenizer.from_pretrained(name, **source)
         policy = AutoModelForCausalLM.from_pretrained(name, **options)
         reference = AutoModelForCausalLM.from_pretrained(name, **options)

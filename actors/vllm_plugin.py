@@ -126,7 +126,21 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreAnnouncement, StoreBuc
                 f"{len(self._announced.names)} announced tensors never came ({_few(missing)})"
             )
         finalize_layerwise_reload(self.model, self.model_config)
+        self._pack_tied_weights()
         self._open = False
+
+    def _pack_tied_weights(self) -> None:
+        """A tied output layer gets nothing under its own name, so vLLM's reload leaves it alone; but on a CPU it
+        computes with a packed copy of the weight, which would stay the old one."""
+        from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+        owned: set[int] = set()
+        for module in self.model.modules():
+            own = {id(parameter) for parameter in module.parameters(recurse=False)}
+            method = getattr(module, "quant_method", None)
+            if own & owned and isinstance(method, QuantizeMethodBase):
+                method.process_weights_after_loading(module)
+            owned |= own
 
     def shutdown(self) -> None:
         self._announced = None

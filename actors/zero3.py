@@ -1,7 +1,7 @@
 """Everything that knows DeepSpeed: ZeRO-3 engines, exact gradient accumulation, gathered weights, checkpoints.
 
-Called inside a rank's process only; every function is a collective: all ranks call it, in the same order. What it is
-not: it knows neither PPO nor Ray, and it builds no model.
+Called inside a rank's process only. What takes an engine is a collective (except `metadata`): all ranks call it, in the
+same order. What it is not: it knows neither PPO nor Ray, and it builds no model.
 """
 
 import logging
@@ -37,7 +37,7 @@ class StepResult:
 
 
 def init_distributed(
-    rank: int, world_size: int, master_addr: str, master_port: int, backend: str, *, timeout_s: float = 1800
+    rank: int, world_size: int, master_addr: str, master_port: int, backend: str, *, timeout_s: float
 ) -> None:
     """Join the process group as `rank` (a group that already exists, as under Ray Train, is used as it is).
 
@@ -146,17 +146,17 @@ def train_step(engine: Engine, microbatches: Sequence[Any], loss_fn: LossFunctio
         for name, value in metrics.items():
             totals[name] = max(totals.get(name, value), value) if name.endswith("_max") else totals.get(name, 0) + value
     totals["bad_losses"] = 0.0 if finite else 1.0
-    totals = reduce_metrics(totals, engine.device)
+    totals = _reduce(totals, engine.device)
     if totals.pop("bad_losses"):
         engine.optimizer.zero_grad()
         raise RunStopped(f"{label}: the loss is not finite; the optimizer step was not applied")
     engine.step()
     if not engine.was_step_applied():
         raise RunStopped(f"{label}: the gradient is not finite; the optimizer step was not applied")
-    return StepResult(metrics=totals, grad_norm=grad_norm(engine), lr=lr)
+    return StepResult(metrics=totals, grad_norm=float(engine.get_global_grad_norm()), lr=lr)
 
 
-def reduce_metrics(metrics: dict[str, float], device: torch.device) -> dict[str, float]:
+def _reduce(metrics: dict[str, float], device: torch.device) -> dict[str, float]:
     """Over all ranks: the maximum of names that end in _max, the sum of all others. Same names on every rank."""
     dist = torch.distributed
     dtype = torch.float64 if device.type == "cpu" else torch.float32
@@ -169,11 +169,6 @@ def reduce_metrics(metrics: dict[str, float], device: torch.device) -> dict[str,
         dist.all_reduce(values, op=op)
         out.update(zip(names, values.tolist(), strict=True))
     return out
-
-
-def grad_norm(engine: Engine) -> float:
-    """Global gradient norm of the last step, before clipping."""
-    return float(engine.get_global_grad_norm())
 
 
 def metadata(engine: Engine) -> list[ParamMeta]:

@@ -5,23 +5,25 @@
 
 import asyncio
 import sys
-from typing import Any
+from typing import TYPE_CHECKING
 
 from jobs.cli import main
 from t2g import configio
 from t2g.config import AnnotateJob
 from t2g.describe import describe_annotate
 from t2g.errors import RunStopped, UserError
-from t2g.interfaces import FeedbackSource, Sampling
-from t2g.progress import stage
+
+if TYPE_CHECKING:
+    from actors.rollout import RolloutFleet
+    from t2g.interfaces import FeedbackSource
 
 TRAIN_FILE, HELDOUT_FILE = "train.jsonl", "heldout.jsonl"
 
 
-def annotate_data(config: AnnotateJob, rollouts: Any, feedback: FeedbackSource) -> dict[str, float]:
+def annotate_data(config: AnnotateJob, rollouts: "RolloutFleet", feedback: "FeedbackSource") -> dict[str, float]:
     """Records of every prompt into the run folder, split by prompt. Returns counts and the mean shares of good and poor text.
 
-    rollouts: an `actors.rollout.RolloutFleet` of `config.model`. Records without usable feedback are counted, not
+    rollouts: engines of `config.model`. Records without usable feedback are counted, not
     written; RunStopped when there are more than `feedback.max_failed_share`.
     """
     from t2g.annotate import annotate, is_heldout
@@ -29,6 +31,8 @@ def annotate_data(config: AnnotateJob, rollouts: Any, feedback: FeedbackSource) 
     from t2g.data.load import load_records
     from t2g.data.prompts import make_prompts
     from t2g.data.records import write_annotated
+    from t2g.interfaces import Sampling
+    from t2g.progress import stage
     from t2g.tasks.base import get_task
 
     rollout = config.rollout

@@ -13,18 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from jobs.cli import main, stop_flag
-from t2g.checkpoint import write_atomic
 from t2g.config import DataConfig, DemoJob, FeedbackConfig, Placement, PolicyJob, RoleConfig, RunConfig
 from t2g.describe import describe_demo
 from t2g.errors import RunStopped
-from t2g.metrics import METRICS_FILE, SAMPLES_FILE, read_records
-from t2g.report.html import write_report
-from t2g.report.run import REPORT_FILE, SUMMARY_FILE, examples
-from t2g.versions import versions
 
 ARMS = "arms"
-FACTS = {"f1": "fact_f1", "precision": "fact_precision", "recall": "fact_recall"}  # names of the measure in summary.json
-BESIDE = ("repeated", "length", "length_mean")  # told beside F1: what a policy that games it would change
+FACTS = ("fact_f1", "fact_precision", "fact_recall")
+BESIDE = ("repeated", "length_mean")  # told beside F1: what a policy that games it would change
 SOURCE_SHARE = "feedback/source/reward_model"
 
 
@@ -52,8 +47,11 @@ def arm_job(demo: DemoJob, arm: Placement) -> PolicyJob:
 
 def summarise(demo: DemoJob, stages: dict[str, dict[str, Any]], arms: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """summary.json: held-out facts of the base and of each arm at equal samples, all read from what the stages wrote."""
+    from t2g.versions import versions
+
     first = arms[demo.arms[0]]
     return {
+        "references": {"fact_f1": stages["world"]["references_fact_f1"]},
         "base": held_out_facts(first["base"]),
         "policy": held_out_facts(arms["span"]["policy"]) if "span" in arms else {},
         "arms": {name: held_out_facts(arm["policy"]) for name, arm in arms.items()},
@@ -67,12 +65,14 @@ def summarise(demo: DemoJob, stages: dict[str, dict[str, Any]], arms: dict[str, 
 
 
 def held_out_facts(measured: dict[str, float]) -> dict[str, float]:
-    """{"f1": .62, "repeated": 0, ...} -> {"fact_f1": .62, "repeated": 0, ...}"""
-    return {ours: measured[name] for name, ours in FACTS.items()} | {name: measured[name] for name in BESIDE}
+    """Of all held-out metrics, those that the summary tells."""
+    return {name: measured[name] for name in (*FACTS, *BESIDE)}
 
 
 def check_sources(folder: Path) -> None:
     """RunStopped if any sample of an arm's steps was judged by anything but the reward model."""
+    from t2g.metrics import METRICS_FILE, read_records
+
     for number, record in read_records(folder / METRICS_FILE):
         if record["step"] > 0 and record.get(SOURCE_SHARE) != 1.0:
             raise RunStopped(
@@ -126,7 +126,7 @@ def run(demo: DemoJob) -> int:
                         continue
                     summary = train(job, data, rollouts, feedback, stop)
                     if summary is None:
-                        print(f"stopped by {stop.signal_name} at a checkpoint; the same command goes on", file=sys.stderr)
+                        print(f"stopped by {stop.signal_name} at a checkpoint: run it again to go on", file=sys.stderr)
                         return STOPPED
                     arms[arm] = summary
     finally:
@@ -141,6 +141,11 @@ def run(demo: DemoJob) -> int:
 
 def finish(demo: DemoJob, summary: dict[str, Any]) -> None:
     """summary.json, report.html and the table."""
+    from t2g.checkpoint import write_atomic
+    from t2g.metrics import METRICS_FILE, SAMPLES_FILE, read_records
+    from t2g.report.html import write_report
+    from t2g.report.run import REPORT_FILE, SUMMARY_FILE, examples
+
     folder = demo.run.folder
     write_atomic(folder / SUMMARY_FILE, json.dumps(summary, indent=1).encode())
     write_report(

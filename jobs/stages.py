@@ -5,8 +5,8 @@
     <run>/annotated/    train.jsonl, heldout.jsonl
     <run>/reward/model/ the span reward model, and reward.json beside it
 
-`stage.json`, with settings, metrics and seconds, is written when a stage is whole: a second run reads that file, makes a
-stage without one again, and refuses other settings by name.
+`stage.json`, with settings, metrics and seconds, is written when a stage is whole: a second run reads that file, makes a stage without one again,
+and refuses other settings by name.
 """
 
 import json
@@ -152,15 +152,20 @@ def _once(
 
 
 def _write_world(demo: DemoJob) -> dict[str, Any]:
-    from t2g.tasks.tiny import Rates, write_world
+    from t2g.data.load import load_records
+    from t2g.tasks.tiny import Rates, measure, write_world
     from t2g.tasks.tiny_assets import build_model, build_tokenizers
 
     world, folder = demo.world, demo.run.folder / WORLD
-    rates = Rates(wrong=world.wrong, missing=world.missing, invented=world.invented)
+    rates = Rates(**world.model_dump(include={"wrong", "missing", "invented", "repeated"}))
     write_world(folder, num_train=world.num_train, num_heldout=world.num_heldout, rates=rates, seed=world.seed)
     for name, tokenizer in zip(("policy", "reward"), build_tokenizers(folder), strict=True):
         build_model(folder / name, tokenizer, seed=demo.run.seed)
-    return {"train_posts": world.num_train, "heldout_posts": world.num_heldout}
+    references = [
+        measure(record["facts"], record["tldr_human_reference_summary"])["fact_f1"]
+        for record in load_records(DataConfig(path=str(folder / "heldout.jsonl")))
+    ]
+    return {"references_fact_f1": sum(references) / len(references)}  # what a converged base policy reaches
 
 
 def _annotate(job: AnnotateJob) -> dict[str, Any]:

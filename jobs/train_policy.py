@@ -10,21 +10,19 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jobs.cli import StopFlag, main, stop_flag
 from t2g import configio
-from t2g.checkpoint import CheckpointStore, write_atomic
 from t2g.config import PolicyJob, RoleConfig
 from t2g.describe import describe_policy
 from t2g.errors import UserError
-from t2g.interfaces import FeedbackSource
-from t2g.metrics import METRICS_FILE, STEP_S, RunLog, held_out, read_records, step_line
-from t2g.progress import duration, stage
-from t2g.report.run import SUMMARY_FILE, report_run
-from t2g.tasks.base import Task, get_task
-from t2g.types import Prompt
-from t2g.versions import versions
+
+if TYPE_CHECKING:  # numpy, torch and Ray are imported by the functions that need them: --help must answer at once
+    from actors.rollout import RolloutFleet
+    from t2g.interfaces import FeedbackSource
+    from t2g.tasks.base import Task
+    from t2g.types import Prompt
 
 SMOKE_STEPS = 3
 STOPPED = 143  # exit code of a run that a signal ended after its checkpoint: 128 + SIGTERM
@@ -34,10 +32,10 @@ STOPPED = 143  # exit code of a run that a signal ended after its checkpoint: 12
 class PolicyData:
     """What a run reads before any process is started, so that bad input is refused within seconds."""
 
-    task: Task
+    task: "Task"
     tokenizer: Any
-    prompts: Sequence[Prompt]
-    eval_prompts: Sequence[Prompt]
+    prompts: "Sequence[Prompt]"
+    eval_prompts: "Sequence[Prompt]"
 
 
 def read_data(config: PolicyJob) -> PolicyData:
@@ -45,6 +43,7 @@ def read_data(config: PolicyJob) -> PolicyData:
     from t2g.data.chat import load_tokenizer
     from t2g.data.load import load_records
     from t2g.data.prompts import make_prompts
+    from t2g.tasks.base import get_task
 
     task = get_task(config.task)
     tokenizer = load_tokenizer(config.model.policy, config.model.revision)
@@ -58,15 +57,18 @@ def read_data(config: PolicyJob) -> PolicyData:
 
 
 def train(
-    config: PolicyJob, data: PolicyData, rollouts: Any, feedback: FeedbackSource, stop: StopFlag
+    config: PolicyJob, data: PolicyData, rollouts: "RolloutFleet", feedback: "FeedbackSource", stop: StopFlag
 ) -> dict[str, Any] | None:
     """One run on fleets that are up; the learner group lives as long as this call. Returns the summary that it wrote,
     or None when `stop` ended the run at a checkpoint: the same call goes on from there.
 
-    rollouts: an `actors.rollout.RolloutFleet` of the same model.
+    rollouts: engines of the same model.
     """
     from actors.learner import LearnerGroup, LearnerSpec
     from actors.weight_sync import StoreWeightSync
+    from t2g.checkpoint import CheckpointStore
+    from t2g.metrics import RunLog, step_line
+    from t2g.progress import stage
     from t2g.trainer import Trainer
 
     begin_folder(config)
@@ -126,6 +128,8 @@ def begin_folder(config: PolicyJob) -> None:
 
 def finished(config: PolicyJob) -> dict[str, Any] | None:
     """The summary of a run that has all its steps already."""
+    from t2g.report.run import SUMMARY_FILE
+
     path = config.run.folder / SUMMARY_FILE
     if not path.exists():
         return None
@@ -136,6 +140,11 @@ def finished(config: PolicyJob) -> dict[str, Any] | None:
 
 def write_summary(config: PolicyJob, *, seconds: float) -> dict[str, Any]:
     """summary.json and report.html of a finished run, from what the run wrote."""
+    from t2g.checkpoint import write_atomic
+    from t2g.metrics import METRICS_FILE, STEP_S, held_out, read_records
+    from t2g.report.run import SUMMARY_FILE, report_run
+    from t2g.versions import versions
+
     folder = config.run.folder
     lines = [record for _, record in read_records(folder / METRICS_FILE)]
     evaluated = [held_out(line) for line in lines if held_out(line)]
@@ -163,6 +172,8 @@ def smoke_config(config: PolicyJob) -> PolicyJob:
 
 def smoke_words(config: PolicyJob, summary: dict[str, Any]) -> str:
     """What three steps say of the whole run: samples a second, and how long it will take."""
+    from t2g.progress import duration
+
     step_s = summary["timing"]["steps_s"] / summary["steps"]
     per_s = summary["samples"] / summary["timing"]["steps_s"]
     return (

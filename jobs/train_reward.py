@@ -1,7 +1,7 @@
 """Stage 2: the span reward model learns [critique; span map] from annotated records, then is measured on held-out ones.
 
     python -m jobs.train_reward --config configs/own/reward.yaml model.policy=my/model \
-        data.path=runs/annotate/train.jsonl eval_data.path=runs/annotate/heldout.jsonl
+        data.path=runs/annotated/train.jsonl eval_data.path=runs/annotated/heldout.jsonl
 
 Leaves `<run folder>/model`, metrics.jsonl and reward.json (see `t2g.reward_eval.reward_metrics`).
 """
@@ -10,11 +10,13 @@ import asyncio
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobs.cli import main
 from jobs.train_sft import supervise
+from t2g.checkpoint import write_atomic
 from t2g.config import FeedbackConfig, RewardJob
 from t2g.describe import describe_reward
 from t2g.errors import UserError
@@ -22,9 +24,19 @@ from t2g.errors import UserError
 if TYPE_CHECKING:
     from actors.reward import RewardFleet
     from t2g.data.records import AnnotatedRecord
+    from t2g.data.sft import SFTExample
     from t2g.reward_eval import JudgedRecord
 
 REPORT_FILE = "reward.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardData:
+    """What the job reads before any process is started, so that bad input is refused in a second."""
+
+    tokenizer: Any
+    examples: "list[SFTExample]"
+    heldout: "list[AnnotatedRecord]"
 
 
 def train_reward(config: RewardJob, token_source: Any = None) -> dict[str, float]:
@@ -32,24 +44,33 @@ def train_reward(config: RewardJob, token_source: Any = None) -> dict[str, float
 
     token_source: the policy's tokenizer, on whose tokens spans are compared; None: the reward model's own.
     """
+    return train_and_measure(config, read_data(config), token_source)
+
+
+def read_data(config: RewardJob) -> RewardData:
+    """Examples and held-out records. UserError for what cannot be used."""
     from t2g.data.chat import load_tokenizer
     from t2g.data.records import load_annotated
     from t2g.data.sft import USABLE, reward_examples
     from t2g.tasks.base import get_task
 
-    task = get_task(config.task)
     tokenizer = load_tokenizer(config.model.policy, config.model.revision)
     heldout = [record for record in load_annotated(config.eval_data) if record.status in USABLE][: config.eval_records]
     if not heldout:
         raise UserError(f"eval_data.path={config.eval_data.path} has no record with feedback that could be used")
     examples = reward_examples(
-        load_annotated(config.data), task, tokenizer,
+        load_annotated(config.data), get_task(config.task), tokenizer,
         max_length=config.sft.max_length, span_weight=config.sft.span_weight,
     )  # fmt: skip
-    supervise(config, examples, title="span reward model")
+    return RewardData(tokenizer=tokenizer, examples=examples, heldout=heldout)
+
+
+def train_and_measure(config: RewardJob, data: RewardData, token_source: Any) -> dict[str, float]:
+    supervise(config, data.examples, title="span reward model")
     model = config.run.folder / ("smoke" if config.run.smoke else "model")
-    metrics = evaluate_reward(config, model, heldout, token_source or tokenizer)
-    (config.run.folder / REPORT_FILE).write_text(json.dumps(metrics, indent=1))
+    tokens_of = data.tokenizer if token_source is None else token_source
+    metrics = evaluate_reward(config, model, data.heldout, tokens_of)
+    write_atomic(config.run.folder / REPORT_FILE, json.dumps(metrics, indent=1).encode())
     return metrics
 
 
@@ -94,8 +115,9 @@ async def _judge(fleet: "RewardFleet", record: "AnnotatedRecord", tokenizer: Any
 def run(config: RewardJob) -> None:
     from actors.placement import connect
 
+    data = read_data(config)
     connect(config.cluster, {"sft": config.sft})  # the engine starts when the ranks have gone
-    metrics = train_reward(config)
+    metrics = train_and_measure(config, data, None)
     print(" ".join(f"{name} {value:.3f}" for name, value in metrics.items()))
 
 

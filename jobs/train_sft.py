@@ -27,15 +27,18 @@ SMOKE_STEPS = 3
 
 def train_sft(config: SFTJob) -> dict[str, float]:
     """The whole job on the Ray that is connected; returns the last metrics of the training."""
+    return supervise(config, read_examples(config), title="supervised fine-tuning")
+
+
+def read_examples(config: SFTJob) -> "list[SFTExample]":
+    """What the job learns from, read before any process is started. UserError for what cannot be used."""
     from t2g.data.chat import load_tokenizer
     from t2g.data.load import load_records
     from t2g.data.sft import policy_examples
     from t2g.tasks.base import get_task
 
-    tokenizer = load_tokenizer(config.model.policy, config.model.revision)
-    records = load_records(config.data)
-    examples = policy_examples(records, get_task(config.task), tokenizer, max_length=config.sft.max_length)
-    return supervise(config, examples, title="supervised fine-tuning")
+    task, tokenizer = get_task(config.task), load_tokenizer(config.model.policy, config.model.revision)
+    return policy_examples(load_records(config.data), task, tokenizer, max_length=config.sft.max_length)
 
 
 def supervise(config: SFTJob | RewardJob, examples: "Sequence[SFTExample]", *, title: str) -> dict[str, float]:
@@ -88,8 +91,9 @@ def _summary(config: SFTJob | RewardJob, metrics: dict[str, float], num_examples
 def run(config: SFTJob) -> None:
     from actors.placement import connect
 
+    examples = read_examples(config)
     connect(config.cluster, {"sft": config.sft})
-    train_sft(config)
+    supervise(config, examples, title="supervised fine-tuning")
 
 
 if __name__ == "__main__":

@@ -265,7 +265,8 @@ class WorldConfig(Section):
     num_heldout: int = Field(256, ge=1)
     wrong: float = Field(0.3, ge=0, le=1)
     missing: float = Field(0.2, ge=0, le=1)
-    invented: float = Field(0.1, ge=0, le=1)
+    invented: float = Field(0.15, ge=0, le=1)
+    repeated: float = Field(0.1, ge=0, le=1)
     seed: int = 1
 
 

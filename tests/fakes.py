@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from t2g.algo.losses import policy_loss, value_loss
 from t2g.feedback.parse import make_feedback, no_feedback
 from t2g.interfaces import Sampling

@@ -49,7 +49,9 @@ def job(**objective: Any) -> PolicyJob:
 class Bench:
     """A trainer on fakes in one run folder; making a second one there is what a restart is."""
 
-    def __init__(self, folder: Path, tokenizer: Any, config: PolicyJob, stop: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self, folder: Path, tokenizer: Any, config: PolicyJob, stop: Callable[[], bool] = lambda: False
+    ) -> None:
         self.folder = folder
         self.rollouts, self.feedback = FakeRollouts(tokenizer), FakeFeedback()
         self.learner = FakeLearner(self.rollouts)

@@ -15,6 +15,8 @@ def load_tokenizer(model: str, revision: str | None = None) -> Any:
 
     if Path(model).is_dir():
         revision = None
+    elif Path(model).is_absolute() or model.startswith("."):  # a hub name is neither, and is looked for a minute long
+        raise UserError(f"model {model}: there is no folder of that name")
     try:
         return AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:

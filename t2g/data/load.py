@@ -23,7 +23,7 @@ def load_records(config: DataConfig) -> list[dict[str, Any]]:
     path = Path(config.path)
     if path.is_file():
         rows = _read_file(path)
-    elif path.suffix in _SUFFIXES or path.is_absolute():
+    elif not path.is_dir() and (path.suffix in _SUFFIXES or path.is_absolute()):
         raise UserError(f"data.path={config.path}: there is no such file")
     else:
         rows = _read_hub(config)
@@ -57,6 +57,8 @@ def _read_file(path: Path) -> Iterator[dict[str, Any]]:
         if error.msg == "Extra data":  # one object after the other: JSON lines under another name
             return (row for _, row in read_lines(path))
         raise UserError(f"{path}:{error.lineno}: no JSON: {error.msg}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: no JSON that can be read: {error}") from error
     _check_characters(data, text, str(path))
     return _rows_of_json(data, path)
 

@@ -30,7 +30,7 @@ class EndpointFeedback:
                 f"feedback.endpoint_key_env names {config.endpoint_key_env}, which is not set; "
                 "export it (any word will do where the server asks for none)"
             )
-        self._config, self._task, self._key = config, task, key
+        self._config, self._task, self._model, self._key = config, task, config.endpoint_model, key
         self._version = f"{config.endpoint_model}#{prompt_version(task)}"
         self._session = PerLoop(self._open)
         self._failures = FailureLog()
@@ -66,20 +66,21 @@ class EndpointFeedback:
         import tenacity
 
         passing = (openai.RateLimitError, openai.APIConnectionError, openai.InternalServerError)
-        ask = tenacity.retry(
+        async for attempt in tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception_type(passing),
             wait=tenacity.wait_random_exponential(multiplier=0.2, max=20),
-        )(client.chat.completions.create)
-        completion = await ask(
-            model=self._config.endpoint_model,
-            messages=self._task.feedback_messages(prompt, response_text, None),
-            response_format={
-                "type": "json_schema",
-                "json_schema": {"name": "feedback", "strict": True, "schema": answer_schema()},
-            },
-            max_completion_tokens=self._config.engine.max_new_tokens,
-            temperature=0,
-        )
+        ):
+            with attempt:
+                completion = await client.chat.completions.create(
+                    model=self._model,
+                    messages=self._task.feedback_messages(prompt, response_text, None),  # type: ignore[arg-type]
+                    response_format={
+                        "type": "json_schema",
+                        "json_schema": {"name": "feedback", "strict": True, "schema": answer_schema()},
+                    },
+                    max_completion_tokens=self._config.engine.max_new_tokens,
+                    temperature=0,
+                )
         choices = getattr(completion, "choices", None)  # a proxy's web page arrives here as a plain text
         if not choices:
             raise ValueError(f"an answer without choices: {completion!s:.100}")

@@ -15,7 +15,7 @@ from t2g.types import FinishReason, Span, SpanFeedback
 MAX_ANSWER_CHARS = 65_536  # of an answer that is looked at; longer ones are unparsable
 MAX_QUOTES = 256  # of each label that are looked for; the rest counts as not located
 MAX_OCCURRENCE = 99  # that guided decoding can write
-BLOCK = 20  # characters of a block of a bounded text: smaller ones cost time in every decoding step
+BLOCK = 40  # characters of a block of a bounded text
 _SENTENCE_END = re.compile(r"[.!?;]+(?=\s|$)|[。！？；\n]")
 _SURROGATES = re.compile(r"[\ud800-\udfff]")
 
@@ -34,8 +34,8 @@ def answer_grammar(*, max_critique_chars: int, max_spans: int, max_quote_chars: 
     """Grammar (EBNF as xgrammar reads it) of exactly the JSON that `format_answer` writes, bounded in length.
 
     A JSON schema will not do for this: with `maxLength` xgrammar (0.2.8) allows no escape, so that no quote could hold
-    a quotation mark or a line end, and vLLM then writes other separators than those of training. Each text is made of
-    blocks of BLOCK characters, one of which may be an escape: a text of n characters has at most n / BLOCK escapes.
+    a quotation mark or a line end, and vLLM then writes other separators than those of training. A text of n characters
+    with up to n / 40 escapes always fits into a bound of n, and none is longer than 2 n + 39.
     """
     more = f'(", " quote){{0,{max_spans - 1}}}'
     return f"""
@@ -50,11 +50,13 @@ escape ::= "\\\\" (["\\\\bfnrt] | "u00" [0-1] [0-9a-f])
 
 
 def _bounded_text(rule: str, max_chars: int) -> str:
-    """Blocks that end with their escape or are full, then a rest: there is one way only to read a text."""
+    """Blocks that end with their escape or are full, then a rest: there is one way only to read a text.
+
+    Characters counted one by one, escapes among them, would cost 30 ms a token; this costs 0.3 ms.
+    """
     plain = r'[^"\\\x00-\x1F]'
-    rest = min(max_chars, BLOCK - 1)
     return (
-        f"{rule} ::= {rule}_block{{0,{(max_chars - rest) // BLOCK}}} {plain}{{0,{rest}}}\n"
+        f"{rule} ::= {rule}_block{{0,{max_chars * 2 // BLOCK}}} {plain}{{0,{min(max_chars, BLOCK - 1)}}}\n"
         f"{rule}_block ::= {plain}{{{BLOCK},{BLOCK}}} | {plain}{{0,{BLOCK - 1}}} escape"
     )
 

@@ -67,8 +67,8 @@ class Rates:
 
     wrong: float = 0.3
     missing: float = 0.2
-    invented: float = 0.1
-    repeated: float = 0.05
+    invented: float = 0.15
+    repeated: float = 0.1
 
     def __post_init__(self) -> None:
         for field, value in asdict(self).items():
@@ -232,8 +232,8 @@ def critic(facts: Facts, response: str) -> Judgement:
 def measure(facts: Facts, response: str) -> dict[str, float]:
     """How much of the facts a response states, from the facts alone.
 
-    With c clauses, k distinct facts stated right and n facts: precision k / c (0 without a clause), recall k / n,
-    f1 = 2k / (c + n). Wrong, invented and repeated clauses all lower precision. `repeated` counts right clauses
+    With c clauses, k distinct facts stated right and n facts: fact_precision k / c (0 without a clause), fact_recall
+    k / n, fact_f1 = 2k / (c + n). Wrong, invented and repeated clauses all lower precision. `repeated` counts right clauses
     beyond the first of their fact, `wrong` and `invented` theirs, `length` characters, `clauses` c.
     """
     clauses = split_clauses(response)
@@ -250,9 +250,9 @@ def measure(facts: Facts, response: str) -> dict[str, float]:
             right.add(clause.slot)
     found = len(right)
     return {
-        "precision": found / len(clauses) if clauses else 0.0,
-        "recall": found / len(SLOTS),
-        "f1": 2 * found / (len(clauses) + len(SLOTS)),
+        "fact_precision": found / len(clauses) if clauses else 0.0,
+        "fact_recall": found / len(SLOTS),
+        "fact_f1": 2 * found / (len(clauses) + len(SLOTS)),
         "repeated": float(repeated),
         "wrong": float(wrong),
         "invented": float(invented),

@@ -11,7 +11,7 @@ from t2g.types import Prompt
 
 class TinyTask(SummarizationTask):
     name = "tiny"
-    score_name = "f1"
+    score_name = "fact_f1"
 
     def policy_messages(self, record: Record, input_limit: int | None = None) -> list[Message]:
         return tiny.policy_messages(self.prompt_text(record)[:input_limit])
@@ -28,8 +28,8 @@ class TinyTask(SummarizationTask):
         return tiny.feedback_messages(prompt.prompt_text[:input_limit], response_text)
 
     def decisive_ranges(self, target: str) -> list[tuple[int, int]]:
-        """The verdict words of a reward target: where `sft.span_weight` goes."""
-        return tiny.verdict_ranges(target)
+        """Verdicts and the span map of a reward target: where `sft.span_weight` goes."""
+        return tiny.decisive_ranges(target)
 
     def measure(self, prompt: Prompt, response_text: str) -> dict[str, float]:
         return tiny.measure(prompt.payload["facts"], response_text)

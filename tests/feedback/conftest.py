@@ -8,7 +8,12 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GemmaTokenizer, GPT2Tokenizer, LlamaTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
-TEXTS = ["The cat sat on the mat, and the hat is red.", "café naïve Zürich", "東京 is far. the the the", "  two  spaces "]
+TEXTS = [
+    "The cat sat on the mat, and the hat is red.",
+    "café naïve Zürich",
+    "東京 is far. the the the",
+    "  two  spaces ",
+]
 
 
 def _trained(pre_tokenizer: Any, alphabet: list[str], special: list[str], vocab_size: int) -> dict[str, Any]:

@@ -25,7 +25,7 @@ TEMPERATURE = 0.7
 MANY = 40  # token budget that cuts the rollouts into microbatches of one or two; the other groups take all in one
 LEARNER = LearnerConfig(
     policy=OptimConfig(lr=1e-3, max_grad_norm=0.1, weight_decay=0.01),
-    critic=OptimConfig(lr=1e-2),
+    critic=OptimConfig(lr=2e-3),
     critic_warmup_steps=1,
     num_epochs=2,
     minibatches_per_epoch=2,
@@ -282,3 +282,11 @@ def test_pickled_weights_are_refused(base: Path, tmp_path: Path) -> None:
     torch.save({}, tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"cannot be loaded: .*safetensors"):
         load_models(spec(tmp_path))
+
+
+@pytest.mark.parametrize(("architecture", "attention"), [("llama", "sdpa"), ("gemma2", "eager")])
+def test_attention_that_caps_its_logits_is_not_given_to_sdpa(architecture: str, attention: str, tmp_path: Path) -> None:
+    """transformers' sdpa drops Gemma 2's soft cap without a word; vLLM does not."""
+    policy, reference, critic, _ = load_models(spec(random_model(tmp_path, architecture)))
+    kinds = {model.config._attn_implementation for model in (policy, reference, critic.backbone)}
+    assert kinds == {attention}

@@ -39,15 +39,16 @@ def test_no_value_hides_in_another_text_of_the_world() -> None:
 
 
 def test_planted_faults_come_at_their_rates() -> None:
-    rows = list(tiny.make_records(count=2000, heldout=False, rates=Rates(), seed=5))
+    rates = Rates(wrong=0.3, missing=0.2, invented=0.15, repeated=0.1)
+    rows = list(tiny.make_records(count=2000, heldout=False, rates=rates, seed=5))
     totals = [tiny.measure(row["facts"], row["tldr_human_reference_summary"]) for row in rows]
     mean = {key: np.mean([total[key] for total in totals]) for key in totals[0]}
-    # 6 facts x .8 stated = 4.8 clauses, + .1 invented + .05 repeated; 4.8 x .3 = 1.44 wrong (+ .05 x .3 said twice)
-    assert mean["clauses"] == pytest.approx(4.95, abs=0.08)
-    assert mean["wrong"] == pytest.approx(1.455, abs=0.08)
-    assert mean["invented"] == pytest.approx(0.1, abs=0.025)
-    assert mean["repeated"] == pytest.approx(0.05 * 0.7, abs=0.015)
-    assert mean["recall"] == pytest.approx(0.8 * 0.7, abs=0.02)
+    # 6 facts x .8 stated = 4.8 clauses, + .15 invented + .1 repeated; 4.8 x .3 = 1.44 wrong, + .1 x .3 said twice
+    assert mean["clauses"] == pytest.approx(5.05, abs=0.08)
+    assert mean["wrong"] == pytest.approx(1.47, abs=0.08)
+    assert mean["invented"] == pytest.approx(0.15, abs=0.025)
+    assert mean["repeated"] == pytest.approx(0.1 * 0.7, abs=0.02)
+    assert mean["fact_recall"] == pytest.approx(0.8 * 0.7, abs=0.02)
 
 
 def test_a_rate_outside_0_and_1_is_refused() -> None:
@@ -165,9 +166,9 @@ def test_measure_by_hand() -> None:
     # 4 clauses: 2 facts right, 1 wrong, 1 invented: precision 2/4, recall 2/6, F1 = 2 x 2 / (4 + 6)
     got = tiny.measure(FACTS, "by José, about a laptop, plays chess, since Monday.")
     assert got == {
-        "precision": 0.5,
-        "recall": 2 / 6,
-        "f1": 0.4,
+        "fact_precision": 0.5,
+        "fact_recall": 2 / 6,
+        "fact_f1": 0.4,
         "repeated": 0,
         "wrong": 1,
         "invented": 1,
@@ -178,14 +179,14 @@ def test_measure_by_hand() -> None:
 
 def test_repeating_a_right_fact_lowers_f1() -> None:
     once, twice = tiny.measure(FACTS, "it hums."), tiny.measure(FACTS, "it hums, it hums.")
-    assert (once["f1"], once["repeated"]) == (2 / 7, 0)
-    assert (twice["f1"], twice["repeated"]) == (2 / 8, 1)
+    assert (once["fact_f1"], once["repeated"]) == (2 / 7, 0)
+    assert (twice["fact_f1"], twice["repeated"]) == (2 / 8, 1)
 
 
 def test_measure_of_the_ideal_and_of_nothing() -> None:
-    assert tiny.measure(FACTS, tiny.ideal_summary(FACTS))["f1"] == 1.0
-    assert tiny.measure(FACTS, "")["f1"] == 0.0
-    assert tiny.measure(FACTS, "")["precision"] == 0.0
+    assert tiny.measure(FACTS, tiny.ideal_summary(FACTS))["fact_f1"] == 1.0
+    assert tiny.measure(FACTS, "")["fact_f1"] == 0.0
+    assert tiny.measure(FACTS, "")["fact_precision"] == 0.0
 
 
 # --------------------------------------------------------------------------------------------------- prompts and target

@@ -1,0 +1,107 @@
+"""Data files: every format, column names, and what is said of broken ones."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from t2g.config import DataConfig
+from t2g.data.load import load_records
+from t2g.errors import UserError
+
+ROWS = [{"prompt": "é", "n": 1}, {"prompt": "b", "n": 2}, {"prompt": "c", "n": 3}]
+PUBLISHED = Path(__file__).parent / "fixtures" / "slf5k_published.json"
+
+
+def load(path: Path | str, **fields: Any) -> list[dict[str, Any]]:
+    return load_records(DataConfig(path=str(path), **fields))
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def test_every_format_gives_the_same_records(tmp_path: Path) -> None:
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS)
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "d.parquet")
+    for path in (
+        write(tmp_path / "d.jsonl", lines),
+        write(tmp_path / "blank.jsonl", "\n" + lines.replace("\n", "\r\n\r\n")),
+        write(tmp_path / "bom.ndjson", b"\xef\xbb\xbf" + lines.encode()),
+        write(tmp_path / "d.json", json.dumps(ROWS, indent=2)),
+        write(tmp_path / "lines.json", lines),  # JSON lines under the other name
+        tmp_path / "d.parquet",
+    ):
+        assert load(path) == ROWS, path.name
+        assert load(path, limit=2) == ROWS[:2]
+
+
+def test_an_object_of_records_gives_each_its_key_as_id() -> None:
+    records = load(PUBLISHED)
+    assert [record["id"] for record in records] == ["t3_1", "t3_2"]
+    assert records[1]["Post"].startswith("I live in Zürich")
+
+
+def test_an_id_of_its_own_is_kept(tmp_path: Path) -> None:
+    assert load(write(tmp_path / "d.json", '{"a": {"id": "b"}}')) == [{"id": "b"}]
+
+
+def test_columns_are_renamed(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.jsonl", '{"question": "q", "answer": "a", "x": 1}')
+    expected = [{"x": 1, "prompt": "q", "reference": "a"}]
+    assert load(path, columns={"prompt": "question", "reference": "answer"}) == expected
+    with pytest.raises(UserError, match=r"names nope, and record 1 of .* has only question, answer, x"):
+        load(path, columns={"prompt": "nope"})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("d.jsonl", "", "holds no records"),
+        ("d.jsonl", "\n\n", "holds no records"),
+        ("d.json", "[]", "holds no records"),
+        ("d.json", "{}", "holds no records"),
+        ("d.jsonl", '{"a": 1}\n{"a": ', "d.jsonl:2: no JSON"),
+        ("d.jsonl", '{"a": 1}\n\n[1]\n', "d.jsonl:3: holds .1.; it needs to be an object"),
+        ("d.jsonl", b'{"a": 1}\n{"a": "\xff"}', "d.jsonl:2: byte 0xff is no UTF-8"),
+        ("d.jsonl", '{"a": "\\ud83d"}', r"d.jsonl:1: \\ud83d is half of a character"),
+        ("d.jsonl", "[" * 100_000, "d.jsonl:1: no JSON"),
+        ("d.json", "[" * 100_000, "no JSON"),
+        ("d.json", '[{"a": 1},\n {"a": }]', "d.json:2: no JSON"),
+        ("d.json", "", "d.json:1: no JSON"),
+        ("d.json", b'[\n{"a": "\xff"}]', "d.json:2: byte 0xff"),
+        ("d.json", '[{"a": "\\udc00"}]', "half of a character"),
+        ("d.json", '"text"', "holds str"),
+        ("d.json", "[1]", "entry 1 is 1"),
+        ("d.json", '{"a": 1}', "entry a is 1"),
+        ("d.parquet", "no parquet", "no Parquet file"),
+        ("d.csv", "a,b", "files of this kind are not read"),
+    ],
+)
+def test_broken_files_are_told_with_their_line(tmp_path: Path, name: str, content: str | bytes, reason: str) -> None:
+    path = write(tmp_path / name, content)
+    with pytest.raises(UserError, match=reason) as error:
+        load(path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_whole_surrogate_pair_is_a_character(tmp_path: Path) -> None:
+    assert load(write(tmp_path / "d.jsonl", '{"a": "\\ud83c\\udfa7"}')) == [{"a": "🎧"}]
+
+
+def test_what_is_no_file() -> None:
+    with pytest.raises(UserError, match="there is no such file"):
+        load("nowhere/d.jsonl")
+    with pytest.raises(UserError, match="there is no such file"):
+        load("/nowhere/folder")
+    with pytest.raises(UserError, match=r"set data\.revision to a commit"):
+        load("owner/name")
+
+
+def test_a_folder_of_the_datasets_library(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", '{"prompt": "a"}\n')
+    assert load(tmp_path) == [{"prompt": "a"}]

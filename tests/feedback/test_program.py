@@ -1,0 +1,145 @@
+"""A user's critic in the loop: what it returns, what it may break, and what it cannot."""
+
+import asyncio
+import logging
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from t2g.config import FeedbackConfig
+from t2g.errors import UserError
+from t2g.feedback.program import ProgramFeedback
+from t2g.feedback.sources import make_local_source
+from t2g.tasks.prompts import PromptsTask
+from t2g.types import Prompt, Span, SpanFeedback
+
+PROMPT = Prompt(
+    prompt_id="7", prompt_ids=np.zeros(0, np.int32), prompt_text="Hi?", task="prompts", payload={"fact": "phone"}
+)
+RUNNING: list[int] = []  # how many critics ran at once, seen by each
+
+
+def plain(prompt: str, response: str) -> tuple[str, list[str], list[tuple[str, int]]]:
+    return f"{prompt} {response}", ["a phone"], [("phone", 2)]
+
+
+def with_payload(prompt: str, response: str, *, payload: dict[str, Any]) -> dict[str, Any]:
+    return {"critique": "", "good": [payload["fact"]], "poor": []}
+
+
+def raising(prompt: str, response: str) -> None:
+    raise KeyError("facts")
+
+
+def leaving(prompt: str, response: str) -> None:
+    sys.exit(3)
+
+
+def rubbish(prompt: str, response: str) -> Any:
+    return "good"
+
+
+def hanging(prompt: str, response: str) -> Any:
+    threading.Event().wait()
+
+
+def slow(prompt: str, response: str) -> Any:
+    RUNNING.append(1)
+    time.sleep(0.02)
+    seen = len(RUNNING)
+    RUNNING.pop()
+    return str(seen), [], []
+
+
+not_a_function = 3
+
+
+def source(name: str, timeout_s: float = 5.0) -> ProgramFeedback:
+    return ProgramFeedback(f"{__name__}:{name}", timeout_s=timeout_s)
+
+
+def judge(source: ProgramFeedback, response: str = "a phone, a phone") -> SpanFeedback:
+    return asyncio.run(source.judge(PROMPT, response))
+
+
+def test_a_plain_function() -> None:
+    feedback = judge(source("plain"))
+    assert feedback.critique == "Hi? a phone, a phone"
+    assert feedback.spans == (
+        Span(start=0, end=7, label=1, critique_range=(4, 20)),
+        Span(start=11, end=16, label=-1, critique_range=(4, 20)),
+    )
+    assert (feedback.status, feedback.source, feedback.version) == ("ok", "program", f"{__name__}:plain")
+
+
+def test_a_function_that_wants_the_payload_gets_it() -> None:
+    assert [(s.start, s.end) for s in judge(source("with_payload")).spans] == [(2, 7)]
+
+
+def test_an_empty_response() -> None:
+    assert judge(source("plain"), "").status == "empty"
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("raising", "raised KeyError"), ("leaving", "raised SystemExit"), ("rubbish", "returned")]
+)
+def test_a_critic_that_misbehaves_is_failed_and_said_once(
+    name: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    critic = source(name)
+    with caplog.at_level(logging.WARNING):
+        assert judge(critic).status == judge(critic).status == "failed"
+    assert len(caplog.messages) == 1
+    assert reason in caplog.messages[0]
+    assert "prompt 7" in caplog.messages[0]
+
+
+def test_a_critic_that_hangs_is_failed_within_its_time(caplog: pytest.LogCaptureFixture) -> None:
+    started = time.monotonic()
+    assert judge(source("hanging", timeout_s=0.05)).status == "failed"
+    assert time.monotonic() - started < 2
+    assert "timeout_s=0.05" in caplog.messages[0]
+
+
+def test_calls_come_one_at_a_time_and_their_time_counts_from_their_turn() -> None:
+    critic = source("slow", timeout_s=0.5)
+
+    async def many() -> list[SpanFeedback]:
+        return await asyncio.gather(*(critic.judge(PROMPT, "x") for _ in range(40)))  # 0.8 s in all
+
+    answers = asyncio.run(many())
+    assert {answer.critique for answer in answers} == {"1"}
+    assert {answer.critique for answer in asyncio.run(many())} == {"1"}  # in another loop too
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("no_such_module_at_all:f", "No module named"),
+        ("json:no_such_function", "no attribute"),
+        (f"{__name__}:not_a_function", "is a int; it needs to be a function"),
+    ],
+)
+def test_an_import_path_that_does_not_resolve(path: str, reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        ProgramFeedback(path)
+
+
+def test_a_module_that_breaks_while_it_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "broken_critic_module.py").write_text("1 / 0\n")
+    sys.path.insert(0, str(tmp_path))
+    try:
+        with pytest.raises(UserError, match="ZeroDivisionError"):
+            ProgramFeedback("broken_critic_module:f")
+    finally:
+        sys.path.remove(str(tmp_path))
+
+
+def test_the_factory_makes_it() -> None:
+    made = make_local_source(FeedbackConfig(source=f"{__name__}:plain"), PromptsTask())
+    assert judge(made).status == "ok"  # type: ignore[arg-type]

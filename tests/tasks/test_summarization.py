@@ -1,0 +1,99 @@
+"""The tasks: SLF5K as published and as on the hub, the tiny world as one of them, and finding a task by name."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from t2g.config import DataConfig
+from t2g.data.load import load_records
+from t2g.errors import UserError
+from t2g.feedback.prompts import build_feedback_prompt, prompt_version
+from t2g.tasks import tiny
+from t2g.tasks.base import get_task
+from t2g.tasks.tiny_assets import build_tokenizer
+from t2g.tasks.tiny_task import critic
+from t2g.types import Prompt
+
+PUBLISHED = Path(__file__).parents[1] / "data" / "fixtures" / "slf5k_published.json"
+TASK = get_task("summarization")
+HUB_ROW = {
+    "id": "t3_9",
+    "subreddit": "tech",
+    "title": "Help",
+    "post": "My lamp leaks.",
+    "tldr_human_reference_summary": "lamp leaks",
+    "ideal_human_summary": "A lamp leaks.",
+    "generated_summary_for_feedback": "A lamp.",
+    "feedback": "Say that it leaks.",
+}
+
+
+def prompt(text: str, **payload: Any) -> Prompt:
+    return Prompt(prompt_id="1", prompt_ids=np.zeros(0, np.int32), prompt_text=text, task="t", payload=payload)
+
+
+def test_a_published_object() -> None:
+    first, second = load_records(DataConfig(path=str(PUBLISHED)))
+    assert TASK.prompt_id(first) == "t3_1"
+    assert TASK.prompt_text(first) == "Subreddit: askwomen\nTitle: My phone hums\nI bought a phone. It hums."
+    assert TASK.reference(first) == "My new phone hums."
+    assert TASK.prompt_text(second) == "I live in Zürich and want a refund."
+    assert TASK.reference(second) is None
+    assert TASK.payload(second) == {"generated_summary": "Wants a refund."}
+
+
+def test_a_hub_row() -> None:
+    assert TASK.policy_messages(HUB_ROW)[0]["content"].endswith("Subreddit: tech\nTitle: Help\nMy lamp leaks.")
+    assert TASK.reference(HUB_ROW) == "A lamp leaks."
+    assert TASK.reference(HUB_ROW | {"ideal_human_summary": None}) == "lamp leaks"
+    assert TASK.payload(HUB_ROW)["feedback"] == "Say that it leaks."
+    assert "post" not in TASK.payload(HUB_ROW)
+
+
+@pytest.mark.parametrize("post", [None, "", "  ", 3])
+def test_a_row_without_a_post(post: Any) -> None:
+    with pytest.raises(ValueError, match="post"):
+        TASK.prompt_text({"post": post})
+
+
+@pytest.mark.parametrize("name", ["prompts", "summarization", "tiny"])
+def test_the_feedback_prompt_holds_what_is_judged(name: str, tmp_path: Path) -> None:
+    task, tokenizer = get_task(name), build_tokenizer(tmp_path, ["x"], vocab_size=261)  # one token a byte
+    asked = prompt("A post with words. " * 20)
+    whole = build_feedback_prompt(task, asked, "the response", tokenizer, 10_000)
+    text = tokenizer.decode(whole)
+    assert asked.prompt_text in text
+    assert text.endswith("the response<|end|><|assistant|>")
+    cut = build_feedback_prompt(task, asked, "the response", tokenizer, len(whole) - 7)
+    assert tokenizer.decode(cut) == text.replace(asked.prompt_text, asked.prompt_text[:-7])
+    least = len(whole) - len(asked.prompt_text)
+    assert len(build_feedback_prompt(task, asked, "the response", tokenizer, least)) == least
+    with pytest.raises(UserError, match="prompt 1: .* do not fit"):
+        build_feedback_prompt(task, asked, "the response", tokenizer, least - 1)
+
+
+def test_other_instructions_are_another_version() -> None:
+    versions = {prompt_version(get_task(name)) for name in ("prompts", "summarization", "tiny")}
+    assert len(versions) == 3
+    assert prompt_version(TASK) == prompt_version(get_task("t2g.tasks.summarization:SummarizationTask"))
+
+
+@pytest.mark.parametrize("name", ["nope", "t2g.tasks.summarization:Nope", "no_such.module:Task", ":", "t2g.errors:"])
+def test_a_task_that_is_not_there(name: str) -> None:
+    with pytest.raises(UserError, match="task="):
+        get_task(name)
+
+
+def test_the_tiny_world_walks_the_same_path() -> None:
+    task = get_task("tiny")
+    row = next(tiny.make_records(count=1, heldout=False, rates=tiny.Rates(), seed=1))
+    assert task.prompt_text(row) == row["post"]
+    assert task.reference(row) == row["tldr_human_reference_summary"]
+    assert task.policy_messages(row, 5)[0]["content"] == tiny.POLICY_INSTRUCTION + row["post"][:5]
+    asked = prompt(row["post"], **task.payload(row))
+    assert task.measure(asked, row["ideal_human_summary"])["f1"] == 1.0  # type: ignore[index]
+    assert task.score_name in task.measure(asked, "")  # type: ignore[operator]
+    judged = critic(row["post"], row["ideal_human_summary"], payload=asked.payload)
+    assert len(judged.good) == len(tiny.SLOTS)
