@@ -6,7 +6,7 @@ Not here: Ray, prompts, tokenizers of ours, retries. vllm is imported after the 
 import asyncio
 import itertools
 import os
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -133,8 +133,7 @@ class Engine:
         if self._receives_weights:
             arguments["weight_transfer_config"] = {"backend": "store"}
         if self._guided:
-            # Free whitespace between JSON tokens is a way to spend max_tokens without an answer.
-            arguments["structured_outputs_config"] = {"backend": "xgrammar", "disable_any_whitespace": True}
+            arguments["structured_outputs_config"] = {"backend": "xgrammar"}
         return arguments
 
     @property
@@ -154,9 +153,9 @@ class Engine:
         max_new_tokens: int,
         seed: int | None,
         stop_ids: Sequence[int],
-        schema: Mapping[str, Any] | None = None,
+        grammar: str | None = None,
     ) -> Completion:
-        """Sample one response. temperature 0 is greedy; `schema` bounds the answer to compact JSON of that schema."""
+        """Sample one response. temperature 0 is greedy; `grammar` (EBNF) admits no other text."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -171,7 +170,7 @@ class Engine:
             logprobs=0,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            structured_outputs=None if schema is None else StructuredOutputsParams(json=dict(schema)),
+            structured_outputs=None if grammar is None else StructuredOutputsParams(grammar=grammar),
         )
         output = (await self._finished(prompt_ids, params)).outputs[0]
         ids = np.asarray(output.token_ids, np.int32)
@@ -319,4 +318,4 @@ def first_sentence(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if lines and "validation error" in lines[0]:
         lines = [line.removeprefix("Value error, ") for line in lines[1:]]
-    return (lines or [type(error).__name__])[0].split(" [type=")[0][:300]
+    return (lines or [type(error).__name__])[0].split(" [type=")[0].split(". ")[0][:300]

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -18,22 +18,21 @@ def collect(refs: Sequence["ray.ObjectRef[Any]"], *, who: str, call: str, timeou
     Raises UserError or RunStopped as an actor raised it; RunStopped when one died, raised anything else, or did not
     answer within timeout_s. Of several failures a death is told first, then an error of ours, then any other.
     """
+    refs = list(refs)
     deadline = time.monotonic() + timeout_s
-    pending = list(refs)
-    failures: list[tuple[int, RayError]] = []
-    while pending and not failures:
+    values: dict[ray.ObjectRef[Any], Any] = {}
+    pending = refs
+    while pending:
         done, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()), fetch_local=False)
         if not done:
             late = ", ".join(str(i) for i, ref in enumerate(refs) if ref in pending)
             raise RunStopped(f"{who} {late} is late: {call} did not finish within {timeout_s:g} s")
-        if _failure(done[0]):
-            if pending:
-                ray.wait(pending, num_returns=len(pending), timeout=GRACE_S)
-            finished, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0)
-            failures = [(i, e) for i, ref in enumerate(refs) if ref in finished and (e := _failure(ref))]
-    if failures:
-        _raise(*min(failures, key=lambda failure: _rank_of_cause(failure[1])), who=who, call=call)
-    return ray.get(list(refs))
+        values[done[0]], error = _outcome(done[0])
+        if error:
+            finished, _ = ray.wait(refs, num_returns=len(refs), timeout=GRACE_S, fetch_local=False)
+            failures = [(i, e) for i, ref in enumerate(refs) if ref in finished and (e := _outcome(ref)[1])]
+            _raise(*min(failures, key=lambda failure: _rank_of_cause(failure[1])), who=who, call=call)
+    return [values[ref] for ref in refs]
 
 
 def first_line(error: BaseException) -> str:
@@ -42,12 +41,11 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
 
-def _failure(ref: "ray.ObjectRef[Any]") -> RayError | None:
+def _outcome(ref: "ray.ObjectRef[Any]") -> tuple[Any, RayError | None]:
     try:
-        ray.get(ref)
+        return ray.get(ref), None
     except RayError as error:
-        return error
-    return None
+        return None, error
 
 
 def _rank_of_cause(error: RayError) -> int:
@@ -56,7 +54,7 @@ def _rank_of_cause(error: RayError) -> int:
     return 0
 
 
-def _raise(index: int, error: RayError, *, who: str, call: str) -> None:
+def _raise(index: int, error: RayError, *, who: str, call: str) -> NoReturn:
     if isinstance(error, RayTaskError):
         cause = error.cause
         if isinstance(cause, (UserError, RunStopped)):

@@ -9,7 +9,7 @@ from actors.engine import Engine, stop_token_ids
 from actors.fleet import Fleet
 from t2g.config import FeedbackConfig, RewardEngineConfig
 from t2g.feedback.offsets import decode
-from t2g.feedback.parse import answer_schema, no_feedback, parse_answer
+from t2g.feedback.parse import answer_grammar, no_feedback, parse_answer
 from t2g.feedback.prompts import build_feedback_prompt, prompt_version
 from t2g.tasks.base import Task
 from t2g.types import Prompt, SpanFeedback
@@ -26,7 +26,7 @@ class RewardWorker:
         self._model, self._config, self._task = model, config, task
         self._revision, self._version = revision, version
         self._engine = Engine(model, config, seed=seed, revision=revision, guided=True)
-        self._schema = answer_schema(
+        self._grammar = answer_grammar(
             max_critique_chars=config.max_critique_chars,
             max_spans=config.max_spans,
             max_quote_chars=config.max_quote_chars,
@@ -48,7 +48,7 @@ class RewardWorker:
             max_new_tokens=self._config.max_new_tokens,
             seed=None,
             stop_ids=self._stop_ids,
-            schema=self._schema if guided else None,
+            grammar=self._grammar if guided else None,
         )
         return parse_answer(
             decode(self._tokenizer, done.ids),

@@ -21,10 +21,10 @@ TRAIN_FILE, HELDOUT_FILE = "train.jsonl", "heldout.jsonl"
 
 
 def annotate_data(config: AnnotateJob, rollouts: "RolloutFleet", feedback: "FeedbackSource") -> dict[str, float]:
-    """Records of every prompt into the run folder, split by prompt. Returns counts and the mean shares of good and poor text.
+    """Records of every prompt into the run folder, split by prompt. Returns counts and shares.
 
-    rollouts: engines of `config.model`. Records without usable feedback are counted, not
-    written; RunStopped when there are more than `feedback.max_failed_share`.
+    rollouts: engines of `config.model`. Records without usable feedback are counted, not written; RunStopped when there
+    are more than `feedback.max_failed_share`.
     """
     from t2g.annotate import annotate, is_heldout
     from t2g.data.chat import load_tokenizer
@@ -58,7 +58,9 @@ def annotate_data(config: AnnotateJob, rollouts: "RolloutFleet", feedback: "Feed
              for name, held in ((TRAIN_FILE, False), (HELDOUT_FILE, True))}  # fmt: skip
     for name, part in parts.items():
         if not part:
-            raise UserError(f"no record for {name}: {len(prompts)} prompts are too few for heldout_share={config.heldout_share}")
+            raise UserError(
+                f"no record for {name}: {len(prompts)} prompts are too few for heldout_share={config.heldout_share}"
+            )
         write_annotated(config.run.folder / name, part)
     return {
         "train_records": len(parts[TRAIN_FILE]),

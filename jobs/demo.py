@@ -46,7 +46,7 @@ def arm_job(demo: DemoJob, arm: Placement) -> PolicyJob:
 
 
 def summarise(demo: DemoJob, stages: dict[str, dict[str, Any]], arms: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """summary.json: held-out facts of the base and of each arm at equal samples, all read from what the stages wrote."""
+    """summary.json: held-out facts of the base and of each arm at equal samples, from what the stages wrote."""
     from t2g.versions import versions
 
     first = arms[demo.arms[0]]
@@ -76,8 +76,8 @@ def check_sources(folder: Path) -> None:
     for number, record in read_records(folder / METRICS_FILE):
         if record["step"] > 0 and record.get(SOURCE_SHARE) != 1.0:
             raise RunStopped(
-                f"{folder / METRICS_FILE}:{number}: step {record['step']} has samples that were not judged by the reward "
-                f"model ({SOURCE_SHARE} is {record.get(SOURCE_SHARE)})"
+                f"{folder / METRICS_FILE}:{number}: step {record['step']} has samples not judged by the reward model "
+                f"({SOURCE_SHARE} is {record.get(SOURCE_SHARE)})"
             )
 
 

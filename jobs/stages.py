@@ -5,8 +5,8 @@
     <run>/annotated/    train.jsonl, heldout.jsonl
     <run>/reward/model/ the span reward model, and reward.json beside it
 
-`stage.json`, with settings, metrics and seconds, is written when a stage is whole: a second run reads that file, makes a stage without one again,
-and refuses other settings by name.
+`stage.json`, with settings, metrics and seconds, is written when a stage is whole. A second run reads that file, makes
+a stage without one again, and refuses other settings by name.
 """
 
 import json
@@ -137,7 +137,8 @@ def _once(
     }
     if record.exists():
         kept = json.loads(record.read_text())
-        keys = [key for key in configio.diff(kept["settings"], wanted) if not configio.may_differ(key.partition(".")[2])]
+        differing = configio.diff(kept["settings"], wanted)
+        keys = [key for key in differing if not configio.may_differ(key.partition(".")[2])]
         if keys:
             raise UserError(
                 f"{folder} was made with another {', '.join(keys)}: remove that folder and those made after it, "

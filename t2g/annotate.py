@@ -19,7 +19,7 @@ async def annotate(
     feedback: FeedbackSource,
     on_record: Callable[[AnnotatedRecord], None],
 ) -> list[AnnotatedRecord]:
-    """`sampling.num_samples` records per prompt, in the order of `prompts`; failed feedback is a record with its status.
+    """`sampling.num_samples` records per prompt, in the order of `prompts`; failed feedback is a record of that status.
 
     `on_record` hears of each as soon as it is made.
     """
@@ -38,6 +38,6 @@ async def annotate(
 
 
 def is_heldout(prompt_id: str, share: float) -> bool:
-    """Whether a prompt's records are kept for the reward model's report: a function of its id, the same in every run."""
+    """Whether a prompt's records are kept for the reward model's report: a function of its id alone."""
     digest = hashlib.blake2b(prompt_id.encode("utf-8", errors="replace"), digest_size=8).digest()
     return int.from_bytes(digest) < share * 2**64

@@ -67,8 +67,6 @@ def value_loss(
     clipped = old_values + (values - old_values).clamp(-value_clip, value_clip)
     free_error, clipped_error = (values - returns).square(), (clipped - returns).square()
     loss = torch.maximum(free_error, clipped_error).sum() / (2 * num_tokens)
-    metrics = {
-        "critic/loss": loss.item(),
-        "critic/clip_share": (clipped_error > free_error).sum().item() / num_tokens,
-    }
+    held = ((values - old_values).abs() > value_clip) & (clipped_error > free_error)
+    metrics = {"critic/loss": loss.item(), "critic/clip_share": held.sum().item() / num_tokens}
     return loss, metrics

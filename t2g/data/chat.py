@@ -20,8 +20,8 @@ def load_tokenizer(model: str, revision: str | None = None) -> Any:
     try:
         return AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"no tokenizer can be loaded from {model}: {reason}") from error
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"no tokenizer can be loaded from {model}: {reason:.200}") from error
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:

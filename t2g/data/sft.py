@@ -53,7 +53,7 @@ class SFTMicrobatch:
 def target_ids(text: str, tokenizer: Any) -> np.ndarray:
     """`text` and the end-of-sequence token, [R] int32. UserError when the tokenizer has none.
 
-    Text that spells a special token stays text: a critique that quotes "<|end|>" must not teach the model to stop there.
+    Text that spells a special token stays text: a critique that quotes "<|end|>" must not teach to stop there.
     """
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no eos_token; a model trained without one never stops: set it in its folder")

@@ -233,8 +233,8 @@ def measure(facts: Facts, response: str) -> dict[str, float]:
     """How much of the facts a response states, from the facts alone.
 
     With c clauses, k distinct facts stated right and n facts: fact_precision k / c (0 without a clause), fact_recall
-    k / n, fact_f1 = 2k / (c + n). Wrong, invented and repeated clauses all lower precision. `repeated` counts right clauses
-    beyond the first of their fact, `wrong` and `invented` theirs, `length` characters, `clauses` c.
+    k / n, fact_f1 = 2k / (c + n). Wrong, invented and repeated clauses all lower precision. `repeated` counts right
+    clauses beyond the first of their fact, `wrong` and `invented` theirs, `length` characters, `clauses` c.
     """
     clauses = split_clauses(response)
     right: set[str] = set()

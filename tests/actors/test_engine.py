@@ -35,7 +35,7 @@ def test_a_cpu_engine_keeps_to_its_threads_and_sleeps_when_it_waits() -> None:
 @pytest.mark.parametrize(
     ("message", "sentence"),
     [
-        ("Invalid folder\nmore", "Invalid folder"),
+        ("Invalid folder. Try another\nmore", "Invalid folder"),
         (
             "1 validation error for ModelConfig\n  Value error, no such architecture [type=value_error, input=...]\n x",
             "no such architecture",

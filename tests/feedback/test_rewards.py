@@ -1,5 +1,6 @@
 """Spans to token rewards, by hand and against a loop over characters."""
 
+import itertools
 from collections import Counter
 
 import numpy as np
@@ -78,7 +79,7 @@ def test_agrees_with_a_loop_over_characters(
     text: str, cuts: list[int], spans: list[tuple[int, int, int]], cover: str, overlap: str
 ) -> None:
     bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    offsets = np.array([*zip(bounds, bounds[1:], strict=False), (len(text), len(text))], np.int32)
+    offsets = np.array([*itertools.pairwise(bounds), (len(text), len(text))], np.int32)
     made = [span(start, end, label) for start, end, label in spans if start < end]
     expected = []
     for start, end in offsets.tolist():

@@ -27,7 +27,7 @@ def test_an_exact_quote_is_found_where_a_slow_search_finds_it(
 
 def squeeze(text: str) -> str:
     """What the tolerance says two texts must share, written down another way."""
-    for curly, straight in (("‘", "'"), ("’", "'"), ("‚", "'"), ("‛", "'"), ("“", '"'), ("”", '"'), ("„", '"'), ("‟", '"')):  # fmt: skip
+    for curly, straight in zip("‘’‚‛“”„‟", "'" * 4 + '"' * 4, strict=True):
         text = text.replace(curly, straight)
     return " ".join(unicodedata.normalize("NFKD", text).split())
 

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import ray
@@ -11,27 +12,30 @@ from actors.fanout import collect
 from t2g.errors import RunStopped, UserError
 
 
-class Rank:
-    def value(self, x: int) -> int:
-        return x
+def rank_class() -> Any:
+    """Made in a function, so that Ray sends the code: its workers cannot import this file."""
 
-    def fail(self, error: Exception) -> None:
-        raise error
+    class Rank:
+        def value(self, x: int) -> int:
+            return x
 
-    def sleep(self) -> None:
-        time.sleep(60)
+        def fail(self, error: Exception) -> None:
+            raise error
 
-    def die(self) -> None:
-        os._exit(1)
+        def sleep(self) -> None:
+            time.sleep(60)
 
+        def die(self) -> None:
+            os._exit(1)
 
-RankActor = ray.remote(Rank)
+    return ray.remote(num_cpus=0.1)(Rank)
 
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[list]:
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=80_000_000)
-    yield [RankActor.options(num_cpus=0.1).remote() for _ in range(2)]
+    actor = rank_class()
+    yield [actor.remote() for _ in range(2)]
     ray.shutdown()
 
 
@@ -58,7 +62,7 @@ def test_any_other_error_is_one_sentence_with_its_cause(ranks: list) -> None:
 
 
 def test_the_late_one_is_named(ranks: list) -> None:
-    late = RankActor.options(num_cpus=0.1).remote()
+    late = rank_class().remote()
     with pytest.raises(RunStopped, match=r"^learner rank 1 is late: update did not finish within 0\.5 s$"):
         gather([ranks[0].value.remote(1), late.sleep.remote()], timeout_s=0.5)
     ray.kill(late)
@@ -66,7 +70,7 @@ def test_the_late_one_is_named(ranks: list) -> None:
 
 def test_a_death_is_told_before_what_it_causes(ranks: list) -> None:
     """A dead peer shows first as a broken connection in the others."""
-    victim = RankActor.options(num_cpus=0.1).remote()
+    victim = rank_class().remote()
     ray.get(victim.value.remote(1), timeout=30)
     with pytest.raises(RunStopped, match=r"^learner rank 1 died during update: "):
         gather([ranks[0].fail.remote(RuntimeError("connection closed by peer")), victim.die.remote()])

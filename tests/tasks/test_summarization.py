@@ -70,7 +70,7 @@ def test_the_feedback_prompt_holds_what_is_judged(name: str, tmp_path: Path) -> 
     assert tokenizer.decode(cut) == text.replace(asked.prompt_text, asked.prompt_text[:-7])
     least = len(whole) - len(asked.prompt_text)
     assert len(build_feedback_prompt(task, asked, "the response", tokenizer, least)) == least
-    with pytest.raises(UserError, match="prompt 1: .* do not fit"):
+    with pytest.raises(UserError, match=r"prompt 1: .* do not fit"):
         build_feedback_prompt(task, asked, "the response", tokenizer, least - 1)
 
 
@@ -93,7 +93,7 @@ def test_the_tiny_world_walks_the_same_path() -> None:
     assert task.reference(row) == row["tldr_human_reference_summary"]
     assert task.policy_messages(row, 5)[0]["content"] == tiny.POLICY_INSTRUCTION + row["post"][:5]
     asked = prompt(row["post"], **task.payload(row))
-    assert task.measure(asked, row["ideal_human_summary"])["f1"] == 1.0  # type: ignore[index]
+    assert task.measure(asked, row["ideal_human_summary"])["fact_f1"] == 1.0  # type: ignore[index]
     assert task.score_name in task.measure(asked, "")  # type: ignore[operator]
     judged = critic(row["post"], row["ideal_human_summary"], payload=asked.payload)
     assert len(judged.good) == len(tiny.SLOTS)
