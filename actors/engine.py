@@ -46,8 +46,8 @@ def engine_environment(config: EngineConfig, *, owner: int) -> dict[str, str]:
     if config.gpus:
         return common
     return common | {
-        # 0: model and scheduler share the core process. As two processes the scheduler polls for the model's answer
-        # and takes a quarter of a two-core machine.
+        # 0: model and scheduler share the core process. As two processes each loads torch and vLLM, and the scheduler
+        # polls for the model's answer.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         # Bound threads of two engines would fight for one core while the other core idles.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -82,7 +82,7 @@ class Fleet:
             finally:
                 self._leave(member, load)
         self._raise_if_none_left()
-        raise TimeoutError(f"{what}: no answer from {tried.name}, and none before, within {timeout_s:g} s")
+        raise TimeoutError(f"{what}: no answer in two tries of {timeout_s:g} s, the last by {tried.name}")
 
     async def _enter(self, load: int, *, avoid: Member | None) -> Member:
         """Waits end: each request inside has a deadline, and leaving wakes all who wait."""

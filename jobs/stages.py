@@ -33,6 +33,7 @@ from t2g.config import (
     RunConfig,
     SFTJob,
 )
+from t2g.data.chat import load_tokenizer
 from t2g.errors import UserError
 from t2g.tasks.base import get_task
 
@@ -49,7 +50,7 @@ def make_stages(demo: DemoJob) -> dict[str, dict[str, Any]]:
         WORLD: _once(folder / WORLD, {"world": demo.world, "seed": demo.run.seed}, lambda: _write_world(demo)),
         BASE: _once(folder / BASE, {"base": base}, lambda: train_sft(base)),
         ANNOTATED: _once(folder / ANNOTATED, {"annotate": annotated}, lambda: _annotate(annotated)),
-        REWARD: _once(folder / REWARD, {"reward": reward}, lambda: train_reward(reward)),
+        REWARD: _once(folder / REWARD, {"reward": reward}, lambda: _train_reward(demo, reward)),
     }
 
 
@@ -175,3 +176,8 @@ def _annotate(job: AnnotateJob) -> dict[str, Any]:
         feedback_source(job.feedback, get_task(job.task), job) as feedback,
     ):
         return annotate_data(job, rollouts, feedback)
+
+
+def _train_reward(demo: DemoJob, job: RewardJob) -> dict[str, Any]:
+    """Spans are compared on the policy's tokens, which is where PPO will pay them."""
+    return train_reward(job, load_tokenizer(base_model(demo).policy))

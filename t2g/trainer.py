@@ -1,8 +1,8 @@
 """The loop: generate -> feedback -> token rewards -> advantages -> update -> sync. Staleness 0.
 
 Written against the four Protocols of `t2g.interfaces`: it does not know whether they are Ray actors or fakes.
-A step is all or nothing: it is logged and checkpointed only when its weights are in every rollout worker, and everything
-random in it is a function of (seed, step), so that the step number is all that a resume must know.
+A step is all or nothing: it is logged and checkpointed only when its weights are in every rollout worker, and
+everything random in it is a function of (seed, step), so that the step number is all that a resume must know.
 """
 
 import asyncio

@@ -1,14 +1,14 @@
-"""The built-in tiny world: posts that state six facts, summaries with planted faults, a critic and a measure.
+"""The built-in tiny world: posts that state five facts, summaries with planted faults, a critic and a measure.
 
 What it is: a task small enough to be learnt from random weights in minutes on two cores, written in the SLF5K
 record format, so that it walks the path that real data walks. What it is not: a benchmark.
 
-    facts    {"name": "José", "thing": "phone", "fault": "hums", "day": "Monday", "place": "Oslo", "wish": "refund"}
-    post     I bought a phone. My name is José. It always hums. I live in Oslo. I want a refund. It began on Monday.
-    summary  by José, about a laptop, it hums, since Monday, wants a refund.
+    facts    {"name": "José", "thing": "phone", "fault": "hums", "day": "Monday", "place": "Oslo"}
+    post     I bought a phone. My name is José. It always hums. I live in Oslo. It began on Monday.
+    summary  by José, about a laptop, it hums, since Monday.
     critique The name is José, it says José: right. The thing is phone, it says laptop: wrong. [...]
              The place is missing.
-    good     José, hums, Monday, refund        poor  laptop
+    good     José, hums, Monday        poor  laptop
 
 The critic sees the facts and serves annotation only; the measure sees the facts and nothing of the critic's words.
 """
@@ -29,7 +29,6 @@ SLOTS: dict[str, tuple[str, ...]] = {
     "fault": ("hums", "leaks", "overheats", "flickers", "rattles", "freezes", "smokes", "squeaks"),
     "day": ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday", "Easter"),
     "place": ("東京", "Zürich", "Málaga", "Oslo", "Lima", "Paris", "Quito", "Cairo"),
-    "wish": ("refund", "repair", "swap", "voucher", "manual", "discount", "visit", "credit"),
 }
 POST_TEMPLATES: dict[str, tuple[str, ...]] = {
     "name": ("My name is {}.", "I am {}."),
@@ -37,7 +36,6 @@ POST_TEMPLATES: dict[str, tuple[str, ...]] = {
     "fault": ("It always {}.", "Every hour it {}."),
     "day": ("It began on {}.", "I noticed it on {}."),
     "place": ("I live in {}.", "I write from {}."),
-    "wish": ("I want a {}.", "Please send me a {}."),
 }
 CLAUSE_LEADS: dict[str, str] = {
     "name": "by",
@@ -45,7 +43,6 @@ CLAUSE_LEADS: dict[str, str] = {
     "fault": "it",
     "day": "since",
     "place": "in",
-    "wish": "wants a",
 }
 INVENTIONS = ("sells honey", "likes opera", "plays chess", "hates rain", "met a wizard", "saw a ghost")
 VERDICTS = ("right", "wrong", "repeated", "invented", "missing")

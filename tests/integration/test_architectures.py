@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ray
+from models import random_model
+
 from actors.placement import connect
 from actors.rollout import RolloutFleet
 from jobs.cli import StopFlag
 from jobs.fleets import rollout_fleet
 from jobs.train_policy import read_data, train
-from models import random_model
 from t2g.config import PolicyJob
 from t2g.data.prompts import make_prompts
 from t2g.feedback.sources import make_local_source

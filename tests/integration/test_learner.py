@@ -284,9 +284,14 @@ def test_pickled_weights_are_refused(base: Path, tmp_path: Path) -> None:
         load_models(spec(tmp_path))
 
 
-@pytest.mark.parametrize(("architecture", "attention"), [("llama", "sdpa"), ("gemma2", "eager")])
-def test_attention_that_caps_its_logits_is_not_given_to_sdpa(architecture: str, attention: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "gpus", "attention"), [("llama", 1, "sdpa"), ("gemma2", 1, "eager"), ("llama", 0, "eager")]
+)
+def test_attention_that_caps_its_logits_is_not_given_to_sdpa(
+    architecture: str, gpus: int, attention: str, tmp_path: Path
+) -> None:
     """transformers' sdpa drops Gemma 2's soft cap without a word; vLLM does not."""
-    policy, reference, critic, _ = load_models(spec(random_model(tmp_path, architecture)))
+    folder = random_model(tmp_path, architecture)
+    policy, reference, critic, _ = load_models(spec(folder, LEARNER.model_copy(update={"gpus": gpus})))
     kinds = {model.config._attn_implementation for model in (policy, reference, critic.backbone)}
     assert kinds == {attention}

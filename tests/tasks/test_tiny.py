@@ -11,7 +11,7 @@ import pytest
 from t2g.tasks import tiny, tiny_assets
 from t2g.tasks.tiny import Clause, Rates
 
-FACTS = {"name": "José", "thing": "phone", "fault": "hums", "day": "Monday", "place": "東京", "wish": "refund"}
+FACTS = {"name": "José", "thing": "phone", "fault": "hums", "day": "Monday", "place": "東京"}
 NO_FAULTS = Rates(wrong=0.0, missing=0.0, invented=0.0, repeated=0.0)
 
 
@@ -21,15 +21,15 @@ def quotes(found: list[tiny.Quote]) -> list[tuple[str, int]]:
 
 # ------------------------------------------------------------------------------------------------------------ generator
 def test_ideal_summary_is_the_faultless_summary() -> None:
-    ideal = "by José, about a phone, it hums, since Monday, in 東京, wants a refund."
+    ideal = "by José, about a phone, it hums, since Monday, in 東京."
     assert tiny.ideal_summary(FACTS) == ideal
     assert tiny.write_summary(FACTS, NO_FAULTS, np.random.default_rng(0)) == ideal
 
 
 def test_post_states_every_fact_once() -> None:
     post = tiny.write_post(FACTS, np.random.default_rng(3))
-    assert [post.count(value) for value in FACTS.values()] == [1] * 6
-    assert post.count(".") == 6
+    assert [post.count(value) for value in FACTS.values()] == [1] * 5
+    assert post.count(".") == 5
 
 
 def test_no_value_hides_in_another_text_of_the_world() -> None:
@@ -43,9 +43,9 @@ def test_planted_faults_come_at_their_rates() -> None:
     rows = list(tiny.make_records(count=2000, heldout=False, rates=rates, seed=5))
     totals = [tiny.measure(row["facts"], row["tldr_human_reference_summary"]) for row in rows]
     mean = {key: np.mean([total[key] for total in totals]) for key in totals[0]}
-    # 6 facts x .8 stated = 4.8 clauses, + .15 invented + .1 repeated; 4.8 x .3 = 1.44 wrong, + .1 x .3 said twice
-    assert mean["clauses"] == pytest.approx(5.05, abs=0.08)
-    assert mean["wrong"] == pytest.approx(1.47, abs=0.08)
+    # 5 facts x .8 stated = 4 clauses, + .15 invented + .1 repeated; 4 x .3 = 1.2 wrong, + .1 x .3 said twice
+    assert mean["clauses"] == pytest.approx(4.25, abs=0.08)
+    assert mean["wrong"] == pytest.approx(1.23, abs=0.08)
     assert mean["invented"] == pytest.approx(0.15, abs=0.025)
     assert mean["repeated"] == pytest.approx(0.1 * 0.7, abs=0.02)
     assert mean["fact_recall"] == pytest.approx(0.8 * 0.7, abs=0.02)
@@ -105,7 +105,7 @@ def test_critic_gives_evidence_then_verdict_for_every_clause() -> None:
     assert judged.critique == (
         "The name is José, it says José: right. The thing is phone, it says laptop: wrong. "
         "It says plays chess: invented. The day is Monday, it says Monday: right. "
-        "The fault is missing. The place is missing. The wish is missing."
+        "The fault is missing. The place is missing."
     )
     assert quotes(judged.good) == [("José", 1), ("Monday", 1)]
     assert quotes(judged.poor) == [("laptop", 1), ("plays chess", 1)]
@@ -130,7 +130,7 @@ def test_a_wrong_fact_may_be_put_right() -> None:
 
 
 def test_a_value_in_the_wrong_clause_and_an_unknown_value_are_wrong() -> None:
-    judged = tiny.critic(FACTS, "since phone; wants a zebra\nby José José")
+    judged = tiny.critic(FACTS, "since phone; about a zebra\nby José José")
     assert quotes(judged.good) == []
     assert quotes(judged.poor) == [("phone", 1), ("zebra", 1), ("José José", 1)]
 
@@ -138,7 +138,7 @@ def test_a_value_in_the_wrong_clause_and_an_unknown_value_are_wrong() -> None:
 def test_an_empty_response_is_all_omissions() -> None:
     judged = tiny.critic(FACTS, "")
     assert (judged.good, judged.poor) == ([], [])
-    assert judged.critique.count("is missing.") == 6
+    assert judged.critique.count("is missing.") == 5
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -163,12 +163,12 @@ def test_garbage_gets_quotes_that_stand_in_it_and_never_overlap(seed: int) -> No
 
 # -------------------------------------------------------------------------------------------------------------- measure
 def test_measure_by_hand() -> None:
-    # 4 clauses: 2 facts right, 1 wrong, 1 invented: precision 2/4, recall 2/6, F1 = 2 x 2 / (4 + 6)
+    # 4 clauses: 2 facts right, 1 wrong, 1 invented: precision 2/4, recall 2/5, F1 = 2 x 2 / (4 + 5)
     got = tiny.measure(FACTS, "by José, about a laptop, plays chess, since Monday.")
     assert got == {
         "fact_precision": 0.5,
-        "fact_recall": 2 / 6,
-        "fact_f1": 0.4,
+        "fact_recall": 2 / 5,
+        "fact_f1": 4 / 9,
         "repeated": 0,
         "wrong": 1,
         "invented": 1,
@@ -179,8 +179,8 @@ def test_measure_by_hand() -> None:
 
 def test_repeating_a_right_fact_lowers_f1() -> None:
     once, twice = tiny.measure(FACTS, "it hums."), tiny.measure(FACTS, "it hums, it hums.")
-    assert (once["fact_f1"], once["repeated"]) == (2 / 7, 0)
-    assert (twice["fact_f1"], twice["repeated"]) == (2 / 8, 1)
+    assert (once["fact_f1"], once["repeated"]) == (2 / 6, 0)
+    assert (twice["fact_f1"], twice["repeated"]) == (2 / 7, 1)
 
 
 def test_measure_of_the_ideal_and_of_nothing() -> None:
@@ -206,7 +206,7 @@ def test_target_is_plain_json_with_occurrences_only_where_needed() -> None:
 def test_verdict_ranges_are_the_verdict_words_of_the_critique_only() -> None:
     target = tiny.feedback_target(tiny.critic(FACTS, "by José, about a wrong, in Oslo, la la."))
     words = [target[start:end] for start, end in tiny.verdict_ranges(target)]
-    assert words == ["right", "wrong", "wrong", "invented", "missing", "missing", "missing"]
+    assert words == ["right", "wrong", "wrong", "invented", "missing", "missing"]
 
 
 def test_decisive_ranges_add_rare_sentences_and_the_span_map() -> None:
@@ -216,7 +216,6 @@ def test_decisive_ranges_add_rare_sentences_and_the_span_map() -> None:
         "right",
         "repeated",
         "invented",
-        "missing",
         "missing",
         "missing",
         "missing",
