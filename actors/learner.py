@@ -19,7 +19,8 @@ import torch
 from ray.util.placement_group import remove_placement_group
 
 from actors import placement
-from actors.fanout import collect, first_line
+from actors.fanout import collect
+from actors.loading import load_for_training
 from actors.weight_sync import Bucket, ParamMeta
 from t2g.algo.corrections import importance_metrics
 from t2g.algo.critic import Critic, disable_dropout
@@ -54,27 +55,14 @@ class RankMinibatch:
     num_tokens: int  # global
 
 
-def load_models(spec: LearnerSpec) -> tuple[torch.nn.Module, torch.nn.Module, torch.nn.Module, Any]:
-    """Policy, reference, critic and tokenizer, whole and on the CPU. UserError names model.policy when that fails."""
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
-
-    name = spec.model.policy
-    source = {"revision": spec.model.revision, "trust_remote_code": False}
-    try:
-        config = AutoConfig.from_pretrained(name, **source)
-        capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)  # Gemma 2: sdpa would ignore it
-        options = source | {
-            "use_safetensors": True,
-            # On a CPU sdpa costs short rows half the speed.
-            "attn_implementation": "eager" if capped or not spec.learner.gpus else "sdpa",
-            "dtype": getattr(torch, spec.learner.dtype),
-        }
-        tokenizer = AutoTokenizer.from_pretrained(name, **source)
-        policy = AutoModelForCausalLM.from_pretrained(name, **options)
-        reference = AutoModelForCausalLM.from_pretrained(name, **options)
-        critic = Critic(AutoModel.from_pretrained(name, **options))
-    except (OSError, ValueError) as error:
-        raise UserError(f"model.policy={name!r} cannot be loaded: {first_line(error)}") from error
+def load_models(spec: LearnerSpec) -> tuple[torch.nn.Module, torch.nn.Module, Critic, Any]:
+    """Policy, reference, critic and tokenizer, see `load_for_training`."""
+    config = spec.learner
+    classes = ("AutoModelForCausalLM", "AutoModelForCausalLM", "AutoModel")
+    tokenizer, (policy, reference, backbone) = load_for_training(
+        spec.model, *classes, dtype=config.dtype, on_gpu=config.gpus > 0
+    )
+    critic = Critic(backbone)
     for model in (policy, reference, critic):
         disable_dropout(model)
     return policy, reference, critic, tokenizer
@@ -98,12 +86,8 @@ class LearnerWorker:
 
     def start(self, master_addr: str, master_port: int) -> None:
         """Join the group, load the models, partition them. UserError names model.policy when it cannot be loaded."""
-        from transformers.utils import logging
-
         from actors import zero3
 
-        logging.disable_progress_bar()
-        logging.set_verbosity_error()  # else each load reports that a critic has no lm_head
         config = self.spec.learner
         policy, reference, critic, self.tokenizer = load_models(self.spec)
         backend = "nccl" if config.gpus else "gloo"

@@ -15,10 +15,10 @@ import ray
 import ray.train
 import torch
 
-from actors.fanout import first_line
+from actors.loading import load_for_training
 from t2g.config import ModelConfig, SFTOptions
 from t2g.data.sft import SFTExample, SFTMicrobatch, make_microbatch, plan_epochs
-from t2g.errors import RunStopped, UserError
+from t2g.errors import RunStopped
 
 LABEL = "supervised training"  # how messages call it
 REPORT_EVERY = 10  # optimizer steps between two reports
@@ -64,7 +64,8 @@ def train_loop(config: dict[str, Any]) -> dict[str, float]:
         rank, num_ranks, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
         "nccl" if options.gpus else "gloo", timeout_s=options.timeout_s,
     )  # fmt: skip
-    model, tokenizer = _load_model(job.model, options)
+    on_gpu = options.gpus > 0
+    tokenizer, (model,) = load_for_training(job.model, "AutoModelForCausalLM", dtype=options.dtype, on_gpu=on_gpu)
     examples: list[SFTExample] = ray.get(job.examples)
     lengths = [len(example) for example in examples]
     plan = plan_epochs(
@@ -88,26 +89,6 @@ def train_loop(config: dict[str, Any]) -> dict[str, float]:
         reporter.add(step, result, num_tokens=sum(lengths[index] for index in chosen))
     zero3.export(engine, tokenizer, Path(job.out_folder))
     return reporter.last
-
-
-def _load_model(config: ModelConfig, options: SFTOptions) -> tuple[Any, Any]:
-    """The model in the training's dtype, and its tokenizer. UserError names model.policy when it cannot be loaded."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    source = {"revision": config.revision, "trust_remote_code": False}
-    weights = {
-        "use_safetensors": True,
-        "attn_implementation": "sdpa" if options.gpus else "eager",  # on a CPU sdpa costs short rows half the speed
-        "dtype": getattr(torch, options.dtype),
-    }
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(config.policy, **source)
-        model = AutoModelForCausalLM.from_pretrained(config.policy, **source, **weights)
-    except (OSError, ValueError) as error:
-        raise UserError(f"model.policy={config.policy!r} cannot be loaded: {first_line(error)}") from error
-    return model, tokenizer
 
 
 def _short(indices: Sequence[int]) -> str:

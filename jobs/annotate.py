@@ -14,17 +14,16 @@ from t2g.describe import describe_annotate
 from t2g.errors import RunStopped, UserError
 
 if TYPE_CHECKING:
-    from actors.rollout import RolloutFleet
-    from t2g.interfaces import FeedbackSource
+    from jobs.fleets import Fleets
 
 TRAIN_FILE, HELDOUT_FILE = "train.jsonl", "heldout.jsonl"
 
 
-def annotate_data(config: AnnotateJob, rollouts: "RolloutFleet", feedback: "FeedbackSource") -> dict[str, float]:
+def annotate_data(config: AnnotateJob, fleets: "Fleets") -> dict[str, float]:
     """Records of every prompt into the run folder, split by prompt. Returns counts and shares.
 
-    rollouts: engines of `config.model`. Records without usable feedback are counted, not written; RunStopped when there
-    are more than `feedback.max_failed_share`.
+    Records without usable feedback are counted, not written; RunStopped when there are more than
+    `feedback.max_failed_share`.
     """
     from t2g.annotate import annotate, is_heldout
     from t2g.data.chat import load_tokenizer
@@ -38,13 +37,16 @@ def annotate_data(config: AnnotateJob, rollouts: "RolloutFleet", feedback: "Feed
     rollout = config.rollout
     tokenizer = load_tokenizer(config.model.policy, config.model.revision)
     room = rollout.max_model_len - rollout.max_new_tokens
-    prompts = make_prompts(load_records(config.data), get_task(config.task), tokenizer, room)
+    task = get_task(config.task)
+    prompts = make_prompts(load_records(config.data), task, tokenizer, room)
     sampling = Sampling(
         num_samples=rollout.samples_per_prompt,
         temperature=rollout.temperature,
         max_new_tokens=rollout.max_new_tokens,
         seed=config.run.seed,
     )
+    rollouts = fleets.rollouts(config.model, rollout, config)
+    feedback = fleets.feedback(config.feedback, task, config)
     with stage("annotate", len(prompts) * sampling.num_samples) as bar:
         records = asyncio.run(annotate(prompts, sampling, rollouts, feedback, lambda record: bar.advance()))
     usable = [record for record in records if record.status in ("ok", "empty")]
@@ -74,8 +76,7 @@ def run(config: AnnotateJob) -> None:
     import ray
 
     from actors.placement import connect
-    from jobs.fleets import feedback_roles, feedback_source, rollout_fleet
-    from t2g.tasks.base import get_task
+    from jobs.fleets import Fleets, feedback_roles
 
     folder = config.run.folder
     if (folder / TRAIN_FILE).exists():
@@ -85,11 +86,8 @@ def run(config: AnnotateJob) -> None:
     configio.write(config, folder)
     connect(config.cluster, {"rollout": config.rollout} | feedback_roles(config.feedback))
     try:
-        with (
-            rollout_fleet(config.model, config.rollout, config) as rollouts,
-            feedback_source(config.feedback, get_task(config.task), config) as feedback,
-        ):
-            print(annotate_data(config, rollouts, feedback))
+        with Fleets() as fleets:
+            print(annotate_data(config, fleets))
     finally:
         ray.shutdown()
 

@@ -98,7 +98,7 @@ def run(demo: DemoJob) -> int:
     import ray
 
     from actors.placement import connect
-    from jobs.fleets import feedback_source, rollout_fleet
+    from jobs.fleets import Fleets
     from jobs.stages import make_stages
     from jobs.train_policy import STOPPED, finished, read_data, train
 
@@ -111,29 +111,24 @@ def run(demo: DemoJob) -> int:
     }
     connect(demo.cluster, roles)
     try:
-        stages = make_stages(demo)
-        stop = stop_flag()
-        arms = {arm: summary for arm, job in jobs.items() if (summary := finished(job)) is not None}
-        if len(arms) < len(jobs):
-            first = jobs[demo.arms[0]]
-            data = read_data(first)
-            with (
-                rollout_fleet(first.model, first.rollout, first) as rollouts,
-                feedback_source(first.feedback, data.task, first) as feedback,
-            ):
-                for arm, job in jobs.items():
-                    if arm in arms:
-                        continue
-                    summary = train(job, data, rollouts, feedback, stop)
-                    if summary is None:
-                        print(f"stopped by {stop.signal_name} at a checkpoint: run it again to go on", file=sys.stderr)
-                        return STOPPED
-                    arms[arm] = summary
+        with Fleets() as fleets:
+            stages = make_stages(demo, fleets)
+            stop = stop_flag()
+            arms: dict[str, dict[str, Any]] = {}
+            for arm, job in jobs.items():
+                summary = finished(job)
+                if summary is None:
+                    data = read_data(job)
+                    summary = train(job, data, *fleets.for_policy(job, data.task), stop)
+                if summary is None:
+                    print(f"stopped by {stop.signal_name} at a checkpoint: run it again to go on", file=sys.stderr)
+                    return STOPPED
+                arms[arm] = summary
     finally:
         ray.shutdown()
     for job in jobs.values():
         check_sources(job.run.folder)
-    summary = summarise(demo, stages, {arm: arms[arm] for arm in demo.arms})
+    summary = summarise(demo, stages, arms)
     finish(demo, summary)
     print(f"{time.monotonic() - started:.0f} s in all")
     return 0

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from jobs.annotate import annotate_data
-from jobs.fleets import feedback_source, rollout_fleet
-from jobs.train_reward import train_reward
+from jobs.fleets import Fleets
+from jobs.train_reward import read_data, train_reward
 from jobs.train_sft import train_sft
 from t2g import configio
 from t2g.checkpoint import write_atomic
@@ -31,26 +31,26 @@ from t2g.config import (
     RewardJob,
     RoleConfig,
     RunConfig,
+    Section,
     SFTJob,
 )
 from t2g.data.chat import load_tokenizer
 from t2g.errors import UserError
-from t2g.tasks.base import get_task
 
 PLACEHOLDER = "${stages}"
 CRITIC = "t2g.tasks.tiny_task:critic"
 WORLD, BASE, ANNOTATED, REWARD = "world", "base", "annotated", "reward"
 
 
-def make_stages(demo: DemoJob) -> dict[str, dict[str, Any]]:
+def make_stages(demo: DemoJob, fleets: Fleets) -> dict[str, dict[str, Any]]:
     """All stages, those that are there already read only; Ray must be connected. Metrics by stage, with `seconds`."""
     folder = demo.run.folder
     base, annotated, reward = sft_job(demo), annotate_job(demo), reward_job(demo)
     return {
-        WORLD: _once(folder / WORLD, {"world": demo.world, "seed": demo.run.seed}, lambda: _write_world(demo)),
-        BASE: _once(folder / BASE, {"base": base}, lambda: train_sft(base)),
-        ANNOTATED: _once(folder / ANNOTATED, {"annotate": annotated}, lambda: _annotate(annotated)),
-        REWARD: _once(folder / REWARD, {"reward": reward}, lambda: _train_reward(demo, reward)),
+        WORLD: once(folder / WORLD, demo.world, lambda: _write_world(demo)),
+        BASE: once(folder / BASE, base, lambda: train_sft(base)),
+        ANNOTATED: once(folder / ANNOTATED, annotated, lambda: annotate_data(annotated, fleets)),
+        REWARD: once(folder / REWARD, reward, lambda: _train_reward(demo, reward, fleets)),
     }
 
 
@@ -127,19 +127,12 @@ def _run(demo: DemoJob, name: str) -> RunConfig:
     return RunConfig(root=demo.run.folder, name=name, seed=demo.run.seed)
 
 
-def _once(
-    folder: Path, settings: Mapping[str, Any], make: Callable[[], Mapping[str, Any]]
-) -> dict[str, Any]:
-    """What `make` returned, now or in an earlier run. UserError when that run had other settings."""
+def once(folder: Path, settings: Section, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    """What `make` returned, now or in an earlier run, and its `seconds`. UserError when that run had other settings."""
     record = folder / "stage.json"
-    wanted = {
-        name: value.model_dump(mode="json") if hasattr(value, "model_dump") else value
-        for name, value in settings.items()
-    }
     if record.exists():
         kept = json.loads(record.read_text())
-        differing = configio.diff(kept["settings"], wanted)
-        keys = [key for key in differing if not configio.may_differ(key.partition(".")[2])]
+        keys = [key for key in configio.diff(kept["settings"], settings) if not configio.may_differ(key)]
         if keys:
             raise UserError(
                 f"{folder} was made with another {', '.join(keys)}: remove that folder and those made after it, "
@@ -149,7 +142,8 @@ def _once(
     folder.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     metrics = {**make(), "seconds": time.monotonic() - started}
-    write_atomic(record, json.dumps({"settings": wanted, "metrics": metrics}, indent=1).encode())
+    kept = {"settings": settings.model_dump(mode="json"), "metrics": metrics}
+    write_atomic(record, json.dumps(kept, indent=1).encode())
     return metrics
 
 
@@ -162,7 +156,7 @@ def _write_world(demo: DemoJob) -> dict[str, Any]:
     rates = Rates(**world.model_dump(include={"wrong", "missing", "invented", "repeated"}))
     write_world(folder, num_train=world.num_train, num_heldout=world.num_heldout, rates=rates, seed=world.seed)
     for name, tokenizer in zip(("policy", "reward"), build_tokenizers(folder), strict=True):
-        build_model(folder / name, tokenizer, seed=demo.run.seed)
+        build_model(folder / name, tokenizer, seed=world.seed)
     references = [
         measure(record["facts"], record["tldr_human_reference_summary"])["fact_f1"]
         for record in load_records(DataConfig(path=str(folder / "heldout.jsonl")))
@@ -170,14 +164,7 @@ def _write_world(demo: DemoJob) -> dict[str, Any]:
     return {"references_fact_f1": sum(references) / len(references)}  # what a converged base policy reaches
 
 
-def _annotate(job: AnnotateJob) -> dict[str, Any]:
-    with (
-        rollout_fleet(job.model, job.rollout, job) as rollouts,
-        feedback_source(job.feedback, get_task(job.task), job) as feedback,
-    ):
-        return annotate_data(job, rollouts, feedback)
-
-
-def _train_reward(demo: DemoJob, job: RewardJob) -> dict[str, Any]:
+def _train_reward(demo: DemoJob, job: RewardJob, fleets: Fleets) -> dict[str, Any]:
     """Spans are compared on the policy's tokens, which is where PPO will pay them."""
-    return train_reward(job, load_tokenizer(base_model(demo).policy))
+    policy_tokenizer = load_tokenizer(base_model(demo).policy)
+    return train_reward(job, read_data(job), fleets, tokenizer=policy_tokenizer)

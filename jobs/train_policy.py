@@ -187,7 +187,7 @@ def run(asked: PolicyJob) -> int:
     import ray
 
     from actors.placement import connect
-    from jobs.fleets import feedback_roles, feedback_source, rollout_fleet
+    from jobs.fleets import Fleets, feedback_roles
     from jobs.stages import demo_of, make_stages, resolve_stages
 
     demo = demo_of(asked)
@@ -199,14 +199,12 @@ def run(asked: PolicyJob) -> int:
         connect(config.cluster, roles | feedback_roles(config.feedback))
         try:
             if demo:
-                make_stages(demo)
+                with Fleets() as fleets:
+                    make_stages(demo, fleets)
             data = data or read_data(config)
             stop = stop_flag()
-            with (
-                rollout_fleet(config.model, config.rollout, config) as rollouts,
-                feedback_source(config.feedback, data.task, config) as feedback,
-            ):
-                summary = train(config, data, rollouts, feedback, stop)
+            with Fleets() as fleets:
+                summary = train(config, data, *fleets.for_policy(config, data.task), stop)
         finally:
             ray.shutdown()
     if summary is None:

@@ -23,6 +23,7 @@ from t2g.errors import UserError
 
 if TYPE_CHECKING:
     from actors.reward import RewardFleet
+    from jobs.fleets import Fleets
     from t2g.data.records import AnnotatedRecord
     from t2g.data.sft import SFTExample
     from t2g.reward_eval import JudgedRecord
@@ -37,14 +38,6 @@ class RewardData:
     tokenizer: Any
     examples: "list[SFTExample]"
     heldout: "list[AnnotatedRecord]"
-
-
-def train_reward(config: RewardJob, token_source: Any = None) -> dict[str, float]:
-    """Train and measure on the Ray that is connected; returns what stands in reward.json.
-
-    token_source: the policy's tokenizer, on whose tokens spans are compared; None: the reward model's own.
-    """
-    return train_and_measure(config, read_data(config), token_source)
 
 
 def read_data(config: RewardJob) -> RewardData:
@@ -65,25 +58,26 @@ def read_data(config: RewardJob) -> RewardData:
     return RewardData(tokenizer=tokenizer, examples=examples, heldout=heldout)
 
 
-def train_and_measure(config: RewardJob, data: RewardData, token_source: Any) -> dict[str, float]:
+def train_reward(config: RewardJob, data: RewardData, fleets: "Fleets", *, tokenizer: Any) -> dict[str, float]:
+    """Train and measure on the Ray that is connected; returns what stands in reward.json.
+
+    tokenizer: on whose tokens spans are compared.
+    """
     supervise(config, data.examples, title="span reward model")
     model = config.run.folder / ("smoke" if config.run.smoke else "model")
-    tokens_of = data.tokenizer if token_source is None else token_source
-    metrics = evaluate_reward(config, model, data.heldout, tokens_of)
+    metrics = evaluate_reward(config, model, data.heldout, fleets, tokenizer)
     write_atomic(config.run.folder / REPORT_FILE, json.dumps(metrics, indent=1).encode())
     return metrics
 
 
 def evaluate_reward(
-    config: RewardJob, model: Path, records: "Sequence[AnnotatedRecord]", tokenizer: Any
+    config: RewardJob, model: Path, records: "Sequence[AnnotatedRecord]", fleets: "Fleets", tokenizer: Any
 ) -> dict[str, float]:
     """Serve the model folder with vLLM and compare its spans with those of `records` on `tokenizer`'s tokens."""
-    from jobs.fleets import feedback_source
     from t2g.tasks.base import get_task
 
     served = FeedbackConfig(source="reward_model", reward_model=str(model), engine=config.engine)
-    with feedback_source(served, get_task(config.task), config) as fleet:
-        return asyncio.run(measure(fleet, records, tokenizer))
+    return asyncio.run(measure(fleets.rewards(served, get_task(config.task), config), records, tokenizer))
 
 
 async def measure(fleet: "RewardFleet", records: "Sequence[AnnotatedRecord]", tokenizer: Any) -> dict[str, float]:
@@ -114,10 +108,12 @@ async def _judge(fleet: "RewardFleet", record: "AnnotatedRecord", tokenizer: Any
 
 def run(config: RewardJob) -> None:
     from actors.placement import connect
+    from jobs.fleets import Fleets
 
     data = read_data(config)
     connect(config.cluster, {"sft": config.sft})  # the engine starts when the ranks have gone
-    metrics = train_and_measure(config, data, None)
+    with Fleets() as fleets:
+        metrics = train_reward(config, data, fleets, tokenizer=data.tokenizer)
     print(" ".join(f"{name} {value:.3f}" for name, value in metrics.items()))
 
 

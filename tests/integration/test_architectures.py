@@ -12,11 +12,10 @@ from models import random_model
 from actors.placement import connect
 from actors.rollout import RolloutFleet
 from jobs.cli import StopFlag
-from jobs.fleets import rollout_fleet
+from jobs.fleets import Fleets
 from jobs.train_policy import read_data, train
 from t2g.config import PolicyJob
 from t2g.data.prompts import make_prompts
-from t2g.feedback.sources import make_local_source
 from t2g.interfaces import Sampling
 from t2g.tasks.prompts import PromptsTask
 
@@ -58,14 +57,15 @@ def test_a_step_moves_the_policy_and_vllm_serves_the_export(architecture: str, t
     (tmp_path / "prompts.jsonl").write_text("".join(rows))
     config = job(tmp_path)
     data = read_data(config)
-    with rollout_fleet(config.model, config.rollout, config) as rollouts:
-        summary = train(config, data, rollouts, make_local_source(config.feedback, data.task), StopFlag())
+    with Fleets() as fleets:
+        rollouts, feedback = fleets.for_policy(config, data.task)
+        summary = train(config, data, rollouts, feedback, StopFlag())
         synced = sample(rollouts, config, data.tokenizer)
     assert summary is not None and summary["steps"] == 1
 
     exported = config.model.model_copy(update={"policy": str(config.run.folder / "policy")})
-    with rollout_fleet(exported, config.rollout, config) as rollouts:
-        served = sample(rollouts, config, data.tokenizer)
+    with Fleets() as fleets:
+        served = sample(fleets.rollouts(exported, config.rollout, config), config, data.tokenizer)
     assert [r.response_ids.tolist() for r in served] == [r.response_ids.tolist() for r in synced]
     after, before = (learnt_logprobs(Path(p), served) for p in (exported.policy, config.model.policy))
     for rollout, now, then in zip(served, after, before, strict=True):

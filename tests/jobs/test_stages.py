@@ -1,0 +1,66 @@
+"""The tiny policy job is the demo's span arm; stages are made once and refuse other settings."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jobs.demo import arm_job, check_sources, held_out_facts, table
+from jobs.stages import demo_of, once, resolve_stages
+from t2g import configio
+from t2g.config import DemoJob, PolicyJob, WorldConfig
+from t2g.errors import RunStopped, UserError
+
+TINY = Path(__file__).parents[2] / "configs" / "tiny"
+
+
+def test_the_tiny_policy_job_is_the_span_arm_of_the_demo(tmp_path: Path) -> None:
+    root = f"run.root={tmp_path}"
+    job = configio.load(PolicyJob, TINY / "policy.yaml", [root])
+    demo = demo_of(job)
+    assert demo is not None and demo.run.root == tmp_path
+    resolved = resolve_stages(job, demo)
+    arm = arm_job(configio.load(DemoJob, TINY / "demo.yaml", [root]), "span")
+    assert configio.diff(resolved, arm) == ["run.name", "run.root", "stages"]
+    assert resolved.feedback.reward_model == str(tmp_path / "demo" / "reward" / "model")
+
+
+def test_a_stage_is_made_once_and_again_only_if_it_was_cut_short(tmp_path: Path) -> None:
+    made: list[int] = []
+
+    def make() -> dict[str, float]:
+        made.append(1)
+        if len(made) == 1:
+            raise RuntimeError("killed")
+        return {"records": 7.0}
+
+    with pytest.raises(RuntimeError, match="killed"):
+        once(tmp_path / "world", WorldConfig(seed=3), make)
+    first = once(tmp_path / "world", WorldConfig(seed=3), make)
+    assert once(tmp_path / "world", WorldConfig(seed=3), make) == first
+    assert (len(made), first["records"]) == (2, 7.0) and first["seconds"] >= 0
+    with pytest.raises(UserError, match=r"world was made with another seed"):
+        once(tmp_path / "world", WorldConfig(seed=4), make)
+
+
+def test_a_sample_that_the_reward_model_did_not_judge_stops_the_demo(tmp_path: Path) -> None:
+    rows = [{"step": 0}, {"step": 1, "feedback/source/reward_model": 1.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    check_sources(tmp_path)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "feedback/source/reward_model": 0.5, "feedback/source/program": 0.5}\n')
+    with pytest.raises(RunStopped, match=r"metrics\.jsonl:3: step 2 has samples not judged by the reward model"):
+        check_sources(tmp_path)
+
+
+def test_the_table_has_a_row_for_the_base_and_one_for_each_arm() -> None:
+    beside = {"fact_precision": 0.5, "fact_recall": 0.25, "repeated": 0.125, "length_mean": 15.0, "clauses": 4.0}
+
+    def row(f1: float) -> dict[str, float]:
+        return held_out_facts({"fact_f1": f1, **beside})
+
+    text = table({"base": row(0.6), "arms": {"span": row(0.9), "scalar": row(0.7)}, "samples": 128, "steps": 2})
+    lines = text.splitlines()
+    assert lines[1].split() == ["base", "0.600", "0.500", "0.250", "0.125", "15.0"]
+    assert [line.split()[:2] for line in lines[2:4]] == [["span", "0.900"], ["scalar", "0.700"]]
+    assert lines[-1] == "128 sampled responses in each arm, 2 steps"
