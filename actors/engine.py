@@ -5,6 +5,7 @@ Not here: Ray, prompts, tokenizers of ours, retries. vllm is imported after the 
 
 import asyncio
 import itertools
+import math
 import os
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from t2g.errors import UserError
 
 WARM_UP_TOKENS = 48  # a first bfloat16 forward of at most 4 tokens is an illegal instruction on CPUs with AMX
 MIN_BATCHED_TOKENS = 4096  # of one step of a CPU engine
+PLUGIN = "t2g_store"  # the entry point of actors.vllm_plugin
 CORE_POLL_S = 1.0
 ALIGNMENT = 64  # bytes, of each tensor in the arena
 T = TypeVar("T")
@@ -31,7 +33,7 @@ class Completion:
     ids: np.ndarray  # [R] int32, the stop token included
     logprobs: np.ndarray  # [R] float32, of softmax(logits / temperature)
     finish_reason: Literal["stop", "length"]
-    versions: tuple[tuple[int, int, int], ...]  # (start, end, weight version) of ranges of ids
+    versions: tuple[tuple[int, int, int], ...]  # (start, end, weight version): adjoining ranges, all of ids
 
 
 def engine_environment(config: EngineConfig, *, owner: int) -> dict[str, str]:
@@ -42,6 +44,7 @@ def engine_environment(config: EngineConfig, *, owner: int) -> dict[str, str]:
         "DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_PLUGINS": PLUGIN,  # what else is installed has no part in this engine
     }
     if config.gpus:
         return common
@@ -89,17 +92,43 @@ class Engine:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
-            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments()))
+            vllm_config = AsyncEngineArgs(**self._arguments()).create_engine_config()
+            if not self._config.gpus:
+                self._check_kv_cache(vllm_config)
+            self._llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
+        except UserError:
+            raise
         except (ValueError, OSError, RuntimeError) as error:
             raise UserError(f"vLLM cannot serve the model {self._model}: {first_sentence(error)}") from error
         try:
-            await self.score(np.zeros(WARM_UP_TOKENS, np.int32)[: self._config.max_model_len - 1])
+            await self.ping()
         except EngineDeadError as error:
             raise UserError(
                 f"vLLM loaded the model {self._model} and died in its first forward: its kernels may not know this "
                 "shape (on a CPU the head dimension must be 32 or more); the worker's log in Ray's folder says which"
             ) from error
         self._watch = asyncio.create_task(self._end_with_core())
+
+    def _check_kv_cache(self, vllm_config: Any) -> None:
+        """UserError when not even one sequence fits: the engine core would die of it without a reason."""
+        model, parallel = vllm_config.model_config, vllm_config.parallel_config
+        if model.use_mla or model.is_hybrid or model.get_sliding_window() is not None:
+            return  # needs less than a key and a value for each token, layer and head
+        need = kv_cache_bytes(
+            num_tokens=model.max_model_len,
+            block_size=vllm_config.cache_config.block_size,
+            token_bytes=2
+            * model.get_num_layers(parallel)
+            * model.get_num_kv_heads(parallel)
+            * model.get_head_size()
+            * model.dtype.itemsize,
+        )
+        if need > self._config.kv_cache_gib * 2**30:
+            raise UserError(
+                f"kv_cache_gib is {self._config.kv_cache_gib:g}, and one sequence of max_model_len={model.max_model_len} "
+                f"tokens of {self._model} needs {math.ceil(need / 2**30 * 100) / 100:g} GiB: raise it, or lower "
+                "max_model_len"
+            )
 
     def _arguments(self) -> dict[str, Any]:
         config = self._config
@@ -108,6 +137,7 @@ class Engine:
             "revision": self._revision,
             "tokenizer_revision": self._revision,
             "trust_remote_code": False,
+            "load_format": "safetensors",  # a .bin file is a pickle
             "dtype": config.dtype,
             "max_model_len": config.max_model_len,
             "max_num_seqs": config.max_num_seqs,
@@ -135,6 +165,10 @@ class Engine:
         if self._guided:
             arguments["structured_outputs_config"] = {"backend": "xgrammar"}
         return arguments
+
+    async def ping(self) -> None:
+        """One short forward: answered by an engine that works."""
+        await self.score(np.zeros(WARM_UP_TOKENS, np.int32)[: self._config.max_model_len - 1])
 
     @property
     def vocab_size(self) -> int:
@@ -179,7 +213,7 @@ class Engine:
             ids=ids,
             logprobs=np.asarray(logprobs, np.float32),
             finish_reason="length" if output.finish_reason == "length" else "stop",
-            versions=tuple((s.start, s.end, weight_version(s.version)) for s in output.weight_versions or ()),
+            versions=tuple((s.start, s.end, weight_version(s.version)) for s in output.weight_versions),
         )
 
     async def score(self, ids: np.ndarray) -> np.ndarray:
@@ -306,6 +340,15 @@ def stop_token_ids(model: str, tokenizer: Any, revision: str | None) -> tuple[in
         listed = None  # the file is optional
     ids = listed if isinstance(listed, list) else [listed]
     return tuple(sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None}))
+
+
+def kv_cache_bytes(*, num_tokens: int, block_size: int, token_bytes: int) -> int:
+    """Of one sequence, in whole blocks, and of the block that vLLM keeps for itself.
+
+    >>> kv_cache_bytes(num_tokens=100, block_size=16, token_bytes=512) == (7 + 1) * 16 * 512
+    True
+    """
+    return (math.ceil(num_tokens / block_size) + 1) * block_size * token_bytes
 
 
 def weight_version(label: str) -> int:

@@ -30,11 +30,15 @@ class Member:
     handle: Any
     group: PlacementGroup
     load: int = 0
+    ping: Any = None  # of a worker that was late: its answer is awaited before the worker is preferred again
     lost: str | None = None  # why it is not used any more
 
 
 class Fleet:
-    """Starts `config.workers` actors of one class. `wait_ready` before the first request; `close` at the end."""
+    """Starts `config.workers` actors of one class. `wait_ready` before the first request; `close` at the end.
+
+    Of a worker's methods it calls `start`, and `ping`, whose answer says that the worker works.
+    """
 
     def __init__(
         self, role: str, actor: Any, arguments: tuple[Any, ...], config: EngineConfig, *, placement_timeout_s: float
@@ -61,8 +65,10 @@ class Fleet:
 
     async def call(self, submit: Callable[[Any], Any], *, load: int, timeout_s: float, what: str) -> Any:
         """`submit(worker)` on the least loaded worker, and once more, on another if there is one, when that one dies
-        or is late. Raises TimeoutError when both were late, RunStopped when no worker is left, and the worker's own
-        UserError. A request that finds all engines full waits here, before its deadline starts.
+        or is late. A worker that was late is passed over until it answers a ping. A request that finds all engines full
+        waits here, before its deadline starts.
+
+        Raises TimeoutError when both were late, RunStopped when no worker is left, and the worker's own UserError.
         """
         tried: Member | None = None
         for _ in range(2):
@@ -76,6 +82,7 @@ class Fleet:
                 self._lose(member, f"died ({first_line(error)})")
             except TimeoutError:
                 ray.cancel(ref)
+                member.ping = member.ping or member.handle.ping.remote()
                 logger.warning("%s has not answered %s within %g s", member.name, what, timeout_s)
             except RayTaskError as error:
                 raise _cause(error) from None
@@ -88,13 +95,20 @@ class Fleet:
         """Waits end: each request inside has a deadline, and leaving wakes all who wait."""
         while True:
             self._raise_if_none_left()
-            member = min(self.alive(), key=lambda m: (m is avoid, m.load))
+            self._end_quarantines()
+            # A late worker has the lowest load of all: it would attract every request.
+            member = min(self.alive(), key=lambda m: (m.ping is not None, m is avoid, m.load))
             if member.load == 0 or member.load + load <= self._config.max_num_seqs:
                 member.load += load
                 return member
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
             await waiter
+
+    def _end_quarantines(self) -> None:
+        for member in self.alive():
+            if member.ping is not None and ray.wait([member.ping], timeout=0)[0]:
+                member.ping = None
 
     def _leave(self, member: Member, load: int) -> None:
         member.load -= load

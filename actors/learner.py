@@ -8,7 +8,7 @@ spans.
 import json
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,12 +77,13 @@ class LearnerWorker:
         self.rank = rank
         self.num_ranks = spec.learner.workers
         self.num_updates = 0  # done so far: the policy version
+        self._port: socket.socket | None = None  # of rank 0: the port of the rendezvous
 
     def address(self) -> tuple[str, int]:
-        """Where this rank could hold the rendezvous: its node's address and a port that is free now."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+        """Where this rank can hold the rendezvous: its node's address and a port, kept from others until `start`."""
+        self._port = socket.socket()
+        self._port.bind(("", 0))
+        return ray.util.get_node_ip_address(), self._port.getsockname()[1]
 
     def start(self, master_addr: str, master_port: int) -> None:
         """Join the group, load the models, partition them. UserError names model.policy when it cannot be loaded."""
@@ -91,6 +92,8 @@ class LearnerWorker:
         config = self.spec.learner
         policy, reference, critic, self.tokenizer = load_models(self.spec)
         backend = "nccl" if config.gpus else "gloo"
+        if self._port is not None:
+            self._port.close()  # not before the models are loaded: engines that start beside us look for ports
         zero3.init_distributed(
             self.rank, self.num_ranks, master_addr, master_port, backend, timeout_s=config.step_timeout_s
         )
@@ -319,19 +322,15 @@ class LearnerGroup:
         (metas,) = self._collect([self.workers[0].announce.remote()], "announce")
         return metas
 
-    def stream_weights(self, dtype: Dtype) -> Iterator["ray.ObjectRef[Bucket]"]:
+    def stream_weights(self, dtype: Dtype) -> Generator["ray.ObjectRef[Bucket]", None, None]:
         """References to buckets in rank 0's object store; rank 0 gathers STREAM_AHEAD buckets ahead of the consumer.
 
-        No other call until all are taken or the iterator is closed: the ranks are in the middle of this one.
+        No other call until all are taken: the ranks are in the middle of this one. Closing the iterator early waits
+        for nothing; Ray then takes the rest from the ranks and drops it.
         """
         options = {"num_returns": "streaming", "_generator_backpressure_num_objects": STREAM_AHEAD}
         streams = [w.stream_weights.options(**options).remote(dtype) for w in self.workers]
-        try:
-            yield from self._buckets(streams[0])
-        except GeneratorExit:  # the consumer gave up: let the ranks come to the end of their call
-            for _ in self._buckets(streams[0]):
-                pass
-            raise
+        yield from self._buckets(streams[0])
         self._collect([stream.completed() for stream in streams], "stream_weights")
 
     def _buckets(self, stream: Any) -> Iterator["ray.ObjectRef[Bucket]"]:

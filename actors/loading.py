@@ -6,6 +6,7 @@ import torch
 
 from actors.fanout import first_line
 from t2g.config import Dtype, ModelConfig
+from t2g.data.chat import load_tokenizer
 from t2g.errors import UserError
 
 
@@ -27,9 +28,8 @@ def load_for_training(
         # On a CPU eager attention takes short rows at twice the speed of sdpa.
         attention = "sdpa" if on_gpu and not capped else "eager"
         weights = {"use_safetensors": True, "attn_implementation": attention, "dtype": getattr(torch, dtype)}
-        tokenizer = transformers.AutoTokenizer.from_pretrained(model.policy, **source)
         classes = [getattr(transformers, name) for name in auto_classes]
         models = [cls.from_pretrained(model.policy, **source, **weights) for cls in classes]
     except (OSError, ValueError) as error:
         raise UserError(f"model.policy={model.policy!r} cannot be loaded: {first_line(error)}") from error
-    return tokenizer, models
+    return load_tokenizer(model.policy, model.revision), models

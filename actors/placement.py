@@ -5,6 +5,7 @@ Nothing waits for ever: what does not fit is a UserError that says what is neede
 
 import logging
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +20,8 @@ from t2g.config import ClusterConfig, RoleConfig
 from t2g.errors import UserError
 
 GIB = 2**30
-READY_POLL_S = 0.5
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+CGROUP = Path("/sys/fs/cgroup")
+LAST_LOOK_S = 0.1  # at a place, once the deadline is over: another one may have taken all the time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,37 +37,81 @@ def connect(config: ClusterConfig, roles: Mapping[str, RoleConfig]) -> None:
     """Join the cluster of `config.address`, else of the surrounding `ray job`, else start one on this machine.
 
     `roles` maps a role's config section (such as "rollout") to its resources, for every role of the job. Raises
-    UserError when a new local cluster cannot hold them; a cluster that was joined may still grow, and only `reserve`
-    can tell.
+    UserError when a new local cluster cannot hold them all at once, or one that was joined does not within
+    `placement_timeout_s`: before any model is loaded.
     """
-    address = config.address or os.environ.get("RAY_ADDRESS")
-    if address in (None, "local"):
-        shortfall = describe_shortfall(roles, this_machine(config.object_store_gib))
+    address = config.address or os.environ.get("RAY_ADDRESS") or "local"
+    if address == "local":
+        supply = this_machine(config.object_store_gib)
+        shortfall = describe_shortfall(roles, supply)
         if shortfall:
             raise UserError(f"this machine is too small: {shortfall}")
         ray.init(
             address="local",
-            num_cpus=os.cpu_count(),
+            num_cpus=int(supply.cpus),
             object_store_memory=int(config.object_store_gib * GIB),
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
         return
+    _join(address)
+    try:
+        check_places(roles, timeout_s=config.placement_timeout_s)
+    except BaseException:
+        ray.shutdown()
+        raise
+
+
+def _join(address: str) -> None:
+    if address.startswith(("http://", "https://")):
+        raise UserError(
+            f"cluster.address or RAY_ADDRESS is {address}, where jobs are submitted; a driver needs the cluster's own "
+            "address (HOST:6379), or to be started by `ray job submit`"
+        )
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except ConnectionError as error:
         raise UserError(f"cluster.address: no Ray cluster answers at {address}") from error
+    except (ValueError, RuntimeError) as error:  # another version of Ray or Python, or no address at all
+        reason = " ".join(str(error).split())
+        raise UserError(f"cluster.address: the Ray cluster at {address} cannot be joined: {reason:.300}") from error
 
 
 def this_machine(object_store_gib: float) -> Supply:
-    """Cores, GPUs, and the memory that is free once the object store is full."""
+    """Cores, GPUs, and the memory that is free once the object store is full, of the machine or of this container."""
+    cpus: float = len(os.sched_getaffinity(0))
+    if (quota := cgroup_cpus(CGROUP)) is not None:
+        cpus = min(cpus, max(1, int(quota)))  # Ray counts whole cores
     free = psutil.virtual_memory().available
-    if CGROUP_LIMIT.exists() and (limit := CGROUP_LIMIT.read_text().strip()) != "max":
-        free = min(free, int(limit))
+    if (within := cgroup_free_bytes(CGROUP)) is not None:
+        free = min(free, within)
     import torch
 
-    return Supply(cpus=os.cpu_count() or 1, gpus=torch.cuda.device_count(), memory_gib=free / GIB - object_store_gib)
+    return Supply(cpus=cpus, gpus=torch.cuda.device_count(), memory_gib=free / GIB - object_store_gib)
+
+
+def cgroup_cpus(folder: Path) -> float | None:
+    """Cores that the control group (version 2) may use, None without a limit."""
+    try:
+        quota, period = (folder / "cpu.max").read_text().split()
+    except OSError:
+        return None
+    return None if quota == "max" else int(quota) / int(period)
+
+
+def cgroup_free_bytes(folder: Path) -> int | None:
+    """Memory that the control group (version 2) has left, None without a limit.
+
+    What is read from files and not in use counts as free, as in the kernel's own `MemAvailable`.
+    """
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        used = int((folder / "memory.current").read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except OSError:
+        return None
+    return None if limit == "max" else int(limit) - used + int(stat.get("inactive_file", 0))
 
 
 def describe_shortfall(roles: Mapping[str, RoleConfig], supply: Supply) -> str | None:
@@ -84,34 +129,58 @@ def describe_shortfall(roles: Mapping[str, RoleConfig], supply: Supply) -> str |
     return None
 
 
+def check_places(roles: Mapping[str, RoleConfig], *, timeout_s: float) -> None:
+    """Every worker of every role gets a place at the same time, and all are given back.
+
+    Raises UserError when `timeout_s` is over: else the last role would hear of it after the others have loaded their
+    models. The pending places are what an autoscaler reacts to.
+    """
+    for group in _reserve(roles, timeout_s=timeout_s):
+        remove_placement_group(group)
+
+
 def reserve(role: str, config: RoleConfig, *, timeout_s: float) -> list[PlacementGroup]:
     """One placement group per worker, all ready. Raises UserError, and keeps none, when `timeout_s` is over.
 
-    One group each: a worker comes and goes without the others, and a pending group is what an autoscaler reacts to.
+    One group each: a worker comes and goes without the others.
     """
-    bundle = {"CPU": config.cpus, "GPU": config.gpus, "memory": int(config.memory_gib * GIB)}
-    bundle = {name: amount for name, amount in bundle.items() if amount}
-    selector = [config.labels] if config.labels else None
-    groups = [placement_group([bundle], bundle_label_selector=selector) for _ in range(config.workers)]
-    _, waiting = ray.wait([g.ready() for g in groups], num_returns=len(groups), timeout=timeout_s)
+    return _reserve({role: config}, timeout_s=timeout_s)
+
+
+def _reserve(roles: Mapping[str, RoleConfig], *, timeout_s: float) -> list[PlacementGroup]:
+    deadline = time.monotonic() + timeout_s
+    asked = [(name, _place(role)) for name, role in roles.items() for _ in range(role.workers)]
+    # `wait` asks the cluster; `ready` would start a process in each place to ask.
+    waiting = [name for name, group in asked if not group.wait(max(LAST_LOOK_S, deadline - time.monotonic()))]
     if not waiting:
-        return groups
-    for group in groups:
+        return [group for _, group in asked]
+    have, left = _amounts(ray.cluster_resources()), _amounts(ray.available_resources())
+    for _, group in asked:
         remove_placement_group(group)
+    missing = "; ".join(
+        f"{waiting.count(name)} of {roles[name].workers} {name} workers: each needs {_wish(roles[name])}"
+        for name in dict.fromkeys(waiting)
+    )
     raise UserError(
-        f"no place for {len(waiting)} of {config.workers} {role} workers within {timeout_s:g} s: each needs "
-        f"{config.cpus:g} CPUs, {config.gpus:g} GPUs and {config.memory_gib:g} GiB{_on(config.labels)}; "
-        f"free in the cluster: {_free()}"
+        f"no place within {timeout_s:g} s for {missing}; the cluster has {have}, of which {left} are left beside the "
+        "others; lower workers, cpus, gpus or memory_gib"
     )
 
 
-def _on(labels: Mapping[str, str]) -> str:
-    return f" on a node with labels {dict(labels)}" if labels else ""
+def _place(config: RoleConfig) -> PlacementGroup:
+    bundle = {"CPU": config.cpus, "GPU": config.gpus, "memory": int(config.memory_gib * GIB)}
+    bundle = {name: amount for name, amount in bundle.items() if amount}
+    return placement_group([bundle], bundle_label_selector=[config.labels] if config.labels else None)
 
 
-def _free() -> str:
-    free = ray.available_resources()
-    return f"{free.get('CPU', 0):g} CPUs, {free.get('GPU', 0):g} GPUs, {free.get('memory', 0) / GIB:.1f} GiB"
+def _wish(config: RoleConfig) -> str:
+    labels = f" on a node with labels {dict(config.labels)}" if config.labels else ""
+    return f"{config.cpus:g} CPUs, {config.gpus:g} GPUs and {config.memory_gib:g} GiB{labels}"
+
+
+def _amounts(resources: Mapping[str, float]) -> str:
+    memory_gib = resources.get("memory", 0) / GIB
+    return f"{resources.get('CPU', 0):g} CPUs, {resources.get('GPU', 0):g} GPUs and {memory_gib:.1f} GiB"
 
 
 def actor_options(config: RoleConfig, group: PlacementGroup) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from actors.engine import Engine, stop_token_ids
 from actors.fleet import Fleet
 from actors.weight_sync import Bucket, ParamMeta
 from t2g.config import RolloutConfig
+from t2g.data.chat import load_tokenizer
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.offsets import decode
 from t2g.interfaces import Sampling
@@ -52,11 +53,12 @@ class RolloutWorker:
     async def start(self) -> int:
         """Load everything; returns the size of the vocabulary."""
         await self._engine.start()
-        from transformers import AutoTokenizer
-
-        self._tokenizer = AutoTokenizer.from_pretrained(self._model, revision=self._revision)
+        self._tokenizer = load_tokenizer(self._model, self._revision)
         self._stop_ids = stop_token_ids(self._model, self._tokenizer, self._revision)
         return self._engine.vocab_size
+
+    async def ping(self) -> None:
+        await self._engine.ping()
 
     async def sample(self, prompt: Prompt, sampling: Sampling) -> list[Rollout]:
         return list(await asyncio.gather(*(self._one(prompt, sampling, i) for i in range(sampling.num_samples))))
@@ -77,7 +79,7 @@ class RolloutWorker:
             rollout_logprobs=done.logprobs,
             response_text=decode(self._tokenizer, done.ids),
             finish_reason=done.finish_reason,
-            policy_versions=done.versions or ((0, len(done.ids), self._engine.version),),
+            policy_versions=done.versions,
         )
 
     async def open_update(self, version: int, dtype: str, metas: Sequence[ParamMeta]) -> None:

@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,13 @@ import ray.train.torch
 
 from actors.fanout import first_line
 from actors.placement import GIB
-from actors.sft_rank import LABEL, RankJob, SFTProgress, train_loop
+from actors.sft_rank import CHECKPOINTS, LABEL, REPORT_EVERY, RankJob, SFTProgress, train_loop
+from t2g.checkpoint import CheckpointStore, write_atomic
 from t2g.config import ClusterConfig, ModelConfig, SFTOptions
 from t2g.data.sft import SFTExample
 from t2g.errors import RunStopped, UserError
 
-DRIVER_GRACE_S = 30.0  # the ranks' own deadline comes first: they know where they stand
+DRIVER_GRACE_S = 30.0  # the deadline of the ranks' collectives comes first: they know where they stand
 DONE_FILE = "sft.json"  # written last: a folder without it is not finished
 MOVES_WEIGHTS = {"optim", "dtype", "num_epochs", "batch_size", "max_length", "span_weight"}  # fields of SFTOptions
 NO_PLACE = ("WorkerGroupStartupTimeoutError", "InsufficientClusterResourcesError")  # Ray Train keeps them private
@@ -62,17 +63,22 @@ def run_sft(
     cluster: ClusterConfig,
     out_folder: Path,
     seed: int,
+    on_start: Callable[[int], None],
     on_progress: Callable[[SFTProgress], None],
 ) -> dict[str, float]:
     """Train `model` on `examples` and write it to `out_folder` (safetensors, tokenizer, sft.json).
 
     Ray must be connected. A finished `out_folder` of the same model, examples, options and seed is kept and its metrics
-    are returned at once; an unfinished one is trained again from the start. `on_progress` gets every report.
+    are returned at once; an unfinished one, beside it under the name `.part`, goes on after its last checkpoint.
 
-    Returns the last `SFTProgress` as a dict, and `wall_s`, start-up and export included.
+    Args:
+        on_start: called before the ranks start with the number of steps that are done; not for a model that is kept.
+        on_progress: called with every report.
+
+    Returns the last `SFTProgress` as a dict, and `wall_s`, start-up and export included; seconds are of this start.
 
     Raises:
-        UserError: no examples, `out_folder` holds another training's model, or no place for the ranks.
+        UserError: no examples, `out_folder` holds another training's model, no place for the ranks, or a full disk.
         RunStopped: a loss or gradient that is not finite, a lost rank, a missed deadline (who and where it stood).
     """
     if not examples:
@@ -83,17 +89,48 @@ def run_sft(
         logger.info("%s is already trained with these settings: kept", out_folder)
         return kept
     part = out_folder.with_name(out_folder.name + ".part")
-    if part.exists():
-        logger.warning("%s is from a training that did not finish: it starts again from the base model", part)
-        shutil.rmtree(part)
-    part.mkdir(parents=True)
+    identity = {"fingerprint": key, "num_ranks": options.workers}  # a ZeRO-3 checkpoint has one part for each rank
+    checkpoint, done = _resume_point(part, identity)
+    _clear(part, keep=CHECKPOINTS if checkpoint else None)
+    on_start(done)
 
     started = time.monotonic()
-    job = RankJob(model=model, examples=ray.put(list(examples)), options=options, out_folder=str(part), seed=seed)
+    job = RankJob(
+        model=model, examples=ray.put(list(examples)), options=options, out_folder=str(part), seed=seed,
+        identity=identity, checkpoint=checkpoint, done=done,
+    )  # fmt: skip
     metrics = _fit(job, cluster, on_progress) | {"wall_s": time.monotonic() - started}
-    (part / DONE_FILE).write_text(json.dumps({"fingerprint": key, "metrics": metrics}, indent=1))
+    write_atomic(part / DONE_FILE, json.dumps({"fingerprint": key, "metrics": metrics}, indent=1).encode())
     os.replace(part, out_folder)
+    shutil.rmtree(out_folder / CHECKPOINTS, ignore_errors=True)  # there is none where every step came before the first
     return metrics
+
+
+def _resume_point(part: Path, identity: Mapping[str, Any]) -> tuple[str | None, int]:
+    """Folder of the last intact checkpoint of this training and the number of steps behind it; (None, 0) without one.
+
+    identity: fingerprint and number of ranks, which the checkpoint must share.
+    """
+    if not part.exists():
+        return None, 0
+    found = CheckpointStore(part / CHECKPOINTS, keep=1).latest()
+    if found is not None and identity.items() <= found[1].items():
+        return str(found[0]), found[1]["step"]
+    why = "no whole checkpoint" if found is None else "a checkpoint of other data, options or number of ranks"
+    logger.warning("%s has %s: the training starts from the base model", part, why)
+    return None, 0
+
+
+def _clear(part: Path, *, keep: str | None) -> None:
+    """An empty folder, but for `keep`."""
+    part.mkdir(parents=True, exist_ok=True)
+    for path in part.iterdir():
+        if path.name == keep:
+            continue
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _fingerprint(model: ModelConfig, examples: Sequence[SFTExample], options: SFTOptions, seed: int) -> str:
@@ -136,7 +173,7 @@ def _fit(job: RankJob, cluster: ClusterConfig, on_progress: Callable[[SFTProgres
         trainer = _trainer(job, reports, scratch)
         thread = threading.Thread(target=fit, daemon=True, name="ray-train")
         thread.start()
-        _follow(thread, reports, job.options.timeout_s + DRIVER_GRACE_S, on_progress)
+        _follow(thread, reports, job.options.timeout_s, on_progress)
     if "error" in outcome:
         raise _explain(outcome["error"], job.options, cluster) from outcome["error"]
     return outcome["metrics"]
@@ -198,8 +235,12 @@ def _ray_train_settings(cluster: ClusterConfig) -> Iterator[None]:
 def _follow(
     thread: threading.Thread, reports: Path, timeout_s: float, on_progress: Callable[[SFTProgress], None]
 ) -> None:
-    """Hand on each report until the thread ends; RunStopped with the last one when the deadline passes."""
-    deadline = time.monotonic() + timeout_s
+    """Hand on each report until the thread ends; RunStopped when the next one, or the end, is late.
+
+    timeout_s: of one optimizer step, and of the start-up and of the export before and after them.
+    """
+    patience_s = (REPORT_EVERY + 1) * timeout_s + DRIVER_GRACE_S
+    deadline = time.monotonic() + patience_s
     num_read, last = 0, None
     while True:
         alive = thread.is_alive()
@@ -207,12 +248,16 @@ def _follow(
         for line in lines[num_read:]:
             last = SFTProgress(**json.loads(line))
             on_progress(last)
+            deadline = time.monotonic() + patience_s
         num_read = len(lines)
         if not alive:
             return
         if time.monotonic() > deadline:
             where = f"the ranks stood at step {last.step} of {last.num_steps}" if last else "no rank has reported yet"
-            raise RunStopped(f"{LABEL} did not end within {timeout_s:g} s: {where}")
+            raise RunStopped(
+                f"{LABEL} is late: nothing was heard of its ranks for {patience_s:g} s, {REPORT_EVERY} steps at "
+                f"sft.timeout_s={timeout_s:g} s and what comes before or after them; {where}"
+            )
         thread.join(0.2)
 
 

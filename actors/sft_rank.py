@@ -16,12 +16,14 @@ import ray.train
 import torch
 
 from actors.loading import load_for_training
+from t2g.checkpoint import CheckpointStore
 from t2g.config import ModelConfig, SFTOptions
 from t2g.data.sft import SFTExample, SFTMicrobatch, make_microbatch, plan_epochs
-from t2g.errors import RunStopped
 
 LABEL = "supervised training"  # how messages call it
 REPORT_EVERY = 10  # optimizer steps between two reports
+CHECKPOINTS = "checkpoints"  # folder in the unfinished model's
+TAG = "engine"  # DeepSpeed's folder in a checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +36,7 @@ class SFTProgress:
     grad_norm: float  # global, before clipping
     lr: float
     tokens_per_s: float  # prompt and target tokens of all ranks, padding not counted
-    train_s: float  # since the ranks began to train
+    train_s: float  # since the ranks began to train, in this start
     left_s: float  # at the present speed
 
 
@@ -47,6 +49,9 @@ class RankJob:
     options: SFTOptions
     out_folder: str
     seed: int
+    identity: dict[str, Any]  # goes into each checkpoint: what a later start must share to go on from it
+    checkpoint: str | None  # folder to go on from
+    done: int  # steps behind it
 
 
 def train_loop(config: dict[str, Any]) -> dict[str, float]:
@@ -55,11 +60,10 @@ def train_loop(config: dict[str, Any]) -> dict[str, float]:
 
     job: RankJob = config["job"]
     options = job.options
-    started = time.monotonic()
     context = ray.train.get_context()
     rank, num_ranks = context.get_world_rank(), context.get_world_size()
     torch.set_num_threads(options.threads)
-    torch.manual_seed(job.seed * 1_000_003 + rank)
+    torch.manual_seed(job.seed)  # for weights that the model's folder lacks
     zero3.init_distributed(
         rank, num_ranks, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
         "nccl" if options.gpus else "gloo", timeout_s=options.timeout_s,
@@ -74,10 +78,12 @@ def train_loop(config: dict[str, Any]) -> dict[str, float]:
     )  # fmt: skip
     engine = zero3.build_engine(model, options.optim, num_steps=len(plan), dtype=options.dtype, world_size=num_ranks)
 
-    reporter = _Reporter(num_steps=len(plan))
-    for step, hands in enumerate(plan, start=1):
-        if time.monotonic() - started > options.timeout_s:
-            raise RunStopped(f"{LABEL} is late: step {step} of {len(plan)} after sft.timeout_s={options.timeout_s:g} s")
+    if job.checkpoint is not None:
+        zero3.load_checkpoint(engine, Path(job.checkpoint), TAG)
+
+    reporter = _Reporter(num_steps=len(plan), done=job.done)
+    for step, hands in enumerate(plan[job.done :], start=job.done + 1):
+        torch.manual_seed(((job.seed * 1_000_003 + step) * 1_000_003 + rank) % 2**63)  # dropout is a function of it
         chosen = [index for hand in hands for rows in hand for index in rows]
         total_weight = sum(float(examples[index].target_weights.sum(dtype="float64")) for index in chosen)
         result = zero3.train_step(
@@ -87,8 +93,28 @@ def train_loop(config: dict[str, Any]) -> dict[str, float]:
             label=f"{LABEL}, step {step}, examples {_short(chosen)}",
         )
         reporter.add(step, result, num_tokens=sum(lengths[index] for index in chosen))
+        if options.checkpoint_every is not None and step % options.checkpoint_every == 0 and step < len(plan):
+            _checkpoint(engine, job, step)
     zero3.export(engine, tokenizer, Path(job.out_folder))
     return reporter.last
+
+
+def _checkpoint(engine: Any, job: RankJob, step: int) -> None:
+    """Every rank writes its part, then rank 0 seals them as the only checkpoint. UserError when the disk is full."""
+    from actors import zero3
+
+    folder = Path(job.out_folder)
+    beside = folder / "engine.part"  # the store's own folder has a name that only rank 0 knows
+
+    def save(into: Path) -> None:
+        zero3.save_checkpoint(engine, beside, TAG)
+        (beside / TAG).rename(into / TAG)
+        beside.rmdir()
+
+    if engine.global_rank == 0:
+        CheckpointStore(folder / CHECKPOINTS, keep=1).write(step, save, {"step": step, **job.identity})
+    else:
+        zero3.save_checkpoint(engine, beside, TAG)
 
 
 def _short(indices: Sequence[int]) -> str:
@@ -114,8 +140,9 @@ def _loss_share(engine: Any, batch: SFTMicrobatch, *, total_weight: float) -> tu
 class _Reporter:
     """Adds up steps and tells Ray Train every REPORT_EVERY of them, and at the last."""
 
-    def __init__(self, num_steps: int) -> None:
+    def __init__(self, *, num_steps: int, done: int) -> None:
         self.num_steps = num_steps
+        self._before = done
         self.last: dict[str, float] = {}
         self._started = self._since = time.monotonic()
         self._losses: list[float] = []
@@ -138,7 +165,7 @@ class _Reporter:
                 lr=result.lr,
                 tokens_per_s=self._num_tokens / (now - self._since),
                 train_s=now - self._started,
-                left_s=(now - self._started) / step * (self.num_steps - step),
+                left_s=(now - self._started) / (step - self._before) * (self.num_steps - step),
             )
         )
         ray.train.report(self.last)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import psutil
 import torch
 import xxhash
 from vllm.distributed.weight_transfer.base import (
@@ -22,22 +23,32 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 BACKEND = "store"
 OWNER_ENV = "T2G_ENGINE_OWNER"  # pid of the actor process, set by actors.engine
-PARENT_POLL_S = 0.5
+OWNER_POLL_S = 0.5
 
 
 def register() -> None:
     """Called by vLLM once in each of an engine's processes."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, __name__, "StoreWeightTransferEngine")
-    if os.environ.get(OWNER_ENV, str(os.getpid())) != str(os.getpid()):
-        threading.Thread(target=_end_with_parent, args=(os.getppid(),), name="t2g-parent", daemon=True).start()
+    owner = int(os.environ.get(OWNER_ENV, os.getpid()))
+    if owner != os.getpid():
+        threading.Thread(target=_end_with_owner, args=(owner,), name="t2g-owner", daemon=True).start()
 
 
-def _end_with_parent(parent: int) -> None:
-    """A killed actor cannot close its engine: without this the core would keep its memory, and its GPU, for ever."""
-    while os.getppid() == parent:
-        time.sleep(PARENT_POLL_S)
+def _end_with_owner(owner: int) -> None:
+    """A killed actor cannot close its engine: without this the core would keep its memory, and its GPU, for ever.
+
+    The owner may be dead before this process looks for it, seconds after it was started, and its pid may be another
+    process by then: only an ancestor is the owner.
+    """
+    while descends_from(owner):
+        time.sleep(OWNER_POLL_S)
     os._exit(1)
+
+
+def descends_from(pid: int) -> bool:
+    """Whether process `pid` is an ancestor of this one: the orphans of a dead process get another parent at once."""
+    return any(parent.pid == pid for parent in psutil.Process().parents())
 
 
 @dataclass

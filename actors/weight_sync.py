@@ -1,13 +1,14 @@
 """Weights from the learner group into every rollout engine: sent by version, checked by names, proved by a probe.
 
 The way of one version: the learner announces names and shapes, streams buckets through Ray's object store, and every
-worker writes each bucket into a file under /dev/shm that its engine maps (`actors.vllm_plugin`). vLLM does not notice
-a bad sync, so after each one every worker scores the same 64 tokens and must agree with the learner.
+worker writes each bucket into memory that its engine maps (`actors.engine.Arena`, `actors.vllm_plugin`). vLLM does not
+notice a bad sync, so after each one every worker scores the same 64 tokens and must agree with the learner.
 """
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -50,7 +51,7 @@ class WeightOwner(Protocol):
         """Every parameter of the policy in the order in which it is sent, without gathering any."""
         ...
 
-    def stream_weights(self, dtype: str) -> Iterator["ray.ObjectRef[Bucket]"]:
+    def stream_weights(self, dtype: str) -> Generator["ray.ObjectRef[Bucket]", None, None]:
         """Buckets as `plan_buckets` cuts them; tensors converted to `dtype` ("float32" or "bfloat16")."""
         ...
 
@@ -145,11 +146,13 @@ class StoreWeightSync:
         num_bytes = 0
         try:
             self._on_all(lambda w: w.open_update.remote(version, dtype, metas), deadline, "the start of a weight sync")
-            for ref in self._learner.stream_weights(dtype):
-                loaded = self._on_all(
-                    lambda w, ref=ref: w.load_bucket.remote(version, ref), deadline, "a bucket of weights"
-                )
-                num_bytes += next(iter(loaded.values()))
+            # Closed here and now: left to the garbage collector, the stream would be ended after Ray is.
+            with closing(self._learner.stream_weights(dtype)) as stream:
+                for ref in stream:
+                    loaded = self._on_all(
+                        lambda w, ref=ref: w.load_bucket.remote(version, ref), deadline, "a bucket of weights"
+                    )
+                    num_bytes += next(iter(loaded.values()))
             self._on_all(lambda w: w.close_update.remote(version), deadline, "the end of a weight sync")
         except RayTaskError as error:
             raise RunStopped(f"weight sync of version {version} refused: {error.cause}") from error

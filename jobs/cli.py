@@ -65,7 +65,7 @@ class StopFlag:
         return self.signal_name is not None
 
     def _set(self, number: int, _frame: FrameType | None) -> None:
-        # Only an assignment: a handler that takes a lock, as threading.Event does, may wait for what it interrupted.
+        # No lock here: a handler that takes one, as threading.Event does, may wait for what it interrupted.
         self.signal_name = signal.Signals(number).name
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C stops at once

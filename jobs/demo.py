@@ -94,13 +94,13 @@ def table(summary: dict[str, Any]) -> str:
 
 
 def run(demo: DemoJob) -> int:
-    """All stages that are not there yet, then the arms. 0 when done, 143 when a signal ended it after a checkpoint."""
+    """All stages that are not there yet, then the arms. 0 when done, 143 when SIGTERM ended it."""
     import ray
 
     from actors.placement import connect
     from jobs.fleets import Fleets
     from jobs.stages import make_stages
-    from jobs.train_policy import STOPPED, finished, read_data, train
+    from jobs.train_policy import finished, read_data, stopped, train
 
     started = time.monotonic()
     jobs = {arm: arm_job(demo, arm) for arm in demo.arms}
@@ -121,8 +121,7 @@ def run(demo: DemoJob) -> int:
                     data = read_data(job)
                     summary = train(job, data, *fleets.for_policy(job, data.task), stop)
                 if summary is None:
-                    print(f"stopped by {stop.signal_name} at a checkpoint: run it again to go on", file=sys.stderr)
-                    return STOPPED
+                    return stopped(stop)
                 arms[arm] = summary
     finally:
         ray.shutdown()

@@ -5,10 +5,13 @@
 """
 
 import asyncio
+import fcntl
 import json
+import shutil
+import signal
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +28,7 @@ if TYPE_CHECKING:  # numpy, torch and Ray are imported by the functions that nee
     from t2g.types import Prompt
 
 SMOKE_STEPS = 3
-STOPPED = 143  # exit code of a run that a signal ended after its checkpoint: 128 + SIGTERM
+TIMES = {"steps_s": "time/step_s", "evaluations_s": "time/eval_s"}  # in the summary: sums of metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +74,6 @@ def train(
     from t2g.progress import stage
     from t2g.trainer import Trainer
 
-    begin_folder(config)
-    started = time.monotonic()
     folder = config.run.folder
     spec = LearnerSpec(
         model=config.model,
@@ -82,15 +83,9 @@ def train(
         num_updates=config.num_steps,
         seed=config.run.seed,
     )
-    learner = LearnerGroup(spec, placement_timeout_s=config.cluster.placement_timeout_s)
-    log = RunLog(folder, config.log)
-    try:
-        with stage(f"PPO {config.run.name}", config.num_steps) as bar:
-
-            def on_step(step: int, metrics: dict[str, float]) -> None:
-                bar.say(step_line(step, metrics))
-                bar.advance(step > 0)
-
+    with only_run(config), closing(RunLog(folder, config.log)) as log:
+        group = LearnerGroup(spec, placement_timeout_s=config.cluster.placement_timeout_s)
+        with closing(group) as learner:
             trainer = Trainer(
                 config=config,
                 task=data.task,
@@ -104,16 +99,35 @@ def train(
                 log=log,
                 checkpoints=CheckpointStore(folder / "checkpoints", config.checkpoint.keep),
                 stop=lambda: bool(stop),
-                on_step=on_step,
             )
-            state = asyncio.run(trainer.run())
-        if state.step < config.num_steps:
-            return None
-        learner.export(folder / "policy")
-    finally:
-        log.close()
-        learner.close()
-    return write_summary(config, seconds=time.monotonic() - started)
+            done = trainer.resume().step
+            with stage(f"PPO {config.run.name}", config.num_steps, done=done) as bar:
+
+                def on_step(step: int, metrics: dict[str, float]) -> None:
+                    bar.say(step_line(step, metrics))
+                    bar.advance(min(step, 1))  # step 0 is the evaluation before the first update
+
+                if done:
+                    bar.say(f"going on after step {done}, from its checkpoint")
+                trainer.on_step = on_step
+                state = asyncio.run(trainer.run())
+            if state.step < config.num_steps:
+                return None
+            learner.export(folder / "policy")
+        return write_summary(config, seconds=state.wall_s)
+
+
+@contextmanager
+def only_run(config: PolicyJob) -> Iterator[None]:
+    """The run folder for this process alone; its resolved config is in it. UserError when another process has it."""
+    begin_folder(config)
+    with (config.run.folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given back by the kernel when this process ends
+        except BlockingIOError:
+            sentence = f"another process trains in {config.run.folder}: wait for it, or take another run.name"
+            raise UserError(sentence) from None
+        yield
 
 
 def begin_folder(config: PolicyJob) -> None:
@@ -141,7 +155,7 @@ def finished(config: PolicyJob) -> dict[str, Any] | None:
 def write_summary(config: PolicyJob, *, seconds: float) -> dict[str, Any]:
     """summary.json and report.html of a finished run, from what the run wrote."""
     from t2g.checkpoint import write_atomic
-    from t2g.metrics import METRICS_FILE, STEP_S, held_out, read_records
+    from t2g.metrics import METRICS_FILE, held_out, read_records
     from t2g.report.run import SUMMARY_FILE, report_run
     from t2g.versions import versions
 
@@ -153,7 +167,8 @@ def write_summary(config: PolicyJob, *, seconds: float) -> dict[str, Any]:
         "samples": int(lines[-1]["samples"]),
         "base": evaluated[0] if evaluated else {},
         "policy": evaluated[-1] if evaluated else {},
-        "timing": {"wall_s": seconds, "steps_s": sum(line.get(STEP_S, 0.0) for line in lines)},
+        "timing": {"wall_s": seconds}
+        | {name: sum(line.get(metric, 0.0) for line in lines) for name, metric in TIMES.items()},
         "versions": versions(),
     }
     write_atomic(folder / SUMMARY_FILE, json.dumps(summary, indent=1).encode())
@@ -162,7 +177,7 @@ def write_summary(config: PolicyJob, *, seconds: float) -> dict[str, Any]:
 
 
 def smoke_config(config: PolicyJob) -> PolicyJob:
-    """The same run with three steps, in a folder of its own."""
+    """The same run with three steps, in a folder of its own that is emptied first."""
     changes = {
         "num_steps": min(SMOKE_STEPS, config.num_steps),
         "run": config.run.model_copy(update={"name": f"{config.run.name[:41]}-smoke"}),
@@ -174,16 +189,24 @@ def smoke_words(config: PolicyJob, summary: dict[str, Any]) -> str:
     """What three steps say of the whole run: samples a second, and how long it will take."""
     from t2g.progress import duration
 
-    step_s = summary["timing"]["steps_s"] / summary["steps"]
-    per_s = summary["samples"] / summary["timing"]["steps_s"]
+    timing, num_steps = summary["timing"], config.num_steps
+    step_s = timing["steps_s"] / summary["steps"]
+    # A smoke run has the first evaluation and the last.
+    evaluations_s = timing["evaluations_s"] / 2 * (1 + num_steps / config.eval.every)
     return (
-        f"smoke run done: {per_s:.1f} samples/s, {step_s:.1f} s a step; "
-        f"{config.num_steps} steps will take about {duration(step_s * config.num_steps)}"
+        f"smoke run done: {summary['samples'] / timing['steps_s']:.1f} samples/s, {step_s:.1f} s a step; "
+        f"{num_steps} steps will take about {duration(step_s * num_steps + evaluations_s)}"
     )
 
 
+def stopped(stop: StopFlag) -> int:
+    """Say how the run ended; its exit code as a shell knows it: 143 for SIGTERM."""
+    print(f"stopped by {stop.signal_name}: the same command goes on after the last finished step", file=sys.stderr)
+    return 128 + signal.Signals[str(stop.signal_name)]
+
+
 def run(asked: PolicyJob) -> int:
-    """Connect, start the fleets, train. 0 when done, 143 when a signal ended the run after its checkpoint."""
+    """Connect, start the fleets, train. 0 when done, 128 + its number when a signal ended the run."""
     import ray
 
     from actors.placement import connect
@@ -192,6 +215,8 @@ def run(asked: PolicyJob) -> int:
 
     demo = demo_of(asked)
     config = resolve_stages(smoke_config(asked) if asked.run.smoke else asked, demo)
+    if asked.run.smoke:
+        shutil.rmtree(config.run.folder, ignore_errors=True)
     summary = finished(config)
     if summary is None:
         data = None if demo else read_data(config)
@@ -208,8 +233,7 @@ def run(asked: PolicyJob) -> int:
         finally:
             ray.shutdown()
     if summary is None:
-        print(f"stopped by {stop.signal_name} at a checkpoint; the same command goes on from there", file=sys.stderr)
-        return STOPPED
+        return stopped(stop)
     print(smoke_words(asked, summary) if asked.run.smoke else json.dumps(summary["policy"], indent=1))
     print(f"report: {config.run.folder / 'report.html'}")
     return 0

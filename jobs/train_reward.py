@@ -3,7 +3,8 @@
     python -m jobs.train_reward --config configs/own/reward.yaml model.policy=my/model \
         data.path=runs/annotated/train.jsonl eval_data.path=runs/annotated/heldout.jsonl
 
-Leaves `<run folder>/model`, metrics.jsonl and reward.json (see `t2g.reward_eval.reward_metrics`).
+Leaves `<run folder>/model`, metrics.jsonl and reward.json (see `t2g.reward_eval.reward_metrics`). run.smoke=true does
+the same with three steps in the folder `smoke`.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobs.cli import main
-from jobs.train_sft import supervise
+from jobs.train_sft import LEFTOVERS, MODEL, check_folder, supervise, work_folder
 from t2g.checkpoint import write_atomic
 from t2g.config import FeedbackConfig, RewardJob
 from t2g.describe import describe_reward
@@ -64,9 +65,9 @@ def train_reward(config: RewardJob, data: RewardData, fleets: "Fleets", *, token
     tokenizer: on whose tokens spans are compared.
     """
     supervise(config, data.examples, title="span reward model")
-    model = config.run.folder / ("smoke" if config.run.smoke else "model")
-    metrics = evaluate_reward(config, model, data.heldout, fleets, tokenizer)
-    write_atomic(config.run.folder / REPORT_FILE, json.dumps(metrics, indent=1).encode())
+    folder = work_folder(config.run)
+    metrics = evaluate_reward(config, folder / MODEL, data.heldout, fleets, tokenizer)
+    write_atomic(folder / REPORT_FILE, json.dumps(metrics, indent=1).encode())
     return metrics
 
 
@@ -110,6 +111,7 @@ def run(config: RewardJob) -> None:
     from actors.placement import connect
     from jobs.fleets import Fleets
 
+    check_folder(config, *LEFTOVERS)
     data = read_data(config)
     connect(config.cluster, {"sft": config.sft})  # the engine starts when the ranks have gone
     with Fleets() as fleets:

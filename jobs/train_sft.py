@@ -3,25 +3,31 @@
     python -m jobs.train_sft --config configs/own/sft.yaml model.policy=my/model data.path=my.jsonl
 
 Leaves `<run folder>/model` (safetensors and tokenizer), metrics.jsonl and the resolved config. The same command again
-keeps a finished model.
+keeps a finished model, and goes on after the last checkpoint of an unfinished one. run.smoke=true makes three steps in
+the folder `smoke` and says how long all of them will take.
 """
 
+import shutil
 import sys
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 from jobs.cli import main
 from t2g import configio
-from t2g.config import RewardJob, SFTJob
+from t2g.config import JobConfig, RewardJob, RunConfig, SFTJob
 from t2g.describe import describe_sft
 from t2g.errors import UserError
 
 if TYPE_CHECKING:
     from actors.sft_rank import SFTProgress
     from t2g.data.sft import SFTExample
+    from t2g.metrics import RunLog
 
+MODEL = "model"
+LEFTOVERS = (MODEL, f"{MODEL}.part")  # what a training leaves, finished or not
 SMOKE_STEPS = 3
 
 
@@ -42,38 +48,88 @@ def read_examples(config: SFTJob) -> "list[SFTExample]":
 
 
 def supervise(config: SFTJob | RewardJob, examples: "Sequence[SFTExample]", *, title: str) -> dict[str, float]:
-    """Train `config.model` on `examples` into `<run folder>/model`, with a progress bar and metrics.jsonl."""
+    """Train `config.model` on `examples` into `model` in the run folder, with a progress bar and metrics.jsonl.
+
+    Goes on after the last checkpoint of an earlier start; a finished model is kept.
+    """
     from actors.sft import run_sft
     from t2g.data.sft import count_steps
     from t2g.metrics import RunLog
-    from t2g.progress import stage
 
-    folder, options = config.run.folder, config.sft
-    configio.write(config, folder)
+    folder = begin_folder(config, *LEFTOVERS)
+    options = config.sft
     if config.run.smoke:
         share = SMOKE_STEPS * options.batch_size / len(examples)
         options = options.model_copy(update={"num_epochs": min(options.num_epochs, share)})
-    out_folder = folder / ("smoke" if config.run.smoke else "model")
-    if config.run.resume == "never" and out_folder.exists():
-        raise UserError(f"run.resume=never, and {out_folder} exists: remove it or choose another run.name")
     num_steps = count_steps(len(examples), options.num_epochs, options.batch_size)
-    with closing(RunLog(folder, config.log)) as log, stage(title, num_steps) as bar:
-        done = 0
-
-        def on_progress(progress: "SFTProgress") -> None:
-            nonlocal done
-            if done == 0:
-                log.truncate(first_step=1)  # only now: a model that is kept keeps its metrics
-            log.step(progress.step, {f"sft/{key}": value for key, value in asdict(progress).items() if key != "step"})
-            bar.advance(progress.step - done)
-            done = progress.step
-
+    with closing(RunLog(folder, config.log)) as log, _Follower(title, num_steps, log) as follower:
         metrics = run_sft(
-            model=config.model, examples=examples, options=options, cluster=config.cluster, out_folder=out_folder,
-            seed=config.run.seed, on_progress=on_progress,
+            model=config.model, examples=examples, options=options, cluster=config.cluster,
+            out_folder=folder / MODEL, seed=config.run.seed, on_start=follower.start, on_progress=follower.advance,
         )  # fmt: skip
-        bar.say(_summary(config, metrics, len(examples)))
+    print(_summary(config, metrics, len(examples)))
     return metrics
+
+
+class _Follower:
+    """Shows a training on a progress bar and writes it down; a model that is kept shows no bar and keeps its lines."""
+
+    def __init__(self, title: str, num_steps: int, log: "RunLog") -> None:
+        self._title, self._num_steps, self._log = title, num_steps, log
+        self._done = 0
+        self._open = ExitStack()
+
+    def start(self, done: int) -> None:
+        """The ranks are about to start, `done` steps into the training."""
+        from t2g.progress import stage
+
+        self._log.truncate(first_step=done + 1)
+        self._done = done
+        self._bar = self._open.enter_context(stage(self._title, self._num_steps, done=done))
+        if done:
+            self._bar.say(f"going on after step {done}, from its checkpoint")
+
+    def advance(self, progress: "SFTProgress") -> None:
+        values = {f"sft/{key}": value for key, value in asdict(progress).items() if key != "step"}
+        self._log.step(progress.step, values)
+        self._bar.advance(progress.step - self._done)
+        self._done = progress.step
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.__exit__(*error)
+
+
+def work_folder(run: RunConfig) -> Path:
+    """The run folder; a smoke run has `smoke` in it, and touches nothing else there."""
+    return run.folder / "smoke" if run.smoke else run.folder
+
+
+def check_folder(config: JobConfig, *leftovers: str) -> None:
+    """UserError where the run folder has one of the files `leftovers` and this config may not go on with it.
+
+    Writes nothing. A smoke run goes on with nothing.
+    """
+    folder = config.run.folder
+    found = [name for name in leftovers if (folder / name).exists()]
+    if config.run.smoke or not found:
+        return
+    if config.run.resume == "never":
+        raise UserError(f"run.resume=never, and {folder / found[0]} exists: remove it or choose another run.name")
+    if (folder / configio.FILE_NAME).exists():
+        configio.check_resumable(config, folder)
+
+
+def begin_folder(config: JobConfig, *leftovers: str) -> Path:
+    """The `work_folder` with the resolved config in it; see `check_folder`. A smoke run's is emptied first."""
+    check_folder(config, *leftovers)
+    folder = work_folder(config.run)
+    if config.run.smoke:
+        shutil.rmtree(folder, ignore_errors=True)
+    configio.write(config, folder)
+    return folder
 
 
 def _summary(config: SFTJob | RewardJob, metrics: dict[str, float], num_examples: int) -> str:
@@ -91,6 +147,7 @@ def _summary(config: SFTJob | RewardJob, metrics: dict[str, float], num_examples
 def run(config: SFTJob) -> None:
     from actors.placement import connect
 
+    check_folder(config, *LEFTOVERS)
     examples = read_examples(config)
     connect(config.cluster, {"sft": config.sft})
     supervise(config, examples, title="supervised fine-tuning")

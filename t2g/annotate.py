@@ -5,11 +5,13 @@ Written against two of the four seams: whether the critic is a program, a person
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from t2g.data.records import AnnotatedRecord, annotated_record
 from t2g.interfaces import FeedbackSource, RolloutSource, Sampling
 from t2g.types import Prompt, Rollout
+
+SampleKey = tuple[str, int]  # prompt_id, sample_index
 
 
 async def annotate(
@@ -18,23 +20,36 @@ async def annotate(
     rollouts: RolloutSource,
     feedback: FeedbackSource,
     on_record: Callable[[AnnotatedRecord], None],
-) -> list[AnnotatedRecord]:
-    """`sampling.num_samples` records per prompt, in the order of `prompts`; failed feedback is a record of that status.
+    *,
+    done: Collection[SampleKey] = frozenset(),
+) -> None:
+    """`on_record` hears of `sampling.num_samples` records per prompt, each as soon as it is made, in no fixed order.
 
-    `on_record` hears of each as soon as it is made.
+    Failed feedback is a record of that status. Samples in `done` are not judged again, and a prompt that has all of
+    them is not sampled.
     """
 
-    async def judged(prompt: Prompt, rollout: Rollout) -> AnnotatedRecord:
-        record = annotated_record(prompt, rollout, await feedback.judge(prompt, rollout.response_text))
-        on_record(record)
-        return record
+    async def judged(prompt: Prompt, rollout: Rollout) -> None:
+        on_record(annotated_record(prompt, rollout, await feedback.judge(prompt, rollout.response_text)))
 
-    async def one(prompt: Prompt) -> list[AnnotatedRecord]:
+    async def one(prompt: Prompt) -> None:
+        if all((prompt.prompt_id, index) in done for index in range(sampling.num_samples)):
+            return
         sampled = await rollouts.sample(prompt, sampling)
-        return list(await asyncio.gather(*(judged(prompt, rollout) for rollout in sampled)))
+        await asyncio.gather(*(judged(prompt, r) for r in sampled if (r.prompt_id, r.sample_index) not in done))
 
-    groups = await asyncio.gather(*(one(prompt) for prompt in prompts))
-    return [record for group in groups for record in group]
+    await asyncio.gather(*(one(prompt) for prompt in prompts))
+
+
+def in_prompt_order(records: Iterable[AnnotatedRecord], prompts: Sequence[Prompt]) -> list[AnnotatedRecord]:
+    """One record per sample of `prompts`, in their order; the rest, of other prompts or texts, is left out."""
+    place = {(prompt.prompt_id, prompt.prompt_text): number for number, prompt in enumerate(prompts)}
+    found = {
+        (place[record.prompt_id, record.prompt], record.sample_index): record
+        for record in records
+        if (record.prompt_id, record.prompt) in place
+    }
+    return [found[key] for key in sorted(found)]
 
 
 def is_heldout(prompt_id: str, share: float) -> bool:

@@ -11,7 +11,8 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -140,14 +141,37 @@ class CheckpointStore:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replace `path` by `data` at once: a reader, or a crash, finds the old content or the new one, never a part."""
+    """Replace `path` by `data` at once: a reader, or a crash, finds the old content or the new one, never a part.
+
+    Raises UserError when the disk is full; the old content then stands.
+    """
     temporary = path.with_name(f"{_TEMPORARY}{path.name}")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    _sync_path(path.parent)
+    with full_disk_in_words(path):
+        try:
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        temporary.replace(path)
+        _sync_path(path.parent)
+
+
+@contextmanager
+def full_disk_in_words(path: Path) -> Iterator[None]:
+    """What the block writes to `path` does not fit on the disk: UserError with file, folder and what is left."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        free = shutil.disk_usage(path.parent).free
+        raise UserError(
+            f"{path.name} does not fit on the disk of {path.parent} ({free / 2**20:.0f} MiB left; what was written "
+            "before is kept): free some space, then start the same command again"
+        ) from error
 
 
 def _seal(folder: Path) -> None:

@@ -4,9 +4,10 @@ A default that depends on another field is resolved by a validator, so that the 
 """
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 
 class Section(BaseModel):
@@ -18,6 +19,9 @@ class Section(BaseModel):
 Dtype = Literal["float32", "bfloat16"]
 Schedule = Literal["constant", "linear", "cosine"]
 Placement = Literal["span", "scalar", "shuffled"]
+
+FLOAT32_PROBE_TOLERANCE = 1e-3
+BFLOAT16_PROBE_TOLERANCE = 0.25
 
 
 class RunConfig(Section):
@@ -80,18 +84,39 @@ class EngineConfig(RoleConfig):
     request_timeout_s: float = Field(180, gt=0, description="one request; past it the worker counts as late")
 
 
+def _refuse_without_room(config: "RolloutConfig | RewardEngineConfig") -> None:
+    if config.max_new_tokens >= config.max_model_len:
+        raise ValueError(
+            f"max_new_tokens={config.max_new_tokens} leaves no room for a prompt in "
+            f"max_model_len={config.max_model_len}; it needs to be smaller"
+        )
+
+
 class RolloutConfig(EngineConfig):
     prompts_per_step: int = Field(16, ge=1)
     samples_per_prompt: int = Field(4, ge=1)
     temperature: float = Field(1.0, gt=0)
     max_new_tokens: int = Field(128, ge=1)
 
+    @model_validator(mode="after")
+    def _has_room(self) -> "RolloutConfig":
+        _refuse_without_room(self)
+        return self
+
 
 class RewardEngineConfig(EngineConfig):
+    max_model_len: int = Field(4096, ge=16, description="longest prompt (instructions, input, response) plus answer")
     max_critique_chars: int = Field(1200, ge=1, description="bound of the critique in guided decoding")
     max_spans: int = Field(16, ge=0, description="bound of good and of poor quotes each")
     max_quote_chars: int = Field(160, ge=1)
-    max_new_tokens: int = Field(1024, ge=1, description="must hold the longest answer; a cut answer is unparsable")
+    max_new_tokens: int = Field(
+        1024, ge=1, description="must hold the longest answer: a cut one is unparsable; the endpoint's limit, too"
+    )
+
+    @model_validator(mode="after")
+    def _has_room(self) -> "RewardEngineConfig":
+        _refuse_without_room(self)
+        return self
 
 
 class FeedbackConfig(Section):
@@ -99,13 +124,25 @@ class FeedbackConfig(Section):
     reward_model: str | None = Field(None, description="folder or hub name of the span reward model")
     reward_revision: str | None = None
     engine: RewardEngineConfig = RewardEngineConfig()
-    endpoint_url: str | None = Field(None, description="base URL of an OpenAI-compatible server")
+    endpoint_url: str | None = Field(None, description="base URL of an OpenAI-compatible server, no key in it")
     endpoint_model: str | None = None
     endpoint_key_env: str = Field("OPENAI_API_KEY", description="environment variable that holds the key")
     concurrency: int = Field(8, ge=1, description="open requests to the endpoint")
-    human_file: str | None = Field(None, description="JSON lines: prompt_id or prompt, response, critique, good, poor")
+    human_file: str | None = Field(
+        None, description="JSON lines: prompt_id and/or prompt, response, critique, good, poor"
+    )
     timeout_s: float = Field(120, gt=0, description="one judgement, all tries")
     max_failed_share: float = Field(0.5, ge=0, le=1, description="a step with more failed feedback stops the run")
+
+    @field_validator("endpoint_url")
+    @classmethod
+    def _no_key_in_the_url(cls, url: str | None) -> str | None:
+        if url is not None and "@" in urlsplit(url).netloc:
+            raise ValueError(
+                "feedback.endpoint_url has a name or password before its host, and config.yaml would keep it; "
+                "put the key into the environment variable that feedback.endpoint_key_env names"
+            )
+        return url
 
     @model_validator(mode="after")
     def _source_is_complete(self) -> "FeedbackConfig":
@@ -139,11 +176,20 @@ class ObjectiveConfig(Section):
     whiten: Literal["full", "scale_only", "none"] = "full"
     clip_eps: float = Field(0.2, gt=0, lt=1)
     value_clip: float = Field(0.2, gt=0)
-    vf_coef: float = Field(0.1, gt=0)
+    vf_coef: float = Field(
+        0.1,
+        gt=0,
+        description="factor of the critic's loss; the critic has an AdamW of its own, so it only says how soon "
+        "learner.critic.max_grad_norm clips",
+    )
     kl_coef: float = Field(0.05, ge=0, description="initial coefficient of the k1 penalty in the reward")
     kl_target: float | None = Field(6.0, gt=0, description="nats per sequence; none keeps the coefficient fixed")
     kl_horizon: int = Field(10_000, ge=1, description="samples over which the coefficient adapts")
     importance_cap: float = Field(2.0, ge=1, description="C of min(exp(old - rollout), C)")
+
+
+def _own_probe_tolerance(learner: dict[str, Any]) -> float:
+    return BFLOAT16_PROBE_TOLERANCE if learner.get("dtype") == "bfloat16" else FLOAT32_PROBE_TOLERANCE
 
 
 class LearnerConfig(RoleConfig):
@@ -155,8 +201,21 @@ class LearnerConfig(RoleConfig):
     dtype: Dtype = "float32"
     critic_warmup_steps: int = Field(0, ge=0, description="first steps in which only the critic learns")
     sync_bucket_mib: float = Field(64, gt=0, description="weights gathered and sent at once")
-    probe_tolerance: float = Field(1e-3, gt=0, description="largest |engine - learner| logprob on the probe, nats")
+    probe_tolerance: float = Field(
+        default_factory=_own_probe_tolerance,
+        gt=0,
+        description="largest |engine - learner| logprob on the probe, nats; by default 0.001, and 0.25 where engine or "
+        "learner is bfloat16, whose rounding alone puts them 0.06 apart in the mean",
+    )
     step_timeout_s: float = Field(600, gt=0, description="one forward, update, sync or checkpoint")
+
+
+def _with_probe_tolerance(learner: LearnerConfig, info: ValidationInfo) -> LearnerConfig:
+    """The learner's default tolerance knows its own dtype only; the engine's counts as well."""
+    rollout = info.data.get("rollout")  # none where that section is wrong
+    if rollout is None or rollout.dtype == "float32" or "probe_tolerance" in learner.model_fields_set:
+        return learner
+    return learner.model_copy(update={"probe_tolerance": BFLOAT16_PROBE_TOLERANCE})
 
 
 class EvalConfig(Section):
@@ -215,6 +274,8 @@ class PolicyJob(JobConfig):
         None, description="a demo config whose stages are made first where missing; ${stages} in a path is their folder"
     )
 
+    _probe_tolerance = field_validator("learner")(_with_probe_tolerance)
+
 
 class SFTOptions(RoleConfig):
     """Supervised training under Ray Train and ZeRO-3; `workers` are ranks."""
@@ -226,7 +287,8 @@ class SFTOptions(RoleConfig):
     tokens_per_microbatch: int = Field(4096, ge=16)
     max_length: int = Field(1024, ge=16, description="prompt plus target; a longer prompt loses input text")
     span_weight: float = Field(1.0, ge=1, description="loss weight of the target's decisive characters")
-    timeout_s: float = Field(3600, gt=0)
+    checkpoint_every: int | None = Field(500, ge=1, description="optimizer steps between checkpoints; none: never")
+    timeout_s: float = Field(1800, gt=0, description="one optimizer step with its checkpoint, and the start-up")
 
 
 class SFTJob(JobConfig):
@@ -267,7 +329,7 @@ class WorldConfig(Section):
     missing: float = Field(0.2, ge=0, le=1)
     invented: float = Field(0.15, ge=0, le=1)
     repeated: float = Field(0.1, ge=0, le=1)
-    seed: int = 1
+    seed: int = Field(1, ge=0)
 
 
 class DemoJob(Section):
@@ -285,4 +347,6 @@ class DemoJob(Section):
     learner: LearnerConfig = LearnerConfig()
     eval: EvalConfig = EvalConfig()
     num_steps: int = Field(20, ge=1)
-    arms: tuple[Placement, ...] = ("span", "scalar", "shuffled")
+    arms: tuple[Placement, ...] = Field(("span", "scalar", "shuffled"), min_length=1)
+
+    _probe_tolerance = field_validator("learner")(_with_probe_tolerance)

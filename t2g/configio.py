@@ -54,9 +54,13 @@ MAY_DIFFER = (
     "*.labels.*",
     "*.kv_cache_gib",
     "*.gpu_memory_utilization",
-    "*.timeout_s",
+    "*sft.timeout_s",  # not feedback.timeout_s: it decides which samples of a step are judged
     "*_timeout_s",
+    "*.checkpoint_every",
 )
+
+# Keys that may name a file or folder here, or something on the hub.
+PATHS = ("model.policy", "data.path", "eval_data.path", "feedback.reward_model", "feedback.human_file", "stages")
 
 
 @dataclass(frozen=True)
@@ -86,8 +90,10 @@ def load(
     environ: Mapping[str, str] = os.environ,
     cwd: Path | None = None,
 ) -> Config:
-    """The checked config of `file` with `overrides` (`dotted.key=YAML value`) laid over it; run.root is absolute.
+    """The checked config of `file` with `overrides` (`dotted.key=YAML value`) laid over it.
 
+    run.root is absolute, and so is each of PATHS that names an existing file or folder; hub names stay. So do relative
+    paths in a Ray job's uploaded working directory: in the job that resumes the run the copy has another name.
     Raises UserError with one sentence for each problem. `environ` and `cwd` tell whether this is a Ray job.
     """
     values, lines = _read_yaml(file)
@@ -98,7 +104,13 @@ def load(
         config = schema.model_validate(source.values)
     except ValidationError as error:
         raise UserError("\n".join(problems(schema, error, source.place))) from None
-    return _with_absolute_root(config, source, environ, cwd or Path.cwd())
+    cwd = cwd or Path.cwd()
+    uploaded = any(part.startswith(UPLOAD_PREFIX) for part in cwd.parts)
+    config = _with_absolute_root(config, source, cwd, is_ray_job=uploaded or JOB_ENV in environ)
+    if not uploaded:
+        for name in PATHS:
+            config = _with_absolute_path(config, name.split("."), cwd)
+    return config
 
 
 def resolved(config: BaseModel) -> str:
@@ -206,19 +218,29 @@ def _apply(override: str, source: _Source) -> None:
     source.overridden.add(keys)
 
 
-def _with_absolute_root(config: Config, source: _Source, environ: Mapping[str, str], cwd: Path) -> Config:
+def _with_absolute_root(config: Config, source: _Source, cwd: Path, *, is_ray_job: bool) -> Config:
     run = getattr(config, "run", None)
     if run is None:
         return config
     root = run.root.expanduser()
-    uploaded = any(part.startswith(UPLOAD_PREFIX) for part in cwd.parts)
-    if not root.is_absolute() and (JOB_ENV in environ or uploaded):
+    if not root.is_absolute() and is_ray_job:
         raise UserError(
             f"{source.place(('run', 'root'))}run.root: got {str(run.root)!r}, but a Ray job needs an absolute path: "
             "its working directory is a temporary copy, and what is written there vanishes"
         )
     absolute = Path(os.path.normpath(cwd / root))
     return config.model_copy(update={"run": run.model_copy(update={"root": absolute})})
+
+
+def _with_absolute_path(section: Config, keys: Sequence[str], cwd: Path) -> Config:
+    """`section` with the path at `keys` made absolute if it is one of something that is there."""
+    value = getattr(section, keys[0], None)
+    if value is None:
+        return section
+    if len(keys) > 1:
+        return section.model_copy(update={keys[0]: _with_absolute_path(value, keys[1:], cwd)})
+    path = os.path.normpath(cwd / Path(value).expanduser())
+    return section.model_copy(update={keys[0]: type(value)(path)}) if os.path.exists(path) else section
 
 
 def _leaves(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -20,6 +20,8 @@ def problems(
     """
     sentences = []
     for detail in error.errors():
+        if detail["type"] == "default_factory_not_called":  # only says that another field of the section is wrong
+            continue
         keys = detail["loc"]
         sentences.append(place(keys) + _sentence(schema, keys, detail))
     return list(dict.fromkeys(sentences))

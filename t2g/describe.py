@@ -122,8 +122,11 @@ def _evaluation(job: PolicyJob) -> str:
 
 
 def _sft(options: SFTOptions) -> str:
-    ranks = _count(options.workers, "rank")
-    return f"{options.num_epochs:g} epochs, {_count(options.batch_size, 'example')} an optimizer step, {ranks}"
+    """The number of examples is not known before the data is read."""
+    return (
+        f"{options.num_epochs:g} epochs, {_count(options.batch_size, 'example')} an optimizer step "
+        f"(steps = {options.num_epochs:g} x examples / {options.batch_size}), {_count(options.workers, 'rank')}"
+    )
 
 
 def _resource_lines(roles: dict[str, RoleConfig], *, together: bool = True) -> list[str]:

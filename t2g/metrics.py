@@ -30,7 +30,7 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | speed/tokens_per_s                         | sampled tokens by seconds of the whole step                            |
 | learner/tokens_per_s                       | packed tokens of all passes, prompts included, by seconds of the update |
 | learner/optimizer_steps                    | minibatches of this step                                               |
-| time/{generate,feedback,learn,sync,step}_s | seconds by phase, and of the whole step                                |
+| time/{generate,feedback,learn,sync,step,eval}_s| seconds by phase, and of the whole step                                |
 | sync/probe_gap                             | largest |engine - learner| logprob on the probe, nats                  |
 | sync/bytes                                 | weights sent to each worker                                            |
 | sft/<name>                                 | supervised jobs: loss, gradient norm, speed; `step` is the optimizer's |
@@ -49,7 +49,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from t2g.checkpoint import write_atomic
+from t2g.checkpoint import full_disk_in_words, write_atomic
 from t2g.config import LogConfig
 from t2g.errors import UserError
 from t2g.feedback import token_offsets
@@ -125,7 +125,8 @@ class Sink(Protocol):
 class RunLog:
     """metrics.jsonl, samples.jsonl and the dashboards of one run folder; durable when a call returns.
 
-    `truncate` comes first. A number that is not finite stands as null in metrics.jsonl.
+    `truncate` comes first. A number that is not finite stands as null in metrics.jsonl. UserError when the disk is
+    full; the lines before are kept.
     """
 
     def __init__(self, folder: Path, config: LogConfig, extra_sinks: Sequence[Sink] = ()) -> None:
@@ -202,12 +203,14 @@ class TensorBoardSink:
     def __init__(self, folder: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        self._folder = folder
         self._writer = SummaryWriter(str(folder), purge_step=first_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+        with full_disk_in_words(self._folder):
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, value, step)
+            self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
@@ -266,7 +269,7 @@ def _drop_steps(path: Path, first_step: int) -> list[dict[str, Any]]:
 
 def _append(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     """Add lines and bring them to the disk; json.dumps escapes what is not ASCII, lone surrogates included."""
-    with path.open("a", encoding="ascii") as file:
+    with full_disk_in_words(path), path.open("a", encoding="ascii") as file:
         file.writelines(f"{json.dumps(record)}\n" for record in records)
         file.flush()
         os.fsync(file.fileno())

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
 SECONDS_BETWEEN_LINES = 10.0
+RATE_PERIOD_S = 3600.0  # rich looks back 30 s: a step of a minute would leave it without a rate
 
 
 class Stage(Protocol):
@@ -24,10 +25,16 @@ class Stage(Protocol):
 
 @contextmanager
 def stage(
-    name: str, total: int, *, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+    name: str,
+    total: int,
+    done: int = 0,
+    *,
+    console: Console | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Stage]:
     """Show the progress of one stage while the block runs; the last line says how long it took.
 
+    done: how much of `total` an earlier session did; the time left is told from the pace of this one.
     On a terminal a bar that vanishes at the end; elsewhere at most one line in 10 s, for logs.
     """
     console = console or get_console()  # one for all: nested stages share one live display
@@ -35,18 +42,20 @@ def stage(
     if console.is_terminal:
         times = (TimeElapsedColumn(), "left", TimeRemainingColumn())
         with Progress(
-            "{task.description}", BarColumn(), MofNCompleteColumn(), *times, console=console, transient=True
-        ) as progress:
-            yield _BarStage(progress, name, total)
+            "{task.description}", BarColumn(), MofNCompleteColumn(), *times,
+            console=console, transient=True, speed_estimate_period=RATE_PERIOD_S,
+        ) as progress:  # fmt: skip
+            yield _BarStage(progress, name, total, done)
     else:
-        yield _LineStage(name, total, console, clock)
+        yield _LineStage(name, total, done, console, clock)
     _say(console, f"{name}: done in {duration(clock() - begin)}")
 
 
 class _BarStage:
-    def __init__(self, progress: Progress, name: str, total: int) -> None:
+    def __init__(self, progress: Progress, name: str, total: int, done: int) -> None:
         self._progress = progress
-        self._task = progress.add_task(name, total=total)
+        self._task = progress.add_task(name, total=total, completed=done)
+        self.advance(0)  # rich measures from its first sample on
 
     def advance(self, count: int = 1) -> None:
         self._progress.advance(self._task, count)
@@ -56,18 +65,18 @@ class _BarStage:
 
 
 class _LineStage:
-    def __init__(self, name: str, total: int, console: Console, clock: Callable[[], float]) -> None:
+    def __init__(self, name: str, total: int, done: int, console: Console, clock: Callable[[], float]) -> None:
         self._name, self._total, self._console, self._clock = name, total, console, clock
-        self._done = 0
+        self._before = self._done = done
         self._begin = self._last = clock()
 
     def advance(self, count: int = 1) -> None:
         self._done += count
         now = self._clock()
-        if now - self._last < SECONDS_BETWEEN_LINES or not self._done:
+        if now - self._last < SECONDS_BETWEEN_LINES or self._done == self._before:
             return
         self._last = now
-        left = (now - self._begin) / self._done * (self._total - self._done)
+        left = (now - self._begin) / (self._done - self._before) * (self._total - self._done)
         _say(self._console, f"{self._name}: {self._done} of {self._total}, {duration(left)} left")
 
     def say(self, line: str) -> None:

@@ -1,36 +1,37 @@
 """The pure pieces of one step: which prompts, which advantages, which numbers. No waiting, no state."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
 from t2g.algo.advantages import gae, step_rewards, whiten
+from t2g.algo.kl import sequence_kl
 from t2g.config import ObjectiveConfig, RewardRuleConfig
-from t2g.errors import RunStopped
+from t2g.errors import RunStopped, UserError
 from t2g.feedback.rewards import label_shares, place
 from t2g.tasks.base import Task
 from t2g.types import Prompt, Rollout, ScoredRollout, SpanFeedback, TokenStats, TrainSample
 
 
 def prompt_indices(*, num_prompts: int, per_step: int, step: int, seed: int) -> list[int]:
-    """The prompts of step 1, 2, ...: one permutation per epoch, cut into steps that run across epoch borders.
+    """The prompts of step 1, 2, ...: one permutation per epoch, cut into whole steps; what is left over is left out.
 
-    A function of its arguments alone, so that a resumed run sees the prompts it would have seen.
-
-    >>> prompt_indices(num_prompts=3, per_step=2, step=1, seed=0) + prompt_indices(
-    ...     num_prompts=3, per_step=2, step=2, seed=0)[:1]  # the first epoch: each prompt once
-    [2, 0, 1]
+    So no step holds a prompt twice. A function of its arguments alone: a resumed run sees the prompts it would have
+    seen. UserError when there are fewer prompts than a step takes.
     """
-    first = (step - 1) * per_step
-    orders: dict[int, np.ndarray] = {}
-    chosen = []
-    for position in range(first, first + per_step):
-        epoch, index = divmod(position, num_prompts)
-        if epoch not in orders:
-            orders[epoch] = np.random.default_rng([seed, epoch]).permutation(num_prompts)
-        chosen.append(int(orders[epoch][index]))
-    return chosen
+    if per_step > num_prompts:
+        raise UserError(f"rollout.prompts_per_step={per_step}, and data.path has only {num_prompts} prompts; lower it")
+    epoch, place = divmod(step - 1, num_prompts // per_step)
+    order = np.random.default_rng([seed, epoch]).permutation(num_prompts)
+    return order[place * per_step : (place + 1) * per_step].tolist()
+
+
+def sampling_seed(seed: int, split: str, step: int) -> int:
+    """The seed of one step's sampling, of one split ("train", "eval"): different ones never meet."""
+    digest = hashlib.blake2b(f"{seed}/{split}/{step}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest)
 
 
 def pad(rows: Sequence[np.ndarray]) -> torch.Tensor:
@@ -79,7 +80,7 @@ def advantage_samples(
     rewards = step_rewards(pad(paid), old, ref, mask, w_span=objective.w_span, kl_coef=kl_coef)
     advantages, returns = gae(rewards, values, mask, objective.gamma, objective.lam)
     advantages = whiten(advantages, mask, objective.whiten)
-    kl = float(((old - ref) * mask).sum(dim=1).mean())
+    kl = sequence_kl(old, ref, mask)
 
     samples = []
     for row, (s, t) in enumerate(zip(scored, stats, strict=True)):

@@ -18,18 +18,24 @@ from t2g.checkpoint import CheckpointStore
 from t2g.config import PolicyJob
 from t2g.data.batching import make_train_batch
 from t2g.decisions.alarms import alarms
-from t2g.errors import RunStopped
+from t2g.errors import RunStopped, UserError
 from t2g.feedback import token_offsets, token_rewards
 from t2g.interfaces import FeedbackSource, Learner, RolloutSource, Sampling, WeightSync
 from t2g.metrics import RunLog
-from t2g.steps import advantage_samples, eval_metrics, prompt_indices, refuse_not_finite, step_metrics
+from t2g.steps import (
+    advantage_samples,
+    eval_metrics,
+    prompt_indices,
+    refuse_not_finite,
+    sampling_seed,
+    step_metrics,
+)
 from t2g.tasks.base import Task
 from t2g.types import Prompt, Rollout, ScoredRollout, SpanFeedback
 
 logger = logging.getLogger(__name__)
 
 STOP_POLL_S = 0.2  # a SIGTERM during generation is noticed within this time
-EVAL_SEED_OFFSET = 1_000_003  # held-out prompts are sampled with the same seed at every evaluation and in every arm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +46,7 @@ class TrainerState:
     num_samples: int = 0  # responses sampled for training so far
     policy_version: int = 0
     kl_coef: float
+    wall_s: float = 0.0  # seconds of all sessions that led here
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,25 +84,39 @@ class Trainer:
         self.log, self.checkpoints, self.stop, self.on_step = log, checkpoints, stop, on_step
         self.state = TrainerState(kl_coef=config.objective.kl_coef)
         self.history: list[dict[str, float]] = []
+        self._since = time.monotonic()
+        self._learner_is_at_state = True  # False while the weights move: a checkpoint would be of half a step
+
+    def resume(self) -> TrainerState:
+        """Load the last checkpoint, if there is one, and open the log after it. Comes before `run`."""
+        found = self.checkpoints.latest()
+        if found is None:
+            self.log.truncate(0)
+            return self.state
+        folder, state = found
+        self.learner.load(folder / "learner")
+        self.state = TrainerState(**state)
+        self.history = self.log.truncate(self.state.step + 1)
+        return self.state
 
     async def run(self) -> TrainerState:
-        """Resume if there is a checkpoint, then step until `num_steps` or until `stop()`.
+        """Step until `num_steps` or until `stop()`, and leave a checkpoint of the last finished step.
 
-        Raises RunStopped when the run must not go on; the last good checkpoint is kept.
+        Raises RunStopped or UserError when the run must not go on; steps that were finished are kept.
         """
-        self._resume()
         self.sync.push(self.state.policy_version)
         if self.state.step == 0 and self.eval_prompts:
             self._log(0, await self._evaluate(step=0))
         saved = self.state.step
-        while self.state.step < self.config.num_steps:
-            done = await self._step(self.state.step + 1)
-            if not done:
-                break
-            last = self.state.step == self.config.num_steps
-            if last or self.state.step % self.config.checkpoint.every == 0:
+        try:
+            while self.state.step < self.config.num_steps and await self._step(self.state.step + 1):
+                if self.state.step % self.config.checkpoint.every == 0:
+                    self._checkpoint()
+                    saved = self.state.step
+        except (RunStopped, UserError):
+            if self._learner_is_at_state and self.state.step > saved:
                 self._checkpoint()
-                saved = self.state.step
+            raise
         if self.state.step > saved:
             self._checkpoint()
         return self.state
@@ -110,6 +131,7 @@ class Trainer:
         if self.stop():
             return False
 
+        self._learner_is_at_state = False
         learn_started = time.monotonic()
         stats = self.learner.forward([s.rollout for s in scored])
         refuse_not_finite(step, scored, stats)
@@ -143,10 +165,13 @@ class Trainer:
         metrics["speed/tokens_per_s"] = sum(len(s.rollout.response_ids) for s in scored) / metrics["time/step_s"]
         self._advance(step, result.policy_version, len(judged.pairs), kl)
         metrics["samples"] = float(self.state.num_samples)
-        if self.eval_prompts and (step % self.config.eval.every == 0 or step == self.config.num_steps):
-            metrics |= await self._evaluate(step=step)
-        self.log.samples(step, judged.pairs, scored, self.tokenizer)
-        self._log(step, metrics)
+        try:
+            if self.eval_prompts and (step % self.config.eval.every == 0 or step == self.config.num_steps):
+                metrics |= await self._evaluate(step=step)
+        finally:  # the step is done, whatever becomes of its evaluation
+            self.log.samples(step, judged.pairs, scored, self.tokenizer)
+            self._log(step, metrics)
+            self._learner_is_at_state = True
         return True
 
     async def _judged(self, step: int) -> Judged | None:
@@ -159,7 +184,7 @@ class Trainer:
             num_samples=rollout.samples_per_prompt,
             temperature=rollout.temperature,
             max_new_tokens=rollout.max_new_tokens,
-            seed=self.config.run.seed * 1_000_003 + step,
+            seed=sampling_seed(self.config.run.seed, "train", step),
         )
         started = time.monotonic()
         sampled_at = [started]
@@ -203,6 +228,12 @@ class Trainer:
         return [self._scored(rollout, feedback) for _, rollout, feedback in usable]
 
     def _scored(self, rollout: Rollout, feedback: SpanFeedback) -> ScoredRollout:
+        versions = {version for _, _, version in rollout.policy_versions}
+        if versions != {self.state.policy_version}:
+            raise RunStopped(
+                f"prompt {rollout.prompt_id}, sample {rollout.sample_index} was sampled with weights of version "
+                f"{sorted(versions)}, and the learner is at {self.state.policy_version}: staleness 0 forbids it"
+            )
         offsets = token_offsets(self.tokenizer, rollout.response_ids)
         deltas = token_rewards(
             offsets, feedback.spans, text=rollout.response_text, rule=self.config.objective.rewards
@@ -224,14 +255,20 @@ class Trainer:
             kl_coef=kl_coef,
         )
 
+    def _mark_time(self) -> None:
+        now = time.monotonic()
+        self.state = replace(self.state, wall_s=self.state.wall_s + now - self._since)
+        self._since = now
+
     async def _evaluate(self, *, step: int) -> dict[str, float]:
         """Held-out prompts, sampled as in training. A task without a measure of its own is scored by the feedback."""
+        started = time.monotonic()
         rollout, config = self.config.rollout, self.config.eval
         sampling = Sampling(
             num_samples=config.samples_per_prompt,
             temperature=rollout.temperature,
             max_new_tokens=rollout.max_new_tokens,
-            seed=self.config.run.seed + EVAL_SEED_OFFSET,
+            seed=sampling_seed(self.config.run.seed, "eval", 0),  # the same at every evaluation and in every arm
         )
         groups = await asyncio.gather(*(self.rollouts.sample(p, sampling) for p in self.eval_prompts))
         pairs = [(p, r) for p, group in zip(self.eval_prompts, groups, strict=True) for r in group]
@@ -241,7 +278,7 @@ class Trainer:
         metrics = eval_metrics(pairs, measured, feedback, self.task, self.config.objective.rewards)
         self.log.eval_samples(step, pairs, feedback)
         self.checkpoints.keep_best(step, self.learner.export, metrics["eval/score"])
-        return metrics
+        return metrics | {"time/eval_s": time.monotonic() - started}
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         self.log.step(step, metrics)
@@ -251,20 +288,11 @@ class Trainer:
         self.on_step(step, metrics)
 
     def _checkpoint(self) -> None:
+        self._mark_time()
+
         def fill(folder: Path) -> None:
             (folder / "learner").mkdir()
             self.learner.save(folder / "learner")
             self.learner.export(folder / "policy")
 
         self.checkpoints.write(self.state.step, fill, asdict(self.state))
-
-    def _resume(self) -> None:
-        found = self.checkpoints.latest()
-        if found is None:
-            self.log.truncate(0)
-            return
-        folder, state = found
-        self.learner.load(folder / "learner")
-        self.state = TrainerState(**state)
-        self.history = self.log.truncate(self.state.step + 1)
-        logger.info("resumed after step %d from %s", self.state.step, folder.name)

@@ -197,6 +197,16 @@ def test_best_and_steps_do_not_prune_each_other(tmp_path: Path) -> None:
     assert names(tmp_path) == {"best", "best-0001", "step-00000002"}
 
 
+def test_a_file_that_does_not_fit_keeps_its_old_content(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    write_atomic(path, b"old")
+    (tmp_path / ".tmp-summary.json").symlink_to("/dev/full")
+    with pytest.raises(UserError, match=r"^summary\.json does not fit on the disk of .* free some space"):
+        write_atomic(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert names(tmp_path) == {"summary.json"}
+
+
 def test_write_atomic_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
     write_atomic(path, b"old")

@@ -161,6 +161,90 @@ def test_a_relative_root_is_refused_under_a_ray_job(tmp_path: Path, environ: dic
     assert job.run.root == Path("/data")
 
 
+def test_local_paths_are_absolute_and_hub_names_stay(tmp_path: Path) -> None:
+    (tmp_path / "models" / "policy").mkdir(parents=True)
+    (tmp_path / "models" / "reward").mkdir()
+    for name in ("train.jsonl", "human.jsonl", "demo.yaml"):
+        (tmp_path / name).touch()
+    local = [
+        "model.policy=models/policy",
+        "data.path=train.jsonl",
+        "eval_data.path=./train.jsonl",
+        "feedback.reward_model=models/../models/reward",
+        "feedback.human_file=human.jsonl",
+        "stages=demo.yaml",
+    ]
+    job = load(tmp_path, GOOD, *local)
+    assert (job.model.policy, job.feedback.reward_model) == (f"{tmp_path}/models/policy", f"{tmp_path}/models/reward")
+    assert job.eval_data is not None
+    assert {job.data.path, job.eval_data.path} == {f"{tmp_path}/train.jsonl"}
+    assert job.feedback.human_file == f"{tmp_path}/human.jsonl"
+    assert job.stages == tmp_path / "demo.yaml"
+
+    hub = load(tmp_path, GOOD, "model.policy=org/model", "data.path=org/data", "eval_data.path='${stages}/x.jsonl'")
+    assert (hub.model.policy, hub.data.path, hub.feedback.reward_model) == ("org/model", "org/data", None)
+    assert hub.eval_data is not None and hub.eval_data.path == "${stages}/x.jsonl"
+
+    copy = tmp_path / f"{configio.UPLOAD_PREFIX}1"  # another name in the job that resumes the run
+    copy.mkdir()
+    (copy / "train.jsonl").touch()
+    file = write(tmp_path, GOOD)
+    uploaded = configio.load(PolicyJob, file, ["data.path=train.jsonl", "run.root=/data"], environ={}, cwd=copy)
+    assert uploaded.data.path == "train.jsonl"
+
+
+def test_every_path_is_a_key() -> None:
+    assert set(configio.PATHS) <= set(dotted_keys(PolicyJob))
+
+
+@pytest.mark.parametrize("section", ["rollout", "feedback.engine"])
+def test_an_engine_needs_room_for_a_prompt(tmp_path: Path, section: str) -> None:
+    load(tmp_path, GOOD, f"{section}.max_new_tokens=99", f"{section}.max_model_len=100")
+    assert refused(tmp_path, GOOD, f"{section}.max_new_tokens=100", f"{section}.max_model_len=100")[0].endswith(
+        f"{section}: max_new_tokens=100 leaves no room for a prompt in max_model_len=100; it needs to be smaller"
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], 1e-3),
+        (["learner.dtype=bfloat16"], 0.25),
+        (["rollout.dtype=bfloat16"], 0.25),
+        (["rollout.dtype=bfloat16", "learner.probe_tolerance=0.1"], 0.1),
+        (["learner.probe_tolerance=0.1"], 0.1),
+    ],
+)
+def test_the_probe_allows_for_the_rounding_of_either_side(
+    tmp_path: Path, overrides: list[str], expected: float
+) -> None:
+    job = load(tmp_path, GOOD, *overrides)
+    assert job.learner.probe_tolerance == expected
+    assert configio.load(PolicyJob, configio.write(job, tmp_path / "run"), environ={}) == job
+    (tmp_path / "demo.yaml").write_text("num_steps: 1\n")
+    demo = configio.load(DemoJob, tmp_path / "demo.yaml", overrides, environ={}, cwd=tmp_path)
+    assert demo.learner.probe_tolerance == expected
+
+
+def test_a_wrong_learner_is_one_sentence(tmp_path: Path) -> None:
+    (sentence,) = refused(tmp_path, GOOD, "learner.cpus=0")
+    assert sentence.startswith("command line: learner.cpus: got 0, needs greater than 0")
+
+
+def test_a_key_in_the_url_never_reaches_the_run_folder(tmp_path: Path) -> None:
+    (sentence,) = refused(tmp_path, GOOD, "feedback.endpoint_url=https://me:secret@host/v1")
+    assert sentence.startswith("command line: feedback.endpoint_url has a name or password before its host")
+    assert "secret" not in sentence
+    assert load(tmp_path, GOOD, "feedback.endpoint_url=https://host/v1/@x").feedback.endpoint_url is not None
+
+
+@pytest.mark.parametrize("override", ["arms=[]", "world.seed=-1"])
+def test_a_demo_without_an_arm_or_with_a_negative_seed_is_refused(tmp_path: Path, override: str) -> None:
+    (tmp_path / "demo.yaml").write_text("num_steps: 1\n")
+    with pytest.raises(UserError, match=override.partition("=")[0]):
+        configio.load(DemoJob, tmp_path / "demo.yaml", [override], environ={}, cwd=tmp_path)
+
+
 def test_the_resolved_config_reads_back_equal(tmp_path: Path) -> None:
     job = load(tmp_path, GOOD, "data.columns={prompt: 'é: 漢'}", "learner.policy.lr=1e-7")
     folder = tmp_path / "run"
@@ -189,6 +273,8 @@ def test_diff_names_every_key_that_differs(tmp_path: Path) -> None:
         ("feedback.engine.labels.zone", True),
         ("learner.step_timeout_s", True),
         ("sft.timeout_s", True),
+        ("policy_sft.timeout_s", True),
+        ("feedback.timeout_s", False),  # decides which samples are judged
         ("learner.workers", False),
         ("run.seed", False),
         ("rollout.temperature", False),

@@ -82,7 +82,7 @@ def test_demo_counts_per_arm() -> None:
 def test_supervised_jobs() -> None:
     options = SFTOptions(workers=2, cpus=1, num_epochs=1.5, batch_size=8)
     assert describe_sft(SFTJob(run=RUN, model=MODEL, data=DATA, sft=options)).splitlines() == [
-        "supervised: 1.5 epochs, 8 examples an optimizer step, 2 ranks",
+        "supervised: 1.5 epochs, 8 examples an optimizer step (steps = 1.5 x examples / 8), 2 ranks",
         "trainer: 2 actors, each 1 CPU, 0 GPU, 1 thread, about 1.5 GiB",
         "together: 2 CPU, 0 GPU, about 3 GiB",
         "run folder: /data/one",

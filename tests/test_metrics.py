@@ -110,6 +110,17 @@ def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
     assert lines(tmp_path / METRICS_FILE) == [{"step": 1, "a": None, "b": None, "c": 0.5}]
 
 
+@pytest.mark.parametrize("name", [METRICS_FILE, SAMPLES_FILE])
+def test_a_full_disk_is_one_sentence(tmp_path: Path, name: str) -> None:
+    log = RunLog(tmp_path, PLAIN)
+    log.truncate(0)
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("/dev/full")  # the kernel's own "No space left on device"
+    write = {METRICS_FILE: lambda: log.step(1, {"a": 0.5}), SAMPLES_FILE: lambda: log.eval_samples(1, [judged(0)[:2]])}
+    with pytest.raises(UserError, match=rf"^{name} does not fit on the disk of "):
+        write[name]()
+
+
 def test_a_step_cannot_be_logged_twice(tmp_path: Path) -> None:
     log = RunLog(tmp_path, PLAIN)
     log.truncate(3)

@@ -32,6 +32,29 @@ def test_without_a_terminal_at_most_a_line_in_ten_seconds() -> None:
     ]
 
 
+def test_the_time_left_is_told_from_the_pace_of_this_session() -> None:
+    clock, out = FakeClock(), console(terminal=False)
+    with stage("train", 40, 30, console=out, clock=clock) as train:
+        clock.now += 11
+        train.advance(False)
+        train.advance(True)
+        clock.now += 11
+        train.advance(True)
+    # 11 s: 1 of 10 done, 9 * 11 s left; 22 s: 2 of 10 done, 8 * 11 s left
+    assert out.file.getvalue().splitlines() == [
+        "train: 31 of 40, 1 min 39 s left",
+        "train: 32 of 40, 1 min 28 s left",
+        "train: done in 22 s",
+    ]
+
+
+def test_a_bar_begins_where_the_last_session_ended() -> None:
+    out = console(terminal=True)
+    with stage("train", 40, done=30, console=out) as train:
+        train.advance()
+    assert "31/40" in out.file.getvalue()
+
+
 def test_lines_of_ones_own_are_printed_as_they_are() -> None:
     out = console(terminal=False)
     with stage("train", 1, console=out) as train:

@@ -1,6 +1,7 @@
 """The loop on fakes: it learns, it resumes to the same numbers, it stops with a reason."""
 
 import asyncio
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +15,10 @@ from hypothesis import strategies as st
 
 from t2g.checkpoint import CheckpointStore
 from t2g.config import PolicyJob
-from t2g.errors import RunStopped
+from t2g.errors import RunStopped, UserError
 from t2g.feedback.parse import make_feedback
 from t2g.metrics import RunLog
-from t2g.steps import advantage_samples, prompt_indices, step_metrics
+from t2g.steps import advantage_samples, prompt_indices, sampling_seed, step_metrics
 from t2g.trainer import Trainer, TrainerState
 from t2g.types import Prompt, Rollout, ScoredRollout, TokenStats
 
@@ -71,6 +72,7 @@ class Bench:
         )
 
     def run(self) -> TrainerState:
+        self.trainer.resume()
         return asyncio.run(self.trainer.run())
 
     def metrics(self) -> list[dict[str, float]]:
@@ -139,6 +141,27 @@ def test_too_much_failed_feedback_stops_the_run_and_says_so(tokenizer: Any, tmp_
         bench.run()
 
 
+def test_a_run_that_stops_itself_keeps_the_steps_that_were_done(tokenizer: Any, tmp_path: Path) -> None:
+    bench = Bench(tmp_path, tokenizer, job())
+    bench.feedback.failing = lambda prompt: bench.rollouts.version == 3 and prompt.prompt_id.startswith("p")
+    with pytest.raises(RunStopped, match="step 4: 100% of 32 samples"):
+        bench.run()
+    assert CheckpointStore(tmp_path / "checkpoints", keep=2).latest()[1]["step"] == 3  # checkpoints are every 2 steps
+
+    whole = Bench(tmp_path / "whole", tokenizer, job())
+    whole.run()
+    again = Bench(tmp_path, tokenizer, job())
+    assert again.run().step == NUM_STEPS
+    assert again.metrics() == whole.metrics()
+
+
+def test_a_sample_of_other_weights_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+    bench = Bench(tmp_path, tokenizer, job())
+    bench.rollouts.before_sample = lambda: setattr(bench.rollouts, "version", 7)
+    with pytest.raises(RunStopped, match=r"weights of version \[7\], and the learner is at 0"):
+        bench.run()
+
+
 def test_some_failed_feedback_is_dropped_and_counted(tokenizer: Any, tmp_path: Path) -> None:
     bench = Bench(tmp_path, tokenizer, job())
     bench.feedback.failing = lambda prompt: prompt.prompt_id in {"p3", "p4", "p5"}
@@ -158,15 +181,29 @@ def test_a_number_that_is_not_finite_names_step_sample_and_token(tokenizer: Any,
         bench.run()
 
 
-@given(num_prompts=st.integers(1, 30), per_step=st.integers(1, 40), seed=st.integers(0, 5))
-def test_every_epoch_holds_each_prompt_once(num_prompts: int, per_step: int, seed: int) -> None:
-    steps = -(-2 * num_prompts // per_step)
-    seen = [
-        i
-        for step in range(1, steps + 1)
-        for i in prompt_indices(num_prompts=num_prompts, per_step=per_step, step=step, seed=seed)
-    ]
-    assert sorted(seen[:num_prompts]) == sorted(seen[num_prompts : 2 * num_prompts]) == list(range(num_prompts))
+@given(num_prompts=st.integers(1, 30), per_step=st.integers(1, 30), seed=st.integers(0, 5))
+def test_an_epoch_holds_each_prompt_at_most_once_and_leaves_out_less_than_a_step(
+    num_prompts: int, per_step: int, seed: int
+) -> None:
+    if per_step > num_prompts:
+        with pytest.raises(UserError, match=rf"prompts_per_step={per_step}.*only {num_prompts} prompts"):
+            prompt_indices(num_prompts=num_prompts, per_step=per_step, step=1, seed=seed)
+        return
+    steps = num_prompts // per_step
+    for epoch in range(2):
+        seen = [
+            i
+            for step in range(epoch * steps + 1, (epoch + 1) * steps + 1)
+            for i in prompt_indices(num_prompts=num_prompts, per_step=per_step, step=step, seed=seed)
+        ]
+        assert len(set(seen)) == len(seen) == steps * per_step > num_prompts - per_step
+        assert set(seen) <= set(range(num_prompts))
+
+
+def test_sampling_seeds_of_steps_and_splits_never_meet() -> None:
+    places = itertools.product(range(3), ("train", "eval"), range(200))
+    seeds = {sampling_seed(seed, split, step) for seed, split, step in places}
+    assert len(seeds) == 3 * 2 * 200 and all(0 <= seed < 2**63 for seed in seeds)
 
 
 def scored_pair(deltas: list[float]) -> tuple[Prompt, ScoredRollout]:

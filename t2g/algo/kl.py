@@ -1,26 +1,14 @@
-"""KL divergence of the policy from the frozen reference: per-token estimators and the adaptive coefficient.
-
-For a token drawn from the policy p, with log-ratio l = log p - log q: E[k1] = E[k3] = KL(p || q), k2 is biased and of
-low variance (Schulman, "Approximating KL Divergence", 2020). Only k1 is paid in the reward (method.md, stage 3).
-"""
+"""KL divergence of the policy from the frozen reference: the estimator paid in the reward, the adaptive coefficient."""
 
 import torch
 
 
 def kl_k1(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """l: unbiased, may be negative. Any shape, nats."""
+    """log p - log q of a token drawn from the policy p: its mean is KL(p || q), one token's may be negative.
+
+    Any shape, nats. Schulman, "Approximating KL Divergence", 2020.
+    """
     return logprobs - ref_logprobs
-
-
-def kl_k2(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """l^2 / 2: biased, never negative. Its gradient is the KL's."""
-    return (logprobs - ref_logprobs).square() / 2
-
-
-def kl_k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """exp(-l) - 1 + l: unbiased, never negative."""
-    log_ratio = ref_logprobs - logprobs
-    return log_ratio.exp() - 1 - log_ratio
 
 
 def sequence_kl(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, mask: torch.Tensor) -> float:

@@ -28,13 +28,15 @@ def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
     """Token ids of `messages` and of the header that asks for the assistant's answer.
 
     Text inside a message that spells a special token ("<|eot_id|>", "<s>") gets a space after its first character, so
-    that a post or a sampled response can neither end its own turn nor open another.
+    that a post or a sampled response can neither end its own turn nor open another. Special is what the vocabulary
+    marks so, whether it has a role or none, as Llama 3's "<|start_header_id|>".
     Raises UserError when the tokenizer has no chat template or its template refuses the messages.
     """
     from jinja2 import TemplateError
 
     check_chat_template(tokenizer)
-    safe = [{**message, "content": _defuse(message["content"], tokenizer.all_special_tokens)} for message in messages]
+    special = _special_tokens(tokenizer)
+    safe = [{**message, "content": _defuse(message["content"], special)} for message in messages]
     try:
         text = tokenizer.apply_chat_template(safe, tokenize=False, add_generation_prompt=True)
     except TemplateError as error:
@@ -50,6 +52,12 @@ def check_chat_template(tokenizer: Any) -> None:
         raise UserError(
             f"tokenizer {name} has no chat template; use an instruct model, or put a chat_template.jinja in its folder"
         )
+
+
+def _special_tokens(tokenizer: Any) -> list[str]:
+    """Sorted, so that a text with several of them always becomes the same text."""
+    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return sorted(added | set(tokenizer.all_special_tokens))
 
 
 def _defuse(text: str, special_tokens: Sequence[str]) -> str:

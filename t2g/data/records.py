@@ -7,6 +7,7 @@
 prompt, response and critique are needed; quotes without `spans` are located when the record is read.
 """
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from t2g.checkpoint import full_disk_in_words, write_atomic
 from t2g.config import DataConfig
 from t2g.data.load import load_records
 from t2g.errors import UserError
@@ -184,6 +186,28 @@ def load_annotated(config: DataConfig) -> list[AnnotatedRecord]:
 
 
 def write_annotated(path: Path, records: Iterable[AnnotatedRecord]) -> None:
-    """Write a file that `load_annotated` reads back as it was."""
-    with path.open("w", encoding="utf-8") as file:
-        file.writelines(record.line() for record in records)
+    """Write a file that `load_annotated` reads back as it was, whole or not at all."""
+    write_atomic(path, "".join(record.line() for record in records).encode())
+
+
+def append_annotated(path: Path, record: AnnotatedRecord) -> None:
+    """One more line, which survives the end of this process. UserError when the disk is full."""
+    with full_disk_in_words(path), path.open("a", encoding="utf-8") as file:
+        file.write(record.line())
+
+
+def recover_annotated(path: Path) -> list[AnnotatedRecord]:
+    """What `append_annotated` wrote before its process ended, without a last line that was cut off; [] for no file.
+
+    UserError with the number of the line for any other line that is no record.
+    """
+    if not path.exists():
+        return []
+    *lines, _cut_off = path.read_bytes().split(b"\n")
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(read_record(json.loads(line)))
+        except (ValueError, AttributeError) as error:
+            raise UserError(f"{path}:{number} is no annotated record: {error}") from error
+    return records

@@ -2,7 +2,8 @@
 
 import asyncio
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from t2g.config import FeedbackConfig
 from t2g.errors import UserError
@@ -21,10 +22,10 @@ class EndpointFeedback:
 
     name = "endpoint"
 
-    def __init__(self, config: FeedbackConfig, task: Task) -> None:
+    def __init__(self, config: FeedbackConfig, task: Task, *, environ: Mapping[str, str] = os.environ) -> None:
         if config.endpoint_model is None:
             raise UserError("feedback.source=endpoint needs feedback.endpoint_model, a name that the server knows")
-        key = os.environ.get(config.endpoint_key_env)
+        key = environ.get(config.endpoint_key_env)
         if not key:
             raise UserError(
                 f"feedback.endpoint_key_env names {config.endpoint_key_env}, which is not set; "
@@ -81,7 +82,19 @@ class EndpointFeedback:
                     max_completion_tokens=self._config.engine.max_new_tokens,
                     temperature=0,
                 )
-        choices = getattr(completion, "choices", None)  # a proxy's web page arrives here as a plain text
-        if not choices:
-            raise ValueError(f"an answer without choices: {completion!s:.100}")
-        return choices[0].message.content or "", "length" if choices[0].finish_reason == "length" else "stop"
+        return _read_completion(completion)
+
+
+def _read_completion(completion: Any) -> tuple[str, FinishReason]:
+    """Text of the first choice, "" for a refusal. ValueError for anything else: the client checks no types, and a
+    proxy's web page arrives as a plain text.
+    """
+    choices = getattr(completion, "choices", None)
+    first = choices[0] if isinstance(choices, list) and choices else None
+    message = getattr(first, "message", None)
+    if not hasattr(message, "content"):
+        raise ValueError(f"an answer without choices or without a message: {completion!s:.100}")
+    content = message.content
+    if not isinstance(content, str | None):
+        raise ValueError(f"a message whose content is no text: {content!s:.100}")
+    return content or "", "length" if getattr(first, "finish_reason", None) == "length" else "stop"

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
 from t2g.feedback.spans import locate
@@ -14,7 +15,6 @@ from t2g.types import FinishReason, Span, SpanFeedback
 
 MAX_ANSWER_CHARS = 65_536  # of an answer that is looked at; longer ones are unparsable
 MAX_QUOTES = 256  # of each label that are looked for; the rest counts as not located
-MAX_OCCURRENCE = 99  # that guided decoding can write
 BLOCK = 40  # characters of a block of a bounded text
 _SENTENCE_END = re.compile(r"[.!?;]+(?=\s|$)|[。！？；\n]")
 _SURROGATES = re.compile(r"[\ud800-\udfff]")
@@ -61,21 +61,14 @@ def _bounded_text(rule: str, max_chars: int) -> str:
     )
 
 
-def answer_schema(
-    *, max_critique_chars: int | None = None, max_spans: int | None = None, max_quote_chars: int | None = None
-) -> dict[str, Any]:
-    """JSON schema of an answer: critique first, no other keys, and nothing of the response in it.
+def answer_schema() -> dict[str, Any]:
+    """JSON schema of an answer for endpoints: critique first, no other keys, and nothing of the response in it.
 
-    Without bounds it keeps to what every OpenAI-compatible server takes: several refuse lengths and numbers.
+    It has no bounds, so that every OpenAI-compatible server takes it: several refuse lengths and numbers.
     """
-    bounded = max_quote_chars is not None
-    quote = {"type": "string"} | ({"minLength": 1, "maxLength": max_quote_chars} if bounded else {})
-    occurrence = {"type": "integer"} | ({"minimum": 2, "maximum": MAX_OCCURRENCE} if bounded else {})
-    counted = _closed_object({"quote": quote, "occurrence": occurrence})
-    quotes = {"type": "array", "items": {"anyOf": [quote, counted]}}
-    quotes |= {} if max_spans is None else {"maxItems": max_spans}
-    critique = {"type": "string"} | ({} if max_critique_chars is None else {"maxLength": max_critique_chars})
-    return _closed_object({"critique": critique, "good": quotes, "poor": quotes})
+    counted = _closed_object({"quote": {"type": "string"}, "occurrence": {"type": "integer"}})
+    quotes = {"type": "array", "items": {"anyOf": [{"type": "string"}, counted]}}
+    return _closed_object({"critique": {"type": "string"}, "good": quotes, "poor": quotes})
 
 
 def _closed_object(properties: dict[str, Any]) -> dict[str, Any]:
@@ -145,7 +138,7 @@ def read_quote(item: Any) -> Quote:
     """
     match item:
         case Quote():
-            return item
+            quote = item
         case str(text):
             quote = Quote(text=text)
         case {"quote": str(text), **rest} if set(rest) <= {"occurrence", "severity"}:
@@ -156,15 +149,24 @@ def read_quote(item: Any) -> Quote:
             quote = Quote(text=text, occurrence=occurrence, critique_range=(start, end))
         case _:
             raise ValueError(f"{item!r:.80} is no quote; give a text or (text, occurrence)")
+    if not isinstance(quote.text, str):
+        raise ValueError(f"a quote's text is {quote.text!r:.80}; it must be a text")
     if type(quote.occurrence) is not int or quote.occurrence < 1:
         raise ValueError(f"a quote's occurrence is {quote.occurrence!r:.80}; it must be a whole number from 1")
     if type(quote.severity) is not int or quote.severity not in (1, 2, 3):
         raise ValueError(f"a quote's severity is {quote.severity!r:.80}; it must be 1, 2 or 3")
-    return quote
+    match quote.critique_range:
+        case None | (int(), int()):
+            return quote
+    raise ValueError(f"a quote's critique_range is {quote.critique_range!r:.80}; it must be (start, end) or None")
 
 
 def read_judgement(answer: Any) -> tuple[str, list[Any], list[Any]]:
-    """ValueError in a sentence for what is no (critique, good, poor)."""
+    """(critique, good quotes, poor quotes) of what a program or a file gives; ValueError in a sentence for rubbish.
+
+    The quotes may be any iterables, which may raise or never end: at most MAX_QUOTES + 1 of each are taken, so that
+    one too many still counts as not located.
+    """
     if isinstance(answer, dict):
         if set(answer) != {"critique", "good", "poor"}:
             raise ValueError(f"a dict with the keys {', '.join(map(str, answer))}; it needs critique, good and poor")
@@ -174,10 +176,13 @@ def read_judgement(answer: Any) -> tuple[str, list[Any], list[Any]]:
     critique, good, poor = answer
     if not isinstance(critique, str):
         raise ValueError(f"the critique is {critique!r:.80}; it needs to be a text")
+    if len(critique) > MAX_ANSWER_CHARS:
+        raise ValueError(f"the critique has {len(critique)} characters; it needs to be at most {MAX_ANSWER_CHARS}")
     for quotes in (good, poor):
         if isinstance(quotes, str) or not isinstance(quotes, Iterable):
             raise ValueError(f"the quotes are {quotes!r:.80}; they need to be a list")
-    return critique, [read_quote(item) for item in good], [read_quote(item) for item in poor]
+    good, poor = ([read_quote(item) for item in islice(quotes, MAX_QUOTES + 1)] for quotes in (good, poor))
+    return critique, good, poor
 
 
 def make_feedback(

@@ -4,14 +4,17 @@ import asyncio
 import importlib
 import inspect
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any
 
-from t2g.errors import UserError
+from t2g.errors import RunStopped, UserError
 from t2g.feedback.parse import make_feedback, no_feedback, read_judgement
 from t2g.feedback.waiting import FailureLog, PerLoop
 from t2g.types import Prompt, SpanFeedback
 
+Judgement = tuple[str, list[Any], list[Any]]  # critique, good quotes, poor quotes
+MAX_TIMEOUTS = 3  # in a row
 Critic = Callable[..., Any]  # (prompt_text, response_text[, payload=]) -> (critique, good quotes, poor quotes)
 
 
@@ -20,7 +23,8 @@ class ProgramFeedback:
 
     Called as `critic(prompt_text, response_text)`, and with `payload=` too where it has a parameter of that name. It
     may return a dict with those keys as well; for quotes see `t2g.feedback.parse.read_quote`. One call runs at a time,
-    since a plain function may keep state.
+    since a plain function may keep state; only a call that got no answer in `timeout_s` is left behind in its thread,
+    and the next runs beside it. After MAX_TIMEOUTS of those in a row the run is stopped.
     """
 
     name = "program"
@@ -32,24 +36,36 @@ class ProgramFeedback:
         parameters = inspect.signature(self._critic).parameters.values()
         self._wants_payload = any(p.name == "payload" or p.kind is p.VAR_KEYWORD for p in parameters)
         self._failures = FailureLog()
+        self._num_timeouts = 0  # since the last answer
         self._turn = PerLoop(lambda: asyncio.Semaphore(1))
 
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
+        """Raises RunStopped after MAX_TIMEOUTS calls in a row that gave no answer: each costs the step `timeout_s`."""
         keywords = {"payload": prompt.payload} if self._wants_payload else {}
         try:
             async with self._turn.get():
-                answer = await _in_thread(self._timeout_s, self._critic, prompt.prompt_text, response_text, **keywords)
-            critique, good, poor = read_judgement(answer)
+                self._refuse_hung()
+                judgement = await _in_thread(
+                    self._timeout_s, lambda: _judgement(self._critic(prompt.prompt_text, response_text, **keywords))
+                )
+                self._num_timeouts = 0
         except TimeoutError:
+            self._num_timeouts += 1
             self._fail("timeout", prompt, f"gave no answer within feedback.timeout_s={self._timeout_s:g}")
-        except _CriticRaised as raised:
-            error = raised.__cause__
-            self._fail(type(error).__name__, prompt, f"raised {type(error).__name__}: {error!s:.200}")
-        except ValueError as error:
-            self._fail("rubbish", prompt, f"returned rubbish: {error}")
+            self._refuse_hung()
+        except _CriticFailed as failed:
+            self._num_timeouts = 0
+            self._fail(failed.kind, prompt, failed.sentence)
         else:
-            return make_feedback(critique, good, poor, response_text, source=self.name, version=self._path)
+            return make_feedback(*judgement, response_text, source=self.name, version=self._path)
         return no_feedback("failed", source=self.name, version=self._path)
+
+    def _refuse_hung(self) -> None:
+        if self._num_timeouts >= MAX_TIMEOUTS:
+            raise RunStopped(
+                f"critic {self._path} gave no answer {MAX_TIMEOUTS} times in a row, in {self._timeout_s:g} s each; "
+                "mend the critic, or raise feedback.timeout_s"
+            )
 
     def _fail(self, kind: str, prompt: Prompt, sentence: str) -> None:
         self._failures.say(kind, f"critic {self._path} {sentence}, on prompt {prompt.prompt_id}")
@@ -67,29 +83,48 @@ def load_function(import_path: str) -> Critic:
     return function
 
 
-class _CriticRaised(Exception):
-    """Carries whatever the critic raised as its cause, apart from what our own code may raise."""
+class _CriticFailed(Exception):
+    """What the critic raised or what is wrong with its answer, in words made where the critic's own code may run."""
+
+    def __init__(self, kind: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.kind, self.sentence = kind, sentence
 
 
-async def _in_thread(timeout_s: float, function: Critic, *args: Any, **keywords: Any) -> Any:
-    """The function's result from a daemon thread: one that hangs is left behind and cannot keep the process alive."""
+def _judgement(answer: Any) -> Judgement:
+    """Reads the answer, whose iterators and representations are the critic's code as well."""
+    try:
+        return read_judgement(answer)
+    except ValueError as error:
+        raise _CriticFailed("rubbish", f"returned rubbish: {error!s:.300}") from error
+
+
+async def _in_thread(timeout_s: float, call: Callable[[], Judgement]) -> Judgement:
+    """The call's result from a daemon thread: one that hangs is left behind and cannot keep the process alive.
+
+    Raises TimeoutError, and _CriticFailed for whatever the call raises.
+    """
     loop = asyncio.get_running_loop()
-    result: asyncio.Future[Any] = loop.create_future()
+    result: asyncio.Future[Judgement] = loop.create_future()
 
-    def settle(value: Any, error: BaseException | None) -> None:
-        if not result.done():
-            if error is None:
-                result.set_result(value)
-            else:
-                result.set_exception(error)
+    def settle(value: Judgement | None, error: _CriticFailed | None) -> None:
+        if result.done():
+            return
+        if error is not None:
+            result.set_exception(error)
+        else:
+            assert value is not None
+            result.set_result(value)
 
     def run() -> None:
         value, failure = None, None
         try:
-            value = function(*args, **keywords)
+            value = call()
+        except _CriticFailed as failed:
+            failure = failed
         except BaseException as error:  # noqa: BLE001 a critic that calls sys.exit must not end the run either
-            failure = _CriticRaised()
-            failure.__cause__ = error
+            words = traceback.format_exception_only(error)[-1].strip()  # an error's own __str__ may raise, too
+            failure = _CriticFailed(type(error).__name__, f"raised {words:.300}")
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, value, failure)
 

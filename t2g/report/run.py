@@ -12,6 +12,7 @@ from t2g.types import Span, SpanFeedback
 
 REPORT_FILE = "report.html"
 SUMMARY_FILE = "summary.json"
+Key = tuple[bool, str, str, int]  # of a Sample
 
 
 def report_run(folder: Path) -> Path:
@@ -47,29 +48,36 @@ class Sample:
 
     step: int
     held_out: bool
+    prompt_id: str
+    sample_index: int
     prompt: str
     response: str
     feedback: SpanFeedback | None
 
+    @property
+    def key(self) -> Key:
+        """What is compared with what: ids are unique in one data set only, and the held-out one is another."""
+        return self.held_out, self.prompt_id, self.prompt, self.sample_index
+
 
 def examples(path: Path) -> list[Example]:
-    """One example per prompt, at most MAX_EXAMPLES: its first and its last response, or only the one there is.
+    """One example for each sample of a prompt, at most MAX_EXAMPLES: its first and its last response, or the only one.
 
     Prompts answered at two steps come first, among them held-out ones, then the latest.
     """
-    first: dict[str, Sample] = {}
-    last: dict[str, Sample] = {}
+    first: dict[Key, Sample] = {}
+    last: dict[Key, Sample] = {}
     for number, record in m.read_records(path):
         try:
-            prompt_id, sample = record["prompt_id"], _sample(record)
+            sample = _sample(record)
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path}:{number} is no sample as a run writes it ({error!r})") from error
-        first.setdefault(prompt_id, sample)
-        if prompt_id not in last or sample.step > last[prompt_id].step:
-            last[prompt_id] = sample
+        first.setdefault(sample.key, sample)
+        if sample.step > last.setdefault(sample.key, sample).step:
+            last[sample.key] = sample
 
-    def rank(prompt_id: str) -> tuple[bool, bool, int]:
-        one, other = first[prompt_id], last[prompt_id]
+    def rank(key: Key) -> tuple[bool, bool, int]:
+        one, other = first[key], last[key]
         return one.step == other.step, not other.held_out, -other.step
 
     chosen = sorted(first, key=rank)[:MAX_EXAMPLES]
@@ -94,6 +102,8 @@ def _sample(record: dict[str, Any]) -> Sample:
     return Sample(
         step=int(record[m.STEP]),
         held_out=record["split"] == "eval",
+        prompt_id=str(record["prompt_id"]),
+        sample_index=int(record["sample_index"]),
         prompt=str(record["prompt"]),
         response=str(record["response"]),
         feedback=feedback,

@@ -71,8 +71,8 @@ def get_task(name: str) -> Task:
         raise UserError(f"task={name!r} is none of {', '.join(_TASKS)} and no import path pkg.mod:Class")
     try:
         return getattr(importlib.import_module(module), attribute)()
-    except (ImportError, AttributeError, TypeError) as error:
-        raise UserError(f"task={name!r} cannot be loaded: {error}") from error
+    except Exception as error:  # the user's module may raise anything while it is imported, its class when made
+        raise UserError(f"task={name!r} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 def stable_id(text: str) -> str:

@@ -16,7 +16,7 @@ The critic sees the facts and serves annotation only; the measure sees the facts
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -269,20 +269,6 @@ def feedback_messages(post: str, response: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": f"{FEEDBACK_INSTRUCTION}{post}{FEEDBACK_SUMMARY_HEADER}{response}"}]
 
 
-def feedback_target(judgement: Judgement) -> str:
-    """The reward model's answer, byte for byte what guided decoding without free whitespace can produce."""
-
-    def item(quote: Quote) -> str | dict[str, Any]:
-        return quote.text if quote.occurrence == 1 else {"quote": quote.text, "occurrence": quote.occurrence}
-
-    answer = {
-        "critique": judgement.critique,
-        "good": [item(q) for q in judgement.good],
-        "poor": [item(q) for q in judgement.poor],
-    }
-    return json.dumps(answer, ensure_ascii=False)
-
-
 _SPAN_MAP = '", "good": ['
 _VERDICT = re.compile(rf"(?<=[: ])({'|'.join(VERDICTS)})(?=\.)")
 _RARE_SENTENCE = re.compile(r"It says [^.]*: invented\.|The [^.]*: repeated\.")
@@ -384,11 +370,3 @@ def tokenizer_pieces(*, reward: bool) -> list[str]:
     words = [word for phrase in phrases for word in re.findall(r" ?\w+|[^\w\s]", phrase)]
     words += [f" {value}" for value in values] + (values if reward else [])
     return sorted(set(words)) * 50 + phrases * 2
-
-
-def iter_texts(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """Every text of some records that a tokenizer must spell: posts, summaries, targets."""
-    for row in rows:
-        yield row["post"]
-        yield row["tldr_human_reference_summary"]
-        yield feedback_target(critic(row["facts"], row["generated_summary_for_feedback"]))

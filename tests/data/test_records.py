@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from t2g.config import DataConfig
-from t2g.data.records import QuoteRecord, annotated_record, load_annotated, read_record, write_annotated
+from t2g.data.records import (
+    QuoteRecord,
+    annotated_record,
+    append_annotated,
+    load_annotated,
+    read_record,
+    recover_annotated,
+    write_annotated,
+)
 from t2g.errors import UserError
 from t2g.feedback.parse import make_feedback, parse_answer
 from t2g.types import Prompt, Rollout, SpanFeedback
@@ -64,6 +72,22 @@ def test_a_file_is_read_back_as_it_was(tmp_path: Path) -> None:
     write_annotated(tmp_path / "r.jsonl", records)
     assert load_annotated(DataConfig(path=str(tmp_path / "r.jsonl"))) == records
     assert (tmp_path / "r.jsonl").read_text().count("\n") == 3
+
+
+def test_records_that_were_added_one_by_one_are_recovered(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    assert recover_annotated(path) == []
+    records = [annotated_record(PROMPT, rollout(t), feedback(t, [], [])) for t in ("a\u2028b", "c")]
+    for record in records:
+        append_annotated(path, record)
+    whole = path.read_bytes()
+    first = whole.index(b"\n") + 1
+    for end in range(len(whole) + 1):
+        path.write_bytes(whole[:end])
+        assert recover_annotated(path) == records[: (end >= first) + (end == len(whole))]
+    path.write_bytes(b'{"half\n' + whole)
+    with pytest.raises(UserError, match=r"records\.jsonl:1 is no annotated record"):
+        recover_annotated(path)
 
 
 def test_quotes_without_spans_are_located() -> None:

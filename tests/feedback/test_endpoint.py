@@ -4,7 +4,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -20,10 +20,11 @@ from t2g.types import Prompt, SpanFeedback
 
 PROMPT = Prompt(prompt_id="7", prompt_ids=np.zeros(0, np.int32), prompt_text="Hi?", task="prompts")
 KEY_VARIABLE = "T2G_TEST_ENDPOINT_KEY"
+ENVIRON = {KEY_VARIABLE: "secret"}
 Reply = Callable[[int], tuple[int, Any]]  # from the number of the request, from 1, to status and body
 
 
-def completion(content: str | None, finish_reason: str = "stop") -> dict[str, Any]:
+def completion(content: Any, finish_reason: str = "stop") -> dict[str, Any]:
     message = {"role": "assistant", "content": content}
     return {
         "id": "1",
@@ -90,14 +91,10 @@ def server() -> Iterator[Server]:
     server.server_close()
 
 
-@pytest.fixture(autouse=True)
-def _key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEY_VARIABLE, "secret")
-
-
-def source(server: Server, **fields: Any) -> EndpointFeedback:
-    config = {"timeout_s": 10.0, "endpoint_key_env": KEY_VARIABLE, "endpoint_model": "judge"} | fields
-    return EndpointFeedback(FeedbackConfig(source="endpoint", endpoint_url=server.url, **config), PromptsTask())
+def source(server: Server, environ: Mapping[str, str] = ENVIRON, **fields: Any) -> EndpointFeedback:
+    values = {"timeout_s": 10.0, "endpoint_key_env": KEY_VARIABLE, "endpoint_model": "judge"} | fields
+    config = FeedbackConfig(source="endpoint", endpoint_url=server.url, **values)
+    return EndpointFeedback(config, PromptsTask(), environ=environ)
 
 
 def judge(source: EndpointFeedback, response: str = "yes") -> SpanFeedback:
@@ -153,10 +150,25 @@ def test_a_server_that_never_answers(server: Server) -> None:
     ("body", "status"),
     [
         (completion(None), "unparsable"),  # a refusal
+        (completion("c") | {"choices": [{"index": 0, "message": {}}]}, "unparsable"),
         (completion("Sure! It is fine."), "unparsable"),
         (completion(format_answer("Fine.", ["yes"], []), "length"), "unparsable"),
         (completion(format_answer("Fine.", [], [])), "empty"),
-        (completion("[1]") | {"choices": []}, "failed"),
+        (completion([{"type": "text", "text": "Fine."}]), "failed"),
+        (completion(5), "failed"),
+        (completion("c") | {"choices": []}, "failed"),
+        (completion("c") | {"choices": "x"}, "failed"),
+        (completion("c") | {"choices": None}, "failed"),
+        (completion("c") | {"choices": [None]}, "failed"),
+        (completion("c") | {"choices": ["x"]}, "failed"),
+        (completion("c") | {"choices": {"0": 1}}, "failed"),
+        (completion("c") | {"choices": [{"index": 0, "message": None}]}, "failed"),
+        (completion("c") | {"choices": [{"index": 0, "message": "x"}]}, "failed"),
+        ({}, "failed"),
+        ([], "failed"),
+        ([1], "failed"),
+        (None, "failed"),
+        (3, "failed"),
         ("<html>proxy</html>", "failed"),
     ],
 )
@@ -178,9 +190,8 @@ def test_no_more_requests_are_open_than_asked(server: Server) -> None:
     assert {feedback.status for feedback in asyncio.run(many())} == {"ok"}  # in another loop too
 
 
-def test_what_is_missing_is_said_at_set_up(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_said_at_set_up(server: Server) -> None:
     with pytest.raises(UserError, match=r"needs feedback\.endpoint_model"):
         source(server, endpoint_model=None)
-    monkeypatch.delenv(KEY_VARIABLE)
     with pytest.raises(UserError, match=f"names {KEY_VARIABLE}, which is not set"):
-        source(server)
+        source(server, {})

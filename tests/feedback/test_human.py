@@ -44,6 +44,26 @@ def test_by_id_and_by_text(tmp_path: Path) -> None:
     assert judge(source, prompt("8", "What?"), "yes").spans[0].severity == 3
 
 
+def test_the_text_of_a_prompt_counts_before_an_id_that_another_data_set_may_have(tmp_path: Path) -> None:
+    def row(critique: str, **asked: str) -> dict[str, Any]:
+        return {"response": "yes", "critique": critique, **asked}
+
+    source = HumanFeedback(
+        write(
+            tmp_path / "human.jsonl",
+            row("id", prompt_id="7"),
+            row("text", prompt="Who?"),
+            row("both", prompt_id="7", prompt="Why?"),
+        )
+    )
+    critiques = {
+        asked: judge(source, prompt(*asked), "yes").critique
+        for asked in (("7", "Who?"), ("7", "Why?"), ("7", "When?"), ("8", "Who?"))
+    }
+    assert list(critiques.values()) == ["text", "both", "id", "text"]
+    assert judge(source, prompt("8", "Why?"), "yes").status == "failed"  # judged for prompt 7 only
+
+
 def test_a_response_that_nobody_judged_is_failed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = HumanFeedback(write(tmp_path / "human.jsonl", ROW))
     assert judge(source, prompt("7", ""), "a phone.").status == "failed"
@@ -56,6 +76,8 @@ def test_a_response_that_nobody_judged_is_failed(tmp_path: Path, caplog: pytest.
     [
         ({"response": "a"}, "needs a response and a prompt_id or prompt"),
         ({"prompt_id": "1"}, "needs a response"),
+        ({"prompt_id": 7, "prompt": "a", "response": "a"}, "prompt_id is 7; it needs to be a text"),
+        ({"prompt": ["a"], "response": "a"}, "prompt is .* needs to be a text"),
         ({"prompt_id": "1", "response": "a"}, "the critique is None"),
         ({"prompt_id": "1", "response": "a", "critique": "c", "good": "a"}, "need to be a list"),
         ({"prompt_id": "1", "response": "a", "critique": "c", "good": [3]}, "is no quote"),

@@ -1,5 +1,6 @@
 """Answers in JSON: what guided decoding may write, what is made of it, and what untrusted text cannot do."""
 
+import itertools
 import json
 from typing import Any
 
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from t2g.feedback.parse import (
     MAX_ANSWER_CHARS,
+    MAX_QUOTES,
     Quote,
     answer_grammar,
     answer_schema,
@@ -197,7 +199,10 @@ def test_read_quote() -> None:
     assert read_quote(("a", 2)) == Quote(text="a", occurrence=2)
     assert read_quote(("a", 2, (3, 4))) == Quote(text="a", occurrence=2, critique_range=(3, 4))
     assert read_quote({"quote": "a", "severity": 3}) == Quote(text="a", severity=3)
-    for rubbish in (3, None, ("a", "b"), ("a", 0), ("a", 1, 2), {"text": "a"}, b"a", (3, 9)):
+    given = Quote(text="a", occurrence=2, severity=3, critique_range=(0, 1))
+    assert read_quote(given) == given
+    quotes: Any = (Quote(text=5), Quote(text="a", occurrence="b"), Quote(text="a", critique_range="ab"))  # type: ignore[arg-type]
+    for rubbish in (3, None, ("a", "b"), ("a", 0), ("a", 1, 2), {"text": "a"}, b"a", (3, 9), *quotes):
         with pytest.raises(ValueError, match="quote"):
             read_quote(rubbish)
 
@@ -205,11 +210,18 @@ def test_read_quote() -> None:
 @pytest.mark.parametrize(
     "answer",
     [None, "fine", 3, ("c", []), ("c", [], [], []), (3, [], []), ("c", "Ann", []), ("c", [], None), ("c", [3], []),
+     ("c" * (MAX_ANSWER_CHARS + 1), [], []),
      {"critique": "c", "good": []}, {"critique": "c", "good": [], "poor": [], "bad": []}],
 )  # fmt: skip
 def test_rubbish_of_a_program_is_told_apart(answer: Any) -> None:
     with pytest.raises(ValueError, match=r"needs? to be|needs critique|no quote"):
         read_judgement(answer)
+
+
+def test_quotes_without_end_are_cut_and_still_count_as_too_many() -> None:
+    critique, good, _ = read_judgement(("c", itertools.repeat("Ann"), ()))
+    feedback = make(critique, good, [])
+    assert (feedback.num_quotes, feedback.num_located) == (MAX_QUOTES + 1, MAX_QUOTES)
 
 
 def test_judgements_of_a_program() -> None:

@@ -1,10 +1,12 @@
 """A user's critic in the loop: what it returns, what it may break, and what it cannot."""
 
 import asyncio
+import itertools
 import logging
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ import numpy as np
 import pytest
 
 from t2g.config import FeedbackConfig
-from t2g.errors import UserError
+from t2g.errors import RunStopped, UserError
+from t2g.feedback.parse import MAX_QUOTES, Quote
 from t2g.feedback.program import ProgramFeedback
 from t2g.feedback.sources import make_local_source
 from t2g.tasks.prompts import PromptsTask
@@ -44,8 +47,47 @@ def rubbish(prompt: str, response: str) -> Any:
     return "good"
 
 
+def raising_later(prompt: str, response: str) -> Any:
+    def quotes() -> Iterator[str]:
+        yield "phone"
+        raise OSError("the connection is gone")
+
+    return "c", quotes(), []
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+    __repr__ = __str__
+
+
+def unspeakable(prompt: str, response: str) -> Any:
+    raise Unspeakable
+
+
+def unspeakable_answer(prompt: str, response: str) -> Any:
+    return Unspeakable()
+
+
+def endless(prompt: str, response: str) -> Any:
+    return "c", itertools.repeat("phone"), []
+
+
+def number_as_quote(prompt: str, response: str) -> Any:
+    return "c", [Quote(text=5)], []  # type: ignore[arg-type]
+
+
+def quotes_that_hang(prompt: str, response: str) -> Any:
+    return "c", (word for word in iter(threading.Event().wait, False)), []
+
+
 def hanging(prompt: str, response: str) -> Any:
     threading.Event().wait()
+
+
+def hanging_on_demand(prompt: str, response: str) -> Any:
+    return hanging(prompt, response) if response == "hang" else ("c", [], [])
 
 
 def slow(prompt: str, response: str) -> Any:
@@ -86,7 +128,16 @@ def test_an_empty_response() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("raising", "raised KeyError"), ("leaving", "raised SystemExit"), ("rubbish", "returned")]
+    ("name", "reason"),
+    [
+        ("raising", "raised KeyError: 'facts'"),
+        ("leaving", "raised SystemExit: 3"),
+        ("rubbish", "returned rubbish: 'good'"),
+        ("raising_later", "raised OSError: the connection is gone"),
+        ("unspeakable", "Unspeakable"),
+        ("unspeakable_answer", "raised ZeroDivisionError"),
+        ("number_as_quote", "returned rubbish: a quote's text is 5"),
+    ],
 )
 def test_a_critic_that_misbehaves_is_failed_and_said_once(
     name: str, reason: str, caplog: pytest.LogCaptureFixture
@@ -99,11 +150,37 @@ def test_a_critic_that_misbehaves_is_failed_and_said_once(
     assert "prompt 7" in caplog.messages[0]
 
 
-def test_a_critic_that_hangs_is_failed_within_its_time(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("name", ["hanging", "quotes_that_hang"])
+def test_a_critic_that_hangs_is_failed_within_its_time(name: str, caplog: pytest.LogCaptureFixture) -> None:
     started = time.monotonic()
-    assert judge(source("hanging", timeout_s=0.05)).status == "failed"
+    assert judge(source(name, timeout_s=0.05)).status == "failed"
     assert time.monotonic() - started < 2
     assert "timeout_s=0.05" in caplog.messages[0]
+
+
+def test_quotes_without_end_are_cut() -> None:
+    feedback = judge(source("endless"), "a phone")
+    assert (feedback.status, len(feedback.spans), feedback.num_quotes) == ("ok", 1, MAX_QUOTES + 1)
+
+
+def test_the_third_hang_in_a_row_stops_the_run() -> None:
+    critic = source("hanging", timeout_s=0.05)
+
+    async def step() -> None:
+        await asyncio.gather(*(critic.judge(PROMPT, "x") for _ in range(64)))
+
+    started = time.monotonic()
+    with pytest.raises(RunStopped, match=r"test_program:hanging gave no answer 3 times in a row, in 0\.05 s each"):
+        asyncio.run(step())
+    assert time.monotonic() - started < 2  # and not 64 x .05 s
+    with pytest.raises(RunStopped):  # nor is it asked again
+        judge(critic)
+
+
+def test_hangs_that_are_not_in_a_row_do_not_stop_the_run() -> None:
+    critic = source("hanging_on_demand", timeout_s=0.05)
+    statuses = [judge(critic, response).status for response in ("hang", "hang", "x", "hang", "hang", "x")]
+    assert statuses == ["failed", "failed", "empty"] * 2
 
 
 def test_calls_come_one_at_a_time_and_their_time_counts_from_their_turn() -> None:

@@ -106,10 +106,10 @@ def test_a_run_killed_by_sigterm_goes_on_with_the_same_command(folder: Path) -> 
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        ({"model.policy": "/no/such/model"}, "no tokenizer can be loaded from /no/such/model"),
+        ({"model.policy": "/no/such/model"}, "/no/such/model"),
         ({"learner.workers": 400}, "CPUs needed"),
-        ({"rollout.max_model_len": 20}, "tokens"),
-        ({"feedback.source": "no.such:critic"}, "no.such"),
+        ({"rollout.max_model_len": 20}, "tokens and the window holds 4 beside the response"),
+        ({"feedback.source": "no.such:critic"}, "feedback.source='no.such:critic'"),
     ],
 )
 def test_what_cannot_work_is_said_in_a_sentence_within_a_minute(

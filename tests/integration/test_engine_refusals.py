@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from models import random_model
 
 from actors.engine import Engine
 from t2g.config import EngineConfig
 from t2g.errors import UserError
-from tests.models import random_model
 
 
 @pytest.fixture(autouse=True)

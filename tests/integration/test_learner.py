@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from models import random_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaModel
 
 from actors.learner import LearnerGroup, LearnerSpec, load_models
@@ -18,7 +19,6 @@ from t2g.config import LearnerConfig, ModelConfig, ObjectiveConfig, OptimConfig
 from t2g.data.batching import make_train_batch, pack_tokens
 from t2g.errors import RunStopped, UserError
 from t2g.types import Rollout, TrainBatch, TrainSample
-from tests.models import random_model
 
 VOCABULARY = 300
 TEMPERATURE = 0.7

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import ray
+from models import random_model
 
 from actors.placement import connect
 from actors.reward import RewardFleet
 from t2g.config import ClusterConfig, FeedbackConfig, RewardEngineConfig
 from t2g.tasks.base import get_task
 from t2g.types import Prompt, SpanFeedback
-from tests.models import random_model
 
 ENGINE = RewardEngineConfig(
     max_model_len=2048, max_new_tokens=640, max_critique_chars=40, max_spans=2, max_quote_chars=8, kv_cache_gib=0.1

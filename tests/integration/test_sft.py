@@ -2,7 +2,8 @@
 
 import logging
 import math
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +63,16 @@ def make_options(**changes: Any) -> SFTOptions:
 
 
 def train(
-    base: Path, out_folder: Path, cluster: ClusterConfig, **changes: Any
+    base: Path,
+    out_folder: Path,
+    cluster: ClusterConfig,
+    on_start: Callable[[int], None] = lambda done: None,
+    **changes: Any,
 ) -> tuple[dict[str, float], list[SFTProgress]]:
     seen: list[SFTProgress] = []
     metrics = run_sft(
         model=ModelConfig(policy=str(base)), examples=make_examples(base), options=make_options(**changes),
-        cluster=cluster, out_folder=out_folder, seed=3, on_progress=seen.append,
+        cluster=cluster, out_folder=out_folder, seed=3, on_start=on_start, on_progress=seen.append,
     )  # fmt: skip
     return metrics, seen
 
@@ -130,6 +135,70 @@ def test_one_rank_gives_the_same_weights(trained: Any, base: Path, cluster: Clus
     assert all(tensor.dtype == torch.float32 for tensor in two.values())
 
 
+def test_a_training_that_lost_a_rank_goes_on_after_its_checkpoint(
+    trained: Any, base: Path, cluster: ClusterConfig, tmp_path: Path
+) -> None:
+    folder, _, seen_by_uninterrupted = trained
+    part = tmp_path / "model.part"
+    done: list[int] = []
+
+    def stand_in_the_way(steps: int) -> None:
+        """Of the checkpoint of step 24: rank 0 dies there, after that of step 12."""
+        done.append(steps)
+        (part / "checkpoints").mkdir()
+        (part / "checkpoints" / ".tmp-step-00000024").touch()
+
+    shared = {"workers": 2, "checkpoint_every": 12}
+    with pytest.raises(RunStopped, match=r"rank 0: .*tmp-step-00000024"):
+        train(base, tmp_path / "model", cluster, stand_in_the_way, **shared)
+    assert not (tmp_path / "model").exists()
+    (part / "checkpoints" / ".tmp-step-00000024").unlink()
+    (part / "half.safetensors").touch()  # of an export that was cut off
+
+    _, seen = train(base, tmp_path / "model", cluster, done.append, **shared)
+    assert done == [0, 12]
+    assert [progress.step for progress in seen] == [20, 30, 40]
+    assert [progress.loss for progress in seen[1:]] == pytest.approx(
+        [progress.loss for progress in seen_by_uninterrupted[2:]], rel=1e-3
+    )
+    assert not part.exists()
+    assert {path.name for path in (tmp_path / "model").iterdir()} == {path.name for path in folder.iterdir()}
+    resumed, whole = load_file(tmp_path / "model" / "model.safetensors"), load_file(folder / "model.safetensors")
+    assert max(float((resumed[name] - whole[name]).abs().max()) for name in whole) < 1e-5
+
+
+@ray.remote(num_cpus=0.5)
+def gradient_that_is_no_number() -> tuple[str, bool]:
+    """What a step says whose loss is 0 and whose gradient is 0 * inf, and whether the weights are as before."""
+    from actors import zero3
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    zero3.init_distributed(0, 1, "127.0.0.1", port, "gloo", timeout_s=60)
+    model = torch.nn.Linear(2, 1)
+    engine = zero3.build_engine(model, OptimConfig(lr=1.0), num_steps=1, dtype="float32", world_size=1)
+
+    def weights() -> list[torch.Tensor]:
+        return [tensor for bucket in zero3.full_parameters(engine, 1 << 20, "float32") for _, tensor in bucket]
+
+    def loss_fn(wrapped: Any, microbatch: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+        return (wrapped(microbatch).sum() * 0).sqrt(), {}
+
+    before, said = weights(), ""
+    try:
+        zero3.train_step(engine, [torch.ones(1, 2)], loss_fn, label="step 7")
+    except RunStopped as error:
+        said = str(error)
+    return said, all(torch.equal(a, b) for a, b in zip(before, weights(), strict=True))
+
+
+def test_a_gradient_that_is_not_finite_is_not_applied(cluster: ClusterConfig) -> None:
+    said, untouched = ray.get(gradient_that_is_no_number.remote(), timeout=120)
+    assert said == "step 7: the gradient is not finite; the optimizer step was not applied"
+    assert untouched
+
+
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_no_model(
     base: Path, cluster: ClusterConfig, tmp_path: Path
 ) -> None:
@@ -148,5 +217,5 @@ def test_no_examples_are_refused(base: Path, cluster: ClusterConfig, tmp_path: P
     with pytest.raises(UserError, match="no examples"):
         run_sft(
             model=ModelConfig(policy=str(base)), examples=[], options=make_options(), cluster=cluster,
-            out_folder=tmp_path / "none", seed=0, on_progress=lambda progress: None,
+            out_folder=tmp_path / "none", seed=0, on_start=lambda done: None, on_progress=lambda progress: None,
         )  # fmt: skip

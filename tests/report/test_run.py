@@ -9,14 +9,16 @@ from t2g.errors import UserError
 from t2g.report.run import examples, report_run
 
 
-def sample(step: int, prompt_id: str, response: str, *, split: str = "train", judged: bool = True) -> dict[str, Any]:
+def sample(
+    step: int, prompt_id: str, response: str, *, split: str = "train", judged: bool = True, index: int = 0
+) -> dict[str, Any]:
     span = {"start": 0, "end": 2, "label": -1, "severity": 2, "critique_range": [0, 3]}
     feedback = {"critique": "bad start", "spans": [span], "status": "ok", "source": "reward_model", "version": "v"}
     return {
         "step": step,
         "split": split,
         "prompt_id": prompt_id,
-        "sample_index": 0,
+        "sample_index": index,
         "prompt": f"prompt of {prompt_id}",
         "response": response,
         "feedback": feedback if judged else None,
@@ -51,6 +53,24 @@ def test_examples_pair_the_first_and_last_response_to_a_prompt(tmp_path: Path) -
     (span,) = found[0].feedback_after.spans
     assert (span.start, span.end, span.label, span.severity, tuple(span.critique_range)) == (0, 2, -1, 2, (0, 3))
     assert found[1].prompt == "prompt of twice"
+
+
+def test_only_the_same_sample_of_the_same_prompt_is_compared(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    records = [
+        sample(1, "7", "trained on"),
+        sample(2, "7", "held out", split="eval"),  # an id of another data set
+        sample(3, "7", "another text") | {"prompt": "another prompt"},
+        sample(4, "7", "another sample", index=1),
+    ]
+    write_lines(path, records)
+    found = examples(path)
+    assert [(e.before, e.after) for e in found] == [
+        (None, "held out"),
+        (None, "another sample"),
+        (None, "another text"),
+        (None, "trained on"),
+    ]
 
 
 def test_report_of_a_running_and_of_a_finished_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """The tasks: SLF5K as published and as on the hub, the tiny world as one of them, and finding a task by name."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,25 @@ def test_other_instructions_are_another_version() -> None:
 def test_a_task_that_is_not_there(name: str) -> None:
     with pytest.raises(UserError, match="task="):
         get_task(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("def f(:", "SyntaxError"),
+        ("raise RuntimeError('no licence')", "RuntimeError: no licence"),
+        ("class Task:\n    def __init__(self):\n        raise ValueError('no data')", "ValueError: no data"),
+    ],
+)
+def test_a_task_module_that_breaks_is_one_sentence(text: str, reason: str, tmp_path: Path) -> None:
+    name = f"broken_task_{reason[:9].lower()}"
+    (tmp_path / f"{name}.py").write_text(text)
+    sys.path.insert(0, str(tmp_path))
+    try:
+        with pytest.raises(UserError, match=f"task='{name}:Task' cannot be loaded: {reason}"):
+            get_task(f"{name}:Task")
+    finally:
+        sys.path.remove(str(tmp_path))
 
 
 def test_the_tiny_world_walks_the_same_path() -> None:

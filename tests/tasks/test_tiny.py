@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from t2g.feedback.parse import format_answer
 from t2g.tasks import tiny, tiny_assets
 from t2g.tasks.tiny import Clause, Rates
 
@@ -158,7 +159,7 @@ def test_garbage_gets_quotes_that_stand_in_it_and_never_overlap(seed: int) -> No
         assert quote.text in judged.critique[slice(*quote.critique_range)]
     taken.sort()
     assert all(left[1] <= right[0] for left, right in itertools.pairwise(taken))
-    assert json.loads(tiny.feedback_target(judged))["critique"] == judged.critique
+    assert json.loads(format_answer(*judged))["critique"] == judged.critique
 
 
 # -------------------------------------------------------------------------------------------------------------- measure
@@ -198,19 +199,19 @@ def test_prompts() -> None:
 
 
 def test_target_is_plain_json_with_occurrences_only_where_needed() -> None:
-    target = tiny.feedback_target(tiny.critic(FACTS, "it hums, it hums."))
+    target = format_answer(*tiny.critic(FACTS, "it hums, it hums."))
     assert target.endswith('missing.", "good": ["hums"], "poor": [{"quote": "hums", "occurrence": 2}]}')
     assert target.startswith('{"critique": "The fault is hums, it says hums: right.')
 
 
 def test_verdict_ranges_are_the_verdict_words_of_the_critique_only() -> None:
-    target = tiny.feedback_target(tiny.critic(FACTS, "by José, about a wrong, in Oslo, la la."))
+    target = format_answer(*tiny.critic(FACTS, "by José, about a wrong, in Oslo, la la."))
     words = [target[start:end] for start, end in tiny.verdict_ranges(target)]
     assert words == ["right", "wrong", "wrong", "invented", "missing", "missing"]
 
 
 def test_decisive_ranges_add_rare_sentences_and_the_span_map() -> None:
-    target = tiny.feedback_target(tiny.critic(FACTS, "it hums, it hums, la la."))
+    target = format_answer(*tiny.critic(FACTS, "it hums, it hums, la la."))
     words = [target[start:end] for start, end in tiny.decisive_ranges(target)]
     assert words == [
         "right",
@@ -236,7 +237,10 @@ def test_tokenizers_differ_and_spell_every_text(tokenizers: Any) -> None:
     policy, reward = tokenizers
     assert len(policy) != len(reward)
     rows = tiny.make_records(count=20, heldout=False, rates=Rates(), seed=1)
-    texts = [*tiny.iter_texts(rows), 'odd "\\\n 😀 ñ']
+    texts = ['odd "\\\n 😀 ñ']
+    for row in rows:
+        answer = format_answer(*tiny.critic(row["facts"], row["generated_summary_for_feedback"]))
+        texts += [row["post"], row["tldr_human_reference_summary"], answer]
     for tokenizer in tokenizers:
         for text in texts:
             assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text
