@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import numpy as np
-import xxhash
 
+from actors.arena import Arena
 from actors.weight_sync import Bucket, ParamMeta
 from t2g.config import EngineConfig
 from t2g.errors import UserError
@@ -22,7 +22,6 @@ WARM_UP_TOKENS = 48  # a first bfloat16 forward of at most 4 tokens is an illega
 MIN_BATCHED_TOKENS = 4096  # of one step of a CPU engine
 PLUGIN = "t2g_store"  # the entry point of actors.vllm_plugin
 CORE_POLL_S = 1.0
-ALIGNMENT = 64  # bytes, of each tensor in the arena
 T = TypeVar("T")
 
 
@@ -78,7 +77,6 @@ class Engine:
         self._model, self._revision, self._config, self._seed = model, revision, config, seed
         self._receives_weights, self._guided = receives_weights, guided
         self._request_numbers = itertools.count()
-        self._version = 0
         self._arena = Arena()
         self._llm: Any = None
         self._watch: asyncio.Task[None] | None = None
@@ -88,11 +86,12 @@ class Engine:
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB only; it would win over kv_cache_memory_bytes
         os.environ.update(engine_environment(self._config, owner=os.getpid()))
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
-            vllm_config = AsyncEngineArgs(**self._arguments()).create_engine_config()
+            vllm_config = AsyncEngineArgs(**self._arguments()).create_engine_config(UsageContext.ENGINE_CONTEXT)
             if not self._config.gpus:
                 self._check_kv_cache(vllm_config)
             self._llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
@@ -173,11 +172,6 @@ class Engine:
     @property
     def vocab_size(self) -> int:
         return self._llm.model_config.get_vocab_size()
-
-    @property
-    def version(self) -> int:
-        """Version of the weights that new requests are sampled with; 0 is the model folder's."""
-        return self._version
 
     async def generate(
         self,
@@ -287,40 +281,12 @@ class Engine:
         if not await self._of_core(self._llm.reset_prefix_cache()):
             raise RuntimeError("the engine kept a prefix cache of the old weights")
         await self._of_core(self._llm.resume_generation())
-        self._version = version
 
     async def _end_with_core(self) -> None:
         """A live actor around a dead engine would take requests for ever; Ray sees a dead process at once."""
         while not self._llm.errored:
             await asyncio.sleep(CORE_POLL_S)
         os._exit(1)
-
-
-class Arena:
-    """Memory that the engine core maps by path. A memfd has no name: nothing is left behind when the actor is killed,
-    and a container's small /dev/shm is no limit. Kept from sync to sync, since fresh pages cost half the rate."""
-
-    def __init__(self) -> None:
-        self._fd = os.memfd_create("t2g-weights")
-        self._bytes: np.ndarray = np.zeros(0, np.uint8)
-
-    @property
-    def path(self) -> str:
-        return f"/proc/{os.getpid()}/fd/{self._fd}"
-
-    def write(self, tensors: Sequence[np.ndarray]) -> tuple[list[int], int]:
-        """Lay the tensors one after the other; returns their byte offsets and the bytes used."""
-        ends = list(itertools.accumulate(-(-t.nbytes // ALIGNMENT) * ALIGNMENT for t in tensors))
-        offsets = [0, *ends[:-1]]
-        if ends[-1] > len(self._bytes):
-            os.ftruncate(self._fd, ends[-1])
-            self._bytes = np.memmap(self.path, np.uint8, "r+", shape=(ends[-1],))
-        for offset, tensor in zip(offsets, tensors, strict=True):
-            self._bytes[offset : offset + tensor.nbytes] = tensor.reshape(-1).view(np.uint8)
-        return offsets, ends[-1]
-
-    def xxh3(self, num_bytes: int) -> str:
-        return xxhash.xxh3_64_hexdigest(self._bytes[:num_bytes])
 
 
 async def _collect(stream: AsyncIterator[T]) -> list[T]:

@@ -1,7 +1,7 @@
 """Weights from the learner group into every rollout engine: sent by version, checked by names, proved by a probe.
 
 The way of one version: the learner announces names and shapes, streams buckets through Ray's object store, and every
-worker writes each bucket into memory that its engine maps (`actors.engine.Arena`, `actors.vllm_plugin`). vLLM does not
+worker writes each bucket into memory that its engine maps (`actors.arena`, `actors.vllm_plugin`). vLLM does not
 notice a bad sync, so after each one every worker scores the same 64 tokens and must agree with the learner.
 """
 

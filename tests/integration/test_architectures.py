@@ -50,6 +50,7 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.mark.slow  # two engines and a learner group each
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral", "gemma2"])
 def test_a_step_moves_the_policy_and_vllm_serves_the_export(architecture: str, tmp_path: Path) -> None:
     random_model(tmp_path / "model", architecture, seed=3)
