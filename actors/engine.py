@@ -124,9 +124,9 @@ class Engine:
         )
         if need > self._config.kv_cache_gib * 2**30:
             raise UserError(
-                f"kv_cache_gib is {self._config.kv_cache_gib:g}, and one sequence of max_model_len={model.max_model_len} "
-                f"tokens of {self._model} needs {math.ceil(need / 2**30 * 100) / 100:g} GiB: raise it, or lower "
-                "max_model_len"
+                f"kv_cache_gib is {self._config.kv_cache_gib:g}, and one sequence of {self._model} with "
+                f"max_model_len={model.max_model_len} needs {math.ceil(need / 2**30 * 100) / 100:g} GiB: raise the one "
+                "or lower the other"
             )
 
     def _arguments(self) -> dict[str, Any]:

@@ -173,7 +173,8 @@ def _fit(job: RankJob, cluster: ClusterConfig, on_progress: Callable[[SFTProgres
         trainer = _trainer(job, reports, scratch)
         thread = threading.Thread(target=fit, daemon=True, name="ray-train")
         thread.start()
-        _follow(thread, reports, job.options.timeout_s, on_progress)
+        patience_s = (REPORT_EVERY + 1) * job.options.timeout_s + DRIVER_GRACE_S
+        _follow(thread, reports, patience_s, on_progress)
     if "error" in outcome:
         raise _explain(outcome["error"], job.options, cluster) from outcome["error"]
     return outcome["metrics"]
@@ -233,13 +234,9 @@ def _ray_train_settings(cluster: ClusterConfig) -> Iterator[None]:
 
 
 def _follow(
-    thread: threading.Thread, reports: Path, timeout_s: float, on_progress: Callable[[SFTProgress], None]
+    thread: threading.Thread, reports: Path, patience_s: float, on_progress: Callable[[SFTProgress], None]
 ) -> None:
-    """Hand on each report until the thread ends; RunStopped when the next one, or the end, is late.
-
-    timeout_s: of one optimizer step, and of the start-up and of the export before and after them.
-    """
-    patience_s = (REPORT_EVERY + 1) * timeout_s + DRIVER_GRACE_S
+    """Hand on each report until the thread ends; RunStopped when the next one, or the end, takes over `patience_s`."""
     deadline = time.monotonic() + patience_s
     num_read, last = 0, None
     while True:
@@ -255,8 +252,8 @@ def _follow(
         if time.monotonic() > deadline:
             where = f"the ranks stood at step {last.step} of {last.num_steps}" if last else "no rank has reported yet"
             raise RunStopped(
-                f"{LABEL} is late: nothing was heard of its ranks for {patience_s:g} s, {REPORT_EVERY} steps at "
-                f"sft.timeout_s={timeout_s:g} s and what comes before or after them; {where}"
+                f"{LABEL} is late: nothing was heard of its ranks for {patience_s:g} s, which is sft.timeout_s for each "
+                f"of {REPORT_EVERY} steps and for what comes before or after them; {where}"
             )
         thread.join(0.2)
 

@@ -4,6 +4,7 @@ Runs inside a Ray Train worker; `actors.sft` starts it, `t2g.data.sft` plans the
 """
 
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -109,7 +110,7 @@ def _checkpoint(engine: Any, job: RankJob, step: int) -> None:
     def save(into: Path) -> None:
         zero3.save_checkpoint(engine, beside, TAG)
         (beside / TAG).rename(into / TAG)
-        beside.rmdir()
+        shutil.rmtree(beside)  # DeepSpeed leaves a script beside each tag
 
     if engine.global_rank == 0:
         CheckpointStore(folder / CHECKPOINTS, keep=1).write(step, save, {"step": step, **job.identity})

@@ -71,9 +71,7 @@ def read_prompts(config: AnnotateJob) -> "list[Prompt]":
     return make_prompts(load_records(config.data), get_task(config.task), tokenizer, room)
 
 
-def collect(
-    config: AnnotateJob, prompts: "Sequence[Prompt]", path: Path, fleets: "Fleets"
-) -> "list[AnnotatedRecord]":
+def collect(config: AnnotateJob, prompts: "Sequence[Prompt]", path: Path, fleets: "Fleets") -> "list[AnnotatedRecord]":
     """A record for each sample that was answered, in prompt order; `path` has them too, and those it had are kept."""
     from t2g.annotate import annotate, in_prompt_order
     from t2g.data.records import append_annotated, recover_annotated, write_annotated

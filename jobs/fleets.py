@@ -1,17 +1,19 @@
 """The engines of a job: asked for twice, started once, ended together."""
 
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Self, TypeVar
 
 from actors.reward import RewardFleet
 from actors.rollout import RolloutFleet
 from t2g.config import EngineConfig, FeedbackConfig, JobConfig, ModelConfig, PolicyJob, RoleConfig, RolloutConfig
+from t2g.errors import UserError
 from t2g.feedback.sources import make_local_source
 from t2g.interfaces import FeedbackSource
 from t2g.tasks.base import Task
 
 AnyFleet = TypeVar("AnyFleet", RolloutFleet, RewardFleet)
-Key = tuple[str, str | None, str]  # model, revision, engine settings: what two requests must share to share engines
+Key = tuple[str | None, ...]  # what two requests must share to share engines
 
 
 def feedback_roles(config: FeedbackConfig) -> dict[str, RoleConfig]:
@@ -35,11 +37,17 @@ class Fleets:
         self._open.close()
 
     def for_policy(self, job: PolicyJob, task: Task) -> tuple[RolloutFleet, FeedbackSource]:
-        """Rollout engines and feedback source of a run, started side by side."""
+        """Rollout engines and feedback source of a run, started side by side.
+
+        UserError before any engine starts for a source that cannot be used.
+        """
+        if job.feedback.source != "reward_model":
+            feedback = make_local_source(job.feedback, task)
+            return self.rollouts(job.model, job.rollout, job), feedback
+        check_folder(job.feedback)
         self._start_rollouts(job.model, job.rollout, job)
-        if job.feedback.source == "reward_model":
-            self._start_rewards(job.feedback, task, job)
-        return self.rollouts(job.model, job.rollout, job), self.feedback(job.feedback, task, job)
+        self._start_rewards(job.feedback, task, job)
+        return self.rollouts(job.model, job.rollout, job), self.rewards(job.feedback, task, job)
 
     def rollouts(self, model: ModelConfig, config: RolloutConfig, job: JobConfig) -> RolloutFleet:
         """Engines of `model`, serving."""
@@ -69,10 +77,10 @@ class Fleets:
         return key
 
     def _start_rewards(self, config: FeedbackConfig, task: Task, job: JobConfig) -> Key:
-        key = (str(config.reward_model), config.reward_revision, config.engine.model_dump_json())
+        timeout_s = str(config.timeout_s)
+        key = (config.reward_model, config.reward_revision, task.name, timeout_s, config.engine.model_dump_json())
         if key not in self._rewards:
-            timeout_s = job.cluster.placement_timeout_s
-            fleet = RewardFleet(config, task, seed=job.run.seed, placement_timeout_s=timeout_s)
+            fleet = RewardFleet(config, task, seed=job.run.seed, placement_timeout_s=job.cluster.placement_timeout_s)
             self._open.callback(fleet.close)
             self._rewards[key] = fleet
         return key
@@ -82,6 +90,13 @@ class Fleets:
             fleet.wait_ready()
             self._ready.add(key)
         return fleet
+
+
+def check_folder(config: FeedbackConfig) -> None:
+    """UserError for a reward model that is a path and no folder: the engine would look for it on the hub."""
+    model = str(config.reward_model)
+    if (Path(model).is_absolute() or model.startswith(".")) and not Path(model).is_dir():
+        raise UserError(f"feedback.reward_model={model}: there is no folder of that name")
 
 
 def _engine_settings(config: RolloutConfig) -> str:

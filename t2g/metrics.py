@@ -30,7 +30,8 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | speed/tokens_per_s                         | sampled tokens by seconds of the whole step                            |
 | learner/tokens_per_s                       | packed tokens of all passes, prompts included, by seconds of the update |
 | learner/optimizer_steps                    | minibatches of this step                                               |
-| time/{generate,feedback,learn,sync,step,eval}_s| seconds by phase, and of the whole step                               |
+| time/{generate,feedback,learn,sync}_s      | seconds by phase                                                       |
+| time/{step,eval}_s                         | seconds of the whole step without its evaluation, and of that          |
 | sync/probe_gap                             | largest |engine - learner| logprob on the probe, nats                  |
 | sync/bytes                                 | weights sent to each worker                                            |
 | sft/<name>                                 | supervised jobs: loss, gradient norm, speed; `step` is the optimizer's |

@@ -1,9 +1,17 @@
-"""From which checkpoint a supervised training goes on."""
+"""From which checkpoint a supervised training goes on, and how long its driver waits for a sign of life."""
 
+import json
+import threading
+import time
+from dataclasses import asdict
 from pathlib import Path
 
-from actors.sft import _resume_point
+import pytest
+
+from actors.sft import _follow, _resume_point
+from actors.sft_rank import SFTProgress
 from t2g.checkpoint import CheckpointStore
+from t2g.errors import RunStopped
 
 IDENTITY = {"fingerprint": "f", "num_ranks": 2}
 
@@ -26,3 +34,37 @@ def test_the_last_whole_checkpoint_of_the_same_training(tmp_path: Path) -> None:
     assert _resume_point(part, IDENTITY | {"num_ranks": 1}) == (None, 0)
     (folder / "weights").write_text("torn")
     assert _resume_point(part, IDENTITY) == (None, 0)
+
+
+def ranks(reports: Path, *, pause_s: float, then_silent: bool, end: threading.Event) -> threading.Thread:
+    """Three reports, one each `pause_s`; then the end, or nothing any more."""
+
+    def work() -> None:
+        for step in (10, 20, 30):
+            time.sleep(pause_s)
+            progress = SFTProgress(
+                step=step, num_steps=40, loss=1, grad_norm=1, lr=1, tokens_per_s=1, train_s=1, left_s=1
+            )
+            with reports.open("a") as file:
+                file.write(json.dumps(asdict(progress)) + "\n")
+        if then_silent:
+            end.wait(30)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_the_deadline_begins_again_with_each_report(tmp_path: Path) -> None:
+    end, steps = threading.Event(), []
+    thread = ranks(tmp_path / "r", pause_s=0.6, then_silent=False, end=end)
+    _follow(thread, tmp_path / "r", 1.5, lambda progress: steps.append(progress.step))
+    assert steps == [10, 20, 30]
+
+
+def test_ranks_that_fall_silent_are_late_in_a_sentence(tmp_path: Path) -> None:
+    end = threading.Event()
+    thread = ranks(tmp_path / "r", pause_s=0, then_silent=True, end=end)
+    with pytest.raises(RunStopped, match=r"late: nothing was heard .* for 0\.5 s.*stood at step 30 of 40"):
+        _follow(thread, tmp_path / "r", 0.5, lambda progress: None)
+    end.set()

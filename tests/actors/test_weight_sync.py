@@ -142,6 +142,28 @@ def test_a_worker_that_missed_the_weights_gets_them_again_whole() -> None:
     assert workers["w0"].log == workers["w1"].log == once + once
 
 
+class OpenLearner(FakeLearner):
+    """Knows whether its stream has ended."""
+
+    streaming = False
+
+    def stream_weights(self, dtype: str) -> Iterator[Bucket]:
+        self.streaming = True
+        try:
+            yield from super().stream_weights(dtype)
+        finally:
+            self.streaming = False
+
+
+def test_a_sync_that_breaks_off_leaves_no_stream_open() -> None:
+    learner, worker = OpenLearner(), FakeWorker()
+    worker.load_bucket = Remote(lambda version, bucket: 1 // 0)
+    with pytest.raises(ZeroDivisionError) as caught:
+        StoreWeightSync(learner, FakeFleet(w0=worker), LearnerConfig()).push(3)
+    assert not learner.streaming, "while the error, which keeps every frame alive, is still held"
+    del caught
+
+
 def test_a_worker_that_is_wrong_twice_stops_the_run_by_name_and_gap() -> None:
     sync = StoreWeightSync(FakeLearner(), FakeFleet(w0=FakeWorker(), w1=FakeWorker(deaf=2)), LearnerConfig())
     with pytest.raises(RunStopped, match=r"w1 does not compute .* 1\.5 nats apart .* learner\.probe_tolerance=0\.001"):

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,9 +23,10 @@ def _same_environment() -> Iterator[None]:
     os.environ.update(before)
 
 
-def refuse(folder: Path, max_model_len: int = 64) -> str:
+def refuse(folder: Path, max_model_len: int = 64, kv_cache_gib: float = 0.1) -> str:
+    config = EngineConfig(max_model_len=max_model_len, kv_cache_gib=kv_cache_gib)
     with pytest.raises(UserError) as caught:
-        asyncio.run(Engine(str(folder), EngineConfig(max_model_len=max_model_len), seed=1).start())
+        asyncio.run(Engine(str(folder), config, seed=1).start())
     return str(caught.value)
 
 
@@ -53,4 +55,14 @@ def test_a_window_longer_than_the_models(tmp_path: Path) -> None:
     random_model(tmp_path)
     assert "max_model_len (4096) is greater than the derived max_model_len (max_position_embeddings=256" in refuse(
         tmp_path, max_model_len=4096
+    )
+
+
+def test_a_cache_smaller_than_one_sequence(tmp_path: Path) -> None:
+    """2 layers, 2 heads of 32, keys and values in float32: 1 KiB a token, 2 blocks of at least 64 tokens."""
+    random_model(tmp_path)
+    sentence = refuse(tmp_path, kv_cache_gib=1e-4)
+    assert re.fullmatch(
+        r"kv_cache_gib is 0\.0001, and one sequence of \S+ with max_model_len=64 needs 0\.01 GiB: raise the one .*",
+        sentence,
     )

@@ -3,14 +3,15 @@
 import asyncio
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import ray
 
 from actors.fleet import Fleet
-from actors.placement import connect
-from t2g.config import ClusterConfig, EngineConfig
+from actors.placement import check_places, connect
+from t2g.config import ClusterConfig, EngineConfig, LearnerConfig
 from t2g.errors import RunStopped, UserError
 
 CONFIG = EngineConfig(workers=2, cpus=0.1, memory_gib=0.1, max_num_seqs=4, start_timeout_s=30)
@@ -27,6 +28,10 @@ class Worker:
         except FileExistsError:
             self.number = 1
         self.open = self.most = 0
+        self.ping_s = 0.0
+
+    async def ping(self) -> None:
+        await asyncio.sleep(self.ping_s)
 
     async def start(self) -> int:
         return 42
@@ -47,6 +52,12 @@ class Worker:
         return self.number
 
     async def late_if_first(self) -> int:
+        await asyncio.sleep(60 if self.number == 0 else 0)
+        return self.number
+
+    async def hang_if_first(self, seconds: float) -> int:
+        """Number 0 answers neither this nor pings for so long."""
+        self.ping_s = seconds if self.number == 0 else 0.0
         await asyncio.sleep(60 if self.number == 0 else 0)
         return self.number
 
@@ -108,6 +119,18 @@ def test_a_late_worker_is_passed_over_and_two_late_ones_are_a_timeout(fleet: Fle
     assert time.monotonic() - started < 5
 
 
+def test_a_late_worker_gets_no_request_until_it_answers_a_ping(fleet: Fleet) -> None:
+    async def run(submit: Callable[[Any], Any]) -> list[int]:
+        return await asyncio.gather(*(fleet.call(submit, load=1, timeout_s=2, what="x") for _ in range(4)))
+
+    hanging_s = 4.0
+    assert asyncio.run(run(lambda w: w.hang_if_first.remote(hanging_s))) == [1, 1, 1, 1]
+    asked = time.monotonic()
+    assert asyncio.run(run(lambda w: w.work.remote())) == [1, 1, 1, 1]
+    time.sleep(max(0.0, hanging_s + 1 - (time.monotonic() - asked)))
+    assert sorted(asyncio.run(run(lambda w: w.work.remote(0.1)))) == [0, 0, 1, 1]
+
+
 def test_a_workers_user_error_arrives_as_it_was_said(fleet: Fleet) -> None:
     with pytest.raises(UserError, match=r"^prompt 7 is rubbish$"):
         asyncio.run(fleet.call(lambda w: w.refuse.remote(), load=1, timeout_s=20, what="x"))
@@ -116,7 +139,10 @@ def test_a_workers_user_error_arrives_as_it_was_said(fleet: Fleet) -> None:
 @pytest.mark.parametrize(
     ("wish", "sentence"),
     [
-        ({"cpus": 1000}, r"no place for 1 of 1 test workers within 1 s: each needs 1000 CPUs.*free in the cluster: "),
+        (
+            {"cpus": 1000},
+            r"no place within 1 s for 1 of 1 test workers: each needs 1000 CPUs.*the cluster has \d+ CPUs",
+        ),
         ({"labels": {"rl/role": "none"}}, r"on a node with labels \{'rl/role': 'none'\}"),
     ],
 )
@@ -124,6 +150,15 @@ def test_what_has_no_place_is_refused_in_time(wish: dict[str, object], sentence:
     config = CONFIG.model_copy(update={"workers": 1} | wish)
     with pytest.raises(UserError, match=sentence):
         Fleet("test", Worker, ("",), config, placement_timeout_s=1)
+
+
+def test_roles_that_only_fit_one_after_the_other_are_refused_together_and_nothing_stays_taken() -> None:
+    cpus = ray.cluster_resources()["CPU"]
+    roles = {"rollout": EngineConfig(cpus=0.2, memory_gib=0.1), "learner": LearnerConfig(cpus=cpus, memory_gib=0.1)}
+    with pytest.raises(UserError, match=r"no place within 1 s for 1 of 1 learner workers: each needs \d+ CPUs"):
+        check_places(roles, timeout_s=1)
+    check_places(roles | {"learner": LearnerConfig(cpus=cpus - 0.2, memory_gib=0.1)}, timeout_s=10)
+    check_places({"learner": roles["learner"]}, timeout_s=10)
 
 
 def test_a_machine_too_small_is_refused_before_ray_starts() -> None:

@@ -52,3 +52,8 @@ def test_every_answer_parses_and_is_the_same_when_asked_again(fleet: RewardFleet
     assert all(len(a.critique) <= 2 * 40 + 39 for a in answers)  # the bound of `answer_grammar`
     again = judge(fleet, responses)
     assert all(a is b for a, b in zip(answers, again, strict=True))
+
+
+def test_a_response_too_long_for_the_window_fails_alone(fleet: RewardFleet) -> None:
+    short, long = judge(fleet, ["The phone hums.", "The phone hums. " * 500])
+    assert short.status in ("ok", "empty") and long.status == "failed"

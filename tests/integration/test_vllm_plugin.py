@@ -1,5 +1,8 @@
 """What the engine core accepts as a version of the weights: the transfer engine alone, on a model that only records."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +12,7 @@ import pytest
 import torch
 import xxhash
 
-from actors.vllm_plugin import StoreAnnouncement, StoreBucket, StoreWeightTransferEngine
+from actors.vllm_plugin import StoreAnnouncement, StoreBucket, StoreWeightTransferEngine, descends_from
 
 
 class Recorder(torch.nn.Module):
@@ -74,3 +77,12 @@ def test_a_name_announced_twice_is_refused() -> None:
         transfer.init_transfer_engine(
             StoreAnnouncement(version=6, dtype="float32", names=["a", "a"], shapes=[[1], [1]])
         )
+
+
+def test_only_an_ancestor_is_the_owner() -> None:
+    """An owner that died before it was looked for may have left its pid to another process."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stranger:
+        assert descends_from(os.getppid())
+        assert not descends_from(stranger.pid)
+        stranger.communicate(b"\n")
+    assert not descends_from(stranger.pid)
