@@ -252,8 +252,8 @@ def _follow(
         if time.monotonic() > deadline:
             where = f"the ranks stood at step {last.step} of {last.num_steps}" if last else "no rank has reported yet"
             raise RunStopped(
-                f"{LABEL} is late: nothing was heard of its ranks for {patience_s:g} s, which is sft.timeout_s for each "
-                f"of {REPORT_EVERY} steps and for what comes before or after them; {where}"
+                f"{LABEL} is late: nothing was heard of its ranks for {patience_s:g} s, which is sft.timeout_s for "
+                f"each of {REPORT_EVERY} steps and for what comes before or after them; {where}"
             )
         thread.join(0.2)
 
