@@ -21,7 +21,6 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | response/length_mean                       | sampled tokens, EOS included                                           |
 | response/cut_share                         | responses that stopped at max_new_tokens                               |
 | gap/{logprob_mean,p95}                     | of |learner - engine| logprob, nats                                    |
-| gap/outside_share                          | tokens with exp(learner - engine) outside [.9, 1.1]                    |
 | importance/{mean,p95}                      | of the weight exp(learner - engine), before it is capped               |
 | importance/outside_share                   | weights outside [.9, 1.1]                                              |
 | importance/truncated_share                 | weights above objective.importance_cap                                 |

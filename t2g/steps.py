@@ -112,7 +112,6 @@ def step_metrics(
     """What the driver knows of a step; the names are those of `t2g.metrics`. Shares are of tokens or of samples."""
     deltas = np.concatenate([s.token_rewards for s in scored])
     gaps = np.concatenate([t.old_logprobs - s.rollout.rollout_logprobs for s, t in zip(scored, stats, strict=True)])
-    ratios = np.exp(gaps)
     quotes = sum(f.num_quotes for _, _, f in pairs)
     sources = [f.source for _, _, f in pairs]
     shares = {f"tokens/{label}_share": share for label, share in label_shares(deltas).items()}
@@ -127,7 +126,6 @@ def step_metrics(
         "response/cut_share": float(np.mean([r.finish_reason == "length" for _, r, _ in pairs])),
         "gap/logprob_mean": float(np.abs(gaps).mean()),
         "gap/p95": float(np.quantile(np.abs(gaps), 0.95)),
-        "gap/outside_share": float(((ratios < 0.9) | (ratios > 1.1)).mean()),
         "feedback/failed_share": 1 - len(scored) / len(pairs),
         "feedback/located_rate": sum(f.num_located for _, _, f in pairs) / quotes if quotes else 1.0,
     }

@@ -12,7 +12,7 @@ SHARED = {
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "head_dim": 32,
-    "max_position_embeddings": 256,
+    "max_position_embeddings": 2048,
     "initializer_range": 0.08,
     "bos_token_id": None,
 }

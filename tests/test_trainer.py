@@ -267,5 +267,4 @@ def test_step_metrics_by_hand() -> None:
     assert metrics["feedback/failed_share"] == pytest.approx(1 / 3)
     assert metrics["feedback/source/reward_model"] == 1.0
     assert metrics["gap/logprob_mean"] == pytest.approx(2 * 0.2 / 6, rel=1e-5)
-    assert metrics["gap/outside_share"] == pytest.approx(2 / 6)
     assert metrics["response/length_mean"] == pytest.approx(8 / 3)

@@ -13,7 +13,7 @@ from models import random_model
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 240
-NUM_STEPS = 4
+NUM_STEPS = 6
 
 
 def command(folder: Path, **overrides: object) -> list[str]:
@@ -30,7 +30,7 @@ def command(folder: Path, **overrides: object) -> list[str]:
         "rollout.max_new_tokens": 16,
         "feedback.source": "reward_model",
         "feedback.reward_model": folder / "reward",
-        "feedback.engine": "{max_model_len: 256, max_new_tokens: 128, "
+        "feedback.engine": "{max_model_len: 2048, max_new_tokens: 900, "
         "max_critique_chars: 24, max_spans: 1, max_quote_chars: 4}",
         "feedback.max_failed_share": 1.0,
         "learner.workers": 2,
@@ -109,7 +109,7 @@ def test_a_run_killed_by_sigterm_goes_on_with_the_same_command(folder: Path) -> 
         ({"model.policy": "/no/such/model"}, "/no/such/model"),
         ({"learner.workers": 400}, "CPUs needed"),
         ({"rollout.max_model_len": 20}, "tokens and the window holds 4 beside the response"),
-        ({"feedback.source": "no.such:critic"}, "feedback.source='no.such:critic'"),
+        ({"feedback.source": "no.such:critic"}, "feedback.source=no.such:critic cannot be imported"),
     ],
 )
 def test_what_cannot_work_is_said_in_a_sentence_within_a_minute(
