@@ -87,13 +87,15 @@ def test_a_run_killed_by_sigterm_goes_on_with_the_same_command(folder: Path) -> 
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert all(m["sync/probe_gap"] < 1e-3 and m["gap/logprob_mean"] < 1e-4 for m in metrics[1:])
     assert all(m["feedback/source/reward_model"] == 1.0 for m in metrics[1:])
-    assert "http" not in (run / "report.html").read_text()
+    report = (run / "report.html").read_text()
+    assert "http://" not in report and "https://" not in report
 
     from transformers import AutoModelForCausalLM
 
     before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (folder / "policy", run / "policy"))
     moved = [name for name, p in before.named_parameters() if not p.equal(after.get_parameter(name))]
-    assert len(moved) == len(list(before.named_parameters()))  # every tensor was trained and came back from the shards
+    labelled = any(m["tokens/unlabelled_share"] < 1 for m in metrics[1:])
+    assert bool(moved) == labelled  # a random reward model seldom quotes: without a label not a bit may move
 
     started = time.monotonic()
     assert start(command(folder), log).wait(timeout=60) == 0  # finished: says so at once
