@@ -105,10 +105,9 @@ def demo_of(config: PolicyJob) -> DemoJob | None:
     """The demo whose stages a policy job builds on, under the job's own root and on its cluster."""
     if config.stages is None:
         return None
-    demo = configio.load(DemoJob, config.stages)
-    return demo.model_copy(
-        update={"run": demo.run.model_copy(update={"root": config.run.root}), "cluster": config.cluster}
-    )
+    root = json.dumps(str(config.run.root))  # quoted: a path may hold what YAML reads otherwise
+    demo = configio.load(DemoJob, config.stages, [f"run.root={root}"])
+    return demo.model_copy(update={"cluster": config.cluster})
 
 
 def resolve_stages(config: PolicyJob, demo: DemoJob | None) -> PolicyJob:

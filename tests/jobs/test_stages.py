@@ -1,6 +1,9 @@
 """The tiny policy job is the demo's span arm; stages are made once and refuse other settings."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +26,20 @@ def test_the_tiny_policy_job_is_the_span_arm_of_the_demo(tmp_path: Path) -> None
     arm = arm_job(configio.load(DemoJob, TINY / "demo.yaml", [root]), "span")
     assert configio.diff(resolved, arm) == ["run.name", "run.root", "stages"]
     assert resolved.feedback.reward_model == str(tmp_path / "demo" / "reward" / "model")
+
+
+def test_the_stages_of_a_job_need_no_root_of_their_own(tmp_path: Path) -> None:
+    root = tmp_path / "a: b"
+    script = (
+        "from jobs.stages import demo_of; from t2g import configio; from t2g.config import PolicyJob; import sys, pathlib;"
+        "print(demo_of(configio.load(PolicyJob, pathlib.Path(sys.argv[1]), [sys.argv[2]])).run.folder)"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-c", script, TINY / "policy.yaml", f'run.root="{root}"'],
+        env={**os.environ, configio.JOB_ENV: "{}"}, cwd=TINY.parents[1], capture_output=True, text=True, check=True,
+        timeout=60,
+    )  # fmt: skip
+    assert printed.stdout.strip() == str(root / "demo")
 
 
 def test_a_stage_is_made_once_and_again_only_if_it_was_cut_short(tmp_path: Path) -> None:
