@@ -31,7 +31,8 @@ def test_the_tiny_policy_job_is_the_span_arm_of_the_demo(tmp_path: Path) -> None
 def test_the_stages_of_a_job_need_no_root_of_their_own(tmp_path: Path) -> None:
     root = tmp_path / "a: b"
     script = (
-        "from jobs.stages import demo_of; from t2g import configio; from t2g.config import PolicyJob; import sys, pathlib;"
+        "import pathlib, sys\nfrom jobs.stages import demo_of\n"
+        "from t2g import configio\nfrom t2g.config import PolicyJob\n"
         "print(demo_of(configio.load(PolicyJob, pathlib.Path(sys.argv[1]), [sys.argv[2]])).run.folder)"
     )
     printed = subprocess.run(
