@@ -266,14 +266,15 @@ def test_chat_template(tokenizers: Any) -> None:
 
 
 def test_model_folder_loads(tokenizers: Any, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     policy, _ = tokenizers
     made = tiny_assets.build_model(tmp_path, policy, num_layers=1, width=64, num_heads=2, mlp_width=64, seed=3)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert loaded.num_parameters() == made.num_parameters()
     assert loaded.config.eos_token_id == policy.eos_token_id
     assert float(loaded.lm_head.weight.detach().std()) == pytest.approx(0.08, rel=0.05)
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path).chat_template == tiny_assets.CHAT_TEMPLATE
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == tiny_assets.CHAT_TEMPLATE
 
 
 def test_impossible_sizes_are_refused(tokenizers: Any, tmp_path: Path) -> None:
