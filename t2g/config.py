@@ -1,250 +1,32 @@
-"""Schema of every job: all fields, all defaults, all bounds. Imports no torch; `t2g.configio` reads the files.
-
-A default that depends on another field is resolved by a validator, so that the resolved config has no holes.
-"""
+"""Schema of every job, made of the sections of `t2g.sections`. Imports no torch; `t2g.configio` reads the files."""
 
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-
-class Section(BaseModel):
-    """Unknown keys are refused; a config never changes after it was read."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
-
-
-Dtype = Literal["float32", "bfloat16"]
-Schedule = Literal["constant", "linear", "cosine"]
-Placement = Literal["span", "scalar", "shuffled"]
-
-FLOAT32_PROBE_TOLERANCE = 1e-3
-BFLOAT16_PROBE_TOLERANCE = 0.25
-
-
-class RunConfig(Section):
-    root: Path = Field(Path("runs"), description="folder of all runs; may be a shared mount; made absolute at once")
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,46}$", description="folder of this run under root")
-    seed: int = Field(1, ge=0)
-    resume: Literal["auto", "never"] = Field("auto", description="auto: go on from the last checkpoint if there is one")
-    smoke: bool = Field(False, description="preflight, three real steps, a report, samples/s and time left; then stop")
-
-    @property
-    def folder(self) -> Path:
-        return self.root / self.name
-
-
-class ClusterConfig(Section):
-    address: str | None = Field(None, description="Ray address; none: the cluster of the job, else a new local one")
-    placement_timeout_s: float = Field(60, gt=0, description="how long actors may wait for CPUs, GPUs and memory")
-    object_store_gib: float = Field(1.0, gt=0, description="object store of a new local cluster, GiB")
-
-
-class DataConfig(Section):
-    path: str = Field(..., description="JSON, JSON lines or Parquet file, or a dataset name on the hub")
-    revision: str | None = Field(None, description="commit of the hub dataset; required for hub names")
-    split: str = "train"
-    columns: dict[str, str] = Field({}, description="our field -> the file's field, e.g. {prompt: question}")
-    limit: int | None = Field(None, ge=1, description="use only the first so many records")
-
-
-class OptimConfig(Section):
-    lr: float = Field(1e-6, gt=0)
-    schedule: Schedule = "linear"
-    final_lr_ratio: float = Field(0.0, ge=0, le=1, description="lr at the end, as a share of lr")
-    warmup_ratio: float = Field(0.0, ge=0, lt=1, description="share of the steps with rising lr")
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = Field(0.0, ge=0)
-    max_grad_norm: float = Field(1.0, gt=0)
-
-
-class RoleConfig(Section):
-    """Resources of one process of a role."""
-
-    workers: int = Field(1, ge=1, description="processes of this role (rollout engines, reward engines, ranks)")
-    cpus: float = Field(0.5, gt=0, description="logical CPUs that Ray reserves for each; 0.5 shares a core")
-    gpus: float = Field(0, ge=0, description="GPUs for each")
-    threads: int = Field(1, ge=1, description="compute threads of each on a CPU")
-    memory_gib: float = Field(1.5, gt=0, description="memory each is expected to use; checked before the start")
-    labels: dict[str, str] = Field({}, description="Ray label selector of the nodes for this role")
-
-
-class EngineConfig(RoleConfig):
-    """A vLLM engine and its process."""
-
-    dtype: Dtype = "float32"
-    max_model_len: int = Field(1024, ge=16, description="longest prompt plus response, tokens")
-    max_num_seqs: int = Field(64, ge=1, description="sequences decoded together")
-    kv_cache_gib: float = Field(0.25, gt=0, description="KV cache of a CPU engine, GiB")
-    gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
-    enforce_eager: bool = True
-    start_timeout_s: float = Field(240, gt=0)
-    request_timeout_s: float = Field(180, gt=0, description="one request; past it the worker counts as late")
-
-
-def _refuse_without_room(config: "RolloutConfig | RewardEngineConfig") -> None:
-    if config.max_new_tokens >= config.max_model_len:
-        raise ValueError(
-            f"max_new_tokens={config.max_new_tokens} leaves no room for a prompt in "
-            f"max_model_len={config.max_model_len}; it needs to be smaller"
-        )
-
-
-class RolloutConfig(EngineConfig):
-    prompts_per_step: int = Field(16, ge=1)
-    samples_per_prompt: int = Field(4, ge=1)
-    temperature: float = Field(1.0, gt=0)
-    max_new_tokens: int = Field(128, ge=1)
-
-    @model_validator(mode="after")
-    def _has_room(self) -> "RolloutConfig":
-        _refuse_without_room(self)
-        return self
-
-
-class RewardEngineConfig(EngineConfig):
-    max_model_len: int = Field(4096, ge=16, description="longest prompt (instructions, input, response) plus answer")
-    max_critique_chars: int = Field(1200, ge=1, description="bound of the critique in guided decoding")
-    max_spans: int = Field(16, ge=0, description="bound of good and of poor quotes each")
-    max_quote_chars: int = Field(160, ge=1)
-    max_new_tokens: int = Field(
-        1024, ge=1, description="must hold the longest answer: a cut one is unparsable; the endpoint's limit, too"
-    )
-
-    @model_validator(mode="after")
-    def _has_room(self) -> "RewardEngineConfig":
-        _refuse_without_room(self)
-        return self
-
-
-class FeedbackConfig(Section):
-    source: str = Field("reward_model", description="reward_model, endpoint, human, or pkg.mod:function")
-    reward_model: str | None = Field(None, description="folder or hub name of the span reward model")
-    reward_revision: str | None = None
-    engine: RewardEngineConfig = RewardEngineConfig()
-    endpoint_url: str | None = Field(None, description="base URL of an OpenAI-compatible server, no key in it")
-    endpoint_model: str | None = None
-    endpoint_key_env: str = Field("OPENAI_API_KEY", description="environment variable that holds the key")
-    concurrency: int = Field(8, ge=1, description="open requests to the endpoint")
-    human_file: str | None = Field(
-        None, description="JSON lines: prompt_id and/or prompt, response, critique, good, poor"
-    )
-    timeout_s: float = Field(120, gt=0, description="one judgement, all tries")
-    max_failed_share: float = Field(0.5, ge=0, le=1, description="a step with more failed feedback stops the run")
-
-    @field_validator("endpoint_url")
-    @classmethod
-    def _no_key_in_the_url(cls, url: str | None) -> str | None:
-        if url is not None and "@" in urlsplit(url).netloc:
-            raise ValueError(
-                "feedback.endpoint_url has a name or password before its host, and config.yaml would keep it; "
-                "put the key into the environment variable that feedback.endpoint_key_env names"
-            )
-        return url
-
-    @model_validator(mode="after")
-    def _source_is_complete(self) -> "FeedbackConfig":
-        need = {"reward_model": "reward_model", "endpoint": "endpoint_url", "human": "human_file"}
-        if self.source in need:
-            if getattr(self, need[self.source]) is None:
-                raise ValueError(f"feedback.source={self.source} needs feedback.{need[self.source]}")
-        elif ":" not in self.source:
-            raise ValueError(
-                f"feedback.source={self.source!r} is none of reward_model, endpoint, human, "
-                "and no import path pkg.mod:function"
-            )
-        return self
-
-
-class RewardRuleConfig(Section):
-    """How spans become token rewards (the paper's delta)."""
-
-    placement: Placement = Field("span", description="span: on its tokens; scalar: summed at the last token; shuffled")
-    good: float = 1.0
-    poor: float = -1.0
-    cover: Literal["any", "half", "all"] = Field("any", description="non-blank characters of a token in a span")
-    overlap: Literal["poor", "good", "sum"] = Field("poor", description="which label wins where good and poor overlap")
-
-
-class ObjectiveConfig(Section):
-    rewards: RewardRuleConfig = RewardRuleConfig()
-    w_span: float = Field(1.0, ge=0)
-    gamma: float = Field(1.0, gt=0, le=1)
-    lam: float = Field(0.95, ge=0, le=1)
-    whiten: Literal["full", "scale_only", "none"] = "full"
-    clip_eps: float = Field(0.2, gt=0, lt=1)
-    value_clip: float = Field(0.2, gt=0)
-    vf_coef: float = Field(
-        0.1,
-        gt=0,
-        description="factor of the critic's loss; the critic has an AdamW of its own, so it only says how soon "
-        "learner.critic.max_grad_norm clips",
-    )
-    kl_coef: float = Field(0.05, ge=0, description="initial coefficient of the k1 penalty in the reward")
-    kl_target: float | None = Field(6.0, gt=0, description="nats per sequence; none keeps the coefficient fixed")
-    kl_horizon: int = Field(10_000, ge=1, description="samples over which the coefficient adapts")
-    importance_cap: float = Field(2.0, ge=1, description="C of min(exp(old - rollout), C)")
-
-
-def _own_probe_tolerance(learner: dict[str, Any]) -> float:
-    return BFLOAT16_PROBE_TOLERANCE if learner.get("dtype") == "bfloat16" else FLOAT32_PROBE_TOLERANCE
-
-
-class LearnerConfig(RoleConfig):
-    policy: OptimConfig = OptimConfig()
-    critic: OptimConfig = OptimConfig(lr=1e-5)
-    num_epochs: int = Field(4, ge=1, description="passes over a step's samples")
-    minibatches_per_epoch: int = Field(1, ge=1, description="optimizer steps per pass")
-    tokens_per_microbatch: int = Field(4096, ge=16, description="token budget of one packed forward and backward")
-    dtype: Dtype = "float32"
-    critic_warmup_steps: int = Field(0, ge=0, description="first steps in which only the critic learns")
-    sync_bucket_mib: float = Field(64, gt=0, description="weights gathered and sent at once")
-    probe_tolerance: float = Field(
-        default_factory=_own_probe_tolerance,
-        gt=0,
-        description="largest |engine - learner| logprob on the probe, nats; by default 0.001, and 0.25 where engine or "
-        "learner is bfloat16, whose rounding alone puts them 0.06 apart in the mean",
-    )
-    step_timeout_s: float = Field(600, gt=0, description="one forward, update, sync or checkpoint")
-
-
-def _with_probe_tolerance(learner: LearnerConfig, info: ValidationInfo) -> LearnerConfig:
-    """The learner's default tolerance knows its own dtype only; the engine's counts as well."""
-    rollout = info.data.get("rollout")  # none where that section is wrong
-    if rollout is None or rollout.dtype == "float32" or "probe_tolerance" in learner.model_fields_set:
-        return learner
-    return learner.model_copy(update={"probe_tolerance": BFLOAT16_PROBE_TOLERANCE})
-
-
-class EvalConfig(Section):
-    every: int = Field(5, ge=1, description="steps between evaluations on held-out prompts")
-    num_prompts: int = Field(128, ge=1)
-    samples_per_prompt: int = Field(1, ge=1)
-
-
-class CheckpointConfig(Section):
-    every: int = Field(10, ge=1)
-    keep: int = Field(2, ge=1)
-
-
-class LogConfig(Section):
-    tensorboard: bool = True
-    wandb_project: str | None = Field(None, description="Weights & Biases project; needs the extra `wandb`")
-    num_samples: int = Field(8, ge=0, description="samples per step written to samples.jsonl")
-
-
-class AlarmConfig(Section):
-    max_kl: float = Field(40.0, gt=0, description="nats per sequence")
-    min_entropy: float = Field(0.01, ge=0, description="nats per token")
-    length_ratio: float = Field(2.0, gt=1, description="mean response length against the first step's, either way")
-    max_failed_share: float = Field(0.1, ge=0, le=1)
-
-
-class ModelConfig(Section):
-    policy: str = Field(..., description="folder or hub name of the policy")
-    revision: str | None = None
+from t2g.sections import (
+    AlarmConfig,
+    AnnotateConfig,
+    CheckpointConfig,
+    ClusterConfig,
+    DataConfig,
+    EvalConfig,
+    FeedbackConfig,
+    LearnerConfig,
+    LogConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    Placement,
+    RewardEngineConfig,
+    RolloutConfig,
+    RunConfig,
+    Section,
+    SFTOptions,
+    StyleConfig,
+    WorldConfig,
+    _with_probe_tolerance,
+)
 
 
 class JobConfig(Section):
@@ -252,7 +34,7 @@ class JobConfig(Section):
 
     run: RunConfig = RunConfig()
     cluster: ClusterConfig = ClusterConfig()
-    task: str = Field("prompts", description="prompts, summarization, tiny, or pkg.mod:Class")
+    task: str = Field("prompts", description="summarization, qa, code, prompts, tiny, or pkg.mod:Class")
     log: LogConfig = LogConfig()
 
 
@@ -276,19 +58,15 @@ class PolicyJob(JobConfig):
 
     _probe_tolerance = field_validator("learner")(_with_probe_tolerance)
 
-
-class SFTOptions(RoleConfig):
-    """Supervised training under Ray Train and ZeRO-3; `workers` are ranks."""
-
-    optim: OptimConfig = OptimConfig(lr=1e-5)
-    dtype: Dtype = "float32"
-    num_epochs: float = Field(3, gt=0)
-    batch_size: int = Field(64, ge=1, description="examples per optimizer step, over all ranks")
-    tokens_per_microbatch: int = Field(4096, ge=16)
-    max_length: int = Field(1024, ge=16, description="prompt plus target; a longer prompt loses input text")
-    span_weight: float = Field(1.0, ge=1, description="loss weight of the target's decisive characters")
-    checkpoint_every: int | None = Field(500, ge=1, description="optimizer steps between checkpoints; none: never")
-    timeout_s: float = Field(1800, gt=0, description="one optimizer step with its checkpoint, and the start-up")
+    @field_validator("objective")
+    @classmethod
+    def _improvable_code_is_free(cls, objective: ObjectiveConfig, info: ValidationInfo) -> ObjectiveConfig:
+        """In the task code severity 1 means works, but could be improved; the paper's release pays nothing for it."""
+        if info.data.get("task") != "code" or "poor" in objective.rewards.model_fields_set:
+            return objective
+        return objective.model_copy(
+            update={"rewards": objective.rewards.model_copy(update={"poor": (0.0, -1.0, -1.0)})}
+        )
 
 
 class SFTJob(JobConfig):
@@ -300,13 +78,32 @@ class SFTJob(JobConfig):
 
 
 class AnnotateJob(JobConfig):
-    """jobs.annotate: sample a policy, criticise each response, write annotated records."""
+    """jobs.annotate: criticise responses, sampled or given; write annotated records."""
 
-    model: ModelConfig
+    model: ModelConfig | None = Field(
+        None, description="whose responses are sampled; none with annotate.responses=data"
+    )
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
-    feedback: FeedbackConfig
-    heldout_share: float = Field(0.1, gt=0, lt=1, description="share of prompts whose records go to heldout.jsonl")
+    annotate: AnnotateConfig = AnnotateConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _data_may_be_the_human_file(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """annotate.human_file and its columns are by default those of data."""
+        data, annotate = values.get("data"), values.get("annotate")
+        if not (isinstance(data, dict) and isinstance(annotate, dict) and annotate.get("source") == "human"):
+            return values
+        if annotate.get("human_file") is not None:
+            return values
+        columns = annotate.get("human_columns") or data.get("columns", {})
+        return {**values, "annotate": {**annotate, "human_file": data.get("path"), "human_columns": columns}}
+
+    @model_validator(mode="after")
+    def _someone_responds(self) -> "AnnotateJob":
+        if self.annotate.responses == "policy" and self.model is None:
+            raise ValueError("annotate.responses=policy needs model.policy")
+        return self
 
 
 class RewardJob(JobConfig):
@@ -316,20 +113,9 @@ class RewardJob(JobConfig):
     data: DataConfig
     eval_data: DataConfig
     sft: SFTOptions = SFTOptions()
+    style: StyleConfig = StyleConfig()
     engine: RewardEngineConfig = RewardEngineConfig()
     eval_records: int = Field(200, ge=1, description="held-out records in the report")
-
-
-class WorldConfig(Section):
-    """The tiny world of t2g.tasks.tiny."""
-
-    num_train: int = Field(4000, ge=1)
-    num_heldout: int = Field(256, ge=1)
-    wrong: float = Field(0.3, ge=0, le=1)
-    missing: float = Field(0.2, ge=0, le=1)
-    invented: float = Field(0.15, ge=0, le=1)
-    repeated: float = Field(0.1, ge=0, le=1)
-    seed: int = Field(1, ge=0)
 
 
 class DemoJob(Section):
@@ -350,3 +136,45 @@ class DemoJob(Section):
     arms: tuple[Placement, ...] = Field(("span", "scalar", "shuffled"), min_length=1)
 
     _probe_tolerance = field_validator("learner")(_with_probe_tolerance)
+
+
+StudyVariant = Literal["weighted", "plain", "no_critique", "dense"]
+
+
+class StudyJob(Section):
+    """jobs.reward_study: what a critique, sparse labels and a span-weighted loss are worth, on the tiny world."""
+
+    run: RunConfig = RunConfig(name="reward-study")
+    cluster: ClusterConfig = ClusterConfig()
+    stages: Path = Field(
+        ..., description="a demo config whose world, base policy and records are used, and made first where missing"
+    )
+    variants: tuple[StudyVariant, ...] = Field(("weighted", "plain", "no_critique", "dense"), min_length=1)
+    seeds: tuple[int, ...] = Field((1, 2, 3), min_length=2, max_length=10, description="of weights and of the order")
+    num_epochs: float = Field(5, gt=0, description="of each training; all else is the demo's reward_sft")
+    eval_records: int = Field(400, ge=1, description="held-out records that each model judges")
+
+    @field_validator("seeds", "variants")
+    @classmethod
+    def _no_one_twice(cls, names: tuple[Any, ...], info: ValidationInfo) -> tuple[Any, ...]:
+        if len(set(names)) < len(names):
+            raise ValueError(f"{info.field_name} has an entry twice, which would count as two measurements")
+        return names
+
+
+class ScoreJob(JobConfig):
+    """jobs.score: ask a trained span reward model about one prompt and response."""
+
+    feedback: FeedbackConfig  # task and feedback.style not given: what the model was trained for
+
+    @model_validator(mode="after")
+    def _asks_a_reward_model(self) -> "ScoreJob":
+        if self.feedback.source != "reward_model":
+            raise ValueError(f"feedback.source={self.feedback.source} is no reward model; it needs to be reward_model")
+        return self
+
+
+class EvaluateJob(ScoreJob):
+    """jobs.evaluate --what reward: how good a span reward model is on held-out annotated records."""
+
+    data: DataConfig

@@ -58,10 +58,13 @@ class SpanFeedback:
     critique: str
     spans: tuple[Span, ...]
     status: FeedbackStatus
-    source: str  # "reward_model", "program", "endpoint", "human"
+    source: str  # "reward_model", "program", "llm", "human"
     version: str  # of the source: model folder and prompt template, or import path
     num_quotes: int = 0  # quotes given by the source
     num_located: int = 0  # of these, found in the response
+    outcome: dict[str, Any] = field(default_factory=dict)  # what a program found: {"passed": False, ...}, plain JSON
+    agreement: float | None = None  # of several annotators: mean pairwise token F1 of their labels, 0 .. 1
+    reason: str = ""  # why the status is failed or unparsable, a sentence
 
 
 @dataclass(frozen=True, kw_only=True)

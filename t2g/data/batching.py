@@ -1,8 +1,9 @@
 """Who trains on what, together with what: samples into packed microbatches. Pure planning with numpy.
 
-Records are packed (no padding crosses a process border). A model runs a microbatch as right-padded rows
+Records are packed (no padding crosses a process border). The learner's models run a microbatch as right-padded rows
 (`padded_rows`): dense attention over one packed row costs a small model five times the time on a CPU. So the plan puts
-sequences of like length together and the token budget bounds rows x longest row.
+sequences of like length together and the token budget bounds rows x longest row; a plan for packed rows bounds their
+length.
 """
 
 from collections.abc import Sequence
@@ -19,25 +20,34 @@ _TOKEN_FIELDS = (
 Plan = list[list[list[int]]]  # [rank][microbatch] -> indices of sequences, ascending
 
 
-def plan_microbatches(lengths: Sequence[int], num_ranks: int, token_budget: int) -> Plan:
+def plan_microbatches(
+    lengths: Sequence[int], num_ranks: int, token_budget: int, *, packed: bool = False
+) -> Plan:
     """Every sequence once; each rank gets the same number of microbatches, at least one, some perhaps empty.
 
-    lengths: tokens of each sequence. A microbatch has rows x longest row <= token_budget; a longer sequence has one of
-    its own. Deterministic; ranks differ by about one microbatch's work.
+    lengths: tokens of each sequence. A microbatch has at most `token_budget` tokens: rows x longest row, or, when it is
+    packed into one row, the sum of its lengths; a longer sequence has one of its own. Deterministic; ranks differ by
+    about one microbatch's work.
 
     >>> plan_microbatches([3, 9, 3, 8], num_ranks=2, token_budget=18)
     [[[1, 3]], [[0, 2]]]
+    >>> plan_microbatches([3, 9, 3, 8], num_ranks=2, token_budget=12, packed=True)
+    [[[0, 1]], [[2, 3]]]
     """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    bins: list[list[int]] = []
-    for i in order:  # by falling length: the first of a bin is its longest
-        if bins and (len(bins[-1]) + 1) * lengths[bins[-1][0]] <= token_budget:
-            bins[-1].append(i)
-        else:
-            bins.append([i])
 
     def area(members: list[int]) -> int:
-        return len(members) * lengths[members[0]] if members else 0
+        if packed or not members:
+            return sum(lengths[i] for i in members)
+        return len(members) * lengths[members[0]]  # they come by falling length: the first is the longest
+
+    bins: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        within_reach = bins if packed else bins[-1:]
+        home = next((members for members in within_reach if area([*members, i]) <= token_budget), None)
+        if home is None:
+            bins.append([i])
+        else:
+            home.append(i)
 
     while not bins or len(bins) % num_ranks:
         largest = max((b for b in bins if len(b) > 1), key=area, default=None)

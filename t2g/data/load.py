@@ -1,4 +1,4 @@
-"""Data files to records: JSON (a list, or an object of id -> record), JSON lines, Parquet, and data sets on the hub."""
+"""Files to records: JSON (a list, or an object of id -> record), JSON lines, CSV, Parquet; and data sets on the hub."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -6,12 +6,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from t2g.config import DataConfig
+from t2g.data.csvfile import read_csv
 from t2g.errors import UserError
+from t2g.sections import DataConfig
 
 NEWLINE = b"\n"
 _LINES = (".jsonl", ".ndjson")
-_SUFFIXES = (".json", *_LINES, ".parquet")
+_SUFFIXES = (".json", *_LINES, ".csv", ".parquet")
 
 
 def load_records(config: DataConfig) -> list[dict[str, Any]]:
@@ -48,6 +49,8 @@ def _read_file(path: Path) -> Iterator[dict[str, Any]]:
         return _read_parquet(path)
     if path.suffix in _LINES:
         return (row for _, row in read_lines(path))
+    if path.suffix == ".csv":
+        return (row for _, row in read_csv(path))
     if path.suffix != ".json":
         raise UserError(f"{path}: files of this kind are not read; give one of {', '.join(_SUFFIXES)}")
     text = _decode(path.read_bytes(), f"{path}", first_line=1)

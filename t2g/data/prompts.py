@@ -17,21 +17,22 @@ def make_prompts(records: Sequence[Record], task: Task, tokenizer: Any, max_prom
     """One prompt for each record, in order, with the tokenizer's own chat template.
 
     A prompt of more than `max_prompt_tokens` tokens loses input text if the task allows it, else it is refused.
-    A record without an id gets a hash of its messages, and a number after it when the same messages came before.
+    A record without an id gets a hash of its messages. The same messages under the same id again, as where a data set
+    has several responses to a prompt, get a number after it: "7", "7-2", "7-3".
     Raises UserError: no chat template; or, with the number of the record (from 1), a missing or wrong field, a prompt
-    too long, an id that another record has.
+    too long, an id that other messages have.
     """
     check_chat_template(tokenizer)
     prompts: dict[str, Prompt] = {}
-    repeats: Counter[str] = Counter()
+    repeats: Counter[tuple[str, str]] = Counter()
     for number, record in enumerate(records, start=1):
         try:
             messages = task.policy_messages(record)
-            prompt_id = task.prompt_id(record)
-            if prompt_id is None:
-                content = stable_id(json.dumps(messages, ensure_ascii=False))
-                repeats[content] += 1
-                prompt_id = content if repeats[content] == 1 else f"{content}-{repeats[content]}"
+            content = stable_id(json.dumps(messages, ensure_ascii=False))
+            prompt_id = task.prompt_id(record) or content
+            repeats[prompt_id, content] += 1
+            if (repeat := repeats[prompt_id, content]) > 1:
+                prompt_id = f"{prompt_id}-{repeat}"
             if prompt_id in prompts:
                 raise ValueError(f"the id {prompt_id} was used before; ids must be unique in a data set")
             prompts[prompt_id] = Prompt(

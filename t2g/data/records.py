@@ -1,40 +1,36 @@
 """Annotated records: what stage 1 writes and stage 2 learns from. JSON lines, one judged response each.
 
     {"prompt_id": "7", "prompt": "I bought a phone ...", "response": "about a laptop.", "critique": "The thing is ...",
-     "good": [], "poor": ["laptop"], "spans": [{"start": 8, "end": 14, "label": -1}], "status": "ok",
-     "source": "program", "version": "my_pkg.critics:critic", "payload": {"facts": {"thing": "phone"}}}
+     "good": [], "poor": ["laptop"],
+     "spans": [{"start": 8, "end": 14, "label": -1, "severity": 1, "critique_range": null}],
+     "status": "ok", "reason": "", "source": "program", "version": "my_pkg.critics:critic", "outcome": {},
+     "agreement": null, "num_quotes": 1, "num_located": 1, "task": "prompts", "sample_index": 0,
+     "payload": {"facts": {"thing": "phone"}}}
 
-prompt, response and critique are needed; quotes without `spans` are located when the record is read.
+prompt, response and critique are needed; quotes without `spans` are located when the record is read, and `spans`
+without quotes are quoted. Files that others published are read as they are (`t2g.data.published`).
 """
 
-import json
+import logging
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from t2g.checkpoint import full_disk_in_words, write_atomic
-from t2g.config import DataConfig
+from t2g.checkpoint import write_atomic
 from t2g.data.load import load_records
+from t2g.data.published import translate
 from t2g.errors import UserError
 from t2g.feedback.parse import format_answer, make_feedback
-from t2g.tasks.base import stable_id
-from t2g.types import FeedbackStatus, Prompt, Rollout, Span, SpanFeedback
+from t2g.sections import DataConfig, StyleConfig
+from t2g.tasks.base import SPARSE, Task, stable_id
+from t2g.types import FeedbackStatus, Prompt, Span, SpanFeedback
 
-# Names in the paper's published files, beside ours.
-_ALIASES = {
-    "id": "prompt_id",
-    "post": "prompt",
-    "Post": "prompt",
-    "generated_summary": "response",
-    "textual_feedback": "critique",
-    "good_spans": "good",
-    "poor_spans": "poor",
-    "Good spans": "good",
-    "Poor spans": "poor",
-}
+logger = logging.getLogger(__name__)
 
 
 class _Frozen(BaseModel):
@@ -68,8 +64,13 @@ class AnnotatedRecord(_Frozen):
     poor: tuple[str | QuoteRecord, ...] = ()
     spans: tuple[SpanRecord, ...] | None = None  # none: located from the quotes
     status: FeedbackStatus = "ok"
+    reason: str = ""  # why the status is failed or unparsable
     source: str = "human"
     version: str = ""
+    outcome: dict[str, Any] = {}  # what a program found
+    agreement: float | None = None  # of several annotators
+    num_quotes: int = 0  # quotes that the source gave; 0 where it is not known
+    num_located: int = 0  # of these, found in the response
     task: str = ""
     sample_index: int = Field(0, ge=0)
     payload: dict[str, Any] = {}
@@ -98,55 +99,68 @@ class AnnotatedRecord(_Frozen):
                 self.critique, *self._quotes(), self.response, source=self.source, version=self.version
             )
         count = len(self.good) + len(self.poor)
+        known = self.num_quotes > 0
         return SpanFeedback(
             critique=self.critique,
             spans=tuple(Span(**span.model_dump()) for span in self.spans),
             status=self.status,
             source=self.source,
             version=self.version,
-            num_quotes=count,
-            num_located=min(count, len(self.spans)),
+            num_quotes=self.num_quotes if known else count,
+            num_located=self.num_located if known else min(count, len(self.spans)),
+            outcome=self.outcome,
+            agreement=self.agreement,
+            reason=self.reason,
         )
 
     def _quotes(self) -> list[list[str | dict[str, Any]]]:
         return [[q if isinstance(q, str) else q.model_dump() for q in side] for side in (self.good, self.poor)]
 
-    def target(self) -> str:
-        """The answer that the reward model learns to write: the critique, then the quotes."""
-        return format_answer(self.critique, *self._quotes())
+    def target(self, style: StyleConfig = SPARSE) -> str:
+        """The answer that the reward model learns to write: the critique where the style has one, then the quotes."""
+        return format_answer(self.critique, *self._quotes(), style=style)
 
     def line(self) -> str:
-        """The record as one line of JSON, line end included."""
-        return self.model_dump_json(exclude_defaults=True) + "\n"
+        """The record as one line of JSON with every field, line end included."""
+        return self.model_dump_json() + "\n"
 
 
-def annotated_record(prompt: Prompt, rollout: Rollout, feedback: SpanFeedback) -> AnnotatedRecord:
+def annotated_record(
+    prompt: Prompt, response_text: str, feedback: SpanFeedback, *, sample_index: int = 0
+) -> AnnotatedRecord:
     """The record of one judged response; the quotes are what the spans cover."""
-    quotes = {
-        label: tuple(_quote(rollout.response_text, span) for span in feedback.spans if span.label == label)
-        for label in (1, -1)
-    }
     return AnnotatedRecord(
         prompt_id=prompt.prompt_id,
         prompt=prompt.prompt_text,
-        response=rollout.response_text,
+        response=response_text,
         critique=feedback.critique,
-        good=quotes[1],
-        poor=quotes[-1],
-        spans=tuple(
-            SpanRecord(start=s.start, end=s.end, label=s.label, severity=s.severity, critique_range=s.critique_range)
-            for s in feedback.spans
-        ),
+        **_quotes_of(response_text, feedback.spans),
+        spans=_span_records(feedback.spans),
         status=feedback.status,
+        reason=feedback.reason.encode(errors="replace").decode(),  # it may repeat halves of characters
         source=feedback.source,
         version=feedback.version,
+        outcome=feedback.outcome,
+        agreement=feedback.agreement,
+        num_quotes=feedback.num_quotes,
+        num_located=feedback.num_located,
         task=prompt.task,
-        sample_index=rollout.sample_index,
+        sample_index=sample_index,
         payload=prompt.payload,
     )
 
 
-def _quote(response: str, span: Span) -> str | QuoteRecord:
+def _span_records(spans: Iterable[Span]) -> tuple[SpanRecord, ...]:
+    return tuple(SpanRecord(**vars(span)) for span in spans)
+
+
+def _quotes_of(response: str, spans: Iterable[Span | SpanRecord]) -> dict[str, Any]:
+    """Fields good and poor: the pieces of the response that the spans cover."""
+    pieces = [(span.label, _quote(response, span)) for span in spans]
+    return {name: tuple(q for of, q in pieces if of == label) for name, label in (("good", 1), ("poor", -1))}
+
+
+def _quote(response: str, span: Span | SpanRecord) -> str | QuoteRecord:
     text = response[span.start : span.end]
     occurrence = sum(response.startswith(text, at) for at in range(span.start + 1))
     if occurrence == 1 and span.severity == 1:
@@ -154,60 +168,91 @@ def _quote(response: str, span: Span) -> str | QuoteRecord:
     return QuoteRecord(quote=text, occurrence=occurrence, severity=span.severity)
 
 
-def read_record(row: Mapping[str, Any]) -> AnnotatedRecord:
-    """A record from one row of a file, unknown fields in the payload. ValueError in a sentence for a broken one."""
-    fields: dict[str, Any] = {}
-    extra: dict[str, Any] = {}
-    for key, value in row.items():
-        name = key if key in AnnotatedRecord.model_fields else _ALIASES.get(key)
-        if name is None or name in fields:
-            extra[key] = value
-        elif value is not None:
-            fields[name] = value
+def read_record(row: Mapping[str, Any], task: Task | None = None) -> AnnotatedRecord:
+    """A record from one row of a file, unknown fields in the payload. ValueError in a sentence for a broken one.
+
+    task: words the prompt of a row that has a post or a question in place of one, as in annotation and RL.
+    """
+    fields, extra = translate(row, AnnotatedRecord.model_fields)
+    if task is not None and row.get("prompt") is None:
+        fields["prompt"] = task.prompt_text(row)
     fields["payload"] = {**extra, **(fields.get("payload") or {})}
     fields["prompt_id"] = str(fields["prompt_id"]) if "prompt_id" in fields else stable_id(str(fields.get("prompt")))
     try:
-        return AnnotatedRecord.model_validate(fields)
+        record = AnnotatedRecord.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "spans"
         raise ValueError(f"field {where}: {first['msg'].removeprefix('Value error, ')}") from error
+    quotes = (*record.good, *record.poor)
+    if "status" not in fields and not (record.critique.strip() or quotes or record.spans):
+        raise ValueError("has no feedback: the critique is empty, and there are neither quotes nor spans")
+    if record.spans and not quotes:
+        return record.model_copy(update=_quotes_of(record.response, record.spans))
+    return record
 
 
-def load_annotated(config: DataConfig) -> list[AnnotatedRecord]:
-    """The annotated records of a data file. UserError with the number of the record for one that is broken."""
+def load_annotated(config: DataConfig, task: Task | None = None) -> list[AnnotatedRecord]:
+    """The annotated records of a data file, each with its spans and with quotes that stand in the response.
+
+    Records that are broken, quotes that are empty or do not stand in the response are left out, counted and named by
+    the number of the record (from 1) in a warning, and so are records with overlapping spans, which stay.
+    UserError when no record is left.
+    """
     records = []
+    flaws: dict[str, list[int]] = defaultdict(list)
+    broken: list[str] = []
     for number, row in enumerate(load_records(config), start=1):
         try:
-            records.append(read_record(row))
+            record = read_record(row, task)
         except ValueError as error:
-            raise UserError(f"{config.path}, record {number}: {error}") from error
+            broken.append(f"record {number}: {error}")
+            continue
+        for flaw in _flaws(record):
+            flaws[flaw].append(number)
+        if record.spans is None:
+            record = _with_spans(record)
+        records.append(record)
+    if not records:
+        raise UserError(f"{config.path}: none of its {len(broken)} records can be used; {broken[0]}")
+    if broken:
+        logger.warning("%s: %d records are left out; %s", config.path, len(broken), "; ".join(_first(broken)))
+    for flaw, numbers in flaws.items():
+        where = ", ".join(_first([str(number) for number in dict.fromkeys(numbers)]))
+        logger.warning("%s: %d %s, in the records %s", config.path, len(numbers), flaw, where)
     return records
+
+
+def _with_spans(record: AnnotatedRecord) -> AnnotatedRecord:
+    """The record with the spans that its quotes have, and no quotes but those of its spans."""
+    feedback = record.to_feedback()
+    counts = {"num_quotes": feedback.num_quotes, "num_located": feedback.num_located}
+    spans = {"spans": _span_records(feedback.spans)}
+    return record.model_copy(update=counts | spans | _quotes_of(record.response, feedback.spans))
+
+
+def _flaws(record: AnnotatedRecord) -> list[str]:
+    """One entry for each quote of no use and each overlap of a record's spans."""
+    feedback = record.to_feedback()
+    empty = lost = 0
+    if record.spans is None:
+        texts = [quote if isinstance(quote, str) else quote.quote for quote in (*record.good, *record.poor)]
+        empty = sum(not text.strip() for text in texts)
+        lost = feedback.num_quotes - feedback.num_located - empty
+    places = sorted((span.start, span.end) for span in feedback.spans)
+    reached = accumulate((end for _, end in places), max)
+    overlaps = sum(start < before for (start, _), before in zip(places[1:], reached, strict=False))
+    return (
+        ["empty quotes are left out"] * empty
+        + ["quotes do not stand in their response and are left out"] * lost
+        + ["spans overlap another one"] * overlaps
+    )
+
+
+def _first(items: list[str], count: int = 5) -> list[str]:
+    return items if len(items) <= count else [*items[:count], f"and {len(items) - count} more"]
 
 
 def write_annotated(path: Path, records: Iterable[AnnotatedRecord]) -> None:
     """Write a file that `load_annotated` reads back as it was, whole or not at all."""
     write_atomic(path, "".join(record.line() for record in records).encode())
-
-
-def append_annotated(path: Path, record: AnnotatedRecord) -> None:
-    """One more line, which survives the end of this process. UserError when the disk is full."""
-    with full_disk_in_words(path), path.open("a", encoding="utf-8") as file:
-        file.write(record.line())
-
-
-def recover_annotated(path: Path) -> list[AnnotatedRecord]:
-    """What `append_annotated` wrote before its process ended, without a last line that was cut off; [] for no file.
-
-    UserError with the number of the line for any other line that is no record.
-    """
-    if not path.exists():
-        return []
-    *lines, _cut_off = path.read_bytes().split(b"\n")
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(read_record(json.loads(line)))
-        except (ValueError, AttributeError) as error:
-            raise UserError(f"{path}:{number} is no annotated record: {error}") from error
-    return records

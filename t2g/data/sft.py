@@ -1,7 +1,8 @@
 """Supervised examples: a prompt, a target, a loss weight per target token, and the plan of who trains on what, when.
 
 Examples of like length share a microbatch and become right-padded rows (see `t2g.data.batching`: one packed row of
-4,096 tokens costs a model of 1 M parameters five times the time, 2,100 tokens/s against 10,500).
+4,096 tokens costs a model of 1 M parameters five times the time, 2,100 tokens/s against 10,500); on a GPU `sft.packing`
+puts them one after the other instead.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,8 +18,10 @@ from t2g.data.prompts import policy_prompt_ids
 from t2g.data.records import AnnotatedRecord
 from t2g.errors import UserError
 from t2g.feedback.offsets import token_offsets
+from t2g.feedback.parse import span_map_start
 from t2g.feedback.prompts import build_feedback_prompt
-from t2g.tasks.base import Record, Task
+from t2g.sections import StyleConfig
+from t2g.tasks.base import SPARSE, Record, Task
 
 USABLE = ("ok", "empty")  # status of feedback that says something; the rest is for counting
 Ranges = Sequence[tuple[int, int]]  # half-open character ranges
@@ -38,16 +41,17 @@ class SFTExample:
 
 @dataclass(frozen=True, kw_only=True)
 class SFTMicrobatch:
-    """One forward and backward: B rows, right-padded to T. Without examples it is one row of weight 0.
+    """One forward and backward: B right-padded rows of T tokens, or one row in which examples follow one another.
 
-    Column t of `labels` and `weights` is about the token that follows `input_ids[:, t]`; `first_target` is the first
-    column with a weight, so that logits left of it need not be computed.
+    Without examples it is one row of weight 0. Entry c of `labels` and `weights` is about the token that follows
+    `input_ids[:, columns[c]]`; logits of other columns need not be computed.
     """
 
     input_ids: np.ndarray  # [B, T] int64, 0 on padding
-    labels: np.ndarray  # [B, T] int64, 0 where the weight is 0
-    weights: np.ndarray  # [B, T] float32, 0 on prompts and padding
-    first_target: int
+    position_ids: np.ndarray  # [B, T] int64, restart at each example: transformers takes its attention mask from them
+    columns: np.ndarray  # [C] int64, ascending
+    labels: np.ndarray  # [B, C] int64, 0 where the weight is 0
+    weights: np.ndarray  # [B, C] float32, 0 on prompts and padding
 
 
 def target_ids(text: str, tokenizer: Any) -> np.ndarray:
@@ -79,9 +83,18 @@ def policy_examples(
 
 
 def reward_examples(
-    records: Sequence[AnnotatedRecord], task: Task, tokenizer: Any, *, max_length: int, span_weight: float
+    records: Sequence[AnnotatedRecord],
+    task: Task,
+    tokenizer: Any,
+    *,
+    max_length: int,
+    span_weight: float,
+    style: StyleConfig = SPARSE,
 ) -> list[SFTExample]:
     """Each judged response with [critique; span map] as the target; `task.decisive_ranges` weighs `span_weight`.
+
+    In a style without a critique the target is the span map alone, which then weighs as a whole. `style.labels` chooses
+    the instructions only: whether the spans are sparse or dense was decided when the records were made.
 
     Records whose feedback failed or could not be parsed teach nothing and are left out; one with a critique and no span
     stays. UserError with the record's number (from 1), or when no record is left.
@@ -90,8 +103,8 @@ def reward_examples(
     for number, record in enumerate(records, start=1):
         if record.status not in USABLE:
             continue
-        target = record.target()
-        build = partial(build_feedback_prompt, task, record.to_prompt(), record.response, tokenizer)
+        target = record.target(style)
+        build = partial(build_feedback_prompt, task, record.to_prompt(), record.response, tokenizer, style=style)
         ranges = getattr(task, "decisive_ranges", span_map_range)(target)
         try:
             examples.append(
@@ -111,8 +124,7 @@ def span_map_range(answer: str) -> list[tuple[int, int]]:
     >>> [answer[start:end] for start, end in span_map_range(answer)]
     ['"good": ["x"], "poor": []}']
     """
-    start = answer.index('", "good": [') + len('", ')  # a quotation mark inside the critique stands behind a backslash
-    return [(start, len(answer))]
+    return [(span_map_start(answer), len(answer))]
 
 
 def decisive_weights(offsets: np.ndarray, ranges: Ranges, span_weight: float) -> np.ndarray:
@@ -157,7 +169,14 @@ def sft_example(
 
 
 def plan_epochs(
-    lengths: Sequence[int], *, num_epochs: float, batch_size: int, num_ranks: int, token_budget: int, seed: int
+    lengths: Sequence[int],
+    *,
+    num_epochs: float,
+    batch_size: int,
+    num_ranks: int,
+    token_budget: int,
+    seed: int,
+    packed: bool = False,
 ) -> list[Plan]:
     """Which examples each rank trains on in each optimizer step, and in which microbatches: [step][rank][microbatch].
 
@@ -177,7 +196,8 @@ def plan_epochs(
     steps = []
     for first in range(0, num_draws, batch_size):
         chosen = draws[first : first + batch_size]
-        plan = plan_microbatches([lengths[index] for index in chosen], num_ranks, token_budget)
+        sizes = [lengths[index] for index in chosen]
+        plan = plan_microbatches(sizes, num_ranks, token_budget, packed=packed)
         steps.append([[[chosen[place] for place in rows] for rows in hand] for hand in plan])
     return steps
 
@@ -191,20 +211,35 @@ def _count_draws(num_examples: int, num_epochs: float) -> int:
     return max(1, round(num_epochs * num_examples))
 
 
-def make_microbatch(examples: Sequence[SFTExample]) -> SFTMicrobatch:
+def make_microbatch(examples: Sequence[SFTExample], *, packed: bool = False) -> SFTMicrobatch:
     """Rows of one forward and backward, each label shifted to the column that predicts it.
 
-    No examples give one row of padding, for a rank that has none must still run forward and backward.
+    packed: one row of all examples, else a row for each. No examples give one row of padding, for a rank that has none
+    must still run forward and backward.
     """
-    width = max((len(example) for example in examples), default=EMPTY_TOKENS)
-    input_ids = np.zeros((max(1, len(examples)), width), np.int64)
+    rows = [list(examples)] if packed or not examples else [[example] for example in examples]
+    width = max(sum(len(example) for example in row) for row in rows) or EMPTY_TOKENS
+    input_ids = np.zeros((len(rows), width), np.int64)
     labels = np.zeros_like(input_ids)
+    position_ids = np.broadcast_to(np.arange(width), input_ids.shape).copy()  # padding counts on: it is no new example
     weights = np.zeros(input_ids.shape, np.float32)
-    for row, example in enumerate(examples):
-        start, end = len(example.prompt_ids), len(example)
-        input_ids[row, :start] = example.prompt_ids
-        input_ids[row, start:end] = example.target_ids
-        labels[row, start - 1 : end - 1] = example.target_ids
-        weights[row, start - 1 : end - 1] = example.target_weights
-    first_target = min((len(example.prompt_ids) - 1 for example in examples), default=0)
-    return SFTMicrobatch(input_ids=input_ids, labels=labels, weights=weights, first_target=first_target)
+    for row, members in enumerate(rows):
+        end = 0
+        for example in members:
+            start, target, end = end, end + len(example.prompt_ids), end + len(example)
+            input_ids[row, start:target] = example.prompt_ids
+            input_ids[row, target:end] = example.target_ids
+            position_ids[row, start:end] = np.arange(end - start)
+            labels[row, target - 1 : end - 1] = example.target_ids
+            weights[row, target - 1 : end - 1] = example.target_weights
+    needed = weights.any(axis=0)
+    if needed.sum() < EMPTY_TOKENS:
+        needed[:EMPTY_TOKENS] = True  # for the reason of EMPTY_TOKENS
+    columns = np.flatnonzero(needed)
+    return SFTMicrobatch(
+        input_ids=input_ids,
+        position_ids=position_ids,
+        columns=columns,
+        labels=labels[:, columns],
+        weights=weights[:, columns],
+    )

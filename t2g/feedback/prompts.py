@@ -12,12 +12,19 @@ import numpy as np
 
 from t2g.data.chat import fit_chat
 from t2g.errors import UserError
-from t2g.tasks.base import Task
+from t2g.sections import StyleConfig
+from t2g.tasks.base import SPARSE, Task
 from t2g.types import Prompt
 
 
 def build_feedback_prompt(
-    task: Task, prompt: Prompt, response_text: str, tokenizer: Any, max_prompt_tokens: int
+    task: Task,
+    prompt: Prompt,
+    response_text: str,
+    tokenizer: Any,
+    max_prompt_tokens: int,
+    *,
+    style: StyleConfig = SPARSE,
 ) -> list[int]:
     """Token ids that ask for the feedback on one response, at most `max_prompt_tokens` of them.
 
@@ -25,7 +32,7 @@ def build_feedback_prompt(
     Raises UserError when even the response without any input text does not fit, or without a chat template.
     """
     ids = fit_chat(
-        lambda limit: task.feedback_messages(prompt, response_text, limit),
+        lambda limit: task.feedback_messages(prompt, response_text, limit, style=style),
         tokenizer,
         max_prompt_tokens,
         input_chars=len(prompt.prompt_text),
@@ -39,8 +46,8 @@ def build_feedback_prompt(
     return ids
 
 
-def prompt_version(task: Task) -> str:
-    """Hash of the task's feedback instructions: other instructions are another version of the source."""
+def prompt_version(task: Task, style: StyleConfig = SPARSE) -> str:
+    """Hash of the task's feedback instructions: other instructions, or another style, are another version."""
     blank = Prompt(prompt_id="", prompt_ids=np.zeros(0, np.int32), prompt_text="{input}", task=task.name)
-    messages = json.dumps(task.feedback_messages(blank, "{response}", None), ensure_ascii=False)
+    messages = json.dumps(task.feedback_messages(blank, "{response}", style=style), ensure_ascii=False)
     return hashlib.blake2b(messages.encode(), digest_size=4).hexdigest()

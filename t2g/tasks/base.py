@@ -2,21 +2,20 @@
 
 import hashlib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from t2g.data.chat import Message
 from t2g.errors import UserError
+from t2g.sections import SandboxConfig, StyleConfig
 from t2g.types import Prompt
 
 Record = Mapping[str, Any]  # one row of a data file, columns already mapped
+Critic = Callable[..., Any]  # (prompt_text, response_text, *, payload) -> a judgement of t2g.feedback.parse
+SPARSE = StyleConfig()  # the default style
 
-ANSWER_FORMAT = (
-    'Answer with JSON only: {"critique": "...", "good": ["..."], "poor": ["..."]}. '
-    "Write the critique first. Quote exactly, character by character. "
-    'Where a quoted text stands several times and not the first is meant, write {"quote": "...", "occurrence": 2}. '
-    "What is missing belongs into the critique and has no quote."
-)
+ID_FIELDS = ("prompt_id", "question_id", "id")
 
 
 class Task(Protocol):
@@ -47,8 +46,25 @@ class Task(Protocol):
         """The answer to imitate in supervised training."""
         ...
 
-    def feedback_messages(self, prompt: Prompt, response_text: str, input_limit: int | None = None) -> list[Message]:
-        """The chat that the reward model answers. Must do with an empty payload."""
+    def response(self, record: Record) -> str | None:
+        """The response that the record holds and that wants feedback."""
+        ...
+
+    def feedback_messages(
+        self, prompt: Prompt, response_text: str, input_limit: int | None = None, *, style: StyleConfig = SPARSE
+    ) -> list[Message]:
+        """The chat that annotator and reward model answer. Must do with an empty payload."""
+        ...
+
+    def notes(self, prompt: Prompt, response_text: str) -> str | None:
+        """What an annotator is shown of a response and a reward model is not: a human's feedback, the log of a test.
+
+        None for another response than the record's own: what was said of that one would mislead.
+        """
+        ...
+
+    def critic(self, *, style: StyleConfig, sandbox: SandboxConfig) -> Critic | None:
+        """The task's own program that criticises a response, if it has one."""
         ...
 
     def measure(self, prompt: Prompt, response_text: str) -> dict[str, float] | None:
@@ -56,9 +72,91 @@ class Task(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class Review:
+    """The words in which a task asks for feedback."""
+
+    opening: str  # what is reviewed, and by what it is judged
+    input_name: str  # heading of the input: "Post"
+    subject: str  # what the response is: "summary"
+    sparse: str  # how many pieces are quoted, and of what size
+    severity: str = ""  # how much a poor piece weighs, where the task tells them apart
+
+    def instructions(self, style: StyleConfig) -> str:
+        """What is asked for in this style, and the JSON that `t2g.feedback.parse` reads."""
+        first = "Say so in a short critique, then quote" if style.critique else "Quote"
+        blamed = "that the critique praises (good) and blames (poor)" if style.critique else "that are good or poor"
+        if style.labels == "dense":
+            what = f"the whole {self.subject} piece by piece, in order, each piece as good or as poor; leave none out."
+        else:
+            what = f"the pieces of the {self.subject} {blamed}: {self.sparse}."
+        severity = f" {self.severity}" if self.severity else ""
+        return f"{self.opening} {first} {what}{severity} {_answer_format(style)}"
+
+
+def _answer_format(style: StyleConfig) -> str:
+    critique, order, missing = "", "", "What is missing has no quote."
+    if style.critique:
+        critique, order = '"critique": "...", ', "Write the critique first. "
+        missing = "What is missing belongs into the critique and has no quote."
+    return (
+        f'Answer with JSON only: {{{critique}"good": ["..."], "poor": ["..."]}}. '
+        f"{order}Quote exactly, character by character. "
+        'Where a quoted text stands several times and not the first is meant, write {"quote": "...", "occurrence": 2}. '
+        f"{missing}"
+    )
+
+
+class BasicTask:
+    """What tasks have in common. A subclass says what is asked; a task that inherits nothing is one as well."""
+
+    name: str
+    can_cut = False
+    score_name = ""
+    input_fields: tuple[str, ...]  # fields that the prompt holds, so that the payload need not
+    review: Review
+
+    def prompt_id(self, record: Record) -> str | None:
+        return next((str(record[field]) for field in ID_FIELDS if record.get(field) is not None), None)
+
+    def payload(self, record: Record) -> dict[str, Any]:
+        """All fields but the ids and the input."""
+        return {key: value for key, value in record.items() if key not in (*ID_FIELDS, *self.input_fields)}
+
+    def response(self, record: Record) -> str | None:
+        """Field `response`. ValueError in a sentence when it is no text, or blank."""
+        return text_field(record, "response") if record.get("response") is not None else None
+
+    def feedback_messages(
+        self, prompt: Prompt, response_text: str, input_limit: int | None = None, *, style: StyleConfig = SPARSE
+    ) -> list[Message]:
+        asked, subject = prompt.prompt_text[:input_limit], self.review.subject.capitalize()
+        content = f"{self.review.instructions(style)}\n\n{self.review.input_name}:\n{asked}\n\n{subject}:\n"
+        return [{"role": "user", "content": content + response_text}]
+
+    def notes(self, prompt: Prompt, response_text: str) -> str | None:
+        try:
+            own = self.response(prompt.payload)
+        except ValueError:  # the record's response is of no use; this one may be a sampled one
+            return None
+        return self.own_notes(prompt.payload) if own == response_text else None
+
+    def own_notes(self, payload: Mapping[str, Any]) -> str | None:
+        """What the record says of its own response, for `notes`."""
+        return None
+
+    def critic(self, *, style: StyleConfig, sandbox: SandboxConfig) -> Critic | None:
+        return None
+
+    def measure(self, prompt: Prompt, response_text: str) -> dict[str, float] | None:
+        return None
+
+
 _TASKS = {
-    "prompts": "t2g.tasks.prompts:PromptsTask",
     "summarization": "t2g.tasks.summarization:SummarizationTask",
+    "qa": "t2g.tasks.qa:QATask",
+    "code": "t2g.tasks.code:CodeTask",
+    "prompts": "t2g.tasks.prompts:PromptsTask",
     "tiny": "t2g.tasks.tiny_task:TinyTask",
 }
 

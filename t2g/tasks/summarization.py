@@ -1,34 +1,36 @@
 """SLF5K: summaries of Reddit posts (Scheurer et al., arXiv 2303.16755), as the hub and as the paper's authors have it.
 
 Understood fields: id; subreddit, title; post or Post; ideal_human_summary or tldr_human_reference_summary (references);
-generated_summary, generated_summary_for_feedback and feedback (a human's critique) stay in the payload.
+generated_summary or generated_summary_for_feedback, or response: the summary that wants feedback; feedback (a human's,
+of that summary).
 """
 
+from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from t2g.data.chat import Message
-from t2g.tasks.base import ANSWER_FORMAT, Record, text_field
+from t2g.tasks.base import BasicTask, Record, Review, text_field
 from t2g.types import Prompt
 
 POLICY_INSTRUCTION = "Summarize the following Reddit post in one or two sentences.\n\n"
-INSTRUCTIONS = (
-    "You review a summary of a Reddit post. Say in a short critique what the summary gets right, what it gets wrong "
-    "and what it leaves out. Then quote the pieces of the summary that the critique praises (good) and blames (poor): "
-    "none, one or two short pieces each, never whole sentences where a few words will do. " + ANSWER_FORMAT
-)
+ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
-class SummarizationTask:
+class SummarizationTask(BasicTask):
     name = "summarization"
     can_cut = True
-    score_name = ""
-    policy_instruction = POLICY_INSTRUCTION
-
-    def prompt_id(self, record: Record) -> str | None:
-        return str(record["id"]) if record.get("id") is not None else None
+    score_name = "rougeL"
+    input_fields = ("post", "Post")
+    review = Review(
+        opening="You review a summary of a Reddit post: what it gets right, what it gets wrong and what it leaves out.",
+        input_name="Post",
+        subject="summary",
+        sparse="none, one or two short pieces each, never whole sentences where a few words will do",
+    )
 
     def policy_messages(self, record: Record, input_limit: int | None = None) -> list[Message]:
-        return [{"role": "user", "content": self.policy_instruction + self.prompt_text(record)[:input_limit]}]
+        return [{"role": "user", "content": POLICY_INSTRUCTION + self.prompt_text(record)[:input_limit]}]
 
     def prompt_text(self, record: Record) -> str:
         """Subreddit, title and post; whichever of the first two the record has."""
@@ -39,17 +41,32 @@ class SummarizationTask:
         ]
         return "".join(head) + text_field(record, "post", "Post")
 
-    def payload(self, record: Record) -> dict[str, Any]:
-        """All fields but the id and the post, which the prompt holds."""
-        return {key: value for key, value in record.items() if key not in ("id", "post", "Post")}
-
     def reference(self, record: Record) -> str | None:
-        names = [n for n in ("ideal_human_summary", "tldr_human_reference_summary") if record.get(n)]
-        return text_field(record, *names) if names else None
+        return _first_text(record, "ideal_human_summary", "tldr_human_reference_summary")
 
-    def feedback_messages(self, prompt: Prompt, response_text: str, input_limit: int | None = None) -> list[Message]:
-        content = f"{INSTRUCTIONS}\n\nPost:\n{prompt.prompt_text[:input_limit]}\n\nSummary:\n{response_text}"
-        return [{"role": "user", "content": content}]
+    def response(self, record: Record) -> str | None:
+        return _first_text(record, "response", "generated_summary", "generated_summary_for_feedback")
+
+    def own_notes(self, payload: Mapping[str, Any]) -> str | None:
+        feedback = _first_text(payload, "feedback")
+        return f"A human's feedback on this summary:\n{feedback}" if feedback else None
 
     def measure(self, prompt: Prompt, response_text: str) -> dict[str, float] | None:
-        return None
+        """ROUGE F1 against the reference (Lin, 2004; with Porter's stemmer), 0 to 1; None without a reference."""
+        reference = self.reference(prompt.payload)
+        if reference is None:
+            return None
+        scores = _rouge_scorer().score(reference, response_text)
+        return {name: float(scores[name].fmeasure) for name in ROUGE}
+
+
+def _first_text(record: Record, *names: str) -> str | None:
+    present = [name for name in names if record.get(name)]
+    return text_field(record, *present) if present else None
+
+
+@lru_cache(maxsize=1)
+def _rouge_scorer() -> Any:
+    from rouge_score.rouge_scorer import RougeScorer  # a second: it imports nltk for the stemmer, no data of it
+
+    return RougeScorer(list(ROUGE), use_stemmer=True)

@@ -32,29 +32,46 @@ def sample(prompt: int, response: int, first: int = 1) -> TrainSample:
     )
 
 
+def tokens(lengths: list[int], members: list[int], packed: bool) -> int:
+    """What a forward of these sequences computes."""
+    chosen = [lengths[i] for i in members]
+    return sum(chosen) if packed else len(chosen) * max(chosen, default=0)
+
+
 @settings(max_examples=200)
-@given(lengths=st.lists(st.integers(1, 60), max_size=40), num_ranks=st.integers(1, 4), token_budget=st.integers(1, 100))
-def test_plan(lengths: list[int], num_ranks: int, token_budget: int) -> None:
-    plan = plan_microbatches(lengths, num_ranks, token_budget)
+@given(
+    lengths=st.lists(st.integers(1, 60), max_size=40),
+    num_ranks=st.integers(1, 4),
+    token_budget=st.integers(1, 100),
+    packed=st.booleans(),
+)
+def test_plan(lengths: list[int], num_ranks: int, token_budget: int, packed: bool) -> None:
+    plan = plan_microbatches(lengths, num_ranks, token_budget, packed=packed)
     assert sorted(chain.from_iterable(chain.from_iterable(plan))) == list(range(len(lengths)))
     assert len(plan) == num_ranks
     assert len({len(rank) for rank in plan}) == 1
     assert len(plan[0]) >= 1
     for members in chain.from_iterable(plan):
-        longest = max((lengths[i] for i in members), default=0)
-        assert len(members) <= 1 or len(members) * longest <= token_budget
+        assert len(members) <= 1 or tokens(lengths, members, packed) <= token_budget
     if len(lengths) >= num_ranks:
         assert all(any(members for members in rank) for rank in plan)
-    assert plan == plan_microbatches(lengths, num_ranks, token_budget)
+    assert plan == plan_microbatches(lengths, num_ranks, token_budget, packed=packed)
 
 
-@given(lengths=st.lists(st.integers(1, 60), min_size=8, max_size=60), num_ranks=st.integers(2, 4))
-def test_ranks_are_balanced(lengths: list[int], num_ranks: int) -> None:
-    """Padded tokens of the busiest and the idlest rank differ by at most one microbatch."""
-    areas = [
-        [len(m) * max((lengths[i] for i in m), default=0) for m in rank]
-        for rank in plan_microbatches(lengths, num_ranks, 120)
-    ]
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=40))
+def test_packed_rows_are_more_than_half_full(lengths: list[int]) -> None:
+    """First fit: two rows of which each is at most half full would have been one."""
+    (rows,) = plan_microbatches(lengths, 1, 100, packed=True)
+    assert sum(tokens(lengths, members, packed=True) <= 50 for members in rows) <= 1
+
+
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=8, max_size=60), num_ranks=st.integers(2, 4), packed=st.booleans()
+)
+def test_ranks_are_balanced(lengths: list[int], num_ranks: int, packed: bool) -> None:
+    """Tokens of the busiest and the idlest rank differ by at most one microbatch."""
+    plan = plan_microbatches(lengths, num_ranks, 120, packed=packed)
+    areas = [[tokens(lengths, members, packed) for members in rank] for rank in plan]
     loads = [sum(rank) for rank in areas]
     assert max(loads) - min(loads) <= max(chain.from_iterable(areas))
 

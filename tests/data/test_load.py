@@ -8,12 +8,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from t2g.config import DataConfig
 from t2g.data.load import load_records
 from t2g.errors import UserError
+from t2g.sections import DataConfig
 
 ROWS = [{"prompt": "é", "n": 1}, {"prompt": "b", "n": 2}, {"prompt": "c", "n": 3}]
-PUBLISHED = Path(__file__).parent / "fixtures" / "slf5k_published.json"
+HERE = Path(__file__).parent
 
 
 def load(path: Path | str, **fields: Any) -> list[dict[str, Any]]:
@@ -41,9 +41,17 @@ def test_every_format_gives_the_same_records(tmp_path: Path) -> None:
 
 
 def test_an_object_of_records_gives_each_its_key_as_id() -> None:
-    records = load(PUBLISHED)
-    assert [record["id"] for record in records] == ["t3_1", "t3_2"]
-    assert records[1]["Post"].startswith("I live in Zürich")
+    records = load(HERE / "slf5k.json")
+    assert len(records) == 12
+    assert [record["id"] for record in records[:2]] == ["t3_boat01", "t3_dogs02"]
+    assert "café in Zürich" in records[2]["Post"]
+
+
+def test_the_other_published_files(tmp_path: Path) -> None:
+    assert [row["prompt_id"] for row in load(HERE / "ultrafeedback.json")[:3]] == ["uf-01", "uf-01", "uf-03"]
+    lines = load(HERE / "kodcode.jsonl")
+    assert len(lines) == 12
+    assert load(write(tmp_path / "kodcode.json", json.dumps(lines, ensure_ascii=False))) == lines  # a list is one too
 
 
 def test_an_id_of_its_own_is_kept(tmp_path: Path) -> None:
@@ -79,7 +87,7 @@ def test_columns_are_renamed(tmp_path: Path) -> None:
         ("d.json", "[1]", "entry 1 is 1"),
         ("d.json", '{"a": 1}', "entry a is 1"),
         ("d.parquet", "no parquet", "no Parquet file"),
-        ("d.csv", "a,b", "files of this kind are not read"),
+        ("d.txt", "a,b", "files of this kind are not read"),
     ],
 )
 def test_broken_files_are_told_with_their_line(tmp_path: Path, name: str, content: str | bytes, reason: str) -> None:

@@ -7,8 +7,10 @@ import pytest
 from tokenizers import AddedToken
 
 from t2g.data.chat import encode_chat, load_tokenizer
+from t2g.data.load import load_records
 from t2g.data.prompts import make_prompts, policy_prompt_ids
 from t2g.errors import UserError
+from t2g.sections import DataConfig
 from t2g.tasks.base import get_task
 from t2g.tasks.tiny_assets import build_tokenizer
 
@@ -16,6 +18,7 @@ LLAMA_3_TEMPLATE = (
     "{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
     "{{ m['content'] }}<|end|>{% endfor %}"
 )
+HERE = Path(__file__).parent
 PROMPTS = get_task("prompts")
 SUMMARIZATION = get_task("summarization")
 
@@ -76,6 +79,27 @@ def test_ids_are_stable_and_repeats_are_numbered(tokenizer: Any) -> None:
     assert (third, fourth) == (f"{first}-2", f"{first}-3")
     assert first != second
     assert make_prompts(records[:1], PROMPTS, tokenizer, 100)[0].prompt_id == first
+
+
+def test_several_responses_to_a_prompt_have_its_id_with_a_number(tokenizer: Any) -> None:
+    records = [{"prompt": text, "prompt_id": name} for text, name in (("a", "x"), ("b", "y"), ("a", "x"), ("a", None))]
+    ids = [prompt.prompt_id for prompt in make_prompts(records, PROMPTS, tokenizer, 100)]
+    assert ids[:3] == ["x", "y", "x-2"]
+    assert len(ids[3]) == 16  # without an id of its own it is another record
+
+
+@pytest.mark.parametrize(
+    ("name", "file"), [("summarization", "slf5k.json"), ("qa", "ultrafeedback.json"), ("code", "kodcode.jsonl")]
+)
+def test_published_files_become_prompts(tokenizer: Any, name: str, file: str) -> None:
+    records = load_records(DataConfig(path=str(HERE / file)))
+    task = get_task(name)
+    prompts = make_prompts(records, task, tokenizer, 2000)
+    assert len({prompt.prompt_id for prompt in prompts}) == len(records) == 12
+    assert {prompt.task for prompt in prompts} == {name}
+    for prompt, record in zip(prompts, records, strict=True):
+        assert prompt.prompt_text in tokenizer.decode(prompt.prompt_ids) or name == "qa"
+        assert task.response(prompt.payload) == task.response(record) is not None  # so `notes` can tell whose it is
 
 
 def test_no_chat_template_is_a_clear_word(tmp_path: Path) -> None:

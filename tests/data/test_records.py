@@ -1,6 +1,8 @@
 """Annotated records: written, read back, and made from other files."""
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,37 +11,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t2g.config import DataConfig
 from t2g.data.records import (
     QuoteRecord,
     annotated_record,
-    append_annotated,
     load_annotated,
     read_record,
-    recover_annotated,
     write_annotated,
 )
 from t2g.errors import UserError
 from t2g.feedback.parse import make_feedback, parse_answer
-from t2g.types import Prompt, Rollout, SpanFeedback
+from t2g.sections import DataConfig
+from t2g.tasks.base import get_task
+from t2g.types import Prompt, SpanFeedback
 
 PROMPT = Prompt(
     prompt_id="7", prompt_ids=np.zeros(0, np.int32), prompt_text="post", task="tiny", payload={"facts": {"a": "é"}}
 )
 ROW = {"prompt": "post", "response": "a phone, a phone", "critique": "c"}
-
-
-def rollout(text: str) -> Rollout:
-    return Rollout(
-        prompt_id="7",
-        sample_index=2,
-        prompt_ids=np.zeros(0, np.int32),
-        response_ids=np.zeros(0, np.int32),
-        rollout_logprobs=np.zeros(0, np.float32),
-        response_text=text,
-        finish_reason="stop",
-        policy_versions=(),
-    )
 
 
 def feedback(text: str, good: list[Any], poor: list[Any]) -> SpanFeedback:
@@ -48,12 +36,13 @@ def feedback(text: str, good: list[Any], poor: list[Any]) -> SpanFeedback:
 
 def test_a_record_holds_the_judgement_and_teaches_it() -> None:
     judged = feedback("a phone, a phone", ["a"], [("phone", 2), {"quote": "phone", "severity": 2}])
-    record = annotated_record(PROMPT, rollout("a phone, a phone"), judged)
+    record = annotated_record(PROMPT, "a phone, a phone", judged)
     assert record.good == ("a",)
     assert record.poor == (QuoteRecord(quote="phone", occurrence=2), QuoteRecord(quote="phone", severity=2))
     assert record.to_feedback() == judged
     assert record.target() == (
-        '{"critique": "The phone.", "good": ["a"], "poor": [{"quote": "phone", "occurrence": 2}, "phone"]}'
+        '{"critique": "The phone.", "good": ["a"], "poor": [{"quote": "phone", "occurrence": 2}, '
+        '{"quote": "phone", "severity": 2}]}'
     )
     assert record.to_prompt().prompt_text == "post"
 
@@ -61,33 +50,17 @@ def test_a_record_holds_the_judgement_and_teaches_it() -> None:
 @given(text=st.text("ab ", max_size=12), quotes=st.lists(st.text("ab ", min_size=1, max_size=3), max_size=4))
 def test_the_target_of_a_record_says_its_spans(text: str, quotes: list[str]) -> None:
     judged = feedback(text, quotes[:2], [(quote, 2) for quote in quotes[2:]])
-    record = annotated_record(PROMPT, rollout(text), judged)
+    record = annotated_record(PROMPT, text, judged)
     parsed = parse_answer(record.target(), text, source="program", version="v")
     assert [(s.start, s.end, s.label) for s in parsed.spans] == [(s.start, s.end, s.label) for s in judged.spans]
 
 
 def test_a_file_is_read_back_as_it_was(tmp_path: Path) -> None:
     texts = ["a phone, a phone", "", 'he said "no"\n']
-    records = [annotated_record(PROMPT, rollout(t), feedback(t, ["a phone"], ['"no"\n'])) for t in texts]
+    records = [annotated_record(PROMPT, t, feedback(t, ["a phone"], ['"no"\n'])) for t in texts]
     write_annotated(tmp_path / "r.jsonl", records)
     assert load_annotated(DataConfig(path=str(tmp_path / "r.jsonl"))) == records
     assert (tmp_path / "r.jsonl").read_text().count("\n") == 3
-
-
-def test_records_that_were_added_one_by_one_are_recovered(tmp_path: Path) -> None:
-    path = tmp_path / "records.jsonl"
-    assert recover_annotated(path) == []
-    records = [annotated_record(PROMPT, rollout(t), feedback(t, [], [])) for t in ("a\u2028b", "c")]
-    for record in records:
-        append_annotated(path, record)
-    whole = path.read_bytes()
-    first = whole.index(b"\n") + 1
-    for end in range(len(whole) + 1):
-        path.write_bytes(whole[:end])
-        assert recover_annotated(path) == records[: (end >= first) + (end == len(whole))]
-    path.write_bytes(b'{"half\n' + whole)
-    with pytest.raises(UserError, match=r"records\.jsonl:1 is no annotated record"):
-        recover_annotated(path)
 
 
 def test_quotes_without_spans_are_located() -> None:
@@ -100,12 +73,29 @@ def test_quotes_without_spans_are_located() -> None:
     assert record.prompt_id == read_record(ROW).prompt_id
 
 
-def test_the_names_of_published_files() -> None:
-    row = {"id": 3, "Post": "p", "generated_summary": "a b", "textual_feedback": "c", "good_spans": ["a"],
-           "Poor spans": ["b"], "title": "t"}  # fmt: skip
-    record = read_record(row)
-    assert (record.prompt_id, record.prompt, record.response, record.critique) == ("3", "p", "a b", "c")
-    assert (record.good, record.poor, record.payload) == (("a",), ("b",), {"title": "t"})
+def test_a_line_holds_every_field() -> None:
+    judged = replace(feedback("a phone", ["a"], []), outcome={"passed": False}, agreement=0.5, reason="so")
+    line = json.loads(annotated_record(PROMPT, "a phone", judged, sample_index=2).line())
+    assert line == {
+        "prompt_id": "7", "prompt": "post", "response": "a phone", "critique": "The phone.", "good": ["a"], "poor": [],
+        "spans": [{"start": 0, "end": 1, "label": 1, "severity": 1, "critique_range": None}],
+        "status": "ok", "reason": "so", "source": "program", "version": "v", "outcome": {"passed": False},
+        "agreement": 0.5, "num_quotes": 1, "num_located": 1, "task": "tiny", "sample_index": 2,
+        "payload": {"facts": {"a": "é"}},
+    }  # fmt: skip
+    assert read_record(line).to_feedback() == judged
+
+
+def test_spans_without_quotes_are_quoted() -> None:
+    record = read_record(ROW | {"spans": [{"start": 11, "end": 16, "label": -1, "severity": 3}]})
+    assert (record.good, record.poor) == ((), (QuoteRecord(quote="phone", occurrence=2, severity=3),))
+
+
+def test_a_task_words_the_prompt_of_a_published_row() -> None:
+    row = {"question": "Add.", "test": "from solution import add\n", "solution": "x", "code_feedback": "Wrong."}
+    assert read_record(row).prompt == "Add."
+    assert read_record(row, get_task("code")).prompt == get_task("code").prompt_text(row) != "Add."
+    assert read_record(row | {"prompt": "As it was."}, get_task("code")).prompt == "As it was."
 
 
 @pytest.mark.parametrize(
@@ -119,11 +109,47 @@ def test_the_names_of_published_files() -> None:
         ({"spans": [{"start": 2, "end": 2, "label": 1}]}, r"spans\[0\]"),
         ({"spans": [{"start": 0, "end": 1, "label": 0}]}, r"field spans\.0\.label"),
         ({"status": "fine"}, "field status"),
+        ({"critique": " "}, "has no feedback"),
     ],
 )
-def test_a_broken_record_is_named(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
+def test_a_broken_record_is_left_out_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: dict[str, Any], reason: str
+) -> None:
     path = tmp_path / "r.jsonl"
     path.write_text(json.dumps(ROW) + "\n" + json.dumps(ROW | change) + "\n")
-    with pytest.raises(UserError, match=reason) as error:
+    assert len(load_annotated(DataConfig(path=str(path)))) == 1
+    assert re.search(rf"r\.jsonl: 1 records are left out; record 2: .*{reason}", caplog.text)
+    path.write_text(json.dumps(ROW | change) + "\n")
+    with pytest.raises(UserError, match=rf"none of its 1 records can be used; record 1: .*{reason}"):
         load_annotated(DataConfig(path=str(path)))
-    assert "record 2: " in str(error.value)
+
+
+def test_quotes_of_no_use_are_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [
+        ROW | {"good": ["a", " "], "poor": ["laptop"]},
+        ROW,
+        ROW | {"good": ["a phone"], "poor": ["phone", "", "tablet"]},
+    ]
+    path = tmp_path / "r.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first, _, third = load_annotated(DataConfig(path=str(path)))
+    assert (first.good, first.poor) == (("a",), ())
+    assert (third.good, third.poor) == (("a phone",), ("phone",))
+    assert [(s.start, s.end, s.label) for s in third.spans or ()] == [(0, 7, 1), (2, 7, -1)]
+    assert [third.to_feedback().num_quotes, third.to_feedback().num_located] == [4, 2]
+    assert "2 quotes do not stand in their response and are left out, in the records 1, 3" in caplog.text
+    assert "2 empty quotes are left out, in the records 1, 3" in caplog.text
+    assert "1 spans overlap another one, in the records 3" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("quotes", "overlaps"), [(["a", "phone"], 0), (["a phone", "a", "phone"], 2), (["a phone, a", ("a phone", 2)], 1)]
+)
+def test_overlapping_spans_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, quotes: list[Any], overlaps: int
+) -> None:
+    good = [quote if isinstance(quote, str) else {"quote": quote[0], "occurrence": quote[1]} for quote in quotes]
+    path = tmp_path / "r.jsonl"
+    path.write_text(json.dumps(ROW | {"good": good}) + "\n")
+    load_annotated(DataConfig(path=str(path)))
+    assert (f"{overlaps} spans overlap" in caplog.text) == (overlaps > 0)

@@ -24,6 +24,7 @@ from t2g.data.sft import (
 from t2g.errors import UserError
 from t2g.feedback.offsets import decode
 from t2g.feedback.parse import format_answer
+from t2g.sections import StyleConfig
 from t2g.tasks.prompts import PromptsTask
 from t2g.tasks.tiny_assets import build_tokenizer
 
@@ -96,22 +97,49 @@ def test_span_map_begins_after_the_critique_whatever_it_says() -> None:
     answer = format_answer(nasty, ["a"], [("b", 2)])
     ((start, end),) = span_map_range(answer)
     assert answer[start:end] == '"good": ["a"], "poor": [{"quote": "b", "occurrence": 2}]}'
+    assert span_map_range('{"good": [], "poor": []}') == [(1, 24)]
 
 
 def test_microbatch_shifts_labels_to_the_column_that_predicts_them() -> None:
     batch = make_microbatch([example([1, 2, 3], [4, 5], [1, 8]), example([6], [7], [2])])
     assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5], [6, 7, 0, 0, 0]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4]] * 2  # a restart would be a packed row
+    assert batch.columns.tolist() == [0, 1, 2, 3, 4]  # few: all are computed
     assert batch.labels.tolist() == [[0, 0, 4, 5, 0], [7, 0, 0, 0, 0]]
     assert batch.weights.tolist() == [[0, 0, 1, 8, 0], [2, 0, 0, 0, 0]]
-    assert batch.first_target == 0  # of the second row
-    assert make_microbatch([example([1, 2, 3], [4, 5], [1, 8])]).first_target == 2
 
 
-def test_a_rank_without_examples_gets_a_row_of_no_weight() -> None:
-    batch = make_microbatch([])
-    assert batch.input_ids.shape[0] == 1
-    assert batch.input_ids.shape[1] >= 2
+def test_a_packed_microbatch_is_one_row() -> None:
+    batch = make_microbatch([example([1, 2, 3], [4, 5], [1, 8]), example([6], [7], [2])], packed=True)
+    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1]]
+    assert batch.labels.tolist() == [[0, 0, 4, 5, 0, 7, 0]]
+    assert batch.weights.tolist() == [[0, 0, 1, 8, 0, 2, 0]]
+
+
+def test_logits_are_computed_where_a_token_counts() -> None:
+    batch = make_microbatch([example([1] * 60, [4] * 40, [2] * 40), example([1] * 50, [5], [3])])
+    assert batch.input_ids.shape == (2, 100)
+    assert batch.columns.tolist() == [49, *range(59, 99)]
+    assert batch.labels.tolist() == [[0] + [4] * 40, [5] + [0] * 40]
+    assert batch.weights.tolist() == [[0] + [2] * 40, [3] + [0] * 40]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_rank_without_examples_gets_a_row_of_no_weight(packed: bool) -> None:
+    batch = make_microbatch([], packed=packed)
+    assert batch.input_ids.shape == batch.position_ids.shape == (1, len(batch.columns))
+    assert len(batch.columns) > 4
     assert batch.weights.sum() == 0
+
+
+def test_packed_steps_hold_the_same_examples_in_fewer_microbatches() -> None:
+    shared = {"num_epochs": 2, "batch_size": 6, "num_ranks": 1, "token_budget": 20, "seed": 5}
+    padded, packed = (plan_epochs([3, 17, 5, 15, 8, 12], **shared, packed=flag) for flag in (False, True))
+    assert [sorted(i for rows in step[0] for i in rows) for step in packed] == [list(range(6))] * 2
+    assert [len(step[0]) for step in padded] == [5, 5]
+    for step in packed:
+        assert {frozenset(rows) for rows in step[0]} == {frozenset({0, 1}), frozenset({2, 3}), frozenset({4, 5})}
 
 
 def test_half_an_epoch_and_two_and_a_half() -> None:
@@ -188,6 +216,18 @@ def test_reward_examples_learn_the_answer_and_cut_input_text_only(tokenizer: Any
     assert 0 < read.count("long ") < 400
     with pytest.raises(UserError, match="none of the 1 annotated records"):
         reward_examples([read_record(failed)], task, tokenizer, max_length=1200, span_weight=4.0)
+
+
+def test_without_a_critique_the_target_is_the_span_map_and_weighs_as_a_whole(tokenizer: Any) -> None:
+    row = {"prompt": "p", "response": "by Zoë", "critique": "Right.", "good": ["Zoë"], "poor": []}
+    task, style = PromptsTask(), StyleConfig(critique=False)
+    (made,) = reward_examples(
+        [read_record(row)], task, tokenizer, max_length=2000, span_weight=4.0, style=style
+    )
+    assert decode(tokenizer, made.target_ids) == '{"good": ["Zoë"], "poor": []}'
+    assert made.target_weights.tolist() == [1.0] + [4.0] * (len(made.target_ids) - 2) + [1.0]  # brace and EOS
+    asked = task.feedback_messages(read_record(row).to_prompt(), "by Zoë", style=style)
+    assert decode(tokenizer, made.prompt_ids) == asked[0]["content"]
 
 
 class Decided(PromptsTask):

@@ -1,23 +1,24 @@
 """The tasks: SLF5K as published and as on the hub, the tiny world as one of them, and finding a task by name."""
 
 import sys
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 
-from t2g.config import DataConfig
 from t2g.data.load import load_records
 from t2g.errors import UserError
 from t2g.feedback.prompts import build_feedback_prompt, prompt_version
+from t2g.sections import DataConfig, StyleConfig
 from t2g.tasks import tiny
 from t2g.tasks.base import get_task
 from t2g.tasks.tiny_assets import build_tokenizer
 from t2g.tasks.tiny_task import critic
 from t2g.types import Prompt
 
-PUBLISHED = Path(__file__).parents[1] / "data" / "fixtures" / "slf5k_published.json"
+PUBLISHED = Path(__file__).parents[1] / "data" / "slf5k.json"
 TASK = get_task("summarization")
 HUB_ROW = {
     "id": "t3_9",
@@ -36,13 +37,14 @@ def prompt(text: str, **payload: Any) -> Prompt:
 
 
 def test_a_published_object() -> None:
-    first, second = load_records(DataConfig(path=str(PUBLISHED)))
-    assert TASK.prompt_id(first) == "t3_1"
-    assert TASK.prompt_text(first) == "Subreddit: askwomen\nTitle: My phone hums\nI bought a phone. It hums."
-    assert TASK.reference(first) == "My new phone hums."
-    assert TASK.prompt_text(second) == "I live in Zürich and want a refund."
-    assert TASK.reference(second) is None
-    assert TASK.payload(second) == {"generated_summary": "Wants a refund."}
+    first, second, third, *_, last = load_records(DataConfig(path=str(PUBLISHED)))
+    assert TASK.prompt_id(first) == "t3_boat01"
+    assert TASK.prompt_text(last) == f"Subreddit: TrueOffMyChest\nTitle: The bus driver waited\n{last['post']}"
+    assert TASK.response(first) == first["generated_summary"]
+    assert TASK.reference(second) == second["ideal_human_summary"]
+    assert TASK.prompt_text(third).endswith(third["Post"])
+    assert TASK.reference(third) is None
+    assert set(TASK.payload(third)) == {"subreddit", "title", "generated_summary", "feedback"}
 
 
 def test_a_hub_row() -> None:
@@ -51,6 +53,67 @@ def test_a_hub_row() -> None:
     assert TASK.reference(HUB_ROW | {"ideal_human_summary": None}) == "lamp leaks"
     assert TASK.payload(HUB_ROW)["feedback"] == "Say that it leaks."
     assert "post" not in TASK.payload(HUB_ROW)
+    assert TASK.response(HUB_ROW) == "A lamp."
+    assert TASK.response({"post": "p"}) is None
+    with pytest.raises(ValueError, match="field generated_summary is 3"):
+        TASK.response({"generated_summary": 3})
+
+
+def test_a_human_s_feedback_is_about_one_summary_only() -> None:
+    asked = prompt("p", **TASK.payload(HUB_ROW))
+    assert TASK.notes(asked, "A lamp.") == "A human's feedback on this summary:\nSay that it leaks."
+    assert TASK.notes(asked, "A sampled summary.") is None
+    assert TASK.notes(prompt("p", generated_summary="A lamp."), "A lamp.") is None
+    assert TASK.notes(prompt("p", generated_summary=3, feedback="x"), "A lamp.") is None
+
+
+def test_rouge_by_hand() -> None:
+    asked = prompt("p", ideal_human_summary="the red phone hums loudly")
+    # stems: the red phone hum loudli / a red phone hums -> 3 of 4 and 5 words, 2 of 3 and 4 pairs
+    got = TASK.measure(asked, "A red phone hums!")
+    assert got == {"rouge1": pytest.approx(6 / 9), "rouge2": pytest.approx(4 / 7), "rougeL": pytest.approx(6 / 9)}
+    assert TASK.score_name in got
+    assert TASK.measure(asked, "") == {"rouge1": 0.0, "rouge2": 0.0, "rougeL": 0.0}
+    assert TASK.measure(prompt("p"), "A red phone hums!") is None
+
+
+@pytest.mark.parametrize("name", ["summarization", "qa", "code", "prompts"])
+def test_instructions_follow_the_style(name: str) -> None:
+    task = get_task(name)
+
+    def asked(critique: bool, labels: Literal["sparse", "dense"]) -> str:
+        style = StyleConfig(critique=critique, labels=labels)
+        [message] = task.feedback_messages(prompt("{input}"), "{response}", style=style)
+        return message["content"]
+
+    for labels in ("sparse", "dense"):
+        assert '{"critique": "...", "good": ["..."], "poor": ["..."]}' in asked(True, labels)
+        assert '{"good": ["..."], "poor": ["..."]}' in asked(False, labels)
+        assert "critique" not in asked(False, labels)
+    assert "leave none out" in asked(True, "dense") and "leave none out" in asked(False, "dense")
+    assert "leave none out" not in asked(True, "sparse")
+    assert asked(True, "sparse") == task.feedback_messages(prompt("{input}"), "{response}")[0]["content"]
+    styles = product((True, False), ("sparse", "dense"))
+    assert len({prompt_version(task, StyleConfig(critique=c, labels=labels)) for c, labels in styles}) == 4
+
+
+def test_a_task_of_one_s_own_by_its_import_path(tmp_path: Path) -> None:
+    """A fourth task needs no edit of the package; inheriting from it is a convenience."""
+    (tmp_path / "haiku_task.py").write_text(
+        "from t2g.tasks.prompts import PromptsTask\n"
+        "class Haiku(PromptsTask):\n"
+        "    name = 'haiku'\n"
+        "    score_name = 'lines'\n"
+        "    def measure(self, prompt, response_text):\n"
+        "        return {'lines': float(response_text.count('/') + 1)}\n"
+    )
+    sys.path.insert(0, str(tmp_path))
+    try:
+        task = get_task("haiku_task:Haiku")
+    finally:
+        sys.path.remove(str(tmp_path))
+    assert task.measure(prompt("p"), "old pond / a frog jumps in / sound of water") == {"lines": 3.0}
+    assert task.policy_messages({"prompt": "Rain."}) == [{"role": "user", "content": "Rain."}]
 
 
 @pytest.mark.parametrize("post", [None, "", "  ", 3])
@@ -59,7 +122,7 @@ def test_a_row_without_a_post(post: Any) -> None:
         TASK.prompt_text({"post": post})
 
 
-@pytest.mark.parametrize("name", ["prompts", "summarization", "tiny"])
+@pytest.mark.parametrize("name", ["prompts", "summarization", "qa", "code", "tiny"])
 def test_the_feedback_prompt_holds_what_is_judged(name: str, tmp_path: Path) -> None:
     task, tokenizer = get_task(name), build_tokenizer(tmp_path, ["x"], vocab_size=261)  # one token a byte
     asked = prompt("A post with words. " * 20)
@@ -76,8 +139,8 @@ def test_the_feedback_prompt_holds_what_is_judged(name: str, tmp_path: Path) -> 
 
 
 def test_other_instructions_are_another_version() -> None:
-    versions = {prompt_version(get_task(name)) for name in ("prompts", "summarization", "tiny")}
-    assert len(versions) == 3
+    versions = {prompt_version(get_task(name)) for name in ("prompts", "summarization", "code", "tiny")}
+    assert len(versions) == 4
     assert prompt_version(TASK) == prompt_version(get_task("t2g.tasks.summarization:SummarizationTask"))
 
 

@@ -1,0 +1,127 @@
+"""Annotated records as others publish them, in our names: a row in, a row out.
+
+Good spans / good_spans / good_code, Poor spans / poor_spans, wrong_code (severity 3), improvement_code (severity 1) and
+a word_score_list; the critique as textual_feedback or Code Feedback, or an answer in JSON as a whole; the lot of it in
+the row itself or in an object `annotations`, `analysis` or `spans`.
+"""
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+_NAMES = {
+    "id": "prompt_id",
+    "question_id": "prompt_id",
+    "post": "prompt",
+    "question": "prompt",
+    "generated_summary": "response",
+    "generated_summary_for_feedback": "response",
+    "solution": "response",
+    "textual_feedback": "critique",
+    "code_feedback": "critique",
+    "good_spans": "good",
+    "good_code": "good",
+    "poor_spans": "poor",
+}
+_SEVERITIES = {"wrong_code": 3, "improvement_code": 1, "improvable_code": 1}  # of poor code
+_OBJECTS = ("annotations", "analysis", "spans")
+
+
+def translate(row: Mapping[str, Any], ours: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(fields under our names, everything else) of a row. ValueError in a sentence for what cannot be meant.
+
+    ours: our field names, which count before published ones; a null is no value.
+
+    >>> translate({"Post": "p", "Poor spans": ["x"], "wrong_code": ["y"], "n": 1}, {"prompt", "poor"})
+    ({'prompt': 'p', 'poor': ['x', {'quote': 'y', 'severity': 3}]}, {'n': 1})
+    """
+    fields: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
+    weighed: list[dict[str, Any]] = []
+    items = [(key, value) for key, value in _items(row) if value is not None]
+    for key, value in sorted(items, key=lambda item: item[0] not in ours):
+        plain = key.lower().replace(" ", "_")
+        name = key if key in ours else _NAMES.get(plain)
+        if plain in _SEVERITIES:
+            weighed += [{"quote": quote, "severity": _SEVERITIES[plain]} for quote in _list(key, value)]
+        elif name is None or name in fields:
+            extra[key] = value
+        else:
+            fields[name] = value
+    if weighed:
+        fields["poor"] = [*_list("poor", fields.get("poor", ())), *weighed]
+    if isinstance(fields.get("response"), list):
+        fields["response"] = _last_content(fields["response"])
+    if "word_score_list" in extra and isinstance(fields.get("response"), str):
+        fields["spans"] = word_spans(extra.pop("word_score_list"), fields["response"])
+    return fields, extra
+
+
+def _items(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What the row holds, with that of its objects after it."""
+    objects = [row[key] for key in _OBJECTS if isinstance(row.get(key), dict)]
+    whole = _answer(row.get("critique"))
+    for key, value in row.items():
+        if not (key in _OBJECTS and isinstance(value, dict)) and not (key == "critique" and whole):
+            yield key, value
+    for part in (*objects, whole):
+        yield from part.items()
+
+
+def _answer(critique: Any) -> dict[str, Any]:
+    """The object of an annotator's whole answer that was kept as the critique, fenced or not; {} for plain words."""
+    if not isinstance(critique, str) or '"textual_feedback"' not in critique:
+        return {}
+    try:
+        answer = json.loads(critique[critique.find("{") : critique.rfind("}") + 1])
+    except (ValueError, RecursionError) as error:
+        raise ValueError("field critique holds an answer in JSON that is broken") from error
+    return answer if isinstance(answer, dict) else {}
+
+
+def _list(name: str, value: Any) -> list[Any]:
+    if isinstance(value, str) or not isinstance(value, list | tuple):
+        raise ValueError(f"field {name} is {value!r:.80}; it needs to be a list of quotes")
+    return list(value)
+
+
+def _last_content(messages: list[Any]) -> str:
+    last = messages[-1] if messages else None
+    if not isinstance(last, dict) or not isinstance(last.get("content"), str):
+        raise ValueError("field response is a list that does not end with a message of role and content")
+    return last["content"]
+
+
+def word_spans(words: Any, response: str) -> list[dict[str, int]]:
+    """Spans of runs of words with the same score, the words looked for one after the other in `response`.
+
+    words: [word, score] or {"word", "score"} each; a score above 0 is good, below 0 poor. A word that does not come is
+    passed over and ends the run.
+
+    >>> word_spans([["a", 0], ["red", "-1"], ["phone", -1], ["hums", 1]], "a red phone hums")
+    [{'start': 2, 'end': 11, 'label': -1}, {'start': 12, 'end': 16, 'label': 1}]
+    """
+    spans: list[dict[str, int]] = []
+    at, running = 0, 0
+    for item in _list("word_score_list", words):
+        word, score = _word_and_score(item)
+        start = response.find(word, at)
+        label = 0 if start < 0 else (score > 0) - (score < 0)
+        at = at if start < 0 else start + len(word)
+        if label and label == running:
+            spans[-1]["end"] = at
+        elif label:
+            spans.append({"start": start, "end": at, "label": label})
+        running = label
+    return spans
+
+
+def _word_and_score(item: Any) -> tuple[str, float]:
+    pair = (item.get("word"), item.get("score")) if isinstance(item, dict) else item
+    match pair:
+        case [str(word), int() | float() | str() as score] if word.strip():
+            try:
+                return word, float(score)
+            except ValueError:
+                pass
+    raise ValueError(f"an entry of word_score_list is {item!r:.80}; it needs to be [word, score]")

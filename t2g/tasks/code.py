@@ -1,0 +1,138 @@
+"""KodCode: Python problems with tests (Xu et al., arXiv 2503.02951), as the hub and as the paper's authors have it.
+
+Understood fields: question_id; question; test, a pytest module that imports from `solution`; response or solution: the
+code that wants feedback, and solution also the reference; log of its tests, an object or a string; gpt_difficulty.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from t2g.data.chat import Message
+from t2g.sections import SandboxConfig, StyleConfig
+from t2g.tasks.base import BasicTask, Critic, Record, Review, text_field
+from t2g.types import Prompt
+
+POLICY_INSTRUCTION = (
+    "Solve the following problem in Python. Answer with the whole program in one block that starts with ```python, "
+    "without tests and without examples of its use.\n\n"
+)
+MAX_NOTE_CHARS = 2000  # of a log, and of the tests
+_FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n`]*\n(.*?)(?=^[ \t]*```|\Z)(?:[ \t]*```)?", re.MULTILINE | re.DOTALL)
+_IMPORTED = re.compile(r"^\s*from\s+solution\s+import\s+(\([^)]*\)|[^\n#]+)", re.MULTILINE)
+
+
+class CodeTask(BasicTask):
+    name = "code"
+    score_name = "passed"
+    input_fields = ("question",)
+    review = Review(
+        opening="You review a Python solution of a programming problem: is it correct, complete, efficient, readable?",
+        input_name="Problem",
+        subject="solution",
+        sparse="none or a few of each, single statements or expressions, not whole functions",
+        severity='A poor piece that is wrong gets severity 3, {"quote": "...", "severity": 3}; one that works and '
+        "could be improved has severity 1, a plain quote.",
+    )
+
+    def policy_messages(self, record: Record, input_limit: int | None = None) -> list[Message]:
+        return [{"role": "user", "content": POLICY_INSTRUCTION + self.prompt_text(record)}]
+
+    def prompt_text(self, record: Record) -> str:
+        """The question, and the names that the tests import: a question need not say what a function is called."""
+        names = _imported_names(record.get("test"))
+        asked = f"\n\nThe tests import from your program: {', '.join(names)}" if names else ""
+        return text_field(record, "question") + asked
+
+    def reference(self, record: Record) -> str | None:
+        """The solution in the form that the policy is asked for."""
+        if record.get("solution") is None:
+            return None
+        solution = text_field(record, "solution").strip("\n")
+        return f"```python\n{solution}\n```"
+
+    def response(self, record: Record) -> str | None:
+        if record.get("response") is None and record.get("solution") is None:
+            return None
+        return text_field(record, "response", "solution")
+
+    def notes(self, prompt: Prompt, response_text: str) -> str | None:
+        """The tests, which hold for any response; the log for the record's own."""
+        parts = [
+            _note("Difficulty", prompt.payload.get("gpt_difficulty")),
+            _note("Tests", prompt.payload.get("test")),
+            super().notes(prompt, response_text),
+        ]
+        return "\n\n".join(part for part in parts if part) or None
+
+    def own_notes(self, payload: Mapping[str, Any]) -> str | None:
+        return _render_log(payload.get("log"))
+
+    def critic(self, *, style: StyleConfig, sandbox: SandboxConfig) -> Critic:
+        """Runs the tests of payload["test"] on the response, in a sandbox."""
+        from t2g.tasks.code_critic import make_critic
+
+        return make_critic(sandbox, style)
+
+    def measure(self, prompt: Prompt, response_text: str) -> dict[str, float] | None:
+        """1 for a program that passes all its tests, else 0: the mean is the pass rate. None without tests."""
+        tests = prompt.payload.get("test")
+        if not isinstance(tests, str):
+            return None
+        from t2g.tasks.sandbox import run_solution
+
+        return {"passed": float(run_solution(extract_code(response_text)[0], tests, SandboxConfig()).passed)}
+
+
+def extract_code(response_text: str) -> tuple[str, int]:
+    """The program in a response and where it starts: code == response_text[start : start + len(code)].
+
+    The first fenced block that is marked as Python, else the first block, up to the end where it is not closed; all of
+    a response without a block.
+
+        extract_code("Sure:\\n```python\\nx = 1\\n```\\nDone.") == ("x = 1\\n", 16)
+    """
+    blocks = list(_FENCE.finditer(response_text))
+    if not blocks:
+        return response_text, 0
+    block = next((b for b in blocks if b[1].lower().startswith("py")), blocks[0])
+    return block[2], block.start(2)
+
+
+def _imported_names(test: Any) -> list[str]:
+    """What a test module imports from `solution`, in order; [] for what is no text.
+
+    >>> _imported_names("from solution import Stack, pop as take\\n")
+    ['Stack', 'pop']
+    """
+    if not isinstance(test, str):
+        return []
+    parts = (part.split() for match in _IMPORTED.finditer(test) for part in match[1].strip("()").split(","))
+    return list(dict.fromkeys(part[0] for part in parts if part and part[0].isidentifier()))
+
+
+def _render_log(log: Any) -> str | None:
+    """A log of tests in at most about MAX_NOTE_CHARS characters: its end says what failed."""
+    if isinstance(log, str):
+        try:
+            parsed = json.loads(log)
+        except (ValueError, RecursionError):
+            parsed = None
+        log = parsed if isinstance(parsed, dict) else log
+    if not isinstance(log, dict):
+        return _note("Log of the tests", log)
+    outcome = {True: "passed", False: "failed"}.get(log.get("passed"), "of unknown outcome")
+    kind = log.get("error_type")
+    said = f"The tests {outcome} ({kind})." if isinstance(kind, str) else f"The tests {outcome}."
+    printed = _note("Log of the tests", log.get("stdout")) or _note("Log of the tests", log.get("stderr"))
+    return f"{said}\n{printed}" if printed else said
+
+
+def _note(heading: str, text: Any) -> str | None:
+    """`text` under a heading, the end of it where it is long; None for a blank text or none."""
+    if not isinstance(text, str) or not text.strip():
+        return None
+    text = text.strip()
+    cut = "… " if len(text) > MAX_NOTE_CHARS else ""
+    return f"{heading}:\n{cut}{text[-MAX_NOTE_CHARS:]}"

@@ -1,0 +1,53 @@
+"""UltraFeedback: open questions, as the hub (ultrafeedback_binarized) and as the paper's authors have it.
+
+Understood fields: prompt_id; prompt; response, a text or a conversation of {role, content} that ends with it; critique
+(of that response); on the hub chosen, a conversation too, stands for the response and the reference.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from t2g.data.chat import Message
+from t2g.tasks.base import Record, text_field
+from t2g.tasks.prompts import PromptsTask, read_messages
+
+
+class QATask(PromptsTask):
+    name = "qa"
+    can_cut = True
+
+    def policy_messages(self, record: Record, input_limit: int | None = None) -> list[Message]:
+        *before, last = self._messages(record)
+        return [*before, {**last, "content": last["content"][:input_limit]}]
+
+    def reference(self, record: Record) -> str | None:
+        if record.get("reference") is None and record.get("chosen") is not None:
+            return _answer(record, "chosen")
+        return super().reference(record)
+
+    def response(self, record: Record) -> str | None:
+        field = next((field for field in ("response", "chosen") if record.get(field) is not None), None)
+        return None if field is None else _answer(record, field)
+
+    def own_notes(self, payload: Mapping[str, Any]) -> str | None:
+        critique = payload.get("critique")
+        if not isinstance(critique, str) or not critique.strip():
+            return None
+        return f"A critique of this response that was published with it:\n{critique}"
+
+    def _messages(self, record: Record) -> list[Message]:
+        """The turns before the response where it comes with several: the last question alone would lose its sense."""
+        response = record.get("response")
+        if isinstance(response, list) and len(response) > 2:
+            return super()._messages({"messages": response[:-1]})
+        return super()._messages(record)
+
+
+def _answer(record: Record, field: str) -> str:
+    """The text of a response, be it a text or the end of a conversation."""
+    if not isinstance(record[field], list):
+        return text_field(record, field)
+    last = read_messages(record[field], field)[-1]
+    if last["role"] != "assistant":
+        raise ValueError(f"field {field} ends with a message by {last['role']}; a response is by assistant")
+    return text_field(last, "content")
