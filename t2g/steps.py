@@ -8,9 +8,9 @@ import torch
 
 from t2g.algo.advantages import gae, step_rewards, whiten
 from t2g.algo.kl import sequence_kl
-from t2g.config import ObjectiveConfig, RewardRuleConfig
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.rewards import label_shares, place
+from t2g.sections import ObjectiveConfig, RewardRuleConfig
 from t2g.tasks.base import Task
 from t2g.types import Prompt, Rollout, ScoredRollout, SpanFeedback, TokenStats, TrainSample
 
@@ -149,7 +149,7 @@ def eval_metrics(
         metrics["eval/score"] = metrics[f"eval/{task.score_name}"]
         return metrics
     usable = [f for f in feedback if f.status in ("ok", "empty")]
-    values = [sum(rules.good if s.label > 0 else rules.poor for s in f.spans) for f in usable]
+    values = [sum(rules.good if s.label > 0 else rules.poor[s.severity - 1] for s in f.spans) for f in usable]
     metrics["eval/score"] = float(np.mean(values)) if values else float("-inf")
     metrics["eval/failed_share"] = 1 - len(usable) / len(feedback)
     return metrics

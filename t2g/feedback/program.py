@@ -1,4 +1,4 @@
-"""Feedback from a program: a plain function of the user's, called from the loop without being trusted."""
+"""Feedback from a program: a task's own critic, or a function of the user's that is called without being trusted."""
 
 import asyncio
 import importlib
@@ -9,35 +9,35 @@ from collections.abc import Callable
 from typing import Any
 
 from t2g.errors import RunStopped, UserError
-from t2g.feedback.parse import make_feedback, no_feedback, read_judgement
+from t2g.feedback.parse import Judgement, make_feedback, no_feedback, read_judgement
 from t2g.feedback.waiting import FailureLog, PerLoop
+from t2g.tasks.base import Critic
 from t2g.types import Prompt, SpanFeedback
 
-Judgement = tuple[str, list[Any], list[Any]]  # critique, good quotes, poor quotes
 MAX_TIMEOUTS = 3  # in a row
-Critic = Callable[..., Any]  # (prompt_text, response_text[, payload=]) -> (critique, good quotes, poor quotes)
 
 
 class ProgramFeedback:
-    """A plain function from prompt text and response to (critique, good quotes, poor quotes).
+    """A critic from prompt text and response to (critique, good quotes, poor quotes), or a dict with those keys and
+    perhaps an outcome; for quotes see `t2g.feedback.parse.read_quote`.
 
-    Called as `critic(prompt_text, response_text)`, and with `payload=` too where it has a parameter of that name. It
-    may return a dict with those keys as well; for quotes see `t2g.feedback.parse.read_quote`. One call runs at a time,
-    since a plain function may keep state; only a call that got no answer in `timeout_s` is left behind in its thread,
-    and the next runs beside it. After MAX_TIMEOUTS of those in a row the run is stopped.
+    critic: the function, or its import path. Called as `critic(prompt_text, response_text)`, and with `payload=` too
+    where it has a parameter of that name. `parallel` calls run at a time: 1 for a function that may keep state. A call
+    that got no answer in `timeout_s` is left behind in its thread, and the next runs beside it. After MAX_TIMEOUTS of
+    those in a row the run is stopped. What the critic raises is a failed judgement with a reason.
     """
 
     name = "program"
 
-    def __init__(self, import_path: str, *, timeout_s: float = 120) -> None:
-        self._critic = load_function(import_path)
-        self._path = import_path
+    def __init__(self, critic: Critic | str, *, timeout_s: float = 120, parallel: int = 1) -> None:
+        self._critic = load_function(critic) if isinstance(critic, str) else critic
+        self._path = critic if isinstance(critic, str) else _path_of(critic)
         self._timeout_s = timeout_s
         parameters = inspect.signature(self._critic).parameters.values()
         self._wants_payload = any(p.name == "payload" or p.kind is p.VAR_KEYWORD for p in parameters)
         self._failures = FailureLog()
         self._num_timeouts = 0  # since the last answer
-        self._turn = PerLoop(lambda: asyncio.Semaphore(1))
+        self._turn = PerLoop(lambda: asyncio.Semaphore(parallel))
 
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
         """Raises RunStopped after MAX_TIMEOUTS calls in a row that gave no answer: each costs the step `timeout_s`."""
@@ -48,17 +48,17 @@ class ProgramFeedback:
                 judgement = await _in_thread(
                     self._timeout_s, lambda: _judgement(self._critic(prompt.prompt_text, response_text, **keywords))
                 )
-                self._num_timeouts = 0
         except TimeoutError:
             self._num_timeouts += 1
-            self._fail("timeout", prompt, f"gave no answer within feedback.timeout_s={self._timeout_s:g}")
+            feedback = self._fail("timeout", prompt, f"gave no answer within feedback.timeout_s={self._timeout_s:g}")
             self._refuse_hung()
+            return feedback
         except _CriticFailed as failed:
             self._num_timeouts = 0
-            self._fail(failed.kind, prompt, failed.sentence)
-        else:
-            return make_feedback(*judgement, response_text, source=self.name, version=self._path)
-        return no_feedback("failed", source=self.name, version=self._path)
+            return self._fail(failed.kind, prompt, failed.sentence)
+        self._num_timeouts = 0
+        critique, good, poor, outcome = judgement
+        return make_feedback(critique, good, poor, response_text, source=self.name, version=self._path, outcome=outcome)
 
     def _refuse_hung(self) -> None:
         if self._num_timeouts >= MAX_TIMEOUTS:
@@ -67,8 +67,9 @@ class ProgramFeedback:
                 "mend the critic, or raise feedback.timeout_s"
             )
 
-    def _fail(self, kind: str, prompt: Prompt, sentence: str) -> None:
+    def _fail(self, kind: str, prompt: Prompt, sentence: str) -> SpanFeedback:
         self._failures.say(kind, f"critic {self._path} {sentence}, on prompt {prompt.prompt_id}")
+        return no_feedback("failed", source=self.name, version=self._path, reason=f"the critic {sentence}")
 
 
 def load_function(import_path: str) -> Critic:
@@ -81,6 +82,12 @@ def load_function(import_path: str) -> Critic:
     if not callable(function):
         raise UserError(f"feedback.source={import_path} is a {type(function).__name__}; it needs to be a function")
     return function
+
+
+def _path_of(critic: Critic) -> str:
+    """Where a function comes from; of one that a function makes, that function: `t2g.tasks.code_critic:make_critic`."""
+    name = getattr(critic, "__qualname__", type(critic).__qualname__)
+    return f"{getattr(critic, '__module__', '?')}:{name.partition('.<locals>')[0]}"
 
 
 class _CriticFailed(Exception):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from t2g.config import Placement, RewardRuleConfig
+from t2g.sections import Placement, RewardRuleConfig
 from t2g.types import Span
 
 _DEFAULT_RULE = RewardRuleConfig()
@@ -14,23 +14,26 @@ _DEFAULT_RULE = RewardRuleConfig()
 def token_rewards(
     offsets: np.ndarray, spans: Sequence[Span], *, text: str, rule: RewardRuleConfig = _DEFAULT_RULE
 ) -> np.ndarray:
-    """delta_t of every token: `rule.good` in a good span, `rule.poor` in a poor one, 0 elsewhere.
+    """delta_t of every token: `rule.good` in a good span, `rule.poor[severity - 1]` in a poor one, 0 elsewhere.
 
     offsets: [R, 2], half-open character ranges of `text`. -> [R] float32, before any placement.
     A token is covered by a span when they share at least one (`cover` any), half or all of the token's non-blank
-    characters; a token of blanks or without characters (EOS) is never covered. Two spans of one label count once.
-    Where labels overlap `rule.overlap` says which wins, or that they add up.
+    characters; a token of blanks or without characters (EOS) is never covered. Two spans of one label count once; of
+    several poor ones the most severe does. Where labels overlap `rule.overlap` says which wins, or that they add up.
 
         text "so good, so bad", spans good (3, 7), poor (12, 15), tokens "so" " good" "," " so" " bad"
         -> [0, 1, 0, 0, -1]
     """
     good = covered(offsets, [span for span in spans if span.label == 1], text=text, cover=rule.cover)
-    poor = covered(offsets, [span for span in spans if span.label == -1], text=text, cover=rule.cover)
+    severity = np.zeros(len(offsets), np.int64)  # 0: no poor span
+    for level in (1, 2, 3):
+        poor = [span for span in spans if span.label == -1 and span.severity == level]
+        severity[covered(offsets, poor, text=text, cover=rule.cover)] = level
     if rule.overlap == "poor":
-        good &= ~poor
+        good &= severity == 0
     elif rule.overlap == "good":
-        poor &= ~good
-    return (rule.good * good + rule.poor * poor).astype(np.float32)
+        severity[good] = 0
+    return (rule.good * good + np.array([0.0, *rule.poor])[severity]).astype(np.float32)
 
 
 def covered(offsets: np.ndarray, spans: Sequence[Span], *, text: str, cover: str) -> np.ndarray:

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from t2g.config import FeedbackConfig
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.parse import MAX_QUOTES, Quote
 from t2g.feedback.program import ProgramFeedback
 from t2g.feedback.sources import make_local_source
+from t2g.sections import FeedbackConfig
 from t2g.tasks.prompts import PromptsTask
 from t2g.types import Prompt, Span, SpanFeedback
 
@@ -33,6 +33,10 @@ def plain(prompt: str, response: str) -> tuple[str, list[str], list[tuple[str, i
 
 def with_payload(prompt: str, response: str, *, payload: dict[str, Any]) -> dict[str, Any]:
     return {"critique": "", "good": [payload["fact"]], "poor": []}
+
+
+def with_outcome(prompt: str, response: str) -> dict[str, Any]:
+    return {"critique": "", "good": [], "poor": [], "outcome": {"passed": False, "tests": ["a"]}}
 
 
 def raising(prompt: str, response: str) -> None:
@@ -123,6 +127,27 @@ def test_a_function_that_wants_the_payload_gets_it() -> None:
     assert [(s.start, s.end) for s in judge(source("with_payload")).spans] == [(2, 7)]
 
 
+def test_an_outcome_goes_into_the_feedback() -> None:
+    assert judge(source("with_outcome")).outcome == {"passed": False, "tests": ["a"]}
+
+
+def test_a_function_instead_of_its_path() -> None:
+    feedback = judge(ProgramFeedback(plain))
+    assert (feedback.status, feedback.version) == ("ok", f"{__name__}:plain")
+
+
+def made(word: str) -> Any:
+    def critic(prompt: str, response: str, *, payload: dict[str, Any]) -> Any:
+        return word, [payload["fact"]], []
+
+    return critic
+
+
+def test_a_function_that_a_function_made_is_known_by_its_maker() -> None:
+    feedback = judge(ProgramFeedback(made("well")))
+    assert (feedback.critique, len(feedback.spans), feedback.version) == ("well", 1, f"{__name__}:made")
+
+
 def test_an_empty_response() -> None:
     assert judge(source("plain"), "").status == "empty"
 
@@ -144,7 +169,9 @@ def test_a_critic_that_misbehaves_is_failed_and_said_once(
 ) -> None:
     critic = source(name)
     with caplog.at_level(logging.WARNING):
-        assert judge(critic).status == judge(critic).status == "failed"
+        first, second = judge(critic), judge(critic)
+    assert first.status == second.status == "failed"
+    assert first.reason.startswith("the critic ") and reason in first.reason
     assert len(caplog.messages) == 1
     assert reason in caplog.messages[0]
     assert "prompt 7" in caplog.messages[0]
@@ -153,7 +180,8 @@ def test_a_critic_that_misbehaves_is_failed_and_said_once(
 @pytest.mark.parametrize("name", ["hanging", "quotes_that_hang"])
 def test_a_critic_that_hangs_is_failed_within_its_time(name: str, caplog: pytest.LogCaptureFixture) -> None:
     started = time.monotonic()
-    assert judge(source(name, timeout_s=0.05)).status == "failed"
+    failed = judge(source(name, timeout_s=0.05))
+    assert (failed.status, failed.reason) == ("failed", "the critic gave no answer within feedback.timeout_s=0.05")
     assert time.monotonic() - started < 2
     assert "timeout_s=0.05" in caplog.messages[0]
 
@@ -192,6 +220,20 @@ def test_calls_come_one_at_a_time_and_their_time_counts_from_their_turn() -> Non
     answers = asyncio.run(many())
     assert {answer.critique for answer in answers} == {"1"}
     assert {answer.critique for answer in asyncio.run(many())} == {"1"}  # in another loop too
+
+
+def test_a_task_s_own_critic_may_run_in_parallel() -> None:
+    meeting = threading.Barrier(3)
+
+    def critic(prompt: str, response: str) -> Any:
+        meeting.wait(5)  # answers only when three are inside
+        return "met", [], []
+
+    async def many() -> list[SpanFeedback]:
+        parallel = ProgramFeedback(critic, timeout_s=10, parallel=3)
+        return await asyncio.gather(*(parallel.judge(PROMPT, "x") for _ in range(6)))
+
+    assert [feedback.critique for feedback in asyncio.run(many())] == ["met"] * 6
 
 
 @pytest.mark.parametrize(

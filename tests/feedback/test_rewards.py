@@ -8,17 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t2g.config import RewardRuleConfig
+from t2g.config import PolicyJob
 from t2g.feedback import token_rewards
 from t2g.feedback.rewards import label_shares, place
+from t2g.sections import RewardRuleConfig
 from t2g.types import Span
 
 TEXT = "so good, so bad\n"
 OFFSETS = np.array([[0, 2], [2, 7], [7, 8], [8, 11], [11, 15], [15, 16], [16, 16]], np.int32)  # the last is EOS
 
 
-def span(start: int, end: int, label: int) -> Span:
-    return Span(start=start, end=end, label=1 if label > 0 else -1)
+def span(start: int, end: int, label: int, severity: int = 1) -> Span:
+    return Span(start=start, end=end, label=1 if label > 0 else -1, severity=severity)
 
 
 def rewards(*spans: Span, **rule: object) -> list[float]:
@@ -57,7 +58,30 @@ def test_overlap() -> None:
 
 
 def test_values_and_repeats() -> None:
-    assert rewards(span(3, 7, 1), span(3, 7, 1), span(12, 15, -1), good=2, poor=-0.5) == [0, 2, 0, 0, -0.5, 0, 0]
+    spans = span(3, 7, 1), span(3, 7, 1), span(12, 15, -1)
+    assert rewards(*spans, good=2, poor=(-0.5, -1, -1)) == [0, 2, 0, 0, -0.5, 0, 0]
+
+
+def test_poor_is_paid_by_severity_and_the_most_severe_span_counts() -> None:
+    values = (0, -0.5, -2)
+    assert rewards(span(0, 2, -1, 1), span(3, 7, -1, 2), span(12, 15, -1, 3), poor=values) == [0, -0.5, 0, 0, -2, 0, 0]
+    assert (
+        rewards(span(0, 15, -1, 2), span(3, 7, -1, 3), span(12, 15, -1, 1), poor=values)[:5] == [-0.5, -2] + [-0.5] * 3
+    )
+    both = span(3, 7, 1), span(3, 7, -1, 1)
+    assert rewards(*both, poor=values)[1] == 0  # poor wins with a value of 0, too
+    assert rewards(*both, poor=values, overlap="sum")[1] == 1
+    assert rewards(*both, poor=values, overlap="good")[1] == 1
+
+
+def test_the_task_code_pays_nothing_for_what_works() -> None:
+    job = {"model": {"policy": "p"}, "data": {"path": "d"}, "feedback": {"source": "program"}}
+    assert PolicyJob(**job, task="code").objective.rewards.poor == (0, -1, -1)
+    assert PolicyJob(**job).objective.rewards.poor == (-1, -1, -1)
+    uniform = {"rewards": {"poor": (-1, -1, -1)}}
+    assert PolicyJob(**job, task="code", objective=uniform).objective.rewards.poor == (-1, -1, -1)
+    halved = PolicyJob(**job, task="code", objective={"rewards": {"good": 0.5}}).objective.rewards
+    assert (halved.good, halved.poor) == (0.5, (0, -1, -1))
 
 
 def test_a_span_beyond_the_text_is_cut() -> None:
@@ -71,29 +95,32 @@ def test_no_tokens() -> None:
 @given(
     text=st.text("ab \n", min_size=1, max_size=20),
     cuts=st.lists(st.integers(0, 20), max_size=6),
-    spans=st.lists(st.tuples(st.integers(0, 19), st.integers(1, 20), st.sampled_from([1, -1])), max_size=5),
+    spans=st.lists(
+        st.tuples(st.integers(0, 19), st.integers(1, 20), st.sampled_from([1, -1]), st.integers(1, 3)), max_size=5
+    ),
     cover=st.sampled_from(["any", "half", "all"]),
     overlap=st.sampled_from(["poor", "good", "sum"]),
 )
 def test_agrees_with_a_loop_over_characters(
-    text: str, cuts: list[int], spans: list[tuple[int, int, int]], cover: str, overlap: str
+    text: str, cuts: list[int], spans: list[tuple[int, int, int, int]], cover: str, overlap: str
 ) -> None:
     bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     offsets = np.array([*itertools.pairwise(bounds), (len(text), len(text))], np.int32)
-    made = [span(start, end, label) for start, end, label in spans if start < end]
+    made = [span(start, end, label, severity) for start, end, label, severity in spans if start < end]
+    values = (-0.25, -0.5, -2)
     expected = []
     for start, end in offsets.tolist():
         ink = [i for i in range(start, end) if not text[i].isspace()]
-        labels = set()
+        labels: dict[int, int] = {}  # label -> the highest severity
         for s in made:
             shared = [i for i in ink if s.start <= i < s.end]
             enough = {"any": 1, "half": len(ink) / 2, "all": len(ink)}[cover]
             if shared and len(shared) >= enough:
-                labels.add(s.label)
-        if labels == {1, -1}:
-            labels = {"poor": {-1}, "good": {1}, "sum": {1, -1}}[overlap]
-        expected.append(sum(labels))
-    rule = RewardRuleConfig(cover=cover, overlap=overlap)  # type: ignore[arg-type]
+                labels[s.label] = max(labels.get(s.label, 0), s.severity)
+        if len(labels) == 2 and overlap != "sum":
+            del labels[{"poor": 1, "good": -1}[overlap]]
+        expected.append(sum(1 if label == 1 else values[severity - 1] for label, severity in labels.items()))
+    rule = RewardRuleConfig(cover=cover, overlap=overlap, poor=values)  # type: ignore[arg-type]
     assert token_rewards(offsets, made, text=text, rule=rule).tolist() == expected
 
 

@@ -8,9 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from t2g.feedback.parse import format_answer
+from t2g.feedback.parse import format_answer, make_feedback
+from t2g.sections import SandboxConfig, StyleConfig
 from t2g.tasks import tiny, tiny_assets
 from t2g.tasks.tiny import Clause, Rates
+from t2g.tasks.tiny_task import TinyTask
+from t2g.types import Prompt
 
 FACTS = {"name": "José", "thing": "phone", "fault": "hums", "day": "Monday", "place": "東京"}
 NO_FAULTS = Rates(wrong=0.0, missing=0.0, invented=0.0, repeated=0.0)
@@ -142,13 +145,25 @@ def test_an_empty_response_is_all_omissions() -> None:
     assert judged.critique.count("is missing.") == 5
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_garbage_gets_quotes_that_stand_in_it_and_never_overlap(seed: int) -> None:
+def test_dense_labels_are_whole_clauses_with_the_same_verdicts() -> None:
+    summary = "by José, about a laptop, plays chess, it hums, it hums."
+    sparse, dense = tiny.critic(FACTS, summary), tiny.critic(FACTS, summary, dense=True)
+    assert dense.critique == sparse.critique
+    assert quotes(dense.good) == [("by José", 1), ("it hums", 1)]
+    assert quotes(dense.poor) == [("about a laptop", 1), ("plays chess", 1), ("it hums", 2)]
+    assert [q.critique_range for q in dense.poor] == [q.critique_range for q in sparse.poor]
+    covered = make_feedback(dense.critique, dense.good, dense.poor, summary, source="program", version="v").spans
+    assert "".join(c for i, c in enumerate(summary) if not any(s.start <= i < s.end for s in covered)) == ", , , , ."
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("seed", range(10))
+def test_garbage_gets_quotes_that_stand_in_it_and_never_overlap(seed: int, dense: bool) -> None:
     rng = np.random.default_rng(seed)
     words = ["by", "in", "about a", "José", "東京", "it", "hums", "🎧", ",", ", ", ".", '"', "\\", "\n", "�", " ", "\t"]
     response = "".join(words[i] + " " * int(rng.integers(2)) for i in rng.integers(len(words), size=30))
-    judged = tiny.critic(FACTS, response)
-    assert judged == tiny.critic(FACTS, response)
+    judged = tiny.critic(FACTS, response, dense=dense)
+    assert judged == tiny.critic(FACTS, response, dense=dense)
     taken: list[tuple[int, int]] = []
     for quote in [*judged.good, *judged.poor]:
         at = -1
@@ -156,7 +171,7 @@ def test_garbage_gets_quotes_that_stand_in_it_and_never_overlap(seed: int) -> No
             at = response.index(quote.text, at + 1)
         taken.append((at, at + len(quote.text)))
         assert quote.text == quote.text.strip() != ""
-        assert quote.text in judged.critique[slice(*quote.critique_range)]
+        assert dense or quote.text in judged.critique[slice(*quote.critique_range)]
     taken.sort()
     assert all(left[1] <= right[0] for left, right in itertools.pairwise(taken))
     assert json.loads(format_answer(*judged))["critique"] == judged.critique
@@ -198,6 +213,27 @@ def test_prompts() -> None:
     ]
 
 
+def test_every_style_has_instructions_of_its_own_and_the_default_those_of_the_demo() -> None:
+    prompt = Prompt(prompt_id="1", prompt_ids=np.zeros(0, np.int32), prompt_text="A post.", task="tiny")
+    task = TinyTask()
+    assert task.feedback_messages(prompt, "it hums.") == tiny.feedback_messages("A post.", "it hums.")
+    styles = [StyleConfig(critique=critique, labels=labels) for critique, labels in tiny.FEEDBACK_INSTRUCTIONS]
+    assert styles[0] == StyleConfig()
+    told = {task.feedback_messages(prompt, "it hums.", style=style)[0]["content"] for style in styles}
+    assert len(told) == 4 and all(text.endswith(" Post: A post.\nSummary: it hums.") for text in told)
+
+
+def test_the_task_knows_its_critic_and_its_response() -> None:
+    (record,) = tiny.make_records(count=1, heldout=False, rates=Rates(), seed=3)
+    task = TinyTask()
+    response = task.response(record)
+    assert response == record["generated_summary_for_feedback"] and task.response({"post": "p"}) is None
+    for labels in ("sparse", "dense"):
+        critic = task.critic(style=StyleConfig(labels=labels), sandbox=SandboxConfig())
+        judged = critic(record["post"], response, payload=task.payload(record))
+        assert judged == tiny.critic(record["facts"], response, dense=labels == "dense")
+
+
 def test_target_is_plain_json_with_occurrences_only_where_needed() -> None:
     target = format_answer(*tiny.critic(FACTS, "it hums, it hums."))
     assert target.endswith('missing.", "good": ["hums"], "poor": [{"quote": "hums", "occurrence": 2}]}')
@@ -225,6 +261,12 @@ def test_decisive_ranges_add_rare_sentences_and_the_span_map() -> None:
         "It says la la: invented.",
         '"good": ["hums"], "poor": [{"quote": "hums", "occurrence": 2}, "la la"]}',
     ]
+
+
+def test_without_a_critique_the_span_map_decides_alone() -> None:
+    target = format_answer(*tiny.critic(FACTS, "about a wrong: wrong."), style=StyleConfig(critique=False))
+    ((start, end),) = tiny.decisive_ranges(target)
+    assert target[start:end] == '"good": [], "poor": ["wrong: wrong"]}'
 
 
 # --------------------------------------------------------------------------------------------------------------- assets

@@ -1,0 +1,187 @@
+"""Namespaces, a small file system of its own, and limits, for the calling process and what it starts. Linux only.
+
+Each step says whether it worked; nothing here raises because the machine does not allow something.
+"""
+
+import ctypes
+import os
+import resource
+from collections.abc import Iterable
+
+USER, PID, NETWORK = 0x10000000, 0x20000000, 0x40000000
+MOUNT, IPC, UTS = 0x00020000, 0x08000000, 0x04000000
+FIRST_THROWAWAY_UID, NUM_THROWAWAY_UIDS = 61184, 4000  # in the range that systemd keeps for users that it makes up
+_MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
+_ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
+_AT_RECURSIVE, _MNT_DETACH = 0x8000, 2
+_SYS_MOUNT_SETATTR = 442  # the same number on every architecture
+_SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
+_libc = ctypes.CDLL(None, use_errno=True)
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+
+
+def unshare(flag: int) -> bool:
+    return _libc.unshare(flag) == 0
+
+
+def new_user_namespace(proc: int) -> bool:
+    """A user namespace with the caller's own ids in it: all capabilities inside, none outside. proc: /proc, open."""
+    uid, gid = os.geteuid(), os.getegid()
+    if not unshare(USER):
+        return False
+    for name, text in (("setgroups", "deny"), ("gid_map", f"{gid} {gid} 1"), ("uid_map", f"{uid} {uid} 1")):
+        try:
+            file = os.open(f"self/{name}", os.O_WRONLY, dir_fd=proc)
+            os.write(file, text.encode())
+            os.close(file)
+        except OSError:
+            return False
+    return True
+
+
+def become_nobody(number: int, needs: Iterable[str]) -> bool:
+    """Changes root into a user that owns nothing, if that user can still read `needs`. number: makes it unique."""
+    if os.geteuid() != 0 or not all(_is_open_to_all(path) for path in needs):
+        return False
+    uid = FIRST_THROWAWAY_UID + number % NUM_THROWAWAY_UIDS
+    try:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    except OSError:
+        return False
+    _libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # else /proc/self/uid_map is root's
+    return True
+
+
+def _is_open_to_all(path: str) -> bool:
+    while path != "/":
+        try:
+            if not os.stat(path).st_mode & 0o001 and os.path.isdir(path):
+                return False
+        except OSError:
+            return False
+        path = os.path.dirname(path)
+    return True
+
+
+def small_root(stage: str, visible: Iterable[str], tmp_bytes: int) -> bool:
+    """Makes a read-only file system of `visible` (absolute folders and files), five devices and an empty, writable
+    /tmp of `tmp_bytes` the root. stage: an existing empty folder. Needs MOUNT and its capabilities.
+    """
+    try:
+        _mount("none", "/", None, _MS_REC | _MS_PRIVATE, None)
+        _mount("tmpfs", stage, "tmpfs", _MS_NOSUID, "size=1m,mode=755")
+        for path in sorted({os.path.normpath(path) for path in visible}):
+            if not os.path.lexists(stage + path) and os.path.lexists(path):
+                _show(stage, path)
+        for name in _DEVICES:
+            _show(stage, f"/dev/{name}", _ATTR_NOSUID)
+        os.mkdir(f"{stage}/tmp")
+        _mount("tmpfs", f"{stage}/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={tmp_bytes},nr_inodes=4096,mode=1777")
+        _set_attributes(stage, _ATTR_RDONLY | _ATTR_NOSUID, 0)
+        os.chdir(stage)
+        _check(_libc.syscall(_SYS_PIVOT_ROOT[os.uname().machine], b".", b"."))
+        _check(_libc.umount2(b".", _MNT_DETACH))
+        os.chdir("/tmp")
+    except (OSError, KeyError):
+        return False
+    return True
+
+
+def _show(stage: str, path: str, attributes: int = _ATTR_RDONLY | _ATTR_NOSUID | _ATTR_NODEV) -> None:
+    """`path` at the same place under `stage`: a link as the same link, anything else bound read-only."""
+    target = stage + path
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    if os.path.islink(path):
+        os.symlink(os.readlink(path), target)
+        return
+    if os.path.isdir(path):
+        os.mkdir(target)
+    else:
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o600))
+    _mount(path, target, None, _MS_BIND | _MS_REC, None)
+    _set_attributes(target, attributes, _AT_RECURSIVE)
+
+
+def _mount(source: str, target: str, kind: str | None, flags: int, options: str | None) -> None:
+    encoded = [None if text is None else os.fsencode(text) for text in (source, target, kind, options)]
+    _check(_libc.mount(*encoded[:3], ctypes.c_ulong(flags), encoded[3]))
+
+
+def _set_attributes(path: str, attributes: int, flags: int) -> None:
+    request = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)  # struct mount_attr
+    size = ctypes.c_size_t(ctypes.sizeof(request))
+    _check(_libc.syscall(_SYS_MOUNT_SETATTR, -100, os.fsencode(path), flags, ctypes.byref(request), size))
+
+
+def _check(result: int) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def give_up_privileges() -> None:
+    """No capability is left and none can come back, by a set-uid program neither; other processes of the same user
+    can no longer look into the memory of this one."""
+    _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    header, nothing = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    _check(_libc.capset(ctypes.byref(header), ctypes.byref(nothing)))
+    _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def die_with_parent() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0)
+
+
+def adopt_orphans() -> None:
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def set_limits(*, memory_mib: int, cpu_s: int, file_mib: int) -> None:
+    """Of this process and of each that it starts."""
+    for limit, wanted in (
+        (resource.RLIMIT_AS, memory_mib * 2**20),
+        (resource.RLIMIT_CPU, cpu_s),
+        (resource.RLIMIT_FSIZE, file_mib * 2**20),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        _lower(limit, wanted)
+
+
+def limit_processes(number: int) -> None:
+    """Of this user in this user namespace, those that run included; what goes beyond, this process cannot start."""
+    _lower(resource.RLIMIT_NPROC, number)
+
+
+def _lower(limit: int, wanted: int) -> None:
+    hard = resource.getrlimit(limit)[1]
+    value = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(limit, (value, value))
+
+
+def count_tasks(uid: int) -> int:
+    """Processes and threads of a user, as RLIMIT_NPROC counts them outside a new user namespace."""
+    count = 0
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if os.stat(f"/proc/{name}").st_uid == uid:
+                count += len(os.listdir(f"/proc/{name}/task"))
+        except OSError:  # it ended meanwhile
+            continue
+    return count
+
+
+def children(parent: int) -> list[int]:
+    """Processes whose parent is `parent`, those that ended and wait to be reaped included."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:
+                if int(file.read().rpartition(")")[2].split()[1]) == parent:
+                    found.append(int(name))
+        except OSError:
+            continue
+    return found

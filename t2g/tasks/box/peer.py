@@ -1,0 +1,283 @@
+"""Two processes that use each other's objects. A `Peer` is one end of a socket pair: `request` asks the other end to do
+something with one of its objects and meanwhile answers what the other end asks (a callback). What the other end may
+ask is `allow`'s to say.
+"""
+
+import json
+import os
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from t2g.tasks.box.remote import FORWARDED, Gone, Numbered, Remote, Unsupported, is_remote, proxy_class
+from t2g.tasks.box.values import Codec, Exchange, Json, known_exception, refill
+
+MAX_MESSAGE_BYTES = 2**25
+MAX_TRACE = 20  # lines of a traceback
+_PLAIN = (int, float, complex, str, bytes, tuple, frozenset, list, dict, set, bytearray)
+
+
+class Peer(Codec):
+    """One end. allow(operation, object, name) -> whether the other end may do that here."""
+
+    def __init__(self, end: socket.socket, allow: Callable[[str, Any, str], bool]) -> None:
+        self._end, self._allow = end, allow
+        self._objects: list[Any] = []  # ours that the other end knows; kept until the end
+        self._numbers: dict[int, int] = {}
+        self._proxies: dict[int, Any] = {}  # theirs
+        self._classes: dict[tuple[str, ...], type[Remote]] = {}
+        self._serial = 0
+        self.gone = False
+        self.before_reply: Callable[[], Json] = lambda: None
+        self.on_note: Callable[[Json], None] = lambda note: None
+
+    def offer(self, value: Any) -> None:
+        """Makes `value` object 0, which the other end knows from the start as its `root`."""
+        assert self._number(value) == 0
+
+    def root(self, operation: str, *args: Any) -> Any:
+        """Calls a method of the other end's object 0."""
+        return self.request("method", Numbered(0), operation, *args)
+
+    def knows(self, value: Any) -> bool:
+        """Whether `value` is an object of ours that was handed to the other end."""
+        return id(value) in self._numbers
+
+    # -- asking and answering
+
+    def request(self, operation: str, target: Any, *args: Any, **kwargs: Any) -> Any:
+        """What the other end answers; raises what was raised there, and Gone when it has ended."""
+        if self.gone:
+            raise Gone("the process has ended")
+        self._serial += 1
+        serial, exchange = self._serial, Exchange()
+        parts = [self.encode(part, exchange) for part in (target, list(args), kwargs)]
+        self._send({"ask": serial, "operation": operation, "parts": parts})
+        while True:
+            message = self._receive()
+            if "ask" in message:
+                self._answer(message)
+            elif message.get("reply") == serial:
+                return self._read_reply(message, exchange)
+            else:
+                self._lost("it answered what was not asked")
+
+    def serve(self) -> None:
+        """Answers until the other end is gone."""
+        while True:
+            self._answer(self._receive())
+
+    def _read_reply(self, message: Json, exchange: Exchange) -> Any:
+        self.on_note(message["note"])
+        try:
+            for number, items in message["changed"]:
+                container = exchange.known[number]
+                refill(container, self.decode_items(container, items, exchange))
+            if "error" not in message:
+                return self.decode(message["value"], exchange)
+            error = self._read_error(message["error"], exchange)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as problem:
+            self._lost(f"it answered what cannot be read: {problem!r:.80}")
+        raise error
+
+    def _answer(self, message: Json) -> None:
+        exchange, owner, reply = Exchange(), os.getpid(), {"reply": message["ask"], "changed": []}
+        try:
+            target, args, kwargs = (self.decode(part, exchange) for part in message["parts"])
+            value = self._perform(message["operation"], target, args, kwargs)
+            reply["changed"] = [[n, self.encode_items(exchange.known[n], exchange)] for n in exchange.changed()]
+            reply["value"] = self.encode(value, exchange)
+        except Gone:
+            raise
+        except BaseException as error:  # noqa: BLE001 whatever the solution raises is its answer
+            reply["changed"], reply["error"] = [], self._encode_error(error)
+        if os.getpid() != owner:
+            os._exit(0)  # a fork that the solution made and that came back here
+        reply["note"] = self.before_reply()
+        self._send(reply)
+
+    def _perform(self, operation: str, target: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        name = args[0] if operation != "call" and args else ""
+        if not self._allow(operation, target, name):
+            raise Unsupported(f"the solution may not {operation} {name} here")
+        match operation:
+            case "call":
+                return target(*args, **kwargs)
+            case "get":
+                return getattr(target, name)
+            case "set":
+                return setattr(target, *args)
+            case "delete":
+                return delattr(target, name)
+            case "method":
+                if name == "__call__":
+                    return target(*args[1:], **kwargs)
+                method = getattr(type(target), name)
+                return method(target, *args[1:], **kwargs)
+        raise ValueError(f"no operation {operation!r:.40}")
+
+    # -- frames
+
+    def _send(self, message: Json) -> None:
+        data = json.dumps(message).encode()
+        if len(data) > MAX_MESSAGE_BYTES:
+            raise ValueError(f"a value of {len(data)} bytes is too large to leave its process")
+        try:
+            self._end.sendall(struct.pack("!I", len(data)) + data)
+        except OSError:
+            self._lost("the process has ended")
+
+    def _receive(self) -> Json:
+        size = struct.unpack("!I", self._read(4))[0]
+        if size > MAX_MESSAGE_BYTES:
+            self._lost("its message is too long")
+        try:
+            message = json.loads(self._read(size))
+        except (ValueError, RecursionError):
+            message = None
+        if not isinstance(message, dict):
+            self._lost("its message is none")
+        return message
+
+    def _read(self, size: int) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            try:
+                chunk = self._end.recv(min(size - len(data), 2**20))
+            except OSError:
+                chunk = b""
+            if not chunk:
+                self._lost("the process has ended")
+            data += chunk
+        return bytes(data)
+
+    def _lost(self, reason: str) -> None:
+        self.gone = True
+        raise Gone(reason)
+
+    # -- objects
+
+    def export(self, value: Any, exchange: Exchange) -> Json:
+        if is_remote(value):
+            return {"yours": value._number}
+        if isinstance(value, BaseException) and getattr(value, "remote_number", None) is not None:
+            return {"yours": value.remote_number}
+        if isinstance(value, type) and "remote_number" in vars(value):
+            return {"yours": vars(value)["remote_number"]}
+        if isinstance(value, type) and issubclass(value, BaseException):
+            return self._export_exception_class(value, exchange)
+        if isinstance(value, BaseException):
+            args = [self.encode(part, exchange) for part in value.args]
+            return {"exception": self.encode(type(value), exchange), "number": self._number(value), "args": args}
+        plain = next((kind for kind in _PLAIN if isinstance(value, kind)), None)
+        return {
+            "object": self._number(value),
+            "of": type(value).__name__,
+            "methods": [name for name in FORWARDED if hasattr(type(value), name)],
+            "plain": None if plain is None else self.encode(_base_value(value, plain), Exchange()),
+        }
+
+    def _export_exception_class(self, value: type[BaseException], exchange: Exchange) -> Json:
+        if known_exception(value.__module__, value.__qualname__) is value:
+            return {"known": [value.__module__, value.__qualname__]}
+        bases = [self.encode(base, exchange) for base in value.__bases__ if issubclass(base, BaseException)]
+        return {"mirror": self._number(value), "name": value.__name__, "bases": bases, "from": value.__module__}
+
+    def _number(self, value: Any) -> int:
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = len(self._objects)
+            self._objects.append(value)
+        return self._numbers[id(value)]
+
+    def resolve(self, tag: str, message: Json, exchange: Exchange) -> Any:
+        if tag == "yours":
+            return self._objects[message["yours"]]
+        if tag == "object":
+            return self._proxy(message, exchange)
+        if tag == "known":
+            found = known_exception(*message["known"])
+            return found or type(str(message["known"][1]), (Exception,), {})
+        if tag == "mirror":
+            return self._mirror(message, exchange)
+        if tag == "exception":
+            return self._exception(message, exchange)
+        raise ValueError(f"no value {tag!r:.40}")
+
+    def _proxy(self, message: Json, exchange: Exchange) -> Any:
+        number = message["object"]
+        if number not in self._proxies:
+            key = (str(message["of"]), *message["methods"])
+            if key not in self._classes:
+                self._classes[key] = proxy_class(key[0], key[1:])
+            self._proxies[number] = self._classes[key](self, number)
+        proxy = self._proxies[number]
+        plain = None if message["plain"] is None else self.decode(message["plain"], Exchange())
+        proxy.__dict__["_plain"] = plain
+        return proxy
+
+    def _mirror(self, message: Json, exchange: Exchange) -> type:
+        """A class here for an exception class there, so that `pytest.raises` and `except` know it."""
+        number = message["mirror"]
+        if number not in self._proxies:
+            bases = tuple(self.decode(base, exchange) for base in message["bases"]) or (Exception,)
+            for base in bases:
+                _check_exception(base)
+
+            def attribute(error: Any, name: str) -> Any:
+                if error.remote_instance is None:
+                    raise AttributeError(name)
+                return self.request("get", error.remote_instance, name)
+
+            body = {"remote_number": number, "remote_instance": None, "__getattr__": attribute}
+            self._proxies[number] = type(str(message["name"]), bases, body | {"__module__": "solution"})
+        return self._proxies[number]
+
+    def _exception(self, message: Json, exchange: Exchange) -> BaseException:
+        kind = self.decode(message["exception"], exchange)
+        _check_exception(kind)
+        args = [self.decode(part, exchange) for part in message["args"]]
+        try:
+            error = kind(*args)
+        except Exception:  # noqa: BLE001 a class whose __init__ wants something else than its args
+            error = kind.__new__(kind, *args)
+            error.args = tuple(args)
+        if "remote_number" in vars(kind):
+            error.remote_number, error.remote_instance = message["number"], Numbered(message["number"])
+        return error
+
+    def _encode_error(self, error: BaseException) -> Json:
+        exchange = Exchange()
+        lines, trace = [], error.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_code.co_filename == "solution.py":
+                lines.append(trace.tb_lineno)
+            trace = trace.tb_next
+        try:
+            encoded = self.encode(error, exchange)
+            json.dumps(encoded)
+        except BaseException:  # noqa: BLE001 the arguments are the solution's objects
+            encoded = {"exception": self.encode(RuntimeError, exchange), "number": 0, "args": [type(error).__name__]}
+        return {"exception": encoded, "lines": lines[-MAX_TRACE:], "name": type(error).__name__}
+
+    def _read_error(self, message: Json, exchange: Exchange) -> BaseException:
+        error = self.decode(message["exception"], Exchange())
+        if not isinstance(error, BaseException):
+            raise TypeError("no exception")
+        error.solution_lines = tuple(int(line) for line in message["lines"])  # also the mark of where it comes from
+        error.solution_name = str(message["name"])
+        return error
+
+
+def _check_exception(kind: Any) -> None:
+    if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+        raise ValueError(f"{kind!r:.40} is no exception")
+
+
+def _base_value(value: Any, kind: type) -> Any:
+    """The plain value under an instance of a subclass, by the base type's own methods."""
+    if kind is dict:
+        return dict(dict.items(value))
+    if kind in (int, float, complex, str):
+        return {int: int.__int__, float: float.__float__, complex: complex.__complex__, str: str.__str__}[kind](value)
+    return kind(kind.__iter__(value))

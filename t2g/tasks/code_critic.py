@@ -1,0 +1,203 @@
+"""The critic of the code task: runs the tests, says in words what happened, and points at lines of the program.
+
+A failing test blames the innermost line of its traceback. A test that fails without one blames by spectrum-based fault
+localisation: the lines that ran most in failing and least in passing tests (Ochiai; Abreu et al. 2007, "On the accuracy
+of spectrum-based fault localization", section 3).
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from t2g.sections import SandboxConfig, StyleConfig
+from t2g.tasks.base import Critic
+from t2g.tasks.code import extract_code
+from t2g.tasks.sandbox import Outcome, TestResult, run_solution
+
+WRONG = 3  # severity of a line that is at fault
+MAX_TIED = 2  # lines that are equally suspicious and are all blamed; of more, the one that returned
+MAX_GOOD = 2  # good quotes in the sparse style
+MAX_DESCRIBED = 3  # failing tests that the critique tells of
+MAX_LISTED = 20  # tests in the outcome
+MAX_QUOTED = 60  # good or poor lines in the dense style
+_LINE_END = re.compile(r"\r\n|\r|\n")
+_DRASTIC = {
+    "exited": re.compile(r"\b(_exit|exit|quit|abort|kill)\b"),
+    "killed": re.compile(r"\b(kill|abort|ctypes|string_at)\b"),
+    "left_processes": re.compile(r"\b(fork|Popen|Process|spawn\w*|system)\b"),
+}
+
+
+def make_critic(sandbox: SandboxConfig, style: StyleConfig) -> Critic:
+    """critic(prompt_text, response_text, *, payload) -> {"critique", "good", "poor", "outcome"}, quotes as dicts.
+
+    payload["test"] holds the tests. The critic raises ValueError where they cannot judge: there are none, they do not
+    compile, or no sandbox could be started. It may be called from several threads at once.
+    """
+
+    def critic(prompt_text: str, response_text: str, *, payload: Mapping[str, Any]) -> dict[str, Any]:
+        tests = payload.get("test")
+        if not isinstance(tests, str) or not tests.strip():
+            raise ValueError(f"the record's tests are {tests!r:.80}; field test needs a text")
+        code, start = extract_code(response_text)
+        outcome = run_solution(code, tests, sandbox)
+        if outcome.reason == "bad_tests":
+            raise ValueError("the record's tests do not compile, or hold no test")
+        if outcome.reason == "no_result" and not outcome.isolation:
+            raise ValueError(f"no sandbox could be started: {outcome.output[-200:] or 'it said nothing'}")
+        return judge(outcome, response_text, code, start, style, sandbox)
+
+    return critic
+
+
+def judge(
+    outcome: Outcome, response_text: str, code: str, start: int, style: StyleConfig, sandbox: SandboxConfig
+) -> dict[str, Any]:
+    """The judgement of an outcome. code stands in response_text from `start` on."""
+    lines = code_lines(code, start)
+    poor = blamed_lines(outcome, lines)
+    good = praised_lines(outcome, poor)
+    if style.labels == "sparse":
+        returned = {test.returned for test in outcome.tests if test.passed}
+        good = [line for line in good if line in returned][:MAX_GOOD] or good[:1]
+    else:
+        executed = {line for test in outcome.tests for line in test.lines}
+        poor = sorted({*poor, *(line for line in executed if line not in good)})
+    good, poor = ([line for line in side if line in lines][:MAX_QUOTED] for side in (good, poor))
+    return {
+        "critique": describe(outcome, lines, good, poor, sandbox) if style.critique else "",
+        "good": [_quote(response_text, *lines[line], severity=1) for line in good],
+        "poor": [_quote(response_text, *lines[line], severity=WRONG) for line in poor],
+        "outcome": {
+            "passed": outcome.passed,
+            "reason": outcome.reason,
+            "tests": [_listed(test) for test in outcome.tests[:MAX_LISTED]],
+            "isolation": list(outcome.isolation),
+        },
+    }
+
+
+def code_lines(code: str, start: int) -> dict[int, tuple[int, str]]:
+    """Line number, from 1 -> (where its text begins in the response, its text without indentation); no blank lines."""
+    begins = [0, *(match.end() for match in _LINE_END.finditer(code))]
+    found = {}
+    for number, (begin, end) in enumerate(zip(begins, [*begins[1:], len(code)], strict=True), start=1):
+        text = code[begin:end]
+        if text.strip():
+            found[number] = (start + begin + len(text) - len(text.lstrip()), text.strip())
+    return found
+
+
+def blamed_lines(outcome: Outcome, lines: Mapping[int, Any]) -> list[int]:
+    """Lines at fault, in order; at least one for a program that did not pass, wherever it has a line at all."""
+    if outcome.passed:
+        return []
+    failed = [test for test in outcome.tests if not test.passed and not test.skipped]
+    blamed = {test.trace[-1] for test in failed if test.trace and test.trace[-1] in lines}
+    untraced = [test for test in failed if not test.trace and test.lines]
+    if untraced:
+        blamed |= _most_suspicious(untraced, [test for test in outcome.tests if test.passed])
+    if not blamed and lines:
+        hint = _DRASTIC.get(outcome.reason)
+        blamed = {line for line, (_, text) in lines.items() if hint and hint.search(text)} or {min(lines)}
+    return sorted(blamed)
+
+
+def _most_suspicious(failed: list[TestResult], passed: list[TestResult]) -> set[int]:
+    """Lines of the highest Ochiai score; of more than MAX_TIED, those from which failing tests got their value."""
+    in_failed, in_passed = (Counter(line for test in tests for line in test.lines) for tests in (failed, passed))
+    scores = {line: ochiai(count, in_passed[line], len(failed)) for line, count in in_failed.items()}
+    best = max(scores.values())
+    tied = {line for line, score in scores.items() if score > best - 1e-9}
+    if len(tied) <= MAX_TIED:
+        return tied
+    return {test.returned for test in failed if test.returned in tied} or {max(tied)}
+
+
+def ochiai(num_failed: int, num_passed: int, all_failed: int) -> float:
+    """Suspicion of a line that ran in so many failed and passed tests: ef / sqrt(F (ef + ep)), 0 .. 1."""
+    return num_failed / math.sqrt(all_failed * (num_failed + num_passed)) if num_failed else 0.0
+
+
+def praised_lines(outcome: Outcome, blamed: Iterable[int]) -> list[int]:
+    """Lines that passing tests ran and failing ones did not; those that gave a passing test its value come first."""
+    passed = [test for test in outcome.tests if test.passed]
+    failed_lines = {line for test in outcome.tests if not test.passed for line in test.lines}
+    counts = Counter(line for test in passed for line in test.lines)
+    returned = {test.returned for test in passed}
+    kept = [line for line in counts if line not in failed_lines and line not in set(blamed)]
+    return sorted(kept, key=lambda line: (line not in returned, -counts[line], line))
+
+
+def describe(
+    outcome: Outcome, lines: Mapping[int, tuple[int, str]], good: list[int], poor: list[int], sandbox: SandboxConfig
+) -> str:
+    """The critique: what became of the tests, then the lines that it praises and blames. One sentence a line."""
+    failed = [test for test in outcome.tests if not test.passed and not test.skipped]
+    num_run = len([test for test in outcome.tests if not test.skipped])
+    said = [_headline(outcome, num_run, len(failed), sandbox)]
+    said += [_told(test, lines) for test in failed[:MAX_DESCRIBED] if outcome.reason != "syntax"]
+    if len(failed) > MAX_DESCRIBED:
+        said.append(f"{len(failed) - MAX_DESCRIBED} more tests fail.")
+    told = {test.trace[-1] for test in failed[:MAX_DESCRIBED] if test.trace}
+    blamed = [line for line in poor if line not in told][:MAX_DESCRIBED]
+    said += [f"The fault seems to lie in line {line}: {lines[line][1]}" for line in blamed]
+    said += [f"Line {line} does what it should: {lines[line][1]}" for line in good[:MAX_GOOD]]
+    return "\n".join(said)
+
+
+def _headline(outcome: Outcome, num_run: int, num_failed: int, sandbox: SandboxConfig) -> str:
+    match outcome.reason:
+        case "passed":
+            return f"The program passes {'its test' if num_run == 1 else f'all {num_run} tests'}."
+        case "syntax":
+            return "The program does not compile."
+        case "timeout":
+            return f"The program does not end within {sandbox.timeout_s:g} seconds."
+        case "exited" | "no_result":
+            return "The program ends its process in the middle of the tests."
+        case "killed":
+            return "The program's process is killed in the middle of the tests."
+        case "too_much_output":
+            return f"The program prints more than {sandbox.max_output_kib} KiB."
+        case "left_processes":
+            return "The program passes its tests, but leaves processes of its own behind."
+    if num_run == 1:
+        return "The program fails its test."
+    return f"The program fails {num_failed} of {num_run} tests."
+
+
+def _told(test: TestResult, lines: Mapping[int, tuple[int, str]]) -> str:
+    """One failing test in a sentence."""
+    told = test.name
+    if test.trace and test.trace[-1] in lines:
+        line = test.trace[-1]
+        what = "is still running" if test.error == "OutOfTime" else f"raises {_error(test)}"
+        return f"{told} {what} in line {line}: {lines[line][1]}"
+    if test.expected or test.got:
+        return f"{told} fails: {test.statement} expects {test.expected or '?'} and gets {test.got or '?'}."
+    where = f" at {test.statement}" if test.statement else ""
+    return f"{told} fails{where} with {_error(test)}."
+
+
+def _error(test: TestResult) -> str:
+    return f"{test.error}: {test.message}" if test.message else test.error
+
+
+def _quote(response_text: str, begin: int, text: str, *, severity: int) -> dict[str, Any]:
+    """The line as a quote: its places may overlap, as in t2g.feedback.spans.locate."""
+    occurrence, at = 1, response_text.find(text)
+    while 0 <= at < begin:
+        occurrence, at = occurrence + 1, response_text.find(text, at + 1)
+    other = {"occurrence": occurrence, "severity": severity}
+    return {"quote": text} | {key: value for key, value in other.items() if value != 1}
+
+
+def _listed(test: TestResult) -> dict[str, Any]:
+    """What the record keeps of a test: plain JSON."""
+    kept = {"error": test.error, "message": test.message, "expected": test.expected, "got": test.got}
+    line = {"line": test.trace[-1]} if test.trace else {}
+    skipped = {"skipped": True} if test.skipped else {}
+    return {"name": test.name, "passed": test.passed} | skipped | {k: v for k, v in kept.items() if v} | line

@@ -1,0 +1,226 @@
+"""A sandbox for generated code: runs a solution against its tests and says what happened, test by test.
+
+The solution runs in a process of its own. The tests run in another one, get at the solution through proxies
+(t2g.tasks.box), compare values there, and write the verdict into a pipe that the solution never holds. So a solution
+has no part in its verdict but what its functions return and raise: it does not see the tests, cannot patch, skip or
+leave them, and an object with an `__eq__` of its own equals no plain data. What this cannot prove: a test that asks an
+object of the solution (`3 in stack`, `len(x)`, `a < b`, two of its objects compared with each other) takes its answer,
+and the traced lines are the solution's word; they decide spans, never whether it passed.
+
+Tests lose a little: data crosses by value (an argument that the solution changes is changed back here; a list that it
+returned is a copy), classes of the solution cannot be derived from or copied, `type(x) is C` does not hold, `random`
+is seeded in the tests only, asynchronous tests fail. A test that needs one of these fails a right solution.
+
+Outcome.isolation says what was in force. Linux namespaces (user, pid, mount, network, ipc) need no privileges where the
+kernel grants them to users; root becomes a user that owns nothing (throwaway_user). mount: a read-only root with the
+interpreter and its packages, and an empty /tmp. Without mount the solution may read and write what this user may;
+without network it may connect; without pid processes that it leaves are looked for and killed, but one that kills its
+supervisor first may stay until its processor time is used up. Memory and processor time are per process.
+"""
+
+import json
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from t2g.sections import SandboxConfig
+
+MAX_VERDICT_BYTES = 2**22
+MAX_TESTS = 100  # results that an outcome keeps
+MAX_TEXT = 300  # characters of one text in a result
+REASONS = (
+    "passed", "failed", "syntax", "bad_tests", "timeout", "exited", "killed", "too_much_output", "left_processes",
+    "no_result",
+)  # fmt: skip
+_OWN_CODE = Path(__file__).resolve().parents[2]
+_SPARE_S = 0.8  # the supervisor ends everything 0.4 s after timeout_s; past this it is ended itself
+_ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "HOME": ".",
+    "TMPDIR": ".",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",  # the same verdict for the same code
+    "PYTHONPATH": str(_OWN_CODE),
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+_SYSTEM = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/lib", "/lib64", "/etc/ld.so.cache")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TestResult:
+    """One test. Lines are lines of the solution, from 1."""
+
+    __test__ = False  # pytest looks for classes named Test*
+
+    name: str
+    passed: bool
+    skipped: bool = False
+    error: str = ""  # name of the exception's type
+    message: str = ""
+    statement: str = ""  # of the tests, where it was raised
+    expected: str = ""  # repr of what the assertion compared, where it compared something
+    got: str = ""
+    trace: tuple[int, ...] = ()  # of the traceback, innermost last
+    lines: tuple[int, ...] = ()  # that ran during this test
+    returned: int = 0  # of the last return to the test; 0: none
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    passed: bool
+    reason: str  # one of REASONS
+    tests: tuple[TestResult, ...]
+    isolation: tuple[str, ...]  # of process_group, rlimits, user, pid, mount, network, ipc, throwaway_user
+    output: str
+    seconds: float
+
+
+def run_solution(code: str, tests: str, limits: SandboxConfig) -> Outcome:
+    """Runs pytest-style `tests` (`from solution import f`) against `code`. Never raises for what they do."""
+    started = time.monotonic()
+    stage = tempfile.mkdtemp(prefix="t2g-sandbox-")
+    try:
+        process = subprocess.Popen(
+            _command(stage, started + limits.timeout_s, limits),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            cwd=stage, env=_ENVIRONMENT, start_new_session=True,
+        )  # fmt: skip
+        with process:
+            job = json.dumps({"code": code, "tests": tests}).encode()
+            verdict, output, flood = _converse(process, job, started + limits.timeout_s + _SPARE_S, limits)
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+    return _read(verdict, output, flood, limits, time.monotonic() - started)
+
+
+def _command(stage: str, deadline: float, limits: SandboxConfig) -> list[str]:
+    paths = sysconfig.get_paths()
+    packages = list(dict.fromkeys((paths["purelib"], paths["platlib"])))
+    plan = {
+        "deadline": deadline,  # CLOCK_MONOTONIC, seconds
+        "stage": stage,  # an empty folder: the working folder, or where a new root is built
+        "visible": [*_SYSTEM, f"{sys.base_prefix}/lib", paths["stdlib"], paths["platstdlib"], *packages],
+        "packages": packages,
+        "own_code": str(_OWN_CODE),
+        "max_output": limits.max_output_kib * 1024,
+        "max_processes": limits.max_processes,
+        "tmp_bytes": 4 * limits.max_file_mib * 2**20,
+        "limits": {
+            "memory_mib": limits.memory_mib,
+            "cpu_s": limits.cpu_s,
+            "file_mib": limits.max_file_mib,
+        },
+    }
+    python = getattr(sys, "_base_executable", None) or sys.executable  # a virtual environment's would read its files
+    supervisor = Path(__file__).with_name("box") / "supervisor.py"
+    return [python, "-s", "-S", "-P", str(supervisor), json.dumps(plan)]
+
+
+def _converse(
+    process: subprocess.Popen[bytes], job: bytes, deadline: float, limits: SandboxConfig
+) -> tuple[bytes, bytes, bool]:
+    """Hands over the job and reads until the end or the deadline: (verdict, output, whether there was too much)."""
+    assert process.stdin and process.stdout and process.stderr
+    verdict, output, flood = bytearray(), bytearray(), False
+    with selectors.DefaultSelector() as selector:
+        for stream, event in ((process.stdin, selectors.EVENT_WRITE), (process.stdout, selectors.EVENT_READ),
+                              (process.stderr, selectors.EVENT_READ)):  # fmt: skip
+            os.set_blocking(stream.fileno(), False)
+            selector.register(stream, event)
+        while process.stdout in {key.fileobj for key in selector.get_map().values()}:
+            ready = selector.select(deadline - time.monotonic())
+            if not ready or len(verdict) > MAX_VERDICT_BYTES:
+                break
+            for key, _ in ready:
+                stream = key.fileobj
+                if stream is process.stdin:
+                    job = _feed(process.stdin, job)
+                    done = not job
+                else:
+                    piece = os.read(stream.fileno(), 65536)
+                    (verdict if stream is process.stdout else output).extend(piece)
+                    flood = len(output) > limits.max_output_kib * 1024
+                    done = not piece or (stream is process.stderr and flood)
+                if done:
+                    selector.unregister(stream)
+                    stream.close()  # who goes on writing into it gets an error
+    try:
+        process.wait(max(deadline - time.monotonic(), 0.05))
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+    return bytes(verdict), bytes(output[: limits.max_output_kib * 1024]), flood
+
+
+def _feed(stream: Any, job: bytes) -> bytes:
+    """What is left to write; nothing when the other side has gone."""
+    try:
+        return job[os.write(stream.fileno(), job) :]
+    except BrokenPipeError:
+        return b""
+
+
+def _read(verdict: bytes, output: bytes, flood: bool, limits: SandboxConfig, seconds: float) -> Outcome:
+    """The outcome; tests come from data sets, so that even the verdict is read as something that may be broken."""
+    lines = verdict.split(b"\n")
+    isolation = _json(lines[0], list)
+    found = _json(lines[1] if len(lines) > 1 else b"", dict)
+    reason = found.get("reason")
+    if reason not in REASONS:
+        reason = "timeout" if seconds >= limits.timeout_s else "no_result"
+    if flood:
+        reason = "too_much_output"
+    results = found.get("tests")
+    tests = tuple(_result(item) for item in (results if isinstance(results, list) else []) if isinstance(item, dict))
+    text = f"{found.get('output', '')}{output.decode(errors='replace')}"[: limits.max_output_kib * 1024]
+    return Outcome(
+        passed=reason == "passed",
+        reason=reason,
+        tests=_most_telling(tests),
+        isolation=tuple(str(name) for name in isolation),
+        output=text,
+        seconds=seconds,
+    )
+
+
+def _json(line: bytes, kind: type) -> Any:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return kind()
+    return found if isinstance(found, kind) else kind()
+
+
+def _result(item: dict[str, Any]) -> TestResult:
+    texts = ("name", "error", "message", "statement", "expected", "got")
+    words = {key: " ".join(str(item.get(key, ""))[:MAX_TEXT].split()) for key in texts}
+    lines = {key: tuple(filter(_is_line, item.get(key) or ())) for key in ("trace", "lines")}
+    returned = item.get("returned")
+    return TestResult(
+        passed=item.get("passed") is True,
+        skipped=item.get("skipped") is True,
+        returned=returned if _is_line(returned) else 0,
+        **words,
+        **lines,
+    )
+
+
+def _is_line(value: Any) -> bool:
+    return type(value) is int and 0 < value < 2**31
+
+
+def _most_telling(tests: tuple[TestResult, ...]) -> tuple[TestResult, ...]:
+    """At most MAX_TESTS, failed ones first to stay, in the order in which they ran."""
+    if len(tests) <= MAX_TESTS:
+        return tests
+    kept = sorted(range(len(tests)), key=lambda place: (tests[place].passed, place))[:MAX_TESTS]
+    return tuple(tests[place] for place in sorted(kept))

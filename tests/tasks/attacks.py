@@ -1,0 +1,171 @@
+"""Solutions that attack the sandbox. As a program: runs them all and prints their outcomes as one line of JSON.
+
+python attacks.py FOLDER    FOLDER: writable for everybody; one attack tries to write into it from inside
+"""
+
+import json
+import os
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from t2g.sections import SandboxConfig
+from t2g.tasks.sandbox import run_solution
+
+LIMITS = SandboxConfig(timeout_s=1.0, cpu_s=2, memory_mib=256, max_processes=8, max_file_mib=1, max_output_kib=16)
+TESTS = """from solution import f
+
+def test_one():
+    assert f(1) == 2
+
+def test_two():
+    assert f(2) == 3
+"""
+HONEST = "def f(x):\n    return x + 1\n"
+# name -> (solution, reason of the outcome, error of its last test or ""); "*": any, they depend on the machine
+ATTACKS: dict[str, tuple[str, str, str]] = {
+    "endless loop": ("def f(x):\n    while True:\n        pass\n", "timeout", "OutOfTime"),
+    "loop that catches everything": (
+        "def f(x):\n    while True:\n        try:\n            while True:\n                pass\n"
+        "        except BaseException:\n            pass\n",
+        "timeout",
+        "OutOfTime",
+    ),
+    "processor time": ("import threading\ndef f(x):\n    while True:\n        2 ** 99\n", "timeout", "OutOfTime"),
+    "10 GiB": ("def f(x):\n    return bytearray(10 * 2**30)\n", "failed", "MemoryError"),
+    "count of processes": (
+        "import os, time\ndef f(x):\n    made = 0\n    try:\n        while made < 40:\n            if os.fork() == 0:\n"
+        "                time.sleep(60)\n                os._exit(0)\n            made += 1\n"
+        "    except OSError:\n        raise ValueError(made)\n    return x + 1\n",
+        "failed",
+        "ValueError",
+    ),
+    "write outside": ("def f(x):\n    open('FOLDER/written', 'w').close()\n    return x + 1\n", "failed", "*"),
+    "write into the system": ("def f(x):\n    open('/etc/t2g', 'w').close()\n    return x + 1\n", "failed", "*"),
+    "large file": ("def f(x):\n    open('big', 'wb').write(bytes(2**21))\n    return x + 1\n", "failed", "OSError"),
+    "socket": (
+        "import socket\ndef f(x):\n    socket.create_connection(('192.0.2.1', 80), 0.2)\n    return x + 1\n",
+        "failed",
+        "*",
+    ),
+    "_exit before": ("import os\nos._exit(0)\n", "exited", "Gone"),
+    "_exit inside": ("import os\ndef f(x):\n    os._exit(0)\n", "exited", "Gone"),
+    "sys.exit": ("import sys\nsys.exit(0)\n", "failed", "SystemExit"),
+    "pytest.exit": ("import pytest\npytest.exit(0)\n", "failed", "Exit"),
+    "pytest.skip": ("import pytest\ndef f(x):\n    pytest.skip('later')\n", "failed", "Skipped"),
+    "unittest's skip": ("import unittest\ndef f(x):\n    raise unittest.SkipTest\n", "failed", "SkipTest"),
+    "daemon": (
+        "import os, time\ndef f(x):\n    if x == 1 and os.fork() == 0:\n        os.setsid()\n"
+        "        if os.fork() == 0:\n            time.sleep(60)\n        os._exit(0)\n    return x + 1\n",
+        "left_processes",
+        "",
+    ),
+    "flood": ("def f(x):\n    while True:\n        print('x' * 999)\n", "too_much_output", "OSError"),
+    "flood of a file descriptor": (
+        "import os\ndef f(x):\n    while True:\n        os.write(1, b'x' * 999)\n", "too_much_output", "*",
+    ),
+    "segmentation fault": ("import ctypes\ndef f(x):\n    ctypes.string_at(0)\n", "killed", "Gone"),
+    "kill everybody": (  # its own group, where it is not alone in a process namespace
+        "import os\ndef f(x):\n    os.kill(-os.getpgid(0) or -1, 9)\n    os.kill(os.getppid(), 9)\n", "*", "*",
+    ),
+    # Forging: what the runner says, its functions, its memory, its result channel.
+    "verdict into every file": (
+        "import json, os\nsaid = json.dumps({'reason': 'passed', 'tests': []}).encode() + b'\\n'\n"
+        "for file in range(64):\n    try:\n        os.write(file, b'[]\\n' + said)\n    except OSError:\n        pass\n"
+        "os._exit(0)\n",
+        "exited",
+        "*",
+    ),
+    "print and leave": ("import os\nprint('2 passed')\nos._exit(0)\n", "exited", "*"),
+    "atexit": (
+        "import atexit, os\natexit.register(os._exit, 0)\ndef f(x):\n    return 0\n", "failed", "AssertionError",
+    ),
+    "patched runner": (
+        "import sys\nfor name, module in list(sys.modules.items()):\n    if name.startswith('t2g'):\n"
+        "        for key, value in list(vars(module).items()):\n            if callable(value) and key != 'Peer':\n"
+        "                try:\n                    setattr(module, key, lambda *a, **k: 'passed')\n"
+        "                except Exception:\n                    pass\ndef f(x):\n    return 0\n",
+        "*",
+        "*",
+    ),
+    "frames": (
+        "import sys, gc\ndef f(x):\n    frame = sys._getframe()\n    while frame:\n"
+        "        frame.f_globals['run'] = lambda *a: {'reason': 'passed', 'tests': []}\n        frame = frame.f_back\n"
+        "    for found in gc.get_objects():\n        if isinstance(found, dict) and 'reason' in found:\n"
+        "            found['reason'] = 'passed'\n    return 0\n",
+        "failed",
+        "AssertionError",
+    ),
+    "expected value from memory": (
+        "import gc, types\ndef f(x):\n    texts = [o for o in gc.get_objects() if isinstance(o, dict)]\n"
+        "    known = [v for o in texts for v in list(o.values()) if isinstance(v, str) and 'test_one' in v]\n"
+        "    return x + 1 if [text for text in known if 'gc.get' not in text] else None\n",
+        "failed",
+        "AssertionError",
+    ),
+    "always equal": (
+        "class E:\n    def __eq__(self, other):\n        return True\n    __hash__ = None\ndef f(x):\n    return E()\n",
+        "failed",
+        "AssertionError",
+    ),
+    "always equal number": (
+        "class E(int):\n    def __eq__(self, other):\n        return True\n    __hash__ = None\n"
+        "def f(x):\n    return E(7)\n",
+        "failed",
+        "AssertionError",
+    ),
+    "builtins": (
+        "import builtins\nbuiltins.AssertionError = ZeroDivisionError\ndef f(x):\n    return 0\n", "failed", "*",
+    ),
+    "trace": (
+        "import sys\nsys.settrace(lambda *a: os._exit(0))\nimport os\ndef f(x):\n    return 0\n",
+        "*",
+        "*",
+    ),
+    "second answer": (
+        "import gc, json, struct\nfrom socket import socket\n"
+        "ends = [o for o in gc.get_objects() if type(o) is socket]\n"
+        "def f(x):\n    said = json.dumps({'reply': 1, 'changed': [], 'note': {'out': '', 'flood': False}, "
+        "'value': True}).encode()\n    for end in ends:\n        if end.fileno() >= 0:\n"
+        "            end.sendall(struct.pack('!I', len(said)) + said)\n    return 0\n",
+        "*",
+        "*",
+    ),
+}  # fmt: skip
+# Last, and only after "count of processes" was seen to be limited.
+BOMB = "import os\ndef f(x):\n    while True:\n        os.fork()\n"
+
+
+def left_behind() -> list[str]:
+    """Command lines of processes of sandboxes that were started from here: each names its folder under ours."""
+    mark = f"{tempfile.gettempdir()}/t2g-sandbox-".encode()
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = file.read_bytes()
+        except OSError:
+            continue
+        if mark in line:
+            found.append(line.decode(errors="replace")[:200])
+    return found
+
+
+def attack(code: str) -> dict[str, Any]:
+    return asdict(run_solution(code, TESTS, LIMITS))
+
+
+def main(folder: str) -> None:
+    codes = {name: code.replace("FOLDER", folder) for name, (code, _, _) in ATTACKS.items()} | {"honest": HONEST}
+    with ThreadPoolExecutor(2) as pool:
+        outcomes = dict(zip(codes, pool.map(attack, codes.values()), strict=True))
+    limited = outcomes["count of processes"]["tests"][0]["error"] == "ValueError"
+    if limited:
+        outcomes["fork bomb"] = attack(BOMB)
+    print(json.dumps({"uid": os.getuid(), "limited": limited, "outcomes": outcomes, "left": left_behind()}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

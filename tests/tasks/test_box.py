@@ -1,0 +1,416 @@
+"""Tests use the objects of a solution that lives in another process as if it lived in theirs."""
+
+import pytest
+
+from t2g.sections import SandboxConfig
+from t2g.tasks.sandbox import run_solution
+
+LIMITS = SandboxConfig(timeout_s=8)
+CASES: dict[str, tuple[str, str]] = {}
+
+CASES["containers change in place"] = (
+    """
+def rotate(m):
+    m[:] = [list(row) for row in zip(*m[::-1])]
+def extend(d):
+    d['x'].append(4)
+    d['y'] = {1}
+def same(a):
+    a.append(1)
+    return a
+def queue(q):
+    q.popleft()
+def knot():
+    a = [1]
+    a.append(a)
+    return a
+""",
+    """
+from collections import deque
+from solution import *
+
+def test_list():
+    m = [[1, 2], [3, 4]]
+    rotate(m)
+    assert m == [[3, 1], [4, 2]]
+
+def test_dictionary():
+    inner = [1]
+    d = {'x': inner}
+    extend(d)
+    assert inner == [1, 4] and d == {'x': [1, 4], 'y': {1}}
+
+def test_identity():
+    a = []
+    assert same(a) is a and a == [1]
+    k = knot()
+    assert k[1] is k
+
+def test_deque():
+    q = deque([1, 2, 3], maxlen=3)
+    queue(q)
+    assert q == deque([2, 3]) and q.maxlen == 3
+""",
+)
+
+CASES["classes"] = (
+    """
+from dataclasses import dataclass
+class Stack:
+    "a stack"
+    kind = 'stack'
+    def __init__(self, items=()):
+        self._items = list(items)
+    def push(self, x):
+        self._items.append(x)
+        return self
+    def pop(self):
+        if not self._items:
+            raise EmptyError('empty', 3)
+        return self._items.pop()
+    def __len__(self): return len(self._items)
+    def __iter__(self): return iter(self._items)
+    def __contains__(self, x): return x in self._items
+    def __getitem__(self, i): return self._items[i]
+    def __eq__(self, o): return isinstance(o, Stack) and self._items == o._items
+    def __add__(self, o): return Stack(self._items + o._items)
+    def __iadd__(self, o): return self.push(o)
+    def __rmul__(self, n): return Stack(n * self._items)
+    def __lt__(self, o): return len(self) < len(o)
+    def __repr__(self): return f'Stack({self._items})'
+    def __enter__(self): return self
+    def __exit__(self, *a): self.closed = True
+    def __call__(self, *, n): return n
+    def __setitem__(self, i, x): self._items[i] = x
+    @property
+    def top(self): return self._items[-1]
+    @classmethod
+    def of(cls, *a): return cls(a)
+class EmptyError(ValueError):
+    def __init__(self, message, code):
+        super().__init__(message)
+        self.code = code
+class Sub(Stack): pass
+@dataclass(order=True)
+class Point:
+    x: int
+    y: int = 2
+""",
+    """
+import pytest
+from solution import EmptyError, Point, Stack, Sub
+
+class TestStack:
+    def setup_method(self):
+        self.s = Stack([1, 2])
+
+    def test_containers(self):
+        assert len(self.s) == 2 and list(self.s) == [1, 2] and 2 in self.s and 5 not in self.s
+        assert self.s[0] == 1 and self.s.top == 2
+        self.s[0] = 7
+        assert self.s[0] == 7
+
+    def test_methods(self):
+        assert self.s.push(3).push(4).pop() == 4
+        assert self.s.push(9) is self.s
+        assert Stack.of(1) == Stack([1]) and Stack.kind == 'stack' and Stack.__name__ == 'Stack'
+        assert Stack.__doc__ == 'a stack' and type(self.s).__name__ == 'Stack'
+        assert self.s(n=5) == 5 and callable(self.s.push) and not hasattr(self.s, 'nope')
+        self.s.note = 3
+        assert self.s.note == 3
+
+    def test_operators(self):
+        assert self.s == Stack([1, 2]) and self.s != Stack([1])
+        assert self.s + Stack([3]) == Stack([1, 2, 3]) and 2 * Stack([1]) == Stack([1, 1])
+        self.s += 3
+        assert len(self.s) == 3 and sorted([self.s, Stack()])[0] == Stack()
+        assert repr(self.s) == f'{self.s}' == 'Stack([1, 2, 3])'
+        assert Stack([1]) and not Stack()
+        with pytest.raises(TypeError):
+            self.s - 1
+        with pytest.raises(TypeError):
+            hash(Stack())
+        with pytest.raises(AttributeError):
+            self.s.nope
+
+    def test_kinds(self):
+        assert isinstance(self.s, Stack) and isinstance(Sub(), Stack) and issubclass(Sub, Stack)
+        assert not isinstance(3, Stack) and not isinstance(self.s, (list, Sub))
+
+    def test_errors(self):
+        with pytest.raises(EmptyError) as info:
+            Stack().pop()
+        assert info.value.code == 3 and str(info.value) == 'empty'
+        with pytest.raises(ValueError, match='^emp'):
+            Stack().pop()
+        with pytest.raises(IndexError):
+            Stack()[0]
+
+    def test_context(self):
+        with pytest.raises(KeyError), Stack() as s:
+            raise KeyError('x')
+        assert s.closed
+
+def test_dataclass():
+    assert Point(1) == Point(1, 2) and Point(1) < Point(2) and str(Point(1)) == 'Point(x=1, y=2)'
+    assert max([Point(0), Point(1)]).x == 1
+""",
+)
+
+CASES["values"] = (
+    """
+import datetime as dt, decimal, enum, itertools, json, uuid
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+Pair = namedtuple('Pair', 'a b')
+class Color(enum.Enum):
+    RED = 1
+    BLUE = 2
+class Level(enum.IntEnum):
+    LOW = 1
+def many():
+    return [Decimal('1.5'), Fraction(1, 3), dt.date(2020, 1, 2), dt.datetime(2020, 1, 2, tzinfo=dt.timezone.utc),
+            dt.timedelta(1), 10**400, -2**70, 1 + 2j, b'x', bytearray(b'y'), range(3), slice(1), float('inf'),
+            deque([1], 3), OrderedDict(a=1), Counter('aab'), frozenset({1}), (1,), {(1, 2): 'x'}, ..., int, None,
+            'é\\ud800', Path('/a'), uuid.UUID(int=5)]
+def groups():
+    d = defaultdict(list)
+    d['a'].append(1)
+    return d
+def squares(n):
+    for i in range(n):
+        yield i * i
+def parse(s): return json.loads(s)
+def divide(): return Decimal(1) / 0
+def adder(n): return lambda x: x + n
+def views(): return {'a': 1}.keys(), {'a': 1}.items(), zip([1], [2])
+""",
+    """
+import datetime as dt, decimal, json, pytest, uuid
+from collections import Counter, OrderedDict, deque
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+import solution
+from solution import *
+
+def test_plain():
+    assert many() == [
+        Decimal('1.5'), Fraction(1, 3), dt.date(2020, 1, 2), dt.datetime(2020, 1, 2, tzinfo=dt.timezone.utc),
+        dt.timedelta(1), 10**400, -2**70, 1 + 2j, b'x', bytearray(b'y'), range(3), slice(1), float('inf'),
+        deque([1], 3), OrderedDict(a=1), Counter('aab'), frozenset({1}), (1,), {(1, 2): 'x'}, ..., int, None,
+        'é\\ud800', Path('/a'), uuid.UUID(int=5)]
+
+def test_named_tuple():
+    pair = Pair(1, 2)
+    assert pair == (1, 2) and pair.a == 1 and isinstance(pair, tuple)
+    a, b = pair
+    assert b == 2
+
+def test_enum():
+    assert solution.Color(1) is Color.RED and Color.RED != Color.BLUE and Color.RED.name == 'RED'
+    assert Level.LOW == 1 and {Color.RED: 3}[Color(1)] == 3
+
+def test_default_dictionary():
+    assert groups() == {'a': [1]} and groups()['new'] == []
+
+def test_generators():
+    assert list(squares(3)) == [0, 1, 4] and sum(squares(4)) == 14
+    g = squares(1)
+    assert next(g) == 0
+    with pytest.raises(StopIteration):
+        next(g)
+
+def test_errors_of_the_library():
+    with pytest.raises(json.JSONDecodeError):
+        parse('{')
+    with pytest.raises(decimal.DivisionByZero):
+        divide()
+
+def test_functions_and_views():
+    assert adder(3)(4) == 7
+    keys, items, pairs = views()
+    assert set(keys) == {'a'} and sorted(items) == [('a', 1)] and dict(pairs) == {1: 2}
+""",
+)
+
+CASES["what tests hand over"] = (
+    """
+def apply(f, xs): return [f(x) for x in xs]
+def reverse(head):
+    previous = None
+    while head is not None:
+        head.next, previous, head = previous, head, head.next
+    return previous
+def memo(f):
+    cache = {}
+    def wrapped(*a):
+        if a not in cache:
+            cache[a] = f(*a)
+        return cache[a]
+    return wrapped
+def total(xs): return sum(xs)
+def ordered(xs, key): return sorted(xs, key=key)
+def safe(f):
+    try:
+        return f()
+    except ValueError as e:
+        return str(e)
+def read(f): return f.read()
+def is_kind(kind, x): return isinstance(x, kind)
+""",
+    """
+import io, pytest
+from solution import *
+
+class Node:
+    def __init__(self, value, next=None):
+        self.value, self.next = value, next
+
+def test_functions():
+    assert apply(lambda x: x * 2, [1, 2]) == [2, 4] and apply(str, [1]) == ['1']
+    assert ordered(['bb', 'a'], key=len) == ['a', 'bb']
+
+def test_own_objects():
+    r = reverse(Node(1, Node(2)))
+    assert [r.value, r.next.value, r.next.next] == [2, 1, None] and isinstance(r, Node)
+
+def test_decorator():
+    calls = []
+    @memo
+    def f(x):
+        calls.append(x)
+        return x + 1
+    assert f(1) == f(1) == 2 and calls == [1]
+
+def test_iterables():
+    assert total(x for x in range(4)) == 6 and total(iter([1, 2])) == 3 and total({1: 2}.keys()) == 1
+
+def test_errors():
+    def value(): raise ValueError('no')
+    def key(): raise KeyError('no')
+    assert safe(value) == 'no'
+    with pytest.raises(KeyError):
+        safe(key)
+
+def test_files_and_types():
+    assert read(io.StringIO('hi')) == 'hi' and is_kind(int, 3)
+""",
+)
+
+CASES["pytest"] = (
+    """
+def third(x):
+    if x < 0:
+        raise ValueError('negative')
+    return x / 3
+def hello(): print('hello')
+def ask(): return input('name? ')
+def load(path): return open(path).read()
+""",
+    """
+import pytest
+from io import StringIO
+from unittest.mock import patch
+from solution import ask, hello, load, third
+
+@pytest.fixture
+def three(): return 3
+@pytest.fixture
+def threes(three):
+    yield [three]
+
+@pytest.mark.parametrize('x,y', [(3, 1), (6, 2)])
+def test_cases(x, y): assert third(x) == y
+@pytest.mark.parametrize('x', [1, pytest.param(2, id='two')])
+@pytest.mark.parametrize('y', [1, 2, 3])
+def test_crossed(x, y): assert third(3 * x * y) == x * y
+def test_fixture(threes): assert third(threes[0]) == 1
+def test_approx():
+    assert third(1) == pytest.approx(1 / 3) and third(1) != pytest.approx(0.5) and [third(1)] == pytest.approx([1 / 3])
+    assert third(1) == pytest.approx(0.33, abs=0.01) and {'a': third(3)} == pytest.approx({'a': 1})
+def test_raises():
+    with pytest.raises((TypeError, ValueError), match='neg'): third(-1)
+    pytest.raises(ValueError, third, -1)
+def test_capsys(capsys):
+    hello()
+    assert capsys.readouterr().out == 'hello\\n' and capsys.readouterr().out == ''
+def test_stdout():
+    with patch('sys.stdout', new=StringIO()) as out: hello()
+    assert out.getvalue() == 'hello\\n'
+def test_input(monkeypatch):
+    monkeypatch.setattr('builtins.input', lambda _: 'bob')
+    assert ask() == 'bob'
+def test_files(tmp_path):
+    (tmp_path / 'a').write_text('hi')
+    assert load(tmp_path / 'a') == 'hi'
+    open('b', 'w').write('ho')
+    assert load('b') == 'ho'
+@pytest.mark.skip(reason='x')
+def test_skipped(): assert False
+def test_skips(): pytest.skip('later')
+@pytest.mark.slow
+def test_marked(): assert third(3) == 1
+class TestClass:
+    @pytest.fixture(autouse=True)
+    def prepare(self): self.x = 3
+    @pytest.mark.parametrize('k', [1, 2])
+    def test_autouse(self, k): assert third(self.x * k) == k
+""",
+)
+
+CASES["unittest"] = (
+    "def f(x):\n    return x + 1\n",
+    """
+import unittest
+from solution import f
+class Numbers(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls): cls.one = 1
+    def setUp(self): self.x = self.one
+    def test_sum(self): self.assertEqual(f(self.x), 2)
+    def test_error(self):
+        with self.assertRaises(TypeError): f('a')
+        for i in range(3):
+            with self.subTest(i=i): self.assertEqual(f(i), i + 1)
+""",
+)
+
+CASES["numpy"] = (
+    "import numpy as np\ndef double(a):\n    return np.asarray(a) * 2\ndef mean(a):\n    return np.mean(a)\n",
+    """
+import numpy as np
+from solution import double, mean
+def test_arrays():
+    assert np.array_equal(double([1, 2]), np.array([2, 4])) and double(np.ones((2, 2))).shape == (2, 2)
+    assert mean([1, 2]) == 1.5
+""",
+)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tests_pass_that_would_pass_in_one_process(name: str) -> None:
+    outcome = run_solution(*CASES[name], LIMITS)
+    assert [(test.name, test.error, test.message, test.statement) for test in outcome.tests
+            if not test.passed and not test.skipped] == []  # fmt: skip
+    assert outcome.reason == "passed"
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ("assert f(lambda: 1, '__globals__')", "solution may not get"),
+        ("assert f((i for i in [1]), 'gi_frame')", "solution may not get"),
+        ("assert f(Secret(), '_hidden')", "solution may not get"),
+        ("import copy; copy.deepcopy(C())", "copy or pickle"),
+        ("type('D', (C,), {})", "D"),
+        ("class D(C): pass", "derives from a class of the solution"),
+    ],
+)
+def test_what_is_refused(body: str, error: str) -> None:
+    code = "def f(x, name):\n    return getattr(x, name)\nclass C:\n    pass\n"
+    head = "from solution import C, f\nclass Secret:\n    _hidden = 5\n"
+    (test,) = run_solution(code, f"{head}def test():\n    {body}\n", LIMITS).tests
+    assert not test.passed and error in test.message + test.statement

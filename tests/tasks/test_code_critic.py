@@ -1,0 +1,166 @@
+"""From an outcome to a critique and to lines: by hand, and on the hand-written records with their seeded faults."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from t2g.feedback.parse import make_feedback, read_judgement
+from t2g.sections import SandboxConfig, StyleConfig
+from t2g.tasks.code_critic import blamed_lines, code_lines, make_critic, ochiai, praised_lines
+from t2g.tasks.sandbox import Outcome, TestResult
+from t2g.types import SpanFeedback
+
+RECORDS = [
+    json.loads(line)
+    for line in (Path(__file__).parents[1] / "data" / "kodcode.jsonl").read_text(encoding="utf-8").splitlines()
+]
+LIMITS = SandboxConfig(timeout_s=3)
+TESTS = "from solution import f\n\ndef test_one():\n    assert f(1) == 2\n\ndef test_two():\n    assert f(-2) == 3\n"
+
+
+def judged(response: str, tests: str = TESTS, *, limits: SandboxConfig = LIMITS, **style: Any) -> dict[str, Any]:
+    return make_critic(limits, StyleConfig(**style))("question", response, payload={"test": tests})
+
+
+def feedback(response: str, judgement: dict[str, Any]) -> SpanFeedback:
+    critique, good, poor, outcome = read_judgement(judgement)
+    return make_feedback(critique, good, poor, response, source="program", version="v", outcome=outcome)
+
+
+def quoted(response: str, found: SpanFeedback, label: int) -> list[tuple[int, str]]:
+    """(line of the response, text) of every span with that label."""
+    spans = [span for span in found.spans if span.label == label]
+    return [(response.count("\n", 0, span.start) + 1, response[span.start : span.end]) for span in spans]
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record["question_id"])
+def test_poor_spans_hit_the_seeded_lines(record: dict[str, Any]) -> None:
+    response = record["solution"]
+    judgement = judged(response, record["test"])
+    found = feedback(response, judgement)
+    assert found.num_located == found.num_quotes
+    poor = [line for line, _ in quoted(response, found, -1)]
+    assert bool(poor) == bool(record["faulty_lines"])
+    assert set(poor) <= set(record["faulty_lines"])
+    assert {span.severity for span in found.spans if span.label == -1} <= {3}
+    assert found.outcome["passed"] is (not record["faulty_lines"])
+    assert all(span.critique_range is not None for span in found.spans)
+
+
+def test_a_program_in_a_fence() -> None:
+    """Quotes are pieces of the whole response, and the occurrence says which."""
+    response = (
+        "return x - 1 is wrong:\n```python\ndef f(x):\n    if x > 0:\n        return x + 1\n    return x - 1\n```\n"
+    )
+    judgement = judged(response)
+    assert judgement["poor"] == [{"quote": "return x - 1", "occurrence": 2, "severity": 3}]
+    assert judgement["good"] == [{"quote": "return x + 1"}]
+    assert judgement["critique"].split("\n") == [
+        "The program fails 1 of 2 tests.",
+        "test_two fails: assert f(-2) == 3 expects 3 and gets -3.",
+        "The fault seems to lie in line 4: return x - 1",
+        "Line 3 does what it should: return x + 1",
+    ]
+    assert judgement["outcome"]["tests"] == [
+        {"name": "test_one", "passed": True},
+        {"name": "test_two", "passed": False, "error": "AssertionError", "expected": "3", "got": "-3"},
+    ]
+
+
+def test_a_traceback_blames_its_innermost_line() -> None:
+    judgement = judged("def f(x):\n    return g(x)\n\ndef g(x):\n    return [2][x - 1]\n")
+    assert judgement["poor"] == [{"quote": "return [2][x - 1]", "severity": 3}]
+    assert "test_two raises IndexError: list index out of range in line 5: return [2][x - 1]" in judgement["critique"]
+    assert judgement["outcome"]["tests"][1]["line"] == 5
+
+
+def test_dense_labels_every_executed_line() -> None:
+    response = "def f(x):\n    y = 3\n    if x > 0:\n        return x + 1\n    y = x\n    return y\n"
+    response += "\ndef unused():\n    pass\n"
+    found = feedback(response, judged(response, labels="dense"))
+    assert {text for _, text in quoted(response, found, -1)} == {"y = 3", "if x > 0:", "y = x", "return y"}
+    assert [text for _, text in quoted(response, found, 1)] == ["return x + 1"]
+
+
+def test_without_a_critique() -> None:
+    judgement = judged("def f(x):\n    return 2\n", critique=False)
+    assert (judgement["critique"], judgement["poor"]) == ("", [{"quote": "return 2", "severity": 3}])
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "words", "poor"),
+    [
+        ("def f(x):\n    return (\n", "syntax", "does not compile", "return ("),
+        ("def f(x):\n    while True:\n        x = 1\n", "timeout", "does not end within 0.5 seconds", None),
+        ("import os\ndef f(x):\n    os._exit(0)\n", "exited", "ends its process", "os._exit(0)"),
+        ("def g(x):\n    return 2\n", "failed", "cannot import name 'f'", "def g(x):"),
+        ("def f(x):\n    while 1: print(x)\n", "too_much_output", "prints more than 64 KiB", "while 1: print(x)"),
+        ("import ctypes\ndef f(x):\n    ctypes.string_at(0)\n", "killed", "is killed", "ctypes.string_at(0)"),
+    ],
+)
+def test_programs_that_do_not_come_to_an_end(code: str, reason: str, words: str, poor: str | None) -> None:
+    """No way to fail is without a poor span: else leaving would be worth more than being wrong."""
+    judgement = judged(code, limits=LIMITS.model_copy(update={"timeout_s": 0.5}))
+    assert judgement["outcome"]["reason"] == reason
+    assert words in judgement["critique"]
+    quotes = [quote["quote"] for quote in judgement["poor"]]
+    assert quotes if poor is None else poor in quotes
+
+
+@pytest.mark.parametrize(
+    ("payload", "sentence"),
+    [({}, "tests are None"), ({"test": 3}, "tests are 3"), ({"test": "def test(:"}, "tests do not compile")],
+)
+def test_tests_that_cannot_judge(payload: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        make_critic(LIMITS, StyleConfig())("question", "x = 1\n", payload=payload)
+
+
+# -- lines of an outcome, by hand
+
+
+def outcome(*tests: TestResult) -> Outcome:
+    reason = "passed" if all(test.passed for test in tests) else "failed"
+    return Outcome(
+        passed=reason == "passed", reason=reason, tests=tests, isolation=("rlimits",), output="", seconds=0.1
+    )
+
+
+def result(passed: bool, lines: str, returned: int = 0, trace: tuple[int, ...] = ()) -> TestResult:
+    return TestResult(name="t", passed=passed, lines=tuple(map(int, lines)), returned=returned, trace=trace)
+
+
+LINES = code_lines("".join(f"line{n}\n" for n in range(1, 9)), 0)
+
+
+def test_ochiai_by_hand() -> None:
+    assert ochiai(2, 0, 2) == 1
+    assert ochiai(1, 3, 1) == 0.5
+    assert ochiai(1, 1, 2) == 0.5
+    assert ochiai(0, 5, 2) == 0
+
+
+def test_the_most_suspicious_lines_are_blamed() -> None:
+    assert blamed_lines(outcome(result(False, "1235"), result(True, "124")), LINES) == [3, 5]
+    assert blamed_lines(outcome(result(False, "125"), result(False, "135"), result(True, "123")), LINES) == [5]
+
+
+def test_of_many_equal_lines_the_one_that_returned_is_blamed() -> None:
+    assert blamed_lines(outcome(result(False, "1234", returned=3)), LINES) == [3]
+    assert blamed_lines(outcome(result(False, "1234", returned=7)), LINES) == [4]
+
+
+def test_a_test_with_a_traceback_has_no_part_in_the_statistics() -> None:
+    assert blamed_lines(outcome(result(False, "12", trace=(1, 2)), result(False, "3")), LINES) == [2, 3]
+
+
+def test_lines_that_only_passing_tests_ran_are_praised() -> None:
+    tests = outcome(result(True, "1245", returned=5), result(True, "124", returned=4), result(False, "13"))
+    assert praised_lines(tests, []) == [4, 5, 2]
+    assert praised_lines(tests, [4]) == [5, 2]
+
+
+def test_code_lines_are_those_of_the_compiler() -> None:
+    assert code_lines("a\r\n\r\n  b \rc", 10) == {1: (10, "a"), 3: (17, "b"), 4: (20, "c")}

@@ -1,0 +1,208 @@
+"""Solutions against tests in the sandbox: what tests may do with a solution, and what a solution cannot do at all."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attacks import ATTACKS, HONEST, LIMITS, TESTS
+
+from t2g.tasks.box import isolation
+from t2g.tasks.sandbox import MAX_TESTS, run_solution
+
+ORDINARY = 54321  # not 65534, which stands for every user that a namespace does not know
+NAMESPACES = {"user", "pid", "network", "ipc", "mount"}
+# -- who runs it, and what the machine allows
+
+
+def become_ordinary() -> None:
+    """In a child of root: a user without privileges, for whom the interpreter can be read wherever it lies."""
+    hidden = next((p for p in reversed(Path(sys.base_prefix).parents) if not p.stat().st_mode & 0o001), None)
+    if hidden is not None:
+        assert isolation.unshare(isolation.MOUNT)
+        isolation._mount("none", "/", None, isolation._MS_REC | isolation._MS_PRIVATE, None)
+        held = os.open(sys.base_prefix, os.O_PATH)
+        isolation._mount("tmpfs", str(hidden), "tmpfs", 0, "mode=755")
+        os.makedirs(sys.base_prefix)
+        isolation._mount(f"/proc/self/fd/{held}", sys.base_prefix, None, isolation._MS_BIND | isolation._MS_REC, None)
+    os.setgroups([])
+    os.setresgid(ORDINARY, ORDINARY, ORDINARY)
+    os.setresuid(ORDINARY, ORDINARY, ORDINARY)
+    isolation._libc.prctl(isolation._PR_SET_DUMPABLE, 1, 0, 0, 0)
+
+
+def forbid_namespaces() -> None:
+    """In a child: from now on this process and its children can make no namespace, as in many containers."""
+    proc = os.open("/proc", os.O_RDONLY)
+    assert isolation.new_user_namespace(proc)
+    for kind in ("user", "pid", "net", "mnt", "ipc"):
+        Path(f"/proc/sys/user/max_{kind}_namespaces").write_text("0")
+    isolation.give_up_privileges()
+    isolation._libc.prctl(isolation._PR_SET_DUMPABLE, 1, 0, 0, 0)
+
+
+def become_ordinary_without_namespaces() -> None:
+    if os.geteuid() == 0:
+        become_ordinary()
+    forbid_namespaces()
+
+
+MODES: dict[str, Callable[[], None]] = {
+    "this user": lambda: None,
+    "ordinary user": become_ordinary,
+    "no namespaces": become_ordinary_without_namespaces,
+}
+
+
+@pytest.fixture(scope="module", params=MODES)
+def attacked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What every attack came to, by one kind of user on one kind of machine."""
+    if request.param == "ordinary user" and os.geteuid() != 0:
+        pytest.skip("this user is an ordinary one: `this user` has shown it")
+    folder = tmp_path_factory.mktemp("attacked")
+    for path in (folder, *folder.parents[:2]):  # pytest's own are closed to others
+        path.chmod(0o777)
+    script = Path(__file__).with_name("attacks.py")
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, str(script), str(folder)],
+        env={"PYTHONPATH": root, "TMPDIR": str(folder), "PATH": os.environ["PATH"]},
+        preexec_fn=MODES[request.param], capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout) | {"mode": request.param, "folder": list(folder.iterdir())}
+
+
+def test_the_honest_solution_passes(attacked: dict[str, Any]) -> None:
+    assert attacked["outcomes"]["honest"]["reason"] == "passed"
+    assert attacked["uid"] == (os.getuid() if attacked["mode"] == "this user" or os.getuid() else ORDINARY)
+
+
+@pytest.mark.parametrize("name", [*ATTACKS, "fork bomb"])
+def test_an_attack_fails_within_the_limit(attacked: dict[str, Any], name: str) -> None:
+    outcome = attacked["outcomes"][name]
+    reason, error = ATTACKS[name][1:] if name in ATTACKS else ("*", "*")
+    if attacked["mode"] == "no namespaces" and name == "write outside":
+        assert outcome["passed"]  # the folder is open to this user: said in the docstring of t2g.tasks.sandbox
+        return
+    assert not outcome["passed"]
+    assert outcome["seconds"] < LIMITS.timeout_s + 1
+    assert reason in ("*", outcome["reason"])
+    assert error in ("*", *(test["error"] for test in outcome["tests"]))
+
+
+def test_processes_are_limited_and_none_is_left(attacked: dict[str, Any]) -> None:
+    assert attacked["limited"]
+    assert attacked["left"] == []
+
+
+def test_nothing_is_written_outside(attacked: dict[str, Any]) -> None:
+    allowed = ["written"] if attacked["mode"] == "no namespaces" else []
+    assert [file.name for file in attacked["folder"]] == allowed
+
+
+def test_the_outcome_names_what_was_in_force(attacked: dict[str, Any]) -> None:
+    in_force = set(attacked["outcomes"]["honest"]["isolation"])
+    assert {"process_group", "rlimits"} <= in_force
+    if attacked["mode"] == "no namespaces":
+        assert not in_force & NAMESPACES
+    if attacked["mode"] == "ordinary user":
+        assert in_force >= NAMESPACES
+
+
+# -- one run
+
+
+def test_what_an_outcome_says_of_each_test() -> None:
+    code = (
+        "def f(x):\n    if x > 1:\n        return x + 2\n    return helper(x)\n\n\ndef helper(x):\n    return 1 // x\n"
+    )
+    tests = "from solution import f\n\ndef test_a():\n    assert f(1) == 1\n\ndef test_b():\n    assert f(2) == 3\n\n"
+    tests += "def test_c():\n    f(0)\n"
+    a, b, c = run_solution(code, tests, LIMITS).tests
+    assert (a.passed, a.lines, a.returned, a.trace) == (True, (2, 4, 8), 4, ())
+    assert (b.passed, b.lines, b.returned, b.trace) == (False, (2, 3), 3, ())
+    assert (b.statement, b.expected, b.got) == ("assert f(2) == 3", "3", "4")
+    assert (c.error, c.message, c.trace) == ("ZeroDivisionError", "integer division or modulo by zero", (4, 8))
+    assert (c.statement, c.expected, c.got) == ("f(0)", "", "")
+
+
+@pytest.mark.parametrize(
+    ("statement", "expected", "got"),
+    [
+        ("assert 3 == f(1)", "3", "2"),
+        ("assert not f(1)", "False", "2"),
+        ("assert f(-1)", "True", "0"),
+        ("assert f(1) == 2 and f(2) == 2", "2", "3"),
+        ("assert f(1) > 5", "", ""),
+    ],
+)
+def test_expected_and_got(statement: str, expected: str, got: str) -> None:
+    (test,) = run_solution(HONEST, f"from solution import f\ndef test():\n    {statement}\n", LIMITS).tests
+    assert (test.passed, test.statement, test.expected, test.got) == (False, statement, expected, got)
+
+
+@pytest.mark.parametrize(
+    ("code", "tests", "reason", "message"),
+    [
+        ("def f(x:\n", TESTS, "syntax", "'(' was never closed"),
+        ("x = 1\0\n", TESTS, "syntax", "null bytes"),
+        ("def g(x):\n    return 1\n", TESTS, "failed", "cannot import name 'f' from 'solution'"),
+        ("1 / 0\n", TESTS, "failed", "division by zero"),
+        ("", TESTS, "failed", "cannot import name 'f'"),
+        (HONEST, "from solution import f\n", "bad_tests", ""),
+        (HONEST, "def test(:\n", "bad_tests", ""),
+        (HONEST, "import pytest\n@pytest.mark.skip\ndef test():\n    pass\n", "failed", ""),
+    ],
+)
+def test_what_does_not_come_to_a_test(code: str, tests: str, reason: str, message: str) -> None:
+    outcome = run_solution(code, tests, LIMITS)
+    assert (outcome.passed, outcome.reason) == (False, reason)
+    assert message in "".join(test.message for test in outcome.tests)
+
+
+def test_tests_that_hang_or_leave_are_no_success() -> None:
+    hang = "from solution import f\ndef test():\n    while True:\n        pass\n"
+    assert run_solution(HONEST, hang, LIMITS).reason == "timeout"
+    assert run_solution(HONEST, "import os\ndef test():\n    os._exit(0)\n", LIMITS).reason == "no_result"
+    assert not run_solution(HONEST, 'import os\nos.write(1, b\'[]\\n{"reason": "passed"}\')\n', LIMITS).passed
+
+
+def test_nothing_of_the_environment_is_inherited() -> None:
+    os.environ["T2G_TEST_SECRET"] = "hush"
+    try:
+        code = "import os\ndef f():\n    return sorted(os.environ)\n"
+        tests = "from solution import f\ndef test():\n    assert f() == 0\n"
+        (test,) = run_solution(code, tests, LIMITS).tests
+    finally:
+        del os.environ["T2G_TEST_SECRET"]
+    assert "PATH" in test.got and "SECRET" not in test.got
+
+
+def test_output_and_results_are_bounded() -> None:
+    code = "import os\ndef f(x):\n    os.write(2, b'raw')\n    print('said')\n    return 'y' * 10**6\n"
+    tests = "from solution import f\nimport pytest\n@pytest.mark.parametrize('x', range(150))\ndef test(x):\n    f(x)\n"
+    outcome = run_solution(code, tests + "    assert x < 140\n", LIMITS.model_copy(update={"timeout_s": 5.0}))
+    assert (outcome.reason, len(outcome.tests)) == ("failed", MAX_TESTS)
+    assert sum(not test.passed for test in outcome.tests) == 10  # those that tell most are kept
+    assert outcome.output == "said\n" * 150 + "raw" * 150
+    (big,) = run_solution(code, "from solution import f\ndef test():\n    assert f(1) == ''\n", LIMITS).tests
+    assert len(big.got) == 300
+
+
+def test_a_small_solution_takes_a_moment() -> None:
+    """60 ms on an idle machine; the bound leaves room for a busy one."""
+    assert min(run_solution(HONEST, TESTS, LIMITS).seconds for _ in range(5)) < 0.5
+
+
+def test_the_child_loads_nothing_heavy() -> None:
+    heavy = "{'pydantic', 'numpy', 'torch'}"
+    code = f"import sys, t2g.tasks.box.supervisor; print(sorted({heavy} & set(sys.modules)))"
+    command = [sys._base_executable, "-S", "-c", code]
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(command, env={"PYTHONPATH": root}, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"
