@@ -15,8 +15,8 @@ import numpy as np
 
 from actors.arena import Arena
 from actors.weight_sync import Bucket, ParamMeta
-from t2g.config import EngineConfig
 from t2g.errors import UserError
+from t2g.sections import EngineConfig
 
 WARM_UP_TOKENS = 48  # a first bfloat16 forward of at most 4 tokens is an illegal instruction on CPUs with AMX
 MIN_BATCHED_TOKENS = 4096  # of one step of a CPU engine
@@ -162,7 +162,8 @@ class Engine:
         if self._receives_weights:
             arguments["weight_transfer_config"] = {"backend": "store"}
         if self._guided:
-            arguments["structured_outputs_config"] = {"backend": "xgrammar"}
+            # A model may write white space between the tokens of JSON until its answer is cut.
+            arguments["structured_outputs_config"] = {"backend": "xgrammar", "disable_any_whitespace": True}
         return arguments
 
     async def ping(self) -> None:
@@ -182,11 +183,14 @@ class Engine:
         seed: int | None,
         stop_ids: Sequence[int],
         grammar: str | None = None,
+        schema: dict[str, Any] | None = None,
     ) -> Completion:
-        """Sample one response. temperature 0 is greedy; `grammar` (EBNF) admits no other text."""
+        """Sample one response. temperature 0 is greedy; `grammar` (EBNF) or a JSON `schema` admits no other text."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+        guided = grammar is not None or schema is not None
+        structure = StructuredOutputsParams(grammar=grammar, json=schema) if guided else None
         params = SamplingParams(
             temperature=temperature,
             top_p=1.0,
@@ -198,7 +202,7 @@ class Engine:
             logprobs=0,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            structured_outputs=None if grammar is None else StructuredOutputsParams(grammar=grammar),
+            structured_outputs=structure,
         )
         output = (await self._finished(prompt_ids, params)).outputs[0]
         ids = np.asarray(output.token_ids, np.int32)

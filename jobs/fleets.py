@@ -4,21 +4,25 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self, TypeVar
 
+from actors.chat import ChatFleet
 from actors.reward import RewardFleet
 from actors.rollout import RolloutFleet
-from t2g.config import EngineConfig, FeedbackConfig, JobConfig, ModelConfig, PolicyJob, RoleConfig, RolloutConfig
+from t2g.config import JobConfig, PolicyJob
 from t2g.errors import UserError
-from t2g.feedback.sources import make_local_source
+from t2g.feedback.llm import LLMFeedback
+from t2g.feedback.sources import make_endpoint_source, make_local_source
 from t2g.interfaces import FeedbackSource
+from t2g.sections import AnnotateConfig, EngineConfig, FeedbackConfig, ModelConfig, RoleConfig, RolloutConfig
 from t2g.tasks.base import Task
 
-AnyFleet = TypeVar("AnyFleet", RolloutFleet, RewardFleet)
+AnyFleet = TypeVar("AnyFleet", RolloutFleet, RewardFleet, ChatFleet)
 Key = tuple[str | None, ...]  # what two requests must share to share engines
 
 
 def feedback_roles(config: FeedbackConfig) -> dict[str, RoleConfig]:
-    """The resources of the feedback source's actors by config section; only a reward model has any."""
-    return {"feedback.engine": config.engine} if config.source == "reward_model" else {}
+    """The resources of the feedback source's actors by config section."""
+    section = "annotate" if isinstance(config, AnnotateConfig) else "feedback"
+    return {f"{section}.engine": config.engine} if config.own_engines else {}
 
 
 class Fleets:
@@ -27,6 +31,7 @@ class Fleets:
     def __init__(self) -> None:
         self._rollouts: dict[Key, RolloutFleet] = {}
         self._rewards: dict[Key, RewardFleet] = {}
+        self._chats: dict[Key, ChatFleet] = {}
         self._ready: set[Key] = set()
         self._open = ExitStack()
 
@@ -41,13 +46,16 @@ class Fleets:
 
         UserError before any engine starts for a source that cannot be used.
         """
-        if job.feedback.source != "reward_model":
+        if not job.feedback.own_engines:
             feedback = make_local_source(job.feedback, task)
             return self.rollouts(job.model, job.rollout, job), feedback
         check_folder(job.feedback)
         self._start_rollouts(job.model, job.rollout, job)
-        self._start_rewards(job.feedback, task, job)
-        return self.rollouts(job.model, job.rollout, job), self.rewards(job.feedback, task, job)
+        if job.feedback.model_asked == "llm":
+            self._start_chats(job.feedback, job)
+        else:
+            self._start_rewards(job.feedback, task, job)
+        return self.rollouts(job.model, job.rollout, job), self.feedback(job.feedback, task, job)
 
     def rollouts(self, model: ModelConfig, config: RolloutConfig, job: JobConfig) -> RolloutFleet:
         """Engines of `model`, serving."""
@@ -55,18 +63,33 @@ class Fleets:
         return self._wait(key, self._rollouts[key])
 
     def feedback(self, config: FeedbackConfig, task: Task, job: JobConfig) -> FeedbackSource:
-        """The source that `feedback.source` names; a reward model is serving."""
-        if config.source != "reward_model":
-            return make_local_source(config, task)
-        return self.rewards(config, task, job)
+        """The source that `config.source` names; the engines that it needs are serving."""
+        model: RewardFleet | LLMFeedback | None = None
+        match config.model_asked:
+            case "reward_model":
+                check_folder(config)
+                model = self.rewards(config, task, job)
+            case "llm":
+                model = self.annotator(config, task, job)
+        if config.source in ("reward_model", "llm"):
+            assert model is not None
+            return model
+        return make_local_source(config, task, aligner=model)
 
     def rewards(self, config: FeedbackConfig, task: Task, job: JobConfig) -> RewardFleet:
         """Engines of the reward model, serving."""
         key = self._start_rewards(config, task, job)
         return self._wait(key, self._rewards[key])
 
+    def annotator(self, config: FeedbackConfig, task: Task, job: JobConfig) -> LLMFeedback:
+        """The language model of `config.llm`, behind its endpoint or on engines that are serving."""
+        if config.llm.url is not None:
+            return make_endpoint_source(config, task)
+        key = self._start_chats(config, job)
+        return LLMFeedback(self._wait(key, self._chats[key]), config, task)
+
     def _start_rollouts(self, model: ModelConfig, config: RolloutConfig, job: JobConfig) -> Key:
-        key = (model.policy, model.revision, _engine_settings(config))
+        key = ("rollout", model.policy, model.revision, _engine_settings(config))
         if key not in self._rollouts:
             timeout_s = job.cluster.placement_timeout_s
             fleet = RolloutFleet(
@@ -77,12 +100,20 @@ class Fleets:
         return key
 
     def _start_rewards(self, config: FeedbackConfig, task: Task, job: JobConfig) -> Key:
-        timeout_s = str(config.timeout_s)
-        key = (config.reward_model, config.reward_revision, task.name, timeout_s, config.engine.model_dump_json())
+        chosen = config.model_dump_json(include={"reward_model", "reward_revision", "timeout_s", "style", "engine"})
+        key = ("reward", task.name, chosen)
         if key not in self._rewards:
             fleet = RewardFleet(config, task, seed=job.run.seed, placement_timeout_s=job.cluster.placement_timeout_s)
             self._open.callback(fleet.close)
             self._rewards[key] = fleet
+        return key
+
+    def _start_chats(self, config: FeedbackConfig, job: JobConfig) -> Key:
+        key = ("chat", config.model_dump_json(include={"llm", "engine"}))
+        if key not in self._chats:
+            fleet = ChatFleet(config, seed=job.run.seed, placement_timeout_s=job.cluster.placement_timeout_s)
+            self._open.callback(fleet.close)
+            self._chats[key] = fleet
         return key
 
     def _wait(self, key: Key, fleet: AnyFleet) -> AnyFleet:
@@ -93,10 +124,11 @@ class Fleets:
 
 
 def check_folder(config: FeedbackConfig) -> None:
-    """UserError for a reward model that is a path and no folder: the engine would look for it on the hub."""
-    model = str(config.reward_model)
+    """UserError for a model that is a path and no folder: the engine would look for it on the hub."""
+    of_llm = config.model_asked == "llm"
+    model = str(config.llm.model if of_llm else config.reward_model)
     if (Path(model).is_absolute() or model.startswith(".")) and not Path(model).is_dir():
-        raise UserError(f"feedback.reward_model={model}: there is no folder of that name")
+        raise UserError(f"{'llm.model' if of_llm else 'reward_model'}={model}: there is no folder of that name")
 
 
 def _engine_settings(config: RolloutConfig) -> str:

@@ -32,6 +32,12 @@ class FeedbackSource(Protocol):
         ...
 
 
+class Aligner(Protocol):
+    async def align(self, prompt: Prompt, response_text: str, critique: str) -> SpanFeedback:
+        """The spans that a critique by somebody else speaks of, with that critique. Else as `FeedbackSource.judge`."""
+        ...
+
+
 class Learner(Protocol):
     def forward(self, rollouts: Sequence[Rollout]) -> list[TokenStats]:
         """Old logprobs, reference logprobs, values and entropy, in the order of `rollouts`."""

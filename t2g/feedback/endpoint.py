@@ -1,100 +1,188 @@
-"""Feedback from a language model behind an OpenAI-compatible server."""
+"""A chat model behind an OpenAI-compatible server: one request, one answer. Who asks again is t2g.feedback.llm.
 
-import asyncio
+The key goes into the request's header and nowhere else: what a server or a library says is scrubbed of it.
+"""
+
+import json
+import math
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
-from t2g.config import FeedbackConfig
-from t2g.errors import UserError
-from t2g.feedback.parse import answer_schema, no_feedback, parse_answer
-from t2g.feedback.prompts import prompt_version
-from t2g.feedback.waiting import FailureLog, PerLoop
-from t2g.tasks.base import Task
-from t2g.types import FinishReason, Prompt, SpanFeedback
+from t2g.data.chat import Message
+from t2g.errors import RunStopped, UserError
+from t2g.feedback.chat import ChatFailed, Completion, estimate_tokens
+from t2g.feedback.waiting import PerLoop
+from t2g.sections import LLMConfig
 
 if TYPE_CHECKING:
     import openai
 
+MAX_BODY_BYTES = 4 * 2**20  # of a response that is read
+PASSING = {408, 409, 425, 429}  # status codes, beside 500 and above
 
-class EndpointFeedback:
-    """An OpenAI-compatible server that is asked for an answer in the schema of `answer_schema`."""
 
-    name = "endpoint"
+class EndpointChat:
+    """The server at `llm.url`. UserError without a model or without a key in the environment."""
 
-    def __init__(self, config: FeedbackConfig, task: Task, *, environ: Mapping[str, str] = os.environ) -> None:
-        if config.endpoint_model is None:
-            raise UserError("feedback.source=endpoint needs feedback.endpoint_model, a name that the server knows")
-        key = environ.get(config.endpoint_key_env)
+    def __init__(self, config: LLMConfig, *, environ: Mapping[str, str] = os.environ) -> None:
+        if config.url is None or config.model is None:
+            raise UserError("an endpoint needs llm.url and llm.model, a name that the server knows")
+        key = environ.get(config.key_env, "").strip()
         if not key:
             raise UserError(
-                f"feedback.endpoint_key_env names {config.endpoint_key_env}, which is not set; "
+                f"llm.key_env names {config.key_env}, which is not set; "
                 "export it (any word will do where the server asks for none)"
             )
-        self._config, self._task, self._model, self._key = config, task, config.endpoint_model, key
-        self._version = f"{config.endpoint_model}#{prompt_version(task)}"
-        self._session = PerLoop(self._open)
-        self._failures = FailureLog()
+        if not (key.isascii() and key.isprintable()):  # the HTTP library would refuse it with a message that holds it
+            raise UserError(f"the environment variable {config.key_env} holds characters that no key has")
+        import openai  # noqa: F401 it takes a second, which is no request's
 
-    def _open(self) -> tuple["openai.AsyncOpenAI", asyncio.Semaphore]:
+        self._config, self._key = config, key
+        self.model = config.model
+        self.name = f"{config.model} at {config.url}"
+        self._client = PerLoop(self._open)
+
+    def _open(self) -> "openai.AsyncOpenAI":
         import openai
 
-        client = openai.AsyncOpenAI(
-            base_url=self._config.endpoint_url,
+        return openai.AsyncOpenAI(
+            base_url=self._config.url,
             api_key=self._key,
-            timeout=self._config.timeout_s,
+            timeout=self._config.request_timeout_s,
             max_retries=0,  # ours: theirs would run past the deadline
         )
-        return client, asyncio.Semaphore(self._config.concurrency)
 
-    async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
+    async def complete(
+        self,
+        messages: Sequence[Message],
+        *,
+        schema: Mapping[str, Any],
+        max_output_tokens: int,
+        temperature: float,
+        seed: int,
+    ) -> Completion:
         import openai
 
-        client, turn = self._session.get()
         try:
-            async with turn, asyncio.timeout(self._config.timeout_s):
-                answer, finish_reason = await self._ask(client, prompt, response_text)
-        except (openai.OpenAIError, TimeoutError, ValueError) as error:
-            reason = str(error).strip() or f"no answer within feedback.timeout_s={self._config.timeout_s:g}"
-            kind = type(error).__name__
-            self._failures.say(kind, f"endpoint {self._config.endpoint_url}: {kind}: {reason:.300}")
-            return no_feedback("failed", source=self.name, version=self._version)
-        return parse_answer(answer, response_text, source=self.name, version=self._version, finish_reason=finish_reason)
+            async with self._client.get().chat.completions.with_streaming_response.create(
+                model=self.model,
+                messages=list(messages),  # type: ignore[arg-type]
+                response_format={
+                    "type": "json_schema",
+                    "json_schema": {"name": "feedback", "strict": True, "schema": dict(schema)},
+                },
+                max_completion_tokens=max_output_tokens,
+                temperature=temperature,
+                seed=seed,
+            ) as response:
+                body = await read_body(response)
+        except openai.APIStatusError as error:
+            raise self._refused(error) from None
+        except openai.OpenAIError as error:
+            cause = f": {error.__cause__}" if error.__cause__ and str(error.__cause__) else ""
+            raise self._failed("connection", f"{error}{cause}", passing=True) from None
+        except ConnectionError as error:
+            raise self._failed("connection", str(error), passing=True) from None
+        try:
+            return read_completion(body, prompt="".join(message["content"] for message in messages))
+        except ValueError as error:
+            raise self._failed("answer", str(error), passing=False) from None
 
-    async def _ask(self, client: "openai.AsyncOpenAI", prompt: Prompt, response_text: str) -> tuple[str, FinishReason]:
-        """The answer; what may pass by itself is tried again with growing pauses, until the caller's deadline."""
-        import openai
-        import tenacity
+    def _refused(self, error: "openai.APIStatusError") -> Exception:
+        """What an HTTP status above 399 means for this request and for all others."""
+        status = error.status_code
+        if status == 401:
+            return UserError(
+                f"llm.url={self._config.url} refuses the key in the environment variable {self._config.key_env} (401)"
+            )
+        words = self._words(f"HTTP {status}: {error.message}")
+        if status == 404:
+            return UserError(f"llm.url={self._config.url} does not know llm.model={self.model} or the path: {words}")
+        if error.code == "insufficient_quota":
+            return RunStopped(f"the account of {self._config.key_env} has nothing left to spend: {words}")
+        wait_s = retry_after(error.response.headers, now=time.time())
+        return self._failed(f"HTTP {status}", words, passing=status in PASSING or status >= 500, retry_after_s=wait_s)
 
-        passing = (openai.RateLimitError, openai.APIConnectionError, openai.InternalServerError)
-        async for attempt in tenacity.AsyncRetrying(
-            retry=tenacity.retry_if_exception_type(passing),
-            wait=tenacity.wait_random_exponential(multiplier=0.2, max=20),
-        ):
-            with attempt:
-                completion = await client.chat.completions.create(
-                    model=self._model,
-                    messages=self._task.feedback_messages(prompt, response_text, None),  # type: ignore[arg-type]
-                    response_format={
-                        "type": "json_schema",
-                        "json_schema": {"name": "feedback", "strict": True, "schema": answer_schema()},
-                    },
-                    max_completion_tokens=self._config.engine.max_new_tokens,
-                    temperature=0,
-                )
-        return _read_completion(completion)
+    def _failed(self, kind: str, words: str, *, passing: bool, retry_after_s: float | None = None) -> ChatFailed:
+        sentence = f"{self.name}: {self._words(words)}"
+        return ChatFailed(kind, sentence, passing=passing, retry_after_s=retry_after_s)
+
+    def _words(self, words: str) -> str:
+        """In one line, bounded, without the key: servers like to repeat it."""
+        return " ".join(words.replace(self._key, "***").split())[:300]
 
 
-def _read_completion(completion: Any) -> tuple[str, FinishReason]:
-    """Text of the first choice, "" for a refusal. ValueError for anything else: the client checks no types, and a
-    proxy's web page arrives as a plain text.
+async def read_body(response: Any) -> bytes:
+    """The response's first MAX_BODY_BYTES and no more. ConnectionError when it ends before it should."""
+    body = bytearray()
+    try:
+        async for chunk in response.iter_bytes():
+            body += chunk
+            if len(body) > MAX_BODY_BYTES:
+                break
+    except Exception as error:  # whatever HTTP library openai brings along
+        raise ConnectionError(f"the answer broke off: {type(error).__name__}: {error}") from error
+    return bytes(body)
+
+
+def read_completion(body: bytes, *, prompt: str) -> Completion:
+    """The first choice of a chat completion. ValueError for anything else: a proxy's web page, JSON that is cut off.
+
+    Tokens that the server does not report are estimated from `prompt` and the answer.
     """
-    choices = getattr(completion, "choices", None)
+    if len(body) > MAX_BODY_BYTES:
+        raise ValueError(f"an answer of more than {MAX_BODY_BYTES} bytes")
+    try:
+        answer = json.loads(body)
+    except (ValueError, RecursionError):
+        raise ValueError(f"an answer that is no JSON: {body[:100]!r}") from None
+    choices = answer.get("choices") if isinstance(answer, dict) else None
     first = choices[0] if isinstance(choices, list) and choices else None
-    message = getattr(first, "message", None)
-    if not hasattr(message, "content"):
-        raise ValueError(f"an answer without choices or without a message: {completion!s:.100}")
-    content = message.content
+    message = first.get("message") if isinstance(first, dict) else None
+    if not isinstance(message, dict):
+        raise ValueError(f"an answer without choices or without a message: {answer!r:.100}")
+    refusal, content = message.get("refusal"), message.get("content")
     if not isinstance(content, str | None):
-        raise ValueError(f"a message whose content is no text: {content!s:.100}")
-    return content or "", "length" if getattr(first, "finish_reason", None) == "length" else "stop"
+        raise ValueError(f"a message whose content is no text: {content!r:.100}")
+    reason = first.get("finish_reason")
+    refused = reason == "content_filter" or (isinstance(refusal, str) and refusal)
+    text = refusal if isinstance(refusal, str) and refusal else content or ""
+    usage = answer.get("usage")
+    return Completion(
+        text=text,
+        finish_reason="refusal" if refused else "length" if reason == "length" else "stop",
+        prompt_tokens=_count(usage, "prompt_tokens", estimate_tokens(prompt)),
+        output_tokens=_count(usage, "completion_tokens", estimate_tokens(text)),
+    )
+
+
+def _count(usage: Any, key: str, otherwise: int) -> int:
+    value = usage.get(key) if isinstance(usage, dict) else None
+    return value if type(value) is int and value >= 0 else otherwise
+
+
+def retry_after(headers: Mapping[str, str], *, now: float) -> float | None:
+    """Seconds that the server asks to wait, from 0; None when it does not, or in no number and no date.
+
+    Names of headers in lower case; `now` in seconds since 1970.
+
+        retry_after({"retry-after": "1.5"}, now=0) == 1.5
+        retry_after({"retry-after": "Thu, 01 Jan 1970 00:01:00 GMT"}, now=20) == 40
+    """
+    for name, unit_s in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
+        value = headers.get(name)
+        if value is None:
+            continue
+        try:
+            seconds = float(value) * unit_s
+        except ValueError:
+            try:
+                seconds = parsedate_to_datetime(value).timestamp() - now
+            except ValueError:
+                continue
+        if not math.isnan(seconds):
+            return max(0.0, seconds)
+    return None

@@ -1,68 +1,241 @@
-"""Feedback that a person wrote down before: a file, looked up by prompt and response."""
+"""Feedback that people wrote down before: a file, looked up by prompt and response.
+
+    {"prompt": "Why?", "response": "About a laptop.", "critique": "It was a phone.", "poor": ["laptop"]}
+    prompt_id,response,critique,spans
+    7,About a laptop.,It was a phone.,"[{""start"": 8, ""end"": 14, ""label"": ""poor""}]"
+
+JSON lines or CSV, or a record of the task with a critique in it. Quotes (good, poor) or offsets (spans, half-open
+characters of the response); in a CSV cell they are JSON. Where all three are missing, the critique alone is known, and
+an aligner finds what it speaks of; an empty list says that nothing is to be marked.
+"""
 
 import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from t2g.data.load import read_lines
+from t2g.data.csvfile import read_csv
+from t2g.data.load import load_records, read_lines
+from t2g.data.published import translate
+from t2g.data.records import AnnotatedRecord
 from t2g.errors import UserError
-from t2g.feedback.parse import make_feedback, no_feedback, read_judgement
+from t2g.feedback.parse import Quote, make_feedback, no_feedback, read_judgement
+from t2g.feedback.spans import locate
 from t2g.feedback.waiting import FailureLog
+from t2g.interfaces import Aligner
+from t2g.sections import DataConfig
+from t2g.tasks.base import Record, Task
 from t2g.types import Prompt, SpanFeedback
 
+FIELDS = ("prompt_id", "prompt", "response", "critique", "good", "poor", "spans")
+MARKS = ("good", "poor", "spans")
+LABELS = {1: "good", -1: "poor", "good": "good", "poor": "poor"}
 Key = tuple[str | None, str | None, str]  # prompt_id and prompt as far as the line gives them, response
 
 
-class HumanFeedback:
-    """Judgements written down before: JSON lines with response, critique, good, poor, and prompt_id or prompt or both.
+@dataclass(frozen=True)
+class _Judgement:
+    feedback: SpanFeedback
+    aligned: bool  # false: the critique alone is known
 
-    A line with both holds for a prompt that has both; then a line with the prompt's text counts before one with its id,
-    since another data set may have the same ids. A response that nobody judged has failed feedback.
+
+class HumanFeedback:
+    """Judgements from a file. A response that nobody judged, or in a line that is broken, has failed feedback with a
+    reason that names file and line.
+
+    A line with prompt_id and prompt holds for a prompt that has both; then a line with the prompt's text counts before
+    one with its id, since another data set may have the same ids.
     """
 
     name = "human"
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self, path: Path, task: Task, aligner: Aligner | None = None, *, columns: Mapping[str, str] | None = None
+    ) -> None:
+        """columns: our field -> the file's field. UserError for a file that is missing or judges nothing."""
         if not path.is_file():
-            raise UserError(f"feedback.human_file={path}: there is no such file")
-        self._path = path
-        self._version = f"{path.name}@{hashlib.blake2b(path.read_bytes(), digest_size=4).hexdigest()}"
+            raise UserError(f"human_file={path}: there is no such file")
+        self._path, self._task = path, task
+        self.aligner = aligner
         self._failures = FailureLog()
-        self._judgements: dict[Key, SpanFeedback] = {}
-        for number, row in read_lines(path):
-            try:
-                key, feedback = self._read(row)
-            except ValueError as error:
-                raise UserError(f"{path}:{number}: {error}") from error
+        self._judgements: dict[Key, _Judgement] = {}
+        self._unaligned: list[str] = []  # places of critiques without spans
+        lost: list[str] = []
+        for where, row in _rows(path):
+            row |= {ours: row[theirs] for ours, theirs in (columns or {}).items() if theirs in row}
+            key = _key(row, task)
+            if key is None:
+                lost.append(where)
+                continue
+            judgement = self._judgement(where, row, key[2])
+            if not judgement.aligned:
+                self._unaligned.append(where)
             if key in self._judgements:
-                raise UserError(f"{path}:{number}: judges a response that a line before it judged already")
-            self._judgements[key] = feedback
+                twice = self._failed(f"{where} judges a response that a line before it judged already", row)
+                judgement = _Judgement(twice, aligned=True)
+            self._judgements[key] = judgement
+        if lost:
+            sentence = f"{len(lost)} lines judge no response, the first at {lost[0]}: response and prompt are needed"
+            self._failures.say("lost", sentence)
         if not self._judgements:
-            raise UserError(f"feedback.human_file={path} holds no judgements")
+            raise UserError(f"human_file={path} holds no judgements")
+
+    def refuse_unaligned(self) -> None:
+        """UserError where a critique has no spans and there is nobody to find them."""
+        if self._unaligned and self.aligner is None:
+            raise UserError(
+                f"{len(self._unaligned)} critiques have no spans, the first at {self._unaligned[0]}; set annotate.align"
+                ' to llm or reward_model to find them, or write "good": [] where none are meant'
+            )
 
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
+        judgement = self._find(prompt, response_text)
+        if judgement is None:
+            sentence = f"{self._path} has no judgement of this response to prompt {prompt.prompt_id}"
+            self._failures.say("missing", sentence)
+            return no_feedback("failed", source=self.name, version="", reason=sentence)
+        said = judgement.feedback
+        if judgement.aligned:
+            return said
+        assert self.aligner is not None, "see refuse_unaligned"
+        found = await self.aligner.align(prompt, response_text, said.critique)
+        return replace(found, critique=said.critique, source=self.name, version=f"{said.version}, {found.version}")
+
+    def is_current(self, record: AnnotatedRecord) -> bool:
+        """Whether the record still says what the file says."""
+        judgement = self._find(record.to_prompt(), record.response)
+        return judgement is not None and record.version.split(", ")[0] == judgement.feedback.version
+
+    def wants_aligner(self, prompt: Prompt, response_text: str) -> bool:
+        judgement = self._find(prompt, response_text)
+        return judgement is not None and not judgement.aligned
+
+    def _find(self, prompt: Prompt, response_text: str) -> _Judgement | None:
         asked = (prompt.prompt_id, prompt.prompt_text), (None, prompt.prompt_text), (prompt.prompt_id, None)
-        for prompt_id, text in asked:
-            feedback = self._judgements.get((prompt_id, text, response_text))
-            if feedback is not None:
-                return feedback
-        self._failures.say("missing", f"{self._path} has no judgement of a response to prompt {prompt.prompt_id}")
-        return no_feedback("failed", source=self.name, version=self._version)
+        found = (self._judgements.get((*names, response_text)) for names in asked)
+        return next((judgement for judgement in found if judgement is not None), None)
 
-    def _read(self, row: dict[str, Any]) -> tuple[Key, SpanFeedback]:
-        prompt_id, text, response = (_text_or_none(row, field) for field in ("prompt_id", "prompt", "response"))
-        if response is None or (prompt_id is None and text is None):
-            raise ValueError("needs a response and a prompt_id or prompt")
-        judgement = read_judgement((row.get("critique"), row.get("good", ()), row.get("poor", ())))
-        feedback = make_feedback(*judgement, response, source=self.name, version=self._version)
-        if feedback.num_located < feedback.num_quotes:
-            lost = feedback.num_quotes - feedback.num_located
-            raise ValueError(f"{lost} of its {feedback.num_quotes} quotes do not stand in the response")
-        return (prompt_id, text, response), feedback
+    def _judgement(self, where: str, row: Record, response: str) -> _Judgement:
+        try:
+            critique, marks = _read_marks(row)
+            if marks is None:
+                said = make_feedback(critique, (), (), response, source=self.name, version=self._version(row))
+                return _Judgement(said, aligned=False)
+            critique, good, poor, _ = read_judgement((critique, *_quotes(marks, response)))
+            said = make_feedback(critique, good, poor, response, source=self.name, version=self._version(row))
+            _refuse_overlaps(said)
+        except ValueError as error:
+            said = self._failed(f"{where}: {error}", row)
+            self._failures.say("line", said.reason)
+        return _Judgement(said, aligned=True)
+
+    def _failed(self, reason: str, row: Record) -> SpanFeedback:
+        return no_feedback("failed", source=self.name, version=self._version(row), reason=reason)
+
+    def _version(self, row: Record) -> str:
+        """The file and a hash of the line: what changes in other lines makes no judgement stale."""
+        digest = hashlib.blake2b(json.dumps(row, default=str).encode(errors="replace"), digest_size=4).hexdigest()
+        return f"{self._path.name}@{digest}"
 
 
-def _text_or_none(row: dict[str, Any], field: str) -> str | None:
-    value = row.get(field)
-    if not isinstance(value, str | None):
-        raise ValueError(f"{field} is {value!r:.80}; it needs to be a text")
-    return value
+def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(file and place, record) of a file of any kind that data may have."""
+    if path.suffix == ".csv":
+        yield from ((f"{path}:{line}", dict(row)) for line, row in read_csv(path))
+    elif path.suffix in (".json", ".parquet"):
+        records = enumerate(load_records(DataConfig(path=str(path))), start=1)
+        yield from ((f"{path}, record {number}", record) for number, record in records)
+    else:
+        yield from ((f"{path}:{line}", row) for line, row in read_lines(path))
+
+
+def _key(row: Record, task: Task) -> Key | None:
+    """What the row judges, as the task reads it or else under its plain names; None where it does not say."""
+    names = {field: value for field, value in _names(row).items() if isinstance(value, str)}
+    response = _attempt(task.response, row) or names.get("response")
+    text = _attempt(task.prompt_text, row) or names.get("prompt")
+    prompt_id = task.prompt_id(row) or names.get("prompt_id")
+    return None if not response or (text is None and prompt_id is None) else (prompt_id, text, response)
+
+
+def _attempt(read: Callable[[Record], str | None], row: Record) -> str | None:
+    try:
+        return read(row)
+    except ValueError:
+        return None
+
+
+def _names(row: Record) -> dict[str, Any]:
+    """The row under our names, published ones understood."""
+    try:
+        return translate(row, FIELDS)[0]
+    except ValueError:
+        return dict(row)
+
+
+def _read_marks(row: Record) -> tuple[str, dict[str, Any] | None]:
+    """The critique, and the lists good, poor and spans that the row has; None for none of them."""
+    cells = {name: _from_cell(name, value) for name, value in row.items() if name in MARKS and value is not None}
+    fields, rest = translate({**row, **cells}, FIELDS)
+    critique = fields.get("critique", rest.get("feedback"))  # SLF5K's name for it
+    if not isinstance(critique, str) or not critique.strip():
+        raise ValueError(f"the critique is {critique!r:.80}; it needs to be a text")
+    return critique, {name: fields[name] for name in MARKS if name in fields} or None
+
+
+def _from_cell(name: str, value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{name} is {value!r:.80}; it needs to be a list in JSON") from None
+
+
+def _quotes(marks: Mapping[str, Any], response: str) -> tuple[list[Quote], list[Quote]]:
+    """Good and poor quotes, each of which stands in the response. ValueError for one that does not, or is blank."""
+    if "spans" in marks:
+        if not isinstance(marks["spans"], list):
+            raise ValueError(f"spans is {marks['spans']!r:.80}; it needs to be a list")
+        found: dict[str, list[Quote]] = {"good": [], "poor": []}
+        for number, span in enumerate(marks["spans"]):
+            label, quote = _quote_at(f"spans[{number}]", span, response)
+            found[label].append(quote)
+        return found["good"], found["poor"]
+    _, good, poor, _ = read_judgement(("", marks.get("good", ()), marks.get("poor", ())))  # so that all are Quotes
+    for quote in (*good, *poor):
+        if not quote.text.strip():
+            raise ValueError("a quote is empty")
+        if locate(response, quote.text, quote.occurrence) is None:
+            often = f" {quote.occurrence} times" if quote.occurrence > 1 else ""
+            raise ValueError(f"the quote {quote.text!r:.80} does not stand{often} in the response")
+    return good, poor
+
+
+def _quote_at(name: str, span: Any, response: str) -> tuple[str, Quote]:
+    """Label and quote of one entry of spans."""
+    match span:
+        case {"start": int(start), "end": int(end), "label": (int() | str()) as label} if label in LABELS:
+            pass
+        case _:
+            raise ValueError(f"{name} is {span!r:.80}; it needs start, end and a label, good (1) or poor (-1)")
+    severity = span.get("severity", 1)
+    if type(severity) is not int or severity not in (1, 2, 3):
+        raise ValueError(f"{name} has severity {severity!r:.80}; it must be 1, 2 or 3")
+    if not 0 <= start < end <= len(response):
+        raise ValueError(f"{name} is [{start}, {end}) of a response of {len(response)} characters")
+    text = response[start:end]
+    if not text.strip():
+        raise ValueError(f"{name} is [{start}, {end}), where the response is blank")
+    occurrence = sum(response.startswith(text, at) for at in range(start + 1))
+    return LABELS[label], Quote(text=text, occurrence=occurrence, severity=severity)
+
+
+def _refuse_overlaps(said: SpanFeedback) -> None:
+    places = sorted((span.start, span.end) for span in said.spans)
+    for before, after in pairwise(places):
+        if before[1] > after[0]:
+            raise ValueError(f"the spans [{before[0]}, {before[1]}) and [{after[0]}, {after[1]}) overlap")

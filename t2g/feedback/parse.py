@@ -1,21 +1,26 @@
 """An answer in JSON to a critique with spans, and back. Answers are untrusted: parsed, bounded, never an exception.
 
-{"critique": "It says phone, which is wrong.", "good": ["by Ann"], "poor": [{"quote": "phone", "occurrence": 2}]}
+    {"critique": "It says phone, which is wrong.", "good": ["by Ann"], "poor": [{"quote": "phone", "occurrence": 2}]}
+
+A quote is a text, or an object with those of occurrence and severity that are not 1. Without a critique
+(`StyleConfig.critique` off) the answer is {"good": [...], "poor": [...]}.
 """
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 from t2g.feedback.spans import locate
+from t2g.sections import StyleConfig
+from t2g.tasks.base import SPARSE
 from t2g.types import FinishReason, Span, SpanFeedback
 
-MAX_ANSWER_CHARS = 65_536  # of an answer that is looked at; longer ones are unparsable
+MAX_ANSWER_CHARS = 65_536  # of an answer, a critique or an outcome that is looked at
 MAX_QUOTES = 256  # of each label that are looked for; the rest counts as not located
-BLOCK = 40  # characters of a block of a bounded text
 _SENTENCE_END = re.compile(r"[.!?;]+(?=\s|$)|[。！？；\n]")
 _SURROGATES = re.compile(r"[\ud800-\udfff]")
 
@@ -30,81 +35,64 @@ class Quote:
     critique_range: tuple[int, int] | None = None  # characters of the critique that speak of it, if the source knows
 
 
-def answer_grammar(*, max_critique_chars: int, max_spans: int, max_quote_chars: int) -> str:
-    """Grammar (EBNF as xgrammar reads it) of exactly the JSON that `format_answer` writes, bounded in length.
+class Judgement(NamedTuple):
+    """What a program or a person says of one response, read and bounded."""
 
-    A JSON schema will not do for this: with `maxLength` xgrammar (0.2.8) allows no escape, so that no quote could hold
-    a quotation mark or a line end, and vLLM then writes other separators than those of training. A text of n characters
-    with up to n / 40 escapes always fits into a bound of n, and none is longer than 2 n + 39.
+    critique: str
+    good: list[Quote]
+    poor: list[Quote]
+    outcome: dict[str, Any]  # plain JSON: what a program found beside its words
+
+
+def format_answer(critique: str, good: Iterable[Any], poor: Iterable[Any], *, style: StyleConfig = SPARSE) -> str:
+    """The answer that says this, byte for byte as guided decoding by `t2g.feedback.grammar` can write it.
+
+    Quotes as in `make_feedback`; ValueError for what is no quote. Without a critique in the style it is left out.
     """
-    more = f'(", " quote){{0,{max_spans - 1}}}'
-    return f"""
-root ::= "{{\\"critique\\": \\"" critique "\\", \\"good\\": " quotes ", \\"poor\\": " quotes "}}"
-quotes ::= "[]"{f' | "[" quote {more} "]"' if max_spans else ""}
-quote ::= "\\"" text "\\"" | "{{\\"quote\\": \\"" text "\\", \\"occurrence\\": " occurrence "}}"
-occurrence ::= [2-9] | [1-9] [0-9]
-{_bounded_text("critique", max_critique_chars)}
-{_bounded_text("text", max_quote_chars)}
-escape ::= "\\\\" (["\\\\bfnrt] | "u00" [0-1] [0-9a-f])
-"""
-
-
-def _bounded_text(rule: str, max_chars: int) -> str:
-    """Blocks that end with their escape or are full, then a rest: there is one way only to read a text.
-
-    Characters counted one by one, escapes among them, would cost 30 ms a token; this costs 0.3 ms.
-    """
-    plain = r'[^"\\\x00-\x1F]'
-    return (
-        f"{rule} ::= {rule}_block{{0,{max_chars * 2 // BLOCK}}} {plain}{{0,{min(max_chars, BLOCK - 1)}}}\n"
-        f"{rule}_block ::= {plain}{{{BLOCK},{BLOCK}}} | {plain}{{0,{BLOCK - 1}}} escape"
-    )
-
-
-def answer_schema() -> dict[str, Any]:
-    """JSON schema of an answer for endpoints: critique first, no other keys, and nothing of the response in it.
-
-    It has no bounds, so that every OpenAI-compatible server takes it: several refuse lengths and numbers.
-    """
-    counted = _closed_object({"quote": {"type": "string"}, "occurrence": {"type": "integer"}})
-    quotes = {"type": "array", "items": {"anyOf": [{"type": "string"}, counted]}}
-    return _closed_object({"critique": {"type": "string"}, "good": quotes, "poor": quotes})
-
-
-def _closed_object(properties: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
-
-
-def format_answer(critique: str, good: Iterable[Any], poor: Iterable[Any]) -> str:
-    """The answer that says this, byte for byte as guided decoding by `answer_grammar` can write it.
-
-    Quotes as in `make_feedback`; ValueError for what is no quote.
-    """
-    return json.dumps(
-        {"critique": critique, "good": [_item(quote) for quote in good], "poor": [_item(quote) for quote in poor]},
-        ensure_ascii=False,
-    )
+    answer: dict[str, Any] = {"critique": critique} if style.critique else {}
+    answer |= {"good": [_item(quote) for quote in good], "poor": [_item(quote) for quote in poor]}
+    return json.dumps(answer, ensure_ascii=False)
 
 
 def _item(item: Any) -> str | dict[str, Any]:
     quote = read_quote(item)
-    return quote.text if quote.occurrence == 1 else {"quote": quote.text, "occurrence": quote.occurrence}
+    other = {key: value for key in ("occurrence", "severity") if (value := getattr(quote, key)) != 1}
+    return {"quote": quote.text, **other} if other else quote.text
+
+
+def begun_answer(critique: str) -> str:
+    """`format_answer` up to the last character of the critique, its closing quotation mark not included."""
+    return f'{{"critique": {json.dumps(_whole(critique), ensure_ascii=False)[:-1]}'
+
+
+def span_map_start(answer: str) -> int:
+    """Where the good and poor lists begin in an answer of `format_answer`, of either style: the index of `"good"`.
+
+    A quotation mark inside the critique stands behind a backslash, so it ends no critique.
+    """
+    return 1 if answer.startswith('{"good": [') else answer.index('", "good": [') + len('", ')
 
 
 def parse_answer(
-    text: str, response_text: str, *, source: str, version: str, finish_reason: FinishReason = "stop"
+    text: str,
+    response_text: str,
+    *,
+    source: str,
+    version: str,
+    finish_reason: FinishReason = "stop",
+    style: StyleConfig = SPARSE,
 ) -> SpanFeedback:
     """The feedback in a model's answer about `response_text`. Never raises.
 
     Status: ok; empty (it parses, no span was located); unparsable (no such JSON object, cut by length, or longer than
     MAX_ANSWER_CHARS). An entry that is no quote, or does not stand in the response, counts in num_quotes and not in
-    num_located.
+    num_located. In a style without a critique the critique is "", whatever the answer says.
     """
-    answer = _load(text) if finish_reason == "stop" else None
-    if answer is None:
-        return no_feedback("unparsable", source=source, version=version)
+    answer = _load(text, style) if finish_reason == "stop" else "the answer was cut at its length limit"
+    if isinstance(answer, str):
+        return no_feedback("unparsable", source=source, version=version, reason=answer)
     return make_feedback(
-        answer["critique"],
+        answer["critique"] if style.critique else "",
         [_quote_or_none(item) for item in answer["good"]],
         [_quote_or_none(item) for item in answer["poor"]],
         response_text,
@@ -113,16 +101,19 @@ def parse_answer(
     )
 
 
-def _load(text: str) -> dict[str, Any] | None:
+def _load(text: str, style: StyleConfig) -> dict[str, Any] | str:
+    """The answer's object, or why it is none."""
     if len(text) > MAX_ANSWER_CHARS:
-        return None
+        return f"the answer has {len(text)} characters; at most {MAX_ANSWER_CHARS} are read"
     try:
         answer = json.loads(text)
     except (ValueError, RecursionError):
-        return None
-    if not isinstance(answer, dict) or not isinstance(answer.get("critique"), str):
-        return None
-    return answer if all(isinstance(answer.get(key), list) for key in ("good", "poor")) else None
+        return "the answer is no JSON"
+    if not isinstance(answer, dict):
+        return "the answer is no JSON object"
+    kinds: dict[str, type] = ({"critique": str} if style.critique else {}) | {"good": list, "poor": list}
+    wrong = [key for key, kind in kinds.items() if not isinstance(answer.get(key), kind)]
+    return f"the answer's {wrong[0]} is missing or no {kinds[wrong[0]].__name__}" if wrong else answer
 
 
 def _quote_or_none(item: Any) -> Quote | None:
@@ -161,15 +152,18 @@ def read_quote(item: Any) -> Quote:
     raise ValueError(f"a quote's critique_range is {quote.critique_range!r:.80}; it must be (start, end) or None")
 
 
-def read_judgement(answer: Any) -> tuple[str, list[Any], list[Any]]:
-    """(critique, good quotes, poor quotes) of what a program or a file gives; ValueError in a sentence for rubbish.
+def read_judgement(answer: Any) -> Judgement:
+    """What a program or a file gives: (critique, good quotes, poor quotes), or a dict of critique, good, poor and
+    perhaps outcome. ValueError in a sentence for rubbish.
 
     The quotes may be any iterables, which may raise or never end: at most MAX_QUOTES + 1 of each are taken, so that
     one too many still counts as not located.
     """
+    outcome: Any = {}
     if isinstance(answer, dict):
-        if set(answer) != {"critique", "good", "poor"}:
+        if set(answer) - {"outcome"} != {"critique", "good", "poor"}:
             raise ValueError(f"a dict with the keys {', '.join(map(str, answer))}; it needs critique, good and poor")
+        outcome = answer.get("outcome", {})
         answer = (answer["critique"], answer["good"], answer["poor"])
     if not isinstance(answer, tuple) or len(answer) != 3:
         raise ValueError(f"{answer!r:.80}; it needs to be (critique, good quotes, poor quotes)")
@@ -182,7 +176,20 @@ def read_judgement(answer: Any) -> tuple[str, list[Any], list[Any]]:
         if isinstance(quotes, str) or not isinstance(quotes, Iterable):
             raise ValueError(f"the quotes are {quotes!r:.80}; they need to be a list")
     good, poor = ([read_quote(item) for item in islice(quotes, MAX_QUOTES + 1)] for quotes in (good, poor))
-    return critique, good, poor
+    return Judgement(critique, good, poor, _plain_outcome(outcome))
+
+
+def _plain_outcome(outcome: Any) -> dict[str, Any]:
+    """A copy that a JSON file can hold. ValueError for anything else."""
+    if not isinstance(outcome, dict):
+        raise ValueError(f"the outcome is {outcome!r:.80}; it needs to be a dict of plain JSON")
+    try:
+        text = _whole(json.dumps(outcome, ensure_ascii=False, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"the outcome needs to be plain JSON: {error!s:.100}") from error
+    if len(text) > MAX_ANSWER_CHARS:
+        raise ValueError(f"the outcome has {len(text)} characters of JSON; it needs to be at most {MAX_ANSWER_CHARS}")
+    return json.loads(text)
 
 
 def make_feedback(
@@ -193,13 +200,14 @@ def make_feedback(
     *,
     source: str,
     version: str,
+    outcome: Mapping[str, Any] = MappingProxyType({}),
 ) -> SpanFeedback:
     """The feedback of a critique with its good and poor quotes (see `read_quote`); None stands for an unreadable one.
 
     Quotes that do not stand in the response are left out and counted; the same span twice is one span.
     Raises ValueError for what is no quote.
     """
-    critique = _SURROGATES.sub("\ufffd", critique)  # JSON can spell halves of characters, which no file can hold
+    critique = _whole(critique)
     num_located = 0
     spans: dict[tuple[int, int, int], Span] = {}
     for label, items in ((1, good), (-1, poor)):
@@ -230,12 +238,20 @@ def make_feedback(
         version=version,
         num_quotes=len(good) + len(poor),
         num_located=num_located,
+        outcome=dict(outcome),
     )
 
 
-def no_feedback(status: Literal["unparsable", "failed"], *, source: str, version: str) -> SpanFeedback:
-    """A judgement that could not be used: `unparsable` or `failed`."""
-    return SpanFeedback(critique="", spans=(), status=status, source=source, version=version)
+def no_feedback(
+    status: Literal["unparsable", "failed"], *, source: str, version: str, reason: str = ""
+) -> SpanFeedback:
+    """A judgement that could not be used: `unparsable` or `failed`, and why in a sentence."""
+    return SpanFeedback(critique="", spans=(), status=status, source=source, version=version, reason=reason)
+
+
+def _whole(text: str) -> str:
+    """`text` without halves of characters, which JSON can spell and no file can hold."""
+    return _SURROGATES.sub("\ufffd", text)
 
 
 def sentence_about(critique: str, quote: str, occurrence: int = 1) -> tuple[int, int] | None:

@@ -2,22 +2,43 @@
 
 from pathlib import Path
 
-from t2g.config import FeedbackConfig
-from t2g.feedback.endpoint import EndpointFeedback
+from t2g.errors import UserError
+from t2g.feedback.endpoint import EndpointChat
 from t2g.feedback.human import HumanFeedback
+from t2g.feedback.llm import LLMFeedback
 from t2g.feedback.program import ProgramFeedback
-from t2g.interfaces import FeedbackSource
+from t2g.interfaces import Aligner, FeedbackSource
+from t2g.sections import FeedbackConfig
 from t2g.tasks.base import Task
 
-__all__ = ["EndpointFeedback", "HumanFeedback", "ProgramFeedback", "make_local_source"]
+__all__ = ["EndpointChat", "HumanFeedback", "LLMFeedback", "ProgramFeedback", "make_local_source"]
 
 
-def make_local_source(config: FeedbackConfig, task: Task) -> FeedbackSource:
-    """The source that `config.source` names; every one but `reward_model`, which is a fleet of engines."""
-    if config.source == "endpoint":
-        return EndpointFeedback(config, task)
-    if config.source == "human":
-        assert config.human_file is not None  # FeedbackConfig checked it
-        return HumanFeedback(Path(config.human_file))
+def make_local_source(config: FeedbackConfig, task: Task, *, aligner: Aligner | None = None) -> FeedbackSource:
+    """The source that `config.source` names; every one but those of engines of our own.
+
+    aligner: who finds the spans of human critiques that have none, where engines of ours do. UserError for a source
+    that cannot be used.
+    """
+    match config.source:
+        case "llm":
+            return make_endpoint_source(config, task)
+        case "human":
+            assert config.human_file is not None  # FeedbackConfig checked it
+            if aligner is None and config.model_asked == "llm":
+                aligner = make_endpoint_source(config, task)
+            human = HumanFeedback(Path(config.human_file), task, aligner, columns=config.human_columns)
+            human.refuse_unaligned()
+            return human
+        case "program":
+            critic = task.critic(style=config.style, sandbox=config.sandbox)
+            if critic is None:
+                raise UserError(f"task {task.name} has no program of its own; name one as pkg.mod:function")
+            return ProgramFeedback(critic, timeout_s=config.timeout_s, parallel=config.concurrency)
     assert config.source != "reward_model", "the reward model is served by actors.reward"
     return ProgramFeedback(config.source, timeout_s=config.timeout_s)
+
+
+def make_endpoint_source(config: FeedbackConfig, task: Task) -> LLMFeedback:
+    """The annotator behind `llm.url`, which is an aligner, too."""
+    return LLMFeedback(EndpointChat(config.llm), config, task)

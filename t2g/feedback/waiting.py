@@ -25,7 +25,7 @@ class PerLoop(Generic[T]):
 
 
 class FailureLog:
-    """Says each kind of failed judgement once, in a sentence; the metrics of each step say how often."""
+    """Says each kind of failed judgement once, in a sentence; what counts failed feedback says how often."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()
@@ -33,4 +33,4 @@ class FailureLog:
     def say(self, kind: str, sentence: str) -> None:
         if kind not in self._said:
             self._said.add(kind)
-            logger.warning("feedback failed: %s (said once; every step counts its failed feedback)", sentence)
+            logger.warning("feedback failed: %s (said once, counted each time)", sentence)

@@ -1,197 +1,190 @@
-"""The endpoint source against a small server of our own."""
+"""One request to an OpenAI-compatible server, against a small server of our own."""
 
 import asyncio
 import json
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
+from fake_endpoint import KEY, KEY_VARIABLE, FakeEndpoint, Reply, completion, fake_endpoint, says
 
-from t2g.config import FeedbackConfig
-from t2g.errors import UserError
-from t2g.feedback.endpoint import EndpointFeedback
-from t2g.feedback.parse import format_answer
-from t2g.tasks.prompts import PromptsTask
-from t2g.types import Prompt, SpanFeedback
+from t2g.errors import RunStopped, UserError
+from t2g.feedback.chat import ChatFailed, Completion
+from t2g.feedback.endpoint import MAX_BODY_BYTES, EndpointChat, read_body, read_completion, retry_after
+from t2g.sections import LLMConfig
 
-PROMPT = Prompt(prompt_id="7", prompt_ids=np.zeros(0, np.int32), prompt_text="Hi?", task="prompts")
-KEY_VARIABLE = "T2G_TEST_ENDPOINT_KEY"
-ENVIRON = {KEY_VARIABLE: "secret"}
-Reply = Callable[[int], tuple[int, Any]]  # from the number of the request, from 1, to status and body
-
-
-def completion(content: Any, finish_reason: str = "stop") -> dict[str, Any]:
-    message = {"role": "assistant", "content": content}
-    return {
-        "id": "1",
-        "object": "chat.completion",
-        "created": 0,
-        "model": "judge",
-        "choices": [{"index": 0, "message": message, "finish_reason": finish_reason}],
-    }
-
-
-class Server(ThreadingHTTPServer):
-    """Answers every request by `reply`; keeps what it was asked and how many requests were open at once."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.reply: Reply = lambda number: (200, completion(format_answer("Fine.", ["yes"], [])))
-        self.requests: list[dict[str, Any]] = []
-        self.headers: list[str | None] = []
-        self.open = self.most_open = 0
-        self.lock = threading.Lock()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hung up at its deadline is what some tests are about."""
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}/v1"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_POST(self) -> None:
-        server = self.server
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with server.lock:
-            server.requests.append(body)
-            server.headers.append(self.headers["Authorization"])
-            number = len(server.requests)
-            server.open += 1
-            server.most_open = max(server.most_open, server.open)
-        status, reply = server.reply(number)
-        with server.lock:
-            server.open -= 1
-        data = reply.encode() if isinstance(reply, str) else json.dumps(reply).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "text/html" if isinstance(reply, str) else "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *arguments: Any) -> None:
-        pass
+MESSAGES = [{"role": "user", "content": "Is it fine?"}]
+SCHEMA = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    server = Server()
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+def server() -> Iterator[FakeEndpoint]:
+    with fake_endpoint() as server:
+        yield server
 
 
-def source(server: Server, environ: Mapping[str, str] = ENVIRON, **fields: Any) -> EndpointFeedback:
-    values = {"timeout_s": 10.0, "endpoint_key_env": KEY_VARIABLE, "endpoint_model": "judge"} | fields
-    config = FeedbackConfig(source="endpoint", endpoint_url=server.url, **values)
-    return EndpointFeedback(config, PromptsTask(), environ=environ)
+def chat(server: FakeEndpoint, key: str = KEY, **fields: Any) -> EndpointChat:
+    values = {"url": server.url, "model": "judge", "key_env": KEY_VARIABLE, "request_timeout_s": 5.0} | fields
+    return EndpointChat(LLMConfig(**values), environ={KEY_VARIABLE: key})
 
 
-def judge(source: EndpointFeedback, response: str = "yes") -> SpanFeedback:
-    return asyncio.run(source.judge(PROMPT, response))
+def ask(chat: EndpointChat) -> Completion:
+    return asyncio.run(chat.complete(MESSAGES, schema=SCHEMA, max_output_tokens=64, temperature=0.5, seed=3))
 
 
-def test_an_answer_becomes_spans(server: Server) -> None:
-    feedback = judge(source(server))
-    assert [(s.start, s.end, s.label) for s in feedback.spans] == [(0, 3, 1)]
-    assert (feedback.critique, feedback.status, feedback.source) == ("Fine.", "ok", "endpoint")
-    assert feedback.version.startswith("judge#")
-    request = server.requests[0]
-    assert request["messages"] == PromptsTask().feedback_messages(PROMPT, "yes")
-    assert request["model"] == "judge"
-    assert request["response_format"]["json_schema"]["schema"]["required"] == ["critique", "good", "poor"]
-    assert server.headers == ["Bearer secret"]
+def refusal(chat: EndpointChat) -> ChatFailed:
+    with pytest.raises(ChatFailed) as caught:
+        ask(chat)
+    assert KEY not in str(caught.value)
+    return caught.value
 
 
-def test_what_may_pass_is_tried_again(server: Server) -> None:
-    answer = completion(format_answer("Fine.", ["yes"], []))
-    server.reply = lambda number: {1: (503, {}), 2: (429, {})}.get(number, (200, answer))
-    assert judge(source(server)).status == "ok"
-    assert len(server.requests) == 3
+def test_a_request_and_its_answer(server: FakeEndpoint) -> None:
+    server.reply = lambda number, body: says("Fine.", tokens=(7, 2))
+    assert ask(chat(server)) == Completion(text="Fine.", finish_reason="stop", prompt_tokens=7, output_tokens=2)
+    (request,) = server.requests
+    assert server.keys == [f"Bearer {KEY}"]
+    assert request["model"] == "judge" and request["messages"] == MESSAGES
+    assert (request["max_completion_tokens"], request["temperature"], request["seed"]) == (64, 0.5, 3)
+    assert request["response_format"]["json_schema"] == {"name": "feedback", "strict": True, "schema": SCHEMA}
 
 
-def test_what_will_not_pass_is_failed_at_once_and_said_once(server: Server, caplog: pytest.LogCaptureFixture) -> None:
-    server.reply = lambda number: (401, {"error": {"message": "wrong key"}})
-    asked = source(server)
-    assert judge(asked).status == judge(asked).status == "failed"
-    assert len(server.requests) == 2
-    said = [message for message in caplog.messages if "feedback failed" in message]
-    assert len(said) == 1
-    assert "wrong key" in said[0]
-    assert "secret" not in said[0]
+def test_the_client_is_of_the_loop_that_asks(server: FakeEndpoint) -> None:
+    asked = chat(server)
+    assert [ask(asked).finish_reason for _ in range(2)] == ["stop", "stop"]
 
 
-def test_the_deadline_holds_over_all_tries(server: Server, caplog: pytest.LogCaptureFixture) -> None:
-    server.reply = lambda number: (503, {})
-    started = time.monotonic()
-    assert judge(source(server, timeout_s=0.3)).status == "failed"
-    assert time.monotonic() - started < 3
-    assert "timeout_s=0.3" in caplog.text
+@pytest.mark.parametrize("status", [408, 409, 429, 500, 502, 503, 529])
+def test_what_may_pass(server: FakeEndpoint, status: int) -> None:
+    server.reply = lambda number, body: Reply(status, {"error": {"message": f"busy, {KEY}"}}, {"Retry-After": "7"})
+    failed = refusal(chat(server))
+    assert (failed.passing, failed.retry_after_s, failed.kind) == (True, 7.0, f"HTTP {status}")
+    assert "busy, ***" in str(failed)
+    assert len(server.requests) == 1  # the library does not ask again behind our back
 
 
-def test_a_server_that_never_answers(server: Server) -> None:
-    server.reply = lambda number: (time.sleep(1.5), (200, {}))[1]
-    started = time.monotonic()
-    assert judge(source(server, timeout_s=0.2)).status == "failed"
-    assert time.monotonic() - started < 1.2
+@pytest.mark.parametrize("status", [400, 403, 413, 422])
+def test_what_concerns_this_request_alone(server: FakeEndpoint, status: int) -> None:
+    server.reply = lambda number, body: Reply(status, {"error": {"message": "too long"}})
+    failed = refusal(chat(server))
+    assert (failed.passing, failed.retry_after_s) == (False, None)
+    assert "too long" in str(failed) and str(status) in str(failed)
+
+
+def test_a_wrong_key_is_named_by_its_variable_and_never_shown(server: FakeEndpoint) -> None:
+    server.reply = lambda number, body: Reply(401, {"error": {"message": f"Incorrect API key: {KEY}"}})
+    asked = chat(server)
+    with pytest.raises(UserError, match=f"refuses the key in the environment variable {KEY_VARIABLE}") as caught:
+        ask(asked)
+    error: BaseException | None = caught.value
+    assert KEY not in str(error) and error.__suppress_context__  # a traceback would show what the server said
+    assert KEY not in repr(asked)
+
+
+def test_a_wrong_model_or_path(server: FakeEndpoint) -> None:
+    server.reply = lambda number, body: Reply(404, {"error": {"message": "no model judge"}})
+    with pytest.raises(UserError, match=r"does not know llm\.model=judge or the path: .*no model judge"):
+        ask(chat(server))
+
+
+def test_an_empty_account(server: FakeEndpoint) -> None:
+    body = {"error": {"message": "You exceeded your quota", "code": "insufficient_quota"}}
+    server.reply = lambda number, request: Reply(429, body)
+    with pytest.raises(RunStopped, match=f"account of {KEY_VARIABLE} has nothing left"):
+        ask(chat(server))
+
+
+def test_a_server_that_is_not_there() -> None:
+    with fake_endpoint() as server:
+        pass
+    failed = refusal(chat(server))
+    assert (failed.kind, failed.passing) == ("connection", True)
+
+
+def test_a_server_that_is_late(server: FakeEndpoint) -> None:
+    server.reply = lambda number, body: Reply(body={}, delay_s=0.4)
+    assert refusal(chat(server, request_timeout_s=0.1)).passing
+
+
+def test_a_body_that_breaks_off(server: FakeEndpoint) -> None:
+    server.reply = lambda number, body: Reply(body=completion("Fine."), missing_bytes=20)
+    failed = refusal(chat(server))
+    assert failed.passing and "broke off" in str(failed)
 
 
 @pytest.mark.parametrize(
-    ("body", "status"),
+    ("body", "words"),
     [
-        (completion(None), "unparsable"),  # a refusal
-        (completion("c") | {"choices": [{"index": 0, "message": {}}]}, "unparsable"),
-        (completion("Sure! It is fine."), "unparsable"),
-        (completion(format_answer("Fine.", ["yes"], []), "length"), "unparsable"),
-        (completion(format_answer("Fine.", [], [])), "empty"),
-        (completion([{"type": "text", "text": "Fine."}]), "failed"),
-        (completion(5), "failed"),
-        (completion("c") | {"choices": []}, "failed"),
-        (completion("c") | {"choices": "x"}, "failed"),
-        (completion("c") | {"choices": None}, "failed"),
-        (completion("c") | {"choices": [None]}, "failed"),
-        (completion("c") | {"choices": ["x"]}, "failed"),
-        (completion("c") | {"choices": {"0": 1}}, "failed"),
-        (completion("c") | {"choices": [{"index": 0, "message": None}]}, "failed"),
-        (completion("c") | {"choices": [{"index": 0, "message": "x"}]}, "failed"),
-        ({}, "failed"),
-        ([], "failed"),
-        ([1], "failed"),
-        (None, "failed"),
-        (3, "failed"),
-        ("<html>proxy</html>", "failed"),
+        ("<html>proxy</html>", "no JSON: b'<html>"),
+        ('{"choices": [{"message": {"content": "Fi', "no JSON"),
+        ("[" * 100_000, "no JSON"),
+        ({}, "without choices"),
+        ([1], "without choices"),
+        (None, "without choices"),
+        ({"choices": []}, "without choices"),
+        ({"choices": "x"}, "without choices"),
+        ({"choices": [None]}, "without choices"),
+        ({"choices": [{"index": 0}]}, "without a message"),
+        ({"choices": [{"message": "x"}]}, "without a message"),
+        (completion(5), "content is no text"),
+        (completion([{"type": "text", "text": "Fine."}]), "content is no text"),
     ],
 )
-def test_answers_that_cannot_be_used(server: Server, body: Any, status: str) -> None:
-    server.reply = lambda number: (200, body)
-    assert judge(source(server)).status == status
+def test_bodies_that_are_no_completion(server: FakeEndpoint, body: Any, words: str) -> None:
+    server.reply = lambda number, request: Reply(body=body)
+    failed = refusal(chat(server))
+    assert not failed.passing and words in str(failed)
 
 
-def test_no_more_requests_are_open_than_asked(server: Server) -> None:
-    answer = completion(format_answer("Fine.", ["yes"], []))
-    server.reply = lambda number: (time.sleep(0.03), (200, answer))[1]
-    asked = source(server, concurrency=3)
+def test_a_huge_body_is_refused_and_not_read_to_its_end(server: FakeEndpoint) -> None:
+    server.reply = lambda number, body: says("x" * (MAX_BODY_BYTES + 1))
+    failed = refusal(chat(server))
+    assert not failed.passing and "more than" in str(failed)
 
-    async def many() -> list[SpanFeedback]:
-        return await asyncio.gather(*(asked.judge(PROMPT, "yes") for _ in range(12)))
+    class Endless:
+        async def iter_bytes(self) -> AsyncIterator[bytes]:
+            while True:
+                yield b"x" * 2**20
 
-    assert {feedback.status for feedback in asyncio.run(many())} == {"ok"}
-    assert server.most_open == 3
-    assert {feedback.status for feedback in asyncio.run(many())} == {"ok"}  # in another loop too
+    assert MAX_BODY_BYTES < len(asyncio.run(read_body(Endless()))) <= MAX_BODY_BYTES + 2**20
 
 
-def test_what_is_missing_is_said_at_set_up(server: Server) -> None:
-    with pytest.raises(UserError, match=r"needs feedback\.endpoint_model"):
-        source(server, endpoint_model=None)
-    with pytest.raises(UserError, match=f"names {KEY_VARIABLE}, which is not set"):
-        source(server, {})
+def read(content: Any, finish_reason: str = "stop", **message: Any) -> Completion:
+    body = completion(content, finish_reason)
+    body["choices"][0]["message"] |= message
+    del body["usage"]
+    return read_completion(json.dumps(body).encode(), prompt="x" * 10)
+
+
+def test_what_a_completion_says() -> None:
+    assert read("Fine.", "length").finish_reason == "length"
+    assert read(None).text == "" and read(None).finish_reason == "stop"
+    assert read("", "content_filter").finish_reason == "refusal"
+    assert (read(None, refusal="I cannot.").text, read(None, refusal="I cannot.").finish_reason) == (
+        "I cannot.",
+        "refusal",
+    )
+    assert (read("Fine!!").prompt_tokens, read("Fine!!").output_tokens) == (4, 2)  # bytes / 3, rounded up
+
+
+def test_when_to_come_back() -> None:
+    assert retry_after({"retry-after": "1.5"}, now=0) == 1.5
+    assert retry_after({"retry-after-ms": "250", "retry-after": "1"}, now=0) == 0.25
+    assert retry_after({"retry-after": "Thu, 01 Jan 1970 00:01:00 GMT"}, now=20) == 40
+    assert retry_after({"retry-after": "Thu, 01 Jan 1970 00:01:00 GMT"}, now=90) == 0
+    assert retry_after({"retry-after": "-3"}, now=0) == 0
+    for value in ("soon", "", "nan"):
+        assert retry_after({"retry-after": value}, now=0) is None
+    assert retry_after({}, now=0) is None
+
+
+@pytest.mark.parametrize(("key", "words"), [("", "is not set"), (" \n", "is not set"), ("a\nb", "no key has")])
+def test_a_key_that_is_none(server: FakeEndpoint, key: str, words: str) -> None:
+    with pytest.raises(UserError, match=words) as caught:
+        chat(server, key)
+    assert KEY_VARIABLE in str(caught.value)
+
+
+def test_a_line_end_behind_the_key_is_no_part_of_it(server: FakeEndpoint) -> None:
+    ask(chat(server, KEY + "\n"))
+    assert server.keys == [f"Bearer {KEY}"]

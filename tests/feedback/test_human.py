@@ -2,18 +2,24 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from t2g.config import FeedbackConfig
+from t2g.data.records import annotated_record
 from t2g.errors import UserError
 from t2g.feedback.human import HumanFeedback
+from t2g.feedback.parse import make_feedback
 from t2g.feedback.sources import make_local_source
+from t2g.sections import AnnotateConfig, FeedbackConfig
+from t2g.tasks.base import get_task
 from t2g.tasks.prompts import PromptsTask
 from t2g.types import Prompt, SpanFeedback
+
+DATA = Path(__file__).parents[1] / "data"
 
 
 def prompt(prompt_id: str, text: str) -> Prompt:
@@ -29,7 +35,27 @@ def judge(source: HumanFeedback, asked: Prompt, response: str) -> SpanFeedback:
     return asyncio.run(source.judge(asked, response))
 
 
+def human(path: Path, **keywords: Any) -> HumanFeedback:
+    return HumanFeedback(path, PromptsTask(), **keywords)
+
+
+def spans(feedback: SpanFeedback) -> list[tuple[int, int, int, int]]:
+    return [(s.start, s.end, s.label, s.severity) for s in feedback.spans]
+
+
 ROW = {"prompt_id": "7", "response": "a phone", "critique": "Wrong thing: a phone.", "poor": ["phone"]}
+
+
+class Aligner:
+    """Blames the first word that the critique has in common with the response."""
+
+    def __init__(self) -> None:
+        self.critiques: list[str] = []
+
+    async def align(self, prompt: Prompt, response_text: str, critique: str) -> SpanFeedback:
+        self.critiques.append(critique)
+        word = next(word for word in response_text.split() if word in critique)
+        return make_feedback("other words", (), [word], response_text, source="llm", version="judge#1")
 
 
 def test_by_id_and_by_text(tmp_path: Path) -> None:
@@ -38,7 +64,7 @@ def test_by_id_and_by_text(tmp_path: Path) -> None:
     source = make_local_source(FeedbackConfig(source="human", human_file=str(path)), PromptsTask())
     assert isinstance(source, HumanFeedback)
     found = judge(source, prompt("7", "anything"), "a phone")
-    assert [(s.start, s.end, s.label) for s in found.spans] == [(2, 7, -1)]
+    assert spans(found) == [(2, 7, -1, 1)]
     assert (found.status, found.source, found.num_located) == ("ok", "human", 1)
     assert found.version.startswith("human.jsonl@")
     assert judge(source, prompt("8", "What?"), "yes").spans[0].severity == 3
@@ -46,16 +72,10 @@ def test_by_id_and_by_text(tmp_path: Path) -> None:
 
 def test_the_text_of_a_prompt_counts_before_an_id_that_another_data_set_may_have(tmp_path: Path) -> None:
     def row(critique: str, **asked: str) -> dict[str, Any]:
-        return {"response": "yes", "critique": critique, **asked}
+        return {"response": "yes", "critique": critique, "good": [], **asked}
 
-    source = HumanFeedback(
-        write(
-            tmp_path / "human.jsonl",
-            row("id", prompt_id="7"),
-            row("text", prompt="Who?"),
-            row("both", prompt_id="7", prompt="Why?"),
-        )
-    )
+    rows = row("id", prompt_id="7"), row("text", prompt="Who?"), row("both", prompt_id="7", prompt="Why?")
+    source = human(write(tmp_path / "human.jsonl", *rows))
     critiques = {
         asked: judge(source, prompt(*asked), "yes").critique
         for asked in (("7", "Who?"), ("7", "Why?"), ("7", "When?"), ("8", "Who?"))
@@ -65,35 +85,144 @@ def test_the_text_of_a_prompt_counts_before_an_id_that_another_data_set_may_have
 
 
 def test_a_response_that_nobody_judged_is_failed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    source = HumanFeedback(write(tmp_path / "human.jsonl", ROW))
-    assert judge(source, prompt("7", ""), "a phone.").status == "failed"
+    source = human(write(tmp_path / "human.jsonl", ROW))
     assert judge(source, prompt("8", ""), "a phone").status == "failed"
-    assert ["no judgement of a response to prompt 7" in message for message in caplog.messages] == [True]
+    assert "no judgement of this response to prompt 7" in judge(source, prompt("7", ""), "a phone.").reason
+    assert ["no judgement of this response to prompt 8" in message for message in caplog.messages] == [True]
+
+
+def test_a_table_as_a_spreadsheet_writes_it(tmp_path: Path) -> None:
+    path = tmp_path / "human.csv"
+    path.write_bytes(
+        b"\xef\xbb\xbfQuestion,response,critique,good,poor,spans\r\n"
+        b'Why?,"two\r\nlines, ""so""",Not so.,,"[""so""]",\r\n'
+        b"\r\n"
+        b'Who?,Ann did.,Right.,,,"[{""start"": 0, ""end"": 3, ""label"": ""good"", ""severity"": 2}]"\r\n'
+        b"How?,With care.,Fine.,[],,\r\n"
+        b"When?,Now.,Hm.,nothing,,\r\n"
+    )
+    source = human(path, columns={"prompt": "Question"})
+    assert spans(judge(source, prompt("1", "Why?"), 'two\r\nlines, "so"')) == [(13, 15, -1, 1)]
+    assert spans(judge(source, prompt("1", "Who?"), "Ann did.")) == [(0, 3, 1, 2)]
+    assert judge(source, prompt("1", "How?"), "With care.").status == "empty"
+    broken = judge(source, prompt("1", "When?"), "Now.")
+    assert broken.reason == f"{path}:7: good is 'nothing'; it needs to be a list in JSON"
 
 
 @pytest.mark.parametrize(
-    ("row", "reason"),
+    ("given", "expected"),
     [
-        ({"response": "a"}, "needs a response and a prompt_id or prompt"),
-        ({"prompt_id": "1"}, "needs a response"),
-        ({"prompt_id": 7, "prompt": "a", "response": "a"}, "prompt_id is 7; it needs to be a text"),
-        ({"prompt": ["a"], "response": "a"}, "prompt is .* needs to be a text"),
-        ({"prompt_id": "1", "response": "a"}, "the critique is None"),
-        ({"prompt_id": "1", "response": "a", "critique": "c", "good": "a"}, "need to be a list"),
-        ({"prompt_id": "1", "response": "a", "critique": "c", "good": [3]}, "is no quote"),
-        ({"prompt_id": "1", "response": "a", "critique": "c", "good": ["b"]}, "1 of its 1 quotes do not stand"),
-        (ROW, "a line before it judged already"),
+        ([{"start": 2, "end": 7, "label": -1}], [(2, 7, -1, 1)]),
+        ([{"start": 0, "end": 1, "label": "good"}, {"start": 8, "end": 9, "label": "poor", "severity": 3}],
+         [(0, 1, 1, 1), (8, 9, -1, 3)]),
+        ([], []),
     ],
-)
-def test_a_broken_line_is_named(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
-    path = write(tmp_path / "human.jsonl", ROW, row)
-    with pytest.raises(UserError, match=reason) as error:
-        HumanFeedback(path)
-    assert "human.jsonl:2: " in str(error.value)
+)  # fmt: skip
+def test_offsets(tmp_path: Path, given: list[dict[str, Any]], expected: list[tuple[int, int, int, int]]) -> None:
+    row = {"prompt_id": "7", "response": "a phone a", "critique": "A phone is wrong.", "spans": given}
+    found = judge(human(write(tmp_path / "h.jsonl", row)), prompt("7", ""), "a phone a")
+    assert (spans(found), found.status) == (expected, "ok" if expected else "empty")
+
+
+def span(start: Any, end: Any, label: Any = 1, **more: Any) -> dict[str, Any]:
+    return {"start": start, "end": end, "label": label, **more}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"critique": None}, "the critique is None; it needs to be a text"),
+        ({"critique": " "}, "the critique is ' '"),
+        ({"good": "a"}, "good is 'a'; it needs to be a list in JSON"),
+        ({"good": [3]}, "3 is no quote"),
+        ({"good": [" "]}, "a quote is empty"),
+        ({"good": ["b"]}, "the quote 'b' does not stand in the response"),
+        ({"good": [{"quote": "a", "occurrence": 2}]}, "the quote 'a' does not stand 2 times in the response"),
+        ({"good": ["a phone"]}, "the spans [0, 7) and [2, 7) overlap"),
+        ({"spans": 3}, "spans is 3; it needs to be a list"),
+        ({"spans": [3]}, "spans[0] is 3; it needs start, end and a label"),
+        ({"spans": [span(0, 1, "fine")]}, "it needs start, end and a label, good (1) or poor (-1)"),
+        ({"spans": [span(0, 1, [1])]}, "it needs start, end and a label"),
+        ({"spans": [span(2, 2)]}, "spans[0] is [2, 2) of a response of 7 characters"),
+        ({"spans": [span(0, 1), span(2, 8)]}, "spans[1] is [2, 8) of a response of 7 characters"),
+        ({"spans": [span(1, 2)]}, "spans[0] is [1, 2), where the response is blank"),
+        ({"spans": [span(0, 1, severity=4)]}, "spans[0] has severity 4"),
+        ({"spans": [span(0, 4), span(3, 7, -1)]}, "the spans [0, 4) and [3, 7) overlap"),
+    ],
+)  # fmt: skip
+def test_a_broken_line_is_failed_feedback_that_names_it(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
+    path = write(tmp_path / "human.jsonl", ROW, ROW | {"prompt_id": "8"} | change)
+    source = human(path)
+    found = judge(source, prompt("8", ""), "a phone")
+    assert (found.status, found.reason[: len(f"{path}:2: ")]) == ("failed", f"{path}:2: ")
+    assert reason in found.reason
+    assert judge(source, prompt("7", ""), "a phone").status == "ok"
+
+
+def test_a_response_that_is_judged_twice_is_failed(tmp_path: Path) -> None:
+    found = judge(human(write(tmp_path / "human.jsonl", ROW, ROW)), prompt("7", ""), "a phone")
+    assert found.reason.endswith("human.jsonl:2 judges a response that a line before it judged already")
+
+
+def test_lines_that_judge_nothing_are_counted_and_the_first_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = {"response": "a"}, ROW, {"prompt_id": "1"}, {"prompt": ["a"], "response": "a"}
+    human(write(tmp_path / "human.jsonl", *rows))
+    assert "3 lines judge no response, the first at" in caplog.messages[0] and "human.jsonl:1: " in caplog.messages[0]
 
 
 def test_missing_and_empty_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no such file"):
-        HumanFeedback(tmp_path / "none.jsonl")
+        human(tmp_path / "none.jsonl")
     with pytest.raises(UserError, match="holds no judgements"):
-        HumanFeedback(write(tmp_path / "empty.jsonl"))
+        human(write(tmp_path / "empty.jsonl"))
+
+
+def test_a_critique_without_spans_is_aligned_and_stays_the_persons(tmp_path: Path) -> None:
+    bare = {"prompt_id": "8", "response": "a red phone", "critique": "No phone."}
+    path, aligner = write(tmp_path / "human.jsonl", ROW, bare), Aligner()
+    source = human(path, aligner=aligner)
+    source.refuse_unaligned()
+    assert not source.wants_aligner(prompt("7", ""), "a phone")
+    assert source.wants_aligner(prompt("8", ""), "a red phone")
+    found = judge(source, prompt("8", ""), "a red phone")
+    assert (spans(found), found.critique, found.source) == ([(6, 11, -1, 1)], "No phone.", "human")
+    assert found.version.endswith(", judge#1")
+    assert judge(source, prompt("7", ""), "a phone").status == "ok" and aligner.critiques == ["No phone."]
+    with pytest.raises(UserError, match=r"1 critiques have no spans, the first at .*human\.jsonl:2; set annotate"):
+        make_local_source(AnnotateConfig(source="human", human_file=str(path)), PromptsTask())
+
+
+def test_a_record_is_current_as_long_as_its_own_line_is(tmp_path: Path) -> None:
+    path, asked = tmp_path / "human.jsonl", prompt("7", "")
+    bare = {"prompt_id": "8", "response": "a red phone", "critique": "No phone."}
+    first = human(write(path, ROW, bare), aligner=Aligner())
+    records = [
+        annotated_record(asked, "a phone", judge(first, asked, "a phone")),
+        annotated_record(prompt("8", ""), "a red phone", judge(first, prompt("8", ""), "a red phone")),
+    ]
+    assert [first.is_current(record) for record in records] == [True, True]
+    second = human(write(path, ROW | {"prompt_id": "9"}, ROW | {"critique": "Better."}, bare), aligner=Aligner())
+    assert [second.is_current(record) for record in records] == [False, True]
+    assert not second.is_current(records[0].model_copy(update={"prompt_id": "3"}))
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "critique"),
+    [
+        ("summarization", "slf5k.json", "It was the sail that was torn, not the mast"),
+        ("qa", "ultrafeedback.json", "Right in every point"),
+    ],
+)
+def test_the_critiques_that_published_records_hold(name: str, file: str, critique: str) -> None:
+    task, aligner = get_task(name), Aligner()
+    rows = json.loads((DATA / file).read_text())
+    row = next(iter(rows.values())) if isinstance(rows, dict) else rows[0]
+    if isinstance(rows, dict):
+        row = {"id": next(iter(rows)), **row}
+    source = HumanFeedback(DATA / file, task, aligner)
+    asked = replace(prompt(str(task.prompt_id(row)), task.prompt_text(row)), payload=task.payload(row))
+    response = task.response(row)
+    assert response is not None and source.wants_aligner(asked, response)
+    assert judge(source, asked, response).critique.startswith(critique)

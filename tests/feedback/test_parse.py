@@ -8,23 +8,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from t2g.feedback.grammar import answer_grammar
 from t2g.feedback.parse import (
     MAX_ANSWER_CHARS,
     MAX_QUOTES,
     Quote,
-    answer_grammar,
-    answer_schema,
+    begun_answer,
     format_answer,
     make_feedback,
     parse_answer,
     read_judgement,
     read_quote,
     sentence_about,
+    span_map_start,
 )
+from t2g.sections import StyleConfig
+from t2g.tasks.base import SPARSE
 from t2g.types import Span, SpanFeedback
 
 RESPONSE = "by Ann, about a phone, about a phone."
-QUOTES = st.lists(st.text(max_size=8) | st.tuples(st.text(max_size=8), st.integers(1, 9)), max_size=4)
+BARE = StyleConfig(critique=False)
+QUOTES = st.lists(
+    st.text(max_size=8)
+    | st.tuples(st.text(max_size=8), st.integers(1, 9))
+    | st.builds(Quote, text=st.text(max_size=8), occurrence=st.integers(1, 9), severity=st.integers(1, 3)),
+    max_size=4,
+)
 
 
 def parse(text: str, response: str = RESPONSE, **keywords: Any) -> SpanFeedback:
@@ -75,10 +84,25 @@ def test_by_hand() -> None:
 def test_unparsable(text: str) -> None:
     feedback = parse(text)
     assert (feedback.status, feedback.critique, feedback.spans) == ("unparsable", "", ())
+    assert feedback.reason.startswith("the answer")
+
+
+def test_why_an_answer_is_unparsable() -> None:
+    assert parse('{"critique": "c", "good": []}').reason == "the answer's poor is missing or no list"
+    assert parse("c" * (MAX_ANSWER_CHARS + 1)).reason == "the answer has 65537 characters; at most 65536 are read"
 
 
 def test_an_answer_cut_by_length_is_unparsable_even_when_it_parses() -> None:
-    assert parse('{"critique": "c", "good": [], "poor": []}', finish_reason="length").status == "unparsable"
+    feedback = parse('{"critique": "c", "good": [], "poor": []}', finish_reason="length")
+    assert (feedback.status, feedback.reason) == ("unparsable", "the answer was cut at its length limit")
+
+
+def test_an_answer_without_a_critique() -> None:
+    feedback = parse('{"good": ["Ann"], "poor": []}', style=BARE)
+    assert (feedback.critique, feedback.status) == ("", "ok")
+    assert [(s.start, s.end, s.label) for s in feedback.spans] == [(3, 6, 1)]
+    assert parse('{"good": ["Ann"], "poor": []}').status == "unparsable"  # where one is asked for
+    assert parse('{"critique": "c", "good": ["Ann"], "poor": []}', style=BARE) == feedback
 
 
 @pytest.mark.parametrize(
@@ -120,10 +144,15 @@ def test_no_text_raises(text: str) -> None:
     assert parse(text).status in ("ok", "empty", "unparsable")
 
 
-@given(critique=st.text(max_size=30), good=QUOTES, poor=QUOTES)
-def test_an_answer_comes_back_as_it_was_given(critique: str, good: list[Any], poor: list[Any]) -> None:
-    parsed = parse(format_answer(critique, good, poor))
-    made = make(critique, good, poor)
+@given(critique=st.text(max_size=30), good=QUOTES, poor=QUOTES, style=st.sampled_from([SPARSE, BARE]))
+def test_an_answer_comes_back_as_it_was_given(
+    critique: str, good: list[Any], poor: list[Any], style: StyleConfig
+) -> None:
+    answer = format_answer(critique, good, poor, style=style)
+    parsed = parse(answer, style=style)
+    made = make(critique if style.critique else "", good, poor)
+    assert answer[span_map_start(answer) :].startswith('"good": [')
+    assert answer.startswith(begun_answer(critique)) == style.critique
     assert (parsed.critique, parsed.spans, parsed.status) == (made.critique, made.spans, made.status)
     assert (parsed.num_quotes, parsed.num_located) == (len(good) + len(poor), made.num_located)
 
@@ -132,14 +161,18 @@ def test_format_by_hand() -> None:
     assert format_answer('It\'s "é".', ["a", ("b", 1)], [("c", 2), ("d", 1, (0, 2))]) == (
         '{"critique": "It\'s \\"é\\".", "good": ["a", "b"], "poor": [{"quote": "c", "occurrence": 2}, "d"]}'
     )
+    heavy = [Quote(text="a", severity=3), Quote(text="b", occurrence=2, severity=2), Quote(text="c", severity=1)]
+    assert format_answer("dropped", [], heavy, style=BARE) == (
+        '{"good": [], "poor": [{"quote": "a", "severity": 3}, {"quote": "b", "occurrence": 2, "severity": 2}, "c"]}'
+    )
 
 
-def grammar_accepts(answer: str, **bounds: int) -> bool:
+def grammar_accepts(answer: str, **changes: Any) -> bool:
     import xgrammar
     from xgrammar.testing import _is_grammar_accept_string
 
-    bounds = {"max_critique_chars": 100, "max_spans": 3, "max_quote_chars": 60} | bounds
-    return _is_grammar_accept_string(xgrammar.Grammar.from_ebnf(answer_grammar(**bounds)), answer)
+    settings = {"max_critique_chars": 100, "max_spans": 3, "max_quote_chars": 60} | changes
+    return _is_grammar_accept_string(xgrammar.Grammar.from_ebnf(answer_grammar(**settings)), answer)
 
 
 @settings(deadline=None)  # the first example imports torch
@@ -147,8 +180,20 @@ def grammar_accepts(answer: str, **bounds: int) -> bool:
 def test_guided_decoding_can_write_what_training_teaches(critique: str, quotes: list[str]) -> None:
     # Any character at all, escapes among them; one escape in forty characters always fits.
     spread = ["".join(sign + "." * 39 for sign in text) for text in (critique, *quotes)]
-    pairs = [(quote, 2 + i) for i, quote in enumerate(spread[1:])]
-    assert grammar_accepts(format_answer(spread[0], spread[1:], pairs), max_critique_chars=200, max_quote_chars=120)
+    heavy = [Quote(text=quote, occurrence=1 + i, severity=3 - i) for i, quote in enumerate(spread[1:])]
+    for style in (SPARSE, BARE):
+        answer = format_answer(spread[0], spread[1:], heavy, style=style)
+        assert grammar_accepts(answer, max_critique_chars=200, max_quote_chars=120, style=style)
+
+
+@settings(deadline=None)
+@given(critique=st.text(max_size=20) | st.text('"\\\\\n\u2028é😀', max_size=9), data=st.data())
+def test_a_given_critique_is_gone_on_from_wherever_it_was_cut(critique: str, data: st.DataObject) -> None:
+    answer, begun = format_answer(critique, ["a"], [("b", 2)]), begun_answer(critique)
+    cut = data.draw(st.integers(0, len(begun)))
+    assert answer.startswith(begun)
+    assert grammar_accepts(answer[cut:], rest_of_critique=begun[cut:])
+    assert not grammar_accepts(answer[cut:], rest_of_critique=begun[cut:] + "x")
 
 
 def test_guided_decoding_keeps_to_its_bounds() -> None:
@@ -182,16 +227,20 @@ def test_guided_decoding_keeps_to_its_bounds() -> None:
         '{"critique": "a\nb", "good": [], "poor": []}',
         '{"critique": "a\\", "good": [], "poor": []}',
         '{"critique": "c", "good": [{"quote": "a", "occurrence": 1}], "poor": []}',
+        '{"critique": "c", "good": [{"quote": "a", "severity": 1}], "poor": []}',
+        '{"critique": "c", "good": [{"quote": "a", "severity": 4}], "poor": []}',
+        '{"critique": "c", "good": [{"quote": "a", "severity": 2, "occurrence": 2}], "poor": []}',
+        '{"critique": "c", "good": [{"quote": "a"}], "poor": []}',
+        '{"good": [], "poor": []}',
     ],
 )
 def test_guided_decoding_writes_nothing_else(answer: str) -> None:
     assert not grammar_accepts(answer)
 
 
-def test_the_schema_of_endpoints_has_no_bounds() -> None:
-    assert not {"maxLength", "minLength", "maxItems", "minimum", "maximum"} & set(
-        json.dumps(answer_schema()).split('"')
-    )
+def test_guided_decoding_without_a_critique_writes_none() -> None:
+    assert grammar_accepts('{"good": ["a"], "poor": []}', style=BARE)
+    assert not grammar_accepts('{"critique": "c", "good": ["a"], "poor": []}', style=BARE)
 
 
 def test_read_quote() -> None:
@@ -219,15 +268,38 @@ def test_rubbish_of_a_program_is_told_apart(answer: Any) -> None:
 
 
 def test_quotes_without_end_are_cut_and_still_count_as_too_many() -> None:
-    critique, good, _ = read_judgement(("c", itertools.repeat("Ann"), ()))
-    feedback = make(critique, good, [])
+    judgement = read_judgement(("c", itertools.repeat("Ann"), ()))
+    feedback = make(judgement.critique, judgement.good, [])
     assert (feedback.num_quotes, feedback.num_located) == (MAX_QUOTES + 1, MAX_QUOTES)
 
 
 def test_judgements_of_a_program() -> None:
-    expected = ("c", [Quote(text="a")], [Quote(text="b", occurrence=2)])
+    expected = ("c", [Quote(text="a")], [Quote(text="b", occurrence=2)], {})
     assert read_judgement(("c", ["a"], (("b", 2),))) == expected
     assert read_judgement({"critique": "c", "good": ["a"], "poor": [("b", 2)]}) == expected
+
+
+def test_the_outcome_of_a_program_is_a_copy_that_a_file_can_hold() -> None:
+    outcome = {"passed": False, "log": "bad \ud83d end", "failed": ("t1", 2)}
+    judgement = read_judgement({"critique": "c", "good": [], "poor": [], "outcome": outcome})
+    assert judgement.outcome == {"passed": False, "log": "bad \ufffd end", "failed": ["t1", 2]}
+    feedback = make_feedback("c", [], [], RESPONSE, source="program", version="v", outcome=judgement.outcome)
+    assert feedback.outcome == judgement.outcome
+    assert make("c", [], []).outcome == {}
+
+
+def endless() -> dict[str, Any]:
+    outcome: dict[str, Any] = {}
+    outcome["again"] = outcome
+    return outcome
+
+
+@pytest.mark.parametrize(
+    "outcome", [None, True, [], {"at": object()}, {"loss": float("nan")}, {"log": "x" * MAX_ANSWER_CHARS}, endless()]
+)
+def test_an_outcome_that_is_no_plain_json_is_refused(outcome: Any) -> None:
+    with pytest.raises(ValueError, match=r"the outcome .*needs to be"):
+        read_judgement({"critique": "c", "good": [], "poor": [], "outcome": outcome})
 
 
 @pytest.mark.parametrize(

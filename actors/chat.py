@@ -1,0 +1,122 @@
+"""An instruct model as an annotator on engines of our own: the same requests as to an endpoint, no server between.
+
+`ChatWorker` is the remote side, `ChatFleet` the driver's, which implements `t2g.feedback.chat.Chat`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import ray
+
+from actors.engine import Engine, stop_token_ids
+from actors.fleet import Fleet
+from t2g.data.chat import Message, check_chat_template, encode_chat, load_tokenizer
+from t2g.errors import UserError
+from t2g.feedback.chat import ChatFailed, Completion
+from t2g.feedback.offsets import decode
+from t2g.sections import FeedbackConfig
+
+
+class ChatWorker:
+    """One engine that answers chats. `start` first."""
+
+    def __init__(self, config: FeedbackConfig, seed: int) -> None:
+        assert config.llm.model is not None
+        self._model, self._revision, self._config = config.llm.model, config.llm.revision, config.engine
+        self._engine = Engine(self._model, config.engine, seed=seed, revision=self._revision, guided=True)
+
+    async def start(self) -> None:
+        """Load everything. UserError for a tokenizer without a chat template."""
+        self._tokenizer = load_tokenizer(self._model, self._revision)
+        check_chat_template(self._tokenizer)
+        self._stop_ids = stop_token_ids(self._model, self._tokenizer, self._revision)
+        await self._engine.start()
+
+    async def ping(self) -> None:
+        await self._engine.ping()
+
+    async def complete(
+        self,
+        messages: Sequence[Message],
+        *,
+        schema: Mapping[str, Any],
+        max_output_tokens: int,
+        temperature: float,
+        seed: int,
+    ) -> Completion:
+        """Raises UserError for messages that the chat template refuses or the window has no room for."""
+        ids = np.asarray(encode_chat(self._tokenizer, messages), np.int32)
+        if len(ids) + max_output_tokens > self._config.max_model_len:
+            raise UserError(
+                f"a question of {len(ids)} tokens and an answer of llm.max_output_tokens={max_output_tokens} "
+                f"do not fit into engine.max_model_len={self._config.max_model_len}; raise it, or lower the other"
+            )
+        done = await self._engine.generate(
+            ids,
+            temperature=temperature,
+            max_new_tokens=max_output_tokens,
+            seed=seed if temperature > 0 else None,
+            stop_ids=self._stop_ids,
+            schema=dict(schema),
+        )
+        return Completion(
+            text=decode(self._tokenizer, done.ids),
+            finish_reason=done.finish_reason,
+            prompt_tokens=len(ids),
+            output_tokens=len(done.ids),
+        )
+
+
+class ChatFleet:
+    """Chat workers as one model. `wait_ready` before the first request; `close` at the end."""
+
+    def __init__(self, config: FeedbackConfig, *, seed: int, placement_timeout_s: float) -> None:
+        assert config.llm.model is not None
+        if config.llm.max_output_tokens >= config.engine.max_model_len:
+            raise UserError(
+                f"llm.max_output_tokens={config.llm.max_output_tokens} leaves no room for a question in "
+                f"engine.max_model_len={config.engine.max_model_len}; it needs to be smaller"
+            )
+        self.model = f"{config.llm.model}@{config.llm.revision or 'local'}"
+        self.name = f"{config.llm.model} on own engines"
+        # `call` tries twice, and whoever asks waits request_timeout_s.
+        self._timeout_s = min(config.engine.request_timeout_s, config.llm.request_timeout_s / 2)
+        self._fleet = Fleet("chat", ChatActor, (config, seed), config.engine, placement_timeout_s=placement_timeout_s)
+
+    def wait_ready(self) -> None:
+        self._fleet.wait_ready()
+
+    async def complete(
+        self,
+        messages: Sequence[Message],
+        *,
+        schema: Mapping[str, Any],
+        max_output_tokens: int,
+        temperature: float,
+        seed: int,
+    ) -> Completion:
+        """Raises ChatFailed for a question that does not fit and for late workers, RunStopped when none is left."""
+        keywords = {
+            "schema": schema,
+            "max_output_tokens": max_output_tokens,
+            "temperature": temperature,
+            "seed": seed,
+        }
+        try:
+            return await self._fleet.call(
+                lambda worker: worker.complete.remote(messages, **keywords),
+                load=1,
+                timeout_s=self._timeout_s,
+                what="a chat",
+            )
+        except UserError as error:
+            raise ChatFailed("refused", str(error), passing=False) from None
+        except TimeoutError as error:
+            raise ChatFailed("timeout", str(error), passing=True) from None
+
+    def close(self) -> None:
+        self._fleet.close()
+
+
+ChatActor = ray.remote(ChatWorker)

@@ -1,0 +1,218 @@
+"""What an annotator is asked and how its answer is read: reason step by step, then a critique, then its spans.
+
+    {"reasoning": "...", "critique": "It says laptop, which is wrong.",
+     "spans": [{"quote": "laptop", "occurrence": 1, "label": "poor", "severity": 2, "phrase": "laptop"}]}
+
+Answers are untrusted: parsed, bounded, never an exception. What is wrong with one becomes sentences for the model.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from t2g.data.chat import Message
+from t2g.feedback.chat import Completion
+from t2g.feedback.parse import MAX_ANSWER_CHARS, MAX_QUOTES, Quote, make_feedback, no_feedback
+from t2g.feedback.spans import locate
+from t2g.sections import StyleConfig
+from t2g.tasks.base import Task
+from t2g.types import Prompt, SpanFeedback
+
+LABELS = ["good", "poor"]
+MAX_NOTES_CHARS = 8000  # of a human's feedback or a test's log that is shown
+MAX_FAULTS = 8  # that are told to the model at once
+MAX_REPEATED_CHARS = 4000  # of an answer that is shown to the model again
+
+_FORMAT = (
+    "Answer in another form than the one asked for above: one JSON object with these keys in this order.\n"
+    '"reasoning": think step by step. Go through the response piece by piece and check each piece.\n'
+)
+_CRITIQUE = '"critique": then write the critique that is asked for above.\n'
+_SPANS = (
+    '"spans": last, {pieces}, each as an object. "quote": the piece, exactly as it stands in the response, character '
+    'by character. "occurrence": 1, or 2, 3 ... where the same text stands earlier too and a later place is meant. '
+    '"label": "good" or "poor". "severity": 1, or 2 or 3 for a poor piece that does more harm.{phrase} '
+    "Pieces do not overlap. What is missing from the response has no piece."
+)
+_PHRASE = ' "phrase": the words of the critique that speak of this piece, exactly as they stand in the critique.'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One question to an annotator about one response."""
+
+    messages: tuple[Message, ...]
+    response_text: str
+    style: StyleConfig
+    critique: str | None = None  # given: only its spans are wanted
+
+    @property
+    def with_phrases(self) -> bool:
+        return self.style.critique or self.critique is not None
+
+    @property
+    def pieces(self) -> str:
+        if self.critique is not None:
+            return "the pieces of the response that this person's critique speaks of"
+        if self.style.labels == "dense":
+            return "every piece of the response, so that nothing of it is left out"
+        return f"the pieces of the response that {'your critique speaks of' if self.style.critique else 'decide'}"
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys of the answer, in order."""
+        return ("reasoning", *(("critique",) if self.style.critique and self.critique is None else ()), "spans")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """An answer as far as it can be used, and what is wrong with it, in sentences for the model."""
+
+    feedback: SpanFeedback
+    faults: tuple[str, ...]
+
+
+def make_request(
+    task: Task, prompt: Prompt, response_text: str, style: StyleConfig, critique: str | None = None
+) -> Request:
+    """The task's own question, what only annotators are shown, and the form of the answer.
+
+    With a `critique` of somebody else the annotator is asked for the spans of that one.
+    """
+    *head, last = task.feedback_messages(prompt, response_text, style=style)
+    parts = [last["content"]]
+    notes = task.notes(prompt, response_text) if critique is None else None
+    if notes:
+        parts.append(notes[:MAX_NOTES_CHARS])
+    if critique is not None:
+        parts.append(f"A person has written this critique of the response; keep to it:\n{critique}")
+    request = Request(messages=(), response_text=response_text, style=style, critique=critique)
+    spans = _SPANS.format(pieces=request.pieces, phrase=_PHRASE if request.with_phrases else "")
+    parts.append(_FORMAT + (_CRITIQUE if "critique" in request.keys else "") + spans)
+    messages = (*head, _message(last["role"], "\n\n".join(parts)))
+    return replace(request, messages=messages)
+
+
+def _message(role: str, content: str) -> Message:
+    """Without halves of characters, which JSON can spell and no request can carry."""
+    return {"role": role, "content": content.encode("utf-8", errors="replace").decode()}
+
+
+def answer_schema(request: Request) -> dict[str, Any]:
+    """JSON schema of an answer. It has no bounds, so that every server takes it: several refuse lengths and numbers."""
+    text = {"type": "string"}
+    span: dict[str, Any] = {
+        "quote": text,
+        "occurrence": {"type": "integer"},
+        "label": {"type": "string", "enum": LABELS},
+        "severity": {"type": "integer"},
+    }
+    if request.with_phrases:
+        span["phrase"] = text
+    spans = {"type": "array", "items": _closed_object(span)}
+    return _closed_object({key: spans if key == "spans" else text for key in request.keys})
+
+
+def _closed_object(properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+def read_answer(completion: Completion, request: Request, *, source: str, version: str) -> Reading:
+    """The feedback in an answer. Quotes that do not stand in the response, or are blank or no quotes, and a good one
+    that overlaps a poor one count in num_quotes and not in num_located; a phrase that is not found leaves its span.
+    """
+    answer = _load(completion, request)
+    if isinstance(answer, str):
+        return Reading(
+            feedback=no_feedback("unparsable", source=source, version=version, reason=answer), faults=(answer,)
+        )
+    critique = answer["critique"] if "critique" in request.keys else request.critique or ""
+    faults = [] if critique.strip() or not request.with_phrases else ["The critique is empty."]
+    quotes: dict[str, list[Quote | None]] = {"good": [], "poor": []}
+    places: list[tuple[int, int]] = []  # of poor quotes
+    items = sorted(answer["spans"], key=lambda item: not (isinstance(item, dict) and item.get("label") == "poor"))
+    for item in items[: 2 * MAX_QUOTES]:
+        quote, found = _read_span(item, request, critique)
+        place = locate(request.response_text, quote.text, quote.occurrence) if quote else None
+        label = "poor" if quote and item["label"] == "poor" else "good"
+        if place and label == "poor":
+            places.append(place)
+        elif place and any(place[0] < end and start < place[1] for start, end in places):
+            found, quote = [f"The good quote {_show(item['quote'])} overlaps a poor one."], None
+        faults += found
+        quotes[label].append(quote)
+    quotes["good"] += [None] * (len(items) - 2 * MAX_QUOTES)
+    feedback = make_feedback(
+        critique, quotes["good"], quotes["poor"], request.response_text, source=source, version=version
+    )
+    return Reading(feedback=feedback, faults=tuple(faults))
+
+
+def _load(completion: Completion, request: Request) -> dict[str, Any] | str:
+    """The answer's object, or a sentence why it is none. Text around the object is forgiven: not every server follows
+    a schema.
+    """
+    text = completion.text
+    if completion.finish_reason == "length":
+        return f"The answer was cut after {completion.output_tokens} tokens; it must be shorter."
+    if len(text) > MAX_ANSWER_CHARS:
+        return f"The answer has {len(text)} characters; it must be shorter."
+    try:
+        answer = json.loads(text[text.find("{") : text.rfind("}") + 1])
+    except (ValueError, RecursionError):
+        return "The answer is not one JSON object."
+    for key in request.keys[1:]:
+        kind = list if key == "spans" else str
+        if not isinstance(answer.get(key), kind):
+            return f'The answer needs the key "{key}" with a {"list" if kind is list else "text"}.'
+    return answer
+
+
+def _read_span(item: Any, request: Request, critique: str) -> tuple[Quote | None, list[str]]:
+    """The quote of one entry, None if it is none, and what is wrong with the entry."""
+    if not isinstance(item, dict) or not isinstance(item.get("quote"), str):
+        return None, [f'The entry {_show(item)} of spans needs a "quote" that is a text.']
+    text, label = item["quote"], item.get("label")
+    occurrence, severity = item.get("occurrence", 1), item.get("severity", 1)
+    where = f"of the quote {_show(text)}"
+    if not text.strip():
+        return None, ["A quote is empty."]
+    if label not in LABELS:
+        return None, [f'The label {where} must be "good" or "poor".']
+    if type(severity) is not int or severity not in (1, 2, 3):
+        return None, [f"The severity {where} must be 1, 2 or 3."]
+    if type(occurrence) is not int or occurrence < 1:
+        return None, [f"The occurrence {where} must be a whole number from 1."]
+    faults = []
+    if locate(request.response_text, text, occurrence) is None:
+        often = locate(request.response_text, text) is not None
+        faults.append(
+            f"The quote {_show(text)} does not occur {occurrence} times in the response."
+            if often
+            else f"The quote {_show(text)} does not occur in the response."
+        )
+    about = None
+    if request.with_phrases:
+        phrase = item.get("phrase")
+        about = locate(critique, phrase) if isinstance(phrase, str) and phrase.strip() else None
+        if about is None:
+            faults.append(f"The phrase {_show(phrase)} {where} does not occur in the critique.")
+    return Quote(text=text, occurrence=occurrence, severity=severity, critique_range=about), faults
+
+
+def _show(value: Any) -> str:
+    """In quotation marks, at most 200 characters."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 200 else text[:200] + "..."
+
+
+def follow_up(request: Request, answer: str, faults: Sequence[str]) -> tuple[Message, ...]:
+    """The question again, with the answer that was given and what is wrong with it."""
+    told = [*faults[:MAX_FAULTS], *([f"{len(faults) - MAX_FAULTS} more."] if len(faults) > MAX_FAULTS else [])]
+    complaint = "Your answer cannot be used as it is.\n" + "\n".join(f"- {fault}" for fault in told)
+    return (
+        *request.messages,
+        _message("assistant", answer[:MAX_REPEATED_CHARS] or "(nothing)"),
+        _message("user", f"{complaint}\nWrite the whole JSON object again, with every quote exact."),
+    )

@@ -1,0 +1,54 @@
+"""A language model that is asked for one answer: what the annotator needs of it, and how it may fail to answer."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from t2g.data.chat import Message
+
+BYTES_PER_TOKEN = 3  # of UTF-8: English has about 4, other scripts 2 to 4, so an estimate by it is rather high
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One answer, and what it cost."""
+
+    text: str
+    finish_reason: Literal["stop", "length", "refusal"]
+    prompt_tokens: int
+    output_tokens: int
+
+
+class ChatFailed(Exception):
+    """No answer, and why in a sentence."""
+
+    def __init__(self, kind: str, sentence: str, *, passing: bool, retry_after_s: float | None = None) -> None:
+        super().__init__(sentence)
+        self.kind = kind  # each is logged once
+        self.passing = passing  # the same request may be answered later
+        self.retry_after_s = retry_after_s  # when, if the server said so
+
+
+class Chat(Protocol):
+    name: str  # for sentences
+    model: str
+
+    async def complete(
+        self,
+        messages: Sequence[Message],
+        *,
+        schema: Mapping[str, Any],
+        max_output_tokens: int,
+        temperature: float,
+        seed: int,
+    ) -> Completion:
+        """The answer, as JSON of `schema` if the model can be made to. One request, nothing is tried again.
+
+        Raises ChatFailed for what concerns this request; UserError or RunStopped when every other would fail, too.
+        """
+        ...
+
+
+def estimate_tokens(text: str) -> int:
+    """How many tokens a text is for a tokenizer that is not here: UTF-8 bytes / BYTES_PER_TOKEN, rounded up."""
+    return -(-len(text.encode("utf-8", errors="replace")) // BYTES_PER_TOKEN)

@@ -1,0 +1,227 @@
+"""Feedback from a language model that annotates: asked, told what was wrong, asked again; several may vote.
+
+Not here: how a model is reached (t2g.feedback.endpoint, actors.chat), what its answers look like
+(t2g.feedback.annotator), and how votes are counted (t2g.feedback.votes).
+"""
+
+import asyncio
+import hashlib
+import itertools
+import json
+import random
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from t2g.data.chat import Message
+from t2g.errors import RunStopped, UserError
+from t2g.feedback.annotator import Reading, Request, answer_schema, follow_up, make_request, read_answer
+from t2g.feedback.chat import Chat, ChatFailed, Completion, estimate_tokens
+from t2g.feedback.parse import no_feedback
+from t2g.feedback.ratelimit import Gate, retry_pause_s
+from t2g.feedback.votes import vote
+from t2g.feedback.waiting import FailureLog, PerLoop
+from t2g.sections import FeedbackConfig, LLMConfig
+from t2g.tasks.base import Task
+from t2g.types import Prompt, SpanFeedback
+
+MAX_LOST = 20  # annotators in a row that got no answer: nobody will
+MESSAGE_TOKENS = 8  # of a message beside its text
+USABLE = ("ok", "empty")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenEstimate:
+    """What annotations will cost, before the first of them: prompts by their length, answers at their longest, no
+    second tries.
+    """
+
+    num_requests: int
+    prompt_tokens: int
+    output_tokens: int
+
+    @property
+    def total(self) -> int:
+        return self.prompt_tokens + self.output_tokens
+
+
+def refuse_over_cap(estimate: TokenEstimate, config: LLMConfig) -> None:
+    """UserError when the estimate is above `llm.max_total_tokens`."""
+    if config.max_total_tokens is not None and estimate.total > config.max_total_tokens:
+        raise UserError(
+            f"{estimate.num_requests} requests to {config.model} will take up to about {estimate.total} tokens "
+            f"({estimate.prompt_tokens} of prompts, {estimate.output_tokens} of answers), more than "
+            f"llm.max_total_tokens={config.max_total_tokens}; raise it, or lower data.limit"
+        )
+
+
+@dataclass
+class _Patience:
+    """Seconds that one annotator may still take. Waiting for a turn does not count: a slow pace is no failure."""
+
+    left_s: float
+
+
+class LLMFeedback:
+    """A feedback source, and an aligner: it also finds the spans of a critique that somebody else wrote."""
+
+    name = "llm"
+
+    def __init__(self, chat: Chat, config: FeedbackConfig, task: Task) -> None:
+        self.chat, self._config, self._llm, self._task = chat, config, config.llm, task
+        votes = f"x{self._llm.num_annotators}" if self._llm.num_annotators > 1 else ""
+        self.version = f"{chat.model}{votes}#{self._prompt_version()}"
+        # Judgements under way, each with several requests one after the other: a run that is killed loses these.
+        self._turn = PerLoop(lambda: asyncio.Semaphore(self._llm.concurrency))
+        self._gate = PerLoop(lambda: Gate(concurrency=self._llm.concurrency, per_minute=self._llm.requests_per_minute))
+        self._failures = FailureLog()
+        self._num_lost = 0  # annotators in a row that got no answer
+        self.num_tokens = 0  # spent so far, prompts and answers
+
+    async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
+        """Critique and spans. What is no answer is failed feedback, an answer of no use is unparsable, with a reason.
+
+        Raises UserError for a wrong key or model, RunStopped after MAX_LOST annotators in a row without an answer.
+        """
+        return await self._annotated(make_request(self._task, prompt, response_text, self._config.style))
+
+    async def align(self, prompt: Prompt, response_text: str, critique: str) -> SpanFeedback:
+        """The spans that this critique speaks of, else as `judge`."""
+        return await self._annotated(make_request(self._task, prompt, response_text, self._config.style, critique))
+
+    def estimate(self, items: Iterable[tuple[Prompt, str]]) -> TokenEstimate:
+        """Of judging these responses: UTF-8 bytes / 3 for each prompt, `llm.max_output_tokens` for each answer."""
+        num_requests = prompt_tokens = 0
+        for prompt, response_text in items:
+            request = make_request(self._task, prompt, response_text, self._config.style)
+            num_requests += self._llm.num_annotators
+            prompt_tokens += self._llm.num_annotators * _prompt_tokens(request.messages, answer_schema(request))
+        output_tokens = num_requests * self._llm.max_output_tokens
+        return TokenEstimate(num_requests=num_requests, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+
+    def _prompt_version(self) -> str:
+        """Hash of all that every request says: other instructions are another version of the source."""
+        blank = Prompt(prompt_id="", prompt_ids=np.zeros(0, np.int32), prompt_text="{input}", task=self._task.name)
+        messages = make_request(self._task, blank, "{response}", self._config.style).messages
+        return hashlib.blake2b(json.dumps(messages).encode(), digest_size=4).hexdigest()
+
+    async def _annotated(self, request: Request) -> SpanFeedback:
+        num_annotators = self._llm.num_annotators
+        async with self._turn.get():
+            answers = await asyncio.gather(*(self._annotator(request, seed) for seed in range(num_annotators)))
+        if num_annotators == 1:
+            return answers[0]
+        usable = [answer for answer in answers if answer.status in USABLE]
+        if 2 * len(usable) > num_annotators:
+            return vote(usable, num_annotators, request.response_text)
+        without = next(answer for answer in answers if answer.status not in USABLE)
+        reason = f"{len(usable)} of {num_annotators} annotators gave a usable answer; one did not: {without.reason}"
+        return replace(without, critique="", reason=reason)
+
+    async def _annotator(self, request: Request, seed: int) -> SpanFeedback:
+        """The feedback of one annotator, who is told what was wrong with an answer and asked again."""
+        patience = _Patience(self._config.timeout_s)
+        messages, schema = request.messages, answer_schema(request)
+        readings: list[Reading] = []
+        try:
+            for _ in range(self._llm.max_tries):
+                completion = await self._complete(messages, schema, seed, patience)
+                readings.append(read_answer(completion, request, source=self.name, version=self.version))
+                if not readings[-1].faults:
+                    break
+                messages = follow_up(request, completion.text, readings[-1].faults)
+        except ChatFailed as failed:
+            if not any(reading.feedback.spans for reading in readings):
+                return self._failed(failed)
+        return settle(readings)
+
+    async def _complete(
+        self, messages: Sequence[Message], schema: dict[str, Any], seed: int, patience: _Patience
+    ) -> Completion:
+        """An answer. What may pass by itself is tried again after a pause, as long as there is patience.
+
+        Raises ChatFailed for a refusal, too: asked again the model would refuse again.
+        """
+        for num_failures in itertools.count(1):
+            self._check_cap()
+            try:
+                completion = await self._request(messages, schema, seed, patience)
+                break
+            except ChatFailed as failed:
+                if not failed.passing:
+                    raise
+                pause_s = retry_pause_s(num_failures, asked_s=failed.retry_after_s, jitter=random.random())
+                if failed.retry_after_s is not None:
+                    self._gate.get().hold(min(pause_s, patience.left_s))
+                if pause_s >= patience.left_s:
+                    tries = f"{num_failures} requests within timeout_s={self._config.timeout_s:g}"
+                    raise ChatFailed(failed.kind, f"{failed}; no answer to {tries}", passing=False) from None
+                patience.left_s -= pause_s
+                await asyncio.sleep(pause_s)
+        self._num_lost = 0
+        self.num_tokens += completion.prompt_tokens + completion.output_tokens
+        if completion.finish_reason == "refusal":
+            raise ChatFailed("refusal", f"{self.chat.name} refused: {completion.text:.200}", passing=False)
+        return completion
+
+    async def _request(
+        self, messages: Sequence[Message], schema: dict[str, Any], seed: int, patience: _Patience
+    ) -> Completion:
+        async with self._gate.get().request():
+            started = time.monotonic()
+            limit_s = min(self._llm.request_timeout_s, patience.left_s)
+            try:
+                async with asyncio.timeout(limit_s):
+                    return await self.chat.complete(
+                        messages,
+                        schema=schema,
+                        max_output_tokens=self._llm.max_output_tokens,
+                        temperature=self._llm.temperature,
+                        seed=seed,
+                    )
+            except TimeoutError:
+                # It may have cost something all the same, and nobody will say how much.
+                self.num_tokens += _prompt_tokens(messages, schema)
+                sentence = f"{self.chat.name} gave no answer within {limit_s:.3g} s"
+                raise ChatFailed("timeout", sentence, passing=True) from None
+            finally:
+                patience.left_s -= time.monotonic() - started
+
+    def _check_cap(self) -> None:
+        cap = self._llm.max_total_tokens
+        if cap is not None and self.num_tokens >= cap:
+            sentence = f"{self.num_tokens} tokens are spent, and llm.max_total_tokens={cap}; raise it to go on"
+            raise ChatFailed("cap", sentence, passing=False)
+
+    def _failed(self, failed: ChatFailed) -> SpanFeedback:
+        """Failed feedback, said once of each kind. RunStopped when nobody gets an answer any more."""
+        self._failures.say(failed.kind, str(failed))
+        if failed.kind not in ("cap", "refusal"):
+            self._num_lost += 1
+            if self._num_lost >= MAX_LOST:
+                raise RunStopped(f"{MAX_LOST} annotators in a row got no answer, the last because: {failed}")
+        return no_feedback("failed", source=self.name, version=self.version, reason=str(failed))
+
+
+def settle(readings: Sequence[Reading]) -> SpanFeedback:
+    """The feedback of one annotator's answers (at least one), of which only the last may be without faults.
+
+    That one if it is; else the one with most quotes located, then fewest faults, then the later. Without a span it is
+    unparsable.
+    """
+    if not readings[-1].faults:
+        return readings[-1].feedback
+    best = max(enumerate(readings), key=lambda item: (item[1].feedback.num_located, -len(item[1].faults), item[0]))[1]
+    if best.feedback.spans:
+        return best.feedback
+    reason = f"{len(readings)} answers, none without faults: {' '.join(best.faults)[:300]}"
+    return replace(best.feedback, status="unparsable", reason=reason)
+
+
+def _prompt_tokens(messages: Sequence[Message], schema: dict[str, Any]) -> int:
+    """Estimate of a request; many servers write the schema into the prompt."""
+    texts = sum(estimate_tokens(message["content"]) + MESSAGE_TOKENS for message in messages)
+    return texts + estimate_tokens(json.dumps(schema))

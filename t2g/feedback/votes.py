@@ -1,0 +1,102 @@
+"""Several annotators, one feedback: a vote on every character of the response.
+
+Characters and not tokens, since annotators have no tokenizer in common with the policy: the tokens of any tokenizer
+follow from the spans that come out.
+"""
+
+from collections.abc import Sequence
+from itertools import combinations, groupby
+from statistics import median_low
+
+import numpy as np
+
+from t2g.types import Span, SpanFeedback
+
+
+def character_labels(spans: Sequence[Span], length: int) -> np.ndarray:
+    """[C] int8, one for each of `length` characters: +1 good, -1 poor, 0 neither; poor where a span of both lies."""
+    labels = np.zeros(length, np.int8)
+    for span in sorted(spans, key=lambda span: -span.label):
+        labels[span.start : span.end] = span.label
+    return labels
+
+
+def majority(labels: np.ndarray, num_annotators: int) -> np.ndarray:
+    """[C] int8 from `labels` [n, C] of those who answered: the label that more than half of all annotators gave, or 0.
+
+    majority([[1, -1, 0], [1, 1, 0], [1, -1, -1]], 3) == [1, -1, 0]
+    """
+    good, poor = (2 * (np.asarray(labels) == label).sum(axis=0) > num_annotators for label in (1, -1))
+    return (good.astype(np.int8) - poor).astype(np.int8)
+
+
+def f1(a: np.ndarray, b: np.ndarray) -> float:
+    """2 |same label| / (|a labelled| + |b labelled|) over characters, 1 where nobody labelled anything."""
+    num_labelled = np.count_nonzero(a) + np.count_nonzero(b)
+    return 1.0 if num_labelled == 0 else float(2 * np.count_nonzero((a == b) & (a != 0)) / num_labelled)
+
+
+def agreement(labels: np.ndarray) -> float | None:
+    """Mean F1 over all pairs of annotators, `labels` [n, C]; None for fewer than two."""
+    scores = [f1(a, b) for a, b in combinations(labels, 2)]
+    return sum(scores) / len(scores) if scores else None
+
+
+def labelled_runs(labels: np.ndarray, text: str) -> list[tuple[int, int, int]]:
+    """(start, end, label) of the longest stretches of one label in `labels` [C], without blanks at their ends.
+
+    labelled_runs([1, 1, 1, 0, -1], "ab cd") == [(0, 2, 1), (4, 5, -1)]
+    """
+    runs, start = [], 0
+    for label, group in groupby(np.asarray(labels).tolist()):
+        end = start + len(list(group))
+        piece = text[start:end]
+        if label and piece.strip():
+            runs.append((end - len(piece.lstrip()), start + len(piece.rstrip()), label))
+        start = end
+    return runs
+
+
+def vote(answers: Sequence[SpanFeedback], num_annotators: int, response_text: str) -> SpanFeedback:
+    """One feedback from the usable `answers` (at least one) of `num_annotators`.
+
+    Its spans are what more than half of all annotators labelled alike; a span's severity is the (lower) median of those
+    who labelled it so. The critique is that of the annotator closest to the outcome, and spans point to its phrases.
+    Quotes are counted over all answers. A label that too few share leaves no span: then the status is empty.
+    """
+    labels = np.stack([character_labels(answer.spans, len(response_text)) for answer in answers])
+    winner = majority(labels, num_annotators)
+    written = np.array([not character.isspace() for character in response_text], bool)
+    closest = max(range(len(answers)), key=lambda i: (f1(labels[i, written], winner[written]), -i))
+    spans = []
+    for start, end, label in labelled_runs(winner, response_text):
+        by_annotator = [_overlapping(answer, start, end, label) for answer in answers]
+        severities = [max(span.severity for span in found) for found in by_annotator if found]
+        about = max(by_annotator[closest], key=lambda span: _overlap(span, start, end), default=None)
+        spans.append(
+            Span(
+                start=start,
+                end=end,
+                label=label,
+                severity=median_low(severities),
+                critique_range=about.critique_range if about else None,
+            )
+        )
+    return SpanFeedback(
+        critique=answers[closest].critique,
+        spans=tuple(spans),
+        status="ok" if spans else "empty",
+        source=answers[closest].source,
+        version=answers[closest].version,
+        num_quotes=sum(answer.num_quotes for answer in answers),
+        num_located=sum(answer.num_located for answer in answers),
+        agreement=agreement(labels[:, written]),
+    )
+
+
+def _overlap(span: Span, start: int, end: int) -> int:
+    return min(span.end, end) - max(span.start, start)
+
+
+def _overlapping(answer: SpanFeedback, start: int, end: int, label: int) -> list[Span]:
+    return [span for span in answer.spans if span.label == label and _overlap(span, start, end) > 0]

@@ -1,0 +1,115 @@
+"""An annotator on engines of our own, with random weights: guided decoding holds it to the schema.
+
+A random model hardly ever ends a text, so that annotations are cut; a schema without texts shows whole answers.
+"""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from models import random_model
+
+from actors.chat import ChatFleet
+from actors.placement import connect
+from jobs.fleets import Fleets, feedback_roles
+from t2g.config import JobConfig
+from t2g.data.chat import encode_chat, load_tokenizer
+from t2g.errors import UserError
+from t2g.feedback.chat import ChatFailed, Completion
+from t2g.sections import AnnotateConfig, ClusterConfig, LLMConfig, RewardEngineConfig
+from t2g.tasks.base import get_task
+from t2g.types import Prompt, SpanFeedback
+
+ENGINE = RewardEngineConfig(max_model_len=4096, kv_cache_gib=0.1)
+COLOURS = ["red", "green", "blue", "grey", "pink", "gold", "teal", "cyan"]
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"colours": {"type": "array", "items": {"enum": COLOURS}, "minItems": 4, "maxItems": 4}},
+    "required": ["colours"],
+    "additionalProperties": False,
+}
+QUESTION = [{"role": "user", "content": "Which colours? <|im_end|>"}]
+
+
+def make_config(model: Path) -> AnnotateConfig:
+    return AnnotateConfig(
+        source="llm", engine=ENGINE, llm=LLMConfig(model=str(model), max_output_tokens=48, max_tries=2)
+    )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = random_model(tmp_path_factory.mktemp("annotator"), "qwen2")
+    shape = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": ENGINE.max_model_len}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fleets(model: Path) -> Iterator[Fleets]:
+    roles = feedback_roles(make_config(model))
+    assert list(roles) == ["annotate.engine"]
+    connect(ClusterConfig(object_store_gib=0.1), roles)
+    try:
+        with Fleets() as fleets:
+            yield fleets
+    finally:
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def fleet(fleets: Fleets, model: Path) -> ChatFleet:
+    return fleets.annotator(make_config(model), get_task("prompts"), JobConfig()).chat
+
+
+def ask(fleet: ChatFleet, *seeds: int, temperature: float = 0.0, question: str | None = None) -> list[Completion]:
+    messages = QUESTION if question is None else [{"role": "user", "content": question}]
+
+    async def run() -> list[Completion]:
+        return await asyncio.gather(
+            *(
+                fleet.complete(messages, schema=SCHEMA, max_output_tokens=64, temperature=temperature, seed=seed)
+                for seed in seeds
+            )
+        )
+
+    return asyncio.run(run())
+
+
+def test_answers_follow_the_schema_and_the_seed(fleet: ChatFleet, model: Path) -> None:
+    first, again = ask(fleet, 1, 2)
+    assert first == again  # at temperature 0 no seed has a part
+    assert first.finish_reason == "stop" and set(json.loads(first.text)["colours"]) <= set(COLOURS)
+    assert first.prompt_tokens == len(encode_chat(load_tokenizer(str(model)), QUESTION))
+    warm = ask(fleet, 1, 1, 2, 3, 4, temperature=2.0)
+    assert warm[0].text == warm[1].text and len({answer.text for answer in warm}) > 1
+
+
+def test_a_question_that_does_not_fit_is_refused_in_a_sentence(fleet: ChatFleet) -> None:
+    with pytest.raises(ChatFailed, match=r"do not fit into engine\.max_model_len=4096") as caught:
+        ask(fleet, 1, question="red " * 4000)
+    assert not caught.value.passing
+
+
+def test_an_annotation_that_is_cut_is_unparsable_with_a_reason(fleets: Fleets, model: Path) -> None:
+    source = fleets.feedback(make_config(model), get_task("prompts"), JobConfig())
+    blank = np.zeros(0, np.int32)
+    prompt = Prompt(prompt_id="p", prompt_ids=blank, prompt_text="What hums?", task="prompts")
+
+    async def run() -> list[SpanFeedback]:
+        return await asyncio.gather(*(source.judge(prompt, f"The phone hums {i} times.") for i in range(3)))
+
+    for feedback in asyncio.run(run()):
+        assert (feedback.source, feedback.status) == ("llm", "unparsable")
+        assert "cut after 48 tokens" in feedback.reason and feedback.version.startswith(str(model))
+
+
+def test_no_room_for_a_question_is_said_before_an_engine_starts(model: Path) -> None:
+    config = make_config(model).model_copy(update={"llm": LLMConfig(model=str(model), max_output_tokens=4096)})
+    with pytest.raises(UserError, match=r"llm\.max_output_tokens=4096 leaves no room"):
+        ChatFleet(config, seed=1, placement_timeout_s=1)
