@@ -1,189 +1,301 @@
-"""Stage 1: sample a policy on a data set, criticise every response, write annotated records for jobs.train_reward.
+"""Stage 1: criticise responses, those that the data holds or those that a policy is sampled for.
 
-    python -m jobs.annotate --config configs/tiny/annotate.yaml model.policy=my/model data.path=my.jsonl
+    python -m jobs.annotate --config configs/kodcode/annotate.yaml data.path=my.jsonl annotate.source=program
 
-Each record goes into records.jsonl as it arrives; the same command again asks only for those that are missing. At the
-end they are split by prompt into train.jsonl and heldout.jsonl, and annotated.json, written last, says that all is
-there. run.smoke=true does the first prompts, in the folder `smoke`, and says how long the whole will take.
+Each judgement goes into journal.jsonl as it is made, and is never asked for again: kill the job at any time, start it
+again. At the end annotated.jsonl has one record for each response, in the order of the data, failed ones with their
+reason; the usable ones are split by prompt into train.jsonl and heldout.jsonl; annotated.json, written last, counts.
+The same command again asks for those that failed. run.smoke=true does the first prompts, in the folder `smoke`, and
+says how long all will take. The record's format: t2g/README.md.
 """
 
 import asyncio
 import json
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from jobs.cli import main
+from jobs.cli import StopFlag, main, sole_process, stop_flag, stopped
 from jobs.train_sft import begin_folder, check_folder
 from t2g.checkpoint import write_atomic
 from t2g.config import AnnotateJob
 from t2g.describe import describe_annotate
 from t2g.errors import RunStopped, UserError
+from t2g.sections import RoleConfig
 
 if TYPE_CHECKING:
     from jobs.fleets import Fleets
+    from t2g.annotate import Sample, Write
     from t2g.data.records import AnnotatedRecord
-    from t2g.types import Prompt
+    from t2g.interfaces import FeedbackSource
 
+JOURNAL_FILE, ANNOTATED_FILE, DONE_FILE = "journal.jsonl", "annotated.jsonl", "annotated.json"
 TRAIN_FILE, HELDOUT_FILE = "train.jsonl", "heldout.jsonl"
-RECORDS_FILE, DONE_FILE = "records.jsonl", "annotated.json"
 SMOKE_PROMPTS = 8
+TICK_S = 0.2  # between looks at signals; a cut of the power may cost the records of one tick
+Records = dict[str, "AnnotatedRecord"]  # by Sample.key
 
 
-def annotate_data(config: AnnotateJob, fleets: "Fleets") -> dict[str, float]:
-    """Records of every prompt into the run folder, split by prompt. Returns counts and shares.
+class Stopped(Exception):
+    """A signal ended the work."""
 
-    Goes on with what an earlier start left, and keeps what is finished. Responses without usable feedback are counted,
-    not written; RunStopped when there are more than `feedback.max_failed_share`.
-    """
-    kept = finished(config)
-    if kept is not None:
-        return kept
-    folder = begin_folder(config, RECORDS_FILE, DONE_FILE)
-    prompts = read_prompts(config)
-    if config.run.smoke:
-        return _smoke(config, prompts, folder / RECORDS_FILE, fleets)
-    _split(config, [prompt.prompt_id for prompt in prompts])  # refused before anything is paid for
-    records = collect(config, prompts, folder / RECORDS_FILE, fleets)
-    usable = [record for record in records if record.status in ("ok", "empty")]
-    metrics = _metrics(config, usable, len(prompts) * config.rollout.samples_per_prompt)
-    return _finish(config, folder, usable, metrics)
+    def __init__(self, stop: StopFlag) -> None:
+        super().__init__(stop.signal_name)
+        self.stop = stop
 
 
-def finished(config: AnnotateJob) -> dict[str, float] | None:
-    """The metrics of annotations that are whole. UserError when they were made with another config."""
-    check_folder(config, RECORDS_FILE, DONE_FILE)
-    path = config.run.folder / DONE_FILE
-    return None if config.run.smoke or not path.exists() else json.loads(path.read_text())
+def annotate_data(config: AnnotateJob, fleets: "Fleets") -> dict[str, Any]:
+    """All records into the run folder; returns what annotated.json holds. See `annotate_samples`."""
+    return annotate_samples(config, read_samples(config), fleets, StopFlag())
 
 
-def read_prompts(config: AnnotateJob) -> "list[Prompt]":
-    """What will be sampled. UserError for data that cannot be used."""
-    from t2g.data.chat import load_tokenizer
+def read_samples(config: AnnotateJob) -> "list[Sample]":
+    """What wants feedback. UserError for data that cannot be used."""
+    from t2g.annotate import Sample, given_samples
     from t2g.data.load import load_records
-    from t2g.data.prompts import make_prompts
     from t2g.tasks.base import get_task
+
+    task, rows = get_task(config.task), load_records(config.data)
+    if config.model is None or config.annotate.responses == "data":
+        samples = given_samples(rows, task)
+        if all(sample.problem for sample in samples):
+            raise UserError(f"data.path={config.data.path}: no record can be judged; {samples[0].problem}")
+        return samples
+    from t2g.data.chat import load_tokenizer
+    from t2g.data.prompts import make_prompts
 
     room = config.rollout.max_model_len - config.rollout.max_new_tokens
-    tokenizer = load_tokenizer(config.model.policy, config.model.revision)
-    return make_prompts(load_records(config.data), get_task(config.task), tokenizer, room)
+    prompts = make_prompts(rows, task, load_tokenizer(config.model.policy, config.model.revision), room)
+    return [Sample(prompt, index) for prompt in prompts for index in range(config.rollout.samples_per_prompt)]
 
 
-def collect(config: AnnotateJob, prompts: "Sequence[Prompt]", path: Path, fleets: "Fleets") -> "list[AnnotatedRecord]":
-    """A record for each sample that was answered, in prompt order; `path` has them too, and those it had are kept."""
-    from t2g.annotate import annotate, in_prompt_order
-    from t2g.data.records import append_annotated, recover_annotated, write_annotated
-    from t2g.interfaces import Sampling
-    from t2g.progress import stage
+def annotate_samples(
+    config: AnnotateJob, samples: "Sequence[Sample]", fleets: "Fleets | None", stop: StopFlag
+) -> dict[str, Any]:
+    """Ask for the judgements that the journal lacks, then write the files; returns what annotated.json holds.
+
+    fleets: needed for what `needs_cluster` tells of. UserError for a source that cannot be used; Stopped when `stop` is
+    set before the end; RunStopped when more than `annotate.max_failed_share` has no usable feedback, after
+    annotated.jsonl is written.
+    """
+    with sole_process(config.run.folder):
+        check_folder(config, JOURNAL_FILE)
+        asked = samples[: _smoke_samples(config)] if config.run.smoke else samples
+        records = {} if config.run.smoke else known_records(config, asked)
+        missing = missing_samples(asked, records)
+        if not missing:
+            return write_files(config, begin_folder(config, JOURNAL_FILE), asked, records)
+        source = _source(config, fleets)
+        _tell_tokens(config, source, missing)
+        write = _writer(config, fleets) if config.annotate.responses == "policy" else None
+        folder = begin_folder(config, JOURNAL_FILE)
+        started = time.monotonic()
+        collect(missing, source, write, folder / JOURNAL_FILE, records, stop)
+        pace = len(missing) / (time.monotonic() - started)
+        summary = write_files(config, folder, asked, records)
+        if config.run.smoke:
+            _tell_pace(pace, len(samples))
+        return summary
+
+
+def needs_cluster(config: AnnotateJob) -> bool:
+    return config.annotate.responses == "policy" or config.annotate.own_engines
+
+
+def known_records(config: AnnotateJob, samples: "Sequence[Sample]") -> Records:
+    """What the journal has of these samples; of human feedback only what the human file still says."""
+    from t2g.annotate import record_key
+    from t2g.feedback.human import HumanFeedback
+    from t2g.journal import read_journal
     from t2g.tasks.base import get_task
 
+    options = config.annotate
+    records = read_journal(config.run.folder / JOURNAL_FILE)
+    if records and options.source == "human" and options.human_file is not None:
+        human = HumanFeedback(Path(options.human_file), get_task(config.task), columns=options.human_columns)
+        records = [record for record in records if human.is_current(record)]
+    by_key = {record_key(record, sampled=options.responses == "policy"): record for record in records}
+    return {sample.key: by_key[sample.key] for sample in samples if sample.key in by_key}
+
+
+def missing_samples(samples: "Sequence[Sample]", records: Records) -> "list[Sample]":
+    """One sample for each judgement that is yet to be asked for: equal responses to one prompt share theirs."""
+    return list({s.key: s for s in samples if s.key not in records and not s.problem}.values())
+
+
+def collect(
+    samples: "Sequence[Sample]",
+    source: "FeedbackSource",
+    write: "Write | None",
+    journal_path: Path,
+    records: Records,
+    stop: StopFlag,
+) -> None:
+    """Adds a record for each sample to `records`, and those that somebody answered to the journal."""
+    from t2g.annotate import annotate
+    from t2g.journal import Journal
+    from t2g.progress import stage
+
+    done = len(records)
+    with closing(Journal(journal_path)) as journal, stage("annotate", done + len(samples), done=done) as bar:
+
+        def on_record(sample: "Sample", record: "AnnotatedRecord") -> None:
+            if record.status != "failed":  # nobody answered: the next start asks again
+                journal.append(record)
+            records[sample.key] = record
+            bar.advance()
+
+        asyncio.run(_attended(annotate(samples, source, on_record, write=write), journal.sync, stop))
+
+
+async def _attended(work: Coroutine[Any, Any, None], at_tick: Callable[[], None], stop: StopFlag) -> None:
+    """`stop` ends `work` at once: what is under way is asked for again another time."""
+    task = asyncio.ensure_future(work)
+    while not task.done():
+        await asyncio.wait([task], timeout=TICK_S)
+        at_tick()
+        if stop and not task.done():
+            task.cancel()
+            raise Stopped(stop)
+    task.result()
+
+
+def write_files(
+    config: AnnotateJob, folder: Path, samples: "Sequence[Sample]", records: Mapping[str, "AnnotatedRecord"]
+) -> dict[str, Any]:
+    """annotated.jsonl; then, unless too much failed, the two parts and the summary, which is returned."""
+    from t2g.annotate import heldout_prompts, refused, summarize, summary_words
+    from t2g.data.records import write_annotated
+    from t2g.data.sft import USABLE
+
+    (folder / DONE_FILE).unlink(missing_ok=True)
+    made = [
+        refused(s, config.annotate.source)
+        if s.problem
+        else records[s.key].model_copy(update={"sample_index": s.sample_index})
+        for s in samples
+    ]
+    write_annotated(folder / ANNOTATED_FILE, made)
+    summary = summarize(made)
+    words, limit = summary_words(summary), config.annotate.max_failed_share
+    usable = [record for record in made if record.status in USABLE]
+    if not usable or summary["failed_share"] > limit:
+        raise RunStopped(
+            f"{summary['failed_share']:.0%} of {len(made)} responses got no usable feedback from annotate.source="
+            f"{config.annotate.source}; annotate.max_failed_share allows {limit:.0%}. The others are kept in "
+            f"{JOURNAL_FILE}: the same command asks again for those that failed\n{words}"
+        )
+    heldout = heldout_prompts((record.prompt for record in usable), config.annotate.heldout_share)
+    for name, held in ((TRAIN_FILE, False), (HELDOUT_FILE, True)):
+        part = [record for record in usable if (record.prompt in heldout) is held]
+        write_annotated(folder / name, part)
+        summary["heldout_records" if held else "train_records"] = len(part)
+    write_atomic(folder / DONE_FILE, json.dumps(summary, indent=1, ensure_ascii=False).encode())
+    print(words if heldout else f"{words}\n  of one prompt: nothing is held out, and {HELDOUT_FILE} is empty")
+    return summary
+
+
+def _source(config: AnnotateJob, fleets: "Fleets | None") -> "FeedbackSource":
+    from t2g.feedback.sources import make_local_source
+    from t2g.tasks.base import get_task
+
+    task = get_task(config.task)
+    return fleets.feedback(config.annotate, task, config) if fleets else make_local_source(config.annotate, task)
+
+
+def _writer(config: AnnotateJob, fleets: "Fleets | None") -> "Write":
+    """The policy's engines, serving."""
+    from t2g.interfaces import Sampling
+
+    assert fleets is not None and config.model is not None, "see needs_cluster and AnnotateJob"
+    rollouts = fleets.rollouts(config.model, config.rollout, config)
     sampling = Sampling(
         num_samples=config.rollout.samples_per_prompt,
         temperature=config.rollout.temperature,
         max_new_tokens=config.rollout.max_new_tokens,
         seed=config.run.seed,
     )
-    total = len(prompts) * sampling.num_samples
-    known = in_prompt_order(recover_annotated(path), prompts)
-    write_annotated(path, known)  # without a last line that was cut off: the next one would be added to it
-    if len(known) == total:
-        return known
-    rollouts = fleets.rollouts(config.model, config.rollout, config)
-    feedback = fleets.feedback(config.feedback, get_task(config.task), config)
-    with stage("annotate", total, done=len(known)) as bar:
 
-        def on_record(record: "AnnotatedRecord") -> None:
-            if record.status != "failed":  # nobody answered: the next start asks again
-                append_annotated(path, record)
-            bar.advance()
+    async def write(prompt: Any) -> list[str]:
+        return [rollout.response_text for rollout in await rollouts.sample(prompt, sampling)]
 
-        done = {(record.prompt_id, record.sample_index) for record in known}
-        asyncio.run(annotate(prompts, sampling, rollouts, feedback, on_record, done=done))
-    return in_prompt_order(recover_annotated(path), prompts)
+    return write
 
 
-def _metrics(config: AnnotateJob, usable: "Sequence[AnnotatedRecord]", total: int) -> dict[str, float]:
-    """Shares over all `total` responses. RunStopped when too few of them have usable feedback."""
-    failed_share = 1 - len(usable) / total
-    if not usable or failed_share > config.feedback.max_failed_share:
-        raise RunStopped(
-            f"{failed_share:.0%} of {total} responses got no usable feedback from feedback.source="
-            f"{config.feedback.source}; feedback.max_failed_share allows {config.feedback.max_failed_share:.0%}. "
-            f"The others are kept in {RECORDS_FILE}: the same command asks again for those that failed"
-        )
-    spans_per_response = sum(len(record.spans or ()) for record in usable) / len(usable)
-    return {"failed_share": failed_share, "spans_per_response": spans_per_response}
+def _tell_tokens(config: AnnotateJob, source: "FeedbackSource", samples: "Sequence[Sample]") -> None:
+    """Say what a language model will be asked for. UserError when that is above llm.max_total_tokens."""
+    from t2g.feedback.chat import BYTES_PER_TOKEN
+    from t2g.feedback.human import HumanFeedback
+    from t2g.feedback.llm import LLMFeedback, refuse_over_cap
+
+    model = source.aligner if isinstance(source, HumanFeedback) else source
+    if not isinstance(model, LLMFeedback):
+        return
+    longest = "x" * (BYTES_PER_TOKEN * config.rollout.max_new_tokens)  # of a response that is yet to be sampled
+    items = [(s.prompt, s.response or longest) for s in samples]
+    if isinstance(source, HumanFeedback):
+        items = [item for item in items if source.wants_aligner(*item)]
+    estimate = model.estimate(items)
+    print(
+        f"{config.annotate.llm.model}: {estimate.num_requests:,} requests, up to about {estimate.total:,} tokens "
+        f"({estimate.prompt_tokens:,} of prompts, {estimate.output_tokens:,} of answers)"
+    )
+    refuse_over_cap(estimate, config.annotate.llm)
 
 
-def _split(config: AnnotateJob, prompt_ids: Collection[str]) -> dict[str, set[str]]:
-    """Which prompts go into which file. UserError when a file would be empty."""
-    from t2g.annotate import is_heldout
-
-    held = {prompt_id for prompt_id in prompt_ids if is_heldout(prompt_id, config.heldout_share)}
-    parts = {TRAIN_FILE: set(prompt_ids) - held, HELDOUT_FILE: held}
-    for name, part in parts.items():
-        if not part:
-            raise UserError(
-                f"no record for {name}: {len(set(prompt_ids))} prompts with usable feedback are too few for "
-                f"heldout_share={config.heldout_share}"
-            )
-    return parts
+def _smoke_samples(config: AnnotateJob) -> int:
+    return SMOKE_PROMPTS * (config.rollout.samples_per_prompt if config.annotate.responses == "policy" else 1)
 
 
-def _finish(
-    config: AnnotateJob, folder: Path, usable: "Sequence[AnnotatedRecord]", metrics: dict[str, float]
-) -> dict[str, float]:
-    """The two files, then the marker that says so, with `metrics` and the number of records in each."""
-    from t2g.data.records import write_annotated
-
-    parts = {
-        name: [record for record in usable if record.prompt_id in ids]
-        for name, ids in _split(config, [record.prompt_id for record in usable]).items()
-    }
-    for name, part in parts.items():
-        write_annotated(folder / name, part)
-    counts = {"train_records": len(parts[TRAIN_FILE]), "heldout_records": len(parts[HELDOUT_FILE])}
-    write_atomic(folder / DONE_FILE, json.dumps(counts | metrics, indent=1).encode())
-    return counts | metrics
-
-
-def _smoke(config: AnnotateJob, prompts: "Sequence[Prompt]", path: Path, fleets: "Fleets") -> dict[str, float]:
-    """The first prompts only, start of the engines included in no figure; says how long all of them will take."""
+def _tell_pace(samples_per_s: float, num_samples: int) -> None:
     from t2g.progress import duration
 
-    chosen = prompts[:SMOKE_PROMPTS]
-    fleets.rollouts(config.model, config.rollout, config)  # started here, so that the clock below does not see it
-    started = time.monotonic()
-    records = collect(config, chosen, path, fleets)
-    seconds = time.monotonic() - started
-    samples = config.rollout.samples_per_prompt
-    usable = [record for record in records if record.status in ("ok", "empty")]
-    metrics = _metrics(config, usable, len(chosen) * samples)
-    metrics["samples_per_s"] = len(chosen) * samples / seconds
-    left = duration(len(prompts) * samples / metrics["samples_per_s"])
-    print(f"smoke run done: {metrics['samples_per_s']:.1f} samples/s; {len(prompts)} prompts will take about {left}")
-    return metrics
+    left = duration(num_samples / samples_per_s)
+    print(f"smoke run done: {samples_per_s:.1f} samples/s; {num_samples} samples will take about {left}")
 
 
-def run(config: AnnotateJob) -> None:
+def run(config: AnnotateJob) -> int:
+    """0 when all is written, 128 + its number when a signal ended it."""
+    samples = read_samples(config)
+    cluster = needs_cluster(config) and (config.run.smoke or missing_samples(samples, known_records(config, samples)))
+    try:
+        if cluster:
+            _run_on_cluster(config, samples)
+        else:
+            annotate_samples(config, samples, None, stop_flag())
+    except Stopped as end:
+        return stopped(end.stop)
+    print(f"records: {config.run.folder / ANNOTATED_FILE}")
+    return 0
+
+
+def _run_on_cluster(config: AnnotateJob, samples: "Sequence[Sample]") -> None:
     import ray
 
     from actors.placement import connect
     from jobs.fleets import Fleets, feedback_roles
 
-    kept = finished(config)
-    if kept is not None:
-        print(f"{config.run.folder} is already annotated with this config: kept")
-        return
-    connect(config.cluster, {"rollout": config.rollout} | feedback_roles(config.feedback))
+    roles: dict[str, RoleConfig] = {"rollout": config.rollout} if config.annotate.responses == "policy" else {}
+    connect(config.cluster, roles | feedback_roles(config.annotate))
     try:
+        stop = stop_flag()
         with Fleets() as fleets:
-            print(annotate_data(config, fleets))
+            annotate_samples(config, samples, fleets, stop)
     finally:
         ray.shutdown()
 
 
+def describe(config: AnnotateJob) -> str:
+    """`describe_annotate`, and what an endpoint will be asked for where the data is at hand."""
+    options = config.annotate
+    if options.source == "llm" and not needs_cluster(config) and Path(config.data.path).is_file():
+        samples = read_samples(config)
+        _tell_tokens(config, _source(config, None), missing_samples(samples, known_records(config, samples)))
+    return describe_annotate(config)
+
+
 if __name__ == "__main__":
-    sys.exit(main(AnnotateJob, run, describe_annotate))
+    sys.exit(main(AnnotateJob, run, describe))

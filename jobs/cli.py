@@ -3,14 +3,17 @@
     if __name__ == "__main__":
         sys.exit(main(PolicyJob, run, describe_policy))
 
-Exit codes: 0 done, 2 the user's to mend, 3 the run stopped itself, 130 interrupted. Imports nothing heavy.
+Exit codes: 0 done, 2 the user's to mend, 3 the run stopped itself, 130 interrupted, 143 terminated.
+Imports nothing heavy.
 """
 
 import argparse
+import fcntl
 import json
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TypeVar
@@ -34,8 +37,18 @@ def main(
 
     `argv` without the program's name; None: that of this process.
     """
-    parser = _parser(schema)
-    arguments = parser.parse_intermixed_args(argv)
+    parser = job_parser(schema)
+    return execute(parser, parser.parse_intermixed_args(argv), schema, run, describe)
+
+
+def execute(
+    parser: argparse.ArgumentParser,
+    arguments: argparse.Namespace,
+    schema: type[Config],
+    run: Callable[[Config], int | None],
+    describe: Callable[[Config], str],
+) -> int:
+    """`main` of what was parsed: for a job that adds options of its own to `job_parser(schema)`."""
     try:
         config = configio.load(schema, arguments.config, arguments.overrides)
         if arguments.dry_run:
@@ -79,12 +92,31 @@ def stop_flag() -> StopFlag:
     return flag
 
 
+def stopped(stop: StopFlag) -> int:
+    """Say how the run ended; its exit code as a shell knows it: 143 for SIGTERM."""
+    print(f"stopped by {stop.signal_name}: the same command goes on from here", file=sys.stderr)
+    return 128 + signal.Signals[str(stop.signal_name)]
+
+
+@contextmanager
+def sole_process(folder: Path) -> Iterator[None]:
+    """The run folder for this process alone. UserError when another process has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given back by the kernel when this process ends
+        except BlockingIOError:
+            sentence = f"another process works in {folder}: wait for it, or take another run.name"
+            raise UserError(sentence) from None
+        yield
+
+
 def fields_help(schema: type[BaseModel]) -> str:
     """Every key with its default and its meaning, grouped by section."""
     return "\n".join(_section_help(schema))
 
 
-def _parser(schema: type[BaseModel]) -> argparse.ArgumentParser:
+def job_parser(schema: type[BaseModel]) -> argparse.ArgumentParser:
     """The schema's docstring begins with the job: "jobs.train_policy: span-level PPO."."""
     name, _, purpose = " ".join((schema.__doc__ or "").split()).partition(": ")
     parser = argparse.ArgumentParser(

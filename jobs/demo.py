@@ -12,10 +12,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jobs.cli import main, stop_flag
-from t2g.config import DataConfig, DemoJob, FeedbackConfig, Placement, PolicyJob, RoleConfig, RunConfig
+from jobs.cli import main, stop_flag, stopped
+from t2g.config import DemoJob, PolicyJob
 from t2g.describe import describe_demo
 from t2g.errors import RunStopped
+from t2g.sections import DataConfig, FeedbackConfig, Placement, RoleConfig, RunConfig
 
 ARMS = "arms"
 FACTS = ("fact_f1", "fact_precision", "fact_recall")
@@ -100,7 +101,7 @@ def run(demo: DemoJob) -> int:
     from actors.placement import connect
     from jobs.fleets import Fleets
     from jobs.stages import make_stages
-    from jobs.train_policy import finished, read_data, stopped, train
+    from jobs.train_policy import finished, read_data, train
 
     started = time.monotonic()
     jobs = {arm: arm_job(demo, arm) for arm in demo.arms}

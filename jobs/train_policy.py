@@ -5,21 +5,20 @@
 """
 
 import asyncio
-import fcntl
 import json
 import shutil
-import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jobs.cli import StopFlag, main, stop_flag
+from jobs.cli import StopFlag, main, sole_process, stop_flag, stopped
 from t2g import configio
-from t2g.config import PolicyJob, RoleConfig
+from t2g.config import PolicyJob
 from t2g.describe import describe_policy
 from t2g.errors import UserError
+from t2g.sections import RoleConfig
 
 if TYPE_CHECKING:  # numpy, torch and Ray are imported by the functions that need them: --help must answer at once
     from actors.rollout import RolloutFleet
@@ -83,7 +82,8 @@ def train(
         num_updates=config.num_steps,
         seed=config.run.seed,
     )
-    with only_run(config), closing(RunLog(folder, config.log)) as log:
+    begin_folder(config)
+    with sole_process(folder), closing(RunLog(folder, config.log)) as log:
         group = LearnerGroup(spec, placement_timeout_s=config.cluster.placement_timeout_s)
         with closing(group) as learner:
             trainer = Trainer(
@@ -115,19 +115,6 @@ def train(
                 return None
             learner.export(folder / "policy")
         return write_summary(config, seconds=state.wall_s)
-
-
-@contextmanager
-def only_run(config: PolicyJob) -> Iterator[None]:
-    """The run folder for this process alone; its resolved config is in it. UserError when another process has it."""
-    begin_folder(config)
-    with (config.run.folder / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given back by the kernel when this process ends
-        except BlockingIOError:
-            sentence = f"another process trains in {config.run.folder}: wait for it, or take another run.name"
-            raise UserError(sentence) from None
-        yield
 
 
 def begin_folder(config: PolicyJob) -> None:
@@ -197,12 +184,6 @@ def smoke_words(config: PolicyJob, summary: dict[str, Any]) -> str:
         f"smoke run done: {summary['samples'] / timing['steps_s']:.1f} samples/s, {step_s:.1f} s a step; "
         f"{num_steps} steps will take about {duration(step_s * num_steps + evaluations_s)}"
     )
-
-
-def stopped(stop: StopFlag) -> int:
-    """Say how the run ended; its exit code as a shell knows it: 143 for SIGTERM."""
-    print(f"stopped by {stop.signal_name}: the same command goes on after the last finished step", file=sys.stderr)
-    return 128 + signal.Signals[str(stop.signal_name)]
 
 
 def run(asked: PolicyJob) -> int:

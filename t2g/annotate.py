@@ -1,58 +1,187 @@
-"""Stage 1: sample the policy, criticise each response, one annotated record per response.
+"""Stage 1: which responses want feedback, what was said of them, and what is left to ask.
 
-Written against two of the four seams: whether the critic is a program, a person or a model is the source's business.
+Written against the seams of `t2g.interfaces`: whether the critic is a program, a person or a model is the source's
+business. Files, signals and engines are the job's.
 """
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+import re
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from pydantic_core import to_json
 
 from t2g.data.records import AnnotatedRecord, annotated_record
-from t2g.interfaces import FeedbackSource, RolloutSource, Sampling
-from t2g.types import Prompt, Rollout
+from t2g.data.sft import USABLE
+from t2g.feedback.parse import no_feedback
+from t2g.interfaces import FeedbackSource
+from t2g.tasks.base import Record, Task, stable_id
+from t2g.types import FeedbackStatus, Prompt
 
-SampleKey = tuple[str, int]  # prompt_id, sample_index
+STATUSES: tuple[FeedbackStatus, ...] = ("ok", "empty", "unparsable", "failed")
+MAX_REASONS = 5  # kinds of failure that a summary names
+Write = Callable[[Prompt], Awaitable[Sequence[str]]]  # the policy's responses by sample_index
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response that wants feedback: one record of the output."""
+
+    prompt: Prompt
+    sample_index: int  # of the responses to this prompt, from 0
+    response: str | None = None  # none: the policy writes it, or the data lacks it
+    problem: str = ""  # why the data lacks it, in a sentence
+
+    @cached_property
+    def key(self) -> str:
+        """Equal for samples that one judgement will do for."""
+        which = self.sample_index if self.response is None else self.response
+        return _key(self.prompt.prompt_id, self.prompt.prompt_text, self.prompt.payload, which)
+
+
+def record_key(record: AnnotatedRecord, *, sampled: bool) -> str:
+    """The key of the sample that the record is about. sampled: the policy wrote the response.
+
+    A given response is known by its text, so that a changed one is judged anew wherever it stands in the file; a
+    sampled one by its number, since it is not known beforehand.
+    """
+    return _key(record.prompt_id, record.prompt, record.payload, record.sample_index if sampled else record.response)
+
+
+def _key(prompt_id: str, prompt_text: str, payload: dict[str, Any], which: str | int) -> str:
+    # As the record's line holds the payload: a date or a NaN there is read back as text and null.
+    content = to_json([prompt_id, prompt_text, payload, which], inf_nan_mode="null")
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def given_samples(records: Sequence[Record], task: Task) -> list[Sample]:
+    """A sample for each record, in order, with the response that the record holds; no tokenizer is needed.
+
+    Several responses to one prompt, or under one id, are numbered by sample_index. A record without a usable prompt or
+    response has a `problem` that names its number, from 1.
+    """
+    samples = []
+    seen: Counter[str] = Counter()
+    for number, record in enumerate(records, start=1):
+        text, payload, response, problem = "", {}, None, ""
+        try:
+            text, payload = task.prompt_text(record), task.payload(record)
+            response = task.response(record)
+            if response is None:
+                problem = f"data record {number} has no response; it has {', '.join(record)}"
+        except ValueError as error:
+            problem = f"data record {number}: {error}"
+        prompt_id = task.prompt_id(record) or stable_id(text or f"record {number}")
+        prompt = Prompt(
+            prompt_id=prompt_id, prompt_ids=np.zeros(0, np.int32), prompt_text=text, task=task.name, payload=payload
+        )
+        samples.append(Sample(prompt, seen[prompt_id], response, problem))
+        seen[prompt_id] += 1
+    return samples
 
 
 async def annotate(
-    prompts: Sequence[Prompt],
-    sampling: Sampling,
-    rollouts: RolloutSource,
+    samples: Sequence[Sample],
     feedback: FeedbackSource,
-    on_record: Callable[[AnnotatedRecord], None],
+    on_record: Callable[[Sample, AnnotatedRecord], None],
     *,
-    done: Collection[SampleKey] = frozenset(),
+    write: Write | None = None,
 ) -> None:
-    """`on_record` hears of `sampling.num_samples` records per prompt, each as soon as it is made, in no fixed order.
+    """`on_record` hears of a record for each sample, as soon as it is made, in no fixed order.
 
-    Failed feedback is a record of that status. Samples in `done` are not judged again, and a prompt that has all of
-    them is not sampled.
+    Failed feedback is a record of that status. `write` is asked once for each prompt with samples that have no
+    response; those with a problem do not belong here, see `refused`.
     """
+    by_prompt: dict[str, list[Sample]] = {}
 
-    async def judged(prompt: Prompt, rollout: Rollout) -> None:
-        on_record(annotated_record(prompt, rollout, await feedback.judge(prompt, rollout.response_text)))
+    async def judged(sample: Sample, response: str) -> None:
+        said = await feedback.judge(sample.prompt, response)
+        on_record(sample, annotated_record(sample.prompt, response, said, sample_index=sample.sample_index))
 
-    async def one(prompt: Prompt) -> None:
-        if all((prompt.prompt_id, index) in done for index in range(sampling.num_samples)):
-            return
-        sampled = await rollouts.sample(prompt, sampling)
-        await asyncio.gather(*(judged(prompt, r) for r in sampled if (r.prompt_id, r.sample_index) not in done))
+    async def written(of_prompt: Sequence[Sample]) -> None:
+        assert write is not None, "samples without a response, and nobody who writes one"
+        responses = await write(of_prompt[0].prompt)
+        await asyncio.gather(*(judged(sample, responses[sample.sample_index]) for sample in of_prompt))
 
-    await asyncio.gather(*(one(prompt) for prompt in prompts))
+    given = []
+    for sample in samples:
+        if sample.response is None:
+            by_prompt.setdefault(sample.prompt.prompt_id, []).append(sample)
+        else:
+            given.append(judged(sample, sample.response))
+    await asyncio.gather(*given, *(written(of_prompt) for of_prompt in by_prompt.values()))
 
 
-def in_prompt_order(records: Iterable[AnnotatedRecord], prompts: Sequence[Prompt]) -> list[AnnotatedRecord]:
-    """One record per sample of `prompts`, in their order; the rest, of other prompts or texts, is left out."""
-    place = {(prompt.prompt_id, prompt.prompt_text): number for number, prompt in enumerate(prompts)}
-    found = {
-        (place[record.prompt_id, record.prompt], record.sample_index): record
-        for record in records
-        if (record.prompt_id, record.prompt) in place
+def refused(sample: Sample, source: str) -> AnnotatedRecord:
+    """The failed record of a sample with a problem, which nobody needs to be asked about."""
+    nothing = no_feedback("failed", source=source, version="", reason=sample.problem)
+    return annotated_record(sample.prompt, "", nothing, sample_index=sample.sample_index)
+
+
+def heldout_prompts(prompts: Iterable[str], share: float) -> set[str]:
+    """The prompts (texts, so that one with two ids is not on both sides) whose records the reward model never learns.
+
+    Those whose hash is below `share`: the same ones whatever else the data holds. At least one, and at most all but
+    one; none of a single prompt.
+    """
+    order = sorted((_fraction(prompt), prompt) for prompt in set(prompts))
+    count = sum(fraction < share for fraction, _ in order)
+    count = min(max(count, 1), len(order) - 1)
+    return {prompt for _, prompt in order[: max(count, 0)]}
+
+
+def _fraction(text: str) -> float:
+    digest = hashlib.blake2b(text.encode("utf-8", errors="replace"), digest_size=8).digest()
+    return int.from_bytes(digest) / 2**64
+
+
+def summarize(records: Sequence[AnnotatedRecord]) -> dict[str, Any]:
+    """Counts and shares of `records` (at least one), and the reasons of those that are of no use.
+
+    failed_share: neither ok nor empty, of all; spans_per_response: of the usable ones; located_share: of the quotes
+    that were given, those that stand in the response; agreement: mean over records with several annotators. The last
+    three are None where there is nothing to tell. reasons: [count, first example], most frequent first.
+    """
+    usable = [record for record in records if record.status in USABLE]
+    statuses = Counter(record.status for record in records)
+    num_quotes = sum(record.num_quotes for record in usable)
+    agreements = [record.agreement for record in usable if record.agreement is not None]
+    return {
+        "records": len(records),
+        **{status: statuses[status] for status in STATUSES},
+        "failed_share": 1 - len(usable) / len(records),
+        "spans_per_response": sum(len(record.spans or ()) for record in usable) / len(usable) if usable else None,
+        "located_share": sum(record.num_located for record in usable) / num_quotes if num_quotes else None,
+        "agreement": sum(agreements) / len(agreements) if agreements else None,
+        "reasons": _grouped(r.reason or f"status {r.status}" for r in records if r.status not in USABLE),
     }
-    return [found[key] for key in sorted(found)]
 
 
-def is_heldout(prompt_id: str, share: float) -> bool:
-    """Whether a prompt's records are kept for the reward model's report: a function of its id alone."""
-    digest = hashlib.blake2b(prompt_id.encode("utf-8", errors="replace"), digest_size=8).digest()
-    return int.from_bytes(digest) < share * 2**64
+def _grouped(reasons: Iterable[str]) -> list[tuple[int, str]]:
+    """How often each kind, and one example: reasons that differ in their numbers only are of one kind."""
+    examples: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+    for reason in reasons:
+        kind = re.sub(r"\d+", "#", reason)
+        examples.setdefault(kind, reason)
+        counts[kind] += 1
+    return [(count, examples[kind]) for kind, count in counts.most_common(MAX_REASONS)]
+
+
+def summary_words(summary: dict[str, Any]) -> str:
+    """One line of counts, then a line for each kind of failure."""
+    counts = ", ".join(f"{summary[status]} {status}" for status in STATUSES if summary[status])
+    line = f"{summary['records']} records: {counts}"
+    for name, words in (
+        ("spans_per_response", "{:.1f} spans each"),
+        ("located_share", "{:.0%} of the quotes located"),
+        ("agreement", "agreement {:.2f}"),
+    ):
+        if summary[name] is not None:
+            line += "; " + words.format(summary[name])
+    return "\n".join([line, *(f"  {count} x {reason}" for count, reason in summary["reasons"])])

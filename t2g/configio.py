@@ -21,6 +21,7 @@ from pydantic import BaseModel, ValidationError
 
 from t2g.configwords import Keys, dotted, problems, show
 from t2g.errors import UserError
+from t2g.sections import LLMConfig
 
 Config = TypeVar("Config", bound=BaseModel)
 
@@ -43,15 +44,19 @@ MAY_DIFFER = (
     "eval.every",
     "rollout.workers",
     "reward_engine.workers",
-    "feedback.engine.workers",
-    "feedback.concurrency",
-    "feedback.endpoint_key_env",
+    "*.engine.workers",
+    "*.concurrency",
+    "*.llm.key_env",
+    "*.llm.requests_per_minute",
+    "*.llm.max_total_tokens",
+    "annotate.timeout_s",  # decides which records are missing, and those are asked for again
+    "annotate.max_failed_share",
+    "annotate.heldout_share",
     "*.cpus",
     "*.gpus",
     "*.threads",
     "*.memory_gib",
-    "*.labels",
-    "*.labels.*",
+    *(f"*{role}.labels*" for role in ("rollout", "engine", "sft", "learner")),  # not style.labels
     "*.kv_cache_gib",
     "*.gpu_memory_utilization",
     "*sft.timeout_s",  # not feedback.timeout_s: it decides which samples of a step are judged
@@ -60,7 +65,13 @@ MAY_DIFFER = (
 )
 
 # Keys that may name a file or folder here, or something on the hub.
-PATHS = ("model.policy", "data.path", "eval_data.path", "feedback.reward_model", "feedback.human_file", "stages")
+PATHS = (
+    "model.policy",
+    "data.path",
+    "eval_data.path",
+    *(f"{source}.{key}" for source in ("feedback", "annotate") for key in ("reward_model", "human_file", "llm.model")),
+    "stages",
+)
 
 
 @dataclass(frozen=True)
@@ -235,7 +246,7 @@ def _with_absolute_root(config: Config, source: _Source, cwd: Path, *, is_ray_jo
 def _with_absolute_path(section: Config, keys: Sequence[str], cwd: Path) -> Config:
     """`section` with the path at `keys` made absolute if it is one of something that is there."""
     value = getattr(section, keys[0], None)
-    if value is None:
+    if value is None or (isinstance(section, LLMConfig) and section.url is not None):  # a name that the server knows
         return section
     if len(keys) > 1:
         return section.model_copy(update={keys[0]: _with_absolute_path(value, keys[1:], cwd)})

@@ -2,25 +2,16 @@
 
 from math import ceil
 
-from t2g.config import (
-    AnnotateJob,
-    DemoJob,
-    LearnerConfig,
-    PolicyJob,
-    RewardJob,
-    RoleConfig,
-    RolloutConfig,
-    SFTJob,
-    SFTOptions,
-)
+from t2g.config import AnnotateJob, DemoJob, PolicyJob, RewardJob, SFTJob, StudyJob
+from t2g.sections import LearnerConfig, RoleConfig, RolloutConfig, SFTOptions
 
 
 def describe_policy(job: PolicyJob) -> str:
     """jobs.train_policy: sizes of one step and of the run, then the resources."""
     samples = job.num_steps * samples_per_step(job.rollout)
     roles: dict[str, RoleConfig] = {"rollout": job.rollout, "learner": job.learner}
-    if job.feedback.source == "reward_model":
-        roles["reward"] = job.feedback.engine
+    if job.feedback.own_engines:
+        roles[str(job.feedback.model_asked)] = job.feedback.engine
     lines = [
         *_step_lines(job.rollout, job.learner),
         f"run: {_count(job.num_steps, 'step')}, {_count(samples, 'sample')} in all",
@@ -59,15 +50,22 @@ def describe_sft(job: SFTJob) -> str:
 
 
 def describe_annotate(job: AnnotateJob) -> str:
-    roles: dict[str, RoleConfig] = {"rollout": job.rollout}
-    if job.feedback.source == "reward_model":
-        roles["reward"] = job.feedback.engine
+    options, roles = job.annotate, dict[str, RoleConfig]()
+    what = f"the response of each record of {job.data.path}"
+    if options.responses == "policy":
+        roles["rollout"] = job.rollout
+        what = (
+            f"{_count(job.rollout.samples_per_prompt, 'response')} to each prompt of {job.data.path}, "
+            f"temperature {job.rollout.temperature:g}, at most {job.rollout.max_new_tokens} tokens each"
+        )
+    if options.own_engines:
+        roles[str(options.model_asked)] = options.engine
+    aligner = f", aligned by {options.align}" if options.source == "human" and options.align else ""
     return "\n".join(
         [
-            f"{_count(job.rollout.samples_per_prompt, 'response')} to each prompt of {job.data.path}, "
-            f"temperature {job.rollout.temperature:g}, at most {job.rollout.max_new_tokens} tokens each",
-            f"feedback: {job.feedback.source}; records of {job.heldout_share:.0%} of the prompts are held out",
-            *_resource_lines(roles),
+            what,
+            f"feedback: {options.source}{aligner}; records of {options.heldout_share:.0%} of the prompts are held out",
+            *(_resource_lines(roles) if roles else ["no engines of our own, and no Ray"]),
             f"run folder: {job.run.folder}",
         ]
     )
@@ -79,6 +77,18 @@ def describe_reward(job: RewardJob) -> str:
             f"supervised: {_sft(job.sft)}",
             f"evaluation: at most {_count(job.eval_records, 'record')} of {job.eval_data.path}",
             *_resource_lines({"trainer": job.sft, "then reward": job.engine}, together=False),
+            f"run folder: {job.run.folder}",
+        ]
+    )
+
+
+def describe_study(job: StudyJob) -> str:
+    trainings = len(job.variants) * len(job.seeds)
+    return "\n".join(
+        [
+            f"{_count(trainings, 'training')}: {', '.join(job.variants)}, each with "
+            f"{_count(len(job.seeds), 'seed')}, {job.num_epochs:g} epochs; records and resources of {job.stages}",
+            f"evaluation: at most {_count(job.eval_records, 'held-out record')} after each",
             f"run folder: {job.run.folder}",
         ]
     )

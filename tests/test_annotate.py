@@ -1,70 +1,178 @@
-"""Stage 1 on fakes: what is asked for, what is asked for again, and the order in the end."""
+"""Stage 1 without files: what wants feedback, who is asked, what is known again, the split and the summary."""
 
 import asyncio
+import datetime
+import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pytest
 from fakes import FakeFeedback, FakeRollouts, letter_prompts, letter_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
 
-from t2g.annotate import annotate, in_prompt_order, is_heldout
+from t2g.annotate import (
+    Sample,
+    annotate,
+    given_samples,
+    heldout_prompts,
+    record_key,
+    refused,
+    summarize,
+    summary_words,
+)
 from t2g.data.records import AnnotatedRecord
+from t2g.feedback.parse import make_feedback
 from t2g.interfaces import Sampling
-from t2g.types import Prompt, Rollout, SpanFeedback
+from t2g.tasks.prompts import PromptsTask
+from t2g.types import Prompt
 
 SAMPLING = Sampling(num_samples=2, temperature=1.0, max_new_tokens=4, seed=3)
+ROWS = [
+    {"id": "a", "prompt": "Why?", "response": "a b"},
+    {"id": "a", "prompt": "Why?", "response": "b"},
+    {"prompt": "Who?", "response": "c"},
+    {"id": "d", "prompt": "How?"},
+    {"id": "e", "response": "d"},
+    {"id": "f", "prompt": "Where?", "response": ["here"]},
+]
 
 
-class Counting(FakeRollouts):
-    """Remembers whom it sampled, and lets the last prompt overtake the first."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(letter_tokenizer(folder))
-        self.sampled: list[str] = []
-
-    async def sample(self, prompt: Prompt, sampling: Sampling) -> list[Rollout]:
-        self.sampled.append(prompt.prompt_id)
-        await asyncio.sleep({"p0": 0.02, "p1": 0.01}.get(prompt.prompt_id, 0))
-        return await super().sample(prompt, sampling)
+def samples_of(*rows: dict[str, Any]) -> list[Sample]:
+    return given_samples(rows, PromptsTask())
 
 
-class CountingFeedback(FakeFeedback):
-    def __init__(self) -> None:
-        super().__init__()
-        self.judged: list[str] = []
-
-    async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
-        self.judged.append(prompt.prompt_id)
-        return await super().judge(prompt, response_text)
+def judged(samples: list[Sample], **keywords: Any) -> dict[str, AnnotatedRecord]:
+    """Records by key."""
+    heard: dict[str, AnnotatedRecord] = {}
+    asyncio.run(annotate(samples, FakeFeedback(), lambda s, record: heard.update({s.key: record}), **keywords))
+    return heard
 
 
-def key(record: AnnotatedRecord) -> tuple[str, int]:
-    return record.prompt_id, record.sample_index
+def test_a_sample_for_each_record_and_a_problem_that_names_it() -> None:
+    samples = samples_of(*ROWS)
+    assert [(s.prompt.prompt_id, s.sample_index, s.response) for s in samples[:2]] == [("a", 0, "a b"), ("a", 1, "b")]
+    assert samples[2].prompt.prompt_id == samples_of(ROWS[2])[0].prompt.prompt_id != ""
+    assert [s.prompt.prompt_id for s in samples[3:]] == ["d", "e", "f"]
+    assert [bool(s.problem) for s in samples] == [False, False, False, True, True, True]
+    assert samples[3].problem == "data record 4 has no response; it has id, prompt"
+    assert samples[4].problem.startswith("data record 5: has no field prompt or messages")
+    assert samples[5].problem.startswith("data record 6: field response is ['here']")
+    failed = refused(samples[3], "llm")
+    assert (failed.prompt_id, failed.response, failed.status, failed.source) == ("d", "", "failed", "llm")
+    assert failed.reason == samples[3].problem
 
 
-def test_each_sample_is_heard_of_once_and_put_into_the_order_of_the_prompts(tmp_path: Path) -> None:
-    prompts, heard = letter_prompts(3), []
-    asyncio.run(annotate(prompts, SAMPLING, Counting(tmp_path), FakeFeedback(), heard.append))
-    assert [key(record) for record in heard] == [(p, i) for p in ("p2", "p1", "p0") for i in (0, 1)]
-    assert [key(r) for r in in_prompt_order(heard, prompts)] == [(p, i) for p in ("p0", "p1", "p2") for i in (0, 1)]
+def test_given_responses_are_judged_as_they_are() -> None:
+    samples = samples_of(*ROWS[:3])
+    records = judged(samples)
+    made = [records[sample.key] for sample in samples]
+    assert [(r.prompt_id, r.sample_index, r.response, r.good, r.poor) for r in made[:2]] == [
+        ("a", 0, "a b", ("a",), ("b",)),
+        ("a", 1, "b", (), ("b",)),
+    ]
+    assert made[2].status == "empty"
 
 
-def test_what_is_there_is_neither_sampled_nor_judged_again(tmp_path: Path) -> None:
-    rollouts, feedback, heard = Counting(tmp_path), CountingFeedback(), []
-    done = {("p0", 0), ("p0", 1), ("p1", 1)}
-    asyncio.run(annotate(letter_prompts(3), SAMPLING, rollouts, feedback, heard.append, done=done))
-    assert rollouts.sampled == ["p1", "p2"]
-    assert sorted(feedback.judged) == ["p1", "p2", "p2"]
-    assert {key(record) for record in heard} == {("p1", 0), ("p2", 0), ("p2", 1)}
+@pytest.mark.parametrize(
+    "payload", [{}, {"when": datetime.datetime(2020, 1, 2, tzinfo=datetime.UTC), "nan": float("nan"), "list": (1, 2.0)}]
+)
+def test_a_record_is_known_again_by_what_was_judged(payload: dict[str, Any]) -> None:
+    (sample,) = samples_of(ROWS[0])
+    sample = replace(sample, prompt=replace(sample.prompt, payload=payload))
+    record = AnnotatedRecord.model_validate_json(judged([sample])[sample.key].line())
+    assert record_key(record, sampled=False) == sample.key
+    assert record_key(record, sampled=True) == replace(sample, response=None).key
+    for change in ({"response": "b a"}, {"prompt": "What?"}, {"prompt_id": "b"}, {"payload": {"x": 1}}):
+        assert record_key(record.model_copy(update=change), sampled=False) != sample.key
+    assert record_key(record.model_copy(update={"sample_index": 1}), sampled=False) == sample.key
+    assert record_key(record.model_copy(update={"sample_index": 1}), sampled=True) != replace(sample, response=None).key
 
 
-def test_records_of_other_prompts_are_left_out() -> None:
-    def record(prompt_id: str, text: str) -> AnnotatedRecord:
-        return AnnotatedRecord(prompt_id=prompt_id, prompt=text, response="a", critique="c")
+def test_the_policy_is_asked_once_for_each_prompt_that_lacks_something(tmp_path: Path) -> None:
+    policy, asked = FakeRollouts(letter_tokenizer(tmp_path)), []
 
-    records = [record("p1", "write"), record("p0", "another text"), record("q", "write")]
-    assert in_prompt_order(records, letter_prompts(2)) == records[:1]
+    async def write(prompt: Prompt) -> list[str]:
+        asked.append(prompt.prompt_id)
+        await asyncio.sleep({"p0": 0.02, "p1": 0.01}.get(prompt.prompt_id, 0))  # the last overtakes the first
+        return [rollout.response_text for rollout in await policy.sample(prompt, SAMPLING)]
+
+    samples = [Sample(prompt, index) for prompt in letter_prompts(3) for index in range(2)]
+    missing = [sample for sample in samples if (sample.prompt.prompt_id, sample.sample_index) != ("p1", 1)][2:]
+    records = judged(missing, write=write)
+    assert asked == ["p1", "p2"]
+    assert [(r.prompt_id, r.sample_index) for r in records.values()] == [("p2", 0), ("p2", 1), ("p1", 0)]
+    whole = judged(samples, write=write)
+    assert {key: whole[key] for key in records} == records
+    assert {record_key(record, sampled=True) for record in whole.values()} == {sample.key for sample in samples}
 
 
-def test_the_share_that_is_held_out() -> None:
-    held = [is_heldout(str(i), 0.25) for i in range(4000)]
-    assert abs(sum(held) / 4000 - 0.25) < 0.03  # four standard deviations
-    assert not is_heldout("7", 0.0)
+@given(st.sets(st.text(max_size=3), max_size=12), st.floats(0.01, 0.99))
+def test_something_is_held_out_and_something_is_not(prompts: set[str], share: float) -> None:
+    held = heldout_prompts(prompts, share)
+    assert held <= prompts
+    assert len(held) < max(len(prompts), 1)
+    assert held or len(prompts) < 2
+
+
+def test_the_share_that_is_held_out_and_who_it_is() -> None:
+    prompts = [str(i) for i in range(4000)]
+    held = heldout_prompts(prompts, 0.25)
+    assert abs(len(held) / 4000 - 0.25) < 0.03  # four standard deviations
+    assert heldout_prompts(prompts[:400], 0.25) == held & set(prompts[:400])  # whatever else there is
+    assert heldout_prompts(["only", "only"], 0.5) == set()
+
+
+def record(status: str, **fields: Any) -> AnnotatedRecord:
+    return AnnotatedRecord(prompt_id="p", prompt="p", response="abcd", critique="c", status=status, **fields)
+
+
+def test_a_summary_counts_and_groups() -> None:
+    two = [{"start": i, "end": i + 1, "label": 1} for i in range(2)]
+    summary = summarize(
+        [
+            record("ok", spans=two, num_quotes=3, num_located=2, agreement=0.5),
+            record("empty", spans=(), num_quotes=1, agreement=1.0),
+            record("unparsable", reason="the answer is no JSON"),
+            record("failed", reason="record 3 has no response"),
+            record("failed", reason="record 17 has no response"),
+        ]
+    )
+    assert summary == {
+        "records": 5, "ok": 1, "empty": 1, "unparsable": 1, "failed": 2, "failed_share": pytest.approx(0.6),
+        "spans_per_response": 1.0, "located_share": 0.5, "agreement": 0.75,
+        "reasons": [(2, "record 3 has no response"), (1, "the answer is no JSON")],
+    }  # fmt: skip
+    assert summary_words(summary).splitlines() == [
+        "5 records: 1 ok, 1 empty, 1 unparsable, 2 failed; 1.0 spans each; 50% of the quotes located; agreement 0.75",
+        "  2 x record 3 has no response",
+        "  1 x the answer is no JSON",
+    ]
+    nothing = summarize([record("failed")])
+    assert (nothing["spans_per_response"], nothing["located_share"], nothing["agreement"]) == (None, None, None)
+    assert summary_words(nothing) == "1 records: 1 failed\n  1 x status failed"
+
+
+def test_words_that_no_file_can_hold_do_not_end_the_run() -> None:
+    class Rude(FakeFeedback):
+        async def judge(self, prompt: Prompt, response_text: str) -> Any:
+            return replace(await super().judge(prompt, response_text), reason='quote "\ud800" does not occur')
+
+    heard = []
+    asyncio.run(annotate(samples_of(ROWS[0]), Rude(), lambda _, made: heard.append(made.line())))
+    assert 'quote \\"?\\" does not occur' in heard[0]
+
+
+def test_the_documented_record_has_every_field_and_says_what_it_shows() -> None:
+    text = (Path(__file__).parents[1] / "t2g" / "README.md").read_text()
+    line = text.split("```json\n")[1].split("```")[0]
+    shown = json.loads(line)
+    assert list(shown) == list(AnnotatedRecord.model_fields)
+    rows = text.split("| field |")[1].split("\n\n")[0]
+    assert {name for name in shown if f"`{name}`" not in rows} == set()
+    record = AnnotatedRecord.model_validate(shown)
+    said = make_feedback(
+        record.critique, record.good, [q.model_dump() for q in record.poor], record.response, source="", version=""
+    )
+    assert said.spans == record.to_feedback().spans

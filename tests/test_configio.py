@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from t2g import configio
-from t2g.config import DemoJob, PolicyJob
+from t2g.config import AnnotateJob, DemoJob, PolicyJob
 from t2g.configwords import dotted_keys, show
 from t2g.errors import UserError
 
@@ -91,10 +91,10 @@ def test_all_wrong_values_are_reported_at_once(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_is_named_with_its_meaning(tmp_path: Path) -> None:
-    text = "model: {policy: base}\ndata: {split: test}\nfeedback: {source: endpoint}\n"
+    text = "model: {policy: base}\ndata: {split: test}\nfeedback: {source: human}\n"
     assert refused(tmp_path, text) == [
         "job.yaml:2: data.path is missing; it needs: JSON, JSON lines or Parquet file, or a dataset name on the hub",
-        "job.yaml:3: feedback.source=endpoint needs feedback.endpoint_url",
+        "job.yaml:3: feedback: source=human needs human_file",
     ]
 
 
@@ -194,7 +194,30 @@ def test_local_paths_are_absolute_and_hub_names_stay(tmp_path: Path) -> None:
 
 
 def test_every_path_is_a_key() -> None:
-    assert set(configio.PATHS) <= set(dotted_keys(PolicyJob))
+    assert set(configio.PATHS) <= {*dotted_keys(PolicyJob), *dotted_keys(AnnotateJob)}
+
+
+def test_the_model_of_an_endpoint_is_a_name_and_of_own_engines_perhaps_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "judge").mkdir()
+    own = load(tmp_path, GOOD, "feedback.llm.model=judge")
+    served = load(tmp_path, GOOD, "feedback.llm.model=judge", "feedback.llm.url=http://host/v1")
+    assert (own.feedback.llm.model, served.feedback.llm.model) == (f"{tmp_path}/judge", "judge")
+
+
+def test_data_may_be_the_human_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.csv").touch()
+    (tmp_path / "other.csv").touch()
+
+    def read(*overrides: str) -> AnnotateJob:
+        text = "data: {path: mine.csv, columns: {prompt: q}}\nannotate: {source: human}\n"
+        return configio.load(AnnotateJob, write(tmp_path, text), overrides, environ={}, cwd=tmp_path)
+
+    alone = read()
+    assert alone.annotate.human_file == alone.data.path == f"{tmp_path}/mine.csv"
+    assert alone.annotate.human_columns == {"prompt": "q"}
+    beside = read("annotate.human_file=other.csv")
+    assert (beside.annotate.human_file, beside.annotate.human_columns) == (f"{tmp_path}/other.csv", {})
+    assert configio.load(AnnotateJob, configio.write(alone, tmp_path / "run"), environ={}) == alone
 
 
 @pytest.mark.parametrize("section", ["rollout", "feedback.engine"])
@@ -232,10 +255,10 @@ def test_a_wrong_learner_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_a_key_in_the_url_never_reaches_the_run_folder(tmp_path: Path) -> None:
-    (sentence,) = refused(tmp_path, GOOD, "feedback.endpoint_url=https://me:secret@host/v1")
-    assert sentence.startswith("command line: feedback.endpoint_url has a name or password before its host")
+    (sentence,) = refused(tmp_path, GOOD, "feedback.llm.url=https://me:secret@host/v1")
+    assert sentence.startswith("command line: feedback.llm.url: llm.url has a name or password before its host")
     assert "secret" not in sentence
-    assert load(tmp_path, GOOD, "feedback.endpoint_url=https://host/v1/@x").feedback.endpoint_url is not None
+    assert load(tmp_path, GOOD, "feedback.llm.url=https://host/v1/@x").feedback.llm.url is not None
 
 
 @pytest.mark.parametrize("override", ["arms=[]", "world.seed=-1"])
@@ -275,6 +298,13 @@ def test_diff_names_every_key_that_differs(tmp_path: Path) -> None:
         ("sft.timeout_s", True),
         ("policy_sft.timeout_s", True),
         ("feedback.timeout_s", False),  # decides which samples are judged
+        ("annotate.timeout_s", True),
+        ("annotate.llm.concurrency", True),
+        ("feedback.llm.requests_per_minute", True),
+        ("annotate.llm.request_timeout_s", True),
+        ("annotate.llm.model", False),
+        ("annotate.sandbox.timeout_s", False),
+        ("annotate.style.labels", False),
         ("learner.workers", False),
         ("run.seed", False),
         ("rollout.temperature", False),
@@ -287,7 +317,7 @@ def test_keys_in_which_a_resumed_run_may_differ(key: str, free: bool) -> None:
 
 
 def test_every_pattern_that_may_differ_fits_a_key() -> None:
-    keys = [*dotted_keys(PolicyJob), *dotted_keys(DemoJob), "rollout.labels.zone"]
+    keys = [*dotted_keys(PolicyJob), *dotted_keys(DemoJob), *dotted_keys(AnnotateJob)]
     unused = [p for p in configio.MAY_DIFFER if not any(configio.fnmatchcase(key, p) for key in keys)]
     assert unused == []
 

@@ -2,20 +2,7 @@
 
 import pytest
 
-from t2g.config import (
-    AnnotateJob,
-    DataConfig,
-    DemoJob,
-    FeedbackConfig,
-    LearnerConfig,
-    ModelConfig,
-    PolicyJob,
-    RewardJob,
-    RolloutConfig,
-    RunConfig,
-    SFTJob,
-    SFTOptions,
-)
+from t2g.config import AnnotateJob, DemoJob, PolicyJob, RewardJob, SFTJob
 from t2g.describe import (
     describe_annotate,
     describe_demo,
@@ -23,6 +10,17 @@ from t2g.describe import (
     describe_reward,
     describe_sft,
     max_microbatches,
+)
+from t2g.sections import (
+    AnnotateConfig,
+    DataConfig,
+    FeedbackConfig,
+    LearnerConfig,
+    LLMConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    SFTOptions,
 )
 
 MODEL = ModelConfig(policy="base")
@@ -67,7 +65,7 @@ def test_policy() -> None:
 def test_a_reward_model_has_a_role_and_evaluation_is_told() -> None:
     feedback = FeedbackConfig(reward_model="rm")
     text = describe_policy(PolicyJob(model=MODEL, data=DATA, eval_data=DATA, feedback=feedback))
-    assert "reward: 1 actor, each 0.5 CPU" in text
+    assert "reward_model: 1 actor, each 0.5 CPU" in text
     assert "evaluation: every 5 steps, 128 prompts x 1 sample of a.jsonl" in text
     assert "together: 1.5 CPU" in text
 
@@ -93,7 +91,20 @@ def test_supervised_jobs() -> None:
 
 
 def test_annotate() -> None:
-    job = AnnotateJob(model=MODEL, data=DATA, feedback=PROGRAM, rollout=ROLLOUT)
-    text = describe_annotate(job)
+    annotate = AnnotateConfig(source="critics:critic", responses="policy")
+    text = describe_annotate(AnnotateJob(model=MODEL, data=DATA, annotate=annotate, rollout=ROLLOUT))
     assert text.startswith("2 responses to each prompt of a.jsonl, temperature 1, at most 128 tokens each\n")
-    assert "records of 10% of the prompts are held out" in text
+    assert "feedback: critics:critic; records of 10% of the prompts are held out" in text
+    assert "rollout: 2 actors" in text
+
+
+def test_annotation_of_given_responses() -> None:
+    assert describe_annotate(AnnotateJob(run=RUN, data=DATA)).splitlines() == [
+        "the response of each record of a.jsonl",
+        "feedback: program; records of 10% of the prompts are held out",
+        "no engines of our own, and no Ray",
+        "run folder: /data/one",
+    ]
+    human = AnnotateConfig(source="human", human_file="h.csv", align="llm", llm=LLMConfig(model="m"))
+    text = describe_annotate(AnnotateJob(data=DATA, annotate=human))
+    assert "feedback: human, aligned by llm; " in text and "llm: 1 actor, each 0.5 CPU" in text

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from pydantic import BaseModel
 
 from t2g import configio
-from t2g.config import AnnotateJob, DemoJob, PolicyJob, RewardJob, SFTJob
+from t2g.config import AnnotateJob, DemoJob, EvaluateJob, PolicyJob, RewardJob, ScoreJob, SFTJob, StudyJob
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("t2g", "actors", "jobs")
@@ -39,6 +39,9 @@ SCHEMAS: dict[str, type[BaseModel]] = {
     "reward": RewardJob,
     "sft": SFTJob,
     "annotate": AnnotateJob,
+    "reward_study": StudyJob,
+    "evaluate": EvaluateJob,
+    "score": ScoreJob,
 }
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 

@@ -12,9 +12,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from t2g import metrics
-from t2g.config import LogConfig
 from t2g.errors import UserError
 from t2g.metrics import METRICS_FILE, SAMPLES_FILE, RunLog, held_out, read_records, step_line
+from t2g.sections import LogConfig
 from t2g.types import Prompt, Rollout, ScoredRollout, Span, SpanFeedback
 
 PLAIN = LogConfig(tensorboard=False, num_samples=2)
@@ -153,6 +153,9 @@ def test_samples_hold_critique_spans_and_tokens(tmp_path: Path) -> None:
             "version": "v",
             "num_quotes": 0,
             "num_located": 0,
+            "outcome": {},
+            "agreement": None,
+            "reason": "",
         },
         "token_ranges": [[0, 1], [1, 2], [1, 2], [2, 2]],
         "token_texts": ["h", "é", "é", ""],

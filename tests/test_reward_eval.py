@@ -1,55 +1,95 @@
-"""Token-level precision, recall and F1 of a reward model, by hand and by a slow second count."""
+"""Token and span scores of a reward model, by hand and by slow second counts."""
 
+import asyncio
 import math
+from collections.abc import Sequence
+from itertools import pairwise, permutations
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from t2g.feedback.parse import make_feedback, no_feedback
-from t2g.reward_eval import Confusion, JudgedRecord, confusion, judged_record, reward_metrics
+from t2g.data.records import AnnotatedRecord, read_record
+from t2g.feedback.parse import make_feedback, no_feedback, parse_answer
+from t2g.reward_eval import (
+    ERROR_KINDS,
+    JudgedRecord,
+    bootstrap_intervals,
+    find_errors,
+    judge_records,
+    judged_record,
+    num_overlapping,
+    reward_metrics,
+    token_confusion,
+)
 from t2g.tasks.tiny_assets import build_tokenizer
-from t2g.types import SpanFeedback
+from t2g.types import Prompt, Span, SpanFeedback
+
+NOTHING = SpanFeedback(critique="", spans=(), status="empty", source="test", version="1")
+
+
+def says(
+    good: Sequence[tuple[int, int]] = (), poor: Sequence[tuple[int, int]] = (), *, agreement: float | None = None
+) -> SpanFeedback:
+    spans = [Span(start=a, end=b, label=1) for a, b in good] + [Span(start=a, end=b, label=-1) for a, b in poor]
+    return SpanFeedback(
+        critique="c", spans=tuple(spans), status="ok", source="test", version="1",
+        num_quotes=len(spans), num_located=len(spans), agreement=agreement,
+    )  # fmt: skip
 
 
 def judged(
-    gold: list[float], predicted: list[float], *, quotes: int = 0, located: int = 0, parsed: bool = True
-) -> JudgedRecord:
+    gold_labels: Sequence[float] = (), labels: Sequence[float] = (), *, response: str = "x" * 20,
+    gold: SpanFeedback = NOTHING, feedback: SpanFeedback = NOTHING, parsed: bool = True,
+) -> JudgedRecord:  # fmt: skip
     return JudgedRecord(
-        gold=np.array(gold), predicted=np.array(predicted), num_quotes=quotes, num_located=located, parsed=parsed
-    )
+        response=response, gold=gold, feedback=feedback, parsed=parsed,
+        gold_labels=np.array(gold_labels, np.float32), labels=np.array(labels, np.float32),
+    )  # fmt: skip
 
 
+# --------------------------------------------------------------------------------------------------- tokens and rates
 def test_numbers_by_hand() -> None:
-    metrics = reward_metrics(
-        [
-            judged([1, 1, 1, 0, -1, -1], [1, 1, 0, 1, -1, 0], quotes=3, located=3),
-            judged([-1, 0, 1], [-1, -1, -1], quotes=2, located=1, parsed=False),
-            judged([1, 0], [0, 0], quotes=0, located=0, parsed=False),  # an answer that could not be used
-        ]
-    )
+    failed = no_feedback("unparsable", source="test", version="1")
+    first = SpanFeedback(critique="", spans=(), status="ok", source="t", version="1", num_quotes=3, num_located=3)
+    second = SpanFeedback(critique="", spans=(), status="ok", source="t", version="1", num_quotes=2, num_located=1)
+    records = [
+        judged([1, 1, 1, 0, -1, -1], [1, 1, 0, 1, -1, 0], feedback=first, gold=says(agreement=0.5)),
+        judged([-1, 0, 1], [-1, -1, -1], feedback=second, parsed=False),
+        judged([1, 0], [0, 0], feedback=failed, parsed=False, gold=says(agreement=1.0)),
+    ]
+    metrics = reward_metrics(records)
     # good: found 2, called good wrongly 1, missed 1 + 1 + 1; poor: found 2, wrongly 2, missed 1
+    # kappa: 11 tokens, 5 agree; gold 5 good 3 poor 3 none, predicted 3 good 4 poor 4 none: chance (15 + 12 + 12) / 121
+    kappa = (5 / 11 - 39 / 121) / (1 - 39 / 121)
     expected = {
-        "good_precision": 2 / 3, "good_recall": 2 / 5, "good_f1": 4 / 8, "good_tokens": 5,
-        "poor_precision": 2 / 4, "poor_recall": 2 / 3, "poor_f1": 4 / 7, "poor_tokens": 3,
-        "located_rate": 4 / 5, "parse_rate": 1 / 3, "num_records": 3,
+        "good_precision": 2 / 3, "good_recall": 2 / 5, "good_f1": 4 / 8, "good_tokens": 5, "good_spans": 0,
+        "poor_precision": 2 / 4, "poor_recall": 2 / 3, "poor_f1": 4 / 7, "poor_tokens": 3, "poor_spans": 0,
+        "good_span_exact_f1": 0, "good_span_overlap_f1": 0, "poor_span_exact_f1": 0, "poor_span_overlap_f1": 0,
+        "kappa": kappa, "located_rate": 4 / 5, "parse_rate": 1 / 3, "usable_rate": 2 / 3, "agreement": 0.75,
+        "num_records": 3,
     }  # fmt: skip
     assert metrics.keys() == expected.keys()
     assert metrics == pytest.approx(expected)
+    assert token_confusion(records) == {
+        "good": {"good": 2, "poor": 1, "unlabelled": 2},
+        "poor": {"good": 0, "poor": 2, "unlabelled": 1},
+        "unlabelled": {"good": 1, "poor": 1, "unlabelled": 1},
+    }
 
 
 def test_the_size_of_a_reward_does_not_matter_its_sign_does() -> None:
-    assert confusion([judged([2.0, -0.5], [1.0, -3.0])], 1) == Confusion(
-        true_positive=1, false_positive=0, false_negative=0
-    )
+    assert reward_metrics([judged([2.0, -0.5], [1.0, -3.0])])["kappa"] == 1.0
 
 
-def test_nothing_over_nothing_is_zero() -> None:
+def test_nothing_over_nothing_is_zero_and_no_annotators_have_no_agreement() -> None:
     metrics = reward_metrics([judged([0, 0], [0, 0])])
-    assert metrics["good_precision"] == metrics["poor_recall"] == metrics["good_f1"] == metrics["located_rate"] == 0.0
-    assert reward_metrics([])["parse_rate"] == 0.0
+    assert {metrics[k] for k in ("good_precision", "poor_recall", "good_f1", "kappa", "located_rate")} == {0.0}
+    assert "agreement" not in metrics
+    with pytest.raises(ValueError, match="no record"):
+        reward_metrics([])
 
 
 def test_records_are_pooled_not_averaged() -> None:
@@ -59,11 +99,12 @@ def test_records_are_pooled_not_averaged() -> None:
 
 def test_labels_of_other_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match="3 gold and 2 predicted"):
-        confusion([judged([1, 0, 0], [1, 0])], 1)
+        reward_metrics([judged([1, 0, 0], [1, 0])])
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([-1, 0, 1]), st.sampled_from([-1, 0, 1])), max_size=40))
-def test_against_a_slow_count(tokens: list[tuple[int, int]]) -> None:
+def test_tokens_against_a_slow_count(tokens: list[tuple[int, int]]) -> None:
     gold, predicted = [g for g, _ in tokens], [p for _, p in tokens]
     metrics = reward_metrics([judged(gold[:5], predicted[:5]), judged(gold[5:], predicted[5:])])
     for name, label in (("good", 1), ("poor", -1)):
@@ -78,20 +119,180 @@ def test_against_a_slow_count(tokens: list[tuple[int, int]]) -> None:
         assert metrics[f"{name}_tokens"] == true
 
 
+# --------------------------------------------------------------------------------------------------------------- spans
+def test_spans_by_hand() -> None:
+    metrics = reward_metrics(
+        [
+            judged(gold=says(good=[(0, 5), (6, 9)]), feedback=says(good=[(0, 5), (5, 20)])),
+            judged(gold=says(good=[(0, 2)], poor=[(3, 4)]), feedback=says(good=[(3, 4)], poor=[(3, 4), (6, 8)])),
+        ]
+    )
+    # good: 3 gold and 3 predicted, one equal, a second one touches; another label's place is no hit
+    assert metrics["good_span_exact_f1"] == pytest.approx(2 * 1 / 6)
+    assert metrics["good_span_overlap_f1"] == pytest.approx(2 * 2 / 6)
+    assert metrics["poor_span_exact_f1"] == metrics["poor_span_overlap_f1"] == pytest.approx(2 / 3)
+    assert (metrics["good_spans"], metrics["poor_spans"]) == (3, 1)
+
+
+def test_one_long_span_is_one_pair_and_a_shared_blank_is_none() -> None:
+    text = "so good so bad"
+    assert num_overlapping([(3, 7), (11, 14)], [(0, 14)], text) == 1
+    assert num_overlapping([(3, 7), (11, 14)], [(0, 7), (8, 14)], text) == 2
+    assert num_overlapping([(0, 3)], [(2, 7)], text) == 0  # character 2 is the blank
+    assert num_overlapping([], [(0, 3)], text) == 0
+
+
+def cut(ends: set[int], keep: list[bool]) -> list[tuple[int, int]]:
+    """Ranges that do not overlap: some of the pieces between `ends`."""
+    points = sorted(ends)
+    return [piece for piece, kept in zip(pairwise(points), keep, strict=False) if kept]
+
+
+ranges = st.builds(cut, st.sets(st.integers(0, 12), max_size=6), st.lists(st.booleans(), min_size=5, max_size=5))
+
+
+@settings(deadline=None)
+@given(ranges, ranges)
+def test_no_matching_has_more_pairs(gold: list[tuple[int, int]], predicted: list[tuple[int, int]]) -> None:
+    few, many = sorted((gold, predicted), key=len)
+    best = max(
+        sum(max(a[0], b[0]) < min(a[1], b[1]) for a, b in zip(few, order, strict=False))
+        for order in permutations(many, len(few))
+    )
+    assert num_overlapping(gold, predicted, "x" * 12) == num_overlapping(predicted, gold, "x" * 12) == best
+
+
+# ----------------------------------------------------------------------------------------------------------- intervals
+def noisy(rng: np.random.Generator, count: int) -> list[JudgedRecord]:
+    return [judged(rng.integers(-1, 2, 12).tolist(), rng.integers(-1, 2, 12).tolist()) for _ in range(count)]
+
+
+def test_intervals_against_a_slow_bootstrap() -> None:
+    rng = np.random.default_rng(7)
+    records = noisy(rng, 30)
+    fast = bootstrap_intervals(records, seed=1)
+    slow = [reward_metrics([records[i] for i in rng.integers(0, 30, 30)])["poor_f1"] for _ in range(600)]
+    assert fast["poor_f1"] == pytest.approx(tuple(np.percentile(slow, [2.5, 97.5])), abs=0.03)
+    low, high = fast["poor_f1"]
+    assert low < reward_metrics(records)["poor_f1"] < high
+
+
+def test_the_seed_decides_the_intervals() -> None:
+    records = noisy(np.random.default_rng(7), 10)
+    assert bootstrap_intervals(records, seed=3) == bootstrap_intervals(records, seed=3)
+    assert bootstrap_intervals(records, seed=3) != bootstrap_intervals(records, seed=4)
+
+
+def test_records_that_are_all_alike_leave_no_doubt_about_any_ratio() -> None:
+    alike = [judged([1, 1, -1], [1, 0, -1])] * 5
+    metrics, intervals = reward_metrics(alike), bootstrap_intervals(alike, seed=3)
+    sizes = {"good_tokens", "poor_tokens", "good_spans", "poor_spans", "num_records"}
+    assert intervals.keys() == metrics.keys() - sizes
+    assert all(intervals[name] == pytest.approx((metrics[name], metrics[name])) for name in intervals)
+
+
+def test_agreement_is_of_the_resamples_that_have_any() -> None:
+    records = [judged(gold=says(agreement=0.8)), judged(), judged()]
+    assert bootstrap_intervals(records, seed=1)["agreement"] == pytest.approx((0.8, 0.8))
+    assert "agreement" not in bootstrap_intervals([judged()], seed=1)
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+def test_every_kind_of_error_once() -> None:
+    text = "aa bb cc dd ee"
+    gold = says(good=[(0, 2), (3, 5)], poor=[(6, 8)])
+    model = says(good=[(0, 2), (6, 8), (9, 11)], poor=[(12, 14)])
+    lossy = SpanFeedback(
+        critique="", spans=gold.spans, status="ok", source="test", version="1", num_quotes=5, num_located=3
+    )
+    broken = SpanFeedback(critique="", spans=(), status="failed", source="test", version="1", reason="it was late")
+    missing = says(good=[(0, 2), (3, 5)])
+    errors = find_errors(
+        [
+            judged(response=text, gold=gold, feedback=model),
+            judged(response=text, gold=gold, feedback=lossy, parsed=False),
+            judged(response=text, gold=gold, feedback=broken, parsed=False),
+            judged(response=text, gold=gold, feedback=missing),
+            judged(response=text, gold=gold, feedback=gold),
+        ]
+    )
+    assert list(errors) == list(ERROR_KINDS)
+    found = {kind: (e.count, [(x.index, x.what) for x in e.examples]) for kind, e in errors.items()}
+    assert found == {
+        "missed_good": (1, [(0, ("bb",))]),
+        "missed_poor": (1, [(3, ("cc",))]),
+        "invented_good": (1, [(0, ("dd",))]),
+        "invented_poor": (1, [(0, ("ee",))]),
+        "wrong_label": (1, [(0, ("cc",))]),
+        "not_located": (2, [(1, ("2 of 5 quotes do not stand in the response",))]),
+        "unparsable": (
+            2,
+            [
+                (1, ("without guided decoding the answer is not the JSON that was asked for",)),
+                (2, ("failed: it was late",)),  # and nothing of it counts as missed
+            ],
+        ),
+    }
+
+
+def test_examples_are_few_and_from_everywhere() -> None:
+    records = [judged(gold=says(poor=[(0, 1), (2, 3)])) for _ in range(10)]
+    errors = find_errors(records, examples_per_kind=3)["missed_poor"]
+    assert (errors.count, errors.num_records) == (20, 10)
+    assert [example.index for example in errors.examples] == [0, 3, 6]
+    assert find_errors(records)["missed_good"].examples == ()
+
+
+# ------------------------------------------------------------------------------------------------------------- judging
 def test_feedback_becomes_labels_of_the_tokenizers_tokens(tmp_path: Path) -> None:
     """Bytes only, so that "Zoë, 3" is Z | o | C3 | AB | , | blank | 3: the split character is two tokens."""
     tokenizer = build_tokenizer(tmp_path, ["x"], vocab_size=261)
 
-    def says(good: list[str], poor: list[str]) -> SpanFeedback:
+    def quotes(good: list[str], poor: list[str]) -> SpanFeedback:
         return make_feedback("...", good, poor, "Zoë, 3", source="test", version="1")
 
     failed = no_feedback("unparsable", source="test", version="1")
-    record = judged_record("Zoë, 3", says(["Zoë"], ["3"]), says(["oë", "Ann"], [", 3"]), failed, tokenizer)
-    assert record.gold.tolist() == [1, 1, 1, 1, 0, 0, -1]
-    assert record.predicted.tolist() == [0, 1, 1, 1, -1, 0, -1]
-    assert (record.num_quotes, record.num_located, record.parsed) == (3, 2, False)
+    record = judged_record("Zoë, 3", quotes(["Zoë"], ["3"]), quotes(["oë", "Ann"], [", 3"]), failed, tokenizer)
+    assert record.gold_labels.tolist() == [1, 1, 1, 1, 0, 0, -1]
+    assert record.labels.tolist() == [0, 1, 1, 1, -1, 0, -1]
+    assert (record.feedback.num_quotes, record.feedback.num_located, record.parsed) == (3, 2, False)
 
-    lost = judged_record("Zoë, 3", says(["Zoë"], []), failed, says([], []), tokenizer)
-    assert lost.predicted.tolist() == [0] * 7
-    assert (lost.num_quotes, lost.num_located, lost.parsed) == (0, 0, True)
-    assert len(judged_record("", says([], []), failed, failed, tokenizer).gold) == 0
+    lost = judged_record("Zoë, 3", quotes(["Zoë"], []), failed, quotes([], []), tokenizer)
+    assert lost.labels.tolist() == [0] * 7
+    assert lost.parsed
+    assert len(judged_record("", quotes([], []), failed, failed, tokenizer).gold_labels) == 0
+
+
+GUIDED = {
+    "ab cd": '{"critique": "x", "good": ["ab"], "poor": ["zz"]}',  # finds the good one, misses the poor one
+    "ef gh": '{"critique": "x", "good": [], "poor": ["ef", "gh"]}',
+}
+UNGUIDED = {"ab cd": '{"critique": "x", "good": [], "poor": []}', "ef gh": "I think that"}
+
+
+class TableModel:
+    """Answers from two tables."""
+
+    async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
+        return parse_answer(GUIDED[response_text], response_text, source="fake", version="1")
+
+    async def judge_unguided(self, prompt: Prompt, response_text: str) -> SpanFeedback:
+        return parse_answer(UNGUIDED[response_text], response_text, source="fake", version="1")
+
+
+def annotated(response: str, good: list[str], poor: list[str]) -> AnnotatedRecord:
+    return read_record({"prompt": "p", "response": response, "critique": "c", "good": good, "poor": poor})
+
+
+def test_spans_come_from_the_guided_answer_and_the_parse_rate_from_the_other(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer(tmp_path, ["x"], vocab_size=261)  # a token a byte
+    records = [annotated("ab cd", ["ab"], ["cd"]), annotated("ef gh", [], ["ef"])]
+    ticks: list[int] = []
+    metrics = reward_metrics(asyncio.run(judge_records(TableModel(), records, tokenizer, lambda: ticks.append(1))))
+    expected = {
+        "good_precision": 1.0, "good_recall": 1.0, "good_f1": 1.0, "good_tokens": 2,
+        "poor_precision": 2 / 4, "poor_recall": 2 / 4, "poor_f1": 4 / 8, "poor_tokens": 4,
+        "poor_span_exact_f1": 2 / 4, "located_rate": 3 / 4, "parse_rate": 1 / 2, "usable_rate": 1, "num_records": 2,
+    }  # fmt: skip
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+    assert len(ticks) == 2

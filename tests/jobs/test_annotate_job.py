@@ -1,5 +1,9 @@
-"""jobs.annotate with fakes in the place of engines: killed in the middle, begun again, refused, tried out."""
+"""jobs.annotate in this process, with fakes in the place of engines: begun again, refused, tried out, stopped.
 
+What a kill of the real process leaves is in test_annotate_kill.py.
+"""
+
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -8,8 +12,21 @@ from typing import Any
 import pytest
 from fakes import FakeFeedback, FakeRollouts
 
-from jobs.annotate import DONE_FILE, HELDOUT_FILE, RECORDS_FILE, TRAIN_FILE, annotate_data
-from t2g.annotate import is_heldout
+from jobs.annotate import (
+    ANNOTATED_FILE,
+    DONE_FILE,
+    HELDOUT_FILE,
+    JOURNAL_FILE,
+    TRAIN_FILE,
+    Stopped,
+    annotate_data,
+    annotate_samples,
+    describe,
+    needs_cluster,
+    read_samples,
+)
+from jobs.cli import StopFlag, sole_process
+from t2g.annotate import heldout_prompts
 from t2g.config import AnnotateJob
 from t2g.data.chat import load_tokenizer
 from t2g.errors import RunStopped, UserError
@@ -17,19 +34,20 @@ from t2g.tasks.tiny_assets import build_tokenizer
 from t2g.types import Prompt, SpanFeedback
 
 NUM_PROMPTS = 20
+NUM_SAMPLES = 2 * NUM_PROMPTS
 
 
 class FakeFleets:
     """One policy and one critic, which may do `before_judging` each time."""
 
     def __init__(self, config: AnnotateJob, before_judging: Callable[[Prompt], None] = lambda prompt: None) -> None:
-        self.policy = FakeRollouts(load_tokenizer(config.model.policy))
+        self.config = config
         self.critic = FakeFeedback()
         self.before_judging = before_judging
         self.num_judged = 0
 
     def rollouts(self, *_: Any) -> FakeRollouts:
-        return self.policy
+        return FakeRollouts(load_tokenizer(self.config.model.policy))
 
     def feedback(self, *_: Any) -> "FakeFleets":
         return self
@@ -40,25 +58,49 @@ class FakeFleets:
         return await self.critic.judge(prompt, response_text)
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> AnnotateJob:
-    build_tokenizer(tmp_path / "model", ["abc"], vocab_size=261)
-    rows = [{"id": f"p{i}", "prompt": f"write {i}"} for i in range(NUM_PROMPTS)]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+def job(folder: Path, **annotate: Any) -> AnnotateJob:
     return AnnotateJob.model_validate(
         {
-            "run": {"root": tmp_path, "name": "annotated"},
-            "model": {"policy": str(tmp_path / "model")},
-            "data": {"path": str(tmp_path / "data.jsonl")},
+            "run": {"root": folder, "name": "annotated"},
+            "model": {"policy": str(folder / "model")},
+            "data": {"path": str(folder / "data.jsonl")},
             "rollout": {"samples_per_prompt": 2, "max_new_tokens": 8, "max_model_len": 128},
-            "feedback": {"source": "my.critics:critic", "max_failed_share": 0.25},
-            "heldout_share": 0.3,
+            "annotate": {"source": "my.critics:critic", "max_failed_share": 0.25, "heldout_share": 0.3} | annotate,
         }
     )
 
 
+def write_data(config: AnnotateJob, *rows: dict[str, Any]) -> None:
+    Path(config.data.path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def sampled(tmp_path: Path) -> AnnotateJob:
+    """Two responses to each of twenty prompts."""
+    build_tokenizer(tmp_path / "model", ["abc"], vocab_size=261)
+    config = job(tmp_path, responses="policy")
+    write_data(config, *({"id": f"p{i}", "prompt": f"write {i}"} for i in range(NUM_PROMPTS)))
+    return config
+
+
+@pytest.fixture
+def given(tmp_path: Path) -> AnnotateJob:
+    """Twenty records with a response."""
+    config = job(tmp_path)
+    write_data(config, *given_rows())
+    return config
+
+
+def given_rows() -> list[dict[str, Any]]:
+    return [{"id": f"p{i}", "prompt": f"judge {i}", "response": "ab" * (i % 3 + 1)} for i in range(NUM_PROMPTS)]
+
+
 def with_run(config: AnnotateJob, **changes: Any) -> AnnotateJob:
     return config.model_copy(update={"run": config.run.model_copy(update=changes)})
+
+
+def with_options(config: AnnotateJob, **changes: Any) -> AnnotateJob:
+    return config.model_copy(update={"annotate": config.annotate.model_copy(update=changes)})
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -82,82 +124,198 @@ def killer(after: int) -> Callable[[Prompt], None]:
     return before_judging
 
 
-def test_a_killed_annotation_pays_for_no_record_twice(config: AnnotateJob) -> None:
-    folder = config.run.folder
+def test_a_killed_annotation_pays_for_no_record_twice(sampled: AnnotateJob) -> None:
+    folder = sampled.run.folder
     with pytest.raises(KeyboardInterrupt):
-        annotate_data(config, FakeFleets(config, killer(after=27)))
-    assert len(read(folder / RECORDS_FILE)) == 27
-    assert not (folder / TRAIN_FILE).exists()
-    with (folder / RECORDS_FILE).open("a") as file:
+        annotate_data(sampled, FakeFleets(sampled, killer(after=27)))
+    assert len(read(folder / JOURNAL_FILE)) == 27
+    assert not (folder / ANNOTATED_FILE).exists()
+    with (folder / JOURNAL_FILE).open("a") as file:
         file.write('{"prompt_id": "p19", "promp')  # the record that was being written
 
-    fleets = FakeFleets(config)
-    metrics = annotate_data(config, fleets)
-    assert fleets.num_judged == 2 * NUM_PROMPTS - 27
+    fleets = FakeFleets(sampled)
+    metrics = annotate_data(sampled, fleets)
+    assert fleets.num_judged == NUM_SAMPLES - 27
     ids = [f"p{i}" for i in range(NUM_PROMPTS) for _ in range(2)]
-    assert prompt_ids(folder / TRAIN_FILE) == [i for i in ids if not is_heldout(i, 0.3)]
-    assert prompt_ids(folder / HELDOUT_FILE) == [i for i in ids if is_heldout(i, 0.3)]
-    assert metrics["train_records"] + metrics["heldout_records"] == 2 * NUM_PROMPTS
-    assert metrics["failed_share"] == 0
+    assert prompt_ids(folder / ANNOTATED_FILE) == ids
+    assert [row["sample_index"] for row in read(folder / ANNOTATED_FILE)] == [0, 1] * NUM_PROMPTS
+    assert sorted(prompt_ids(folder / JOURNAL_FILE)) == sorted(ids)
+    held = heldout_prompts((f"write {i}" for i in range(NUM_PROMPTS)), 0.3)
+    for name, inside in ((TRAIN_FILE, False), (HELDOUT_FILE, True)):
+        part = [i for i in ids if (f"write {i[1:]}" in held) is inside]
+        assert part and prompt_ids(folder / name) == part
+    assert metrics["train_records"] + metrics["heldout_records"] == NUM_SAMPLES
+    assert metrics["failed_share"] == 0 and json.loads((folder / DONE_FILE).read_text()) == metrics
 
-    untouched = FakeFleets(config)
-    assert annotate_data(config, untouched) == metrics
+    untouched = FakeFleets(sampled)
+    assert annotate_data(sampled, untouched) == metrics
     assert untouched.num_judged == 0
 
 
-def test_half_a_file_is_not_taken_for_a_whole_one(config: AnnotateJob) -> None:
-    folder = config.run.folder
-    metrics = annotate_data(config, FakeFleets(config))
-    whole = (folder / TRAIN_FILE).read_text()
-    (folder / TRAIN_FILE).write_text(whole[: len(whole) // 2])
+def test_half_a_file_is_not_taken_for_a_whole_one(given: AnnotateJob) -> None:
+    folder = given.run.folder
+    metrics = annotate_data(given, FakeFleets(given))
+    whole = {name: (folder / name).read_text() for name in (ANNOTATED_FILE, TRAIN_FILE, HELDOUT_FILE)}
+    for name, text in whole.items():
+        (folder / name).write_text(text[: len(text) // 2])
     (folder / DONE_FILE).unlink()
-    assert annotate_data(config, FakeFleets(config)) == metrics
-    assert (folder / TRAIN_FILE).read_text() == whole
+    untouched = FakeFleets(given)
+    assert annotate_data(given, untouched) == metrics
+    assert untouched.num_judged == 0
+    assert {name: (folder / name).read_text() for name in whole} == whole
 
 
-def test_failed_feedback_is_asked_for_again(config: AnnotateJob) -> None:
-    fleets = FakeFleets(config)
+def test_failed_feedback_is_in_the_file_and_asked_for_again(given: AnnotateJob) -> None:
+    folder = given.run.folder
+    fleets = FakeFleets(given)
     fleets.critic.failing = lambda prompt: int(prompt.prompt_id[1:]) < 8  # 40 %
-    with pytest.raises(RunStopped, match=r"40% of 40 responses got no usable .* allows 25%"):
-        annotate_data(config, fleets)
-    again = FakeFleets(config)
+    with pytest.raises(RunStopped, match=r"40% of 20 responses .* allows 25%(?s:.*)20 records: 12 ok, 8 failed"):
+        annotate_data(given, fleets)
+    assert [row["status"] for row in read(folder / ANNOTATED_FILE)] == ["failed"] * 8 + ["ok"] * 12
+    assert len(read(folder / JOURNAL_FILE)) == 12 and not (folder / DONE_FILE).exists()
+
+    again = FakeFleets(given)
     again.critic.failing = lambda prompt: prompt.prompt_id == "p0"
-    metrics = annotate_data(config, again)
-    assert again.num_judged == 16
-    assert metrics["failed_share"] == pytest.approx(2 / 40)
-    assert "p0" not in prompt_ids(config.run.folder / TRAIN_FILE) + prompt_ids(config.run.folder / HELDOUT_FILE)
+    metrics = annotate_data(given, again)
+    assert again.num_judged == 8
+    assert (metrics["failed"], metrics["ok"], metrics["failed_share"]) == (1, 19, pytest.approx(1 / 20))
+    assert "p0" not in prompt_ids(folder / TRAIN_FILE) + prompt_ids(folder / HELDOUT_FILE)
+
+    last = FakeFleets(given)
+    assert annotate_data(given, last)["ok"] == 20
+    assert last.num_judged == 1 and len(read(folder / JOURNAL_FILE)) == 20
 
 
-def test_a_split_that_leaves_a_file_empty_is_refused_before_anything_is_judged(config: AnnotateJob) -> None:
-    fleets = FakeFleets(config)
-    with pytest.raises(UserError, match=r"no record for heldout\.jsonl: 20 prompts .* heldout_share=1e-06"):
-        annotate_data(config.model_copy(update={"heldout_share": 1e-6}), fleets)
-    assert fleets.num_judged == 0
+def test_a_record_without_a_response_is_counted_and_named(given: AnnotateJob, tmp_path: Path) -> None:
+    rows = given_rows()
+    write_data(given, *rows[:3], {"id": "none", "prompt": "judge me"}, {"id": "twice"} | rows[3], rows[3], rows[3])
+    fleets = FakeFleets(given)
+    metrics = annotate_data(given, fleets)
+    made = read(given.run.folder / ANNOTATED_FILE)
+    assert [(row["prompt_id"], row["sample_index"]) for row in made] == [
+        ("p0", 0), ("p1", 0), ("p2", 0), ("none", 0), ("p3", 0), ("p3", 1), ("p3", 2),
+    ]  # fmt: skip
+    assert fleets.num_judged == 4  # equal ones are judged once
+    assert (made[3]["status"], made[3]["reason"]) == ("failed", "data record 4 has no response; it has id, prompt")
+    assert metrics["reasons"] == [(1, "data record 4 has no response; it has id, prompt")]
+
+    write_data(given, {"prompt": "a"}, {"prompt": "b"})
+    with pytest.raises(UserError, match=r"data\.jsonl: no record can be judged; data record 1 has no response"):
+        read_samples(given)
 
 
-@pytest.mark.parametrize("after", [5, 40])
-def test_another_config_is_refused_by_the_names_of_its_keys(config: AnnotateJob, after: int) -> None:
-    if after < 40:
+def test_changed_data_is_judged_anew_and_the_rest_is_not(given: AnnotateJob) -> None:
+    annotate_data(given, FakeFleets(given))
+    rows = given_rows()
+    rows[7]["response"] = "changed b"
+    rows[8]["note"] = "the payload counts"
+    write_data(given, {"id": "new", "prompt": "first now", "response": "a"}, *reversed(rows))
+    fleets = FakeFleets(given)
+    metrics = annotate_data(given, fleets)
+    assert fleets.num_judged == 3 and metrics["records"] == 21
+    made = {row["prompt_id"]: row for row in read(given.run.folder / ANNOTATED_FILE)}
+    assert list(made)[:2] == ["new", "p19"] and made["p7"]["response"] == "changed b"
+    assert len(read(given.run.folder / JOURNAL_FILE)) == 23  # nothing that was paid for is thrown away
+
+
+def test_one_prompt_is_all_for_training(given: AnnotateJob, capsys: pytest.CaptureFixture[str]) -> None:
+    write_data(given, given_rows()[0])
+    metrics = annotate_data(given, FakeFleets(given))
+    assert (metrics["train_records"], metrics["heldout_records"]) == (1, 0)
+    assert (given.run.folder / HELDOUT_FILE).read_text() == ""
+    assert "of one prompt: nothing is held out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("after", [5, NUM_SAMPLES])
+def test_another_config_is_refused_by_the_names_of_its_keys(sampled: AnnotateJob, after: int) -> None:
+    fleets = FakeFleets(sampled, killer(after))
+    if after < NUM_SAMPLES:
         with pytest.raises(KeyboardInterrupt):
-            annotate_data(config, FakeFleets(config, killer(after)))
+            annotate_data(sampled, fleets)
     else:
-        annotate_data(config, FakeFleets(config))
-    hotter = config.model_copy(update={"rollout": config.rollout.model_copy(update={"temperature": 0.5})})
+        annotate_data(sampled, fleets)
+    hotter = sampled.model_copy(update={"rollout": sampled.rollout.model_copy(update={"temperature": 0.5})})
     with pytest.raises(UserError, match=r"rollout\.temperature \(1\.0 -> 0\.5\)"):
-        annotate_data(hotter, FakeFleets(config))
-    with pytest.raises(UserError, match=r"run\.resume=never, and .*records\.jsonl exists"):
-        annotate_data(with_run(config, resume="never"), FakeFleets(config))
+        annotate_data(hotter, FakeFleets(sampled))
+    with pytest.raises(UserError, match=r"run\.resume=never, and .*journal\.jsonl exists"):
+        annotate_data(with_run(sampled, resume="never"), FakeFleets(sampled))
+    freer = with_options(sampled, max_failed_share=1.0, heldout_share=0.5, timeout_s=1.0)
+    assert annotate_data(freer, FakeFleets(sampled))["records"] == NUM_SAMPLES
+
+
+def test_a_config_that_nobody_answered_to_may_change(given: AnnotateJob) -> None:
+    fleets = FakeFleets(given)
+    fleets.critic.failing = lambda prompt: True
+    with pytest.raises(RunStopped, match="100% of 20 responses"):
+        annotate_data(given, fleets)
+    other = with_options(given, source="my.critics:better")
+    assert annotate_data(other, FakeFleets(given))["ok"] == 20
 
 
 def test_a_smoke_run_does_eight_prompts_and_touches_nothing_else(
-    config: AnnotateJob, capsys: pytest.CaptureFixture[str]
+    sampled: AnnotateJob, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    smoke = with_run(config, smoke=True)
+    smoke = with_run(sampled, smoke=True)
     for _ in range(2):  # the second starts from nothing
-        fleets = FakeFleets(config)
-        metrics = annotate_data(smoke, fleets)
+        fleets = FakeFleets(sampled)
+        annotate_data(smoke, fleets)
         assert fleets.num_judged == 16
-        assert metrics["samples_per_s"] > 0
-        assert "samples/s; 20 prompts will take about 0 s" in capsys.readouterr().out
-    assert {path.name for path in config.run.folder.iterdir()} == {"smoke"}
-    assert len(read(config.run.folder / "smoke" / RECORDS_FILE)) == 16
+        assert "samples/s; 40 samples will take about 0 s" in capsys.readouterr().out
+    assert {path.name for path in sampled.run.folder.iterdir()} == {"smoke", "lock"}
+    assert len(read(sampled.run.folder / "smoke" / JOURNAL_FILE)) == 16
+
+
+def test_a_signal_stops_at_once_and_keeps_what_was_answered(given: AnnotateJob) -> None:
+    stop = StopFlag()
+
+    def before_judging(prompt: Prompt) -> None:
+        if prompt.prompt_id == "p5":
+            stop.signal_name = "SIGTERM"
+
+    class Slow(FakeFleets):
+        async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
+            said = await super().judge(prompt, response_text)
+            if int(prompt.prompt_id[1:]) >= 5:
+                await asyncio.sleep(60)
+            return said
+
+    with pytest.raises(Stopped, match="SIGTERM"):
+        annotate_samples(given, read_samples(given), Slow(given, before_judging), stop)
+    assert prompt_ids(given.run.folder / JOURNAL_FILE) == [f"p{i}" for i in range(5)]
+    fleets = FakeFleets(given)
+    assert annotate_data(given, fleets)["ok"] == 20 and fleets.num_judged == 15
+
+
+def test_two_processes_do_not_write_one_folder(given: AnnotateJob) -> None:
+    with sole_process(given.run.folder), pytest.raises(UserError, match=r"another process works in .*annotated: wait"):
+        annotate_data(given, FakeFleets(given))
+
+
+@pytest.mark.parametrize(
+    ("options", "cluster"),
+    [
+        ({"source": "program"}, False),
+        ({"source": "pkg.mod:f", "responses": "policy"}, True),
+        ({"source": "reward_model", "reward_model": "m"}, True),
+        ({"source": "llm", "llm": {"model": "m"}}, True),
+        ({"source": "llm", "llm": {"model": "m", "url": "http://h/v1"}}, False),
+        ({"source": "human"}, False),
+        ({"source": "human", "align": "llm", "llm": {"model": "m", "url": "http://h/v1"}}, False),
+        ({"source": "human", "align": "llm", "llm": {"model": "m"}}, True),
+        ({"source": "human", "align": "reward_model", "reward_model": "m"}, True),
+        ({"source": "program", "align": "reward_model", "reward_model": "m"}, False),
+    ],
+)
+def test_what_needs_ray(tmp_path: Path, options: dict[str, Any], cluster: bool) -> None:
+    assert needs_cluster(job(tmp_path, **options)) is cluster
+
+
+def test_a_dry_run_says_what_an_endpoint_will_be_asked_for(
+    given: AnnotateJob, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llm = {"model": "judge", "url": "http://127.0.0.1:1/v1", "key_env": "PATH", "max_output_tokens": 100}
+    config = job(given.run.root, source="llm", llm=llm)
+    assert "feedback: llm" in describe(config)
+    assert "judge: 20 requests, up to about " in (said := capsys.readouterr().out) and "2,000 of answers" in said
+    with pytest.raises(UserError, match=r"more than llm\.max_total_tokens=2000"):
+        describe(job(given.run.root, source="llm", llm=llm | {"max_total_tokens": 2000}))

@@ -11,8 +11,9 @@ import pytest
 from jobs.demo import arm_job, check_sources, held_out_facts, table
 from jobs.stages import demo_of, once, resolve_stages
 from t2g import configio
-from t2g.config import DemoJob, PolicyJob, WorldConfig
+from t2g.config import DemoJob, PolicyJob
 from t2g.errors import RunStopped, UserError
+from t2g.sections import WorldConfig
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny"
 

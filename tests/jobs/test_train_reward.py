@@ -1,47 +1,55 @@
-"""How the reward job measures a served model, with a fake in the place of the engine."""
+"""What the reward job reads before anything is started."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
 
-from jobs.train_reward import measure
-from t2g.data.records import AnnotatedRecord, read_record
-from t2g.feedback.parse import parse_answer
+from jobs.train_reward import read_data
+from t2g.config import RewardJob
+from t2g.data.records import read_record, write_annotated
+from t2g.errors import UserError
+from t2g.feedback.offsets import decode
+from t2g.sections import StyleConfig
 from t2g.tasks.tiny_assets import build_tokenizer
-from t2g.types import Prompt, SpanFeedback
-
-GUIDED = {
-    "ab cd": '{"critique": "x", "good": ["ab"], "poor": ["zz"]}',  # finds the good one, misses the poor one
-    "ef gh": '{"critique": "x", "good": [], "poor": ["ef", "gh"]}',
-}
-UNGUIDED = {"ab cd": '{"critique": "x", "good": [], "poor": []}', "ef gh": "I think that"}
 
 
-class FakeFleet:
-    """Answers from two tables."""
-
-    name = "fake"
-
-    async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
-        return parse_answer(GUIDED[response_text], response_text, source="fake", version="1")
-
-    async def judge_unguided(self, prompt: Prompt, response_text: str) -> SpanFeedback:
-        return parse_answer(UNGUIDED[response_text], response_text, source="fake", version="1")
-
-
-def record(response: str, good: list[str], poor: list[str]) -> AnnotatedRecord:
-    return read_record({"prompt": "p", "response": response, "critique": "c", "good": good, "poor": poor})
-
-
-def test_spans_come_from_the_guided_answer_and_the_parse_rate_from_the_other(tmp_path: Path) -> None:
-    tokenizer = build_tokenizer(tmp_path, ["x"], vocab_size=261)  # a token a byte
-    records = [record("ab cd", ["ab"], ["cd"]), record("ef gh", [], ["ef"])]
-    metrics = asyncio.run(measure(FakeFleet(), records, tokenizer))
-    assert metrics == pytest.approx(
+def job(tmp_path: Path, style: StyleConfig, *, status: str = "ok") -> RewardJob:
+    """Two records to learn from; three held out, of which the middle one's feedback is of the given status."""
+    build_tokenizer(tmp_path / "model", ["x"], vocab_size=261)  # a token a byte
+    row = {"prompt": "p", "response": "ab cd", "critique": "It is.", "good": ["ab"], "poor": []}
+    record = read_record(row)
+    write_annotated(tmp_path / "train.jsonl", [record, record])
+    write_annotated(tmp_path / "heldout.jsonl", [record, read_record({**row, "status": status}), record])
+    return RewardJob.model_validate(
         {
-            "good_precision": 1.0, "good_recall": 1.0, "good_f1": 1.0, "good_tokens": 2,
-            "poor_precision": 2 / 4, "poor_recall": 2 / 4, "poor_f1": 4 / 8, "poor_tokens": 4,
-            "located_rate": 3 / 4, "parse_rate": 1 / 2, "num_records": 2,
+            "task": "tiny",
+            "model": {"policy": str(tmp_path / "model")},
+            "data": {"path": str(tmp_path / "train.jsonl")},
+            "eval_data": {"path": str(tmp_path / "heldout.jsonl")},
+            "style": style,
+            "eval_records": 2,
         }
-    )  # fmt: skip
+    )
+
+
+@pytest.mark.parametrize(
+    ("style", "asked", "answer"),
+    [
+        (StyleConfig(), "Judge the summary.", '{"critique": "It is.", "good": ["ab"], "poor": []}'),
+        (StyleConfig(critique=False), "Quote from the summary.", '{"good": ["ab"], "poor": []}'),
+    ],
+)
+def test_the_style_decides_question_and_answer(tmp_path: Path, style: StyleConfig, asked: str, answer: str) -> None:
+    data = read_data(job(tmp_path, style))
+    assert len(data.examples) == 2
+    assert decode(data.tokenizer, data.examples[0].prompt_ids).startswith(asked)
+    assert decode(data.tokenizer, data.examples[0].target_ids) == answer
+
+
+def test_records_without_usable_feedback_are_not_measured_on(tmp_path: Path) -> None:
+    config = job(tmp_path, StyleConfig(), status="failed")
+    data = read_data(config)
+    assert [record.status for record in data.heldout] == ["ok", "ok"]
+    write_annotated(tmp_path / "heldout.jsonl", [data.heldout[0].model_copy(update={"status": "unparsable"})])
+    with pytest.raises(UserError, match=r"heldout\.jsonl has no record with feedback that could be used"):
+        read_data(config)

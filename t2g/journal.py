@@ -1,0 +1,74 @@
+"""The journal of an annotation: one line for each judgement as it is made, appended, never changed.
+
+A process that is killed loses no line; a cut of the power costs those since the last `sync`.
+"""
+
+import os
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from t2g.checkpoint import full_disk_in_words
+from t2g.data.records import AnnotatedRecord
+from t2g.errors import UserError
+
+
+def read_journal(path: Path) -> list[AnnotatedRecord]:
+    """The records of a journal, without a last line that was cut off; [] for no file.
+
+    UserError with the number of the line for any other line that is no record.
+    """
+    if not path.exists():
+        return []
+    *lines, _cut_off = path.read_bytes().split(b"\n")
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(AnnotatedRecord.model_validate_json(line))
+        except ValidationError as error:
+            raise UserError(f"{path}:{number} is no annotated record: {error.errors()[0]['msg']}") from error
+    return records
+
+
+class Journal:
+    """The end of a journal. One process writes, see `jobs.cli.sole_process`; the file begins with the first record."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: int | None = None  # descriptor
+        self._size = 0  # bytes of whole lines
+        self._synced = 0
+
+    def append(self, record: AnnotatedRecord) -> None:
+        """One more line, whole or not at all. UserError when the disk is full."""
+        rest = memoryview(record.line().encode())
+        size = len(rest)
+        with full_disk_in_words(self._path):
+            file = self._file = self._open() if self._file is None else self._file
+            try:
+                while rest:
+                    rest = rest[os.write(file, rest) :]
+            except OSError:
+                os.ftruncate(file, self._size)  # else the next line would be added to half a line
+                raise
+        self._size += size
+
+    def sync(self) -> None:
+        """Bring what was appended to the disk."""
+        if self._file is not None and self._synced < self._size:
+            with full_disk_in_words(self._path):
+                os.fsync(self._file)
+            self._synced = self._size
+
+    def close(self) -> None:
+        if self._file is not None:
+            self.sync()
+            os.close(self._file)
+            self._file = None
+
+    def _open(self) -> int:
+        """Without a last line that was cut off."""
+        file = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_APPEND, 0o666)
+        self._size = self._synced = self._path.read_bytes().rfind(b"\n") + 1
+        os.ftruncate(file, self._size)
+        return file
