@@ -24,13 +24,14 @@ from actors.fanout import first_line
 from actors.placement import GIB
 from actors.sft_rank import CHECKPOINTS, LABEL, REPORT_EVERY, RankJob, SFTProgress, train_loop
 from t2g.checkpoint import CheckpointStore, write_atomic
-from t2g.config import ClusterConfig, ModelConfig, SFTOptions
 from t2g.data.sft import SFTExample
 from t2g.errors import RunStopped, UserError
+from t2g.sections import ClusterConfig, ModelConfig, SFTOptions
 
 DRIVER_GRACE_S = 30.0  # the deadline of the ranks' collectives comes first: they know where they stand
 DONE_FILE = "sft.json"  # written last: a folder without it is not finished
-MOVES_WEIGHTS = {"optim", "dtype", "num_epochs", "batch_size", "max_length", "span_weight"}  # fields of SFTOptions
+# Fields of SFTOptions that decide the weights; the others move the order of sums, and which units dropout meets.
+MOVES_WEIGHTS = {"optim", "dtype", "num_epochs", "batch_size", "max_length", "span_weight", "lora"}
 NO_PLACE = ("WorkerGroupStartupTimeoutError", "InsufficientClusterResourcesError")  # Ray Train keeps them private
 logger = logging.getLogger(__name__)
 

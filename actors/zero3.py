@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
+from actors import lora
 from actors.weight_sync import ParamMeta, plan_buckets
-from t2g.config import Dtype, OptimConfig
 from t2g.errors import RunStopped
+from t2g.sections import Dtype, OptimConfig
 
 Engine = Any  # deepspeed.DeepSpeedEngine
 LossFunction = Callable[[Engine, Any], tuple[torch.Tensor, dict[str, float]]]
@@ -74,7 +75,8 @@ def lr_factor(step: int, optim: OptimConfig, num_steps: int) -> float:
     return optim.final_lr_ratio + (1 - optim.final_lr_ratio) * share[optim.schedule]
 
 
-def _config(model: torch.nn.Module, dtype: Dtype, world_size: int) -> dict[str, Any]:
+def _config(model: torch.nn.Module, dtype: Dtype, world_size: int, *, offload: bool = False) -> dict[str, Any]:
+    home = {"device": "cpu" if offload else "none"}
     numel = min(BUCKET_NUMEL, max(1, sum(p.numel() for p in model.parameters())))
     return {
         "train_micro_batch_size_per_gpu": 1,
@@ -88,6 +90,8 @@ def _config(model: torch.nn.Module, dtype: Dtype, world_size: int) -> dict[str, 
             "stage3_param_persistence_threshold": 0,  # small parameters are partitioned too: one code path
             "reduce_bucket_size": numel,
             "stage3_prefetch_bucket_size": numel,
+            "offload_optimizer": home,
+            "offload_param": home,
         },
     }
 
@@ -103,16 +107,25 @@ def _gather_whole_layers(model: torch.nn.Module) -> None:
 
 
 def build_engine(
-    model: torch.nn.Module, optim: OptimConfig, *, num_steps: int, dtype: Dtype, world_size: int
+    model: torch.nn.Module,
+    optim: OptimConfig,
+    *,
+    num_steps: int,
+    dtype: Dtype,
+    world_size: int,
+    offload: bool = False,
 ) -> Engine:
     """A ZeRO-3 engine with AdamW, clipping by the global norm and the learning-rate schedule over `num_steps`.
 
-    Rank 0's parameters win: DeepSpeed broadcasts them before it partitions.
+    Frozen parameters are partitioned too, and have no optimizer state; of the others the optimizer of a bfloat16 model
+    holds float32 copies. Rank 0's parameters win: DeepSpeed broadcasts them before it partitions.
+
+    offload: partitions and optimizer state lie in the host's memory.
     """
     import deepspeed
 
     _gather_whole_layers(model)
-    config = _config(model, dtype, world_size) | {"gradient_clipping": optim.max_grad_norm}
+    config = _config(model, dtype, world_size, offload=offload) | {"gradient_clipping": optim.max_grad_norm}
     trainable = [p for p in model.parameters() if p.requires_grad]
     adamw = torch.optim.AdamW(trainable, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay)
     engine, *_ = deepspeed.initialize(
@@ -184,40 +197,65 @@ def _reduce(metrics: dict[str, float], device: torch.device) -> dict[str, float]
 
 
 def metadata(engine: Engine) -> list[ParamMeta]:
-    """Every parameter in the order of `full_parameters`, without gathering. Tied weights appear once. No collective."""
-    return [ParamMeta(name=name, shape=tuple(p.ds_shape)) for name, p in engine.module.named_parameters()]
+    """Every weight in the order of `full_parameters`, without gathering. Tied weights appear once, adapters are merged.
+
+    No collective.
+    """
+    shapes = {name: tuple(p.ds_shape) for name, p in engine.module.named_parameters()}
+    return [ParamMeta(name=name, shape=shapes[own]) for name, (own, *_) in lora.sources(shapes).items()]
 
 
 def full_parameters(engine: Engine, bucket_bytes: int, dtype: Dtype) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """The whole weights, bucket by bucket: (name, CPU copy of type dtype) pairs on rank 0, empty lists on the others.
 
-    One gather per bucket of whole decoder layers (`plan_buckets`). Gathers are never nested, and none is open while
-    the caller holds a bucket.
+    Under LoRA they are the merged weights by their checkpoint names. One gather per bucket of whole decoder layers
+    (`plan_buckets`). Gathers are never nested, and none is open while the caller holds a bucket.
     """
     import deepspeed
 
     named = dict(engine.module.named_parameters())
+    sources = lora.sources(named)
     for names in plan_buckets(metadata(engine), dtype=dtype, bucket_bytes=bucket_bytes):
-        parameters = [named[name] for name in names]
-        with deepspeed.zero.GatheredParameters(parameters):
-            keep = zip(names, parameters, strict=True) if engine.global_rank == 0 else ()
-            bucket = [(name, p.detach().to("cpu", getattr(torch, dtype), copy=True)) for name, p in keep]
+        parts = {name: [named[source] for source in sources[name]] for name in names}
+        with deepspeed.zero.GatheredParameters([parameter for one in parts.values() for parameter in one]):
+            keep = parts.items() if engine.global_rank == 0 else ()
+            whole = ((name, lora.checkpoint_weight(engine.module, name, one)) for name, one in keep)
+            bucket = [(name, weight.to("cpu", getattr(torch, dtype), copy=True)) for name, weight in whole]
         yield bucket
 
 
 def export(engine: Engine, tokenizer: Any, folder: Path) -> None:
-    """The model as a Hugging Face folder in safetensors with its tokenizer, written by rank 0."""
+    """The model as a Hugging Face folder in safetensors with its tokenizer, written by rank 0.
+
+    Under LoRA the model is merged, and the adapter alone lies in the folder `adapter` in it.
+    """
     dtype = "bfloat16" if engine.bfloat16_enabled() else "float32"
     state = {name: tensor for bucket in full_parameters(engine, EXPORT_BUCKET_BYTES, dtype) for name, tensor in bucket}
+    adapter = _adapter(engine)
     if engine.global_rank == 0:
         engine.module.save_pretrained(folder, state_dict=state)
         tokenizer.save_pretrained(folder)
+        if adapter:
+            lora.write_adapter(engine.module, adapter, folder / lora.FOLDER)
     torch.distributed.barrier()
 
 
+def _adapter(engine: Engine) -> dict[str, torch.Tensor]:
+    """The adapters' weights as `lora.write_adapter` takes them, in one gather: about a hundredth of the model."""
+    import deepspeed
+
+    named = ((lora.adapter_name(name), p) for name, p in engine.module.named_parameters())
+    factors = {name: p for name, p in named if name is not None}
+    with deepspeed.zero.GatheredParameters(list(factors.values())):
+        return {name: p.detach().to("cpu", copy=True) for name, p in factors.items()}
+
+
 def save_checkpoint(engine: Engine, folder: Path, tag: str) -> None:
-    """Parameters, optimizer and schedule of every rank under folder/tag; on return all ranks have written."""
-    engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
+    """Trained parameters, optimizer and schedule of every rank under folder/tag; on return all ranks have written.
+
+    Frozen parameters are left out: whoever goes on has them from where the model came from.
+    """
+    engine.save_checkpoint(str(folder), tag=tag, save_latest=False, exclude_frozen_parameters=True)
 
 
 def load_checkpoint(engine: Engine, folder: Path, tag: str) -> None:
@@ -225,6 +263,14 @@ def load_checkpoint(engine: Engine, folder: Path, tag: str) -> None:
 
     DeepSpeed unpickles the files: only ever load the run's own folder. Raises FileNotFoundError.
     """
-    path, _ = engine.load_checkpoint(str(folder), tag=tag)
+    path, _ = engine.load_checkpoint(str(folder), tag=tag, custom_load_fn=_load_trained)
     if path is None:
         raise FileNotFoundError(f"{folder / tag} holds no ZeRO-3 checkpoint of {engine.world_size} ranks")
+
+
+def _load_trained(*, src: dict[str, torch.Tensor], dst: torch.nn.Module) -> None:
+    """DeepSpeed's strict loading, but for frozen parameters: `save_checkpoint` leaves them out."""
+    missing, unexpected = dst.load_state_dict(src, strict=False)
+    trained = {name for name, p in dst.named_parameters() if p.requires_grad}
+    if unexpected or trained & set(missing):
+        raise ValueError(f"the checkpoint is of another model: it misses {missing} and has also {unexpected}")

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from jobs.cli import main
 from t2g import configio
-from t2g.config import JobConfig, RewardJob, RunConfig, SFTJob
+from t2g.config import JobConfig, RewardJob, SFTJob
 from t2g.describe import describe_sft
 from t2g.errors import UserError
+from t2g.sections import RunConfig
 
 if TYPE_CHECKING:
     from actors.sft_rank import SFTProgress

@@ -1,31 +1,62 @@
-"""What a reward fleet keeps; the fleet itself is in tests/integration."""
+"""What a reward fleet keeps and how an answer is begun; the fleet itself is in tests/integration."""
 
-import numpy as np
+from typing import Any
 
-from actors.reward import Answers
-from t2g.types import Prompt, SpanFeedback
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-
-def prompt(text: str) -> Prompt:
-    return Prompt(prompt_id="1", prompt_ids=np.zeros(1, np.int32), prompt_text=text, task="prompts")
+from actors.reward import Answers, begin_answer
+from t2g.data.sft import target_ids
+from t2g.feedback.offsets import decode
+from t2g.feedback.parse import begun_answer, format_answer
+from t2g.tasks.tiny_assets import build_tokenizer
+from t2g.types import SpanFeedback
 
 
 def feedback(critique: str) -> SpanFeedback:
     return SpanFeedback(critique=critique, spans=(), status="empty", source="reward_model", version="v")
 
 
-def test_two_data_sets_may_use_the_same_ids() -> None:
+def test_an_answer_is_kept_for_what_was_judged() -> None:
     answers = Answers(9)
-    answers.keep(prompt("a"), "x", feedback("of a"))
-    answers.keep(prompt("b"), "x", feedback("of b"))
-    assert [answers.get(prompt(p), "x").critique for p in "ab"] == ["of a", "of b"]
-    assert answers.get(prompt("a"), "y") is None
+    answers.keep(("a", "x", None), feedback("of a"))
+    answers.keep(("b", "x", None), feedback("of b"))
+    answers.keep(("b", "x", "given"), feedback("given"))
+    kept = [answers.get(judged) for judged in (("a", "x", None), ("b", "x", None), ("b", "x", "given"))]
+    assert [k and k.critique for k in kept] == ["of a", "of b", "given"]
+    assert answers.get(("a", "y", None)) is None
+    assert answers.get(("a", "x", "given")) is None
 
 
 def test_the_answer_unused_for_longest_is_the_first_to_go() -> None:
     answers = Answers(2)
-    answers.keep(prompt("a"), "1", feedback("1"))
-    answers.keep(prompt("a"), "2", feedback("2"))
-    answers.get(prompt("a"), "1")
-    answers.keep(prompt("a"), "3", feedback("3"))
-    assert [answers.get(prompt("a"), r) is not None for r in "123"] == [True, False, True]
+    answers.keep(("a", "1", None), feedback("1"))
+    answers.keep(("a", "2", None), feedback("2"))
+    answers.get(("a", "1", None))
+    answers.keep(("a", "3", None), feedback("3"))
+    assert [answers.get(("a", r, None)) is not None for r in "123"] == [True, False, True]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A full stop and what ends a critique are one token, and so are the bytes of an emoji with their neighbours."""
+    pieces = ['."', '.", "good": ["', "wrong", "It is ", "😀!"] * 9
+    return build_tokenizer(tmp_path_factory.mktemp("tokenizer"), pieces, vocab_size=400)
+
+
+def test_the_end_of_a_critique_is_left_to_the_model(tokenizer: Any) -> None:
+    ids, text = begin_answer(begun_answer("It is wrong."), tokenizer)
+    assert text == decode(tokenizer, ids) == '{"critique": "It is wrong'
+    trained = target_ids(format_answer("It is wrong.", ["a"], []), tokenizer)
+    assert trained[: len(ids)].tolist() == ids.tolist()
+    assert decode(tokenizer, trained[len(ids) : len(ids) + 1]) == '.", "good": ["'
+
+
+@settings(deadline=None)
+@given(critique=st.text('It is wrong.😀é"\\\n', max_size=12) | st.text(max_size=6))
+def test_an_answer_begins_with_whole_characters(tokenizer: Any, critique: str) -> None:
+    begun = begun_answer(critique)
+    ids, text = begin_answer(begun, tokenizer)
+    assert begun.startswith(text) and text == decode(tokenizer, ids)
+    assert len(text) >= len('{"critique": ') or not ids.size

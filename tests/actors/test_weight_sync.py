@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.weight_sync import Bucket, ParamMeta, StoreWeightSync, module_key, plan_buckets, probe_gap, probe_ids
-from t2g.config import LearnerConfig
 from t2g.errors import RunStopped
+from t2g.sections import LearnerConfig
 
 
 def meta(name: str, *shape: int) -> ParamMeta:

@@ -3,7 +3,7 @@ import math
 import pytest
 
 from actors.zero3 import lr_factor
-from t2g.config import OptimConfig
+from t2g.sections import OptimConfig
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,13 @@ from t2g.config import OptimConfig
 def test_schedule_over_four_steps(options: dict[str, object], expected: list[float]) -> None:
     optim = OptimConfig(lr=1, **options)
     assert [lr_factor(step, optim, 4) for step in range(5)] == pytest.approx(expected)
+
+
+def test_cosine_after_a_warm_up() -> None:
+    """Eight steps, a quarter of them rising: final + (1 - final) * (1 + cos(pi * k / 6)) / 2 for k = 0 ... 6."""
+    optim = OptimConfig(lr=1, schedule="cosine", warmup_ratio=0.25, final_lr_ratio=0.1)
+    expected = [0.5, 1, 1, 0.9397114, 0.775, 0.55, 0.325, 0.1602886, 0.1]
+    assert [lr_factor(step, optim, 8) for step in range(9)] == pytest.approx(expected)
 
 
 def test_no_step_past_the_end_goes_below_the_final_rate() -> None:

@@ -1,80 +1,33 @@
 """Supervised training on the real stack: Ray Train, gloo, ZeRO-3, a tiny random Llama."""
 
-import logging
 import math
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import ray
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from sft_runs import MEMORISED, assert_writes_the_targets, make_base, make_options, train, two_cpus
 
 from actors.sft import run_sft
-from actors.sft_rank import SFTProgress
-from t2g.config import ClusterConfig, ModelConfig, OptimConfig, SFTOptions
-from t2g.data.sft import SFTExample, sft_example
 from t2g.errors import RunStopped, UserError
-from t2g.tasks.tiny_assets import build_model, build_tokenizer
+from t2g.sections import ClusterConfig, ModelConfig, OptimConfig
 
-TARGETS = ["red fox", "blue whale", "東京 tower", "café noir", "green tea 🍵", "grey owl", "pink crab", "lime"]
-MEMORISED = 0.05  # nats per target token; an untrained model has ln(vocabulary) = 5.6
 WEIGHT_TOLERANCE = 2e-3  # float32, 40 steps of AdamW at 5e-3: what the order of sums may come to
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[ClusterConfig]:
-    ray.init(
-        address="local", num_cpus=2, object_store_memory=80_000_000,
-        include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
-    )  # fmt: skip
-    yield ClusterConfig()
-    ray.shutdown()
+    with two_cpus():
+        yield ClusterConfig()
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("base")
-    tokenizer = build_tokenizer(folder, TARGETS, vocab_size=280)
-    build_model(folder, tokenizer, num_layers=2, width=64, num_heads=2, mlp_width=128, window=64)
-    return folder
-
-
-def make_examples(base: Path) -> list[SFTExample]:
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    prompts = [np.asarray(tokenizer(f"number {i}:")["input_ids"]) for i in range(len(TARGETS))]
-    return [
-        sft_example(lambda room, ids=ids: ids, text, tokenizer, max_length=64)
-        for ids, text in zip(prompts, TARGETS, strict=True)
-    ]
-
-
-def make_options(**changes: Any) -> SFTOptions:
-    """All 8 examples in each of 40 steps; three rows a microbatch, so that ranks and microbatches are uneven."""
-    fields = {
-        "optim": OptimConfig(lr=5e-3, schedule="constant", betas=(0.9, 0.98)),
-        "num_epochs": 40, "batch_size": 8, "tokens_per_microbatch": 64, "memory_gib": 0.5, "timeout_s": 400,
-    }  # fmt: skip
-    return SFTOptions(**{**fields, **changes})
-
-
-def train(
-    base: Path,
-    out_folder: Path,
-    cluster: ClusterConfig,
-    on_start: Callable[[int], None] = lambda done: None,
-    **changes: Any,
-) -> tuple[dict[str, float], list[SFTProgress]]:
-    seen: list[SFTProgress] = []
-    metrics = run_sft(
-        model=ModelConfig(policy=str(base)), examples=make_examples(base), options=make_options(**changes),
-        cluster=cluster, out_folder=out_folder, seed=3, on_start=on_start, on_progress=seen.append,
-    )  # fmt: skip
-    return metrics, seen
+    return make_base(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture(scope="module")
@@ -96,13 +49,7 @@ def test_memorises_and_reports(trained: Any) -> None:
 
 def test_the_exported_folder_generates_the_targets(trained: Any) -> None:
     folder, _, _ = trained
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    for i, target in enumerate(TARGETS):
-        prompt = tokenizer(f"number {i}:", return_tensors="pt")
-        written = model.generate(**prompt, do_sample=False, max_new_tokens=24)[0, prompt["input_ids"].shape[1] :]
-        assert tokenizer.decode(written[:-1]) == target
-        assert written[-1] == tokenizer.eos_token_id
+    assert_writes_the_targets(folder)
 
 
 def test_a_finished_folder_is_kept_and_another_training_refused(

@@ -1,0 +1,99 @@
+"""Low-rank adapters (Hu et al., arXiv 2106.09685): peft puts them in; merging, and the names of both forms, are here.
+
+A weight W [out, in] under an adapter computes W x + scaling * B (A dropout(x)), scaling = alpha / r. Whoever takes
+weights out of a model sees checkpoint names and merged weights, as if it had been trained whole. Knows no DeepSpeed.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from t2g.sections import LoRAConfig, ModelConfig
+
+ADAPTER = "default"  # peft's name of the only adapter
+FOLDER = "adapter"  # beside the merged model
+_BASE = ".base_layer."
+_FACTORS = (f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight")
+
+
+def add_adapters(model: Any, lora: LoRAConfig, base: ModelConfig) -> None:
+    """Freeze `model` and put an adapter on every linear layer but the head, in place. It computes the same as before.
+
+    model: a transformers PreTrainedModel. base: where it came from; the exported adapter names it.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        target_modules="all-linear",
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        base_model_name_or_path=base.policy,
+        revision=base.revision,
+    )
+    inject_adapter_in_model(config, model, ADAPTER)
+    # ZeRO-3 fetches a layer's weights for the backward pass by its input's gradient; the first layer would have none.
+    model.enable_input_require_grads()
+
+
+def sources(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """From a checkpoint's name of each weight to the model's: (its own,), or (frozen weight, A, B) under an adapter.
+
+    >>> sources(["q.base_layer.weight", "q.lora_A.default.weight", "q.lora_B.default.weight"])
+    {'q.weight': ('q.base_layer.weight', 'q.lora_A.default.weight', 'q.lora_B.default.weight')}
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for name in names:
+        if name.endswith(_FACTORS):
+            continue
+        module, is_under, kind = name.rpartition(_BASE)
+        if not is_under:
+            found[name] = (name,)
+        elif kind == "weight":
+            found[f"{module}.weight"] = (name, *(module + factor for factor in _FACTORS))
+        else:
+            found[f"{module}.{kind}"] = (name,)  # a bias has no adapter
+    return found
+
+
+def merged_weight(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
+    """weight + scaling * b @ a, computed in float32, in the type of `weight`.
+
+    weight [out, in]; a [r, in]; b [out, r]; scaling = alpha / r.
+    """
+    return torch.addmm(weight.float(), b.float(), a.float(), alpha=scaling).to(weight.dtype)
+
+
+def checkpoint_weight(model: torch.nn.Module, name: str, parts: Iterable[torch.Tensor]) -> torch.Tensor:
+    """What the checkpoint holds as `name`; parts: the tensors of `sources(...)[name]`, whole."""
+    weight, *factors = (part.detach() for part in parts)
+    if not factors:
+        return weight
+    a, b = factors
+    layer = model.get_submodule(name.removesuffix(".weight"))
+    if layer.fan_in_fan_out:  # GPT-2's Conv1D keeps its weight as [in, out]
+        a, b = b.T, a.T
+    return merged_weight(weight, a, b, layer.scaling[ADAPTER])
+
+
+def adapter_name(name: str) -> str | None:
+    """What an adapter's file calls a weight of the model; None for one that is not an adapter's.
+
+    >>> adapter_name("model.q.lora_A.default.weight")
+    'base_model.model.model.q.lora_A.weight'
+    """
+    if not name.endswith(_FACTORS):
+        return None
+    return f"base_model.model.{name.removesuffix(f'.{ADAPTER}.weight')}.weight"
+
+
+def write_adapter(model: Any, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """The adapter alone, as peft and vLLM read it. weights: by `adapter_name`, on the CPU."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(dict(weights), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    model.peft_config[ADAPTER].save_pretrained(folder)

@@ -1,0 +1,105 @@
+"""Adapters put in, merged and kept, on the architectures that users bring."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import random_model
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from actors import lora
+from t2g.sections import LoRAConfig, ModelConfig
+
+CONFIG = LoRAConfig(r=3, alpha=6, dropout=0.5)
+IDS = torch.arange(40).reshape(2, 20)
+
+
+def base_folder(folder: Path, architecture: str) -> Path:
+    if architecture != "gpt2":
+        return random_model(folder, architecture)
+    config = GPT2Config(
+        vocab_size=64, n_positions=32, n_embd=32, n_layer=1, n_head=2, initializer_range=0.1,
+        bos_token_id=1, eos_token_id=1,
+    )  # fmt: skip
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma2", "gpt2"])  # plain; biases, tied; capped; [in, out]
+def test_merged_and_kept_adapters_compute_what_was_trained(architecture: str, tmp_path: Path) -> None:
+    folder = base_folder(tmp_path / "base", architecture)
+    torch.manual_seed(0)
+    model, base = load(folder), load(folder)
+    lora.add_adapters(model, CONFIG, ModelConfig(policy=str(folder), revision="r1"))
+    assert torch.equal(logits(model), logits(base))  # B starts at 0
+
+    named = dict(model.named_parameters())
+    adapters = {lora.adapter_name(name): p for name, p in named.items() if p.requires_grad}
+    assert None not in adapters
+    assert all(lora.adapter_name(name) is None for name, p in named.items() if not p.requires_grad)
+    with torch.no_grad():
+        for parameter in adapters.values():
+            parameter.normal_(std=0.2)
+    trained = logits(model.eval())
+    assert (trained - logits(base)).abs().max() > 0.1
+
+    sources = lora.sources(named)
+    assert sources.keys() == dict(base.named_parameters()).keys()
+    merged = {name: lora.checkpoint_weight(model, name, [named[n] for n in own]) for name, own in sources.items()}
+    same = {name for name, weight in base.named_parameters() if torch.equal(weight, merged[name])}
+    matrices = {name for name, own in sources.items() if len(own) == 3}
+    assert same == merged.keys() - matrices
+    assert not any("embed" in name or "head" in name or "wte" in name for name in matrices)
+    base.load_state_dict(merged, strict=False)  # tied weights have one name
+    torch.testing.assert_close(logits(base), trained, atol=1e-5, rtol=1e-5)
+
+    lora.write_adapter(model, {name: p.detach() for name, p in adapters.items()}, tmp_path / "adapter")
+    kept = PeftModel.from_pretrained(load(folder), tmp_path / "adapter")
+    torch.testing.assert_close(logits(kept), trained, atol=1e-6, rtol=1e-6)
+    assert kept.peft_config["default"].base_model_name_or_path == str(folder)
+
+
+def test_every_linear_layer_but_the_head_has_an_adapter(tmp_path: Path) -> None:
+    model = load(random_model(tmp_path))
+    lora.add_adapters(model, CONFIG, ModelConfig(policy=str(tmp_path)))
+    under = {name.split(".")[-1] for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    assert under == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 2 * 3 * (4 * (64 + 64) + 3 * (64 + 96))
+
+
+def test_merge_worked_by_hand() -> None:
+    weight = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    a, b = torch.tensor([[1.0, -1.0]]), torch.tensor([[1.0], [0.0], [2.0]])
+    expected = torch.tensor([[1.5, 1.5], [3.0, 4.0], [6.0, 5.0]])
+    assert torch.equal(lora.merged_weight(weight, a, b, 0.5), expected)
+    assert weight[0, 0] == 1
+
+
+def test_a_bfloat16_merge_rounds_once() -> None:
+    """1 + 2^-9 + 2^-9: added one after the other in bfloat16, which ends at 2^-7, both would vanish."""
+    weight = torch.tensor([[1.0]], dtype=torch.bfloat16)
+    a = torch.tensor([[2.0**-8], [2.0**-8]], dtype=torch.bfloat16)
+    b = torch.tensor([[0.5, 0.5]], dtype=torch.bfloat16)
+    merged = lora.merged_weight(weight, a, b, 2.0)
+    assert merged.dtype == torch.bfloat16
+    assert float(merged) == 1 + 2**-7
+
+
+def test_a_bias_under_an_adapter_keeps_its_name() -> None:
+    factors = ("q.lora_A.default.weight", "q.lora_B.default.weight")
+    assert lora.sources(["head.weight", "q.base_layer.weight", "q.base_layer.bias", *factors]) == {
+        "head.weight": ("head.weight",),
+        "q.weight": ("q.base_layer.weight", *factors),
+        "q.bias": ("q.base_layer.bias",),
+    }

@@ -1,0 +1,101 @@
+"""Packed, padded and checkpointed in the installed transformers: the same loss, the same gradients."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models import random_model
+from transformers import AutoModelForCausalLM
+
+from actors.sft_rank import _loss_share, prepare, refuse_leaks
+from t2g.data.sft import SFTExample, SFTMicrobatch, make_microbatch
+from t2g.errors import UserError
+from t2g.sections import ModelConfig, SFTOptions
+
+
+def make_examples() -> list[SFTExample]:
+    rng = np.random.default_rng(3)
+    return [
+        SFTExample(
+            prompt_ids=rng.integers(0, 300, prompt).astype(np.int32),
+            target_ids=rng.integers(0, 300, target).astype(np.int32),
+            target_weights=rng.uniform(1, 8, target).astype(np.float32),
+        )
+        for prompt, target in ((9, 5), (1, 30), (300, 2), (17, 17))  # one is longer than Gemma's window of 256
+    ]
+
+
+def loss_and_gradients(model: Any, batches: list[SFTMicrobatch]) -> tuple[float, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    total = 0.0
+    for batch in batches:
+        loss, metrics = _loss_share(model, batch, total_weight=100.0)
+        loss.backward()
+        total += metrics["loss"]
+    return total, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2"])
+def test_packed_equals_padded_equals_one_by_one(architecture: str, attention: str, tmp_path: Path) -> None:
+    folder = random_model(tmp_path, architecture)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
+    examples = make_examples()
+    expected, gradients = loss_and_gradients(model, [make_microbatch([example]) for example in examples])
+    assert expected > 1
+    for batch in (make_microbatch(examples, packed=True), make_microbatch(examples)):
+        loss, found = loss_and_gradients(model, [batch])
+        assert loss == pytest.approx(expected, rel=1e-5)
+        torch.testing.assert_close(found, gradients, atol=1e-5, rtol=1e-4)
+    refuse_leaks(model, "m")
+
+
+def test_loss_against_plain_cross_entropy(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(random_model(tmp_path), dtype=torch.float32)
+    example = make_examples()[0]
+    with torch.no_grad():
+        ids = torch.tensor([[*example.prompt_ids, *example.target_ids]], dtype=torch.int64)
+        logprobs = model(ids).logits.log_softmax(-1)[0]
+        loss, metrics = _loss_share(model, make_microbatch([example], packed=True), total_weight=4.0)
+    targets = zip(example.target_ids, example.target_weights, strict=True)
+    expected = -sum(float(w * logprobs[len(example.prompt_ids) - 1 + t, i]) for t, (i, w) in enumerate(targets)) / 4
+    assert metrics["loss"] == pytest.approx(expected, rel=1e-5)
+    assert loss.item() == metrics["loss"]
+
+
+class Stateful(torch.nn.Module):
+    """Carries a state along the row and looks at no position, as a recurrent layer does."""
+
+    device = torch.device("cpu")
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, use_cache: bool) -> Any:
+        state = torch.nn.functional.one_hot(input_ids, 32).float().cumsum(1)
+        return SimpleNamespace(logits=state.sqrt())
+
+
+def test_a_model_that_looks_across_the_border_is_refused() -> None:
+    with pytest.raises(UserError, match=r"sft\.packing .* model\.policy='mamba' mixes"):
+        refuse_leaks(Stateful(), "mamba")
+
+
+def test_checkpointed_gradients_are_the_same(tmp_path: Path) -> None:
+    source = ModelConfig(policy=str(random_model(tmp_path)))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    batch = make_microbatch(make_examples(), packed=True)
+    expected = loss_and_gradients(model.train(), [batch])
+    prepare(model, SFTOptions(gradient_checkpointing=True), source)
+    calls = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    loss, gradients = loss_and_gradients(model, [batch])
+    assert len(calls) == 2  # forward, and once more in the backward pass
+    assert loss == expected[0]
+    torch.testing.assert_close(gradients, expected[1], atol=0, rtol=0)
+
+
+def test_an_architecture_without_gradient_checkpointing_is_refused() -> None:
+    model = SimpleNamespace(supports_gradient_checkpointing=False, config=SimpleNamespace(model_type="abc"))
+    with pytest.raises(UserError, match=r"sft\.gradient_checkpointing .*'abc' of model\.policy='m'"):
+        prepare(model, SFTOptions(gradient_checkpointing=True), ModelConfig(policy="m"))
