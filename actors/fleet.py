@@ -16,8 +16,8 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from actors import placement
 from actors.fanout import first_line
-from t2g.config import EngineConfig
 from t2g.errors import RunStopped, UserError
+from t2g.sections import EngineConfig
 
 logger = logging.getLogger(__name__)
 

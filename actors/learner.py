@@ -26,9 +26,9 @@ from t2g.algo.corrections import importance_metrics
 from t2g.algo.critic import Critic, disable_dropout
 from t2g.algo.losses import Metrics, policy_loss, value_loss
 from t2g.algo.rows import Rows
-from t2g.config import Dtype, LearnerConfig, ModelConfig, ObjectiveConfig
 from t2g.data.batching import empty_tokens, pack_tokens, plan_microbatches
 from t2g.errors import RunStopped, UserError
+from t2g.sections import Dtype, LearnerConfig, ModelConfig, ObjectiveConfig
 from t2g.types import Microbatch, PackedTokens, Rollout, TokenStats, TrainBatch, UpdateResult
 
 STATE_FILE = "learner.json"

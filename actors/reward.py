@@ -1,23 +1,29 @@
 """The span reward model as a server: guided decoding in vLLM, its own tokenizer, its own workers.
 
-Guided by a grammar of exactly the JSON that it is trained to write (`t2g.feedback.parse.answer_grammar`).
+Guided by a grammar of exactly the JSON that it is trained to write (`t2g.feedback.grammar.answer_grammar`).
 `RewardWorker` is the remote side, `RewardFleet` the driver's, which implements `t2g.interfaces.FeedbackSource`.
 """
 
 import logging
 from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import ray
 
 from actors.engine import Engine, stop_token_ids
 from actors.fleet import Fleet
-from t2g.config import FeedbackConfig, RewardEngineConfig
 from t2g.data.chat import load_tokenizer
+from t2g.data.sft import target_ids
 from t2g.errors import UserError
+from t2g.feedback.card import check_card, make_card
+from t2g.feedback.grammar import answer_grammar
 from t2g.feedback.offsets import decode
-from t2g.feedback.parse import answer_grammar, no_feedback, parse_answer
-from t2g.feedback.prompts import build_feedback_prompt, prompt_version
+from t2g.feedback.parse import begun_answer, no_feedback, parse_answer
+from t2g.feedback.prompts import build_feedback_prompt
+from t2g.sections import FeedbackConfig
 from t2g.tasks.base import Task
 from t2g.types import Prompt, SpanFeedback
 
@@ -25,75 +31,116 @@ logger = logging.getLogger(__name__)
 
 SOURCE = "reward_model"
 MAX_ANSWERS = 4096  # that are kept
+Judged = tuple[str, str, str | None]  # text of the prompt, response, critique where one was given
+Ask = Callable[[Any], Any]  # from a worker's handle to the reference of its answer
 BLANK = Prompt(prompt_id="(none)", prompt_ids=np.zeros(0, np.int32), prompt_text="", task="")
 
 
 class RewardWorker:
     """One reward engine. `start` first."""
 
-    def __init__(
-        self, model: str, config: RewardEngineConfig, task: Task, seed: int, revision: str | None, version: str
-    ) -> None:
-        self._model, self._config, self._task = model, config, task
-        self._revision, self._version = revision, version
-        self._engine = Engine(model, config, seed=seed, revision=revision, guided=True)
-        self._grammar = answer_grammar(
-            max_critique_chars=config.max_critique_chars,
-            max_spans=config.max_spans,
-            max_quote_chars=config.max_quote_chars,
-        )
+    def __init__(self, config: FeedbackConfig, task: Task, seed: int, version: str) -> None:
+        assert config.reward_model is not None
+        self._model, self._revision = config.reward_model, config.reward_revision
+        self._config, self._style, self._task, self._version = config.engine, config.style, task, version
+        self._engine = Engine(self._model, config.engine, seed=seed, revision=self._revision, guided=True)
+        self._guide = self._grammar()
 
     async def start(self) -> None:
         """Load everything. UserError when the instructions alone do not fit, or there is no chat template."""
         self._tokenizer = load_tokenizer(self._model, self._revision)
         self._stop_ids = stop_token_ids(self._model, self._tokenizer, self._revision)
-        self._prompt_ids(BLANK, "")
+        self._prompt_ids(BLANK, "", self._room)
         await self._engine.start()
 
     async def ping(self) -> None:
         await self._engine.ping()
-
-    def _prompt_ids(self, prompt: Prompt, response_text: str) -> np.ndarray:
-        room = self._config.max_model_len - self._config.max_new_tokens
-        return np.asarray(build_feedback_prompt(self._task, prompt, response_text, self._tokenizer, room), np.int32)
 
     async def judge(self, prompt: Prompt, response_text: str, *, guided: bool = True) -> SpanFeedback:
         """Greedy, so that the same response gets the same critique. A cut answer is unparsable.
 
         Raises UserError when the response does not fit beside the instructions.
         """
+        ids = self._prompt_ids(prompt, response_text, self._room)
+        return await self._answer(ids, response_text, guide=self._guide if guided else None)
+
+    async def align(self, prompt: Prompt, response_text: str, critique: str) -> SpanFeedback:
+        """`judge` with the critique given: the answer begins with it, and the model goes on with the span map.
+
+        Raises UserError when critique and response do not fit beside the instructions.
+        """
+        begun = begun_answer(critique)
+        begun_ids, text = begin_answer(begun, self._tokenizer)
+        ids = self._prompt_ids(prompt, response_text, self._room - len(begun_ids))
+        guide = self._grammar(begun[len(text) :])
+        return await self._answer(np.concatenate([ids, begun_ids]), response_text, begun=text, guide=guide)
+
+    @property
+    def _room(self) -> int:
+        """Tokens of a prompt, with what of the answer is given."""
+        return self._config.max_model_len - self._config.max_new_tokens
+
+    def _prompt_ids(self, prompt: Prompt, response_text: str, room: int) -> np.ndarray:
+        ids = build_feedback_prompt(self._task, prompt, response_text, self._tokenizer, room, style=self._style)
+        return np.asarray(ids, np.int32)
+
+    def _grammar(self, rest_of_critique: str | None = None) -> str:
+        return answer_grammar(
+            max_critique_chars=self._config.max_critique_chars,
+            max_spans=self._config.max_spans,
+            max_quote_chars=self._config.max_quote_chars,
+            style=self._style,
+            rest_of_critique=rest_of_critique,
+        )
+
+    async def _answer(self, ids: np.ndarray, response_text: str, *, guide: str | None, begun: str = "") -> SpanFeedback:
+        """The feedback in `begun` and what the model goes on with after the tokens `ids` [P]."""
         done = await self._engine.generate(
-            self._prompt_ids(prompt, response_text),
+            ids,
             temperature=0.0,
             max_new_tokens=self._config.max_new_tokens,
             seed=None,
             stop_ids=self._stop_ids,
-            grammar=self._grammar if guided else None,
+            grammar=guide,
         )
         return parse_answer(
-            decode(self._tokenizer, done.ids),
+            begun + decode(self._tokenizer, done.ids),
             response_text,
             source=SOURCE,
             version=self._version,
             finish_reason=done.finish_reason,
+            style=self._style,
         )
 
 
+def begin_answer(begun: str, tokenizer: Any) -> tuple[np.ndarray, str]:
+    """Tokens of the beginning of an answer as training spells it, [P] int32, and the text that they make.
+
+    The last token is left to the model: in training it may have held characters of what follows as well, a full stop
+    and the quotation mark behind it. Nor is a character cut in two.
+    """
+    ids = target_ids(begun, tokenizer)[:-2]
+    while not begun.startswith(text := decode(tokenizer, ids)):
+        ids = ids[:-1]
+    return ids, text
+
+
 class Answers:
-    """The last `size` judgements by what was judged. Ids are no key: held-out prompts may have those of others."""
+    """The last `size` judgements by what was judged: the text of the prompt, the response, and the critique where one
+    was given. Ids are no key: held-out prompts may have those of others.
+    """
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._by_text: OrderedDict[tuple[str, str], SpanFeedback] = OrderedDict()
+        self._by_text: OrderedDict[Judged, SpanFeedback] = OrderedDict()
 
-    def get(self, prompt: Prompt, response_text: str) -> SpanFeedback | None:
-        key = (prompt.prompt_text, response_text)
-        if key in self._by_text:
-            self._by_text.move_to_end(key)
-        return self._by_text.get(key)
+    def get(self, judged: Judged) -> SpanFeedback | None:
+        if judged in self._by_text:
+            self._by_text.move_to_end(judged)
+        return self._by_text.get(judged)
 
-    def keep(self, prompt: Prompt, response_text: str, feedback: SpanFeedback) -> None:
-        self._by_text[prompt.prompt_text, response_text] = feedback
+    def keep(self, judged: Judged, feedback: SpanFeedback) -> None:
+        self._by_text[judged] = feedback
         if len(self._by_text) > self._size:
             self._by_text.popitem(last=False)
 
@@ -104,10 +151,13 @@ class RewardFleet:
     name = SOURCE
 
     def __init__(self, config: FeedbackConfig, task: Task, *, seed: int, placement_timeout_s: float) -> None:
+        """UserError when the model was trained for another task or style; see `t2g.feedback.card`."""
         assert config.reward_model is not None
         self._config = config
-        self.version = f"{config.reward_model}@{config.reward_revision or 'local'}/{prompt_version(task)}"
-        arguments = (config.reward_model, config.engine, task, seed, config.reward_revision, self.version)
+        card = make_card(task, config.style)
+        check_card(Path(config.reward_model), card)
+        self.version = f"{config.reward_model}@{config.reward_revision or 'local'}/{card.prompt_version}"
+        arguments = (config, task, seed, self.version)
         self._fleet = Fleet("reward", RewardActor, arguments, config.engine, placement_timeout_s=placement_timeout_s)
         self._answers = Answers(MAX_ANSWERS)
 
@@ -118,29 +168,37 @@ class RewardFleet:
         """Failed feedback after two late workers in a row, and for a response too long for the reward model's window.
         Raises RunStopped when no worker is left.
         """
-        feedback = self._answers.get(prompt, response_text)
-        if feedback is None:
-            feedback = await self._ask(prompt, response_text)
-            if feedback.status != "failed":
-                self._answers.keep(prompt, response_text, feedback)
-        return feedback
+        return await self._kept(prompt, response_text, None, lambda worker: worker.judge.remote(prompt, response_text))
+
+    async def align(self, prompt: Prompt, response_text: str, critique: str) -> SpanFeedback:
+        """The spans of a critique that somebody else wrote; else as `judge`. UserError for a model that writes none."""
+        if not self._config.style.critique:
+            raise UserError(f"reward model {self._config.reward_model} writes no critiques, so it cannot align one")
+        return await self._kept(
+            prompt, response_text, critique, lambda worker: worker.align.remote(prompt, response_text, critique)
+        )
 
     async def judge_unguided(self, prompt: Prompt, response_text: str) -> SpanFeedback:
         """`judge` without guided decoding, for the parse rate; nothing is kept."""
-        return await self._ask(prompt, response_text, guided=False)
+        return await self._call(prompt, lambda worker: worker.judge.remote(prompt, response_text, guided=False))
 
-    async def _ask(self, prompt: Prompt, response_text: str, *, guided: bool = True) -> SpanFeedback:
+    async def _kept(self, prompt: Prompt, response_text: str, critique: str | None, ask: Ask) -> SpanFeedback:
+        judged = (prompt.prompt_text, response_text, critique)
+        feedback = self._answers.get(judged)
+        if feedback is None:
+            feedback = await self._call(prompt, ask)
+            if feedback.status != "failed":
+                self._answers.keep(judged, feedback)
+        return feedback
+
+    async def _call(self, prompt: Prompt, ask: Ask) -> SpanFeedback:
         timeout_s = min(self._config.engine.request_timeout_s, self._config.timeout_s / 2)  # `call` tries twice
+        what = f"the feedback on prompt {prompt.prompt_id}"
         try:
-            return await self._fleet.call(
-                lambda worker: worker.judge.remote(prompt, response_text, guided=guided),
-                load=1,
-                timeout_s=timeout_s,
-                what=f"the feedback on prompt {prompt.prompt_id}",
-            )
+            return await self._fleet.call(ask, load=1, timeout_s=timeout_s, what=what)
         except (TimeoutError, UserError) as error:
             logger.warning("no feedback: %s", error)
-            return no_feedback("failed", source=SOURCE, version=self.version)
+            return no_feedback("failed", source=SOURCE, version=self.version, reason=str(error))
 
     def close(self) -> None:
         self._fleet.close()

@@ -14,11 +14,11 @@ import xxhash
 from actors.engine import Engine, stop_token_ids
 from actors.fleet import Fleet
 from actors.weight_sync import Bucket, ParamMeta
-from t2g.config import RolloutConfig
 from t2g.data.chat import load_tokenizer
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.offsets import decode
 from t2g.interfaces import Sampling
+from t2g.sections import RolloutConfig
 from t2g.types import Prompt, Rollout
 
 

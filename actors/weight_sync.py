@@ -16,8 +16,8 @@ import numpy as np
 import ray
 from ray.exceptions import RayTaskError
 
-from t2g.config import LearnerConfig
 from t2g.errors import RunStopped
+from t2g.sections import LearnerConfig
 from t2g.types import WeightSyncResult
 
 logger = logging.getLogger(__name__)

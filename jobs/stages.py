@@ -21,20 +21,10 @@ from jobs.train_reward import read_data, train_reward
 from jobs.train_sft import train_sft
 from t2g import configio
 from t2g.checkpoint import write_atomic
-from t2g.config import (
-    AnnotateJob,
-    DataConfig,
-    DemoJob,
-    FeedbackConfig,
-    ModelConfig,
-    PolicyJob,
-    RewardJob,
-    RunConfig,
-    Section,
-    SFTJob,
-)
+from t2g.config import AnnotateJob, DemoJob, PolicyJob, RewardJob, SFTJob, StudyJob
 from t2g.data.chat import load_tokenizer
 from t2g.errors import UserError
+from t2g.sections import AnnotateConfig, DataConfig, ModelConfig, RunConfig, Section
 
 PLACEHOLDER = "${stages}"
 CRITIC = "t2g.tasks.tiny_task:critic"
@@ -43,13 +33,18 @@ WORLD, BASE, ANNOTATED, REWARD = "world", "base", "annotated", "reward"
 
 def make_stages(demo: DemoJob, fleets: Fleets) -> dict[str, dict[str, Any]]:
     """All stages, those that are there already read only; Ray must be connected. Metrics by stage, with `seconds`."""
-    folder = demo.run.folder
-    base, annotated, reward = sft_job(demo), annotate_job(demo), reward_job(demo)
+    reward = reward_job(demo)
+    made = make_records(demo, fleets)
+    return made | {REWARD: once(reward.run.folder, reward, lambda: _train_reward(demo, reward, fleets))}
+
+
+def make_records(demo: DemoJob, fleets: Fleets) -> dict[str, dict[str, Any]]:
+    """The stages up to the annotated records, as `make_stages`."""
+    base, annotated = sft_job(demo), annotate_job(demo)
     return {
-        WORLD: once(folder / WORLD, demo.world, lambda: _write_world(demo)),
-        BASE: once(folder / BASE, base, lambda: train_sft(base)),
-        ANNOTATED: once(folder / ANNOTATED, annotated, lambda: annotate_data(annotated, fleets)),
-        REWARD: once(folder / REWARD, reward, lambda: _train_reward(demo, reward, fleets)),
+        WORLD: once(demo.run.folder / WORLD, demo.world, lambda: _write_world(demo)),
+        BASE: once(base.run.folder, base, lambda: train_sft(base)),
+        ANNOTATED: once(annotated.run.folder, annotated, lambda: annotate_data(annotated, fleets)),
     }
 
 
@@ -75,7 +70,7 @@ def annotate_job(demo: DemoJob) -> AnnotateJob:
         model=base_model(demo),
         data=DataConfig(path=str(folder / WORLD / "train.jsonl"), limit=demo.annotate),
         rollout=demo.rollout.model_copy(update={"samples_per_prompt": 1}),
-        feedback=FeedbackConfig(source=CRITIC),
+        annotate=AnnotateConfig(source=CRITIC, responses="policy"),
     )
 
 
@@ -101,8 +96,8 @@ def reward_model(demo: DemoJob) -> str:
     return str(demo.run.folder / REWARD / "model")
 
 
-def demo_of(config: PolicyJob) -> DemoJob | None:
-    """The demo whose stages a policy job builds on, under the job's own root and on its cluster."""
+def demo_of(config: PolicyJob | StudyJob) -> DemoJob | None:
+    """The demo whose stages a job builds on, under the job's own root and on its cluster."""
     if config.stages is None:
         return None
     root = json.dumps(str(config.run.root))  # quoted: a path may hold what YAML reads otherwise
@@ -150,14 +145,14 @@ def once(folder: Path, settings: Section, make: Callable[[], Mapping[str, Any]])
 def _write_world(demo: DemoJob) -> dict[str, Any]:
     from t2g.data.load import load_records
     from t2g.tasks.tiny import Rates, measure, write_world
-    from t2g.tasks.tiny_assets import build_model, build_tokenizers
+    from t2g.tasks.tiny_assets import build_model, build_reward_model, build_tokenizers
 
     world, folder = demo.world, demo.run.folder / WORLD
     rates = Rates(**world.model_dump(include={"wrong", "missing", "invented", "repeated"}))
     write_world(folder, num_train=world.num_train, num_heldout=world.num_heldout, rates=rates, seed=world.seed)
     policy, reward = build_tokenizers(folder)
     build_model(folder / "policy", policy, seed=world.seed)
-    build_model(folder / "reward", reward, mlp_width=256, seed=world.seed)  # a fifth faster than 384
+    build_reward_model(folder / "reward", reward, seed=world.seed)
     references = [
         measure(record["facts"], record["tldr_human_reference_summary"])["fact_f1"]
         for record in load_records(DataConfig(path=str(folder / "heldout.jsonl")))

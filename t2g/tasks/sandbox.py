@@ -5,7 +5,8 @@ The solution runs in a process of its own. The tests run in another one, get at 
 has no part in its verdict but what its functions return and raise: it does not see the tests, cannot patch, skip or
 leave them, and an object with an `__eq__` of its own equals no plain data. What this cannot prove: a test that asks an
 object of the solution (`3 in stack`, `len(x)`, `a < b`, two of its objects compared with each other) takes its answer,
-and the traced lines are the solution's word; they decide spans, never whether it passed.
+and the traced lines are the solution's word; they decide spans, never whether it passed. timeout_s counts from when the
+sandbox is ready; a run that ends later is a timeout, whoever notices it first.
 
 Tests lose a little: data crosses by value (an argument that the solution changes is changed back here; a list that it
 returned is a copy), classes of the solution cannot be derived from or copied, `type(x) is C` does not hold, `random`
@@ -15,7 +16,8 @@ Outcome.isolation says what was in force. Linux namespaces (user, pid, mount, ne
 kernel grants them to users; root becomes a user that owns nothing (throwaway_user). mount: a read-only root with the
 interpreter and its packages, and an empty /tmp. Without mount the solution may read and write what this user may;
 without network it may connect; without pid processes that it leaves are looked for and killed, but one that kills its
-supervisor first may stay until its processor time is used up. Memory and processor time are per process.
+supervisor first may stay until its processor time is used up; without user or throwaway_user sandboxes that run side
+by side count each other's processes. Memory and processor time are per process.
 """
 
 import json
@@ -33,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from t2g.sections import SandboxConfig
+from t2g.tasks.box.clock import KILL_S, START_S, TIMED_OUT
 
 MAX_VERDICT_BYTES = 2**22
 MAX_TESTS = 100  # results that an outcome keeps
@@ -42,7 +45,7 @@ REASONS = (
     "no_result",
 )  # fmt: skip
 _OWN_CODE = Path(__file__).resolve().parents[2]
-_SPARE_S = 0.8  # the supervisor ends everything 0.4 s after timeout_s; past this it is ended itself
+_SPARE_S = 2.0  # for the supervisor, to end what is left; past this it is ended itself
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "HOME": ".",
@@ -82,7 +85,7 @@ class Outcome:
     tests: tuple[TestResult, ...]
     isolation: tuple[str, ...]  # of process_group, rlimits, user, pid, mount, network, ipc, throwaway_user
     output: str
-    seconds: float
+    seconds: float  # wall clock, the start of the sandbox included
 
 
 def run_solution(code: str, tests: str, limits: SandboxConfig) -> Outcome:
@@ -91,23 +94,23 @@ def run_solution(code: str, tests: str, limits: SandboxConfig) -> Outcome:
     stage = tempfile.mkdtemp(prefix="t2g-sandbox-")
     try:
         process = subprocess.Popen(
-            _command(stage, started + limits.timeout_s, limits),
+            _command(stage, limits),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             cwd=stage, env=_ENVIRONMENT, start_new_session=True,
         )  # fmt: skip
         with process:
             job = json.dumps({"code": code, "tests": tests}).encode()
-            verdict, output, flood = _converse(process, job, started + limits.timeout_s + _SPARE_S, limits)
+            said = _converse(process, job, limits)
     finally:
         shutil.rmtree(stage, ignore_errors=True)
-    return _read(verdict, output, flood, limits, time.monotonic() - started)
+    return _read(*said, limits, time.monotonic() - started)
 
 
-def _command(stage: str, deadline: float, limits: SandboxConfig) -> list[str]:
+def _command(stage: str, limits: SandboxConfig) -> list[str]:
     paths = sysconfig.get_paths()
     packages = list(dict.fromkeys((paths["purelib"], paths["platlib"])))
     plan = {
-        "deadline": deadline,  # CLOCK_MONOTONIC, seconds
+        "timeout_s": limits.timeout_s,
         "stage": stage,  # an empty folder: the working folder, or where a new root is built
         "visible": [*_SYSTEM, f"{sys.base_prefix}/lib", paths["stdlib"], paths["platstdlib"], *packages],
         "packages": packages,
@@ -126,19 +129,18 @@ def _command(stage: str, deadline: float, limits: SandboxConfig) -> list[str]:
     return [python, "-s", "-S", "-P", str(supervisor), json.dumps(plan)]
 
 
-def _converse(
-    process: subprocess.Popen[bytes], job: bytes, deadline: float, limits: SandboxConfig
-) -> tuple[bytes, bytes, bool]:
-    """Hands over the job and reads until the end or the deadline: (verdict, output, whether there was too much)."""
+def _converse(process: subprocess.Popen[bytes], job: bytes, limits: SandboxConfig) -> tuple[bytes, bytes, str]:
+    """Hands over the job and reads until the end or the deadline: (verdict, output, the reason known here or "")."""
     assert process.stdin and process.stdout and process.stderr
     verdict, output, flood = bytearray(), bytearray(), False
+    deadline = time.monotonic() + START_S + _SPARE_S
     with selectors.DefaultSelector() as selector:
         for stream, event in ((process.stdin, selectors.EVENT_WRITE), (process.stdout, selectors.EVENT_READ),
                               (process.stderr, selectors.EVENT_READ)):  # fmt: skip
             os.set_blocking(stream.fileno(), False)
             selector.register(stream, event)
         while process.stdout in {key.fileobj for key in selector.get_map().values()}:
-            ready = selector.select(deadline - time.monotonic())
+            ready = selector.select(max(deadline - time.monotonic(), 0))
             if not ready or len(verdict) > MAX_VERDICT_BYTES:
                 break
             for key, _ in ready:
@@ -148,6 +150,8 @@ def _converse(
                     done = not job
                 else:
                     piece = os.read(stream.fileno(), 65536)
+                    if stream is process.stdout and not verdict:  # its first line: the time of the run begins
+                        deadline = time.monotonic() + limits.timeout_s + KILL_S + _SPARE_S
                     (verdict if stream is process.stdout else output).extend(piece)
                     flood = len(output) > limits.max_output_kib * 1024
                     done = not piece or (stream is process.stderr and flood)
@@ -155,10 +159,12 @@ def _converse(
                     selector.unregister(stream)
                     stream.close()  # who goes on writing into it gets an error
     try:
-        process.wait(max(deadline - time.monotonic(), 0.05))
+        late = process.wait(max(deadline - time.monotonic(), 0.05)) == TIMED_OUT
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-    return bytes(verdict), bytes(output[: limits.max_output_kib * 1024]), flood
+        late = True
+    reason = "too_much_output" if flood else "timeout" if late and verdict else ""
+    return bytes(verdict), bytes(output[: limits.max_output_kib * 1024]), reason
 
 
 def _feed(stream: Any, job: bytes) -> bytes:
@@ -169,16 +175,12 @@ def _feed(stream: Any, job: bytes) -> bytes:
         return b""
 
 
-def _read(verdict: bytes, output: bytes, flood: bool, limits: SandboxConfig, seconds: float) -> Outcome:
+def _read(verdict: bytes, output: bytes, reason: str, limits: SandboxConfig, seconds: float) -> Outcome:
     """The outcome; tests come from data sets, so that even the verdict is read as something that may be broken."""
     lines = verdict.split(b"\n")
     isolation = _json(lines[0], list)
     found = _json(lines[1] if len(lines) > 1 else b"", dict)
-    reason = found.get("reason")
-    if reason not in REASONS:
-        reason = "timeout" if seconds >= limits.timeout_s else "no_result"
-    if flood:
-        reason = "too_much_output"
+    reason = reason or (found.get("reason") if found.get("reason") in REASONS else "no_result")
     results = found.get("tests")
     tests = tuple(_result(item) for item in (results if isinstance(results, list) else []) if isinstance(item, dict))
     text = f"{found.get('output', '')}{output.decode(errors='replace')}"[: limits.max_output_kib * 1024]

@@ -23,6 +23,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from t2g.feedback.parse import span_map_start
+from t2g.sections import StyleConfig
+from t2g.tasks.base import SPARSE
+
 SLOTS: dict[str, tuple[str, ...]] = {
     "name": ("José", "Zoë", "美咲", "Mira", "Otto", "Nadia", "Ivan", "Lena"),
     "thing": ("phone", "laptop", "kettle", "🎧", "bike", "camera", "printer", "lamp"),
@@ -48,6 +52,13 @@ INVENTIONS = ("sells honey", "likes opera", "plays chess", "hates rain", "met a 
 VERDICTS = ("right", "wrong", "repeated", "invented", "missing")
 POLICY_INSTRUCTION = "Summarise: "
 FEEDBACK_INSTRUCTION = "Judge the summary. Post: "
+# Further styles by (critique, labels). The tokenizers are trained on the first alone, which the demo's figures rest on.
+FEEDBACK_INSTRUCTIONS = {
+    (True, "sparse"): FEEDBACK_INSTRUCTION,
+    (True, "dense"): "Judge every clause. Post: ",
+    (False, "sparse"): "Quote from the summary. Post: ",
+    (False, "dense"): "Quote every clause. Post: ",
+}
 FEEDBACK_SUMMARY_HEADER = "\nSummary: "
 HELDOUT_ONE_IN = 8  # the share of fact combinations that only held-out posts may use
 
@@ -186,12 +197,14 @@ def occurrence_at(text: str, quote: str, start: int) -> int:
     return count
 
 
-def critic(facts: Facts, response: str) -> Judgement:
+def critic(facts: Facts, response: str, *, dense: bool = False) -> Judgement:
     """Critique of any response in English, evidence before verdict, with its good and poor quotes.
 
     A clause that states a fact: its value is a good quote when it is right and new, a poor one when it is wrong or was
     already stated right. A clause about nothing in the post is a poor quote as a whole. A fact that is not stated is
     said to be missing and labels nothing. Facts given as None or lacking a slot raise KeyError.
+
+    dense: every clause is quoted as a whole, with the label of its value; the critique is the same.
     """
     parts: list[str] = []
     good: list[Quote] = []
@@ -209,14 +222,16 @@ def critic(facts: Facts, response: str) -> Judgement:
 
     for clause in split_clauses(response):
         text = response[clause.value_start : clause.end]
-        quote_at = occurrence_at(response, text, clause.value_start)
+        start = clause.start if dense else clause.value_start
+        piece = response[start : clause.end]
+        quote_at = occurrence_at(response, piece, start)
         if clause.slot is None:
-            poor.append(Quote(text, quote_at, say(f"It says {text}: invented.")))
+            poor.append(Quote(piece, quote_at, say(f"It says {text}: invented.")))
             continue
         fact = facts[clause.slot]
         spoken.add(clause.slot)
         verdict = "wrong" if text != fact else "repeated" if clause.slot in right else "right"
-        quote = Quote(text, quote_at, say(f"The {clause.slot} is {fact}, it says {text}: {verdict}."))
+        quote = Quote(piece, quote_at, say(f"The {clause.slot} is {fact}, it says {text}: {verdict}."))
         (good if verdict == "right" else poor).append(quote)
         if verdict == "right":
             right.add(clause.slot)
@@ -264,20 +279,19 @@ def policy_messages(post: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": POLICY_INSTRUCTION + post}]
 
 
-def feedback_messages(post: str, response: str) -> list[dict[str, str]]:
+def feedback_messages(post: str, response: str, *, style: StyleConfig = SPARSE) -> list[dict[str, str]]:
     """The chat that asks the reward model for its feedback: one builder for training, RL and evaluation."""
-    return [{"role": "user", "content": f"{FEEDBACK_INSTRUCTION}{post}{FEEDBACK_SUMMARY_HEADER}{response}"}]
+    instruction = FEEDBACK_INSTRUCTIONS[style.critique, style.labels]
+    return [{"role": "user", "content": f"{instruction}{post}{FEEDBACK_SUMMARY_HEADER}{response}"}]
 
 
-_SPAN_MAP = '", "good": ['
 _VERDICT = re.compile(rf"(?<=[: ])({'|'.join(VERDICTS)})(?=\.)")
 _RARE_SENTENCE = re.compile(r"It says [^.]*: invented\.|The [^.]*: repeated\.")
 
 
 def verdict_ranges(target: str) -> list[tuple[int, int]]:
     """Half-open characters of the verdict words in a target's critique, in order."""
-    end = target.find(_SPAN_MAP)
-    return [match.span() for match in _VERDICT.finditer(target, 0, end if end >= 0 else len(target))]
+    return [match.span() for match in _VERDICT.finditer(target, 0, span_map_start(target))]
 
 
 def decisive_ranges(target: str) -> list[tuple[int, int]]:
@@ -286,9 +300,9 @@ def decisive_ranges(target: str) -> list[tuple[int, int]]:
     The verdict words, the whole sentence where the verdict is rare (invented, repeated: else the model learns to pass
     such clauses over), and the span map. The rest is copying, which is learnt at weight 1. Ranges may overlap.
     """
-    end = target.find(_SPAN_MAP)
-    rare = [match.span() for match in _RARE_SENTENCE.finditer(target, 0, end if end >= 0 else len(target))]
-    return [*verdict_ranges(target), *rare, *([(end + 3, len(target))] if end >= 0 else [])]
+    span_map = span_map_start(target)
+    rare = [match.span() for match in _RARE_SENTENCE.finditer(target, 0, span_map)]
+    return [*verdict_ranges(target), *rare, (span_map, len(target))]
 
 
 # -------------------------------------------------------------------------------------------------------------- records

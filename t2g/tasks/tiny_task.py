@@ -1,10 +1,13 @@
 """The tiny world as a task: SLF5K records, short instructions that a model of a million parameters can learn."""
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from t2g.data.chat import Message
+from t2g.sections import SandboxConfig, StyleConfig
 from t2g.tasks import tiny
-from t2g.tasks.base import Record, text_field
+from t2g.tasks.base import SPARSE, Critic, Record, text_field
 from t2g.tasks.summarization import SummarizationTask
 from t2g.types import Prompt
 
@@ -24,8 +27,14 @@ class TinyTask(SummarizationTask):
         """The summary with planted faults: what the base policy learns."""
         return text_field(record, "tldr_human_reference_summary")
 
-    def feedback_messages(self, prompt: Prompt, response_text: str, input_limit: int | None = None) -> list[Message]:
-        return tiny.feedback_messages(prompt.prompt_text[:input_limit], response_text)
+    def feedback_messages(
+        self, prompt: Prompt, response_text: str, input_limit: int | None = None, *, style: StyleConfig = SPARSE
+    ) -> list[Message]:
+        return tiny.feedback_messages(prompt.prompt_text[:input_limit], response_text, style=style)
+
+    def critic(self, *, style: StyleConfig, sandbox: SandboxConfig) -> Critic:
+        """Reads the payload's facts; nothing runs that would need a sandbox."""
+        return partial(critic, dense=style.labels == "dense")
 
     def decisive_ranges(self, target: str) -> list[tuple[int, int]]:
         """Verdicts and the span map of a reward target: where `sft.span_weight` goes."""
@@ -35,6 +44,8 @@ class TinyTask(SummarizationTask):
         return tiny.measure(prompt.payload["facts"], response_text)
 
 
-def critic(prompt_text: str, response_text: str, *, payload: dict[str, Any]) -> tiny.Judgement:
-    """The tiny world's programmatic critic as a feedback source: `feedback.source=t2g.tasks.tiny_task:critic`."""
-    return tiny.critic(payload["facts"], response_text)
+def critic(
+    prompt_text: str, response_text: str, *, payload: Mapping[str, Any], dense: bool = False
+) -> tiny.Judgement:
+    """The tiny world's programmatic critic (see `t2g.tasks.tiny.critic`), which needs the facts in the payload."""
+    return tiny.critic(payload["facts"], response_text, dense=dense)

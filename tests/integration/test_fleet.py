@@ -11,8 +11,8 @@ import ray
 
 from actors.fleet import Fleet
 from actors.placement import check_places, connect
-from t2g.config import ClusterConfig, EngineConfig, LearnerConfig
 from t2g.errors import RunStopped, UserError
+from t2g.sections import ClusterConfig, EngineConfig, LearnerConfig
 
 CONFIG = EngineConfig(workers=2, cpus=0.1, memory_gib=0.1, max_num_seqs=4, start_timeout_s=30)
 

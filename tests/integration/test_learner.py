@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from actors.learner import LearnerGroup, LearnerSpec, load_models
 from t2g.algo.critic import Critic
 from t2g.algo.rows import Rows
-from t2g.config import LearnerConfig, ModelConfig, ObjectiveConfig, OptimConfig
 from t2g.data.batching import make_train_batch, pack_tokens
 from t2g.errors import RunStopped, UserError
+from t2g.sections import LearnerConfig, ModelConfig, ObjectiveConfig, OptimConfig
 from t2g.types import Rollout, TrainBatch, TrainSample
 
 VOCABULARY = 300

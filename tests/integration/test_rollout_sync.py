@@ -17,9 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from actors.placement import connect
 from actors.rollout import RolloutFleet
 from actors.weight_sync import Bucket, ParamMeta, StoreWeightSync, plan_buckets
-from t2g.config import ClusterConfig, LearnerConfig, RolloutConfig
 from t2g.errors import RunStopped, UserError
 from t2g.interfaces import Sampling
+from t2g.sections import ClusterConfig, LearnerConfig, RolloutConfig
 from t2g.types import Prompt, Rollout
 
 TEMPERATURE = 0.7

@@ -167,10 +167,12 @@ def count_tasks(uid: int) -> int:
     count = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
-            if os.stat(f"/proc/{name}").st_uid == uid:
-                count += len(os.listdir(f"/proc/{name}/task"))
+            with open(f"/proc/{name}/status", encoding="utf-8", errors="replace") as file:
+                status = dict(line.split(":", 1) for line in file if ":" in line)
         except OSError:  # it ended meanwhile
             continue
+        if int(status["Uid"].split()[0]) == uid:  # the folder's owner is root once a process has given up its rights
+            count += int(status["Threads"])
     return count
 
 

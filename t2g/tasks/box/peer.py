@@ -85,7 +85,7 @@ class Peer(Codec):
         exchange, owner, reply = Exchange(), os.getpid(), {"reply": message["ask"], "changed": []}
         try:
             target, args, kwargs = (self.decode(part, exchange) for part in message["parts"])
-            value = self._perform(message["operation"], target, args, kwargs)
+            value = self.perform(message["operation"], target, args, kwargs)
             reply["changed"] = [[n, self.encode_items(exchange.known[n], exchange)] for n in exchange.changed()]
             reply["value"] = self.encode(value, exchange)
         except Gone:
@@ -97,7 +97,8 @@ class Peer(Codec):
         reply["note"] = self.before_reply()
         self._send(reply)
 
-    def _perform(self, operation: str, target: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    def perform(self, operation: str, target: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """What the other end asks for: the only place where code of the solution runs in its process."""
         name = args[0] if operation != "call" and args else ""
         if not self._allow(operation, target, name):
             raise Unsupported(f"the solution may not {operation} {name} here")

@@ -4,12 +4,13 @@
       tester     new namespaces; reads code and tests; runs the tests; writes the verdict to standard output
         worker   a process namespace of its own; forked before the tests are read; runs the solution
 
-Standard output of the supervisor gets two lines of JSON: what isolates the run, then the verdict. Standard error gets
-what tests and solution write past `sys.stdout`.
+Standard output of the supervisor gets two lines of JSON: what isolates the run, written when its time begins, and the
+verdict. Standard error gets what tests and solution write past `sys.stdout`.
 """
 
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -17,12 +18,11 @@ import time
 from typing import Any
 
 from t2g.tasks.box import isolation, tester, worker
-
-GRACE_S = 0.4  # at the deadline the worker's clock rings, after half of this the tester's, then all is killed
+from t2g.tasks.box.clock import KILL_S, START_S, TIMED_OUT
 
 
 def main(plan: dict[str, Any]) -> None:
-    """plan: see t2g.tasks.sandbox._plan."""
+    """plan: see t2g.tasks.sandbox._command."""
     isolation.adopt_orphans()
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     in_force = ["process_group"]
@@ -35,30 +35,38 @@ def main(plan: dict[str, Any]) -> None:
             in_force.append("pid")
     else:
         in_force.append("pid")
-    owner = os.getpid()
+    owner, (alive, mark) = os.getpid(), os.pipe()
     inner = os.fork()
     if inner == 0:
         try:
+            os.close(alive)
             _isolate(plan, proc, owner, in_force)
-            _tester(plan, in_force)
+            _tester(plan, in_force, mark)
         finally:
             os._exit(1)
-    for file in (0, 1, 2):
+    for file in (0, 1, 2, mark):
         os.close(file)
-    _wait(inner, plan["deadline"] + GRACE_S)
+    in_time = _wait(inner, alive, plan["timeout_s"] + KILL_S)
     if "pid" not in in_force:
         _sweep()
-    os._exit(0)
+    os._exit(0 if in_time else TIMED_OUT)
 
 
-def _wait(process: int, deadline: float) -> None:
-    """Until it ends; at the deadline it is killed, and with it its process namespace."""
-    while os.waitpid(process, os.WNOHANG)[0] == 0:
-        if time.monotonic() > deadline:
+def _wait(process: int, alive: int, seconds: float) -> bool:
+    """Whether it ends in time; else it is killed, and with it its process namespace.
+
+    alive: a pipe; `process` writes a byte when its time begins, and its end closes it.
+    """
+    in_time = True
+    for limit in (START_S, seconds):
+        if not select.select([alive], [], [], limit)[0]:
             os.kill(process, signal.SIGKILL)
-            os.waitpid(process, 0)
-            return
-        time.sleep(0.001)
+            in_time = False
+            break
+        if not os.read(alive, 1):
+            break
+    os.waitpid(process, 0)
+    return in_time
 
 
 def _sweep() -> None:
@@ -73,28 +81,28 @@ def _sweep() -> None:
                 continue
 
 
-def _tester(plan: dict[str, Any], in_force: list[str]) -> None:
+def _tester(plan: dict[str, Any], in_force: list[str], mark: int) -> None:
     isolation.unshare(isolation.PID)  # of the worker: it cannot even name the tester
     isolation.give_up_privileges()
-    os.write(1, json.dumps(in_force).encode() + b"\n")
     ours, theirs = socket.socketpair()
     sys.path[:] = [path for path in sys.path if path != plan["own_code"]] + plan["packages"]
-    seconds = plan["deadline"] - time.monotonic()
     alone = {"user", "throwaway_user", "mount"} & set(in_force)  # a new user namespace counts processes from 0
     most = plan["max_processes"] + (3 if alone else isolation.count_tasks(os.geteuid()))
     inner = os.fork()
     isolation.limit_processes(most)  # only now: other sandboxes of this user must not keep ours from starting
     if inner == 0:
         try:
-            _worker(plan, theirs, ours, seconds)
+            _worker(plan, theirs, ours)
         finally:
             os._exit(1)
     theirs.close()
     verdict_file = os.dup(1)
     os.dup2(2, 1)
-    clock = tester.Clock(seconds + GRACE_S / 2)
     job = json.loads(sys.stdin.buffer.read())
-    verdict = tester.run(ours, inner, job["code"], job["tests"], clock, plan["max_output"])
+    os.write(verdict_file, json.dumps(in_force).encode() + b"\n")
+    os.write(mark, b"+")
+    deadline = time.monotonic() + plan["timeout_s"]
+    verdict = tester.run(ours, inner, job["code"], job["tests"], deadline, plan["max_output"])
     data = json.dumps(verdict).encode() + b"\n"
     while data:
         data = data[os.write(verdict_file, data) :]
@@ -123,7 +131,7 @@ def _isolate(plan: dict[str, Any], proc: int, owner: int, in_force: list[str]) -
     in_force.append("rlimits")
 
 
-def _worker(plan: dict[str, Any], end: socket.socket, other: socket.socket, seconds: float) -> None:
+def _worker(plan: dict[str, Any], end: socket.socket, other: socket.socket) -> None:
     """No file is left but the socket, and standard output and error, which are the same pipe."""
     isolation.die_with_parent()
     isolation.adopt_orphans()
@@ -134,7 +142,7 @@ def _worker(plan: dict[str, Any], end: socket.socket, other: socket.socket, seco
     kept = end.fileno()
     os.closerange(3, kept)
     os.closerange(kept + 1, 4096)
-    worker.main(end, max(seconds, 0.01), plan["max_output"])
+    worker.main(end, plan["max_output"])
 
 
 if __name__ == "__main__":

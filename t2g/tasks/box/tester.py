@@ -3,11 +3,9 @@ compared here, with what, and what the verdict is, the solution can neither read
 """
 
 import builtins
-import contextlib
 import inspect
 import io
 import os
-import signal
 import socket
 import sys
 import time
@@ -17,6 +15,7 @@ from typing import Any
 
 from t2g.tasks.box import pytest_shim as shim
 from t2g.tasks.box.asserts import Asserts
+from t2g.tasks.box.clock import AGAIN_S, TESTS_RING_S, OutOfTime, set_alarm
 from t2g.tasks.box.fixtures import Fixtures
 from t2g.tasks.box.peer import Peer
 from t2g.tasks.box.remote import FORWARDED, Gone
@@ -26,26 +25,6 @@ MAX_TEXT = 300  # characters of a message or a value in a result
 _OPEN_MODULES = ("tests", "_io")  # of the classes whose instances a solution may look into
 _METHODS = {*FORWARDED, "__eq__", "__hash__", "__repr__", "__str__"}
 Json = dict[str, Any]
-
-
-class OutOfTime(BaseException):
-    """The wall clock of the sandbox."""
-
-
-class Clock:
-    """Raises OutOfTime again and again once the time is up: a test that swallows it is met a second time."""
-
-    def __init__(self, seconds: float) -> None:
-        self.expired = False
-        signal.signal(signal.SIGALRM, self._ring)
-        signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3), 0.02)
-
-    def _ring(self, number: int, frame: object) -> None:
-        self.expired = True
-        raise OutOfTime("the time is up")
-
-    def stop(self) -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 class Tail(io.StringIO):
@@ -61,25 +40,26 @@ class Tail(io.StringIO):
         return len(text)
 
 
-def run(end: socket.socket, worker: int, code: str, tests: str, clock: Clock, max_output: int) -> Json:
+def run(end: socket.socket, worker: int, code: str, tests: str, deadline: float, max_output: int) -> Json:
     """The verdict: {"reason": ..., "tests": [result, ...], "output": ...}; passed means the reason "passed".
 
     reason: passed, failed, syntax (of the solution), bad_tests (they do not compile, or hold no test), timeout,
     exited or killed (the solution's process, in the middle), too_much_output, left_processes (all tests passed).
+    A run that ends past the deadline (seconds of time.monotonic) is a timeout, whoever noticed it first.
     """
     output = sys.stdout = Tail(max_output)
-    session = _Session(end)
+    session = _Session(end, deadline)
     results: list[Json] = []
     reason = "failed"
+    set_alarm(_Session.run, deadline + TESTS_RING_S, AGAIN_S)
     try:
         reason = session.run(code, tests, results)
-    except (OutOfTime, Gone):
-        pass
-    finally:
-        clock.stop()
+    except BaseException as error:  # noqa: BLE001 also what the solution's process raises between the tests
+        if not results or results[-1]["name"] != session.running:
+            results.append(session.result(session.running, error))
     if session.flood:
         reason = "too_much_output"
-    elif clock.expired or session.slow:
+    elif session.late():
         reason = "timeout"
     elif session.peer.gone:
         reason = _ended(worker)
@@ -97,12 +77,16 @@ def _ended(worker: int) -> str:
 
 
 class _Session:
-    def __init__(self, end: socket.socket) -> None:
+    def __init__(self, end: socket.socket, deadline: float) -> None:
+        self._deadline = deadline
         self.peer = Peer(end, self._allow)
         self.peer.on_note = self._note
         self.flood = False
-        self.slow = False  # the solution's own alarm rang
+        self.running = ""  # name of what runs now
         self.asserts = Asserts()
+
+    def late(self) -> bool:
+        return time.monotonic() >= self._deadline
 
     def _allow(self, operation: str, target: Any, name: str) -> bool:
         """A solution may use what the tests handed to it, and look into instances of the tests' own classes."""
@@ -120,13 +104,10 @@ class _Session:
 
     def run(self, code: str, tests: str, results: list[Json]) -> str:
         sys.modules["pytest"] = shim.make_module()
-        try:
-            sys.modules["solution"] = self._load(code)
-        except (OutOfTime, Gone) as error:
-            results.append(self._result("import of the solution", error))
-            raise
-        except BaseException as error:  # noqa: BLE001 the solution may raise anything
-            results.append(self._result("import of the solution", error))
+        self.running = "import of the solution"
+        error = self._attempt(lambda: self._load(code))
+        if error is not None:
+            results.append(self.result(self.running, error))
             return "syntax" if getattr(error, "solution_name", "") == "BadSyntax" else "failed"
         try:
             compiled = self.asserts.compile(tests)
@@ -134,12 +115,13 @@ class _Session:
             return "bad_tests"
         module = types.ModuleType("tests")
         sys.modules["tests"] = module
+        self.running = "import of the tests"
         error = self._attempt(lambda: exec(compiled, module.__dict__))  # noqa: S102 in a process for this purpose
         if error is not None:
-            results.append(self._result("import of the tests", error))
+            results.append(self.result(self.running, error))
             return "failed"
         for name, test in _collect(module):
-            if len(results) == MAX_TESTS or self.flood or self.slow:
+            if len(results) == MAX_TESTS or self.flood or self.late():
                 break
             results.append(self._one(name, test))
         ran = [result for result in results if not result["skipped"]]
@@ -149,8 +131,8 @@ class _Session:
             return "failed"
         return "left_processes" if self.peer.root("leaves_processes") else "passed"
 
-    def _load(self, code: str) -> types.ModuleType:
-        remote, names = self.peer.root("load", code, lambda prompt="": builtins.input(prompt))
+    def _load(self, code: str) -> None:
+        remote, names = self.peer.root("load", code, lambda prompt="": builtins.input(prompt), self._deadline)
 
         class Solution(types.ModuleType):
             def __getattr__(self, name: str) -> Any:
@@ -163,32 +145,32 @@ class _Session:
 
         module = Solution("solution")
         vars(module)["__all__"] = names
-        return module
+        sys.modules["solution"] = module
 
     def _one(self, name: str, test: Callable[[], None]) -> Json:
+        self.running = name
         self.peer.root("begin")
         self.asserts.last.clear()
         error = self._attempt(test)
         if self.peer.gone:
-            return self._result(name, error or Gone("the process has ended"))
-        return self._result(name, error)
+            raise Gone("the process has ended")
+        lines, returned = self.peer.root("lines")
+        return self.result(name, error) | {"lines": lines, "returned": returned}
 
     def _attempt(self, call: Callable[[], Any]) -> BaseException | None:
         try:
             call()
+        except (OutOfTime, Gone):
+            raise
         except BaseException as error:  # noqa: BLE001 whatever a test raises is its result
             return error
         return None
 
-    def _result(self, name: str, error: BaseException | None) -> Json:
+    def result(self, name: str, error: BaseException | None) -> Json:
         skipped = error is not None and _is_skip(error)
         result: Json = {"name": name, "passed": error is None, "skipped": skipped, "lines": [], "returned": 0}
-        if not self.peer.gone and not isinstance(error, OutOfTime):
-            with contextlib.suppress(Gone):
-                result["lines"], result["returned"] = self.peer.root("lines")
         if error is None or skipped:
             return result
-        self.slow |= getattr(error, "solution_name", "") == "OutOfTime"
         result["error"] = str(getattr(error, "solution_name", type(error).__name__))
         result["message"] = _text(error, str)
         result["trace"] = _solution_lines(error)

@@ -3,22 +3,18 @@
 import contextlib
 import io
 import os
-import signal
 import socket
 import sys
 import types
 from typing import Any
 
+from t2g.tasks.box.clock import set_alarm
 from t2g.tasks.box.peer import Peer
 from t2g.tasks.box.pytest_shim import make_module
 from t2g.tasks.box.remote import Gone
 
 FILE = "solution.py"
 MAX_LINE_EVENTS = 20_000  # of one test; later lines are not recorded, and the code runs at full speed again
-
-
-class OutOfTime(BaseException):
-    """Raised in the solution shortly before the sandbox's time is up, so that the hanging line can be named."""
 
 
 class BadSyntax(Exception):
@@ -33,8 +29,9 @@ class Worker:
         self._room = 0
         self._returned = 0  # line of the last return from the solution
 
-    def load(self, code: str, ask: Any) -> tuple[types.ModuleType, list[str]]:
-        """The module, executed, and its public names. ask: the tests' `input`."""
+    def load(self, code: str, ask: Any, deadline: float) -> tuple[types.ModuleType, list[str]]:
+        """The module, executed, and its public names. ask: the tests' `input`; deadline: of time.monotonic."""
+        set_alarm(Peer.perform, deadline)
         try:
             compiled = compile(code, FILE, "exec", dont_inherit=True)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -107,19 +104,13 @@ class Printed(io.TextIOBase):
         return {"out": text, "flood": self._flood}
 
 
-def main(end: socket.socket, alarm_s: float, max_output: int) -> None:
+def main(end: socket.socket, max_output: int) -> None:
     """Serves until the other end is closed."""
     printed = Printed(max_output)
     sys.stdout = printed
     peer = Peer(end, allow=lambda operation, target, name: True)
     peer.before_reply = printed.take
     peer.offer(Worker())
-
-    def ring(number: int, frame: object) -> None:
-        raise OutOfTime
-
-    signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, alarm_s)
-    with contextlib.suppress(Gone, OutOfTime):
+    with contextlib.suppress(Gone):
         peer.serve()
     os._exit(0)
