@@ -1,1 +1,3 @@
-"""The report: numbers and texts in, one HTML file out that opens without a network. Imports jinja2."""
+"""Reports: numbers and texts in; out comes one HTML file that opens without a network, or lines for a terminal.
+
+Imports jinja2 and rich."""

@@ -84,13 +84,9 @@ def write_report(
     """
     finals = {name: last_held_out(steps) for name, steps in arms.items()}
     metric = metric or headline(base, finals)
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
-    )
-    environment.filters["number"] = number
-    environment.filters["seconds"] = duration
-    environment.tests["figure"] = is_figure
-    page = environment.get_template("template.html").render(
+    render_page(
+        path,
+        "template.html",
         title=title,
         num_styles=STYLES,
         figures={name: value for name, value in summary.items() if not isinstance(value, Mapping | list | tuple)},
@@ -106,6 +102,17 @@ def write_report(
         timing=timing,
         longest_s=max(timing.values(), default=0) or 1,
     )
+
+
+def render_page(path: Path, template: str, **values: Any) -> None:
+    """Write the page that a template of this folder makes of `values`, replacing an older one at once."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
+    )
+    environment.filters["number"] = number
+    environment.filters["seconds"] = duration
+    environment.tests["figure"] = is_figure
+    page = environment.get_template(template).render(**values)
     write_atomic(path, page.encode(errors="replace"))  # a lone surrogate has no UTF-8
 
 

@@ -7,6 +7,9 @@ from itertools import pairwise
 from t2g.types import Span
 
 _VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
+# Without pictures: C1 controls, which a terminal obeys; what turns the direction of writing; halves of characters.
+_UNSEEN = [*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A), *range(0xD800, 0xE000)]
+_VISIBLE |= dict.fromkeys(_UNSEEN, 0xFFFD)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,5 +43,8 @@ def segments(text: str, spans: Sequence[Span]) -> list[Segment]:
 
 
 def printable(text: str) -> str:
-    """Control characters as their pictures, one for one, so that ranges stay right."""
+    """What a page or a terminal would obey and not show as pictures or U+FFFD, one for one, so that ranges stay right.
+
+    Tabs and line ends are kept.
+    """
     return text.translate(_VISIBLE)

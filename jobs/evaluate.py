@@ -1,0 +1,159 @@
+"""How good is what was trained, on held-out data? A report that one can believe: figures with intervals, and errors.
+
+    python -m jobs.evaluate --what reward --config configs/own/evaluate.yaml \
+        feedback.reward_model=runs/own-reward/model data.path=runs/annotated/heldout.jsonl
+
+Serves the reward model as PPO does and leaves evaluation.json and evaluation.html in the run folder. Spans are compared
+on the tokens of the reward model's own tokenizer. run.smoke=true does the same with three records.
+"""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from jobs.cli import main
+from jobs.train_sft import begin_folder
+from t2g.config import EvaluateJob, ScoreJob
+from t2g.errors import UserError
+from t2g.sections import FeedbackConfig
+
+if TYPE_CHECKING:
+    from t2g.data.records import AnnotatedRecord
+    from t2g.reward_eval import ServedModel
+
+Served = TypeVar("Served", bound=ScoreJob)
+
+JSON_FILE = "evaluation.json"
+SMOKE_RECORDS = 3
+
+
+def evaluate(argv: Sequence[str] | None = None) -> int:
+    """The job that --what names; the rest of the command line is that job's."""
+    parser = argparse.ArgumentParser(prog="python -m jobs.evaluate", add_help=False, allow_abbrev=False)
+    parser.add_argument("--what", default=next(iter(WHAT)))
+    chosen, rest = parser.parse_known_args(argv)
+    if chosen.what not in WHAT:
+        print(f"{parser.prog}: --what {chosen.what!r} is unknown; there is {', '.join(WHAT)}", file=sys.stderr)
+        return 2
+    schema, run, describe = WHAT[chosen.what]
+    return main(schema, run, describe, rest)
+
+
+def describe_reward(config: EvaluateJob) -> str:
+    return "\n".join(
+        [
+            f"reward model: {config.feedback.reward_model}",
+            f"held-out records: {config.data.path}, each judged twice, with and without guided decoding",
+            f"run folder: {config.run.folder}",
+        ]
+    )
+
+
+def run_reward(config: EvaluateJob) -> None:
+    asked = as_trained(config)
+    records, tokenizer = read_records(asked), read_tokenizer(asked.feedback)
+    folder = begin_folder(config, JSON_FILE)
+    with connected_model(asked) as model:
+        metrics = evaluate_reward(asked, records, model, tokenizer, folder)
+    print(" ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+
+
+def read_records(config: EvaluateJob) -> "list[AnnotatedRecord]":
+    """The records with feedback that could be used. UserError where there is none."""
+    from t2g.data.records import load_annotated
+    from t2g.data.sft import USABLE
+    from t2g.tasks.base import get_task
+
+    records = load_annotated(config.data, get_task(config.task))
+    usable = [record for record in records if record.status in USABLE]
+    if not usable:
+        raise UserError(f"data.path={config.data.path} has no record with feedback that could be used")
+    return usable[:SMOKE_RECORDS] if config.run.smoke else usable
+
+
+def read_tokenizer(config: FeedbackConfig) -> Any:
+    """The reward model's own."""
+    from t2g.data.chat import load_tokenizer
+
+    assert config.reward_model is not None  # FeedbackConfig checked it
+    return load_tokenizer(config.reward_model, config.reward_revision)
+
+
+def evaluate_reward(
+    config: EvaluateJob, records: "Sequence[AnnotatedRecord]", model: "ServedModel", tokenizer: Any, folder: Path
+) -> dict[str, float]:
+    """Let `model` judge the records, write the report into `folder`, and return its metrics.
+
+    tokenizer: on whose tokens spans are compared.
+    """
+    from t2g.progress import stage
+    from t2g.report.reward import HTML_FILE, write_evaluation
+    from t2g.reward_eval import judge_records
+    from t2g.versions import versions
+
+    with stage("asking the reward model", len(records)) as bar:
+        judged = asyncio.run(judge_records(model, records, tokenizer, bar.advance))
+    style = config.feedback.style
+    about = {
+        "reward_model": config.feedback.reward_model,
+        "data": config.data.path,
+        "task": config.task,
+        "style": f"{'with' if style.critique else 'without'} a critique, {style.labels} labels",
+    }
+    result = write_evaluation(
+        folder, about=about, versions=versions(), records=records, judged=judged, seed=config.run.seed
+    )
+    print(f"report: {folder / HTML_FILE}\nnumbers: {folder / JSON_FILE}")
+    return result["metrics"]
+
+
+def as_trained(config: Served) -> Served:
+    """`config` with the task and the style that the reward model was trained for, where it does not give its own.
+
+    UserError for a model that is no folder here and cannot be a name on the hub.
+    """
+    from t2g.feedback.card import read_card
+
+    model = str(config.feedback.reward_model)
+    if not Path(model).is_dir() and (model.startswith((".", "/", "~")) or model.count("/") > 1):
+        raise UserError(
+            f"feedback.reward_model={model}: there is no such folder; it needs `model` in the run folder of a "
+            "jobs.train_reward (`make demo` leaves a tiny one in runs/demo/reward/model)"
+        )
+    card = read_card(Path(model))
+    if card is None:
+        return config
+    if "style" not in config.feedback.model_fields_set:
+        config = config.model_copy(update={"feedback": config.feedback.model_copy(update={"style": card.style})})
+    return config if "task" in config.model_fields_set else config.model_copy(update={"task": card.task})
+
+
+@contextmanager
+def connected_model(config: ScoreJob) -> "Iterator[ServedModel]":
+    """The reward model of `config`, serving, on the cluster of `config`; both end with the block."""
+    import ray
+
+    from actors.placement import connect
+    from jobs.fleets import Fleets, feedback_roles
+    from t2g.tasks.base import get_task
+
+    task = get_task(config.task)
+    connect(config.cluster, feedback_roles(config.feedback))
+    try:
+        with Fleets() as fleets:
+            yield fleets.rewards(config.feedback, task, config)
+    finally:
+        ray.shutdown()
+
+
+WHAT: dict[str, tuple[type[EvaluateJob], Callable[[Any], None], Callable[[Any], str]]] = {
+    "reward": (EvaluateJob, run_reward, describe_reward),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(evaluate())

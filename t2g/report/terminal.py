@@ -1,0 +1,65 @@
+"""Feedback on one response for a terminal: the critique, the response with its spans marked, a line for each span.
+
+The model's words are untrusted: what a terminal would obey is shown as pictures (`t2g.report.segments.printable`).
+"""
+
+from rich.console import Console
+from rich.text import Text
+
+from t2g.report.segments import printable, segments
+from t2g.types import Span, SpanFeedback
+
+MAX_LINE_CHARS = 160
+STYLES = {(True, False): "bold green", (False, True): "bold red", (True, True): "bold yellow"}  # (good, poor)
+MARKS = {(True, False): "+", (False, True): "-", (True, True): "±"}
+
+
+def show_feedback(console: Console, response: str, feedback: SpanFeedback) -> None:
+    """Print it; in colours where the console has them, else with marks.
+
+    Without colours "about a laptop by Ann." is "about a [-laptop-] by [+Ann+]."
+    """
+    lines = [printable(feedback.critique) or "(no critique)", "", marked(response, feedback, has_colours(console)), ""]
+    lines += [span_line(span, response, feedback) for span in sorted(feedback.spans, key=lambda span: span.start)]
+    if not feedback.spans:
+        lines.append("no spans")
+    if feedback.num_located < feedback.num_quotes:
+        lost = feedback.num_quotes - feedback.num_located
+        lines.append(f"{lost} of {feedback.num_quotes} quotes do not stand in the response")
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True, emoji=False)
+
+
+def has_colours(console: Console) -> bool:
+    """Not without a terminal, on one that has none, or where NO_COLOR is set."""
+    return console.color_system is not None and not console.no_color
+
+
+def marked(response: str, feedback: SpanFeedback, colours: bool) -> Text:
+    """The response with its good and poor spans in colours, or between marks."""
+    text = Text()
+    for segment in segments(printable(response), feedback.spans):
+        label = (segment.good, segment.poor)
+        if colours or label not in MARKS:
+            text.append(segment.text, STYLES.get(label))
+        else:
+            text.append(f"[{MARKS[label]}{segment.text}{MARKS[label]}]")
+    return text
+
+
+def span_line(span: Span, response: str, feedback: SpanFeedback) -> str:
+    """
+    >>> feedback = SpanFeedback(critique="It says laptop.", spans=(), status="ok", source="", version="")
+    >>> span_line(Span(start=2, end=8, label=-1, severity=3, critique_range=(0, 15)), "a laptop", feedback)
+    'poor, severity 3: "laptop" (It says laptop.)'
+    """
+    label = "good" if span.label == 1 else "poor"
+    line = f'{label}, severity {span.severity}: "{_one_line(response[span.start : span.end])}"'
+    if span.critique_range is None:
+        return line
+    return f"{line} ({_one_line(feedback.critique[slice(*span.critique_range)])})"
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(printable(text).split())
+    return line if len(line) <= MAX_LINE_CHARS else line[: MAX_LINE_CHARS - 1] + "…"
