@@ -1,0 +1,120 @@
+"""Two PPO steps on each of the published formats: a user's files as they are, real engines, a real learner.
+
+Policy and reward model have random weights, but for a head that prefers three letters: the quotes of one character that
+guided decoding makes the reward model write then do stand in a response, and there is something to learn from.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from models import random_model
+
+from actors.placement import connect
+from jobs.cli import StopFlag
+from jobs.fleets import Fleets
+from jobs.train_policy import read_data, train
+from t2g import configio
+from t2g.config import PolicyJob
+from t2g.sections import ClusterConfig, EngineConfig, LearnerConfig
+
+DATA = Path(__file__).parents[1] / "data"
+CONFIGS = Path(__file__).parents[2] / "configs"
+NUM_STEPS = 2
+WINDOW = 1536
+REWARD_ENGINE = {
+    "max_model_len": 2048, "max_new_tokens": 200, "max_critique_chars": 16, "max_spans": 2, "max_quote_chars": 1,
+    "memory_gib": 1.5, "gpus": 0, "dtype": "float32", "workers": 1, "cpus": 0.5,
+}  # fmt: skip
+
+
+def letter_model(folder: Path, seed: int) -> Path:
+    """Logits of a, e and o are six times those of a random model, all others are 0."""
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoTokenizer
+
+    random_model(folder, "llama", seed=seed)
+    letters = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(["a", "e", "o"])
+    weights = load_file(folder / "model.safetensors")
+    head = weights["lm_head.weight"].clone()
+    weights["lm_head.weight"].zero_()
+    weights["lm_head.weight"][letters] = 6 * head[letters]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {"policy": letter_model(folder / "policy", seed=1), "reward": letter_model(folder / "reward", seed=2)}
+
+
+@pytest.fixture(scope="module")
+def fleets() -> Iterator[Fleets]:
+    """One rollout engine for the three runs, since they have one policy."""
+    connect(ClusterConfig(object_store_gib=0.1), {"rollout": EngineConfig(), "learner": LearnerConfig()})
+    try:
+        with Fleets() as fleets:
+            yield fleets
+    finally:
+        ray.shutdown()
+
+
+def overrides(models: dict[str, Path], run: Path, data: Path) -> list[str]:
+    """What a laptop changes of a config that is made for eight GPUs."""
+    role = {"workers": 1, "cpus": 0.5, "gpus": 0, "dtype": "float32", "memory_gib": 1.5}
+    rollout = role | {"max_model_len": WINDOW, "max_new_tokens": 24, "prompts_per_step": 4, "samples_per_prompt": 2}
+    learner = role | {"tokens_per_microbatch": 2 * WINDOW, "num_epochs": 1}
+    values: dict[str, Any] = {
+        "run.root": str(run),
+        "model.policy": str(models["policy"]),
+        "data.path": str(data),
+        "num_steps": NUM_STEPS,
+        "cluster.object_store_gib": 0.1,
+        **{f"rollout.{key}": value for key, value in rollout.items()},
+        **{f"learner.{key}": value for key, value in learner.items()},
+    }
+    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+
+
+@pytest.mark.parametrize(
+    ("task", "file", "source"),
+    [
+        ("slf5k", "slf5k.json", "reward_model"),
+        ("ultrafeedback", "ultrafeedback.json", "reward_model"),
+        ("kodcode", "kodcode.jsonl", "program"),
+    ],
+)
+def test_two_steps(task: str, file: str, source: str, models: dict[str, Path], fleets: Fleets, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    asked = [*overrides(models, tmp_path, DATA / file), f"feedback.source={source}"]
+    if source == "reward_model":
+        asked += [f"feedback.reward_model={models['reward']}"]
+        asked += [f"feedback.engine.{key}={json.dumps(value)}" for key, value in REWARD_ENGINE.items()]
+    config = configio.load(PolicyJob, CONFIGS / task / "policy.yaml", asked)
+    data = read_data(config)
+    assert len(data.prompts) >= 12
+
+    summary = train(config, data, *fleets.for_policy(config, data.task), StopFlag())
+
+    assert summary is not None and (summary["steps"], summary["samples"]) == (NUM_STEPS, NUM_STEPS * 8)
+    lines = [json.loads(line) for line in (config.run.folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["step"] > 0]
+    assert len(steps) == NUM_STEPS
+    for step in steps:
+        assert step[f"feedback/source/{source}"] == 1.0 and step["feedback/failed_share"] == 0.0
+        assert step["sync/probe_gap"] < 1e-3 and step["gap/logprob_mean"] < 1e-4
+        assert math.isfinite(step["policy/loss"])
+    assert any(step["tokens/unlabelled_share"] < 1 for step in steps)
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(path) for path in (models["policy"], config.run.folder / "policy")
+    )
+    assert any(not weight.equal(after.get_parameter(name)) for name, weight in before.named_parameters())
+    samples = [json.loads(line) for line in (config.run.folder / "samples.jsonl").read_text().splitlines()]
+    if source == "program":  # live: the sandbox ran what the policy wrote
+        assert samples and all(sample["feedback"]["outcome"]["passed"] is False for sample in samples)
