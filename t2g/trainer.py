@@ -272,13 +272,23 @@ class Trainer:
         )
         groups = await asyncio.gather(*(self.rollouts.sample(p, sampling) for p in self.eval_prompts))
         pairs = [(p, r) for p, group in zip(self.eval_prompts, groups, strict=True) for r in group]
-        measured = [self.task.measure(p, r.response_text) for p, r in pairs]
+        measured = await self._measured(pairs)
         judged = pairs if None in measured else pairs[: self.config.log.num_samples]  # the latter for the report only
         feedback = await asyncio.gather(*(self.feedback.judge(p, r.response_text) for p, r in judged))
         metrics = eval_metrics(pairs, measured, feedback, self.task, self.config.objective.rewards)
         self.log.eval_samples(step, pairs, feedback)
         self.checkpoints.keep_best(step, self.learner.export, metrics["eval/score"])
         return metrics | {"time/eval_s": time.monotonic() - started}
+
+    async def _measured(self, pairs: Sequence[tuple[Prompt, Rollout]]) -> list[dict[str, float] | None]:
+        """What the task itself says of each response. In threads: a task may run programs, for seconds each."""
+        turn = asyncio.Semaphore(self.config.feedback.concurrency)
+
+        async def one(prompt: Prompt, rollout: Rollout) -> dict[str, float] | None:
+            async with turn:
+                return await asyncio.to_thread(self.task.measure, prompt, rollout.response_text)
+
+        return list(await asyncio.gather(*(one(*pair) for pair in pairs)))
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         self.log.step(step, metrics)

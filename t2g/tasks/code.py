@@ -76,7 +76,10 @@ class CodeTask(BasicTask):
         return make_critic(sandbox, style)
 
     def measure(self, prompt: Prompt, response_text: str) -> dict[str, float] | None:
-        """1 for a program that passes all its tests, else 0: the mean is the pass rate. None without tests."""
+        """1 for a program that passes all its tests within the default limits, else 0: the mean is the pass rate.
+
+        None without tests.
+        """
         tests = prompt.payload.get("test")
         if not isinstance(tests, str):
             return None

@@ -9,15 +9,16 @@ and the traced lines are the solution's word; they decide spans, never whether i
 sandbox is ready; a run that ends later is a timeout, whoever notices it first.
 
 Tests lose a little: data crosses by value (an argument that the solution changes is changed back here; a list that it
-returned is a copy), classes of the solution cannot be derived from or copied, `type(x) is C` does not hold, `random`
-is seeded in the tests only, asynchronous tests fail. A test that needs one of these fails a right solution.
+returned is a copy), numpy's arrays do not cross, classes of the solution cannot be derived from or copied, `type(x) is
+C` does not hold, `random` is seeded in the tests only, asynchronous tests fail. A test that needs one of these fails a
+right solution.
 
 Outcome.isolation says what was in force. Linux namespaces (user, pid, mount, network, ipc) need no privileges where the
 kernel grants them to users; root becomes a user that owns nothing (throwaway_user). mount: a read-only root with the
-interpreter and its packages, and an empty /tmp. Without mount the solution may read and write what this user may;
-without network it may connect; without pid processes that it leaves are looked for and killed, but one that kills its
-supervisor first may stay until its processor time is used up; without user or throwaway_user sandboxes that run side
-by side count each other's processes. Memory and processor time are per process.
+interpreter and its packages, and an empty /tmp (/box where these lie in /tmp). Without mount the solution may read and
+write what this user may; without network it may connect; without pid processes that it leaves are looked for and
+killed, but one that kills its supervisor first may stay until its processor time is used up; without user or
+throwaway_user sandboxes that run side by side count each other's processes. Memory and processor time are per process.
 """
 
 import json

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 from t2g.sections import SandboxConfig
 from t2g.tasks.sandbox import run_solution
 
-LIMITS = SandboxConfig(timeout_s=1.0, cpu_s=2, memory_mib=256, max_processes=8, max_file_mib=1, max_output_kib=16)
+LIMITS = SandboxConfig(timeout_s=2.0, cpu_s=4, memory_mib=256, max_processes=8, max_file_mib=1, max_output_kib=16)
 TESTS = """from solution import f
 
 def test_one():
@@ -68,9 +69,9 @@ ATTACKS: dict[str, tuple[str, str, str]] = {
         "import os\ndef f(x):\n    while True:\n        os.write(1, b'x' * 999)\n", "too_much_output", "*",
     ),
     "segmentation fault": ("import ctypes\ndef f(x):\n    ctypes.string_at(0)\n", "killed", "Gone"),
-    "kill everybody": (  # its own group, where it is not alone in a process namespace
-        "import os\ndef f(x):\n    os.kill(-os.getpgid(0) or -1, 9)\n    os.kill(os.getppid(), 9)\n", "*", "*",
-    ),
+    "kill the group": ("import os\ndef f(x):\n    os.kill(0, 9)\n", "*", "*"),  # init of a namespace survives
+    "kill the parent": ("import os\ndef f(x):\n    os.kill(os.getppid() or -1, 9)\n", "*", "*"),
+    "stop the parent": ("import os\ndef f(x):\n    os.kill(os.getppid() or -1, 19)\n", "*", "*"),
     # Forging: what the runner says, its functions, its memory, its result channel.
     "verdict into every file": (
         "import json, os\nsaid = json.dumps({'reason': 'passed', 'tests': []}).encode() + b'\\n'\n"
@@ -139,8 +140,17 @@ ATTACKS: dict[str, tuple[str, str, str]] = {
 BOMB = "import os\ndef f(x):\n    while True:\n        os.fork()\n"
 
 
-def left_behind() -> list[str]:
-    """Command lines of processes of sandboxes that were started from here: each names its folder under ours."""
+def left_behind(seconds: float) -> list[str]:
+    """Command lines of processes of sandboxes that were started from here: each names its folder under ours. What was
+    killed may take some of `seconds` to end on a busy machine; what was not, stays for longer.
+    """
+    deadline = time.monotonic() + seconds
+    while (found := _alive()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
+def _alive() -> list[str]:
     mark = f"{tempfile.gettempdir()}/t2g-sandbox-".encode()
     found = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
@@ -161,10 +171,10 @@ def main(folder: str) -> None:
     codes = {name: code.replace("FOLDER", folder) for name, (code, _, _) in ATTACKS.items()} | {"honest": HONEST}
     with ThreadPoolExecutor(2) as pool:
         outcomes = dict(zip(codes, pool.map(attack, codes.values()), strict=True))
-    limited = outcomes["count of processes"]["tests"][0]["error"] == "ValueError"
+    limited = any(test["error"] == "ValueError" for test in outcomes["count of processes"]["tests"])
     if limited:
         outcomes["fork bomb"] = attack(BOMB)
-    print(json.dumps({"uid": os.getuid(), "limited": limited, "outcomes": outcomes, "left": left_behind()}))
+    print(json.dumps({"uid": os.getuid(), "limited": limited, "outcomes": outcomes, "left": left_behind(10)}))
 
 
 if __name__ == "__main__":

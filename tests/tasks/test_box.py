@@ -159,7 +159,7 @@ def test_dataclass():
 
 CASES["values"] = (
     """
-import datetime as dt, decimal, enum, itertools, json, uuid
+import datetime as dt, decimal, enum, json
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from decimal import Decimal
 from fractions import Fraction
@@ -174,7 +174,7 @@ def many():
     return [Decimal('1.5'), Fraction(1, 3), dt.date(2020, 1, 2), dt.datetime(2020, 1, 2, tzinfo=dt.timezone.utc),
             dt.timedelta(1), 10**400, -2**70, 1 + 2j, b'x', bytearray(b'y'), range(3), slice(1), float('inf'),
             deque([1], 3), OrderedDict(a=1), Counter('aab'), frozenset({1}), (1,), {(1, 2): 'x'}, ..., int, None,
-            'é\\ud800', Path('/a'), uuid.UUID(int=5)]
+            'é\\ud800', Path('/a')]
 def groups():
     d = defaultdict(list)
     d['a'].append(1)
@@ -188,7 +188,7 @@ def adder(n): return lambda x: x + n
 def views(): return {'a': 1}.keys(), {'a': 1}.items(), zip([1], [2])
 """,
     """
-import datetime as dt, decimal, json, pytest, uuid
+import datetime as dt, decimal, json, pytest
 from collections import Counter, OrderedDict, deque
 from decimal import Decimal
 from fractions import Fraction
@@ -201,7 +201,7 @@ def test_plain():
         Decimal('1.5'), Fraction(1, 3), dt.date(2020, 1, 2), dt.datetime(2020, 1, 2, tzinfo=dt.timezone.utc),
         dt.timedelta(1), 10**400, -2**70, 1 + 2j, b'x', bytearray(b'y'), range(3), slice(1), float('inf'),
         deque([1], 3), OrderedDict(a=1), Counter('aab'), frozenset({1}), (1,), {(1, 2): 'x'}, ..., int, None,
-        'é\\ud800', Path('/a'), uuid.UUID(int=5)]
+        'é\\ud800', Path('/a')]
 
 def test_named_tuple():
     pair = Pair(1, 2)
@@ -375,17 +375,6 @@ class Numbers(unittest.TestCase):
         with self.assertRaises(TypeError): f('a')
         for i in range(3):
             with self.subTest(i=i): self.assertEqual(f(i), i + 1)
-""",
-)
-
-CASES["numpy"] = (
-    "import numpy as np\ndef double(a):\n    return np.asarray(a) * 2\ndef mean(a):\n    return np.mean(a)\n",
-    """
-import numpy as np
-from solution import double, mean
-def test_arrays():
-    assert np.array_equal(double([1, 2]), np.array([2, 4])) and double(np.ones((2, 2))).shape == (2, 2)
-    assert mean([1, 2]) == 1.5
 """,
 )
 

@@ -2,9 +2,12 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,11 @@ import pytest
 from attacks import ATTACKS, HONEST, LIMITS, TESTS
 
 from t2g.tasks.box import isolation
+from t2g.tasks.box.clock import OutOfTime, set_alarm
 from t2g.tasks.sandbox import MAX_TESTS, run_solution
 
-ORDINARY = 54321  # not 65534, which stands for every user that a namespace does not know
+# Not 65534, which stands for every user that a namespace does not know; of this run, since processes count per user.
+ORDINARY = 20000 + os.getpid() % 20000
 NAMESPACES = {"user", "pid", "network", "ipc", "mount"}
 # -- who runs it, and what the machine allows
 
@@ -59,22 +64,21 @@ MODES: dict[str, Callable[[], None]] = {
 
 
 @pytest.fixture(scope="module", params=MODES)
-def attacked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def attacked(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
     """What every attack came to, by one kind of user on one kind of machine."""
     if request.param == "ordinary user" and os.geteuid() != 0:
         pytest.skip("this user is an ordinary one: `this user` has shown it")
-    folder = tmp_path_factory.mktemp("attacked")
-    for path in (folder, *folder.parents[:2]):  # pytest's own are closed to others
-        path.chmod(0o777)
     script = Path(__file__).with_name("attacks.py")
     root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        [sys.executable, str(script), str(folder)],
-        env={"PYTHONPATH": root, "TMPDIR": str(folder), "PATH": os.environ["PATH"]},
-        preexec_fn=MODES[request.param], capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout) | {"mode": request.param, "folder": list(folder.iterdir())}
+    with tempfile.TemporaryDirectory() as folder:  # not pytest's: each of its sessions closes them all to other users
+        os.chmod(folder, 0o777)
+        done = subprocess.run(
+            [sys.executable, str(script), folder],
+            env={"PYTHONPATH": root, "TMPDIR": folder, "PATH": os.environ["PATH"]},
+            preexec_fn=MODES[request.param], capture_output=True, text=True, check=False, timeout=180,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        yield json.loads(done.stdout) | {"mode": request.param, "written": os.listdir(folder)}
 
 
 def test_the_honest_solution_passes(attacked: dict[str, Any]) -> None:
@@ -90,7 +94,7 @@ def test_an_attack_fails_within_the_limit(attacked: dict[str, Any], name: str) -
         assert outcome["passed"]  # the folder is open to this user: said in the docstring of t2g.tasks.sandbox
         return
     assert not outcome["passed"]
-    assert outcome["seconds"] < LIMITS.timeout_s + 1
+    assert outcome["seconds"] < LIMITS.timeout_s + 5
     assert reason in ("*", outcome["reason"])
     assert error in ("*", *(test["error"] for test in outcome["tests"]))
 
@@ -102,7 +106,7 @@ def test_processes_are_limited_and_none_is_left(attacked: dict[str, Any]) -> Non
 
 def test_nothing_is_written_outside(attacked: dict[str, Any]) -> None:
     allowed = ["written"] if attacked["mode"] == "no namespaces" else []
-    assert [file.name for file in attacked["folder"]] == allowed
+    assert attacked["written"] == allowed
 
 
 def test_the_outcome_names_what_was_in_force(attacked: dict[str, Any]) -> None:
@@ -186,7 +190,7 @@ def test_nothing_of_the_environment_is_inherited() -> None:
 def test_output_and_results_are_bounded() -> None:
     code = "import os\ndef f(x):\n    os.write(2, b'raw')\n    print('said')\n    return 'y' * 10**6\n"
     tests = "from solution import f\nimport pytest\n@pytest.mark.parametrize('x', range(150))\ndef test(x):\n    f(x)\n"
-    outcome = run_solution(code, tests + "    assert x < 140\n", LIMITS.model_copy(update={"timeout_s": 5.0}))
+    outcome = run_solution(code, tests + "    assert x < 140\n", LIMITS.model_copy(update={"timeout_s": 20.0}))
     assert (outcome.reason, len(outcome.tests)) == ("failed", MAX_TESTS)
     assert sum(not test.passed for test in outcome.tests) == 10  # those that tell most are kept
     assert outcome.output == "said\n" * 150 + "raw" * 150
@@ -194,9 +198,44 @@ def test_output_and_results_are_bounded() -> None:
     assert len(big.got) == 300
 
 
-def test_a_small_solution_takes_a_moment() -> None:
-    """60 ms on an idle machine; the bound leaves room for a busy one."""
-    assert min(run_solution(HONEST, TESTS, LIMITS).seconds for _ in range(5)) < 0.5
+def test_the_alarm_rings_again_but_only_inside_its_function() -> None:
+    def swallow() -> int:
+        met, end = 0, time.monotonic() + 20
+        while met < 3 and time.monotonic() < end:
+            try:
+                time.sleep(1)
+            except OutOfTime:
+                met += 1
+        return met
+
+    before = signal.getsignal(signal.SIGALRM)
+    try:
+        set_alarm(swallow, time.monotonic(), again_s=0.002)
+        time.sleep(0.02)
+        assert swallow() == 3
+        time.sleep(0.02)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_what_is_visible_in_tmp_cannot_be_moved_away() -> None:
+    code = (
+        "import os, sys\nfrom t2g.tasks.box import isolation\nstage, shown = sys.argv[1:]\n"
+        "proc = os.open('/proc', os.O_RDONLY)\n"
+        "if not isolation.new_user_namespace(proc) or not isolation.unshare(isolation.MOUNT):\n    sys.exit('none')\n"
+        "assert isolation.small_root(stage, [shown], 2**20) and os.listdir(shown) == ['kept']\n"
+        "isolation.give_up_privileges()\nopen('file', 'w').close()\n"
+        "os.rename(os.path.dirname(shown), 'elsewhere')\n"
+    )
+    with tempfile.TemporaryDirectory(dir="/tmp") as stage, tempfile.TemporaryDirectory(dir="/tmp") as shown:
+        (Path(shown) / "lib" / "kept").mkdir(parents=True)
+        command = [sys.executable, "-c", code, stage, f"{shown}/lib"]
+        env = {"PYTHONPATH": str(Path(__file__).parents[2])}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=60)
+    if done.stderr.strip() == "none":
+        pytest.skip("this machine grants no mount namespace")
+    assert "Error: [Errno" in done.stderr and "'elsewhere'" in done.stderr
 
 
 def test_the_child_loads_nothing_heavy() -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import inspect
 import io
-import os
 import pathlib
 import tempfile
 from collections import namedtuple
@@ -129,15 +128,6 @@ def _monkeypatch() -> Any:
                 stack.enter_context(mock.patch.object(target, name, value[0]))
             else:
                 stack.enter_context(mock.patch(target, name))
-
-        def setitem(self, mapping: Any, key: Any, value: Any) -> None:
-            stack.enter_context(mock.patch.dict(mapping, {key: value}))
-
-        def setenv(self, name: str, value: str) -> None:
-            self.setitem(os.environ, name, value)
-
-        def chdir(self, path: Any) -> None:
-            stack.enter_context(contextlib.chdir(path))
 
     with contextlib.ExitStack() as stack:
         yield MonkeyPatch()

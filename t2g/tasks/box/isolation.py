@@ -68,23 +68,28 @@ def _is_open_to_all(path: str) -> bool:
 
 def small_root(stage: str, visible: Iterable[str], tmp_bytes: int) -> bool:
     """Makes a read-only file system of `visible` (absolute folders and files), five devices and an empty, writable
-    /tmp of `tmp_bytes` the root. stage: an existing empty folder. Needs MOUNT and its capabilities.
+    working folder of `tmp_bytes` the root. stage: an existing empty folder. Needs MOUNT and its capabilities.
+
+    The working folder is /tmp, or /box where something visible lies in /tmp: in a writable folder the solution could
+    rename what leads to it and put modules of its own in the place of those that the tests import.
     """
+    paths = sorted({os.path.normpath(path) for path in visible})
+    room = "/box" if any(path.startswith("/tmp/") for path in paths) else "/tmp"
     try:
         _mount("none", "/", None, _MS_REC | _MS_PRIVATE, None)
         _mount("tmpfs", stage, "tmpfs", _MS_NOSUID, "size=1m,mode=755")
-        for path in sorted({os.path.normpath(path) for path in visible}):
+        for path in paths:
             if not os.path.lexists(stage + path) and os.path.lexists(path):
                 _show(stage, path)
         for name in _DEVICES:
             _show(stage, f"/dev/{name}", _ATTR_NOSUID)
-        os.mkdir(f"{stage}/tmp")
-        _mount("tmpfs", f"{stage}/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={tmp_bytes},nr_inodes=4096,mode=1777")
+        os.mkdir(stage + room)
+        _mount("tmpfs", stage + room, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={tmp_bytes},nr_inodes=4096,mode=1777")
         _set_attributes(stage, _ATTR_RDONLY | _ATTR_NOSUID, 0)
         os.chdir(stage)
         _check(_libc.syscall(_SYS_PIVOT_ROOT[os.uname().machine], b".", b"."))
         _check(_libc.umount2(b".", _MNT_DETACH))
-        os.chdir("/tmp")
+        os.chdir(room)
     except (OSError, KeyError):
         return False
     return True

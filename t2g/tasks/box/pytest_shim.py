@@ -1,7 +1,7 @@
 """What tests use of pytest, so that a sandbox needs no pytest and a test means the same on every machine.
 
 raises, approx, fail, skip, importorskip, fixture, param, and the marks parametrize, skip, skipif, xfail; all other
-marks do nothing. Fixtures: capsys, tmp_path, monkeypatch (attributes, items, environment) and those of the tests.
+marks do nothing. Fixtures: capsys, tmp_path, monkeypatch (attributes) and those of the tests.
 """
 
 import inspect
@@ -79,8 +79,6 @@ class approx:  # noqa: N801 pytest's name
     def _near(self, actual: Any, expected: Any) -> bool:
         if isinstance(expected, dict):
             return set(actual) == set(expected) and all(self._near(actual[key], expected[key]) for key in expected)
-        if hasattr(expected, "tolist"):
-            actual, expected = getattr(actual, "tolist", lambda: actual)(), expected.tolist()
         if isinstance(expected, list | tuple):
             return len(actual) == len(expected) and all(map(self._near, actual, expected))
         if actual == expected:

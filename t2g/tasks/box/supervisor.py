@@ -135,6 +135,7 @@ def _worker(plan: dict[str, Any], end: socket.socket, other: socket.socket) -> N
     """No file is left but the socket, and standard output and error, which are the same pipe."""
     isolation.die_with_parent()
     isolation.adopt_orphans()
+    os.setsid()  # a signal to its process group would reach the other processes out of a process namespace, too
     other.close()
     null = os.open("/dev/null", os.O_RDONLY)
     os.dup2(null, 0)

@@ -1,6 +1,6 @@
 """Python values as JSON and back, between two processes of which one is not trusted.
 
-Plain data (numbers, texts, containers, dates, arrays) is copied. Everything else stays where it is and is known to the
+Plain data (numbers, texts, containers, dates) is copied. Everything else stays where it is and is known to the
 other side by its number: there a `Remote` stands for it (t2g.tasks.box.remote). Nothing in a message can name code
 to be run: decoding makes plain data, proxies and exceptions of the standard library, and nothing else.
 """
@@ -28,16 +28,11 @@ _PARTS: dict[tuple[str, str], Callable[[Any], tuple[Any, ...]]] = {
     ("decimal", "Decimal"): lambda v: (str(v),),
     ("fractions", "Fraction"): lambda v: (v.numerator, v.denominator),
     ("datetime", "date"): lambda v: (v.year, v.month, v.day),
-    ("datetime", "time"): lambda v: (v.hour, v.minute, v.second, v.microsecond, v.tzinfo),
     ("datetime", "datetime"): lambda v: (v.year, v.month, v.day, v.hour, v.minute, v.second, v.microsecond, v.tzinfo),
     ("datetime", "timedelta"): lambda v: (v.days, v.seconds, v.microseconds),
     ("datetime", "timezone"): lambda v: (v.utcoffset(None),),
-    ("zoneinfo", "ZoneInfo"): lambda v: (v.key,),
-    ("uuid", "UUID"): lambda v: (str(v),),
     ("pathlib", "PosixPath"): lambda v: (str(v),),
-    ("numpy", "ndarray"): lambda v: (v.tolist(), v.dtype.str),
 }
-_MAKERS = {("numpy", "ndarray"): "array"}
 _BIG = 2**53
 
 
@@ -109,8 +104,6 @@ class Codec:
         key = (kind.__module__, kind.__qualname__)
         if key in _PARTS:
             return {"made": [*key, [self.encode(part, exchange) for part in _PARTS[key](value)]]}
-        if key[0] == "numpy" and hasattr(value, "item"):  # a scalar
-            return self.encode(value.item(), exchange)
         if value is NotImplemented or value is Ellipsis:
             return {"constant": repr(value)}
         if kind is type and getattr(builtins, value.__name__, None) is value:
@@ -179,8 +172,7 @@ class Codec:
         module, name, parts = body
         if (module, name) not in _PARTS:
             raise ValueError(f"{module}.{name} is no plain value")
-        maker = getattr(importlib.import_module(module), _MAKERS.get((module, name), name))
-        return maker(*(self.decode(part, exchange) for part in parts))
+        return getattr(importlib.import_module(module), name)(*(self.decode(part, exchange) for part in parts))
 
 
 def known_exception(module: str, name: str) -> type[BaseException] | None:
