@@ -28,13 +28,16 @@ from t2g.sections import RoleConfig
 
 if TYPE_CHECKING:
     from jobs.fleets import Fleets
-    from t2g.annotate import Sample, Write
+    from t2g.annotate import Sample, Turns, Write
     from t2g.data.records import AnnotatedRecord
+    from t2g.feedback.human import HumanFeedback
     from t2g.interfaces import FeedbackSource
+    from t2g.sections import AnnotateConfig
 
 JOURNAL_FILE, ANNOTATED_FILE, DONE_FILE = "journal.jsonl", "annotated.jsonl", "annotated.json"
 TRAIN_FILE, HELDOUT_FILE = "train.jsonl", "heldout.jsonl"
 SMOKE_PROMPTS = 8
+DRAIN_S = 5.0  # that a stopped run waits for judgements under way, where no request to a language model is at stake
 TICK_S = 0.2  # between looks at signals; a cut of the power may cost the records of one tick
 Records = dict[str, "AnnotatedRecord"]  # by Sample.key
 
@@ -89,11 +92,11 @@ def annotate_samples(
         if not missing:
             return write_files(config, begin_folder(config, JOURNAL_FILE), asked, records)
         source = _source(config, fleets)
-        _tell_tokens(config, source, missing)
+        _tell_tokens(config, missing)
         write = _writer(config, fleets) if config.annotate.responses == "policy" else None
         folder = begin_folder(config, JOURNAL_FILE)
         started = time.monotonic()
-        collect(missing, source, write, folder / JOURNAL_FILE, records, stop)
+        collect(config.annotate, missing, source, write, folder / JOURNAL_FILE, records, stop)
         pace = len(missing) / (time.monotonic() - started)
         summary = write_files(config, folder, asked, records)
         if config.run.smoke:
@@ -108,14 +111,12 @@ def needs_cluster(config: AnnotateJob) -> bool:
 def known_records(config: AnnotateJob, samples: "Sequence[Sample]") -> Records:
     """What the journal has of these samples; of human feedback only what the human file still says."""
     from t2g.annotate import record_key
-    from t2g.feedback.human import HumanFeedback
     from t2g.journal import read_journal
-    from t2g.tasks.base import get_task
 
     options = config.annotate
     records = read_journal(config.run.folder / JOURNAL_FILE)
-    if records and options.source == "human" and options.human_file is not None:
-        human = HumanFeedback(Path(options.human_file), get_task(config.task), columns=options.human_columns)
+    if records and options.source == "human":
+        human = _human(config)
         records = [record for record in records if human.is_current(record)]
     by_key = {record_key(record, sampled=options.responses == "policy"): record for record in records}
     return {sample.key: by_key[sample.key] for sample in samples if sample.key in by_key}
@@ -127,6 +128,7 @@ def missing_samples(samples: "Sequence[Sample]", records: Records) -> "list[Samp
 
 
 def collect(
+    options: "AnnotateConfig",
     samples: "Sequence[Sample]",
     source: "FeedbackSource",
     write: "Write | None",
@@ -134,8 +136,12 @@ def collect(
     records: Records,
     stop: StopFlag,
 ) -> None:
-    """Adds a record for each sample to `records`, and those that somebody answered to the journal."""
-    from t2g.annotate import annotate
+    """Adds a record for each sample to `records`, and those that somebody answered to the journal.
+
+    Stopped when `stop` is set before the last: then nothing new is asked, and what is under way, which may be paid for,
+    has some seconds to come in.
+    """
+    from t2g.annotate import Turns, annotate
     from t2g.journal import Journal
     from t2g.progress import stage
 
@@ -148,18 +154,45 @@ def collect(
             records[sample.key] = record
             bar.advance()
 
-        asyncio.run(_attended(annotate(samples, source, on_record, write=write), journal.sync, stop))
+        turns = Turns(_at_once(options))
+        patience_s = options.llm.request_timeout_s if options.model_asked == "llm" else DRAIN_S
+        work = annotate(samples, source, on_record, turns, write=write)
+        asyncio.run(_attended(work, turns, journal.sync, stop, patience_s))
 
 
-async def _attended(work: Coroutine[Any, Any, None], at_tick: Callable[[], None], stop: StopFlag) -> None:
-    """`stop` ends `work` at once: what is under way is asked for again another time."""
+def _at_once(options: "AnnotateConfig") -> int:
+    """Judgements that keep the source busy."""
+    match options.model_asked or options.source:
+        case "llm":
+            return options.llm.concurrency
+        case "reward_model":
+            return 2 * options.engine.workers * options.engine.max_num_seqs
+        case "program":
+            return options.concurrency
+    return 1
+
+
+async def _attended(
+    work: Coroutine[Any, Any, None], turns: "Turns", at_tick: Callable[[], None], stop: StopFlag, patience_s: float
+) -> None:
+    """`stop` closes `turns`; `work` is cancelled when none is under way, after patience_s, or by a second signal."""
     task = asyncio.ensure_future(work)
-    while not task.done():
+    while not task.done() and not stop:
         await asyncio.wait([task], timeout=TICK_S)
         at_tick()
-        if stop and not task.done():
-            task.cancel()
-            raise Stopped(stop)
+    if not task.done():
+        turns.close()
+        name, stop.signal_name = stop.signal_name, None  # a second signal sets it again
+        waits = f"waiting up to {patience_s:g} s for {turns.num_under_way} judgements under way"
+        print(f"{name}: {waits}; once more to stop at once", file=sys.stderr)
+        deadline = time.monotonic() + patience_s
+        while not task.done() and turns.num_under_way and not stop and time.monotonic() < deadline:
+            await asyncio.wait([task], timeout=TICK_S)
+            at_tick()
+        stop.signal_name = name
+        if not task.cancel():
+            task.result()  # what ended the work counts before the signal
+        raise Stopped(stop)
     task.result()
 
 
@@ -193,6 +226,7 @@ def write_files(
         part = [record for record in usable if (record.prompt in heldout) is held]
         write_annotated(folder / name, part)
         summary["heldout_records" if held else "train_records"] = len(part)
+    summary["style"] = config.annotate.style.model_dump()  # jobs.train_reward refuses another
     write_atomic(folder / DONE_FILE, json.dumps(summary, indent=1, ensure_ascii=False).encode())
     print(words if heldout else f"{words}\n  of one prompt: nothing is held out, and {HELDOUT_FILE} is empty")
     return summary
@@ -225,23 +259,33 @@ def _writer(config: AnnotateJob, fleets: "Fleets | None") -> "Write":
     return write
 
 
-def _tell_tokens(config: AnnotateJob, source: "FeedbackSource", samples: "Sequence[Sample]") -> None:
+def _human(config: AnnotateJob) -> "HumanFeedback":
+    """The file of judgements, without an aligner."""
+    from t2g.feedback.human import HumanFeedback
+    from t2g.tasks.base import get_task
+
+    options = config.annotate
+    assert options.human_file is not None, "see AnnotateJob"
+    return HumanFeedback(Path(options.human_file), get_task(config.task), columns=options.human_columns)
+
+
+def _tell_tokens(config: AnnotateJob, samples: "Sequence[Sample]") -> None:
     """Say what a language model will be asked for. UserError when that is above llm.max_total_tokens."""
     from t2g.feedback.chat import BYTES_PER_TOKEN
-    from t2g.feedback.human import HumanFeedback
-    from t2g.feedback.llm import LLMFeedback, refuse_over_cap
+    from t2g.feedback.llm import estimate_cost, refuse_over_cap
+    from t2g.tasks.base import get_task
 
-    model = source.aligner if isinstance(source, HumanFeedback) else source
-    if not isinstance(model, LLMFeedback):
+    if config.annotate.model_asked != "llm":
         return
     longest = "x" * (BYTES_PER_TOKEN * config.rollout.max_new_tokens)  # of a response that is yet to be sampled
     items = [(s.prompt, s.response or longest) for s in samples]
-    if isinstance(source, HumanFeedback):
-        items = [item for item in items if source.wants_aligner(*item)]
-    estimate = model.estimate(items)
+    if config.annotate.source == "human":
+        human = _human(config)
+        items = [item for item in items if human.wants_aligner(*item)]
+    estimate = estimate_cost(items, config.annotate, get_task(config.task))
     print(
         f"{config.annotate.llm.model}: {estimate.num_requests:,} requests, up to about {estimate.total:,} tokens "
-        f"({estimate.prompt_tokens:,} of prompts, {estimate.output_tokens:,} of answers)"
+        f"({estimate.prompt_tokens:,} of prompts, {estimate.output_tokens:,} of answers), without second tries"
     )
     refuse_over_cap(estimate, config.annotate.llm)
 
@@ -289,11 +333,11 @@ def _run_on_cluster(config: AnnotateJob, samples: "Sequence[Sample]") -> None:
 
 
 def describe(config: AnnotateJob) -> str:
-    """`describe_annotate`, and what an endpoint will be asked for where the data is at hand."""
-    options = config.annotate
-    if options.source == "llm" and not needs_cluster(config) and Path(config.data.path).is_file():
+    """`describe_annotate`, and what an endpoint will be asked for where the data is at hand. Needs no key."""
+    llm = config.annotate.model_asked == "llm"
+    if llm and not needs_cluster(config) and Path(config.data.path).is_file():
         samples = read_samples(config)
-        _tell_tokens(config, _source(config, None), missing_samples(samples, known_records(config, samples)))
+        _tell_tokens(config, missing_samples(samples, known_records(config, samples)))
     return describe_annotate(config)
 
 

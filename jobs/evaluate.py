@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 Served = TypeVar("Served", bound=ScoreJob)
 
-JSON_FILE = "evaluation.json"
 SMOKE_RECORDS = 3
 
 
@@ -54,6 +53,8 @@ def describe_reward(config: EvaluateJob) -> str:
 
 
 def run_reward(config: EvaluateJob) -> None:
+    from t2g.report.reward import JSON_FILE
+
     asked = as_trained(config)
     records, tokenizer = read_records(asked), read_tokenizer(asked.feedback)
     folder = begin_folder(config, JSON_FILE)
@@ -90,19 +91,19 @@ def evaluate_reward(
 
     tokenizer: on whose tokens spans are compared.
     """
+    from t2g.feedback.card import style_words
     from t2g.progress import stage
-    from t2g.report.reward import HTML_FILE, write_evaluation
+    from t2g.report.reward import HTML_FILE, JSON_FILE, write_evaluation
     from t2g.reward_eval import judge_records
     from t2g.versions import versions
 
     with stage("asking the reward model", len(records)) as bar:
         judged = asyncio.run(judge_records(model, records, tokenizer, bar.advance))
-    style = config.feedback.style
     about = {
         "reward_model": config.feedback.reward_model,
         "data": config.data.path,
         "task": config.task,
-        "style": f"{'with' if style.critique else 'without'} a critique, {style.labels} labels",
+        "style": style_words(config.feedback.style),
     }
     result = write_evaluation(
         folder, about=about, versions=versions(), records=records, judged=judged, seed=config.run.seed
@@ -116,10 +117,11 @@ def as_trained(config: Served) -> Served:
 
     UserError for a model that is no folder here and cannot be a name on the hub.
     """
+    from t2g.data.chat import lacks_folder
     from t2g.feedback.card import read_card
 
     model = str(config.feedback.reward_model)
-    if not Path(model).is_dir() and (model.startswith((".", "/", "~")) or model.count("/") > 1):
+    if lacks_folder(model):
         raise UserError(
             f"feedback.reward_model={model}: there is no such folder; it needs `model` in the run folder of a "
             "jobs.train_reward (`make demo` leaves a tiny one in runs/demo/reward/model)"

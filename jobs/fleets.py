@@ -1,13 +1,13 @@
 """The engines of a job: asked for twice, started once, ended together."""
 
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Self, TypeVar
 
 from actors.chat import ChatFleet
 from actors.reward import RewardFleet
 from actors.rollout import RolloutFleet
 from t2g.config import JobConfig, PolicyJob
+from t2g.data.chat import lacks_folder
 from t2g.errors import UserError
 from t2g.feedback.llm import LLMFeedback
 from t2g.feedback.sources import make_endpoint_source, make_local_source
@@ -124,10 +124,10 @@ class Fleets:
 
 
 def check_folder(config: FeedbackConfig) -> None:
-    """UserError for a model that is a path and no folder: the engine would look for it on the hub."""
+    """UserError for a model that `lacks_folder`: the engine would look for it on the hub."""
     of_llm = config.model_asked == "llm"
     model = str(config.llm.model if of_llm else config.reward_model)
-    if (Path(model).is_absolute() or model.startswith(".")) and not Path(model).is_dir():
+    if lacks_folder(model):
         raise UserError(f"{'llm.model' if of_llm else 'reward_model'}={model}: there is no folder of that name")
 
 

@@ -11,15 +11,19 @@ import asyncio
 import json
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel, ValidationError
+
+from jobs.annotate import DONE_FILE
 from jobs.cli import main
 from jobs.train_sft import LEFTOVERS, MODEL, check_folder, supervise, work_folder
 from t2g.checkpoint import write_atomic
 from t2g.config import RewardJob
 from t2g.describe import describe_reward
 from t2g.errors import UserError
-from t2g.sections import FeedbackConfig
+from t2g.sections import FeedbackConfig, StyleConfig
 
 if TYPE_CHECKING:
     from jobs.fleets import Fleets
@@ -46,15 +50,47 @@ def read_data(config: RewardJob) -> RewardData:
     from t2g.data.sft import USABLE, reward_examples
     from t2g.tasks.base import get_task
 
+    for name, path in (("data.path", config.data.path), ("eval_data.path", config.eval_data.path)):
+        check_style(name, path, config.style)
     task, tokenizer = get_task(config.task), load_tokenizer(config.model.policy, config.model.revision)
     heldout = [record for record in load_annotated(config.eval_data, task) if record.status in USABLE]
     if not heldout:
         raise UserError(f"eval_data.path={config.eval_data.path} has no record with feedback that could be used")
+    records = load_annotated(config.data, task)
+    if config.style.critique and not any(record.critique.strip() for record in records if record.status in USABLE):
+        raise UserError(
+            f"data.path={config.data.path}: style.critique is on, and no record that could be used has a critique; "
+            "set style.critique=false, or take records that were annotated with one"
+        )
     examples = reward_examples(
-        load_annotated(config.data, task), task, tokenizer,
+        records, task, tokenizer,
         max_length=config.sft.max_length, span_weight=config.sft.span_weight, style=config.style,
     )  # fmt: skip
     return RewardData(tokenizer=tokenizer, examples=examples, heldout=heldout[: config.eval_records])
+
+
+class _Summary(BaseModel):
+    """What is read of an annotated.json."""
+
+    style: StyleConfig
+
+
+def check_style(name: str, path: str, style: StyleConfig) -> None:
+    """UserError when the annotated.json beside `path` names a style whose records cannot teach `style`.
+
+    Records with a critique teach a model that writes none, too. Without such a file nobody can tell.
+    """
+    from t2g.feedback.card import style_words
+
+    try:
+        made = _Summary.model_validate_json((Path(path).parent / DONE_FILE).read_bytes()).style
+    except (OSError, ValidationError):  # a file of that name may be anybody's
+        return
+    if made.labels != style.labels or (style.critique and not made.critique):
+        raise UserError(
+            f"{name}={path} holds feedback {style_words(made)} (says {DONE_FILE} beside it), not "
+            f"{style_words(style)}; set style to what was annotated, or annotate again with that annotate.style"
+        )
 
 
 def train_reward(config: RewardJob, data: RewardData, fleets: "Fleets", *, tokenizer: Any) -> dict[str, float]:

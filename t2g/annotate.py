@@ -8,7 +8,8 @@ import asyncio
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -85,23 +86,49 @@ def given_samples(records: Sequence[Record], task: Task) -> list[Sample]:
     return samples
 
 
+class Turns:
+    """Lets `at_once` judgements be under way. After `close` none begins, and those under way go on."""
+
+    def __init__(self, at_once: int) -> None:
+        self._free = asyncio.Semaphore(at_once)
+        self._open = True
+        self.num_under_way = 0
+
+    def close(self) -> None:
+        self._open = False
+
+    @asynccontextmanager
+    async def one(self) -> AsyncIterator[bool]:
+        """Whether the judgement may begin, once it is its turn."""
+        async with self._free:
+            begins = self._open
+            self.num_under_way += begins
+            try:
+                yield begins
+            finally:
+                self.num_under_way -= begins
+
+
 async def annotate(
     samples: Sequence[Sample],
     feedback: FeedbackSource,
     on_record: Callable[[Sample, AnnotatedRecord], None],
+    turns: Turns,
     *,
     write: Write | None = None,
 ) -> None:
     """`on_record` hears of a record for each sample, as soon as it is made, in no fixed order.
 
     Failed feedback is a record of that status. `write` is asked once for each prompt with samples that have no
-    response; those with a problem do not belong here, see `refused`.
+    response; those with a problem do not belong here, see `refused`. What had no turn before `turns` closed has none.
     """
     by_prompt: dict[str, list[Sample]] = {}
 
     async def judged(sample: Sample, response: str) -> None:
-        said = await feedback.judge(sample.prompt, response)
-        on_record(sample, annotated_record(sample.prompt, response, said, sample_index=sample.sample_index))
+        async with turns.one() as begins:
+            if begins:
+                said = await feedback.judge(sample.prompt, response)
+                on_record(sample, annotated_record(sample.prompt, response, said, sample_index=sample.sample_index))
 
     async def written(of_prompt: Sequence[Sample]) -> None:
         assert write is not None, "samples without a response, and nobody who writes one"

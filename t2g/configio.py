@@ -7,8 +7,6 @@ Everything that is wrong is reported at once, one sentence a line:
     policy.yaml:7: rollout.temprature is unknown; did you mean rollout.temperature?
 """
 
-import hashlib
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +44,7 @@ MAY_DIFFER = (
     "reward_engine.workers",
     "*.engine.workers",
     "*.concurrency",
+    "*.llm.url",  # a server that moved; llm.model stays
     "*.llm.key_env",
     "*.llm.requests_per_minute",
     "*.llm.max_total_tokens",
@@ -153,12 +152,6 @@ def diff(a: BaseModel | Mapping[str, Any], b: BaseModel | Mapping[str, Any]) -> 
 
 def may_differ(key: str) -> bool:
     return any(fnmatchcase(key, pattern) for pattern in MAY_DIFFER)
-
-
-def config_hash(config: BaseModel) -> str:
-    """16 hex digits that two configs share if one may resume the other."""
-    binding = {key: value for key, value in flat(config).items() if not may_differ(key)}
-    return hashlib.sha256(json.dumps(binding, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def check_resumable(config: BaseModel, folder: Path) -> None:

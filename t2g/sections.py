@@ -43,7 +43,7 @@ class ClusterConfig(Section):
 
 
 class DataConfig(Section):
-    path: str = Field(..., description="JSON, JSON lines or Parquet file, or a dataset name on the hub")
+    path: str = Field(..., description="JSON, JSON lines, CSV or Parquet file, or a dataset name on the hub")
     revision: str | None = Field(None, description="commit of the hub dataset; required for hub names")
     split: str = "train"
     columns: dict[str, str] = Field({}, description="our field -> the file's field, e.g. {prompt: question}")
@@ -147,7 +147,10 @@ class LLMConfig(Section):
     )
     max_output_tokens: int = Field(2048, ge=16, description="of one answer, reasoning included")
     max_total_tokens: int | None = Field(
-        None, ge=1, description="cap of a whole annotation; refused before the first request when the estimate is above"
+        None,
+        ge=1,
+        description="cap of one start of an annotation; refused before the first request when the estimate, which is "
+        "without second tries, is above",
     )
 
     @field_validator("url")
@@ -196,7 +199,7 @@ class FeedbackConfig(Section):
     )
     human_columns: dict[str, str] = Field({}, description="our field -> the human file's, e.g. {critique: comment}")
     sandbox: SandboxConfig = SandboxConfig()
-    concurrency: int = Field(2, ge=1, description="sandboxes at once")
+    concurrency: int = Field(2, ge=1, description="sandboxes at once, in evaluation as well")
     timeout_s: float = Field(120, gt=0, description="one judgement, all tries")
     max_failed_share: float = Field(0.5, ge=0, le=1, description="a step with more failed feedback stops the run")
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from t2g.annotate import (
     Sample,
+    Turns,
     annotate,
     given_samples,
     heldout_prompts,
@@ -46,7 +47,8 @@ def samples_of(*rows: dict[str, Any]) -> list[Sample]:
 def judged(samples: list[Sample], **keywords: Any) -> dict[str, AnnotatedRecord]:
     """Records by key."""
     heard: dict[str, AnnotatedRecord] = {}
-    asyncio.run(annotate(samples, FakeFeedback(), lambda s, record: heard.update({s.key: record}), **keywords))
+    hear = lambda sample, record: heard.update({sample.key: record})  # noqa: E731
+    asyncio.run(annotate(samples, FakeFeedback(), hear, Turns(9), **keywords))
     return heard
 
 
@@ -108,6 +110,22 @@ def test_the_policy_is_asked_once_for_each_prompt_that_lacks_something(tmp_path:
     assert {record_key(record, sampled=True) for record in whole.values()} == {sample.key for sample in samples}
 
 
+def test_after_the_close_nothing_begins_and_what_is_under_way_goes_on() -> None:
+    turns, heard = Turns(2), []
+
+    class Closing(FakeFeedback):
+        async def judge(self, prompt: Prompt, response_text: str) -> Any:
+            assert turns.num_under_way <= 2
+            if prompt.prompt_id == "p3":
+                turns.close()
+            await asyncio.sleep(0)
+            return await super().judge(prompt, response_text)
+
+    samples = samples_of(*({"id": f"p{i}", "prompt": "Why?", "response": "a"} for i in range(9)))
+    asyncio.run(annotate(samples, Closing(), lambda _, made: heard.append(made.prompt_id), turns))
+    assert heard == ["p0", "p1", "p2", "p3"] and turns.num_under_way == 0
+
+
 @given(st.sets(st.text(max_size=3), max_size=12), st.floats(0.01, 0.99))
 def test_something_is_held_out_and_something_is_not(prompts: set[str], share: float) -> None:
     held = heldout_prompts(prompts, share)
@@ -160,7 +178,7 @@ def test_words_that_no_file_can_hold_do_not_end_the_run() -> None:
             return replace(await super().judge(prompt, response_text), reason='quote "\ud800" does not occur')
 
     heard = []
-    asyncio.run(annotate(samples_of(ROWS[0]), Rude(), lambda _, made: heard.append(made.line())))
+    asyncio.run(annotate(samples_of(ROWS[0]), Rude(), lambda _, made: heard.append(made.line()), Turns(1)))
     assert 'quote \\"?\\" does not occur' in heard[0]
 
 

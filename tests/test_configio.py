@@ -93,7 +93,8 @@ def test_all_wrong_values_are_reported_at_once(tmp_path: Path) -> None:
 def test_what_is_missing_is_named_with_its_meaning(tmp_path: Path) -> None:
     text = "model: {policy: base}\ndata: {split: test}\nfeedback: {source: human}\n"
     assert refused(tmp_path, text) == [
-        "job.yaml:2: data.path is missing; it needs: JSON, JSON lines or Parquet file, or a dataset name on the hub",
+        "job.yaml:2: data.path is missing; it needs: JSON, JSON lines, CSV or Parquet file, or a dataset name on the "
+        "hub",
         "job.yaml:3: feedback: source=human needs human_file",
     ]
 
@@ -327,10 +328,8 @@ def test_resume_is_refused_by_the_names_of_the_keys(tmp_path: Path) -> None:
     configio.write(old, tmp_path / "run")
     free = load(tmp_path, GOOD, "num_steps=500", "rollout.workers=3", "cluster.address=auto")
     configio.check_resumable(free, tmp_path / "run")
-    assert configio.config_hash(free) == configio.config_hash(old)
 
     bound = load(tmp_path, GOOD, "rollout.temperature=0.9", "run.seed=2")
-    assert configio.config_hash(bound) != configio.config_hash(old)
     with pytest.raises(UserError, match=r"rollout\.temperature \(0\.6 -> 0\.9\), run\.seed \(1 -> 2\); put these back"):
         configio.check_resumable(bound, tmp_path / "run")
 

@@ -9,14 +9,19 @@ from t2g.errors import UserError
 Message = dict[str, str]  # role: system, user or assistant; content
 
 
+def lacks_folder(model: str) -> bool:
+    """Whether `model` can only be a folder, and there is none. A name on the hub is `name` or `owner/name`."""
+    return (model.startswith((".", "/", "~")) or model.count("/") > 1) and not Path(model).is_dir()
+
+
 def load_tokenizer(model: str, revision: str | None = None) -> Any:
     """The tokenizer of a model folder or hub name. UserError in a sentence when there is none; no code is trusted."""
     from transformers import AutoTokenizer
 
+    if lacks_folder(model):  # a hub name is looked for a minute long
+        raise UserError(f"model {model}: there is no folder of that name")
     if Path(model).is_dir():
         revision = None
-    elif Path(model).is_absolute() or model.startswith("."):  # a hub name is neither, and is looked for a minute long
-        raise UserError(f"model {model}: there is no folder of that name")
     try:
         return AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:

@@ -176,7 +176,10 @@ def read_record(row: Mapping[str, Any], task: Task | None = None) -> AnnotatedRe
     fields, extra = translate(row, AnnotatedRecord.model_fields)
     if task is not None and row.get("prompt") is None:
         fields["prompt"] = task.prompt_text(row)
-    fields["payload"] = {**extra, **(fields.get("payload") or {})}
+    payload = fields.get("payload", {})
+    if not isinstance(payload, Mapping):
+        raise ValueError(f"field payload is {payload!r:.80}; it needs to be an object")
+    fields["payload"] = {**extra, **payload}
     fields["prompt_id"] = str(fields["prompt_id"]) if "prompt_id" in fields else stable_id(str(fields.get("prompt")))
     try:
         record = AnnotatedRecord.model_validate(fields)
@@ -216,9 +219,9 @@ def load_annotated(config: DataConfig, task: Task | None = None) -> list[Annotat
     if not records:
         raise UserError(f"{config.path}: none of its {len(broken)} records can be used; {broken[0]}")
     if broken:
-        logger.warning("%s: %d records are left out; %s", config.path, len(broken), "; ".join(_first(broken)))
+        logger.warning("%s: %d records are left out; %s", config.path, len(broken), "; ".join(first_few(broken)))
     for flaw, numbers in flaws.items():
-        where = ", ".join(_first([str(number) for number in dict.fromkeys(numbers)]))
+        where = ", ".join(first_few([str(number) for number in dict.fromkeys(numbers)]))
         logger.warning("%s: %d %s, in the records %s", config.path, len(numbers), flaw, where)
     return records
 
@@ -249,7 +252,8 @@ def _flaws(record: AnnotatedRecord) -> list[str]:
     )
 
 
-def _first(items: list[str], count: int = 5) -> list[str]:
+def first_few(items: list[str], count: int = 5) -> list[str]:
+    """What a message names of `items`: the first ones, and how many more there are."""
     return items if len(items) <= count else [*items[:count], f"and {len(items) - count} more"]
 
 

@@ -5,6 +5,7 @@ Examples of like length share a microbatch and become right-padded rows (see `t2
 puts them one after the other instead.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,7 @@ import numpy as np
 
 from t2g.data.batching import EMPTY_TOKENS, Plan, plan_microbatches
 from t2g.data.prompts import policy_prompt_ids
-from t2g.data.records import AnnotatedRecord
+from t2g.data.records import AnnotatedRecord, first_few
 from t2g.errors import UserError
 from t2g.feedback.offsets import token_offsets
 from t2g.feedback.parse import span_map_start
@@ -25,6 +26,7 @@ from t2g.tasks.base import SPARSE, Record, Task
 
 USABLE = ("ok", "empty")  # status of feedback that says something; the rest is for counting
 Ranges = Sequence[tuple[int, int]]  # half-open character ranges
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,9 +99,11 @@ def reward_examples(
     the instructions only: whether the spans are sparse or dense was decided when the records were made.
 
     Records whose feedback failed or could not be parsed teach nothing and are left out; one with a critique and no span
-    stays. UserError with the record's number (from 1), or when no record is left.
+    stays. Records that do not fit into `max_length` are left out, too, counted and named by their number in `records`
+    (from 1) in a warning. UserError when no record is left.
     """
     examples = []
+    left_out: list[str] = []
     for number, record in enumerate(records, start=1):
         if record.status not in USABLE:
             continue
@@ -111,9 +115,12 @@ def reward_examples(
                 sft_example(build, target, tokenizer, max_length=max_length, ranges=ranges, span_weight=span_weight)
             )
         except UserError as error:
-            raise UserError(f"annotated record {number}: {error}") from error
+            left_out.append(f"record {number} (prompt {record.prompt_id}): {error}")
     if not examples:
-        raise UserError(f"none of the {len(records)} annotated records has feedback that could be used")
+        why = left_out[0] if left_out else "none has feedback"
+        raise UserError(f"none of the {len(records)} annotated records can be used; {why}")
+    if left_out:
+        logger.warning("%d annotated records are left out; %s", len(left_out), "; ".join(first_few(left_out)))
     return examples
 
 

@@ -119,8 +119,9 @@ def _closed_object(properties: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_answer(completion: Completion, request: Request, *, source: str, version: str) -> Reading:
-    """The feedback in an answer. Quotes that do not stand in the response, or are blank or no quotes, and a good one
-    that overlaps a poor one count in num_quotes and not in num_located; a phrase that is not found leaves its span.
+    """The feedback in an answer. Quotes that do not stand in the response, or are blank or no quotes, or overlap one
+    before them (poor ones come first) count in num_quotes and not in num_located; a phrase that is not found leaves its
+    span. The same piece twice with one label is one span.
     """
     answer = _load(completion, request)
     if isinstance(answer, str):
@@ -130,16 +131,18 @@ def read_answer(completion: Completion, request: Request, *, source: str, versio
     critique = answer["critique"] if "critique" in request.keys else request.critique or ""
     faults = [] if critique.strip() or not request.with_phrases else ["The critique is empty."]
     quotes: dict[str, list[Quote | None]] = {"good": [], "poor": []}
-    places: list[tuple[int, int]] = []  # of poor quotes
+    places: set[tuple[int, int, str]] = set()
     items = sorted(answer["spans"], key=lambda item: not (isinstance(item, dict) and item.get("label") == "poor"))
     for item in items[: 2 * MAX_QUOTES]:
         quote, found = _read_span(item, request, critique)
         place = locate(request.response_text, quote.text, quote.occurrence) if quote else None
         label = "poor" if quote and item["label"] == "poor" else "good"
-        if place and label == "poor":
-            places.append(place)
-        elif place and any(place[0] < end and start < place[1] for start, end in places):
-            found, quote = [f"The good quote {_show(item['quote'])} overlaps a poor one."], None
+        if place and (*place, label) not in places:
+            overlapped = [other for start, end, other in places if place[0] < end and start < place[1]]
+            if overlapped:
+                found, quote = [f"The {label} quote {_show(item['quote'])} overlaps a {overlapped[0]} one."], None
+            else:
+                places.add((*place, label))
         faults += found
         quotes[label].append(quote)
     quotes["good"] += [None] * (len(items) - 2 * MAX_QUOTES)

@@ -71,5 +71,8 @@ def check_card(folder: Path, asked: RewardCard) -> None:
 
 
 def _words(card: RewardCard) -> str:
-    critique = "with" if card.style.critique else "without"
-    return f"task {card.task}, {critique} a critique, {card.style.labels} labels"
+    return f"task {card.task}, {style_words(card.style)}"
+
+
+def style_words(style: StyleConfig) -> str:
+    return f"{'with' if style.critique else 'without'} a critique, {style.labels} labels"

@@ -8,6 +8,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,7 @@ class EndpointChat:
         self._config, self._key = config, key
         self.model = config.model
         self.name = f"{config.model} at {config.url}"
+        self._key_works = False
         self._client = PerLoop(self._open)
 
     def _open(self) -> "openai.AsyncOpenAI":
@@ -78,6 +80,7 @@ class EndpointChat:
                 temperature=temperature,
                 seed=seed,
             ) as response:
+                self._key_works = True
                 body = await read_body(response)
         except openai.APIStatusError as error:
             raise self._refused(error) from None
@@ -87,18 +90,19 @@ class EndpointChat:
         except ConnectionError as error:
             raise self._failed("connection", str(error), passing=True) from None
         try:
-            return read_completion(body, prompt="".join(message["content"] for message in messages))
+            said = read_completion(body, prompt="".join(message["content"] for message in messages))
         except ValueError as error:
             raise self._failed("answer", str(error), passing=False) from None
+        # Nobody reads a refusal but people. An answer stays as it is: a key may be a word like "any".
+        return replace(said, text=self._words(said.text)) if said.finish_reason == "refusal" else said
 
     def _refused(self, error: "openai.APIStatusError") -> Exception:
         """What an HTTP status above 399 means for this request and for all others."""
         status = error.status_code
-        if status == 401:
-            return UserError(
-                f"llm.url={self._config.url} refuses the key in the environment variable {self._config.key_env} (401)"
-            )
         words = self._words(f"HTTP {status}: {error.message}")
+        if status == 401 or (status == 403 and not self._key_works):  # some say 403 of an input that they do not like
+            key = f"the key in the environment variable {self._config.key_env}"
+            return UserError(f"llm.url={self._config.url} refuses {key}: {words}")
         if status == 404:
             return UserError(f"llm.url={self._config.url} does not know llm.model={self.model} or the path: {words}")
         if error.code == "insufficient_quota":
@@ -111,8 +115,11 @@ class EndpointChat:
         return ChatFailed(kind, sentence, passing=passing, retry_after_s=retry_after_s)
 
     def _words(self, words: str) -> str:
-        """In one line, bounded, without the key: servers like to repeat it."""
-        return " ".join(words.replace(self._key, "***").split())[:300]
+        """In one printable line, without the key (servers like to repeat it), and only then cut."""
+        for key in (self._key, self._key.replace("/", r"\/")):  # as some write it in JSON
+            words = words.replace(key, "***")
+        line = " ".join(words.split())[:300]
+        return "".join(character if character.isprintable() else "?" for character in line)
 
 
 async def read_body(response: Any) -> bytes:
@@ -131,22 +138,24 @@ async def read_body(response: Any) -> bytes:
 def read_completion(body: bytes, *, prompt: str) -> Completion:
     """The first choice of a chat completion. ValueError for anything else: a proxy's web page, JSON that is cut off.
 
+    The error shows the whole body: half a key, cut here, would be found by nobody.
     Tokens that the server does not report are estimated from `prompt` and the answer.
     """
     if len(body) > MAX_BODY_BYTES:
         raise ValueError(f"an answer of more than {MAX_BODY_BYTES} bytes")
+    shown = body.decode(errors="replace")
     try:
         answer = json.loads(body)
     except (ValueError, RecursionError):
-        raise ValueError(f"an answer that is no JSON: {body[:100]!r}") from None
+        raise ValueError(f"an answer that is no JSON: {shown}") from None
     choices = answer.get("choices") if isinstance(answer, dict) else None
     first = choices[0] if isinstance(choices, list) and choices else None
     message = first.get("message") if isinstance(first, dict) else None
     if not isinstance(message, dict):
-        raise ValueError(f"an answer without choices or without a message: {answer!r:.100}")
+        raise ValueError(f"an answer without choices or without a message: {shown}")
     refusal, content = message.get("refusal"), message.get("content")
     if not isinstance(content, str | None):
-        raise ValueError(f"a message whose content is no text: {content!r:.100}")
+        raise ValueError(f"a message whose content is no text: {shown}")
     reason = first.get("finish_reason")
     refused = reason == "content_filter" or (isinstance(refusal, str) and refusal)
     text = refusal if isinstance(refusal, str) and refusal else content or ""

@@ -11,6 +11,7 @@ an aligner finds what it speaks of; an empty list says that nothing is to be mar
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -30,6 +31,9 @@ from t2g.sections import DataConfig
 from t2g.tasks.base import Record, Task
 from t2g.types import Prompt, SpanFeedback
 
+logger = logging.getLogger(__name__)
+
+MAX_NAMED = 5  # lines that one warning names
 FIELDS = ("prompt_id", "prompt", "response", "critique", "good", "poor", "spans")
 MARKS = ("good", "poor", "spans")
 LABELS = {1: "good", -1: "poor", "good": "good", "poor": "poor"}
@@ -46,6 +50,7 @@ class HumanFeedback:
     """Judgements from a file. A response that nobody judged, or in a line that is broken, has failed feedback with a
     reason that names file and line.
 
+    Of two people who judge the same response the first in the file counts; the lines of the others are named.
     A line with prompt_id and prompt holds for a prompt that has both; then a line with the prompt's text counts before
     one with its id, since another data set may have the same ids.
     """
@@ -64,19 +69,22 @@ class HumanFeedback:
         self._judgements: dict[Key, _Judgement] = {}
         self._unaligned: list[str] = []  # places of critiques without spans
         lost: list[str] = []
+        again: list[str] = []
         for where, row in _rows(path):
             row |= {ours: row[theirs] for ours, theirs in (columns or {}).items() if theirs in row}
             key = _key(row, task)
             if key is None:
                 lost.append(where)
                 continue
-            judgement = self._judgement(where, row, key[2])
+            if key in self._judgements and self._judgements[key].feedback.status != "failed":
+                again.append(where)
+                continue
+            self._judgements[key] = judgement = self._judgement(where, row, key[2])
             if not judgement.aligned:
                 self._unaligned.append(where)
-            if key in self._judgements:
-                twice = self._failed(f"{where} judges a response that a line before it judged already", row)
-                judgement = _Judgement(twice, aligned=True)
-            self._judgements[key] = judgement
+        if again:
+            places = ", ".join(again[:MAX_NAMED]) + (" ..." if len(again) > MAX_NAMED else "")
+            logger.warning("not used: %d judgements of a response that an earlier line judged, %s", len(again), places)
         if lost:
             sentence = f"{len(lost)} lines judge no response, the first at {lost[0]}: response and prompt are needed"
             self._failures.say("lost", sentence)
@@ -107,7 +115,10 @@ class HumanFeedback:
     def is_current(self, record: AnnotatedRecord) -> bool:
         """Whether the record still says what the file says."""
         judgement = self._find(record.to_prompt(), record.response)
-        return judgement is not None and record.version.split(", ")[0] == judgement.feedback.version
+        if judgement is None:
+            return False
+        version = judgement.feedback.version  # an aligner adds its own behind a comma, and a file's name may hold one
+        return record.version == version or record.version.startswith(f"{version}, ")
 
     def wants_aligner(self, prompt: Prompt, response_text: str) -> bool:
         judgement = self._find(prompt, response_text)

@@ -48,13 +48,25 @@ class TokenEstimate:
         return self.prompt_tokens + self.output_tokens
 
 
+def estimate_cost(items: Iterable[tuple[Prompt, str]], config: FeedbackConfig, task: Task) -> TokenEstimate:
+    """Of judging these responses: UTF-8 bytes / 3 for each prompt, `llm.max_output_tokens` for each answer."""
+    num_requests = prompt_tokens = 0
+    for prompt, response_text in items:
+        request = make_request(task, prompt, response_text, config.style)
+        num_requests += config.llm.num_annotators
+        prompt_tokens += config.llm.num_annotators * _prompt_tokens(request.messages, answer_schema(request))
+    output_tokens = num_requests * config.llm.max_output_tokens
+    return TokenEstimate(num_requests=num_requests, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+
+
 def refuse_over_cap(estimate: TokenEstimate, config: LLMConfig) -> None:
     """UserError when the estimate is above `llm.max_total_tokens`."""
     if config.max_total_tokens is not None and estimate.total > config.max_total_tokens:
         raise UserError(
             f"{estimate.num_requests} requests to {config.model} will take up to about {estimate.total} tokens "
             f"({estimate.prompt_tokens} of prompts, {estimate.output_tokens} of answers), more than "
-            f"llm.max_total_tokens={config.max_total_tokens}; raise it, or lower data.limit"
+            f"llm.max_total_tokens={config.max_total_tokens}; raise it, or judge fewer records (data.limit) "
+            "under another run.name"
         )
 
 
@@ -91,16 +103,6 @@ class LLMFeedback:
     async def align(self, prompt: Prompt, response_text: str, critique: str) -> SpanFeedback:
         """The spans that this critique speaks of, else as `judge`."""
         return await self._annotated(make_request(self._task, prompt, response_text, self._config.style, critique))
-
-    def estimate(self, items: Iterable[tuple[Prompt, str]]) -> TokenEstimate:
-        """Of judging these responses: UTF-8 bytes / 3 for each prompt, `llm.max_output_tokens` for each answer."""
-        num_requests = prompt_tokens = 0
-        for prompt, response_text in items:
-            request = make_request(self._task, prompt, response_text, self._config.style)
-            num_requests += self._llm.num_annotators
-            prompt_tokens += self._llm.num_annotators * _prompt_tokens(request.messages, answer_schema(request))
-        output_tokens = num_requests * self._llm.max_output_tokens
-        return TokenEstimate(num_requests=num_requests, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
 
     def _prompt_version(self) -> str:
         """Hash of all that every request says: other instructions are another version of the source."""

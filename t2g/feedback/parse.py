@@ -8,8 +8,10 @@ A quote is a text, or an object with those of occurrence and severity that are n
 
 import json
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -21,7 +23,7 @@ from t2g.types import FinishReason, Span, SpanFeedback
 
 MAX_ANSWER_CHARS = 65_536  # of an answer, a critique or an outcome that is looked at
 MAX_QUOTES = 256  # of each label that are looked for; the rest counts as not located
-_SENTENCE_END = re.compile(r"[.!?;]+(?=\s|$)|[。！？；\n]")
+_SENTENCE_END = re.compile(r"[.!?;](?=\s|$)|[。！？；\n]")
 _SURROGATES = re.compile(r"[\ud800-\udfff]")
 
 
@@ -263,8 +265,14 @@ def sentence_about(critique: str, quote: str, occurrence: int = 1) -> tuple[int,
     place = locate(critique, quote, occurrence) or locate(critique, quote)
     if place is None:
         return None
-    ends = [match.end() for match in _SENTENCE_END.finditer(critique)]
-    start = max((end for end in ends if end <= place[0]), default=0)
-    stop = min((end for end in ends if end >= place[1]), default=len(critique))
+    ends = _sentence_ends(critique)
+    before, after = bisect_right(ends, place[0]), bisect_left(ends, place[1])
+    start = ends[before - 1] if before else 0
+    stop = ends[after] if after < len(ends) else len(critique)
     text = critique[start:stop]
     return start + len(text) - len(text.lstrip()), stop - (len(text) - len(text.rstrip()))
+
+
+@lru_cache(maxsize=1)  # all quotes of an answer ask about one critique
+def _sentence_ends(critique: str) -> list[int]:
+    return [match.end() for match in _SENTENCE_END.finditer(critique)]

@@ -136,8 +136,9 @@ def test_a_long_post_is_cut_and_nothing_else(tokenizer: Any) -> None:
 
 
 def test_a_tokenizer_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="there is no folder"):
-        load_tokenizer(str(tmp_path / "none"))
+    for name in (str(tmp_path / "none"), "./none", "~/none", "runs/demo/none"):
+        with pytest.raises(UserError, match=f"model {name}: there is no folder"):
+            load_tokenizer(name)
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="no tokenizer can be loaded from"):
         load_tokenizer(str(tmp_path / "empty"))

@@ -110,6 +110,9 @@ def test_a_task_words_the_prompt_of_a_published_row() -> None:
         ({"spans": [{"start": 0, "end": 1, "label": 0}]}, r"field spans\.0\.label"),
         ({"status": "fine"}, "field status"),
         ({"critique": " "}, "has no feedback"),
+        ({"payload": "abc"}, "field payload is 'abc'; it needs to be an object"),
+        ({"payload": [1]}, r"field payload is \[1\]"),
+        ({"payload": 0}, "field payload is 0"),
     ],
 )
 def test_a_broken_record_is_left_out_and_named(

@@ -214,8 +214,21 @@ def test_reward_examples_learn_the_answer_and_cut_input_text_only(tokenizer: Any
     assert read.startswith(task.feedback_messages(read_record(row).to_prompt(), "by Zoë", 0)[0]["content"][:200])
     assert read.endswith("Response:\nby Zoë")
     assert 0 < read.count("long ") < 400
-    with pytest.raises(UserError, match="none of the 1 annotated records"):
+    with pytest.raises(UserError, match="none of the 1 annotated records can be used; none has feedback"):
         reward_examples([read_record(failed)], task, tokenizer, max_length=1200, span_weight=4.0)
+
+
+def test_records_that_do_not_fit_are_left_out_and_named(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    row = {"prompt_id": "a", "prompt": "p", "response": "r", "critique": "c", "good": [], "poor": []}
+    short, long = read_record(row), read_record({**row, "prompt_id": "b", "critique": "c" * 2000})
+    options = {"max_length": 1200, "span_weight": 4.0}
+    assert len(reward_examples([short, *[long] * 6, short], PromptsTask(), tokenizer, **options)) == 2
+    # 14 characters, the 2,000 of the critique, 26 characters, EOS
+    why = "a target of 2041 tokens leaves no room for its prompt in sft.max_length=1200"
+    assert "6 annotated records are left out; record 2 (prompt b): " + why in caplog.text
+    assert "record 6" in caplog.text and "record 7" not in caplog.text and "and 1 more" in caplog.text
+    with pytest.raises(UserError, match=r"none of the 1 annotated records can be used; record 1 .*2041 tok"):
+        reward_examples([long], PromptsTask(), tokenizer, **options)
 
 
 def test_without_a_critique_the_target_is_the_span_map_and_weighs_as_a_whole(tokenizer: Any) -> None:

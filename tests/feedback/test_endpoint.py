@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ def server() -> Iterator[FakeEndpoint]:
 
 
 def chat(server: FakeEndpoint, key: str = KEY, **fields: Any) -> EndpointChat:
-    values = {"url": server.url, "model": "judge", "key_env": KEY_VARIABLE, "request_timeout_s": 5.0} | fields
+    values = {"url": server.url, "model": "judge", "key_env": KEY_VARIABLE, "request_timeout_s": 30.0} | fields
     return EndpointChat(LLMConfig(**values), environ={KEY_VARIABLE: key})
 
 
@@ -35,7 +36,7 @@ def ask(chat: EndpointChat) -> Completion:
 def refusal(chat: EndpointChat) -> ChatFailed:
     with pytest.raises(ChatFailed) as caught:
         ask(chat)
-    assert KEY not in str(caught.value)
+    assert KEY[:5] not in str(caught.value)  # nor a part of it
     return caught.value
 
 
@@ -65,14 +66,18 @@ def test_what_may_pass(server: FakeEndpoint, status: int) -> None:
 
 @pytest.mark.parametrize("status", [400, 403, 413, 422])
 def test_what_concerns_this_request_alone(server: FakeEndpoint, status: int) -> None:
-    server.reply = lambda number, body: Reply(status, {"error": {"message": "too long"}})
-    failed = refusal(chat(server))
+    refused = Reply(status, {"error": {"message": "too long"}})
+    server.reply = lambda number, body: says("Fine.") if number == 1 else refused
+    asked = chat(server)
+    ask(asked)
+    failed = refusal(asked)
     assert (failed.passing, failed.retry_after_s) == (False, None)
     assert "too long" in str(failed) and str(status) in str(failed)
 
 
-def test_a_wrong_key_is_named_by_its_variable_and_never_shown(server: FakeEndpoint) -> None:
-    server.reply = lambda number, body: Reply(401, {"error": {"message": f"Incorrect API key: {KEY}"}})
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_wrong_key_is_named_by_its_variable_and_never_shown(server: FakeEndpoint, status: int) -> None:
+    server.reply = lambda number, body: Reply(status, {"error": {"message": f"Incorrect API key: {KEY}"}})
     asked = chat(server)
     with pytest.raises(UserError, match=f"refuses the key in the environment variable {KEY_VARIABLE}") as caught:
         ask(asked)
@@ -102,8 +107,15 @@ def test_a_server_that_is_not_there() -> None:
 
 
 def test_a_server_that_is_late(server: FakeEndpoint) -> None:
-    server.reply = lambda number, body: Reply(body={}, delay_s=0.4)
+    hung_up = threading.Event()
+
+    def reply(number: int, body: dict[str, Any]) -> Reply:
+        hung_up.wait(30)
+        return Reply(body={})
+
+    server.reply = reply
     assert refusal(chat(server, request_timeout_s=0.1)).passing
+    hung_up.set()
 
 
 def test_a_body_that_breaks_off(server: FakeEndpoint) -> None:
@@ -115,7 +127,8 @@ def test_a_body_that_breaks_off(server: FakeEndpoint) -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("<html>proxy</html>", "no JSON: b'<html>"),
+        ("<html>proxy</html>", "no JSON: <html>"),
+        ("\x1b[2J", "no JSON: ?[2J"),
         ('{"choices": [{"message": {"content": "Fi', "no JSON"),
         ("[" * 100_000, "no JSON"),
         ({}, "without choices"),
@@ -134,6 +147,28 @@ def test_bodies_that_are_no_completion(server: FakeEndpoint, body: Any, words: s
     server.reply = lambda number, request: Reply(body=body)
     failed = refusal(chat(server))
     assert not failed.passing and words in str(failed)
+
+
+@pytest.mark.parametrize("wrap", [str, lambda text: {"error": text}, lambda text: completion([text])])
+def test_a_key_that_is_repeated_where_the_sentence_is_cut(server: FakeEndpoint, wrap: Callable[[str], Any]) -> None:
+    asked = chat(server)
+    for length in range(60, 320, 8):
+        server.reply = lambda number, request, x="x" * length: Reply(body=wrap(x + KEY + "y" * 400))
+        assert "x" * 60 in str(refusal(asked))
+
+
+def test_a_refusal_does_not_repeat_the_key_and_an_answer_stays_as_it_is(server: FakeEndpoint) -> None:
+    refused = completion("")
+    refused["choices"][0]["message"]["refusal"] = f"No, {KEY}, never."
+    server.reply = lambda number, body: Reply(body=refused) if number == 1 else says("any company")
+    said = ask(chat(server))
+    assert (said.text, said.finish_reason) == ("No, ***, never.", "refusal")
+    assert ask(chat(server, "any")).text == "any company"
+
+
+def test_a_key_with_strokes_as_json_may_spell_it(server: FakeEndpoint) -> None:
+    server.reply = lambda number, body: Reply(body="[" + r"sk-ab\/cd" + "]")
+    assert "no JSON: [***]" in str(refusal(chat(server, "sk-ab/cd")))
 
 
 def test_a_huge_body_is_refused_and_not_read_to_its_end(server: FakeEndpoint) -> None:

@@ -159,9 +159,21 @@ def test_a_broken_line_is_failed_feedback_that_names_it(tmp_path: Path, change: 
     assert judge(source, prompt("7", ""), "a phone").status == "ok"
 
 
-def test_a_response_that_is_judged_twice_is_failed(tmp_path: Path) -> None:
-    found = judge(human(write(tmp_path / "human.jsonl", ROW, ROW)), prompt("7", ""), "a phone")
-    assert found.reason.endswith("human.jsonl:2 judges a response that a line before it judged already")
+def test_of_two_who_judge_a_response_the_first_counts_and_the_other_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bare = {name: ROW[name] for name in ("prompt_id", "response")} | {"critique": "No spans."}
+    path = write(tmp_path / "human.jsonl", ROW, ROW | {"critique": "Other."}, bare)
+    source = human(path)
+    source.refuse_unaligned()
+    assert judge(source, prompt("7", ""), "a phone").critique == ROW["critique"]
+    sentence = f"not used: 2 judgements of a response that an earlier line judged, {path}:2, {path}:3"
+    assert caplog.messages == [sentence]
+
+
+def test_a_broken_line_does_not_hide_a_whole_one(tmp_path: Path) -> None:
+    source = human(write(tmp_path / "human.jsonl", ROW | {"critique": None}, ROW))
+    assert judge(source, prompt("7", ""), "a phone").status == "ok"
 
 
 def test_lines_that_judge_nothing_are_counted_and_the_first_is_named(
@@ -194,8 +206,9 @@ def test_a_critique_without_spans_is_aligned_and_stays_the_persons(tmp_path: Pat
         make_local_source(AnnotateConfig(source="human", human_file=str(path)), PromptsTask())
 
 
-def test_a_record_is_current_as_long_as_its_own_line_is(tmp_path: Path) -> None:
-    path, asked = tmp_path / "human.jsonl", prompt("7", "")
+@pytest.mark.parametrize("name", ["human.jsonl", "ann, bob.jsonl"])
+def test_a_record_is_current_as_long_as_its_own_line_is(tmp_path: Path, name: str) -> None:
+    path, asked = tmp_path / name, prompt("7", "")
     bare = {"prompt_id": "8", "response": "a red phone", "critique": "No phone."}
     first = human(write(path, ROW, bare), aligner=Aligner())
     records = [

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import time
 from typing import Any
 
 import pytest
@@ -319,6 +320,34 @@ def test_an_outcome_that_is_no_plain_json_is_refused(outcome: Any) -> None:
 def test_the_sentence_that_speaks_of_a_quote(critique: str, quote: str, occurrence: int, expected: str | None) -> None:
     found = sentence_about(critique, quote, occurrence)
     assert (None if found is None else critique[slice(*found)]) == expected
+
+
+WORDS = st.text("ab.!?; \n。", max_size=15)
+
+
+@given(before=WORDS, quote=st.text("ab. ", min_size=1, max_size=3), after=WORDS)
+def test_sentences_are_those_of_a_slow_search(before: str, quote: str, after: str) -> None:
+    critique = before + quote + after
+    place = critique.index(quote)
+    ends = [
+        i + 1
+        for i, sign in enumerate(critique)
+        if sign in "。\n" or (sign in ".!?;" and (i + 1 == len(critique) or critique[i + 1].isspace()))
+    ]
+    found = sentence_about(critique, quote)
+    start = max([0, *(end for end in ends if end <= place)])
+    stop = min([len(critique), *(end for end in ends if end >= place + len(quote))])
+    assert found is not None and critique[slice(*found)] == critique[start:stop].strip()
+
+
+@pytest.mark.parametrize("critique", ["phone. " * 9000, "phone" + "." * 60_000 + "x"])
+def test_the_longest_critique_with_the_most_quotes_takes_no_time(critique: str) -> None:
+    started = time.process_time()
+    feedback = make_feedback(
+        critique, ["phone"] * MAX_QUOTES, ["phone"] * MAX_QUOTES, RESPONSE, source="program", version="v"
+    )
+    assert time.process_time() - started < 1.0  # looking for sentences once for each quote takes seconds
+    assert feedback.num_located == 2 * MAX_QUOTES
 
 
 def test_a_program_knows_its_sentences_better() -> None:

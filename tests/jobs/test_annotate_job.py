@@ -28,8 +28,12 @@ from jobs.annotate import (
 from jobs.cli import StopFlag, sole_process
 from t2g.annotate import heldout_prompts
 from t2g.config import AnnotateJob
+from t2g.configio import load
 from t2g.data.chat import load_tokenizer
 from t2g.errors import RunStopped, UserError
+from t2g.feedback.annotator import MAX_FAULTS, MAX_NOTES_CHARS, MAX_REPEATED_CHARS, follow_up, make_request
+from t2g.feedback.chat import BYTES_PER_TOKEN, estimate_tokens
+from t2g.tasks.base import get_task
 from t2g.tasks.tiny_assets import build_tokenizer
 from t2g.types import Prompt, SpanFeedback
 
@@ -146,6 +150,7 @@ def test_a_killed_annotation_pays_for_no_record_twice(sampled: AnnotateJob) -> N
         assert part and prompt_ids(folder / name) == part
     assert metrics["train_records"] + metrics["heldout_records"] == NUM_SAMPLES
     assert metrics["failed_share"] == 0 and json.loads((folder / DONE_FILE).read_text()) == metrics
+    assert metrics["style"] == {"critique": True, "labels": "sparse"}
 
     untouched = FakeFleets(sampled)
     assert annotate_data(sampled, untouched) == metrics
@@ -265,25 +270,45 @@ def test_a_smoke_run_does_eight_prompts_and_touches_nothing_else(
     assert len(read(sampled.run.folder / "smoke" / JOURNAL_FILE)) == 16
 
 
-def test_a_signal_stops_at_once_and_keeps_what_was_answered(given: AnnotateJob) -> None:
-    stop = StopFlag()
+class Signalled(FakeFleets):
+    """SIGTERM comes while p5 and p6 are judged: p5 is answered once the job has noticed, p6 never."""
 
-    def before_judging(prompt: Prompt) -> None:
+    def __init__(self, config: AnnotateJob, *, again: bool = False) -> None:
+        super().__init__(config)
+        self.stop, self.again = StopFlag(), again
+
+    async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
+        said = await super().judge(prompt, response_text)
         if prompt.prompt_id == "p5":
-            stop.signal_name = "SIGTERM"
+            self.stop.signal_name = "SIGTERM"
+            while self.stop:  # the job takes the flag down to see a second signal
+                await asyncio.sleep(0.01)
+        elif prompt.prompt_id == "p6":
+            while not self.again or self.num_journaled() < 6:
+                await asyncio.sleep(0.01)
+            self.stop.signal_name = "SIGINT"
+            await asyncio.sleep(3600)
+        return said
 
-    class Slow(FakeFleets):
-        async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
-            said = await super().judge(prompt, response_text)
-            if int(prompt.prompt_id[1:]) >= 5:
-                await asyncio.sleep(60)
-            return said
+    def num_journaled(self) -> int:
+        return len(read(self.config.run.folder / JOURNAL_FILE))
 
-    with pytest.raises(Stopped, match="SIGTERM"):
-        annotate_samples(given, read_samples(given), Slow(given, before_judging), stop)
-    assert prompt_ids(given.run.folder / JOURNAL_FILE) == [f"p{i}" for i in range(5)]
-    fleets = FakeFleets(given)
-    assert annotate_data(given, fleets)["ok"] == 20 and fleets.num_judged == 15
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_signal_lets_in_what_is_under_way_and_begins_nothing(
+    given: AnnotateJob, again: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    patience_s = 3600 if again else 0.5  # it ends by a second signal, or by itself
+    llm = {"model": "judge", "concurrency": 2, "request_timeout_s": patience_s}
+    config = job(given.run.root, source="llm", llm=llm)
+    fleets = Signalled(config, again=again)
+    with pytest.raises(Stopped) as caught:
+        annotate_samples(config, read_samples(config), fleets, fleets.stop)
+    assert caught.value.stop.signal_name == "SIGTERM"
+    assert f"SIGTERM: waiting up to {patience_s:g} s for 2 judgements under way" in capsys.readouterr().err
+    assert prompt_ids(config.run.folder / JOURNAL_FILE) == [f"p{i}" for i in range(6)] and fleets.num_judged == 7
+    rest = FakeFleets(config)
+    assert annotate_data(config, rest)["ok"] == 20 and rest.num_judged == 14
 
 
 def test_two_processes_do_not_write_one_folder(given: AnnotateJob) -> None:
@@ -313,9 +338,45 @@ def test_what_needs_ray(tmp_path: Path, options: dict[str, Any], cluster: bool) 
 def test_a_dry_run_says_what_an_endpoint_will_be_asked_for(
     given: AnnotateJob, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    llm = {"model": "judge", "url": "http://127.0.0.1:1/v1", "key_env": "PATH", "max_output_tokens": 100}
+    llm = {"model": "judge", "url": "http://127.0.0.1:1/v1", "key_env": "T2G_TEST_NOT_SET", "max_output_tokens": 100}
     config = job(given.run.root, source="llm", llm=llm)
     assert "feedback: llm" in describe(config)
     assert "judge: 20 requests, up to about " in (said := capsys.readouterr().out) and "2,000 of answers" in said
+    assert "without second tries" in said
+    human = Path(given.data.path).with_name("human.jsonl")
+    marked = {"good": ["ab"]}
+    rows = [row | {"critique": "ab"} | (marked if i else {}) for i, row in enumerate(given_rows())]
+    human.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    describe(job(given.run.root, source="human", human_file=str(human), align="llm", llm=llm))
+    assert "judge: 1 requests" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"more than llm\.max_total_tokens=2000"):
         describe(job(given.run.root, source="llm", llm=llm | {"max_total_tokens": 2000}))
+
+
+def test_a_server_that_moved_does_not_make_another_run(given: AnnotateJob) -> None:
+    llm = {"model": "judge", "url": "http://old/v1"}
+    annotate_data(job(given.run.root, source="llm", llm=llm), FakeFleets(given))
+    moved = llm | {"url": "http://new/v1"}
+    untouched = FakeFleets(given)
+    assert annotate_data(job(given.run.root, source="llm", llm=moved), untouched)["ok"] == 20
+    assert untouched.num_judged == 0
+    with pytest.raises(UserError, match=r'annotate\.llm\.model \("judge" -> "other"\)'):
+        annotate_data(job(given.run.root, source="llm", llm=moved | {"model": "other"}), untouched)
+
+
+@pytest.mark.parametrize(
+    ("name", "file"), [("slf5k", "slf5k.json"), ("ultrafeedback", "ultrafeedback.json"), ("kodcode", "kodcode.jsonl")]
+)
+def test_own_engines_have_room_for_a_second_try(name: str, file: str) -> None:
+    root = Path(__file__).parents[2]
+    overrides = [f"data.path={root / 'tests' / 'data' / file}", "annotate.llm.url=null"]
+    config = load(AnnotateJob, root / "configs" / name / "annotate.yaml", overrides)
+    room = config.annotate.engine.max_model_len - config.annotate.llm.max_output_tokens
+    task = get_task(config.task)
+    for sample in read_samples(config):
+        assert sample.response is not None
+        request = make_request(task, sample.prompt, sample.response, config.annotate.style)
+        asked = follow_up(request, "x" * MAX_REPEATED_CHARS, ["x" * 300] * MAX_FAULTS)
+        notes = task.notes(sample.prompt, sample.response) or ""
+        longest = sum(estimate_tokens(m["content"]) for m in asked) + (MAX_NOTES_CHARS - len(notes)) // BYTES_PER_TOKEN
+        assert longest <= room

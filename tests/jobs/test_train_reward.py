@@ -1,13 +1,17 @@
 """What the reward job reads before anything is started."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from jobs.annotate import DONE_FILE
 from jobs.train_reward import read_data
 from t2g.config import RewardJob
 from t2g.data.records import read_record, write_annotated
 from t2g.errors import UserError
+from t2g.feedback.card import style_words
 from t2g.feedback.offsets import decode
 from t2g.sections import StyleConfig
 from t2g.tasks.tiny_assets import build_tokenizer
@@ -44,6 +48,46 @@ def test_the_style_decides_question_and_answer(tmp_path: Path, style: StyleConfi
     assert len(data.examples) == 2
     assert decode(data.tokenizer, data.examples[0].prompt_ids).startswith(asked)
     assert decode(data.tokenizer, data.examples[0].target_ids) == answer
+
+
+def test_a_critique_is_not_learned_from_records_without_one(tmp_path: Path) -> None:
+    config = job(tmp_path, StyleConfig())
+    record = read_record({"prompt": "p", "response": "ab cd", "critique": "It is.", "good": ["ab"]})
+    blank, failed = record.model_copy(update={"critique": " "}), record.model_copy(update={"status": "failed"})
+    write_annotated(tmp_path / "train.jsonl", [blank, failed])
+    with pytest.raises(UserError, match=r"train\.jsonl: style\.critique is on, and no record that could be used has"):
+        read_data(config)
+    assert len(read_data(config.model_copy(update={"style": StyleConfig(critique=False)})).examples) == 1
+    write_annotated(tmp_path / "train.jsonl", [blank, record])
+    assert len(read_data(config).examples) == 2
+
+
+SPARSE, DENSE, BARE = StyleConfig(), StyleConfig(labels="dense"), StyleConfig(critique=False)
+
+
+@pytest.mark.parametrize(("made", "asked"), [(SPARSE, DENSE), (DENSE, SPARSE), (BARE, SPARSE)])
+def test_records_of_another_style_are_refused(tmp_path: Path, made: StyleConfig, asked: StyleConfig) -> None:
+    config = job(tmp_path, asked)
+    (tmp_path / DONE_FILE).write_text(json.dumps({"records": 2, "style": made.model_dump()}))
+    with pytest.raises(UserError) as refused:
+        read_data(config)
+    assert f"data.path={tmp_path}/train.jsonl holds feedback {style_words(made)}" in str(refused.value)
+    assert f"beside it), not {style_words(asked)};" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("told", "asked"),
+    [
+        ({"style": SPARSE.model_dump()}, SPARSE),
+        ({"style": SPARSE.model_dump()}, BARE),  # the critique is left out
+        ({"records": 2}, DENSE),
+        ([{"style": 3}], DENSE),  # somebody else's file
+    ],
+)
+def test_records_of_the_same_or_an_unknown_style_are_taken(tmp_path: Path, told: Any, asked: StyleConfig) -> None:
+    config = job(tmp_path, asked)
+    (tmp_path / DONE_FILE).write_text(json.dumps(told))
+    assert len(read_data(config).examples) == 2
 
 
 def test_records_without_usable_feedback_are_not_measured_on(tmp_path: Path) -> None:
