@@ -3,15 +3,17 @@
 The solution runs in a process of its own. The tests run in another one, get at the solution through proxies
 (t2g.tasks.box), compare values there, and write the verdict into a pipe that the solution never holds. So a solution
 has no part in its verdict but what its functions return and raise: it does not see the tests, cannot patch, skip or
-leave them, and an object with an `__eq__` of its own equals no plain data. What this cannot prove: a test that asks an
-object of the solution (`3 in stack`, `len(x)`, `a < b`, two of its objects compared with each other) takes its answer,
-and the traced lines are the solution's word; they decide spans, never whether it passed. timeout_s counts from when the
-sandbox is ready; a run that ends later is a timeout, whoever notices it first.
+leave them, and an object with operators of its own equals no plain data and is not near, less or greater; processes
+that it leaves are counted by the kernel. What this cannot prove: a test that asks an object of the solution's own class
+(`3 in x`, `len(x)`, `x[0]`, `if x`, `all(x)`, `abs(x)`, its methods, an operator between two of its objects) takes its
+answer, and the traced lines are the solution's word; they decide spans, never whether it passed. timeout_s counts from
+when the sandbox is ready; a run that ends later is a timeout, whoever notices it first.
 
 Tests lose a little: data crosses by value (an argument that the solution changes is changed back here; a list that it
-returned is a copy), numpy's arrays do not cross, classes of the solution cannot be derived from or copied, `type(x) is
-C` does not hold, `random` is seeded in the tests only, asynchronous tests fail. A test that needs one of these fails a
-right solution.
+returned is a copy), numpy's scalars become plain numbers and its arrays do not cross, a value above 32 MiB is an
+error, plain data that comes of an operator between an object of the solution's own class and plain data (`money < 5`,
+`abs(vector * 2)`) is refused, classes of the solution cannot be derived from or copied, `type(x) is C` does not hold,
+`random` is seeded in the tests only, asynchronous tests fail. A test that needs one of these fails a right solution.
 
 Outcome.isolation says what was in force. Linux namespaces (user, pid, mount, network, ipc) need no privileges where the
 kernel grants them to users; root becomes a user that owns nothing (throwaway_user). mount: a read-only root with the

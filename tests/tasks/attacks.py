@@ -64,6 +64,19 @@ ATTACKS: dict[str, tuple[str, str, str]] = {
         "left_processes",
         "",
     ),
+    "daemon that the solution denies": (
+        "import os, time\nif os.fork() == 0:\n    time.sleep(50)\n    os._exit(0)\n"
+        "def bad(*a):\n    raise ChildProcessError\nos.waitpid = bad\ndef f(x):\n    return x + 1\n",
+        "left_processes",
+        "",
+    ),
+    "daemon that its parent does not adopt": (
+        "import ctypes, os, time\nctypes.CDLL(None).prctl(36, 0, 0, 0, 0)\ndef f(x):\n"
+        "    if x == 1:\n        child = os.fork()\n        if child == 0:\n            if os.fork() == 0:\n"
+        "                time.sleep(50)\n            os._exit(0)\n        os.waitpid(child, 0)\n    return x + 1\n",
+        "left_processes",
+        "",
+    ),
     "flood": ("def f(x):\n    while True:\n        print('x' * 999)\n", "too_much_output", "OSError"),
     "flood of a file descriptor": (
         "import os\ndef f(x):\n    while True:\n        os.write(1, b'x' * 999)\n", "too_much_output", "*",

@@ -379,6 +379,96 @@ class Numbers(unittest.TestCase):
 )
 
 
+CASES["numpy"] = (
+    """
+import numpy as np
+def one(): return np.int64(1)
+def tenth(): return np.float64(0.1)
+def yes(): return np.bool_(True)
+class Fake:
+    __array_interface__ = {'shape': (1,), 'typestr': '<i8', 'data': (0, False), 'version': 3}
+    def __array__(self, *a, **k): return np.ones(1)
+""",
+    """
+import numpy, pytest
+from solution import Fake, one, tenth, yes
+def test_scalars(): assert one() == 1 and tenth() == pytest.approx(0.1) and tenth() < 1 and yes() is True
+def test_memory_is_not_read(): assert numpy.asarray(Fake()).dtype == object
+""",
+)
+
+CASES["large values and cases of one name"] = (
+    "def f(n):\n    return 'x' * n\n",
+    """
+import pytest
+from solution import f
+def test_too_large():
+    with pytest.raises(ValueError, match='too large') as info: f(2**25)
+    assert info.typename == 'ValueError' and f(1) == 'x'
+@pytest.mark.parametrize(('x',), [(1,), pytest.param(2)])
+def test_unpacked(x): assert f(x) == 'x' * x
+@pytest.mark.parametrize('x', [(1,), pytest.param((2,))])
+def test_not_unpacked(x): assert f(*x) == 'x' * x[0]
+""",
+)
+
+CASES["subclasses of plain types"] = (
+    """
+import enum
+class Level(enum.IntEnum):
+    LOW = 1
+class Access(enum.IntFlag):
+    READ = 1
+    WRITE = 2
+class Text(str): pass
+""",
+    """
+from solution import Access, Level, Text
+def test():
+    assert Level.LOW + 1 == 2 and 1.5 - Level.LOW == 0.5 and Level.LOW < 1.5 and abs(Level.LOW - 1) < 1e-6
+    assert Access.READ | 2 == 3 and (Access.READ | Access.WRITE).name is not None and not Access.READ & 2
+    assert Text('ab') + 'c' == 'abc' and 'a' in Text('ab') and len(Text('ab')) == 2 and Text('a') < 'b'
+""",
+)
+
+# An object that agrees with everybody: B is its base, R what its operators give.
+AGREES = """
+class U(B):
+    def __sub__(self, other): return R
+    __rsub__ = __add__ = __mul__ = __rmul__ = __mod__ = __truediv__ = __neg__ = __round__ = __sub__
+    def __abs__(self): return 0
+    def __float__(self): return 0.0
+    def __bool__(self): return False
+    def __lt__(self, other): return True
+    __gt__ = __le__ = __ge__ = __eq__ = __lt__
+    __hash__ = None
+    def __len__(self): return 1
+    def __iter__(self): return iter([4.5])
+    def __getitem__(self, index): return 4.5 if type(index) is not int else U()
+    def keys(self): return ['a']
+def f(x): return U()
+"""
+FORGED = (
+    "assert f(2) == 4.5", "assert f(2) == pytest.approx(4.5)", "assert [f(2)] == pytest.approx([4.5])",
+    "assert f(2) == pytest.approx([4.5])", "assert f(2) == pytest.approx({'a': 4.5})",
+    "assert 4.5 == pytest.approx(f(2))", "case.assertAlmostEqual(f(2), 4.5)",
+    "case.assertAlmostEqual(4.5, f(2), delta=0.1)", "assert abs(f(2) - 4.5) < 1e-6", "assert abs(4.5 - f(2)) < 1e-6",
+    "assert abs(-(f(2) - 4.5)) < 1e-6", "assert float(f(2) - 4.5) == 0", "assert round(f(2) - 4.5, 3) == 0",
+    "assert not f(2) - 4.5", "assert abs(f(2) / 4.5 - 1) < 1e-6", "assert 4 < f(2) < 5", "case.assertGreater(f(2), 4)",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("base", ["object", "float", "str", "tuple", "set"])
+@pytest.mark.parametrize("result", ["0", "self", "U()"])
+def test_an_object_that_agrees_with_everybody_passes_nothing(base: str, result: str) -> None:
+    code = AGREES.replace("U(B)", f"U({base})").replace("R\n", f"{result}\n", 1)
+    tests = "import pytest, unittest\nfrom solution import f\ncase = unittest.TestCase()\n"
+    tests += "".join(f"def test_{n}():\n    {statement}\n" for n, statement in enumerate(FORGED))
+    outcome = run_solution(code, tests, LIMITS)
+    assert [FORGED[n] for n, test in enumerate(outcome.tests) if test.passed] == []
+    assert len(outcome.tests) == len(FORGED)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_tests_pass_that_would_pass_in_one_process(name: str) -> None:
     outcome = run_solution(*CASES[name], LIMITS)

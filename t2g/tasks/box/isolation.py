@@ -183,12 +183,41 @@ def count_tasks(uid: int) -> int:
 
 def children(parent: int) -> list[int]:
     """Processes whose parent is `parent`, those that ended and wait to be reaped included."""
-    found = []
-    for name in filter(str.isdigit, os.listdir("/proc")):
+    proc = os.open("/proc", os.O_RDONLY)
+    try:
+        return [process for process, (above, _) in _processes(proc).items() if above == parent]
+    finally:
+        os.close(proc)
+
+
+def descendants_run(proc: int) -> bool:
+    """Whether something that a child of this process started still runs; by the kernel's word, not the child's.
+
+    proc: /proc, open, and maybe of an outer process namespace. Where this one's children have no namespace, what they
+    orphan may come to this one's parent instead, which is looked at, too. Raises OSError where /proc hides a child.
+    """
+    me = int(os.readlink("self", dir_fd=proc))
+    known = _processes(proc)
+    own = [process for process, (above, _) in known.items() if above == me]
+    if not own:
+        raise OSError("/proc does not show the processes of the sandbox")
+    reapers = {known[me][0], *own} - {0}
+    return any(above in reapers and process != me and state not in "ZX" for process, (above, state) in known.items())
+
+
+def _processes(proc: int) -> dict[int, tuple[int, str]]:
+    """{process: (its parent, its state)} of all that `proc`, /proc that is open, shows."""
+    found = {}
+    for name in filter(str.isdigit, os.listdir(proc)):
         try:
-            with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:
-                if int(file.read().rpartition(")")[2].split()[1]) == parent:
-                    found.append(int(name))
+            file = os.open(f"{name}/stat", os.O_RDONLY, dir_fd=proc)
+        except OSError:  # it ended meanwhile
+            continue
+        try:
+            state, parent = os.read(file, 4096).rpartition(b")")[2].split()[:2]
         except OSError:
             continue
+        finally:
+            os.close(file)
+        found[int(name)] = int(parent), state.decode()
     return found

@@ -95,7 +95,11 @@ class Peer(Codec):
         if os.getpid() != owner:
             os._exit(0)  # a fork that the solution made and that came back here
         reply["note"] = self.before_reply()
-        self._send(reply)
+        try:
+            self._send(reply)
+        except (ValueError, RecursionError, MemoryError) as error:  # too large, or too deep
+            reply.pop("value", None)
+            self._send(reply | {"changed": [], "error": self._encode_error(error)})
 
     def perform(self, operation: str, target: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """What the other end asks for: the only place where code of the solution runs in its process."""

@@ -13,6 +13,8 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from t2g.tasks.box.remote import as_plain
+
 
 class Failed(AssertionError):
     """`pytest.fail`, and an expected exception that was not raised."""
@@ -32,6 +34,10 @@ class ExceptionInfo:
     @property
     def type(self) -> type[BaseException]:
         return type(self.value)
+
+    @property
+    def typename(self) -> str:
+        return self.type.__name__
 
     def match(self, pattern: str) -> bool:
         if not re.search(pattern, str(self.value)):
@@ -71,24 +77,29 @@ class approx:  # noqa: N801 pytest's name
         self.abs = 1e-12 if abs is None else abs
 
     def __eq__(self, actual: object) -> bool:
-        return self._near(actual, self.expected)
+        try:
+            return self._near(actual, self.expected)
+        except TypeError:
+            return False
 
     def __repr__(self) -> str:
         return f"approx({self.expected!r})"
 
     def _near(self, actual: Any, expected: Any) -> bool:
+        actual, expected = as_plain(actual), as_plain(expected)
         if isinstance(expected, dict):
             return set(actual) == set(expected) and all(self._near(actual[key], expected[key]) for key in expected)
         if isinstance(expected, list | tuple):
             return len(actual) == len(expected) and all(map(self._near, actual, expected))
         if actual == expected:
             return True
-        try:
-            if self.nan_ok and math.isnan(actual) and math.isnan(expected):
-                return True
-            return abs(actual - expected) <= max(self.rel * abs(expected), self.abs) < math.inf
-        except TypeError:
-            return False
+        if self.nan_ok and math.isnan(actual) and math.isnan(expected):
+            return True
+        return abs(actual - expected) <= max(self.rel * abs(expected), self.abs) < math.inf
+
+
+class _Param(tuple):
+    """`pytest.param`: the values of one case."""
 
 
 class _Mark:
@@ -103,7 +114,9 @@ class _Mark:
         def apply(test: Any, *args: Any, **kwargs: Any) -> Any:
             if name == "parametrize":
                 names = args[0].replace(",", " ").split() if isinstance(args[0], str) else list(args[0])
-                test.box_cases = [*vars(test).get("box_cases", []), (names, list(args[1]))]
+                single = isinstance(args[0], str) and len(names) == 1  # else every row is unpacked
+                rows = [(row,) if single and not isinstance(row, _Param) else row for row in args[1]]
+                test.box_cases = [*vars(test).get("box_cases", []), (names, rows)]
             elif name in ("skip", "xfail") or (name == "skipif" and args[0]):
                 test.box_skip = True
             return test
@@ -139,7 +152,7 @@ def make_module() -> types.ModuleType:
     module.__dict__.update(
         raises=raises, approx=approx, mark=_Mark(), fixture=_fixture, importorskip=_import_or_skip,
         fail=_raise(Failed), skip=_raise(Skipped), exit=_raise(Exit), xfail=_raise(Skipped),
-        param=lambda *values, **kwargs: values if len(values) != 1 else values[0],
+        param=lambda *values, **kwargs: _Param(values),
     )  # fmt: skip
     return module
 
@@ -150,5 +163,5 @@ def cases(test: Any, owner: Any = None) -> Iterator[tuple[str, dict[str, Any]]]:
     for index, values in enumerate(itertools.product(*(rows for _, rows in reversed(marks)))):
         arguments: dict[str, Any] = {}
         for (names, _), row in zip(reversed(marks), values, strict=True):
-            arguments.update(zip(names, row if len(names) > 1 else [row], strict=True))
+            arguments.update(zip(names, row, strict=True))
         yield (f"[{index}]" if marks else ""), arguments

@@ -1,5 +1,7 @@
 """Proxies for objects that stay in the other process."""
 
+import builtins
+import operator
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -17,6 +19,16 @@ _UNARY = (
 _BINARY = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and or xor"
 FORWARDED = [f"__{name}__" for name in _UNARY.split()]
 FORWARDED += [f"__{side}{name}__" for name in _BINARY.split() for side in ("", "r", "i")]
+_ORDER = {"__lt__", "__le__", "__gt__", "__ge__"}
+_NUMBERS = "int float index complex abs neg pos invert bool round trunc floor ceil"
+_NUMERIC = {f"__{name}__" for name in _NUMBERS.split()}
+_CONTENT = {"__len__", "__contains__", "__getitem__"}
+_OPERATORS: dict[str, Callable[..., Any]] = {}  # by special method: what it does to (object, other)
+for _name in _BINARY.split():
+    _OPERATORS[f"__{_name}__"] = getattr(builtins, _name, None) or getattr(operator, f"__{_name}__")
+for _name in _BINARY.split():
+    _OPERATORS[f"__i{_name}__"] = _OPERATORS[f"__{_name}__"]
+    _OPERATORS[f"__r{_name}__"] = lambda a, b, *c, op=_OPERATORS[f"__{_name}__"]: op(b, a, *c)
 
 
 class Gone(BaseException):
@@ -27,10 +39,16 @@ class Unsupported(BaseException):
     """A test asks for something that cannot be done with an object of another process."""
 
 
+_TAKES_NO_ANSWER = "an operator between an object of the solution's own class and plain data decides nothing here"
+
+
 class Remote:
     """Stands for an object of the other process. Compared with plain data it is what its plain base type says it is
-    (a named tuple is a tuple); an object of no such type never equals plain data, whatever its `__eq__` says.
+    (a named tuple is a tuple); an object of no such type never equals plain data, whatever its `__eq__` says. `_settle`
+    does the same for the other operators.
     """
+
+    _mixed = False  # made by an operator from an object of the other process and plain data
 
     def __init__(self, peer: Asker, number: int) -> None:
         self.__dict__.update(_peer=peer, _number=number, _plain=None)
@@ -40,6 +58,8 @@ class Remote:
         return type(self) if self._plain is None else type(self._plain)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__array"):  # numpy would read memory at an address that the object names
+            raise AttributeError(name)
         return self._peer.request("get", self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -51,11 +71,20 @@ class Remote:
     def __eq__(self, other: object) -> Any:
         if is_remote(other):
             return self._peer.request("method", self, "__eq__", other)
-        return NotImplemented if self._plain is None else self._plain == other
+        if self._plain is None:
+            return NotImplemented
+        if self._mixed:
+            raise Unsupported(_TAKES_NO_ANSWER)
+        return self._plain == other
 
     def __ne__(self, other: object) -> Any:
         same = self.__eq__(other)
         return same if same is NotImplemented else not same
+
+    def __bool__(self) -> bool:
+        if self._mixed:
+            raise Unsupported(_TAKES_NO_ANSWER)
+        return len(self) > 0 if hasattr(type(self), "__len__") else True  # type: ignore[arg-type]
 
     def __hash__(self) -> int:
         return self._peer.request("method", self, "__hash__")
@@ -80,9 +109,63 @@ def _forward(name: str) -> Callable[..., Any]:
     def method(self: Remote, *args: Any, **kwargs: Any) -> Any:
         if name == "__exit__":
             args = (args[0], args[1], None)  # tracebacks stay at home
-        return self._peer.request("method", self, name, *args, **kwargs)
+        answer = self._peer.request("method", self, name, *args, **kwargs)
+        return _settle(self, name, args, answer)
 
     return method
+
+
+def _settle(proxy: Remote, name: str, args: tuple[Any, ...], answer: Any) -> Any:
+    """What an operator gives. With plain data, what the plain value under the proxy gives, where there is one, unless
+    the answer is another object. No other answer decides anything: `abs(f(2) - 4.5) < 1e-6` would hold for an object
+    whose difference to everything is 0. So such a difference is `_mixed`, and so is what is made of it, and a plain
+    value of it is Unsupported. An operator between two objects of the other process is theirs to answer.
+    """
+    if name not in _ORDER | _NUMERIC | _CONTENT | _OPERATORS.keys():
+        return answer
+    remotes = [value for value in args if is_remote(value)]
+    mixed = proxy._mixed or any(value._mixed for value in remotes)
+    if proxy._plain is not None and not remotes and not mixed:
+        changes = isinstance(proxy._plain, list | dict | set | bytearray)  # what it holds now, only the other end knows
+        if name in _ORDER or (not is_remote(answer) and not (changes and name in _CONTENT | {"__bool__"})):
+            return _plain_answer(proxy._plain, name, args, answer)
+        mixed = name in _OPERATORS and not _same(proxy._plain, name, args, answer)
+    elif len(remotes) < len(args):
+        mixed |= name in _OPERATORS
+    if answer is NotImplemented:
+        return answer
+    if name in _ORDER and len(remotes) < len(args):
+        raise Unsupported(_TAKES_NO_ANSWER)
+    if mixed and name in _NUMERIC | _OPERATORS.keys():
+        if not is_remote(answer):
+            raise Unsupported(_TAKES_NO_ANSWER)
+        answer.__dict__["_mixed"] = True
+    return answer
+
+
+def _same(plain: Any, name: str, args: tuple[Any, ...], answer: Remote) -> bool:
+    """Whether the object `answer` has the plain value that the operator gives."""
+    try:
+        return answer._plain is not None and answer._plain == _OPERATORS[name](plain, *args)
+    except TypeError:
+        return False
+
+
+def _plain_answer(plain: Any, name: str, args: tuple[Any, ...], answer: Any) -> Any:
+    """Of the plain value; `answer` where its type knows no such method."""
+    if name in _OPERATORS:
+        return _OPERATORS[name](plain, *args)
+    if name in _ORDER:
+        return getattr(operator, name)(plain, *args)
+    method = getattr(type(plain), name, None)
+    return answer if method is None else method(plain, *args)
+
+
+def as_plain(value: Any) -> Any:
+    """The plain data that a value is. Raises TypeError for an object of no plain type."""
+    if is_remote(value) and (value._plain is None or value._mixed):
+        raise TypeError("an object of the solution's own class is no plain data")
+    return value._plain if is_remote(value) else value
 
 
 _METHODS = {name: _forward(name) for name in FORWARDED}

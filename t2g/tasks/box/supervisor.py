@@ -41,7 +41,7 @@ def main(plan: dict[str, Any]) -> None:
         try:
             os.close(alive)
             _isolate(plan, proc, owner, in_force)
-            _tester(plan, in_force, mark)
+            _tester(plan, in_force, mark, proc)
         finally:
             os._exit(1)
     for file in (0, 1, 2, mark):
@@ -81,7 +81,7 @@ def _sweep() -> None:
                 continue
 
 
-def _tester(plan: dict[str, Any], in_force: list[str], mark: int) -> None:
+def _tester(plan: dict[str, Any], in_force: list[str], mark: int, proc: int) -> None:
     isolation.unshare(isolation.PID)  # of the worker: it cannot even name the tester
     isolation.give_up_privileges()
     ours, theirs = socket.socketpair()
@@ -102,7 +102,7 @@ def _tester(plan: dict[str, Any], in_force: list[str], mark: int) -> None:
     os.write(verdict_file, json.dumps(in_force).encode() + b"\n")
     os.write(mark, b"+")
     deadline = time.monotonic() + plan["timeout_s"]
-    verdict = tester.run(ours, inner, job["code"], job["tests"], deadline, plan["max_output"])
+    verdict = tester.run(ours, inner, proc, job["code"], job["tests"], deadline, plan["max_output"])
     data = json.dumps(verdict).encode() + b"\n"
     while data:
         data = data[os.write(verdict_file, data) :]
@@ -126,7 +126,6 @@ def _isolate(plan: dict[str, Any], proc: int, owner: int, in_force: list[str]) -
             in_force.append("throwaway_user")
     if "user" not in in_force and isolation.new_user_namespace(proc):
         in_force.append("user")
-    os.close(proc)
     isolation.set_limits(**plan["limits"])
     in_force.append("rlimits")
 

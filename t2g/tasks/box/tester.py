@@ -13,6 +13,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from t2g.tasks.box import isolation
 from t2g.tasks.box import pytest_shim as shim
 from t2g.tasks.box.asserts import Asserts
 from t2g.tasks.box.clock import AGAIN_S, TESTS_RING_S, OutOfTime, set_alarm
@@ -40,15 +41,17 @@ class Tail(io.StringIO):
         return len(text)
 
 
-def run(end: socket.socket, worker: int, code: str, tests: str, deadline: float, max_output: int) -> Json:
-    """The verdict: {"reason": ..., "tests": [result, ...], "output": ...}; passed means the reason "passed".
+def run(end: socket.socket, worker: int, proc: int, code: str, tests: str, deadline: float, max_output: int) -> Json:
+    """proc: /proc, open, that shows this process and the worker.
+
+    The verdict: {"reason": ..., "tests": [result, ...], "output": ...}; passed means the reason "passed".
 
     reason: passed, failed, syntax (of the solution), bad_tests (they do not compile, or hold no test), timeout,
     exited or killed (the solution's process, in the middle), too_much_output, left_processes (all tests passed).
     A run that ends past the deadline (seconds of time.monotonic) is a timeout, whoever noticed it first.
     """
     output = sys.stdout = Tail(max_output)
-    session = _Session(end, deadline)
+    session = _Session(end, deadline, proc)
     results: list[Json] = []
     reason = "failed"
     set_alarm(_Session.run, deadline + TESTS_RING_S, AGAIN_S)
@@ -77,8 +80,8 @@ def _ended(worker: int) -> str:
 
 
 class _Session:
-    def __init__(self, end: socket.socket, deadline: float) -> None:
-        self._deadline = deadline
+    def __init__(self, end: socket.socket, deadline: float, proc: int) -> None:
+        self._deadline, self._proc = deadline, proc
         self.peer = Peer(end, self._allow)
         self.peer.on_note = self._note
         self.flood = False
@@ -129,7 +132,8 @@ class _Session:
             return "bad_tests"
         if not ran or not all(result["passed"] for result in ran):
             return "failed"
-        return "left_processes" if self.peer.root("leaves_processes") else "passed"
+        self.running = "search for processes that are left"
+        return "left_processes" if isolation.descendants_run(self._proc) else "passed"
 
     def _load(self, code: str) -> None:
         remote, names = self.peer.root("load", code, lambda prompt="": builtins.input(prompt), self._deadline)

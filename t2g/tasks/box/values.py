@@ -104,6 +104,8 @@ class Codec:
         key = (kind.__module__, kind.__qualname__)
         if key in _PARTS:
             return {"made": [*key, [self.encode(part, exchange) for part in _PARTS[key](value)]]}
+        if kind.__module__ == "numpy" and getattr(value, "shape", None) == () and type(value.item()) is not kind:
+            return self.encode(value.item(), exchange)  # a scalar of numpy, which is not imported for this
         if value is NotImplemented or value is Ellipsis:
             return {"constant": repr(value)}
         if kind is type and getattr(builtins, value.__name__, None) is value:

@@ -55,16 +55,6 @@ class Worker:
         """Lines that ran since `begin`, and the line of the last return."""
         return sorted(self._lines), self._returned
 
-    def leaves_processes(self) -> bool:
-        """Whether something that the solution started still runs."""
-        sys.settrace(None)
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            return False
-        return True
-
     def _enter(self, frame: types.FrameType, event: str, argument: object) -> Any:
         return self._trace if frame.f_code.co_filename == FILE else None
 
