@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from actors import placement
@@ -20,6 +20,8 @@ from t2g.errors import RunStopped, UserError
 from t2g.sections import EngineConfig
 
 logger = logging.getLogger(__name__)
+
+DIED = (RayActorError, OutOfMemoryError)  # the second: ended by Ray's memory monitor
 
 
 @dataclass
@@ -78,7 +80,7 @@ class Fleet:
             try:
                 async with asyncio.timeout(timeout_s):
                     return await ref
-            except RayActorError as error:
+            except DIED as error:
                 self._lose(member, f"died ({first_line(error)})")
             except TimeoutError:
                 ray.cancel(ref)
@@ -132,7 +134,7 @@ class Fleet:
         for name, ref in refs.items():
             try:
                 ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
-            except RayActorError as error:
+            except DIED as error:
                 self._lose(members[name], f"died during {what} ({first_line(error)})")
             except ray.exceptions.GetTimeoutError:
                 self._lose(members[name], f"did not finish {what} within {timeout_s:g} s")

@@ -21,14 +21,13 @@ CONFIG = EngineConfig(workers=2, cpus=0.1, memory_gib=0.1, max_num_seqs=4, start
 class Worker:
     """Answers with its number. Number 0 is the worker that misbehaves."""
 
-    def __init__(self, folder: str) -> None:
-        try:
-            os.mkdir(f"{folder}/first")
-            self.number = 0
-        except FileExistsError:
-            self.number = 1
+    def __init__(self) -> None:
+        self.number = 1
         self.open = self.most = 0
         self.ping_s = 0.0
+
+    async def become(self, number: int) -> None:
+        self.number = number
 
     async def ping(self) -> None:
         await asyncio.sleep(self.ping_s)
@@ -73,9 +72,11 @@ def _cluster() -> Iterator[None]:
 
 
 @pytest.fixture
-def fleet(tmp_path: object) -> Iterator[Fleet]:
-    fleet = Fleet("test", Worker, (str(tmp_path),), CONFIG, placement_timeout_s=20)
+def fleet() -> Iterator[Fleet]:
+    """The worker that is asked first misbehaves."""
+    fleet = Fleet("test", Worker, (), CONFIG, placement_timeout_s=20)
     assert fleet.wait_ready() == 42
+    ray.get(fleet.alive()[0].handle.become.remote(0), timeout=20)
     yield fleet
     fleet.close()
 
@@ -149,7 +150,7 @@ def test_a_workers_user_error_arrives_as_it_was_said(fleet: Fleet) -> None:
 def test_what_has_no_place_is_refused_in_time(wish: dict[str, object], sentence: str) -> None:
     config = CONFIG.model_copy(update={"workers": 1} | wish)
     with pytest.raises(UserError, match=sentence):
-        Fleet("test", Worker, ("",), config, placement_timeout_s=1)
+        Fleet("test", Worker, (), config, placement_timeout_s=1)
 
 
 def test_roles_that_only_fit_one_after_the_other_are_refused_together_and_nothing_stays_taken() -> None:
