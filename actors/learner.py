@@ -1,82 +1,46 @@
-"""The learner group: policy, frozen reference and critic on the same ZeRO-3 ranks, one Ray actor per rank.
+"""The learner: policy and critic on ZeRO-3 ranks, one Ray actor per rank, in one group or in two.
 
-`LearnerWorker` is one rank, a plain class all of whose calls are collectives; `LearnerGroup` is the driver's side and
-implements `t2g.interfaces.Learner` and `actors.weight_sync.WeightOwner`. Reward-blind: advantages and returns, never
-spans.
+`LearnerWorker` is one rank, a plain class all of whose calls are collectives; it holds the parts (`actors.parts`) of
+its group. `LearnerGroup` is the driver's side and implements `t2g.interfaces.Learner` and
+`actors.weight_sync.WeightOwner`. It makes each call once per part, to the ranks that hold it: nothing here depends on
+whether policy and critic share their ranks, and where they do not both work at the same time.
 """
 
 import json
 import socket
 import time
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import ray
 import torch
-from ray.util.placement_group import remove_placement_group
 
-from actors import placement
-from actors.fanout import collect
-from actors.loading import load_for_training
+from actors import zero3
+from actors.parts import CriticPart, LearnerSpec, PartName, PolicyPart, Share, load_critic, load_policy
+from actors.ranks import Ranks
 from actors.weight_sync import Bucket, ParamMeta
 from t2g.algo.corrections import importance_metrics
-from t2g.algo.critic import Critic, disable_dropout
-from t2g.algo.losses import Metrics, policy_loss, value_loss
-from t2g.algo.rows import Rows
-from t2g.data.batching import empty_tokens, pack_tokens, plan_microbatches
+from t2g.algo.losses import Metrics
+from t2g.data.batching import empty_tokens, pack_minibatch, pack_tokens, plan_microbatches
 from t2g.errors import RunStopped, UserError
-from t2g.sections import Dtype, LearnerConfig, ModelConfig, ObjectiveConfig
-from t2g.types import Microbatch, PackedTokens, Rollout, TokenStats, TrainBatch, UpdateResult
+from t2g.sections import Dtype, ObjectiveConfig, RoleConfig
+from t2g.types import Minibatch, PackedTokens, Rollout, TokenStats, TrainBatch, UpdateResult
+
+T = TypeVar("T")
 
 STATE_FILE = "learner.json"
 STREAM_AHEAD = 2  # buckets gathered before the first is taken: the next gather overlaps with the present send
 
 
-@dataclass(frozen=True, kw_only=True)
-class LearnerSpec:
-    """What every rank must know."""
-
-    model: ModelConfig
-    learner: LearnerConfig
-    objective: ObjectiveConfig
-    temperature: float  # of the sampling: the policy is softmax(logits / temperature)
-    num_updates: int  # calls of `update` in the whole run: the length of the learning-rate schedules
-    seed: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankMinibatch:
-    """One rank's part of a minibatch."""
-
-    microbatches: tuple[Microbatch, ...]
-    num_tokens: int  # global
-
-
-def load_models(spec: LearnerSpec) -> tuple[torch.nn.Module, torch.nn.Module, Critic, Any]:
-    """Policy, reference, critic and tokenizer, see `load_for_training`."""
-    config = spec.learner
-    classes = ("AutoModelForCausalLM", "AutoModelForCausalLM", "AutoModel")
-    tokenizer, (policy, reference, backbone) = load_for_training(
-        spec.model, *classes, dtype=config.dtype, on_gpu=config.gpus > 0
-    )
-    critic = Critic(backbone)
-    for model in (policy, reference, critic):
-        disable_dropout(model)
-    return policy, reference, critic, tokenizer
-
-
 class LearnerWorker:
-    """One rank. After `start` every call is made on all ranks, in the same order."""
+    """One rank. After `start` every call is made on all ranks of the group, in the same order."""
 
-    def __init__(self, spec: LearnerSpec, rank: int) -> None:
-        torch.set_num_threads(spec.learner.threads)
-        self.spec = spec
-        self.rank = rank
-        self.num_ranks = spec.learner.workers
-        self.num_updates = 0  # done so far: the policy version
+    def __init__(self, spec: LearnerSpec, names: Sequence[PartName], role: RoleConfig, rank: int) -> None:
+        torch.set_num_threads(role.threads)
+        self.spec, self.names, self.role, self.rank = spec, names, role, rank
+        self.parts: dict[PartName, PolicyPart | CriticPart] = {}
         self._port: socket.socket | None = None  # of rank 0: the port of the rendezvous
 
     def address(self) -> tuple[str, int]:
@@ -87,169 +51,60 @@ class LearnerWorker:
 
     def start(self, master_addr: str, master_port: int) -> None:
         """Join the group, load the models, partition them. UserError names model.policy when it cannot be loaded."""
-        from actors import zero3
-
-        config = self.spec.learner
-        policy, reference, critic, self.tokenizer = load_models(self.spec)
-        backend = "nccl" if config.gpus else "gloo"
+        on_gpu, num_ranks = self.role.gpus > 0, self.role.workers
+        policy = load_policy(self.spec, on_gpu=on_gpu) if "policy" in self.names else None
+        critic = load_critic(self.spec, on_gpu=on_gpu) if "critic" in self.names else None
         if self._port is not None:
             self._port.close()  # not before the models are loaded: engines that start beside us look for ports
         zero3.init_distributed(
-            self.rank, self.num_ranks, master_addr, master_port, backend, timeout_s=config.step_timeout_s
-        )
-        shared = {"dtype": config.dtype, "world_size": self.num_ranks}
-        per_update = config.num_epochs * config.minibatches_per_epoch
-        policy_steps = max(1, self.spec.num_updates - config.critic_warmup_steps) * per_update
-        self.policy = zero3.build_engine(policy, config.policy, num_steps=policy_steps, **shared)
-        self.critic = zero3.build_engine(critic, config.critic, num_steps=self.spec.num_updates * per_update, **shared)
-        self.reference = zero3.frozen_engine(reference, **shared)
+            self.rank, num_ranks, master_addr, master_port, "nccl" if on_gpu else "gloo",
+            timeout_s=self.spec.learner.step_timeout_s,
+        )  # fmt: skip
+        if policy is not None:
+            self.parts["policy"] = PolicyPart(self.spec, *policy, num_ranks)
+        if critic is not None:
+            self.parts["critic"] = CriticPart(self.spec, critic, num_ranks)
         torch.manual_seed(self.spec.seed * 1_000_003 + self.rank)
 
-    @torch.no_grad()
-    def forward(self, microbatches: Sequence[PackedTokens]) -> list[TokenStats]:
-        """Of each microbatch, arrays [T] aligned with its input_ids; 0 at the first token of each sequence."""
-        for engine in (self.policy, self.reference, self.critic):
-            engine.eval()
-        return [self._stats(Rows(tokens, self.policy.device)) for tokens in microbatches]
+    def forward(self, part: PartName, microbatches: Sequence[PackedTokens]) -> list[dict[str, np.ndarray]]:
+        """Of each microbatch the part's fields of `TokenStats`, [T] each, aligned with its input_ids."""
+        return self.parts[part].forward(microbatches)
 
-    def _stats(self, rows: Rows) -> TokenStats:
-        temperature = self.spec.temperature
-        logits = rows.logits(self.policy)
-        old_logprobs, entropy = rows.logprobs(logits, temperature), rows.entropy(logits, temperature)
-        del logits  # [S * L, V] is the largest thing here: never hold two
-        ref_logprobs = rows.logprobs(rows.logits(self.reference), temperature)
-        return TokenStats(
-            old_logprobs=old_logprobs.cpu().numpy(),
-            ref_logprobs=ref_logprobs.cpu().numpy(),
-            values=rows.values(self.critic).cpu().numpy(),
-            entropy=entropy.cpu().numpy(),
-        )
-
-    def update(self, minibatches: Sequence[RankMinibatch]) -> Metrics:
-        """One optimizer step of policy and critic per minibatch; metrics are the same on every rank.
-
-        The policy rests during the first `critic_warmup_steps` updates. Raises RunStopped naming model and minibatch
-        when a loss or gradient is not finite; that step is not applied.
-        """
-        from actors import zero3
-
-        rows: list[Metrics] = []
-        for number, minibatch in enumerate(minibatches, start=1):
-            where = f"update {self.num_updates + 1}, minibatch {number} of {len(minibatches)}"
-            metrics: Metrics = {}
-            for name, engine, loss_fn in (
-                ("policy", self.policy, self._policy_loss),
-                ("critic", self.critic, self._critic_loss),
-            ):
-                if name == "policy" and self.num_updates < self.spec.learner.critic_warmup_steps:
-                    continue
-                step = zero3.train_step(
-                    engine,
-                    minibatch.microbatches,
-                    lambda e, m, fn=loss_fn, n=minibatch.num_tokens: fn(e, m, n),
-                    label=f"{name}, {where}",
-                )
-                metrics |= step.metrics | {f"{name}/grad_norm": step.grad_norm, f"{name}/lr": step.lr}
-            rows.append(metrics)
-        self.num_updates += 1
-        reduce = {name: np.max if name.endswith("_max") else np.mean for name in rows[0]}
-        return {name: float(fn([row[name] for row in rows])) for name, fn in reduce.items()}
-
-    def _policy_loss(self, engine: Any, microbatch: Microbatch, num_tokens: int) -> tuple[torch.Tensor, Metrics]:
-        rows, objective = Rows(microbatch, engine.device), self.spec.objective
-        tensors = _tensors(
-            microbatch, engine.device, "old_logprobs", "rollout_logprobs", "advantages", mask="loss_mask"
-        )
-        return policy_loss(
-            logprobs=rows.logprobs(rows.logits(engine), self.spec.temperature),
-            num_tokens=num_tokens,
-            clip_eps=objective.clip_eps,
-            importance_cap=objective.importance_cap,
-            **tensors,
-        )
-
-    def _critic_loss(self, engine: Any, microbatch: Microbatch, num_tokens: int) -> tuple[torch.Tensor, Metrics]:
-        tensors = _tensors(microbatch, engine.device, "returns", old_values="values", mask="loss_mask")
-        loss, metrics = value_loss(
-            values=Rows(microbatch, engine.device).values(engine),
-            num_tokens=num_tokens,
-            value_clip=self.spec.objective.value_clip,
-            **tensors,
-        )
-        return self.spec.objective.vf_coef * loss, metrics
+    def update(self, part: PartName, share: Share, kl_coef: float, label: str) -> Metrics:
+        """One optimizer step of the part per minibatch; see its `update`."""
+        return self.parts[part].update(share, kl_coef=kl_coef, label=label)
 
     def announce(self) -> list[ParamMeta]:
-        """Names and shapes of the policy, in the order of `stream_weights`."""
-        from actors import zero3
-
-        return zero3.metadata(self.policy)
+        return self.parts["policy"].announce()
 
     def stream_weights(self, dtype: Dtype) -> Iterator[Bucket]:
-        """The policy's weights, bucket by bucket on rank 0; the other ranks join the gathers and yield nothing."""
-        from actors import zero3
+        yield from self.parts["policy"].stream_weights(dtype)
 
-        bucket_bytes = int(self.spec.learner.sync_bucket_mib * 2**20)
-        for index, bucket in enumerate(zero3.full_parameters(self.policy, bucket_bytes, dtype)):
-            if bucket:
-                names, tensors = zip(*bucket, strict=True)
-                yield Bucket(index=index, names=names, tensors=tuple(_wire(tensor) for tensor in tensors))
-
-    @torch.no_grad()
     def probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
-        """[N - 1] float32: log softmax(logits)[ids[t + 1]] after ids[: t + 1], at temperature 1."""
-        self.policy.eval()
-        rows = Rows(pack_tokens([ids]), self.policy.device)
-        return rows.logprobs(rows.logits(self.policy), 1.0)[1:].cpu().numpy()
-
-    def save(self, folder: Path) -> None:
-        """Policy, critic, their optimizers and schedules, RNG: folder must exist and be empty."""
-        from actors import zero3
-
-        zero3.save_checkpoint(self.policy, folder, "policy")
-        zero3.save_checkpoint(self.critic, folder, "critic")
-        torch.save(torch.get_rng_state(), folder / f"rng-{self.rank}.pt")
-        if self.rank == 0:
-            state = {"num_updates": self.num_updates, "num_ranks": self.num_ranks}
-            (folder / STATE_FILE).write_text(json.dumps(state))
-
-    def load(self, folder: Path) -> None:
-        """What `save` wrote. UserError when it was written by another number of ranks."""
-        from actors import zero3
-
-        state = json.loads((folder / STATE_FILE).read_text())
-        if state["num_ranks"] != self.num_ranks:
-            raise UserError(
-                f"learner.workers is {self.num_ranks}, but {folder} was written by {state['num_ranks']} ranks: "
-                "set it back, or start from the exported policy"
-            )
-        zero3.load_checkpoint(self.policy, folder, "policy")
-        zero3.load_checkpoint(self.critic, folder, "critic")
-        torch.set_rng_state(torch.load(folder / f"rng-{self.rank}.pt", weights_only=True))
-        self.num_updates = state["num_updates"]
+        return self.parts["policy"].probe_logprobs(ids)
 
     def export(self, folder: Path) -> None:
-        """The policy as a Hugging Face folder in safetensors, tokenizer included."""
-        from actors import zero3
+        self.parts["policy"].export(folder)
 
-        zero3.export(self.policy, self.tokenizer, folder)
+    def save(self, part: PartName, folder: Path) -> None:
+        """The part, its optimizer and schedule, and this process's RNG, into an existing folder."""
+        zero3.save_checkpoint(self.parts[part].engine, folder, part)
+        torch.save(torch.get_rng_state(), self._rng_file(part, folder))
 
+    def load(self, part: PartName, folder: Path) -> None:
+        """What `save` wrote with the same number of ranks."""
+        zero3.load_checkpoint(self.parts[part].engine, folder, part)
+        torch.set_rng_state(torch.load(self._rng_file(part, folder), weights_only=True))
 
-def _tensors(microbatch: Microbatch, device: torch.device, *names: str, **renamed: str) -> dict[str, torch.Tensor]:
-    """Fields of a microbatch as [T] tensors, by their own name or as parameter=field."""
-    fields = {name: name for name in names} | renamed
-    return {key: torch.tensor(getattr(microbatch, name), device=device) for key, name in fields.items()}
-
-
-def _wire(tensor: torch.Tensor) -> np.ndarray:
-    """float32 as it is, bfloat16 as its bits: numpy has no bfloat16."""
-    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    def _rng_file(self, part: PartName, folder: Path) -> Path:
+        return folder / f"rng-{part}-{self.rank}.pt"
 
 
 LearnerActor = ray.remote(LearnerWorker)
 
 
 class LearnerGroup:
-    """The driver's side. Every call goes to all ranks and has `learner.step_timeout_s`; see `fanout.collect`.
+    """The driver's side. Every call has `learner.step_timeout_s`; see `fanout.collect`.
 
     After an exception the ranks may be out of step with each other: `close` and start again from a checkpoint.
     """
@@ -258,69 +113,113 @@ class LearnerGroup:
         """Start all ranks and wait for them. UserError when they find no place or the model cannot be loaded."""
         self.spec = spec
         self.policy_version = 0
-        self._groups = placement.reserve("learner", spec.learner, timeout_s=placement_timeout_s)
-        self.workers = [
-            LearnerActor.options(**placement.actor_options(spec.learner, group)).remote(spec, rank)
-            for rank, group in enumerate(self._groups)
-        ]
+        self.groups: list[Ranks] = []
+        self.parts: dict[PartName, Ranks] = {}
+        roles = spec.learner.roles(spec.objective)
+        homes: dict[PartName, str] = {"policy": "learner"}
+        if spec.objective.uses_critic:
+            homes["critic"] = [*roles][-1]
         try:
-            ((addr, port),) = self._collect([self.workers[0].address.remote()], "address")
-            self._collect([w.start.remote(addr, port) for w in self.workers], "start")
+            for section, role in roles.items():
+                names = [part for part, home in homes.items() if home == section]
+                who = "learner rank" if section == "learner" else "critic rank"
+                self.groups.append(
+                    Ranks(
+                        LearnerActor, spec, names,
+                        section=section, role=role, who=who, placement_timeout_s=placement_timeout_s,
+                    )
+                )  # fmt: skip
+                self.parts |= dict.fromkeys(names, self.groups[-1])
+            self._start()
         except BaseException:
             self.close()
             raise
 
-    def _collect(self, refs: Sequence[ray.ObjectRef], call: str) -> list[Any]:
-        return collect(refs, who="learner rank", call=call, timeout_s=self.spec.learner.step_timeout_s)
+    def _start(self) -> None:
+        deadline = self._deadline()
+        asked = [(ranks, [ranks.workers[0].address.remote()]) for ranks in self.groups]
+        found = [(ranks, ranks.collect(refs, "address", deadline)[0]) for ranks, refs in asked]
+        begun = [(ranks, [worker.start.remote(*address) for worker in ranks.workers]) for ranks, address in found]
+        for ranks, refs in begun:
+            ranks.collect(refs, "start", deadline)
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self.spec.learner.step_timeout_s
+
+    def _on_parts(
+        self, parts: Sequence[PartName], call: str, submit: Callable[[Any, PartName, int], Any]
+    ) -> dict[PartName, list[Any]]:
+        """submit(worker, part, rank) on all ranks of all parts before any result is waited for; results by rank."""
+        deadline = self._deadline()
+        refs = {
+            part: [submit(worker, part, rank) for rank, worker in enumerate(self.parts[part].workers)] for part in parts
+        }
+        return {part: self.parts[part].collect(refs[part], call, deadline) for part in parts}
+
+    def _by_part(self, make: Callable[[int], T]) -> dict[PartName, T]:
+        """make(number of ranks) for each part, once for parts with as many: packing takes its time."""
+        made = {num_ranks: make(num_ranks) for num_ranks in {len(ranks) for ranks in self.groups}}
+        return {part: made[len(ranks)] for part, ranks in self.parts.items()}
+
+    def _on_policy(self, call: str, submit: Callable[[Any], Any]) -> list[Any]:
+        return self._on_parts(["policy"], call, lambda worker, part, rank: submit(worker))["policy"]
 
     def forward(self, rollouts: Sequence[Rollout]) -> list[TokenStats]:
         """Old logprobs, reference logprobs, values and entropy, each [R], in the order of `rollouts`."""
         if not rollouts:
             return []
         sequences = [np.concatenate([r.prompt_ids, r.response_ids]) for r in rollouts]
-        config = self.spec.learner
-        plan = plan_microbatches([len(s) for s in sequences], config.workers, config.tokens_per_microbatch)
-        results = self._collect(
-            [
-                worker.forward.remote([pack_tokens([sequences[i] for i in m]) if m else empty_tokens() for m in micro])
-                for worker, micro in zip(self.workers, plan, strict=True)
-            ],
-            "forward",
-        )
-        stats: dict[int, TokenStats] = {}
-        for micro, packed in zip(plan, results, strict=True):
-            for members, arrays in zip(micro, packed, strict=True):
-                end = 0
-                for i in members:
-                    start, end = end + len(rollouts[i].prompt_ids), end + len(sequences[i])
-                    stats[i] = TokenStats(**{name: array[start:end] for name, array in vars(arrays).items()})
-        return [stats[i] for i in range(len(rollouts))]
+        lengths, budget = [len(s) for s in sequences], self.spec.learner.tokens_per_microbatch
+        plans = self._by_part(lambda num_ranks: plan_microbatches(lengths, num_ranks, budget))
+
+        def packed(members: Sequence[int]) -> PackedTokens:
+            return pack_tokens([sequences[i] for i in members]) if members else empty_tokens()
+
+        results = self._on_parts(
+            [*self.parts], "forward",
+            lambda worker, part, rank: worker.forward.remote(part, [packed(m) for m in plans[part][rank]]),
+        )  # fmt: skip
+        found: list[dict[str, np.ndarray]] = [{"values": np.zeros(len(r.response_ids), np.float32)} for r in rollouts]
+        for part, by_rank in results.items():
+            for micro, arrays in zip(plans[part], by_rank, strict=True):
+                for members, fields in zip(micro, arrays, strict=True):
+                    end = 0
+                    for i in members:
+                        start, end = end + len(rollouts[i].prompt_ids), end + lengths[i]
+                        found[i] |= {name: array[start:end] for name, array in fields.items()}
+        return [TokenStats(**fields) for fields in found]
 
     def update(self, batch: TrainBatch) -> UpdateResult:
-        """Every optimizer step of the batch. Metrics: means over minibatches, names as in `t2g.metrics`."""
+        """Every optimizer step of the batch. Metrics: means over minibatches, names as in `t2g.metrics`.
+
+        The policy rests during the first `critic_warmup_steps` updates. Raises RunStopped naming part and minibatch
+        when a loss or gradient is not finite; that step is not applied.
+        """
         started = time.monotonic()
-        shares = [
-            [RankMinibatch(microbatches=m.microbatches[rank], num_tokens=m.num_tokens) for m in batch.minibatches]
-            for rank in range(len(self.workers))
-        ]
-        refs = [worker.update.remote(share) for worker, share in zip(self.workers, shares, strict=True)]
-        metrics, *_ = self._collect(refs, "update")
+        budget = self.spec.learner.tokens_per_microbatch
+        packed = self._by_part(
+            lambda num_ranks: [pack_minibatch(m, num_ranks=num_ranks, token_budget=budget) for m in batch.minibatches]
+        )
+        rests = self.policy_version < self.spec.warmup_updates
+        results = self._on_parts(
+            [part for part in self.parts if not (rests and part == "policy")],
+            "update",
+            lambda worker, part, rank: worker.update.remote(
+                part, [m[rank] for m in packed[part]], batch.kl_coef, f"update {self.policy_version + 1}"
+            ),
+        )
         seconds = time.monotonic() - started
         self.policy_version += 1
-        packed = [m for minibatch in batch.minibatches for micro in minibatch.microbatches for m in micro]
-        old, rollout, mask = (
-            torch.from_numpy(np.concatenate([getattr(m, name) for m in packed]))
-            for name in ("old_logprobs", "rollout_logprobs", "loss_mask")
-        )
-        metrics |= importance_metrics(old, rollout, mask, self.spec.objective.importance_cap)
+        metrics = {name: value for by_rank in results.values() for name, value in by_rank[0].items()}
+        metrics |= correction_metrics(batch.minibatches, self.spec.objective)
+        num_tokens = sum(len(s.prompt_ids) + len(s.response_ids) for m in batch.minibatches for s in m.samples)
         metrics["learner/optimizer_steps"] = float(len(batch.minibatches))
-        metrics["learner/tokens_per_s"] = len(mask) / seconds
+        metrics["learner/tokens_per_s"] = num_tokens / seconds
         return UpdateResult(policy_version=self.policy_version, metrics=metrics)
 
     def announce(self) -> list[ParamMeta]:
         """Names and shapes of the policy in the order of `stream_weights`; nothing is gathered."""
-        (metas,) = self._collect([self.workers[0].announce.remote()], "announce")
-        return metas
+        return self._on_policy("announce", lambda w: w.announce.remote())[0]
 
     def stream_weights(self, dtype: Dtype) -> Generator["ray.ObjectRef[Bucket]", None, None]:
         """References to buckets in rank 0's object store; rank 0 gathers STREAM_AHEAD buckets ahead of the consumer.
@@ -328,12 +227,13 @@ class LearnerGroup:
         No other call until all are taken: the ranks are in the middle of this one. Closing the iterator early waits
         for nothing; Ray then takes the rest from the ranks and drops it.
         """
+        ranks = self.parts["policy"]
         options = {"num_returns": "streaming", "_generator_backpressure_num_objects": STREAM_AHEAD}
-        streams = [w.stream_weights.options(**options).remote(dtype) for w in self.workers]
-        yield from self._buckets(streams[0])
-        self._collect([stream.completed() for stream in streams], "stream_weights")
+        streams = [w.stream_weights.options(**options).remote(dtype) for w in ranks.workers]
+        yield from self._buckets(ranks, streams[0])
+        ranks.collect([stream.completed() for stream in streams], "stream_weights", self._deadline())
 
-    def _buckets(self, stream: Any) -> Iterator["ray.ObjectRef[Bucket]"]:
+    def _buckets(self, ranks: Ranks, stream: Any) -> Iterator["ray.ObjectRef[Bucket]"]:
         timeout_s = self.spec.learner.step_timeout_s
         while True:
             ready, _ = ray.wait([stream], timeout=timeout_s, fetch_local=False)
@@ -344,28 +244,52 @@ class LearnerGroup:
             except StopIteration:
                 return
             if ray.wait([stream.completed()], timeout=0)[0]:  # a stream that failed ends in a reference that raises
-                self._collect([stream.completed()], "stream_weights")
+                ranks.collect([stream.completed()], "stream_weights", self._deadline())
             yield ref
 
     def probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
         """[N - 1] float32, at temperature 1: what a worker with the same weights must say of the same tokens."""
-        return self._collect([w.probe_logprobs.remote(ids) for w in self.workers], "probe_logprobs")[0]
+        return self._on_policy("probe_logprobs", lambda w: w.probe_logprobs.remote(ids))[0]
 
     def save(self, folder: Path) -> None:
-        """Model, optimizer, scheduler and RNG of every rank, into an existing empty folder that all ranks see."""
-        self._collect([w.save.remote(folder) for w in self.workers], "save")
+        """Model, optimizer, scheduler and RNG of every rank, into an existing empty folder that all ranks see.
+
+        Under LoRA without the frozen weights: whoever goes on has them from model.policy.
+        """
+        self._on_parts([*self.parts], "save", lambda worker, part, rank: worker.save.remote(part, folder))
+        state = {"num_updates": self.policy_version, "num_ranks": {part: len(r) for part, r in self.parts.items()}}
+        (folder / STATE_FILE).write_text(json.dumps(state))
 
     def load(self, folder: Path) -> None:
-        """What `save` wrote; the next update is the one that would have followed."""
-        self._collect([w.load.remote(folder) for w in self.workers], "load")
-        self.policy_version = json.loads((folder / STATE_FILE).read_text())["num_updates"]
+        """What `save` wrote; the next update is the one that would have followed.
+
+        UserError when it was written by another number of ranks.
+        """
+        state = json.loads((folder / STATE_FILE).read_text())
+        for part, ranks in self.parts.items():
+            if (wrote := state["num_ranks"].get(part, 0)) != len(ranks):
+                field = "learner.workers" if ranks is self.parts["policy"] else "learner.critic_ranks.workers"
+                raise UserError(
+                    f"{field} is {len(ranks)}, but the {part} in {folder} was written by {wrote} ranks: set it back, "
+                    "or start from the exported policy"
+                )
+        self._on_parts([*self.parts], "load", lambda worker, part, rank: worker.load.remote(part, folder))
+        self.policy_version = state["num_updates"]
 
     def export(self, folder: Path) -> None:
-        """The policy as a Hugging Face folder in safetensors, tokenizer included."""
-        self._collect([w.export.remote(folder) for w in self.workers], "export")
+        """The policy as a Hugging Face folder in safetensors, tokenizer included; under LoRA its adapter beside it."""
+        self._on_policy("export", lambda w: w.export.remote(folder))
 
     def close(self) -> None:
         """Kill the ranks and give their places back. Safe to call twice."""
-        while self.workers:
-            ray.kill(self.workers.pop(), no_restart=True)
-            remove_placement_group(self._groups.pop())
+        for ranks in self.groups:
+            ranks.close()
+
+
+def correction_metrics(minibatches: Sequence[Minibatch], objective: ObjectiveConfig) -> Metrics:
+    """`importance_metrics` of every token that counts, once each, however many passes there are."""
+    samples = {id(s): (s, w > 0) for m in minibatches for s, w in zip(m.samples, m.weights, strict=True)}
+    counted = [(s.old_logprobs[keep], s.rollout_logprobs[keep]) for s, keep in samples.values()]
+    old, rollout = (torch.from_numpy(np.concatenate(column)) for column in zip(*counted, strict=True))
+    segments = torch.arange(len(counted)).repeat_interleave(torch.tensor([len(tokens) for tokens, _ in counted]))
+    return importance_metrics(old, rollout, segments, objective.importance, objective.importance_cap)

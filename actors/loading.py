@@ -33,3 +33,16 @@ def load_for_training(
     except (OSError, ValueError) as error:
         raise UserError(f"model.policy={model.policy!r} cannot be loaded: {first_line(error)}") from error
     return load_tokenizer(model.policy, model.revision), models
+
+
+def checkpoint_layers(model: Any, source: ModelConfig, *, section: str) -> None:
+    """Gradient checkpointing of every layer. UserError, naming the section, where the architecture has no such thing.
+
+    model: a transformers PreTrainedModel.
+    """
+    if not model.supports_gradient_checkpointing:
+        raise UserError(
+            f"{section}.gradient_checkpointing is on, but transformers has none for the architecture "
+            f"{model.config.model_type!r} of model.policy={source.policy!r}; switch it off"
+        )
+    model.gradient_checkpointing_enable({"use_reentrant": False})

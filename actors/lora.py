@@ -4,7 +4,8 @@ A weight W [out, in] under an adapter computes W x + scaling * B (A dropout(x)),
 weights out of a model sees checkpoint names and merged weights, as if it had been trained whole. Knows no DeepSpeed.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ _BASE = ".base_layer."
 _FACTORS = (f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight")
 
 
-def add_adapters(model: Any, lora: LoRAConfig, base: ModelConfig) -> None:
+def add_adapters(model: Any, lora: LoRAConfig, base: ModelConfig, *, dropout: float) -> None:
     """Freeze `model` and put an adapter on every linear layer but the head, in place. It computes the same as before.
 
     model: a transformers PreTrainedModel. base: where it came from; the exported adapter names it.
@@ -30,13 +31,28 @@ def add_adapters(model: Any, lora: LoRAConfig, base: ModelConfig) -> None:
         target_modules="all-linear",
         r=lora.r,
         lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
+        lora_dropout=dropout,
         base_model_name_or_path=base.policy,
         revision=base.revision,
     )
     inject_adapter_in_model(config, model, ADAPTER)
     # ZeRO-3 fetches a layer's weights for the backward pass by its input's gradient; the first layer would have none.
     model.enable_input_require_grads()
+
+
+@contextmanager
+def adapters_off(model: torch.nn.Module) -> Iterator[None]:
+    """Within the block the model computes what it did before `add_adapters`; for passes without gradient."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
 
 
 def sources(names: Iterable[str]) -> dict[str, tuple[str, ...]]:

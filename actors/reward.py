@@ -200,6 +200,10 @@ class RewardFleet:
             logger.warning("no feedback: %s", error)
             return no_feedback("failed", source=SOURCE, version=self.version, reason=str(error))
 
+    def forget(self) -> None:
+        """Every answer that was kept: a run that is timed must not profit from one before it."""
+        self._answers = Answers(MAX_ANSWERS)
+
     def close(self) -> None:
         self._fleet.close()
 

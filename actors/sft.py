@@ -9,16 +9,16 @@ import logging
 import os
 import shutil
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 import ray.train
 import ray.train.torch
+from ray.train.v2._internal.execution.controller import TrainController
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.fanout import first_line
 from actors.placement import GIB
@@ -29,20 +29,60 @@ from t2g.errors import RunStopped, UserError
 from t2g.sections import ClusterConfig, ModelConfig, SFTOptions
 
 DRIVER_GRACE_S = 30.0  # the deadline of the ranks' collectives comes first: they know where they stand
+POLL_S = 0.2  # between two looks at the ranks' reports
 DONE_FILE = "sft.json"  # written last: a folder without it is not finished
 # Fields of SFTOptions that decide the weights; the others move the order of sums, and which units dropout meets.
 MOVES_WEIGHTS = {"optim", "dtype", "num_epochs", "batch_size", "max_length", "span_weight", "lora"}
+UNUSED_CALLBACKS = (
+    "DatasetsCallback",
+    "PlacementGroupCleanerCallback",
+    "WorkingDirectorySetupCallback",  # relative paths stay what they are for the driver
+    "ControllerMetricsCallback",
+    "WorkerMetricsCallback",
+)
 NO_PLACE = ("WorkerGroupStartupTimeoutError", "InsufficientClusterResourcesError")  # Ray Train keeps them private
 logger = logging.getLogger(__name__)
 
 
 class _Trainer(ray.train.torch.TorchTrainer):
-    """Without the two helpers that would each start a process of 200 MB: we pass no Ray data sets, and a placement
-    group ends with the controller that made it."""
+    """Ray Train's, but for the processes beside the ranks.
+
+    The controller is ended by force. Left alone it begins to exit when its handle is gone, and takes seconds: a Ray
+    that ends meanwhile leaves it behind, since nobody watches a worker any more that has said goodbye. The helpers that
+    would each start a process of 200 MB are left out: we pass no Ray data sets, and a placement group ends with the
+    controller that made it.
+    """
+
+    def __init__(
+        self, *, follow: Callable[["ray.ObjectRef[Any]"], None], placement_timeout_s: float, **ours: Any
+    ) -> None:
+        """follow: waits for the end of a training and may give it up by raising."""
+        super().__init__(train_loop, **ours)
+        self._follow = follow
+        self._settings = {
+            "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # its poll; the default of 2 s delays start, reports and end
+            "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(placement_timeout_s),
+            "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a process; a lost rank ends the training here anyway
+            "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",  # the controller does so by design
+        }
 
     def _create_default_callbacks(self) -> list[Any]:
-        unused = ("DatasetsCallback", "PlacementGroupCleanerCallback")
-        return [callback for callback in super()._create_default_callbacks() if type(callback).__name__ not in unused]
+        return [call for call in super()._create_default_callbacks() if type(call).__name__ not in UNUSED_CALLBACKS]
+
+    def _initialize_and_run_controller(self, **parts: Any) -> ray.train.Result:
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        controller = (
+            ray.remote(TrainController)
+            .options(num_cpus=0, scheduling_strategy=here, runtime_env={"env_vars": self._settings})
+            .remote(**parts)
+        )
+        try:
+            running = controller.run.remote()
+            self._follow(running)
+            ray.get(running)
+            return ray.get(controller.get_result.remote())
+        finally:
+            ray.kill(controller)  # with it go the ranks that still run: it owns them
 
 
 class _ReportsFile(ray.train.UserCallback):
@@ -160,28 +200,24 @@ def _finished(out_folder: Path, key: str) -> dict[str, float] | None:
 
 
 def _fit(job: RankJob, cluster: ClusterConfig, on_progress: Callable[[SFTProgress], None]) -> dict[str, float]:
-    """Run the ranks in a thread (in the main one Ray Train would take over SIGINT) and follow their reports."""
-    outcome: dict[str, Any] = {}
-
-    def fit() -> None:
-        try:
-            outcome["metrics"] = trainer.fit().return_value
-        except Exception as error:  # noqa: BLE001 - carried to the caller's thread and raised there
-            outcome["error"] = error
-
-    with tempfile.TemporaryDirectory() as scratch, _ray_train_settings(cluster):
+    """Run the ranks and follow their reports. However this ends, ranks and controller end with it."""
+    patience_s = (REPORT_EVERY + 1) * job.options.timeout_s + DRIVER_GRACE_S
+    with tempfile.TemporaryDirectory() as scratch:
         reports = Path(scratch, "reports.jsonl")
-        trainer = _trainer(job, reports, scratch)
-        thread = threading.Thread(target=fit, daemon=True, name="ray-train")
-        thread.start()
-        patience_s = (REPORT_EVERY + 1) * job.options.timeout_s + DRIVER_GRACE_S
-        _follow(thread, reports, patience_s, on_progress)
-    if "error" in outcome:
-        raise _explain(outcome["error"], job.options, cluster) from outcome["error"]
-    return outcome["metrics"]
+
+        def follow(running: "ray.ObjectRef[Any]") -> None:
+            _follow(lambda: bool(ray.wait([running], timeout=POLL_S)[0]), reports, patience_s, on_progress)
+
+        trainer = _trainer(job, cluster, reports, scratch, follow)
+        try:
+            return trainer.fit().return_value
+        except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
+            raise _explain(error, job.options, cluster) from error
 
 
-def _trainer(job: RankJob, reports: Path, scratch: str) -> _Trainer:
+def _trainer(
+    job: RankJob, cluster: ClusterConfig, reports: Path, scratch: str, follow: Callable[["ray.ObjectRef[Any]"], None]
+) -> _Trainer:
     options = job.options
     resources = {"CPU": options.cpus, "memory": int(options.memory_gib * GIB)}
     if options.gpus:
@@ -190,7 +226,8 @@ def _trainer(job: RankJob, reports: Path, scratch: str) -> _Trainer:
     if not options.gpus:
         env |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     return _Trainer(
-        train_loop,
+        follow=follow,
+        placement_timeout_s=cluster.placement_timeout_s,
         train_loop_config={"job": job},
         torch_config=ray.train.torch.TorchConfig(
             backend="nccl" if options.gpus else "gloo", timeout_s=max(1, round(options.timeout_s))
@@ -212,43 +249,24 @@ def _trainer(job: RankJob, reports: Path, scratch: str) -> _Trainer:
     )
 
 
-@contextmanager
-def _ray_train_settings(cluster: ClusterConfig) -> Iterator[None]:
-    """What Ray Train reads from the driver's environment only."""
-    settings = {
-        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # its poll; the default of 2 s delays start, reports and end
-        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(cluster.placement_timeout_s),
-        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a process of its own; a lost rank ends the training here anyway
-        "RAY_TRAIN_METRICS_ENABLED": "0",
-        "RAY_CHDIR_TO_TRIAL_DIR": "0",
-    }
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
 def _follow(
-    thread: threading.Thread, reports: Path, patience_s: float, on_progress: Callable[[SFTProgress], None]
+    has_ended: Callable[[], bool], reports: Path, patience_s: float, on_progress: Callable[[SFTProgress], None]
 ) -> None:
-    """Hand on each report until the thread ends; RunStopped when the next one, or the end, takes over `patience_s`."""
+    """Hand on each report until the end; RunStopped when the next one, or the end, takes over `patience_s`.
+
+    has_ended: may take a moment to answer.
+    """
     deadline = time.monotonic() + patience_s
     num_read, last = 0, None
     while True:
-        alive = thread.is_alive()
+        ended = has_ended()
         lines = reports.read_text().split("\n")[:-1] if reports.exists() else []  # the last may be half written
         for line in lines[num_read:]:
             last = SFTProgress(**json.loads(line))
             on_progress(last)
             deadline = time.monotonic() + patience_s
         num_read = len(lines)
-        if not alive:
+        if ended:
             return
         if time.monotonic() > deadline:
             where = f"the ranks stood at step {last.step} of {last.num_steps}" if last else "no rank has reported yet"
@@ -256,7 +274,6 @@ def _follow(
                 f"{LABEL} is late: nothing was heard of its ranks for {patience_s:g} s, which is sft.timeout_s for "
                 f"each of {REPORT_EVERY} steps and for what comes before or after them; {where}"
             )
-        thread.join(0.2)
 
 
 def _explain(error: Exception, options: SFTOptions, cluster: ClusterConfig) -> Exception:

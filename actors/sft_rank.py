@@ -17,7 +17,7 @@ import ray.train
 import torch
 
 from actors import lora
-from actors.loading import load_for_training
+from actors.loading import checkpoint_layers, load_for_training
 from t2g.checkpoint import CheckpointStore
 from t2g.data.batching import EMPTY_TOKENS
 from t2g.data.sft import SFTExample, SFTMicrobatch, make_microbatch, plan_epochs
@@ -113,14 +113,9 @@ def train_loop(config: dict[str, Any]) -> dict[str, float]:
 def prepare(model: Any, options: SFTOptions, source: ModelConfig) -> None:
     """Adapters and gradient checkpointing, as the options say. UserError where the architecture has no such thing."""
     if options.lora is not None:
-        lora.add_adapters(model, options.lora, source)
+        lora.add_adapters(model, options.lora, source, dropout=options.lora.dropout)
     if options.gradient_checkpointing:
-        if not model.supports_gradient_checkpointing:
-            raise UserError(
-                f"sft.gradient_checkpointing is on, but transformers has none for the architecture "
-                f"{model.config.model_type!r} of model.policy={source.policy!r}; switch it off"
-            )
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_layers(model, source, section="sft")
 
 
 @torch.no_grad()

@@ -139,13 +139,13 @@ def build_engine(
     return engine
 
 
-def frozen_engine(model: torch.nn.Module, *, dtype: Dtype, world_size: int) -> Engine:
-    """A ZeRO-3 engine without an optimizer, for forward passes only."""
+def frozen_engine(model: torch.nn.Module, *, dtype: Dtype, world_size: int, offload: bool = False) -> Engine:
+    """A ZeRO-3 engine without an optimizer, for forward passes only. offload: its partitions lie in host memory."""
     import deepspeed
 
     model.requires_grad_(False)
     _gather_whole_layers(model)
-    engine, *_ = deepspeed.initialize(model=model, config=_config(model, dtype, world_size))
+    engine, *_ = deepspeed.initialize(model=model, config=_config(model, dtype, world_size, offload=offload))
     engine.eval()
     return engine
 

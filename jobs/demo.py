@@ -105,12 +105,8 @@ def run(demo: DemoJob) -> int:
 
     started = time.monotonic()
     jobs = {arm: arm_job(demo, arm) for arm in demo.arms}
-    roles: dict[str, RoleConfig] = {
-        "rollout": demo.rollout,
-        "reward_engine": demo.reward_engine,
-        "learner": demo.learner,
-    }
-    connect(demo.cluster, roles)
+    engines: dict[str, RoleConfig] = {"rollout": demo.rollout, "reward_engine": demo.reward_engine}
+    connect(demo.cluster, engines | demo.learner.roles(demo.objective))
     try:
         with Fleets() as fleets:
             stages = make_stages(demo, fleets)

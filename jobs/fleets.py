@@ -88,6 +88,11 @@ class Fleets:
         key = self._start_chats(config, job)
         return LLMFeedback(self._wait(key, self._chats[key]), config, task)
 
+    def forget_answers(self) -> None:
+        """Reward models judge again what they judged before."""
+        for fleet in self._rewards.values():
+            fleet.forget()
+
     def _start_rollouts(self, model: ModelConfig, config: RolloutConfig, job: JobConfig) -> Key:
         key = ("rollout", model.policy, model.revision, _engine_settings(config))
         if key not in self._rollouts:

@@ -12,15 +12,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import sqrt
+from itertools import product
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from jobs.cli import main
 from t2g.checkpoint import write_atomic
 from t2g.config import DemoJob, RewardJob, StudyJob
 from t2g.describe import describe_study
+from t2g.intervals import half_interval
 from t2g.sections import DataConfig, ModelConfig, RunConfig, SandboxConfig, StyleConfig
 
 if TYPE_CHECKING:
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
 STUDY_FILE = "study.json"
 # Variant -> style, whether the loss is span-weighted. Each differs in one thing from the first, which is the demo's.
 VARIANTS: dict[str, tuple[StyleConfig, bool]] = {
-    "weighted": (StyleConfig(), True),
     "plain": (StyleConfig(), False),
-    "no_critique": (StyleConfig(critique=False), True),
-    "dense": (StyleConfig(labels="dense"), True),
+    "weighted": (StyleConfig(), True),
+    "no_critique": (StyleConfig(critique=False), False),
+    "dense": (StyleConfig(labels="dense"), False),
 }
 TOKENS = tuple(f"{label}_{metric}" for label in ("good", "poor") for metric in ("precision", "recall", "f1"))
 LABELLED = "labelled_share"
@@ -51,19 +52,9 @@ Means over {seeds} seeds ± half the width of the 95 % interval (Student's t). L
 with a gold label. Good and poor: on all tokens, against gold labels of the variant's own kind, sparse or dense.
 Decisive: on the tokens that the *sparse* gold calls good or poor (stated values, inventions), where all variants can be
 compared. Located: quotes that stand in the response. Parsed: answers without guided decoding that are JSON."""
-T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t, 1 .. 9 degrees of freedom
 
 
 # ------------------------------------------------------------------------------------------------------------- figures
-def half_interval(values: Sequence[float]) -> float:
-    """Half the width of the 95 % interval of the mean of 2 to 10 values: t * s / sqrt(n).
-
-    >>> round(half_interval([1.0, 2.0, 3.0]), 3)
-    2.484
-    """
-    return T_975[len(values) - 2] * stdev(values) / sqrt(len(values))
-
-
 def study_metrics(
     judged: "Sequence[JudgedRecord]", sparse: "Sequence[AnnotatedRecord]", tokenizer: Any
 ) -> dict[str, float]:
@@ -150,7 +141,7 @@ def variant_job(study: StudyJob, demo: DemoJob, variant: str, seed: int) -> Rewa
 
     job, folder = reward_job(demo), study.run.folder
     style, weighted = VARIANTS[variant]
-    sft = {"num_epochs": study.num_epochs} if weighted else {"num_epochs": study.num_epochs, "span_weight": 1.0}
+    sft = {"num_epochs": study.num_epochs, "span_weight": study.span_weight if weighted else 1.0}
     changes: dict[str, Any] = {
         "run": RunConfig(root=folder, name=f"{variant}-{seed}", seed=seed),
         "model": ModelConfig(policy=str(folder / "weights" / str(seed))),
@@ -181,30 +172,35 @@ def run_variant(demo: DemoJob, job: RewardJob) -> dict[str, float]:
     return study_metrics(judged, [relabelled(record, critic) for record in data.heldout], tokenizer)
 
 
+def make_variants(
+    study: StudyJob, demo: DemoJob, wanted: Sequence[tuple[str, int]]
+) -> dict[tuple[str, int], dict[str, Any]]:
+    """The trainings of these variants and seeds that are not there yet; the metrics of all. Ray must be connected."""
+    from jobs.fleets import Fleets
+    from jobs.stages import make_records, once, reward_job
+
+    jobs = {(variant, seed): variant_job(study, demo, variant, seed) for variant, seed in wanted}
+    with Fleets() as fleets:
+        make_records(demo, fleets)
+    write_dense(study, reward_job(demo))
+    return {key: once(job.run.folder, job, partial(run_variant, demo, job)) for key, job in jobs.items()}
+
+
 def run(study: StudyJob) -> None:
     import ray
 
     from actors.placement import connect
-    from jobs.fleets import Fleets
-    from jobs.stages import demo_of, make_records, once, reward_job
+    from jobs.stages import demo_of
     from t2g.versions import versions
 
     demo = demo_of(study)
     assert demo is not None  # study.stages is required
-    jobs = {
-        variant: {seed: variant_job(study, demo, variant, seed) for seed in study.seeds} for variant in study.variants
-    }
     connect(study.cluster, {"sft": demo.reward_sft})  # each engine starts when the ranks before it have gone
     try:
-        with Fleets() as fleets:
-            make_records(demo, fleets)
-        write_dense(study, reward_job(demo))
-        results = {
-            variant: {seed: once(job.run.folder, job, partial(run_variant, demo, job)) for seed, job in by_seed.items()}
-            for variant, by_seed in jobs.items()
-        }
+        made = make_variants(study, demo, list(product(study.variants, study.seeds)))
     finally:
         ray.shutdown()
+    results = {variant: {seed: made[variant, seed] for seed in study.seeds} for variant in study.variants}
     summary = {"config": study.model_dump(mode="json"), "metrics": results, "versions": versions()}
     write_atomic(study.run.folder / STUDY_FILE, json.dumps(summary, indent=1).encode())
     print(table(results))

@@ -4,6 +4,7 @@
     <run>/base/model/   the policy after supervised training on faulty references
     <run>/annotated/    train.jsonl, heldout.jsonl
     <run>/reward/model/ the span reward model, and reward.json beside it
+    <run>/reviser/model/ the base policy, taught to follow a critique: for the baselines of jobs.compare that need one
 
 `stage.json`, with settings, metrics and seconds, is written when a stage is whole. A second run reads that file, makes
 a stage without one again, and refuses other settings by name.
@@ -13,12 +14,12 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jobs.annotate import annotate_data
 from jobs.fleets import Fleets
 from jobs.train_reward import read_data, train_reward
-from jobs.train_sft import train_sft
+from jobs.train_sft import supervise, train_sft
 from t2g import configio
 from t2g.checkpoint import write_atomic
 from t2g.config import AnnotateJob, DemoJob, PolicyJob, RewardJob, SFTJob, StudyJob
@@ -26,9 +27,11 @@ from t2g.data.chat import load_tokenizer
 from t2g.errors import UserError
 from t2g.sections import AnnotateConfig, DataConfig, ModelConfig, RunConfig, Section
 
+AnyJob = TypeVar("AnyJob", bound=PolicyJob)
 PLACEHOLDER = "${stages}"
+REVISER_EPOCHS = 5.0
 CRITIC = "t2g.tasks.tiny_task:critic"
-WORLD, BASE, ANNOTATED, REWARD = "world", "base", "annotated", "reward"
+WORLD, BASE, ANNOTATED, REWARD, REVISER = "world", "base", "annotated", "reward", "reviser"
 
 
 def make_stages(demo: DemoJob, fleets: Fleets) -> dict[str, dict[str, Any]]:
@@ -88,6 +91,28 @@ def reward_job(demo: DemoJob) -> RewardJob:
     )
 
 
+def make_reviser(demo: DemoJob) -> dict[str, Any]:
+    """A model that reads a critique and writes the summary again; after `make_stages`. Its metrics, with `seconds`.
+
+    It learns from corrections that the world's facts give (`t2g.tasks.tiny_revision`): no policy of this size could
+    revise by itself.
+    """
+    job = reviser_job(demo)
+    return once(job.run.folder, job, lambda: _train_reviser(job))
+
+
+def reviser_job(demo: DemoJob) -> SFTJob:
+    window = demo.rollout.max_model_len + demo.reward_engine.max_model_len  # as jobs.baselines serves it
+    return SFTJob(
+        run=_run(demo, REVISER),
+        cluster=demo.cluster,
+        task="tiny",
+        model=base_model(demo),
+        data=DataConfig(path=str(demo.run.folder / ANNOTATED / "train.jsonl")),
+        sft=demo.policy_sft.model_copy(update={"max_length": window, "num_epochs": REVISER_EPOCHS}),
+    )
+
+
 def base_model(demo: DemoJob) -> ModelConfig:
     return ModelConfig(policy=str(demo.run.folder / BASE / "model"))
 
@@ -105,17 +130,18 @@ def demo_of(config: PolicyJob | StudyJob) -> DemoJob | None:
     return demo.model_copy(update={"cluster": config.cluster})
 
 
-def resolve_stages(config: PolicyJob, demo: DemoJob | None) -> PolicyJob:
+def resolve_stages(config: AnyJob, demo: DemoJob | None) -> AnyJob:
     """`config` with the stages' folder for `${stages}` in every path."""
-    if demo is None:
-        return config
+    return config if demo is None else resolve_folder(config, PLACEHOLDER, demo.run.folder)
 
+
+def resolve_folder(config: AnyJob, placeholder: str, folder: Path) -> AnyJob:
     def resolved(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: resolved(inner) for key, inner in value.items()}
-        return value.replace(PLACEHOLDER, str(demo.run.folder)) if isinstance(value, str) else value
+        return value.replace(placeholder, str(folder)) if isinstance(value, str) else value
 
-    return PolicyJob.model_validate(resolved(config.model_dump()))
+    return type(config).model_validate(resolved(config.model_dump()))
 
 
 def _run(demo: DemoJob, name: str) -> RunConfig:
@@ -158,6 +184,26 @@ def _write_world(demo: DemoJob) -> dict[str, Any]:
         for record in load_records(DataConfig(path=str(folder / "heldout.jsonl")))
     ]
     return {"references_fact_f1": sum(references) / len(references)}  # what a converged base policy reaches
+
+
+def _train_reviser(job: SFTJob) -> dict[str, Any]:
+    import numpy as np
+
+    from t2g.baselines import revision_examples
+    from t2g.data.records import AnnotatedRecord, load_annotated
+    from t2g.tasks.base import get_task
+    from t2g.tasks.tiny_revision import corrected, thinned
+
+    rng = np.random.default_rng(job.run.seed)
+
+    def revise(record: AnnotatedRecord) -> tuple[str, str]:
+        critique = thinned(record.critique, rng)
+        return critique, corrected(record.payload["facts"], record.response, critique)
+
+    tokenizer = load_tokenizer(job.model.policy)
+    records = load_annotated(job.data)
+    examples = revision_examples(records, get_task(job.task), tokenizer, revise, max_length=job.sft.max_length)
+    return supervise(job, examples, title="reviser")
 
 
 def _train_reward(demo: DemoJob, job: RewardJob, fleets: Fleets) -> dict[str, Any]:

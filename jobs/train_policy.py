@@ -8,7 +8,7 @@ import asyncio
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from t2g.errors import UserError
 from t2g.sections import RoleConfig
 
 if TYPE_CHECKING:  # numpy, torch and Ray are imported by the functions that need them: --help must answer at once
+    from actors.learner import LearnerGroup
     from actors.rollout import RolloutFleet
     from t2g.interfaces import FeedbackSource
     from t2g.tasks.base import Task
@@ -45,12 +46,14 @@ def read_data(config: PolicyJob) -> PolicyData:
     from t2g.data.chat import load_tokenizer
     from t2g.data.load import load_records
     from t2g.data.prompts import make_prompts
+    from t2g.steps import refuse_unmeasured
     from t2g.tasks.base import get_task
 
     task = get_task(config.task)
     tokenizer = load_tokenizer(config.model.policy, config.model.revision)
     room = config.rollout.max_model_len - config.rollout.max_new_tokens
     prompts = make_prompts(load_records(config.data), task, tokenizer, room)
+    refuse_unmeasured(task, prompts, config.objective.w_end)
     eval_prompts: list[Prompt] = []
     if config.eval_data is not None:
         records = load_records(config.eval_data)[: config.eval.num_prompts]
@@ -59,12 +62,18 @@ def read_data(config: PolicyJob) -> PolicyData:
 
 
 def train(
-    config: PolicyJob, data: PolicyData, rollouts: "RolloutFleet", feedback: "FeedbackSource", stop: StopFlag
+    config: PolicyJob,
+    data: PolicyData,
+    rollouts: "RolloutFleet",
+    feedback: "FeedbackSource",
+    stop: StopFlag,
+    after: "Callable[[LearnerGroup], None]" = lambda learner: None,
 ) -> dict[str, Any] | None:
     """One run on fleets that are up; the learner group lives as long as this call. Returns the summary that it wrote,
     or None when `stop` ended the run at a checkpoint: the same call goes on from there.
 
-    rollouts: engines of the same model.
+    rollouts: engines of the same model. after: called once all steps are done, while the learner lives and the engines
+    have its weights; a run whose `after` did not return is not finished.
     """
     from actors.learner import LearnerGroup, LearnerSpec
     from actors.weight_sync import StoreWeightSync
@@ -114,7 +123,13 @@ def train(
             if state.step < config.num_steps:
                 return None
             learner.export(folder / "policy")
+            after(learner)
         return write_summary(config, seconds=state.wall_s)
+
+
+def policy_roles(config: PolicyJob) -> dict[str, RoleConfig]:
+    """The resources of engines and ranks by config section; `jobs.fleets.feedback_roles` has those of the feedback."""
+    return {"rollout": config.rollout} | config.learner.roles(config.objective)
 
 
 def begin_folder(config: PolicyJob) -> None:
@@ -201,8 +216,7 @@ def run(asked: PolicyJob) -> int:
     summary = finished(config)
     if summary is None:
         data = None if demo else read_data(config)
-        roles: dict[str, RoleConfig] = {"rollout": config.rollout, "learner": config.learner}
-        connect(config.cluster, roles | feedback_roles(config.feedback))
+        connect(config.cluster, policy_roles(config) | feedback_roles(config.feedback))
         try:
             if demo:
                 with Fleets() as fleets:

@@ -1,7 +1,7 @@
 """Schema of every job, made of the sections of `t2g.sections`. Imports no torch; `t2g.configio` reads the files."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -16,6 +16,7 @@ from t2g.sections import (
     LearnerConfig,
     LogConfig,
     ModelConfig,
+    NoiseConfig,
     ObjectiveConfig,
     Placement,
     RewardEngineConfig,
@@ -25,7 +26,7 @@ from t2g.sections import (
     SFTOptions,
     StyleConfig,
     WorldConfig,
-    _with_probe_tolerance,
+    with_probe_tolerance,
 )
 
 
@@ -56,7 +57,7 @@ class PolicyJob(JobConfig):
         None, description="a demo config whose stages are made first where missing; ${stages} in a path is their folder"
     )
 
-    _probe_tolerance = field_validator("learner")(_with_probe_tolerance)
+    _probe_tolerance = field_validator("learner")(with_probe_tolerance)
 
     @field_validator("objective")
     @classmethod
@@ -67,6 +68,15 @@ class PolicyJob(JobConfig):
         return objective.model_copy(
             update={"rewards": objective.rewards.model_copy(update={"poor": (0.0, -1.0, -1.0)})}
         )
+
+    @model_validator(mode="after")
+    def _a_group_has_others(self) -> "PolicyJob":
+        if not self.objective.uses_critic and self.rollout.samples_per_prompt < 2:
+            raise ValueError(
+                f"objective.advantages={self.objective.advantages} compares the samples of a prompt, and there is one: "
+                "rollout.samples_per_prompt needs to be 2 or more"
+            )
+        return self
 
 
 class SFTJob(JobConfig):
@@ -135,10 +145,16 @@ class DemoJob(Section):
     num_steps: int = Field(20, ge=1)
     arms: tuple[Placement, ...] = Field(("span", "scalar", "shuffled"), min_length=1)
 
-    _probe_tolerance = field_validator("learner")(_with_probe_tolerance)
+    _probe_tolerance = field_validator("learner")(with_probe_tolerance)
 
 
-StudyVariant = Literal["weighted", "plain", "no_critique", "dense"]
+def _without_repeats(names: tuple[Any, ...], info: ValidationInfo) -> tuple[Any, ...]:
+    if len(set(names)) < len(names):
+        raise ValueError(f"{info.field_name} has an entry twice, which would count as two measurements")
+    return names
+
+
+StudyVariant = Literal["plain", "weighted", "no_critique", "dense"]
 
 
 class StudyJob(Section):
@@ -149,17 +165,91 @@ class StudyJob(Section):
     stages: Path = Field(
         ..., description="a demo config whose world, base policy and records are used, and made first where missing"
     )
-    variants: tuple[StudyVariant, ...] = Field(("weighted", "plain", "no_critique", "dense"), min_length=1)
+    variants: tuple[StudyVariant, ...] = Field(("plain", "weighted", "no_critique", "dense"), min_length=1)
     seeds: tuple[int, ...] = Field((1, 2, 3), min_length=2, max_length=10, description="of weights and of the order")
+    span_weight: float = Field(2.0, gt=1, description="of the variant `weighted`; of the others it is 1")
     num_epochs: float = Field(5, gt=0, description="of each training; all else is the demo's reward_sft")
     eval_records: int = Field(400, ge=1, description="held-out records that each model judges")
 
     @field_validator("seeds", "variants")
     @classmethod
     def _no_one_twice(cls, names: tuple[Any, ...], info: ValidationInfo) -> tuple[Any, ...]:
-        if len(set(names)) < len(names):
-            raise ValueError(f"{info.field_name} has an entry twice, which would count as two measurements")
-        return names
+        return _without_repeats(names, info)
+
+
+Method = Literal[
+    "sft", "reflection", "shuffled", "scalar", "step", "grpo", "dpo", "ilf", "no_critique", "dense", "span"
+]
+RunPart = Annotated[str, Field(pattern=r"^[a-z0-9_]{1,20}$")]  # becomes a part of a run folder's name
+
+
+class AblationModels(Section):
+    """Reward models of the ablations, each trained for its own style."""
+
+    no_critique: str | None = Field(None, description="folder or hub name; ${study} is the folder of compare.study")
+    dense: str | None = None
+
+
+class CompareConfig(Section):
+    """Who is compared, on what seeds, and what is measured beside the score."""
+
+    methods: tuple[Method, ...] = Field(("sft", "shuffled", "scalar", "step", "grpo", "span"), min_length=1)
+    seeds: tuple[int, ...] = Field(
+        (1, 2, 3, 4, 5), min_length=1, max_length=10, description="of prompts and sampling, the same for all methods"
+    )
+    lr_grid: tuple[Annotated[float, Field(gt=0)], ...] = Field(
+        (1e-4, 3e-4, 1e-3), min_length=1, description="for learner.policy.lr: each method takes its own best of these"
+    )
+    search_seeds: tuple[int, ...] = Field((101,), min_length=1, description="on which the learning rates are chosen")
+    reference_prompts: int = Field(
+        128, ge=1, description="held-out prompts whose responses by the base tell what training changed"
+    )
+    noise: dict[RunPart, NoiseConfig] = Field(
+        {}, description="name -> noise in the training feedback; span and scalar are run with each"
+    )
+    reviser: str | None = Field(
+        None, description="folder or hub name of what revises for reflection and ilf; none: the policy itself"
+    )
+    reward_models: AblationModels = AblationModels()
+    study: Path | None = Field(
+        None, description="a config of jobs.reward_study; its models that ${study} names are trained where missing"
+    )
+
+    @field_validator("methods", "seeds", "lr_grid", "search_seeds")
+    @classmethod
+    def _no_one_twice(cls, names: tuple[Any, ...], info: ValidationInfo) -> tuple[Any, ...]:
+        return _without_repeats(names, info)
+
+    @model_validator(mode="after")
+    def _is_fair(self) -> "CompareConfig":
+        if both := set(self.seeds) & set(self.search_seeds):
+            raise ValueError(
+                f"compare.search_seeds has {min(both)}, and so has compare.seeds: a learning rate chosen on a seed "
+                "would be measured on it; take others"
+            )
+        if set(self.methods) <= {"sft", "reflection"}:
+            raise ValueError("compare.methods has none that is trained; sft is measured at step 0 of the others")
+        if self.noise and not {"span", "scalar"} <= set(self.methods):
+            raise ValueError("compare.noise needs span and scalar among compare.methods, whose learning rates it takes")
+        return self
+
+
+class CompareJob(PolicyJob):
+    """jobs.compare: methods on the same model, data, seeds, feedback and samples."""
+
+    run: RunConfig = RunConfig(name="compare")
+    compare: CompareConfig = CompareConfig()
+
+    @model_validator(mode="after")
+    def _can_be_measured(self) -> "CompareJob":
+        if self.eval_data is None:
+            raise ValueError("eval_data is missing: methods are compared on held-out prompts")
+        if self.run.smoke:
+            raise ValueError("run.smoke is of jobs.train_policy; try num_steps=2, one of compare.seeds, one of lr_grid")
+        for method, model in self.compare.reward_models:
+            if method in self.compare.methods and self.feedback.source == "reward_model" and model is None:
+                raise ValueError(f"compare.methods has {method}, which needs compare.reward_models.{method}")
+        return self
 
 
 class ScoreJob(JobConfig):
@@ -171,6 +261,8 @@ class ScoreJob(JobConfig):
     def _asks_a_reward_model(self) -> "ScoreJob":
         if self.feedback.source != "reward_model":
             raise ValueError(f"feedback.source={self.feedback.source} is no reward model; it needs to be reward_model")
+        if self.feedback.noise is not None:
+            raise ValueError("feedback.noise is for training a policy; leave it out")
         return self
 
 

@@ -48,6 +48,7 @@ MAY_DIFFER = (
     "*.llm.key_env",
     "*.llm.requests_per_minute",
     "*.llm.max_total_tokens",
+    "compare.*",  # each run of a comparison has a config of its own, which is checked
     "annotate.timeout_s",  # decides which records are missing, and those are asked for again
     "annotate.max_failed_share",
     "annotate.heldout_share",
@@ -70,6 +71,10 @@ PATHS = (
     "eval_data.path",
     *(f"{source}.{key}" for source in ("feedback", "annotate") for key in ("reward_model", "human_file", "llm.model")),
     "stages",
+    "compare.study",
+    "compare.reviser",
+    "compare.reward_models.no_critique",
+    "compare.reward_models.dense",
 )
 
 

@@ -4,6 +4,8 @@ import json
 import re
 from collections.abc import Callable
 from difflib import get_close_matches
+from types import UnionType
+from typing import get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -67,8 +69,8 @@ def dotted_keys(schema: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def section_type(annotation: object) -> type[BaseModel] | None:
-    """The section behind `Section` or `Section | None`; None for a plain value."""
-    options = getattr(annotation, "__args__", None) or (annotation,)
+    """The section behind `Section` or `Section | None`; None for a plain value and for sections by name."""
+    options = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     return next((option for option in options if isinstance(option, type) and issubclass(option, BaseModel)), None)
 
 

@@ -2,14 +2,15 @@
 
 from math import ceil
 
-from t2g.config import AnnotateJob, DemoJob, PolicyJob, RewardJob, SFTJob, StudyJob
+from t2g.arms import NOISY, UNTRAINED
+from t2g.config import AnnotateJob, CompareJob, DemoJob, PolicyJob, RewardJob, SFTJob, StudyJob
 from t2g.sections import LearnerConfig, RoleConfig, RolloutConfig, SFTOptions
 
 
 def describe_policy(job: PolicyJob) -> str:
     """jobs.train_policy: sizes of one step and of the run, then the resources."""
     samples = job.num_steps * samples_per_step(job.rollout)
-    roles: dict[str, RoleConfig] = {"rollout": job.rollout, "learner": job.learner}
+    roles: dict[str, RoleConfig] = {"rollout": job.rollout} | job.learner.roles(job.objective)
     if job.feedback.own_engines:
         roles[str(job.feedback.model_asked)] = job.feedback.engine
     lines = [
@@ -33,7 +34,7 @@ def describe_demo(job: DemoJob) -> str:
         f"stage 3: {_count(len(job.arms), 'arm')} ({', '.join(job.arms)}), one after the other",
         *_step_lines(job.rollout, job.learner),
         f"run: {_count(job.num_steps, 'step')} and {_count(samples, 'sample')} for each arm",
-        *_resource_lines({"rollout": job.rollout, "learner": job.learner, "reward": job.reward_engine}),
+        *_resource_lines({"rollout": job.rollout, **job.learner.roles(job.objective), "reward": job.reward_engine}),
         f"run folder: {job.run.folder}",
     ]
     return "\n".join(lines)
@@ -90,6 +91,24 @@ def describe_study(job: StudyJob) -> str:
             f"{_count(len(job.seeds), 'seed')}, {job.num_epochs:g} epochs; records and resources of {job.stages}",
             f"evaluation: at most {_count(job.eval_records, 'held-out record')} after each",
             f"run folder: {job.run.folder}",
+        ]
+    )
+
+
+def describe_compare(job: CompareJob) -> str:
+    """jobs.compare: how many runs there are, and what one of them is."""
+    config = job.compare
+    arms = sum(method != "sft" for method in config.methods) * len(config.seeds)
+    searched = sum(method not in UNTRAINED for method in config.methods) * (len(config.lr_grid) > 1)
+    searches = searched * len(config.lr_grid) * len(config.search_seeds)
+    noisy = len(config.noise) * len(NOISY) * len(config.seeds)
+    return "\n".join(
+        [
+            f"methods: {', '.join(config.methods)}; {_count(len(config.seeds), 'seed')}, the same for all",
+            f"{_count(searches + arms + noisy, 'run')}: {searches} to choose learning rates, {arms} that are compared, "
+            f"{noisy} under noise",
+            "each run:",
+            *(f"  {line}" for line in describe_policy(job).splitlines()),
         ]
     )
 

@@ -40,21 +40,21 @@ class Aligner(Protocol):
 
 class Learner(Protocol):
     def forward(self, rollouts: Sequence[Rollout]) -> list[TokenStats]:
-        """Old logprobs, reference logprobs, values and entropy, in the order of `rollouts`."""
+        """Old logprobs, reference logprobs, values (0 without a critic) and entropy, in the order of `rollouts`."""
         ...
 
     def update(self, batch: TrainBatch) -> UpdateResult:
-        """Every optimizer step of the batch; policy_version goes up by one."""
+        """Every optimizer step of the batch; policy_version goes up by one, in the critic's warm-up as well."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Model, optimizer, scheduler and RNG of every rank, into an existing empty folder."""
+        """Trained weights, optimizers, schedules and RNG of every rank, into an existing empty folder."""
         ...
 
     def load(self, folder: Path) -> None: ...
 
     def export(self, folder: Path) -> None:
-        """The policy as a Hugging Face folder in safetensors, tokenizer included."""
+        """The policy as a Hugging Face folder in safetensors, tokenizer included; adapters merged, and in `adapter`."""
         ...
 
 

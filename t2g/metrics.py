@@ -8,11 +8,13 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | samples                                    | responses sampled for training so far, all steps                       |
 | reward/token_mean                          | mean token reward (delta) over the step's response tokens              |
 | reward/response_mean                       | mean over responses of the sum of their token rewards                  |
+| reward/end_mean                            | mean measure of the task, where objective.w_end pays it                |
 | tokens/{good,poor,unlabelled}_share        | response tokens with delta > 0, < 0, = 0                               |
 | policy/kl                                  | to the reference, nats per sequence: mean of the sum over tokens       |
 | policy/kl_coef                             | beta of this step                                                      |
 | policy/entropy                             | nats per token                                                         |
 | policy/loss, critic/loss                   | mean over minibatches                                                  |
+| policy/kl_loss                             | KL as a term of the loss (k3, full), before its coefficient, per token |
 | policy/grad_norm, critic/grad_norm         | before clipping, mean over minibatches                                 |
 | policy/clip_share                          | tokens whose ratio left [1 - eps, 1 + eps]                             |
 | policy/approx_kl                           | old to new policy, k3, nats per token                                  |
@@ -23,7 +25,7 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | gap/{logprob_mean,p95}                     | of |learner - engine| logprob, nats                                    |
 | importance/{mean,p95}                      | of the weight exp(learner - engine), before it is capped               |
 | importance/outside_share                   | weights outside [.9, 1.1]                                              |
-| importance/truncated_share                 | weights above objective.importance_cap                                 |
+| importance/truncated_share                 | tokens whose weight objective.importance_cap changed                   |
 | feedback/failed_share                      | responses whose feedback is neither ok nor empty                       |
 | feedback/located_rate                      | quotes found in their response                                         |
 | speed/tokens_per_s                         | sampled tokens by seconds of the whole step                            |
@@ -34,6 +36,10 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | sync/probe_gap                             | largest |engine - learner| logprob on the probe, nats                  |
 | sync/bytes                                 | weights sent to each worker                                            |
 | sft/<name>                                 | supervised jobs: loss, gradient norm, speed; `step` is the optimizer's |
+| dpo/{pairs,ties_share}                     | pairs learnt from; share left out since both are worth the same        |
+| dpo/{loss,accuracy,margin,grad_norm,steps} | of the last optimizer step, see `actors.dpo`                           |
+| ilf/{loss,revised_share}                   | of the fine-tuning; responses of which there is a revision             |
+| reflection/revised_share                   | held-out responses that were answered again                            |
 | eval/<name>                                | held-out metric of the task, only in steps that evaluate               |
 | eval/score                                 | the one of them by which the best checkpoint is kept                   |
 """

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from t2g.algo.advantages import gae, step_rewards, whiten
+from t2g.algo.advantages import gae, group_advantages, step_rewards, whiten
 from t2g.algo.kl import sequence_kl
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.rewards import label_shares, place
-from t2g.sections import ObjectiveConfig, RewardRuleConfig
+from t2g.sections import ObjectiveConfig, Placement, RewardRuleConfig, SandboxConfig
 from t2g.tasks.base import Task
 from t2g.types import Prompt, Rollout, ScoredRollout, SpanFeedback, TokenStats, TrainSample
 
@@ -28,6 +28,21 @@ def prompt_indices(*, num_prompts: int, per_step: int, step: int, seed: int) -> 
     return order[place * per_step : (place + 1) * per_step].tolist()
 
 
+def refuse_unmeasured(task: Task, prompts: Sequence[Prompt], w_end: float) -> None:
+    """UserError where an end reward is asked for that the task cannot give; the first prompt stands for all."""
+    if w_end == 0:
+        return
+    if not task.score_name:
+        raise UserError(
+            f"objective.w_end={w_end:g} pays a measure of the task, and task {task.name} has none; set it to 0"
+        )
+    if prompts and task.measure(prompts[0], "", sandbox=SandboxConfig()) is None:
+        raise UserError(
+            f"objective.w_end={w_end:g} pays {task.score_name}, and prompt {prompts[0].prompt_id} holds nothing to "
+            "measure a response against; data.path needs references or tests, or set it to 0"
+        )
+
+
 def sampling_seed(seed: int, split: str, step: int) -> int:
     """The seed of one step's sampling, of one split ("train", "eval"): different ones never meet."""
     digest = hashlib.blake2b(f"{seed}/{split}/{step}".encode(), digest_size=7).digest()
@@ -42,7 +57,12 @@ def pad(rows: Sequence[np.ndarray]) -> torch.Tensor:
 def refuse_not_finite(step: int, scored: Sequence[ScoredRollout], stats: Sequence[TokenStats]) -> None:
     """RunStopped, naming step, prompt, sample and token, for the first number that would poison the update."""
     for s, t in zip(scored, stats, strict=True):
-        columns = {"reward": s.token_rewards, "rollout logprob": s.rollout.rollout_logprobs, **vars(t)}
+        columns = {
+            "reward": s.token_rewards,
+            "end reward": np.append(np.zeros_like(s.token_rewards[1:]), s.end_reward),  # paid at the last token
+            "rollout logprob": s.rollout.rollout_logprobs,
+            **vars(t),
+        }
         for name, values in columns.items():
             bad = np.flatnonzero(~np.isfinite(values))
             if bad.size:
@@ -60,51 +80,77 @@ def advantage_samples(
     kl_coef: float,
     seed: int,
 ) -> tuple[list[TrainSample], float]:
-    """Placement -> rewards -> GAE -> whitening over the step, and the KL (nats per sequence) that the controller sees.
+    """Rewards -> advantages -> whitening over the step, and the KL (nats per sequence) that the controller sees.
 
     Advantages are whitened over all response tokens; returns come from the unwhitened ones (method.md, stage 3).
     """
     mask = pad([np.ones(len(s.rollout.response_ids)) for s in scored])
     old, ref = pad([t.old_logprobs for t in stats]), pad([t.ref_logprobs for t in stats])
-    values = pad([t.values for t in stats])
-    paid = [
-        place(
-            s.token_rewards,
-            objective.rewards.placement,
-            seed=seed,
-            prompt_id=s.rollout.prompt_id,
-            sample_index=s.rollout.sample_index,
-        )
-        for s in scored
-    ]
-    rewards = step_rewards(pad(paid), old, ref, mask, w_span=objective.w_span, kl_coef=kl_coef)
-    advantages, returns = gae(rewards, values, mask, objective.gamma, objective.lam)
+    rewards = step_rewards(
+        _paid(scored, objective.rewards.placement, seed),
+        torch.tensor([s.end_reward for s in scored]),
+        old,
+        ref,
+        mask,
+        w_span=objective.w_span,
+        w_end=objective.w_end,
+        kl_coef=0.0 if objective.kl_in_loss else kl_coef,
+    )
+    if objective.uses_critic:
+        values = pad([t.values for t in stats])
+        advantages, returns = gae(rewards, values, mask, objective.gamma, objective.lam)
+    else:
+        number = {s.rollout.prompt_id: i for i, s in enumerate(scored)}  # one per prompt
+        groups = torch.tensor([number[s.rollout.prompt_id] for s in scored])
+        normalise = objective.advantages == "group_normalised"
+        advantages, returns = group_advantages(rewards, mask, groups, objective.gamma, normalise=normalise)
     advantages = whiten(advantages, mask, objective.whiten)
-    kl = sequence_kl(old, ref, mask)
+    samples = [
+        _train_sample(s, t, advantages=advantages[row], returns=returns[row])
+        for row, (s, t) in enumerate(zip(scored, stats, strict=True))
+    ]
+    return samples, sequence_kl(old, ref, mask)
 
-    samples = []
-    for row, (s, t) in enumerate(zip(scored, stats, strict=True)):
-        length = len(s.rollout.response_ids)
-        samples.append(
-            TrainSample(
-                prompt_ids=s.rollout.prompt_ids,
-                response_ids=s.rollout.response_ids,
-                loss_mask=np.ones(length, np.float32),
-                advantages=advantages[row, :length].numpy(),
-                returns=returns[row, :length].numpy(),
-                values=t.values,
-                old_logprobs=t.old_logprobs,
-                rollout_logprobs=s.rollout.rollout_logprobs,
-                ref_logprobs=t.ref_logprobs,
+
+def _paid(scored: Sequence[ScoredRollout], placement: Placement, seed: int) -> torch.Tensor:
+    """The deltas where they are paid: [B, R]."""
+    return pad(
+        [
+            place(
+                s.token_rewards,
+                placement,
+                step_ids=s.step_ids,
+                seed=seed,
+                prompt_id=s.rollout.prompt_id,
+                sample_index=s.rollout.sample_index,
             )
-        )
-    return samples, kl
+            for s in scored
+        ]
+    )
+
+
+def _train_sample(
+    scored: ScoredRollout, stats: TokenStats, *, advantages: torch.Tensor, returns: torch.Tensor
+) -> TrainSample:
+    length = len(scored.rollout.response_ids)
+    return TrainSample(
+        prompt_ids=scored.rollout.prompt_ids,
+        response_ids=scored.rollout.response_ids,
+        loss_mask=np.ones(length, np.float32),
+        advantages=advantages[:length].numpy(),
+        returns=returns[:length].numpy(),
+        values=stats.values,
+        old_logprobs=stats.old_logprobs,
+        rollout_logprobs=scored.rollout.rollout_logprobs,
+        ref_logprobs=stats.ref_logprobs,
+    )
 
 
 def step_metrics(
     pairs: Sequence[tuple[Prompt, Rollout, SpanFeedback]],
     scored: Sequence[ScoredRollout],
     stats: Sequence[TokenStats],
+    objective: ObjectiveConfig,
     *,
     kl: float,
     kl_coef: float,
@@ -116,6 +162,8 @@ def step_metrics(
     sources = [f.source for _, _, f in pairs]
     shares = {f"tokens/{label}_share": share for label, share in label_shares(deltas).items()}
     shares |= {f"feedback/source/{name}": sources.count(name) / len(sources) for name in sorted(set(sources))}
+    if objective.w_end:
+        shares["reward/end_mean"] = float(np.mean([s.end_reward for s in scored]))
     return shares | {
         "reward/token_mean": float(deltas.mean()),
         "reward/response_mean": float(np.mean([s.token_rewards.sum() for s in scored])),

@@ -20,22 +20,24 @@ from t2g.data.batching import make_train_batch
 from t2g.decisions.alarms import alarms
 from t2g.errors import RunStopped, UserError
 from t2g.feedback import token_offsets, token_rewards
-from t2g.interfaces import FeedbackSource, Learner, RolloutSource, Sampling, WeightSync
+from t2g.feedback.rewards import step_ids
+from t2g.interfaces import FeedbackSource, Learner, RolloutSource, WeightSync
 from t2g.metrics import RunLog
-from t2g.steps import (
-    advantage_samples,
-    eval_metrics,
-    prompt_indices,
-    refuse_not_finite,
-    sampling_seed,
-    step_metrics,
+from t2g.sampling import (
+    Judged,
+    held_out_metrics,
+    measure,
+    sample_held_out,
+    sample_step,
+    training_feedback,
+    unless_stopped,
+    usable,
 )
+from t2g.steps import advantage_samples, refuse_not_finite, step_metrics
 from t2g.tasks.base import Task
 from t2g.types import Prompt, Rollout, ScoredRollout, SpanFeedback
 
 logger = logging.getLogger(__name__)
-
-STOP_POLL_S = 0.2  # a SIGTERM during generation is noticed within this time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,15 +49,6 @@ class TrainerState:
     policy_version: int = 0
     kl_coef: float
     wall_s: float = 0.0  # seconds of all sessions that led here
-
-
-@dataclass(frozen=True, kw_only=True)
-class Judged:
-    """One step's samples before the learner has seen them."""
-
-    pairs: tuple[tuple[Prompt, Rollout, SpanFeedback], ...]
-    generate_s: float  # until the last response was there
-    feedback_s: float  # from then until the last critique was there: scoring overlaps with sampling
 
 
 class Trainer:
@@ -81,9 +74,11 @@ class Trainer:
         self.config, self.task, self.tokenizer = config, task, tokenizer
         self.prompts, self.eval_prompts = prompts, eval_prompts
         self.rollouts, self.feedback, self.learner, self.sync = rollouts, feedback, learner, sync
+        self.train_feedback = training_feedback(config, feedback)
         self.log, self.checkpoints, self.stop, self.on_step = log, checkpoints, stop, on_step
         self.state = TrainerState(kl_coef=config.objective.kl_coef)
         self.history: list[dict[str, float]] = []
+        self._measuring = asyncio.Semaphore(config.feedback.concurrency)
         self._since = time.monotonic()
         self._learner_is_at_state = True  # False while the weights move: a checkpoint would be of half a step
 
@@ -124,34 +119,34 @@ class Trainer:
     async def _step(self, step: int) -> bool:
         """One round. False if `stop()` came before the weights moved: the step then never happened."""
         started = time.monotonic()
-        judged = await self._judged(step)
+        judged = await sample_step(
+            self.config, self.prompts, self.rollouts, self.train_feedback, self.stop, step=step
+        )
         if judged is None:
             return False
-        scored = self._score(step, judged)
-        if self.stop():
+        scored = await self._score(step, judged)
+        if scored is None or self.stop():
             return False
 
         self._learner_is_at_state = False
         learn_started = time.monotonic()
         stats = self.learner.forward([s.rollout for s in scored])
         refuse_not_finite(step, scored, stats)
-        samples, kl = advantage_samples(
-            scored, stats, self.config.objective, kl_coef=self.state.kl_coef, seed=self.config.run.seed
-        )
-        config = self.config.learner
+        objective, kl_coef, seed = self.config.objective, self.state.kl_coef, self.config.run.seed
+        samples, kl = advantage_samples(scored, stats, objective, kl_coef=kl_coef, seed=seed)
         batch = make_train_batch(
             samples,
-            num_ranks=config.workers,
-            token_budget=config.tokens_per_microbatch,
-            num_epochs=config.num_epochs,
-            minibatches_per_epoch=config.minibatches_per_epoch,
-            seed=self.config.run.seed + step,
+            num_epochs=self.config.learner.num_epochs,
+            minibatches_per_epoch=self.config.learner.minibatches_per_epoch,
+            loss_mean=objective.loss_mean,
+            kl_coef=kl_coef if objective.kl_in_loss else 0.0,
+            seed=seed + step,
         )
         result = self.learner.update(batch)
         learn_s = time.monotonic() - learn_started
         synced = self.sync.push(result.policy_version)
 
-        metrics = step_metrics(judged.pairs, scored, stats, kl=kl, kl_coef=self.state.kl_coef)
+        metrics = step_metrics(judged.pairs, scored, stats, objective, kl=kl, kl_coef=kl_coef)
         metrics |= result.metrics
         metrics |= {
             "time/generate_s": judged.generate_s,
@@ -174,60 +169,29 @@ class Trainer:
             self._learner_is_at_state = True
         return True
 
-    async def _judged(self, step: int) -> Judged | None:
-        """Sample this step's prompts and judge each response as soon as it is there. None if `stop()` came first."""
-        rollout = self.config.rollout
-        chosen = prompt_indices(
-            num_prompts=len(self.prompts), per_step=rollout.prompts_per_step, step=step, seed=self.config.run.seed
-        )
-        sampling = Sampling(
-            num_samples=rollout.samples_per_prompt,
-            temperature=rollout.temperature,
-            max_new_tokens=rollout.max_new_tokens,
-            seed=sampling_seed(self.config.run.seed, "train", step),
-        )
-        started = time.monotonic()
-        sampled_at = [started]
-
-        async def one(prompt: Prompt) -> list[tuple[Prompt, Rollout, SpanFeedback]]:
-            rollouts = await self.rollouts.sample(prompt, sampling)
-            sampled_at.append(time.monotonic())
-            feedback = await asyncio.gather(*(self.feedback.judge(prompt, r.response_text) for r in rollouts))
-            return [(prompt, r, f) for r, f in zip(rollouts, feedback, strict=True)]
-
-        tasks = [asyncio.ensure_future(one(self.prompts[i])) for i in chosen]
-        try:
-            pending = set(tasks)
-            while pending:
-                done, pending = await asyncio.wait(pending, timeout=STOP_POLL_S, return_when=asyncio.FIRST_EXCEPTION)
-                if self.stop():
-                    return None
-                for task in done:
-                    task.result()  # raises here what was raised there, instead of waiting for the others
-        finally:
-            for task in tasks:
-                task.cancel()
-        pairs = tuple(pair for task in tasks for pair in task.result())
-        generate_s = max(sampled_at) - started
-        return Judged(pairs=pairs, generate_s=generate_s, feedback_s=time.monotonic() - started - generate_s)
-
-    def _score(self, step: int, judged: Judged) -> list[ScoredRollout]:
-        """Token rewards of the samples whose feedback can be used; the others are dropped and counted.
+    async def _score(self, step: int, judged: Judged) -> list[ScoredRollout] | None:
+        """Rewards of the samples whose feedback can be used; the others are dropped and counted. None: `stop()` came.
 
         Raises RunStopped when more than `feedback.max_failed_share` of the step has no usable feedback.
         """
-        usable = [(p, r, f) for p, r, f in judged.pairs if f.status in ("ok", "empty")]
-        failed_share = 1 - len(usable) / len(judged.pairs)
-        if failed_share > self.config.feedback.max_failed_share or not usable:
-            counts = {s: sum(f.status == s for _, _, f in judged.pairs) for s in ("failed", "unparsable")}
-            raise RunStopped(
-                f"step {step}: {failed_share:.0%} of {len(judged.pairs)} samples have no usable feedback "
-                f"({counts['failed']} failed, {counts['unparsable']} unparsable) from {self.feedback.name}; "
-                f"feedback.max_failed_share allows {self.config.feedback.max_failed_share:.0%}"
-            )
-        return [self._scored(rollout, feedback) for _, rollout, feedback in usable]
+        kept = usable(judged.pairs, self.config, step=step, source=self.feedback.name)
+        end_rewards: list[float] | None = [0.0] * len(kept)
+        if self.config.objective.w_end:
+            end_rewards = await unless_stopped([self._end_reward(p, r) for p, r, _ in kept], self.stop)
+        if end_rewards is None:
+            return None
+        return [self._scored(r, f, end_reward) for (_, r, f), end_reward in zip(kept, end_rewards, strict=True)]
 
-    def _scored(self, rollout: Rollout, feedback: SpanFeedback) -> ScoredRollout:
+    async def _end_reward(self, prompt: Prompt, rollout: Rollout) -> float:
+        measured = await measure(self.task, prompt, rollout, self.config.feedback.sandbox, self._measuring)
+        if measured is None:
+            raise UserError(
+                f"objective.w_end pays {self.task.score_name}, and prompt {prompt.prompt_id} holds nothing to measure "
+                "its response against; take the record out of data.path, or set w_end to 0"
+            )
+        return measured[self.task.score_name]
+
+    def _scored(self, rollout: Rollout, feedback: SpanFeedback, end_reward: float) -> ScoredRollout:
         versions = {version for _, _, version in rollout.policy_versions}
         if versions != {self.state.policy_version}:
             raise RunStopped(
@@ -235,10 +199,14 @@ class Trainer:
                 f"{sorted(versions)}, and the learner is at {self.state.policy_version}: staleness 0 forbids it"
             )
         offsets = token_offsets(self.tokenizer, rollout.response_ids)
-        deltas = token_rewards(
-            offsets, feedback.spans, text=rollout.response_text, rule=self.config.objective.rewards
+        deltas = token_rewards(offsets, feedback.spans, text=rollout.response_text, rule=self.config.objective.rewards)
+        return ScoredRollout(
+            rollout=rollout,
+            feedback=feedback,
+            token_rewards=deltas,
+            step_ids=step_ids(offsets, rollout.response_text, self.task.step_pattern),
+            end_reward=end_reward,
         )
-        return ScoredRollout(rollout=rollout, feedback=feedback, token_rewards=deltas)
 
     def _advance(self, step: int, policy_version: int, num_samples: int, kl: float) -> None:
         objective = self.config.objective
@@ -263,32 +231,10 @@ class Trainer:
     async def _evaluate(self, *, step: int) -> dict[str, float]:
         """Held-out prompts, sampled as in training. A task without a measure of its own is scored by the feedback."""
         started = time.monotonic()
-        rollout, config = self.config.rollout, self.config.eval
-        sampling = Sampling(
-            num_samples=config.samples_per_prompt,
-            temperature=rollout.temperature,
-            max_new_tokens=rollout.max_new_tokens,
-            seed=sampling_seed(self.config.run.seed, "eval", 0),  # the same at every evaluation and in every arm
-        )
-        groups = await asyncio.gather(*(self.rollouts.sample(p, sampling) for p in self.eval_prompts))
-        pairs = [(p, r) for p, group in zip(self.eval_prompts, groups, strict=True) for r in group]
-        measured = await self._measured(pairs)
-        judged = pairs if None in measured else pairs[: self.config.log.num_samples]  # the latter for the report only
-        feedback = await asyncio.gather(*(self.feedback.judge(p, r.response_text) for p, r in judged))
-        metrics = eval_metrics(pairs, measured, feedback, self.task, self.config.objective.rewards)
-        self.log.eval_samples(step, pairs, feedback)
+        pairs = await sample_held_out(self.config, self.eval_prompts, self.rollouts)
+        metrics = await held_out_metrics(self.config, self.task, pairs, self.feedback, self.log, step=step)
         self.checkpoints.keep_best(step, self.learner.export, metrics["eval/score"])
         return metrics | {"time/eval_s": time.monotonic() - started}
-
-    async def _measured(self, pairs: Sequence[tuple[Prompt, Rollout]]) -> list[dict[str, float] | None]:
-        """What the task itself says of each response. In threads: a task may run programs, for seconds each."""
-        turn = asyncio.Semaphore(self.config.feedback.concurrency)
-
-        async def one(prompt: Prompt, rollout: Rollout) -> dict[str, float] | None:
-            async with turn:
-                return await asyncio.to_thread(self.task.measure, prompt, rollout.response_text)
-
-        return list(await asyncio.gather(*(one(*pair) for pair in pairs)))
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         self.log.step(step, metrics)

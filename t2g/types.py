@@ -74,6 +74,8 @@ class ScoredRollout:
     rollout: Rollout
     feedback: SpanFeedback
     token_rewards: np.ndarray  # [R] float32, the paper's delta where the spans are: before placement, weight and KL
+    step_ids: np.ndarray  # [R] int32, 0, 1, ...: which sentence, or line of code, token t belongs to
+    end_reward: float = 0.0  # the task's own measure of the response; 0 where objective.w_end is 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +84,7 @@ class TokenStats:
 
     old_logprobs: np.ndarray  # [R] float32, policy that will be updated
     ref_logprobs: np.ndarray  # [R] float32, frozen reference
-    values: np.ndarray  # [R] float32, critic's value of the state before token t
+    values: np.ndarray  # [R] float32, critic's value of the state before token t; 0 without a critic
     entropy: np.ndarray  # [R] float32, nats, of the policy at token t
 
 
@@ -102,6 +104,22 @@ class TrainSample:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Minibatch:
+    """One optimizer step, before it is packed for the ranks of policy or critic."""
+
+    samples: tuple[TrainSample, ...]
+    weights: tuple[np.ndarray, ...]  # [R] float32 each: a token's share of the loss; over all samples they sum to 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainBatch:
+    """All optimizer steps of one step: num_epochs times over the samples."""
+
+    minibatches: tuple[Minibatch, ...]
+    kl_coef: float  # of the loss term; 0 where KL is paid in the reward (k1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PackedTokens:
     """Sequences one after the other in one row of T tokens: what a forward pass needs."""
 
@@ -114,28 +132,13 @@ class PackedTokens:
 class Microbatch(PackedTokens):
     """Packed sequences with what the losses need; every array is [T] and entry i is about token input_ids[i]."""
 
-    loss_mask: np.ndarray  # [T] float32, 1 on response tokens that count
+    weights: np.ndarray  # [T] float32, a token's share of the global loss; 0: it does not count
     advantages: np.ndarray  # [T] float32
     returns: np.ndarray  # [T] float32
     values: np.ndarray  # [T] float32
     old_logprobs: np.ndarray  # [T] float32
     rollout_logprobs: np.ndarray  # [T] float32
     ref_logprobs: np.ndarray  # [T] float32
-
-
-@dataclass(frozen=True, kw_only=True)
-class Minibatch:
-    """One optimizer step: microbatches[rank][i]; every rank has the same number, empty ones have loss_mask 0."""
-
-    microbatches: tuple[tuple[Microbatch, ...], ...]
-    num_tokens: int  # global number of tokens with loss_mask 1: the loss denominator on every rank
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainBatch:
-    """All optimizer steps of one step: num_epochs times over the samples."""
-
-    minibatches: tuple[Minibatch, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

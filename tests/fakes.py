@@ -12,9 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from t2g.algo.losses import policy_loss, value_loss
+from t2g.algo.corrections import importance_weights
+from t2g.algo.losses import kl_loss, policy_loss, value_loss
+from t2g.data.batching import pack_minibatch
 from t2g.feedback.parse import make_feedback, no_feedback
 from t2g.interfaces import Sampling
+from t2g.sections import SandboxConfig
 from t2g.tasks.tiny_assets import build_tokenizer
 from t2g.types import Prompt, Rollout, SpanFeedback, TokenStats, TrainBatch, UpdateResult, WeightSyncResult
 
@@ -76,6 +79,7 @@ class FakeLearner:
         self.critic = torch.zeros(LENGTH, requires_grad=True)
         self.optimizer = torch.optim.Adam([self.logits, self.critic], lr=lr)
         self.num_updates = 0
+        self.batches: list[TrainBatch] = []  # everything it was trained on
 
     def _places(self, response_ids: np.ndarray) -> list[int]:
         return [self.ids.index(int(i)) for i in response_ids]
@@ -95,35 +99,36 @@ class FakeLearner:
         ]
 
     def update(self, batch: TrainBatch) -> UpdateResult:
+        self.batches.append(batch)
         for minibatch in batch.minibatches:
-            loss = torch.zeros(())
-            for microbatch in (m for rank in minibatch.microbatches for m in rank):
-                mask = torch.from_numpy(microbatch.loss_mask)
-                rows = mask.bool()
-                tensors = {
-                    name: torch.from_numpy(getattr(microbatch, name))[rows]
-                    for name in ("advantages", "returns", "values", "old_logprobs", "rollout_logprobs")
-                }
-                place = torch.arange(LENGTH).repeat(int(mask.sum()) // LENGTH)
-                letters = self._places(microbatch.input_ids[microbatch.loss_mask > 0])
-                shared = {"mask": mask[rows], "num_tokens": minibatch.num_tokens}
-                policy, _ = policy_loss(
-                    logprobs=self.logits.log_softmax(-1)[place, letters],
-                    old_logprobs=tensors["old_logprobs"],
-                    rollout_logprobs=tensors["rollout_logprobs"],
-                    advantages=tensors["advantages"],
-                    clip_eps=0.2,
-                    importance_cap=2.0,
-                    **shared,
-                )
-                critic, _ = value_loss(
-                    values=self.critic[place],
-                    old_values=tensors["values"],
-                    returns=tensors["returns"],
-                    value_clip=0.2,
-                    **shared,
-                )
-                loss = loss + policy + critic
+            (microbatch,) = pack_minibatch(minibatch, num_ranks=1, token_budget=10_000)[0]
+            response = microbatch.weights > 0
+            place = torch.arange(LENGTH).repeat(len(minibatch.samples))
+            given = {
+                name: torch.from_numpy(getattr(microbatch, name)[response])
+                for name in ("advantages", "returns", "values", "old_logprobs", "rollout_logprobs", "ref_logprobs",
+                             "segment_ids", "weights")
+            }  # fmt: skip
+            old, weights = given["old_logprobs"], given["weights"]
+            logprobs = self.logits.log_softmax(-1)[place, self._places(microbatch.input_ids[response])]
+            correction = importance_weights(old, given["rollout_logprobs"], given["segment_ids"], weights, "token", 2.0)
+            policy, _ = policy_loss(
+                logprobs=logprobs,
+                old_logprobs=old,
+                importance_weights=correction,
+                advantages=given["advantages"],
+                weights=weights,
+                clip_eps=0.2,
+            )
+            kl, _ = kl_loss(logprobs=logprobs, ref_logprobs=given["ref_logprobs"], weights=weights)
+            critic, _ = value_loss(
+                values=self.critic[place],
+                old_values=given["values"],
+                returns=given["returns"],
+                weights=weights,
+                value_clip=0.2,
+            )
+            loss = policy + batch.kl_coef * kl + critic
             self.optimizer.zero_grad()
             loss.backward()
             self.optimizer.step()
@@ -163,9 +168,20 @@ class LetterTask:
     name = "letters"
     can_cut = False
     score_name = "share_a"
+    step_pattern = "c"
+    unit = 1.0
 
-    def measure(self, prompt: Prompt, response_text: str) -> dict[str, float]:
-        return {"share_a": response_text.count("a") / LENGTH}
+    def __init__(self) -> None:
+        self.unmeasured: set[str] = set()  # prompts without a reference
+        self.on_measure: Callable[[str], None] = lambda prompt_id: None
+        self.sandboxes: list[SandboxConfig] = []  # that were asked for
+
+    def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float] | None:
+        self.on_measure(prompt.prompt_id)
+        self.sandboxes.append(sandbox)
+        if prompt.prompt_id in self.unmeasured:
+            return None
+        return {"share_a": self.unit * response_text.count("a") / LENGTH}
 
 
 def letter_tokenizer(folder: Path) -> Any:

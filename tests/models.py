@@ -1,5 +1,6 @@
 """Random-weight model folders of the architectures that users bring, small enough for a test."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from t2g.tasks.tiny_assets import build_tokenizer
@@ -43,4 +44,28 @@ def random_model(folder: Path, architecture: str = "llama", *, seed: int = 0) ->
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
+    return folder
+
+
+def bigram_model(folder: Path, follows: Mapping[str, str]) -> Path:
+    """A model that writes `follows[c]` after the character c, and has no preference after any other; returns `folder`.
+
+    Where guided decoding forbids what follows, every token that it allows is as good.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoTokenizer
+
+    random_model(folder, "llama")
+    ids = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids
+    weights = load_file(folder / "model.safetensors")
+    embedding, head = weights["model.embed_tokens.weight"].zero_(), weights["lm_head.weight"].zero_()
+    embedding[:, 0] = 1.0  # what comes before leaves no trace: the layers add nothing to the last token's embedding
+    for place, (character, following) in enumerate(follows.items(), start=1):
+        embedding[ids(character)] = torch.eye(embedding.shape[1])[place]
+        head[ids(following), place] = 5.0  # 40 nats behind the norm
+    for name, weight in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight.zero_()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import ray
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -22,7 +23,7 @@ MEMORISED = 0.05  # nats per target token; an untrained model has ln(vocabulary)
 
 @contextmanager
 def two_cpus() -> Iterator[None]:
-    """A Ray of its own with two CPUs."""
+    """A Ray of its own with two CPUs, of which no process is left behind."""
     ray.init(
         address="local", num_cpus=2, object_store_memory=80_000_000,
         include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
@@ -30,7 +31,10 @@ def two_cpus() -> Iterator[None]:
     try:
         yield
     finally:
+        started = psutil.Process().children(recursive=True)
         ray.shutdown()
+        _, left = psutil.wait_procs(started, timeout=10)
+    assert not left
 
 
 def make_base(folder: Path, *, initializer_range: float = 0.08) -> Path:

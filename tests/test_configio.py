@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from t2g import configio
-from t2g.config import AnnotateJob, DemoJob, PolicyJob
+from t2g.config import AnnotateJob, CompareJob, DemoJob, PolicyJob
 from t2g.configwords import dotted_keys, show
 from t2g.errors import UserError
 
@@ -195,7 +195,7 @@ def test_local_paths_are_absolute_and_hub_names_stay(tmp_path: Path) -> None:
 
 
 def test_every_path_is_a_key() -> None:
-    assert set(configio.PATHS) <= {*dotted_keys(PolicyJob), *dotted_keys(AnnotateJob)}
+    assert set(configio.PATHS) <= {*dotted_keys(CompareJob), *dotted_keys(AnnotateJob)}
 
 
 def test_the_model_of_an_endpoint_is_a_name_and_of_own_engines_perhaps_a_folder(tmp_path: Path) -> None:
@@ -318,7 +318,7 @@ def test_keys_in_which_a_resumed_run_may_differ(key: str, free: bool) -> None:
 
 
 def test_every_pattern_that_may_differ_fits_a_key() -> None:
-    keys = [*dotted_keys(PolicyJob), *dotted_keys(DemoJob), *dotted_keys(AnnotateJob)]
+    keys = [*dotted_keys(CompareJob), *dotted_keys(DemoJob), *dotted_keys(AnnotateJob)]
     unused = [p for p in configio.MAY_DIFFER if not any(configio.fnmatchcase(key, p) for key in keys)]
     assert unused == []
 

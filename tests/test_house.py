@@ -13,7 +13,17 @@ from packaging.requirements import Requirement
 from pydantic import BaseModel
 
 from t2g import configio
-from t2g.config import AnnotateJob, DemoJob, EvaluateJob, PolicyJob, RewardJob, ScoreJob, SFTJob, StudyJob
+from t2g.config import (
+    AnnotateJob,
+    CompareJob,
+    DemoJob,
+    EvaluateJob,
+    PolicyJob,
+    RewardJob,
+    ScoreJob,
+    SFTJob,
+    StudyJob,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("t2g", "actors", "jobs")
@@ -42,6 +52,8 @@ SCHEMAS: dict[str, type[BaseModel]] = {
     "reward_study": StudyJob,
     "evaluate": EvaluateJob,
     "score": ScoreJob,
+    "compare": CompareJob,
+    "compare_more": CompareJob,
 }
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 
@@ -135,7 +147,7 @@ def test_every_package_has_a_door_sign_and_no_code_behind_it(package: str) -> No
 def test_constraints_pin_what_the_project_asks_for(kind: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras[kind], *extras["dev"], *extras["wandb"]]
+    wanted = [*project["dependencies"], *extras[kind], *extras["dev"], *extras["wandb"], *extras["baselines"]]
     pinned = pins(kind)
     for text in wanted:
         requirement = Requirement(text)

@@ -1,26 +1,33 @@
 """The loop on fakes: it learns, it resumes to the same numbers, it stops with a reason."""
 
 import asyncio
-import itertools
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from fakes import FakeFeedback, FakeLearner, FakeRollouts, FakeSync, LetterTask, letter_prompts, letter_tokenizer
-from hypothesis import given
-from hypothesis import strategies as st
+from fakes import (
+    LENGTH,
+    FakeFeedback,
+    FakeLearner,
+    FakeRollouts,
+    FakeSync,
+    LetterTask,
+    letter_prompts,
+    letter_tokenizer,
+)
+from pydantic import ValidationError
 
 from t2g.checkpoint import CheckpointStore
 from t2g.config import PolicyJob
 from t2g.errors import RunStopped, UserError
-from t2g.feedback.parse import make_feedback
 from t2g.metrics import RunLog
-from t2g.steps import advantage_samples, prompt_indices, sampling_seed, step_metrics
+from t2g.sections import SandboxConfig
+from t2g.steps import prompt_indices
 from t2g.trainer import Trainer, TrainerState
-from t2g.types import Prompt, Rollout, ScoredRollout, TokenStats
 
 NUM_STEPS = 6
 
@@ -30,14 +37,14 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return letter_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def job(**objective: Any) -> PolicyJob:
+def job(*, noise: dict[str, float] | None = None, samples_per_prompt: int = 4, **objective: Any) -> PolicyJob:
     return PolicyJob.model_validate(
         {
             "model": {"policy": "unused"},
             "data": {"path": "unused"},
             "num_steps": NUM_STEPS,
-            "rollout": {"prompts_per_step": 8, "samples_per_prompt": 4},
-            "feedback": {"source": "pkg:critic"},
+            "rollout": {"prompts_per_step": 8, "samples_per_prompt": samples_per_prompt},
+            "feedback": {"source": "pkg:critic", "noise": noise},
             "objective": {"kl_coef": 0.01, **objective},
             "learner": {"minibatches_per_epoch": 2},
             "eval": {"every": 3},
@@ -56,9 +63,10 @@ class Bench:
         self.folder = folder
         self.rollouts, self.feedback = FakeRollouts(tokenizer), FakeFeedback()
         self.learner = FakeLearner(self.rollouts)
+        self.task = LetterTask()
         self.trainer = Trainer(
             config=config,
-            task=LetterTask(),
+            task=self.task,
             tokenizer=tokenizer,
             prompts=letter_prompts(20),
             eval_prompts=letter_prompts(40, "held-out-"),
@@ -181,90 +189,96 @@ def test_a_number_that_is_not_finite_names_step_sample_and_token(tokenizer: Any,
         bench.run()
 
 
-@given(num_prompts=st.integers(1, 30), per_step=st.integers(1, 30), seed=st.integers(0, 5))
-def test_an_epoch_holds_each_prompt_at_most_once_and_leaves_out_less_than_a_step(
-    num_prompts: int, per_step: int, seed: int
-) -> None:
-    if per_step > num_prompts:
-        with pytest.raises(UserError, match=rf"prompts_per_step={per_step}.*only {num_prompts} prompts"):
-            prompt_indices(num_prompts=num_prompts, per_step=per_step, step=1, seed=seed)
-        return
-    steps = num_prompts // per_step
-    for epoch in range(2):
-        seen = [
-            i
-            for step in range(epoch * steps + 1, (epoch + 1) * steps + 1)
-            for i in prompt_indices(num_prompts=num_prompts, per_step=per_step, step=step, seed=seed)
-        ]
-        assert len(set(seen)) == len(seen) == steps * per_step > num_prompts - per_step
-        assert set(seen) <= set(range(num_prompts))
+def test_the_measure_of_the_task_alone_teaches_as_an_end_reward(tokenizer: Any, tmp_path: Path) -> None:
+    bench = Bench(tmp_path, tokenizer, job(w_span=0.0, w_end=4.0))
+    bench.run()
+    assert bench.learner.logits.softmax(-1).mean(0)[0] > 0.6
+    rewards = [m["reward/end_mean"] for m in bench.metrics()[1:]]
+    assert rewards[-1] > rewards[0] + 0.2 and 0 < rewards[0] < 1
 
 
-def test_sampling_seeds_of_steps_and_splits_never_meet() -> None:
-    places = itertools.product(range(3), ("train", "eval"), range(200))
-    seeds = {sampling_seed(seed, split, step) for seed, split, step in places}
-    assert len(seeds) == 3 * 2 * 200 and all(0 <= seed < 2**63 for seed in seeds)
+def test_a_prompt_without_a_measure_is_named(tokenizer: Any, tmp_path: Path) -> None:
+    bench = Bench(tmp_path, tokenizer, job(w_end=1.0))
+    bench.task.unmeasured = {"p5"}
+    step = next(step for step in range(1, 7) if 5 in chosen(step))
+    with pytest.raises(UserError, match=r"objective.w_end pays share_a, and prompt p5 holds nothing to measure"):
+        bench.run()
+    assert bench.metrics()[-1]["step"] == step - 1
 
 
-def scored_pair(deltas: list[float]) -> tuple[Prompt, ScoredRollout]:
-    text = "x" * len(deltas)
-    rollout = Rollout(
-        prompt_id="p",
-        sample_index=0,
-        prompt_ids=np.array([1], np.int32),
-        response_ids=np.arange(len(deltas), dtype=np.int32),
-        rollout_logprobs=np.full(len(deltas), -1.0, np.float32),
-        response_text=text,
-        finish_reason="stop",
-        policy_versions=((0, len(deltas), 0),),
-    )
-    feedback = make_feedback("", [], [], text, source="reward_model", version="v")
-    return letter_prompts(1)[0], ScoredRollout(
-        rollout=rollout, feedback=feedback, token_rewards=np.array(deltas, np.float32)
-    )
+def test_a_stop_while_end_rewards_are_measured_leaves_the_step_undone(tokenizer: Any, tmp_path: Path) -> None:
+    measured: list[str] = []
+    bench = Bench(tmp_path, tokenizer, job(w_end=1.0), stop=lambda: bool(measured))
+
+    def measure_slowly(prompt_id: str) -> None:
+        if prompt_id.startswith("p"):  # no held-out prompt
+            measured.append(prompt_id)
+            time.sleep(0.05)
+
+    bench.task.on_measure = measure_slowly
+    assert bench.run().step == 0
+    assert 1 <= len(measured) < 32  # the rest was not even begun
 
 
-def stats(length: int, *, old: float = -1.0, ref: float = -1.0, value: float = 0.0) -> TokenStats:
-    row = np.ones(length, np.float32)
-    return TokenStats(old_logprobs=old * row, ref_logprobs=ref * row, values=value * row, entropy=0.5 * row)
+def test_an_end_reward_that_is_no_number_is_named(tokenizer: Any, tmp_path: Path) -> None:
+    bench = Bench(tmp_path, tokenizer, job(w_end=1.0))
+    bench.task.unit = float("nan")
+    with pytest.raises(RunStopped, match=rf"the end reward of token {LENGTH - 1} is nan"):
+        bench.run()
 
 
-def test_one_labelled_token_gives_the_identity_of_the_method() -> None:
-    objective = job(lam=0.5, whiten="none").objective
-    _, scored = scored_pair([0.0, 0.0, -1.0, 0.0])
-    samples, kl = advantage_samples([scored], [stats(4)], objective, kl_coef=0.3, seed=1)
-    np.testing.assert_allclose(samples[0].advantages, [-0.25, -0.5, -1.0, 0.0])
-    assert kl == 0.0
+def test_what_a_measure_runs_has_the_limits_of_the_feedbacks_sandbox(tokenizer: Any, tmp_path: Path) -> None:
+    own = SandboxConfig(timeout_s=3)
+    config = job(w_end=1.0)
+    feedback = config.feedback.model_copy(update={"sandbox": own})
+    bench = Bench(tmp_path, tokenizer, config.model_copy(update={"feedback": feedback}))
+    bench.run()
+    assert len(bench.task.sandboxes) > NUM_STEPS * 8 * 4 and all(sandbox == own for sandbox in bench.task.sandboxes)
 
 
-def test_scalar_placement_pays_the_sum_at_the_end_and_the_kl_where_it_arises() -> None:
-    objective = job(lam=1.0, whiten="none", rewards={"placement": "scalar"}).objective
-    _, scored = scored_pair([1.0, -1.0, 1.0])
-    samples, kl = advantage_samples([scored], [stats(3, old=-1.0, ref=-1.5)], objective, kl_coef=0.2, seed=1)
-    # rewards -.1, -.1, 1 - .1; lambda 1 and no values: the sum from here to the end
-    np.testing.assert_allclose(samples[0].advantages, [0.7, 0.8, 0.9], rtol=1e-6)
-    assert kl == pytest.approx(1.5)
+@pytest.mark.parametrize("advantages", ["group", "group_normalised"])
+def test_groups_teach_without_a_critic(tokenizer: Any, tmp_path: Path, advantages: str) -> None:
+    bench = Bench(tmp_path, tokenizer, job(advantages=advantages))
+    bench.learner.critic.data[:] = 3.0  # nobody may look at it
+    bench.run()
+    probabilities = bench.learner.logits.softmax(-1).mean(0)
+    assert probabilities[0] > 0.6 and probabilities[1] < 0.15
 
 
-def test_padding_of_a_short_response_takes_no_part_in_whitening() -> None:
-    objective = job(lam=0.0, whiten="full").objective
-    pairs = [scored_pair([1.0, 1.0, 0.0, 0.0])[1], scored_pair([1.0, 0.0])[1]]
-    samples, _ = advantage_samples(pairs, [stats(4), stats(2)], objective, kl_coef=0.0, seed=1)
-    # six tokens 1 1 0 0 1 0: mean .5, deviation .5
-    np.testing.assert_allclose(samples[0].advantages, [1, 1, -1, -1], rtol=1e-6)
-    np.testing.assert_allclose(samples[1].advantages, [1, -1], rtol=1e-6)
+@pytest.mark.parametrize("advantages", ["group", "group_normalised"])
+def test_a_group_of_one_is_refused(advantages: str) -> None:
+    with pytest.raises(ValidationError, match=rf"objective.advantages={advantages} compares .* needs to be 2 or more"):
+        job(advantages=advantages, samples_per_prompt=1)
+    assert job(samples_per_prompt=1).rollout.samples_per_prompt == 1
 
 
-def test_step_metrics_by_hand() -> None:
-    prompt, one = scored_pair([1.0, -1.0, 0.0, 0.0])
-    _, two = scored_pair([1.0, 1.0])
-    pairs = [(prompt, s.rollout, s.feedback) for s in (one, two, two)]  # the last one's feedback was dropped
-    metrics = step_metrics(pairs, [one, two], [stats(4), stats(2, old=-1.2)], kl=0.4, kl_coef=0.1)
-    assert metrics["reward/token_mean"] == pytest.approx(2 / 6)
-    assert metrics["reward/response_mean"] == pytest.approx((0 + 2) / 2)
-    assert metrics["tokens/good_share"] == pytest.approx(3 / 6)
-    assert metrics["tokens/poor_share"] == pytest.approx(1 / 6)
-    assert metrics["feedback/failed_share"] == pytest.approx(1 / 3)
-    assert metrics["feedback/source/reward_model"] == 1.0
-    assert metrics["gap/logprob_mean"] == pytest.approx(2 * 0.2 / 6, rel=1e-5)
-    assert metrics["response/length_mean"] == pytest.approx(8 / 3)
+def test_noise_reaches_the_training_and_not_the_evaluation(tokenizer: Any, tmp_path: Path) -> None:
+    bench = Bench(tmp_path, tokenizer, job(noise={"flip": 1.0}))
+    bench.run()
+    probabilities = bench.learner.logits.softmax(-1).mean(0)
+    assert probabilities[1] > 0.6 and probabilities[0] < 0.15
+    records = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    for record in records:
+        good = "b" if record["split"] == "train" else "a"
+        for span in record["feedback"]["spans"]:
+            assert (span["label"] == 1) == (record["response"][span["start"]] == good)
+    assert {record["split"] for record in records} == {"train", "eval"}
+
+
+def test_the_coefficient_goes_where_the_penalty_is(tokenizer: Any, tmp_path: Path) -> None:
+    for estimator in ("k1", "k3"):
+        bench = Bench(tmp_path / estimator, tokenizer, job(kl_estimator=estimator, kl_coef=0.3))
+        bench.run()
+        used = [m["policy/kl_coef"] for m in bench.metrics()[1:]]
+        assert used[0] == 0.3 and len(set(used)) == NUM_STEPS  # it adapts
+        in_loss = [batch.kl_coef for batch in bench.learner.batches]
+        assert in_loss == (used if estimator == "k3" else [0.0] * NUM_STEPS)
+
+
+@pytest.mark.parametrize("loss_mean", ["token", "sequence"])
+def test_minibatches_are_weighted_as_asked(tokenizer: Any, tmp_path: Path, loss_mean: str) -> None:
+    bench = Bench(tmp_path, tokenizer, job(loss_mean=loss_mean))
+    bench.run()
+    assert all(len(batch.minibatches) == 4 * 2 for batch in bench.learner.batches)  # epochs x minibatches
+    for minibatch in (m for batch in bench.learner.batches for m in batch.minibatches):  # 16 responses of LENGTH
+        np.testing.assert_allclose(minibatch.weights, 1 / (16 * LENGTH), rtol=1e-6)

@@ -1,4 +1,4 @@
-"""Token rewards to advantages: the KL penalty, generalised advantage estimation, whitening (method.md, stage 3)."""
+"""Token rewards to advantages: the reward mix, GAE, group baselines, whitening (method.md, stage 3)."""
 
 from typing import Literal
 
@@ -9,16 +9,23 @@ from t2g.algo.kl import kl_k1
 
 def step_rewards(
     token_rewards: torch.Tensor,
+    end_rewards: torch.Tensor,
     logprobs: torch.Tensor,
     ref_logprobs: torch.Tensor,
     mask: torch.Tensor,
     *,
     w_span: float,
+    w_end: float,
     kl_coef: float,
 ) -> torch.Tensor:
-    """r_t = w_span * delta_t - beta * k1_t, 0 where mask is 0. All [B, R]; k1 is taken against the reference."""
+    """r_t = w_span * delta_t + [t = T] * w_end * R_end - beta * k1_t, 0 where mask is 0.
+
+    end_rewards: [B], paid at each row's last token with mask 1; all others [B, R]. k1 is taken against the reference.
+    """
     rewards = w_span * token_rewards - kl_coef * kl_k1(logprobs, ref_logprobs)
-    return torch.where(mask.bool(), rewards, 0)
+    keep = mask.bool()
+    num_left = keep.long().flip(1).cumsum(1).flip(1)  # tokens that count, from here on
+    return torch.where(keep, rewards + w_end * end_rewards[:, None] * (num_left == 1), 0)
 
 
 def gae(
@@ -51,6 +58,43 @@ def gae(
         next_value = torch.where(keep[:, t], values[:, t], next_value)
         advantages[:, t] = torch.where(keep[:, t], advantage, 0)
     return advantages, torch.where(keep, advantages + values, 0)
+
+
+def group_advantages(
+    rewards: torch.Tensor, mask: torch.Tensor, groups: torch.Tensor, gamma: float, *, normalise: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages without a critic, and the returns: token returns less those of the same prompt's other samples.
+
+        G_t = sum_{l >= t} gamma^(l-t) r_l,   A_i,t = G_i,t - mean over the others j of G_j,min(t, R_j - 1)
+
+    A response that is over goes on with its last return. Of a scalar reward (gamma 1) A_i is R_i less the mean of the
+    others: RLOO (Ahmadian et al., arXiv 2402.14740). normalise: G_i,t less the mean of the *whole* group, divided by
+    s + 1e-6, where s is the root mean square of these differences over the group's samples and places; of a scalar
+    reward s is the standard deviation of the group's rewards: GRPO (Shao et al., arXiv 2402.03300). The deviation of
+    the total returns would not do for spans: with equal totals and spans at other places it is 0.
+
+    rewards, mask: [B, R], mask 1 on the first R_i tokens; groups: [B] int64, equal for samples of one prompt. A sample
+    without others gets 0. Returns two [B, R] tensors.
+
+    >>> rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0], [1.0, -1.0]])
+    >>> group_advantages(rewards, torch.ones(3, 2), torch.zeros(3), 1.0, normalise=False)[0].tolist()
+    [[1.0, 1.5], [-0.5, 0.0], [-0.5, -1.5]]
+    """
+    # In float64: equal returns must differ by nothing from their mean, or normalising would blow up the rounding.
+    returns, _ = gae(rewards.double(), torch.zeros_like(rewards, dtype=torch.float64), mask, gamma, 1.0)
+    advantages = torch.zeros_like(returns)
+    for group in groups.unique():
+        rows = (groups == group).nonzero().squeeze(1)
+        lengths = mask[rows].sum(1).long()
+        places = torch.arange(int(lengths.max()))
+        going_on = returns[rows].gather(1, places.minimum((lengths[:, None] - 1).clamp(min=0)))
+        difference = going_on - going_on.mean(0)
+        if normalise:
+            difference = difference / (difference.square().mean().sqrt() + 1e-6)
+        else:
+            difference = difference * len(rows) / max(len(rows) - 1, 1)  # from the others' mean, not from everybody's
+        advantages[rows, : len(places)] = difference
+    return torch.where(mask.bool(), advantages, 0).to(rewards.dtype), returns.to(rewards.dtype)
 
 
 def whiten(

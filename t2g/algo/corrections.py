@@ -1,8 +1,13 @@
 """The gap between the engine that sampled and the learner that trains, as importance weights (method.md, stage 3)."""
 
+import math
+from typing import Literal
+
 import torch
 
 MAX_LOG_RATIO = 20.0  # exp(20) is 5e8: beyond it float32 sums lose every other token
+
+ImportanceMode = Literal["token", "sequence", "masked", "none"]
 
 
 def ratio(logprobs: torch.Tensor, base_logprobs: torch.Tensor) -> torch.Tensor:
@@ -10,25 +15,54 @@ def ratio(logprobs: torch.Tensor, base_logprobs: torch.Tensor) -> torch.Tensor:
     return (logprobs - base_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def truncated_importance(old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, cap: float) -> torch.Tensor:
-    """w = min(exp(old - rollout), cap): how much more likely the learner finds a token than the engine that drew it.
+@torch.no_grad()
+def importance_weights(
+    old_logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor,
+    segment_ids: torch.Tensor,
+    weights: torch.Tensor,
+    mode: ImportanceMode,
+    cap: float,
+) -> torch.Tensor:
+    """How much more likely the learner finds what the engine drew, r_t = exp(old_t - rollout_t), bounded.
 
+        token     min(r_t, cap)                       sequence  min(product of r_t over the response, cap)
+        masked    r_t in [1 / cap, cap], else 0       none      1
+
+    Arrays [T]; segment_ids count from 0; a token with weight 0 takes no part, whatever its numbers are, and gets 0.
     No gradient. Truncation bounds the variance at the price of a bias (Ionides, "Truncated importance sampling", 2008).
+
+    Worked: r = 4, .5 in one response, cap 2: token 2, .5; sequence 2, 2; masked 0, .5.
     """
-    return ratio(old_logprobs, rollout_logprobs).clamp(max=cap).detach()
+    keep = weights > 0
+    log_ratio = torch.where(keep, old_logprobs - rollout_logprobs, 0)
+    if mode == "none":
+        log_ratio = torch.zeros_like(log_ratio)
+    elif mode == "sequence":
+        log_ratio = torch.zeros_like(log_ratio).index_add(0, segment_ids, log_ratio)[segment_ids]
+    r = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    if mode == "masked":
+        keep = keep & (r >= 1 / cap) & (r <= cap)
+    return torch.where(keep, r.clamp(max=cap), 0)
 
 
 def importance_metrics(
-    old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, mask: torch.Tensor, cap: float
+    old_logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor,
+    segment_ids: torch.Tensor,
+    mode: ImportanceMode,
+    cap: float,
 ) -> dict[str, float]:
-    """Mean and 95th percentile of the untruncated weights, share outside [.9, 1.1], share truncated, over mask 1.
+    """Mean and 95th percentile of r, share of r outside [.9, 1.1], share of tokens whose weight the bound changed.
 
-    All [N], over the global batch: a percentile cannot be put together from those of shards.
+    All [N >= 1], over every token of a step: a percentile cannot be put together from those of shards.
     """
-    weights = ratio(old_logprobs, rollout_logprobs)[mask.bool()].double()
+    r = ratio(old_logprobs, rollout_logprobs).double()
+    arrays = old_logprobs, rollout_logprobs, segment_ids, torch.ones_like(old_logprobs)
+    changed = importance_weights(*arrays, mode, cap) != importance_weights(*arrays, mode, math.inf)
     return {
-        "importance/mean": float(weights.mean()),
-        "importance/p95": float(weights.quantile(0.95)),
-        "importance/outside_share": float(((weights < 0.9) | (weights > 1.1)).double().mean()),
-        "importance/truncated_share": float((weights > cap).double().mean()),
+        "importance/mean": float(r.mean()),
+        "importance/p95": float(r.quantile(0.95)),
+        "importance/outside_share": float(((r < 0.9) | (r > 1.1)).double().mean()),
+        "importance/truncated_share": float(changed.double().mean()),
     }

@@ -1,13 +1,73 @@
-"""From logits to one number per token. The next-token shift happens here and nowhere else.
+"""From logits to a few numbers per token, some rows at a time. The next-token shift happens here and nowhere else.
 
 Row i of the logits predicts token i + 1; entry i of every result is about token i itself. The first token of a
 sequence is predicted by nothing: its entry is 0.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch.utils.checkpoint import checkpoint
 
-CHUNK_TOKENS = 1024  # rows whose float32 softmax exists at once
+from t2g.algo.kl import full_kl
+
+CHUNK_TOKENS = 1024  # rows whose logits and float32 softmax exist at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRequest:
+    """What is asked of each of N positions, whose distribution is softmax(logits / temperature)."""
+
+    next_ids: torch.Tensor  # [N] int64, the token that came after it
+    temperature: float
+    entropy: bool
+    ref_logits: torch.Tensor | None  # [N, V] of the reference: the KL over the whole vocabulary is asked for
+
+
+def token_columns(
+    states: torch.Tensor, request: TokenRequest, to_logits: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
+) -> torch.Tensor:
+    """[N, 1 to 3] float32, nats: log-probability of next_ids, then entropy and full KL where they are asked for.
+
+    states: [N, H] of any float type; to_logits: [C, H] -> [C, V] of C <= CHUNK_TOKENS rows, the identity where the
+    states are the logits. Differentiable in states and in what to_logits holds; what is as large as a chunk's logits
+    exists for one chunk at a time, in the backward pass too, which computes it again.
+    """
+
+    def columns(chunk: torch.Tensor, next_ids: torch.Tensor, ref_logits: torch.Tensor | None) -> torch.Tensor:
+        logits = to_logits(chunk).float() / request.temperature
+        logprobs = logits.log_softmax(-1)
+        found = [logprobs.gather(-1, next_ids[:, None]).squeeze(-1)]
+        if request.entropy:
+            found.append(entropy_of(logprobs))
+        if ref_logits is not None:
+            found.append(full_kl(logits, ref_logits.float() / request.temperature))
+        return torch.stack(found, dim=-1)
+
+    chunks = []
+    for start in range(0, len(states), CHUNK_TOKENS):
+        rows = slice(start, start + CHUNK_TOKENS)
+        reference = None if request.ref_logits is None else request.ref_logits[rows]
+        # Nothing is drawn at random in a chunk: its backward pass need not restore the generators.
+        chunks.append(
+            checkpoint(
+                columns, states[rows], request.next_ids[rows], reference, use_reentrant=False, preserve_rng_state=False
+            )
+        )
+    return torch.cat(chunks)
+
+
+def entropy_of(logprobs: torch.Tensor) -> torch.Tensor:
+    """H = -sum_v p_v log p_v, nats. logprobs: [..., V], normalised. Returns [...].
+
+    0 log 0 = 0 in value and gradient: a token of probability 0 has log-probability -inf, and 0 * inf is not a number.
+
+    >>> entropy_of(torch.tensor([0.5, 0.5, 0.0]).log())
+    tensor(0.6931)
+    """
+    probabilities = logprobs.exp()
+    return -(probabilities * torch.where(probabilities > 0, logprobs, 0)).sum(-1)
 
 
 def shift_right(states: torch.Tensor, segment_ids: torch.Tensor) -> torch.Tensor:
@@ -22,41 +82,3 @@ def shift_right(states: torch.Tensor, segment_ids: torch.Tensor) -> torch.Tensor
     starts = torch.ones_like(segment_ids, dtype=torch.bool)
     starts[1:] = segment_ids[1:] != segment_ids[:-1]
     return shifted.masked_fill(starts, 0)
-
-
-def token_logprobs(
-    logits: torch.Tensor, input_ids: torch.Tensor, segment_ids: torch.Tensor, temperature: float
-) -> torch.Tensor:
-    """log softmax(logits / temperature) of each token given those before it in its sequence.
-
-    logits: [T, V] of any float type; input_ids, segment_ids: [T] int64. Returns [T] float32, nats, entry i about
-    input_ids[i], 0 at each sequence's first token. The policy is softmax(logits / temperature) everywhere
-    (method.md, Temperature). Differentiable; float32 copies of the logits exist for CHUNK_TOKENS rows at a time, in
-    the backward pass too.
-    """
-    next_ids = torch.nn.functional.pad(input_ids[1:], (0, 1))
-    chunks = []
-    for rows, ids in zip(logits.split(CHUNK_TOKENS), next_ids.split(CHUNK_TOKENS), strict=True):
-        if logits.requires_grad:
-            chunks.append(checkpoint(_gather_logprobs, rows, ids, temperature, use_reentrant=False))
-        else:
-            chunks.append(_gather_logprobs(rows, ids, temperature))
-    return shift_right(torch.cat(chunks), segment_ids)
-
-
-def _gather_logprobs(logits: torch.Tensor, ids: torch.Tensor, temperature: float) -> torch.Tensor:
-    scaled = logits.float() / temperature
-    return scaled.gather(-1, ids[:, None]).squeeze(-1) - scaled.logsumexp(-1)
-
-
-@torch.no_grad()
-def token_entropy(logits: torch.Tensor, segment_ids: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Entropy of the distribution that token i was drawn from, H = -sum_v p_v log p_v of softmax(logits / T).
-
-    logits: [T, V]; segment_ids: [T]. Returns [T] float32, nats, aligned and zeroed like `token_logprobs`.
-    """
-    chunks = []
-    for rows in logits.split(CHUNK_TOKENS):
-        logprobs = (rows.float() / temperature).log_softmax(-1)
-        chunks.append(-(logprobs.exp() * logprobs).nan_to_num(nan=0).sum(-1))  # 0 log 0 = 0
-    return shift_right(torch.cat(chunks), segment_ids)

@@ -1,52 +1,66 @@
-"""The clipped losses of PPO. Every mean is over the *global* number of tokens, passed in.
+"""The clipped losses of PPO and the k3 penalty. All are sums of `weights` times a number per token.
 
-So the values and metrics returned here are shares: they add up over microbatches and ranks to the global mean. A
-metric whose name ends in _max is the exception: its maximum is the global one.
+weights [T] hold each token's share of the *global* mean (`t2g.data.batching`); over a whole minibatch, all microbatches
+of all ranks, they sum to 1. So the values and metrics returned here are shares: they add up over microbatches and
+ranks. A metric whose name ends in _max is the exception: its maximum is the global one. A token with weight 0 is out of
+value and gradient, whatever its numbers are.
 """
 
 import torch
 
-from t2g.algo.corrections import ratio, truncated_importance
+from t2g.algo.corrections import ratio
+from t2g.algo.kl import kl_k3
 
 Metrics = dict[str, float]
+
+
+def weighted_sum(per_token: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """sum_t weights_t x_t; both [T]. The way into the loss of what has no formula here: entropy, full KL."""
+    return (weights * torch.where(weights > 0, per_token, 0)).sum()
 
 
 def policy_loss(
     *,
     logprobs: torch.Tensor,
     old_logprobs: torch.Tensor,
-    rollout_logprobs: torch.Tensor,
+    importance_weights: torch.Tensor,
     advantages: torch.Tensor,
-    mask: torch.Tensor,
-    num_tokens: int,
+    weights: torch.Tensor,
     clip_eps: float,
-    importance_cap: float,
 ) -> tuple[torch.Tensor, Metrics]:
-    """L_pi = -1/N sum_t w_t min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t)  (arXiv 1707.06347, eq. 7).
+    """L_pi = -sum_t weights_t w_t min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t)  (arXiv 1707.06347, eq. 7).
 
-    rho_t = exp(logprobs - old_logprobs), both the learner's; w_t = min(exp(old - rollout), C) corrects for the engine.
-    All arrays [T]; mask 0 takes a token out of value and gradient, whatever its numbers are; num_tokens is N.
+    rho_t = exp(logprobs - old_logprobs), both the learner's; w_t corrects for the engine (`t2g.algo.corrections`).
+    All arrays [T].
 
-    Worked: A = 2, eps .2, w 1: rho 1.5 gives -2.4 and no gradient; rho .5 gives -1. A = -2: rho 1.5 gives 3; rho .5
-    gives 1.6 and no gradient.
+    Worked: A = 2, eps .2, both weights 1: rho 1.5 gives -2.4 and no gradient; rho .5 gives -1. A = -2: rho 1.5 gives 3;
+    rho .5 gives 1.6 and no gradient.
     """
-    keep = mask.bool()
-    logprobs, old_logprobs, rollout_logprobs, advantages = (
-        torch.where(keep, x, 0) for x in (logprobs, old_logprobs, rollout_logprobs, advantages)
+    keep = weights > 0
+    logprobs, old_logprobs, importance_weights, advantages = (
+        torch.where(keep, x, 0) for x in (logprobs, old_logprobs, importance_weights, advantages)
     )
     rho = ratio(logprobs, old_logprobs)
-    weights = truncated_importance(old_logprobs, rollout_logprobs, importance_cap)
     free, clipped = rho * advantages, rho.clamp(1 - clip_eps, 1 + clip_eps) * advantages
-    loss = -(weights * torch.minimum(free, clipped)).sum() / num_tokens
+    loss = -(weights * importance_weights * torch.minimum(free, clipped)).sum()
     with torch.no_grad():
-        log_rho = rho.log()
         metrics = {
             "policy/loss": loss.item(),
-            "policy/clip_share": ((rho - 1).abs() > clip_eps).sum().item() / num_tokens,
-            "policy/approx_kl": ((rho - 1 - log_rho) * keep).sum().item() / num_tokens,
+            "policy/clip_share": (weights * ((rho - 1).abs() > clip_eps)).sum().item(),
+            "policy/approx_kl": (weights * (rho - 1 - rho.log())).sum().item(),
             "policy/ratio_max": rho.max().item(),
         }
     return loss, metrics
+
+
+def kl_loss(
+    *, logprobs: torch.Tensor, ref_logprobs: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, Metrics]:
+    """L_KL = sum_t weights_t k3_t, before the coefficient. All arrays [T]; the gradient is that of `kl_k3`."""
+    keep = weights > 0
+    logprobs, ref_logprobs = (torch.where(keep, x, 0) for x in (logprobs, ref_logprobs))
+    loss = (weights * kl_k3(logprobs, ref_logprobs)).sum()
+    return loss, {"policy/kl_loss": loss.item()}
 
 
 def value_loss(
@@ -54,19 +68,17 @@ def value_loss(
     values: torch.Tensor,
     old_values: torch.Tensor,
     returns: torch.Tensor,
-    mask: torch.Tensor,
-    num_tokens: int,
+    weights: torch.Tensor,
     value_clip: float,
 ) -> tuple[torch.Tensor, Metrics]:
-    """L_V = 1/N sum_t max((V - ret)^2, (clip(V, V_old +- value_clip) - ret)^2) / 2, before vf_coef.
+    """L_V = sum_t weights_t max((V - ret)^2, (clip(V, V_old +- value_clip) - ret)^2) / 2, before vf_coef.
 
-    All arrays [T]; mask 0 takes a token out of value and gradient; num_tokens is N.
+    All arrays [T].
     """
-    keep = mask.bool()
+    keep = weights > 0
     values, old_values, returns = (torch.where(keep, x, 0) for x in (values, old_values, returns))
     clipped = old_values + (values - old_values).clamp(-value_clip, value_clip)
     free_error, clipped_error = (values - returns).square(), (clipped - returns).square()
-    loss = torch.maximum(free_error, clipped_error).sum() / (2 * num_tokens)
+    loss = (weights * torch.maximum(free_error, clipped_error)).sum() / 2
     held = ((values - old_values).abs() > value_clip) & (clipped_error > free_error)
-    metrics = {"critic/loss": loss.item(), "critic/clip_share": held.sum().item() / num_tokens}
-    return loss, metrics
+    return loss, {"critic/loss": loss.item(), "critic/clip_share": (weights * held).sum().item()}

@@ -1,4 +1,6 @@
-"""Who trains on what, together with what: samples into packed microbatches. Pure planning with numpy.
+"""Who trains on what, together with what: samples into minibatches, minibatches into packed microbatches of ranks.
+
+Pure planning with numpy.
 
 Records are packed (no padding crosses a process border). The learner's models run a microbatch as right-padded rows
 (`padded_rows`): dense attention over one packed row costs a small model five times the time on a CPU. So the plan puts
@@ -7,22 +9,20 @@ length.
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
 from t2g.types import Microbatch, Minibatch, PackedTokens, TrainBatch, TrainSample
 
 EMPTY_TOKENS = 32  # a CPU forward of a handful of bfloat16 tokens can die on an illegal instruction
-_TOKEN_FIELDS = (
-    "loss_mask", "advantages", "returns", "values", "old_logprobs", "rollout_logprobs", "ref_logprobs",
-)  # fmt: skip
+_TOKEN_FIELDS = ("advantages", "returns", "values", "old_logprobs", "rollout_logprobs", "ref_logprobs")
 
+LossMean = Literal["token", "sequence"]
 Plan = list[list[list[int]]]  # [rank][microbatch] -> indices of sequences, ascending
 
 
-def plan_microbatches(
-    lengths: Sequence[int], num_ranks: int, token_budget: int, *, packed: bool = False
-) -> Plan:
+def plan_microbatches(lengths: Sequence[int], num_ranks: int, token_budget: int, *, packed: bool = False) -> Plan:
     """Every sequence once; each rank gets the same number of microbatches, at least one, some perhaps empty.
 
     lengths: tokens of each sequence. A microbatch has at most `token_budget` tokens: rows x longest row, or, when it is
@@ -76,22 +76,23 @@ def pack_tokens(sequences: Sequence[np.ndarray]) -> PackedTokens:
     )
 
 
-def pack(samples: Sequence[TrainSample]) -> Microbatch:
-    """Prompt and response of each sample in one row; every per-token array is 0 on prompts."""
+def pack(samples: Sequence[TrainSample], weights: Sequence[np.ndarray]) -> Microbatch:
+    """Prompt and response of each sample in one row; every per-token array is 0 on prompts. weights: [R] of each."""
     tokens = pack_tokens([np.concatenate([s.prompt_ids, s.response_ids]) for s in samples])
+    columns = {"weights": weights} | {name: [getattr(s, name) for s in samples] for name in _TOKEN_FIELDS}
     arrays = {
         name: np.concatenate(
-            [part for s in samples for part in (np.zeros(len(s.prompt_ids)), getattr(s, name))]
+            [part for s, array in zip(samples, column, strict=True) for part in (np.zeros(len(s.prompt_ids)), array)]
         ).astype(np.float32)
-        for name in _TOKEN_FIELDS
-    }  # fmt: skip
+        for name, column in columns.items()
+    }
     return Microbatch(**vars(tokens), **arrays)
 
 
 def empty_microbatch() -> Microbatch:
     """What a rank without samples runs: tokens of id 0 that count for nothing. Its backward joins the collectives."""
     zeros = np.zeros(EMPTY_TOKENS, np.float32)
-    return Microbatch(**vars(empty_tokens()), **dict.fromkeys(_TOKEN_FIELDS, zeros))
+    return Microbatch(**vars(empty_tokens()), **dict.fromkeys(("weights", *_TOKEN_FIELDS), zeros))
 
 
 def empty_tokens() -> PackedTokens:
@@ -117,36 +118,57 @@ def padded_rows(tokens: PackedTokens) -> tuple[np.ndarray, np.ndarray]:
 
 def make_train_batch(
     samples: Sequence[TrainSample],
-    num_ranks: int,
-    token_budget: int,
+    *,
     num_epochs: int,
     minibatches_per_epoch: int,
+    loss_mean: LossMean,
+    kl_coef: float,
     seed: int,
 ) -> TrainBatch:
     """The optimizer steps of one update: num_epochs passes, each a fresh permutation cut into minibatches.
 
     Parts of a permutation differ by at most one sample; a part in which no token counts is left out. The same
-    arguments give the same batch. Raises ValueError when no token of any sample counts.
+    arguments give the same batch. kl_coef is that of the loss term. Raises ValueError when no token of any sample
+    counts.
     """
     rng = np.random.default_rng(seed)
     minibatches = []
     for _ in range(num_epochs):
         for chosen in np.array_split(rng.permutation(len(samples)), minibatches_per_epoch):
-            part = [samples[i] for i in chosen]
-            num_tokens = int(sum(s.loss_mask.sum() for s in part))
-            if num_tokens:
-                minibatches.append(_minibatch(part, num_tokens, num_ranks, token_budget))
+            part = tuple(samples[i] for i in chosen)
+            if any(s.loss_mask.any() for s in part):
+                weights = loss_weights([s.loss_mask for s in part], loss_mean)
+                minibatches.append(Minibatch(samples=part, weights=weights))
     if not minibatches:
         raise ValueError(f"none of the {len(samples)} samples has a token with loss_mask 1: there is nothing to learn")
-    return TrainBatch(minibatches=tuple(minibatches))
+    return TrainBatch(minibatches=tuple(minibatches), kl_coef=kl_coef)
 
 
-def _minibatch(samples: Sequence[TrainSample], num_tokens: int, num_ranks: int, token_budget: int) -> Minibatch:
+def loss_weights(masks: Sequence[np.ndarray], loss_mean: LossMean) -> tuple[np.ndarray, ...]:
+    """Each token's share of a minibatch's loss: [R] float32 per sample, in all 1. Some token has mask 1.
+
+    token: 1 / N, where N tokens count. sequence: 1 / (S * n) for each of a sample's n such tokens, where S samples have
+    any.
+
+    >>> [w.tolist() for w in loss_weights([np.array([1, 1, 0]), np.array([1, 1])], "token")]
+    [[0.25, 0.25, 0.0], [0.25, 0.25]]
+    >>> [w.tolist() for w in loss_weights([np.array([1]), np.array([1, 1])], "sequence")]
+    [[0.5], [0.25, 0.25]]
+    """
+    counts = [int(mask.sum()) for mask in masks]
+    num_sequences = sum(count > 0 for count in counts)
+    shares = {"token": [sum(counts)] * len(masks), "sequence": [num_sequences * max(count, 1) for count in counts]}
+    return tuple((mask / share).astype(np.float32) for mask, share in zip(masks, shares[loss_mean], strict=True))
+
+
+def pack_minibatch(minibatch: Minibatch, *, num_ranks: int, token_budget: int) -> tuple[tuple[Microbatch, ...], ...]:
+    """microbatches[rank][i] of one optimizer step; every rank has the same number, see `plan_microbatches`."""
+    samples, weights = minibatch.samples, minibatch.weights
     lengths = [len(s.prompt_ids) + len(s.response_ids) for s in samples]
-    return Minibatch(
-        num_tokens=num_tokens,
-        microbatches=tuple(
-            tuple(pack([samples[i] for i in members]) if members else empty_microbatch() for members in micro)
-            for micro in plan_microbatches(lengths, num_ranks, token_budget)
-        ),
+    return tuple(
+        tuple(
+            pack([samples[i] for i in members], [weights[i] for i in members]) if members else empty_microbatch()
+            for members in micro
+        )
+        for micro in plan_microbatches(lengths, num_ranks, token_budget)
     )

@@ -1,6 +1,7 @@
 """Spans to token rewards: the paper's delta (arXiv 2505.22338, eq. 6) and where it is paid."""
 
 import hashlib
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -51,21 +52,43 @@ def covered(offsets: np.ndarray, spans: Sequence[Span], *, text: str, cover: str
     return result
 
 
-def place(
-    deltas: np.ndarray, placement: Placement, *, seed: int = 0, prompt_id: str = "", sample_index: int = 0
-) -> np.ndarray:
-    """Where the deltas of one response are paid. deltas: [R] -> [R] float32, with the same sum.
+def step_ids(offsets: np.ndarray, text: str, pattern: str) -> np.ndarray:
+    """Which step of the response each token belongs to: 0, 1, ..., rising. -> [R] int32.
 
-    span: where they are. scalar: their sum at the last token. shuffled: the same deltas at random tokens of the same
-    response, EOS among them since it is an action as well; the draw depends on (seed, prompt_id, sample_index) only.
+    offsets: [R, 2], half-open character ranges of `text`. A step ends with each match of `pattern`
+    (`Task.step_pattern`). A token belongs to the step in which its first character lies; one without characters where
+    the next character does, at the end of the text (EOS) to the last step.
+
+        text "One. Two", tokens "One" "." " Two" EOS, sentences -> [0, 0, 1, 1]
+    """
+    ends = {match.end() for match in re.finditer(pattern, text)} - {0, len(text)}
+    return np.searchsorted(sorted(ends), offsets[:, 0], side="right").astype(np.int32)
+
+
+def place(
+    deltas: np.ndarray,
+    placement: Placement,
+    *,
+    step_ids: np.ndarray,
+    seed: int = 0,
+    prompt_id: str = "",
+    sample_index: int = 0,
+) -> np.ndarray:
+    """Where the deltas of one response are paid. deltas: [R], step_ids: [R], rising -> [R] float32, with the same sum.
+
+    span: where they are. step: each step's sum at its last token. scalar: the sum of all at the last token. shuffled:
+    the same deltas at random tokens of the same response, EOS among them since it is an action as well; the draw
+    depends on (seed, prompt_id, sample_index) only.
     """
     if placement == "span" or len(deltas) == 0:
         return deltas.astype(np.float32)
     if placement == "shuffled":
         key = hashlib.blake2b(f"{seed}\x1f{sample_index}\x1f{prompt_id}".encode(), digest_size=8).digest()
         return np.random.default_rng(int.from_bytes(key)).permutation(deltas).astype(np.float32)
+    steps = step_ids if placement == "step" else np.zeros(len(deltas))
+    first = np.flatnonzero(np.diff(steps, prepend=steps[0] - 1))
     paid = np.zeros(len(deltas), np.float32)
-    paid[-1] = deltas.sum(dtype=np.float64)
+    paid[np.append(first[1:], len(deltas)) - 1] = np.add.reduceat(deltas.astype(np.float64), first)
     return paid
 
 

@@ -8,8 +8,12 @@ compatible (NFKD). Letters, case and word order are never forgiven, and no word 
 import unicodedata
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import islice
 from typing import NamedTuple
 
+# Without these bounds one quote of a repetitive text takes seconds: the work grows with the square of its length.
+MAX_PLACES = 1000  # of a quote that are looked at, halves of characters among them
+MAX_MARKS = 30  # that combine with one letter; Unicode's stream-safe text (UAX 15) has no more
 _MARKS = {**dict.fromkeys("\u2018\u2019\u201a\u201b", "'"), **dict.fromkeys("\u201c\u201d\u201e\u201f", '"')}
 
 
@@ -18,12 +22,12 @@ def locate(text: str, quote: str, occurrence: int = 1) -> tuple[int, int] | None
 
     Places may overlap: "aa" stands twice in "aaa". Where the exact quote stands at least once, only exact places
     count; else the tolerance of this module holds and the range still is one of `text` as it is. None for an empty
-    quote, an occurrence below 1 and a quote that stands fewer than `occurrence` times.
+    quote, an occurrence below 1 or above MAX_PLACES, and a quote that stands fewer than `occurrence` times.
 
         locate("the cat sat on the mat", "the", 2) == (15, 18)
         locate("so  “good”", 'so "good"') == (0, 10)
     """
-    if not quote or occurrence < 1:
+    if not quote or not 1 <= occurrence <= MAX_PLACES:
         return None
     if quote in text:
         start = _nth(_find_all(text, quote), occurrence)
@@ -38,14 +42,17 @@ def locate(text: str, quote: str, occurrence: int = 1) -> tuple[int, int] | None
 
 
 def _find_all(text: str, quote: str) -> Iterator[int]:
-    at = text.find(quote)
-    while at >= 0:
-        yield at
+    """The first MAX_PLACES places."""
+    at = -1
+    for _ in range(MAX_PLACES):
         at = text.find(quote, at + 1)
+        if at < 0:
+            return
+        yield at
 
 
 def _nth(places: Iterator[int], n: int) -> int | None:
-    return next((place for count, place in enumerate(places, start=1) if count == n), None)
+    return next(islice(places, n - 1, None), None)
 
 
 class _Folded(NamedTuple):
@@ -76,9 +83,16 @@ def _fold(text: str) -> _Folded:
 
 
 def _characters(text: str) -> Iterator[tuple[int, int]]:
-    """Half-open ranges of characters with the marks that combine with them: accents, vowels and finals of Hangul."""
+    """Half-open ranges of characters with the marks that combine with them: accents, vowels and finals of Hangul.
+
+    A mark beyond MAX_MARKS counts as a character.
+    """
     start = 0
     for at in range(1, len(text) + 1):
-        if at == len(text) or not (unicodedata.combining(text[at]) or "\u1160" <= text[at] <= "\u11ff"):
+        if at == len(text) or at - start > MAX_MARKS or not _combines(text[at]):
             yield start, at
             start = at
+
+
+def _combines(char: str) -> bool:
+    return bool(unicodedata.combining(char)) or "\u1160" <= char <= "\u11ff"

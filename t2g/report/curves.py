@@ -1,4 +1,4 @@
-"""Line charts as inline SVG: numbers in, markup out. The template gives the classes s0..s5 colour and dashes."""
+"""Line charts as inline SVG: numbers in, markup out. The template gives the classes s0..s7 colour and dashes."""
 
 import math
 from collections.abc import Sequence
@@ -10,18 +10,29 @@ WIDTH, HEIGHT = 560, 300  # of the viewBox; the page scales it
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 44  # margins for tick labels and axis names
 MAX_POINTS = 400  # per line: more cannot be told apart, and a long run would make a heavy page
 MARKED_POINTS = 30  # a line with more points carries no markers
-STYLES = 6
+DASHES = ("none", "8 4", "2 4", "10 3 2 3", "4 3", "12 5", "1 3", "6 2 1 2")  # by style
+STYLES = len(DASHES)
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One line; points whose x or y is not finite are left out."""
+    """One line; points whose x or y is not finite are left out.
+
+    low, high: of a band around it, one for each point, finite; no band where they are empty.
+    """
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+
+    def outline(self) -> list[Point]:
+        """The band's corners: along its upper edge and back along its lower one."""
+        upper, lower = zip(self.x, self.high, strict=True), zip(self.x, self.low, strict=True)
+        return [*upper, *reversed([*lower])]
 
     def points(self) -> list[Point]:
         both = zip(self.x, self.y, strict=True)
@@ -32,7 +43,7 @@ def line_chart(series: Sequence[Series], *, x_label: str, y_label: str, level: f
     """An SVG element: axes, ticks, one line per series and a dashed horizontal line at `level`; "" without points."""
     lines = [s.points() for s in series]
     xs = [x for points in lines for x, _ in points]
-    ys = [y for points in lines for _, y in points]
+    ys = [y for points in lines for _, y in points] + [y for s in series for y in (*s.low, *s.high)]
     if not xs:
         return Markup("")
     if level is not None:
@@ -52,6 +63,10 @@ def line_chart(series: Sequence[Series], *, x_label: str, y_label: str, level: f
     if level is not None:
         down = at(x_low, level)[1]
         parts.append(_RULE.format("level", LEFT, WIDTH - RIGHT, down, down))
+    for index, one in enumerate(series):
+        if one.low:
+            corners = " ".join(f"{across},{down}" for across, down in (at(x, y) for x, y in one.outline()))
+            parts.append(Markup('<polygon class="band s{}" points="{}"/>').format(index % STYLES, corners))
     for index, (one, points) in enumerate(zip(series, lines, strict=True)):
         parts.append(_line(one.name, index % STYLES, points, [at(x, y) for x, y in points]))
     label = f"{y_label} against {x_label}: " + ", ".join(s.name for s in series)

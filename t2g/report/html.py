@@ -14,7 +14,7 @@ from markupsafe import Markup
 from t2g import metrics as m
 from t2g.checkpoint import write_atomic
 from t2g.progress import duration
-from t2g.report.curves import STYLES, Series, line_chart
+from t2g.report.curves import DASHES, Series, line_chart
 from t2g.report.segments import Segment, printable, segments
 from t2g.types import Span, SpanFeedback
 
@@ -88,7 +88,7 @@ def write_report(
         path,
         "template.html",
         title=title,
-        num_styles=STYLES,
+        dashes=DASHES,
         figures={name: value for name, value in summary.items() if not isinstance(value, Mapping | list | tuple)},
         metric=metric,
         base=base,

@@ -22,6 +22,7 @@ class Task(Protocol):
     name: str  # goes into Prompt.task
     can_cut: bool  # whether a prompt too long for the policy's window loses input text; else it is refused
     score_name: str  # key of `measure` that decides which checkpoint is best; "" for a task without a measure
+    step_pattern: str  # regular expression of where a step of a response ends, for objective.rewards.placement=step
 
     def prompt_id(self, record: Record) -> str | None:
         """The record's own id, if it has one."""
@@ -67,8 +68,14 @@ class Task(Protocol):
         """The task's own program that criticises a response, if it has one."""
         ...
 
-    def measure(self, prompt: Prompt, response_text: str) -> dict[str, float] | None:
-        """Metrics of one response that no feedback source has a part in, or None."""
+    def revise_messages(
+        self, prompt: Prompt, response_text: str, critique: str, input_limit: int | None = None
+    ) -> list[Message]:
+        """The chat that asks for the response again, with a critique of it in view."""
+        ...
+
+    def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float] | None:
+        """Metrics of one response that no feedback source has a part in, or None. sandbox: for what it runs."""
         ...
 
 
@@ -113,6 +120,7 @@ class BasicTask:
     name: str
     can_cut = False
     score_name = ""
+    step_pattern = r"[.!?]+(?=\s|$)|\n"  # sentences
     input_fields: tuple[str, ...]  # fields that the prompt holds, so that the payload need not
     review: Review
 
@@ -148,7 +156,19 @@ class BasicTask:
     def critic(self, *, style: StyleConfig, sandbox: SandboxConfig) -> Critic | None:
         return None
 
-    def measure(self, prompt: Prompt, response_text: str) -> dict[str, float] | None:
+    def revise_messages(
+        self, prompt: Prompt, response_text: str, critique: str, input_limit: int | None = None
+    ) -> list[Message]:
+        subject = self.review.subject
+        content = (
+            f"{self.review.input_name}:\n{prompt.prompt_text[:input_limit]}\n\n"
+            f"A {subject} that was given:\n{response_text}\n\nA critique of it:\n{critique}\n\n"
+            f"Write the {subject} again: keep what the critique praises, mend what it blames, add what it says is "
+            f"missing. Answer with the {subject} alone, in the same form."
+        )
+        return [{"role": "user", "content": content}]
+
+    def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float] | None:
         return None
 
 

@@ -26,6 +26,7 @@ _IMPORTED = re.compile(r"^\s*from\s+solution\s+import\s+(\([^)]*\)|[^\n#]+)", re
 class CodeTask(BasicTask):
     name = "code"
     score_name = "passed"
+    step_pattern = r"\n"
     input_fields = ("question",)
     review = Review(
         opening="You review a Python solution of a programming problem: is it correct, complete, efficient, readable?",
@@ -75,8 +76,8 @@ class CodeTask(BasicTask):
 
         return make_critic(sandbox, style)
 
-    def measure(self, prompt: Prompt, response_text: str) -> dict[str, float] | None:
-        """1 for a program that passes all its tests within the default limits, else 0: the mean is the pass rate.
+    def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float] | None:
+        """1 for a program that passes all its tests within the sandbox's limits, else 0: the mean is the pass rate.
 
         None without tests.
         """
@@ -85,7 +86,7 @@ class CodeTask(BasicTask):
             return None
         from t2g.tasks.sandbox import run_solution
 
-        return {"passed": float(run_solution(extract_code(response_text)[0], tests, SandboxConfig()).passed)}
+        return {"passed": float(run_solution(extract_code(response_text)[0], tests, sandbox).passed)}
 
 
 def extract_code(response_text: str) -> tuple[str, int]:

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from t2g.data.chat import Message
+from t2g.sections import SandboxConfig
 from t2g.tasks.base import BasicTask, Record, Review, text_field
 from t2g.types import Prompt
 
@@ -51,7 +52,7 @@ class SummarizationTask(BasicTask):
         feedback = _first_text(payload, "feedback")
         return f"A human's feedback on this summary:\n{feedback}" if feedback else None
 
-    def measure(self, prompt: Prompt, response_text: str) -> dict[str, float] | None:
+    def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float] | None:
         """ROUGE F1 against the reference (Lin, 2004; with Porter's stemmer), 0 to 1; None without a reference."""
         reference = self.reference(prompt.payload)
         if reference is None:

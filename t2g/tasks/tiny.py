@@ -109,6 +109,14 @@ class Clause(NamedTuple):
     value_start: int
 
 
+class Finding(NamedTuple):
+    """The critic's verdict of one clause, and the sentence that says it."""
+
+    clause: Clause
+    verdict: str  # one of VERDICTS, never missing
+    sentence: str
+
+
 # ------------------------------------------------------------------------------------------------ posts and summaries
 def is_heldout(facts: Facts) -> bool:
     """Whether a combination of facts belongs to the held-out posts; a pure function of the facts, no seed in it."""
@@ -197,6 +205,28 @@ def occurrence_at(text: str, quote: str, start: int) -> int:
     return count
 
 
+def findings(facts: Facts, response: str) -> list[Finding]:
+    """What the critic says of each clause, in order. Facts given as None or lacking a slot raise KeyError."""
+    found = []
+    right: set[str] = set()
+    for clause in split_clauses(response):
+        text = response[clause.value_start : clause.end]
+        if clause.slot is None:
+            found.append(Finding(clause, "invented", f"It says {text}: invented."))
+            continue
+        fact = facts[clause.slot]
+        verdict = "wrong" if text != fact else "repeated" if clause.slot in right else "right"
+        if verdict == "right":
+            right.add(clause.slot)
+        found.append(Finding(clause, verdict, f"The {clause.slot} is {fact}, it says {text}: {verdict}."))
+    return found
+
+
+def missing_sentence(slot: str) -> str:
+    """What the critic says of a fact that is not stated."""
+    return f"The {slot} is missing."
+
+
 def critic(facts: Facts, response: str, *, dense: bool = False) -> Judgement:
     """Critique of any response in English, evidence before verdict, with its good and poor quotes.
 
@@ -206,39 +236,19 @@ def critic(facts: Facts, response: str, *, dense: bool = False) -> Judgement:
 
     dense: every clause is quoted as a whole, with the label of its value; the critique is the same.
     """
-    parts: list[str] = []
     good: list[Quote] = []
     poor: list[Quote] = []
+    found = findings(facts, response)
     position = 0
-    right: set[str] = set()
-    spoken: set[str] = set()
-
-    def say(sentence: str) -> tuple[int, int]:
-        nonlocal position
-        start = position
-        parts.append(sentence)
-        position += len(sentence) + 1
-        return start, start + len(sentence)
-
-    for clause in split_clauses(response):
-        text = response[clause.value_start : clause.end]
+    for clause, verdict, sentence in found:
         start = clause.start if dense else clause.value_start
         piece = response[start : clause.end]
-        quote_at = occurrence_at(response, piece, start)
-        if clause.slot is None:
-            poor.append(Quote(piece, quote_at, say(f"It says {text}: invented.")))
-            continue
-        fact = facts[clause.slot]
-        spoken.add(clause.slot)
-        verdict = "wrong" if text != fact else "repeated" if clause.slot in right else "right"
-        quote = Quote(piece, quote_at, say(f"The {clause.slot} is {fact}, it says {text}: {verdict}."))
+        quote = Quote(piece, occurrence_at(response, piece, start), (position, position + len(sentence)))
         (good if verdict == "right" else poor).append(quote)
-        if verdict == "right":
-            right.add(clause.slot)
-    for slot in SLOTS:
-        if slot not in spoken:
-            say(f"The {slot} is missing.")
-    return Judgement(" ".join(parts), good, poor)
+        position += len(sentence) + 1
+    spoken = {clause.slot for clause, _, _ in found}
+    missing = [missing_sentence(slot) for slot in SLOTS if slot not in spoken]
+    return Judgement(" ".join([*(sentence for _, _, sentence in found), *missing]), good, poor)
 
 
 def measure(facts: Facts, response: str) -> dict[str, float]:

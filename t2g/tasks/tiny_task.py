@@ -6,7 +6,7 @@ from typing import Any
 
 from t2g.data.chat import Message
 from t2g.sections import SandboxConfig, StyleConfig
-from t2g.tasks import tiny
+from t2g.tasks import tiny, tiny_revision
 from t2g.tasks.base import SPARSE, Critic, Record, text_field
 from t2g.tasks.summarization import SummarizationTask
 from t2g.types import Prompt
@@ -15,6 +15,7 @@ from t2g.types import Prompt
 class TinyTask(SummarizationTask):
     name = "tiny"
     score_name = "fact_f1"
+    step_pattern = r"[,.]"  # clauses: a summary is one sentence
 
     def policy_messages(self, record: Record, input_limit: int | None = None) -> list[Message]:
         return tiny.policy_messages(self.prompt_text(record)[:input_limit])
@@ -40,7 +41,12 @@ class TinyTask(SummarizationTask):
         """Verdicts and the span map of a reward target: where `sft.span_weight` goes."""
         return tiny.decisive_ranges(target)
 
-    def measure(self, prompt: Prompt, response_text: str) -> dict[str, float]:
+    def revise_messages(
+        self, prompt: Prompt, response_text: str, critique: str, input_limit: int | None = None
+    ) -> list[Message]:
+        return tiny_revision.revise_messages(prompt.prompt_text[:input_limit], response_text, critique)
+
+    def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float]:
         return tiny.measure(prompt.payload["facts"], response_text)
 
 

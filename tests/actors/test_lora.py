@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from actors import lora
 from t2g.sections import LoRAConfig, ModelConfig
 
-CONFIG = LoRAConfig(r=3, alpha=6, dropout=0.5)
+CONFIG = LoRAConfig(r=3, alpha=6)
 IDS = torch.arange(40).reshape(2, 20)
 
 
@@ -41,7 +41,7 @@ def test_merged_and_kept_adapters_compute_what_was_trained(architecture: str, tm
     folder = base_folder(tmp_path / "base", architecture)
     torch.manual_seed(0)
     model, base = load(folder), load(folder)
-    lora.add_adapters(model, CONFIG, ModelConfig(policy=str(folder), revision="r1"))
+    lora.add_adapters(model, CONFIG, ModelConfig(policy=str(folder), revision="r1"), dropout=0.5)
     assert torch.equal(logits(model), logits(base))  # B starts at 0
 
     named = dict(model.named_parameters())
@@ -53,6 +53,10 @@ def test_merged_and_kept_adapters_compute_what_was_trained(architecture: str, tm
             parameter.normal_(std=0.2)
     trained = logits(model.eval())
     assert (trained - logits(base)).abs().max() > 0.1
+    with lora.adapters_off(model):
+        assert torch.equal(logits(model), logits(base))
+    assert torch.equal(logits(model), trained)
+    assert all(p.requires_grad == (lora.adapter_name(name) is not None) for name, p in named.items())
 
     sources = lora.sources(named)
     assert sources.keys() == dict(base.named_parameters()).keys()
@@ -72,7 +76,7 @@ def test_merged_and_kept_adapters_compute_what_was_trained(architecture: str, tm
 
 def test_every_linear_layer_but_the_head_has_an_adapter(tmp_path: Path) -> None:
     model = load(random_model(tmp_path))
-    lora.add_adapters(model, CONFIG, ModelConfig(policy=str(tmp_path)))
+    lora.add_adapters(model, CONFIG, ModelConfig(policy=str(tmp_path)), dropout=0)
     under = {name.split(".")[-1] for name, module in model.named_modules() if hasattr(module, "lora_A")}
     assert under == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 2 * 3 * (4 * (64 + 64) + 3 * (64 + 96))

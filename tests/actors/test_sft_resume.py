@@ -55,10 +55,15 @@ def ranks(reports: Path, *, pause_s: float, then_silent: bool, end: threading.Ev
     return thread
 
 
+def ended(thread: threading.Thread) -> bool:
+    thread.join(0.05)
+    return not thread.is_alive()
+
+
 def test_the_deadline_begins_again_with_each_report(tmp_path: Path) -> None:
     end, steps = threading.Event(), []
     thread = ranks(tmp_path / "r", pause_s=0.6, then_silent=False, end=end)
-    _follow(thread, tmp_path / "r", 1.5, lambda progress: steps.append(progress.step))
+    _follow(lambda: ended(thread), tmp_path / "r", 1.5, lambda progress: steps.append(progress.step))
     assert steps == [10, 20, 30]
 
 
@@ -66,5 +71,5 @@ def test_ranks_that_fall_silent_are_late_in_a_sentence(tmp_path: Path) -> None:
     end = threading.Event()
     thread = ranks(tmp_path / "r", pause_s=0, then_silent=True, end=end)
     with pytest.raises(RunStopped, match=r"late: nothing was heard .* for 0\.5 s.*stood at step 30 of 40"):
-        _follow(thread, tmp_path / "r", 0.5, lambda progress: None)
+        _follow(lambda: ended(thread), tmp_path / "r", 0.5, lambda progress: None)
     end.set()

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from t2g.algo import gae
-from t2g.algo.advantages import step_rewards, whiten
+from t2g.algo.advantages import group_advantages, step_rewards, whiten
 
 
 def row(*numbers: float) -> torch.Tensor:
@@ -91,11 +91,135 @@ def test_shapes_that_differ_are_refused() -> None:
         gae(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 4), 1.0, 0.95)
 
 
-def test_step_rewards_pay_spans_and_charge_k1() -> None:
+def test_step_rewards_mix_spans_end_and_k1() -> None:
+    nan = float("nan")
     rewards = step_rewards(
-        row(1, 0, -1, 5), row(-1, -2, -3, 0), row(-1.5, -1, -3, float("nan")), row(1, 1, 1, 0), w_span=2.0, kl_coef=0.1
+        torch.tensor([[1, 0, -1, 5], [0, 2, 0, 0]], dtype=torch.float64),
+        torch.tensor([0.5, -1.0], dtype=torch.float64),
+        torch.tensor([[-1, -2, -3, 0], [-1, -1, -1, -1]], dtype=torch.float64),
+        torch.tensor([[-1.5, -1, -3, nan], [-1, -1, -1, -1]], dtype=torch.float64),
+        torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]),
+        w_span=2.0,
+        w_end=3.0,
+        kl_coef=0.1,
     )
-    torch.testing.assert_close(rewards, row(2 - 0.05, 0.1, -2, 0))
+    # the end reward goes to the last token that counts: 3 * .5 to the third, 3 * -1 to the fourth
+    expected = torch.tensor([[2 - 0.05, 0.1, -2 + 1.5, 0], [0, 4, 0, -3]], dtype=torch.float64)
+    torch.testing.assert_close(rewards, expected)
+
+
+def test_an_empty_response_is_paid_nothing_at_its_end() -> None:
+    ragged = torch.zeros(2, 3)
+    mask = torch.tensor([[0.0, 0, 0], [1, 0, 0]])
+    paid = step_rewards(ragged, torch.ones(2), ragged, ragged, mask, w_span=1.0, w_end=1.0, kl_coef=0.0)
+    assert paid.tolist() == [[0, 0, 0], [1, 0, 0]]
+    none = torch.zeros(2, 0)
+    assert step_rewards(none, torch.ones(2), none, none, none, w_span=1.0, w_end=1.0, kl_coef=0.0).shape == (2, 0)
+
+
+def ragged(rows: list[list[float]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Right-padded [B, R] with numbers in the padding that nobody may look at, and the mask."""
+    width = max(map(len, rows)) + 1
+    padded = torch.tensor([[*r, *[77.0] * (width - len(r))] for r in rows], dtype=torch.float64)
+    return padded, torch.tensor([[1.0] * len(r) + [0.0] * (width - len(r)) for r in rows])
+
+
+def group_by_loops(rewards: list[list[float]], groups: list[int], gamma: float, normalise: bool) -> list[list[float]]:
+    """The formulas of `group_advantages` as they stand, one token at a time."""
+    returns = [[sum(gamma ** (k - t) * r[k] for k in range(t, len(r))) for t in range(len(r))] for r in rewards]
+
+    def at(j: int, t: int) -> float:
+        return returns[j][min(t, len(returns[j]) - 1)]
+
+    result = []
+    for i, row in enumerate(returns):
+        everybody = [j for j in range(len(rewards)) if groups[j] == groups[i]]
+        others = [j for j in everybody if j != i]
+        line = []
+        for t in range(len(row)):
+            if normalise:
+                places = range(max(len(returns[j]) for j in everybody))
+                gaps = [at(j, u) - np.mean([at(k, u) for k in everybody]) for j in everybody for u in places]
+                scale = np.sqrt(np.mean(np.square(gaps))) + 1e-6
+                line.append((row[t] - np.mean([at(j, t) for j in everybody])) / scale)
+            else:
+                line.append(row[t] - np.mean([at(j, t) for j in others]) if others else 0.0)
+        result.append(line)
+    return result
+
+
+responses = st.lists(st.lists(st.sampled_from([-1.0, 0.0, 0.5, 1.0]), min_size=1, max_size=5), min_size=1, max_size=6)
+
+
+@given(rewards=responses, data=st.data(), gamma=st.floats(0.5, 1), normalise=st.booleans())
+def test_group_advantages_equal_loops(
+    rewards: list[list[float]], data: st.DataObject, gamma: float, normalise: bool
+) -> None:
+    groups = data.draw(st.lists(st.integers(0, 2), min_size=len(rewards), max_size=len(rewards)))
+    advantages, returns = group_advantages(*ragged(rewards), torch.tensor(groups), gamma, normalise=normalise)
+    for i, expected in enumerate(group_by_loops(rewards, groups, gamma, normalise)):
+        np.testing.assert_allclose(advantages[i, : len(expected)], expected, rtol=1e-6, atol=1e-6)
+        assert not advantages[i, len(expected) :].any() and not returns[i, len(expected) :].any()
+        assert returns[i, 0].item() == pytest.approx(sum(gamma**t * r for t, r in enumerate(rewards[i])))
+
+
+scalars = st.lists(st.tuples(st.floats(-3, 3), st.integers(1, 5)), min_size=2, max_size=6)
+
+
+def scalar_group(scalars: list[tuple[float, int]], *, normalise: bool) -> list[list[float]]:
+    """Advantages of one prompt's responses of these lengths, each paid its reward at its last token."""
+    rewards, mask = ragged([[0.0] * (length - 1) + [reward] for reward, length in scalars])
+    advantages, _ = group_advantages(rewards, mask, torch.zeros(len(scalars)), 1.0, normalise=normalise)
+    return [row[:length].tolist() for row, (_, length) in zip(advantages, scalars, strict=True)]
+
+
+@given(scalars)
+def test_of_a_scalar_reward_it_is_leave_one_out(scalars: list[tuple[float, int]]) -> None:
+    rewards = [reward for reward, _ in scalars]
+    for i, tokens in enumerate(scalar_group(scalars, normalise=False)):
+        others = rewards[:i] + rewards[i + 1 :]
+        assert tokens == pytest.approx([rewards[i] - sum(others) / len(others)] * len(tokens))
+
+
+@given(scalars)
+def test_of_a_scalar_reward_normalised_it_is_the_standard_score(scalars: list[tuple[float, int]]) -> None:
+    rewards = np.array([reward for reward, _ in scalars])
+    expected = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+    for tokens, score in zip(scalar_group(scalars, normalise=True), expected, strict=True):
+        assert tokens == pytest.approx([score] * len(tokens), rel=1e-6, abs=1e-6)
+
+
+@given(rewards=responses, change=st.floats(-5, 5), data=st.data())
+def test_the_baseline_does_not_depend_on_the_sample_it_is_for(
+    rewards: list[list[float]], change: float, data: st.DataObject
+) -> None:
+    """What makes the estimate unbiased: a sample's own reward moves its return and its advantage alike."""
+    if len(rewards) < 2:
+        rewards = [*rewards, [1.0]]
+    i = data.draw(st.integers(0, len(rewards) - 1))
+    changed = [list(r) for r in rewards]
+    changed[i][-1] += change
+    baselines = []
+    for rows in (rewards, changed):
+        advantages, returns = group_advantages(*ragged(rows), torch.zeros(len(rows)), 0.9, normalise=False)
+        baselines.append((returns - advantages)[i])
+    torch.testing.assert_close(*baselines)
+
+
+def test_equal_rewards_and_lone_samples_teach_nothing() -> None:
+    for normalise in (False, True):
+        same = group_advantages(*ragged([[0.1], [0.1, 0.0], [0.1]]), torch.tensor([4, 9, 4]), 1.0, normalise=normalise)
+        assert same[0].abs().max() < 1e-9
+        three = group_advantages(torch.full((3, 1), 0.1), torch.ones(3, 1), torch.zeros(3), 1.0, normalise=normalise)
+        assert three[0].abs().max() < 1e-9
+
+
+def test_spans_at_other_places_of_equal_totals_stay_in_scale() -> None:
+    """The standard deviation of the totals is 0 here: dividing by it would give advantages of a million."""
+    advantages, _ = group_advantages(*ragged([[1, 0, -1], [-1, 0, 1]]), torch.zeros(2), 1.0, normalise=True)
+    # returns 0 -1 -1 and 0 1 1, mean 0, root mean square sqrt(4 / 6)
+    scale = (4 / 6) ** 0.5 + 1e-6
+    torch.testing.assert_close(advantages[:, :3] * scale, torch.tensor([[0, -1, -1], [0, 1, 1]], dtype=torch.float64))
 
 
 def test_whiten_worked_by_hand() -> None:

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from t2g.config import PolicyJob
 from t2g.feedback import token_rewards
-from t2g.feedback.rewards import label_shares, place
-from t2g.sections import RewardRuleConfig
+from t2g.feedback.rewards import label_shares, place, step_ids
+from t2g.sections import Placement, RewardRuleConfig
+from t2g.tasks.base import get_task
 from t2g.types import Span
 
 TEXT = "so good, so bad\n"
@@ -124,40 +125,88 @@ def test_agrees_with_a_loop_over_characters(
     assert token_rewards(offsets, made, text=text, rule=rule).tolist() == expected
 
 
+@pytest.mark.parametrize(
+    ("task", "text", "steps"),
+    [
+        ("summarization", "Is it? Yes... it is 3.5 m.", ["Is it?", " Yes...", " it is 3.5 m."]),
+        ("prompts", "- one\n- two! \n", ["- one\n", "- two!", " \n"]),
+        ("code", "x = 1. \ny = 2", ["x = 1. \n", "y = 2"]),
+        ("tiny", "by Ann, it hums.", ["by Ann,", " it hums."]),
+    ],
+)
+def test_a_task_says_where_its_steps_end(task: str, text: str, steps: list[str]) -> None:
+    offsets = np.array([[i, i + 1] for i in range(len(text))] + [[len(text)] * 2], np.int32)
+    ids = step_ids(offsets, text, get_task(task).step_pattern)
+    assert ids.tolist() == [i for i, step in enumerate(steps) for _ in step] + [len(steps) - 1]  # EOS to the last
+    assert ids.dtype == np.int32
+
+
+def test_a_token_belongs_to_the_step_of_its_first_character() -> None:
+    text = "ab.cd."
+    # "b.c" reaches over the border; one without characters stands before "d"; EOS after the last full stop
+    offsets = np.array([[0, 1], [1, 4], [4, 4], [4, 5], [5, 6], [6, 6]], np.int32)
+    assert step_ids(offsets, text, "[.]").tolist() == [0, 0, 1, 1, 1, 1]
+    assert step_ids(np.zeros((0, 2), np.int32), "", "[.]").shape == (0,)
+    assert step_ids(np.array([[0, 0]], np.int32), "", "[.]").tolist() == [0]
+
+
 DELTAS = np.array([0, 1, 1, -1, 0, 1], np.float32)
+STEPS = np.array([0, 0, 0, 1, 1, 2], np.int32)
+
+
+def placed(deltas: np.ndarray, placement: Placement, **keys: object) -> np.ndarray:
+    steps = STEPS if deltas is DELTAS else np.zeros(len(deltas), np.int32)
+    return place(deltas, placement, step_ids=steps, **keys)  # type: ignore[arg-type]
 
 
 def test_scalar_pays_the_sum_at_the_last_token() -> None:
-    assert place(DELTAS, "scalar").tolist() == [0, 0, 0, 0, 0, 2]
+    assert placed(DELTAS, "scalar").tolist() == [0, 0, 0, 0, 0, 2]
+
+
+def test_step_pays_each_sum_at_the_last_token_of_its_step() -> None:
+    assert placed(DELTAS, "step").tolist() == [0, 0, 2, 0, -1, 1]
+
+
+@given(st.lists(st.tuples(st.integers(-4, 4), st.booleans()), min_size=1, max_size=20))
+def test_step_agrees_with_a_loop(tokens: list[tuple[int, bool]]) -> None:
+    deltas = np.array([quarter / 4 for quarter, _ in tokens], np.float32)
+    steps = np.cumsum([2 * starts for _, starts in tokens])  # ids may skip: a step may have no token
+    expected, total = [], 0.0
+    for t, delta in enumerate(deltas):
+        total += delta
+        last = t + 1 == len(deltas) or steps[t + 1] != steps[t]
+        expected.append(total if last else 0)
+        total = 0.0 if last else total
+    assert place(deltas, "step", step_ids=steps).tolist() == expected
 
 
 def test_span_leaves_them_and_copies() -> None:
-    placed = place(DELTAS, "span")
-    placed[0] = 5
+    copy = placed(DELTAS, "span")
+    copy[0] = 5
     assert DELTAS[0] == 0
 
 
 def test_shuffled_keeps_the_deltas_and_depends_on_its_keys_only() -> None:
     deltas = np.arange(20, dtype=np.float32)
-    first = place(deltas, "shuffled", seed=1, prompt_id="p", sample_index=0)
+    first = placed(deltas, "shuffled", seed=1, prompt_id="p", sample_index=0)
     assert Counter(first.tolist()) == Counter(deltas.tolist())
     assert first.tolist() != deltas.tolist()
-    assert first.tolist() == place(deltas, "shuffled", seed=1, prompt_id="p", sample_index=0).tolist()
+    assert first.tolist() == placed(deltas, "shuffled", seed=1, prompt_id="p", sample_index=0).tolist()
     others = [("p", 0, 2), ("p", 1, 1), ("q", 0, 1)]
     for prompt_id, index, seed in others:
-        placed = place(deltas, "shuffled", seed=seed, prompt_id=prompt_id, sample_index=index)
-        assert placed.tolist() != first.tolist()
+        other = placed(deltas, "shuffled", seed=seed, prompt_id=prompt_id, sample_index=index)
+        assert other.tolist() != first.tolist()
 
 
 def test_shuffled_reaches_every_place_equally() -> None:
     one = np.array([1, 0, 0, 0], np.float32)
-    hits = sum(place(one, "shuffled", seed=0, prompt_id=str(i), sample_index=0) for i in range(2000))
+    hits = sum(placed(one, "shuffled", seed=0, prompt_id=str(i), sample_index=0) for i in range(2000))
     assert (abs(hits - 500) < 100).all()  # five standard deviations
 
 
-@pytest.mark.parametrize("placement", ["span", "scalar", "shuffled"])
-def test_placements_of_an_empty_response(placement: str) -> None:
-    assert place(np.zeros(0, np.float32), placement).shape == (0,)  # type: ignore[arg-type]
+@pytest.mark.parametrize("placement", ["span", "step", "scalar", "shuffled"])
+def test_placements_of_an_empty_response(placement: Placement) -> None:
+    assert placed(np.zeros(0, np.float32), placement).shape == (0,)
 
 
 def test_label_shares() -> None:

@@ -1,5 +1,6 @@
 """locate: exact places, the bounded tolerance, and nothing else."""
 
+import time
 import unicodedata
 
 import pytest
@@ -7,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from t2g.feedback import locate
+from t2g.feedback.spans import MAX_MARKS, MAX_PLACES
 
+SIZE = 65_536  # characters of the longest answer that is read
 TEXT = st.text("ab é“\"'\u0301\n\u00a0ﬁ", max_size=30) | st.text(max_size=30)
 
 
@@ -19,10 +22,49 @@ def places(text: str, quote: str) -> list[int]:
 def test_an_exact_quote_is_found_where_a_slow_search_finds_it(
     text: str, bounds: tuple[int, int], occurrence: int
 ) -> None:
-    quote = text[min(bounds) : max(bounds)]
+    assert_exact(text, text[min(bounds) : max(bounds)], occurrence)
+
+
+@given(
+    unit=st.text("ab ", min_size=1, max_size=3),
+    repeats=st.integers(1, 400),
+    break_at=st.integers(0, 400),
+    length=st.integers(1, 60),
+    occurrence=st.integers(1, 500),
+)
+def test_a_repetitive_text_is_no_exception(
+    unit: str, repeats: int, break_at: int, length: int, occurrence: int
+) -> None:
+    text = unit * repeats
+    assert_exact(f"{text[:break_at]}c{text[break_at:]}", text[:length], occurrence)
+
+
+def assert_exact(text: str, quote: str, occurrence: int) -> None:
     starts = places(text, quote) if quote else []
     expected = (starts[occurrence - 1], starts[occurrence - 1] + len(quote)) if occurrence <= len(starts) else None
     assert locate(text, quote, occurrence) == expected
+
+
+@given(
+    text=st.text('ab “"\u00e9e\u0301\nﬁfi', max_size=16),
+    bounds=st.tuples(st.integers(0, 16), st.integers(0, 16)),
+    occurrence=st.integers(1, 3),
+)
+def test_a_tolerant_quote_is_found_where_trying_every_range_finds_it(
+    text: str, bounds: tuple[int, int], occurrence: int
+) -> None:
+    quote = squeeze(text[min(bounds) : max(bounds)])
+    if quote and quote not in text:
+        found = tolerant_places(text, quote)
+        assert locate(text, quote, occurrence) == (found[occurrence - 1] if occurrence <= len(found) else None)
+
+
+def tolerant_places(text: str, quote: str) -> list[tuple[int, int]]:
+    """Every range of whole characters that says the same as the quote and neither begins nor ends with a blank."""
+    bounds = [at for at in range(len(text)) if at == 0 or not unicodedata.combining(text[at])] + [len(text)]
+    ranges = [(start, end) for i, start in enumerate(bounds) for end in bounds[i + 1 :]]
+    said = {(start, end): text[start:end] for start, end in ranges}
+    return [place for place, part in said.items() if part == part.strip() and squeeze(part) == squeeze(quote)]
 
 
 def squeeze(text: str) -> str:
@@ -85,5 +127,33 @@ def test_by_hand(text: str, quote: str, occurrence: int, expected: tuple[int, in
     assert locate(text, quote, occurrence) == expected
 
 
-def test_an_absurd_occurrence_ends_at_once() -> None:
-    assert locate("a" * 10_000, "a", 10**18) is None
+def test_no_place_beyond_the_last_that_is_looked_at() -> None:
+    text = "a" * (MAX_PLACES + 1)
+    assert locate(text, "a", MAX_PLACES) == (MAX_PLACES - 1, MAX_PLACES)
+    assert locate(text, "a", MAX_PLACES + 1) is None
+    assert locate(text, "a", 10**30) is None
+
+
+def test_more_marks_than_a_letter_can_have_are_characters() -> None:
+    marks = "\u0301" * MAX_MARKS
+    assert locate(f"e{marks} x", f"e{marks}\u00a0x") == (0, MAX_MARKS + 3)
+    assert locate(f"e{marks} x", "e\u00a0") is None  # half a letter
+    assert locate(f"e{marks}\u0301 x", f"e{marks}\u00a0") == (0, MAX_MARKS + 1)
+    assert locate(f"e{marks}\u0301\u00a0x", "\u0301 x") == (MAX_MARKS + 1, MAX_MARKS + 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "quote"),
+    [
+        ("a" * SIZE, "a" * (SIZE // 2)),
+        ("ab" * (SIZE // 2), "ab" * (SIZE // 4)),
+        ("\ufb01" * (SIZE // 2), "if" * (SIZE // 4) + "i"),  # no place is of whole characters
+        ("a" + "\u0301\u0323" * (SIZE // 2), "b "),  # marks that are sorted
+    ],
+    ids=["one letter", "two letters", "halves", "marks"],
+)
+def test_no_text_takes_long(text: str, quote: str) -> None:
+    started = time.process_time()
+    locate(text, quote, MAX_PLACES)
+    locate(text, quote, 10**9)
+    assert time.process_time() - started < 0.9  # 0.05 to 0.4; without the bounds 1 to 4

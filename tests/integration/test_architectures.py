@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,15 @@ def critic(prompt: str, response: str) -> tuple[str, list[str], list[str]]:
     return "mixed", [letters[:1]] if letters else [], [letters[-1:]] if len(letters) > 1 else []
 
 
-def job(folder: Path) -> PolicyJob:
+ADAPTERS = {
+    "policy": {"lr": 1e-2},
+    "lora": {"r": 4, "alpha": 16},
+    "gradient_checkpointing": True,
+    "critic_ranks": {"cpus": 0.25, "memory_gib": 1},
+}
+
+
+def job(folder: Path, learner: dict[str, Any]) -> PolicyJob:
     return PolicyJob.model_validate(
         {
             "run": {"root": folder / "runs", "name": "shape"},
@@ -37,7 +46,7 @@ def job(folder: Path) -> PolicyJob:
             "num_steps": 1,
             "rollout": {"prompts_per_step": 4, "samples_per_prompt": 2, "max_model_len": 96, "max_new_tokens": 12},
             "feedback": {"source": f"{__name__}:critic"},
-            "learner": {"policy": {"lr": 1e-3}, "num_epochs": 1},
+            "learner": {"policy": {"lr": 1e-3}, "num_epochs": 1, **learner},
             "log": {"tensorboard": False},
         }
     )
@@ -51,12 +60,17 @@ def cluster() -> Iterator[None]:
 
 
 @pytest.mark.slow  # two engines and a learner group each
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral", "gemma2"])
-def test_a_step_moves_the_policy_and_vllm_serves_the_export(architecture: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "learner"),
+    [*((name, {}) for name in ("llama", "qwen2", "qwen3", "mistral", "gemma2")), ("qwen2", ADAPTERS)],
+)
+def test_a_step_moves_the_policy_and_vllm_serves_the_export(
+    architecture: str, learner: dict[str, Any], tmp_path: Path
+) -> None:
     random_model(tmp_path / "model", architecture, seed=3)
     rows = [f'{{"prompt": "Say what is wrong. It always hums, {i} times."}}\n' for i in range(8)]
     (tmp_path / "prompts.jsonl").write_text("".join(rows))
-    config = job(tmp_path)
+    config = job(tmp_path, learner)
     data = read_data(config)
     with Fleets() as fleets:
         rollouts, feedback = fleets.for_policy(config, data.task)

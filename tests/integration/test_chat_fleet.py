@@ -1,6 +1,6 @@
-"""An annotator on engines of our own, with random weights: guided decoding holds it to the schema.
+"""An annotator on engines of our own: guided decoding holds it to the schema.
 
-A random model hardly ever ends a text, so that annotations are cut; a schema without texts shows whole answers.
+The model knows which character follows which, and so writes texts of one letter and a list with one span.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from models import random_model
+from models import bigram_model
 
 from actors.chat import ChatFleet
 from actors.placement import connect
@@ -21,6 +21,7 @@ from t2g.config import JobConfig
 from t2g.data.chat import encode_chat, load_tokenizer
 from t2g.errors import UserError
 from t2g.feedback.chat import ChatFailed, Completion
+from t2g.feedback.llm import LLMFeedback
 from t2g.sections import AnnotateConfig, ClusterConfig, LLMConfig, RewardEngineConfig
 from t2g.tasks.base import get_task
 from t2g.types import Prompt, SpanFeedback
@@ -33,18 +34,19 @@ SCHEMA: dict[str, Any] = {
     "required": ["colours"],
     "additionalProperties": False,
 }
+PROMPT = Prompt(prompt_id="p", prompt_ids=np.zeros(0, np.int32), prompt_text="What hums?", task="prompts")
 QUESTION = [{"role": "user", "content": "Which colours? <|im_end|>"}]
 
 
-def make_config(model: Path) -> AnnotateConfig:
-    return AnnotateConfig(
-        source="llm", engine=ENGINE, llm=LLMConfig(model=str(model), max_output_tokens=48, max_tries=2)
-    )
+def make_config(model: Path, max_output_tokens: int = 48) -> AnnotateConfig:
+    llm = LLMConfig(model=str(model), max_output_tokens=max_output_tokens, max_tries=2)
+    return AnnotateConfig(source="llm", engine=ENGINE, llm=llm)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = random_model(tmp_path_factory.mktemp("annotator"), "qwen2")
+    follows = {'"': "a", "a": '"', "[": "{", "}": "]", ":": "1", "1": ","}
+    folder = bigram_model(tmp_path_factory.mktemp("annotator"), follows)
     shape = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": ENGINE.max_model_len}))
     return folder
@@ -96,13 +98,19 @@ def test_a_question_that_does_not_fit_is_refused_in_a_sentence(fleet: ChatFleet)
     assert not caught.value.passing
 
 
+def test_an_answer_becomes_feedback(fleet: ChatFleet, model: Path) -> None:
+    source = LLMFeedback(fleet, make_config(model, max_output_tokens=400), get_task("prompts"))
+    feedback = asyncio.run(source.judge(PROMPT, "A phone that hums."))
+    assert (feedback.source, feedback.status, feedback.critique) == ("llm", "ok", "a")
+    (span,) = feedback.spans
+    assert (span.start, span.end, span.severity, span.critique_range) == (10, 11, 1, (0, 1))
+
+
 def test_an_annotation_that_is_cut_is_unparsable_with_a_reason(fleets: Fleets, model: Path) -> None:
     source = fleets.feedback(make_config(model), get_task("prompts"), JobConfig())
-    blank = np.zeros(0, np.int32)
-    prompt = Prompt(prompt_id="p", prompt_ids=blank, prompt_text="What hums?", task="prompts")
 
     async def run() -> list[SpanFeedback]:
-        return await asyncio.gather(*(source.judge(prompt, f"The phone hums {i} times.") for i in range(3)))
+        return await asyncio.gather(*(source.judge(PROMPT, f"The phone hums {i} times.") for i in range(3)))
 
     for feedback in asyncio.run(run()):
         assert (feedback.source, feedback.status) == ("llm", "unparsable")

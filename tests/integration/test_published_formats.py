@@ -20,7 +20,9 @@ from jobs.fleets import Fleets
 from jobs.train_policy import read_data, train
 from t2g import configio
 from t2g.config import PolicyJob
-from t2g.sections import ClusterConfig, EngineConfig, LearnerConfig
+from t2g.feedback.card import CARD_FILE, make_card, write_card
+from t2g.sections import ClusterConfig, EngineConfig, LearnerConfig, StyleConfig
+from t2g.tasks.base import get_task
 
 DATA = Path(__file__).parents[1] / "data"
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -49,8 +51,13 @@ def letter_model(folder: Path, seed: int) -> Path:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The policy, and a reward model for each of the formats that have one."""
     folder = tmp_path_factory.mktemp("models")
-    return {"policy": letter_model(folder / "policy", seed=1), "reward": letter_model(folder / "reward", seed=2)}
+    models = {"policy": letter_model(folder / "policy", seed=1)}
+    for name, task in (("slf5k", "summarization"), ("ultrafeedback", "qa")):
+        models[name] = letter_model(folder / name, seed=2)
+        write_card(models[name], make_card(get_task(task), StyleConfig()))
+    return models
 
 
 @pytest.fixture(scope="module")
@@ -89,12 +96,20 @@ def overrides(models: dict[str, Path], run: Path, data: Path) -> list[str]:
         ("kodcode", "kodcode.jsonl", "program"),
     ],
 )
-def test_two_steps(task: str, file: str, source: str, models: dict[str, Path], fleets: Fleets, tmp_path: Path) -> None:
+def test_two_steps(
+    task: str,
+    file: str,
+    source: str,
+    models: dict[str, Path],
+    fleets: Fleets,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     from transformers import AutoModelForCausalLM
 
     asked = [*overrides(models, tmp_path, DATA / file), f"feedback.source={source}"]
     if source == "reward_model":
-        asked += [f"feedback.reward_model={models['reward']}"]
+        asked += [f"feedback.reward_model={models[task]}"]
         asked += [f"feedback.engine.{key}={json.dumps(value)}" for key, value in REWARD_ENGINE.items()]
     config = configio.load(PolicyJob, CONFIGS / task / "policy.yaml", asked)
     data = read_data(config)
@@ -102,6 +117,7 @@ def test_two_steps(task: str, file: str, source: str, models: dict[str, Path], f
 
     summary = train(config, data, *fleets.for_policy(config, data.task), StopFlag())
 
+    assert CARD_FILE not in caplog.text  # nothing is said of a model that answers what it is asked for
     assert summary is not None and (summary["steps"], summary["samples"]) == (NUM_STEPS, NUM_STEPS * 8)
     lines = [json.loads(line) for line in (config.run.folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["step"] > 0]

@@ -1,4 +1,7 @@
-"""A real reward fleet with random weights: whatever the model would like to say, guided decoding makes it an answer."""
+"""A real reward fleet with random weights: whatever the model would like to say, guided decoding makes it an answer.
+
+It is served and reported on as jobs.evaluate does.
+"""
 
 import asyncio
 import json
@@ -7,14 +10,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import ray
 from models import random_model
 
-from actors.placement import connect
 from actors.reward import RewardFleet
+from jobs.evaluate import as_trained, connected_model, evaluate_reward, read_records, read_tokenizer
+from jobs.train_sft import begin_folder
+from t2g.config import EvaluateJob
 from t2g.errors import UserError
 from t2g.feedback.card import make_card, write_card
-from t2g.sections import ClusterConfig, FeedbackConfig, RewardEngineConfig, StyleConfig
+from t2g.feedback.sources import make_local_source
+from t2g.report.reward import HTML_FILE, JSON_FILE
+from t2g.sections import AnnotateConfig, FeedbackConfig, RewardEngineConfig, StyleConfig
 from t2g.tasks.base import get_task
 from t2g.types import Prompt, SpanFeedback
 
@@ -23,18 +29,36 @@ ENGINE = RewardEngineConfig(
 )
 
 
+RECORDS = [
+    {"prompt": "What hums?", "response": "The phone hums.", "critique": "It is the phone.", "good": ["phone"]},
+    {"prompt": "What hums?", "response": "It sings.", "critique": "It hums.", "poor": ["sings"]},
+]
+
+
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardFleet]:
-    model = random_model(tmp_path_factory.mktemp("reward"), "qwen2")
+def job(tmp_path_factory: pytest.TempPathFactory) -> EvaluateJob:
+    folder = tmp_path_factory.mktemp("reward")
+    model = random_model(folder / "model", "qwen2")
     shape = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 2048}))
-    config = FeedbackConfig(reward_model=str(model), engine=ENGINE)
-    connect(ClusterConfig(object_store_gib=0.1), {"feedback.engine": ENGINE})
-    fleet = RewardFleet(config, get_task("prompts"), seed=1, placement_timeout_s=30)
-    fleet.wait_ready()
-    yield fleet
-    fleet.close()
-    ray.shutdown()
+    write_card(model, make_card(get_task("prompts"), StyleConfig()))
+    (folder / "heldout.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    return as_trained(
+        EvaluateJob.model_validate(
+            {
+                "run": {"root": folder / "runs"},
+                "cluster": {"object_store_gib": 0.1, "placement_timeout_s": 30},
+                "data": {"path": str(folder / "heldout.jsonl")},
+                "feedback": {"reward_model": str(model), "engine": ENGINE},
+            }
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def fleet(job: EvaluateJob) -> Iterator[RewardFleet]:
+    with connected_model(job) as fleet:
+        yield fleet
 
 
 PROMPT = Prompt(prompt_id="p", prompt_ids=np.zeros(1, np.int32), prompt_text="What hums?", task="prompts")
@@ -89,3 +113,28 @@ def test_a_model_is_not_asked_for_what_it_was_not_trained_for(tmp_path: Path) ->
     config = FeedbackConfig(reward_model=str(tmp_path), engine=ENGINE)
     with pytest.raises(UserError, match="was trained for task prompts, without a critique"):
         RewardFleet(config, task, seed=1, placement_timeout_s=30)
+
+
+def test_a_persons_critique_is_aligned_by_the_served_model(
+    fleet: RewardFleet, job: EvaluateJob, tmp_path: Path
+) -> None:
+    file = tmp_path / "human.jsonl"
+    file.write_text(json.dumps({"prompt_id": "p", "response": "The phone hums.", "critique": "It is the phone."}))
+    config = AnnotateConfig.model_validate(
+        {"source": "human", "align": "reward_model", "human_file": str(file)}
+        | job.feedback.model_dump(include={"reward_model", "engine"})
+    )
+    source = make_local_source(config, get_task("prompts"), aligner=fleet)
+    feedback = asyncio.run(source.judge(PROMPT, "The phone hums."))
+    assert (feedback.source, feedback.critique) == ("human", "It is the phone.")
+    assert feedback.status in ("ok", "empty") and feedback.version.endswith(fleet.version)
+
+
+def test_the_report_of_a_served_model(fleet: RewardFleet, job: EvaluateJob) -> None:
+    assert job.task == "prompts"  # says the model's card
+    folder, tokenizer = begin_folder(job, JSON_FILE), read_tokenizer(job.feedback)
+    metrics = evaluate_reward(job, read_records(job), fleet, tokenizer, folder)
+    assert (metrics["num_records"], metrics["usable_rate"]) == (2, 1.0)
+    assert metrics["parse_rate"] == 0.0  # nobody made it an answer
+    assert json.loads((folder / JSON_FILE).read_text())["metrics"] == metrics
+    assert "The phone hums." in (folder / HTML_FILE).read_text()

@@ -6,13 +6,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 import torch
 from safetensors.torch import load_file
-from sft_runs import MEMORISED, assert_writes_the_targets, make_base, make_options, train, two_cpus
+from sft_runs import (
+    MEMORISED,
+    assert_writes_the_targets,
+    make_base,
+    make_examples,
+    make_options,
+    train,
+    two_cpus,
+)
 
 from actors.sft import run_sft
+from actors.sft_rank import SFTProgress
 from t2g.errors import RunStopped, UserError
 from t2g.sections import ClusterConfig, ModelConfig, OptimConfig
 
@@ -152,6 +162,24 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_no_model(
     with pytest.raises(RunStopped, match=r"step \d+, examples 0, 1, 2 and 5 more.*not finite"):
         train(base, tmp_path / "bad", cluster, optim=OptimConfig(lr=1e25, schedule="constant"))
     assert not (tmp_path / "bad").exists()
+
+
+def test_a_training_that_is_given_up_leaves_no_process(base: Path, cluster: ClusterConfig, tmp_path: Path) -> None:
+    seen: list[psutil.Process] = []
+
+    def give_up(progress: SFTProgress) -> None:
+        names = ("ray::TrainController", "ray::RayTrainWorker")
+        started = psutil.Process().children(recursive=True)
+        seen.extend(process for process in started if "".join(process.cmdline()).startswith(names))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_sft(
+            model=ModelConfig(policy=str(base)), examples=make_examples(base), options=make_options(num_epochs=10_000),
+            cluster=cluster, out_folder=tmp_path / "up", seed=0, on_start=lambda done: None, on_progress=give_up,
+        )  # fmt: skip
+    assert len(seen) == 2
+    assert psutil.wait_procs(seen, timeout=10)[1] == []
 
 
 def test_no_place_for_the_ranks_is_said_in_time(base: Path, cluster: ClusterConfig, tmp_path: Path) -> None:

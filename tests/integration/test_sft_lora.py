@@ -15,12 +15,12 @@ from sft_runs import MEMORISED, assert_writes_the_targets, make_base, make_examp
 from transformers import AutoModelForCausalLM
 
 from t2g.errors import RunStopped
-from t2g.sections import ClusterConfig, LoRAConfig, ModelConfig, OptimConfig
+from t2g.sections import ClusterConfig, LoRAConfig, ModelConfig, OptimConfig, SFTLoRAConfig
 
 LR = 1e-2
 RESUMED = 3e-4  # after 30 steps: host memory sums in another order, which came to 3e-5
 OPTIONS: dict[str, Any] = {
-    "lora": LoRAConfig(r=32, alpha=64, dropout=0.05),
+    "lora": SFTLoRAConfig(r=32, alpha=64, dropout=0.05),
     "packing": True,
     "workers": 2,
     "optim": OptimConfig(lr=LR, schedule="cosine", warmup_ratio=0.25, betas=(0.9, 0.98)),
@@ -126,7 +126,7 @@ def bfloat16_training(base: str, examples: list[Any], scratch: str) -> dict[str,
     def start() -> Any:
         torch.manual_seed(0)
         _, (model,) = load_for_training(source, "AutoModelForCausalLM", dtype="bfloat16", on_gpu=False)
-        lora.add_adapters(model, LoRAConfig(r=8, alpha=16, dropout=0), source)
+        lora.add_adapters(model, LoRAConfig(r=8, alpha=16), source, dropout=0)
         optim = OptimConfig(lr=LR, schedule="constant")
         return zero3.build_engine(model, optim, num_steps=12, dtype="bfloat16", world_size=1)
 

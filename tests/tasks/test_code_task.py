@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from t2g.data.load import load_records
-from t2g.sections import DataConfig
+from t2g.sections import DataConfig, SandboxConfig
 from t2g.tasks.base import get_task
 from t2g.tasks.code import MAX_NOTE_CHARS, extract_code
 from t2g.types import Prompt
@@ -95,8 +95,15 @@ def test_notes_of_a_sampled_response_are_without_the_log_of_another() -> None:
 @pytest.mark.parametrize(("row", "passed"), [(ROWS[0], 0.0), (ROWS[1], 1.0)])
 def test_the_measure_is_whether_the_tests_pass(row: dict[str, Any], passed: float) -> None:
     answer = f"Here it is:\n```python\n{row['solution']}```\nIt takes a list."
-    assert TASK.measure(prompt(test=row["test"]), answer) == {TASK.score_name: passed}
-    assert TASK.measure(prompt(), answer) is None
+    assert TASK.measure(prompt(test=row["test"]), answer, sandbox=SandboxConfig()) == {TASK.score_name: passed}
+    assert TASK.measure(prompt(), answer, sandbox=SandboxConfig()) is None
+
+
+@pytest.mark.parametrize(("timeout_s", "passed"), [(0.3, 0.0), (10.0, 1.0)])
+def test_the_measure_is_taken_within_the_limits_given(timeout_s: float, passed: float) -> None:
+    slow = prompt(test="import time\n\ndef test_slow():\n    time.sleep(0.6)\n")
+    got = TASK.measure(slow, "x = 1", sandbox=SandboxConfig(timeout_s=timeout_s))
+    assert got == {TASK.score_name: passed}
 
 
 @pytest.mark.parametrize(

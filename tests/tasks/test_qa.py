@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from t2g.data.load import load_records
-from t2g.sections import DataConfig
+from t2g.sections import DataConfig, SandboxConfig
 from t2g.tasks.base import get_task
 from t2g.types import Prompt
 
@@ -34,7 +34,7 @@ def test_a_published_record() -> None:
         f"A critique of this response that was published with it:\n{first['critique']}"
     )
     assert TASK.notes(prompt(first), "another response") is None
-    assert (TASK.reference(first), TASK.measure(prompt(first), "x")) == (None, None)
+    assert (TASK.reference(first), TASK.measure(prompt(first), "x", sandbox=SandboxConfig())) == (None, None)
 
 
 @pytest.mark.parametrize("number", [4, 8])  # none, and an empty one

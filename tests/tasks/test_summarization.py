@@ -11,7 +11,7 @@ import pytest
 from t2g.data.load import load_records
 from t2g.errors import UserError
 from t2g.feedback.prompts import build_feedback_prompt, prompt_version
-from t2g.sections import DataConfig, StyleConfig
+from t2g.sections import DataConfig, SandboxConfig, StyleConfig
 from t2g.tasks import tiny
 from t2g.tasks.base import get_task
 from t2g.tasks.tiny_assets import build_tokenizer
@@ -20,6 +20,7 @@ from t2g.types import Prompt
 
 PUBLISHED = Path(__file__).parents[1] / "data" / "slf5k.json"
 TASK = get_task("summarization")
+SANDBOX = SandboxConfig()
 HUB_ROW = {
     "id": "t3_9",
     "subreddit": "tech",
@@ -70,11 +71,11 @@ def test_a_human_s_feedback_is_about_one_summary_only() -> None:
 def test_rouge_by_hand() -> None:
     asked = prompt("p", ideal_human_summary="the red phone hums loudly")
     # stems: the red phone hum loudli / a red phone hums -> 3 of 4 and 5 words, 2 of 3 and 4 pairs
-    got = TASK.measure(asked, "A red phone hums!")
+    got = TASK.measure(asked, "A red phone hums!", sandbox=SANDBOX)
     assert got == {"rouge1": pytest.approx(6 / 9), "rouge2": pytest.approx(4 / 7), "rougeL": pytest.approx(6 / 9)}
     assert TASK.score_name in got
-    assert TASK.measure(asked, "") == {"rouge1": 0.0, "rouge2": 0.0, "rougeL": 0.0}
-    assert TASK.measure(prompt("p"), "A red phone hums!") is None
+    assert TASK.measure(asked, "", sandbox=SANDBOX) == {"rouge1": 0.0, "rouge2": 0.0, "rougeL": 0.0}
+    assert TASK.measure(prompt("p"), "A red phone hums!", sandbox=SANDBOX) is None
 
 
 @pytest.mark.parametrize("name", ["summarization", "qa", "code", "prompts"])
@@ -104,7 +105,7 @@ def test_a_task_of_one_s_own_by_its_import_path(tmp_path: Path) -> None:
         "class Haiku(PromptsTask):\n"
         "    name = 'haiku'\n"
         "    score_name = 'lines'\n"
-        "    def measure(self, prompt, response_text):\n"
+        "    def measure(self, prompt, response_text, *, sandbox):\n"
         "        return {'lines': float(response_text.count('/') + 1)}\n"
     )
     sys.path.insert(0, str(tmp_path))
@@ -112,7 +113,7 @@ def test_a_task_of_one_s_own_by_its_import_path(tmp_path: Path) -> None:
         task = get_task("haiku_task:Haiku")
     finally:
         sys.path.remove(str(tmp_path))
-    assert task.measure(prompt("p"), "old pond / a frog jumps in / sound of water") == {"lines": 3.0}
+    assert task.measure(prompt("p"), "old pond / a frog jumps in / sound of water", sandbox=SANDBOX) == {"lines": 3.0}
     assert task.policy_messages({"prompt": "Rain."}) == [{"role": "user", "content": "Rain."}]
 
 
@@ -176,7 +177,7 @@ def test_the_tiny_world_walks_the_same_path() -> None:
     assert task.reference(row) == row["tldr_human_reference_summary"]
     assert task.policy_messages(row, 5)[0]["content"] == tiny.POLICY_INSTRUCTION + row["post"][:5]
     asked = prompt(row["post"], **task.payload(row))
-    assert task.measure(asked, row["ideal_human_summary"])["fact_f1"] == 1.0  # type: ignore[index]
-    assert task.score_name in task.measure(asked, "")  # type: ignore[operator]
+    assert task.measure(asked, row["ideal_human_summary"], sandbox=SANDBOX)["fact_f1"] == 1.0  # type: ignore[index]
+    assert task.score_name in task.measure(asked, "", sandbox=SANDBOX)  # type: ignore[operator]
     judged = critic(row["post"], row["ideal_human_summary"], payload=asked.payload)
     assert len(judged.good) == len(tiny.SLOTS)

@@ -1,0 +1,40 @@
+"""The driver's side of a group of ranks: their places, one call to all of them, their end."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import remove_placement_group
+
+from actors import placement
+from actors.fanout import collect
+from t2g.sections import RoleConfig
+
+
+class Ranks:
+    """Processes that make every call together, one in each reserved place. `section` of the config describes them."""
+
+    def __init__(
+        self, actor: Any, *args: Any, section: str, role: RoleConfig, who: str, placement_timeout_s: float
+    ) -> None:
+        """Start actor(*args, role, rank) in each place. UserError, naming section, when there is no place."""
+        self.who = who
+        self._places = placement.reserve(section, role, timeout_s=placement_timeout_s)
+        self.workers = [
+            actor.options(**placement.actor_options(role, place)).remote(*args, role, rank)
+            for rank, place in enumerate(self._places)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+    def collect(self, refs: Sequence["ray.ObjectRef[Any]"], call: str, deadline: float) -> list[Any]:
+        """Results in order of rank; errors as `fanout.collect`. deadline: of time.monotonic."""
+        return collect(refs, who=self.who, call=call, timeout_s=max(0.0, deadline - time.monotonic()))
+
+    def close(self) -> None:
+        """Kill the ranks and give their places back. Safe to call twice."""
+        while self.workers:
+            ray.kill(self.workers.pop(), no_restart=True)
+            remove_placement_group(self._places.pop())

@@ -1,0 +1,320 @@
+"""Methods side by side: the same model, data, seeds, feedback and number of samples; tables, curves, compare.json.
+
+    python -m jobs.compare --config configs/tiny/compare.yaml
+    python -m jobs.compare --config configs/tiny/compare.yaml compare.methods=[scalar,span] compare.seeds=[1]
+
+Each method first chooses its learning rate from one grid on seeds of its own, then runs on the seeds that are compared.
+Engines stay warm between runs. The same command again goes on where it was, run by run; methods, seeds and noise may be
+added later. What the figures are is said in `t2g.compare`.
+"""
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from jobs.cli import StopFlag, main, sole_process, stop_flag, stopped
+from t2g.arms import (
+    BASELINES,
+    NOISY,
+    REVISED,
+    UNTRAINED,
+    arm_feedback,
+    arm_job,
+    choose_lr,
+    noise_job,
+    search_scores,
+    trained,
+)
+from t2g.config import CompareJob, DemoJob, Method, PolicyJob, StudyJob
+from t2g.describe import describe_compare
+from t2g.errors import UserError
+from t2g.sections import FeedbackConfig
+
+if TYPE_CHECKING:  # numpy, torch and Ray are imported by the functions that need them: --help must answer at once
+    from actors.learner import LearnerGroup
+    from actors.rollout import RolloutFleet
+    from jobs.fleets import Fleets
+    from jobs.train_policy import PolicyData
+    from t2g.compare import Run
+    from t2g.interfaces import FeedbackSource
+    from t2g.targeting import Reference
+
+    Hook = Callable[[RolloutFleet, FeedbackSource], Callable[[LearnerGroup], None]]
+
+STUDY = "${study}"
+STUDY_MODEL = re.compile(r"\$\{study\}/([a-z_]+)-(\d+)/model")
+
+
+class Stopped(Exception):
+    """`stop` ended a run at a checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """What all runs of one start share."""
+
+    job: CompareJob
+    data: "PolicyData"
+    stop: StopFlag
+
+    def run(self, arm: PolicyJob, fleets: "Fleets", *, method: Method, after: "Hook | None" = None) -> dict[str, Any]:
+        """The summary of a run, made now where it is not finished. Raises Stopped."""
+        from jobs.train_policy import finished, train
+
+        summary = finished(arm)
+        if summary is not None:
+            return summary
+        if self.stop:
+            raise Stopped
+        fleets.forget_answers()
+        if method in BASELINES:
+            from jobs.baselines import run_baseline
+
+            summary = run_baseline(method, arm, self.data, fleets, self.stop, reviser=self.job.compare.reviser)
+        else:
+            rollouts, feedback = fleets.for_policy(arm, self.data.task)
+            hook = after(rollouts, feedback) if after else lambda learner: None
+            summary = train(arm, self.data, rollouts, feedback, self.stop, hook)
+        if summary is None:
+            raise Stopped
+        shutil.rmtree(arm.run.folder / "checkpoints", ignore_errors=True)  # tens of runs; the numbers stay
+        return summary
+
+
+# ---------------------------------------------------------------------------------------------------------------- runs
+def engine_groups(job: CompareJob) -> list[tuple[FeedbackConfig, list[Method]]]:
+    """Methods by the feedback that they need, the job's own first: only the engines of one group run at a time."""
+    groups: list[tuple[FeedbackConfig, list[Method]]] = [(job.feedback, [])]
+    for method in (m for m in job.compare.methods if m != "sft"):
+        own = arm_feedback(job, method)
+        found = next((methods for feedback, methods in groups if feedback == own), None)
+        if found is None:
+            groups.append((own, [method]))
+        else:
+            found.append(method)
+    return groups
+
+
+def run_all(job: CompareJob, data: "PolicyData", stop: StopFlag) -> dict[str, Any]:
+    """Every run that is not there yet; what the search found. Raises Stopped."""
+    from jobs.fleets import Fleets
+    from jobs.targeting import make_reference
+
+    session = Session(job=job, data=data, stop=stop)
+    config = job.compare
+    search: dict[str, Any] = {"grid": config.lr_grid, "seeds": config.search_seeds, "scores": {}, "chosen": {}}
+    reference: list[Reference] | None = None
+    for _, methods in engine_groups(job):
+        with Fleets() as fleets:
+            reference = reference or make_reference(job, data, fleets)
+            for method in methods:
+                scores, lr = find_lr(session, method, fleets)
+                search["scores"] |= {method: scores} if scores else {}
+                search["chosen"] |= {} if method in UNTRAINED else {method: lr}
+            run_arms(session, methods, search["chosen"], fleets, reference)
+            if set(NOISY) <= set(methods):
+                run_noise(session, search["chosen"], fleets)
+    return search
+
+
+def find_lr(session: Session, method: Method, fleets: "Fleets") -> tuple[dict[float, dict[int, float]], float]:
+    """The scores of the search, and the learning rate that they choose."""
+
+    def score_of(arm: PolicyJob) -> float:
+        session.run(arm, fleets, method=method)
+        shutil.rmtree(arm.run.folder / "policy", ignore_errors=True)
+        return load_run(arm).score
+
+    scores = search_scores(session.job, method, score_of)
+    if scores:
+        return scores, choose_lr(scores)
+    return scores, session.job.learner.policy.lr if method in UNTRAINED else session.job.compare.lr_grid[0]
+
+
+def run_arms(
+    session: Session,
+    methods: Sequence[Method],
+    chosen: dict[Method, float],
+    fleets: "Fleets",
+    reference: "Sequence[Reference]",
+) -> None:
+    """Seed by seed, so that a machine that is slower for a while is slower for all methods."""
+    from jobs.targeting import TARGETING_FILE, measure_exported, measure_targeting, reference_sampling
+
+    job, data, sampling = session.job, session.data, reference_sampling(session.job)
+    for seed in job.compare.seeds:
+        for method in methods:
+            arm = the_arm(job, method, seed, chosen)
+            session.run(arm, fleets, method=method, after=partial(measure_targeting, arm, data, reference, sampling))
+            if method not in UNTRAINED and not (arm.run.folder / TARGETING_FILE).exists():
+                feedback = fleets.feedback(arm.feedback, data.task, arm)
+                measure_exported(arm, data, reference, sampling, feedback)
+
+
+def run_noise(session: Session, chosen: dict[Method, float], fleets: "Fleets") -> None:
+    job = session.job
+    for name in job.compare.noise:
+        for seed in job.compare.seeds:
+            for method in NOISY:
+                session.run(noise_job(job, name, method, seed, chosen[method]), fleets, method=method)
+
+
+def the_arm(job: CompareJob, method: Method, seed: int, chosen: dict[Method, float]) -> PolicyJob:
+    return arm_job(job, method, seed, chosen.get(method, job.learner.policy.lr))
+
+
+def load_run(arm: PolicyJob) -> "Run":
+    """What a finished run wrote."""
+    from jobs.targeting import TARGETING_FILE
+    from t2g.compare import read_run
+    from t2g.metrics import METRICS_FILE, read_records
+
+    path = arm.run.folder / TARGETING_FILE
+    targeting = json.loads(path.read_text()) if path.exists() else None
+    return read_run((record for _, record in read_records(arm.run.folder / METRICS_FILE)), targeting)
+
+
+def load_all(job: CompareJob, chosen: dict[Method, float]) -> "tuple[dict[str, dict[int, Run]], dict[str, Any]]":
+    """Method -> seed -> run in the order of compare.methods; and the same by noise."""
+    from t2g.compare import base_run
+
+    config = job.compare
+    measures_base = trained(job)[0]
+    runs: dict[str, dict[int, Run]] = {}
+    for method in config.methods:
+        if method == "sft":
+            runs[method] = {s: base_run(load_run(the_arm(job, measures_base, s, chosen))) for s in config.seeds}
+        else:
+            runs[method] = {s: load_run(the_arm(job, method, s, chosen)) for s in config.seeds}
+    noise = {
+        name: {m: {s: load_run(noise_job(job, name, m, s, chosen[m])) for s in config.seeds} for m in NOISY}
+        for name in config.noise
+    }
+    return runs, noise
+
+
+# ------------------------------------------------------------------------------------------------------------ the job
+def study_of(job: CompareJob) -> StudyJob | None:
+    """The study whose reward models the job uses, under the job's own root and on its cluster."""
+    from t2g import configio
+
+    if job.compare.study is None:
+        return None
+    root = json.dumps(str(job.run.root))  # quoted: a path may hold what YAML reads otherwise
+    study = configio.load(StudyJob, job.compare.study, [f"run.root={root}"])
+    return study.model_copy(update={"cluster": job.cluster})
+
+
+def study_models(job: CompareJob) -> list[tuple[str, int]]:
+    """(variant, seed) of each reward model of the study that the job names and its methods use."""
+    wanted: list[tuple[str, int]] = []
+    for feedback, _ in engine_groups(job):
+        model = feedback.reward_model or ""
+        if not model.startswith(STUDY):
+            continue
+        found = STUDY_MODEL.fullmatch(model)
+        if found is None:
+            raise UserError(f"reward_model={model} needs the form {STUDY}/<variant>-<seed>/model")
+        wanted.append((found[1], int(found[2])))
+    return wanted
+
+
+def needs_reviser(job: CompareJob, demo: DemoJob) -> bool:
+    """Whether a method asks the reviser of the stages."""
+    from jobs.stages import reviser_job
+
+    return job.compare.reviser == str(reviser_job(demo).run.folder / "model") and bool(
+        set(REVISED) & set(job.compare.methods)
+    )
+
+
+def check_methods(job: CompareJob, score_name: str) -> None:
+    """UserError for a method with which this job makes no sense, and where feedback that is changed would give the
+    marks as well.
+    """
+    from t2g import baselines
+
+    for method in (m for m in job.compare.methods if m in BASELINES):
+        baselines.check(method, arm_job(job, method, job.run.seed, job.learner.policy.lr))
+    changed = [method for method in job.compare.methods if arm_feedback(job, method) != job.feedback]
+    if changed and not score_name:
+        raise UserError(
+            f"{', '.join(changed)} cannot be compared: task {job.task} has no measure of its own, so the feedback that "
+            "they change would judge them; leave them out"
+        )
+
+
+def run(asked: CompareJob) -> int:
+    """All runs, then the figures. 0 when done, 128 + its number when a signal ended it."""
+    import ray
+
+    from actors.placement import connect
+    from jobs.fleets import Fleets, feedback_roles
+    from jobs.reward_study import make_variants
+    from jobs.stages import demo_of, make_reviser, make_stages, resolve_folder, resolve_stages
+    from jobs.train_policy import begin_folder, policy_roles, read_data
+    from t2g.tasks.base import get_task
+
+    check_methods(asked, get_task(asked.task).score_name)
+    demo, study = demo_of(asked), study_of(asked)
+    wanted = study_models(asked) if study else []
+    job = resolve_stages(asked, demo)
+    job = resolve_folder(job, STUDY, study.run.folder) if study else job
+    data = None if demo else read_data(job)
+    stop: StopFlag | None = None
+    with sole_process(job.run.folder):
+        begin_folder(job)
+        connect(job.cluster, policy_roles(job) | feedback_roles(job.feedback))
+        try:
+            if demo:
+                with Fleets() as fleets:
+                    make_stages(demo, fleets)
+                if needs_reviser(job, demo):
+                    make_reviser(demo)
+            if study and wanted:
+                study_demo = demo_of(study)
+                assert study_demo is not None  # study.stages is required
+                make_variants(study, study_demo, wanted)
+            stop = stop_flag()
+            search = run_all(job, data or read_data(job), stop)
+        except Stopped:
+            assert stop is not None
+            return stopped(stop)
+        finally:
+            ray.shutdown()
+        finish(job, search)
+    return 0
+
+
+def finish(job: CompareJob, search: dict[str, Any]) -> None:
+    """compare.json, compare.md, curves.svg and report.html."""
+    from t2g.checkpoint import write_atomic
+    from t2g.compare import refuse_unequal, summarise, summarise_noise, table
+    from t2g.report.compare import write_comparison
+    from t2g.versions import versions
+
+    runs, noise = load_all(job, search["chosen"])
+    refuse_unequal(runs)
+    summary = {
+        "methods": summarise(runs),
+        "noise": summarise_noise(noise),
+        "search": search,
+        "config": job.model_dump(mode="json"),
+        "versions": versions(),
+    }
+    folder = job.run.folder
+    write_atomic(folder / "compare.json", json.dumps(summary, indent=1).encode())
+    words = table(summary)
+    write_atomic(folder / "compare.md", f"{words}\n".encode())
+    write_comparison(folder, summary, runs)
+    print(words)
+    print(f"numbers: {folder / 'compare.json'}\nreport: {folder / 'report.html'}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(CompareJob, run, describe_compare))

@@ -1,0 +1,97 @@
+"""The runs of a comparison as configs: a PolicyJob for each method, seed and learning rate. Pure; imports no torch.
+
+    <run>/search/<method>-<lr>-<seed>    chooses the learning rate
+    <run>/arms/<method>-<seed>           is compared
+    <run>/noise/<noise>-<method>-<seed>  is compared under noise
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from t2g.config import CompareJob, Method, PolicyJob
+from t2g.sections import FeedbackConfig, ObjectiveConfig, RunConfig
+
+SEARCH, ARMS, NOISE = "search", "arms", "noise"
+UNTRAINED = ("sft", "reflection")  # no weights move: no learning rate, and every token's log-probability stays
+BASELINES = ("reflection", "dpo", "ilf")  # of jobs.baselines; all others are jobs.train_policy's
+REVISED = ("reflection", "ilf")  # the policy's responses are written again, with their critique in view
+NOISY = ("span", "scalar")
+
+# What a method changes in the job's own objective, and in its feedback; a method that is not here changes nothing.
+_REWARDS: dict[Method, str] = {
+    "span": "span",
+    "no_critique": "span",
+    "dense": "span",
+    "step": "step",
+    "scalar": "scalar",
+    "shuffled": "shuffled",
+    "grpo": "scalar",
+}
+_OBJECTIVE: dict[Method, dict[str, Any]] = {"grpo": {"advantages": "group_normalised", "whiten": "none"}}
+_STYLE: dict[Method, dict[str, Any]] = {"no_critique": {"critique": False}, "dense": {"labels": "dense"}}
+
+
+def arm_job(job: CompareJob, method: Method, seed: int, lr: float) -> PolicyJob:
+    """The run that is compared."""
+    return _run_of(job, method, lr, folder=ARMS, name=f"{method}-{seed}", seed=seed)
+
+
+def search_job(job: CompareJob, method: Method, seed: int, lr: float) -> PolicyJob:
+    """The same on a seed of the search."""
+    return _run_of(job, method, lr, folder=SEARCH, name=f"{method}-{lr:g}-{seed}", seed=seed)
+
+
+def noise_job(job: CompareJob, noise: str, method: Method, seed: int, lr: float) -> PolicyJob:
+    """The run that is compared under one of `compare.noise`."""
+    arm = _run_of(job, method, lr, folder=NOISE, name=f"{noise}-{method}-{seed}", seed=seed)
+    return arm.model_copy(update={"feedback": arm.feedback.model_copy(update={"noise": job.compare.noise[noise]})})
+
+
+def arm_feedback(job: CompareJob, method: Method) -> FeedbackConfig:
+    """The job's own feedback, that of an ablation in its style and by its reward model."""
+    if method not in _STYLE:
+        return job.feedback
+    style = job.feedback.style.model_copy(update=_STYLE[method])
+    model = getattr(job.compare.reward_models, method)
+    return job.feedback.model_copy(update={"style": style} | ({"reward_model": model} if model else {}))
+
+
+def arm_objective(method: Method, objective: ObjectiveConfig) -> ObjectiveConfig:
+    changes = dict(_OBJECTIVE.get(method, {}))
+    if method in _REWARDS:
+        changes["rewards"] = objective.rewards.model_copy(update={"placement": _REWARDS[method]})
+    return objective.model_copy(update=changes)
+
+
+def trained(job: CompareJob) -> list[Method]:
+    return [method for method in job.compare.methods if method not in UNTRAINED]
+
+
+def choose_lr(scores: dict[float, dict[int, float]]) -> float:
+    """Of learning rate -> score by seed, the one with the best mean; the smaller of equals."""
+    return max(sorted(scores), key=lambda lr: sum(scores[lr].values()) / len(scores[lr]))
+
+
+def search_scores(
+    job: CompareJob, method: Method, score_of: Callable[[PolicyJob], float]
+) -> dict[float, dict[int, float]]:
+    """Learning rate -> score by seed; {} where there is nothing to choose between."""
+    config = job.compare
+    if method in UNTRAINED or len(config.lr_grid) == 1:
+        return {}
+    return {
+        lr: {seed: score_of(search_job(job, method, seed, lr)) for seed in config.search_seeds}
+        for lr in config.lr_grid
+    }
+
+
+def _run_of(job: CompareJob, method: Method, lr: float, *, folder: str, name: str, seed: int) -> PolicyJob:
+    policy = job.learner.policy.model_copy(update={"lr": lr})
+    changes = {
+        "run": RunConfig(root=job.run.folder / folder, name=name, seed=seed),
+        "stages": None,
+        "feedback": arm_feedback(job, method),
+        "objective": arm_objective(method, job.objective),
+        "learner": job.learner.model_copy(update={"policy": policy}),
+    }
+    return PolicyJob(**{field: getattr(job, field) for field in PolicyJob.model_fields} | changes)

@@ -1,0 +1,229 @@
+"""The figures of a comparison, from what its runs wrote. Pure: curves in, summary and table out.
+
+A run's score is the mean of its last three held-out evaluations. A smoothed curve has at each evaluation the mean of
+it and the two before it, of fewer where training had just begun; the base, before training, is in no mean. Scalar's
+best is the highest point of its smoothed curve of the same seed. Intervals are Student's t over seeds, 95 %.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import mean, median
+from typing import Any
+
+from t2g.errors import UserError
+from t2g.intervals import Interval, interval
+
+WINDOW = 3  # evaluations in a score, and in a point of a smoothed curve
+SCALAR = "scalar"
+TARGETING = ("criticised", "praised", "unmentioned", "difference", "returns")
+STEP, SAMPLES, SCORE, STEP_S = "step", "samples", "eval/score", "time/step_s"  # as in t2g.metrics, which imports torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run: its held-out evaluations in order, from step 0, and what its steps took."""
+
+    samples: tuple[int, ...]  # responses sampled for training until each evaluation
+    scores: tuple[float, ...]
+    seconds: tuple[float, ...]  # of the steps until each evaluation, evaluations left out
+    step_seconds: float | None  # of a step, median; None for a run without steps
+    targeting: Mapping[str, Any] | None = None  # see t2g.targeting; None where it was not measured
+
+    @property
+    def score(self) -> float:
+        """The last point of the smoothed curve."""
+        return self.smoothed[-1]
+
+    @property
+    def smoothed(self) -> tuple[float, ...]:
+        base, *later = self.scores
+        return base, *(mean(later[max(0, i + 1 - WINDOW) : i + 1]) for i in range(len(later)))
+
+    def first_at(self, level: float) -> int | None:
+        """Index of the first evaluation at which the smoothed curve reaches `level`."""
+        return next((i for i, score in enumerate(self.smoothed) if score >= level), None)
+
+
+def read_run(records: Iterable[Mapping[str, Any]], targeting: Mapping[str, Any] | None = None) -> Run:
+    """A run from the lines of its metrics.jsonl. UserError for one without a held-out score.
+
+    A baseline that trains once, on the samples of all steps, has one line for all of them.
+    """
+    points, steps, seconds, last = [], [], 0.0, 0
+    for record in records:
+        if record.get(STEP_S) is not None:
+            seconds += record[STEP_S]
+            steps.append(record[STEP_S] / (record[STEP] - last))
+        last = record[STEP]
+        if record.get(SCORE) is not None:
+            points.append((int(record.get(SAMPLES, 0)), float(record[SCORE]), seconds))
+    if not points:
+        raise UserError("a run has no held-out score: its eval_data gave none that can be compared")
+    samples, scores, times = zip(*points, strict=True)
+    step_seconds = median(steps) if steps else None
+    return Run(samples=samples, scores=scores, seconds=times, step_seconds=step_seconds, targeting=targeting)
+
+
+def base_run(run: Run) -> Run:
+    """The policy before training, which every run measures first: no token has changed, and all criticism returns."""
+    still = {"criticised": 0.0, "praised": 0.0, "unmentioned": 0.0, "difference": 0.0, "returns": 1.0}
+    return replace(
+        run, samples=run.samples[:1], scores=run.scores[:1], seconds=run.seconds[:1], step_seconds=None, targeting=still
+    )
+
+
+def summarise(runs: Mapping[str, Mapping[int, Run]]) -> dict[str, dict[str, Any]]:
+    """compare.json's `methods`, from method -> seed -> run."""
+    scalar = runs.get(SCALAR)
+    return {method: summarise_method(by_seed, scalar) for method, by_seed in runs.items()}
+
+
+def summarise_method(by_seed: Mapping[int, Run], scalar: Mapping[int, Run] | None) -> dict[str, Any]:
+    """Figures of one method, beside scalar's of the same seeds where there are any."""
+    scores = {seed: run.score for seed, run in by_seed.items()}
+    step_seconds = [run.step_seconds for run in by_seed.values() if run.step_seconds is not None]
+    summary: dict[str, Any] = {
+        "score": interval([*scores.values()]),
+        "samples": max(run.samples[-1] for run in by_seed.values()),
+        "step_seconds": mean(step_seconds) if step_seconds else None,
+        "targeting": summarise_targeting([run.targeting for run in by_seed.values()]),
+        "by_seed": {seed: {"score": scores[seed], **_by_seed(by_seed[seed])} for seed in by_seed},
+    }
+    if scalar is None:
+        return summary
+    reached = {seed: reach(run, scalar[seed]) for seed, run in by_seed.items()}
+    found = [r for r in reached.values() if r["samples"] is not None]
+    for seed, values in reached.items():
+        summary["by_seed"][seed] |= {f"{name}_to_scalar_best": values[name] for name in ("samples", "seconds")}
+    scalar_s = [run.step_seconds for run in scalar.values() if run.step_seconds is not None]
+    overhead = summary["step_seconds"] / mean(scalar_s) - 1 if step_seconds and scalar_s else None
+    return summary | {
+        "minus_scalar": interval([scores[seed] - scalar[seed].score for seed in by_seed]),
+        "samples_to_scalar_best": mean(r["samples"] for r in found) if found else None,
+        "seconds_to_scalar_best": mean(r["seconds"] for r in found) if found else None,
+        "share_of_scalar_samples": mean(r["share"] for r in found) if found else None,
+        "seeds_at_scalar_best": len(found),
+        "overhead": overhead,
+    }
+
+
+def _by_seed(run: Run) -> dict[str, Any]:
+    curve = {"samples": run.samples, "scores": run.scores}
+    return {"step_seconds": run.step_seconds, "curve": curve, "targeting": run.targeting}
+
+
+def reach(run: Run, scalar: Run) -> dict[str, float | None]:
+    """When `run` first is as good as scalar of the same seed ever was: samples, seconds, and the samples as a share of
+    those that scalar itself took. None where it never is.
+    """
+    best = max(scalar.smoothed)
+    at, own = run.first_at(best), scalar.first_at(best)
+    assert own is not None
+    if at is None:
+        return {"samples": None, "seconds": None, "share": None}
+    share = run.samples[at] / scalar.samples[own] if scalar.samples[own] else 1.0
+    return {"samples": run.samples[at], "seconds": run.seconds[at], "share": share}
+
+
+def summarise_targeting(measured: Sequence[Mapping[str, Any] | None]) -> dict[str, Interval] | None:
+    """Means over seeds of what t2g.targeting measured; None where a run was not measured."""
+    if any(one is None for one in measured):
+        return None
+    return {
+        name: interval([one[name] for one in measured if one and one[name] is not None]) for name in TARGETING
+    }
+
+
+def summarise_noise(runs: Mapping[str, Mapping[str, Mapping[int, Run]]]) -> dict[str, dict[str, Any]]:
+    """compare.json's `noise`, from noise -> method -> seed -> run; beside both scores the paired difference."""
+    summary: dict[str, dict[str, Any]] = {}
+    for name, by_method in runs.items():
+        span, scalar = by_method["span"], by_method[SCALAR]
+        summary[name] = {method: interval([r.score for r in by.values()]) for method, by in by_method.items()}
+        summary[name]["span_minus_scalar"] = interval([span[seed].score - scalar[seed].score for seed in span])
+    return summary
+
+
+def refuse_unequal(runs: Mapping[str, Mapping[int, Run]]) -> None:
+    """UserError when trained runs do not end with the same number of samples: num_steps was changed in between."""
+    ends = {f"{method}-{seed}": run.samples[-1] for method, by in runs.items() for seed, run in by.items()}
+    trained = {name: end for name, end in ends.items() if end > 0}
+    if len(set(trained.values())) > 1:
+        low, high = min(trained, key=trained.__getitem__), max(trained, key=trained.__getitem__)
+        raise UserError(
+            f"{high} was trained on {trained[high]} samples and {low} on {trained[low]}: num_steps was changed between "
+            "them; set it to the larger number, or remove the folders of the longer runs"
+        )
+
+
+# --------------------------------------------------------------------------------------------------------------- table
+COLUMNS = (
+    "method", "lr", "held-out score", "less scalar", "samples to scalar's best", "share of scalar's", "seconds to it",
+    "s a step", "overhead", "Δ log p criticised", "unmentioned", "difference", "criticism returns",
+)  # fmt: skip
+LEGEND = """\
+Means over {seeds}, ± half the width of the 95 % interval (Student's t). Score: mean of a run's last three
+held-out evaluations, {samples:,} samples of training each. Samples and seconds to scalar's best: until the smoothed
+curve (mean of three evaluations) is first as high as scalar's of the same seed ever was, mean over the seeds that got
+there (in brackets, how many), without evaluations; the share is of the samples that scalar took. Δ log p: change by
+training of the log-probability of the base's own held-out responses, nats a token, where they were criticised and where
+they were not mentioned; a criticism returns when the same quote is criticised in the new response to that prompt."""
+
+
+def table(summary: Mapping[str, Any]) -> str:
+    """Markdown of compare.json: methods, then noise where there is any."""
+    methods, chosen = summary["methods"], summary["search"]["chosen"]
+    lines = [_row(COLUMNS), _row(["---"] * len(COLUMNS))]
+    lines += [_row(_cells(name, chosen.get(name), figures)) for name, figures in methods.items()]
+    count = len(next(iter(methods.values()))["by_seed"])
+    seeds = f"{count} seed{'s' if count > 1 else ''}"
+    samples = max(figures["samples"] for figures in methods.values())
+    lines += ["", LEGEND.format(seeds=seeds, samples=samples)]
+    if summary["noise"]:
+        lines += ["", _row(("noise in the feedback", "span", "scalar", "span less scalar")), _row(["---"] * 4)]
+        clean = {name: methods[name]["score"] for name in ("span", SCALAR)}
+        clean["span_minus_scalar"] = methods["span"]["minus_scalar"]
+        for name, scores in {"none": clean, **summary["noise"]}.items():
+            lines.append(_row([name, *(spread(scores[key]) for key in ("span", SCALAR, "span_minus_scalar"))]))
+    return "\n".join(lines)
+
+
+def _cells(name: str, lr: float | None, figures: Mapping[str, Any]) -> list[str]:
+    targeting = figures["targeting"] or {}
+    samples, seeds = figures.get("samples_to_scalar_best"), len(figures["by_seed"])
+    reached = f" ({figures['seeds_at_scalar_best']} of {seeds})" if "seeds_at_scalar_best" in figures else ""
+    return [
+        name,
+        "–" if lr is None else f"{lr:g}",
+        spread(figures["score"]),
+        spread(figures.get("minus_scalar")),
+        ("–" if samples is None else f"{samples:,.0f}") + reached,
+        _percent(figures.get("share_of_scalar_samples")),
+        _number(figures.get("seconds_to_scalar_best"), 0),
+        _number(figures["step_seconds"], 2),
+        _percent(figures.get("overhead"), "+"),
+        *(spread(targeting.get(key)) for key in ("criticised", "unmentioned", "difference", "returns")),
+    ]
+
+
+def spread(value: Interval | None) -> str:
+    """
+    >>> spread({"mean": 0.5, "low": 0.4, "high": 0.6}), spread({"mean": 0.5, "low": None, "high": None}), spread(None)
+    ('0.500 ± 0.100', '0.500', '–')
+    """
+    if value is None or value["mean"] is None:
+        return "–"
+    doubt = "" if value["high"] is None else f" ± {value['high'] - value['mean']:.3f}"
+    return f"{value['mean']:.3f}{doubt}"
+
+
+def _number(value: float | None, decimals: int) -> str:
+    return "–" if value is None else f"{value:,.{decimals}f}"
+
+
+def _percent(value: float | None, sign: str = "") -> str:
+    return "–" if value is None else f"{value:{sign}.0%}"
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,93 @@
+"""What every job has: where it runs, what it reads, what it keeps, and the resources of a process."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """Unknown keys are refused; a config never changes after it was read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+class RunConfig(Section):
+    root: Path = Field(Path("runs"), description="folder of all runs; may be a shared mount; made absolute at once")
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,46}$", description="folder of this run under root")
+    seed: int = Field(1, ge=0)
+    resume: Literal["auto", "never"] = Field("auto", description="auto: go on from the last checkpoint if there is one")
+    smoke: bool = Field(False, description="preflight, three real steps, a report, samples/s and time left; then stop")
+
+    @property
+    def folder(self) -> Path:
+        return self.root / self.name
+
+
+class ClusterConfig(Section):
+    address: str | None = Field(None, description="Ray address; none: the cluster of the job, else a new local one")
+    placement_timeout_s: float = Field(60, gt=0, description="how long actors may wait for CPUs, GPUs and memory")
+    object_store_gib: float = Field(1.0, gt=0, description="object store of a new local cluster, GiB")
+
+
+class DataConfig(Section):
+    path: str = Field(..., description="JSON, JSON lines, CSV or Parquet file, or a dataset name on the hub")
+    revision: str | None = Field(None, description="commit of the hub dataset; required for hub names")
+    split: str = "train"
+    columns: dict[str, str] = Field({}, description="our field -> the file's field, e.g. {prompt: question}")
+    limit: int | None = Field(None, ge=1, description="use only the first so many records")
+
+
+class RoleConfig(Section):
+    """Resources of one process of a role."""
+
+    workers: int = Field(1, ge=1, description="processes of this role (rollout engines, reward engines, ranks)")
+    cpus: float = Field(0.5, gt=0, description="logical CPUs that Ray reserves for each; 0.5 shares a core")
+    gpus: float = Field(0, ge=0, description="GPUs for each")
+    threads: int = Field(1, ge=1, description="compute threads of each on a CPU")
+    memory_gib: float = Field(1.5, gt=0, description="memory each is expected to use; checked before the start")
+    labels: dict[str, str] = Field({}, description="Ray label selector of the nodes for this role")
+
+
+class EvalConfig(Section):
+    every: int = Field(5, ge=1, description="steps between evaluations on held-out prompts")
+    num_prompts: int = Field(128, ge=1)
+    samples_per_prompt: int = Field(1, ge=1)
+
+
+class CheckpointConfig(Section):
+    every: int = Field(10, ge=1)
+    keep: int = Field(2, ge=1)
+
+
+class LogConfig(Section):
+    tensorboard: bool = True
+    wandb_project: str | None = Field(None, description="Weights & Biases project; needs the extra `wandb`")
+    num_samples: int = Field(8, ge=0, description="samples per step written to samples.jsonl")
+
+
+class AlarmConfig(Section):
+    max_kl: float = Field(40.0, gt=0, description="nats per sequence")
+    min_entropy: float = Field(0.01, ge=0, description="nats per token")
+    length_ratio: float = Field(2.0, gt=1, description="mean response length against the first step's, either way")
+    max_failed_share: float = Field(0.1, ge=0, le=1)
+
+
+class ModelConfig(Section):
+    policy: str = Field(..., description="folder or hub name of the policy")
+    revision: str | None = None
+
+
+class WorldConfig(Section):
+    """The tiny world of t2g.tasks.tiny."""
+
+    num_train: int = Field(4000, ge=1)
+    num_heldout: int = Field(256, ge=1)
+    wrong: float = Field(0.3, ge=0, le=1)
+    missing: float = Field(0.2, ge=0, le=1)
+    invented: float = Field(0.15, ge=0, le=1)
+    repeated: float = Field(0.1, ge=0, le=1)
+    seed: int = Field(1, ge=0)

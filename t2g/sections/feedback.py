@@ -1,0 +1,202 @@
+"""Engines and sources: how responses are sampled, and who judges them."""
+
+from typing import Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator, model_validator
+
+from t2g.sections.common import Dtype, RoleConfig, Section
+
+
+class EngineConfig(RoleConfig):
+    """A vLLM engine and its process."""
+
+    dtype: Dtype = "float32"
+    max_model_len: int = Field(1024, ge=16, description="longest prompt plus response, tokens")
+    max_num_seqs: int = Field(64, ge=1, description="sequences decoded together")
+    kv_cache_gib: float = Field(0.25, gt=0, description="KV cache of a CPU engine, GiB")
+    gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
+    enforce_eager: bool = True
+    start_timeout_s: float = Field(240, gt=0)
+    request_timeout_s: float = Field(180, gt=0, description="one request; past it the worker counts as late")
+
+
+def _refuse_without_room(config: "RolloutConfig | RewardEngineConfig") -> None:
+    if config.max_new_tokens >= config.max_model_len:
+        raise ValueError(
+            f"max_new_tokens={config.max_new_tokens} leaves no room for a prompt in "
+            f"max_model_len={config.max_model_len}; it needs to be smaller"
+        )
+
+
+class RolloutConfig(EngineConfig):
+    prompts_per_step: int = Field(16, ge=1)
+    samples_per_prompt: int = Field(4, ge=1)
+    temperature: float = Field(1.0, gt=0)
+    max_new_tokens: int = Field(128, ge=1)
+
+    @model_validator(mode="after")
+    def _has_room(self) -> "RolloutConfig":
+        _refuse_without_room(self)
+        return self
+
+
+class RewardEngineConfig(EngineConfig):
+    max_model_len: int = Field(4096, ge=16, description="longest prompt (instructions, input, response) plus answer")
+    max_critique_chars: int = Field(1200, ge=1, description="bound of the critique in guided decoding")
+    max_spans: int = Field(16, ge=0, description="bound of good and of poor quotes each")
+    max_quote_chars: int = Field(160, ge=1)
+    max_new_tokens: int = Field(1024, ge=1, description="must hold the longest answer: a cut one is unparsable")
+
+    @model_validator(mode="after")
+    def _has_room(self) -> "RewardEngineConfig":
+        _refuse_without_room(self)
+        return self
+
+
+class StyleConfig(Section):
+    """What feedback is made of: the same in annotation, training and serving of a reward model."""
+
+    critique: bool = Field(True, description="a critique is written before the spans; off: the paper's ablation")
+    labels: Literal["sparse", "dense"] = Field(
+        "sparse", description="sparse: the few pieces that decide; dense: every piece of the response is good or poor"
+    )
+
+
+class LLMConfig(Section):
+    """A language model that annotates: behind an OpenAI-compatible server, or served by engines of our own."""
+
+    url: str | None = Field(
+        None, description="base URL of an OpenAI-compatible server, no key in it; none: own engines"
+    )
+    model: str | None = Field(None, description="name that the server knows; of own engines: folder or hub name")
+    revision: str | None = Field(None, description="commit of a hub model that own engines serve")
+    key_env: str = Field("OPENAI_API_KEY", description="environment variable that holds the key")
+    concurrency: int = Field(8, ge=1, description="open requests")
+    requests_per_minute: float | None = Field(None, gt=0, description="none: as fast as `concurrency` allows")
+    request_timeout_s: float = Field(120, gt=0, description="one request; past it the request is made again")
+    max_tries: int = Field(3, ge=1, description="requests for one answer; each is told what was wrong before")
+    num_annotators: int = Field(1, ge=1, description="independent answers; a label needs more than half of them")
+    temperature: float = Field(0.0, ge=0, description="above 0 for several annotators, who would say the same at 0")
+    max_output_tokens: int = Field(2048, ge=16, description="of one answer, reasoning included")
+    max_total_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="cap of one start of an annotation; refused before the first request when the estimate, which is "
+        "without second tries, is above",
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _no_key_in_the_url(cls, url: str | None) -> str | None:
+        if url is not None and "@" in urlsplit(url).netloc:
+            raise ValueError(
+                "llm.url has a name or password before its host, and config.yaml would keep it; "
+                "put the key into the environment variable that llm.key_env names"
+            )
+        return url
+
+    @model_validator(mode="after")
+    def _annotators_differ(self) -> "LLMConfig":
+        if self.num_annotators > 1 and self.temperature == 0:
+            raise ValueError(
+                f"llm.num_annotators={self.num_annotators} with llm.temperature=0 would ask the same question for the "
+                "same answer; set a temperature, 0.7 for example"
+            )
+        return self
+
+
+class SandboxConfig(Section):
+    """Limits of one run of generated code with its tests."""
+
+    timeout_s: float = Field(10, gt=0, description="wall clock")
+    cpu_s: int = Field(10, ge=1, description="processor time of each process")
+    memory_mib: int = Field(512, ge=64, description="address space of each process")
+    max_processes: int = Field(16, ge=1)
+    max_file_mib: int = Field(8, ge=1, description="each file that is written")
+    max_output_kib: int = Field(64, ge=1, description="kept of what is printed")
+
+
+class NoiseConfig(Section):
+    """Errors put into the feedback on training samples, each with this probability per span: for studies."""
+
+    flip: float = Field(0.0, ge=0, le=1, description="good becomes poor, and poor good")
+    drop: float = Field(0.0, ge=0, le=1, description="the span is lost")
+    drop_poor: float = Field(0.0, ge=0, le=1, description="the same of poor spans, where above drop; 0.6: recall 40 %")
+    move: float = Field(0.0, ge=0, le=1, description="the span goes to another place of the response")
+
+
+SOURCES = ("reward_model", "llm", "human", "program")
+
+
+class FeedbackConfig(Section):
+    source: str = Field("reward_model", description=f"{', '.join(SOURCES)} (the task's own), or pkg.mod:function")
+    style: StyleConfig = StyleConfig()
+    reward_model: str | None = Field(None, description="folder or hub name of the span reward model")
+    reward_revision: str | None = None
+    engine: RewardEngineConfig = RewardEngineConfig()
+    llm: LLMConfig = LLMConfig()
+    human_file: str | None = Field(
+        None, description="JSON lines or CSV: prompt_id and/or prompt, response, critique, quotes or offsets"
+    )
+    human_columns: dict[str, str] = Field({}, description="our field -> the human file's, e.g. {critique: comment}")
+    sandbox: SandboxConfig = SandboxConfig()
+    concurrency: int = Field(2, ge=1, description="sandboxes at once, in evaluation as well")
+    timeout_s: float = Field(120, gt=0, description="one judgement, all tries")
+    max_failed_share: float = Field(0.5, ge=0, le=1, description="a step with more failed feedback stops the run")
+    noise: NoiseConfig | None = Field(None, description="errors put into training feedback; evaluation has none")
+
+    @model_validator(mode="after")
+    def _source_is_complete(self) -> "FeedbackConfig":
+        need = {"reward_model": "reward_model", "human": "human_file"}
+        if self.source in need and getattr(self, need[self.source]) is None:
+            raise ValueError(f"source={self.source} needs {need[self.source]}")
+        if self.source == "llm" and self.llm.model is None:
+            raise ValueError("source=llm needs llm.model: a name that the server at llm.url knows, or a model to serve")
+        if self.source not in SOURCES and ":" not in self.source:
+            raise ValueError(
+                f"source={self.source!r} is none of {', '.join(SOURCES)}, and no import path pkg.mod:function"
+            )
+        return self
+
+    @property
+    def model_asked(self) -> Literal["reward_model", "llm"] | None:
+        """Which model has a part in the feedback."""
+        return self.source if self.source in ("reward_model", "llm") else None
+
+    @property
+    def own_engines(self) -> bool:
+        """Whether that model is served by engines of ours."""
+        return self.model_asked == "reward_model" or (self.model_asked == "llm" and self.llm.url is None)
+
+
+class AnnotateConfig(FeedbackConfig):
+    """Stage 1's feedback source, and whose responses it judges."""
+
+    source: str = Field("program", description=f"{', '.join(SOURCES)} (the task's own), or pkg.mod:function")
+    responses: Literal["data", "policy"] = Field(
+        "data", description="data: the response that each record holds; policy: sampled from model.policy"
+    )
+    align: Literal["llm", "reward_model"] | None = Field(
+        None, description="who finds the spans of human critiques that have none; none: such critiques are refused"
+    )
+    heldout_share: float = Field(0.1, gt=0, lt=1, description="share of prompts whose records go to heldout.jsonl")
+
+    @field_validator("noise")
+    @classmethod
+    def _records_are_clean(cls, noise: NoiseConfig | None) -> None:
+        if noise is not None:
+            raise ValueError("noise is for training a policy; records are written as they were given: leave it out")
+
+    @model_validator(mode="after")
+    def _aligner_is_complete(self) -> "AnnotateConfig":
+        if self.align == "llm" and self.llm.model is None:
+            raise ValueError("align=llm needs llm.model")
+        if self.align == "reward_model" and self.reward_model is None:
+            raise ValueError("align=reward_model needs reward_model")
+        return self
+
+    @property
+    def model_asked(self) -> Literal["reward_model", "llm"] | None:
+        """The source, or the aligner of human critiques."""
+        return self.align if self.source == "human" else super().model_asked

@@ -1,0 +1,163 @@
+"""Optimizers, the objective, the learner, supervised training."""
+
+from typing import Any, Literal
+
+from pydantic import Field, ValidationInfo
+
+from t2g.sections.common import Dtype, RoleConfig, Section
+
+Schedule = Literal["constant", "linear", "cosine"]
+Placement = Literal["span", "step", "scalar", "shuffled"]
+
+FLOAT32_PROBE_TOLERANCE = 1e-3
+BFLOAT16_PROBE_TOLERANCE = 0.25
+
+
+class OptimConfig(Section):
+    lr: float = Field(1e-6, gt=0)
+    schedule: Schedule = "linear"
+    final_lr_ratio: float = Field(0.0, ge=0, le=1, description="lr at the end, as a share of lr")
+    warmup_ratio: float = Field(0.0, ge=0, lt=1, description="share of the steps with rising lr")
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+
+
+class RewardRuleConfig(Section):
+    """How spans become token rewards (the paper's delta)."""
+
+    placement: Placement = Field(
+        "span",
+        description="span: on its tokens; step: summed per sentence (line of code), at its last token; scalar: summed "
+        "at the last token; shuffled: at random tokens",
+    )
+    good: float = 1.0
+    poor: tuple[float, float, float] = Field(
+        (-1.0, -1.0, -1.0), description="by severity 1, 2, 3; by default severity 1 is worth 0 in the task code"
+    )
+    cover: Literal["any", "half", "all"] = Field("any", description="non-blank characters of a token in a span")
+    overlap: Literal["poor", "good", "sum"] = Field("poor", description="which label wins where good and poor overlap")
+
+
+class ObjectiveConfig(Section):
+    """What the policy is moved by (method.md, stage 3): rewards -> advantages -> loss."""
+
+    rewards: RewardRuleConfig = RewardRuleConfig()
+    w_span: float = Field(1.0, ge=0, description="weight of the token rewards")
+    w_end: float = Field(0.0, ge=0, description="weight of the task's own measure, paid at the last token")
+    gamma: float = Field(1.0, gt=0, le=1)
+    lam: float = Field(0.95, ge=0, le=1, description="of GAE")
+    advantages: Literal["gae", "group", "group_normalised"] = Field(
+        "gae",
+        description="gae: with a critic; group: token returns less those of the prompt's other samples (RLOO where the "
+        "reward is scalar); group_normalised: less the group's mean, by its standard deviation (GRPO)",
+    )
+    whiten: Literal["full", "scale_only", "none"] = "full"
+    clip_eps: float = Field(0.2, gt=0, lt=1)
+    value_clip: float = Field(0.2, gt=0)
+    vf_coef: float = Field(
+        0.1,
+        gt=0,
+        description="factor of the critic's loss; the critic has an AdamW of its own, so it only says how soon "
+        "learner.critic.max_grad_norm clips",
+    )
+    entropy_coef: float = Field(0.0, ge=0, description="of the entropy bonus in the loss")
+    loss_mean: Literal["token", "sequence"] = Field(
+        "token", description="token: every token counts alike; sequence: every response does, its tokens sharing it"
+    )
+    kl_estimator: Literal["k1", "k3", "full"] = Field(
+        "k1",
+        description="k1: paid in the reward; k3, and full, over the whole vocabulary: a term of the loss. full holds "
+        "the logits of a microbatch at once",
+    )
+    kl_coef: float = Field(0.05, ge=0, description="initial coefficient of the KL penalty")
+    kl_target: float | None = Field(6.0, gt=0, description="nats per sequence; none keeps the coefficient fixed")
+    kl_horizon: int = Field(10_000, ge=1, description="samples over which the coefficient adapts")
+    importance: Literal["token", "sequence", "masked", "none"] = Field(
+        "token",
+        description="correction between engine and learner, r = exp(old - rollout): token: min(r, cap); sequence: "
+        "min(product of r, cap); masked: r, and 0 outside [1 / cap, cap]",
+    )
+    importance_cap: float = Field(2.0, ge=1)
+
+    @property
+    def uses_critic(self) -> bool:
+        return self.advantages == "gae"
+
+    @property
+    def kl_in_loss(self) -> bool:
+        return self.kl_estimator != "k1"
+
+
+class LoRAConfig(Section):
+    """Low-rank adapters (Hu et al., arXiv 2106.09685) on every linear layer but the head; defaults are the paper's."""
+
+    r: int = Field(16, ge=1)
+    alpha: float = Field(32, gt=0)
+
+
+class SFTLoRAConfig(LoRAConfig):
+    """A policy in PPO has no dropout: its ratios would differ from 1 before the first update."""
+
+    dropout: float = Field(0.05, ge=0, lt=1)
+
+
+def _own_probe_tolerance(learner: dict[str, Any]) -> float:
+    return BFLOAT16_PROBE_TOLERANCE if learner.get("dtype") == "bfloat16" else FLOAT32_PROBE_TOLERANCE
+
+
+class LearnerConfig(RoleConfig):
+    policy: OptimConfig = OptimConfig()
+    critic: OptimConfig = OptimConfig(lr=1e-5)
+    critic_ranks: RoleConfig | None = Field(
+        None, description="processes of the critic's own ZeRO-3 group; none: it lives on the policy's ranks"
+    )
+    lora: LoRAConfig | None = Field(
+        None, description="train adapters of the policy, whose reference is itself without them; none: all weights"
+    )
+    gradient_checkpointing: bool = False
+    offload: Literal["none", "cpu"] = Field("none", description="cpu: optimizer state and parameters in host memory")
+    num_epochs: int = Field(4, ge=1, description="passes over a step's samples")
+    minibatches_per_epoch: int = Field(1, ge=1, description="optimizer steps per pass")
+    tokens_per_microbatch: int = Field(4096, ge=16, description="token budget of one packed forward and backward")
+    dtype: Dtype = "float32"
+    critic_warmup_steps: int = Field(0, ge=0, description="first steps in which only the critic learns")
+    sync_bucket_mib: float = Field(64, gt=0, description="weights gathered and sent at once")
+    probe_tolerance: float = Field(
+        default_factory=_own_probe_tolerance,
+        gt=0,
+        description="largest |engine - learner| logprob on the probe, nats; by default 0.001, and 0.25 where engine or "
+        "learner is bfloat16, whose rounding alone puts them 0.06 apart in the mean",
+    )
+    step_timeout_s: float = Field(600, gt=0, description="one forward, update, sync or checkpoint")
+
+    def roles(self, objective: ObjectiveConfig) -> dict[str, RoleConfig]:
+        """The resources of its groups of ranks by config section; the critic's own comes last."""
+        apart = self.critic_ranks if objective.uses_critic else None
+        return {"learner": self} | ({"learner.critic_ranks": apart} if apart else {})
+
+
+def with_probe_tolerance(learner: LearnerConfig, info: ValidationInfo) -> LearnerConfig:
+    """The learner's default tolerance knows its own dtype only; the engine's counts as well."""
+    rollout = info.data.get("rollout")  # none where that section is wrong
+    if rollout is None or rollout.dtype == "float32" or "probe_tolerance" in learner.model_fields_set:
+        return learner
+    return learner.model_copy(update={"probe_tolerance": BFLOAT16_PROBE_TOLERANCE})
+
+
+class SFTOptions(RoleConfig):
+    """Supervised training under Ray Train and ZeRO-3; `workers` are ranks."""
+
+    optim: OptimConfig = OptimConfig(lr=1e-5)
+    dtype: Dtype = "float32"
+    num_epochs: float = Field(3, gt=0)
+    batch_size: int = Field(64, ge=1, description="examples per optimizer step, over all ranks")
+    tokens_per_microbatch: int = Field(4096, ge=16)
+    max_length: int = Field(1024, ge=16, description="prompt plus target; a longer prompt loses input text")
+    span_weight: float = Field(1.0, ge=1, description="loss weight of the target's decisive characters")
+    lora: SFTLoRAConfig | None = Field(None, description="train adapters, export the merged model; none: all weights")
+    packing: bool = Field(False, description="sequences one after the other in one row; slower on a CPU")
+    gradient_checkpointing: bool = False
+    offload: Literal["none", "cpu"] = Field("none", description="cpu: optimizer state and parameters in host memory")
+    checkpoint_every: int | None = Field(500, ge=1, description="optimizer steps between checkpoints; none: never")
+    timeout_s: float = Field(1800, gt=0, description="one optimizer step with its checkpoint, and the start-up")

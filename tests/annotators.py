@@ -1,0 +1,92 @@
+"""An annotator whose model says what a script tells it to."""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from fake_endpoint import KEY_VARIABLE, answer, span
+
+from t2g.data.chat import Message
+from t2g.feedback.chat import Completion
+from t2g.feedback.llm import LLMFeedback
+from t2g.sections import FeedbackConfig, StyleConfig
+from t2g.tasks.base import get_task
+from t2g.types import Prompt, SpanFeedback
+
+RESPONSE = "A red phone, a red bag."
+GOOD = answer("The phone is right. The bag is wrong.", span("phone", "good", phrase="The phone is right"))
+MISS = answer("The case is wrong.", span("case", "poor", phrase="case"), span("bag", "poor", phrase="wrong"))
+
+
+def prompt(**payload: Any) -> Prompt:
+    blank = np.zeros(0, np.int32)
+    return Prompt(prompt_id="7", prompt_ids=blank, prompt_text="What hums?", task="summarization", payload=payload)
+
+
+def config(*, style: StyleConfig | None = None, timeout_s: float = 60.0, **llm: Any) -> FeedbackConfig:
+    fields = {"model": "judge", "key_env": KEY_VARIABLE, "request_timeout_s": 30.0} | llm
+    return FeedbackConfig(source="llm", llm=fields, style=style or StyleConfig(), timeout_s=timeout_s)  # type: ignore[arg-type]
+
+
+class ScriptedChat:
+    """Says what it is told to, or fails; keeps what it was asked."""
+
+    model = name = "scripted"
+
+    def __init__(self, *script: str | Completion | Exception | Callable[[int], str], delay_s: float = 0.0) -> None:
+        self.script, self.delay_s = script, delay_s
+        self.asked: list[Sequence[Message]] = []
+        self.schemas: list[Mapping[str, Any]] = []
+        self.times: list[float] = []  # time.monotonic() at each
+        self.answered = asyncio.Event()
+
+    async def complete(
+        self,
+        messages: Sequence[Message],
+        *,
+        schema: Mapping[str, Any],
+        max_output_tokens: int,
+        temperature: float,
+        seed: int,
+    ) -> Completion:
+        said = self.script[min(len(self.asked), len(self.script) - 1)]
+        self.asked.append(messages)
+        self.schemas.append(schema)
+        self.times.append(time.monotonic())
+        await asyncio.sleep(self.delay_s)
+        self.answered.set()
+        if isinstance(said, Exception):
+            raise said
+        if isinstance(said, Completion):
+            return said
+        text = said if isinstance(said, str) else said(seed)
+        return Completion(text=text, finish_reason="stop", prompt_tokens=100, output_tokens=10)
+
+
+def annotator(chat: Any, **fields: Any) -> LLMFeedback:
+    return LLMFeedback(chat, config(**fields), get_task("summarization"))
+
+
+def judge(source: LLMFeedback, response: str = RESPONSE, **payload: Any) -> SpanFeedback:
+    return asyncio.run(source.judge(prompt(**payload), response))
+
+
+def spans(feedback: SpanFeedback, response: str = RESPONSE) -> list[tuple[str, int]]:
+    return [(response[s.start : s.end], s.label) for s in feedback.spans]
+
+
+def many(source: LLMFeedback, count: int) -> list[SpanFeedback]:
+    async def run() -> list[SpanFeedback]:
+        return await asyncio.gather(*(source.judge(prompt(), RESPONSE) for _ in range(count)))
+
+    return asyncio.run(run())
+
+
+def ask(
+    *script: str | Completion | Exception | Callable[[int], str], **fields: Any
+) -> tuple[SpanFeedback, ScriptedChat]:
+    """What a scripted model's answers become, and the model."""
+    chat = ScriptedChat(*script)
+    return judge(annotator(chat, **fields)), chat

@@ -1,0 +1,197 @@
+"""What an annotator is asked, what its answer becomes, and how it is told what is wrong."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from annotators import GOOD, MISS, RESPONSE, ScriptedChat, annotator, ask, judge, prompt, spans
+from fake_endpoint import answer, span
+
+from t2g.feedback.chat import Completion
+from t2g.sections import StyleConfig
+from t2g.tasks.base import get_task
+
+
+def test_an_answer_becomes_spans_that_point_into_the_critique() -> None:
+    said = answer(
+        "The phone is right. The second red is wrong.",
+        span("phone", "good", phrase="The phone is right"),
+        span("red", "poor", occurrence=2, severity=3, phrase="second red"),
+    )
+    feedback, _ = ask(said)
+    assert spans(feedback) == [("phone", 1), ("red", -1)]
+    phone, red = feedback.spans
+    assert (phone.critique_range, red.start, red.severity, red.critique_range) == ((0, 18), 15, 3, (24, 34))
+    assert (feedback.status, feedback.source, feedback.num_quotes, feedback.num_located) == ("ok", "llm", 2, 2)
+    assert feedback.agreement is None and feedback.version.startswith("scripted#")
+
+
+def test_the_model_reasons_first_and_spans_come_last() -> None:
+    _, chat = ask(GOOD)
+    schema = chat.schemas[0]
+    assert schema["required"] == list(schema["properties"]) == ["reasoning", "critique", "spans"]
+    entry = schema["properties"]["spans"]["items"]
+    assert entry["required"] == ["quote", "occurrence", "label", "severity", "phrase"]
+    ((message,),) = chat.asked
+    task = get_task("summarization").feedback_messages(prompt(), RESPONSE)
+    assert message["content"].startswith(task[0]["content"])
+    assert message["content"].index("step by step") < message["content"].index('"critique": then')
+
+
+def test_without_a_critique_there_is_none_and_no_phrase() -> None:
+    feedback, chat = ask(
+        json.dumps({"reasoning": "r", "critique": 7, "spans": [span("phone", "good")]}),
+        style=StyleConfig(critique=False),
+    )
+    assert (feedback.critique, spans(feedback)) == ("", [("phone", 1)])
+    assert chat.schemas[0]["required"] == ["reasoning", "spans"]
+    assert "phrase" not in chat.schemas[0]["properties"]["spans"]["items"]["required"]
+    assert "critique" not in chat.asked[0][0]["content"]
+
+
+def test_human_feedback_is_shown_of_the_response_it_is_about() -> None:
+    record = {"feedback": "The bag was blue.", "generated_summary": RESPONSE}
+    chat = ScriptedChat(GOOD)
+    judge(annotator(chat), **record)
+    judge(annotator(chat), "Another one: phone.", **record)
+    shown = ["The bag was blue." in messages[-1]["content"] for messages in chat.asked]
+    assert shown == [True, False]
+
+
+def test_another_style_or_vote_is_another_version() -> None:
+    chat = ScriptedChat(GOOD)
+    dense = annotator(chat, style=StyleConfig(labels="dense"))
+    three = annotator(chat, num_annotators=3, temperature=0.7)
+    assert len({annotator(chat).version, dense.version, three.version}) == 3
+    assert annotator(chat).version == annotator(chat).version
+
+
+def test_a_given_critique_is_kept_and_its_pieces_are_asked_for() -> None:
+    critique = "I like that it names the phone.\nThere is no bag!"
+    said = {"reasoning": "r", "spans": [span("bag", "poor", phrase="no bag"), span("phone", "good", phrase="phone")]}
+    chat = ScriptedChat(json.dumps(said))
+    feedback = asyncio.run(annotator(chat).align(prompt(), RESPONSE, critique))
+    assert (feedback.critique, spans(feedback)) == (critique, [("phone", 1), ("bag", -1)])
+    assert [critique[slice(*s.critique_range)] for s in feedback.spans if s.critique_range] == ["phone", "no bag"]
+    assert critique in chat.asked[0][0]["content"] and chat.schemas[0]["required"] == ["reasoning", "spans"]
+
+
+# What is wrong is told
+
+
+def test_a_miss_is_told_and_the_call_is_made_again() -> None:
+    feedback, chat = ask(MISS, GOOD)
+    assert spans(feedback) == [("phone", 1)] and feedback.num_quotes == feedback.num_located == 1
+    assert [message["role"] for message in chat.asked[1]] == ["user", "assistant", "user"]
+    assert chat.asked[1][0] == chat.asked[0][0] and chat.asked[1][1]["content"] == MISS
+    complaint = chat.asked[1][2]["content"]
+    assert 'The quote "case" does not occur in the response.' in complaint and '"bag"' not in complaint
+
+
+def test_after_the_last_try_what_was_located_is_used_and_misses_are_counted() -> None:
+    feedback, chat = ask(MISS)
+    assert len(chat.asked) == 3
+    assert (spans(feedback), feedback.num_quotes, feedback.num_located) == ([("bag", -1)], 2, 1)
+    assert feedback.status == "ok"
+
+
+def test_a_later_answer_that_is_worse_does_not_replace_a_better_one() -> None:
+    feedback, _ = ask(MISS, "no JSON")
+    assert (spans(feedback), feedback.num_quotes) == ([("bag", -1)], 2)
+
+
+def test_of_two_answers_with_as_many_quotes_located_that_with_fewer_faults_is_used() -> None:
+    worse = answer("It is wrong.", *(span(quote, "poor", phrase="wrong") for quote in ("bag", "case", "cable")))
+    assert ask(MISS, worse, max_tries=2)[0].num_quotes == 2
+
+
+def test_nothing_located_is_unparsable_with_a_reason() -> None:
+    feedback, _ = ask(answer("c", span("case", "poor", phrase="c")), max_tries=2)
+    assert (feedback.status, feedback.spans, feedback.num_quotes, feedback.num_located) == ("unparsable", (), 1, 0)
+    assert feedback.reason.startswith("2 answers, none without faults:") and '"case"' in feedback.reason
+
+
+def test_a_critique_without_quotes_is_an_answer() -> None:
+    feedback, chat = ask(answer("The colour of the phone is missing."))
+    assert (feedback.status, feedback.critique, len(chat.asked)) == ("empty", "The colour of the phone is missing.", 1)
+
+
+@pytest.mark.parametrize(
+    ("entry", "fault"),
+    [
+        (span("", "poor", phrase="wrong"), "A quote is empty."),
+        (span(" \n", "poor", phrase="wrong"), "A quote is empty."),
+        (span("red", "poor", phrase="wrong", occurrence=3), "does not occur 3 times in the response"),
+        (span("red", "poor", phrase="wrong", occurrence=0), "whole number from 1"),
+        (span("red", "poor", phrase="wrong", severity=4), "must be 1, 2 or 3"),
+        (span("red", "poor", phrase="wrong") | {"severity": True}, "must be 1, 2 or 3"),
+        (span("red", "bad", phrase="wrong"), 'must be "good" or "poor"'),
+        (span("red", "poor", phrase="wrong") | {"label": ["poor"]}, 'must be "good" or "poor"'),
+        (span("red bag", "good", phrase="wrong"), 'The good quote "red bag" overlaps a poor one.'),
+        (span("red bag", "poor", phrase="wrong"), 'The poor quote "red bag" overlaps a poor one.'),
+        ({"label": "poor"}, 'needs a "quote"'),
+        ({"quote": 5}, 'needs a "quote"'),
+        ("red", 'needs a "quote"'),
+        (None, 'needs a "quote"'),
+    ],
+)
+def test_entries_that_are_told_left_out_and_counted(entry: Any, fault: str) -> None:
+    feedback, chat = ask(answer("It is wrong.", span("bag", "poor", phrase="wrong"), entry), max_tries=2)
+    assert fault in chat.asked[1][-1]["content"]
+    assert (spans(feedback), feedback.num_quotes, feedback.num_located) == ([("bag", -1)], 2, 1)
+
+
+def test_a_phrase_that_the_critique_does_not_have_is_told_and_its_span_is_kept() -> None:
+    feedback, chat = ask(answer("It is wrong.", span("bag", "poor", phrase="the bag")), max_tries=2)
+    assert 'The phrase "the bag" of the quote "bag" does not occur in the critique.' in chat.asked[1][-1]["content"]
+    assert spans(feedback) == [("bag", -1)] and feedback.spans[0].critique_range is None
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("", "not one JSON object"),
+        ("Sure!", "not one JSON object"),
+        (GOOD[:-30], "not one JSON object"),
+        ("[1]", "not one JSON object"),
+        ('{"a": ' * 30_000, "characters; it must be shorter"),
+        ('{"a":' * 9_000 + "}", "not one JSON object"),
+        (json.dumps({"reasoning": "r", "spans": []}), '"critique" with a text'),
+        (json.dumps({"critique": "c"}), '"spans" with a list'),
+        (json.dumps({"critique": "c", "spans": {}}), '"spans" with a list'),
+        (answer("  "), "The critique is empty."),
+        (Completion(text=GOOD, finish_reason="length", prompt_tokens=1, output_tokens=99), "cut after 99 tokens"),
+    ],
+)
+def test_answers_that_cannot_be_read(text: str | Completion, fault: str) -> None:
+    feedback, chat = ask(text, max_tries=2)
+    assert (feedback.status, len(chat.asked)) == ("unparsable", 2)
+    assert fault in chat.asked[1][-1]["content"] and fault in feedback.reason
+    assert all(len(message["content"]) < 6000 for message in chat.asked[1])
+
+
+def test_text_around_the_object_is_forgiven() -> None:
+    assert spans(ask(f"Here it is:\n```json\n{GOOD}\n```")[0]) == [("phone", 1)]
+
+
+def test_half_characters_do_not_end_the_annotation() -> None:
+    entry = '{"quote": "\\udfff", "label": "poor", "phrase": "bad"}'
+    chat = ScriptedChat('{"reasoning": "", "critique": "bad \\ud800", "spans": [' + entry + "]}")
+    feedback = asyncio.run(annotator(chat).judge(prompt(), "x \ud800"))
+    assert feedback.status == "unparsable"
+    "".join(message["content"] for messages in chat.asked for message in messages).encode()
+    feedback.critique.encode()
+
+
+def test_good_pieces_overlap_no_good_ones_and_the_same_piece_twice_is_one() -> None:
+    twice = span("phone", "good", phrase="right"), span("phone", "good", phrase="right")
+    feedback, chat = ask(answer("right", *twice, span("red phone", "good", phrase="right")), answer("right", *twice))
+    assert spans(feedback) == [("phone", 1)] and len(chat.asked) == 2
+    assert 'The good quote "red phone" overlaps a good one.' in chat.asked[1][-1]["content"]
+
+
+def test_a_thousand_entries_are_bounded() -> None:
+    said = answer("red", *(span("red", "good", phrase="red") for _ in range(600)))
+    feedback, _ = ask(said, max_tries=1)
+    assert feedback.num_quotes == 600 and len(feedback.spans) == 1

@@ -1,0 +1,67 @@
+"""The three baselines on the real stack: vLLM engines of base, reviser and result, Ray Train, TRL. Random weights."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from sft_runs import two_cpus
+
+from jobs.baselines import run_baseline
+from jobs.cli import StopFlag
+from jobs.fleets import Fleets
+from jobs.train_policy import read_data
+from t2g.baselines import Baseline
+from t2g.config import PolicyJob
+from t2g.metrics import METRICS_FILE, read_records
+from t2g.tasks.tiny import Rates, write_world
+from t2g.tasks.tiny_assets import build_model, build_tokenizers
+
+pytestmark = pytest.mark.slow  # seven engines
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> PolicyJob:
+    folder = tmp_path_factory.mktemp("world")
+    paths = write_world(folder, num_train=8, num_heldout=4, rates=Rates(), seed=1)
+    tokenizer, _ = build_tokenizers(folder)
+    build_model(folder / "policy", tokenizer, num_layers=2, width=64, num_heads=2, mlp_width=96, window=1024)
+    return PolicyJob.model_validate(
+        {
+            "run": {"root": folder / "runs"},
+            "task": "tiny",
+            "model": {"policy": str(folder / "policy")},
+            "data": {"path": str(paths["train"])},
+            "eval_data": {"path": str(paths["heldout"])},
+            "num_steps": 2,
+            "rollout": {"prompts_per_step": 4, "samples_per_prompt": 3, "max_model_len": 128, "max_new_tokens": 16},
+            "feedback": {"source": "program", "engine": {"max_model_len": 896, "max_new_tokens": 64}},
+            "learner": {"workers": 1, "memory_gib": 0.5, "num_epochs": 2, "policy": {"lr": 1e-3}},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def fleets() -> Iterator[Fleets]:
+    with two_cpus(), Fleets() as made:
+        yield made
+
+
+@pytest.mark.parametrize(("method", "samples"), [("reflection", 0), ("ilf", 24), ("dpo", 24)])
+def test_a_baseline_runs_and_is_kept(job: PolicyJob, fleets: Fleets, method: Baseline, samples: int) -> None:
+    if method == "dpo":
+        pytest.importorskip("trl", reason="the extra `baselines` is not installed")
+    arm = job.model_copy(update={"run": job.run.model_copy(update={"name": method})})
+    data = read_data(arm)
+    summary = run_baseline(method, arm, data, fleets, StopFlag())
+    assert summary is not None
+    assert (summary["steps"], summary["samples"]) == (2, samples)
+    folder = arm.run.folder
+    first, last = [record for _, record in read_records(folder / METRICS_FILE)]
+    assert (first["step"], last["step"]) == (0, 2)
+    assert summary["base"]["score"] == first["eval/score"]
+    assert summary["policy"]["score"] == last["eval/score"]
+    assert json.loads((folder / "baseline.json").read_text()) == {"method": method, "reviser": None}
+    assert (folder / "policy" / "model.safetensors").exists() == (method != "reflection")
+    before = (folder / METRICS_FILE).stat().st_mtime_ns
+    assert run_baseline(method, arm, data, fleets, StopFlag()) == summary
+    assert (folder / METRICS_FILE).stat().st_mtime_ns == before

@@ -1,0 +1,229 @@
+"""The baselines on fakes: who is sampled how often, what is learnt from, what is written down. No engine, no Ray."""
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import FakeFeedback, FakeRollouts, letter_prompts, letter_tokenizer
+
+from jobs.baselines import run_baseline
+from jobs.cli import StopFlag
+from jobs.fleets import Fleets
+from jobs.train_policy import PolicyData
+from t2g.baseline_runs import Arm, Stopped, ask_base, dpo, ilf, reflection, revise_steps
+from t2g.config import PolicyJob
+from t2g.errors import RunStopped, UserError
+from t2g.interfaces import RolloutSource, Sampling
+from t2g.metrics import METRICS_FILE, SAMPLES_FILE, RunLog, read_records
+from t2g.sampling import Judged
+from t2g.sections import ModelConfig, RolloutConfig, SandboxConfig
+from t2g.tasks.prompts import PromptsTask
+from t2g.types import Prompt, Rollout
+
+NUM_PROMPTS, NUM_HELD_OUT, NUM_STEPS = 6, 4, 3  # 2 prompts a step: each is seen once
+
+
+class Letters(PromptsTask):
+    """Scored by the share of `a`."""
+
+    score_name = "share_a"
+
+    def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float]:
+        return {"share_a": response_text.count("a") / 4}
+
+
+class Reviser:
+    """Writes `aaaa`, then `aaab`, `aabb`, ...; keeps what it was asked."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.asked: list[tuple[str, Sampling]] = []
+
+    async def sample(self, prompt: Prompt, sampling: Sampling) -> list[Rollout]:
+        self.asked.append((self.tokenizer.decode(prompt.prompt_ids), sampling))
+        texts = ["a" * (4 - i) + "b" * i for i in range(sampling.num_samples)]
+        return [
+            Rollout(
+                prompt_id=prompt.prompt_id,
+                sample_index=i,
+                prompt_ids=prompt.prompt_ids,
+                response_ids=np.array(self.tokenizer(text)["input_ids"], np.int32),
+                rollout_logprobs=np.zeros(4, np.float32),
+                response_text=text,
+                finish_reason="stop",
+                policy_versions=((0, 4, 0),),
+            )
+            for i, text in enumerate(texts)
+        ]
+
+
+class World:
+    """An arm on fakes, the models that it asked for, and what it trained on."""
+
+    def __init__(self, folder: Path, stop: Callable[[], bool] = lambda: False) -> None:
+        tokenizer = letter_tokenizer(folder)
+        self.feedback, self.reviser, self.base = FakeFeedback(), Reviser(tokenizer), FakeRollouts(tokenizer)
+        self.served: list[tuple[str, int]] = []
+        self.learnt: list[Any] = []
+        self.job = make_job(folder)
+        self.log = RunLog(self.job.run.folder, self.job.log)
+        self.log.truncate(0)
+        self.arm = Arm(
+            job=self.job,
+            task=Letters(),
+            tokenizer=tokenizer,
+            prompts=letter_prompts(NUM_PROMPTS),
+            eval_prompts=letter_prompts(NUM_HELD_OUT, "e"),
+            feedback=self.feedback,
+            reviser=ModelConfig(policy="reviser"),
+            reviser_tokenizer=tokenizer,
+            result=ModelConfig(policy="result"),
+            log=self.log,
+            stop=stop,
+            serve=self.serve,
+            train_pairs=self.train,
+            train_examples=self.train,
+        )
+
+    def train(self, items: Sequence[Any]) -> dict[str, float]:
+        self.learnt = list(items)
+        return {"loss": 0.5}
+
+    def serve(self, model: ModelConfig, rollout: RolloutConfig, ask: Callable[[RolloutSource], Any]) -> Any:
+        self.served.append((model.policy, rollout.max_model_len))
+        return asyncio.run(ask({"base": self.base, "reviser": self.reviser, "result": self.reviser}[model.policy]))
+
+    def from_base(self, num_samples: int) -> tuple[list[tuple[Prompt, Rollout]], list[Judged]]:
+        return self.serve(self.job.model, self.job.rollout, partial(ask_base, self.arm, num_samples))
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        return [record for _, record in read_records(self.job.run.folder / name)]
+
+
+def make_job(folder: Path) -> PolicyJob:
+    return PolicyJob.model_validate(
+        {
+            "run": {"root": folder, "name": "arm", "seed": 3},
+            "model": {"policy": "base"},
+            "data": {"path": "d.jsonl"},
+            "eval_data": {"path": "e.jsonl"},
+            "num_steps": NUM_STEPS,
+            "feedback": {"source": "m:f", "engine": {"max_model_len": 2048, "max_new_tokens": 64}},
+            "rollout": {"prompts_per_step": 2, "samples_per_prompt": 3, "max_model_len": 64, "max_new_tokens": 8},
+            "log": {"tensorboard": False},
+        }
+    )
+
+
+def worth(rollout: Rollout) -> int:
+    return rollout.response_text.count("a") - rollout.response_text.count("b")
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Any:
+    made = World(tmp_path)
+    with closing(made.log):
+        yield made
+
+
+def test_the_base_is_scored_at_step_0_and_sampled_as_ppo_samples_it(world: World) -> None:
+    held_out, steps = world.from_base(3)
+    (line,) = world.lines(METRICS_FILE)
+    shares = [rollout.response_text.count("a") / 4 for _, rollout in held_out]
+    assert len(shares) == NUM_HELD_OUT
+    assert (line["step"], line["eval/score"]) == (0, pytest.approx(np.mean(shares)))
+    assert [len(step.pairs) for step in steps] == [6, 6, 6]
+    seen = [prompt.prompt_id for step in steps for prompt, _, _ in step.pairs[::3]]
+    assert sorted(seen) == sorted(p.prompt_id for p in world.arm.prompts)
+
+
+def test_dpo_learns_from_the_best_and_the_worst_sampled_ids_of_each_prompt(world: World, tmp_path: Path) -> None:
+    metrics = dpo(world.arm)
+    again = World(tmp_path / "again")
+    with closing(again.log):
+        _, steps = again.from_base(3)  # a function of the seed: the same samples
+    groups = [[r for _, r, _ in step.pairs[i : i + 3]] for step in steps for i in (0, 3)]
+    expected = [(max(map(worth, group)), min(map(worth, group))) for group in groups]
+    a, b, _ = world.base.ids
+    learnt = [
+        tuple(int((ids == a).sum() - (ids == b).sum()) for ids in (pair.chosen_ids, pair.rejected_ids))
+        for pair in world.learnt
+    ]
+    assert learnt == [(best, worst) for best, worst in expected if best > worst]
+    assert metrics["dpo/ties_share"] == pytest.approx(1 - len(learnt) / 6)
+    assert (metrics["samples"], metrics["dpo/pairs"], metrics["dpo/loss"]) == (18, len(learnt), 0.5)
+    assert metrics["eval/score"] == 1.0  # the result writes `aaaa`
+    assert [name for name, _ in world.served] == ["base", "result"]
+
+
+def test_ilf_imitates_the_best_revision_within_ppos_samples(world: World) -> None:
+    metrics = ilf(world.arm)
+    revisions = [sampling for _, sampling in world.reviser.asked[:NUM_PROMPTS]]
+    assert [sampling.num_samples for sampling in revisions] == [2] * NUM_PROMPTS  # and one response each
+    assert len({sampling.seed for sampling in revisions}) == NUM_STEPS
+    assert metrics["samples"] == 18  # as PPO: 3 steps of 2 prompts and 3 samples
+    target = [world.base.ids[0]] * 4 + [world.arm.tokenizer.eos_token_id]
+    assert [example.target_ids.tolist() for example in world.learnt] == [target] * NUM_PROMPTS
+    assert (metrics["reward/response_mean"], metrics["ilf/loss"], metrics["ilf/revised_share"]) == (4, 0.5, 1)
+    assert world.served == [("base", 64), ("reviser", 64 + 2048), ("result", 64)]
+
+
+def test_the_reviser_sees_the_response_and_its_critique(world: World) -> None:
+    _, steps = world.from_base(1)
+    revised = world.serve(world.arm.reviser, world.job.rollout, partial(revise_steps, world.arm, steps))
+    for (_, rollout, _), (text, _) in zip(steps[0].pairs, world.reviser.asked, strict=False):
+        assert f"given:\n{rollout.response_text}\n" in text
+        assert "a yes, b no" in text
+    assert [prompt for prompt, _, _ in revised[0].pairs[::2]] == [prompt for prompt, _, _ in steps[0].pairs]
+
+
+def test_a_response_without_usable_feedback_is_not_revised(world: World) -> None:
+    world.feedback.failing = lambda prompt: prompt.prompt_id == "p0"
+    metrics = ilf(world.arm)
+    assert len(world.learnt) == NUM_PROMPTS - 1
+    assert metrics["ilf/revised_share"] == 5 / 6
+
+
+def test_reflection_answers_held_out_prompts_again_and_keeps_what_has_no_critique(world: World) -> None:
+    world.feedback.failing = lambda prompt: prompt.prompt_id == "e0"
+    metrics = reflection(world.arm)
+    (base,) = world.lines(METRICS_FILE)
+    before = {r["prompt_id"]: r["response"] for r in world.lines(SAMPLES_FILE) if r["step"] == 0}
+    after = {r["prompt_id"]: r["response"] for r in world.lines(SAMPLES_FILE) if r["step"] == NUM_STEPS}
+    assert after == {**dict.fromkeys(before, "aaaa"), "e0": before["e0"]}
+    assert metrics["eval/score"] == pytest.approx((3 + before["e0"].count("a") / 4) / 4)
+    assert base["eval/score"] < metrics["eval/score"]
+    assert (metrics["reflection/revised_share"], metrics["samples"]) == (3 / 4, 0)
+
+
+def test_nothing_to_learn_from_stops_the_run_in_a_sentence(world: World) -> None:
+    world.base.logits[:, 0] = 50.0  # always `aaaa`
+    with pytest.raises(RunStopped, match="in all 6 pairs both responses are worth the same"):
+        dpo(world.arm)
+
+
+def test_a_stop_ends_the_sampling(tmp_path: Path) -> None:
+    world = World(tmp_path, stop=lambda: True)
+    with closing(world.log), pytest.raises(Stopped):
+        world.from_base(1)
+
+
+def test_a_finished_run_is_kept_and_another_baselines_folder_refused(tmp_path: Path) -> None:
+    job = make_job(tmp_path)
+    data = PolicyData(task=Letters(), tokenizer=None, prompts=[], eval_prompts=[])
+    done = {"steps": NUM_STEPS, "samples": 18}
+    job.run.folder.mkdir()
+    (job.run.folder / "summary.json").write_text(json.dumps(done))
+    with Fleets() as none:
+        for _ in range(2):
+            assert run_baseline("reflection", job, data, none, StopFlag()) == done
+        with pytest.raises(UserError, match="'method': 'reflection'"):
+            run_baseline("ilf", job, data, none, StopFlag())
+        with pytest.raises(UserError, match="'reviser': None"):
+            run_baseline("reflection", job, data, none, StopFlag(), reviser="other")

@@ -1,0 +1,149 @@
+"""The figures of a comparison, from curves short enough to do by hand."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from t2g.compare import (
+    Run,
+    base_run,
+    reach,
+    read_run,
+    refuse_unequal,
+    summarise,
+    summarise_noise,
+    table,
+)
+from t2g.errors import UserError
+
+SCORES = st.lists(st.floats(0, 1), min_size=1, max_size=12)
+
+
+def a_run(*scores: float, step_s: float = 2.0, targeting: dict[str, Any] | None = None) -> Run:
+    """Evaluated before training and after each step of 10 samples."""
+    steps = range(len(scores))
+    return Run(
+        samples=tuple(10 * i for i in steps),
+        scores=scores,
+        seconds=tuple(step_s * i for i in steps),
+        step_seconds=step_s,
+        targeting=targeting,
+    )
+
+
+def test_a_run_is_read_from_its_metrics() -> None:
+    records = [
+        {"step": 0, "eval/score": 0.1, "time/eval_s": 9.0},
+        {"step": 1, "samples": 8.0, "time/step_s": 5.0},
+        {"step": 2, "samples": 16.0, "time/step_s": 2.0, "eval/score": 0.3, "time/eval_s": 9.0},
+        {"step": 3, "samples": 24.0, "time/step_s": 3.0, "eval/score": None},
+        {"step": 4, "samples": 32.0, "time/step_s": 2.0, "eval/score": 0.5},
+    ]
+    run = read_run(records)
+    assert run == Run(samples=(0, 16, 32), scores=(0.1, 0.3, 0.5), seconds=(0, 7, 12), step_seconds=2.5)
+    line = {"step": 4, "samples": 32, "time/step_s": 8, "eval/score": 0.2}
+    at_once = read_run([{"step": 0, "eval/score": 0.1}, line])
+    assert (at_once.seconds, at_once.step_seconds) == ((0, 8), 2.0)
+    with pytest.raises(UserError, match="no held-out score"):
+        read_run([{"step": 1, "time/step_s": 1.0}])
+
+
+def test_a_score_is_the_mean_of_the_last_three_evaluations_after_training_began() -> None:
+    assert a_run(0.0, 9.0, 1.0, 2.0, 3.0).score == 2.0
+    assert a_run(0.0, 1.0, 2.0).score == 1.5  # the base is no part of it
+    assert a_run(0.7).score == 0.7  # a method without training has but the one
+
+
+def test_curves_are_smoothed_by_what_came_before() -> None:
+    assert a_run(9.0, 3.0, 6.0, 0.0, 6.0).smoothed == (9.0, 3.0, 4.5, 3.0, 4.0)
+
+
+@given(SCORES)
+def test_the_last_point_of_a_smoothed_curve_is_the_score(scores: list[float]) -> None:
+    run = a_run(*scores)
+    assert run.score == pytest.approx(sum((scores[1:] or scores)[-3:]) / min(3, max(1, len(scores) - 1)))
+    assert min(scores) - 1e-12 <= min(run.smoothed) and max(run.smoothed) <= max(scores) + 1e-12
+
+
+def test_when_scalar_is_reached() -> None:
+    scalar = a_run(0.0, 0.25, 0.5, 0.75, 0.75, 0.25)  # smoothed 0 .25 .375 .5 .667 .583
+    faster = a_run(0.0, 0.5, 1.0, 0.5, step_s=3.0)  # smoothed 0 .5 .75 .667
+    assert reach(scalar, scalar) == {"samples": 40, "seconds": 8.0, "share": 1.0}
+    assert reach(faster, scalar) == {"samples": 20, "seconds": 6.0, "share": 0.5}
+    assert reach(a_run(0.0, 0.1), scalar) == {"samples": None, "seconds": None, "share": None}
+
+
+@given(SCORES, SCORES)
+def test_scalar_always_reaches_itself_and_nobody_needs_less_than_nothing(mine: list[float], its: list[float]) -> None:
+    scalar = a_run(*its)
+    assert reach(scalar, scalar)["samples"] is not None
+    found = reach(a_run(*mine), scalar)["samples"]
+    smoothed = a_run(*mine).smoothed
+    assert (found is None) == (max(smoothed) < max(scalar.smoothed))
+
+
+def test_the_summary_of_two_seeds() -> None:
+    still = {"criticised": -2.0, "praised": 1.0, "unmentioned": 0.0, "difference": -2.0, "returns": 0.25}
+    runs = {
+        "sft": {1: base_run(a_run(0.2, 0.9)), 2: base_run(a_run(0.4, 0.9))},
+        "scalar": {1: a_run(0.2, 0.4, 0.6, 0.8), 2: a_run(0.4, 0.4, 0.4, 0.4)},
+        "span": {
+            1: a_run(0.2, 1.0, 1.0, 1.0, step_s=3.0, targeting=still),
+            2: a_run(0.4, 0.0, 0.0, 0.0, step_s=3.0, targeting=still),
+        },
+    }
+    found = summarise(runs)
+    assert found["sft"]["score"]["mean"] == pytest.approx(0.3)
+    assert found["sft"]["targeting"]["returns"]["mean"] == 1.0
+    assert found["scalar"]["score"]["mean"] == pytest.approx(0.5)
+    assert found["scalar"]["overhead"] == 0.0 and found["scalar"]["targeting"] is None
+    span = found["span"]
+    assert span["score"]["mean"] == pytest.approx(0.5)
+    # paired: 1 - .6 and 0 - .4; t(1) = 12.706, s = .8 / sqrt 2
+    assert span["minus_scalar"]["mean"] == pytest.approx(0.0)
+    assert span["minus_scalar"]["high"] == pytest.approx(12.706 * 0.4)
+    # seed 1: scalar's best is .6 (mean of .4 .6 .8) at 30 samples, span has 1 at 10; seed 2: both begin at it
+    assert (span["samples_to_scalar_best"], span["seconds_to_scalar_best"]) == (5, 1.5)
+    assert span["share_of_scalar_samples"] == pytest.approx((1 / 3 + 1) / 2)
+    assert (span["seeds_at_scalar_best"], span["overhead"]) == (2, 0.5)
+    assert span["by_seed"][1]["samples_to_scalar_best"] == 10
+    assert span["targeting"]["difference"] == {"mean": -2.0, "low": -2.0, "high": -2.0}
+    json.dumps(found, allow_nan=False)
+
+
+def test_without_scalar_nothing_is_told_of_it() -> None:
+    found = summarise({"span": {1: a_run(0.1, 0.5)}})["span"]
+    assert not [name for name in found if "scalar" in name or name == "overhead"]
+    assert found["score"] == {"mean": 0.5, "low": None, "high": None}
+
+
+def test_the_table_has_a_cell_for_each_column() -> None:
+    runs = {
+        "sft": {1: base_run(a_run(0.2, 0.9)), 2: base_run(a_run(0.2, 0.9))},
+        "scalar": {1: a_run(0.2, 0.4, 0.6), 2: a_run(0.2, 0.5, 0.7)},
+        "span": {1: a_run(0.2, 0.8, 0.8, step_s=3.0), 2: a_run(0.2, 0.1, 0.1, step_s=3.0)},
+    }
+    noise = summarise_noise({"flip": {"span": runs["span"], "scalar": runs["scalar"]}})
+    search = {"chosen": {"scalar": 3e-4, "span": 1e-3}}
+    text = table({"methods": summarise(runs), "noise": noise, "search": search})
+    methods, legend, noisy = text.split("\n\n")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in methods.splitlines()]
+    assert {len(row) for row in rows} == {13}
+    named = {row[0]: dict(zip(rows[0], row, strict=True)) for row in rows[2:]}
+    assert list(named) == ["sft", "scalar", "span"]
+    assert (named["span"]["lr"], named["span"]["overhead"], named["span"]["s a step"]) == ("0.001", "+50%", "3.00")
+    assert named["span"]["samples to scalar's best"] == "10 (1 of 2)"  # seed 2 never gets there
+    assert named["sft"]["samples to scalar's best"] == "– (0 of 2)"
+    assert named["sft"]["held-out score"] == "0.200 ± 0.000"
+    assert legend.startswith("Means over 2 seeds") and "20 samples of training" in legend
+    assert [line.split("|")[1].strip() for line in noisy.splitlines()[2:]] == ["none", "flip"]
+
+
+def test_runs_of_other_lengths_are_not_compared() -> None:
+    runs = {"span": {1: a_run(0.1, 0.2)}, "scalar": {1: a_run(0.1, 0.2, 0.3)}, "sft": {1: a_run(0.1)}}
+    with pytest.raises(UserError, match=r"scalar-1 was trained on 20 samples and span-1 on 10"):
+        refuse_unequal(runs)
+    refuse_unequal({"span": runs["span"], "sft": runs["sft"]})

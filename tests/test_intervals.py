@@ -1,0 +1,28 @@
+from math import gamma, pi, sqrt
+
+import numpy as np
+import pytest
+
+from t2g.intervals import T_975, half_interval, interval
+
+
+def test_half_intervals_by_hand() -> None:
+    assert half_interval([0.5, 0.5, 0.5]) == 0.0
+    assert half_interval([0.0, 1.0]) == pytest.approx(12.706 * sqrt(0.5) / sqrt(2))
+    assert half_interval([1.0, 2.0, 3.0]) == pytest.approx(4.303 / sqrt(3))
+
+
+def test_the_table_of_student_holds_19_of_20() -> None:
+    for freedom, bound in enumerate(T_975, start=1):
+        t = np.linspace(-bound, bound, 200_001)
+        density = gamma((freedom + 1) / 2) / sqrt(freedom * pi) / gamma(freedom / 2)
+        inside = np.trapezoid(density * (1 + t**2 / freedom) ** (-(freedom + 1) / 2), t)
+        assert inside == pytest.approx(0.95, abs=1e-4)
+
+
+def test_an_interval_lies_around_the_mean_and_one_value_has_none() -> None:
+    found = interval([1.0, 2.0, 3.0])
+    assert found["mean"] == 2.0
+    assert (found["low"], found["high"]) == (pytest.approx(2 - 2.484, abs=1e-3), pytest.approx(2 + 2.484, abs=1e-3))
+    assert interval([7.0]) == {"mean": 7.0, "low": None, "high": None}
+    assert interval([]) == {"mean": None, "low": None, "high": None}

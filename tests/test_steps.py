@@ -1,0 +1,152 @@
+"""The pure pieces of a step, by hand."""
+
+import itertools
+
+import numpy as np
+import pytest
+from fakes import LetterTask, letter_prompts
+from hypothesis import given
+from hypothesis import strategies as st
+
+from t2g.errors import UserError
+from t2g.feedback.parse import make_feedback
+from t2g.sections import ObjectiveConfig
+from t2g.steps import advantage_samples, prompt_indices, refuse_unmeasured, sampling_seed, step_metrics
+from t2g.types import Prompt, Rollout, ScoredRollout, TokenStats
+
+
+def test_an_end_reward_needs_a_measure() -> None:
+    task, prompts = LetterTask(), letter_prompts(2)
+    refuse_unmeasured(task, prompts, 1.0)
+    task.unmeasured = {"p0"}
+    refuse_unmeasured(task, prompts, 0.0)
+    with pytest.raises(UserError, match=r"w_end=1 pays share_a, and prompt p0 holds nothing .* data.path needs"):
+        refuse_unmeasured(task, prompts, 1.0)
+    task.score_name = ""
+    with pytest.raises(UserError, match=r"objective.w_end=0.5 pays a measure of the task, and task letters has none"):
+        refuse_unmeasured(task, prompts, 0.5)
+
+
+@given(num_prompts=st.integers(1, 30), per_step=st.integers(1, 30), seed=st.integers(0, 5))
+def test_an_epoch_holds_each_prompt_at_most_once_and_leaves_out_less_than_a_step(
+    num_prompts: int, per_step: int, seed: int
+) -> None:
+    if per_step > num_prompts:
+        with pytest.raises(UserError, match=rf"prompts_per_step={per_step}.*only {num_prompts} prompts"):
+            prompt_indices(num_prompts=num_prompts, per_step=per_step, step=1, seed=seed)
+        return
+    steps = num_prompts // per_step
+    for epoch in range(2):
+        seen = [
+            i
+            for step in range(epoch * steps + 1, (epoch + 1) * steps + 1)
+            for i in prompt_indices(num_prompts=num_prompts, per_step=per_step, step=step, seed=seed)
+        ]
+        assert len(set(seen)) == len(seen) == steps * per_step > num_prompts - per_step
+        assert set(seen) <= set(range(num_prompts))
+
+
+def test_sampling_seeds_of_steps_and_splits_never_meet() -> None:
+    places = itertools.product(range(3), ("train", "eval"), range(200))
+    seeds = {sampling_seed(seed, split, step) for seed, split, step in places}
+    assert len(seeds) == 3 * 2 * 200 and all(0 <= seed < 2**63 for seed in seeds)
+
+
+def scored_pair(
+    deltas: list[float], *, prompt_id: str = "p", steps: list[int] | None = None, end_reward: float = 0.0
+) -> tuple[Prompt, ScoredRollout]:
+    text = "x" * len(deltas)
+    rollout = Rollout(
+        prompt_id=prompt_id,
+        sample_index=0,
+        prompt_ids=np.array([1], np.int32),
+        response_ids=np.arange(len(deltas), dtype=np.int32),
+        rollout_logprobs=np.full(len(deltas), -1.0, np.float32),
+        response_text=text,
+        finish_reason="stop",
+        policy_versions=((0, len(deltas), 0),),
+    )
+    feedback = make_feedback("", [], [], text, source="reward_model", version="v")
+    return letter_prompts(1)[0], ScoredRollout(
+        rollout=rollout,
+        feedback=feedback,
+        token_rewards=np.array(deltas, np.float32),
+        step_ids=np.array(steps or [0] * len(deltas), np.int32),
+        end_reward=end_reward,
+    )
+
+
+def stats(length: int, *, old: float = -1.0, ref: float = -1.0, value: float = 0.0) -> TokenStats:
+    row = np.ones(length, np.float32)
+    return TokenStats(old_logprobs=old * row, ref_logprobs=ref * row, values=value * row, entropy=0.5 * row)
+
+
+def test_one_labelled_token_gives_the_identity_of_the_method() -> None:
+    objective = ObjectiveConfig(lam=0.5, whiten="none")
+    _, scored = scored_pair([0.0, 0.0, -1.0, 0.0])
+    samples, kl = advantage_samples([scored], [stats(4)], objective, kl_coef=0.3, seed=1)
+    np.testing.assert_allclose(samples[0].advantages, [-0.25, -0.5, -1.0, 0.0])
+    assert kl == 0.0
+
+
+def test_scalar_placement_pays_the_sum_at_the_end_and_the_kl_where_it_arises() -> None:
+    objective = ObjectiveConfig(lam=1.0, whiten="none", rewards={"placement": "scalar"})
+    _, scored = scored_pair([1.0, -1.0, 1.0])
+    samples, kl = advantage_samples([scored], [stats(3, old=-1.0, ref=-1.5)], objective, kl_coef=0.2, seed=1)
+    # rewards -.1, -.1, 1 - .1; lambda 1 and no values: the sum from here to the end
+    np.testing.assert_allclose(samples[0].advantages, [0.7, 0.8, 0.9], rtol=1e-6)
+    assert kl == pytest.approx(1.5)
+
+
+def test_step_placement_pays_each_step_at_its_end_and_the_end_reward_at_the_last_token() -> None:
+    objective = ObjectiveConfig(lam=0.0, whiten="none", w_span=0.5, w_end=2.0, rewards={"placement": "step"})
+    _, scored = scored_pair([1.0, 1.0, -1.0, 0.0], steps=[0, 0, 1, 1], end_reward=0.25)
+    samples, _ = advantage_samples([scored], [stats(4)], objective, kl_coef=0.0, seed=1)
+    assert samples[0].advantages.tolist() == [0, 1, 0, -0.5 + 0.5]
+
+
+@pytest.mark.parametrize("estimator", ["k3", "full"])
+def test_a_penalty_in_the_loss_is_not_paid_in_the_reward_as_well(estimator: str) -> None:
+    objective = ObjectiveConfig(lam=1.0, whiten="none", kl_estimator=estimator)
+    _, scored = scored_pair([0.0, 1.0])
+    samples, kl = advantage_samples([scored], [stats(2, ref=-1.5)], objective, kl_coef=0.2, seed=1)
+    assert samples[0].advantages.tolist() == [1, 1]
+    assert samples[0].ref_logprobs.tolist() == [-1.5, -1.5]
+    assert kl == 1.0  # the controller sees it
+
+
+def test_groups_are_the_samples_of_one_prompt() -> None:
+    objective = ObjectiveConfig(advantages="group", whiten="none", rewards={"placement": "scalar"})
+    pairs = [("p", [1.0, 0.0]), ("q", [1.0]), ("p", [0.0]), ("p", [1.0, -1.0, 2.0])]
+    scored = [scored_pair(deltas, prompt_id=prompt_id)[1] for prompt_id, deltas in pairs]
+    told = [stats(len(deltas), value=9.0) for _, deltas in pairs]
+    samples, _ = advantage_samples(scored, told, objective, kl_coef=0.0, seed=1)
+    # p: sums 1, 0, 2; each less the mean of the other two. q stands alone
+    assert [s.advantages.tolist() for s in samples] == [[0, 0], [0], [-1.5], [1.5, 1.5, 1.5]]
+
+
+def test_padding_of_a_short_response_takes_no_part_in_whitening() -> None:
+    objective = ObjectiveConfig(lam=0.0, whiten="full")
+    pairs = [scored_pair([1.0, 1.0, 0.0, 0.0])[1], scored_pair([1.0, 0.0])[1]]
+    samples, _ = advantage_samples(pairs, [stats(4), stats(2)], objective, kl_coef=0.0, seed=1)
+    # six tokens 1 1 0 0 1 0: mean .5, deviation .5
+    np.testing.assert_allclose(samples[0].advantages, [1, 1, -1, -1], rtol=1e-6)
+    np.testing.assert_allclose(samples[1].advantages, [1, -1], rtol=1e-6)
+
+
+def test_step_metrics_by_hand() -> None:
+    prompt, one = scored_pair([1.0, -1.0, 0.0, 0.0], end_reward=0.5)
+    _, two = scored_pair([1.0, 1.0])
+    pairs = [(prompt, s.rollout, s.feedback) for s in (one, two, two)]  # the last one's feedback was dropped
+    told = [stats(4), stats(2, old=-1.2)]
+    metrics = step_metrics(pairs, [one, two], told, ObjectiveConfig(w_end=1.0), kl=0.4, kl_coef=0.1)
+    assert metrics["reward/end_mean"] == pytest.approx(0.25)
+    assert "reward/end_mean" not in step_metrics(pairs, [one, two], told, ObjectiveConfig(), kl=0.4, kl_coef=0.1)
+    assert metrics["reward/token_mean"] == pytest.approx(2 / 6)
+    assert metrics["reward/response_mean"] == pytest.approx((0 + 2) / 2)
+    assert metrics["tokens/good_share"] == pytest.approx(3 / 6)
+    assert metrics["tokens/poor_share"] == pytest.approx(1 / 6)
+    assert metrics["feedback/failed_share"] == pytest.approx(1 / 3)
+    assert metrics["feedback/source/reward_model"] == 1.0
+    assert metrics["gap/logprob_mean"] == pytest.approx(2 * 0.2 / 6, rel=1e-5)
+    assert metrics["response/length_mean"] == pytest.approx(8 / 3)

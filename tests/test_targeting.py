@@ -1,0 +1,88 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from t2g.feedback.parse import make_feedback, no_feedback
+from t2g.targeting import (
+    Reference,
+    changes_by_mention,
+    criticisms,
+    mentions,
+    read_reference,
+    reference_record,
+    returns,
+)
+from t2g.tasks.tiny_assets import build_tokenizer
+from t2g.types import Prompt, Rollout, SpanFeedback
+
+TEXT = "Ann, Lima"
+PROMPT = Prompt(prompt_id="p", prompt_ids=np.array([1, 2], np.int32), prompt_text="who", task="tiny")
+
+
+def feedback(good: list[str], poor: list[str]) -> SpanFeedback:
+    quotes = [[(text, 1) for text in side] for side in (good, poor)]
+    return make_feedback("c", *quotes, TEXT, source="program", version="1")
+
+
+def rollout(tokenizer: object) -> Rollout:
+    ids = np.array([*tokenizer(TEXT, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id], np.int32)
+    return Rollout(
+        prompt_id="p",
+        sample_index=0,
+        prompt_ids=PROMPT.prompt_ids,
+        response_ids=ids,
+        rollout_logprobs=np.linspace(-1, 0, len(ids), dtype=np.float32),
+        response_text=TEXT,
+        finish_reason="stop",
+        policy_versions=((0, len(ids), 0),),
+    )
+
+
+def test_a_token_is_criticised_praised_or_not_mentioned(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer(tmp_path, ["x"], vocab_size=261)  # a token a byte
+    labels = mentions(tokenizer, rollout(tokenizer), feedback(["Ann"], ["Lima"]))
+    assert labels.tolist() == [1, 1, 1, 0, 0, -1, -1, -1, -1, 0]
+    both = mentions(tokenizer, rollout(tokenizer), feedback(["Ann, Lima"], ["Lima"]))
+    assert both.tolist() == [1, 1, 1, 1, 0, -1, -1, -1, -1, 0]
+
+
+def test_changes_are_means_over_tokens_not_over_responses() -> None:
+    labels = [np.array([-1, 0, 0]), np.array([-1, -1, 1])]
+    changes = [np.array([-2.0, 0.5, -1.5]), np.array([-4.0, 0.0, 3.0])]
+    assert changes_by_mention(labels, changes) == {
+        "criticised": -2.0,
+        "praised": 3.0,
+        "unmentioned": -0.5,
+        "difference": -1.5,
+        "tokens": {"criticised": 3, "praised": 1, "unmentioned": 2},
+    }
+
+
+def test_a_kind_without_tokens_has_no_mean() -> None:
+    found = changes_by_mention([np.array([1, 0])], [np.array([0.0, 0.0])])
+    assert (found["criticised"], found["difference"], found["tokens"]["criticised"]) == (None, None, 0)
+
+
+def test_criticism_that_comes_again() -> None:
+    first = criticisms(TEXT, feedback(["Ann"], ["Lima"]))
+    assert first == {"Lima"}
+    failed = criticisms(TEXT, no_feedback("failed", source="program", version="1"))
+    assert failed is None
+    none = frozenset[str]()
+    before = [first, frozenset({"laptop", "Oslo"}), frozenset({"x"}), none]
+    after = [first, frozenset({"Oslo", "new"}), failed, frozenset({"y"})]
+    assert returns(before, after) == {"returns": pytest.approx(2 / 3), "criticisms": 3, "prompts": 3}
+    assert returns([none], [first])["returns"] is None
+
+
+def test_a_reference_reads_back(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer(tmp_path, ["x"], vocab_size=261)
+    made = Reference(prompt=PROMPT, rollout=rollout(tokenizer), feedback=feedback([], ["Lima"]))
+    read = read_reference(json.loads(json.dumps(reference_record(made))), {"p": PROMPT})
+    assert read.feedback == made.feedback and read.prompt is PROMPT
+    for name, value in vars(made.rollout).items():
+        other = getattr(read.rollout, name)
+        np.testing.assert_array_equal(other, value)
+        assert getattr(other, "dtype", None) == getattr(value, "dtype", None)
