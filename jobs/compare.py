@@ -9,6 +9,7 @@ added later. What the figures are is said in `t2g.compare`.
 """
 
 import json
+import logging
 import re
 import shutil
 import sys
@@ -17,22 +18,24 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from jobs.cli import StopFlag, main, sole_process, stop_flag, stopped
 from t2g.arms import (
     BASELINES,
-    NOISY,
     REVISED,
-    UNTRAINED,
+    Scores,
     arm_feedback,
     arm_job,
     choose_lr,
+    evaluated_at,
     noise_job,
     search_scores,
     trained,
 )
-from t2g.config import CompareJob, DemoJob, Method, PolicyJob, StudyJob
+from t2g.config import NOISY, UNTRAINED, CompareJob, DemoJob, Method, PolicyJob, StudyJob
 from t2g.describe import describe_compare
-from t2g.errors import UserError
+from t2g.errors import RunStopped, Stopped, UserError
 from t2g.sections import FeedbackConfig
 
 if TYPE_CHECKING:  # numpy, torch and Ray are imported by the functions that need them: --help must answer at once
@@ -46,12 +49,10 @@ if TYPE_CHECKING:  # numpy, torch and Ray are imported by the functions that nee
 
     Hook = Callable[[RolloutFleet, FeedbackSource], Callable[[LearnerGroup], None]]
 
+logger = logging.getLogger(__name__)
+
 STUDY = "${study}"
 STUDY_MODEL = re.compile(r"\$\{study\}/([a-z_]+)-(\d+)/model")
-
-
-class Stopped(Exception):
-    """`stop` ended a run at a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ class Session:
         from jobs.train_policy import finished, train
 
         summary = finished(arm)
-        if summary is not None:
+        if summary is not None and method not in BASELINES:  # those know more than the config that they were made with
             return summary
         if self.stop:
             raise Stopped
@@ -122,13 +123,17 @@ def run_all(job: CompareJob, data: "PolicyData", stop: StopFlag) -> dict[str, An
     return search
 
 
-def find_lr(session: Session, method: Method, fleets: "Fleets") -> tuple[dict[float, dict[int, float]], float]:
+def find_lr(session: Session, method: Method, fleets: "Fleets") -> tuple[Scores, float]:
     """The scores of the search, and the learning rate that they choose."""
 
-    def score_of(arm: PolicyJob) -> float:
-        session.run(arm, fleets, method=method)
+    def score_of(arm: PolicyJob) -> float | None:
+        try:
+            session.run(arm, fleets, method=method)
+        except RunStopped as error:  # a rate that is too high must not end the comparison
+            logger.warning("%s ended by itself: %s", arm.run.folder, error)
+            return None
         shutil.rmtree(arm.run.folder / "policy", ignore_errors=True)
-        return load_run(arm).score
+        return load_run(arm, method).score
 
     scores = search_scores(session.job, method, score_of)
     if scores:
@@ -168,15 +173,19 @@ def the_arm(job: CompareJob, method: Method, seed: int, chosen: dict[Method, flo
     return arm_job(job, method, seed, chosen.get(method, job.learner.policy.lr))
 
 
-def load_run(arm: PolicyJob) -> "Run":
-    """What a finished run wrote."""
+def load_run(arm: PolicyJob, method: Method) -> "Run":
+    """What a finished run wrote. UserError for one that was evaluated at other steps than this comparison's."""
     from jobs.targeting import TARGETING_FILE
-    from t2g.compare import read_run
+    from t2g.compare import read_run, refuse_other_grid
     from t2g.metrics import METRICS_FILE, read_records
 
     path = arm.run.folder / TARGETING_FILE
     targeting = json.loads(path.read_text()) if path.exists() else None
-    return read_run((record for _, record in read_records(arm.run.folder / METRICS_FILE)), targeting)
+    run = read_run((record for _, record in read_records(arm.run.folder / METRICS_FILE)), targeting)
+    if method not in UNTRAINED:
+        expected = evaluated_at(arm)
+        refuse_other_grid(arm.run.name, run, [0, expected[-1]] if method in BASELINES else expected)
+    return run
 
 
 def load_all(job: CompareJob, chosen: dict[Method, float]) -> "tuple[dict[str, dict[int, Run]], dict[str, Any]]":
@@ -188,11 +197,12 @@ def load_all(job: CompareJob, chosen: dict[Method, float]) -> "tuple[dict[str, d
     runs: dict[str, dict[int, Run]] = {}
     for method in config.methods:
         if method == "sft":
-            runs[method] = {s: base_run(load_run(the_arm(job, measures_base, s, chosen))) for s in config.seeds}
+            measured = {s: load_run(the_arm(job, measures_base, s, chosen), measures_base) for s in config.seeds}
+            runs[method] = {s: base_run(run) for s, run in measured.items()}
         else:
-            runs[method] = {s: load_run(the_arm(job, method, s, chosen)) for s in config.seeds}
+            runs[method] = {s: load_run(the_arm(job, method, s, chosen), method) for s in config.seeds}
     noise = {
-        name: {m: {s: load_run(noise_job(job, name, m, s, chosen[m])) for s in config.seeds} for m in NOISY}
+        name: {m: {s: load_run(noise_job(job, name, m, s, chosen[m]), m) for s in config.seeds} for m in NOISY}
         for name in config.noise
     }
     return runs, noise
@@ -239,8 +249,13 @@ def check_methods(job: CompareJob, score_name: str) -> None:
     """
     from t2g import baselines
 
-    for method in (m for m in job.compare.methods if m in BASELINES):
-        baselines.check(method, arm_job(job, method, job.run.seed, job.learner.policy.lr))
+    for method in job.compare.methods:
+        try:
+            arm = arm_job(job, method, job.run.seed, job.learner.policy.lr)
+        except ValidationError as error:
+            raise UserError(f"compare.methods has {method}: {error.errors()[0]['msg']}") from None
+        if method in BASELINES:
+            baselines.check(method, arm)
     changed = [method for method in job.compare.methods if arm_feedback(job, method) != job.feedback]
     if changed and not score_name:
         raise UserError(
@@ -294,12 +309,11 @@ def run(asked: CompareJob) -> int:
 def finish(job: CompareJob, search: dict[str, Any]) -> None:
     """compare.json, compare.md, curves.svg and report.html."""
     from t2g.checkpoint import write_atomic
-    from t2g.compare import refuse_unequal, summarise, summarise_noise, table
+    from t2g.compare import summarise, summarise_noise, table
     from t2g.report.compare import write_comparison
     from t2g.versions import versions
 
     runs, noise = load_all(job, search["chosen"])
-    refuse_unequal(runs)
     summary = {
         "methods": summarise(runs),
         "noise": summarise_noise(noise),

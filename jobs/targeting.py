@@ -20,6 +20,7 @@ from t2g.interfaces import FeedbackSource, Sampling
 from t2g.sampling import sampling_of
 from t2g.sections import ModelConfig
 from t2g.targeting import (
+    USABLE,
     Reference,
     changes_by_mention,
     criticisms,
@@ -142,6 +143,7 @@ def write_targeting(
     changes: Sequence[np.ndarray],
     again: dict[str, Any],
 ) -> None:
-    labels = [mentions(data.tokenizer, r.rollout, r.feedback) for r in reference]
-    measured = changes_by_mention(labels, changes) | again
+    judged = [(r, c) for r, c in zip(reference, changes, strict=True) if r.feedback.status in USABLE]
+    labels = [mentions(data.tokenizer, r.rollout, r.feedback) for r, _ in judged]
+    measured = changes_by_mention(labels, [change for _, change in judged]) | again
     write_atomic(arm.run.folder / TARGETING_FILE, json.dumps(measured, indent=1).encode())

@@ -6,16 +6,18 @@
 """
 
 from collections.abc import Callable
+from statistics import mean
 from typing import Any
 
-from t2g.config import CompareJob, Method, PolicyJob
+from t2g.config import UNTRAINED, CompareJob, Method, PolicyJob
+from t2g.errors import UserError
 from t2g.sections import FeedbackConfig, ObjectiveConfig, RunConfig
 
+Scores = dict[float, dict[int, float | None]]
+
 SEARCH, ARMS, NOISE = "search", "arms", "noise"
-UNTRAINED = ("sft", "reflection")  # no weights move: no learning rate, and every token's log-probability stays
 BASELINES = ("reflection", "dpo", "ilf")  # of jobs.baselines; all others are jobs.train_policy's
 REVISED = ("reflection", "ilf")  # the policy's responses are written again, with their critique in view
-NOISY = ("span", "scalar")
 
 # What a method changes in the job's own objective, and in its feedback; a method that is not here changes nothing.
 _REWARDS: dict[Method, str] = {
@@ -27,7 +29,14 @@ _REWARDS: dict[Method, str] = {
     "shuffled": "shuffled",
     "grpo": "scalar",
 }
-_OBJECTIVE: dict[Method, dict[str, Any]] = {"grpo": {"advantages": "group_normalised", "whiten": "none"}}
+_OBJECTIVE: dict[Method, dict[str, Any]] = {
+    "grpo": {  # arXiv 2402.03300, eq. 3 and 4; KL in the reward would be blown up with it where a group's rewards tie
+        "advantages": "group_normalised",
+        "whiten": "none",
+        "kl_estimator": "k3",
+        "loss_mean": "sequence",
+    }
+}
 _STYLE: dict[Method, dict[str, Any]] = {"no_critique": {"critique": False}, "dense": {"labels": "dense"}}
 
 
@@ -38,7 +47,7 @@ def arm_job(job: CompareJob, method: Method, seed: int, lr: float) -> PolicyJob:
 
 def search_job(job: CompareJob, method: Method, seed: int, lr: float) -> PolicyJob:
     """The same on a seed of the search."""
-    return _run_of(job, method, lr, folder=SEARCH, name=f"{method}-{lr:g}-{seed}", seed=seed)
+    return _run_of(job, method, lr, folder=SEARCH, name=f"{method}-{lr}-{seed}", seed=seed)
 
 
 def noise_job(job: CompareJob, noise: str, method: Method, seed: int, lr: float) -> PolicyJob:
@@ -67,15 +76,25 @@ def trained(job: CompareJob) -> list[Method]:
     return [method for method in job.compare.methods if method not in UNTRAINED]
 
 
-def choose_lr(scores: dict[float, dict[int, float]]) -> float:
-    """Of learning rate -> score by seed, the one with the best mean; the smaller of equals."""
-    return max(sorted(scores), key=lambda lr: sum(scores[lr].values()) / len(scores[lr]))
+def choose_lr(scores: Scores) -> float:
+    """Of learning rate -> score by seed, the one with the best mean, the smaller of equals; UserError for none."""
+    means = {lr: mean(by.values()) for lr, by in sorted(scores.items()) if None not in by.values()}
+    if not means:
+        raise UserError(f"no learning rate of compare.lr_grid={[*scores]} trains to the end; add smaller ones")
+    return max(means, key=means.__getitem__)
+
+
+def evaluated_at(job: PolicyJob) -> list[int]:
+    """Samples behind each held-out evaluation of a run that steps."""
+    per_step = job.rollout.prompts_per_step * job.rollout.samples_per_prompt
+    steps = [s for s in range(1, job.num_steps + 1) if s % job.eval.every == 0 or s == job.num_steps]
+    return [0, *(step * per_step for step in steps)]
 
 
 def search_scores(
-    job: CompareJob, method: Method, score_of: Callable[[PolicyJob], float]
-) -> dict[float, dict[int, float]]:
-    """Learning rate -> score by seed; {} where there is nothing to choose between."""
+    job: CompareJob, method: Method, score_of: Callable[[PolicyJob], float | None]
+) -> Scores:
+    """Learning rate -> score by seed, None for a run that could not go on; {} where there is nothing to choose."""
     config = job.compare
     if method in UNTRAINED or len(config.lr_grid) == 1:
         return {}

@@ -16,7 +16,7 @@ from t2g import baselines
 from t2g.baselines import PreferencePair, Scored
 from t2g.config import PolicyJob
 from t2g.data.sft import SFTExample
-from t2g.errors import RunStopped
+from t2g.errors import RunStopped, Stopped
 from t2g.interfaces import FeedbackSource, RolloutSource
 from t2g.metrics import RunLog
 from t2g.progress import stage
@@ -39,10 +39,6 @@ Metrics = dict[str, float]
 Result = TypeVar("Result")
 # (model, how it is served, what is asked of its engines) -> the answer; the engines live as long as that takes
 Serve = Callable[[ModelConfig, RolloutConfig, Callable[[RolloutSource], Coroutine[Any, Any, Any]]], Any]
-
-
-class Stopped(Exception):
-    """`stop` ended the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +116,7 @@ def reflection(arm: Arm) -> Metrics:
         pairs = [(p, replace(new[0], sample_index=r.sample_index) if new else r) for (p, r, _), new in revisions]
         share = mean(bool(new) for _, new in revisions)
         seconds = time.monotonic() - began
-        return pairs, {"samples": 0.0, "reflection/revised_share": float(share), "time/step_s": seconds}
+        return pairs, {"samples": 0.0, "reflection/revised_share": float(share), "reflection/revise_s": seconds}
 
     pairs, metrics = arm.serve(arm.reviser, baselines.revising_rollout(job), answer_again)
     return metrics | asyncio.run(held_out_metrics(job, arm.task, pairs, arm.feedback, arm.log, step=job.num_steps))
@@ -220,11 +216,12 @@ def run_metrics(job: PolicyJob, steps: Sequence[Judged], learnt: Sequence[Scored
 
 def score_result(arm: Arm) -> Metrics:
     """The held-out score of the trained policy: the same prompts and seeds as the base's."""
-    began = time.monotonic()
 
     async def ask(rollouts: RolloutSource) -> Metrics:
+        began = time.monotonic()
         pairs = await sample_held_out(arm.job, arm.eval_prompts, rollouts)
         step = arm.job.num_steps
-        return await held_out_metrics(arm.job, arm.task, pairs, arm.feedback, arm.log, step=step)
+        metrics = await held_out_metrics(arm.job, arm.task, pairs, arm.feedback, arm.log, step=step)
+        return metrics | {"time/eval_s": time.monotonic() - began}
 
-    return arm.serve(arm.result, arm.job.rollout, ask) | {"time/eval_s": time.monotonic() - began}
+    return arm.serve(arm.result, arm.job.rollout, ask)

@@ -54,6 +54,11 @@ def check(method: Baseline, job: PolicyJob) -> None:
         raise UserError(f"{method} shows the critique to a model, and feedback.style.critique=false has none")
     if job.eval_data is None:
         raise UserError(f"{method} is measured on held-out prompts; eval_data is missing")
+    if method != "reflection" and job.objective.w_end > 0:
+        raise UserError(
+            f"{method} ranks responses by their spans alone, and objective.w_end={job.objective.w_end:g} pays for "
+            "more: set it to 0, or leave the method out"
+        )
     if method == "dpo" and job.learner.offload != "none":
         raise UserError(
             f"learner.offload={job.learner.offload} is ZeRO-3's, and dpo trains in one process; set it to none"

@@ -65,8 +65,8 @@ def read_run(records: Iterable[Mapping[str, Any]], targeting: Mapping[str, Any] 
 
 
 def base_run(run: Run) -> Run:
-    """The policy before training, which every run measures first: no token has changed, and all criticism returns."""
-    still = {"criticised": 0.0, "praised": 0.0, "unmentioned": 0.0, "difference": 0.0, "returns": 1.0}
+    """The policy before training, which every run measures first: no token has changed."""
+    still = {"criticised": 0.0, "praised": 0.0, "unmentioned": 0.0, "difference": 0.0, "returns": None}
     return replace(
         run, samples=run.samples[:1], scores=run.scores[:1], seconds=run.seconds[:1], step_seconds=None, targeting=still
     )
@@ -114,8 +114,10 @@ def _by_seed(run: Run) -> dict[str, Any]:
 
 def reach(run: Run, scalar: Run) -> dict[str, float | None]:
     """When `run` first is as good as scalar of the same seed ever was: samples, seconds, and the samples as a share of
-    those that scalar itself took. None where it never is.
+    those that scalar itself took. None where it never is, and where nothing is trained.
     """
+    if run.step_seconds is None:
+        return {"samples": None, "seconds": None, "share": None}
     best = max(scalar.smoothed)
     at, own = run.first_at(best), scalar.first_at(best)
     assert own is not None
@@ -129,9 +131,8 @@ def summarise_targeting(measured: Sequence[Mapping[str, Any] | None]) -> dict[st
     """Means over seeds of what t2g.targeting measured; None where a run was not measured."""
     if any(one is None for one in measured):
         return None
-    return {
-        name: interval([one[name] for one in measured if one and one[name] is not None]) for name in TARGETING
-    }
+    found = {name: [one[name] for one in measured if one and one[name] is not None] for name in TARGETING}
+    return {name: interval(values) if values else None for name, values in found.items()}
 
 
 def summarise_noise(runs: Mapping[str, Mapping[str, Mapping[int, Run]]]) -> dict[str, dict[str, Any]]:
@@ -144,16 +145,23 @@ def summarise_noise(runs: Mapping[str, Mapping[str, Mapping[int, Run]]]) -> dict
     return summary
 
 
-def refuse_unequal(runs: Mapping[str, Mapping[int, Run]]) -> None:
-    """UserError when trained runs do not end with the same number of samples: num_steps was changed in between."""
-    ends = {f"{method}-{seed}": run.samples[-1] for method, by in runs.items() for seed, run in by.items()}
-    trained = {name: end for name, end in ends.items() if end > 0}
-    if len(set(trained.values())) > 1:
-        low, high = min(trained, key=trained.__getitem__), max(trained, key=trained.__getitem__)
+def refuse_other_grid(name: str, run: Run, expected: Sequence[int]) -> None:
+    """UserError for a run that was evaluated after other numbers of samples than this comparison would: num_steps or
+    eval.every was changed in between, and its score would be a mean over other evaluations.
+    """
+    if list(run.samples) != list(expected):
         raise UserError(
-            f"{high} was trained on {trained[high]} samples and {low} on {trained[low]}: num_steps was changed between "
-            "them; set it to the larger number, or remove the folders of the longer runs"
+            f"{name} was evaluated after {_few(run.samples)} samples, and with this num_steps and eval.every it would "
+            f"be after {_few(expected)}: set them back, or remove its folder"
         )
+
+
+def _few(numbers: Sequence[int]) -> str:
+    """
+    >>> _few([0, 10, 20, 30])
+    '0, 10, ... 30'
+    """
+    return ", ".join(map(str, numbers)) if len(numbers) < 4 else f"{numbers[0]}, {numbers[1]}, ... {numbers[-1]}"
 
 
 # --------------------------------------------------------------------------------------------------------------- table
@@ -162,19 +170,23 @@ COLUMNS = (
     "s a step", "overhead", "Δ log p criticised", "unmentioned", "difference", "criticism returns",
 )  # fmt: skip
 LEGEND = """\
-Means over {seeds}, ± half the width of the 95 % interval (Student's t). Score: mean of a run's last three
-held-out evaluations, {samples:,} samples of training each. Samples and seconds to scalar's best: until the smoothed
-curve (mean of three evaluations) is first as high as scalar's of the same seed ever was, mean over the seeds that got
-there (in brackets, how many), without evaluations; the share is of the samples that scalar took. Δ log p: change by
-training of the log-probability of the base's own held-out responses, nats a token, where they were criticised and where
-they were not mentioned; a criticism returns when the same quote is criticised in the new response to that prompt."""
+Means over {seeds}, ± half the width of the 95 % interval (Student's t): over seeds of prompts and sampling, with one
+base policy and one reward model. Score: mean of a run's last three held-out evaluations, {samples:,} samples of
+training each; dpo, ilf and reflection are evaluated once, at the end. lr: chosen on other seeds, on the same held-out
+prompts; * marks an end of the grid. Samples and seconds to scalar's best: until the smoothed curve (mean of three
+evaluations) is first as high as scalar's of the same seed ever was, without evaluations; these and the share of the
+samples that scalar took are means over the seeds that got there (in brackets, how many). Seconds of dpo and ilf hold
+the start of their training process. Δ log p: change by training of the log-probability of the base's own held-out
+responses, nats a token, where they were criticised and where they were not mentioned (praised tokens are in neither);
+a criticism returns when the same quote is criticised in the new response to that prompt."""
 
 
 def table(summary: Mapping[str, Any]) -> str:
     """Markdown of compare.json: methods, then noise where there is any."""
     methods, chosen = summary["methods"], summary["search"]["chosen"]
     lines = [_row(COLUMNS), _row(["---"] * len(COLUMNS))]
-    lines += [_row(_cells(name, chosen.get(name), figures)) for name, figures in methods.items()]
+    ends = ends_of(summary["search"]["grid"])
+    lines += [_row(_cells(name, _lr(chosen.get(name), ends), figures)) for name, figures in methods.items()]
     count = len(next(iter(methods.values()))["by_seed"])
     seeds = f"{count} seed{'s' if count > 1 else ''}"
     samples = max(figures["samples"] for figures in methods.values())
@@ -188,13 +200,22 @@ def table(summary: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _cells(name: str, lr: float | None, figures: Mapping[str, Any]) -> list[str]:
+def ends_of(grid: Sequence[float]) -> tuple[float, ...]:
+    """Its smallest and largest; none where there is no choice."""
+    return (min(grid), max(grid)) if len(grid) > 1 else ()
+
+
+def _lr(lr: float | None, ends: Sequence[float]) -> str:
+    return "–" if lr is None else f"{lr:g}{'*' if lr in ends else ''}"
+
+
+def _cells(name: str, lr: str, figures: Mapping[str, Any]) -> list[str]:
     targeting = figures["targeting"] or {}
     samples, seeds = figures.get("samples_to_scalar_best"), len(figures["by_seed"])
     reached = f" ({figures['seeds_at_scalar_best']} of {seeds})" if "seeds_at_scalar_best" in figures else ""
     return [
         name,
-        "–" if lr is None else f"{lr:g}",
+        lr,
         spread(figures["score"]),
         spread(figures.get("minus_scalar")),
         ("–" if samples is None else f"{samples:,.0f}") + reached,

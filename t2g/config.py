@@ -180,6 +180,8 @@ class StudyJob(Section):
 Method = Literal[
     "sft", "reflection", "shuffled", "scalar", "step", "grpo", "dpo", "ilf", "no_critique", "dense", "span"
 ]
+UNTRAINED: tuple[Method, ...] = ("sft", "reflection")  # no weights move: no learning rate
+NOISY: tuple[Method, ...] = ("span", "scalar")  # are run with compare.noise
 RunPart = Annotated[str, Field(pattern=r"^[a-z0-9_]{1,20}$")]  # becomes a part of a run folder's name
 
 
@@ -198,7 +200,7 @@ class CompareConfig(Section):
         (1, 2, 3, 4, 5), min_length=1, max_length=10, description="of prompts and sampling, the same for all methods"
     )
     lr_grid: tuple[Annotated[float, Field(gt=0)], ...] = Field(
-        (1e-4, 3e-4, 1e-3), min_length=1, description="for learner.policy.lr: each method takes its own best of these"
+        (1e-4, 3e-4, 1e-3, 3e-3), min_length=1, description="for learner.policy.lr: each method takes its own best"
     )
     search_seeds: tuple[int, ...] = Field((101,), min_length=1, description="on which the learning rates are chosen")
     reference_prompts: int = Field(
@@ -227,9 +229,9 @@ class CompareConfig(Section):
                 f"compare.search_seeds has {min(both)}, and so has compare.seeds: a learning rate chosen on a seed "
                 "would be measured on it; take others"
             )
-        if set(self.methods) <= {"sft", "reflection"}:
+        if set(self.methods) <= set(UNTRAINED):
             raise ValueError("compare.methods has none that is trained; sft is measured at step 0 of the others")
-        if self.noise and not {"span", "scalar"} <= set(self.methods):
+        if self.noise and not set(NOISY) <= set(self.methods):
             raise ValueError("compare.noise needs span and scalar among compare.methods, whose learning rates it takes")
         return self
 
@@ -246,6 +248,19 @@ class CompareJob(PolicyJob):
             raise ValueError("eval_data is missing: methods are compared on held-out prompts")
         if self.run.smoke:
             raise ValueError("run.smoke is of jobs.train_policy; try num_steps=2, one of compare.seeds, one of lr_grid")
+        if self.feedback.noise is not None:
+            raise ValueError("feedback.noise would be in every run; put it into compare.noise, under a name")
+        if self.compare.reference_prompts > self.eval.num_prompts:
+            raise ValueError(
+                f"compare.reference_prompts={self.compare.reference_prompts} are held-out prompts, and "
+                f"eval.num_prompts={self.eval.num_prompts} are read; lower the first or raise the second"
+            )
+        reads = {"no_critique": ("reward_model", "llm"), "dense": ("reward_model", "llm", "program")}
+        for method in (m for m in reads if m in self.compare.methods and self.feedback.source not in reads[m]):
+            raise ValueError(
+                f"compare.methods has {method}, and feedback.source={self.feedback.source} does not read the style "
+                f"that it changes; {', '.join(reads[method])} would"
+            )
         for method, model in self.compare.reward_models:
             if method in self.compare.methods and self.feedback.source == "reward_model" and model is None:
                 raise ValueError(f"compare.methods has {method}, which needs compare.reward_models.{method}")

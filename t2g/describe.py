@@ -2,8 +2,7 @@
 
 from math import ceil
 
-from t2g.arms import NOISY, UNTRAINED
-from t2g.config import AnnotateJob, CompareJob, DemoJob, PolicyJob, RewardJob, SFTJob, StudyJob
+from t2g.config import NOISY, UNTRAINED, AnnotateJob, CompareJob, DemoJob, PolicyJob, RewardJob, SFTJob, StudyJob
 from t2g.sections import LearnerConfig, RoleConfig, RolloutConfig, SFTOptions
 
 

@@ -186,6 +186,7 @@ def test_the_reviser_has_room_for_the_critique() -> None:
         ("reflection", {"feedback": {"source": "m:f", "style": {"critique": False}}}, "style.critique"),
         ("reflection", {"eval_data": None}, "eval_data"),
         ("dpo", {"learner": {"offload": "cpu"}}, "learner.offload"),
+        ("ilf", {"objective": {"w_end": 0.5}}, r"objective\.w_end=0\.5"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_by_name(method: Any, changes: dict[str, Any], word: str) -> None:

@@ -1,6 +1,7 @@
 """The figures of a comparison, from curves short enough to do by hand."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from t2g.compare import (
     base_run,
     reach,
     read_run,
-    refuse_unequal,
+    refuse_other_grid,
     summarise,
     summarise_noise,
     table,
@@ -97,7 +98,7 @@ def test_the_summary_of_two_seeds() -> None:
     }
     found = summarise(runs)
     assert found["sft"]["score"]["mean"] == pytest.approx(0.3)
-    assert found["sft"]["targeting"]["returns"]["mean"] == 1.0
+    assert found["sft"]["targeting"]["returns"] is None and found["sft"]["targeting"]["difference"]["mean"] == 0
     assert found["scalar"]["score"]["mean"] == pytest.approx(0.5)
     assert found["scalar"]["overhead"] == 0.0 and found["scalar"]["targeting"] is None
     span = found["span"]
@@ -127,23 +128,30 @@ def test_the_table_has_a_cell_for_each_column() -> None:
         "span": {1: a_run(0.2, 0.8, 0.8, step_s=3.0), 2: a_run(0.2, 0.1, 0.1, step_s=3.0)},
     }
     noise = summarise_noise({"flip": {"span": runs["span"], "scalar": runs["scalar"]}})
-    search = {"chosen": {"scalar": 3e-4, "span": 1e-3}}
+    search = {"grid": [1e-4, 3e-4, 1e-3], "chosen": {"scalar": 3e-4, "span": 1e-3}}
     text = table({"methods": summarise(runs), "noise": noise, "search": search})
     methods, legend, noisy = text.split("\n\n")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in methods.splitlines()]
     assert {len(row) for row in rows} == {13}
     named = {row[0]: dict(zip(rows[0], row, strict=True)) for row in rows[2:]}
     assert list(named) == ["sft", "scalar", "span"]
-    assert (named["span"]["lr"], named["span"]["overhead"], named["span"]["s a step"]) == ("0.001", "+50%", "3.00")
+    assert (named["span"]["lr"], named["span"]["overhead"], named["span"]["s a step"]) == ("0.001*", "+50%", "3.00")
+    assert named["scalar"]["lr"] == "0.0003"
     assert named["span"]["samples to scalar's best"] == "10 (1 of 2)"  # seed 2 never gets there
     assert named["sft"]["samples to scalar's best"] == "– (0 of 2)"
     assert named["sft"]["held-out score"] == "0.200 ± 0.000"
-    assert legend.startswith("Means over 2 seeds") and "20 samples of training" in legend
+    assert legend.startswith("Means over 2 seeds") and "20 samples of" in legend
     assert [line.split("|")[1].strip() for line in noisy.splitlines()[2:]] == ["none", "flip"]
 
 
-def test_runs_of_other_lengths_are_not_compared() -> None:
-    runs = {"span": {1: a_run(0.1, 0.2)}, "scalar": {1: a_run(0.1, 0.2, 0.3)}, "sft": {1: a_run(0.1)}}
-    with pytest.raises(UserError, match=r"scalar-1 was trained on 20 samples and span-1 on 10"):
-        refuse_unequal(runs)
-    refuse_unequal({"span": runs["span"], "sft": runs["sft"]})
+def test_runs_that_were_evaluated_elsewhere_are_not_compared() -> None:
+    run = a_run(0.1, 0.2, 0.3, 0.4)
+    refuse_other_grid("span-1", run, [0, 10, 20, 30])
+    with pytest.raises(UserError, match=r"evaluated after 0, 10, \.\.\. 30 samples, .* after 0, 20, 40: set"):
+        refuse_other_grid("span-1", run, [0, 20, 40])
+
+
+def test_who_is_not_trained_reaches_nothing() -> None:
+    scalar = a_run(0.1, 0.2)
+    revised = a_run(0.1, 0.9, step_s=0.0)
+    assert reach(replace(revised, step_seconds=None), scalar) == {"samples": None, "seconds": None, "share": None}

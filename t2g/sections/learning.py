@@ -50,7 +50,8 @@ class ObjectiveConfig(Section):
     advantages: Literal["gae", "group", "group_normalised"] = Field(
         "gae",
         description="gae: with a critic; group: token returns less those of the prompt's other samples (RLOO where the "
-        "reward is scalar); group_normalised: less the group's mean, by its standard deviation (GRPO)",
+        "reward is scalar); group_normalised: less the group's mean, by its standard deviation (GRPO). Both of these "
+        "with whiten=none; and with k1 a group of equal rewards would be moved by its KL alone: take k3",
     )
     whiten: Literal["full", "scale_only", "none"] = "full"
     clip_eps: float = Field(0.2, gt=0, lt=1)

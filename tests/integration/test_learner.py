@@ -12,13 +12,10 @@ import ray
 import torch
 from learner_runs import TEMPERATURE, learner_spec, random_rollouts, sent_weights, small_cluster, train_batch
 from models import random_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from actors.learner import LearnerGroup
 from actors.parts import load_critic, load_policy
-from t2g.algo.critic import Critic
-from t2g.algo.rows import Rows
-from t2g.data.batching import pack_tokens
 from t2g.errors import RunStopped, UserError
 from t2g.sections import RoleConfig
 from t2g.types import Rollout
@@ -85,22 +82,6 @@ def test_forward_equals_the_plain_model(groups: dict[str, LearnerGroup], rollout
             np.testing.assert_allclose(stats.entropy, entropy, rtol=1e-4, atol=1e-5)
             assert stats.values.tolist() == [0] * len(rollout.response_ids)  # a fresh critic
     assert groups["one"].forward([]) == []
-
-
-def test_values_are_of_the_state_before_the_token() -> None:
-    config = LlamaConfig(
-        vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    critic = Critic(LlamaModel(config))
-    torch.nn.init.normal_(critic.head.weight)
-    sequences = [np.array([3, 7, 9, 2]), np.array([5, 1])]
-    with torch.no_grad():
-        values = Rows(pack_tokens(sequences), torch.device("cpu")).values(critic)
-        prefixes = [torch.from_numpy(s[:t]) for s in sequences for t in range(len(s))]
-        expected = [critic(p[None])[0, -1] if len(p) else torch.tensor(0.0) for p in prefixes]
-    torch.testing.assert_close(values, torch.stack(expected))
 
 
 def test_the_policy_rests_while_the_critic_warms_up(

@@ -55,7 +55,7 @@ def test_each_method_changes_what_makes_it_and_nothing_else(tmp_path: Path) -> N
         "scalar": {placement},
         "step": {placement},
         "shuffled": {placement},
-        "grpo": {placement, "objective.advantages", "objective.whiten"},
+        "grpo": {placement, *(f"objective.{key}" for key in ("advantages", "whiten", "kl_estimator", "loss_mean"))},
         "no_critique": {"feedback.style.critique", "feedback.reward_model"},
         "dense": {"feedback.style.labels", "feedback.reward_model"},
     }
@@ -82,6 +82,9 @@ def test_the_runs_of_search_and_noise_have_their_own_folders(tmp_path: Path) -> 
 def test_a_learning_rate_is_chosen_by_the_mean_of_its_seeds() -> None:
     assert choose_lr({1e-4: {1: 0.9, 2: 0.1}, 3e-4: {1: 0.6, 2: 0.6}}) == 3e-4
     assert choose_lr({1e-3: {1: 0.5}, 1e-4: {1: 0.5}}) == 1e-4  # the smaller of equals, whatever the order
+    assert choose_lr({1e-3: {1: 0.9, 2: None}, 1e-4: {1: 0.5, 2: 0.5}}) == 1e-4  # a run that stopped is no choice
+    with pytest.raises(UserError, match=r"no learning rate of compare\.lr_grid=\[0\.1\]"):
+        choose_lr({0.1: {1: None}})
 
 
 def test_the_search_runs_every_rate_on_every_search_seed(tmp_path: Path) -> None:
@@ -125,21 +128,32 @@ def test_the_reward_models_of_the_study_are_known_by_their_folders(tmp_path: Pat
         ("compare.seeds=[1, 101]", "search_seeds has 101, and so has compare.seeds"),
         ("compare.methods=[sft, reflection]", "none that is trained"),
         ("compare.methods=[span, dense]", "dense, which needs compare.reward_models.dense"),
-        ("compare.noise={some: {flip: 0.1}}", ""),
         ("compare.noise={Some: {flip: 0.1}}", "compare.noise.Some"),
         ("eval_data=null", "eval_data is missing"),
+        ("feedback.noise={flip: 0.1}", "feedback.noise would be in every run"),
+        ("compare.reference_prompts=300", "reference_prompts=300 are held-out prompts, and eval.num_prompts=256"),
         ("run.smoke=true", "run.smoke"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(tmp_path: Path, override: str, sentence: str) -> None:
-    if not sentence:
-        assert the_job(tmp_path, override).compare.noise["some"].flip == 0.1
-        return
     with pytest.raises(UserError, match=re.escape(sentence)):
         the_job(tmp_path, override)
 
 
+def test_an_ablation_needs_a_source_that_reads_the_style(tmp_path: Path) -> None:
+    own = ["feedback.source=program", "compare.noise={}", "compare.study=null"]
+    the_job(tmp_path, "compare.methods=[span, dense]", *own, config="compare_more.yaml")
+    with pytest.raises(UserError, match=r"has no_critique, and feedback\.source=program does not read the style"):
+        the_job(tmp_path, "compare.methods=[span, no_critique]", *own, config="compare_more.yaml")
+
+
+def test_an_arm_that_cannot_be_is_refused_before_any_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"compare\.methods has grpo: .*samples_per_prompt needs to be 2"):
+        check_methods(the_job(tmp_path, "compare.methods=[span, grpo]", "rollout.samples_per_prompt=1"), "fact_f1")
+
+
 def test_noise_needs_span_and_scalar(tmp_path: Path) -> None:
+    assert the_job(tmp_path, "compare.noise={some: {flip: 0.1}}").compare.noise["some"].flip == 0.1
     with pytest.raises(UserError, match=r"needs span and scalar among compare\.methods"):
         the_job(tmp_path, "compare.methods=[span, step]", "compare.noise={some: {flip: 0.1}}")
 
@@ -158,11 +172,11 @@ def test_a_baseline_that_makes_no_sense_is_refused_before_any_run(tmp_path: Path
 
 
 def test_the_dry_run_counts_the_runs(tmp_path: Path) -> None:
-    assert "40 runs: 15 to choose learning rates, 25 that are compared, 0 under noise" in describe_compare(
+    assert "45 runs: 20 to choose learning rates, 25 that are compared, 0 under noise" in describe_compare(
         the_job(tmp_path)
     )
     more = describe_compare(the_job(tmp_path, config="compare_more.yaml"))
-    assert "51 runs: 12 to choose learning rates, 21 that are compared, 18 under noise" in more
+    assert "57 runs: 18 to choose learning rates, 21 that are compared, 18 under noise" in more
 
 
 # ----------------------------------------------------------------------------------------------- finished, and resumed
@@ -170,7 +184,7 @@ def pretend(arm: PolicyJob, *scores: float) -> None:
     """A finished run with these held-out scores, the first before training."""
     begin_folder(arm)
     lines = [
-        {"step": i, "samples": 10.0 * i, "eval/score": score} | ({"time/step_s": 2.0} if i else {})
+        {"step": i, "samples": 128.0 * i, "eval/score": score} | ({"time/step_s": 2.0} if i else {})
         for i, score in enumerate(scores)
     ]
     (arm.run.folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
@@ -253,7 +267,7 @@ def test_the_files_of_a_finished_comparison(tmp_path: Path, capsys: pytest.Captu
     assert summary["config"]["compare"]["seeds"] == [1, 2]
     words = (folder / "compare.md").read_text()
     assert words.strip() in capsys.readouterr().out
-    assert "| span | 0.2 | 0.350" in words and "| some | 0.100 ± 0.000 |" in words
+    assert "| span | 0.2* | 0.350" in words and "| some | 0.100 ± 0.000 |" in words
     page = (folder / "report.html").read_text()
     assert 'class="band s1"' in page and "Noise in the feedback" in page
     assert (folder / "curves.svg").read_text().startswith('<svg xmlns="http://www.w3.org/2000/svg"')
@@ -262,7 +276,7 @@ def test_the_files_of_a_finished_comparison(tmp_path: Path, capsys: pytest.Captu
 def test_runs_of_two_lengths_are_told_apart(tmp_path: Path) -> None:
     job = finished_job(tmp_path)
     pretend(arm_job(job, "span", 2, 0.2), 0.1, 0.2, 0.3, 0.4, 0.5)
-    with pytest.raises(UserError, match="span-2 was trained on 40 samples"):
+    with pytest.raises(UserError, match=r"span-2 was evaluated after 0, 128, \.\.\. 512 samples"):
         finish(job, {"grid": [], "seeds": [], "scores": {}, "chosen": {"scalar": 0.1, "span": 0.2}})
 
 
