@@ -22,6 +22,7 @@ REVISED = ("reflection", "ilf")  # the policy's responses are written again, wit
 # What a method changes in the job's own objective, and in its feedback; a method that is not here changes nothing.
 _REWARDS: dict[Method, str] = {
     "span": "span",
+    "group": "span",
     "no_critique": "span",
     "dense": "span",
     "step": "step",
@@ -30,6 +31,7 @@ _REWARDS: dict[Method, str] = {
     "grpo": "scalar",
 }
 _OBJECTIVE: dict[Method, dict[str, Any]] = {
+    "group": {"advantages": "group"},  # span without a critic
     "grpo": {  # arXiv 2402.03300, eq. 3 and 4; KL in the reward would be blown up with it where a group's rewards tie
         "advantages": "group_normalised",
         "whiten": "none",

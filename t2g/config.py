@@ -178,7 +178,7 @@ class StudyJob(Section):
 
 
 Method = Literal[
-    "sft", "reflection", "shuffled", "scalar", "step", "grpo", "dpo", "ilf", "no_critique", "dense", "span"
+    "sft", "reflection", "shuffled", "scalar", "step", "grpo", "dpo", "ilf", "no_critique", "dense", "group", "span"
 ]
 UNTRAINED: tuple[Method, ...] = ("sft", "reflection")  # no weights move: no learning rate
 NOISY: tuple[Method, ...] = ("span", "scalar")  # are run with compare.noise
