@@ -1,6 +1,6 @@
 """Engines and sources: how responses are sampled, and who judges them."""
 
-from typing import Literal
+from typing import Literal, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
@@ -21,12 +21,16 @@ class EngineConfig(RoleConfig):
     request_timeout_s: float = Field(180, gt=0, description="one request; past it the worker counts as late")
 
 
-def _refuse_without_room(config: "RolloutConfig | RewardEngineConfig") -> None:
+Window = TypeVar("Window", "RolloutConfig", "RewardEngineConfig")
+
+
+def _refuse_without_room(config: Window) -> Window:
     if config.max_new_tokens >= config.max_model_len:
         raise ValueError(
             f"max_new_tokens={config.max_new_tokens} leaves no room for a prompt in "
             f"max_model_len={config.max_model_len}; it needs to be smaller"
         )
+    return config
 
 
 class RolloutConfig(EngineConfig):
@@ -35,10 +39,7 @@ class RolloutConfig(EngineConfig):
     temperature: float = Field(1.0, gt=0)
     max_new_tokens: int = Field(128, ge=1)
 
-    @model_validator(mode="after")
-    def _has_room(self) -> "RolloutConfig":
-        _refuse_without_room(self)
-        return self
+    _has_room = model_validator(mode="after")(_refuse_without_room)
 
 
 class RewardEngineConfig(EngineConfig):
@@ -48,10 +49,7 @@ class RewardEngineConfig(EngineConfig):
     max_quote_chars: int = Field(160, ge=1)
     max_new_tokens: int = Field(1024, ge=1, description="must hold the longest answer: a cut one is unparsable")
 
-    @model_validator(mode="after")
-    def _has_room(self) -> "RewardEngineConfig":
-        _refuse_without_room(self)
-        return self
+    _has_room = model_validator(mode="after")(_refuse_without_room)
 
 
 class StyleConfig(Section):
