@@ -173,7 +173,7 @@ def test_a_baseline_that_makes_no_sense_is_refused_before_any_run(tmp_path: Path
 
 
 def test_the_dry_run_counts_the_runs(tmp_path: Path) -> None:
-    assert "65 runs: 40 to choose learning rates, 25 that are compared, 0 under noise" in describe_compare(
+    assert "55 runs: 30 to choose learning rates, 25 that are compared, 0 under noise" in describe_compare(
         the_job(tmp_path)
     )
     more = describe_compare(the_job(tmp_path, config="compare_more.yaml"))
