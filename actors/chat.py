@@ -10,9 +10,9 @@ import numpy as np
 import ray
 
 from actors.engine import Engine, stop_token_ids
-from actors.fleet import Fleet
+from actors.fleet import TRIES, Fleet
 from t2g.data.chat import Message, check_chat_template, encode_chat, load_tokenizer
-from t2g.errors import UserError
+from t2g.errors import SamplingFailed, UserError
 from t2g.feedback.chat import ChatFailed, Completion
 from t2g.feedback.offsets import decode
 from t2g.sections import FeedbackConfig
@@ -33,8 +33,8 @@ class ChatWorker:
         self._stop_ids = stop_token_ids(self._model, self._tokenizer, self._revision)
         await self._engine.start()
 
-    async def ping(self) -> None:
-        await self._engine.ping()
+    async def probe(self) -> None:
+        await self._engine.probe()
 
     async def complete(
         self,
@@ -80,8 +80,8 @@ class ChatFleet:
             )
         self.model = f"{config.llm.model}@{config.llm.revision or 'local'}"
         self.name = f"{config.llm.model} on own engines"
-        # `call` tries twice, and whoever asks waits request_timeout_s.
-        self._timeout_s = min(config.engine.request_timeout_s, config.llm.request_timeout_s / 2)
+        # Whoever asks waits llm.request_timeout_s.
+        self._timeout_s = min(config.engine.request_timeout_s, config.llm.request_timeout_s / TRIES)
         self._fleet = Fleet("chat", ChatActor, (config, seed), config.engine, placement_timeout_s=placement_timeout_s)
 
     def wait_ready(self) -> None:
@@ -112,7 +112,7 @@ class ChatFleet:
             )
         except UserError as error:
             raise ChatFailed("refused", str(error), passing=False) from None
-        except TimeoutError as error:
+        except SamplingFailed as error:
             raise ChatFailed("timeout", str(error), passing=True) from None
 
     def close(self) -> None:

@@ -13,8 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from actors.arena import Arena
-from actors.weight_sync import Bucket, ParamMeta
+from actors.intake import Intake
 from t2g.errors import UserError
 from t2g.sections import EngineConfig
 
@@ -62,7 +61,7 @@ def engine_environment(config: EngineConfig, *, owner: int) -> dict[str, str]:
 
 
 class Engine:
-    """An `AsyncLLM`. `start` first; then `generate`, `score` and the three steps of a weight update."""
+    """An `AsyncLLM`. `start` first; then `generate`, `score` and, where it receives weights, `intake`."""
 
     def __init__(
         self,
@@ -77,7 +76,6 @@ class Engine:
         self._model, self._revision, self._config, self._seed = model, revision, config, seed
         self._receives_weights, self._guided = receives_weights, guided
         self._request_numbers = itertools.count()
-        self._arena = Arena()
         self._llm: Any = None
         self._watch: asyncio.Task[None] | None = None
 
@@ -106,6 +104,7 @@ class Engine:
                 f"vLLM loaded the model {self._model} and died in its first forward: its kernels may not know this "
                 "shape (on a CPU the head dimension must be 32 or more); the worker's log in Ray's folder says which"
             ) from error
+        self.intake = Intake(self._llm, self._of_core)
         self._watch = asyncio.create_task(self._end_with_core())
 
     def _check_kv_cache(self, vllm_config: Any) -> None:
@@ -169,6 +168,10 @@ class Engine:
     async def ping(self) -> None:
         """One short forward: answered by an engine that works."""
         await self.score(np.zeros(WARM_UP_TOKENS, np.int32)[: self._config.max_model_len - 1])
+
+    async def probe(self) -> None:
+        """Answered by a core whose loop turns, also while its engine is paused or has no room for a request."""
+        await self._of_core(self._llm.is_sleeping())
 
     @property
     def vocab_size(self) -> int:
@@ -247,44 +250,6 @@ class Engine:
             if self._watch is None:
                 raise
             os._exit(1)
-
-    async def open_update(self, version: int, dtype: str, metas: Sequence[ParamMeta]) -> None:
-        """Freeze running requests where they are, drop their KV and prefix caches, and announce a version."""
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        await self._of_core(self._llm.pause_generation(mode="keep", clear_cache=True))
-        announcement = {
-            "version": version,
-            "dtype": dtype,
-            "names": [m.name for m in metas],
-            "shapes": [list(m.shape) for m in metas],
-        }
-        await self._of_core(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(announcement)))
-        await self._of_core(self._llm.start_weight_update())
-
-    async def load_bucket(self, version: int, bucket: Bucket) -> int:
-        """Hand one bucket to the engine core; returns its bytes."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        offsets, num_bytes = self._arena.write(bucket.tensors)
-        info = {
-            "path": self._arena.path,
-            "version": version,
-            "index": bucket.index,
-            "names": list(bucket.names),
-            "offsets": offsets,
-            "num_bytes": num_bytes,
-            "xxh3": self._arena.xxh3(num_bytes),
-        }
-        await self._of_core(self._llm.update_weights(WeightTransferUpdateRequest(info)))
-        return num_bytes
-
-    async def close_update(self, version: int) -> None:
-        """Refuse or commit the version, then let the frozen requests go on with the new weights."""
-        await self._of_core(self._llm.finish_weight_update(weight_version=str(version)))
-        if not await self._of_core(self._llm.reset_prefix_cache()):
-            raise RuntimeError("the engine kept a prefix cache of the old weights")
-        await self._of_core(self._llm.resume_generation())
 
     async def _end_with_core(self) -> None:
         """A live actor around a dead engine would take requests for ever; Ray sees a dead process at once."""

@@ -7,16 +7,18 @@ from typing import Any, NoReturn
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from t2g.errors import RunStopped, UserError
+from t2g.errors import LearnerLost, RunStopped, UserError
 
-GRACE_S = 2.0  # after a failure, how long to look for its cause: a dead peer breaks connections elsewhere first
+# After a failure, how long to look for its cause: a dead peer breaks connections elsewhere first, and a whole node that
+# is gone is told of only after some seconds.
+GRACE_S = 10.0
 
 
 def collect(refs: Sequence["ray.ObjectRef[Any]"], *, who: str, call: str, timeout_s: float) -> list[Any]:
     """Results in order. `who` and the position name an actor, `call` says what it was asked for.
 
-    Raises UserError or RunStopped as an actor raised it; RunStopped when one died, raised anything else, or did not
-    answer within timeout_s. Of several failures a death is told first, then an error of ours, then any other.
+    Raises UserError or RunStopped as an actor raised it; LearnerLost when one died or did not answer within timeout_s,
+    RunStopped when one raised anything else. Of several failures a death is told first, then an error of ours.
     """
     refs = list(refs)
     deadline = time.monotonic() + timeout_s
@@ -26,7 +28,7 @@ def collect(refs: Sequence["ray.ObjectRef[Any]"], *, who: str, call: str, timeou
         done, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()), fetch_local=False)
         if not done:
             late = ", ".join(str(i) for i, ref in enumerate(refs) if ref in pending)
-            raise RunStopped(f"{who} {late} is late: {call} did not finish within {timeout_s:g} s")
+            raise LearnerLost(f"{who} {late} is late: {call} did not finish within {timeout_s:g} s")
         values[done[0]], error = _outcome(done[0])
         if error:
             finished, _ = ray.wait(refs, num_returns=len(refs), timeout=GRACE_S, fetch_local=False)
@@ -61,4 +63,4 @@ def _raise(index: int, error: RayError, *, who: str, call: str) -> NoReturn:
             raise type(cause)(str(cause)) from error
         raise RunStopped(f"{who} {index} failed in {call}: {first_line(cause)}") from cause
     what = "died" if isinstance(error, RayActorError) else "was lost"
-    raise RunStopped(f"{who} {index} {what} during {call}: {first_line(error)}") from error
+    raise LearnerLost(f"{who} {index} {what} during {call}: {first_line(error)}") from error

@@ -1,169 +1,363 @@
-"""The workers of one role as their driver sees them: started together, loaded evenly, each wait with a deadline.
+"""The workers of one role as their driver sees them: each with a place of its own, replaced when it is lost, joining
+and leaving while requests go on, loaded evenly, each wait with a deadline.
 
-Knows nothing of what the workers do. A worker that died is not replaced; its requests go to another.
+Knows nothing of what the workers do. What happens to a worker is told to `t2g.decisions.health`, which says what
+becomes of it. All of it runs on the driver's event loop: nothing here needs a lock.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-import ray
-from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
-from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.exceptions import RayTaskError
 
 from actors import placement
 from actors.fanout import first_line
-from t2g.errors import RunStopped, UserError
+from actors.member import DIED, Member, cause, died_of, why
+from t2g.decisions.health import State
+from t2g.errors import RunStopped, SamplingFailed, UserError
 from t2g.sections import EngineConfig
 
 logger = logging.getLogger(__name__)
 
-DIED = (RayActorError, OutOfMemoryError)  # the second: ended by Ray's memory monitor
-
-
-@dataclass
-class Member:
-    """One worker. `load` counts the sequences it was given and has not finished."""
-
-    name: str
-    handle: Any
-    group: PlacementGroup
-    load: int = 0
-    ping: Any = None  # of a worker that was late: its answer is awaited before the worker is preferred again
-    lost: str | None = None  # why it is not used any more
+TICK_S = 0.5  # between two rounds of care
+MAX_WORDS = 6  # losses that the last sentence of a run tells of
+TRIES = 3  # of one request, each on another worker where there is one
 
 
 class Fleet:
-    """Starts `config.workers` actors of one class. `wait_ready` before the first request; `close` at the end.
+    """Starts `config.workers.initial` actors of one class. `wait_ready` before the first request; `close` at the end.
 
-    Of a worker's methods it calls `start`, and `ping`, whose answer says that the worker works.
+    Of a worker's methods it calls `start`, and `probe`, whose answer says that the worker works.
     """
 
     def __init__(
-        self, role: str, actor: Any, arguments: tuple[Any, ...], config: EngineConfig, *, placement_timeout_s: float
+        self,
+        role: str,
+        actor: Any,
+        arguments: tuple[Any, ...],
+        config: EngineConfig,
+        *,
+        placement_timeout_s: float,
+        needs_weights: bool = False,
     ) -> None:
-        self._role, self._config = role, config
+        self.role, self.config = role, config
+        self._actor, self._arguments, self._needs_weights = actor, arguments, needs_weights
+        self._placement_timeout_s = placement_timeout_s
+        self._patience_s = placement_timeout_s + config.start_timeout_s  # what a successor takes: a place, a start
+        self.catch_up: Callable[[Member], Awaitable[None]] | None = None  # brings a STALE worker the current weights
+        self.wanted = config.workers.initial
+        self._members: list[Member] = []
+        self._lost: list[Member] = []  # without a successor yet
+        self._given_up: list[str] = []  # names of workers whose restarts are used up
+        self._history: deque[str] = deque(maxlen=MAX_WORDS)  # the last losses, for the sentence that ends a run
+        self._failure: RunStopped | None = None  # of a catch-up, for the next round of care to raise
+        self._numbers = iter(range(1_000_000))
         self._waiters: list[asyncio.Future[None]] = []
-        self._members = []
-        for i, group in enumerate(placement.reserve(role, config, timeout_s=placement_timeout_s)):
-            handle = actor.options(**placement.actor_options(config, group)).remote(*arguments)
-            self._members.append(Member(name=f"{role} worker {i}", handle=handle, group=group))
-        self._starting = {m.name: m.handle.start.remote() for m in self._members}
+        self._answers: dict[str, Any] = {}  # what `start` returned
+        self._refused: Exception | None = None  # by a worker that said why it cannot start
+        self._short_since: float | None = None  # since when fewer workers than the floor have started
+        self._idle = IdleClock()
+        self._recoveries: list[float] = []  # seconds from a loss to its successor's service, not yet reported
+        self._restarts = 0
+        for place in placement.reserve(role, config, timeout_s=placement_timeout_s):
+            self._add(place).begin(actor, arguments)
 
+    # ------------------------------------------------------------------------------------------------- for the jobs
     def wait_ready(self) -> Any:
-        """Until every engine serves; returns what the workers' `start` returned (the same for all).
+        """Until every engine has started; returns what the workers' `start` returned (the same for all).
 
-        Raises UserError for a model that cannot be served, RunStopped for a worker that is late or died.
+        Raises UserError for a model that cannot be served, RunStopped when fewer than the floor start in time.
         """
-        self._wait(self._starting, self._config.start_timeout_s, "start")
-        self._raise_if_none_left()
-        return ray.get(self._starting[self.alive()[0].name])
+        deadline = time.monotonic() + self.config.start_timeout_s
+        while any(m.health.state is State.STARTING for m in self._members):
+            self.tick()
+            if time.monotonic() > deadline:
+                break
+            time.sleep(TICK_S / 10)
+        if len(self.started()) < self.config.workers.min:
+            raise self._too_few()
+        return next(iter(self._answers.values()))
 
-    def alive(self) -> list[Member]:
-        return [m for m in self._members if m.lost is None]
+    async def supervise(self) -> None:
+        """Rounds of care until cancelled. Raises RunStopped when the floor of workers cannot be held."""
+        while True:
+            self.tick()
+            await asyncio.sleep(TICK_S)
 
+    def want(self, number: int) -> None:
+        """So many workers from now on. Those too many finish what they have; new ones join when they are ready."""
+        if number != self.wanted:
+            logger.warning("%s workers: %d wanted, was %d", self.role, number, self.wanted)
+            self.wanted = number
+            self._lost, self._given_up = [], []  # who asks for workers gets them, whatever became of earlier ones
+
+    def serving(self) -> list[Member]:
+        return [m for m in self._members if m.health.state is State.SERVING]
+
+    def started(self) -> list[Member]:
+        """Those with a loaded model that are not leaving: what a weight sync is for."""
+        return [m for m in self._members if m.health.state in (State.STALE, State.SERVING)]
+
+    @property
+    def joining(self) -> bool:
+        return any(m.health.state in (State.STARTING, State.STALE) for m in self._members)
+
+    def report(self) -> dict[str, Any]:
+        """The fleet as JSON, for status.json."""
+        return {"role": self.role, "wanted": self.wanted, "workers": [m.report() for m in self._members]}
+
+    def metrics(self) -> dict[str, float]:
+        """Since the last call: the share of engine time without a request, losses, the longest recovery."""
+        found = {"workers": float(len(self.serving())), "restarts": float(self._restarts)}
+        if self._recoveries:
+            found["recovery_s"] = max(self._recoveries)
+        self._recoveries, self._restarts = [], 0
+        return found | {"idle": self._idle.share(self.started(), time.monotonic())}
+
+    def close(self) -> None:
+        """End every worker; their engine cores end with them."""
+        for member in self._members:
+            member.remove()
+        self._members = []
+
+    # ------------------------------------------------------------------------------------------------- for requests
     async def call(self, submit: Callable[[Any], Any], *, load: int, timeout_s: float, what: str) -> Any:
-        """`submit(worker)` on the least loaded worker, and once more, on another if there is one, when that one dies
-        or is late. A worker that was late is passed over until it answers a ping. A request that finds all engines full
-        waits here, before its deadline starts.
+        """`submit(worker)` on the least loaded worker, and on others when that one dies, is late or loses its weights.
+        A worker that failed is passed over until it answers something. A request that finds all engines full waits
+        here, before its deadline starts.
 
-        Raises TimeoutError when both were late, RunStopped when no worker is left, and the worker's own UserError.
+        Raises SamplingFailed after TRIES tries, RunStopped when no worker is left, and the worker's own UserError.
         """
-        tried: Member | None = None
-        for _ in range(2):
-            member = await self._enter(load, avoid=tried)
-            tried = member
-            ref = submit(member.handle)
+        reasons: list[str] = []
+        member: Member | None = None
+        for _ in range(TRIES):
+            member = await self._enter(load, avoid=member)
             try:
-                async with asyncio.timeout(timeout_s):
-                    return await ref
+                answer = await member.answer(submit, timeout_s)
             except DIED as error:
-                self._lose(member, f"died ({first_line(error)})")
+                self.failed(member, error)
+                reasons.append(f"{member.name} died")
             except TimeoutError:
-                ray.cancel(ref)
-                member.ping = member.ping or member.handle.ping.remote()
                 logger.warning("%s has not answered %s within %g s", member.name, what, timeout_s)
+                self._tell(member, "request_failed", f"did not answer within {timeout_s:g} s")
+                reasons.append(f"no answer by {member.name} within {timeout_s:g} s")
             except RayTaskError as error:
-                raise _cause(error) from None
+                raised = cause(error)
+                if isinstance(raised, UserError | RunStopped):
+                    raise raised from None
+                reasons.append(f"{member.name} failed: {first_line(raised)}")
+            else:
+                if answer is not None:
+                    self._tell(member, "request_answered")
+                    return answer[0]
+                reasons.append(f"{member.name} {member.health.reason or 'stopped serving'}")
             finally:
                 self._leave(member, load)
-        self._raise_if_none_left()
-        raise TimeoutError(f"{what}: no answer in two tries of {timeout_s:g} s, the last by {tried.name}")
+        raise SamplingFailed(f"{what}: {'; '.join(reasons)}")
 
     async def _enter(self, load: int, *, avoid: Member | None) -> Member:
-        """Waits end: each request inside has a deadline, and leaving wakes all who wait."""
+        """Waits end: each request inside has a deadline and wakes all who wait by leaving; and a fleet in which nobody
+        comes to serve stops the run."""
+        deadline = time.monotonic() + self._patience_s
         while True:
-            self._raise_if_none_left()
-            self._end_quarantines()
-            # A late worker has the lowest load of all: it would attract every request.
-            member = min(self.alive(), key=lambda m: (m.ping is not None, m is avoid, m.load))
-            if member.load == 0 or member.load + load <= self._config.max_num_seqs:
+            member = min(self.serving(), key=lambda m: (m.health.suspect, m is avoid, m.load), default=None)
+            if member is not None and (member.load == 0 or member.load + load <= self.config.max_num_seqs):
+                self._idle.account(self.started(), time.monotonic())
                 member.load += load
                 return member
+            if member is not None:
+                deadline = time.monotonic() + self._patience_s
+            elif time.monotonic() > deadline:
+                raise RunStopped(f"no {self.role} worker came to serve within {self._patience_s:g} s: {self._words()}")
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
-            await waiter
-
-    def _end_quarantines(self) -> None:
-        for member in self.alive():
-            if member.ping is not None and ray.wait([member.ping], timeout=0)[0]:
-                member.ping = None
+            await asyncio.wait([waiter], timeout=TICK_S)
+            self.tick()
 
     def _leave(self, member: Member, load: int) -> None:
+        self._idle.account(self.started(), time.monotonic())
         member.load -= load
+        self._wake()
+
+    def _wake(self) -> None:
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
 
-    def on_all(self, submit: Callable[[Any], Any], *, timeout_s: float, what: str) -> dict[str, Any]:
-        """`submit(worker)` on every living worker at once -> answers by worker name, without those that died or were
-        late, which are lost. Raises RunStopped when none is left, and what a worker itself raised.
-        """
-        refs = {m.name: submit(m.handle) for m in self.alive()}
-        self._wait(refs, timeout_s, what)
-        self._raise_if_none_left()
-        return {m.name: ray.get(refs[m.name]) for m in self.alive()}
+    # ------------------------------------------------------------------------------------------------------- care
+    def tick(self) -> None:
+        """One round of care; waits for nothing. Raises RunStopped when the floor of workers cannot be held."""
+        if self._failure is not None:
+            raise self._failure
+        now = time.monotonic()
+        self._idle.account(self.started(), now)
+        for member in list(self._members):
+            self._care(member, now)
+        self._resize()
+        self._check_floor(now)
 
-    def _wait(self, refs: dict[str, Any], timeout_s: float, what: str) -> None:
-        members = {m.name: m for m in self.alive()}
-        deadline = time.monotonic() + timeout_s
-        for name, ref in refs.items():
-            try:
-                ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
-            except DIED as error:
-                self._lose(members[name], f"died during {what} ({first_line(error)})")
-            except ray.exceptions.GetTimeoutError:
-                self._lose(members[name], f"did not finish {what} within {timeout_s:g} s")
-            except RayTaskError as error:
-                raise _cause(error) from None
+    def _care(self, member: Member, now: float) -> None:
+        if member.handle is None:
+            if placement.is_ready(member.place):
+                member.begin(self._actor, self._arguments)
+            elif not member.warned and now - member.health.since > self._placement_timeout_s:
+                member.warned = True
+                logger.warning("%s waits for a place: %s", member.name, placement.wish(self.config))
+            return
+        if member.health.state is State.STARTING:
+            self._see_start(member)
+        else:
+            self._see_probe(member, now)
+        late = member.overdue(now)
+        if late:
+            self._tell(member, "died", late)
+        elif member.health.state is State.DRAINING and member.load == 0:
+            self._tell(member, "drained", "left")
+        elif member.health.state is State.STALE and self.catch_up is not None:
+            member.bring_up(self._bring_up)
 
-    def _lose(self, member: Member, reason: str) -> None:
+    async def _bring_up(self, member: Member) -> None:
+        assert self.catch_up is not None
+        try:
+            await self.catch_up(member)
+        except RunStopped as error:
+            self._failure = error
+
+    def _see_start(self, member: Member) -> None:
+        try:
+            answer = member.take_start()
+        except DIED as error:
+            self._tell(member, "died", f"died in its start ({why(error)})")
+        except RayTaskError as error:
+            raised = cause(error)
+            self._refused = raised if isinstance(raised, UserError | RunStopped) else error  # with its traceback
+            self._tell(member, "died", f"could not start ({first_line(raised)})")
+        else:
+            if answer is not None:
+                self._answers[member.name] = answer[0]
+                self._tell(member, "started")
+
+    def _see_probe(self, member: Member, now: float) -> None:
+        try:
+            outcome = member.take_probe(now)
+        except DIED as error:
+            self.failed(member, error)
+        except RayTaskError as error:
+            self._tell(member, "probe_failed", f"failed a probe ({first_line(cause(error))})")
+        else:
+            if outcome is not None:
+                limit_s = self.config.health.probe_timeout_s
+                reason = "" if outcome == "probe_answered" else f"did not answer a probe within {limit_s:g} s"
+                self._tell(member, outcome, reason)
+
+    def _tell(self, member: Member, event: Any, reason: str = "") -> None:
+        """What happened to a worker, and what follows from it."""
+        before = member.health.state
+        state = member.happens(event, reason)
+        if state is before:
+            return
+        if state is State.SERVING:
+            if member.lost_at is not None:
+                self._recoveries.append(time.monotonic() - member.lost_at)
+                member.lost_at = None
+            self._wake()
+        if state in (State.STALE, State.DEAD) and before is not State.STARTING:
+            member.interrupt()
+        if state is State.DEAD:
+            self._bury(member, wanted=before is not State.DRAINING and event != "dismissed")
+
+    def _bury(self, member: Member, *, wanted: bool) -> None:
         """Kill it for good: a worker that comes back would serve old weights."""
-        if member.lost is None:
-            member.lost = reason
-            logger.warning("%s %s; %d of %d left", member.name, reason, len(self.alive()), len(self._members))
-            self._remove(member)
+        self._members.remove(member)
+        self._answers.pop(member.name, None)
+        member.remove()
+        if wanted:
+            self._restarts += 1
+            self._lost.append(member)
+            self._history.append(f"{member.name} {member.health.reason}")
+            logger.warning("%s %s; %d left", member.name, member.health.reason, len(self.started()))
 
-    def _remove(self, member: Member) -> None:
-        ray.kill(member.handle, no_restart=True)
-        remove_placement_group(member.group)
+    def failed(self, member: Member, error: Exception) -> None:
+        """A call of it ended in one of DIED."""
+        self._tell(member, died_of(error), f"died ({why(error)})")
 
-    def _raise_if_none_left(self) -> None:
-        if not self.alive():
-            reasons = "; ".join(f"{m.name} {m.lost}" for m in self._members)
-            raise RunStopped(f"no {self._role} worker is left: {reasons}")
+    def has_weights(self, member: Member, version: int) -> None:
+        """The worker computes what the learner computes: it serves."""
+        member.version = version
+        self._tell(member, "weights_proved")
 
-    def close(self) -> None:
-        """End every worker; their engine cores end with them."""
-        for member in self.alive():
-            member.lost = "was closed"
-            self._remove(member)
+    def missed(self, member: Member, reason: str) -> None:
+        """Half a sync or none: the worker is STALE, and its requests go elsewhere."""
+        logger.warning("%s missed a weight sync: %s", member.name, reason)
+        self._tell(member, "sync_missed", f"missed a weight sync ({reason})")
+
+    def _resize(self) -> None:
+        """Towards the wanted number: successors of the lost first, each while its restarts last."""
+        living = [m for m in self._members if m.health.state is not State.DRAINING]
+        for member in self._lost:
+            if member.restarts >= self.config.health.max_restarts or self._refused is not None:
+                self._given_up.append(member.name)
+            else:
+                living.append(self._add(placement.ask(self.config), after=member))
+        self._lost = []
+        for _ in range(self.wanted - len(self._given_up) - len(living)):
+            self._add(placement.ask(self.config))
+        for member in sorted(living, key=Member.dispensable)[: max(0, len(living) - self.wanted)]:
+            self._tell(member, "dismissed", "was not wanted any more")
+
+    def _add(self, place: Any, *, after: Member | None = None) -> Member:
+        name = after.name if after else f"{self.role} worker {next(self._numbers)}"
+        member = Member(name, place, self.config, needs_weights=self._needs_weights)
+        if after:
+            member.restarts, member.lost_at = after.restarts + 1, after.lost_at or time.monotonic()
+        self._members.append(member)
+        return member
+
+    def _check_floor(self, now: float) -> None:
+        """Raises RunStopped, or what a worker said of its start, when fewer workers than the floor are left."""
+        floor, coming = self.config.workers.min, sum(m.health.state is State.STARTING for m in self._members)
+        have = len(self.started())
+        if have >= min(floor, self.wanted):
+            self._short_since = None
+            return
+        self._short_since = now if self._short_since is None else self._short_since
+        if have + coming < min(floor, self.wanted) or now - self._short_since > self._patience_s:
+            raise self._too_few()
+
+    def _too_few(self) -> Exception:
+        if self._refused is not None:
+            return self._refused
+        have = len(self.started())
+        left = f"{have or 'no'} {self.role} worker{'s are' if have > 1 else ' is'} left"
+        return RunStopped(f"{left}, workers.min={self.config.workers.min}: {self._words()}")
+
+    def _words(self) -> str:
+        """Who was lost and why, and what the others do."""
+        living = [f"{m.name} is {m.health.state}" for m in self._members]
+        return "; ".join([*self._history, *living])
 
 
-def _cause(error: RayTaskError) -> Exception:
-    """The worker's own error where it says something to the user, else Ray's, which carries the remote traceback."""
-    return error.cause if isinstance(error.cause, UserError | RunStopped) else error
+class IdleClock:
+    """Share of the workers' time in which they had no request."""
+
+    def __init__(self) -> None:
+        self._at = time.monotonic()
+        self._idle_s = self._all_s = 0.0
+
+    def account(self, members: list[Member], now: float) -> None:
+        """The time since the last call, with the loads as they were all that time."""
+        passed, self._at = now - self._at, now
+        self._all_s += passed * len(members)
+        self._idle_s += passed * sum(m.load == 0 for m in members)
+
+    def share(self, members: list[Member], now: float) -> float:
+        """Since the last call of `share`; 0 where there was no worker."""
+        self.account(members, now)
+        share = self._idle_s / self._all_s if self._all_s else 0.0
+        self._idle_s = self._all_s = 0.0
+        return share

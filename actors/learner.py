@@ -18,13 +18,13 @@ import ray
 import torch
 
 from actors import zero3
+from actors.buckets import Bucket, ParamMeta
 from actors.parts import CriticPart, LearnerSpec, PartName, PolicyPart, Share, load_critic, load_policy
 from actors.ranks import Ranks
-from actors.weight_sync import Bucket, ParamMeta
 from t2g.algo.corrections import importance_metrics
 from t2g.algo.losses import Metrics
 from t2g.data.batching import empty_tokens, pack_minibatch, pack_tokens, plan_microbatches
-from t2g.errors import RunStopped, UserError
+from t2g.errors import LearnerLost, UserError
 from t2g.sections import Dtype, ObjectiveConfig, RoleConfig
 from t2g.types import Minibatch, PackedTokens, Rollout, TokenStats, TrainBatch, UpdateResult
 
@@ -77,8 +77,8 @@ class LearnerWorker:
     def announce(self) -> list[ParamMeta]:
         return self.parts["policy"].announce()
 
-    def stream_weights(self, dtype: Dtype) -> Iterator[Bucket]:
-        yield from self.parts["policy"].stream_weights(dtype)
+    def stream_weights(self, dtype: Dtype, full: bool) -> Iterator[Bucket]:
+        yield from self.parts["policy"].stream_weights(dtype, full)
 
     def probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
         return self.parts["policy"].probe_logprobs(ids)
@@ -109,8 +109,11 @@ class LearnerGroup:
     After an exception the ranks may be out of step with each other: `close` and start again from a checkpoint.
     """
 
-    def __init__(self, spec: LearnerSpec, *, placement_timeout_s: float) -> None:
-        """Start all ranks and wait for them. UserError when they find no place or the model cannot be loaded."""
+    def __init__(self, spec: LearnerSpec, *, placement_timeout_s: float, actor: Any = None) -> None:
+        """Start all ranks and wait for them. UserError when they find no place or the model cannot be loaded.
+
+        actor: another class with a LearnerWorker's methods.
+        """
         self.spec = spec
         self.policy_version = 0
         self.groups: list[Ranks] = []
@@ -125,7 +128,7 @@ class LearnerGroup:
                 who = "learner rank" if section == "learner" else "critic rank"
                 self.groups.append(
                     Ranks(
-                        LearnerActor, spec, names,
+                        actor or LearnerActor, spec, names,
                         section=section, role=role, who=who, placement_timeout_s=placement_timeout_s,
                     )
                 )  # fmt: skip
@@ -221,15 +224,16 @@ class LearnerGroup:
         """Names and shapes of the policy in the order of `stream_weights`; nothing is gathered."""
         return self._on_policy("announce", lambda w: w.announce.remote())[0]
 
-    def stream_weights(self, dtype: Dtype) -> Generator["ray.ObjectRef[Bucket]", None, None]:
+    def stream_weights(self, dtype: Dtype, *, full: bool = False) -> Generator["ray.ObjectRef[Bucket]", None, None]:
         """References to buckets in rank 0's object store; rank 0 gathers STREAM_AHEAD buckets ahead of the consumer.
 
+        full: each bucket with a hash of every tensor.
         No other call until all are taken: the ranks are in the middle of this one. Closing the iterator early waits
         for nothing; Ray then takes the rest from the ranks and drops it.
         """
         ranks = self.parts["policy"]
         options = {"num_returns": "streaming", "_generator_backpressure_num_objects": STREAM_AHEAD}
-        streams = [w.stream_weights.options(**options).remote(dtype) for w in ranks.workers]
+        streams = [w.stream_weights.options(**options).remote(dtype, full) for w in ranks.workers]
         yield from self._buckets(ranks, streams[0])
         ranks.collect([stream.completed() for stream in streams], "stream_weights", self._deadline())
 
@@ -238,7 +242,7 @@ class LearnerGroup:
         while True:
             ready, _ = ray.wait([stream], timeout=timeout_s, fetch_local=False)
             if not ready:
-                raise RunStopped(f"learner rank 0 is late: no bucket of weights came within {timeout_s:g} s")
+                raise LearnerLost(f"learner rank 0 is late: no bucket of weights came within {timeout_s:g} s")
             try:
                 ref = next(stream)
             except StopIteration:

@@ -4,6 +4,7 @@ A part knows neither Ray nor whether the other part lives in the same process. R
 never spans.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ import numpy as np
 import torch
 
 from actors import lora, zero3
+from actors.buckets import Bucket, ParamMeta, make_bucket
 from actors.loading import checkpoint_layers, load_for_training
-from actors.weight_sync import Bucket, ParamMeta
 from t2g.algo.corrections import importance_weights
 from t2g.algo.critic import Critic, disable_dropout
 from t2g.algo.head import install_chunked_head
@@ -194,13 +195,17 @@ class PolicyPart:
         """Names and shapes of the policy, in the order of `stream_weights`."""
         return zero3.metadata(self.engine)
 
-    def stream_weights(self, dtype: Dtype) -> Iterator[Bucket]:
-        """The policy's weights, bucket by bucket on rank 0; the other ranks join the gathers and yield nothing."""
-        bucket_bytes = int(self.spec.learner.sync_bucket_mib * 2**20)
+    def stream_weights(self, dtype: Dtype, full: bool) -> Iterator[Bucket]:
+        """The policy's weights, bucket by bucket on rank 0; the other ranks join the gathers and yield nothing.
+
+        full: with a hash of each tensor. A bucket's arrays are to be read before the next one is asked for.
+        """
+        bucket_bytes, started = int(self.spec.learner.sync_bucket_mib * 2**20), time.monotonic()
         for index, bucket in enumerate(zero3.full_parameters(self.engine, bucket_bytes, dtype)):
             if bucket:
                 names, tensors = zip(*bucket, strict=True)
-                yield Bucket(index=index, names=names, tensors=tuple(_wire(tensor) for tensor in tensors))
+                yield make_bucket(index, names, [_wire(tensor) for tensor in tensors], full=full, started=started)
+                started = time.monotonic()
 
     @torch.no_grad()
     def probe_logprobs(self, ids: np.ndarray) -> np.ndarray:

@@ -13,11 +13,11 @@ from typing import Any
 
 import psutil
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from t2g.errors import UserError
-from t2g.sections import ClusterConfig, RoleConfig
+from t2g.sections import ClusterConfig, ProcessConfig
 
 GIB = 2**30
 CGROUP = Path("/sys/fs/cgroup")
@@ -33,7 +33,7 @@ class Supply:
     memory_gib: float
 
 
-def connect(config: ClusterConfig, roles: Mapping[str, RoleConfig]) -> None:
+def connect(config: ClusterConfig, roles: Mapping[str, ProcessConfig]) -> None:
     """Join the cluster of `config.address`, else of the surrounding `ray job`, else start one on this machine.
 
     `roles` maps a role's config section (such as "rollout") to its resources, for every role of the job. Raises
@@ -114,7 +114,7 @@ def cgroup_free_bytes(folder: Path) -> int | None:
     return None if limit == "max" else int(limit) - used + int(stat.get("inactive_file", 0))
 
 
-def describe_shortfall(roles: Mapping[str, RoleConfig], supply: Supply) -> str | None:
+def describe_shortfall(roles: Mapping[str, ProcessConfig], supply: Supply) -> str | None:
     """One sentence about the first resource of which the roles together need more than there is, None if they fit.
 
     2 rollout workers of 1.5 GiB and one learner of 3 GiB on 4 GiB:
@@ -122,14 +122,14 @@ def describe_shortfall(roles: Mapping[str, RoleConfig], supply: Supply) -> str |
     """
     resources = (("cpus", "CPUs", supply.cpus), ("gpus", "GPUs", supply.gpus))
     for field, unit, have in (*resources, ("memory_gib", "GiB of memory", supply.memory_gib)):
-        need = sum(role.workers * getattr(role, field) for role in roles.values())
+        need = sum(role.num_processes * getattr(role, field) for role in roles.values())
         if need > have + 1e-6:
-            parts = ", ".join(f"{name} {r.workers} x {getattr(r, field):g}" for name, r in roles.items())
+            parts = ", ".join(f"{name} {r.num_processes} x {getattr(r, field):g}" for name, r in roles.items())
             return f"{need:g} {unit} needed ({parts}), {have:.3g} free; lower workers or {field}"
     return None
 
 
-def check_places(roles: Mapping[str, RoleConfig], *, timeout_s: float) -> None:
+def check_places(roles: Mapping[str, ProcessConfig], *, timeout_s: float) -> None:
     """Every worker of every role gets a place at the same time, and all are given back.
 
     Raises UserError when `timeout_s` is over: else the last role would hear of it after the others have loaded their
@@ -139,7 +139,7 @@ def check_places(roles: Mapping[str, RoleConfig], *, timeout_s: float) -> None:
         remove_placement_group(group)
 
 
-def reserve(role: str, config: RoleConfig, *, timeout_s: float) -> list[PlacementGroup]:
+def reserve(role: str, config: ProcessConfig, *, timeout_s: float) -> list[PlacementGroup]:
     """One placement group per worker, all ready. Raises UserError, and keeps none, when `timeout_s` is over.
 
     One group each: a worker comes and goes without the others.
@@ -147,9 +147,19 @@ def reserve(role: str, config: RoleConfig, *, timeout_s: float) -> list[Placemen
     return _reserve({role: config}, timeout_s=timeout_s)
 
 
-def _reserve(roles: Mapping[str, RoleConfig], *, timeout_s: float) -> list[PlacementGroup]:
+def ask(config: ProcessConfig) -> PlacementGroup:
+    """A place for one worker, which may come later or never: what waits is what an autoscaler reacts to."""
+    return _place(config)
+
+
+def is_ready(place: PlacementGroup) -> bool:
+    """Whether the place is there. Does not wait."""
+    return bool(placement_group_table(place)["state"] == "CREATED")
+
+
+def _reserve(roles: Mapping[str, ProcessConfig], *, timeout_s: float) -> list[PlacementGroup]:
     deadline = time.monotonic() + timeout_s
-    asked = [(name, _place(role)) for name, role in roles.items() for _ in range(role.workers)]
+    asked = [(name, _place(role)) for name, role in roles.items() for _ in range(role.num_processes)]
     # `wait` asks the cluster; `ready` would start a process in each place to ask.
     waiting = [name for name, group in asked if not group.wait(max(LAST_LOOK_S, deadline - time.monotonic()))]
     if not waiting:
@@ -158,7 +168,7 @@ def _reserve(roles: Mapping[str, RoleConfig], *, timeout_s: float) -> list[Place
     for _, group in asked:
         remove_placement_group(group)
     missing = "; ".join(
-        f"{waiting.count(name)} of {roles[name].workers} {name} workers: each needs {_wish(roles[name])}"
+        f"{waiting.count(name)} of {roles[name].num_processes} {name} workers: each needs {wish(roles[name])}"
         for name in dict.fromkeys(waiting)
     )
     raise UserError(
@@ -167,13 +177,14 @@ def _reserve(roles: Mapping[str, RoleConfig], *, timeout_s: float) -> list[Place
     )
 
 
-def _place(config: RoleConfig) -> PlacementGroup:
+def _place(config: ProcessConfig) -> PlacementGroup:
     bundle = {"CPU": config.cpus, "GPU": config.gpus, "memory": int(config.memory_gib * GIB)}
     bundle = {name: amount for name, amount in bundle.items() if amount}
     return placement_group([bundle], bundle_label_selector=[config.labels] if config.labels else None)
 
 
-def _wish(config: RoleConfig) -> str:
+def wish(config: ProcessConfig) -> str:
+    """What a place must have, in words."""
     labels = f" on a node with labels {dict(config.labels)}" if config.labels else ""
     return f"{config.cpus:g} CPUs, {config.gpus:g} GPUs and {config.memory_gib:g} GiB{labels}"
 
@@ -183,7 +194,7 @@ def _amounts(resources: Mapping[str, float]) -> str:
     return f"{resources.get('CPU', 0):g} CPUs, {resources.get('GPU', 0):g} GPUs and {memory_gib:.1f} GiB"
 
 
-def actor_options(config: RoleConfig, group: PlacementGroup) -> dict[str, Any]:
+def actor_options(config: ProcessConfig, group: PlacementGroup) -> dict[str, Any]:
     """Ray options of a worker in its reserved place."""
     environment = {"OMP_NUM_THREADS": str(config.threads)}
     if not config.gpus:

@@ -14,10 +14,10 @@ import numpy as np
 import ray
 
 from actors.engine import Engine, stop_token_ids
-from actors.fleet import Fleet
+from actors.fleet import TRIES, Fleet
 from t2g.data.chat import load_tokenizer
 from t2g.data.sft import target_ids
-from t2g.errors import UserError
+from t2g.errors import SamplingFailed, UserError
 from t2g.feedback.card import check_card, make_card
 from t2g.feedback.grammar import answer_grammar
 from t2g.feedback.offsets import decode
@@ -53,8 +53,8 @@ class RewardWorker:
         self._prompt_ids(BLANK, "", self._room)
         await self._engine.start()
 
-    async def ping(self) -> None:
-        await self._engine.ping()
+    async def probe(self) -> None:
+        await self._engine.probe()
 
     async def judge(self, prompt: Prompt, response_text: str, *, guided: bool = True) -> SpanFeedback:
         """Greedy, so that the same response gets the same critique. A cut answer is unparsable.
@@ -150,22 +150,29 @@ class RewardFleet:
 
     name = SOURCE
 
-    def __init__(self, config: FeedbackConfig, task: Task, *, seed: int, placement_timeout_s: float) -> None:
-        """UserError when the model was trained for another task or style; see `t2g.feedback.card`."""
+    def __init__(
+        self, config: FeedbackConfig, task: Task, *, seed: int, placement_timeout_s: float, actor: Any = None
+    ) -> None:
+        """UserError when the model was trained for another task or style; see `t2g.feedback.card`.
+
+        actor: another class with a RewardWorker's methods.
+        """
         assert config.reward_model is not None
         self._config = config
         card = make_card(task, config.style)
         check_card(Path(config.reward_model), card)
         self.version = f"{config.reward_model}@{config.reward_revision or 'local'}/{card.prompt_version}"
         arguments = (config, task, seed, self.version)
-        self._fleet = Fleet("reward", RewardActor, arguments, config.engine, placement_timeout_s=placement_timeout_s)
+        self.fleet = Fleet(
+            "reward", actor or RewardActor, arguments, config.engine, placement_timeout_s=placement_timeout_s
+        )
         self._answers = Answers(MAX_ANSWERS)
 
     def wait_ready(self) -> None:
-        self._fleet.wait_ready()
+        self.fleet.wait_ready()
 
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
-        """Failed feedback after two late workers in a row, and for a response too long for the reward model's window.
+        """Failed feedback when no worker answers in time, and for a response too long for the reward model's window.
         Raises RunStopped when no worker is left.
         """
         return await self._kept(prompt, response_text, None, lambda worker: worker.judge.remote(prompt, response_text))
@@ -192,11 +199,11 @@ class RewardFleet:
         return feedback
 
     async def _call(self, prompt: Prompt, ask: Ask) -> SpanFeedback:
-        timeout_s = min(self._config.engine.request_timeout_s, self._config.timeout_s / 2)  # `call` tries twice
+        timeout_s = min(self._config.engine.request_timeout_s, self._config.timeout_s / TRIES)
         what = f"the feedback on prompt {prompt.prompt_id}"
         try:
-            return await self._fleet.call(ask, load=1, timeout_s=timeout_s, what=what)
-        except (TimeoutError, UserError) as error:
+            return await self.fleet.call(ask, load=1, timeout_s=timeout_s, what=what)
+        except (SamplingFailed, UserError) as error:
             logger.warning("no feedback: %s", error)
             return no_feedback("failed", source=SOURCE, version=self.version, reason=str(error))
 
@@ -205,7 +212,7 @@ class RewardFleet:
         self._answers = Answers(MAX_ANSWERS)
 
     def close(self) -> None:
-        self._fleet.close()
+        self.fleet.close()
 
 
 RewardActor = ray.remote(RewardWorker)

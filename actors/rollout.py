@@ -10,12 +10,15 @@ from typing import Any
 import numpy as np
 import ray
 import xxhash
+from ray.exceptions import RayTaskError
 
+from actors.buckets import Bucket, ParamMeta
 from actors.engine import Engine, stop_token_ids
+from actors.fanout import first_line
 from actors.fleet import Fleet
-from actors.weight_sync import Bucket, ParamMeta
+from actors.member import DIED, Member
 from t2g.data.chat import load_tokenizer
-from t2g.errors import RunStopped, UserError
+from t2g.errors import MissedSync, UserError
 from t2g.feedback.offsets import decode
 from t2g.interfaces import Sampling
 from t2g.sections import RolloutConfig
@@ -57,8 +60,8 @@ class RolloutWorker:
         self._stop_ids = stop_token_ids(self._model, self._tokenizer, self._revision)
         return self._engine.vocab_size
 
-    async def ping(self) -> None:
-        await self._engine.ping()
+    async def probe(self) -> None:
+        await self._engine.probe()
 
     async def sample(self, prompt: Prompt, sampling: Sampling) -> list[Rollout]:
         return list(await asyncio.gather(*(self._one(prompt, sampling, i) for i in range(sampling.num_samples))))
@@ -82,21 +85,21 @@ class RolloutWorker:
             policy_versions=done.versions,
         )
 
-    async def open_update(self, version: int, dtype: str, metas: Sequence[ParamMeta]) -> None:
-        await self._engine.open_update(version, dtype, metas)
+    async def open_update(self, round_id: str, version: int, dtype: str, metas: Sequence[ParamMeta]) -> None:
+        await self._engine.intake.open(round_id, version, dtype, metas)
 
-    async def load_bucket(self, version: int, bucket: Bucket) -> int:
-        return await self._engine.load_bucket(version, bucket)
+    async def load_bucket(self, round_id: str, bucket: Bucket) -> dict[str, float]:
+        return await self._engine.intake.load(round_id, bucket)
 
-    async def close_update(self, version: int) -> None:
-        await self._engine.close_update(version)
+    async def close_update(self, round_id: str) -> None:
+        await self._engine.intake.close(round_id)
 
     async def score(self, ids: np.ndarray) -> np.ndarray:
         return await self._engine.score(ids)
 
 
-class RolloutFleet:
-    """Rollout workers as one source of rollouts."""
+class RolloutFleet(Fleet):
+    """Rollout workers as one source of rollouts, and as the receivers of a weight sync."""
 
     def __init__(
         self,
@@ -106,48 +109,53 @@ class RolloutFleet:
         seed: int,
         placement_timeout_s: float,
         revision: str | None = None,
+        actor: Any = None,
     ) -> None:
-        self._config = config
-        self._fleet = Fleet(
-            "rollout", RolloutActor, (model, config, seed, revision), config, placement_timeout_s=placement_timeout_s
-        )
-        self.vocab_size = 0
+        """actor: another class with a RolloutWorker's methods."""
+        arguments = (model, config, seed, revision)
+        super().__init__(
+            "rollout", actor or RolloutActor, arguments, config,
+            placement_timeout_s=placement_timeout_s, needs_weights=True,
+        )  # fmt: skip
+        self.vocab_size, self.dtype, self.max_model_len = 0, config.dtype, config.max_model_len
 
     def wait_ready(self) -> None:
-        self.vocab_size = self._fleet.wait_ready()
-
-    @property
-    def dtype(self) -> str:
-        return self._config.dtype
-
-    @property
-    def max_model_len(self) -> int:
-        return self._config.max_model_len
+        self.vocab_size = super().wait_ready()
 
     async def sample(self, prompt: Prompt, sampling: Sampling) -> list[Rollout]:
         """All responses to one prompt, on one worker, so that they share its prefix cache.
 
-        Raises UserError for a prompt that is empty or too long, RunStopped when no worker answers in time.
+        Raises UserError for a prompt that is empty or too long, SamplingFailed when no worker could answer it,
+        RunStopped when none is left.
         """
-        check_window(prompt, sampling.max_new_tokens, self._config.max_model_len)
-        timeout_s = self._config.request_timeout_s
-        what = f"prompt {prompt.prompt_id}"
+        check_window(prompt, sampling.max_new_tokens, self.max_model_len)
+        return await self.call(
+            lambda worker: worker.sample.remote(prompt, sampling),
+            load=sampling.num_samples,
+            timeout_s=self.config.request_timeout_s,
+            what=f"prompt {prompt.prompt_id}",
+        )
+
+    def receivers(self) -> list[Member]:
+        """Who gets the next weights."""
+        return self.started()
+
+    async def ask(self, receiver: Member, submit: Callable[[Any], Any], *, timeout_s: float, what: str) -> Any:
+        """One call of a weight sync on one worker; its engine is paused from now on until it has or missed them.
+
+        Raises MissedSync when it died, was late or refused.
+        """
+        receiver.syncing = True
         try:
-            return await self._fleet.call(
-                lambda worker: worker.sample.remote(prompt, sampling),
-                load=sampling.num_samples,
-                timeout_s=timeout_s,
-                what=what,
-            )
-        except TimeoutError as error:
-            raise RunStopped(f"{error}; raise rollout.request_timeout_s or lower rollout.max_num_seqs") from error
-
-    def on_all(self, submit: Callable[[Any], Any], *, timeout_s: float, what: str) -> dict[str, Any]:
-        """One call on every living worker, for the weight sync; see `Fleet.on_all`."""
-        return self._fleet.on_all(submit, timeout_s=timeout_s, what=what)
-
-    def close(self) -> None:
-        self._fleet.close()
+            async with asyncio.timeout(timeout_s):
+                return await submit(receiver.handle)
+        except DIED as error:
+            self.failed(receiver, error)
+            raise MissedSync(f"died during {what}") from error
+        except TimeoutError:
+            raise MissedSync(f"did not finish {what} within {timeout_s:.3g} s") from None
+        except RayTaskError as error:
+            raise MissedSync(f"refused {what}: {first_line(error.cause)}") from error
 
 
 RolloutActor = ray.remote(RolloutWorker)

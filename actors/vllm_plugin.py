@@ -9,17 +9,21 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import psutil
 import torch
-import xxhash
+from torch.utils._pytree import tree_map_only
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from actors.arena import Maps
+from actors.buckets import hash_of
 
 BACKEND = "store"
 OWNER_ENV = "T2G_ENGINE_OWNER"  # pid of the actor process, set by actors.engine
@@ -65,13 +69,14 @@ class StoreAnnouncement(WeightTransferInitInfo):
 class StoreBucket(WeightTransferUpdateInfo):
     """Where the bytes of one bucket lie."""
 
-    path: str  # a file that both processes can map; overwritten by the next bucket
+    path: str  # a file that both processes can map; overwritten once the bucket is loaded
     version: int
     index: int
     names: list[str]
     offsets: list[int]  # bytes, of each tensor
     num_bytes: int
-    xxh3: str  # of bytes [0, num_bytes)
+    xxh3: str  # of all tensors' bytes in order, as the learner rank had them
+    tensor_xxh3: list[str]  # of each tensor, or empty
 
 
 class StoreWeightTransferEngine(WeightTransferEngine[StoreAnnouncement, StoreBucket]):
@@ -80,17 +85,27 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreAnnouncement, StoreBuc
     init_info_cls = StoreAnnouncement
     update_info_cls = StoreBucket
     _announced: StoreAnnouncement | None = None
-    _received: list[str]
+    _received: set[str]
     _open = False
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._maps = Maps()
 
     def init_transfer_engine(self, init_info: StoreAnnouncement) -> None:
         repeated = sorted({n for n in init_info.names if init_info.names.count(n) > 1})
         if repeated:
             raise ValueError(f"weights of version {init_info.version} announce {_few(repeated)} more than once")
         self._announced = init_info
-        self._received = []
+        self._received = set()
+        if self._open:  # the round before broke off
+            self._begin()
 
     def start_weight_update(self) -> None:
+        if not self._open:
+            self._begin()
+
+    def _begin(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         if self._open:
@@ -108,29 +123,40 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreAnnouncement, StoreBuc
         wrong = [n for n in update_info.names if n not in shapes or n in self._received]
         if wrong:
             raise ValueError(f"bucket {update_info.index}: {_few(wrong)} not announced, or sent before")
-        arena = np.memmap(update_info.path, dtype=np.uint8, mode="r+", shape=(update_info.num_bytes,))
-        if xxhash.xxh3_64_hexdigest(arena) != update_info.xxh3:
+        arena = self._maps.read(update_info.path, update_info.num_bytes)
+        kind = {"float32": np.float32, "bfloat16": np.uint16}[announced.dtype]
+        starts = zip(update_info.names, update_info.offsets, strict=True)
+        views = [np.ndarray(shapes[name], kind, arena, offset) for name, offset in starts]
+        if hash_of(*views) != update_info.xxh3:
             raise ValueError(f"bucket {update_info.index} of version {update_info.version} arrived with other bytes")
-        dtype = getattr(torch, announced.dtype)
+        self.model.load_weights(self._tensors(update_info, views, getattr(torch, announced.dtype)))
+        self._own_pending()
+        self._received.update(update_info.names)
 
-        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, offset in zip(update_info.names, update_info.offsets, strict=True):
-                shape = shapes[name]
-                end = offset + int(np.prod(shape)) * dtype.itemsize
-                # vLLM's loaders keep references until a fused module is complete, and a padded vocabulary until
-                # `finish`: a view would by then show the bytes of a later bucket.
-                view = torch.from_numpy(arena[offset:end]).view(dtype).reshape(shape)
-                yield name, view.to(self.device, copy=True)
+    def _tensors(
+        self, bucket: StoreBucket, views: list[np.ndarray], dtype: torch.dtype
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        hashes = bucket.tensor_xxh3 or [""] * len(views)
+        for name, view, expected in zip(bucket.names, views, hashes, strict=True):
+            tensor = torch.from_numpy(view).view(dtype).to(self.device)
+            if expected and hash_of(tensor.reshape(-1).view(torch.uint8).cpu().numpy()) != expected:
+                raise ValueError(f"{name} of version {bucket.version} has other bytes than the learner's")
+            yield name, tensor
 
-        self.model.load_weights(tensors())
-        self._received += update_info.names
+    def _own_pending(self) -> None:
+        """Copy what vLLM keeps for later, as of a padded vocabulary until `finish`: the arena will hold other bytes."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        for module in self.model.modules():
+            for _, call in get_layerwise_info(module).loaded_weights:
+                call.arguments.update(tree_map_only(torch.Tensor, _own, call.arguments))
 
     def finish_weight_update(self) -> None:
-        """Raises ValueError, and leaves the engine unusable, when a name is missing: it would keep its old value."""
+        """Raises ValueError when a name is missing, which would keep its old value; only a whole version mends that."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         assert self._announced is not None
-        missing = [n for n in self._announced.names if n not in set(self._received)]
+        missing = [n for n in self._announced.names if n not in self._received]
         if missing:
             raise ValueError(
                 f"weights of version {self._announced.version} are refused: {len(missing)} of "
@@ -155,6 +181,10 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreAnnouncement, StoreBuc
 
     def shutdown(self) -> None:
         self._announced = None
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone() if tensor.device.type == "cpu" else tensor
 
 
 def _few(names: list[str]) -> str:

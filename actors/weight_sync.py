@@ -1,102 +1,59 @@
-"""Weights from the learner group into every rollout engine: sent by version, checked by names, proved by a probe.
+"""Weights from the learner group into every rollout engine: sent by version, checked by hashes, proved by a probe.
 
-The way of one version: the learner announces names and shapes, streams buckets through Ray's object store, and every
-worker writes each bucket into memory that its engine maps (`actors.arena`, `actors.vllm_plugin`). vLLM does not
-notice a bad sync, so after each one every worker scores the same 64 tokens and must agree with the learner.
+The way of one version: the learner announces names and shapes and streams buckets (`actors.buckets`), every worker
+hands them to its engine (`actors.engine`), and each then scores the same 64 tokens and must agree with the learner,
+since vLLM does not notice a bad sync. A worker that dies, is late or disagrees drops out of the round, and nobody
+waits for it: it is STALE, and catches up with buckets that are held here, without the learner.
 """
 
-import logging
+import asyncio
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+import uuid
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
-import ray
-from ray.exceptions import RayTaskError
 
-from t2g.errors import RunStopped
+from actors.buckets import ParamMeta, num_bytes
+from t2g.concurrency import end
+from t2g.errors import MissedSync, RunStopped
 from t2g.sections import LearnerConfig
 from t2g.types import WeightSyncResult
 
-logger = logging.getLogger(__name__)
-
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 PROBE_TOKENS = 64
 PROBE_SEED = 20250522
+BUCKETS_ABOARD = 2  # in a worker at once: one is copied while the engine core loads the other
+GRACE_S = 30.0  # that the others have, at the least, once the first worker has answered
+GRACE_RATIO = 3.0  # of the first one's time, where that is more
+RECEIVER_POLL_S = 0.2
 
 
-@dataclass(frozen=True, kw_only=True)
-class ParamMeta:
-    """What is announced of one tensor before any byte is sent. Tied weights are announced and sent once."""
+class Receiver(Protocol):
+    """A rollout worker as the fleet knows it."""
 
-    name: str  # as in the Hugging Face checkpoint
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bucket:
-    """Whole modules of one version, in announced order. bfloat16 travels as its bits in uint16."""
-
-    index: int  # 0, 1, ... within a sync
-    names: tuple[str, ...]
-    tensors: tuple[np.ndarray, ...]  # C-contiguous, float32, or uint16 for bfloat16; shapes as announced
+    name: str
+    handle: Any
 
 
 class WeightOwner(Protocol):
-    """What the learner group offers to a weight sync."""
+    """What the learner group offers to a weight sync. Blocking calls; LearnerLost when a rank is."""
 
     def announce(self) -> Sequence[ParamMeta]:
         """Every parameter of the policy in the order in which it is sent, without gathering any."""
         ...
 
-    def stream_weights(self, dtype: str) -> Generator["ray.ObjectRef[Bucket]", None, None]:
-        """Buckets as `plan_buckets` cuts them; tensors converted to `dtype` ("float32" or "bfloat16")."""
+    def stream_weights(self, dtype: str, *, full: bool) -> Generator[Any, None, None]:
+        """References to buckets as `plan_buckets` cuts them; tensors converted to `dtype` ("float32" or "bfloat16").
+
+        full: each with a hash of every tensor.
+        """
         ...
 
     def probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
         """[N - 1] float32: log softmax(logits)[ids[t + 1]] after ids[: t + 1], at temperature 1 as `Engine.score`."""
         ...
-
-
-def module_key(name: str) -> str:
-    """The part of a model that must travel in one bucket: a whole decoder layer, else the module that owns the tensor.
-
-    >>> module_key("model.layers.3.self_attn.q_proj.weight"), module_key("model.layers.3.mlp.experts.7.w1")
-    ('model.layers.3', 'model.layers.3')
-    >>> module_key("model.embed_tokens.weight")
-    'model.embed_tokens'
-    """
-    parts = name.split(".")
-    for i, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: i + 1])
-    return ".".join(parts[:-1])
-
-
-def plan_buckets(metas: Sequence[ParamMeta], *, dtype: str, bucket_bytes: float) -> list[tuple[str, ...]]:
-    """Names of each bucket, in announced order: whole modules, at most `bucket_bytes` unless one module is larger.
-
-    A bucket never ends inside a module: the engine fuses q, k, v (and gate, up) into one tensor and keeps references
-    to the first parts until the last has come; the arena they lie in would be overwritten by the next bucket.
-    """
-    sizes: dict[str, int] = {}
-    members: dict[str, list[str]] = {}
-    for meta in metas:
-        key = module_key(meta.name)
-        sizes[key] = sizes.get(key, 0) + int(np.prod(meta.shape)) * ITEM_BYTES[dtype]
-        members.setdefault(key, []).append(meta.name)
-    buckets: list[tuple[str, ...]] = []
-    filled = 0
-    for key, names in members.items():
-        if buckets and filled + sizes[key] <= bucket_bytes:
-            buckets[-1] += tuple(names)
-            filled += sizes[key]
-        else:
-            buckets.append(tuple(names))
-            filled = sizes[key]
-    return buckets
 
 
 class EngineFleet(Protocol):
@@ -106,67 +63,237 @@ class EngineFleet(Protocol):
     dtype: str
     max_model_len: int
 
-    def on_all(self, submit: Callable[[Any], Any], *, timeout_s: float, what: str) -> dict[str, Any]: ...
+    def receivers(self) -> Sequence[Receiver]:
+        """The workers that have started and live."""
+        ...
+
+    async def ask(self, receiver: Any, submit: Callable[[Any], Any], *, timeout_s: float, what: str) -> Any:
+        """submit(handle) on it. Raises MissedSync when it died, was late or raised."""
+        ...
+
+    def has_weights(self, receiver: Any, version: int) -> None: ...
+
+    def missed(self, receiver: Any, reason: str) -> None: ...
 
 
-class StoreWeightSync:
-    """Implements `t2g.interfaces.WeightSync` over the object store. `push` returns only when every worker agrees."""
+@dataclass(kw_only=True)
+class Version:
+    """What is needed to bring one version to a worker, with or without the learner."""
 
-    def __init__(self, learner: WeightOwner, fleet: EngineFleet, config: LearnerConfig) -> None:
-        self._learner, self._fleet, self._config = learner, fleet, config
-        self._probe = probe_ids(fleet.vocab_size, min(PROBE_TOKENS, fleet.max_model_len - 1))
+    number: int
+    metas: Sequence[ParamMeta]
+    buckets: list[Any] = field(default_factory=list)  # references
+    proved: list[Any] = field(default_factory=list)  # receivers that have it
+    probe_logprobs: np.ndarray | None = None  # [N - 1] float32, the learner's; none until all buckets are here
 
-    def push(self, policy_version: int) -> WeightSyncResult:
-        """Send, prove, and send again whole if the proof fails. Raises RunStopped when it fails twice, when a worker
-        refuses the weights, or when none answers in `learner.step_timeout_s`.
+
+class Round:
+    """One version on its way to several workers at once. `crew` are those that have all that was sent so far."""
+
+    def __init__(self, fleet: EngineFleet, crew: Sequence[Receiver], *, timeout_s: float, grace_s: float) -> None:
+        self.fleet, self.crew, self.grace_s = fleet, list(crew), grace_s
+        self.deadline = time.monotonic() + timeout_s
+        self.id = uuid.uuid4().hex  # what belongs to another round is not loaded, however late it comes
+        self.num_calls = 0
+        self.missed: dict[str, str] = {}  # name of a worker -> why
+
+    def drop(self, receiver: Receiver, reason: str) -> None:
+        """Go on without it. A worker that has two buckets aboard fails twice and is dropped once."""
+        if receiver in self.crew:
+            self.crew.remove(receiver)
+            self.missed[receiver.name] = reason
+            self.fleet.missed(receiver, reason)
+
+    async def each(self, submit: Callable[[Any], Any], what: str) -> list[tuple[Receiver, Any]]:
+        """submit(handle) on all of the crew -> answers of those that gave one; the others are dropped.
+
+        Once the first has answered, the others have three times its time, and at least `grace_s`.
         """
         started = time.monotonic()
-        for _ in range(2):
-            deadline = time.monotonic() + self._config.step_timeout_s
-            num_bytes = self._send(policy_version, deadline)
-            worker, gap = self._worst_gap(deadline)
-            if gap <= self._config.probe_tolerance:
-                return WeightSyncResult(
-                    policy_version=policy_version,
-                    seconds=time.monotonic() - started,
-                    bytes=num_bytes,
-                    probe_gap=gap,
-                )
-            logger.warning("%s is %.3g nats off on the probe of version %d", worker, gap, policy_version)
-        raise RunStopped(
-            f"{worker} does not compute what the learner computes: {gap:.3g} nats apart on the probe of "
-            f"{len(self._probe)} tokens after version {policy_version} was sent twice; at most "
-            f"learner.probe_tolerance={self._config.probe_tolerance:g} is allowed"
-        )
-
-    def _send(self, version: int, deadline: float) -> int:
-        """All buckets into all workers; returns the bytes sent to each. The learner gathers the next bucket while the
-        workers load the present one."""
-        metas, dtype = list(self._learner.announce()), self._fleet.dtype
-        num_bytes = 0
+        crew, until = list(self.crew), self.deadline
+        self.num_calls += len(crew)
+        asked = {
+            asyncio.ensure_future(
+                self.fleet.ask(receiver, submit, timeout_s=max(0.0, self.deadline - started), what=what)
+            ): receiver
+            for receiver in crew
+        }
+        answers, pending = [], set(asked)
         try:
-            self._on_all(lambda w: w.open_update.remote(version, dtype, metas), deadline, "the start of a weight sync")
-            # Closed here and now: left to the garbage collector, the stream would be ended after Ray is.
-            with closing(self._learner.stream_weights(dtype)) as stream:
-                for ref in stream:
-                    loaded = self._on_all(
-                        lambda w, ref=ref: w.load_bucket.remote(version, ref), deadline, "a bucket of weights"
+            while pending:
+                timeout_s = max(0.0, until - time.monotonic())
+                done, pending = await asyncio.wait(pending, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    break
+                for task in done:
+                    try:
+                        answers.append((asked[task], task.result()))
+                    except MissedSync as error:
+                        self.drop(asked[task], str(error))
+                if answers:
+                    took_s = time.monotonic() - started
+                    until = min(until, started + took_s + max(self.grace_s, GRACE_RATIO * took_s))
+            for task in pending:
+                self.drop(asked[task], f"is late: {what} took it more than {time.monotonic() - started:.3g} s")
+        finally:
+            await end([*asked])
+        return answers
+
+
+class WeightSync:
+    """Implements `t2g.interfaces.WeightSync`."""
+
+    def __init__(
+        self, learner: WeightOwner, fleet: EngineFleet, config: LearnerConfig, *, grace_s: float = GRACE_S
+    ) -> None:
+        self._learner, self._fleet, self._config, self._grace_s = learner, fleet, config, grace_s
+        self._probe = probe_ids(fleet.vocab_size, min(PROBE_TOKENS, fleet.max_model_len - 1))
+        self._held: Version | None = None
+        self._lock = asyncio.Lock()  # of push and catch_up
+
+    async def push(self, policy_version: int) -> WeightSyncResult:
+        """Send to all workers there are, once more whole when none of them got it; returns when one or more have it.
+
+        Waits where no worker is up. Raises RunStopped when nobody has it within learner.step_timeout_s, or after two
+        tries, with every worker's reason, and LearnerLost as the learner does.
+        """
+        async with self._lock:
+            started = time.monotonic()
+            self._held = None  # frees the object store for what comes
+            version = Version(number=policy_version, metas=await asyncio.to_thread(self._learner.announce))
+            costs = Costs(num_calls=3)  # of the learner: names, the stream, the probe
+            reasons: dict[str, str] = {}
+            for buckets in (self._from_learner(version, costs), _again(version)):
+                round_ = self._round(await self._some_receivers())
+                gaps = await self._deliver(version, buckets, round_, costs)
+                self._held = version
+                reasons |= round_.missed
+                if gaps:
+                    return WeightSyncResult(
+                        policy_version=policy_version,
+                        seconds=time.monotonic() - started,
+                        bytes=num_bytes(version.metas, self._fleet.dtype),
+                        probe_gap=max(gaps),
+                        stages=costs.stages,
+                        num_calls=costs.num_calls,
+                        missed=tuple(sorted(round_.missed)),
                     )
-                    num_bytes += next(iter(loaded.values()))
-            self._on_all(lambda w: w.close_update.remote(version), deadline, "the end of a weight sync")
-        except RayTaskError as error:
-            raise RunStopped(f"weight sync of version {version} refused: {error.cause}") from error
-        return num_bytes
+        words = "; ".join(f"{name} {reason}" for name, reason in sorted(reasons.items()))
+        raise RunStopped(f"no rollout worker got version {policy_version} of the weights, sent twice: {words}")
 
-    def _worst_gap(self, deadline: float) -> tuple[str, float]:
-        """The worker whose probe is furthest from the learner's, and how far: nats, inf where one is no number."""
-        want = self._learner.probe_logprobs(self._probe)
-        got = self._on_all(lambda w: w.score.remote(self._probe), deadline, "the probe")
-        gaps = {name: probe_gap(scores, want) for name, scores in got.items()}
-        return max(gaps.items(), key=lambda item: item[1])
+    async def catch_up(self, receiver: Receiver) -> None:
+        """Bring a STALE worker the last version that was pushed; the fleet hears of the outcome.
 
-    def _on_all(self, submit: Callable[[Any], Any], deadline: float, what: str) -> dict[str, Any]:
-        return self._fleet.on_all(submit, timeout_s=max(0.0, deadline - time.monotonic()), what=what)
+        Does nothing before the first push, which reaches every worker, nor to a worker that a push has reached since.
+        """
+        async with self._lock:
+            if self._held is not None and receiver not in self._held.proved:
+                await self._deliver(self._held, _again(self._held), self._round([receiver]), Costs())
+
+    def _round(self, crew: Sequence[Receiver]) -> Round:
+        return Round(self._fleet, crew, timeout_s=self._config.step_timeout_s, grace_s=self._grace_s)
+
+    async def _some_receivers(self) -> Sequence[Receiver]:
+        deadline = time.monotonic() + self._config.step_timeout_s
+        while not (receivers := self._fleet.receivers()):
+            if time.monotonic() > deadline:
+                raise RunStopped(f"no rollout worker was up for weights within {self._config.step_timeout_s:g} s")
+            await asyncio.sleep(RECEIVER_POLL_S)
+        return receivers
+
+    async def _deliver(
+        self, version: Version, buckets: AsyncGenerator[Any, None], round_: Round, costs: "Costs"
+    ) -> list[float]:
+        """All buckets to the crew; returns the probe gap of each worker that proved to have them."""
+        loading: list[asyncio.Future[Any]] = []
+
+        def load(ref: Any) -> "asyncio.Future[Any]":
+            return asyncio.ensure_future(
+                round_.each(lambda w: w.load_bucket.remote(round_.id, ref), "a bucket of weights")
+            )
+
+        try:
+            await round_.each(
+                lambda w: w.open_update.remote(round_.id, version.number, self._fleet.dtype, version.metas),
+                "the start of a weight sync",
+            )
+            async with aclosing(buckets):
+                async for ref in buckets:
+                    loading.append(load(ref))
+                    if len(loading) >= BUCKETS_ABOARD:
+                        costs.loaded(await loading.pop(0))
+            while loading:
+                costs.loaded(await loading.pop(0))
+            await round_.each(lambda w: w.close_update.remote(round_.id), "the end of a weight sync")
+            return await self._prove(version, round_, costs)
+        except BaseException as error:
+            for receiver in list(round_.crew):
+                round_.drop(receiver, f"got half a sync, which broke off: {str(error) or type(error).__name__}")
+            raise
+        finally:
+            costs.num_calls += round_.num_calls
+            await end(loading)
+
+    async def _prove(self, version: Version, round_: Round, costs: "Costs") -> list[float]:
+        started, tolerance, gaps = time.monotonic(), self._config.probe_tolerance, []
+        assert version.probe_logprobs is not None
+        for receiver, scores in await round_.each(lambda w: w.score.remote(self._probe), "the probe"):
+            gap = probe_gap(scores, version.probe_logprobs)
+            if gap <= tolerance:
+                gaps.append(gap)
+                version.proved.append(receiver)
+                self._fleet.has_weights(receiver, version.number)
+            else:
+                round_.drop(
+                    receiver,
+                    f"does not compute what the learner computes: {gap:.3g} nats apart on the probe of "
+                    f"{len(self._probe)} tokens; at most learner.probe_tolerance={tolerance:g} is allowed",
+                )
+        costs.add("verify", time.monotonic() - started)
+        return gaps
+
+    async def _from_learner(self, version: Version, costs: "Costs") -> AsyncGenerator[Any, None]:
+        """The learner's buckets, held in `version` as they come, and at last its logprobs of the probe.
+
+        Whether the workers still listen makes no difference to it: the ranks are in the middle of one call.
+        """
+        stream = self._learner.stream_weights(self._fleet.dtype, full=self._config.sync_verify == "full")
+        try:
+            while (ref := await asyncio.to_thread(next, stream, None)) is not None:
+                version.buckets.append(ref)
+                yield ref
+            version.probe_logprobs = await asyncio.to_thread(self._learner.probe_logprobs, self._probe)
+        finally:
+            _close(stream)
+
+
+async def _again(version: Version) -> AsyncGenerator[Any, None]:
+    for ref in version.buckets:
+        yield ref
+
+
+def _close(stream: Generator[Any, None, None]) -> None:
+    """Here and now: left to the garbage collector, the stream would be ended after Ray is."""
+    try:
+        stream.close()
+    except ValueError:  # cancelled while a thread waits in it for the next bucket: it ends with the process
+        return
+
+
+@dataclass(kw_only=True)
+class Costs:
+    """What a push took, by stage: seconds of work, of the slowest worker."""
+
+    num_calls: int = 0
+    stages: dict[str, float] = field(default_factory=dict)
+
+    def add(self, stage: str, seconds: float) -> None:
+        self.stages[stage] = self.stages.get(stage, 0.0) + seconds
+
+    def loaded(self, answers: Sequence[tuple[Receiver, dict[str, float]]]) -> None:
+        """One bucket in the workers: each answers with its seconds by stage."""
+        for stage in answers[0][1] if answers else ():
+            self.add(stage, max(seconds[stage] for _, seconds in answers))
 
 
 def probe_ids(vocab_size: int, num_tokens: int) -> np.ndarray:

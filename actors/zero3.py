@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from actors import lora
-from actors.weight_sync import ParamMeta, plan_buckets
+from actors.buckets import ParamMeta, plan_buckets
 from t2g.errors import RunStopped
 from t2g.sections import Dtype, OptimConfig
 
@@ -206,10 +206,11 @@ def metadata(engine: Engine) -> list[ParamMeta]:
 
 
 def full_parameters(engine: Engine, bucket_bytes: int, dtype: Dtype) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """The whole weights, bucket by bucket: (name, CPU copy of type dtype) pairs on rank 0, empty lists on the others.
+    """The whole weights, bucket by bucket: (name, CPU tensor of type dtype) pairs on rank 0, empty lists on the others.
 
     Under LoRA they are the merged weights by their checkpoint names. One gather per bucket of whole decoder layers
-    (`plan_buckets`). Gathers are never nested, and none is open while the caller holds a bucket.
+    (`plan_buckets`). Gathers are never nested, and none is open while the caller holds a bucket. What needs no gather
+    and no conversion is no copy: read it before the engine's next call.
     """
     import deepspeed
 
@@ -220,7 +221,7 @@ def full_parameters(engine: Engine, bucket_bytes: int, dtype: Dtype) -> Iterator
         with deepspeed.zero.GatheredParameters([parameter for one in parts.values() for parameter in one]):
             keep = parts.items() if engine.global_rank == 0 else ()
             whole = ((name, lora.checkpoint_weight(engine.module, name, one)) for name, one in keep)
-            bucket = [(name, weight.to("cpu", getattr(torch, dtype), copy=True)) for name, weight in whole]
+            bucket = [(name, weight.to("cpu", getattr(torch, dtype)).contiguous()) for name, weight in whole]
         yield bucket
 
 

@@ -24,7 +24,7 @@ from t2g.checkpoint import write_atomic
 from t2g.config import AnnotateJob
 from t2g.describe import describe_annotate
 from t2g.errors import RunStopped, UserError
-from t2g.sections import RoleConfig
+from t2g.sections import ProcessConfig
 
 if TYPE_CHECKING:
     from jobs.fleets import Fleets
@@ -166,7 +166,7 @@ def _at_once(options: "AnnotateConfig") -> int:
         case "llm":
             return options.llm.concurrency
         case "reward_model":
-            return 2 * options.engine.workers * options.engine.max_num_seqs
+            return 2 * options.engine.workers.initial * options.engine.max_num_seqs
         case "program":
             return options.concurrency
     return 1
@@ -322,7 +322,7 @@ def _run_on_cluster(config: AnnotateJob, samples: "Sequence[Sample]") -> None:
     from actors.placement import connect
     from jobs.fleets import Fleets, feedback_roles
 
-    roles: dict[str, RoleConfig] = {"rollout": config.rollout} if config.annotate.responses == "policy" else {}
+    roles: dict[str, ProcessConfig] = {"rollout": config.rollout} if config.annotate.responses == "policy" else {}
     connect(config.cluster, roles | feedback_roles(config.annotate))
     try:
         stop = stop_flag()

@@ -16,7 +16,7 @@ from jobs.cli import main, stop_flag, stopped
 from t2g.config import DemoJob, PolicyJob
 from t2g.describe import describe_demo
 from t2g.errors import RunStopped
-from t2g.sections import DataConfig, FeedbackConfig, Placement, RoleConfig, RunConfig
+from t2g.sections import DataConfig, FeedbackConfig, Placement, ProcessConfig, RunConfig
 
 ARMS = "arms"
 FACTS = ("fact_f1", "fact_precision", "fact_recall")
@@ -105,7 +105,7 @@ def run(demo: DemoJob) -> int:
 
     started = time.monotonic()
     jobs = {arm: arm_job(demo, arm) for arm in demo.arms}
-    engines: dict[str, RoleConfig] = {"rollout": demo.rollout, "reward_engine": demo.reward_engine}
+    engines: dict[str, ProcessConfig] = {"rollout": demo.rollout, "reward_engine": demo.reward_engine}
     connect(demo.cluster, engines | demo.learner.roles(demo.objective))
     try:
         with Fleets() as fleets:

@@ -12,14 +12,14 @@ from t2g.errors import UserError
 from t2g.feedback.llm import LLMFeedback
 from t2g.feedback.sources import make_endpoint_source, make_local_source
 from t2g.interfaces import FeedbackSource
-from t2g.sections import AnnotateConfig, EngineConfig, FeedbackConfig, ModelConfig, RoleConfig, RolloutConfig
+from t2g.sections import AnnotateConfig, EngineConfig, FeedbackConfig, ModelConfig, ProcessConfig, RolloutConfig
 from t2g.tasks.base import Task
 
 AnyFleet = TypeVar("AnyFleet", RolloutFleet, RewardFleet, ChatFleet)
 Key = tuple[str | None, ...]  # what two requests must share to share engines
 
 
-def feedback_roles(config: FeedbackConfig) -> dict[str, RoleConfig]:
+def feedback_roles(config: FeedbackConfig) -> dict[str, ProcessConfig]:
     """The resources of the feedback source's actors by config section."""
     section = "annotate" if isinstance(config, AnnotateConfig) else "feedback"
     return {f"{section}.engine": config.engine} if config.own_engines else {}

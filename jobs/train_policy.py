@@ -6,26 +6,36 @@
 
 import asyncio
 import json
+import logging
 import shutil
 import sys
+import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jobs.cli import StopFlag, main, sole_process, stop_flag, stopped
 from t2g import configio
 from t2g.config import PolicyJob
 from t2g.describe import describe_policy
-from t2g.errors import UserError
-from t2g.sections import RoleConfig
+from t2g.errors import LearnerLost, RunStopped, UserError
+from t2g.sections import ProcessConfig
 
 if TYPE_CHECKING:  # numpy, torch and Ray are imported by the functions that need them: --help must answer at once
     from actors.learner import LearnerGroup
+    from actors.parts import LearnerSpec
     from actors.rollout import RolloutFleet
+    from jobs.steering import Steering
     from t2g.interfaces import FeedbackSource
+    from t2g.state import TrainerState
     from t2g.tasks.base import Task
     from t2g.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 SMOKE_STEPS = 3
 TIMES = {"steps_s": "time/step_s", "evaluations_s": "time/eval_s"}  # in the summary: sums of metrics
@@ -75,15 +85,98 @@ def train(
     rollouts: engines of the same model. after: called once all steps are done, while the learner lives and the engines
     have its weights; a run whose `after` did not return is not finished.
     """
-    from actors.learner import LearnerGroup, LearnerSpec
-    from actors.weight_sync import StoreWeightSync
+    from jobs.steering import Steering
+
+    begin_folder(config)
+    steering = Steering(config, rollouts, feedback)
+    attempt = partial(one_learner, config, data, rollouts, feedback, steering, stop, after)
+    with sole_process(config.run.folder):
+        state = with_restarts(attempt, config.learner.max_restarts, stop)
+    if state is None or state.step < config.num_steps:
+        return None
+    return write_summary(config, seconds=state.wall_s)
+
+
+def with_restarts(attempt: Callable[[float | None], Result], max_restarts: int, stop: StopFlag) -> Result | None:
+    """attempt(None). After a LearnerLost again, at most `max_restarts` times, as attempt(when it was lost) on
+    time.monotonic; None where `stop` came meanwhile.
+    """
+    lost_at = None
+    for left in range(max_restarts, -1, -1):
+        try:
+            return attempt(lost_at)
+        except LearnerLost as lost:
+            if left == 0:
+                raise RunStopped(f"{lost}; learner.max_restarts={max_restarts} allows no other start") from lost
+            lost_at = time.monotonic()
+            logger.warning("%s; it is started again from the last checkpoint (%d more at most)", lost, left - 1)
+        if stop:
+            break
+    return None
+
+
+def one_learner(
+    config: PolicyJob,
+    data: PolicyData,
+    rollouts: "RolloutFleet",
+    feedback: "FeedbackSource",
+    steering: "Steering",
+    stop: StopFlag,
+    after: "Callable[[LearnerGroup], None]",
+    lost_at: float | None,
+) -> "TrainerState":
+    """The run from its last checkpoint on, with a learner group of its own. Raises LearnerLost."""
+    from actors.learner import LearnerGroup
+    from actors.telemetry import RayMetrics
+    from actors.weight_sync import WeightSync
     from t2g.checkpoint import CheckpointStore
+    from t2g.concurrency import beside
     from t2g.metrics import RunLog, step_line
     from t2g.progress import stage
     from t2g.trainer import Trainer
 
     folder = config.run.folder
-    spec = LearnerSpec(
+    group = LearnerGroup(learner_spec(config), placement_timeout_s=config.cluster.placement_timeout_s)
+    log = RunLog(folder, config.log, [RayMetrics(config.run.name)])
+    with closing(group) as learner, closing(log), ExitStack() as engines:
+        sync = WeightSync(learner, rollouts, config.learner)
+        rollouts.catch_up = sync.catch_up
+        engines.callback(setattr, rollouts, "catch_up", None)  # the ranks behind it end here
+        trainer = Trainer(
+            config=config,
+            **vars(data),
+            rollouts=rollouts,
+            feedback=feedback,
+            learner=learner,
+            sync=sync,
+            log=log,
+            checkpoints=CheckpointStore(folder / "checkpoints", config.checkpoint.keep),
+            stop=lambda: bool(stop),
+            extra_metrics=steering.metrics,
+            lost_at=lost_at,
+        )
+        done = trainer.resume().step
+        with stage(f"PPO {config.run.name}", config.num_steps, done=done) as bar:
+
+            def on_step(step: int, metrics: dict[str, float]) -> None:
+                bar.say(step_line(step, metrics))
+                bar.advance(min(step, 1))  # step 0 is the evaluation before the first update
+                steering.on_step(step, metrics)
+
+            if done:
+                bar.say(f"going on after step {done}, from its checkpoint")
+            trainer.on_step = on_step
+            state = asyncio.run(beside(trainer.run(), *steering.duties()))
+        if state.step == config.num_steps:
+            learner.export(folder / "policy")
+            after(learner)
+        return state
+
+
+def learner_spec(config: PolicyJob) -> "LearnerSpec":
+    from actors.parts import LearnerSpec
+
+    return LearnerSpec(
         model=config.model,
         learner=config.learner,
         objective=config.objective,
@@ -91,43 +184,9 @@ def train(
         num_updates=config.num_steps,
         seed=config.run.seed,
     )
-    begin_folder(config)
-    with sole_process(folder), closing(RunLog(folder, config.log)) as log:
-        group = LearnerGroup(spec, placement_timeout_s=config.cluster.placement_timeout_s)
-        with closing(group) as learner:
-            trainer = Trainer(
-                config=config,
-                task=data.task,
-                tokenizer=data.tokenizer,
-                prompts=data.prompts,
-                eval_prompts=data.eval_prompts,
-                rollouts=rollouts,
-                feedback=feedback,
-                learner=learner,
-                sync=StoreWeightSync(learner, rollouts, config.learner),
-                log=log,
-                checkpoints=CheckpointStore(folder / "checkpoints", config.checkpoint.keep),
-                stop=lambda: bool(stop),
-            )
-            done = trainer.resume().step
-            with stage(f"PPO {config.run.name}", config.num_steps, done=done) as bar:
-
-                def on_step(step: int, metrics: dict[str, float]) -> None:
-                    bar.say(step_line(step, metrics))
-                    bar.advance(min(step, 1))  # step 0 is the evaluation before the first update
-
-                if done:
-                    bar.say(f"going on after step {done}, from its checkpoint")
-                trainer.on_step = on_step
-                state = asyncio.run(trainer.run())
-            if state.step < config.num_steps:
-                return None
-            learner.export(folder / "policy")
-            after(learner)
-        return write_summary(config, seconds=state.wall_s)
 
 
-def policy_roles(config: PolicyJob) -> dict[str, RoleConfig]:
+def policy_roles(config: PolicyJob) -> dict[str, ProcessConfig]:
     """The resources of engines and ranks by config section; `jobs.fleets.feedback_roles` has those of the feedback."""
     return {"rollout": config.rollout} | config.learner.roles(config.objective)
 

@@ -14,21 +14,21 @@ from typing import Any, TypeVar
 
 from t2g import baselines
 from t2g.baselines import PreferencePair, Scored
+from t2g.concurrency import unless_stopped
 from t2g.config import PolicyJob
 from t2g.data.sft import SFTExample
 from t2g.errors import RunStopped, Stopped
 from t2g.interfaces import FeedbackSource, RolloutSource
 from t2g.metrics import RunLog
+from t2g.producer import Producer
 from t2g.progress import stage
 from t2g.sampling import (
     Judged,
     JudgedResponse,
     held_out_metrics,
     sample_held_out,
-    sample_step,
     sampling_of,
     training_feedback,
-    unless_stopped,
     usable,
 )
 from t2g.sections import ModelConfig, RolloutConfig
@@ -137,10 +137,11 @@ async def ask_base(
     asked = job.model_copy(update={"rollout": job.rollout.model_copy(update={"samples_per_prompt": num_samples})})
     feedback, steps = training_feedback(job, arm.feedback), []
     with stage(f"{job.run.name}: samples of the base", job.num_steps) as bar:
-        for step in range(1, job.num_steps + 1):
-            judged = await sample_step(asked, arm.prompts, rollouts, feedback, arm.stop, step=step)
-            steps.append(going_on(judged))
-            bar.advance()
+        async with Producer(asked, arm.prompts, rollouts, feedback) as producer:
+            for step in range(1, job.num_steps + 1):
+                producer.admit(step)
+                steps.append(going_on(await producer.take(step, arm.stop)))
+                bar.advance()
     return held_out, steps
 
 
@@ -151,7 +152,7 @@ async def revise_steps(arm: Arm, steps: Sequence[Judged], rollouts: RolloutSourc
     num_samples = job.rollout.samples_per_prompt - 1
     with stage(f"{job.run.name}: revisions", job.num_steps) as bar:
         for step, judged in enumerate(steps, start=1):
-            kept = usable(judged.pairs, job, step=step, source=feedback.name)
+            kept = usable(judged, job, step=step, source=feedback.name)
             began = time.monotonic()
             found = await revise(arm, kept, rollouts, split="revise", step=step, num_samples=num_samples)
             written = [(prompt, new) for (prompt, _, _), some in found for new in some]
@@ -188,9 +189,9 @@ async def revise(
 
 def scored_of(arm: Arm, step: int, judged: Judged, tokenizer: Any) -> list[Scored]:
     """tokenizer: of the model that was sampled."""
-    if not judged.pairs:
+    if not judged.pairs and not judged.unsampled:
         return []
-    kept = usable(judged.pairs, arm.job, step=step, source=arm.feedback.name)
+    kept = usable(judged, arm.job, step=step, source=arm.feedback.name)
     return baselines.score(kept, tokenizer, arm.job.objective.rewards)
 
 

@@ -3,13 +3,13 @@
 from math import ceil
 
 from t2g.config import NOISY, UNTRAINED, AnnotateJob, CompareJob, DemoJob, PolicyJob, RewardJob, SFTJob, StudyJob
-from t2g.sections import LearnerConfig, RoleConfig, RolloutConfig, SFTOptions
+from t2g.sections import LearnerConfig, ProcessConfig, RolloutConfig, SFTOptions
 
 
 def describe_policy(job: PolicyJob) -> str:
     """jobs.train_policy: sizes of one step and of the run, then the resources."""
     samples = job.num_steps * samples_per_step(job.rollout)
-    roles: dict[str, RoleConfig] = {"rollout": job.rollout} | job.learner.roles(job.objective)
+    roles: dict[str, ProcessConfig] = {"rollout": job.rollout} | job.learner.roles(job.objective)
     if job.feedback.own_engines:
         roles[str(job.feedback.model_asked)] = job.feedback.engine
     lines = [
@@ -50,7 +50,7 @@ def describe_sft(job: SFTJob) -> str:
 
 
 def describe_annotate(job: AnnotateJob) -> str:
-    options, roles = job.annotate, dict[str, RoleConfig]()
+    options, roles = job.annotate, dict[str, ProcessConfig]()
     what = f"the response of each record of {job.data.path}"
     if options.responses == "policy":
         roles["rollout"] = job.rollout
@@ -157,16 +157,16 @@ def _sft(options: SFTOptions) -> str:
     )
 
 
-def _resource_lines(roles: dict[str, RoleConfig], *, together: bool = True) -> list[str]:
+def _resource_lines(roles: dict[str, ProcessConfig], *, together: bool = True) -> list[str]:
     """One line a role; then the sum, where the roles live at the same time."""
     lines = [
-        f"{name}: {_count(role.workers, 'actor')}, each {role.cpus:g} CPU, {role.gpus:g} GPU, "
+        f"{name}: {_count(role.num_processes, 'actor')}, each {role.cpus:g} CPU, {role.gpus:g} GPU, "
         f"{_count(role.threads, 'thread')}, about {role.memory_gib:g} GiB"
         for name, role in roles.items()
     ]
     if together:
         cpus, gpus, memory_gib = (
-            sum(role.workers * getattr(role, name) for role in roles.values())
+            sum(role.num_processes * getattr(role, name) for role in roles.values())
             for name in ("cpus", "gpus", "memory_gib")
         )
         lines.append(f"together: {cpus:g} CPU, {gpus:g} GPU, about {memory_gib:g} GiB")

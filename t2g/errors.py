@@ -11,3 +11,15 @@ class Stopped(Exception):
 
 class RunStopped(RuntimeError):
     """The run stopped by itself to protect what it has: NaN, failed feedback, a floor of workers. Exit code 3."""
+
+
+class LearnerLost(RunStopped):
+    """A rank of the learner died or does not answer; its group can be started again from the last checkpoint."""
+
+
+class SamplingFailed(RunStopped):
+    """One request that no worker could answer, in the words of each. Training does without it; else the job ends."""
+
+
+class MissedSync(RuntimeError):
+    """A worker that died, was late or refused in a weight sync: it does not have the weights."""

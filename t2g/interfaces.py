@@ -59,6 +59,9 @@ class Learner(Protocol):
 
 
 class WeightSync(Protocol):
-    def push(self, policy_version: int) -> WeightSyncResult:
-        """The learner's weights into every rollout worker, verified by names and by a scored probe."""
+    async def push(self, policy_version: int) -> WeightSyncResult:
+        """The learner's weights into every rollout worker, verified by names and by a scored probe.
+
+        The caller makes no other call of the learner meanwhile.
+        """
         ...

@@ -1,4 +1,5 @@
-"""What a run writes down: names of the metrics, the line per step, metrics.jsonl, samples.jsonl and dashboards.
+"""What a run writes down: names of the metrics, the line per step, metrics.jsonl, samples.jsonl, dropped.jsonl and
+dashboards.
 
 Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 
@@ -28,13 +29,27 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | importance/truncated_share                 | tokens whose weight objective.importance_cap changed                   |
 | feedback/failed_share                      | responses whose feedback is neither ok nor empty                       |
 | feedback/located_rate                      | quotes found in their response                                         |
+| staleness/{mean,max}                       | updates between the weights that made a token and those it trains      |
+| buffer/samples                             | judged responses that wait for a later step                            |
+| dropped/samples                            | responses of the step not trained on: without feedback, or not sampled |
+| dropped/prompts                            | prompts of the step that no rollout worker answered                    |
+| idle/learner                               | share of time/step_s in which the learner had no call                  |
+| idle/{rollout,reward}                      | share of the engines' time without a request, since the step before    |
+| rollout/workers, reward/workers            | that serve, at the end of the step                                     |
+| rollout/restarts, reward/restarts          | workers that were lost since the step before                           |
+| rollout/recovery_s, reward/recovery_s      | the longest from a loss to the service of who took its place           |
+| recovery/learner_s                         | from the loss of the learner until another had its place and weights   |
 | speed/tokens_per_s                         | sampled tokens by seconds of the whole step                            |
 | learner/tokens_per_s                       | packed tokens of all passes, prompts included, by seconds of the update |
 | learner/optimizer_steps                    | minibatches of this step                                               |
-| time/{generate,feedback,learn,sync}_s      | seconds by phase                                                       |
+| time/{generate,feedback}_s                 | seconds that the step waited for responses, then for the last feedback |
+| time/{learn,sync}_s                        | seconds of update and weight sync                                      |
 | time/{step,eval}_s                         | seconds of the whole step without its evaluation, and of that          |
 | sync/probe_gap                             | largest |engine - learner| logprob on the probe, nats                  |
 | sync/bytes                                 | weights sent to each worker                                            |
+| sync/{gather,hand_over,load,verify}_s      | seconds by stage; they overlap                                         |
+| sync/calls                                 | calls of workers and of the learner group                              |
+| sync/missed                                | workers that did not get the weights, and serve nobody until they have |
 | sft/<name>                                 | supervised jobs: loss, gradient norm, speed; `step` is the optimizer's |
 | dpo/{pairs,ties_share}                     | pairs learnt from; share left out since both are worth the same        |
 | dpo/{loss,accuracy,margin,grad_norm,steps} | of the last optimizer step, see `actors.dpo`                           |
@@ -83,6 +98,7 @@ EVAL = "eval/"  # prefix
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+DROPPED_FILE = "dropped.jsonl"
 
 _LINE = (  # parts of the line per step: metric and how it reads
     (TOKEN_REWARD, "reward {:+.3f}"),
@@ -129,7 +145,7 @@ class Sink(Protocol):
 
 
 class RunLog:
-    """metrics.jsonl, samples.jsonl and the dashboards of one run folder; durable when a call returns.
+    """metrics.jsonl, samples.jsonl, dropped.jsonl and the dashboards of one run folder; durable when a call returns.
 
     `truncate` comes first. A number that is not finite stands as null in metrics.jsonl. UserError when the disk is
     full; the lines before are kept.
@@ -153,7 +169,8 @@ class RunLog:
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         history = _drop_steps(self._folder / METRICS_FILE, first_step)
-        _drop_steps(self._folder / SAMPLES_FILE, first_step)
+        for name in (SAMPLES_FILE, DROPPED_FILE):
+            _drop_steps(self._folder / name, first_step)
         self._last_step = first_step - 1
         if self._config.tensorboard:
             self._sinks.append(TensorBoardSink(self._folder / "tensorboard", first_step))
@@ -186,6 +203,10 @@ class RunLog:
             tokens = _token_record(found, tokenizer) if found is not None else {}
             records.append(_sample_record(step, "train", prompt, rollout, feedback) | tokens)
         _append(self._folder / SAMPLES_FILE, records)
+
+    def dropped(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """What of the step was not trained on; see `t2g.sampling.dropped`."""
+        _append(self._folder / DROPPED_FILE, [{STEP: step, **record} for record in records])
 
     def eval_samples(
         self, step: int, pairs: Sequence[tuple[Prompt, Rollout]], feedback: Sequence[SpanFeedback] = ()

@@ -5,24 +5,23 @@ function of (run.seed, step), so that two methods see the same prompts, and the 
 """
 
 import asyncio
-import time
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+from t2g.concurrency import together
 from t2g.config import PolicyJob
+from t2g.data.sft import USABLE
 from t2g.errors import RunStopped
 from t2g.feedback.noise import NoisyFeedback
 from t2g.interfaces import FeedbackSource, RolloutSource, Sampling
 from t2g.metrics import RunLog
 from t2g.sections import SandboxConfig
-from t2g.steps import eval_metrics, prompt_indices, sampling_seed
+from t2g.steps import eval_metrics, sampling_seed
 from t2g.tasks.base import Task
 from t2g.types import Prompt, Rollout, SpanFeedback
 
-STOP_POLL_S = 0.2  # a SIGTERM during generation is noticed within this time
 JudgedResponse = tuple[Prompt, Rollout, SpanFeedback]
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +29,10 @@ class Judged:
     """One step's samples before the learner has seen them."""
 
     pairs: tuple[JudgedResponse, ...]
-    generate_s: float  # until the last response was there
-    feedback_s: float  # from then until the last critique was there: scoring overlaps with sampling
+    generate_s: float  # waited for the last response
+    feedback_s: float  # from then for the last critique: scoring overlaps with sampling
+    unsampled: Mapping[str, str] = field(default_factory=dict)  # prompts without a response, and why: by prompt_id
+    num_unsampled: int = 0  # responses that they would have had
 
 
 def sampling_of(config: PolicyJob, split: str, step: int, *, num_samples: int) -> Sampling:
@@ -51,69 +52,34 @@ def training_feedback(config: PolicyJob, feedback: FeedbackSource) -> FeedbackSo
     return feedback if noise is None else NoisyFeedback(feedback, noise, seed=config.run.seed)
 
 
-async def unless_stopped(
-    coroutines: Sequence[Coroutine[Any, Any, Result]], stop: Callable[[], bool]
-) -> list[Result] | None:
-    """What they return, in order. None as soon as `stop()` says so: those that still run are cancelled."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        pending = set(tasks)
-        while pending:
-            done, pending = await asyncio.wait(pending, timeout=STOP_POLL_S, return_when=asyncio.FIRST_EXCEPTION)
-            if stop():
-                return None
-            for task in done:
-                task.result()  # raises here what was raised there, instead of waiting for the others
-    finally:
-        for task in tasks:
-            task.cancel()
-    return [task.result() for task in tasks]
-
-
-async def sample_step(
-    config: PolicyJob,
-    prompts: Sequence[Prompt],
-    rollouts: RolloutSource,
-    feedback: FeedbackSource,
-    stop: Callable[[], bool],
-    *,
-    step: int,
-) -> Judged | None:
-    """Sample this step's prompts and judge each response as soon as it is there. None if `stop()` came first."""
-    rollout = config.rollout
-    chosen = prompt_indices(
-        num_prompts=len(prompts), per_step=rollout.prompts_per_step, step=step, seed=config.run.seed
-    )
-    sampling = sampling_of(config, "train", step, num_samples=rollout.samples_per_prompt)
-    started = time.monotonic()
-    sampled_at = [started]
-
-    async def one(prompt: Prompt) -> list[JudgedResponse]:
-        sampled = await rollouts.sample(prompt, sampling)
-        sampled_at.append(time.monotonic())
-        judged = await asyncio.gather(*(feedback.judge(prompt, r.response_text) for r in sampled))
-        return [(prompt, r, f) for r, f in zip(sampled, judged, strict=True)]
-
-    groups = await unless_stopped([one(prompts[i]) for i in chosen], stop)
-    if groups is None:
-        return None
-    pairs = tuple(pair for group in groups for pair in group)
-    generate_s = max(sampled_at) - started
-    return Judged(pairs=pairs, generate_s=generate_s, feedback_s=time.monotonic() - started - generate_s)
-
-
-def usable(pairs: Sequence[JudgedResponse], config: PolicyJob, *, step: int, source: str) -> list[JudgedResponse]:
-    """Those whose feedback can be used. RunStopped when more than `feedback.max_failed_share` has none that can."""
-    kept = [(p, r, f) for p, r, f in pairs if f.status in ("ok", "empty")]
-    failed_share = 1 - len(kept) / len(pairs)
-    if failed_share > config.feedback.max_failed_share or not kept:
-        counts = {s: sum(f.status == s for _, _, f in pairs) for s in ("failed", "unparsable")}
+def usable(judged: Judged, config: PolicyJob, *, step: int, source: str) -> list[JudgedResponse]:
+    """Those whose feedback can be used. RunStopped when more than `feedback.max_failed_share` of the step is lost."""
+    kept = [(p, r, f) for p, r, f in judged.pairs if f.status in USABLE]
+    num_asked = len(judged.pairs) + judged.num_unsampled
+    lost_share = 1 - len(kept) / num_asked
+    if lost_share > config.feedback.max_failed_share or not kept:
+        counts = {s: sum(f.status == s for _, _, f in judged.pairs) for s in ("failed", "unparsable")}
+        unsampled = f"{judged.num_unsampled} not sampled, " if judged.unsampled else ""
         raise RunStopped(
-            f"step {step}: {failed_share:.0%} of {len(pairs)} samples have no usable feedback "
-            f"({counts['failed']} failed, {counts['unparsable']} unparsable) from {source}; "
+            f"step {step}: {lost_share:.0%} of {num_asked} samples have no usable feedback "
+            f"({unsampled}{counts['failed']} failed, {counts['unparsable']} unparsable) from {source}; "
             f"feedback.max_failed_share allows {config.feedback.max_failed_share:.0%}"
         )
     return kept
+
+
+def dropped(judged: Judged) -> list[dict[str, Any]]:
+    """What of a step is not trained on, and why: the lines of dropped.jsonl. No sample_index: a whole prompt."""
+    prompts = [{"prompt_id": i, "sample_index": None, "reason": why} for i, why in judged.unsampled.items()]
+    return prompts + [
+        {
+            "prompt_id": r.prompt_id,
+            "sample_index": r.sample_index,
+            "reason": f"feedback {f.status}" + (f": {f.reason}" if f.reason else ""),
+        }
+        for _, r, f in judged.pairs
+        if f.status not in USABLE
+    ]
 
 
 async def measure(
@@ -129,7 +95,7 @@ async def sample_held_out(
 ) -> list[tuple[Prompt, Rollout]]:
     """Responses to the held-out prompts, with the same seeds at every evaluation and in every arm."""
     sampling = sampling_of(config, "eval", 0, num_samples=config.eval.samples_per_prompt)
-    groups = await asyncio.gather(*(rollouts.sample(prompt, sampling) for prompt in prompts))
+    groups = await together(rollouts.sample(prompt, sampling) for prompt in prompts)
     return [(p, r) for p, group in zip(prompts, groups, strict=True) for r in group]
 
 
@@ -147,8 +113,8 @@ async def held_out_metrics(
     The first ones go into samples.jsonl with their feedback.
     """
     turn = asyncio.Semaphore(config.feedback.concurrency)
-    measured = await asyncio.gather(*(measure(task, *pair, config.feedback.sandbox, turn) for pair in pairs))
+    measured = await together(measure(task, *pair, config.feedback.sandbox, turn) for pair in pairs)
     judged = pairs if None in measured else pairs[: config.log.num_samples]  # the latter for the report only
-    said = await asyncio.gather(*(feedback.judge(p, r.response_text) for p, r in judged))
+    said = await together(feedback.judge(p, r.response_text) for p, r in judged)
     log.eval_samples(step, pairs, said)
     return eval_metrics(pairs, measured, said, task, config.objective.rewards)

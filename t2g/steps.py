@@ -12,7 +12,7 @@ from t2g.errors import RunStopped, UserError
 from t2g.feedback.rewards import label_shares, place
 from t2g.sections import ObjectiveConfig, Placement, RewardRuleConfig, SandboxConfig
 from t2g.tasks.base import Task
-from t2g.types import Prompt, Rollout, ScoredRollout, SpanFeedback, TokenStats, TrainSample
+from t2g.types import Prompt, Rollout, ScoredRollout, SpanFeedback, TokenStats, TrainSample, WeightSyncResult
 
 
 def prompt_indices(*, num_prompts: int, per_step: int, step: int, seed: int) -> list[int]:
@@ -47,6 +47,24 @@ def sampling_seed(seed: int, split: str, step: int) -> int:
     """The seed of one step's sampling, of one split ("train", "eval"): different ones never meet."""
     digest = hashlib.blake2b(f"{seed}/{split}/{step}".encode(), digest_size=7).digest()
     return int.from_bytes(digest)
+
+
+def token_staleness(rollouts: Sequence[Rollout], *, policy_version: int, max_staleness: int) -> np.ndarray:
+    """Of each response token, the updates between the weights that made it and those it will train: [N] int.
+
+    RunStopped, naming the sample, for one that is older than `max_staleness` or newer than the learner.
+    """
+    ages = []
+    for rollout in rollouts:
+        made_by = {version for _, _, version in rollout.policy_versions}
+        if not made_by <= set(range(policy_version - max_staleness, policy_version + 1)):
+            raise RunStopped(
+                f"prompt {rollout.prompt_id}, sample {rollout.sample_index} was sampled with weights of version "
+                f"{sorted(made_by)}, and the learner is at {policy_version}: rollout.max_staleness={max_staleness} "
+                "forbids it"
+            )
+        ages += [np.full(end - start, policy_version - version) for start, end, version in rollout.policy_versions]
+    return np.concatenate(ages)
 
 
 def pad(rows: Sequence[np.ndarray]) -> torch.Tensor:
@@ -176,6 +194,17 @@ def step_metrics(
         "gap/p95": float(np.quantile(np.abs(gaps), 0.95)),
         "feedback/failed_share": 1 - len(scored) / len(pairs),
         "feedback/located_rate": sum(f.num_located for _, _, f in pairs) / quotes if quotes else 1.0,
+    }
+
+
+def sync_metrics(result: WeightSyncResult) -> dict[str, float]:
+    """What a weight sync took and proved."""
+    return {f"sync/{stage}_s": seconds for stage, seconds in result.stages.items()} | {
+        "time/sync_s": result.seconds,
+        "sync/bytes": float(result.bytes),
+        "sync/probe_gap": result.probe_gap,
+        "sync/calls": float(result.num_calls),
+        "sync/missed": float(len(result.missed)),
     }
 
 

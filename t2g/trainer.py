@@ -1,58 +1,57 @@
-"""The loop: generate -> feedback -> token rewards -> advantages -> update -> sync. Staleness 0.
+"""The loop: generate -> feedback -> token rewards -> advantages -> update -> sync.
 
 Written against the four Protocols of `t2g.interfaces`: it does not know whether they are Ray actors or fakes.
-A step is all or nothing: it is logged and checkpointed only when its weights are in every rollout worker, and
-everything random in it is a function of (seed, step), so that the step number is all that a resume must know.
+A step is all or nothing: it is logged and checkpointed only when its weights are in every rollout worker, and which
+prompts it has, with which seeds, is a function of (seed, step). With rollout.max_staleness s > 0 the responses of the
+s steps behind the one being trained are made meanwhile; a checkpoint keeps those that are finished.
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from t2g.algo.kl import adapt_kl_coef
 from t2g.checkpoint import CheckpointStore
+from t2g.concurrency import unless_stopped
 from t2g.config import PolicyJob
 from t2g.data.batching import make_train_batch
+from t2g.data.buffer import Group, read_groups, write_groups
 from t2g.decisions.alarms import alarms
-from t2g.errors import RunStopped, UserError
+from t2g.errors import LearnerLost, RunStopped, UserError
 from t2g.feedback import token_offsets, token_rewards
 from t2g.feedback.rewards import step_ids
 from t2g.interfaces import FeedbackSource, Learner, RolloutSource, WeightSync
 from t2g.metrics import RunLog
+from t2g.producer import Producer
 from t2g.sampling import (
     Judged,
+    dropped,
     held_out_metrics,
     measure,
     sample_held_out,
-    sample_step,
     training_feedback,
-    unless_stopped,
     usable,
 )
-from t2g.steps import advantage_samples, refuse_not_finite, step_metrics
+from t2g.state import Origin, TrainerState, read_state
+from t2g.steps import advantage_samples, refuse_not_finite, step_metrics, sync_metrics, token_staleness
 from t2g.tasks.base import Task
-from t2g.types import Prompt, Rollout, ScoredRollout, SpanFeedback
+from t2g.types import Prompt, Rollout, ScoredRollout, SpanFeedback, TokenStats, UpdateResult
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerState:
-    """What a checkpoint holds beside the learner's own files."""
-
-    step: int = 0  # finished steps
-    num_samples: int = 0  # responses sampled for training so far
-    policy_version: int = 0
-    kl_coef: float
-    wall_s: float = 0.0  # seconds of all sessions that led here
+Result = TypeVar("Result")
 
 
 class Trainer:
-    """Owns nothing but the order of things. `run` returns the state it stopped in."""
+    """Owns nothing but the order of things. `run` returns the state it stopped in.
+
+    extra_metrics: what others know of a step, asked at its end. lost_at: on time.monotonic, when the learner was lost
+    whose work this one takes up.
+    """
 
     def __init__(
         self,
@@ -70,67 +69,118 @@ class Trainer:
         checkpoints: CheckpointStore,
         stop: Callable[[], bool],
         on_step: Callable[[int, dict[str, float]], None] = lambda step, metrics: None,
+        extra_metrics: Callable[[], dict[str, float]] = dict,
+        lost_at: float | None = None,
     ) -> None:
         self.config, self.task, self.tokenizer = config, task, tokenizer
         self.prompts, self.eval_prompts = prompts, eval_prompts
         self.rollouts, self.feedback, self.learner, self.sync = rollouts, feedback, learner, sync
         self.train_feedback = training_feedback(config, feedback)
         self.log, self.checkpoints, self.stop, self.on_step = log, checkpoints, stop, on_step
+        self.extra_metrics, self.lost_at = extra_metrics, lost_at
         self.state = TrainerState(kl_coef=config.objective.kl_coef)
+        self.origin = Origin.of(config, prompts, feedback)
         self.history: list[dict[str, float]] = []
+        self._finished: dict[int, list[Group]] = {}  # by the checkpoint
         self._measuring = asyncio.Semaphore(config.feedback.concurrency)
         self._since = time.monotonic()
+        self._busy_s = 0.0  # of the learner, in this step
         self._learner_is_at_state = True  # False while the weights move: a checkpoint would be of half a step
 
     def resume(self) -> TrainerState:
-        """Load the last checkpoint, if there is one, and open the log after it. Comes before `run`."""
+        """Load the last checkpoint, if there is one, and open the log after it. Comes before `run`.
+
+        UserError for a checkpoint of another config, of other prompts or of other feedback.
+        """
         found = self.checkpoints.latest()
         if found is None:
             self.log.truncate(0)
             return self.state
-        folder, state = found
+        folder, saved = found
+        self.state = read_state(folder, saved, self.origin)
+        self._finished = read_groups(folder / "buffer", {prompt.prompt_id: prompt for prompt in self.prompts})
         self.learner.load(folder / "learner")
-        self.state = TrainerState(**state)
         self.history = self.log.truncate(self.state.step + 1)
         return self.state
 
     async def run(self) -> TrainerState:
         """Step until `num_steps` or until `stop()`, and leave a checkpoint of the last finished step.
 
-        Raises RunStopped or UserError when the run must not go on; steps that were finished are kept.
+        Raises RunStopped or UserError when the run must not go on. Then, and when it is cancelled, steps that were
+        finished are kept, unless it is the learner that was lost.
         """
-        self.sync.push(self.state.policy_version)
+        await self.sync.push(self.state.policy_version)
+        recovered = {} if self.lost_at is None else {"recovery/learner_s": time.monotonic() - self.lost_at}
         if self.state.step == 0 and self.eval_prompts:
             self._log(0, await self._evaluate(step=0))
-        saved = self.state.step
-        try:
-            while self.state.step < self.config.num_steps and await self._step(self.state.step + 1):
-                if self.state.step % self.config.checkpoint.every == 0:
-                    self._checkpoint()
-                    saved = self.state.step
-        except (RunStopped, UserError):
-            if self._learner_is_at_state and self.state.step > saved:
-                self._checkpoint()
-            raise
-        if self.state.step > saved:
-            self._checkpoint()
+        async with Producer(self.config, self.prompts, self.rollouts, self.train_feedback, self._finished) as producer:
+            saved = self.state.step
+            try:
+                while self.state.step < self.config.num_steps and await self._step(producer, recovered):
+                    recovered = {}
+                    if self.state.step % self.config.checkpoint.every == 0:
+                        await self._checkpoint(producer)
+                        saved = self.state.step
+            except (RunStopped, UserError, asyncio.CancelledError) as error:
+                if self._learner_is_at_state and self.state.step > saved and not isinstance(error, LearnerLost):
+                    await self._checkpoint(producer)
+                raise
+            if self.state.step > saved:
+                await self._checkpoint(producer)
         return self.state
 
-    async def _step(self, step: int) -> bool:
+    async def _step(self, producer: Producer, recovered: dict[str, float]) -> bool:
         """One round. False if `stop()` came before the weights moved: the step then never happened."""
-        started = time.monotonic()
-        judged = await sample_step(
-            self.config, self.prompts, self.rollouts, self.train_feedback, self.stop, step=step
+        started, self._busy_s = time.monotonic(), 0.0
+        step, max_staleness = self.state.step + 1, self.config.rollout.max_staleness
+        for admitted in range(step, min(step + max_staleness, self.config.num_steps) + 1):
+            producer.admit(admitted)
+        judged = await producer.take(step, self.stop)
+        scored = None if judged is None else await self._score(step, judged)
+        if judged is None or scored is None or self.stop():
+            return False
+        ages = token_staleness(
+            [s.rollout for s in scored], policy_version=self.state.policy_version, max_staleness=max_staleness
         )
-        if judged is None:
-            return False
-        scored = await self._score(step, judged)
-        if scored is None or self.stop():
-            return False
 
         self._learner_is_at_state = False
         learn_started = time.monotonic()
-        stats = self.learner.forward([s.rollout for s in scored])
+        stats, kl, result = await self._learn(step, scored)
+        learn_s = time.monotonic() - learn_started
+        synced = await self.sync.push(result.policy_version)
+
+        kl_coef = self.state.kl_coef
+        self._advance(step, result.policy_version, len(judged.pairs), kl)
+        metrics = step_metrics(judged.pairs, scored, stats, self.config.objective, kl=kl, kl_coef=kl_coef)
+        metrics |= result.metrics | sync_metrics(synced) | recovered | self.extra_metrics()
+        step_s = time.monotonic() - started
+        metrics |= {
+            "samples": float(self.state.num_samples),
+            "staleness/mean": float(ages.mean()),
+            "staleness/max": float(ages.max()),
+            "buffer/samples": float(producer.num_waiting()),
+            "dropped/samples": float(len(judged.pairs) - len(scored) + judged.num_unsampled),
+            "dropped/prompts": float(len(judged.unsampled)),
+            "idle/learner": max(0.0, 1 - (self._busy_s + synced.seconds) / step_s),
+            "time/generate_s": judged.generate_s,
+            "time/feedback_s": judged.feedback_s,
+            "time/learn_s": learn_s,
+            "time/step_s": step_s,
+            "speed/tokens_per_s": len(ages) / step_s,
+        }
+        try:
+            if self.eval_prompts and (step % self.config.eval.every == 0 or step == self.config.num_steps):
+                metrics |= await self._evaluate(step=step)
+        finally:  # the step is done, whatever becomes of its evaluation
+            self.log.samples(step, judged.pairs, scored, self.tokenizer)
+            self.log.dropped(step, dropped(judged))
+            self._log(step, metrics)
+            self._learner_is_at_state = True
+        return True
+
+    async def _learn(self, step: int, scored: Sequence[ScoredRollout]) -> tuple[list[TokenStats], float, UpdateResult]:
+        """The update, with the learner's view before it and the KL (nats per sequence) to the reference."""
+        stats = await self._call(self.learner.forward, [s.rollout for s in scored])
         refuse_not_finite(step, scored, stats)
         objective, kl_coef, seed = self.config.objective, self.state.kl_coef, self.config.run.seed
         samples, kl = advantage_samples(scored, stats, objective, kl_coef=kl_coef, seed=seed)
@@ -142,39 +192,28 @@ class Trainer:
             kl_coef=kl_coef if objective.kl_in_loss else 0.0,
             seed=seed + step,
         )
-        result = self.learner.update(batch)
-        learn_s = time.monotonic() - learn_started
-        synced = self.sync.push(result.policy_version)
+        return stats, kl, await self._call(self.learner.update, batch)
 
-        metrics = step_metrics(judged.pairs, scored, stats, objective, kl=kl, kl_coef=kl_coef)
-        metrics |= result.metrics
-        metrics |= {
-            "time/generate_s": judged.generate_s,
-            "time/feedback_s": judged.feedback_s,
-            "time/learn_s": learn_s,
-            "time/sync_s": synced.seconds,
-            "time/step_s": time.monotonic() - started,
-            "sync/bytes": float(synced.bytes),
-            "sync/probe_gap": synced.probe_gap,
-        }
-        metrics["speed/tokens_per_s"] = sum(len(s.rollout.response_ids) for s in scored) / metrics["time/step_s"]
-        self._advance(step, result.policy_version, len(judged.pairs), kl)
-        metrics["samples"] = float(self.state.num_samples)
+    async def _call(self, call: Callable[..., Result], *args: Any) -> Result:
+        """A call of the learner in a thread: requests go on meanwhile. Cancelled, it waits for the call's end all the
+        same: the ranks can make one at a time.
+        """
+        started = time.monotonic()
+        thread = asyncio.ensure_future(asyncio.to_thread(call, *args))
         try:
-            if self.eval_prompts and (step % self.config.eval.every == 0 or step == self.config.num_steps):
-                metrics |= await self._evaluate(step=step)
-        finally:  # the step is done, whatever becomes of its evaluation
-            self.log.samples(step, judged.pairs, scored, self.tokenizer)
-            self._log(step, metrics)
-            self._learner_is_at_state = True
-        return True
+            return await asyncio.shield(thread)
+        except asyncio.CancelledError:
+            await asyncio.wait([thread])
+            raise
+        finally:
+            self._busy_s += time.monotonic() - started
 
     async def _score(self, step: int, judged: Judged) -> list[ScoredRollout] | None:
-        """Rewards of the samples whose feedback can be used; the others are dropped and counted. None: `stop()` came.
+        """Rewards of the samples whose feedback can be used. None: `stop()` came.
 
-        Raises RunStopped when more than `feedback.max_failed_share` of the step has no usable feedback.
+        Raises RunStopped when more than `feedback.max_failed_share` of the step is lost.
         """
-        kept = usable(judged.pairs, self.config, step=step, source=self.feedback.name)
+        kept = usable(judged, self.config, step=step, source=self.feedback.name)
         end_rewards: list[float] | None = [0.0] * len(kept)
         if self.config.objective.w_end:
             end_rewards = await unless_stopped([self._end_reward(p, r) for p, r, _ in kept], self.stop)
@@ -192,12 +231,6 @@ class Trainer:
         return measured[self.task.score_name]
 
     def _scored(self, rollout: Rollout, feedback: SpanFeedback, end_reward: float) -> ScoredRollout:
-        versions = {version for _, _, version in rollout.policy_versions}
-        if versions != {self.state.policy_version}:
-            raise RunStopped(
-                f"prompt {rollout.prompt_id}, sample {rollout.sample_index} was sampled with weights of version "
-                f"{sorted(versions)}, and the learner is at {self.state.policy_version}: staleness 0 forbids it"
-            )
         offsets = token_offsets(self.tokenizer, rollout.response_ids)
         deltas = token_rewards(offsets, feedback.spans, text=rollout.response_text, rule=self.config.objective.rewards)
         return ScoredRollout(
@@ -233,7 +266,7 @@ class Trainer:
         started = time.monotonic()
         pairs = await sample_held_out(self.config, self.eval_prompts, self.rollouts)
         metrics = await held_out_metrics(self.config, self.task, pairs, self.feedback, self.log, step=step)
-        self.checkpoints.keep_best(step, self.learner.export, metrics["eval/score"])
+        await self._call(self.checkpoints.keep_best, step, self.learner.export, metrics["eval/score"])
         return metrics | {"time/eval_s": time.monotonic() - started}
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
@@ -243,12 +276,16 @@ class Trainer:
             logger.warning("step %d: %s", step, sentence)
         self.on_step(step, metrics)
 
-    def _checkpoint(self) -> None:
+    async def _checkpoint(self, producer: Producer) -> None:
         self._mark_time()
+        groups = producer.finished()
 
         def fill(folder: Path) -> None:
             (folder / "learner").mkdir()
             self.learner.save(folder / "learner")
             self.learner.export(folder / "policy")
+            if groups:
+                write_groups(folder / "buffer", groups)
 
-        self.checkpoints.write(self.state.step, fill, asdict(self.state))
+        state = asdict(self.state) | {"origin": asdict(self.origin)}
+        await self._call(self.checkpoints.write, self.state.step, fill, state)

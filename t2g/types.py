@@ -149,7 +149,12 @@ class UpdateResult:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSyncResult:
+    """One version of the weights in the engines. Fields below `probe_gap` say what it cost."""
+
     policy_version: int
     seconds: float
-    bytes: int
+    bytes: int  # sent to each worker
     probe_gap: float  # largest |engine - learner| logprob over the probe tokens, nats
+    stages: dict[str, float] = field(default_factory=dict)  # seconds of gather, hand_over, load, verify; they overlap
+    num_calls: int = 0  # of workers and of the learner group
+    missed: tuple[str, ...] = ()  # workers that did not get it: they are STALE

@@ -4,8 +4,11 @@ The policy writes LENGTH letters; the letter at each place is drawn from softmax
 prompt. `a` is good, `b` is poor, `c` is neither.
 """
 
+import asyncio
 import json
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,10 @@ LETTERS = "abc"
 LENGTH = 4
 
 
+async def no_wait(prompt_id: str, seed: int) -> None:
+    await asyncio.sleep(0)
+
+
 class FakeRollouts:
     """Samples from its own copy of the table: it learns of an update only through a sync."""
 
@@ -32,38 +39,61 @@ class FakeRollouts:
         self.ids = [tokenizer.convert_tokens_to_ids(letter) for letter in LETTERS]
         self.logits = torch.zeros(LENGTH, len(LETTERS))
         self.version = 0
-        self.before_sample: Callable[[], None] = lambda: None
+        self.before_sample: Callable[[Prompt], None] = lambda prompt: None
+        self.midway: Callable[[str, int], Awaitable[None]] = (
+            no_wait  # between the first half of a response and the other
+        )
+        self.num_running = 0
+        self.asked: list[tuple[str, int]] = []  # prompt_id and seed of every request
+        self.answered: list[tuple[str, int]] = []
 
     async def sample(self, prompt: Prompt, sampling: Sampling) -> list[Rollout]:
-        self.before_sample()
-        logprobs = (self.logits / sampling.temperature).double().log_softmax(-1)
-        key = int.from_bytes(prompt.prompt_id.encode())
-        rollouts = []
-        for index in range(sampling.num_samples):
-            rng = np.random.default_rng([sampling.seed, key, index])
-            letters = [int(rng.choice(len(LETTERS), p=row.exp().numpy())) for row in logprobs]
-            rollouts.append(
-                Rollout(
-                    prompt_id=prompt.prompt_id,
-                    sample_index=index,
-                    prompt_ids=prompt.prompt_ids,
-                    response_ids=np.array([self.ids[i] for i in letters], np.int32),
-                    rollout_logprobs=np.array([float(logprobs[t, i]) for t, i in enumerate(letters)], np.float32),
-                    response_text="".join(LETTERS[i] for i in letters),
-                    finish_reason="length",
-                    policy_versions=((0, LENGTH, self.version),),
-                )
-            )
+        self.asked.append((prompt.prompt_id, sampling.seed))
+        self.before_sample(prompt)
+        self.num_running += 1
+        try:
+            rollouts = await self._sample(prompt, sampling)
+        finally:
+            self.num_running -= 1
+        self.answered.append((prompt.prompt_id, sampling.seed))
         return rollouts
+
+    async def _sample(self, prompt: Prompt, sampling: Sampling) -> list[Rollout]:
+        key = int.from_bytes(prompt.prompt_id.encode())
+        rngs = [np.random.default_rng([sampling.seed, key, index]) for index in range(sampling.num_samples)]
+        letters, logprobs, versions = [], [], []  # by place
+        for place in range(LENGTH):
+            if place == LENGTH // 2:
+                await self.midway(prompt.prompt_id, sampling.seed)
+            row = (self.logits[place] / sampling.temperature).double().log_softmax(-1).numpy()
+            letters.append([int(rng.choice(len(LETTERS), p=np.exp(row))) for rng in rngs])
+            logprobs.append([float(row[i]) for i in letters[-1]])
+            versions.append(self.version)
+        return [
+            Rollout(
+                prompt_id=prompt.prompt_id,
+                sample_index=index,
+                prompt_ids=prompt.prompt_ids,
+                response_ids=np.array([self.ids[row[index]] for row in letters], np.int32),
+                rollout_logprobs=np.array([row[index] for row in logprobs], np.float32),
+                response_text="".join(LETTERS[row[index]] for row in letters),
+                finish_reason="length",
+                policy_versions=tuple((t, t + 1, version) for t, version in enumerate(versions)),
+            )
+            for index in range(sampling.num_samples)
+        ]
 
 
 class FakeFeedback:
     name = "program"
+    version = "fake"
 
     def __init__(self) -> None:
         self.failing: Callable[[Prompt], bool] = lambda prompt: False
+        self.before_judge: Callable[[Prompt], None] = lambda prompt: None
 
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
+        self.before_judge(prompt)
         if self.failing(prompt):
             return no_feedback("failed", source=self.name, version="fake")
         places = {c: [(c, k + 1) for k in range(response_text.count(c))] for c in "ab"}
@@ -71,7 +101,7 @@ class FakeFeedback:
 
 
 class FakeLearner:
-    """Adam on the table and on one value per place."""
+    """Adam on the table and on one value per place. Like ranks, it is out of step for good when two calls overlap."""
 
     def __init__(self, rollouts: FakeRollouts, *, lr: float = 0.05) -> None:
         self.ids = rollouts.ids
@@ -80,11 +110,28 @@ class FakeLearner:
         self.optimizer = torch.optim.Adam([self.logits, self.critic], lr=lr)
         self.num_updates = 0
         self.batches: list[TrainBatch] = []  # everything it was trained on
+        self.seen: list[list[Rollout]] = []  # of each step, what it was asked about
+        self.before_call: Callable[[str], None] = lambda call: None
+        self._busy = threading.Lock()
+
+    @contextmanager
+    def call(self, name: str) -> Iterator[None]:
+        assert self._busy.acquire(blocking=False), f"{name} during another call"
+        try:
+            self.before_call(name)
+            yield
+        finally:
+            self._busy.release()
 
     def _places(self, response_ids: np.ndarray) -> list[int]:
         return [self.ids.index(int(i)) for i in response_ids]
 
     def forward(self, rollouts: Sequence[Rollout]) -> list[TokenStats]:
+        with self.call("forward"):
+            return self._forward(rollouts)
+
+    def _forward(self, rollouts: Sequence[Rollout]) -> list[TokenStats]:
+        self.seen.append(list(rollouts))
         logprobs = self.logits.detach().log_softmax(-1)
         entropy = -(logprobs.exp() * logprobs).sum(-1).numpy()
         reference = np.full(LENGTH, -np.log(len(LETTERS)), np.float32)
@@ -99,6 +146,10 @@ class FakeLearner:
         ]
 
     def update(self, batch: TrainBatch) -> UpdateResult:
+        with self.call("update"):
+            return self._update(batch)
+
+    def _update(self, batch: TrainBatch) -> UpdateResult:
         self.batches.append(batch)
         for minibatch in batch.minibatches:
             (microbatch,) = pack_minibatch(minibatch, num_ranks=1, token_budget=10_000)[0]
@@ -136,8 +187,9 @@ class FakeLearner:
         return UpdateResult(policy_version=self.num_updates, metrics={"policy/loss": float(loss.detach())})
 
     def save(self, folder: Path) -> None:
-        state = {"table": [self.logits, self.critic], "optimizer": self.optimizer.state_dict()}
-        torch.save({**state, "num_updates": self.num_updates}, folder / "fake.pt")
+        with self.call("save"):
+            state = {"table": [self.logits, self.critic], "optimizer": self.optimizer.state_dict()}
+            torch.save({**state, "num_updates": self.num_updates}, folder / "fake.pt")
 
     def load(self, folder: Path) -> None:
         state = torch.load(folder / "fake.pt", weights_only=True)
@@ -148,15 +200,18 @@ class FakeLearner:
         self.num_updates = state["num_updates"]
 
     def export(self, folder: Path) -> None:
-        folder.mkdir(exist_ok=True)
-        (folder / "policy.json").write_text(json.dumps(self.logits.tolist()))
+        with self.call("export"):
+            folder.mkdir(exist_ok=True)
+            (folder / "policy.json").write_text(json.dumps(self.logits.tolist()))
 
 
 class FakeSync:
     def __init__(self, learner: FakeLearner, rollouts: FakeRollouts) -> None:
         self.learner, self.rollouts = learner, rollouts
 
-    def push(self, policy_version: int) -> WeightSyncResult:
+    async def push(self, policy_version: int) -> WeightSyncResult:
+        with self.learner.call("push"):
+            await asyncio.sleep(0)
         self.rollouts.logits = self.learner.logits.detach().clone()
         self.rollouts.version = policy_version
         return WeightSyncResult(policy_version=policy_version, seconds=0.0, bytes=48, probe_gap=0.0)

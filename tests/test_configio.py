@@ -82,8 +82,7 @@ def test_all_wrong_values_are_reported_at_once(tmp_path: Path) -> None:
     text = GOOD.replace("0.6", "hot") + "num_steps: 0\n"
     assert refused(tmp_path, text, "rollout.workers=0", "objective.whiten=most", "learner.critic.lr=.nan") == [
         "job.yaml:8: num_steps: got 0, needs greater than or equal to 1",
-        "command line: rollout.workers: got 0, needs greater than or equal to 1 "
-        "(processes of this role (rollout engines, reward engines, ranks))",
+        "command line: rollout.workers.initial: got 0, needs greater than or equal to 1 (engines at the start)",
         'job.yaml:7: rollout.temperature: got "hot", needs a valid number, unable to parse string as a number',
         "command line: objective.whiten: got \"most\", needs 'full', 'scale_only' or 'none'",
         "command line: learner.critic.lr: got NaN, needs a finite number",
@@ -291,8 +290,9 @@ def test_diff_names_every_key_that_differs(tmp_path: Path) -> None:
         ("num_steps", True),
         ("run.root", True),
         ("log.num_samples", True),
-        ("rollout.workers", True),
-        ("feedback.engine.workers", True),
+        ("rollout.workers.max", True),
+        ("feedback.engine.workers.initial", True),
+        ("rollout.max_staleness", False),
         ("learner.cpus", True),
         ("feedback.engine.labels.zone", True),
         ("learner.step_timeout_s", True),

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from t2g import configio
 from t2g.config import (
     AnnotateJob,
+    BenchmarkJob,
     CompareJob,
     DemoJob,
     EvaluateJob,
@@ -54,6 +55,7 @@ SCHEMAS: dict[str, type[BaseModel]] = {
     "score": ScoreJob,
     "compare": CompareJob,
     "compare_more": CompareJob,
+    "sync": BenchmarkJob,
 }
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 

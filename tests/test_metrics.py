@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from t2g import metrics
 from t2g.errors import UserError
-from t2g.metrics import METRICS_FILE, SAMPLES_FILE, RunLog, held_out, read_records, step_line
+from t2g.metrics import DROPPED_FILE, METRICS_FILE, SAMPLES_FILE, RunLog, held_out, read_records, step_line
 from t2g.sections import LogConfig
 from t2g.types import Prompt, Rollout, ScoredRollout, Span, SpanFeedback
 
@@ -68,6 +68,7 @@ def test_every_step_stands_once_after_a_resume(tmp_path: Path) -> None:
     for step in range(6):
         log.step(step, {"policy/kl": step / 4})
         log.eval_samples(step, [judged(0)[:2]])
+        log.dropped(step, [{"prompt_id": "p", "sample_index": None, "reason": "why"}] * 2)
     resumed = RunLog(tmp_path, PLAIN)
     history = resumed.truncate(4)  # the last checkpoint was that of step 3
     assert history == [{"step": s, "policy/kl": s / 4} for s in range(4)]
@@ -78,6 +79,8 @@ def test_every_step_stands_once_after_a_resume(tmp_path: Path) -> None:
         *((s, -1.0) for s in (4, 5, 6)),
     ]
     assert [r["step"] for r in lines(tmp_path / SAMPLES_FILE)] == [0, 1, 2, 3]
+    assert [r["step"] for r in lines(tmp_path / DROPPED_FILE)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert lines(tmp_path / DROPPED_FILE)[0] == {"step": 0, "prompt_id": "p", "sample_index": None, "reason": "why"}
 
 
 @settings(deadline=None)
@@ -110,13 +113,17 @@ def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
     assert lines(tmp_path / METRICS_FILE) == [{"step": 1, "a": None, "b": None, "c": 0.5}]
 
 
-@pytest.mark.parametrize("name", [METRICS_FILE, SAMPLES_FILE])
+@pytest.mark.parametrize("name", [METRICS_FILE, SAMPLES_FILE, DROPPED_FILE])
 def test_a_full_disk_is_one_sentence(tmp_path: Path, name: str) -> None:
     log = RunLog(tmp_path, PLAIN)
     log.truncate(0)
     (tmp_path / name).unlink()
     (tmp_path / name).symlink_to("/dev/full")  # the kernel's own "No space left on device"
-    write = {METRICS_FILE: lambda: log.step(1, {"a": 0.5}), SAMPLES_FILE: lambda: log.eval_samples(1, [judged(0)[:2]])}
+    write = {
+        METRICS_FILE: lambda: log.step(1, {"a": 0.5}),
+        SAMPLES_FILE: lambda: log.eval_samples(1, [judged(0)[:2]]),
+        DROPPED_FILE: lambda: log.dropped(1, [{"prompt_id": "p"}]),
+    }
     with pytest.raises(UserError, match=rf"^{name} does not fit on the disk of "):
         write[name]()
 

@@ -1,6 +1,7 @@
 """The pure pieces of a step, by hand."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,11 +9,19 @@ from fakes import LetterTask, letter_prompts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t2g.errors import UserError
+from t2g.errors import RunStopped, UserError
 from t2g.feedback.parse import make_feedback
 from t2g.sections import ObjectiveConfig
-from t2g.steps import advantage_samples, prompt_indices, refuse_unmeasured, sampling_seed, step_metrics
-from t2g.types import Prompt, Rollout, ScoredRollout, TokenStats
+from t2g.steps import (
+    advantage_samples,
+    prompt_indices,
+    refuse_unmeasured,
+    sampling_seed,
+    step_metrics,
+    sync_metrics,
+    token_staleness,
+)
+from t2g.types import Prompt, Rollout, ScoredRollout, TokenStats, WeightSyncResult
 
 
 def test_an_end_reward_needs_a_measure() -> None:
@@ -74,6 +83,30 @@ def scored_pair(
         step_ids=np.array(steps or [0] * len(deltas), np.int32),
         end_reward=end_reward,
     )
+
+
+def test_each_token_is_as_stale_as_the_updates_since_its_weights() -> None:
+    old, mixed = (scored_pair([0.0] * length)[1].rollout for length in (2, 3))
+    old = replace(old, policy_versions=((0, 2, 3),))
+    mixed = replace(mixed, policy_versions=((0, 1, 4), (1, 3, 5)))
+    assert token_staleness([old, mixed], policy_version=5, max_staleness=2).tolist() == [2, 2, 1, 0, 0]
+    for version, max_staleness in ((5, 1), (4, 2)):  # too old, and newer than the learner
+        with pytest.raises(RunStopped, match=rf"at {version}: rollout.max_staleness={max_staleness} forbids"):
+            token_staleness([mixed, old], policy_version=version, max_staleness=max_staleness)
+
+
+def test_a_weight_sync_tells_all_its_numbers() -> None:
+    result = WeightSyncResult(
+        policy_version=4, seconds=2.0, bytes=48, probe_gap=0.5, stages={"load": 0.25}, num_calls=7, missed=("w0", "w2")
+    )
+    assert sync_metrics(result) == {
+        "time/sync_s": 2.0,
+        "sync/bytes": 48.0,
+        "sync/probe_gap": 0.5,
+        "sync/load_s": 0.25,
+        "sync/calls": 7.0,
+        "sync/missed": 2.0,
+    }
 
 
 def stats(length: int, *, old: float = -1.0, ref: float = -1.0, value: float = 0.0) -> TokenStats:

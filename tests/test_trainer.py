@@ -1,92 +1,25 @@
 """The loop on fakes: it learns, it resumes to the same numbers, it stops with a reason."""
 
-import asyncio
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from fakes import (
-    LENGTH,
-    FakeFeedback,
-    FakeLearner,
-    FakeRollouts,
-    FakeSync,
-    LetterTask,
-    letter_prompts,
-    letter_tokenizer,
-)
+from fakes import LENGTH, letter_tokenizer
 from pydantic import ValidationError
+from trainer_bench import NUM_STEPS, Bench, chosen, job
 
 from t2g.checkpoint import CheckpointStore
-from t2g.config import PolicyJob
 from t2g.errors import RunStopped, UserError
-from t2g.metrics import RunLog
 from t2g.sections import SandboxConfig
-from t2g.steps import prompt_indices
-from t2g.trainer import Trainer, TrainerState
-
-NUM_STEPS = 6
+from t2g.types import Prompt
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return letter_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-def job(*, noise: dict[str, float] | None = None, samples_per_prompt: int = 4, **objective: Any) -> PolicyJob:
-    return PolicyJob.model_validate(
-        {
-            "model": {"policy": "unused"},
-            "data": {"path": "unused"},
-            "num_steps": NUM_STEPS,
-            "rollout": {"prompts_per_step": 8, "samples_per_prompt": samples_per_prompt},
-            "feedback": {"source": "pkg:critic", "noise": noise},
-            "objective": {"kl_coef": 0.01, **objective},
-            "learner": {"minibatches_per_epoch": 2},
-            "eval": {"every": 3},
-            "checkpoint": {"every": 2},
-            "log": {"tensorboard": False},
-        }
-    )
-
-
-class Bench:
-    """A trainer on fakes in one run folder; making a second one there is what a restart is."""
-
-    def __init__(
-        self, folder: Path, tokenizer: Any, config: PolicyJob, stop: Callable[[], bool] = lambda: False
-    ) -> None:
-        self.folder = folder
-        self.rollouts, self.feedback = FakeRollouts(tokenizer), FakeFeedback()
-        self.learner = FakeLearner(self.rollouts)
-        self.task = LetterTask()
-        self.trainer = Trainer(
-            config=config,
-            task=self.task,
-            tokenizer=tokenizer,
-            prompts=letter_prompts(20),
-            eval_prompts=letter_prompts(40, "held-out-"),
-            rollouts=self.rollouts,
-            feedback=self.feedback,
-            learner=self.learner,
-            sync=FakeSync(self.learner, self.rollouts),
-            log=RunLog(folder, config.log),
-            checkpoints=CheckpointStore(folder / "checkpoints", keep=2),
-            stop=stop,
-        )
-
-    def run(self) -> TrainerState:
-        self.trainer.resume()
-        return asyncio.run(self.trainer.run())
-
-    def metrics(self) -> list[dict[str, float]]:
-        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
-        timed = ("time/", "speed/")
-        return [{k: v for k, v in json.loads(line).items() if not k.startswith(timed)} for line in lines]
 
 
 def test_good_letters_become_likely_and_poor_ones_rare(tokenizer: Any, tmp_path: Path) -> None:
@@ -121,7 +54,7 @@ def test_a_run_that_dies_after_its_checkpoint_repeats_only_the_steps_since(token
     first = Bench(tmp_path / "died", tokenizer, job())
     calls = []
 
-    def die_in_step_4() -> None:  # 40 held-out prompts, then 8 a step, 40 more at step 3
+    def die_in_step_4(prompt: Prompt) -> None:  # 40 held-out prompts, then 8 a step, 40 more at step 3
         calls.append(1)
         if len(calls) > 40 + 8 * 3 + 40 + 2:
             raise RuntimeError("killed")
@@ -165,21 +98,18 @@ def test_a_run_that_stops_itself_keeps_the_steps_that_were_done(tokenizer: Any, 
 
 def test_a_sample_of_other_weights_is_refused(tokenizer: Any, tmp_path: Path) -> None:
     bench = Bench(tmp_path, tokenizer, job())
-    bench.rollouts.before_sample = lambda: setattr(bench.rollouts, "version", 7)
+    bench.rollouts.before_sample = lambda prompt: setattr(bench.rollouts, "version", 7)
     with pytest.raises(RunStopped, match=r"weights of version \[7\], and the learner is at 0"):
         bench.run()
 
 
 def test_some_failed_feedback_is_dropped_and_counted(tokenizer: Any, tmp_path: Path) -> None:
     bench = Bench(tmp_path, tokenizer, job())
-    bench.feedback.failing = lambda prompt: prompt.prompt_id in {"p3", "p4", "p5"}
+    failing = {"p3", "p4", "p5"}
+    bench.feedback.failing = lambda prompt: prompt.prompt_id in failing
     bench.run()
     shares = [m["feedback/failed_share"] for m in bench.metrics()[1:]]
-    assert sum(shares) * 8 == pytest.approx(len([i for s in range(1, 7) for i in chosen(s) if i in (3, 4, 5)]))
-
-
-def chosen(step: int) -> list[int]:
-    return prompt_indices(num_prompts=20, per_step=8, step=step, seed=1)
+    assert sum(shares) * 8 == pytest.approx(len([i for s in range(1, 7) for i in chosen(s) if i in failing]))
 
 
 def test_a_number_that_is_not_finite_names_step_sample_and_token(tokenizer: Any, tmp_path: Path) -> None:
@@ -200,7 +130,7 @@ def test_the_measure_of_the_task_alone_teaches_as_an_end_reward(tokenizer: Any, 
 def test_a_prompt_without_a_measure_is_named(tokenizer: Any, tmp_path: Path) -> None:
     bench = Bench(tmp_path, tokenizer, job(w_end=1.0))
     bench.task.unmeasured = {"p5"}
-    step = next(step for step in range(1, 7) if 5 in chosen(step))
+    step = next(step for step in range(1, 7) if "p5" in chosen(step))
     with pytest.raises(UserError, match=r"objective.w_end pays share_a, and prompt p5 holds nothing to measure"):
         bench.run()
     assert bench.metrics()[-1]["step"] == step - 1

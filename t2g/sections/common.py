@@ -41,15 +41,29 @@ class DataConfig(Section):
     limit: int | None = Field(None, ge=1, description="use only the first so many records")
 
 
-class RoleConfig(Section):
-    """Resources of one process of a role."""
+class ProcessConfig(Section):
+    """Resources of one process."""
 
-    workers: int = Field(1, ge=1, description="processes of this role (rollout engines, reward engines, ranks)")
     cpus: float = Field(0.5, gt=0, description="logical CPUs that Ray reserves for each; 0.5 shares a core")
     gpus: float = Field(0, ge=0, description="GPUs for each")
     threads: int = Field(1, ge=1, description="compute threads of each on a CPU")
     memory_gib: float = Field(1.5, gt=0, description="memory each is expected to use; checked before the start")
     labels: dict[str, str] = Field({}, description="Ray label selector of the nodes for this role")
+
+    @property
+    def num_processes(self) -> int:
+        """At the start."""
+        raise NotImplementedError
+
+
+class RoleConfig(ProcessConfig):
+    """A gang of ranks: as many for the whole run."""
+
+    workers: int = Field(1, ge=1, description="ranks of this role")
+
+    @property
+    def num_processes(self) -> int:
+        return self.workers
 
 
 class EvalConfig(Section):

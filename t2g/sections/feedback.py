@@ -1,16 +1,52 @@
 """Engines and sources: how responses are sampled, and who judges them."""
 
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from t2g.sections.common import Dtype, RoleConfig, Section
+from t2g.sections.common import Dtype, ProcessConfig, Section
 
 
-class EngineConfig(RoleConfig):
+class WorkersConfig(Section):
+    """How many engines a fleet has. A plain number N stands for {initial: N, min: 1, max: N}."""
+
+    initial: int = Field(1, ge=1, description="engines at the start")
+    min: int = Field(1, ge=1, description="floor: with fewer for longer than a start takes, the run stops")
+    max: int = Field(
+        default_factory=lambda given: given.get("initial", 1), ge=1, description="most engines that scaling may ask for"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spell_out(cls, given: Any) -> Any:
+        if isinstance(given, int) and not isinstance(given, bool):
+            return {"initial": given}
+        if isinstance(given, dict) and "initial" not in given:
+            return {**given, "initial": given.get("min", 1)}
+        return given
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "WorkersConfig":
+        if not self.min <= self.initial <= self.max:
+            raise ValueError(f"workers needs min <= initial <= max, got {self.min}, {self.initial}, {self.max}")
+        return self
+
+
+class HealthConfig(Section):
+    """When a worker counts as sick, and how often it is replaced; see `t2g.decisions.health`."""
+
+    probe_every_s: float = Field(10, gt=0, description="between two probes of a worker")
+    probe_timeout_s: float = Field(30, gt=0, description="a probe that takes longer has failed")
+    max_failures: int = Field(3, ge=1, description="probes, requests or syncs in a row that fail before a replacement")
+    max_restarts: int = Field(3, ge=0, description="replacements of one worker")
+
+
+class EngineConfig(ProcessConfig):
     """A vLLM engine and its process."""
 
+    workers: WorkersConfig = WorkersConfig()
+    health: HealthConfig = HealthConfig()
     dtype: Dtype = "float32"
     max_model_len: int = Field(1024, ge=16, description="longest prompt plus response, tokens")
     max_num_seqs: int = Field(64, ge=1, description="sequences decoded together")
@@ -19,6 +55,10 @@ class EngineConfig(RoleConfig):
     enforce_eager: bool = True
     start_timeout_s: float = Field(240, gt=0)
     request_timeout_s: float = Field(180, gt=0, description="one request; past it the worker counts as late")
+
+    @property
+    def num_processes(self) -> int:
+        return self.workers.initial
 
 
 Window = TypeVar("Window", "RolloutConfig", "RewardEngineConfig")
@@ -38,6 +78,11 @@ class RolloutConfig(EngineConfig):
     samples_per_prompt: int = Field(4, ge=1)
     temperature: float = Field(1.0, gt=0)
     max_new_tokens: int = Field(128, ge=1)
+    max_staleness: int = Field(
+        0, ge=0, le=2, description="steps by which a sample's weights may be older than those it trains; 0: one after "
+        "the other; 1 or 2: generation, feedback and learning overlap"
+    )  # fmt: skip
+    autoscale: bool = Field(False, description="the run itself chooses the number of engines, within workers")
 
     _has_room = model_validator(mode="after")(_refuse_without_room)
 

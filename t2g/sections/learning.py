@@ -124,6 +124,13 @@ class LearnerConfig(RoleConfig):
     dtype: Dtype = "float32"
     critic_warmup_steps: int = Field(0, ge=0, description="first steps in which only the critic learns")
     sync_bucket_mib: float = Field(64, gt=0, description="weights gathered and sent at once")
+    sync_transport: Literal["store", "ipc", "nccl"] = Field(
+        "store", description="store: Ray's object store, everywhere; ipc: engine and rank on one GPU; nccl: broadcast"
+    )
+    sync_verify: Literal["probe", "full"] = Field(
+        "probe", description="after each sync a scored probe; full: also every tensor's hash, as the learner had it"
+    )
+    max_restarts: int = Field(2, ge=0, description="times that lost ranks are started again from the last checkpoint")
     probe_tolerance: float = Field(
         default_factory=_own_probe_tolerance,
         gt=0,

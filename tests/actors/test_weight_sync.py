@@ -1,66 +1,256 @@
-"""Cutting weights into buckets, and when a sync may be believed."""
+"""When a sync may be believed, who takes part in it, and who is waited for."""
 
-from collections.abc import Callable, Iterator
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from actors.weight_sync import Bucket, ParamMeta, StoreWeightSync, module_key, plan_buckets, probe_gap, probe_ids
-from t2g.errors import RunStopped
+from actors.buckets import Bucket, ParamMeta, make_bucket
+from actors.weight_sync import WeightSync, probe_gap, probe_ids
+from t2g.errors import LearnerLost, MissedSync, RunStopped
 from t2g.sections import LearnerConfig
 
-
-def meta(name: str, *shape: int) -> ParamMeta:
-    return ParamMeta(name=name, shape=shape)
-
-
-LLAMA = [
-    meta("model.embed_tokens.weight", 10, 4),  # 40
-    meta("model.layers.0.self_attn.q_proj.weight", 4, 4),
-    meta("model.layers.0.self_attn.k_proj.weight", 2, 4),  # layer 0: 24
-    meta("model.layers.1.self_attn.q_proj.weight", 4, 4),
-    meta("model.layers.1.self_attn.k_proj.weight", 2, 4),  # layer 1: 24
-    meta("model.norm.weight", 4),
-]
+NUM_BUCKETS = 3
+METAS = [ParamMeta(name=f"m{i}.weight", shape=(2,)) for i in range(NUM_BUCKETS)]
+BUCKETS = [("bucket", i) for i in range(NUM_BUCKETS)]
+CONFIG = LearnerConfig(step_timeout_s=5)
 
 
-def test_buckets_hold_whole_layers_up_to_their_size() -> None:
-    # float32: embedding 160 bytes, a layer 96, the norm 16
-    buckets = plan_buckets(LLAMA, dtype="float32", bucket_bytes=112)
-    assert [[n.removeprefix("model.") for n in bucket] for bucket in buckets] == [
-        ["embed_tokens.weight"],
-        ["layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight"],
-        ["layers.1.self_attn.q_proj.weight", "layers.1.self_attn.k_proj.weight", "norm.weight"],
-    ]
-    # bfloat16 halves them: 80 + 48 > 112, 48 + 48 + 8 = 104
-    assert [len(b) for b in plan_buckets(LLAMA, dtype="bfloat16", bucket_bytes=112)] == [1, 5]
-    assert [len(b) for b in plan_buckets(LLAMA, dtype="float32", bucket_bytes=1e9)] == [6]
+class Remote:
+    """A worker method as Ray shows it."""
+
+    def __init__(self, function: Callable[..., Awaitable[Any]]) -> None:
+        self.remote = function
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 4), st.sampled_from("abc"), st.integers(1, 64)), unique_by=lambda t: t[:2]),
-    st.integers(1, 2000),
-)
-def test_every_name_is_sent_once_and_no_layer_is_split(rows: list[tuple[int, str, int]], bucket_bytes: int) -> None:
-    metas = [meta(f"model.layers.{layer}.{part}.weight", size) for layer, part, size in rows]
-    buckets = plan_buckets(metas, dtype="float32", bucket_bytes=bucket_bytes)
-    assert sorted(n for b in buckets for n in b) == sorted(m.name for m in metas)
-    homes = {}
-    for index, bucket in enumerate(buckets):
-        for name in bucket:
-            assert homes.setdefault(module_key(name), index) == index
-    sizes = {m.name: 4 * m.shape[0] for m in metas}
-    for bucket in buckets:
-        one_module = len({module_key(n) for n in bucket}) == 1
-        assert one_module or sum(sizes[n] for n in bucket) <= bucket_bytes
+class FakeWorker:
+    """Scores the probe by the sum of its weights. Deaf to one bucket in its first `deaf` rounds; in round `breaks[0]`
+    it raises at bucket `breaks[1]`, or hangs there."""
+
+    def __init__(self, *, deaf: int = 0, breaks: tuple[int, int] = (0, 0), hangs: bool = False) -> None:
+        self.weights, self.deaf, self.breaks, self.hangs = [0.0] * NUM_BUCKETS, deaf, breaks, hangs
+        self.rounds, self.log, self.aboard, self.most_aboard = [], [], 0, 0
+        self.open_update, self.load_bucket = Remote(self._open), Remote(self._load)
+        self.close_update, self.score = Remote(self._close), Remote(self._score)
+
+    async def _open(self, round_id: str, version: int, dtype: str, metas: list[ParamMeta]) -> None:
+        self.rounds.append(round_id)
+        self.log.append(("open", version, dtype, len(metas)))
+
+    async def _load(self, round_id: str, bucket: Bucket) -> dict[str, float]:
+        assert round_id == self.rounds[-1]
+        self.aboard += 1
+        self.most_aboard = max(self.most_aboard, self.aboard)
+        await asyncio.sleep(0.002)
+        self.aboard -= 1
+        if (len(self.rounds), bucket.index) == self.breaks:
+            await asyncio.sleep(60 if self.hangs else 0)
+            raise ValueError("the bytes are other bytes")
+        self.log.append(("bucket", bucket.index))
+        if not (bucket.index == 1 and len(self.rounds) <= self.deaf):
+            self.weights[bucket.index] = float(bucket.tensors[0][0])
+        return {"gather": bucket.gather_s, "hand_over": 0.25, "load": 0.5}
+
+    async def _close(self, round_id: str) -> None:
+        assert round_id == self.rounds[-1] and self.aboard == 0
+        self.log.append("close")
+
+    async def _score(self, ids: np.ndarray) -> np.ndarray:
+        return np.full(len(ids) - 1, sum(self.weights), np.float32)
 
 
-def test_bias_and_weight_of_a_module_outside_the_layers_stay_together() -> None:
-    assert module_key("lm_head.weight") == module_key("lm_head.bias") == "lm_head"
-    assert module_key("transformer.h.11.attn.c_attn.bias") == "transformer.h.11"
+class Receiver:
+    def __init__(self, name: str, handle: FakeWorker) -> None:
+        self.name, self.handle = name, handle
+
+
+class FakeFleet:
+    vocab_size, dtype, max_model_len = 50, "float32", 32
+
+    def __init__(self, **workers: FakeWorker) -> None:
+        self.members = [Receiver(name, worker) for name, worker in workers.items()]
+        self.heard: list[tuple[str, Any]] = []  # (name, version that it has, or why it missed it)
+
+    def receivers(self) -> list[Receiver]:
+        return list(self.members)
+
+    async def ask(self, receiver: Receiver, submit: Callable[[Any], Any], *, timeout_s: float, what: str) -> Any:
+        assert 0 < timeout_s <= CONFIG.step_timeout_s
+        try:
+            return await asyncio.wait_for(submit(receiver.handle), timeout_s)
+        except ValueError as error:
+            raise MissedSync(f"refused {what}: {error}") from error
+
+    def has_weights(self, receiver: Receiver, version: int) -> None:
+        self.heard.append((receiver.name, version))
+
+    def missed(self, receiver: Receiver, reason: str) -> None:
+        self.heard.append((receiver.name, reason))
+
+
+class FakeLearner:
+    """Its weights are 1, 2, 4; `lost_at`: the bucket before which a rank dies."""
+
+    def __init__(self, *, lost_at: int | None = None) -> None:
+        self.lost_at, self.calls, self.streaming = lost_at, [], False
+
+    def announce(self) -> list[ParamMeta]:
+        assert threading.current_thread() is not threading.main_thread(), "the event loop must turn meanwhile"
+        self.calls.append("announce")
+        return METAS
+
+    def stream_weights(self, dtype: str, *, full: bool) -> Iterator[Bucket]:
+        self.calls.append("stream")
+        self.streaming = True
+        try:
+            for index, meta in enumerate(METAS):
+                if index == self.lost_at:
+                    raise LearnerLost("learner rank 1 died during stream_weights")
+                tensor = np.full(2, 2.0**index, np.float32)
+                yield make_bucket(index, [meta.name], [tensor], full=full, started=time.monotonic())
+        finally:
+            self.streaming = False
+
+    def probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
+        assert len(ids) == 31  # 64 do not fit into the window of 32, which needs room for one more
+        self.calls.append("probe")
+        return np.full(len(ids) - 1, 7 + 1e-4, np.float32)
+
+
+def push(fleet: FakeFleet, learner: FakeLearner | None = None, *, grace_s: float = 1.0) -> Any:
+    return asyncio.run(WeightSync(learner or FakeLearner(), fleet, CONFIG, grace_s=grace_s).push(3))
+
+
+ONCE = [("open", 3, "float32", 3), *BUCKETS, "close"]
+
+
+def test_a_sync_sends_to_every_worker_and_reports_the_worst_gap() -> None:
+    fleet, learner = FakeFleet(w0=FakeWorker(), w1=FakeWorker()), FakeLearner()
+    result = push(fleet, learner)
+    assert [m.handle.log for m in fleet.members] == [ONCE, ONCE]
+    assert result.policy_version == 3 and result.bytes == 3 * 2 * 4 and result.missed == ()
+    assert result.probe_gap == pytest.approx(1e-4, rel=1e-2)
+    assert fleet.heard == [("w0", 3), ("w1", 3)]
+    assert learner.calls == ["announce", "stream", "probe"]
+    assert result.num_calls == 3 + 2 * (1 + 3 + 1 + 1)  # of each worker: open, three buckets, close, the probe
+    assert result.stages["hand_over"] == 3 * 0.25 and result.stages["load"] == 3 * 0.5
+    assert set(result.stages) == {"gather", "hand_over", "load", "verify"}
+
+
+def test_a_worker_has_at_most_two_buckets_aboard() -> None:
+    fleet = FakeFleet(w0=FakeWorker())
+    push(fleet)
+    assert fleet.members[0].handle.most_aboard == 2
+
+
+def test_a_worker_that_refuses_a_bucket_drops_out_and_the_others_go_on() -> None:
+    fleet = FakeFleet(w0=FakeWorker(), w1=FakeWorker(breaks=(1, 1)))
+    result = push(fleet)
+    assert fleet.members[0].handle.log == ONCE and "close" not in fleet.members[1].handle.log
+    assert fleet.heard == [("w1", "refused a bucket of weights: the bytes are other bytes"), ("w0", 3)]
+    assert result.missed == ("w1",)
+
+
+def test_a_worker_that_hangs_is_waited_for_no_longer_than_the_grace() -> None:
+    fleet = FakeFleet(w0=FakeWorker(), w1=FakeWorker(breaks=(1, 0), hangs=True))
+    result = push(fleet, grace_s=0.1)
+    assert result.seconds < 1 and result.missed == ("w1",)
+    assert fleet.members[0].handle.log == ONCE
+    (name, reason), proved = fleet.heard
+    assert name == "w1" and reason.startswith("is late: a bucket of weights took it more than 0.1")
+    assert proved == ("w0", 3)
+
+
+def test_when_nobody_got_it_the_whole_is_sent_once_more_without_the_learner() -> None:
+    fleet, learner = FakeFleet(w0=FakeWorker(deaf=1), w1=FakeWorker(breaks=(1, 0))), FakeLearner()
+    result = push(fleet, learner)
+    deaf, broken = (m.handle for m in fleet.members)
+    assert deaf.log == ONCE + ONCE and broken.log[-len(ONCE) :] == ONCE
+    assert len(set(deaf.rounds)) == 2
+    assert learner.calls == ["announce", "stream", "probe"]
+    assert result.missed == () and [heard for heard in fleet.heard if heard[1] == 3] == [("w0", 3), ("w1", 3)]
+
+
+def test_a_run_whose_workers_are_all_wrong_twice_stops_with_their_reasons() -> None:
+    fleet = FakeFleet(w0=FakeWorker(deaf=2), w1=FakeWorker(breaks=(2, 2), deaf=1))
+    words = r"sent twice: w0 does not compute .* 2 nats apart .*probe_tolerance=0\.001 is allowed; w1 refused a bucket"
+    with pytest.raises(RunStopped, match=r"no rollout worker got version 3 of the weights, " + words):
+        push(fleet)
+
+
+@pytest.mark.parametrize("lost_at", [0, 2])
+def test_a_learner_that_dies_leaves_every_worker_stale_and_no_stream_open(lost_at: int) -> None:
+    fleet, learner = FakeFleet(w0=FakeWorker(), w1=FakeWorker()), FakeLearner(lost_at=lost_at)
+    with pytest.raises(LearnerLost, match="learner rank 1 died") as caught:
+        push(fleet, learner)
+    assert not learner.streaming, "while the error, which keeps every frame alive, is still held"
+    del caught
+    words = "got half a sync, which broke off: learner rank 1 died during stream_weights"
+    assert fleet.heard == [("w0", words), ("w1", words)]
+
+
+def test_a_sync_that_is_cancelled_leaves_every_worker_stale_and_no_stream_open() -> None:
+    fleet, learner = FakeFleet(w0=FakeWorker(breaks=(1, 1), hangs=True)), FakeLearner()
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(WeightSync(learner, fleet, CONFIG).push(3))
+        await asyncio.sleep(0.2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not learner.streaming
+
+    asyncio.run(cancelled())
+    assert fleet.heard == [("w0", "got half a sync, which broke off: CancelledError")]
+
+
+def test_a_late_joiner_catches_up_from_what_is_held() -> None:
+    fleet, learner, joiner = FakeFleet(w0=FakeWorker()), FakeLearner(), Receiver("w1", FakeWorker())
+
+    async def joins() -> None:
+        sync = WeightSync(learner, fleet, CONFIG)
+        await sync.catch_up(joiner)
+        assert joiner.handle.log == [], "nothing was pushed yet"
+        await sync.push(3)
+        await sync.catch_up(joiner)
+        await sync.catch_up(joiner)  # asked for twice: it has it
+
+    asyncio.run(joins())
+    assert joiner.handle.log == fleet.members[0].handle.log == ONCE
+    assert fleet.heard == [("w0", 3), ("w1", 3)]
+    assert learner.calls == ["announce", "stream", "probe"]
+
+
+def test_a_push_and_a_catch_up_take_turns_and_a_joiner_gets_the_newer_version() -> None:
+    fleet, joiner = FakeFleet(w0=FakeWorker()), Receiver("w1", FakeWorker())
+
+    async def meet() -> None:
+        sync = WeightSync(FakeLearner(), fleet, CONFIG)
+        await sync.push(3)
+        await asyncio.gather(sync.push(4), sync.catch_up(joiner))
+
+    asyncio.run(meet())
+    assert joiner.handle.log[0] == ("open", 4, "float32", 3)
+
+
+def test_a_push_waits_for_the_first_worker_and_says_when_none_came() -> None:
+    fleet = FakeFleet()
+
+    async def late() -> None:
+        sync = WeightSync(FakeLearner(), fleet, CONFIG)
+        pushed = asyncio.create_task(sync.push(3))
+        await asyncio.sleep(0.1)
+        fleet.members.append(Receiver("w0", FakeWorker()))
+        assert (await pushed).policy_version == 3
+
+    asyncio.run(late())
+    impatient = LearnerConfig(step_timeout_s=0.3)
+    with pytest.raises(RunStopped, match=r"no rollout worker was up for weights within 0\.3 s"):
+        asyncio.run(WeightSync(FakeLearner(), FakeFleet(), impatient).push(3))
 
 
 def test_the_probe_is_fixed_and_lies_in_the_vocabulary() -> None:
@@ -74,97 +264,3 @@ def test_a_probe_with_nan_is_infinitely_far() -> None:
     assert probe_gap(np.float32([-1, -2]), np.float32([-1, -2.5])) == 0.5
     assert probe_gap(np.float32([-1, np.nan]), np.float32([-1, -2])) == float("inf")
     assert probe_gap(np.float32([-np.inf]), np.float32([-1])) == float("inf")
-
-
-class Remote:
-    """A worker method as Ray shows it, called at once."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.remote = function
-
-
-class FakeWorker:
-    """Scores the probe by its weights; forgets one bucket for its first `deaf` syncs."""
-
-    def __init__(self, deaf: int = 0) -> None:
-        self.weight, self.deaf, self.log = 0.0, deaf, []
-        self.open_update = Remote(lambda version, dtype, metas: self.log.append(("open", version, dtype, len(metas))))
-        self.load_bucket = Remote(self._load)
-        self.close_update = Remote(lambda version: self.log.append(("close", version)))
-        self.score = Remote(lambda ids: np.full(len(ids) - 1, self.weight, np.float32))
-
-    def _load(self, version: int, bucket: Bucket) -> int:
-        self.log.append(("bucket", bucket.index))
-        if self.deaf:
-            self.deaf -= 1
-        else:
-            self.weight = float(bucket.tensors[0][0])
-        return sum(t.nbytes for t in bucket.tensors)
-
-
-class FakeFleet:
-    vocab_size, dtype, max_model_len = 50, "float32", 32
-
-    def __init__(self, **workers: FakeWorker) -> None:
-        self.workers = workers
-
-    def on_all(self, submit: Callable[[Any], Any], *, timeout_s: float, what: str) -> dict[str, Any]:
-        assert timeout_s > 0
-        return {name: submit(worker) for name, worker in self.workers.items()}
-
-
-class FakeLearner:
-    weight = -1.5
-
-    def announce(self) -> list[ParamMeta]:
-        return [meta("a.weight", 2)]
-
-    def stream_weights(self, dtype: str) -> Iterator[Bucket]:
-        yield Bucket(index=0, names=("a.weight",), tensors=(np.full(2, self.weight, np.float32),))
-
-    def probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
-        assert len(ids) == 31  # 64 do not fit into the window of 32, which needs room for one more
-        return np.full(len(ids) - 1, self.weight + 1e-4, np.float32)
-
-
-def test_a_sync_sends_to_every_worker_and_reports_the_worst_gap() -> None:
-    workers = {"w0": FakeWorker(), "w1": FakeWorker()}
-    result = StoreWeightSync(FakeLearner(), FakeFleet(**workers), LearnerConfig()).push(3)
-    assert workers["w1"].log == [("open", 3, "float32", 1), ("bucket", 0), ("close", 3)]
-    assert result.policy_version == 3 and result.bytes == 8
-    assert result.probe_gap == pytest.approx(1e-4, rel=1e-2)
-
-
-def test_a_worker_that_missed_the_weights_gets_them_again_whole() -> None:
-    workers = {"w0": FakeWorker(), "w1": FakeWorker(deaf=1)}
-    StoreWeightSync(FakeLearner(), FakeFleet(**workers), LearnerConfig()).push(3)
-    once = [("open", 3, "float32", 1), ("bucket", 0), ("close", 3)]
-    assert workers["w0"].log == workers["w1"].log == once + once
-
-
-class OpenLearner(FakeLearner):
-    """Knows whether its stream has ended."""
-
-    streaming = False
-
-    def stream_weights(self, dtype: str) -> Iterator[Bucket]:
-        self.streaming = True
-        try:
-            yield from super().stream_weights(dtype)
-        finally:
-            self.streaming = False
-
-
-def test_a_sync_that_breaks_off_leaves_no_stream_open() -> None:
-    learner, worker = OpenLearner(), FakeWorker()
-    worker.load_bucket = Remote(lambda version, bucket: 1 // 0)
-    with pytest.raises(ZeroDivisionError) as caught:
-        StoreWeightSync(learner, FakeFleet(w0=worker), LearnerConfig()).push(3)
-    assert not learner.streaming, "while the error, which keeps every frame alive, is still held"
-    del caught
-
-
-def test_a_worker_that_is_wrong_twice_stops_the_run_by_name_and_gap() -> None:
-    sync = StoreWeightSync(FakeLearner(), FakeFleet(w0=FakeWorker(), w1=FakeWorker(deaf=2)), LearnerConfig())
-    with pytest.raises(RunStopped, match=r"w1 does not compute .* 1\.5 nats apart .* learner\.probe_tolerance=0\.001"):
-        sync.push(3)

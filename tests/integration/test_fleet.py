@@ -2,66 +2,71 @@
 
 import asyncio
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 
-from actors.fleet import Fleet
+from actors.fleet import Fleet, IdleClock
+from actors.member import Member
 from actors.placement import check_places, connect
-from t2g.errors import RunStopped, UserError
-from t2g.sections import ClusterConfig, EngineConfig, LearnerConfig
+from t2g.decisions.health import State
+from t2g.errors import RunStopped, SamplingFailed, UserError
+from t2g.sections import ClusterConfig, EngineConfig, HealthConfig, LearnerConfig, WorkersConfig
 
-CONFIG = EngineConfig(workers=2, cpus=0.1, memory_gib=0.1, max_num_seqs=4, start_timeout_s=30)
+HEALTH = HealthConfig(probe_every_s=0.2, probe_timeout_s=1.0, max_failures=2, max_restarts=2)
+CONFIG = EngineConfig(
+    workers=WorkersConfig(initial=2, min=1, max=4), health=HEALTH, cpus=0.1, memory_gib=0.1, max_num_seqs=4,
+    start_timeout_s=30, request_timeout_s=20,
+)  # fmt: skip
+PATIENCE_S = 20
 
 
 @ray.remote
 class Worker:
-    """Answers with its number. Number 0 is the worker that misbehaves."""
+    """Answers with its name. What it is told to become happens in its next calls."""
 
-    def __init__(self) -> None:
-        self.number = 1
+    def __init__(self, gate: Path | None = None) -> None:
+        """gate: a file without which it does not come to an end of its start."""
+        self.gate, self.name, self.mood = gate, "", ""
         self.open = self.most = 0
-        self.ping_s = 0.0
-
-    async def become(self, number: int) -> None:
-        self.number = number
-
-    async def ping(self) -> None:
-        await asyncio.sleep(self.ping_s)
 
     async def start(self) -> int:
+        while self.gate is not None and not self.gate.exists():
+            await asyncio.sleep(0.05)
         return 42
 
-    async def work(self, seconds: float = 0.0) -> int:
+    async def become(self, name: str, mood: str = "") -> None:
+        self.name, self.mood = name, mood
+
+    async def probe(self) -> None:
+        await asyncio.sleep(60 if self.mood == "deaf" else 0)
+
+    async def work(self, seconds: float = 0.0) -> str:
         self.open += 1
         self.most = max(self.most, self.open)
-        await asyncio.sleep(seconds)
+        if self.mood == "mortal":
+            os._exit(1)
+        await asyncio.sleep(60 if self.mood in ("late", "deaf") else seconds)
         self.open -= 1
-        return self.number
+        return self.name
 
     async def busiest(self) -> int:
         return self.most
 
-    async def die_if_first(self) -> int:
-        if self.number == 0:
-            os._exit(1)
-        return self.number
-
-    async def late_if_first(self) -> int:
-        await asyncio.sleep(60 if self.number == 0 else 0)
-        return self.number
-
-    async def hang_if_first(self, seconds: float) -> int:
-        """Number 0 answers neither this nor pings for so long."""
-        self.ping_s = seconds if self.number == 0 else 0.0
-        await asyncio.sleep(60 if self.number == 0 else 0)
-        return self.number
-
     async def refuse(self) -> None:
         raise UserError("prompt 7 is rubbish")
+
+    async def stumble(self) -> None:
+        raise ValueError(f"{self.name} cannot do it")
+
+
+@ray.remote
+class Unwilling(Worker.__ray_metadata__.modified_class):  # type: ignore[name-defined]
+    async def start(self) -> int:
+        raise UserError("model.policy is no model")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,69 +77,244 @@ def _cluster() -> Iterator[None]:
 
 
 @pytest.fixture
-def fleet() -> Iterator[Fleet]:
-    """The worker that is asked first misbehaves."""
-    fleet = Fleet("test", Worker, (), CONFIG, placement_timeout_s=20)
+def begin() -> Iterator[Callable[..., Fleet]]:
+    """Fleets that are closed at the end, also of a test that failed: the next one needs their places."""
+    begun: list[Fleet] = []
+
+    def begin(config: EngineConfig = CONFIG, *, actor: Any = Worker, gate: Path | None = None, **options: Any) -> Fleet:
+        begun.append(Fleet("test", actor, (gate,), config, placement_timeout_s=PATIENCE_S, **options))
+        return begun[-1]
+
+    yield begin
+    for fleet in begun:
+        fleet.close()
+
+
+def ready(fleet: Fleet) -> Fleet:
     assert fleet.wait_ready() == 42
-    ray.get(fleet.alive()[0].handle.become.remote(0), timeout=20)
-    yield fleet
-    fleet.close()
+    name_them(fleet)
+    return fleet
+
+
+def name_them(fleet: Fleet) -> None:
+    for member in fleet.started():
+        become(member, member.name)
+
+
+@pytest.fixture
+def fleet(begin: Callable[..., Fleet]) -> Fleet:
+    return ready(begin())
+
+
+def become(member: Member, name: str, mood: str = "") -> None:
+    ray.get(member.handle.become.remote(name, mood), timeout=PATIENCE_S)
+
+
+def work(fleet: Fleet, *, seconds: float = 0.0, timeout_s: float = 20.0) -> Coroutine[Any, Any, str]:
+    return fleet.call(lambda w: w.work.remote(seconds), load=1, timeout_s=timeout_s, what="work")
+
+
+async def until(fleet: Fleet, holds: Callable[[], bool]) -> None:
+    """Rounds of care until it holds."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not holds():
+            fleet.tick()
+            await asyncio.sleep(0.05)
 
 
 def test_load_is_spread_and_never_above_what_an_engine_takes(fleet: Fleet) -> None:
-    async def run() -> list[int]:
-        calls = [fleet.call(lambda w: w.work.remote(0.1), load=1, timeout_s=20, what="work") for _ in range(20)]
-        return await asyncio.gather(*calls)
+    async def run() -> list[str]:
+        return await asyncio.gather(*(work(fleet, seconds=0.1) for _ in range(20)))
 
     answers = asyncio.run(run())
-    assert len(answers) == 20 and min(answers.count(0), answers.count(1)) >= 5
-    most = fleet.on_all(lambda w: w.busiest.remote(), timeout_s=20, what="count")
-    assert max(most.values()) <= 4
+    assert sorted(set(answers)) == ["test worker 0", "test worker 1"]
+    assert len(answers) == 20 and min(answers.count(name) for name in set(answers)) >= 5
+    most = ray.get([m.handle.busiest.remote() for m in fleet.started()], timeout=PATIENCE_S)
+    assert max(most) <= 4
 
 
-def test_a_dead_workers_request_goes_to_another_and_then_there_is_none(fleet: Fleet) -> None:
-    async def run(times: int) -> list[int]:
-        return [
-            await fleet.call(lambda w: w.die_if_first.remote(), load=1, timeout_s=20, what="x") for _ in range(times)
-        ]
+def test_a_dead_workers_requests_go_elsewhere_and_another_takes_its_place(fleet: Fleet) -> None:
+    first = fleet.started()[0]
+    become(first, "zero", "mortal")
 
-    assert asyncio.run(run(3)) == [1, 1, 1]
-    (last,) = fleet.alive()
-    ray.kill(last.handle)
-    with pytest.raises(RunStopped, match=r"no test worker is left: test worker \d .*; test worker \d "):
-        asyncio.run(run(1))
+    async def run() -> tuple[list[str], str]:
+        answers = await asyncio.gather(*(work(fleet) for _ in range(4)))
+        await until(fleet, lambda: len(fleet.serving()) == 2)
+        return answers, await work(fleet)
 
-
-def test_a_late_worker_is_passed_over_and_two_late_ones_are_a_timeout(fleet: Fleet) -> None:
-    async def twice() -> list[int]:
-        call = fleet.call(lambda w: w.late_if_first.remote(), load=1, timeout_s=1, what="x")
-        return [await call, await fleet.call(lambda w: w.work.remote(), load=1, timeout_s=20, what="y")]
-
-    assert asyncio.run(twice())[0] == 1
-    assert len(fleet.alive()) == 2
-    with pytest.raises(TimeoutError, match=r"prompt 3: no answer in two tries of 0\.5 s"):
-        asyncio.run(fleet.call(lambda w: w.work.remote(60), load=1, timeout_s=0.5, what="prompt 3"))
-    started = time.monotonic()
-    with pytest.raises(RunStopped, match=r"did not finish a bucket within 0\.5 s"):
-        fleet.on_all(lambda w: w.work.remote(60), timeout_s=0.5, what="a bucket")
-    assert time.monotonic() - started < 5
+    answers, _ = asyncio.run(run())
+    assert answers == ["test worker 1"] * 4
+    names = {w["name"]: (w["state"], w["restarts"]) for w in fleet.report()["workers"]}
+    assert names == {"test worker 0": ("serving", 1), "test worker 1": ("serving", 0)}
+    metrics = fleet.metrics()
+    assert metrics["restarts"] == 1 and 0 < metrics["recovery_s"] < PATIENCE_S and metrics["workers"] == 2
+    assert "recovery_s" not in fleet.metrics()
 
 
-def test_a_late_worker_gets_no_request_until_it_answers_a_ping(fleet: Fleet) -> None:
-    async def run(submit: Callable[[Any], Any]) -> list[int]:
-        return await asyncio.gather(*(fleet.call(submit, load=1, timeout_s=2, what="x") for _ in range(4)))
+def test_a_worker_that_dies_again_and_again_is_given_up_and_the_floor_stops_the_run(
+    begin: Callable[..., Fleet],
+) -> None:
+    once = HEALTH.model_copy(update={"max_restarts": 1})
+    fleet = ready(begin(CONFIG.model_copy(update={"workers": WorkersConfig(initial=1, max=4), "health": once})))
 
-    hanging_s = 4.0
-    assert asyncio.run(run(lambda w: w.hang_if_first.remote(hanging_s))) == [1, 1, 1, 1]
-    asked = time.monotonic()
-    assert asyncio.run(run(lambda w: w.work.remote())) == [1, 1, 1, 1]
-    time.sleep(max(0.0, hanging_s + 1 - (time.monotonic() - asked)))
-    assert sorted(asyncio.run(run(lambda w: w.work.remote(0.1)))) == [0, 0, 1, 1]
+    async def run() -> None:
+        while True:
+            await until(fleet, lambda: len(fleet.serving()) == 1)
+            ray.kill(fleet.serving()[0].handle)
+            await until(fleet, lambda: not fleet.serving())
+
+    losses = r"(test worker 0 died \(ActorDiedError: .*\)(; |$)){2}"
+    with pytest.raises(RunStopped, match=rf"^no test worker is left, workers\.min=1: {losses}"):
+        asyncio.run(run())
 
 
-def test_a_workers_user_error_arrives_as_it_was_said(fleet: Fleet) -> None:
+def test_a_request_that_nobody_answers_has_failed_and_says_with_whom(fleet: Fleet) -> None:
+    with pytest.raises(SamplingFailed, match=r"^work: no answer by test worker \d within 0\.3 s; no answer by test w"):
+        asyncio.run(work(fleet, seconds=60, timeout_s=0.3))
+    with pytest.raises(SamplingFailed, match=r"^x: (test worker \d failed: .*cannot do it.*){3}$"):
+        asyncio.run(fleet.call(lambda w: w.stumble.remote(), load=1, timeout_s=20, what="x"))
     with pytest.raises(UserError, match=r"^prompt 7 is rubbish$"):
         asyncio.run(fleet.call(lambda w: w.refuse.remote(), load=1, timeout_s=20, what="x"))
+
+
+def test_a_late_worker_is_passed_over_until_it_answers(fleet: Fleet) -> None:
+    first = fleet.started()[0]
+    become(first, "zero", "late")
+
+    async def run() -> list[list[str]]:
+        late = await asyncio.gather(work(fleet, timeout_s=1), work(fleet, timeout_s=1))
+        assert first.health.suspect and first in fleet.serving()
+        passed_over = await asyncio.gather(*(work(fleet) for _ in range(4)))
+        become(first, "zero")
+        await until(fleet, lambda: not first.health.suspect)
+        again = await asyncio.gather(*(work(fleet, seconds=0.1) for _ in range(4)))
+        return [late, passed_over, sorted(again)]
+
+    late, passed_over, again = asyncio.run(run())
+    assert late == ["test worker 1"] * 2 and passed_over == ["test worker 1"] * 4
+    assert again == ["test worker 1"] * 2 + ["zero"] * 2
+
+
+def test_a_worker_that_hangs_is_found_by_its_probes_long_before_its_requests_are_late(fleet: Fleet) -> None:
+    first = fleet.started()[0]
+    become(first, "zero", "deaf")
+
+    async def run() -> list[str]:
+        asked = asyncio.gather(work(fleet, timeout_s=60), work(fleet, timeout_s=60))
+        await until(fleet, lambda: first.health.state is State.DEAD)
+        answers = await asked
+        await until(fleet, lambda: len(fleet.serving()) == 2)
+        return answers
+
+    assert asyncio.run(run()) == ["test worker 1"] * 2
+    assert first.health.reason == "did not answer a probe within 1 s"
+
+
+def test_workers_join_and_leave_while_requests_go_on_and_no_call_waits_for_the_joiner(
+    begin: Callable[..., Fleet], tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    gate.touch()
+    fleet = ready(begin(gate=gate))
+
+    async def run() -> tuple[list[str], list[str]]:
+        gate.unlink()
+        fleet.want(4)
+        await until(fleet, lambda: len(fleet.report()["workers"]) == 4)
+        while_joining = await asyncio.gather(*(work(fleet) for _ in range(8)))
+        assert len(fleet.serving()) == 2 and fleet.joining
+        gate.touch()
+        await until(fleet, lambda: len(fleet.serving()) == 4)
+        name_them(fleet)
+        asked = [asyncio.ensure_future(work(fleet, seconds=1.0)) for _ in range(8)]
+        await until(fleet, lambda: all(m.load == 2 for m in fleet.serving()))
+        fleet.want(1)
+        await until(fleet, lambda: len(fleet.serving()) == 1)
+        assert {w["state"] for w in fleet.report()["workers"]} == {"serving", "draining"}
+        finished = await asyncio.gather(*asked)
+        await until(fleet, lambda: len(fleet.report()["workers"]) == 1)
+        return while_joining, finished
+
+    while_joining, finished = asyncio.run(run())
+    assert set(while_joining) == {"test worker 0", "test worker 1"}
+    assert sorted(finished) == sorted(2 * [f"test worker {i}" for i in range(4)])
+    assert fleet.metrics()["restarts"] == 0
+
+
+def test_a_worker_that_waits_for_a_place_holds_nobody_up_and_leaves_without_having_come(
+    begin: Callable[..., Fleet],
+) -> None:
+    fleet = ready(begin(CONFIG.model_copy(update={"cpus": ray.cluster_resources()["CPU"] * 0.4})))
+
+    async def run() -> None:
+        fleet.want(3)
+        for _ in range(10):
+            fleet.tick()
+            await work(fleet)
+        assert [w["state"] for w in fleet.report()["workers"]] == ["serving", "serving", "starting"]
+        fleet.want(2)
+        fleet.tick()
+        assert [w["state"] for w in fleet.report()["workers"]] == ["serving", "serving"]
+
+    asyncio.run(run())
+
+
+def test_only_a_worker_with_the_weights_serves_and_one_that_missed_them_catches_up(
+    begin: Callable[..., Fleet],
+) -> None:
+    fleet = ready(begin(needs_weights=True))
+    brought: list[str] = []
+
+    async def catch_up(member: Member) -> None:
+        brought.append(member.name)
+        fleet.has_weights(member, 7)
+
+    async def run() -> list[str]:
+        first, second = fleet.started()
+        assert fleet.serving() == []
+        fleet.has_weights(first, 6)
+        fleet.has_weights(second, 6)
+        become(first, "zero", "late")
+        asked = asyncio.gather(work(fleet), work(fleet))
+        await asyncio.sleep(0.3)
+        fleet.missed(first, "died during a bucket")
+        answers = await asked  # at once, not when they are late
+        assert [m.name for m in fleet.serving()] == ["test worker 1"]
+        fleet.catch_up = catch_up
+        await until(fleet, lambda: len(fleet.serving()) == 2)
+        return answers
+
+    assert asyncio.run(run()) == ["test worker 1"] * 2
+    assert brought == ["test worker 0"]
+    assert {w["version"] for w in fleet.report()["workers"]} == {6, 7}
+
+
+def test_when_nobody_comes_to_serve_the_run_stops_and_says_who_was_waited_for(begin: Callable[..., Fleet]) -> None:
+    fleet = ready(begin(needs_weights=True))
+    fleet._patience_s = 2.0
+    with pytest.raises(RunStopped, match=r"^no test worker came to serve within 2 s: test worker 0 is stale; test wor"):
+        asyncio.run(work(fleet))
+
+
+def test_what_a_worker_says_of_its_start_reaches_the_user_and_a_late_start_is_told(
+    begin: Callable[..., Fleet], tmp_path: Path
+) -> None:
+    unwilling = begin(actor=Unwilling)
+    with pytest.raises(UserError, match=r"^model\.policy is no model$"):
+        unwilling.wait_ready()
+    late = begin(CONFIG.model_copy(update={"start_timeout_s": 1.0}), gate=tmp_path / "never")
+    with pytest.raises(RunStopped, match=r"^no test worker is left, workers\.min=1: "):
+        late.wait_ready()
+
+
+def test_idle_time_is_the_share_of_the_workers_without_a_request() -> None:
+    clock, busy, idle = IdleClock(), Member.__new__(Member), Member.__new__(Member)
+    busy.load, idle.load = 3, 0
+    start = clock._at
+    clock.account([busy, idle], start + 2)
+    clock.account([idle], start + 3)
+    assert clock.share([busy], start + 5) == pytest.approx((2 + 1) / (4 + 1 + 2))
+    assert clock.share([busy], start + 6) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -148,7 +328,7 @@ def test_a_workers_user_error_arrives_as_it_was_said(fleet: Fleet) -> None:
     ],
 )
 def test_what_has_no_place_is_refused_in_time(wish: dict[str, object], sentence: str) -> None:
-    config = CONFIG.model_copy(update={"workers": 1} | wish)
+    config = CONFIG.model_copy(update={"workers": WorkersConfig()} | wish)
     with pytest.raises(UserError, match=sentence):
         Fleet("test", Worker, (), config, placement_timeout_s=1)
 

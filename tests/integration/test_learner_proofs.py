@@ -27,7 +27,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from actors.learner import LearnerGroup
 from actors.rollout import RolloutFleet
-from actors.weight_sync import StoreWeightSync
+from actors.weight_sync import WeightSync
 from t2g.feedback import token_offsets, token_rewards
 from t2g.interfaces import Sampling
 from t2g.sections import LearnerConfig, ObjectiveConfig, OptimConfig, RolloutConfig
@@ -266,13 +266,13 @@ def test_engine_and_learner_agree_at_any_temperature(pair: Pair) -> None:
 
 def test_without_a_learning_rate_the_gap_stays(pair: Pair) -> None:
     """Rounds of sampling, update and sync: what changes the gap where no weight moves is a bug."""
-    sync = StoreWeightSync(pair.group, pair.fleet, pair.group.spec.learner)
+    sync = WeightSync(pair.group, pair.fleet, pair.group.spec.learner)
     before, means = sent_weights(pair.group), []
     for step in (1, 2, 3):
         rollouts = pair.sample(ENGINE_TEMPERATURE)
         means.append(np.abs(pair.gaps(rollouts)).mean())
         metrics = pair.group.update(train_batch(pair.group, rollouts, seed=step)).metrics
         assert metrics["policy/grad_norm"] > 0.1 and metrics["critic/grad_norm"] > 0
-        assert sync.push(step).policy_version == step
+        assert asyncio.run(sync.push(step)).policy_version == step
     assert means == pytest.approx([means[0]] * 3, rel=0.1)
     assert all(np.array_equal(before[key], value) for key, value in sent_weights(pair.group).items())

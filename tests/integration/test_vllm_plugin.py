@@ -3,15 +3,17 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-import xxhash
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from actors.buckets import hash_of
 from actors.vllm_plugin import StoreAnnouncement, StoreBucket, StoreWeightTransferEngine, descends_from
 
 
@@ -24,33 +26,43 @@ class Recorder(torch.nn.Module):
         self.loaded.update(weights)
 
 
-def engine() -> tuple[StoreWeightTransferEngine, Recorder]:
-    model = Recorder()
+def announce(transfer: StoreWeightTransferEngine) -> None:
+    transfer.init_transfer_engine(
+        StoreAnnouncement(version=5, dtype="bfloat16", names=["a", "b"], shapes=[[2, 2], [3]])
+    )
+
+
+def engine(model: Recorder | None = None) -> tuple[StoreWeightTransferEngine, Recorder]:
+    model = model or Recorder()
     config = SimpleNamespace(parallel_config=None, model_config=None)
     engine = StoreWeightTransferEngine(SimpleNamespace(), config, torch.device("cpu"), model)
-    engine.init_transfer_engine(StoreAnnouncement(version=5, dtype="bfloat16", names=["a", "b"], shapes=[[2, 2], [3]]))
+    announce(engine)
     engine.start_weight_update()
     return engine, model
 
 
-def bucket(folder: Path, **changes: object) -> StoreBucket:
+BITS = torch.arange(1, 8).to(torch.bfloat16).view(torch.uint16).numpy()
+PARTS = {"a": BITS[:4], "b": BITS[4:]}
+
+
+def bucket(folder: Path, *, names: Sequence[str] = ("a", "b"), **changes: object) -> StoreBucket:
     """Tensor a at byte 0, tensor b at byte 64, as bfloat16 1 .. 7."""
     data = np.zeros(128, np.uint8)
-    bits = torch.arange(1, 8).to(torch.bfloat16).view(torch.uint16).numpy().view(np.uint8)
-    data[:8], data[64:70] = bits[:8], bits[8:]
+    data[:8], data[64:70] = PARTS["a"].view(np.uint8), PARTS["b"].view(np.uint8)
     (folder / "arena").write_bytes(data.tobytes())
     fields = {
-        "path": str(folder / "arena"), "version": 5, "index": 0, "names": ["a", "b"], "offsets": [0, 64],
-        "num_bytes": 128, "xxh3": xxhash.xxh3_64_hexdigest(data.tobytes()),
+        "path": str(folder / "arena"), "version": 5, "index": 0, "names": list(names),
+        "offsets": [{"a": 0, "b": 64}.get(n, 64) for n in names], "num_bytes": 128,
+        "xxh3": hash_of(*(PARTS.get(n, BITS) for n in names)), "tensor_xxh3": [],
     }  # fmt: skip
     return StoreBucket(**(fields | changes))
 
 
-def test_tensors_are_copies_with_announced_shapes(tmp_path: Path) -> None:
+def test_tensors_have_announced_shapes_and_the_learners_bytes(tmp_path: Path) -> None:
     transfer, model = engine()
-    transfer.receive_weights(bucket(tmp_path))
+    each = [hash_of(part) for part in PARTS.values()]
+    transfer.receive_weights(bucket(tmp_path, tensor_xxh3=each))
     transfer.finish_weight_update()
-    (tmp_path / "arena").write_bytes(bytes(128))
     assert model.loaded["a"].tolist() == [[1, 2], [3, 4]] and model.loaded["b"].tolist() == [5, 6, 7]
 
 
@@ -59,16 +71,44 @@ def test_what_was_not_announced_or_came_twice_or_changed_is_refused(tmp_path: Pa
     for changes, sentence in (
         ({"names": ["a", "c"]}, "bucket 0: c not announced, or sent before"),
         ({"version": 6}, "bucket 0 of version 6 was not announced"),
-        ({"xxh3": "0" * 16}, "arrived with other bytes"),
+        ({"xxh3": "0" * 16}, "bucket 0 of version 5 arrived with other bytes"),
+        ({"offsets": [0, 66]}, "bucket 0 of version 5 arrived with other bytes"),
+        ({"tensor_xxh3": ["0" * 16, "0" * 16]}, "a of version 5 has other bytes than the learner's"),
     ):
         with pytest.raises(ValueError, match=sentence):
             transfer.receive_weights(bucket(tmp_path, **changes))
     assert not model.loaded
-    transfer.receive_weights(bucket(tmp_path, names=["b"], offsets=[64]))
+    transfer.receive_weights(bucket(tmp_path, names=["b"]))
     with pytest.raises(ValueError, match="b not announced, or sent before"):
         transfer.receive_weights(bucket(tmp_path))
     with pytest.raises(ValueError, match=r"version 5 are refused: 1 of 2 announced tensors never came \(a\)"):
         transfer.finish_weight_update()
+
+
+class Keeper(Recorder):
+    """Loads only once it is whole, as vLLM's fused modules do: until then vLLM keeps the arguments of each load."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            get_layerwise_info(self).loaded_weights.append((name, signature(print).bind(tensor[:1])))
+
+
+def test_what_vllm_keeps_for_later_outlives_the_arena(tmp_path: Path) -> None:
+    transfer, model = engine(Keeper())
+    transfer.receive_weights(bucket(tmp_path))
+    with (tmp_path / "arena").open("r+b") as arena:
+        arena.write(bytes(128))
+    kept = {name: call.args[0].tolist() for name, call in get_layerwise_info(model).loaded_weights}
+    assert kept == {"a": [[1, 2]], "b": [5]}
+
+
+def test_a_round_that_broke_off_is_over_when_the_next_version_is_announced(tmp_path: Path) -> None:
+    transfer, model = engine()
+    transfer.receive_weights(bucket(tmp_path, names=["b"]))
+    announce(transfer)
+    transfer.receive_weights(bucket(tmp_path))
+    transfer.finish_weight_update()
+    assert set(model.loaded) == {"a", "b"}
 
 
 def test_a_name_announced_twice_is_refused() -> None:

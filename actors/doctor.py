@@ -1,0 +1,76 @@
+"""Looks at every node of a live cluster: one tiny task each, no actor, no model."""
+
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.state import list_placement_groups
+
+from actors.fanout import first_line
+from t2g.deploy.doctor import Node, PendingGroup
+from t2g.errors import UserError
+from t2g.versions import versions
+
+WAITING = ("PENDING", "RESCHEDULING")
+
+
+def look_at_nodes(shared: Path | None, *, timeout_s: float) -> list[Node]:
+    """Every living node, with its versions, and whether it sees a file that this process writes into `shared`.
+
+    UserError when this process cannot write there. A node that does not answer in time is one with a fault.
+    """
+    probe = None if shared is None else shared / f".doctor-{uuid.uuid4().hex}"
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    if probe is not None:
+        try:
+            probe.parent.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+        except OSError as error:
+            raise UserError(f"{shared}: a run could not write there: {error.strerror}") from None
+    try:
+        refs = [_examine_on(node["NodeID"], probe) for node in alive]
+        deadline = time.monotonic() + timeout_s
+        return [_node(node, ref, deadline, timeout_s) for node, ref in zip(alive, refs, strict=True)]
+    finally:
+        if probe is not None:
+            probe.unlink(missing_ok=True)
+
+
+def pending_groups() -> list[PendingGroup]:
+    """Placement groups that wait for a place, of all jobs of the cluster. Asks the dashboard."""
+    groups = [group for group in list_placement_groups(detail=True, limit=10_000) if group.state in WAITING]
+    return [
+        PendingGroup(
+            name=group.name or group.placement_group_id[:12],
+            bundles=tuple(bundle["unit_resources"] for bundle in group.bundles),
+            selectors=tuple(bundle.get("label_selector", {}) for bundle in group.bundles),
+        )
+        for group in groups
+    ]
+
+
+def examine(path: Path | None) -> tuple[dict[str, str], bool | None]:
+    """Versions here, and whether `path` is seen here."""
+    return versions(), None if path is None else path.exists()
+
+
+def _examine_on(node_id: str, path: Path | None) -> Any:
+    here = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
+    return ray.remote(examine).options(num_cpus=0, max_retries=0, scheduling_strategy=here).remote(path)
+
+
+def _node(node: dict[str, Any], ref: Any, deadline: float, timeout_s: float) -> Node:
+    found: dict[str, Any] = {"versions": {}}
+    try:
+        package_versions, sees_file = ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
+        found = {"versions": package_versions, "sees_file": sees_file}
+    except ray.exceptions.GetTimeoutError:
+        ray.cancel(ref, force=True)
+        found["fault"] = f"it did not answer within {timeout_s:g} s"
+    except RayError as error:
+        found["fault"] = first_line(error)
+    return Node(name=node["NodeName"], labels=node["Labels"], resources=node["Resources"], **found)

@@ -1,0 +1,137 @@
+"""Ray's job server as `jobs.deploy` uses it: submit, follow, stop. Each request has a deadline."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import aiohttp
+import requests
+from ray.exceptions import AuthenticationError
+from ray.job_submission import JobSubmissionClient
+
+from t2g.deploy.submission import Submission, is_attempt, stop_wait_s
+from t2g.deploy.upload import files_to_upload, refuse_large, write_package
+from t2g.errors import RunStopped, UserError
+
+REQUEST_TIMEOUT_S = 60.0  # one request; an upload of 50 MiB needs 7 Mbit/s
+END_TIMEOUT_S = 30.0  # from the end of a job's log, or of the time that it had to stop, to the end of the job
+POLL_S = 0.5
+
+
+class Client(JobSubmissionClient):
+    def _do_request(self, *args: Any, **options: Any) -> Any:
+        return super()._do_request(*args, **{"timeout": REQUEST_TIMEOUT_S, **options})  # Ray's own waits for ever
+
+
+class JobServer:
+    """The jobs of one cluster."""
+
+    def __init__(self, client: Any, *, end_timeout_s: float = END_TIMEOUT_S) -> None:
+        """client: a JobSubmissionClient."""
+        self._client, self._end_timeout_s = client, end_timeout_s
+
+    @classmethod
+    @contextmanager
+    def at(cls, address: str | None) -> Iterator[Self]:
+        """The one at `address`; None: of RAY_ADDRESS, else of this machine. UserError when it cannot be spoken to."""
+        if address is not None:  # Ray would prefer these to what it is told
+            for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):
+                os.environ.pop(name, None)
+        try:
+            yield cls(Client(address))
+        except RunStopped:
+            raise
+        except AuthenticationError as error:
+            raise UserError(
+                f"the cluster refuses: {' '.join(str(error).split()):.200}; set RAY_AUTH_MODE=token, and its token as "
+                "RAY_AUTH_TOKEN or in the file that RAY_AUTH_TOKEN_PATH names"
+            ) from None
+        except (ConnectionError, requests.exceptions.RequestException) as error:
+            where = address or "RAY_ADDRESS or on this machine"
+            raise UserError(f"no Ray job server answers at {where} ({type(error).__name__}); see --address") from None
+        except RuntimeError as error:  # what Ray's client makes of an answer other than 200
+            raise UserError(f"the job server of the cluster: {' '.join(str(error).split()):.500}") from None
+
+    def submit(self, job: Submission, root: Path) -> str:
+        """Upload the code under `root` and start the job; returns its id. UserError for an upload that is too large."""
+        files = files_to_upload(root)
+        refuse_large(root, files)
+        taken = {known.submission_id for known in self._client.list_jobs()}
+        with tempfile.TemporaryDirectory() as folder:
+            package = Path(folder) / "package.zip"
+            write_package(root, files, package)
+            return self._client.submit_job(
+                entrypoint=job.entrypoint,
+                submission_id=job.job_id(taken),
+                runtime_env=job.runtime_env(package),
+                metadata=dict(job.metadata),
+            )
+
+    def living(self, run_name: str) -> dict[str, float]:
+        """Attempts at a run that have not ended: id -> seconds that it may need to stop."""
+        jobs = [job for job in self._client.list_jobs() if job.submission_id and not job.status.is_terminal()]
+        return {
+            job.submission_id: stop_wait_s(job.metadata)
+            for job in jobs
+            if is_attempt(run_name, job.submission_id, job.metadata)
+        }
+
+    def stop(self, job_id: str, wait_s: float) -> str:
+        """SIGTERM to the job's driver; its status once it has ended. RunStopped when that takes longer than wait_s."""
+        self._client.stop_job(job_id)
+        return str(self._wait_for_end(job_id, wait_s + self._end_timeout_s).status)
+
+    async def follow(self, job_id: str, wait_s: float) -> int:
+        """Print the job's log until it ends; its exit code, 130 for a job that was stopped.
+
+        Ctrl-C stops the job and waits for its end, at most `wait_s`; a second Ctrl-C leaves it to that.
+        """
+        interrupted = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, interrupted.set)
+        log = asyncio.create_task(self._print_log(job_id))
+        interruption = asyncio.create_task(interrupted.wait())
+        await asyncio.wait({log, interruption}, return_when=asyncio.FIRST_COMPLETED)
+        interruption.cancel()
+        loop.remove_signal_handler(signal.SIGINT)
+        if not log.done():
+            print(f"stopping job {job_id}: it has {wait_s:.0f} s to leave a checkpoint", flush=True)
+            await asyncio.to_thread(self._client.stop_job, job_id)
+            patience_s = wait_s + self._end_timeout_s
+            if not (await asyncio.wait({log}, timeout=patience_s))[0]:
+                log.cancel()
+                raise RunStopped(f"job {job_id} has not ended {patience_s:.0f} s after it was told to stop")
+        log.result()
+        job = await asyncio.to_thread(self._wait_for_end, job_id, self._end_timeout_s)
+        print(f"job {job_id}: {job.status}", flush=True)
+        return {"SUCCEEDED": 0, "STOPPED": 130}.get(str(job.status), job.driver_exit_code or 3)
+
+    async def _print_log(self, job_id: str) -> None:
+        """Until the job has ended. A connection that breaks is made again, and nothing is printed twice."""
+        printed = 0
+        while True:
+            seen = 0
+            with contextlib.suppress(RuntimeError, aiohttp.ClientError):
+                async for text in self._client.tail_job_logs(job_id):
+                    print(text[max(0, printed - seen) :], end="", flush=True)
+                    seen += len(text)
+                    printed = max(printed, seen)
+            if (await asyncio.to_thread(self._client.get_job_status, job_id)).is_terminal():
+                return
+            await asyncio.sleep(POLL_S)
+
+    def _wait_for_end(self, job_id: str, timeout_s: float) -> Any:
+        """The job's details once it has ended."""
+        deadline = time.monotonic() + timeout_s
+        while not (job := self._client.get_job_info(job_id)).status.is_terminal():
+            if time.monotonic() > deadline:
+                raise RunStopped(f"job {job_id} has not ended within {timeout_s:.0f} s; its status is {job.status}")
+            time.sleep(POLL_S)
+        return job

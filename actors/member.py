@@ -1,0 +1,147 @@
+"""One worker of a fleet: its place, its process, the requests that wait for it."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal
+
+import ray
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+from actors import placement
+from actors.fanout import first_line
+from t2g.decisions.health import Event, Health, State, after, overdue
+from t2g.sections import EngineConfig
+
+DIED = (RayActorError, OutOfMemoryError)  # the second: ended by Ray's memory monitor
+
+
+def died_of(error: Exception) -> Literal["died", "request_failed"]:
+    """A node that does not answer may come back, with its workers: its requests go elsewhere, its probes decide."""
+    return "request_failed" if isinstance(error, ActorUnavailableError) else "died"
+
+
+def why(error: Exception) -> str:
+    """What an exception of DIED says, in one line: of a worker that could not be made, what its constructor raised."""
+    lines = str(error).strip().splitlines()
+    if "creation task" in str(error):
+        return f"{type(error).__name__}: {lines[-1][:300]}"
+    return first_line(error)
+
+
+def cause(error: RayTaskError) -> Exception:
+    """What the worker raised; Ray's own error also where that did not survive the way."""
+    return error.cause if isinstance(error.cause, Exception) else error
+
+
+class Member:
+    """A worker from the wish for a place to its end. Its fleet decides; this does."""
+
+    def __init__(self, name: str, place: PlacementGroup, config: EngineConfig, *, needs_weights: bool) -> None:
+        self.name, self.place, self._config = name, place, config
+        self.handle: Any = None  # none until there is a place
+        self.health = Health(needs_weights=needs_weights, since=time.monotonic())
+        self.load = 0  # sequences it was given and has not finished
+        self.version: int | None = None  # of its weights
+        self.restarts = 0  # predecessors of the same name
+        self.lost_at: float | None = None  # when its predecessor was lost, until it serves
+        self.warned = False  # that it waits for a place
+        self.syncing = False  # its engine is paused: no probe, no judgement
+        self._starting: Any = None
+        self._probe: Any = None
+        self._probed_at = time.monotonic()
+        self._in_vain: set[asyncio.Future[None]] = set()  # one per waiting request, resolved when it waits in vain
+        self._catching_up: asyncio.Future[None] | None = None
+
+    def begin(self, actor: Any, arguments: tuple[Any, ...]) -> None:
+        """Start the process in its place."""
+        self.handle = actor.options(**placement.actor_options(self._config, self.place)).remote(*arguments)
+        self._starting = self.handle.start.remote()
+        self.health = Health(needs_weights=self.health.needs_weights, since=time.monotonic())
+
+    def happens(self, event: Event, reason: str = "") -> State:
+        now = time.monotonic()
+        self.health = after(self.health, event, now=now, config=self._config.health, reason=reason)
+        return self.health.state
+
+    def overdue(self, now: float) -> str:
+        return overdue(self.health, now=now, config=self._config)
+
+    def take_start(self) -> tuple[Any] | None:
+        """What `start` returned, once it has. Raises as `ray.get`."""
+        if not ray.wait([self._starting], timeout=0)[0]:
+            return None
+        return (ray.get(self._starting),)
+
+    def take_probe(self, now: float) -> Literal["probe_answered", "probe_failed"] | None:
+        """The outcome of a probe, once; the next one is sent when it is due. Raises as `ray.get`."""
+        health = self._config.health
+        if self.syncing:
+            self._probe = None
+            return None
+        if self._probe is None:
+            if now - self._probed_at >= health.probe_every_s or self.health.suspect:
+                self._probe, self._probed_at = self.handle.probe.remote(), now
+            return None
+        if ray.wait([self._probe], timeout=0)[0]:
+            probe, self._probe = self._probe, None
+            ray.get(probe)
+            return "probe_answered"
+        if now - self._probed_at > health.probe_timeout_s:
+            self._probe = None
+            return "probe_failed"
+        return None
+
+    async def answer(self, submit: Callable[[Any], Any], timeout_s: float) -> tuple[Any] | None:
+        """What it answers; None when it stopped serving meanwhile. Raises TimeoutError, and as `ray.get`."""
+        in_vain = asyncio.get_running_loop().create_future()
+        self._in_vain.add(in_vain)
+        ref = submit(self.handle)
+        answer = asyncio.wrap_future(ref.future())
+        try:
+            await asyncio.wait([answer, in_vain], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                return (answer.result(),)
+            if in_vain.done():
+                return None
+            raise TimeoutError
+        finally:
+            self._in_vain.discard(in_vain)
+            if not answer.done():
+                answer.cancel()
+                with contextlib.suppress(RayActorError):
+                    ray.cancel(ref)
+
+    def interrupt(self) -> None:
+        """Whoever waits for it asks somebody else."""
+        for waiting in self._in_vain:
+            if not waiting.done():
+                waiting.set_result(None)
+
+    def bring_up(self, catch_up: "Callable[[Member], Awaitable[None]]") -> None:
+        """Have it brought the current weights, unless that is under way. Without an event loop nothing happens yet."""
+        if self._catching_up is not None and not self._catching_up.done():
+            return
+        with contextlib.suppress(RuntimeError):
+            asyncio.get_running_loop()
+            self._catching_up = asyncio.ensure_future(catch_up(self))
+
+    def dispensable(self) -> tuple[bool, bool, bool, int]:
+        """Sorts first who is missed least: without a place, not serving, suspect, with little to do."""
+        serving = self.health.state is State.SERVING
+        return self.handle is not None, serving, not self.health.suspect, self.load
+
+    def report(self) -> dict[str, Any]:
+        state = {"state": str(self.health.state), "version": self.version, "reason": self.health.reason}
+        return {"name": self.name, **state, "restarts": self.restarts, "load": self.load}
+
+    def remove(self) -> None:
+        """Kill it and give its place back."""
+        self.interrupt()
+        if self._catching_up is not None:
+            self._catching_up.cancel()
+        if self.handle is not None:
+            ray.kill(self.handle, no_restart=True)
+        remove_placement_group(self.place)

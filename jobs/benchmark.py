@@ -1,0 +1,222 @@
+"""What a weight sync costs, by stage, beside a plain memory copy of the same bytes in the same run.
+
+    python -m jobs.benchmark --config configs/benchmark/sync.yaml
+
+Real Ray, ZeRO-3 and vLLM; the policy has random weights, and its rank no optimizer, which no sync touches.
+"""
+
+import asyncio
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jobs.cli import main
+from t2g.config import BenchmarkJob, ShapeConfig
+from t2g.errors import RunStopped
+from t2g.sections import LearnerConfig, ModelConfig, ObjectiveConfig
+
+if TYPE_CHECKING:
+    from actors.learner import LearnerGroup
+    from actors.rollout import RolloutFleet
+
+WORDS = ("one two three four five six seven eight nine ten",)  # for a tokenizer that nothing is written with
+POLL_S = 0.5
+STAGES = ("gather", "put", "hand_over", "load", "verify")
+
+
+def describe(config: BenchmarkJob) -> str:
+    engines = " then ".join(str(number) for number in config.workers)
+    return f"{config.repeats} syncs with sync_verify=probe and as many with full, into {engines} rollout engines"
+
+
+def run(config: BenchmarkJob) -> None:
+    import ray
+
+    from actors.frozen import FrozenActor
+    from actors.learner import LearnerGroup, LearnerSpec
+    from actors.placement import connect
+    from actors.rollout import RolloutFleet
+    from t2g.concurrency import beside
+
+    model = make_model(config.shape, config.run.folder / "model", seed=config.run.seed)
+    objective, timeout_s = ObjectiveConfig(advantages="group", whiten="none"), config.cluster.placement_timeout_s
+    spec = LearnerSpec(
+        model=ModelConfig(policy=str(model)), learner=config.learner, objective=objective,
+        temperature=1.0, num_updates=1, seed=config.run.seed,
+    )  # fmt: skip
+    connect(config.cluster, {"rollout": config.rollout, "learner": config.learner})
+    try:
+        fleet = RolloutFleet(str(model), config.rollout, seed=config.run.seed, placement_timeout_s=timeout_s)
+        with (
+            closing(fleet) as rollouts,
+            closing(LearnerGroup(spec, placement_timeout_s=timeout_s, actor=FrozenActor)) as learner,
+        ):
+            rollouts.wait_ready()
+            results = asyncio.run(beside(measure(config, learner, rollouts), rollouts.supervise()))
+    finally:
+        ray.shutdown()
+    write(config.run.folder, results)
+
+
+def make_model(shape: ShapeConfig, folder: Path, *, seed: int) -> Path:
+    """Random bfloat16 weights in a Hugging Face folder with a small tokenizer; returns `folder`."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from t2g.tasks.tiny_assets import build_tokenizer
+
+    tokenizer = build_tokenizer(folder, WORDS, vocab_size=320)
+    fields = shape.model_dump(exclude={"architecture"})
+    config = AutoConfig.for_model(
+        shape.architecture, **fields, max_position_embeddings=2048, dtype=torch.bfloat16,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+async def measure(config: BenchmarkJob, learner: "LearnerGroup", fleet: "RolloutFleet") -> dict[str, Any]:
+    """Everything that `write` shows. Syncs and copies take turns, so that what disturbs one disturbs the other."""
+    from actors.buckets import num_bytes
+
+    metas, dtype = learner.announce(), config.rollout.dtype
+    copy = Copy(num_bytes(metas, dtype))
+    alone = [learner_alone(learner, dtype) for _ in range(config.repeats)]
+    syncs, version = [], 0
+    for workers in config.workers:
+        fleet.want(workers)
+        await until_started(fleet, workers, timeout_s=config.rollout.start_timeout_s)
+        for verify in ("probe", "full"):
+            changed = config.learner.model_copy(update={"sync_verify": verify})
+            rows = []
+            for repeat in range(config.repeats + 1):
+                version += 1
+                row = await sync_once(learner, fleet, changed, version)
+                if len(row.pop("missed")):
+                    raise RunStopped(f"not all of {workers} engines took version {version} of the weights")
+                copy.once()
+                if repeat:  # the first one touches new memory
+                    rows.append(row)
+            middle = sorted(rows, key=lambda row: row["seconds"])[len(rows) // 2]
+            syncs.append({"workers": workers, "verify": verify, **middle, "all_seconds": [r["seconds"] for r in rows]})
+    return {
+        "bytes": copy.num_bytes,
+        "dtype": dtype,
+        "bucket_mib": config.learner.sync_bucket_mib,
+        "copy_s": statistics.median(copy.seconds),
+        "hash_s": statistics.median(copy.hash_seconds),
+        "gather_s": statistics.median(gather for gather, _ in alone),
+        "put_s": statistics.median(total - gather for gather, total in alone),
+        "syncs": syncs,
+    }
+
+
+class Copy:
+    """The plain copy that a sync is held against: numpy's, one thread, between two buffers that were touched before."""
+
+    def __init__(self, num_bytes: int) -> None:
+        import numpy as np
+
+        self.num_bytes = num_bytes
+        self._source, self._target = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
+        self.seconds: list[float] = []
+        self.hash_seconds: list[float] = []
+
+    def once(self) -> None:
+        from actors.buckets import hash_of
+
+        started = time.monotonic()
+        self._target[:] = self._source
+        copied = time.monotonic()
+        hash_of(self._target)
+        self.seconds.append(copied - started)
+        self.hash_seconds.append(time.monotonic() - copied)
+
+
+def learner_alone(learner: "LearnerGroup", dtype: str) -> tuple[float, float]:
+    """Seconds of gathering with its hash, and of the whole stream into the object store, when nobody loads it."""
+    import ray
+
+    started = time.monotonic()
+    refs = list(learner.stream_weights(dtype))
+    total = time.monotonic() - started
+    return sum(ray.get(ref).gather_s for ref in refs), total
+
+
+async def until_started(fleet: "RolloutFleet", number: int, *, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while len(fleet.started()) < number:
+        if time.monotonic() > deadline:
+            raise RunStopped(f"{len(fleet.started())} of {number} rollout engines started within {timeout_s:g} s")
+        await asyncio.sleep(POLL_S)
+
+
+async def sync_once(
+    learner: "LearnerGroup", fleet: "RolloutFleet", config: LearnerConfig, version: int
+) -> dict[str, Any]:
+    from actors.weight_sync import WeightSync
+
+    result = await WeightSync(learner, fleet, config).push(version)
+    fields = ("seconds", "stages", "num_calls", "probe_gap", "missed")
+    return {name: getattr(result, name) for name in fields}
+
+
+def write(folder: Path, results: dict[str, Any]) -> None:
+    """benchmark.json, benchmark.md and the terminal."""
+    from t2g.checkpoint import write_atomic
+
+    text = tables(results)
+    write_atomic(folder / "benchmark.json", json.dumps(results, indent=1).encode())
+    write_atomic(folder / "benchmark.md", text.encode())
+    print(text)
+
+
+def tables(results: dict[str, Any]) -> str:
+    """Markdown. Rates count the bytes that arrived in all engines; ratios are to the copy's rate."""
+    num_bytes, copy_s = results["bytes"], results["copy_s"]
+    lines = [
+        f"{num_bytes / 1e9:.3f} GB of {results['dtype']} in buckets of {results['bucket_mib']:g} MiB; a plain copy of "
+        f"them takes {copy_s:.3f} s ({num_bytes / copy_s / 1e9:.2f} GB/s), one pass of xxh3 {results['hash_s']:.3f} s.",
+        "",
+        *_table(
+            ("engines", "sync_verify", "seconds", "GB/s", "ratio to the copy", "control calls", "probe gap, nats"),
+            [
+                (
+                    sync["workers"], sync["verify"], f"{sync['seconds']:.3f}",
+                    f"{sync['workers'] * num_bytes / sync['seconds'] / 1e9:.3f}",
+                    f"{sync['workers'] * copy_s / sync['seconds']:.3f}",
+                    sync["num_calls"], f"{sync['probe_gap']:.2g}",
+                )
+                for sync in results["syncs"]
+            ],
+        ),
+        "",
+        "Seconds of work by stage, of the slowest engine; stages overlap. gather and put: of the learner alone.",
+        "",
+        *_table(
+            ("engines", "sync_verify", *STAGES, "sum", "sum / seconds"),
+            [_stage_row(sync, results) for sync in results["syncs"]],
+        ),
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def _stage_row(sync: dict[str, Any], results: dict[str, Any]) -> Sequence[object]:
+    stages = sync["stages"] | {"gather": results["gather_s"], "put": results["put_s"]}
+    seconds = [stages[stage] for stage in STAGES]
+    total = sum(seconds)
+    return sync["workers"], sync["verify"], *(f"{s:.3f}" for s in (*seconds, total, total / sync["seconds"]))
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    return [f"| {' | '.join(str(cell) for cell in row)} |" for row in (head, ["---"] * len(head), *rows)]
+
+
+if __name__ == "__main__":
+    sys.exit(main(BenchmarkJob, run, describe))

@@ -1,0 +1,201 @@
+"""Runs on a cluster: check and render what they need, submit, look at, scale and stop them; look at the cluster.
+
+    python -m jobs.deploy submit --config configs/own/policy.yaml run.root=/mnt/runs run.name=own
+    python -m jobs.deploy status --run own --root /mnt/runs
+    python -m jobs.deploy scale --run own --root /mnt/runs --rollouts 3
+    python -m jobs.deploy stop --run own
+
+submit, stop and doctor speak to the cluster at --address (http://HOST:8265; else that of RAY_ADDRESS, else the one on
+this machine), and send the token where RAY_AUTH_MODE=token. status and scale need only the run's folder.
+"""
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from t2g.config import PolicyJob
+from t2g.configio import load
+from t2g.errors import RunStopped, UserError
+
+LOOK_TIMEOUT_S = 60.0  # for all nodes together
+JOB_SERVERS = ("http://", "https://")
+Command = Callable[[argparse.Namespace], int]
+
+
+def submit(arguments: argparse.Namespace) -> int:
+    """Upload the code, start the run, follow its log. Ctrl-C stops the run and waits for its checkpoint."""
+    from actors.job_server import JobServer
+    from t2g.deploy.submission import read_config, training, uploaded_path
+    from t2g.deploy.upload import files_to_upload
+
+    root = Path.cwd()
+    config = read_config(arguments.config, arguments.overrides, root)
+    job = training(config, uploaded_path(arguments.config, root, files_to_upload(root)), arguments.overrides)
+    with JobServer.at(arguments.address) as server:
+        for job_id in server.living(config.run.name):
+            raise UserError(f"run {config.run.name} goes on as job {job_id}: stop it first, or take another run.name")
+        job_id = server.submit(job, root)
+        print(f"job {job_id}: submitted; its run folder is {config.run.folder}", flush=True)
+        return 0 if arguments.no_wait else asyncio.run(server.follow(job_id, job.stop_wait_s))
+
+
+def status(arguments: argparse.Namespace) -> int:
+    """A run's picture of itself, and how old that is."""
+    from t2g.control import now, read_status
+    from t2g.deploy.status import status_words
+
+    found = read_status(arguments.root / arguments.run)
+    print(found.model_dump_json(indent=1) if arguments.json else status_words(arguments.run, found, now=now()))
+    return 0
+
+
+def scale(arguments: argparse.Namespace) -> int:
+    """Ask a run for another number of workers; it sees to that within seconds."""
+    from t2g.control import Wanted, write_wanted
+
+    asked = Wanted(rollouts=arguments.rollouts, rewards=arguments.rewards)
+    wanted = write_wanted(arguments.root / arguments.run, asked)
+    sizes = ", ".join(f"{number} {field}" for field, number in wanted.model_dump(exclude_none=True).items())
+    print(f"run {arguments.run} is asked for {sizes}")
+    return 0
+
+
+def stop(arguments: argparse.Namespace) -> int:
+    """Tell a run on a cluster to stop, and wait for its checkpoint."""
+    from actors.job_server import JobServer
+
+    with JobServer.at(arguments.address) as server:
+        living = server.living(arguments.run)
+        if not living:
+            raise UserError(f"--run: no job of run {arguments.run} is alive on this cluster")
+        for job_id, wait_s in living.items():
+            print(f"stopping job {job_id}: it has {wait_s:.0f} s to leave a checkpoint", flush=True)
+            print(f"job {job_id}: {server.stop(job_id, wait_s)}")
+    return 0
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    """Say what is wrong with a cluster: a sentence each, exit code 2 if there are any."""
+    address = arguments.address or os.environ.get("RAY_ADDRESS") or "auto"
+    if address.startswith(JOB_SERVERS):
+        return _doctor_as_job(arguments)
+    import ray
+
+    from actors.doctor import look_at_nodes, pending_groups
+    from actors.placement import connect
+    from jobs.fleets import feedback_roles
+    from jobs.train_policy import policy_roles
+    from t2g.deploy.doctor import findings
+    from t2g.sections import ClusterConfig
+
+    config = load(PolicyJob, arguments.config, arguments.overrides) if arguments.config else None
+    roles = policy_roles(config) | feedback_roles(config.feedback) if config else {}
+    shared = config.run.root if config else None
+    connect(ClusterConfig(address=address), {})
+    try:
+        nodes = look_at_nodes(shared, timeout_s=LOOK_TIMEOUT_S)
+        found = findings(nodes, pending_groups(), roles, shared)
+    finally:
+        ray.shutdown()
+    print(f"{len(nodes)} nodes, {len(found)} findings{'' if config else '; labels and storage need --config'}")
+    for sentence in found:
+        print(f"- {sentence}")
+    return 2 if found else 0
+
+
+def _doctor_as_job(arguments: argparse.Namespace) -> int:
+    """From outside of the cluster: the same command on its head."""
+    from actors.job_server import JobServer
+    from t2g.deploy.submission import Submission, uploaded_path
+    from t2g.deploy.upload import files_to_upload
+
+    root, given = Path.cwd(), ["doctor"]
+    if arguments.config:
+        given += ["--config", str(uploaded_path(arguments.config, root, files_to_upload(root)))]
+    job = Submission(name="doctor", arguments=("jobs.deploy", *given, *arguments.overrides))
+    with JobServer.at(arguments.address) as server:
+        return asyncio.run(server.follow(server.submit(job, root), job.stop_wait_s))
+
+
+def check(arguments: argparse.Namespace) -> int:
+    """Print what a run needs of a cluster, and what cannot work; exit code 2 if something cannot."""
+    from t2g.deploy import check_config
+
+    problems, words = check_config(load(PolicyJob, arguments.config, arguments.overrides), gpu=arguments.gpu)
+    print(words)
+    return 2 if problems else 0
+
+
+def render(arguments: argparse.Namespace) -> int:
+    """Print manifests for KubeRay, all documents, made from the run's config."""
+    from t2g.deploy import render_manifests
+
+    manifests = render_manifests(
+        load(PolicyJob, arguments.config, arguments.overrides),
+        config_path=str(arguments.config),
+        target=arguments.target,
+        cpu=arguments.cpu,
+        image=arguments.image,
+        overrides=arguments.overrides,
+    )
+    print(manifests, end="")
+    return 0
+
+
+def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The program's, and one for each subcommand."""
+    top = argparse.ArgumentParser(
+        prog="python -m jobs.deploy",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+    made: dict[str, argparse.ArgumentParser] = {}
+    for run in (check, render, submit, status, scale, stop, doctor):
+        made[run.__name__] = commands.add_parser(
+            run.__name__, help=run.__doc__, description=run.__doc__, allow_abbrev=False
+        )
+        made[run.__name__].set_defaults(command=run)
+    for name in ("check", "render", "submit", "doctor"):
+        made[name].add_argument("--config", type=Path, required=name != "doctor", metavar="FILE", help="the run's")
+        made[name].add_argument("overrides", nargs="*", metavar="key=value", help="laid over the file")
+    for name in ("submit", "stop", "doctor"):
+        made[name].add_argument("--address", metavar="URL", help="of the cluster: http://HOST:8265")
+    for name in ("status", "scale", "stop"):
+        made[name].add_argument("--run", required=True, metavar="NAME", help="run.name")
+    for name in ("status", "scale"):
+        made[name].add_argument("--root", type=Path, default=Path("runs"), metavar="FOLDER", help="run.root")
+    made["submit"].add_argument("--no-wait", action="store_true", help="return as soon as the job is accepted")
+    made["status"].add_argument("--json", action="store_true", help="status.json as it is")
+    made["scale"].add_argument("--rollouts", type=int, metavar="N", help="rollout workers")
+    made["scale"].add_argument("--rewards", type=int, metavar="M", help="reward workers")
+    made["check"].add_argument("--gpu", default="A100-80GB", metavar="NAME", help="that the run will have; A100-80GB")
+    made["render"].add_argument("--image", metavar="NAME", help="other than the project's own")
+    made["render"].add_argument("--target", choices=("rayjob", "raycluster"), default="rayjob")
+    made["render"].add_argument("--cpu", action="store_true", help="for the CPU image, without GPUs")
+    return top, made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 done, 2 the user's to mend, 3 something did not end in time, 130 stopped; else the run's own."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    top, commands = parsers()
+    command = commands.get(given[0]) if given else None
+    # Only a subcommand's own parser finds key=value before and behind options.
+    arguments = command.parse_intermixed_args(given[1:]) if command else top.parse_args(given)
+    try:
+        return arguments.command(arguments)
+    except (UserError, RunStopped) as error:
+        print(f"{top.prog}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UserError) else 3
+    except KeyboardInterrupt:
+        print(f"{top.prog}: interrupted; a job that was submitted goes on", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""A run's fleets while it goes on: their care, the sizes that the operator or the run itself wants, status.json."""
+
+import asyncio
+from collections.abc import Coroutine, Mapping
+from typing import TYPE_CHECKING, Any
+
+from t2g.config import PolicyJob
+from t2g.control import Control, FleetStatus, Status, now, scalable, write_status
+from t2g.decisions.scaling import PATIENCE, StepLoad, wanted_workers
+from t2g.describe import samples_per_step
+
+if TYPE_CHECKING:
+    from actors.fleet import Fleet
+    from actors.rollout import RolloutFleet
+    from t2g.interfaces import FeedbackSource
+
+CONTROL_S = 1.0  # between two looks at control.json
+STATUS_EVERY = 3  # looks between two pictures in status.json
+FIELDS = {"rollout": "rollouts", "reward": "rewards"}  # role -> field of control.json
+
+
+class Steering:
+    """`duties` beside the trainer; `metrics` and `on_step` are the trainer's hooks."""
+
+    def __init__(self, config: PolicyJob, rollouts: "RolloutFleet", feedback: "FeedbackSource") -> None:
+        self._config = config
+        judges: Fleet | None = getattr(feedback, "fleet", None)
+        self._fleets: dict[str, Fleet] = {"rollout": rollouts} | ({"reward": judges} if judges else {})
+        self._control = Control(config.run.folder, scalable(config))
+        self._loads: list[StepLoad] = []
+        self._step = self._samples = 0
+        self._idle: dict[str, float] = {}
+
+    def duties(self) -> list[Coroutine[Any, Any, None]]:
+        """What goes on beside the trainer until it is cancelled. Raise RunStopped when a floor of workers is lost."""
+        return [*(fleet.supervise() for fleet in self._fleets.values()), self._steer()]
+
+    async def _steer(self) -> None:
+        looks = 0
+        while True:
+            wanted = self._control.wanted()
+            for role, fleet in self._fleets.items():
+                number = getattr(wanted, FIELDS[role])
+                if number is not None:
+                    fleet.want(number)
+            if looks % STATUS_EVERY == 0:
+                self.write_status()
+            looks += 1
+            await asyncio.sleep(CONTROL_S)
+
+    def metrics(self) -> dict[str, float]:
+        """Of each fleet since the step before: idle share, workers, losses, the longest recovery."""
+        found = {}
+        for role, fleet in self._fleets.items():
+            values = fleet.metrics()
+            self._idle[role] = values.pop("idle")
+            found[f"idle/{role}"] = self._idle[role]
+            found |= {f"{role}/{name}": value for name, value in values.items()}
+        return found
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._step, self._samples = step, int(metrics.get("samples", 0))
+        self._idle["learner"] = metrics.get("idle/learner", 0.0)
+        if self._config.rollout.autoscale and step > 0:
+            self._scale(metrics)
+        self.write_status()
+
+    def _scale(self, metrics: Mapping[str, float]) -> None:
+        fleet = self._fleets["rollout"]
+        load = StepLoad(
+            num_workers=int(metrics["rollout/workers"]),
+            learner_idle=metrics["idle/learner"],
+            rollout_idle=metrics["idle/rollout"],
+            buffered=metrics["buffer/samples"] / samples_per_step(self._config.rollout),
+        )
+        self._loads = [*self._loads, load][-PATIENCE:]
+        fleet.want(
+            wanted_workers(
+                self._loads, current=fleet.wanted, joining=fleet.joining, workers=self._config.rollout.workers
+            )
+        )
+
+    def write_status(self) -> None:
+        write_status(
+            self._config.run.folder,
+            Status(
+                step=self._step,
+                num_steps=self._config.num_steps,
+                samples=self._samples,
+                updated=now(),
+                fleets=tuple(FleetStatus(**fleet.report()) for fleet in self._fleets.values()),
+                idle=self._idle,
+            ),
+        )

@@ -1,0 +1,185 @@
+"""What an operator and a run tell each other through the run folder: wanted sizes one way, the state of affairs back.
+
+control.json, written by `jobs.deploy scale`:  {"rollouts": 3, "rewards": null}
+status.json, written by the driver every few seconds: see `Status`
+
+Anybody may write into a run folder on a shared mount: what does not parse, or lies outside the config's bounds, is a
+warning and never the end of a run.
+"""
+
+import logging
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+
+from t2g import configio
+from t2g.checkpoint import write_atomic
+from t2g.config import PolicyJob
+from t2g.errors import UserError
+from t2g.sections import Section, WorkersConfig
+
+logger = logging.getLogger(__name__)
+
+CONTROL_FILE = "control.json"
+STATUS_FILE = "status.json"
+MAX_BYTES = 1 << 20  # read of either file: a larger one is none of ours
+SECTIONS = {"rollouts": "rollout.workers", "rewards": "feedback.engine.workers"}  # field of Wanted -> its bounds
+
+
+class Wanted(Section):
+    """How many workers each fleet shall have; None: nobody said, the fleet keeps its size."""
+
+    rollouts: int | None = Field(None, strict=True)
+    rewards: int | None = Field(None, strict=True)
+
+
+class WorkerStatus(Section):
+    name: str
+    state: str  # of t2g.decisions.health
+    reason: str = ""  # of its last failure
+    version: int | None = None  # of the policy, where the worker has weights that change
+    restarts: int = 0
+    load: int = 0  # sequences given to it and not finished
+
+
+class FleetStatus(Section):
+    role: str
+    wanted: int
+    workers: tuple[WorkerStatus, ...]
+
+
+class Status(Section):
+    """A picture of a run: {"step": 12, "num_steps": 100, "samples": 768, "updated": "2026-11-21T12:00:00Z", ...}"""
+
+    step: int  # finished steps
+    num_steps: int
+    samples: int  # sampled for training so far
+    updated: datetime
+    fleets: tuple[FleetStatus, ...] = ()
+    idle: dict[str, float] = Field({}, description="learner, rollout, reward -> share of the last step without work")
+
+
+def scalable(config: PolicyJob) -> dict[str, WorkersConfig]:
+    """The fleets that an operator may scale, as fields of Wanted, and their bounds.
+
+    Not the rollout fleet of a run that scales itself: two hands on one wheel would undo each other.
+    """
+    bounds = {} if config.rollout.autoscale else {"rollouts": config.rollout.workers}
+    return bounds | ({"rewards": config.feedback.engine.workers} if config.feedback.own_engines else {})
+
+
+def write_wanted(folder: Path, wanted: Wanted) -> Wanted:
+    """Lay the numbers of `wanted` over what control.json holds; returns what it holds then.
+
+    UserError for a folder without a run, for a fleet that the run does not have and for a number out of its bounds.
+    """
+    if not (folder / configio.FILE_NAME).exists():
+        raise UserError(f"{folder} holds no run (no {configio.FILE_NAME}); check --run and --root")
+    config = configio.load(PolicyJob, folder / configio.FILE_NAME)
+    bounds = scalable(config)
+    asked = wanted.model_dump(exclude_none=True)
+    if not asked:
+        raise UserError("nothing is asked for: rollouts or rewards needs a number")
+    for field, number in asked.items():
+        if field not in bounds:
+            raise UserError(_why_not(field, config))
+        workers = bounds[field]
+        if not workers.min <= number <= workers.max:
+            raise UserError(
+                f"{field}: got {number}, and {SECTIONS[field]} of this run allows {workers.min} to {workers.max}"
+            )
+    merged = read_wanted(folder).model_copy(update=asked)
+    write_atomic(folder / CONTROL_FILE, merged.model_dump_json().encode())
+    return merged
+
+
+def _why_not(field: str, config: PolicyJob) -> str:
+    if field == "rollouts":
+        return "rollouts: this run chooses their number itself; start it again with rollout.autoscale=false to choose"
+    return f"rewards: feedback.source={config.feedback.source} has no engines of this run that could be scaled"
+
+
+def read_wanted(folder: Path) -> Wanted:
+    """What control.json holds; nothing wanted, and a warning, for a file that is none of ours."""
+    return _parse(_bytes(folder / CONTROL_FILE), folder / CONTROL_FILE)
+
+
+class Control:
+    """The driver's view of control.json: always within bounds, one warning for each content that is not."""
+
+    def __init__(self, folder: Path, bounds: Mapping[str, WorkersConfig]) -> None:
+        """bounds: those of `scalable(config)`; what the file says about other fleets is passed over."""
+        self._path, self._bounds = folder / CONTROL_FILE, bounds
+        self._seen: bytes | None = None
+        self._wanted = Wanted()
+
+    def wanted(self) -> Wanted:
+        """What the file says now; cheap enough to ask every second."""
+        content = _bytes(self._path)
+        if content != self._seen:
+            self._seen = content
+            self._wanted = self._within_bounds(_parse(content, self._path))
+        return self._wanted
+
+    def _within_bounds(self, wanted: Wanted) -> Wanted:
+        kept = {}
+        for field, number in wanted.model_dump(exclude_none=True).items():
+            if field not in self._bounds:
+                logger.warning("%s asks for %s, which nobody scales by hand in this run", self._path, field)
+                continue
+            workers = self._bounds[field]
+            kept[field] = min(max(number, workers.min), workers.max)
+            if kept[field] != number:
+                logger.warning(
+                    "%s asks for %s=%d, and %s allows %d to %d: %d it is",
+                    self._path, field, number, SECTIONS[field], workers.min, workers.max, kept[field],
+                )  # fmt: skip
+        return Wanted(**kept)
+
+
+def write_status(folder: Path, status: Status) -> None:
+    """Replace status.json."""
+    write_atomic(folder / STATUS_FILE, status.model_dump_json(indent=1).encode())
+
+
+def read_status(folder: Path) -> Status:
+    """UserError when there is none, or none of ours."""
+    path = folder / STATUS_FILE
+    content = _bytes(path)
+    if not content:
+        raise UserError(f"{path} is not there: no run was started in this folder, or it has not come to its first step")
+    try:
+        return Status.model_validate_json(content)
+    except ValidationError as error:
+        raise UserError(f"{path} is no status of a run: {_first(error)}") from None
+
+
+def now() -> datetime:
+    return datetime.now(UTC).replace(microsecond=0)
+
+
+def _parse(content: bytes, path: Path) -> Wanted:
+    if not content:
+        return Wanted()
+    try:
+        return Wanted.model_validate_json(content)
+    except ValidationError as error:
+        logger.warning("%s is passed over: %s", path, _first(error))
+        return Wanted()
+
+
+def _bytes(path: Path) -> bytes:
+    """None when it cannot be read, as while a mount is away."""
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_BYTES)
+    except OSError:
+        return b""
+
+
+def _first(error: ValidationError) -> str:
+    problem = error.errors(include_url=False, include_input=False)[0]
+    place = ".".join(str(part) for part in problem["loc"])
+    return f"{place}: {problem['msg']}" if place else problem["msg"]

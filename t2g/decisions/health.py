@@ -1,0 +1,94 @@
+"""The life of one worker of a fleet: what happened to it -> its state. Pure; `actors.fleet` executes it.
+
+STARTING -> STALE -> SERVING -> DRAINING -> DEAD. A worker without the current weights is STALE and serves nobody; one
+that needs no weights goes from STARTING to SERVING. Probes, requests and weight syncs that fail are counted apart: an
+engine that answers probes may be deaf to requests, and one that misses syncs may answer both.
+"""
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Literal
+
+from t2g.sections import EngineConfig, HealthConfig
+
+Event = Literal[
+    "started", "weights_proved", "sync_missed", "request_answered", "request_failed", "probe_answered", "probe_failed",
+    "dismissed", "drained", "died",
+]  # fmt: skip
+
+
+class State(StrEnum):
+    STARTING = "starting"  # no place yet, or loading the model
+    STALE = "stale"  # loaded, and without the current weights
+    SERVING = "serving"
+    DRAINING = "draining"  # finishes what it has, gets nothing new
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Health:
+    """One worker. Times are seconds of the caller's clock."""
+
+    needs_weights: bool
+    since: float  # when it came into its state
+    state: State = State.STARTING
+    failed_probes: int = 0  # in a row
+    failed_requests: int = 0  # in a row
+    missed_syncs: int = 0  # in a row
+    suspect: bool = False  # something failed and nothing has been answered since: others are preferred
+    reason: str = ""  # of the last failure
+
+
+def after(health: Health, event: Event, *, now: float, config: HealthConfig, reason: str = "") -> Health:
+    """The worker after `event`. DEAD is final.
+
+    >>> worker = after(Health(needs_weights=True, since=0), "started", now=9, config=HealthConfig())
+    >>> worker.state, after(worker, "weights_proved", now=10, config=HealthConfig()).state
+    (<State.STALE: 'stale'>, <State.SERVING: 'serving'>)
+    """
+    if health.state is State.DEAD:
+        return health
+    match event:
+        case "started" if health.state is State.STARTING:
+            return _into(health, State.STALE if health.needs_weights else State.SERVING, now)
+        case "weights_proved" if health.state in (State.STALE, State.SERVING):
+            return replace(_into(health, State.SERVING, now), missed_syncs=0)
+        case "sync_missed" if health.state in (State.STALE, State.SERVING):
+            stale = _into(health, State.STALE, now)
+            return _bounded(replace(stale, missed_syncs=health.missed_syncs + 1, reason=reason), now, config)
+        case "request_answered":
+            return replace(health, failed_requests=0, suspect=False)
+        case "request_failed":
+            failed = replace(health, failed_requests=health.failed_requests + 1, suspect=True, reason=reason)
+            return _bounded(failed, now, config)
+        case "probe_answered":
+            return replace(health, failed_probes=0, suspect=False)
+        case "probe_failed":
+            failed = replace(health, failed_probes=health.failed_probes + 1, suspect=True, reason=reason)
+            return _bounded(failed, now, config)
+        case "dismissed" if health.state is State.SERVING:
+            return _into(health, State.DRAINING, now)
+        case "dismissed" | "drained" | "died":
+            return replace(_into(health, State.DEAD, now), reason=reason or event)
+    return health
+
+
+def overdue(health: Health, *, now: float, config: EngineConfig) -> str:
+    """Why a worker has been in its state for too long; "" while it has not. Waiting for a place is not counted here."""
+    waited = now - health.since
+    if health.state is State.STARTING and waited > config.start_timeout_s:
+        return f"did not start within {config.start_timeout_s:g} s"
+    if health.state is State.DRAINING and waited > config.request_timeout_s:
+        return f"did not finish its requests within {config.request_timeout_s:g} s"
+    return ""
+
+
+def _into(health: Health, state: State, now: float) -> Health:
+    return health if health.state is state else replace(health, state=state, since=now)
+
+
+def _bounded(health: Health, now: float, config: HealthConfig) -> Health:
+    """DEAD once a streak is as long as it may be."""
+    if max(health.failed_probes, health.failed_requests, health.missed_syncs) < config.max_failures:
+        return health
+    return _into(health, State.DEAD, now)

@@ -1,0 +1,93 @@
+"""Which pods the workers of a config need: one worker group for each role, pods of equal workers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil, gcd
+
+from t2g.config import PolicyJob
+from t2g.errors import UserError
+from t2g.sections import EngineConfig, ProcessConfig, WorkersConfig
+
+GPUS_PER_POD = 8  # of one node: pods do not span nodes
+WORKERS_PER_POD = 8
+ROLE_LABEL = "rl/role"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PodGroup:
+    """Pods of one role, each with the same number of its workers, so that bounds of workers are bounds of pods."""
+
+    name: str  # learner, critic, rollout or reward
+    section: str  # of the config
+    role: ProcessConfig
+    workers: WorkersConfig  # of a gang all three are equal
+    per_pod: int
+
+    @property
+    def elastic(self) -> bool:
+        return isinstance(self.role, EngineConfig)
+
+    @property
+    def pods(self) -> WorkersConfig:
+        return WorkersConfig(**{name: count // self.per_pod for name, count in self.workers})
+
+    @property
+    def gpus(self) -> int:
+        """Of one pod; whole ones."""
+        return ceil(self.per_pod * self.role.gpus)
+
+    @property
+    def cpus(self) -> int:
+        """Logical CPUs of one pod, as Ray counts them: whole ones."""
+        return ceil(self.per_pod * self.role.cpus)
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Ray labels of the pods: what the role's selector asks for, and the role's own name in any case."""
+        return {ROLE_LABEL: self.name} | self.role.labels
+
+
+def pod_groups(config: PolicyJob) -> tuple[PodGroup, ...]:
+    """Learner, critic where it has ranks of its own, rollout, and reward where a model of ours gives the feedback.
+
+    UserError for a worker that fits into no pod.
+    """
+    names = {"learner": "learner", "learner.critic_ranks": "critic"}
+    roles: dict[str, tuple[str, ProcessConfig]] = {
+        names[section]: (section, role) for section, role in config.learner.roles(config.objective).items()
+    }
+    roles["rollout"] = ("rollout", config.rollout)
+    if config.feedback.own_engines:
+        roles["reward"] = ("feedback.engine", config.feedback.engine)
+    return tuple(_group(name, section, role) for name, (section, role) in roles.items())
+
+
+def _group(name: str, section: str, role: ProcessConfig) -> PodGroup:
+    if role.gpus > GPUS_PER_POD:
+        raise UserError(f"{section}.gpus is {role.gpus:g}, and a pod has at most {GPUS_PER_POD}; lower it")
+    for key, value in role.labels.items():
+        if not value.replace("-", "").replace("_", "").replace(".", "").isalnum():
+            raise UserError(f"{section}.labels: {key} is {value!r}; pods need a plain value, without ! or in(...)")
+    count = role.num_processes
+    workers = role.workers if isinstance(role, EngineConfig) else WorkersConfig(initial=count, min=count, max=count)
+    return PodGroup(name=name, section=section, role=role, workers=workers, per_pod=workers_per_pod(workers, role.gpus))
+
+
+def workers_per_pod(workers: WorkersConfig, gpus: float) -> int:
+    """The most workers of `gpus` each that share a pod, such that min, initial and max are whole numbers of pods.
+
+    12 at the start, 12 to 32, of 2 GPUs: 4 fit on 8 GPUs and divide 12 and 32, so 3 pods of 8 GPUs, 3 to 8.
+    1 to 4 of 1 GPU: a pod each, for the fleet to grow by ones.
+    """
+    most = most_per_pod(gpus)
+    common = gcd(workers.min, workers.initial, workers.max)
+    return max(count for count in range(1, most + 1) if common % count == 0)
+
+
+def most_per_pod(gpus: float) -> int:
+    return min(WORKERS_PER_POD, int(GPUS_PER_POD // max(gpus, 1)))
+
+
+def satisfies(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
+    """Whether a node with `labels` may hold a worker with `selector`; with an empty one, every node may."""
+    return all(labels.get(key) == value for key, value in selector.items())

@@ -1,0 +1,55 @@
+"""status.json for eyes."""
+
+from datetime import datetime
+
+from t2g.control import FleetStatus, Status
+from t2g.progress import duration
+
+SILENT_S = 60.0  # the driver writes every few seconds: after so long it is not there, or hangs
+COLUMNS = ("worker", "state", "version", "restarts", "load")
+
+
+def status_words(name: str, status: Status, *, now: datetime) -> str:
+    """A picture of the run for a terminal.
+
+    run own: step 12 of 100, 768 samples, as of 3 s ago
+    idle in the last step: learner 25 %, rollout 10 %
+
+    rollout: 2 wanted
+      worker            state    version  restarts  load
+      rollout worker 0  serving       12         1     8
+    """
+    age_s = (now - status.updated).total_seconds()
+    lines = [f"run {name}: step {status.step} of {status.num_steps}, {status.samples} samples, as of {_ago(age_s)}"]
+    if age_s > SILENT_S:
+        lines.append("the driver has not written since: it has ended, or it hangs")
+    if status.idle:
+        shares = ", ".join(f"{_plain(who)} {share:.0%}" for who, share in status.idle.items())
+        lines.append(f"idle in the last step: {shares}")
+    for fleet in status.fleets:
+        lines += ["", *_fleet_lines(fleet)]
+    return "\n".join(lines)
+
+
+def _fleet_lines(fleet: FleetStatus) -> list[str]:
+    rows = [COLUMNS]
+    for worker in fleet.workers:
+        version = "-" if worker.version is None else str(worker.version)
+        rows.append((_plain(worker.name), _plain(worker.state), version, str(worker.restarts), str(worker.load)))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+    lines = [f"{_plain(fleet.role)}: {fleet.wanted} wanted"]
+    for row in rows:
+        words = [text.ljust(width) for text, width in zip(row[:2], widths[:2], strict=True)]
+        numbers = [text.rjust(width) for text, width in zip(row[2:], widths[2:], strict=True)]
+        lines.append(f"  {'  '.join((*words, *numbers))}")
+    lines += [f"  {_plain(w.name)} {_plain(w.reason)}" for w in fleet.workers if w.reason]
+    return lines
+
+
+def _ago(seconds: float) -> str:
+    return f"{duration(max(0.0, seconds))} ago"
+
+
+def _plain(text: str) -> str:
+    """Without what would steer a terminal: anybody on a shared mount may have written the file."""
+    return "".join(c if c.isprintable() else "?" for c in text)

@@ -1,0 +1,74 @@
+"""Cutting weights into buckets, and the hashes that travel with them."""
+
+import numpy as np
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.buckets import ParamMeta, hash_of, make_bucket, module_key, num_bytes, plan_buckets
+
+
+def meta(name: str, *shape: int) -> ParamMeta:
+    return ParamMeta(name=name, shape=shape)
+
+
+LLAMA = [
+    meta("model.embed_tokens.weight", 10, 4),  # 40
+    meta("model.layers.0.self_attn.q_proj.weight", 4, 4),
+    meta("model.layers.0.self_attn.k_proj.weight", 2, 4),  # layer 0: 24
+    meta("model.layers.1.self_attn.q_proj.weight", 4, 4),
+    meta("model.layers.1.self_attn.k_proj.weight", 2, 4),  # layer 1: 24
+    meta("model.norm.weight", 4),
+]
+
+
+def test_buckets_hold_whole_layers_up_to_their_size() -> None:
+    # float32: embedding 160 bytes, a layer 96, the norm 16
+    buckets = plan_buckets(LLAMA, dtype="float32", bucket_bytes=112)
+    assert [[n.removeprefix("model.") for n in bucket] for bucket in buckets] == [
+        ["embed_tokens.weight"],
+        ["layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight"],
+        ["layers.1.self_attn.q_proj.weight", "layers.1.self_attn.k_proj.weight", "norm.weight"],
+    ]
+    # bfloat16 halves them: 80 + 48 > 112, 48 + 48 + 8 = 104
+    assert [len(b) for b in plan_buckets(LLAMA, dtype="bfloat16", bucket_bytes=112)] == [1, 5]
+    assert [len(b) for b in plan_buckets(LLAMA, dtype="float32", bucket_bytes=1e9)] == [6]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.sampled_from("abc"), st.integers(1, 64)), unique_by=lambda t: t[:2]),
+    st.integers(1, 2000),
+)
+def test_every_name_is_sent_once_and_no_layer_is_split(rows: list[tuple[int, str, int]], bucket_bytes: int) -> None:
+    metas = [meta(f"model.layers.{layer}.{part}.weight", size) for layer, part, size in rows]
+    buckets = plan_buckets(metas, dtype="float32", bucket_bytes=bucket_bytes)
+    assert sorted(n for b in buckets for n in b) == sorted(m.name for m in metas)
+    homes = {}
+    for index, bucket in enumerate(buckets):
+        for name in bucket:
+            assert homes.setdefault(module_key(name), index) == index
+    sizes = {m.name: 4 * m.shape[0] for m in metas}
+    for bucket in buckets:
+        one_module = len({module_key(n) for n in bucket}) == 1
+        assert one_module or sum(sizes[n] for n in bucket) <= bucket_bytes
+
+
+def test_bias_and_weight_of_a_module_outside_the_layers_stay_together() -> None:
+    assert module_key("lm_head.weight") == module_key("lm_head.bias") == "lm_head"
+    assert module_key("transformer.h.11.attn.c_attn.bias") == "transformer.h.11"
+
+
+def test_the_hash_is_of_the_bytes_and_of_nothing_else() -> None:
+    matrix, vector = np.arange(6, dtype=np.uint16).reshape(2, 3), np.float32([1.5, -2])
+    bucket = make_bucket(3, ["a", "b"], [matrix, vector], full=True, started=0.0)
+    data = matrix.tobytes() + vector.tobytes()
+    assert bucket.xxh3 == xxhash.xxh3_64_hexdigest(data) and bucket.index == 3 and bucket.names == ("a", "b")
+    assert bucket.tensor_xxh3 == (xxhash.xxh3_64_hexdigest(data[:12]), xxhash.xxh3_64_hexdigest(data[12:]))
+    assert make_bucket(0, ["a"], [matrix], full=False, started=0.0).tensor_xxh3 == ()
+    changed = vector.copy()
+    changed.view(np.uint8)[0] ^= 1
+    assert hash_of(matrix, changed) != bucket.xxh3
+
+
+def test_bytes_are_counted_in_the_type_that_travels() -> None:
+    assert num_bytes(LLAMA, "float32") == 4 * (40 + 24 + 24 + 4) == 2 * num_bytes(LLAMA, "bfloat16")

@@ -1,0 +1,149 @@
+import asyncio
+import os
+import signal
+import zipfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.job_submission import JobStatus
+
+from actors.job_server import JobServer
+from t2g.deploy.submission import RUN_KEY, STOP_WAIT_KEY, Submission
+from t2g.errors import RunStopped, UserError
+
+
+class FakeClient:
+    """Ray's client of one cluster: jobs that print `log` and end when they are told to, or when the log is read."""
+
+    def __init__(self, *, log: str = "", breaks_at: int | None = None, ends: bool = True, exit_code: int = 0) -> None:
+        self.jobs: dict[str, Any] = {}
+        self.submitted: dict[str, Any] = {}
+        self.log, self.breaks_at, self.ends, self.exit_code = log, breaks_at, ends, exit_code
+        self.stops = 0
+        self.stoppable = True
+        self.tailed = asyncio.Event()
+
+    def add(self, job_id: str, status: str = "RUNNING", **metadata: str) -> None:
+        self.jobs[job_id] = SimpleNamespace(
+            submission_id=job_id, status=JobStatus(status), metadata=metadata, driver_exit_code=None
+        )
+
+    def list_jobs(self) -> list[Any]:
+        return [*self.jobs.values(), SimpleNamespace(submission_id=None, status=JobStatus("RUNNING"), metadata=None)]
+
+    def submit_job(self, **given: Any) -> str:
+        with zipfile.ZipFile(given["runtime_env"]["working_dir"]) as package:
+            self.submitted = given | {"files": package.namelist()}
+        self.add(given["submission_id"], "PENDING", **given["metadata"])
+        return given["submission_id"]
+
+    def stop_job(self, job_id: str) -> bool:
+        self.stops += 1
+        if self.stoppable:
+            self.jobs[job_id].status = JobStatus("STOPPED")
+        return True
+
+    def get_job_info(self, job_id: str) -> Any:
+        return self.jobs[job_id]
+
+    def get_job_status(self, job_id: str) -> JobStatus:
+        return self.jobs[job_id].status
+
+    async def tail_job_logs(self, job_id: str) -> AsyncIterator[str]:
+        """The whole log in pieces of 3; the first connection breaks in the middle."""
+        stop, self.breaks_at = self.breaks_at, None
+        for i in range(0, len(self.log), 3):
+            if stop is not None and i >= stop:
+                raise RuntimeError("the connection was closed")
+            yield self.log[i : i + 3]
+        self.tailed.set()
+        if self.ends and not self.jobs[job_id].status.is_terminal():
+            self.jobs[job_id].status = JobStatus("FAILED" if self.exit_code else "SUCCEEDED")
+            self.jobs[job_id].driver_exit_code = self.exit_code
+        while not self.jobs[job_id].status.is_terminal():
+            await asyncio.sleep(0.01)
+
+
+def test_a_run_is_submitted_under_an_id_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "a.py").touch()
+    client = FakeClient()
+    client.add("own", "FAILED", **{RUN_KEY: "own"})
+    job = Submission(name="own", arguments=("jobs.a", "x=1"), stop_wait_s=90, metadata={RUN_KEY: "own"})
+    assert JobServer(client).submit(job, tmp_path) == "own-2"
+    assert client.submitted["entrypoint"] == "exec python -m jobs.a x=1"
+    assert client.submitted["files"] == ["jobs/a.py"]
+    assert client.submitted["runtime_env"]["env_vars"] == {"RAY_JOB_STOP_WAIT_TIME_S": "90"}
+    assert client.submitted["metadata"] == {RUN_KEY: "own"}
+
+
+def test_a_large_upload_never_reaches_the_server(tmp_path: Path) -> None:
+    with (tmp_path / "big").open("wb") as file:
+        os.truncate(file.fileno(), 51 * 2**20)
+    client = FakeClient()
+    with pytest.raises(UserError, match=r"big \(51\.0 MiB\)"):
+        JobServer(client).submit(Submission(name="own", arguments=("jobs.a",)), tmp_path)
+    assert client.submitted == {}
+
+
+def test_only_attempts_at_the_run_that_have_not_ended_are_alive() -> None:
+    client = FakeClient()
+    client.add("own", "STOPPED", **{RUN_KEY: "own"})
+    client.add("own-2", "RUNNING", **{RUN_KEY: "own", STOP_WAIT_KEY: "90"})
+    client.add("own-3", "PENDING", **{RUN_KEY: "own-3"})
+    assert JobServer(client).living("own") == {"own-2": 90.0}
+    assert JobServer(client).living("nobody") == {}
+
+
+def test_the_log_is_printed_once_though_its_connection_breaks(capsys: pytest.CaptureFixture[str]) -> None:
+    log = "".join(f"step {i}\n" for i in range(9))
+    client = FakeClient(log=log, breaks_at=31)
+    client.add("own")
+    assert asyncio.run(JobServer(client).follow("own", wait_s=5)) == 0
+    assert capsys.readouterr().out == f"{log}job own: SUCCEEDED\n"
+
+
+@pytest.mark.parametrize("code", [2, 3, 143])
+def test_the_exit_code_is_the_runs(code: int) -> None:
+    client = FakeClient(log="no\n", exit_code=code)
+    client.add("own")
+    assert asyncio.run(JobServer(client).follow("own", wait_s=5)) == code
+
+
+async def interrupt_once_tailed(client: FakeClient) -> None:
+    await client.tailed.wait()
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+async def follow_and_interrupt(client: FakeClient, *, wait_s: float, end_timeout_s: float = 5) -> int:
+    interruption = asyncio.create_task(interrupt_once_tailed(client))
+    try:
+        return await JobServer(client, end_timeout_s=end_timeout_s).follow("own", wait_s=wait_s)
+    finally:
+        await interruption
+
+
+def test_ctrl_c_stops_the_job_and_waits_for_its_end(capsys: pytest.CaptureFixture[str]) -> None:
+    client = FakeClient(log="step 1\n", ends=False)
+    client.add("own")
+    assert asyncio.run(follow_and_interrupt(client, wait_s=5)) == 130
+    assert client.stops == 1
+    assert capsys.readouterr().out == "step 1\nstopping job own: it has 5 s to leave a checkpoint\njob own: STOPPED\n"
+
+
+def test_a_job_that_does_not_stop_is_told_of() -> None:
+    client = FakeClient(log="step 1\n", ends=False)
+    client.add("own")
+    client.stoppable = False
+    with pytest.raises(RunStopped, match="job own has not ended 0 s after it was told to stop"):
+        asyncio.run(follow_and_interrupt(client, wait_s=0.1, end_timeout_s=0.1))
+    with pytest.raises(RunStopped, match="job own has not ended within 0 s; its status is RUNNING"):
+        JobServer(client, end_timeout_s=0.1).stop("own", wait_s=0.1)
+
+
+def test_nobody_at_the_address_is_a_sentence() -> None:
+    with pytest.raises(UserError, match="no Ray job server answers at http://127"), JobServer.at("http://127.0.0.1:9"):
+        pass

@@ -1,0 +1,97 @@
+"""The state machine of a worker, against tables worked out by hand and against what must hold for any history."""
+
+import itertools
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from t2g.decisions.health import Event, Health, State, after, overdue
+from t2g.sections import EngineConfig, HealthConfig
+
+CONFIG = HealthConfig(max_failures=2)
+EVENTS: tuple[Event, ...] = get_args(Event)
+ALIVE = ("starting", "stale", "serving", "draining")
+
+
+def life(*events: Event, needs_weights: bool = True) -> list[Health]:
+    """The worker after each event; event i happens at second i + 1."""
+    start = Health(needs_weights=needs_weights, since=0)
+    steps = itertools.accumulate(
+        enumerate(events, start=1),
+        lambda health, event: after(health, event[1], now=event[0], config=CONFIG, reason=f"r{event[0]}"),
+        initial=start,
+    )
+    return list(steps)
+
+
+@pytest.mark.parametrize(
+    ("events", "states"),
+    [
+        (("started", "weights_proved", "dismissed", "drained"), "stale serving draining dead"),
+        (("started", "weights_proved", "sync_missed", "weights_proved"), "stale serving stale serving"),
+        (("started", "sync_missed", "sync_missed"), "stale stale dead"),
+        (("started", "sync_missed", "weights_proved", "sync_missed"), "stale stale serving stale"),
+        (("started", "weights_proved", "request_failed", "request_failed"), "stale serving serving dead"),
+        (
+            ("started", "weights_proved", "request_failed", "probe_answered", "request_failed"),
+            "stale serving serving serving dead",  # probes say nothing about requests
+        ),
+        (
+            ("started", "weights_proved", "request_failed", "request_answered", "request_failed"),
+            "stale serving serving serving serving",
+        ),
+        (("started", "probe_failed", "probe_answered", "probe_failed", "probe_failed"), "stale stale stale stale dead"),
+        (("dismissed",), "dead"),
+        (("started", "dismissed"), "stale dead"),
+        (("weights_proved",), "starting"),
+        (("started", "weights_proved", "died", "started"), "stale serving dead dead"),
+    ],
+)
+def test_lives(events: tuple[Event, ...], states: str) -> None:
+    assert [str(h.state) for h in life(*events)[1:]] == states.split()
+
+
+def test_a_worker_without_weights_serves_as_soon_as_it_has_started() -> None:
+    assert life("started", needs_weights=False)[-1].state is State.SERVING
+
+
+def test_what_failed_makes_it_suspect_until_it_answers_and_the_last_reason_is_kept() -> None:
+    lived = life("started", "weights_proved", "request_failed", "probe_answered")
+    assert [h.suspect for h in lived] == [False, False, False, True, False]
+    assert lived[-1].reason == "r3" and lived[-1].failed_requests == 1
+
+
+@given(st.lists(st.sampled_from(EVENTS), max_size=30))
+def test_death_is_final_and_time_in_a_state_starts_when_it_changes(events: list[Event]) -> None:
+    lived = life(*events)
+    for number, (before, now) in enumerate(itertools.pairwise(lived), start=1):
+        if before.state is State.DEAD:
+            assert now == before
+        elif now.state is before.state:
+            assert now.since == before.since
+        else:
+            assert now.since == number
+        if now.state is not State.DEAD:
+            assert max(now.failed_probes, now.failed_requests, now.missed_syncs) < CONFIG.max_failures
+
+
+@given(st.lists(st.sampled_from(EVENTS), max_size=30))
+def test_nobody_serves_without_weights(events: list[Event]) -> None:
+    lived = life(*events)
+    for event, before, now in zip(events, lived, lived[1:], strict=False):
+        if now.state is State.SERVING and before.state is not State.SERVING:
+            assert event == "weights_proved" and before.state is State.STALE
+
+
+def test_what_takes_too_long_is_said() -> None:
+    config = EngineConfig(start_timeout_s=10, request_timeout_s=5)
+    starting = Health(needs_weights=True, since=100)
+    assert overdue(starting, now=110, config=config) == ""
+    assert overdue(starting, now=110.5, config=config) == "did not start within 10 s"
+    draining = life("started", "weights_proved", "dismissed")[-1]
+    assert overdue(draining, now=8, config=config) == ""
+    assert overdue(draining, now=8.5, config=config) == "did not finish its requests within 5 s"
+    serving = life("started", "weights_proved")[-1]
+    assert overdue(serving, now=1e9, config=config) == ""

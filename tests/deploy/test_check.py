@@ -1,0 +1,122 @@
+"""`jobs.deploy check`: the plan in words, and one broken example of each thing it sees."""
+
+from pathlib import Path
+
+import pytest
+
+from t2g import configio
+from t2g.config import PolicyJob
+from t2g.deploy import check_config
+from t2g.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*/policy.yaml"))
+GOOD = (
+    "learner.labels.rl/role=learner",
+    "rollout.labels.rl/role=rollout",
+    "feedback.engine.labels.rl/role=reward",
+    "cluster={placement_timeout_s: 1800, object_store_gib: 32}",
+    "data.path=/mnt/t2g/slf5k.json",
+    "feedback.reward_model=/mnt/t2g/reward",
+)
+
+
+def check(*overrides: str, gpu: str = "A100-80GB", file: str = "slf5k") -> tuple[list[str], list[str]]:
+    path = ROOT / "configs" / file / "policy.yaml"
+    problems, words = check_config(configio.load(PolicyJob, path, overrides, environ={}, cwd=ROOT), gpu=gpu)
+    assert all(f"problem: {problem}" in words for problem in problems)
+    return problems, words.splitlines()
+
+
+def warnings(lines: list[str]) -> list[str]:
+    return [line.removeprefix("warning: ") for line in lines if line.startswith("warning: ")]
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.parent.name)
+def test_every_shipped_config_can_be_checked(file: Path) -> None:
+    problems, words = check_config(configio.load(PolicyJob, file, environ={}, cwd=ROOT))
+    assert "learner: " in words
+    assert problems == []
+
+
+def test_the_plan_in_words() -> None:
+    _, lines = check(*GOOD, "rollout.workers={min: 12, max: 32}", "rollout.gpus=2")
+    assert lines[:4] == [
+        "learner: 6 ranks of 1 GPU -> 1 pod; a pod has 6 GPUs, 24 CPUs and 288 GiB for them",
+        "rollout: 12 engines of TP 2 -> 3 pods, at most 8; a pod has 8 GPUs, 16 CPUs and 96 GiB for them",
+        "reward: 1 engine of TP 1 -> 1 pod; a pod has 1 GPU, 4 CPUs and 24 GiB for them",
+        "in all: 31 GPUs, at most 71, and a head without workers",
+    ]
+
+
+def test_a_run_without_faults() -> None:
+    problems, lines = check(*GOOD)
+    assert problems == []
+    assert lines[-1] == "no problems found"
+
+
+def test_the_table_adds_up() -> None:
+    _, lines = check(*GOOD)
+    (header,) = [line.split() for line in lines if line.split()[-1:] == ["total"]]
+    (row,) = [line.split() for line in lines if line.startswith("  learner")]
+    cells = dict(zip(header, row[1:], strict=True))
+    # 8,030,261,248 parameters twice and 7,504,924,672 of the critic over 6 ranks, in GiB.
+    assert cells["weights"] == "7.3"
+    assert cells["optimizer"] == "28.9"
+    assert cells["activations"] == "24.5"
+    parts = [float(size) for name, size in cells.items() if name != "total" and size != "-"]
+    assert float(cells["total"]) == pytest.approx(sum(parts), abs=0.5)
+
+
+def test_a_model_of_unknown_size_has_no_estimate() -> None:
+    problems, lines = check("model.policy=nobody/has-this", *GOOD)
+    assert problems == []
+    assert "no estimate of GPU memory" in lines
+    assert "model.policy=nobody/has-this: its size is not known on this machine" in lines
+
+
+def test_cpus_need_no_estimate() -> None:
+    _, lines = check(file="tiny")
+    assert lines[0] == "learner: 2 ranks on CPUs -> 1 pod; a pod has 1 CPU and 3 GiB for them"
+    assert "no estimate of GPU memory" in lines
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpu", "words"),
+    [
+        (["learner.workers=2"], "A100-80GB", "learner: about 157 GiB on a GPU of 80; lower learner.tokens"),
+        ([], "A100-40GB", "set learner.gradient_checkpointing=true"),
+        (["learner.memory_gib=40"], "A100-80GB", "learner.memory_gib is 40: a rank that loads its models needs 44"),
+        (["rollout.max_model_len=900000"], "H200", "rollout: not one sequence fits beside the weights; raise"),
+    ],
+)
+def test_what_cannot_work_is_a_problem(overrides: list[str], gpu: str, words: str) -> None:
+    problems, _ = check(*GOOD, "learner.gradient_checkpointing=false", *overrides, gpu=gpu)
+    assert [problem for problem in problems if words in problem], problems
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        (
+            "rollout.labels={}",
+            "rollout.labels is empty: its workers may land on pods of learner, reward; add "
+            "rollout.labels.rl/role=rollout",
+        ),
+        ("learner.labels={rl/role: reward}", "learner.labels is {'rl/role': 'reward'}: its workers may land on"),
+        ("learner.workers=13", "learner.workers is 13, which no number from 2 to 8 divides"),
+        ("cluster.placement_timeout_s=60", "cluster.placement_timeout_s is 60: pods that an autoscaler adds"),
+        ("cluster.object_store_gib=4", "cluster.object_store_gib is 4: two versions of the policy's weights take 30"),
+        ("data.path=my.jsonl", "data.path is my.jsonl: pods see /mnt/t2g"),
+        ("feedback.reward_model=runs/slf5k-reward/model", "feedback.reward_model is runs/slf5k-reward/model"),
+        ("model.policy=/home/me/model", "model.policy is /home/me/model"),
+    ],
+)
+def test_what_goes_wrong_on_pods_is_a_warning(override: str, words: str) -> None:
+    _, lines = check(*GOOD, override)
+    assert [warning for warning in warnings(lines) if words in warning], lines
+
+
+def test_an_unknown_gpu_is_refused() -> None:
+    with pytest.raises(UserError, match="--gpu: got 'H1000', but needs one of"):
+        check(gpu="H1000")

@@ -1,0 +1,77 @@
+from pathlib import Path
+
+import pytest
+
+from t2g.deploy.doctor import Node, PendingGroup, findings, why_pending
+from t2g.sections import RoleConfig
+
+GIB = 2**30
+VERSIONS = {"python": "3.11.9", "ray": "2.60.0"}
+HEAD = Node(name="head", labels={}, resources={"CPU": 4, "memory": 8 * GIB}, versions=VERSIONS, sees_file=True)
+LEARNER = Node(
+    name="learner-0", labels={"rl/role": "learner"}, resources={"CPU": 16, "GPU": 8, "memory": 64 * GIB},
+    versions=VERSIONS, sees_file=True,
+)  # fmt: skip
+NODES = (HEAD, LEARNER)
+
+
+def group(*bundles: dict[str, float], selector: dict[str, str] | None = None) -> PendingGroup:
+    return PendingGroup(name="x", bundles=bundles, selectors=tuple(selector or {} for _ in bundles))
+
+
+def test_a_sound_cluster_has_no_findings() -> None:
+    role = RoleConfig(labels={"rl/role": "learner"})
+    assert findings(NODES, [], {"learner": role, "rollout": RoleConfig()}, Path("/mnt/runs")) == []
+
+
+@pytest.mark.parametrize(
+    ("pending", "why"),
+    [
+        (group({"GPU": 1}, selector={"rl/role": "rollout"}), "no node has the labels {'rl/role': 'rollout'}; add one,"),
+        (group({"GPU": 9}), "a bundle needs 9 GPU, and the largest node has 8 GPU"),
+        (group({"GPU": 1}, {"TPU": 1}), "a bundle needs 1 TPU, and the largest node has 0 TPU"),
+        (
+            group({"memory": 128 * GIB}, selector={"rl/role": "learner"}),
+            "a bundle needs 128.0 GiB of memory, and the largest node of those with the labels {'rl/role': 'learner'} "
+            "has 64.0 GiB of memory",
+        ),
+        (
+            group({"CPU": 2, "GPU": 8}),
+            "the nodes that could hold it are in use (2 CPU, 8 GPU); add one, or wait until another run ends",
+        ),
+        (group({"CPU": 2}, selector={"rl/role": "!rollout"}), "the nodes that could hold it are in use (2 CPU)"),
+    ],
+)
+def test_why_a_group_waits(pending: PendingGroup, why: str) -> None:
+    assert why_pending(pending, NODES).startswith(why)
+
+
+def test_no_single_node_may_have_what_the_nodes_together_have() -> None:
+    many = Node(name="many", labels={}, resources={"CPU": 64}, versions=VERSIONS)
+    assert why_pending(group({"CPU": 32, "GPU": 1}), (LEARNER, many)) == (
+        "no single node has all that a bundle needs (32 CPU, 1 GPU)"
+    )
+
+
+def test_each_fault_is_one_sentence() -> None:
+    old = Node(
+        name="old", labels={}, resources={"CPU": 4}, versions={"python": "3.11.9", "ray": "2.59.0"}, sees_file=False
+    )
+    deaf = Node(name="deaf", labels={}, resources={"CPU": 4}, versions={}, fault="it did not answer within 60 s")
+    role = RoleConfig(labels={"rl/role": "rollout"})
+    assert findings((*NODES, old, deaf), [group({"CPU": 99})], {"rollout": role}, Path("/mnt/runs")) == [
+        "node deaf could not be looked at: it did not answer within 60 s",
+        "ray differs between nodes: 2.59.0 on old; 2.60.0 on head, learner-0; give them the same image",
+        "no node has the labels {'rl/role': 'rollout'} of rollout.labels: start one with `ray start --labels`, "
+        "or see whether the autoscaler adds one when a run asks for it",
+        "placement group x is pending: a bundle needs 99 CPU, and the largest node has 16 CPU",
+        "/mnt/runs is not shared: a file that one node writes there is not seen on old; "
+        "mount the same volume on all nodes, or put run.root on one that is",
+    ]
+
+
+def test_a_package_that_a_node_lacks_is_told() -> None:
+    bare = Node(name="bare", labels={}, resources={}, versions={"python": "3.11.9"})
+    assert findings((HEAD, bare), [], {}, None) == [
+        "ray differs between nodes: 2.60.0 on head; none on bare; give them the same image"
+    ]

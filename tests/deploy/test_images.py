@@ -1,0 +1,147 @@
+"""The images: pinned as the project is, unprivileged, checked by their own last step. Read as text; none is built."""
+
+import importlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from fnmatch import fnmatchcase
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from committed import ROOT
+
+from t2g import configio
+from t2g.config import PolicyJob
+from t2g.deploy import check_config, manifests
+
+FILES = {"gpu": ROOT / "docker" / "Dockerfile", "cpu": ROOT / "docker" / "Dockerfile.cpu"}
+README = (ROOT / "docker" / "README.md").read_text(encoding="utf-8")
+by_kind = pytest.mark.parametrize("kind", FILES)
+Instruction = tuple[str, str]
+
+
+@pytest.fixture(scope="module")
+def install() -> ModuleType:
+    sys.path.insert(0, str(ROOT / "docker"))
+    try:
+        return importlib.import_module("install")
+    finally:
+        sys.path.pop(0)
+
+
+def instructions(kind: str) -> list[Instruction]:
+    """(RUN, its words), (COPY, ...), continued lines joined."""
+    text = re.sub(r"^\s*#.*\n", "", FILES[kind].read_text(encoding="utf-8"), flags=re.MULTILINE)
+    lines = re.sub(r"\\\n\s*", "", text).splitlines()
+    return [(name, rest) for name, _, rest in (line.partition(" ") for line in lines) if name]
+
+
+def runs(kind: str) -> list[str]:
+    return [rest for name, rest in instructions(kind) if name == "RUN"]
+
+
+@by_kind
+def test_the_base_is_pinned_and_the_same_in_all_stages(kind: str) -> None:
+    bases = {rest.split()[0] for name, rest in instructions(kind) if name == "FROM"}
+    assert len(bases) == 1
+    assert re.fullmatch(r"python:3\.11\.\d+-slim-bookworm", bases.pop())
+    assert [rest for name, rest in instructions("gpu") if name == "FROM"] == [
+        rest for name, rest in instructions("cpu") if name == "FROM"
+    ]
+
+
+@by_kind
+def test_packages_are_those_of_the_constraints(kind: str, install: ModuleType) -> None:
+    (tools,) = [words for words in runs(kind) if "pip install --no-cache-dir" in words]
+    assert f" {install.UV} " in tools
+    packages, own = [shlex.split(words) for words in runs(kind) if words.startswith("uv pip install")]
+    pins = [Path(file).name for file in install.pin_files(kind)]
+    given = [packages[i + 1] for i, word in enumerate(packages) if word in ("--constraints", "--overrides")]
+    assert given == pins
+    extras = [packages[i + 1] for i, word in enumerate(packages) if word == "--extra"]
+    assert extras == [kind, "wandb", "baselines"]
+    assert packages[packages.index("--requirements") + 1] == "pyproject.toml"
+    assert own[-2:] == ["--no-deps", "."]
+    assert ("--torch-backend" in packages) is (kind == "cpu")
+
+
+@by_kind
+def test_what_is_copied_is_there_and_in_the_context(kind: str) -> None:
+    ignored = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
+    assert ignored[0] == "*"
+    allowed = [line.removeprefix("!") for line in ignored if line.startswith("!")]
+    for name, rest in instructions(kind):
+        if name == "COPY" and not rest.startswith("--from"):
+            for source in rest.split()[:-1]:
+                assert (ROOT / source).exists(), source
+                assert any(fnmatchcase(source, pattern) for pattern in allowed), source
+
+
+def test_nothing_private_is_in_the_context() -> None:
+    allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    for name in ("runs/x", ".env", ".git/config", "tests/data/slf5k.json", ".venv/bin/python", "docker/README.md"):
+        assert not [p for p in allowed if fnmatchcase(name, p) or name.startswith(f"{p}/")], name
+
+
+@by_kind
+def test_no_entrypoint_no_root_and_the_import_check_comes_last(kind: str, install: ModuleType) -> None:
+    names = [name for name, _ in instructions(kind)]
+    assert "ENTRYPOINT" not in names
+    final = instructions(kind)[len(names) - names[::-1].index("FROM") :]
+    assert ("USER", f"{manifests.POD_SECURITY['runAsUser']}:{manifests.POD_SECURITY['runAsGroup']}") in final
+    assert [name for name, _ in final][-4:] == ["USER", "WORKDIR", "RUN", "CMD"]
+    words = shlex.split(final[-2][1])
+    checked = words[words.index("-c") + 1]
+    if kind == "cpu":
+        assert words[0] == "DS_ACCELERATOR=cpu"
+        assert f"import os; os.environ['DS_ACCELERATOR'] = 'cpu'; {checked}" == install.CHECK["cpu"]
+    else:  # a machine that builds images has no GPU: what is_cuda says can only be asked on a node
+        assert install.CHECK["gpu"].startswith(checked)
+
+
+@by_kind
+def test_the_manifests_know_the_images_folders(kind: str) -> None:
+    assert ("WORKDIR", manifests.HOME) in instructions(kind)
+    assert any(f" {manifests.HOME}/configs" in rest for name, rest in instructions(kind) if name == "COPY")
+    assert any(f"--group=t2g {manifests.SHARED}" in words for words in runs(kind))
+    tag = manifests.IMAGES[kind == "cpu"]
+    assert f"-t {tag} ." in FILES[kind].read_text(encoding="utf-8").splitlines()[0]
+
+
+def test_cuda_home_is_that_of_the_python_in_the_image() -> None:
+    (settings,) = [rest for name, rest in instructions("gpu") if name == "ENV"]
+    python = re.search(r"FROM python:(3\.\d+)", FILES["gpu"].read_text()).group(1)
+    assert f"CUDA_HOME=/opt/venv/lib/python{python}/site-packages/nvidia/cu13" in settings
+    assert re.search(r"^nvidia-cuda-nvcc==13\.", (ROOT / "docker" / "constraints-gpu.txt").read_text(), re.MULTILINE)
+
+
+@by_kind
+def test_hadolint_finds_nothing(kind: str) -> None:
+    if shutil.which("hadolint") is None:
+        pytest.skip("hadolint is not installed")
+    done = subprocess.run(["hadolint", FILES[kind]], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("gpus", [8, 32])
+def test_the_sizes_in_the_readme_are_what_check_says(
+    gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where no reward model lies
+    command, block = re.search(rf"^{gpus} GPUs: `([^`]*)`\n\n```\n(.*?)```$", README, re.MULTILINE | re.DOTALL).groups()
+    words = shlex.split(command)
+    assert words[:5] == ["python", "-m", "jobs.deploy", "check", "--config"]
+    config = configio.load(PolicyJob, ROOT / words[5], words[6:], environ={}, cwd=tmp_path)
+    problems, answer = check_config(config)
+    said = [line for line in answer.splitlines() if not line.startswith(("warning", "reward: the size"))]
+    assert block.strip() == "\n".join(said).strip()
+    assert f"in all: {gpus} GPUs" in block
+    assert problems == []
+
+
+def test_the_readme_says_what_was_never_done() -> None:
+    assert "**never applied to a live cluster**" in README
+    assert "**No image was built here**" in README

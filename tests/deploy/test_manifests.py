@@ -1,0 +1,266 @@
+"""Manifests: made from the run's config, whole and strict, and as safe as they claim."""
+
+import json
+import re
+import shlex
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from committed import FILES, FOLDER, ROOT, cluster_spec, documents, made
+from hypothesis import given
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+
+from jobs import deploy
+from t2g import configio
+from t2g.config import PolicyJob
+from t2g.deploy import manifests, render_manifests
+from t2g.deploy.manifests import DRAIN_S, GRACE_S, resource_name
+from t2g.errors import UserError
+
+SCHEMAS = ROOT.parent / "shared" / "kuberay"
+by_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+
+
+def policy(*overrides: str, file: str = "configs/tiny/policy.yaml") -> PolicyJob:
+    return configio.load(PolicyJob, ROOT / file, overrides, environ={}, cwd=ROOT)
+
+
+def render(config: PolicyJob, **changes: Any) -> dict[str, Any]:
+    options = {"config_path": "configs/tiny/policy.yaml", "target": "rayjob", "cpu": True} | changes
+    return documents(render_manifests(config, **options))[1]
+
+
+def strict(schema: Any) -> Any:
+    """The same schema with unknown keys refused wherever it knows the keys."""
+    if isinstance(schema, list):
+        return [strict(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made_strict = {key: strict(value) for key, value in schema.items()}
+    if isinstance(schema.get("properties"), dict) and not schema.get("x-kubernetes-preserve-unknown-fields"):
+        made_strict["additionalProperties"] = False
+    return made_strict
+
+
+def schema_errors(main: dict[str, Any]) -> list[str]:
+    file = SCHEMAS / f"{main['kind'].lower()}-v1.json"
+    if not file.exists():
+        pytest.skip("the operator's schemas are not here")
+    schema = strict(json.loads(file.read_text())["openAPIV3Schema"])
+    return [f"{error.json_path}: {error.message}" for error in Draft202012Validator(schema).iter_errors(main)]
+
+
+def pods(main: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Pod specs of all kinds, the submitter's last."""
+    spec = cluster_spec(main)
+    yield spec["headGroupSpec"]["template"]["spec"]
+    yield from (group["template"]["spec"] for group in spec["workerGroupSpecs"])
+    if main["kind"] == "RayJob":
+        yield main["spec"]["submitterPodTemplate"]["spec"]
+
+
+def test_there_are_a_job_a_cluster_and_a_cpu_variant() -> None:
+    assert {file.stem for file in FILES} == {"rayjob", "raycluster", "rayjob-cpu"}
+
+
+@by_file
+def test_committed_files_are_what_render_makes(file: Path) -> None:
+    assert file.read_text(encoding="utf-8") == made(file).render()
+
+
+@by_file
+def test_the_command_in_the_first_line_makes_the_file(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    text = file.read_text(encoding="utf-8")
+    words = shlex.split(text.splitlines()[0].removeprefix("# Made by: "))
+    assert words[:3] == ["python", "-m", "jobs.deploy"]
+    assert deploy.main(words[3:]) == 0
+    assert capsys.readouterr().out == text
+
+
+@by_file
+def test_the_schema_takes_them_strictly(file: Path) -> None:
+    assert schema_errors(documents(file.read_text(encoding="utf-8"))[1]) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "key"),
+    [((), "backofLimit"), (("rayClusterSpec",), "enableAutoscaling"), (("rayClusterSpec", "headGroupSpec"), "image")],
+)
+def test_the_schema_sees_a_key_that_is_none(path: tuple[str, ...], key: str) -> None:
+    main = documents((FOLDER / "rayjob.yaml").read_text(encoding="utf-8"))[1]
+    section = main["spec"]
+    for name in path:
+        section = section[name]
+    section[key] = "x"
+    errors = schema_errors(main)
+    assert len(errors) == 1
+    assert key in errors[0]
+
+
+def test_the_schema_sees_a_key_that_is_none_deep_in_a_pod() -> None:
+    main = documents((FOLDER / "rayjob.yaml").read_text(encoding="utf-8"))[1]
+    next(pods(main))["containers"][0]["securityContext"]["runAsNonroot"] = True
+    assert len(schema_errors(main)) == 1
+
+
+@by_file
+def test_pods_run_without_privileges_and_without_a_service_account_token(file: Path) -> None:
+    main = documents(file.read_text(encoding="utf-8"))[1]
+    for pod in pods(main):
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["restartPolicy"] == "Never"
+        for container in pod["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"]},
+            }
+
+
+@by_file
+def test_only_the_autoscaler_gets_the_token_of_the_service_account(file: Path) -> None:
+    spec = cluster_spec(documents(file.read_text(encoding="utf-8"))[1])
+    head = spec["headGroupSpec"]["template"]["spec"]
+    (volume,) = [volume["name"] for volume in head["volumes"] if "projected" in volume]
+    assert [mount["name"] for mount in spec["autoscalerOptions"]["volumeMounts"]] == [volume]
+    assert volume not in [mount["name"] for mount in head["containers"][0]["volumeMounts"]]
+    for group in spec["workerGroupSpecs"]:
+        assert all("projected" not in volume for volume in group["template"]["spec"]["volumes"])
+
+
+@by_file
+def test_every_process_wants_the_token_and_no_secret_is_written_out(file: Path) -> None:
+    main = documents(file.read_text(encoding="utf-8"))[1]
+    assert cluster_spec(main)["authOptions"] == {"mode": "token", "secretName": "t2g-ray-token"}
+    for pod in pods(main):
+        env = {entry["name"]: entry for entry in pod["containers"][0]["env"]}
+        assert env["RAY_AUTH_MODE"]["value"] == "token"
+        assert env["RAY_AUTH_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "t2g-ray-token", "key": "auth_token"}
+        values = [name for name, entry in env.items() if re.search("TOKEN|KEY|SECRET", name) and "value" in entry]
+        assert values == []
+    assert "kind: Secret" not in file.read_text(encoding="utf-8")
+
+
+@by_file
+def test_a_node_has_time_to_drain(file: Path) -> None:
+    assert GRACE_S > DRAIN_S
+    for pod in [*pods(documents(file.read_text(encoding="utf-8"))[1])][:4]:
+        env = {entry["name"]: entry.get("value") for entry in pod["containers"][0]["env"]}
+        assert pod["terminationGracePeriodSeconds"] > int(env["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
+
+
+@by_file
+def test_shared_memory_holds_the_object_store_and_the_pod_holds_both(file: Path) -> None:
+    spec = cluster_spec(documents(file.read_text(encoding="utf-8"))[1])
+    for group in [spec["headGroupSpec"], *spec["workerGroupSpecs"]]:
+        pod = group["template"]["spec"]
+        (shm,) = [volume["emptyDir"] for volume in pod["volumes"] if volume["name"] == "shared-mem"]
+        shm_gib, store = int(shm["sizeLimit"].removesuffix("Gi")), int(group["rayStartParams"]["object-store-memory"])
+        memory = pod["containers"][0]["resources"]["limits"]["memory"]
+        workers = int(group.get("resources", {}).get("memory", 0))
+        assert shm["medium"] == "Memory"
+        assert store < shm_gib * 2**30
+        assert workers + shm_gib * 2**30 < int(memory.removesuffix("Gi")) * 2**30
+
+
+def test_worker_groups_are_those_of_the_config() -> None:
+    config = policy(
+        "rollout.workers={min: 1, initial: 2, max: 5}",
+        "rollout.labels.pool=spot",
+        "learner.workers=4",
+        "learner.cpus=1.5",
+        "learner.memory_gib=3",
+    )
+    groups = {group["groupName"]: group for group in cluster_spec(render(config))["workerGroupSpecs"]}
+    bounds = {n: (g["minReplicas"], g["replicas"], g["maxReplicas"]) for n, g in groups.items()}
+    assert bounds == {"learner": (1, 1, 1), "rollout": (1, 2, 5), "reward": (1, 1, 1)}
+    assert groups["rollout"]["labels"] == {"rl/role": "rollout", "pool": "spot"}
+    assert groups["reward"]["labels"] == {"rl/role": "reward"}
+    assert groups["learner"]["resources"] == {"CPU": "6", "memory": str(12 * 2**30)}
+    assert [name for name, group in groups.items() if "idleTimeoutSeconds" in group] == ["rollout", "reward"]
+
+
+def test_a_critic_of_its_own_has_a_group_and_a_program_for_feedback_has_none() -> None:
+    config = policy("learner.critic_ranks={workers: 2}", "feedback={source: program}")
+    names = [group["groupName"] for group in cluster_spec(render(config))["workerGroupSpecs"]]
+    assert names == ["learner", "critic", "rollout"]
+
+
+def test_gpus_are_limits_of_their_pods_only() -> None:
+    config = policy("data.path=/mnt/t2g/x.json", file="configs/slf5k/policy.yaml")
+    main = render(config, cpu=False)
+    limits = [pod["containers"][0]["resources"]["limits"].get("nvidia.com/gpu") for pod in pods(main)]
+    assert limits == [None, "6", "1", "1", None]  # head, learner, rollout, reward, submitter
+    with pytest.raises(UserError, match=r"learner\.gpus is not 0"):
+        render(config, cpu=True)
+
+
+def test_the_driver_reads_the_same_config_and_writes_on_the_claim() -> None:
+    overrides = ["rollout.workers={min: 1, max: 3}", "run.name=it's"]
+    main = render(policy("rollout.workers={min: 1, max: 3}"), overrides=overrides)
+    said = subprocess.run(
+        ["bash", "-ec", f"printf '%s\\n' -- {main['spec']['entrypoint']} ; true"],  # as the operator's submitter has it
+        capture_output=True, text=True, check=True, timeout=60,
+    ).stdout.splitlines()  # fmt: skip
+    expected = ["exec", "python", "-m", "jobs.train_policy", "--config", "configs/tiny/policy.yaml"]
+    assert said == ["--", *expected, *overrides, "run.root=/mnt/t2g/runs"]
+
+
+def test_a_stopped_run_may_write_its_checkpoint() -> None:
+    main = render(policy("learner.step_timeout_s=700"))
+    env = {e["name"]: e.get("value") for e in next(pods(main))["containers"][0]["env"]}
+    assert int(env["RAY_JOB_STOP_WAIT_TIME_S"]) >= 700
+
+
+def test_a_config_that_no_pod_has_is_refused() -> None:
+    with pytest.raises(UserError, match="no pod has this file"):
+        render(policy(), config_path=str(ROOT / "configs" / "tiny" / "policy.yaml"))
+    assert "/mnt/t2g/own.yaml" in render(policy(), config_path="/mnt/t2g/own.yaml")["spec"]["entrypoint"]
+
+
+def test_an_image_of_your_own_is_every_pods() -> None:
+    text = render_manifests(policy(), config_path="c.yaml", target="rayjob", cpu=True, image="registry/t2g:7")
+    assert set(re.findall(r"image: (\S+)", text)) == {"registry/t2g:7"}
+    assert "--image registry/t2g:7" in text.splitlines()[0]
+
+
+def test_versions_are_those_of_the_project() -> None:
+    pins = (ROOT / "docker" / "constraints-gpu.txt").read_text().splitlines()
+    assert f"ray=={manifests.RAY_VERSION}" in pins
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert (manifests.IMAGES[False], manifests.IMAGES[True]) == (f"t2g:{version}", f"t2g-cpu:{version}")
+
+
+@pytest.mark.parametrize(
+    ("run", "name"),
+    [
+        ("slf5k-policy", "slf5k-policy"),
+        ("SLF5K.policy_2", "slf5k-policy-2"),
+        ("7b", "t2g-7b"),
+        ("a" * 46 + ".b", "a" * 46),
+    ],
+)
+def test_names(run: str, name: str) -> None:
+    assert resource_name(run) == name
+
+
+@given(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,46}", fullmatch=True))
+def test_every_run_name_becomes_one_that_kubernetes_takes(run: str) -> None:
+    name = resource_name(run)
+    assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name)
+    assert len(name) <= 47
+
+
+def test_no_aliases_and_two_documents() -> None:
+    text = (FOLDER / "rayjob.yaml").read_text(encoding="utf-8")
+    assert "&id" not in text
+    assert [document["kind"] for document in yaml.safe_load_all(text)] == ["PersistentVolumeClaim", "RayJob"]

@@ -1,0 +1,180 @@
+"""Memory estimates against numbers worked out by hand, and against what transformers and autograd really make."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from actors import zero3
+from t2g.algo import logprobs
+from t2g.deploy import memory
+from t2g.deploy.memory import GIB, LLAMA_3_8B, ModelShape
+from t2g.sections import LearnerConfig, LoRAConfig, ObjectiveConfig, RoleConfig, RolloutConfig
+
+SMALL = {
+    "hidden_size": 256,
+    "intermediate_size": 896,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "head_dim": 32,
+}
+TOY = ModelShape(hidden=8, layers=2, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocab=100, tied=False)
+# A layer of TOY: q and o 8 x 8 each, k and v 8 x 4 each, MLP 3 x 8 x 16, norms 2 x 8.
+TOY_LAYER = 2 * 64 + 2 * 32 + 384 + 16
+TOY_BACKBONE = 800 + 2 * TOY_LAYER + 8
+
+
+def small(family: type, layers: int, **changes: Any) -> Any:
+    config = family(**SMALL, num_hidden_layers=layers, **changes)
+    config._attn_implementation = "sdpa"
+    return config
+
+
+def test_an_8b_by_hand() -> None:
+    assert LLAMA_3_8B.numel == 8_030_261_248  # as its model card has it
+    assert LLAMA_3_8B.layer_numel == 218_112_000
+    assert LLAMA_3_8B.kv_bytes(2) == 128 * 1024
+    assert LLAMA_3_8B.saved_bytes(2) == 200_704
+
+
+def test_a_toy_by_hand() -> None:
+    assert (TOY.layer_numel, TOY.backbone_numel, TOY.numel) == (592, 1992, 2792)
+    assert (TOY_LAYER, TOY_BACKBONE) == (592, 1992)
+    assert TOY.kv_bytes(4) == 2 * 2 * 1 * 4 * 4
+    assert TOY.lora_numel(3) == 2 * 3 * ((8 + 8) * 2 + (8 + 4) * 2 + (8 + 16) * 3)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        small(LlamaConfig, 2),
+        small(LlamaConfig, 2, tie_word_embeddings=True),
+        small(Qwen2Config, 2),
+        small(Qwen3Config, 2),
+    ],
+    ids=["llama", "tied", "qwen2", "qwen3"],
+)
+def test_parameters_are_those_of_the_real_model(config: Any) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert memory.shape_of(config.to_dict()).numel == sum(p.numel() for p in model.parameters())
+
+
+def saved_bytes(layers: int, dtype: torch.dtype, *, checkpointing: bool) -> int:
+    """What autograd keeps of 128 tokens, weights left out."""
+    model = AutoModelForCausalLM.from_config(small(LlamaConfig, layers), dtype=dtype).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}  # by storage, which lives as long as the tensor is here
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = model.model(input_ids=torch.zeros(2, 64, dtype=torch.long), use_cache=False)
+    assert output.last_hidden_state.requires_grad
+    return sum(t.untyped_storage().nbytes() for pointer, t in kept.items() if pointer not in weights)
+
+
+@pytest.mark.parametrize(("dtype", "b"), [(torch.bfloat16, 2), (torch.float32, 4)])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_are_what_autograd_keeps(dtype: torch.dtype, b: int, checkpointing: bool) -> None:
+    found = saved_bytes(3, dtype, checkpointing=checkpointing) - saved_bytes(1, dtype, checkpointing=checkpointing)
+    shapes = [memory.shape_of(small(LlamaConfig, layers).to_dict()) for layers in (3, 1)]
+    three, one = (memory.activation_bytes(s, 128, b=b, checkpointing=checkpointing) for s in shapes)
+    assert found == pytest.approx(three - one, rel=0.02)
+
+
+def test_constants_are_those_of_the_learner() -> None:
+    assert memory.BUCKET_NUMEL == zero3.BUCKET_NUMEL
+    assert memory.CHUNK_TOKENS == logprobs.CHUNK_TOKENS
+
+
+def test_states_under_zero_3() -> None:
+    assert memory.states_bytes(1000, 1000, ranks=4, b=2) == {"weights": 500, "gradients": 500, "optimizer": 3000}
+    assert memory.states_bytes(1000, 1000, ranks=4, b=4) == {"weights": 1000, "gradients": 1000, "optimizer": 2000}
+    assert memory.states_bytes(1000, 0, ranks=2, b=2) == {"weights": 1000, "gradients": 0, "optimizer": 0}
+
+
+def test_a_rank_holds_policy_reference_and_critic() -> None:
+    learner = LearnerConfig(workers=2, dtype="bfloat16")
+    assert memory.learner_states(TOY, learner, critic=True) == {
+        "weights": 2 * (2792 + 2792 + 1992) / 2,
+        "gradients": 2 * (2792 + 1992) / 2,
+        "optimizer": 12 * (2792 + 1992) / 2,
+    }
+    lora = LearnerConfig(workers=2, dtype="bfloat16", lora=LoRAConfig(r=3))
+    adapters = TOY.lora_numel(3)
+    assert memory.learner_states(TOY, lora, critic=False) == {
+        "weights": 2 * (2792 + adapters) / 2,
+        "gradients": 2 * adapters / 2,
+        "optimizer": 12 * adapters / 2,
+    }
+
+
+def test_a_pass_over_a_microbatch() -> None:
+    learner = LearnerConfig(workers=1, dtype="bfloat16")
+    parts = memory.learner_bytes(TOY, learner, ObjectiveConfig(), tokens=10)
+    one = 2 * 8 * 8 + 4 * (8 + 4) + 8 * 16  # of a token and a layer
+    assert parts["activations"] == 10 * 2 * one
+    assert parts["logits"] == 16 * 1024 * 100
+    assert parts["gathered"] == 2 * (2792 + 2 * 800 + 50_000_000)
+    checkpointed = learner.model_copy(update={"gradient_checkpointing": True})
+    assert memory.learner_bytes(TOY, checkpointed, ObjectiveConfig(), tokens=10)["activations"] == 10 * (2 * 16 + one)
+    full = ObjectiveConfig(kl_estimator="full")
+    assert memory.learner_bytes(TOY, learner, full, tokens=10)["logits"] == 16 * 1024 * 100 + 2 * 10 * 100
+
+
+def test_offload_moves_the_states_to_the_host() -> None:
+    learner = LearnerConfig(workers=2, dtype="bfloat16", offload="cpu")
+    parts = memory.learner_bytes(TOY, learner, ObjectiveConfig(), tokens=10)
+    assert (parts["weights"], parts["gradients"], parts["optimizer"]) == (0, 0, 0)
+    loaded = 2 * (2792 + 2792 + 1992)
+    stays = sum(memory.learner_states(TOY, learner, critic=True).values())
+    assert memory.host_bytes(TOY, learner, ObjectiveConfig()) == loaded + stays
+
+
+def test_a_critic_of_its_own_leaves_the_policys_ranks() -> None:
+    learner = LearnerConfig(workers=2, dtype="bfloat16", critic_ranks=RoleConfig(workers=4))
+    assert memory.learner_bytes(TOY, learner, ObjectiveConfig(), tokens=10)["optimizer"] == 12 * 2792 / 2
+    assert memory.critic_bytes(TOY, learner, ranks=4, tokens=10)["optimizer"] == 12 * 1992 / 4
+    assert memory.host_bytes(TOY, learner, ObjectiveConfig()) == 2 * 2 * 2792
+
+
+def test_an_engine_by_hand() -> None:
+    engine = RolloutConfig(dtype="bfloat16", gpus=1, max_model_len=1536)
+    fit = memory.engine_fit(LLAMA_3_8B, engine, sequences=100, gpu_bytes=80 * GIB)
+    assert fit.wanted == 64  # max_num_seqs
+    assert fit.fitting == 266  # (68 - 14.957 - 3) GiB / .1875 GiB
+    assert fit.parts["cache"] == 64 * 0.1875 * GIB
+    two = memory.engine_fit(LLAMA_3_8B, engine.model_copy(update={"gpus": 2}), sequences=1, gpu_bytes=80 * GIB)
+    assert (two.wanted, two.parts["weights"]) == (1, 8_030_261_248)
+    assert two.fitting == 613  # (68 - 7.479 - 3) GiB / .09375 GiB
+    small_gpu = memory.engine_fit(LLAMA_3_8B, engine, sequences=1, gpu_bytes=16 * GIB)
+    assert small_gpu.fitting == 0
+
+
+def test_two_versions_of_the_weights_lie_in_the_object_store() -> None:
+    assert memory.store_bytes(TOY, b=2) == 2 * 2 * 2792
+
+
+def test_shapes_are_found_without_a_network(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 3, **SMALL}))
+    found = memory.find_shape(str(tmp_path))
+    assert found is not None
+    assert (found.layers, found.hidden, found.kv_heads) == (3, 256, 2)
+    assert memory.find_shape("meta-llama/Llama-3.1-8B-Instruct") == LLAMA_3_8B
+    assert memory.find_shape("nobody/has-this") is None
+
+
+def test_experts_are_not_taken_for_a_dense_model() -> None:
+    numbers = {"model_type": "mixtral", "num_hidden_layers": 2, **SMALL}
+    assert memory.shape_of(numbers) is not None
+    assert memory.shape_of(numbers | {"num_local_experts": 8}) is None
+    assert memory.shape_of({"model_type": "gpt2", "n_embd": 768}) is None

@@ -1,0 +1,47 @@
+from datetime import UTC, datetime, timedelta
+
+from t2g.control import FleetStatus, Status, WorkerStatus
+from t2g.deploy.status import status_words
+
+THEN = datetime(2026, 11, 21, 12, tzinfo=UTC)
+WORKERS = (
+    WorkerStatus(name="rollout worker 0", state="serving", version=12, restarts=1, load=8),
+    WorkerStatus(name="rollout worker 10", state="starting", reason="waits for a place"),
+)
+STATUS = Status(
+    step=12, num_steps=100, samples=768, updated=THEN, idle={"learner": 0.25, "rollout": 0.1},
+    fleets=(FleetStatus(role="rollout", wanted=2, workers=WORKERS), FleetStatus(role="reward", wanted=1, workers=())),
+)  # fmt: skip
+
+
+def test_the_table() -> None:
+    assert status_words("own", STATUS, now=THEN + timedelta(seconds=3)).splitlines() == [
+        "run own: step 12 of 100, 768 samples, as of 3 s ago",
+        "idle in the last step: learner 25%, rollout 10%",
+        "",
+        "rollout: 2 wanted",
+        "  worker             state     version  restarts  load",
+        "  rollout worker 0   serving        12         1     8",
+        "  rollout worker 10  starting        -         0     0",
+        "  rollout worker 10 waits for a place",
+        "",
+        "reward: 1 wanted",
+        "  worker  state  version  restarts  load",
+    ]
+
+
+def test_an_old_picture_says_so_and_a_clock_that_is_behind_does_not() -> None:
+    assert "as of 1 h 01 min ago\nthe driver has not written since" in status_words(
+        "own", STATUS, now=THEN + timedelta(seconds=3700)
+    )
+    assert "as of 0 s ago\nidle" in status_words("own", STATUS, now=THEN - timedelta(seconds=5))
+
+
+def test_nothing_in_the_file_steers_the_terminal() -> None:
+    evil = WorkerStatus(name="\x1b[2J\x07", state="\u202eup", reason="a\nb")
+    status = STATUS.model_copy(
+        update={"fleets": (FleetStatus(role="r\r", wanted=1, workers=(evil,)),), "idle": {"\x1b": 1.0}}
+    )
+    words = status_words("own", status, now=THEN)
+    assert all(c.isprintable() or c == "\n" for c in words)
+    assert "a?b" in words and "?[2J?" in words

@@ -1,0 +1,288 @@
+"""jobs.deploy against a cluster of one node: `ray start --head`, token authentication on, dashboard on loopback."""
+
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from models import random_model
+
+from actors.telemetry import COUNTERS, GAUGES
+
+ROOT = Path(__file__).parents[2]
+START_S = 90  # of a head, a command, a stub; several times what an idle machine needs
+RUN_S = 240  # of a run's engines and ranks
+STUB = """
+import signal, sys, time
+from pathlib import Path
+
+import ray
+from ray.util.placement_group import placement_group
+
+from actors.telemetry import COUNTERS, GAUGES, RayMetrics
+
+ray.init(log_to_driver=False)
+told = []
+signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+placement_group([{"CPU": 1}], bundle_label_selector=[{"rl/role": "rollout"}], name="rollout")
+sink = RayMetrics("own")
+print("working", flush=True)
+step = 0
+while not told:
+    step += 1
+    sink.log(step, dict.fromkeys([*GAUGES, *COUNTERS], 0.5))
+    time.sleep(0.2)
+time.sleep(5)  # longer than Ray waits for a stopped job by default
+Path(__file__).with_name("left").touch()
+print("left a checkpoint", flush=True)
+"""
+CRITIC = "def critic(prompt, response):\n    return 'the first letter is fine', [(response[:1], 1)], []\n"
+# What a run without a reward model and without held-out prompts must show on the metrics port.
+SHOWN = {
+    "ray_t2g_step", "ray_t2g_samples", "ray_t2g_reward_token_mean", "ray_t2g_kl_nats", "ray_t2g_entropy_nats",
+    "ray_t2g_staleness_mean_updates", "ray_t2g_staleness_max_updates", "ray_t2g_learner_idle_share",
+    "ray_t2g_rollout_idle_share", "ray_t2g_rollout_workers", "ray_t2g_buffered_samples",
+    "ray_t2g_feedback_failed_share", "ray_t2g_step_seconds", "ray_t2g_sync_seconds", "ray_t2g_sync_bytes",
+    "ray_t2g_tokens_per_second",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Head:
+    """A cluster of one node."""
+
+    address: str
+    metrics_port: int
+    environ: dict[str, str]  # of who may speak to it
+    token: str
+    folder: Path  # for logs
+
+    @contextmanager
+    def started(self, cwd: Path, *words: object, log: Path) -> "Iterator[subprocess.Popen[bytes]]":
+        """`python -m WORDS`, its output in `log`; ended with the block."""
+        command = [sys.executable, "-m", *map(str, words)]
+        with log.open("ab") as output:
+            process = subprocess.Popen(command, cwd=cwd, env=self.environ, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+    def said(self, cwd: Path, *words: object, code: int = 0, environ: dict[str, str] | None = None) -> str:
+        """Output of the same, which ends by itself, with `code`."""
+        command = [sys.executable, "-m", *map(str, words)]
+        done = subprocess.run(
+            command, cwd=cwd, env=environ or self.environ, capture_output=True, text=True, timeout=START_S, check=False
+        )
+        said = done.stdout + done.stderr
+        assert done.returncode == code, said
+        return said
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def until(found: Callable[[], bool], what: str, *, timeout_s: float, log: Path | None = None) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not found():
+        assert time.monotonic() < deadline, f"{what} did not come: {log.read_text()[-4000:] if log else ''}"
+        time.sleep(0.2)
+
+
+def end_tree(process: "subprocess.Popen[bytes]") -> None:
+    """The head and everything under it, by their ids: `ray stop` would end the clusters of others as well."""
+    tree = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    for member in tree:
+        try:
+            member.kill()
+        except psutil.NoSuchProcess:
+            continue
+    process.wait(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
+    folder = tmp_path_factory.mktemp("head")
+    token = folder / "token"
+    token.write_text(secrets.token_hex(32))
+    # Without PYTHONPATH: the job must find the code that was uploaded.
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "PYTHONPATH"))}
+    environ = plain | {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    names = (
+        "port",
+        "dashboard-port",
+        "dashboard-agent-listen-port",
+        "dashboard-agent-grpc-port",
+        "metrics-export-port",
+    )
+    ports = {name: free_port() for name in names}
+    with tempfile.TemporaryDirectory(prefix="t2g-") as session:  # short: Ray keeps sockets in it
+        command = [
+            str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", "--num-cpus=2",
+            "--dashboard-host=127.0.0.1", "--object-store-memory=300000000", f"--temp-dir={session}",
+            "--disable-usage-stats", *(f"--{name}={port}" for name, port in ports.items()),
+        ]  # fmt: skip
+        log = folder / "head.txt"
+        with log.open("wb") as output:
+            process = subprocess.Popen(command, cwd=folder, env=environ, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            address = f"http://127.0.0.1:{ports['dashboard-port']}"
+            metrics = f"http://127.0.0.1:{ports['metrics-export-port']}/metrics"  # of the agent, who starts the jobs
+            until(lambda: answers(f"{address}/api/version"), "the dashboard", timeout_s=START_S, log=log)
+            until(lambda: answers(metrics), "the agent", timeout_s=START_S, log=log)
+            yield Head(address, ports["metrics-export-port"], environ, token.read_text(), folder)
+        finally:
+            end_tree(process)
+
+
+def answers(url: str) -> bool:
+    try:
+        urllib.request.urlopen(url, timeout=5)
+    except urllib.error.HTTPError:
+        return True  # it is there, and wants the token
+    except OSError:
+        return False
+    return True
+
+
+def scraped(head: Head) -> dict[str, float]:
+    """Values of our metrics on Ray's metrics port by name."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{head.metrics_port}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    found = (re.match(r"(ray_t2g_\w+)\{.*\brun=\"own\".*\} (\S+)", line) for line in lines)
+    return {match[1]: float(match[2]) for match in found if match}
+
+
+def strangers(head: Head) -> Iterator[dict[str, str]]:
+    """Who has no token, and who has another."""
+    bare = {name: value for name, value in head.environ.items() if not name.startswith("RAY_AUTH")}
+    yield bare | {"RAY_AUTH_MODE": "disabled"}
+    yield bare | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A working directory of its own with our code and a critic."""
+    for package in ("t2g", "actors", "jobs", "configs"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "critics.py").write_text(CRITIC)
+    return tmp_path
+
+
+def submission(root: Path, **values: object) -> list[str]:
+    """Words of a submit of the run `own`, without --address."""
+    values = {
+        "run.root": root, "run.name": "own", "data.path": root / "prompts.jsonl", "feedback.source": "critics:critic",
+        "model.policy": root / "policy", "eval_data": "null", "rollout.prompts_per_step": 4,
+        "rollout.samples_per_prompt": 2, "rollout.max_model_len": 128, "rollout.max_new_tokens": 16,
+        "rollout.workers": "{min: 1, max: 2}", "checkpoint.every": 1000, **values,
+    }  # fmt: skip
+    return ["submit", "--config", "configs/own/policy.yaml", *(f"{key}={value}" for key, value in values.items())]
+
+
+def test_a_job_is_submitted_followed_stopped_and_refused_without_the_token(
+    head: Head, project: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    root, log = tmp_path_factory.mktemp("runs"), head.folder / "stub.txt"
+    (project / "jobs" / "train_policy.py").write_text(STUB.replace("__file__", repr(str(root / "x"))))
+    submit = [*submission(root), "--address", head.address]
+    for stranger in strangers(head):
+        assert "the cluster refuses: Authentication" in head.said(
+            project, "jobs.deploy", *submit, code=2, environ=stranger
+        )
+    with head.started(project, "jobs.deploy", *submit, log=log) as process:
+        until(lambda: {*SHOWN} <= scraped(head).keys(), "the metrics", timeout_s=START_S, log=log)
+        shown = scraped(head)
+        assert shown.keys() == {f"ray_{n}" for n, _ in GAUGES.values()} | {
+            f"ray_{n}_total" for n, _ in COUNTERS.values()
+        }
+        assert shown["ray_t2g_kl_nats"] == 0.5 and shown["ray_t2g_dropped_samples_total"] >= 0.5
+        again = head.said(project, "jobs.deploy", *submit, code=2)
+        assert "run own goes on as job own: stop it first" in again
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=START_S) == 130, log.read_text()
+    said = log.read_text()
+    assert (root / "left").exists(), said  # no SIGKILL came before
+    assert said.index("working") < said.index("stopping job own") < said.index("left a checkpoint")
+    assert said.rstrip().endswith("job own: STOPPED")
+    assert head.token not in said
+
+    assert "job own-2: submitted" in head.said(project, "jobs.deploy", *submit, "--no-wait")
+    found = head.said(
+        ROOT, "jobs.deploy", "doctor", "--address", head.address, *submission(root)[1:],
+        "learner.labels={rl/role: learner}", code=2,
+    )  # fmt: skip
+    assert "placement group rollout is pending: no node has the labels {'rl/role': 'rollout'}" in found
+    assert "no node has the labels {'rl/role': 'learner'} of learner.labels" in found
+    assert "1 nodes, 2 findings" in found
+    assert [*root.glob(".doctor-*")] == []
+    assert "job own-2: STOPPED" in head.said(project, "jobs.deploy", "stop", "--run", "own", "--address", head.address)
+    assert "no job of run own is alive" in head.said(
+        project, "jobs.deploy", "stop", "--run", "own", "--address", head.address, code=2
+    )
+
+
+@pytest.mark.slow
+def test_a_run_is_submitted_scaled_stopped_and_submitted_again(
+    head: Head, project: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    root, log = tmp_path_factory.mktemp("runs"), head.folder / "run.txt"
+    random_model(root / "policy", "llama", seed=1)
+    prompts = [{"prompt": f"Say what is wrong, {i}."} for i in range(12)]
+    (root / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+
+    def status() -> dict[str, Any]:
+        """Read here: a process each time would take a core from the run."""
+        path = root / "own" / "status.json"
+        return json.loads(path.read_text()) if path.exists() else {"step": -1, "fleets": []}
+
+    def serving() -> int:
+        return sum(worker["state"] == "serving" for fleet in status()["fleets"] for worker in fleet["workers"])
+
+    where = ("--address", head.address)
+    with head.started(project, "jobs.deploy", *submission(root, num_steps=10_000), *where, log=log) as process:
+        until(lambda: status()["step"] >= 1, "the first step", timeout_s=RUN_S, log=log)
+        until(lambda: {*SHOWN} <= scraped(head).keys(), "the metrics", timeout_s=START_S, log=log)
+        assert scraped(head)["ray_t2g_rollout_workers"] == 1
+        head.said(project, "jobs.deploy", "scale", "--run", "own", "--root", root, "--rollouts", 2)
+        until(lambda: serving() == 2, f"the second rollout worker {status()}", timeout_s=RUN_S, log=log)
+        words = head.said(project, "jobs.deploy", "status", "--run", "own", "--root", root)
+        assert "rollout: 2 wanted" in words and words.count("serving") == 2
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=RUN_S) == 130, log.read_text()[-4000:]
+    assert "stopped by SIGTERM: the same command goes on from here" in log.read_text()
+    step = status()["step"]
+    assert (root / "own" / "checkpoints" / f"step-{step:08d}" / "manifest.json").exists()
+
+    with head.started(project, "jobs.deploy", *submission(root, num_steps=step + 2), *where, log=log) as process:
+        assert process.wait(timeout=RUN_S) == 0, log.read_text()[-4000:]
+    said = log.read_text()
+    assert f"going on after step {step}" in said and "job own-2: SUCCEEDED" in said
+    assert head.token not in said
+    lines = [json.loads(line) for line in (root / "own" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, step + 3))
+    assert json.loads((root / "own" / "summary.json").read_text())["steps"] == step + 2

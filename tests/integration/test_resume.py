@@ -1,0 +1,100 @@
+"""The driver is killed at random moments and started again by the same command, on the real stack."""
+
+import json
+import os
+import random
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from own_runs import command, logged_steps, make_folder, start
+
+SEED = 20250522
+KILLS = 3
+NUM_STEPS = 8
+DEADLINE_S = 240
+MARK = "T2G_TEST_RUN"  # in the environment of everything that a driver starts
+COMPARED = ("policy/", "critic/", "reward/", "tokens/", "response/", "feedback/", "importance/", "gap/", "eval/")
+TOLERANCE = 1e-6
+
+CRITIC = """
+def critic(prompt, response):
+    letters = [c for c in response if c.isascii() and c.isalpha()]
+    good = [c for c in letters if c.lower() in "aeiou"]
+    return "vowels are good", good[:2], [c for c in letters if c not in good][:2]
+"""
+
+
+def marked(mark: str) -> list[int]:
+    """Processes that a driver of this test, or what it started, has started."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except psutil.Error:
+            continue
+    return found
+
+
+def wait_for(condition: object, log: Path) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, log.read_text()[-4000:]
+        time.sleep(0.05)
+
+
+def lines(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_killed_three_times_has_the_numbers_of_one_that_was_not(tmp_path: Path) -> None:
+    folder, log = make_folder(tmp_path), tmp_path / "log.txt"
+    (folder / "vowels.py").write_text(CRITIC)
+    mark = f"{os.getpid()}-{tmp_path.name}"
+    environ = {MARK: mark, "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
+
+    def run(name: str) -> list[str]:
+        return command(
+            folder,
+            **{
+                "run.name": name,
+                "feedback.source": "vowels:critic",
+                "num_steps": NUM_STEPS,
+                "checkpoint.every": 2,
+                "learner.policy.lr": 0.001,
+                "learner.critic.lr": 0.001,
+                "eval_data": f"{{path: {folder / 'prompts.jsonl'}, limit: 4}}",
+                "eval.every": 3,
+            },
+        )
+
+    assert start(run("whole"), log, **environ).wait(timeout=DEADLINE_S) == 0, log.read_text()[-4000:]
+    whole = lines(folder / "runs" / "whole")
+
+    rng = random.Random(SEED)
+    for kill in range(KILLS):
+        process = start(run("killed"), log, **environ)
+        last = kill * 2 + rng.randint(0, 1)
+        wait_for(lambda p=process, s=last: p.poll() is not None or s in logged_steps(folder / "runs" / "killed"), log)
+        time.sleep(rng.random() * 0.7)
+        assert process.poll() is None, log.read_text()[-4000:]
+        process.kill()
+        process.wait(timeout=DEADLINE_S)
+        wait_for(lambda: not marked(mark), log)
+    assert start(run("killed"), log, **environ).wait(timeout=DEADLINE_S) == 0, log.read_text()[-4000:]
+    wait_for(lambda: not marked(mark), log)
+
+    killed = lines(folder / "runs" / "killed")
+    assert [line["step"] for line in killed] == [line["step"] for line in whole] == list(range(NUM_STEPS + 1))
+    assert "going on after step" in log.read_text()
+    for a, b in zip(whole, killed, strict=True):
+        names = [name for name in a if name.startswith(COMPARED)]
+        assert {name: b[name] for name in names} == pytest.approx(
+            {name: a[name] for name in names}, abs=TOLERANCE, rel=TOLERANCE
+        ), f"step {a['step']}"
+    rewards = [line["reward/token_mean"] for line in whole[1:]]
+    losses = [line["policy/loss"] for line in whole[1:]]
+    assert len(set(rewards)) == len(set(losses)) == NUM_STEPS and all(rewards) and all(losses)
+    assert any(line["policy/kl"] > 1e-3 for line in whole[1:])  # the policy moved

@@ -1,0 +1,104 @@
+"""The command line of jobs.deploy without a cluster; tests/integration/test_deploy_live.py has the rest."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jobs import deploy
+from t2g import configio
+from t2g.config import PolicyJob
+from t2g.control import Status, Wanted, now, read_wanted, write_status
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A folder of runs with the run `own`."""
+    config = PolicyJob.model_validate(
+        {
+            "run": {"root": tmp_path, "name": "own"},
+            "model": {"policy": "some/policy"},
+            "data": {"path": "prompts.jsonl"},
+            "rollout": {"workers": {"min": 1, "max": 4}},
+            "feedback": {"source": "program"},
+        }
+    )
+    configio.write(config, tmp_path / "own")
+    return tmp_path
+
+
+def command(*words: object) -> int:
+    return deploy.main([str(word) for word in words])
+
+
+def test_scale_writes_down_what_the_run_reads(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("scale", "--run", "own", "--root", root, "--rollouts", 3) == 0
+    assert read_wanted(root / "own") == Wanted(rollouts=3)
+    assert capsys.readouterr().out == "run own is asked for 3 rollouts\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--run", "own", "--rollouts", "5"], "rollouts: got 5, and rollout.workers of this run allows 1 to 4"),
+        (["--run", "own", "--rewards", "2"], "feedback.source=program has no engines"),
+        (["--run", "own"], "rollouts or rewards needs a number"),
+        (["--run", "nobody", "--rollouts", "2"], "nobody holds no run"),
+    ],
+)
+def test_what_cannot_be_scaled_is_the_users_to_mend(
+    root: Path, capsys: pytest.CaptureFixture[str], words: list[str], sentence: str
+) -> None:
+    assert command("scale", "--root", root, *words) == 2
+    assert sentence in capsys.readouterr().err
+    assert read_wanted(root / "own") == Wanted()
+
+
+def test_status_for_eyes_and_for_programs(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("status", "--run", "own", "--root", root) == 2
+    assert "status.json is not there" in capsys.readouterr().err
+    write_status(root / "own", Status(step=2, num_steps=9, samples=16, updated=now()))
+    assert command("status", "--run", "own", "--root", root) == 0
+    assert capsys.readouterr().out.startswith("run own: step 2 of 9, 16 samples, as of ")
+    assert command("status", "--run", "own", "--root", root, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["samples"] == 16
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["submit", "--config", "configs/own/policy.yaml", "run.root=here", "--no-wait", "num_steps=2"],
+        ["submit", "run.root=here", "num_steps=2", "--config", "configs/own/policy.yaml"],
+    ],
+)
+def test_overrides_may_stand_before_and_behind_options(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ["model.policy=some/model", "data.path=x.jsonl", "feedback.source=program"]
+    assert command(*words, *overrides) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "run.root: got 'here', but a Ray job needs an absolute path" in error
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["launch"], ["scale"], ["submit"], ["scale", "--run", "own", "--rollouts", "many"]]
+)
+def test_a_wrong_command_line_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        command(*words)
+    assert refused.value.code == 2
+    assert "usage: python -m jobs.deploy" in capsys.readouterr().err
+
+
+def test_every_subcommand_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    _, commands = deploy.parsers()
+    assert set(commands) == {"check", "render", "submit", "status", "scale", "stop", "doctor"}
+    for name, parser in commands.items():
+        assert parser.description and parser.prog == f"python -m jobs.deploy {name}"
+    with pytest.raises(SystemExit) as asked:
+        command("--help")
+    listed = capsys.readouterr().out
+    assert asked.value.code == 0 and all(f"    {name} " in listed for name in commands)
+
+
+def test_no_cluster_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("stop", "--run", "own", "--address", "http://127.0.0.1:9") == 2
+    assert "no Ray job server answers at http://127.0.0.1:9" in capsys.readouterr().err

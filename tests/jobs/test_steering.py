@@ -1,0 +1,110 @@
+"""What an operator writes reaches the fleets, and what the fleets do reaches the operator."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.steering import Steering
+from t2g import configio
+from t2g.config import PolicyJob
+from t2g.control import Wanted, read_status, write_wanted
+from t2g.errors import RunStopped
+
+STARVED = {"samples": 32.0, "idle/learner": 0.6, "buffer/samples": 0.0}
+
+
+class FakeFleet:
+    def __init__(self, role: str, wanted: int) -> None:
+        self.role, self.wanted, self.joining = role, wanted, False
+        self.asked: list[int] = []
+        self.failure: Exception | None = None
+
+    def want(self, number: int) -> None:
+        self.asked.append(number)
+        self.wanted = number
+
+    async def supervise(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+        await asyncio.Event().wait()
+
+    def report(self) -> dict[str, Any]:
+        worker = {"name": f"{self.role} worker 0", "state": "serving", "version": 3, "restarts": 1, "load": 2}
+        return {"role": self.role, "wanted": self.wanted, "workers": [worker]}
+
+    def metrics(self) -> dict[str, float]:
+        return {"workers": float(self.wanted), "restarts": 1.0, "recovery_s": 4.0, "idle": 0.1}
+
+
+class FakeFeedback:
+    def __init__(self) -> None:
+        self.fleet = FakeFleet("reward", 1)
+
+
+def job(folder: Path, **overrides: object) -> PolicyJob:
+    file = folder / "job.yaml"
+    file.write_text(
+        "run: {name: steered}\nmodel: {policy: base}\ndata: {path: prompts.jsonl}\n"
+        "feedback: {source: reward_model, reward_model: reward, engine: {workers: {max: 2}}}\n"
+        "rollout: {workers: {min: 1, max: 3}}\n"
+    )
+    config = configio.load(PolicyJob, file, [f"run.root={folder}", *(f"{k}={v}" for k, v in overrides.items())])
+    config.run.folder.mkdir(exist_ok=True)
+    configio.write(config, config.run.folder)
+    return config
+
+
+def test_what_the_operator_wants_is_asked_of_the_fleets_and_the_picture_is_written(tmp_path: Path) -> None:
+    config = job(tmp_path)
+    rollouts, feedback = FakeFleet("rollout", 1), FakeFeedback()
+    steered = Steering(config, rollouts, feedback)  # type: ignore[arg-type]
+
+    async def run() -> None:
+        duties = [asyncio.ensure_future(duty) for duty in steered.duties()]
+        assert len(duties) == 3
+        await asyncio.sleep(0.05)
+        assert rollouts.asked == []
+        write_wanted(config.run.folder, Wanted(rollouts=3))
+        async with asyncio.timeout(10):
+            while 3 not in rollouts.asked:
+                await asyncio.sleep(0.01)
+        for duty in duties:
+            duty.cancel()
+        await asyncio.gather(*duties, return_exceptions=True)
+
+    asyncio.run(run())
+    assert set(rollouts.asked) == {3} and feedback.fleet.asked == []
+    assert steered.metrics() == {
+        "idle/rollout": 0.1, "rollout/workers": 3.0, "rollout/restarts": 1.0, "rollout/recovery_s": 4.0,
+        "idle/reward": 0.1, "reward/workers": 1.0, "reward/restarts": 1.0, "reward/recovery_s": 4.0,
+    }  # fmt: skip
+    steered.on_step(4, STARVED)
+    status = read_status(config.run.folder)
+    assert (status.step, status.samples, status.num_steps) == (4, 32, config.num_steps)
+    assert [(f.role, f.wanted, f.workers[0].version) for f in status.fleets] == [("rollout", 3, 3), ("reward", 1, 3)]
+    assert status.idle == {"rollout": 0.1, "reward": 0.1, "learner": 0.6}
+    assert rollouts.asked[-1] == 3  # a run that does not scale itself leaves its size alone
+
+
+def test_a_run_that_scales_itself_grows_when_its_learner_starves(tmp_path: Path) -> None:
+    rollouts = FakeFleet("rollout", 1)
+    steered = Steering(job(tmp_path, **{"rollout.autoscale": "true"}), rollouts, object())  # type: ignore[arg-type]
+    for step in range(1, 8):
+        steered.on_step(step, STARVED | steered.metrics())
+    assert rollouts.wanted == 3  # once after three steps, and once after three more with the new size
+
+
+def test_a_floor_that_is_lost_ends_the_duty(tmp_path: Path) -> None:
+    rollouts = FakeFleet("rollout", 1)
+    rollouts.failure = RunStopped("no rollout worker is left")
+    steered = Steering(job(tmp_path), rollouts, object())  # type: ignore[arg-type]
+
+    async def run() -> None:
+        care, steer = steered.duties()
+        steer.close()
+        await care
+
+    with pytest.raises(RunStopped, match=r"^no rollout worker is left$"):
+        asyncio.run(run())

@@ -1,0 +1,109 @@
+"""Workers without an engine: they answer as real ones do, from a random generator, within milliseconds of CPU.
+
+Where a stub takes part in a weight sync it takes the bytes and says nothing of what they compute: whoever uses it sets
+learner.probe_tolerance so high that the probe accepts any number.
+"""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from actors.buckets import Bucket
+from t2g.feedback.parse import make_feedback
+from t2g.interfaces import Sampling
+from t2g.types import Prompt, Rollout, SpanFeedback
+
+VOCABULARY = 100
+LENGTH = 6
+WORK_S = 0.05  # of one request
+BREAK_SYNC = "break-sync"
+
+
+class StubRolloutWorker:
+    """The methods of `actors.rollout.RolloutWorker`. A file BREAK_SYNC in the model's folder makes the first worker
+    that sees it fail half way through a weight sync, and is gone then."""
+
+    def __init__(self, model: str, config: Any, seed: int, revision: str | None = None) -> None:
+        from t2g.data.chat import load_tokenizer
+
+        self._tokenizer, self._flag = load_tokenizer(model, revision), Path(model) / BREAK_SYNC
+        self._version = self._opened = -1
+        self._round, self._received = "", 0
+        self._paused = asyncio.Event()
+        self._paused.set()
+
+    async def start(self) -> int:
+        return VOCABULARY
+
+    async def probe(self) -> None: ...
+
+    async def sample(self, prompt: Prompt, sampling: Sampling) -> list[Rollout]:
+        await asyncio.sleep(WORK_S)
+        await self._paused.wait()
+        return [self._one(prompt, sampling, index) for index in range(sampling.num_samples)]
+
+    def _one(self, prompt: Prompt, sampling: Sampling, index: int) -> Rollout:
+        from t2g.feedback.offsets import decode
+
+        rng = np.random.default_rng([sampling.seed, index, *prompt.prompt_id.encode()])
+        ids = rng.integers(32, VOCABULARY, LENGTH).astype(np.int32)
+        return Rollout(
+            prompt_id=prompt.prompt_id,
+            sample_index=index,
+            prompt_ids=prompt.prompt_ids,
+            response_ids=ids,
+            rollout_logprobs=np.full(LENGTH, -np.log(VOCABULARY), np.float32),
+            response_text=decode(self._tokenizer, ids),
+            finish_reason="length",
+            policy_versions=((0, LENGTH, self._version),),
+        )
+
+    async def open_update(self, round_id: str, version: int, dtype: str, metas: Any) -> None:
+        self._paused.clear()
+        self._round, self._opened, self._received = round_id, version, 0
+
+    async def load_bucket(self, round_id: str, bucket: Bucket) -> dict[str, float]:
+        started = time.monotonic()
+        if round_id != self._round:
+            raise ValueError("a bucket of another round")
+        self._received += 1
+        if self._received == 2 and self._flag.exists():
+            self._flag.unlink(missing_ok=True)
+            raise ValueError("half a sync, as asked for")
+        return {"load": time.monotonic() - started}
+
+    async def close_update(self, round_id: str) -> None:
+        if round_id != self._round:
+            raise ValueError("the end of another round")
+        self._version = self._opened
+        self._paused.set()
+
+    async def score(self, ids: np.ndarray) -> np.ndarray:
+        return np.zeros(len(ids) - 1, np.float32)
+
+
+class StubRewardWorker:
+    """The methods of `actors.reward.RewardWorker`: the first character of a response is good, the last one is poor."""
+
+    def __init__(self, config: Any, task: Any, seed: int, version: str) -> None:
+        self._version = version
+
+    async def start(self) -> None: ...
+
+    async def probe(self) -> None: ...
+
+    async def judge(self, prompt: Prompt, response_text: str, *, guided: bool = True) -> SpanFeedback:
+        await asyncio.sleep(WORK_S)
+        good, poor = [(response_text[:1], 1)], [(response_text[-1:], response_text.count(response_text[-1:]))]
+        return make_feedback(
+            "the beginning helps, the end does not", good, poor, response_text,
+            source="reward_model", version=self._version,
+        )  # fmt: skip
+
+
+StubRollout = ray.remote(StubRolloutWorker)
+StubReward = ray.remote(StubRewardWorker)

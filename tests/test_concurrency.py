@@ -1,0 +1,117 @@
+"""Whatever ends a group of coroutines, none of them goes on behind it."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from t2g.concurrency import beside, end, results_unless_stopped, together, unless_stopped
+
+
+class Works:
+    """Coroutines that tell what became of them."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    async def rests(self) -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await asyncio.sleep(0)  # an ending takes a moment
+            self.told.append("ended")
+            raise
+
+    async def gives(self, value: int, rounds: int = 3) -> int:
+        for _ in range(rounds):
+            await asyncio.sleep(0)
+        self.told.append(f"gave {value}")
+        return value
+
+    async def fails(self, rounds: int = 3) -> None:
+        for _ in range(rounds):
+            await asyncio.sleep(0)
+        raise ValueError("failed")
+
+
+def tidy(work: Coroutine[Any, Any, Any]) -> Any:
+    """What it returns; nothing else runs at its end, error or not."""
+
+    async def run() -> Any:
+        try:
+            return await work
+        finally:
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    return asyncio.run(run())
+
+
+def test_results_come_in_order_of_the_works() -> None:
+    works = Works()
+    assert tidy(together(works.gives(i, rounds=5 - i) for i in range(5))) == [0, 1, 2, 3, 4]
+    assert works.told == [f"gave {i}" for i in (4, 3, 2, 1, 0)]
+    assert tidy(together([])) == []
+
+
+def test_the_first_error_ends_the_others_before_it_is_raised() -> None:
+    works = Works()
+    with pytest.raises(ValueError, match="failed"):
+        tidy(together([works.rests(), works.fails(), works.rests(), works.gives(1, rounds=1)]))
+    assert works.told == ["gave 1", "ended", "ended"]
+
+
+def test_a_cancelled_group_ends_its_members() -> None:
+    works = Works()
+
+    async def cancelled() -> None:
+        task = asyncio.ensure_future(together([works.rests(), works.rests()]))
+        await works.gives(1)  # they are under way
+        await end([task])
+        assert task.cancelled()
+
+    tidy(cancelled())
+    assert works.told == ["gave 1", "ended", "ended"]
+
+
+def test_the_main_work_ends_what_runs_beside_it() -> None:
+    works = Works()
+    assert tidy(beside(works.gives(7, rounds=9), works.rests(), works.gives(1), works.rests())) == 7
+    assert works.told == ["gave 1", "gave 7", "ended", "ended"]
+
+
+def test_an_error_beside_the_main_work_ends_it() -> None:
+    works = Works()
+    with pytest.raises(ValueError, match="failed"):
+        tidy(beside(works.rests(), works.gives(1), works.fails(), works.rests()))
+    assert works.told == ["gave 1", "ended", "ended"]
+
+
+def test_an_error_of_the_main_work_is_its_own() -> None:
+    works = Works()
+    with pytest.raises(ValueError, match="failed"):
+        tidy(beside(works.fails(), works.rests()))
+    assert works.told == ["ended"]
+
+
+def test_a_stop_ends_what_runs() -> None:
+    works = Works()
+    assert tidy(unless_stopped([works.gives(1), works.rests()], lambda: bool(works.told))) is None
+    assert works.told == ["gave 1", "ended"]
+    assert tidy(unless_stopped([works.gives(1), works.gives(2)], lambda: False)) == [1, 2]
+    assert tidy(unless_stopped([], lambda: False)) == []
+    with pytest.raises(ValueError, match="failed"):
+        tidy(unless_stopped([works.rests(), works.fails()], lambda: False))
+
+
+def test_tasks_of_somebody_else_go_on_after_a_stop() -> None:
+    works = Works()
+
+    async def waiting() -> None:
+        tasks = [asyncio.ensure_future(works.gives(1)), asyncio.ensure_future(works.rests())]
+        assert await results_unless_stopped(tasks, lambda: bool(works.told)) is None
+        assert not tasks[1].done()
+        await end(tasks)
+        assert await results_unless_stopped(tasks[:1], lambda: False) == [1]
+
+    tidy(waiting())

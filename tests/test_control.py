@@ -1,0 +1,178 @@
+import json
+import logging
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from t2g import configio
+from t2g.config import PolicyJob
+from t2g.control import (
+    CONTROL_FILE,
+    STATUS_FILE,
+    Control,
+    FleetStatus,
+    Status,
+    Wanted,
+    WorkerStatus,
+    read_status,
+    read_wanted,
+    scalable,
+    write_status,
+    write_wanted,
+)
+from t2g.errors import UserError
+from t2g.sections import WorkersConfig
+
+
+def job(folder: Path, *, autoscale: bool = False, source: str = "reward_model") -> PolicyJob:
+    return PolicyJob.model_validate(
+        {
+            "run": {"root": folder.parent, "name": folder.name},
+            "model": {"policy": "some/policy"},
+            "data": {"path": "prompts.jsonl"},
+            "rollout": {"workers": {"min": 1, "max": 4}, "autoscale": autoscale},
+            "feedback": {"source": source, "reward_model": "some/model", "engine": {"workers": {"min": 2, "max": 3}}},
+        }
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "own"
+    configio.write(job(folder), folder)
+    return folder
+
+
+def test_what_is_written_is_read_and_other_fleets_keep_their_wish(folder: Path) -> None:
+    assert read_wanted(folder) == Wanted()
+    assert write_wanted(folder, Wanted(rollouts=3)) == Wanted(rollouts=3)
+    assert write_wanted(folder, Wanted(rewards=2)) == Wanted(rollouts=3, rewards=2)
+    assert write_wanted(folder, Wanted(rollouts=1)) == read_wanted(folder) == Wanted(rollouts=1, rewards=2)
+    assert json.loads((folder / CONTROL_FILE).read_text()) == {"rollouts": 1, "rewards": 2}
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        ({}, "nothing is asked for: rollouts or rewards needs a number"),
+        ({"rollouts": 0}, "rollouts: got 0, and rollout.workers of this run allows 1 to 4"),
+        ({"rollouts": 5}, "rollouts: got 5, and rollout.workers of this run allows 1 to 4"),
+        ({"rewards": 1}, "rewards: got 1, and feedback.engine.workers of this run allows 2 to 3"),
+    ],
+)
+def test_a_number_out_of_bounds_is_refused_and_nothing_is_written(
+    folder: Path, asked: dict[str, int], sentence: str
+) -> None:
+    with pytest.raises(UserError) as refused:
+        write_wanted(folder, Wanted(**asked))
+    assert str(refused.value) == sentence
+    assert not (folder / CONTROL_FILE).exists()
+
+
+def test_fleets_that_nobody_scales_by_hand_are_refused(folder: Path) -> None:
+    configio.write(job(folder, autoscale=True), folder)
+    with pytest.raises(UserError, match="chooses their number itself"):
+        write_wanted(folder, Wanted(rollouts=2))
+    configio.write(job(folder, source="program"), folder)
+    with pytest.raises(UserError, match=r"feedback\.source=program has no engines"):
+        write_wanted(folder, Wanted(rewards=2))
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no run"):
+        write_wanted(tmp_path / "nobody", Wanted(rollouts=2))
+    assert not (tmp_path / "nobody").exists()
+
+
+def test_bounds_are_those_of_the_fleets_that_are_scaled_by_hand(tmp_path: Path) -> None:
+    assert set(scalable(job(tmp_path / "a"))) == {"rollouts", "rewards"}
+    assert set(scalable(job(tmp_path / "a", autoscale=True))) == {"rewards"}
+    assert set(scalable(job(tmp_path / "a", source="program"))) == {"rollouts"}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"{", b"[3]", b'{"rollouts": "3"}', b'{"rollouts": true}', b'{"wish": 3}', b"\xff", b"9" * 9],
+)
+def test_a_file_that_is_none_of_ours_is_one_warning(
+    folder: Path, caplog: pytest.LogCaptureFixture, content: bytes
+) -> None:
+    control = Control(folder, scalable(job(folder)))
+    (folder / CONTROL_FILE).write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        assert [control.wanted() for _ in range(3)] == [Wanted()] * 3
+    assert len(caplog.records) == 1 and CONTROL_FILE in caplog.text
+    assert write_wanted(folder, Wanted(rollouts=2)) == control.wanted() == Wanted(rollouts=2)
+
+
+def test_numbers_out_of_bounds_are_brought_within_them_with_one_warning(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    control = Control(folder, scalable(job(folder)))
+    (folder / CONTROL_FILE).write_text('{"rollouts": 99, "rewards": -1}')
+    with caplog.at_level(logging.WARNING):
+        assert [control.wanted() for _ in range(3)] == [Wanted(rollouts=4, rewards=2)] * 3
+    assert [r.getMessage().partition("asks for ")[2] for r in caplog.records] == [
+        "rollouts=99, and rollout.workers allows 1 to 4: 4 it is",
+        "rewards=-1, and feedback.engine.workers allows 2 to 3: 2 it is",
+    ]
+
+
+def test_a_wish_for_a_fleet_that_is_not_scaled_is_passed_over(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    control = Control(folder, {"rewards": WorkersConfig(max=3)})
+    (folder / CONTROL_FILE).write_text('{"rollouts": 2, "rewards": 3}')
+    assert control.wanted() == Wanted(rewards=3)
+    assert "rollouts" in caplog.text
+
+
+def test_a_file_that_goes_away_leaves_no_wish(folder: Path) -> None:
+    control = Control(folder, scalable(job(folder)))
+    assert control.wanted() == Wanted()
+    write_wanted(folder, Wanted(rollouts=2))
+    assert control.wanted() == Wanted(rollouts=2)
+    (folder / CONTROL_FILE).unlink()
+    assert control.wanted() == Wanted()
+
+
+@given(st.binary(max_size=200))
+def test_no_content_can_hurt_the_reader(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    folder = tmp_path_factory.mktemp("any")
+    (folder / CONTROL_FILE).write_bytes(content)
+    wanted = Control(folder, {"rollouts": WorkersConfig(max=4)}).wanted()
+    assert wanted.rewards is None and wanted.rollouts in (None, 1, 2, 3, 4)
+
+
+STATUS = Status(
+    step=12,
+    num_steps=100,
+    samples=768,
+    updated=datetime(2026, 11, 21, 12, tzinfo=UTC),
+    fleets=(
+        FleetStatus(
+            role="rollout",
+            wanted=2,
+            workers=(WorkerStatus(name="rollout worker 0", state="serving", version=12, restarts=1, load=8),),
+        ),
+    ),
+    idle={"learner": 0.25},
+)
+
+
+def test_a_status_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    write_status(tmp_path, STATUS)
+    assert read_status(tmp_path) == STATUS
+    written = json.loads((tmp_path / STATUS_FILE).read_text())
+    assert written["updated"] == "2026-11-21T12:00:00Z"
+    assert written["fleets"][0]["workers"][0] == {
+        "name": "rollout worker 0", "state": "serving", "reason": "", "version": 12, "restarts": 1, "load": 8,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"step": 1}', '{"step": "x"}'])
+def test_a_status_that_is_none_is_refused_in_a_sentence(tmp_path: Path, content: str) -> None:
+    (tmp_path / STATUS_FILE).write_text(content)
+    with pytest.raises(UserError, match=STATUS_FILE):
+        read_status(tmp_path)

@@ -1,0 +1,105 @@
+"""A trainer on fakes in one run folder; making a second one there is what a restart is."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fakes import FakeFeedback, FakeLearner, FakeRollouts, FakeSync, LetterTask, letter_prompts
+
+from t2g.checkpoint import CheckpointStore
+from t2g.config import PolicyJob
+from t2g.metrics import RunLog
+from t2g.steps import prompt_indices
+from t2g.trainer import Trainer, TrainerState
+
+NUM_STEPS = 6
+NUM_PROMPTS, PER_STEP = 20, 8  # two steps an epoch
+MEASURED_IN_TIME = ("time/", "speed/", "idle/", "recovery/")
+
+
+def job(
+    *, noise: dict[str, float] | None = None, samples_per_prompt: int = 4, max_staleness: int = 0, **objective: Any
+) -> PolicyJob:
+    return PolicyJob.model_validate(
+        {
+            "model": {"policy": "unused"},
+            "data": {"path": "unused"},
+            "num_steps": NUM_STEPS,
+            "rollout": {
+                "prompts_per_step": PER_STEP,
+                "samples_per_prompt": samples_per_prompt,
+                "max_staleness": max_staleness,
+            },
+            "feedback": {"source": "pkg:critic", "noise": noise},
+            "objective": {"kl_coef": 0.01, **objective},
+            "learner": {"minibatches_per_epoch": 2},
+            "eval": {"every": 3},
+            "checkpoint": {"every": 2},
+            "log": {"tensorboard": False},
+        }
+    )
+
+
+def chosen(step: int) -> list[str]:
+    """The ids of a step's prompts."""
+    indices = prompt_indices(num_prompts=NUM_PROMPTS, per_step=PER_STEP, step=step, seed=1)
+    return [f"p{i}" for i in indices]
+
+
+class Bench:
+    """`run` fails when anything that it began still runs at its end."""
+
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: Any,
+        config: PolicyJob,
+        stop: Callable[[], bool] = lambda: False,
+        *,
+        rollouts: FakeRollouts | None = None,
+        **options: Any,
+    ) -> None:
+        self.folder = folder
+        self.rollouts, self.feedback = rollouts or FakeRollouts(tokenizer), FakeFeedback()
+        self.learner = FakeLearner(self.rollouts)
+        self.task = LetterTask()
+        self.trainer = Trainer(
+            config=config,
+            task=self.task,
+            tokenizer=tokenizer,
+            prompts=letter_prompts(NUM_PROMPTS),
+            eval_prompts=letter_prompts(40, "held-out-"),
+            rollouts=self.rollouts,
+            feedback=self.feedback,
+            learner=self.learner,
+            sync=FakeSync(self.learner, self.rollouts),
+            log=RunLog(folder, config.log),
+            checkpoints=CheckpointStore(folder / "checkpoints", keep=2),
+            stop=stop,
+            **options,
+        )
+
+    def run(self) -> TrainerState:
+        return asyncio.run(self.tidy())
+
+    async def tidy(self) -> TrainerState:
+        before = asyncio.all_tasks()
+        try:
+            self.trainer.resume()
+            return await self.trainer.run()
+        finally:
+            assert asyncio.all_tasks() == before and self.rollouts.num_running == 0
+
+    def metrics(self) -> list[dict[str, float]]:
+        """Without what is measured in time."""
+        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        return [{k: v for k, v in json.loads(line).items() if not k.startswith(MEASURED_IN_TIME)} for line in lines]
+
+    def dropped(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "dropped.jsonl").read_text().splitlines()]
+
+    def checkpoint_step(self) -> int | None:
+        found = self.trainer.checkpoints.latest()
+        return found and found[1]["step"]
