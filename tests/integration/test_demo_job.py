@@ -55,7 +55,7 @@ def dashboard(tmp_path: Path) -> Iterator[str]:
         env=environment(tmp_path), stdout=(tmp_path / "head.txt").open("wb"), stderr=subprocess.STDOUT, cwd=tmp_path,
     )  # fmt: skip
     address = f"http://127.0.0.1:{dashboard_port}"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while subprocess.run(
         [BIN / "ray", "job", "list", "--address", address], env=environment(tmp_path), capture_output=True, check=False
     ).returncode:
