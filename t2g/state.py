@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import xxhash
 
 from t2g.config import PolicyJob
@@ -28,7 +29,8 @@ class Origin:
         fixed = {key: value for key, value in flat(config).items() if not may_differ(key)}
         seen = xxhash.xxh3_128()
         for prompt in prompts:
-            seen.update(json.dumps([prompt.prompt_id, prompt.prompt_ids.tolist()]).encode())
+            seen.update(json.dumps([prompt.prompt_id, len(prompt.prompt_ids)]).encode())
+            seen.update(prompt.prompt_ids.astype(np.int32).tobytes())
         return cls(
             config=xxhash.xxh3_128_hexdigest(json.dumps(fixed, sort_keys=True).encode()),
             prompts=seen.hexdigest(),
