@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.5  # between two rounds of care
 MAX_WORDS = 6  # losses that the last sentence of a run tells of
+CatchUp = Callable[[Member], Awaitable[None]]  # brings a STALE worker the current weights
 TRIES = 3  # of one request, each on another worker where there is one
 
 
@@ -42,13 +43,12 @@ class Fleet:
         config: EngineConfig,
         *,
         placement_timeout_s: float,
-        needs_weights: bool = False,
     ) -> None:
         self.role, self.config = role, config
-        self._actor, self._arguments, self._needs_weights = actor, arguments, needs_weights
+        self._actor, self._arguments = actor, arguments
         self._placement_timeout_s = placement_timeout_s
         self._patience_s = placement_timeout_s + config.start_timeout_s  # what a successor takes: a place, a start
-        self.catch_up: Callable[[Member], Awaitable[None]] | None = None  # brings a STALE worker the current weights
+        self.catch_up: CatchUp | None = None  # without one, a worker serves the weights that it loaded
         self.wanted = config.workers.initial
         self._members: list[Member] = []
         self._lost: list[Member] = []  # without a successor yet
@@ -241,6 +241,8 @@ class Fleet:
             if answer is not None:
                 self._answers[member.name] = answer[0]
                 self._tell(member, "started")
+                if self.catch_up is None:
+                    self._tell(member, "weights_proved")
 
     def _see_probe(self, member: Member, now: float) -> None:
         try:
@@ -312,7 +314,7 @@ class Fleet:
 
     def _add(self, place: Any, *, after: Member | None = None) -> Member:
         name = after.name if after else f"{self.role} worker {next(self._numbers)}"
-        member = Member(name, place, self.config, needs_weights=self._needs_weights)
+        member = Member(name, place, self.config)
         if after:
             member.restarts, member.lost_at = after.restarts + 1, after.lost_at or time.monotonic()
         self._members.append(member)

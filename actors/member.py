@@ -39,10 +39,10 @@ def cause(error: RayTaskError) -> Exception:
 class Member:
     """A worker from the wish for a place to its end. Its fleet decides; this does."""
 
-    def __init__(self, name: str, place: PlacementGroup, config: EngineConfig, *, needs_weights: bool) -> None:
+    def __init__(self, name: str, place: PlacementGroup, config: EngineConfig) -> None:
         self.name, self.place, self._config = name, place, config
         self.handle: Any = None  # none until there is a place
-        self.health = Health(needs_weights=needs_weights, since=time.monotonic())
+        self.health = Health(since=time.monotonic())
         self.load = 0  # sequences it was given and has not finished
         self.version: int | None = None  # of its weights
         self.restarts = 0  # predecessors of the same name
@@ -59,7 +59,7 @@ class Member:
         """Start the process in its place."""
         self.handle = actor.options(**placement.actor_options(self._config, self.place)).remote(*arguments)
         self._starting = self.handle.start.remote()
-        self.health = Health(needs_weights=self.health.needs_weights, since=time.monotonic())
+        self.health = Health(since=time.monotonic())
 
     def happens(self, event: Event, reason: str = "") -> State:
         now = time.monotonic()

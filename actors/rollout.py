@@ -113,10 +113,7 @@ class RolloutFleet(Fleet):
     ) -> None:
         """actor: another class with a RolloutWorker's methods."""
         arguments = (model, config, seed, revision)
-        super().__init__(
-            "rollout", actor or RolloutActor, arguments, config,
-            placement_timeout_s=placement_timeout_s, needs_weights=True,
-        )  # fmt: skip
+        super().__init__("rollout", actor or RolloutActor, arguments, config, placement_timeout_s=placement_timeout_s)
         self.vocab_size, self.dtype, self.max_model_len = 0, config.dtype, config.max_model_len
 
     def wait_ready(self) -> None:

@@ -1,8 +1,8 @@
 """The runs of a comparison as configs: a PolicyJob for each method, seed and learning rate. Pure; imports no torch.
 
-    <run>/search/<method>-<lr>-<seed>    chooses the learning rate
-    <run>/arms/<method>-<seed>           is compared
-    <run>/noise/<noise>-<method>-<seed>  is compared under noise
+<run>/search/<method>-<lr>-<seed>    chooses the learning rate
+<run>/arms/<method>-<seed>           is compared
+<run>/noise/<noise>-<method>-<seed>  is compared under noise
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ _OBJECTIVE: dict[Method, dict[str, Any]] = {
         "whiten": "none",
         "kl_estimator": "k3",
         "loss_mean": "sequence",
-    }
+    },
 }
 _STYLE: dict[Method, dict[str, Any]] = {"no_critique": {"critique": False}, "dense": {"labels": "dense"}}
 
@@ -93,16 +93,13 @@ def evaluated_at(job: PolicyJob) -> list[int]:
     return [0, *(step * per_step for step in steps)]
 
 
-def search_scores(
-    job: CompareJob, method: Method, score_of: Callable[[PolicyJob], float | None]
-) -> Scores:
+def search_scores(job: CompareJob, method: Method, score_of: Callable[[PolicyJob], float | None]) -> Scores:
     """Learning rate -> score by seed, None for a run that could not go on; {} where there is nothing to choose."""
     config = job.compare
     if method in UNTRAINED or len(config.lr_grid) == 1:
         return {}
     return {
-        lr: {seed: score_of(search_job(job, method, seed, lr)) for seed in config.search_seeds}
-        for lr in config.lr_grid
+        lr: {seed: score_of(search_job(job, method, seed, lr)) for seed in config.search_seeds} for lr in config.lr_grid
     }
 
 

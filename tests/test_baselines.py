@@ -78,9 +78,7 @@ def test_a_response_is_worth_the_sum_of_its_token_rewards(tmp_path: Path) -> Non
     """Spans "aa" good and "b" poor of severity 2 (-0.5) over the tokens a, a, b, c: 1 + 1 - 0.5."""
     tokenizer = letter_tokenizer(tmp_path)
     ids = [tokenizer.convert_tokens_to_ids(letter) for letter in "aabc"]
-    judged = make_feedback(
-        "x", ["aa"], [{"quote": "b", "severity": 2}], "aabc", source="program", version="v"
-    )
+    judged = make_feedback("x", ["aa"], [{"quote": "b", "severity": 2}], "aabc", source="program", version="v")
     rule = RewardRuleConfig(poor=(-1.0, -0.5, -1.0))
     (one,) = score([(prompt(), rollout(ids, text="aabc"), judged)], tokenizer, rule)
     assert one.delta == 1.5

@@ -67,9 +67,7 @@ def target_ids(text: str, tokenizer: Any) -> np.ndarray:
     return np.asarray([*ids, tokenizer.eos_token_id], np.int32)
 
 
-def policy_examples(
-    records: Sequence[Record], task: Task, tokenizer: Any, *, max_length: int
-) -> list[SFTExample]:
+def policy_examples(records: Sequence[Record], task: Task, tokenizer: Any, *, max_length: int) -> list[SFTExample]:
     """Each record's prompt with its reference as the target. UserError with the record's number (from 1)."""
     examples = []
     for number, record in enumerate(records, start=1):

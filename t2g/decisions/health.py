@@ -1,7 +1,7 @@
 """The life of one worker of a fleet: what happened to it -> its state. Pure; `actors.fleet` executes it.
 
-STARTING -> STALE -> SERVING -> DRAINING -> DEAD. A worker without the current weights is STALE and serves nobody; one
-that needs no weights goes from STARTING to SERVING. Probes, requests and weight syncs that fail are counted apart: an
+STARTING -> STALE -> SERVING -> DRAINING -> DEAD. A worker without the current weights is STALE and serves nobody.
+Probes, requests and weight syncs that fail are counted apart: an
 engine that answers probes may be deaf to requests, and one that misses syncs may answer both.
 """
 
@@ -29,7 +29,6 @@ class State(StrEnum):
 class Health:
     """One worker. Times are seconds of the caller's clock."""
 
-    needs_weights: bool
     since: float  # when it came into its state
     state: State = State.STARTING
     failed_probes: int = 0  # in a row
@@ -42,7 +41,7 @@ class Health:
 def after(health: Health, event: Event, *, now: float, config: HealthConfig, reason: str = "") -> Health:
     """The worker after `event`. DEAD is final.
 
-    >>> worker = after(Health(needs_weights=True, since=0), "started", now=9, config=HealthConfig())
+    >>> worker = after(Health(since=0), "started", now=9, config=HealthConfig())
     >>> worker.state, after(worker, "weights_proved", now=10, config=HealthConfig()).state
     (<State.STALE: 'stale'>, <State.SERVING: 'serving'>)
     """
@@ -50,7 +49,7 @@ def after(health: Health, event: Event, *, now: float, config: HealthConfig, rea
         return health
     match event:
         case "started" if health.state is State.STARTING:
-            return _into(health, State.STALE if health.needs_weights else State.SERVING, now)
+            return _into(health, State.STALE, now)
         case "weights_proved" if health.state in (State.STALE, State.SERVING):
             return replace(_into(health, State.SERVING, now), missed_syncs=0)
         case "sync_missed" if health.state in (State.STALE, State.SERVING):

@@ -50,8 +50,6 @@ class TinyTask(SummarizationTask):
         return tiny.measure(prompt.payload["facts"], response_text)
 
 
-def critic(
-    prompt_text: str, response_text: str, *, payload: Mapping[str, Any], dense: bool = False
-) -> tiny.Judgement:
+def critic(prompt_text: str, response_text: str, *, payload: Mapping[str, Any], dense: bool = False) -> tiny.Judgement:
     """The tiny world's programmatic critic (see `t2g.tasks.tiny.critic`), which needs the facts in the payload."""
     return tiny.critic(payload["facts"], response_text, dense=dense)

@@ -144,9 +144,7 @@ def test_packed_steps_hold_the_same_examples_in_fewer_microbatches() -> None:
 
 def test_half_an_epoch_and_two_and_a_half() -> None:
     def drawn(num_epochs: float) -> list[list[int]]:
-        plan = plan_epochs(
-            [3] * 6, num_epochs=num_epochs, batch_size=4, num_ranks=1, token_budget=100, seed=5
-        )
+        plan = plan_epochs([3] * 6, num_epochs=num_epochs, batch_size=4, num_ranks=1, token_budget=100, seed=5)
         return [sorted(i for hand in step for rows in hand for i in rows) for step in plan]
 
     assert [len(step) for step in drawn(0.5)] == [3]
@@ -234,9 +232,7 @@ def test_records_that_do_not_fit_are_left_out_and_named(tokenizer: Any, caplog: 
 def test_without_a_critique_the_target_is_the_span_map_and_weighs_as_a_whole(tokenizer: Any) -> None:
     row = {"prompt": "p", "response": "by Zoë", "critique": "Right.", "good": ["Zoë"], "poor": []}
     task, style = PromptsTask(), StyleConfig(critique=False)
-    (made,) = reward_examples(
-        [read_record(row)], task, tokenizer, max_length=2000, span_weight=4.0, style=style
-    )
+    (made,) = reward_examples([read_record(row)], task, tokenizer, max_length=2000, span_weight=4.0, style=style)
     assert decode(tokenizer, made.target_ids) == '{"good": ["Zoë"], "poor": []}'
     assert made.target_weights.tolist() == [1.0] + [4.0] * (len(made.target_ids) - 2) + [1.0]  # brace and EOS
     asked = task.feedback_messages(read_record(row).to_prompt(), "by Zoë", style=style)

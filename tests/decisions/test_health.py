@@ -15,9 +15,9 @@ EVENTS: tuple[Event, ...] = get_args(Event)
 ALIVE = ("starting", "stale", "serving", "draining")
 
 
-def life(*events: Event, needs_weights: bool = True) -> list[Health]:
+def life(*events: Event) -> list[Health]:
     """The worker after each event; event i happens at second i + 1."""
-    start = Health(needs_weights=needs_weights, since=0)
+    start = Health(since=0)
     steps = itertools.accumulate(
         enumerate(events, start=1),
         lambda health, event: after(health, event[1], now=event[0], config=CONFIG, reason=f"r{event[0]}"),
@@ -53,10 +53,6 @@ def test_lives(events: tuple[Event, ...], states: str) -> None:
     assert [str(h.state) for h in life(*events)[1:]] == states.split()
 
 
-def test_a_worker_without_weights_serves_as_soon_as_it_has_started() -> None:
-    assert life("started", needs_weights=False)[-1].state is State.SERVING
-
-
 def test_what_failed_makes_it_suspect_until_it_answers_and_the_last_reason_is_kept() -> None:
     lived = life("started", "weights_proved", "request_failed", "probe_answered")
     assert [h.suspect for h in lived] == [False, False, False, True, False]
@@ -87,7 +83,7 @@ def test_nobody_serves_without_weights(events: list[Event]) -> None:
 
 def test_what_takes_too_long_is_said() -> None:
     config = EngineConfig(start_timeout_s=10, request_timeout_s=5)
-    starting = Health(needs_weights=True, since=100)
+    starting = Health(since=100)
     assert overdue(starting, now=110, config=config) == ""
     assert overdue(starting, now=110.5, config=config) == "did not start within 10 s"
     draining = life("started", "weights_proved", "dismissed")[-1]

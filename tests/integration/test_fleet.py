@@ -81,8 +81,8 @@ def begin() -> Iterator[Callable[..., Fleet]]:
     """Fleets that are closed at the end, also of a test that failed: the next one needs their places."""
     begun: list[Fleet] = []
 
-    def begin(config: EngineConfig = CONFIG, *, actor: Any = Worker, gate: Path | None = None, **options: Any) -> Fleet:
-        begun.append(Fleet("test", actor, (gate,), config, placement_timeout_s=PATIENCE_S, **options))
+    def begin(config: EngineConfig = CONFIG, *, actor: Any = Worker, gate: Path | None = None) -> Fleet:
+        begun.append(Fleet("test", actor, (gate,), config, placement_timeout_s=PATIENCE_S))
         return begun[-1]
 
     yield begin
@@ -262,7 +262,7 @@ def test_a_worker_that_waits_for_a_place_holds_nobody_up_and_leaves_without_havi
 def test_only_a_worker_with_the_weights_serves_and_one_that_missed_them_catches_up(
     begin: Callable[..., Fleet],
 ) -> None:
-    fleet = ready(begin(needs_weights=True))
+    fleet = ready(begin())
     brought: list[str] = []
 
     async def catch_up(member: Member) -> None:
@@ -270,9 +270,7 @@ def test_only_a_worker_with_the_weights_serves_and_one_that_missed_them_catches_
         fleet.has_weights(member, 7)
 
     async def run() -> list[str]:
-        first, second = fleet.started()
-        assert fleet.serving() == []
-        fleet.has_weights(first, 6)
+        first, second = fleet.serving()  # what they loaded
         fleet.has_weights(second, 6)
         become(first, "zero", "late")
         asked = asyncio.gather(work(fleet), work(fleet))
@@ -281,17 +279,21 @@ def test_only_a_worker_with_the_weights_serves_and_one_that_missed_them_catches_
         answers = await asked  # at once, not when they are late
         assert [m.name for m in fleet.serving()] == ["test worker 1"]
         fleet.catch_up = catch_up
-        await until(fleet, lambda: len(fleet.serving()) == 2)
+        fleet.want(3)
+        await until(fleet, lambda: len(fleet.serving()) == 3)
         return answers
 
     assert asyncio.run(run()) == ["test worker 1"] * 2
-    assert brought == ["test worker 0"]
-    assert {w["version"] for w in fleet.report()["workers"]} == {6, 7}
+    assert brought == ["test worker 0", "test worker 2"]
+    assert [w["version"] for w in fleet.report()["workers"]] == [7, 6, 7]
 
 
 def test_when_nobody_comes_to_serve_the_run_stops_and_says_who_was_waited_for(begin: Callable[..., Fleet]) -> None:
-    fleet = ready(begin(needs_weights=True))
-    fleet._patience_s = 2.0
+    async def in_vain(member: Member) -> None: ...
+
+    fleet = begin()
+    fleet.catch_up = in_vain
+    ready(fleet)._patience_s = 2.0
     with pytest.raises(RunStopped, match=r"^no test worker came to serve within 2 s: test worker 0 is stale; test wor"):
         asyncio.run(work(fleet))
 

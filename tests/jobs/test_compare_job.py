@@ -177,7 +177,7 @@ def test_the_dry_run_counts_the_runs(tmp_path: Path) -> None:
         the_job(tmp_path)
     )
     more = describe_compare(the_job(tmp_path, config="compare_more.yaml"))
-    assert "84 runs: 42 to choose learning rates, 24 that are compared, 18 under noise" in more
+    assert "70 runs: 28 to choose learning rates, 24 that are compared, 18 under noise" in more
 
 
 # ----------------------------------------------------------------------------------------------- finished, and resumed
