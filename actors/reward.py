@@ -50,7 +50,7 @@ class RewardWorker:
         """Load everything. UserError when the instructions alone do not fit, or there is no chat template."""
         self._tokenizer = load_tokenizer(self._model, self._revision)
         self._stop_ids = stop_token_ids(self._model, self._tokenizer, self._revision)
-        self._prompt_ids(BLANK, "", self._room)
+        self._prompt_ids(BLANK, "", self._config.max_prompt_tokens)
         await self._engine.start()
 
     async def probe(self) -> None:
@@ -61,7 +61,7 @@ class RewardWorker:
 
         Raises UserError when the response does not fit beside the instructions.
         """
-        ids = self._prompt_ids(prompt, response_text, self._room)
+        ids = self._prompt_ids(prompt, response_text, self._config.max_prompt_tokens)
         return await self._answer(ids, response_text, guide=self._guide if guided else None)
 
     async def align(self, prompt: Prompt, response_text: str, critique: str) -> SpanFeedback:
@@ -71,14 +71,9 @@ class RewardWorker:
         """
         begun = begun_answer(critique)
         begun_ids, text = begin_answer(begun, self._tokenizer)
-        ids = self._prompt_ids(prompt, response_text, self._room - len(begun_ids))
+        ids = self._prompt_ids(prompt, response_text, self._config.max_prompt_tokens - len(begun_ids))
         guide = self._grammar(begun[len(text) :])
         return await self._answer(np.concatenate([ids, begun_ids]), response_text, begun=text, guide=guide)
-
-    @property
-    def _room(self) -> int:
-        """Tokens of a prompt, with what of the answer is given."""
-        return self._config.max_model_len - self._config.max_new_tokens
 
     def _prompt_ids(self, prompt: Prompt, response_text: str, room: int) -> np.ndarray:
         ids = build_feedback_prompt(self._task, prompt, response_text, self._tokenizer, room, style=self._style)

@@ -13,8 +13,8 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from jobs.train_sft import begin_folder, check_folder
 from t2g.checkpoint import write_atomic
 from t2g.config import AnnotateJob
 from t2g.describe import describe_annotate
-from t2g.errors import RunStopped, UserError
+from t2g.errors import RunStopped, Stopped, UserError
 from t2g.sections import ProcessConfig
 
 if TYPE_CHECKING:
@@ -40,14 +40,6 @@ SMOKE_PROMPTS = 8
 DRAIN_S = 5.0  # that a stopped run waits for judgements under way, where no request to a language model is at stake
 TICK_S = 0.2  # between looks at signals; a cut of the power may cost the records of one tick
 Records = dict[str, "AnnotatedRecord"]  # by Sample.key
-
-
-class Stopped(Exception):
-    """A signal ended the work."""
-
-    def __init__(self, stop: StopFlag) -> None:
-        super().__init__(stop.signal_name)
-        self.stop = stop
 
 
 def annotate_data(config: AnnotateJob, fleets: "Fleets") -> dict[str, Any]:
@@ -70,8 +62,8 @@ def read_samples(config: AnnotateJob) -> "list[Sample]":
     from t2g.data.chat import load_tokenizer
     from t2g.data.prompts import make_prompts
 
-    room = config.rollout.max_model_len - config.rollout.max_new_tokens
-    prompts = make_prompts(rows, task, load_tokenizer(config.model.policy, config.model.revision), room)
+    tokenizer = load_tokenizer(config.model.policy, config.model.revision)
+    prompts = make_prompts(rows, task, tokenizer, config.rollout.max_prompt_tokens)
     return [Sample(prompt, index) for prompt in prompts for index in range(config.rollout.samples_per_prompt)]
 
 
@@ -84,23 +76,28 @@ def annotate_samples(
     set before the end; RunStopped when more than `annotate.max_failed_share` has no usable feedback, after
     annotated.jsonl is written.
     """
+    from t2g.progress import duration
+
+    options, smoke = config.annotate, config.run.smoke
     with sole_process(config.run.folder):
         check_folder(config, JOURNAL_FILE)
-        asked = samples[: _smoke_samples(config)] if config.run.smoke else samples
-        records = {} if config.run.smoke else known_records(config, asked)
+        num_smoke = SMOKE_PROMPTS * (config.rollout.samples_per_prompt if options.responses == "policy" else 1)
+        asked = samples[:num_smoke] if smoke else samples
+        records = {} if smoke else known_records(config, asked)
         missing = missing_samples(asked, records)
         if not missing:
             return write_files(config, begin_folder(config, JOURNAL_FILE), asked, records)
         source = _source(config, fleets)
         _tell_tokens(config, missing)
-        write = _writer(config, fleets) if config.annotate.responses == "policy" else None
+        write = _writer(config, fleets) if options.responses == "policy" else None
         folder = begin_folder(config, JOURNAL_FILE)
         started = time.monotonic()
-        collect(config.annotate, missing, source, write, folder / JOURNAL_FILE, records, stop)
+        collect(options, missing, source, write, folder / JOURNAL_FILE, records, stop)
         pace = len(missing) / (time.monotonic() - started)
         summary = write_files(config, folder, asked, records)
-        if config.run.smoke:
-            _tell_pace(pace, len(samples))
+        if smoke:
+            left = duration(len(samples) / pace)
+            print(f"smoke run done: {pace:.1f} samples/s; {len(samples)} samples will take about {left}")
         return summary
 
 
@@ -180,25 +177,23 @@ async def _attended(
     while not task.done() and not stop:
         await asyncio.wait([task], timeout=TICK_S)
         at_tick()
-    if not task.done():
-        turns.close()
-        name, stop.signal_name = stop.signal_name, None  # a second signal sets it again
-        waits = f"waiting up to {patience_s:g} s for {turns.num_under_way} judgements under way"
-        print(f"{name}: {waits}; once more to stop at once", file=sys.stderr)
-        deadline = time.monotonic() + patience_s
-        while not task.done() and turns.num_under_way and not stop and time.monotonic() < deadline:
-            await asyncio.wait([task], timeout=TICK_S)
-            at_tick()
-        stop.signal_name = name
-        if not task.cancel():
-            task.result()  # what ended the work counts before the signal
-        raise Stopped(stop)
-    task.result()
+    if task.done():
+        return task.result()
+    turns.close()
+    name, stop.signal_name = stop.signal_name, None  # a second signal sets it again
+    waits = f"waiting up to {patience_s:g} s for {turns.num_under_way} judgements under way"
+    print(f"{name}: {waits}; once more to stop at once", file=sys.stderr)
+    deadline = time.monotonic() + patience_s
+    while not task.done() and turns.num_under_way and not stop and time.monotonic() < deadline:
+        await asyncio.wait([task], timeout=TICK_S)
+        at_tick()
+    stop.signal_name = name
+    if not task.cancel():
+        task.result()  # what ended the work counts before the signal
+    raise Stopped
 
 
-def write_files(
-    config: AnnotateJob, folder: Path, samples: "Sequence[Sample]", records: Mapping[str, "AnnotatedRecord"]
-) -> dict[str, Any]:
+def write_files(config: AnnotateJob, folder: Path, samples: "Sequence[Sample]", records: Records) -> dict[str, Any]:
     """annotated.jsonl; then, unless too much failed, the two parts and the summary, which is returned."""
     from t2g.annotate import heldout_prompts, refused, summarize, summary_words
     from t2g.data.records import write_annotated
@@ -290,46 +285,26 @@ def _tell_tokens(config: AnnotateJob, samples: "Sequence[Sample]") -> None:
     refuse_over_cap(estimate, config.annotate.llm)
 
 
-def _smoke_samples(config: AnnotateJob) -> int:
-    return SMOKE_PROMPTS * (config.rollout.samples_per_prompt if config.annotate.responses == "policy" else 1)
-
-
-def _tell_pace(samples_per_s: float, num_samples: int) -> None:
-    from t2g.progress import duration
-
-    left = duration(num_samples / samples_per_s)
-    print(f"smoke run done: {samples_per_s:.1f} samples/s; {num_samples} samples will take about {left}")
-
-
 def run(config: AnnotateJob) -> int:
     """0 when all is written, 128 + its number when a signal ended it."""
     samples = read_samples(config)
-    cluster = needs_cluster(config) and (config.run.smoke or missing_samples(samples, known_records(config, samples)))
-    try:
-        if cluster:
-            _run_on_cluster(config, samples)
-        else:
-            annotate_samples(config, samples, None, stop_flag())
-    except Stopped as end:
-        return stopped(end.stop)
+    with ExitStack() as opened:
+        fleets = None
+        if needs_cluster(config) and (config.run.smoke or missing_samples(samples, known_records(config, samples))):
+            from jobs.fleets import Fleets, feedback_roles, on_cluster
+
+            roles: dict[str, ProcessConfig] = (
+                {"rollout": config.rollout} if config.annotate.responses == "policy" else {}
+            )
+            opened.enter_context(on_cluster(config.cluster, roles | feedback_roles(config.annotate)))
+            fleets = opened.enter_context(Fleets())
+        stop = stop_flag()
+        try:
+            annotate_samples(config, samples, fleets, stop)
+        except Stopped:
+            return stopped(stop)
     print(f"records: {config.run.folder / ANNOTATED_FILE}")
     return 0
-
-
-def _run_on_cluster(config: AnnotateJob, samples: "Sequence[Sample]") -> None:
-    import ray
-
-    from actors.placement import connect
-    from jobs.fleets import Fleets, feedback_roles
-
-    roles: dict[str, ProcessConfig] = {"rollout": config.rollout} if config.annotate.responses == "policy" else {}
-    connect(config.cluster, roles | feedback_roles(config.annotate))
-    try:
-        stop = stop_flag()
-        with Fleets() as fleets:
-            annotate_samples(config, samples, fleets, stop)
-    finally:
-        ray.shutdown()
 
 
 def describe(config: AnnotateJob) -> str:

@@ -35,12 +35,10 @@ def describe(config: BenchmarkJob) -> str:
 
 
 def run(config: BenchmarkJob) -> None:
-    import ray
-
     from actors.frozen import FrozenActor
     from actors.learner import LearnerGroup, LearnerSpec
-    from actors.placement import connect
     from actors.rollout import RolloutFleet
+    from jobs.fleets import on_cluster
     from t2g.concurrency import beside
 
     model = make_model(config.shape, config.run.folder / "model", seed=config.run.seed)
@@ -49,8 +47,7 @@ def run(config: BenchmarkJob) -> None:
         model=ModelConfig(policy=str(model)), learner=config.learner, objective=objective,
         temperature=1.0, num_updates=1, seed=config.run.seed,
     )  # fmt: skip
-    connect(config.cluster, {"rollout": config.rollout, "learner": config.learner})
-    try:
+    with on_cluster(config.cluster, {"rollout": config.rollout, "learner": config.learner}):
         fleet = RolloutFleet(str(model), config.rollout, seed=config.run.seed, placement_timeout_s=timeout_s)
         with (
             closing(fleet) as rollouts,
@@ -58,8 +55,6 @@ def run(config: BenchmarkJob) -> None:
         ):
             rollouts.wait_ready()
             results = asyncio.run(beside(measure(config, learner, rollouts), rollouts.supervise()))
-    finally:
-        ray.shutdown()
     write(config.run.folder, results)
 
 

@@ -211,13 +211,9 @@ def load_all(job: CompareJob, chosen: dict[Method, float]) -> "tuple[dict[str, d
 # ------------------------------------------------------------------------------------------------------------ the job
 def study_of(job: CompareJob) -> StudyJob | None:
     """The study whose reward models the job uses, under the job's own root and on its cluster."""
-    from t2g import configio
+    from jobs.stages import load_beside
 
-    if job.compare.study is None:
-        return None
-    root = json.dumps(str(job.run.root))  # quoted: a path may hold what YAML reads otherwise
-    study = configio.load(StudyJob, job.compare.study, [f"run.root={root}"])
-    return study.model_copy(update={"cluster": job.cluster})
+    return None if job.compare.study is None else load_beside(StudyJob, job.compare.study, job)
 
 
 def study_models(job: CompareJob) -> list[tuple[str, int]]:
@@ -266,12 +262,9 @@ def check_methods(job: CompareJob, score_name: str) -> None:
 
 def run(asked: CompareJob) -> int:
     """All runs, then the figures. 0 when done, 128 + its number when a signal ended it."""
-    import ray
-
-    from actors.placement import connect
-    from jobs.fleets import Fleets, feedback_roles
+    from jobs.fleets import Fleets, feedback_roles, on_cluster
     from jobs.reward_study import make_variants
-    from jobs.stages import demo_of, make_reviser, make_stages, resolve_folder, resolve_stages
+    from jobs.stages import demo_of, load_beside, make_reviser, make_stages, resolve_folder, resolve_stages
     from jobs.train_policy import begin_folder, policy_roles, read_data
     from t2g.tasks.base import get_task
 
@@ -281,27 +274,21 @@ def run(asked: CompareJob) -> int:
     job = resolve_stages(asked, demo)
     job = resolve_folder(job, STUDY, study.run.folder) if study else job
     data = None if demo else read_data(job)
-    stop: StopFlag | None = None
     with sole_process(job.run.folder):
         begin_folder(job)
-        connect(job.cluster, policy_roles(job) | feedback_roles(job.feedback))
-        try:
+        with on_cluster(job.cluster, policy_roles(job) | feedback_roles(job.feedback)):
             if demo:
                 with Fleets() as fleets:
                     make_stages(demo, fleets)
                 if needs_reviser(job, demo):
                     make_reviser(demo)
             if study and wanted:
-                study_demo = demo_of(study)
-                assert study_demo is not None  # study.stages is required
-                make_variants(study, study_demo, wanted)
+                make_variants(study, load_beside(DemoJob, study.stages, study), wanted)
             stop = stop_flag()
-            search = run_all(job, data or read_data(job), stop)
-        except Stopped:
-            assert stop is not None
-            return stopped(stop)
-        finally:
-            ray.shutdown()
+            try:
+                search = run_all(job, data or read_data(job), stop)
+            except Stopped:
+                return stopped(stop)
         finish(job, search)
     return 0
 

@@ -96,32 +96,25 @@ def table(summary: dict[str, Any]) -> str:
 
 def run(demo: DemoJob) -> int:
     """All stages that are not there yet, then the arms. 0 when done, 143 when SIGTERM ended it."""
-    import ray
-
-    from actors.placement import connect
-    from jobs.fleets import Fleets
+    from jobs.fleets import Fleets, on_cluster
     from jobs.stages import make_stages
     from jobs.train_policy import finished, read_data, train
 
     started = time.monotonic()
     jobs = {arm: arm_job(demo, arm) for arm in demo.arms}
     engines: dict[str, ProcessConfig] = {"rollout": demo.rollout, "reward_engine": demo.reward_engine}
-    connect(demo.cluster, engines | demo.learner.roles(demo.objective))
-    try:
-        with Fleets() as fleets:
-            stages = make_stages(demo, fleets)
-            stop = stop_flag()
-            arms: dict[str, dict[str, Any]] = {}
-            for arm, job in jobs.items():
-                summary = finished(job)
-                if summary is None:
-                    data = read_data(job)
-                    summary = train(job, data, *fleets.for_policy(job, data.task), stop)
-                if summary is None:
-                    return stopped(stop)
-                arms[arm] = summary
-    finally:
-        ray.shutdown()
+    with on_cluster(demo.cluster, engines | demo.learner.roles(demo.objective)), Fleets() as fleets:
+        stages = make_stages(demo, fleets)
+        stop = stop_flag()
+        arms: dict[str, dict[str, Any]] = {}
+        for arm, job in jobs.items():
+            summary = finished(job)
+            if summary is None:
+                data = read_data(job)
+                summary = train(job, data, *fleets.for_policy(job, data.task), stop)
+            if summary is None:
+                return stopped(stop)
+            arms[arm] = summary
     for job in jobs.values():
         check_sources(job.run.folder)
     summary = summarise(demo, stages, arms)

@@ -137,19 +137,12 @@ def as_trained(config: Served) -> Served:
 @contextmanager
 def connected_model(config: ScoreJob) -> "Iterator[ServedModel]":
     """The reward model of `config`, serving, on the cluster of `config`; both end with the block."""
-    import ray
-
-    from actors.placement import connect
-    from jobs.fleets import Fleets, feedback_roles
+    from jobs.fleets import Fleets, feedback_roles, on_cluster
     from t2g.tasks.base import get_task
 
     task = get_task(config.task)
-    connect(config.cluster, feedback_roles(config.feedback))
-    try:
-        with Fleets() as fleets:
-            yield fleets.rewards(config.feedback, task, config)
-    finally:
-        ray.shutdown()
+    with on_cluster(config.cluster, feedback_roles(config.feedback)), Fleets() as fleets:
+        yield fleets.rewards(config.feedback, task, config)
 
 
 WHAT: dict[str, tuple[type[EvaluateJob], Callable[[Any], None], Callable[[Any], str]]] = {

@@ -1,9 +1,13 @@
-"""The engines of a job: asked for twice, started once, ended together."""
+"""The cluster of a job, and its engines: asked for twice, started once, ended together."""
 
-from contextlib import ExitStack
-from typing import Self, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, Self
+
+import ray
 
 from actors.chat import ChatFleet
+from actors.placement import connect
 from actors.reward import RewardFleet
 from actors.rollout import RolloutFleet
 from t2g.config import JobConfig, PolicyJob
@@ -12,11 +16,26 @@ from t2g.errors import UserError
 from t2g.feedback.llm import LLMFeedback
 from t2g.feedback.sources import make_endpoint_source, make_local_source
 from t2g.interfaces import FeedbackSource
-from t2g.sections import AnnotateConfig, EngineConfig, FeedbackConfig, ModelConfig, ProcessConfig, RolloutConfig
+from t2g.sections import (
+    AnnotateConfig,
+    ClusterConfig,
+    EngineConfig,
+    FeedbackConfig,
+    ModelConfig,
+    ProcessConfig,
+    RolloutConfig,
+)
 from t2g.tasks.base import Task
 
-AnyFleet = TypeVar("AnyFleet", RolloutFleet, RewardFleet, ChatFleet)
-Key = tuple[str | None, ...]  # what two requests must share to share engines
+
+@contextmanager
+def on_cluster(config: ClusterConfig, roles: Mapping[str, ProcessConfig]) -> Iterator[None]:
+    """Ray, connected with room for `roles` (see `actors.placement.connect`); the connection ends with the block."""
+    connect(config, roles)
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 def feedback_roles(config: FeedbackConfig) -> dict[str, ProcessConfig]:
@@ -29,10 +48,8 @@ class Fleets:
     """Fleets by what they serve. A start takes half a minute of CPU, so stages that follow each other share one."""
 
     def __init__(self) -> None:
-        self._rollouts: dict[Key, RolloutFleet] = {}
-        self._rewards: dict[Key, RewardFleet] = {}
-        self._chats: dict[Key, ChatFleet] = {}
-        self._ready: set[Key] = set()
+        self._fleets: dict[tuple[str | None, ...], Any] = {}  # by what two requests must share to share engines
+        self._ready: set[Any] = set()
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
@@ -50,81 +67,67 @@ class Fleets:
             feedback = make_local_source(job.feedback, task)
             return self.rollouts(job.model, job.rollout, job), feedback
         check_folder(job.feedback)
-        self._start_rollouts(job.model, job.rollout, job)
+        self._rollouts(job.model, job.rollout, job)
         if job.feedback.model_asked == "llm":
-            self._start_chats(job.feedback, job)
+            self._chats(job.feedback, job)
         else:
-            self._start_rewards(job.feedback, task, job)
+            self._rewards(job.feedback, task, job)
         return self.rollouts(job.model, job.rollout, job), self.feedback(job.feedback, task, job)
 
     def rollouts(self, model: ModelConfig, config: RolloutConfig, job: JobConfig) -> RolloutFleet:
         """Engines of `model`, serving."""
-        key = self._start_rollouts(model, config, job)
-        return self._wait(key, self._rollouts[key])
+        return self._serving(self._rollouts(model, config, job))
 
     def feedback(self, config: FeedbackConfig, task: Task, job: JobConfig) -> FeedbackSource:
         """The source that `config.source` names; the engines that it needs are serving."""
         model: RewardFleet | LLMFeedback | None = None
         match config.model_asked:
             case "reward_model":
-                check_folder(config)
                 model = self.rewards(config, task, job)
+            case "llm" if config.llm.url is not None:
+                model = make_endpoint_source(config, task)
             case "llm":
-                model = self.annotator(config, task, job)
-        if config.source in ("reward_model", "llm"):
-            assert model is not None
+                model = LLMFeedback(self._serving(self._chats(config, job)), config, task)
+        if model is not None and config.source == config.model_asked:
             return model
         return make_local_source(config, task, aligner=model)
 
     def rewards(self, config: FeedbackConfig, task: Task, job: JobConfig) -> RewardFleet:
         """Engines of the reward model, serving."""
-        key = self._start_rewards(config, task, job)
-        return self._wait(key, self._rewards[key])
-
-    def annotator(self, config: FeedbackConfig, task: Task, job: JobConfig) -> LLMFeedback:
-        """The language model of `config.llm`, behind its endpoint or on engines that are serving."""
-        if config.llm.url is not None:
-            return make_endpoint_source(config, task)
-        key = self._start_chats(config, job)
-        return LLMFeedback(self._wait(key, self._chats[key]), config, task)
+        check_folder(config)
+        return self._serving(self._rewards(config, task, job))
 
     def forget_answers(self) -> None:
         """Reward models judge again what they judged before."""
-        for fleet in self._rewards.values():
-            fleet.forget()
+        for fleet in self._fleets.values():
+            if isinstance(fleet, RewardFleet):
+                fleet.forget()
 
-    def _start_rollouts(self, model: ModelConfig, config: RolloutConfig, job: JobConfig) -> Key:
-        key = ("rollout", model.policy, model.revision, _engine_settings(config))
-        if key not in self._rollouts:
-            timeout_s = job.cluster.placement_timeout_s
-            fleet = RolloutFleet(
-                model.policy, config, seed=job.run.seed, placement_timeout_s=timeout_s, revision=model.revision
-            )
-            self._open.callback(fleet.close)
-            self._rollouts[key] = fleet
-        return key
+    def _rollouts(self, model: ModelConfig, config: RolloutConfig, job: JobConfig) -> RolloutFleet:
+        engine = config.model_dump_json(include=set(EngineConfig.model_fields))  # how it is sampled makes no other one
+        key = ("rollout", model.policy, model.revision, engine)
+        return self._one(key, job, lambda **how: RolloutFleet(model.policy, config, revision=model.revision, **how))
 
-    def _start_rewards(self, config: FeedbackConfig, task: Task, job: JobConfig) -> Key:
+    def _rewards(self, config: FeedbackConfig, task: Task, job: JobConfig) -> RewardFleet:
         chosen = config.model_dump_json(include={"reward_model", "reward_revision", "timeout_s", "style", "engine"})
-        key = ("reward", task.name, chosen)
-        if key not in self._rewards:
-            fleet = RewardFleet(config, task, seed=job.run.seed, placement_timeout_s=job.cluster.placement_timeout_s)
-            self._open.callback(fleet.close)
-            self._rewards[key] = fleet
-        return key
+        return self._one(("reward", task.name, chosen), job, lambda **how: RewardFleet(config, task, **how))
 
-    def _start_chats(self, config: FeedbackConfig, job: JobConfig) -> Key:
+    def _chats(self, config: FeedbackConfig, job: JobConfig) -> ChatFleet:
         key = ("chat", config.model_dump_json(include={"llm", "engine"}))
-        if key not in self._chats:
-            fleet = ChatFleet(config, seed=job.run.seed, placement_timeout_s=job.cluster.placement_timeout_s)
-            self._open.callback(fleet.close)
-            self._chats[key] = fleet
-        return key
+        return self._one(key, job, lambda **how: ChatFleet(config, **how))
 
-    def _wait(self, key: Key, fleet: AnyFleet) -> AnyFleet:
-        if key not in self._ready:
+    def _one(self, key: tuple[str | None, ...], job: JobConfig, make: Callable[..., Any]) -> Any:
+        """The fleet of that key, started now where there is none."""
+        if key not in self._fleets:
+            self._fleets[key] = make(seed=job.run.seed, placement_timeout_s=job.cluster.placement_timeout_s)
+            self._open.callback(self._fleets[key].close)
+        return self._fleets[key]
+
+    def _serving(self, fleet: Any) -> Any:
+        """`fleet`, once its engines have started."""
+        if fleet not in self._ready:
             fleet.wait_ready()
-            self._ready.add(key)
+            self._ready.add(fleet)
         return fleet
 
 
@@ -134,8 +137,3 @@ def check_folder(config: FeedbackConfig) -> None:
     model = str(config.llm.model if of_llm else config.reward_model)
     if lacks_folder(model):
         raise UserError(f"{'llm.model' if of_llm else 'reward_model'}={model}: there is no folder of that name")
-
-
-def _engine_settings(config: RolloutConfig) -> str:
-    """What of a rollout section makes the engine; how it is sampled does not."""
-    return config.model_dump_json(include=set(EngineConfig.model_fields))

@@ -187,19 +187,13 @@ def make_variants(
 
 
 def run(study: StudyJob) -> None:
-    import ray
-
-    from actors.placement import connect
-    from jobs.stages import demo_of
+    from jobs.fleets import on_cluster
+    from jobs.stages import load_beside
     from t2g.versions import versions
 
-    demo = demo_of(study)
-    assert demo is not None  # study.stages is required
-    connect(study.cluster, {"sft": demo.reward_sft})  # each engine starts when the ranks before it have gone
-    try:
+    demo = load_beside(DemoJob, study.stages, study)
+    with on_cluster(study.cluster, {"sft": demo.reward_sft}):  # each engine starts when the ranks before it have gone
         made = make_variants(study, demo, list(product(study.variants, study.seeds)))
-    finally:
-        ray.shutdown()
     results = {variant: {seed: made[variant, seed] for seed in study.seeds} for variant in study.variants}
     summary = {"config": study.model_dump(mode="json"), "metrics": results, "versions": versions()}
     write_atomic(study.run.folder / STUDY_FILE, json.dumps(summary, indent=1).encode())

@@ -28,6 +28,7 @@ from t2g.errors import UserError
 from t2g.sections import AnnotateConfig, DataConfig, ModelConfig, RunConfig, Section
 
 AnyJob = TypeVar("AnyJob", bound=PolicyJob)
+Beside = TypeVar("Beside", DemoJob, StudyJob)
 PLACEHOLDER = "${stages}"
 REVISER_EPOCHS = 5.0
 CRITIC = "t2g.tasks.tiny_task:critic"
@@ -121,13 +122,15 @@ def reward_model(demo: DemoJob) -> str:
     return str(demo.run.folder / REWARD / "model")
 
 
-def demo_of(config: PolicyJob | StudyJob) -> DemoJob | None:
-    """The demo whose stages a job builds on, under the job's own root and on its cluster."""
-    if config.stages is None:
-        return None
+def demo_of(config: PolicyJob) -> DemoJob | None:
+    """The demo whose stages a job builds on, if it names one."""
+    return None if config.stages is None else load_beside(DemoJob, config.stages, config)
+
+
+def load_beside(schema: type[Beside], file: Path, config: PolicyJob | StudyJob) -> Beside:
+    """The job of another config file, under the root and on the cluster of `config`."""
     root = json.dumps(str(config.run.root))  # quoted: a path may hold what YAML reads otherwise
-    demo = configio.load(DemoJob, config.stages, [f"run.root={root}"])
-    return demo.model_copy(update={"cluster": config.cluster})
+    return configio.load(schema, file, [f"run.root={root}"]).model_copy(update={"cluster": config.cluster})
 
 
 def resolve_stages(config: AnyJob, demo: DemoJob | None) -> AnyJob:

@@ -17,10 +17,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jobs.cli import StopFlag, main, sole_process, stop_flag, stopped
+from jobs.train_sft import check_folder
 from t2g import configio
 from t2g.config import PolicyJob
 from t2g.describe import describe_policy
-from t2g.errors import LearnerLost, RunStopped, UserError
+from t2g.errors import LearnerLost, RunStopped
 from t2g.sections import ProcessConfig
 
 if TYPE_CHECKING:  # numpy, torch and Ray are imported by the functions that need them: --help must answer at once
@@ -61,7 +62,7 @@ def read_data(config: PolicyJob) -> PolicyData:
 
     task = get_task(config.task)
     tokenizer = load_tokenizer(config.model.policy, config.model.revision)
-    room = config.rollout.max_model_len - config.rollout.max_new_tokens
+    room = config.rollout.max_prompt_tokens
     prompts = make_prompts(load_records(config.data), task, tokenizer, room)
     refuse_unmeasured(task, prompts, config.objective.w_end)
     eval_prompts: list[Prompt] = []
@@ -193,12 +194,8 @@ def policy_roles(config: PolicyJob) -> dict[str, ProcessConfig]:
 
 def begin_folder(config: PolicyJob) -> None:
     """The resolved config into the run folder. UserError for a folder that this config may not go on with."""
-    folder = config.run.folder
-    if (folder / configio.FILE_NAME).exists():
-        if config.run.resume == "never":
-            raise UserError(f"{folder} holds a run and run.resume=never: take another run.name, or remove the folder")
-        configio.check_resumable(config, folder)
-    configio.write(config, folder)
+    check_folder(config, configio.FILE_NAME)
+    configio.write(config, config.run.folder)
 
 
 def finished(config: PolicyJob) -> dict[str, Any] | None:
@@ -262,10 +259,7 @@ def smoke_words(config: PolicyJob, summary: dict[str, Any]) -> str:
 
 def run(asked: PolicyJob) -> int:
     """Connect, start the fleets, train. 0 when done, 128 + its number when a signal ended the run."""
-    import ray
-
-    from actors.placement import connect
-    from jobs.fleets import Fleets, feedback_roles
+    from jobs.fleets import Fleets, feedback_roles, on_cluster
     from jobs.stages import demo_of, make_stages, resolve_stages
 
     demo = demo_of(asked)
@@ -275,8 +269,7 @@ def run(asked: PolicyJob) -> int:
     summary = finished(config)
     if summary is None:
         data = None if demo else read_data(config)
-        connect(config.cluster, policy_roles(config) | feedback_roles(config.feedback))
-        try:
+        with on_cluster(config.cluster, policy_roles(config) | feedback_roles(config.feedback)):
             if demo:
                 with Fleets() as fleets:
                     make_stages(demo, fleets)
@@ -284,8 +277,6 @@ def run(asked: PolicyJob) -> int:
             stop = stop_flag()
             with Fleets() as fleets:
                 summary = train(config, data, *fleets.for_policy(config, data.task), stop)
-        finally:
-            ray.shutdown()
     if summary is None:
         return stopped(stop)
     print(smoke_words(asked, summary) if asked.run.smoke else json.dumps(summary["policy"], indent=1))

@@ -179,8 +179,7 @@ async def revise(
     num_samples: int,
 ) -> list[tuple[JudgedResponse, list[Rollout]]]:
     """`num_samples` revisions of each response, none where there is no critique or no room for it."""
-    rollout = baselines.revising_rollout(arm.job)
-    room = rollout.max_model_len - rollout.max_new_tokens
+    room = baselines.revising_rollout(arm.job).max_prompt_tokens
     sampling = sampling_of(arm.job, split, step, num_samples=num_samples)
     asked = [baselines.revision_prompt(arm.task, one, arm.reviser_tokenizer, room) for one in judged]
     answers = iter(await arm.unless_stopped([rollouts.sample(prompt, sampling) for prompt in asked if prompt]))

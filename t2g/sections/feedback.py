@@ -1,6 +1,6 @@
 """Engines and sources: how responses are sampled, and who judges them."""
 
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
@@ -61,19 +61,24 @@ class EngineConfig(ProcessConfig):
         return self.workers.initial
 
 
-Window = TypeVar("Window", "RolloutConfig", "RewardEngineConfig")
+class _AnsweringConfig(EngineConfig):
+    """An engine with a field `max_new_tokens`: a prompt may have the rest of the window."""
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        return self.max_model_len - self.max_new_tokens
+
+    @model_validator(mode="after")
+    def _has_room(self) -> Self:
+        if self.max_prompt_tokens <= 0:
+            raise ValueError(
+                f"max_new_tokens={self.max_new_tokens} leaves no room for a prompt in "
+                f"max_model_len={self.max_model_len}; it needs to be smaller"
+            )
+        return self
 
 
-def _refuse_without_room(config: Window) -> Window:
-    if config.max_new_tokens >= config.max_model_len:
-        raise ValueError(
-            f"max_new_tokens={config.max_new_tokens} leaves no room for a prompt in "
-            f"max_model_len={config.max_model_len}; it needs to be smaller"
-        )
-    return config
-
-
-class RolloutConfig(EngineConfig):
+class RolloutConfig(_AnsweringConfig):
     prompts_per_step: int = Field(16, ge=1)
     samples_per_prompt: int = Field(4, ge=1)
     temperature: float = Field(1.0, gt=0)
@@ -84,17 +89,13 @@ class RolloutConfig(EngineConfig):
     )  # fmt: skip
     autoscale: bool = Field(False, description="the run itself chooses the number of engines, within workers")
 
-    _has_room = model_validator(mode="after")(_refuse_without_room)
 
-
-class RewardEngineConfig(EngineConfig):
+class RewardEngineConfig(_AnsweringConfig):
     max_model_len: int = Field(4096, ge=16, description="longest prompt (instructions, input, response) plus answer")
     max_critique_chars: int = Field(1200, ge=1, description="bound of the critique in guided decoding")
     max_spans: int = Field(16, ge=0, description="bound of good and of poor quotes each")
     max_quote_chars: int = Field(160, ge=1)
     max_new_tokens: int = Field(1024, ge=1, description="must hold the longest answer: a cut one is unparsable")
-
-    _has_room = model_validator(mode="after")(_refuse_without_room)
 
 
 class StyleConfig(Section):

@@ -66,7 +66,7 @@ def fleets(model: Path) -> Iterator[Fleets]:
 
 @pytest.fixture(scope="module")
 def fleet(fleets: Fleets, model: Path) -> ChatFleet:
-    return fleets.annotator(make_config(model), get_task("prompts"), JobConfig()).chat
+    return fleets.feedback(make_config(model), get_task("prompts"), JobConfig()).chat
 
 
 def ask(fleet: ChatFleet, *seeds: int, temperature: float = 0.0, question: str | None = None) -> list[Completion]:

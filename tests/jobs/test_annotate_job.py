@@ -18,7 +18,6 @@ from jobs.annotate import (
     HELDOUT_FILE,
     JOURNAL_FILE,
     TRAIN_FILE,
-    Stopped,
     annotate_data,
     annotate_samples,
     describe,
@@ -30,7 +29,7 @@ from t2g.annotate import heldout_prompts
 from t2g.config import AnnotateJob
 from t2g.configio import load
 from t2g.data.chat import load_tokenizer
-from t2g.errors import RunStopped, UserError
+from t2g.errors import RunStopped, Stopped, UserError
 from t2g.feedback.annotator import MAX_FAULTS, MAX_NOTES_CHARS, MAX_REPEATED_CHARS, follow_up, make_request
 from t2g.feedback.chat import BYTES_PER_TOKEN, estimate_tokens
 from t2g.tasks.base import get_task
@@ -302,9 +301,9 @@ def test_a_signal_lets_in_what_is_under_way_and_begins_nothing(
     llm = {"model": "judge", "concurrency": 2, "request_timeout_s": patience_s}
     config = job(given.run.root, source="llm", llm=llm)
     fleets = Signalled(config, again=again)
-    with pytest.raises(Stopped) as caught:
+    with pytest.raises(Stopped):
         annotate_samples(config, read_samples(config), fleets, fleets.stop)
-    assert caught.value.stop.signal_name == "SIGTERM"
+    assert fleets.stop.signal_name == "SIGTERM"
     assert f"SIGTERM: waiting up to {patience_s:g} s for 2 judgements under way" in capsys.readouterr().err
     assert prompt_ids(config.run.folder / JOURNAL_FILE) == [f"p{i}" for i in range(6)] and fleets.num_judged == 7
     rest = FakeFleets(config)
