@@ -3,17 +3,14 @@
 `ChatWorker` is the remote side, `ChatFleet` the driver's, which implements `t2g.feedback.chat.Chat`.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 import numpy as np
 import ray
 
 from actors.engine import Engine, stop_token_ids
 from actors.fleet import TRIES, Fleet
-from t2g.data.chat import Message, check_chat_template, encode_chat, load_tokenizer
+from t2g.data.chat import check_chat_template, encode_chat, load_tokenizer
 from t2g.errors import SamplingFailed, UserError
-from t2g.feedback.chat import ChatFailed, Completion
+from t2g.feedback.chat import ChatFailed, Completion, Question
 from t2g.feedback.offsets import decode
 from t2g.sections import FeedbackConfig
 
@@ -36,29 +33,21 @@ class ChatWorker:
     async def probe(self) -> None:
         await self._engine.probe()
 
-    async def complete(
-        self,
-        messages: Sequence[Message],
-        *,
-        schema: Mapping[str, Any],
-        max_output_tokens: int,
-        temperature: float,
-        seed: int,
-    ) -> Completion:
+    async def complete(self, question: Question) -> Completion:
         """Raises UserError for messages that the chat template refuses or the window has no room for."""
-        ids = np.asarray(encode_chat(self._tokenizer, messages), np.int32)
-        if len(ids) + max_output_tokens > self._config.max_model_len:
+        ids = np.asarray(encode_chat(self._tokenizer, question.messages), np.int32)
+        if len(ids) + question.max_output_tokens > self._config.max_model_len:
             raise UserError(
-                f"a question of {len(ids)} tokens and an answer of llm.max_output_tokens={max_output_tokens} "
+                f"a question of {len(ids)} tokens and an answer of llm.max_output_tokens={question.max_output_tokens} "
                 f"do not fit into engine.max_model_len={self._config.max_model_len}; raise it, or lower the other"
             )
         done = await self._engine.generate(
             ids,
-            temperature=temperature,
-            max_new_tokens=max_output_tokens,
-            seed=seed if temperature > 0 else None,
+            temperature=question.temperature,
+            max_new_tokens=question.max_output_tokens,
+            seed=question.seed if question.temperature > 0 else None,
             stop_ids=self._stop_ids,
-            schema=dict(schema),
+            schema=dict(question.schema),
         )
         return Completion(
             text=decode(self._tokenizer, done.ids),
@@ -87,28 +76,11 @@ class ChatFleet:
     def wait_ready(self) -> None:
         self._fleet.wait_ready()
 
-    async def complete(
-        self,
-        messages: Sequence[Message],
-        *,
-        schema: Mapping[str, Any],
-        max_output_tokens: int,
-        temperature: float,
-        seed: int,
-    ) -> Completion:
+    async def complete(self, question: Question) -> Completion:
         """Raises ChatFailed for a question that does not fit and for late workers, RunStopped when none is left."""
-        keywords = {
-            "schema": schema,
-            "max_output_tokens": max_output_tokens,
-            "temperature": temperature,
-            "seed": seed,
-        }
         try:
             return await self._fleet.call(
-                lambda worker: worker.complete.remote(messages, **keywords),
-                load=1,
-                timeout_s=self._timeout_s,
-                what="a chat",
+                lambda worker: worker.complete.remote(question), load=1, timeout_s=self._timeout_s, what="a chat"
             )
         except UserError as error:
             raise ChatFailed("refused", str(error), passing=False) from None

@@ -54,11 +54,16 @@ def fit_dpo(
     Raises RunStopped when the loss or the gradient of a step was not finite.
     """
     from datasets import Dataset
+    from transformers import TrainerCallback
     from trl import DPOConfig, DPOTrainer
 
     class Trainer(DPOTrainer):
         def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
             return dataset  # TRL would encode texts: the sampled ids are what the delta was measured on
+
+    class Steps(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            on_step(state.global_step)
 
     torch.set_num_threads(learner.threads)
     on_gpu = learner.gpus > 0
@@ -90,7 +95,7 @@ def fit_dpo(
             ),
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer,
-            callbacks=[_step_callback(on_step)],
+            callbacks=[Steps()],
             optimizers=(adamw, schedule),
         )  # fmt: skip
         trainer.train()
@@ -110,16 +115,6 @@ def split_batch(pairs: Sequence[PreferencePair], batch_size: int, token_budget: 
     longest = max(len(p.prompt_ids) + max(len(p.chosen_ids), len(p.rejected_ids)) for p in pairs)
     accumulate = ceil(batch_size / max(1, token_budget // (2 * longest)))
     return ceil(batch_size / accumulate), accumulate
-
-
-def _step_callback(on_step: Callable[[int], None]) -> Any:
-    from transformers import TrainerCallback
-
-    class Steps(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            on_step(state.global_step)
-
-    return Steps()
 
 
 def _refuse_not_finite(logged: Sequence[dict[str, float]]) -> None:

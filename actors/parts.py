@@ -76,11 +76,7 @@ def load_critic(spec: LearnerSpec, *, on_gpu: bool) -> Critic:
 
 
 def _memory(spec: LearnerSpec, num_ranks: int) -> dict[str, Any]:
-    return {
-        "dtype": spec.learner.dtype,
-        "world_size": num_ranks,
-        "offload": spec.learner.offload == "cpu",
-    }
+    return {"dtype": spec.learner.dtype, "world_size": num_ranks, "offload": spec.learner.offload == "cpu"}
 
 
 def _num_steps(spec: LearnerSpec, num_updates: int) -> int:

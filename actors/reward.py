@@ -5,7 +5,6 @@ Guided by a grammar of exactly the JSON that it is trained to write (`t2g.feedba
 """
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,26 +119,6 @@ def begin_answer(begun: str, tokenizer: Any) -> tuple[np.ndarray, str]:
     return ids, text
 
 
-class Answers:
-    """The last `size` judgements by what was judged: the text of the prompt, the response, and the critique where one
-    was given. Ids are no key: held-out prompts may have those of others.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._by_text: OrderedDict[Judged, SpanFeedback] = OrderedDict()
-
-    def get(self, judged: Judged) -> SpanFeedback | None:
-        if judged in self._by_text:
-            self._by_text.move_to_end(judged)
-        return self._by_text.get(judged)
-
-    def keep(self, judged: Judged, feedback: SpanFeedback) -> None:
-        self._by_text[judged] = feedback
-        if len(self._by_text) > self._size:
-            self._by_text.popitem(last=False)
-
-
 class RewardFleet:
     """Reward workers as one feedback source. Answers are kept: the same response is judged once."""
 
@@ -161,7 +140,7 @@ class RewardFleet:
         self.fleet = Fleet(
             "reward", actor or RewardActor, arguments, config.engine, placement_timeout_s=placement_timeout_s
         )
-        self._answers = Answers(MAX_ANSWERS)
+        self._answers: dict[Judged, SpanFeedback] = {}
 
     def wait_ready(self) -> None:
         self.fleet.wait_ready()
@@ -185,13 +164,17 @@ class RewardFleet:
         return await self._call(prompt, lambda worker: worker.judge.remote(prompt, response_text, guided=False))
 
     async def _kept(self, prompt: Prompt, response_text: str, critique: str | None, ask: Ask) -> SpanFeedback:
+        """By what is judged: ids are no key, held-out prompts may have those of others."""
         judged = (prompt.prompt_text, response_text, critique)
-        feedback = self._answers.get(judged)
-        if feedback is None:
+        if judged not in self._answers:
             feedback = await self._call(prompt, ask)
-            if feedback.status != "failed":
-                self._answers.keep(judged, feedback)
-        return feedback
+            if feedback.status == "failed":
+                return feedback
+            self._answers[judged] = feedback
+            if len(self._answers) > MAX_ANSWERS:
+                del self._answers[next(iter(self._answers))]  # the oldest
+            return feedback
+        return self._answers[judged]
 
     async def _call(self, prompt: Prompt, ask: Ask) -> SpanFeedback:
         timeout_s = min(self._config.engine.request_timeout_s, self._config.timeout_s / TRIES)
@@ -204,7 +187,7 @@ class RewardFleet:
 
     def forget(self) -> None:
         """Every answer that was kept: a run that is timed must not profit from one before it."""
-        self._answers = Answers(MAX_ANSWERS)
+        self._answers.clear()
 
     def close(self) -> None:
         self.fleet.close()

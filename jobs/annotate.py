@@ -197,7 +197,6 @@ def write_files(config: AnnotateJob, folder: Path, samples: "Sequence[Sample]", 
     """annotated.jsonl; then, unless too much failed, the two parts and the summary, which is returned."""
     from t2g.annotate import heldout_prompts, refused, summarize, summary_words
     from t2g.data.records import write_annotated
-    from t2g.data.sft import USABLE
 
     (folder / DONE_FILE).unlink(missing_ok=True)
     made = [
@@ -209,7 +208,7 @@ def write_files(config: AnnotateJob, folder: Path, samples: "Sequence[Sample]", 
     write_annotated(folder / ANNOTATED_FILE, made)
     summary = summarize(made)
     words, limit = summary_words(summary), config.annotate.max_failed_share
-    usable = [record for record in made if record.status in USABLE]
+    usable = [record for record in made if record.usable]
     if not usable or summary["failed_share"] > limit:
         raise RunStopped(
             f"{summary['failed_share']:.0%} of {len(made)} responses got no usable feedback from annotate.source="

@@ -49,8 +49,8 @@ METHODS: dict[Baseline, Callable[[Arm], Metrics]] = {"dpo": dpo, "ilf": ilf, "re
 
 def run_baseline(
     method: Baseline, job: PolicyJob, data: PolicyData, fleets: Fleets, stop: StopFlag, *, reviser: str | None = None
-) -> dict[str, Any] | None:
-    """The summary of the run in `job.run.folder`; None when `stop` ended it.
+) -> dict[str, Any]:
+    """The summary of the run in `job.run.folder`. Raises Stopped when `stop` ended it.
 
     fleets: whose feedback source is used. Its rollout engines are not: they have the weights of whoever used them
     last. Engines of the base, of the reviser and of the result live here, one after the other.
@@ -84,10 +84,7 @@ def run_baseline(
             train_pairs=partial(train_pairs, job, stop),
             train_examples=partial(train_examples, job, stop),
         )
-        try:
-            log.step(job.num_steps, METHODS[method](arm))
-        except Stopped:
-            return None
+        log.step(job.num_steps, METHODS[method](arm))
     return write_summary(job, seconds=time.monotonic() - started)
 
 
@@ -113,8 +110,8 @@ def own_engines(
 
 
 # ------------------------------------------------------------------------------------------------------------ training
-def train_pairs(job: PolicyJob, stop: StopFlag, pairs: Sequence[PreferencePair]) -> Metrics | None:
-    """DPO of the base into the run's `policy`; None when `stop` ended it."""
+def train_pairs(job: PolicyJob, stop: StopFlag, pairs: Sequence[PreferencePair]) -> Metrics:
+    """DPO of the base into the run's `policy`."""
     from actors.dpo import train_dpo
 
     part = job.run.folder / f"{POLICY}.part"
@@ -122,37 +119,27 @@ def train_pairs(job: PolicyJob, stop: StopFlag, pairs: Sequence[PreferencePair])
     with stage(f"{job.run.name}: DPO", count_steps(len(pairs), job.learner.num_epochs, size)) as bar:
         trained = train_dpo(
             job.model, job.learner, pairs,
-            cluster=job.cluster, stop=lambda: bool(stop), on_progress=steps_of(bar.advance),
+            cluster=job.cluster, stop=lambda: bool(stop), on_progress=bar.reach,
             batch_size=size, seed=job.run.seed, out_folder=part,
         )  # fmt: skip
-    if trained is not None:
-        part.rename(job.run.folder / POLICY)
+    if trained is None:
+        raise Stopped
+    part.rename(job.run.folder / POLICY)
     return trained
 
 
-def train_examples(job: PolicyJob, stop: StopFlag, examples: Sequence[SFTExample]) -> Metrics | None:
-    """Supervised fine-tuning of the base into the run's `policy`; None when `stop` came meanwhile."""
+def train_examples(job: PolicyJob, stop: StopFlag, examples: Sequence[SFTExample]) -> Metrics:
+    """Supervised fine-tuning of the base into the run's `policy`, which no stop interrupts."""
     from actors.sft import run_sft
 
     options = baselines.sft_options(job, len(examples))
     num_steps = count_steps(len(examples), options.num_epochs, options.batch_size)
     with stage(f"{job.run.name}: imitation", num_steps) as bar:
-        advance = steps_of(bar.advance)
         metrics = run_sft(
             model=job.model, examples=examples, options=options, cluster=job.cluster,
             out_folder=job.run.folder / POLICY, seed=job.run.seed,
-            on_start=lambda done: None, on_progress=lambda progress: advance(progress.step),
+            on_start=lambda done: None, on_progress=lambda progress: bar.reach(progress.step),
         )  # fmt: skip
-    return None if stop else metrics
-
-
-def steps_of(advance: Callable[[int], None]) -> Callable[[int], None]:
-    """From "so many are done" to "so many more"."""
-    before = 0
-
-    def done(step: int) -> None:
-        nonlocal before
-        advance(step - before)
-        before = step
-
-    return done
+    if stop:
+        raise Stopped
+    return metrics

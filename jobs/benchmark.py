@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from jobs.cli import main
 from t2g.config import BenchmarkJob, ShapeConfig
 from t2g.errors import RunStopped
-from t2g.sections import LearnerConfig, ModelConfig, ObjectiveConfig
+from t2g.sections import ModelConfig, ObjectiveConfig
 
 if TYPE_CHECKING:
     from actors.learner import LearnerGroup
@@ -79,6 +79,7 @@ def make_model(shape: ShapeConfig, folder: Path, *, seed: int) -> Path:
 async def measure(config: BenchmarkJob, learner: "LearnerGroup", fleet: "RolloutFleet") -> dict[str, Any]:
     """Everything that `write` shows. Syncs and copies take turns, so that what disturbs one disturbs the other."""
     from actors.buckets import num_bytes
+    from actors.weight_sync import WeightSync
 
     metas, dtype = learner.announce(), config.rollout.dtype
     copy = Copy(num_bytes(metas, dtype))
@@ -92,12 +93,13 @@ async def measure(config: BenchmarkJob, learner: "LearnerGroup", fleet: "Rollout
             rows = []
             for repeat in range(config.repeats + 1):
                 version += 1
-                row = await sync_once(learner, fleet, changed, version)
-                if len(row.pop("missed")):
+                result = await WeightSync(learner, fleet, changed).push(version)
+                if result.missed:
                     raise RunStopped(f"not all of {workers} engines took version {version} of the weights")
                 copy.once()
                 if repeat:  # the first one touches new memory
-                    rows.append(row)
+                    fields = ("seconds", "stages", "num_calls", "probe_gap")
+                    rows.append({name: getattr(result, name) for name in fields})
             middle = sorted(rows, key=lambda row: row["seconds"])[len(rows) // 2]
             syncs.append({"workers": workers, "verify": verify, **middle, "all_seconds": [r["seconds"] for r in rows]})
     return {
@@ -150,16 +152,6 @@ async def until_started(fleet: "RolloutFleet", number: int, *, timeout_s: float)
         if time.monotonic() > deadline:
             raise RunStopped(f"{len(fleet.started())} of {number} rollout engines started within {timeout_s:g} s")
         await asyncio.sleep(POLL_S)
-
-
-async def sync_once(
-    learner: "LearnerGroup", fleet: "RolloutFleet", config: LearnerConfig, version: int
-) -> dict[str, Any]:
-    from actors.weight_sync import WeightSync
-
-    result = await WeightSync(learner, fleet, config).push(version)
-    fields = ("seconds", "stages", "num_calls", "probe_gap", "missed")
-    return {name: getattr(result, name) for name in fields}
 
 
 def write(folder: Path, results: dict[str, Any]) -> None:

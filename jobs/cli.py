@@ -111,18 +111,14 @@ def sole_process(folder: Path) -> Iterator[None]:
         yield
 
 
-def fields_help(schema: type[BaseModel]) -> str:
-    """Every key with its default and its meaning, grouped by section."""
-    return "\n".join(_section_help(schema))
-
-
 def job_parser(schema: type[BaseModel]) -> argparse.ArgumentParser:
     """The schema's docstring begins with the job: "jobs.train_policy: span-level PPO."."""
     name, _, purpose = " ".join((schema.__doc__ or "").split()).partition(": ")
+    keys = "\n".join(_section_help(schema))
     parser = argparse.ArgumentParser(
         prog=f"python -m {name}",
         description=purpose,
-        epilog=f"keys, with their defaults:\n{fields_help(schema)}",
+        epilog=f"keys, with their defaults:\n{keys}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -133,7 +129,10 @@ def job_parser(schema: type[BaseModel]) -> argparse.ArgumentParser:
 
 
 def _section_help(section: type[BaseModel], prefix: str = "", given: BaseModel | None = None) -> list[str]:
-    """`given` is the value that the section has by default, where there is one: it may not be the section's own."""
+    """Every key with its default and its meaning, grouped by section.
+
+    `given` is the value that the section has by default, where there is one: it may not be the section's own.
+    """
     plain, inner = [], []
     for name, info in section.model_fields.items():
         default = getattr(given, name) if given else info.default

@@ -21,18 +21,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from jobs.cli import StopFlag, main, sole_process, stop_flag, stopped
-from t2g.arms import (
-    BASELINES,
-    REVISED,
-    Scores,
-    arm_feedback,
-    arm_job,
-    choose_lr,
-    evaluated_at,
-    noise_job,
-    search_scores,
-    trained,
-)
+from t2g import arms
 from t2g.config import NOISY, UNTRAINED, CompareJob, DemoJob, Method, PolicyJob, StudyJob
 from t2g.describe import describe_compare
 from t2g.errors import RunStopped, Stopped, UserError
@@ -47,7 +36,7 @@ if TYPE_CHECKING:  # numpy, torch and Ray are imported by the functions that nee
     from t2g.interfaces import FeedbackSource
     from t2g.targeting import Reference
 
-    Hook = Callable[[RolloutFleet, FeedbackSource], Callable[[LearnerGroup], None]]
+    Hook = Callable[[RolloutFleet, FeedbackSource, LearnerGroup], None]
 
 logger = logging.getLogger(__name__)
 
@@ -68,18 +57,19 @@ class Session:
         from jobs.train_policy import finished, train
 
         summary = finished(arm)
-        if summary is not None and method not in BASELINES:  # those know more than the config that they were made with
+        # What made a baseline is not told by its config alone: `run_baseline` compares the rest.
+        if summary is not None and method not in arms.BASELINES:
             return summary
         if self.stop:
             raise Stopped
         fleets.forget_answers()
-        if method in BASELINES:
+        if method in arms.BASELINES:
             from jobs.baselines import run_baseline
 
             summary = run_baseline(method, arm, self.data, fleets, self.stop, reviser=self.job.compare.reviser)
         else:
             rollouts, feedback = fleets.for_policy(arm, self.data.task)
-            hook = after(rollouts, feedback) if after else lambda learner: None
+            hook = partial(after, rollouts, feedback) if after else lambda learner: None
             summary = train(arm, self.data, rollouts, feedback, self.stop, hook)
         if summary is None:
             raise Stopped
@@ -92,7 +82,7 @@ def engine_groups(job: CompareJob) -> list[tuple[FeedbackConfig, list[Method]]]:
     """Methods by the feedback that they need, the job's own first: only the engines of one group run at a time."""
     groups: list[tuple[FeedbackConfig, list[Method]]] = [(job.feedback, [])]
     for method in (m for m in job.compare.methods if m != "sft"):
-        own = arm_feedback(job, method)
+        own = arms.arm_feedback(job, method)
         found = next((methods for feedback, methods in groups if feedback == own), None)
         if found is None:
             groups.append((own, [method]))
@@ -123,7 +113,7 @@ def run_all(job: CompareJob, data: "PolicyData", stop: StopFlag) -> dict[str, An
     return search
 
 
-def find_lr(session: Session, method: Method, fleets: "Fleets") -> tuple[Scores, float]:
+def find_lr(session: Session, method: Method, fleets: "Fleets") -> tuple[arms.Scores, float]:
     """The scores of the search, and the learning rate that they choose."""
 
     def score_of(arm: PolicyJob) -> float | None:
@@ -135,9 +125,9 @@ def find_lr(session: Session, method: Method, fleets: "Fleets") -> tuple[Scores,
         shutil.rmtree(arm.run.folder / "policy", ignore_errors=True)
         return load_run(arm, method).score
 
-    scores = search_scores(session.job, method, score_of)
+    scores = arms.search_scores(session.job, method, score_of)
     if scores:
-        return scores, choose_lr(scores)
+        return scores, arms.choose_lr(scores)
     return scores, session.job.learner.policy.lr if method in UNTRAINED else session.job.compare.lr_grid[0]
 
 
@@ -166,11 +156,11 @@ def run_noise(session: Session, chosen: dict[Method, float], fleets: "Fleets") -
     for name in job.compare.noise:
         for seed in job.compare.seeds:
             for method in NOISY:
-                session.run(noise_job(job, name, method, seed, chosen[method]), fleets, method=method)
+                session.run(arms.noise_job(job, name, method, seed, chosen[method]), fleets, method=method)
 
 
 def the_arm(job: CompareJob, method: Method, seed: int, chosen: dict[Method, float]) -> PolicyJob:
-    return arm_job(job, method, seed, chosen.get(method, job.learner.policy.lr))
+    return arms.arm_job(job, method, seed, chosen.get(method, job.learner.policy.lr))
 
 
 def load_run(arm: PolicyJob, method: Method) -> "Run":
@@ -183,8 +173,8 @@ def load_run(arm: PolicyJob, method: Method) -> "Run":
     targeting = json.loads(path.read_text()) if path.exists() else None
     run = read_run((record for _, record in read_records(arm.run.folder / METRICS_FILE)), targeting)
     if method not in UNTRAINED:
-        expected = evaluated_at(arm)
-        refuse_other_grid(arm.run.name, run, [0, expected[-1]] if method in BASELINES else expected)
+        expected = arms.evaluated_at(arm)
+        refuse_other_grid(arm.run.name, run, [0, expected[-1]] if method in arms.BASELINES else expected)
     return run
 
 
@@ -193,7 +183,7 @@ def load_all(job: CompareJob, chosen: dict[Method, float]) -> "tuple[dict[str, d
     from t2g.compare import base_run
 
     config = job.compare
-    measures_base = trained(job)[0]
+    measures_base = arms.trained(job)[0]
     runs: dict[str, dict[int, Run]] = {}
     for method in config.methods:
         if method == "sft":
@@ -202,7 +192,7 @@ def load_all(job: CompareJob, chosen: dict[Method, float]) -> "tuple[dict[str, d
         else:
             runs[method] = {s: load_run(the_arm(job, method, s, chosen), method) for s in config.seeds}
     noise = {
-        name: {m: {s: load_run(noise_job(job, name, m, s, chosen[m]), m) for s in config.seeds} for m in NOISY}
+        name: {m: {s: load_run(arms.noise_job(job, name, m, s, chosen[m]), m) for s in config.seeds} for m in NOISY}
         for name in config.noise
     }
     return runs, noise
@@ -235,7 +225,7 @@ def needs_reviser(job: CompareJob, demo: DemoJob) -> bool:
     from jobs.stages import reviser_job
 
     return job.compare.reviser == str(reviser_job(demo).run.folder / "model") and bool(
-        set(REVISED) & set(job.compare.methods)
+        set(arms.REVISED) & set(job.compare.methods)
     )
 
 
@@ -247,12 +237,12 @@ def check_methods(job: CompareJob, score_name: str) -> None:
 
     for method in job.compare.methods:
         try:
-            arm = arm_job(job, method, job.run.seed, job.learner.policy.lr)
+            arm = arms.arm_job(job, method, job.run.seed, job.learner.policy.lr)
         except ValidationError as error:
             raise UserError(f"compare.methods has {method}: {error.errors()[0]['msg']}") from None
-        if method in BASELINES:
+        if method in arms.BASELINES:
             baselines.check(method, arm)
-    changed = [method for method in job.compare.methods if arm_feedback(job, method) != job.feedback]
+    changed = [method for method in job.compare.methods if arms.arm_feedback(job, method) != job.feedback]
     if changed and not score_name:
         raise UserError(
             f"{', '.join(changed)} cannot be compared: task {job.task} has no measure of its own, so the feedback that "

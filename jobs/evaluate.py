@@ -7,19 +7,17 @@ Serves the reward model as PPO does and leaves evaluation.json and evaluation.ht
 on the tokens of the reward model's own tokenizer. run.smoke=true does the same with three records.
 """
 
-import argparse
 import asyncio
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from jobs.cli import main
+from jobs.cli import execute, job_parser
 from jobs.train_sft import begin_folder
 from t2g.config import EvaluateJob, ScoreJob
 from t2g.errors import UserError
-from t2g.sections import FeedbackConfig
 
 if TYPE_CHECKING:
     from t2g.data.records import AnnotatedRecord
@@ -31,18 +29,12 @@ SMOKE_RECORDS = 3
 
 
 def evaluate(argv: Sequence[str] | None = None) -> int:
-    """The job that --what names; the rest of the command line is that job's."""
-    parser = argparse.ArgumentParser(prog="python -m jobs.evaluate", add_help=False, allow_abbrev=False)
-    parser.add_argument("--what", default=next(iter(WHAT)))
-    chosen, rest = parser.parse_known_args(argv)
-    if chosen.what not in WHAT:
-        print(f"{parser.prog}: --what {chosen.what!r} is unknown; there is {', '.join(WHAT)}", file=sys.stderr)
-        return 2
-    schema, run, describe = WHAT[chosen.what]
-    return main(schema, run, describe, rest)
+    parser = job_parser(EvaluateJob)
+    parser.add_argument("--what", choices=["reward"], default="reward", help="what is evaluated")
+    return execute(parser, parser.parse_intermixed_args(argv), EvaluateJob, run, describe)
 
 
-def describe_reward(config: EvaluateJob) -> str:
+def describe(config: EvaluateJob) -> str:
     return "\n".join(
         [
             f"reward model: {config.feedback.reward_model}",
@@ -52,11 +44,13 @@ def describe_reward(config: EvaluateJob) -> str:
     )
 
 
-def run_reward(config: EvaluateJob) -> None:
+def run(config: EvaluateJob) -> None:
+    from t2g.data.chat import load_tokenizer
     from t2g.report.reward import JSON_FILE
 
     asked = as_trained(config)
-    records, tokenizer = read_records(asked), read_tokenizer(asked.feedback)
+    records = read_records(asked)
+    tokenizer = load_tokenizer(str(asked.feedback.reward_model), asked.feedback.reward_revision)  # its own
     folder = begin_folder(config, JSON_FILE)
     with connected_model(asked) as model:
         metrics = evaluate_reward(asked, records, model, tokenizer, folder)
@@ -66,22 +60,13 @@ def run_reward(config: EvaluateJob) -> None:
 def read_records(config: EvaluateJob) -> "list[AnnotatedRecord]":
     """The records with feedback that could be used. UserError where there is none."""
     from t2g.data.records import load_annotated
-    from t2g.data.sft import USABLE
     from t2g.tasks.base import get_task
 
     records = load_annotated(config.data, get_task(config.task))
-    usable = [record for record in records if record.status in USABLE]
+    usable = [record for record in records if record.usable]
     if not usable:
         raise UserError(f"data.path={config.data.path} has no record with feedback that could be used")
     return usable[:SMOKE_RECORDS] if config.run.smoke else usable
-
-
-def read_tokenizer(config: FeedbackConfig) -> Any:
-    """The reward model's own."""
-    from t2g.data.chat import load_tokenizer
-
-    assert config.reward_model is not None  # FeedbackConfig checked it
-    return load_tokenizer(config.reward_model, config.reward_revision)
 
 
 def evaluate_reward(
@@ -143,11 +128,6 @@ def connected_model(config: ScoreJob) -> "Iterator[ServedModel]":
     task = get_task(config.task)
     with on_cluster(config.cluster, feedback_roles(config.feedback)), Fleets() as fleets:
         yield fleets.rewards(config.feedback, task, config)
-
-
-WHAT: dict[str, tuple[type[EvaluateJob], Callable[[Any], None], Callable[[Any], str]]] = {
-    "reward": (EvaluateJob, run_reward, describe_reward),
-}
 
 
 if __name__ == "__main__":

@@ -2,19 +2,17 @@
 
     python -m jobs.score --config configs/tiny/score.yaml --prompt "I bought a phone ..." --text "about a laptop."
     python -m jobs.score --config configs/tiny/score.yaml feedback.reward_model=runs/own-reward/model \
-        --prompt @post.txt --text - < summary.txt
+        --prompt @post.txt --text @summary.txt
 
 Good spans are green and poor ones red; without a terminal, or with NO_COLOR set, they are [+good+] and [-poor-].
 """
 
 import argparse
 import asyncio
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from jobs.cli import execute, job_parser
 from jobs.evaluate import as_trained, connected_model
@@ -27,9 +25,8 @@ if TYPE_CHECKING:
 
 def score(argv: Sequence[str] | None = None) -> int:
     parser = job_parser(ScoreJob)
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what was asked: a text, @FILE, or - for stdin")
-    parser.add_argument("--text", required=True, metavar="TEXT", help="the response: a text, @FILE, or - for stdin")
-    parser.add_argument("--json", action="store_true", help="print the feedback as one JSON object")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what was asked: a text, or @FILE")
+    parser.add_argument("--text", required=True, metavar="TEXT", help="the response: a text, or @FILE")
     arguments = parser.parse_intermixed_args(argv)
     return execute(parser, arguments, ScoreJob, lambda config: run(config, arguments), describe)
 
@@ -39,27 +36,15 @@ def describe(config: ScoreJob) -> str:
 
 
 def run(config: ScoreJob, asked: argparse.Namespace) -> None:
-    prompt_text, response = read_texts(asked.prompt, asked.text, sys.stdin)
-    feedback = judge(as_trained(config), prompt_text, response)
-    show(feedback, prompt_text, response, as_json=asked.json)
+    prompt_text, response = read_text("--prompt", asked.prompt), read_text("--text", asked.text)
+    show(judge(as_trained(config), prompt_text, response), response)
 
 
-def read_texts(prompt: str, text: str, stdin: TextIO) -> tuple[str, str]:
-    """What --prompt and --text stand for. UserError for a file that cannot be read and for bytes that are no UTF-8."""
-    if prompt == text == "-":
-        raise UserError("--prompt and --text are both -, and the standard input can be read for one of them only")
-    return _read("--prompt", prompt, stdin), _read("--text", text, stdin)
-
-
-def _read(option: str, value: str, stdin: TextIO) -> str:
-    """A file ends with a line end that belongs to the file, not to the text."""
+def read_text(option: str, value: str) -> str:
+    """What --prompt or --text stands for. UserError for a file that cannot be read and for bytes that are no UTF-8."""
     try:
-        if value == "-":
-            text = stdin.read().removesuffix("\n")
-        elif value.startswith("@"):
-            text = Path(value[1:]).read_text(encoding="utf-8").removesuffix("\n")
-        else:
-            text = value
+        # A file ends with a line end that belongs to the file, not to the text.
+        text = Path(value[1:]).read_text(encoding="utf-8").removesuffix("\n") if value.startswith("@") else value
         text.encode()  # bytes of the command line that are no UTF-8 are half characters here
     except OSError as error:
         raise UserError(f"{option}: {value[1:]} cannot be read: {error.strerror}") from error
@@ -80,21 +65,17 @@ def judge(config: ScoreJob, prompt_text: str, response: str) -> "SpanFeedback":
         return asyncio.run(model.judge(prompt, response))
 
 
-def show(feedback: "SpanFeedback", prompt_text: str, response: str, *, as_json: bool) -> None:
+def show(feedback: "SpanFeedback", response: str) -> None:
     """Print it. RunStopped for an answer that could not be used."""
     from rich.console import Console
 
-    from t2g.data.sft import USABLE
     from t2g.report.terminal import show_feedback
 
-    if as_json:
-        print(json.dumps({"prompt": prompt_text, "response": response, **asdict(feedback)}))  # ASCII: nothing to obey
-    elif feedback.status in USABLE:
-        show_feedback(Console(), response, feedback)
-    if feedback.status not in USABLE:
+    if not feedback.usable:
         raise RunStopped(
             f"the reward model gave no feedback ({feedback.status}): {feedback.reason or 'no reason given'}"
         )
+    show_feedback(Console(), response, feedback)
 
 
 if __name__ == "__main__":

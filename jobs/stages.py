@@ -53,40 +53,29 @@ def make_records(demo: DemoJob, fleets: Fleets) -> dict[str, dict[str, Any]]:
 
 
 def sft_job(demo: DemoJob) -> SFTJob:
-    folder = demo.run.folder
-    return SFTJob(
-        run=_run(demo, BASE),
-        cluster=demo.cluster,
-        task="tiny",
-        model=ModelConfig(policy=str(folder / WORLD / "policy")),
-        data=DataConfig(path=str(folder / WORLD / "train.jsonl")),
-        sft=demo.policy_sft,
-    )
+    world = demo.run.folder / WORLD
+    model, data = ModelConfig(policy=str(world / "policy")), DataConfig(path=str(world / "train.jsonl"))
+    return SFTJob(**_stage(demo, BASE), model=model, data=data, sft=demo.policy_sft)
 
 
 def annotate_job(demo: DemoJob) -> AnnotateJob:
     """One response to each of the first `demo.annotate` training posts, criticised by program."""
-    folder = demo.run.folder
     return AnnotateJob(
-        run=_run(demo, ANNOTATED),
-        cluster=demo.cluster,
-        task="tiny",
+        **_stage(demo, ANNOTATED),
         model=base_model(demo),
-        data=DataConfig(path=str(folder / WORLD / "train.jsonl"), limit=demo.annotate),
+        data=DataConfig(path=str(demo.run.folder / WORLD / "train.jsonl"), limit=demo.annotate),
         rollout=demo.rollout.model_copy(update={"samples_per_prompt": 1}),
         annotate=AnnotateConfig(source=CRITIC, responses="policy"),
     )
 
 
 def reward_job(demo: DemoJob) -> RewardJob:
-    folder = demo.run.folder
+    annotated = demo.run.folder / ANNOTATED
     return RewardJob(
-        run=_run(demo, REWARD),
-        cluster=demo.cluster,
-        task="tiny",
-        model=ModelConfig(policy=str(folder / WORLD / "reward")),
-        data=DataConfig(path=str(folder / ANNOTATED / "train.jsonl")),
-        eval_data=DataConfig(path=str(folder / ANNOTATED / "heldout.jsonl")),
+        **_stage(demo, REWARD),
+        model=ModelConfig(policy=str(demo.run.folder / WORLD / "reward")),
+        data=DataConfig(path=str(annotated / "train.jsonl")),
+        eval_data=DataConfig(path=str(annotated / "heldout.jsonl")),
         sft=demo.reward_sft,
         engine=demo.reward_engine,
     )
@@ -105,9 +94,7 @@ def make_reviser(demo: DemoJob) -> dict[str, Any]:
 def reviser_job(demo: DemoJob) -> SFTJob:
     window = demo.rollout.max_model_len + demo.reward_engine.max_model_len  # as jobs.baselines serves it
     return SFTJob(
-        run=_run(demo, REVISER),
-        cluster=demo.cluster,
-        task="tiny",
+        **_stage(demo, REVISER),
         model=base_model(demo),
         data=DataConfig(path=str(demo.run.folder / ANNOTATED / "train.jsonl")),
         sft=demo.policy_sft.model_copy(update={"max_length": window, "num_epochs": REVISER_EPOCHS}),
@@ -147,8 +134,10 @@ def resolve_folder(config: AnyJob, placeholder: str, folder: Path) -> AnyJob:
     return type(config).model_validate(resolved(config.model_dump()))
 
 
-def _run(demo: DemoJob, name: str) -> RunConfig:
-    return RunConfig(root=demo.run.folder, name=name, seed=demo.run.seed)
+def _stage(demo: DemoJob, name: str) -> dict[str, Any]:
+    """What the jobs of all stages share."""
+    run = RunConfig(root=demo.run.folder, name=name, seed=demo.run.seed)
+    return {"run": run, "cluster": demo.cluster, "task": "tiny"}
 
 
 def once(folder: Path, settings: Section, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
@@ -173,12 +162,11 @@ def once(folder: Path, settings: Section, make: Callable[[], Mapping[str, Any]])
 
 def _write_world(demo: DemoJob) -> dict[str, Any]:
     from t2g.data.load import load_records
-    from t2g.tasks.tiny import Rates, measure, write_world
+    from t2g.tasks.tiny import measure, write_world
     from t2g.tasks.tiny_assets import build_model, build_reward_model, build_tokenizers
 
     world, folder = demo.world, demo.run.folder / WORLD
-    rates = Rates(**world.model_dump(include={"wrong", "missing", "invented", "repeated"}))
-    write_world(folder, num_train=world.num_train, num_heldout=world.num_heldout, rates=rates, seed=world.seed)
+    write_world(folder, world)
     policy, reward = build_tokenizers(folder)
     build_model(folder / "policy", policy, seed=world.seed)
     build_reward_model(folder / "reward", reward, seed=world.seed)

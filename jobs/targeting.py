@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
@@ -13,28 +13,19 @@ from actors.rollout import RolloutFleet
 from jobs.fleets import Fleets
 from jobs.stages import once
 from jobs.train_policy import PolicyData
+from t2g import targeting
 from t2g.arms import arm_job
 from t2g.checkpoint import write_atomic
 from t2g.config import CompareJob, PolicyJob
 from t2g.interfaces import FeedbackSource, Sampling
 from t2g.sampling import sampling_of
 from t2g.sections import ModelConfig
-from t2g.targeting import (
-    USABLE,
-    Reference,
-    changes_by_mention,
-    criticisms,
-    mentions,
-    read_reference,
-    reference_record,
-    returns,
-)
 from t2g.types import Prompt, Rollout, SpanFeedback
 
 REFERENCE, TARGETING_FILE = "reference", "targeting.json"
 
 
-def make_reference(job: CompareJob, data: PolicyData, fleets: Fleets) -> list[Reference]:
+def make_reference(job: CompareJob, data: PolicyData, fleets: Fleets) -> list[targeting.Reference]:
     """Responses of the base to held-out prompts, judged; from the run folder where they are there.
 
     fleets: engines that have not been sent other weights yet.
@@ -45,11 +36,11 @@ def make_reference(job: CompareJob, data: PolicyData, fleets: Fleets) -> list[Re
     def make() -> dict[str, Any]:
         rollouts, feedback = fleets.for_policy(settings, data.task)
         judged = asyncio.run(sample_and_judge(prompts, rollouts, feedback, reference_sampling(job)))
-        made = [Reference(prompt=p, rollout=r, feedback=f) for p, (r, f) in zip(prompts, judged, strict=True)]
-        return {"samples": [reference_record(reference) for reference in made]}
+        made = [targeting.Reference(prompt=p, rollout=r, feedback=f) for p, (r, f) in zip(prompts, judged, strict=True)]
+        return {"samples": [targeting.reference_record(reference) for reference in made]}
 
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
-    return [read_reference(record, by_id) for record in once(settings.run.folder, settings, make)["samples"]]
+    return [targeting.read_reference(record, by_id) for record in once(settings.run.folder, settings, make)["samples"]]
 
 
 def reference_job(job: CompareJob) -> PolicyJob:
@@ -82,24 +73,25 @@ async def sample_and_judge(
 def measure_targeting(
     arm: PolicyJob,
     data: PolicyData,
-    reference: Sequence[Reference],
+    reference: Sequence[targeting.Reference],
     sampling: Sampling,
     rollouts: RolloutFleet,
     feedback: FeedbackSource,
-) -> Callable[[LearnerGroup], None]:
-    """For `train`: writes what the run changed on the reference into the run's folder."""
-
-    def after(learner: LearnerGroup) -> None:
-        stats = learner.forward([r.rollout for r in reference])
-        changes = [s.old_logprobs - s.ref_logprobs for s in stats]
-        again = asyncio.run(criticised_again(reference, sampling, rollouts, feedback))
-        write_targeting(arm, data, reference, changes, again)
-
-    return after
+    learner: LearnerGroup,
+) -> None:
+    """Writes what the run changed on the reference into the run's folder, while its learner lives."""
+    stats = learner.forward([r.rollout for r in reference])
+    changes = [s.old_logprobs - s.ref_logprobs for s in stats]
+    again = asyncio.run(criticised_again(reference, sampling, rollouts, feedback))
+    write_targeting(arm, data, reference, changes, again)
 
 
 def measure_exported(
-    arm: PolicyJob, data: PolicyData, reference: Sequence[Reference], sampling: Sampling, feedback: FeedbackSource
+    arm: PolicyJob,
+    data: PolicyData,
+    reference: Sequence[targeting.Reference],
+    sampling: Sampling,
+    feedback: FeedbackSource,
 ) -> None:
     """The same of a run whose learner is gone, from the policy that it left.
 
@@ -123,27 +115,27 @@ def measure_exported(
 
 
 async def criticised_again(
-    reference: Sequence[Reference], sampling: Sampling, rollouts: RolloutFleet, feedback: FeedbackSource
+    reference: Sequence[targeting.Reference], sampling: Sampling, rollouts: RolloutFleet, feedback: FeedbackSource
 ) -> dict[str, Any]:
     """`t2g.targeting.returns`, by what this one source says of both responses: an ablation's reward model quotes in its
     own way.
     """
     before = await asyncio.gather(*(feedback.judge(r.prompt, r.rollout.response_text) for r in reference))
     after = await sample_and_judge([r.prompt for r in reference], rollouts, feedback, sampling)
-    return returns(
-        [criticisms(r.rollout.response_text, f) for r, f in zip(reference, before, strict=True)],
-        [criticisms(rollout.response_text, f) for rollout, f in after],
+    return targeting.returns(
+        [targeting.criticisms(r.rollout.response_text, f) for r, f in zip(reference, before, strict=True)],
+        [targeting.criticisms(rollout.response_text, f) for rollout, f in after],
     )
 
 
 def write_targeting(
     arm: PolicyJob,
     data: PolicyData,
-    reference: Sequence[Reference],
+    reference: Sequence[targeting.Reference],
     changes: Sequence[np.ndarray],
     again: dict[str, Any],
 ) -> None:
-    judged = [(r, c) for r, c in zip(reference, changes, strict=True) if r.feedback.status in USABLE]
-    labels = [mentions(data.tokenizer, r.rollout, r.feedback) for r, _ in judged]
-    measured = changes_by_mention(labels, [change for _, change in judged]) | again
+    judged = [(r, c) for r, c in zip(reference, changes, strict=True) if r.feedback.usable]
+    labels = [targeting.mentions(data.tokenizer, r.rollout, r.feedback) for r, _ in judged]
+    measured = targeting.changes_by_mention(labels, [change for _, change in judged]) | again
     write_atomic(arm.run.folder / TARGETING_FILE, json.dumps(measured, indent=1).encode())

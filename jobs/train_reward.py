@@ -47,17 +47,17 @@ def read_data(config: RewardJob) -> RewardData:
     """Examples and held-out records. UserError for what cannot be used."""
     from t2g.data.chat import load_tokenizer
     from t2g.data.records import load_annotated
-    from t2g.data.sft import USABLE, reward_examples
+    from t2g.data.sft import reward_examples
     from t2g.tasks.base import get_task
 
     for name, path in (("data.path", config.data.path), ("eval_data.path", config.eval_data.path)):
         check_style(name, path, config.style)
     task, tokenizer = get_task(config.task), load_tokenizer(config.model.policy, config.model.revision)
-    heldout = [record for record in load_annotated(config.eval_data, task) if record.status in USABLE]
+    heldout = [record for record in load_annotated(config.eval_data, task) if record.usable]
     if not heldout:
         raise UserError(f"eval_data.path={config.eval_data.path} has no record with feedback that could be used")
     records = load_annotated(config.data, task)
-    if config.style.critique and not any(record.critique.strip() for record in records if record.status in USABLE):
+    if config.style.critique and not any(record.critique.strip() for record in records if record.usable):
         raise UserError(
             f"data.path={config.data.path}: style.critique is on, and no record that could be used has a critique; "
             "set style.critique=false, or take records that were annotated with one"

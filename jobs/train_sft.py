@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING
 
 from jobs.cli import main
 from t2g import configio
@@ -25,7 +25,6 @@ from t2g.sections import RunConfig
 if TYPE_CHECKING:
     from actors.sft_rank import SFTProgress
     from t2g.data.sft import SFTExample
-    from t2g.metrics import RunLog
 
 MODEL = "model"
 LEFTOVERS = (MODEL, f"{MODEL}.part")  # what a training leaves, finished or not
@@ -56,6 +55,7 @@ def supervise(config: SFTJob | RewardJob, examples: "Sequence[SFTExample]", *, t
     from actors.sft import run_sft
     from t2g.data.sft import count_steps
     from t2g.metrics import RunLog
+    from t2g.progress import Stage, stage
 
     folder = begin_folder(config, *LEFTOVERS)
     options = config.sft
@@ -63,44 +63,27 @@ def supervise(config: SFTJob | RewardJob, examples: "Sequence[SFTExample]", *, t
         share = SMOKE_STEPS * options.batch_size / len(examples)
         options = options.model_copy(update={"num_epochs": min(options.num_epochs, share)})
     num_steps = count_steps(len(examples), options.num_epochs, options.batch_size)
-    with closing(RunLog(folder, config.log)) as log, _Follower(title, num_steps, log) as follower:
+    with closing(RunLog(folder, config.log)) as log, ExitStack() as shown:
+        bar: Stage | None = None  # a model that is kept shows none, and keeps its lines
+
+        def on_start(done: int) -> None:
+            nonlocal bar
+            log.truncate(first_step=done + 1)
+            bar = shown.enter_context(stage(title, num_steps, done=done))
+            if done:
+                bar.say(f"going on after step {done}, from its checkpoint")
+
+        def on_progress(progress: "SFTProgress") -> None:
+            assert bar is not None
+            log.step(progress.step, {f"sft/{key}": value for key, value in asdict(progress).items() if key != "step"})
+            bar.reach(progress.step)
+
         metrics = run_sft(
             model=config.model, examples=examples, options=options, cluster=config.cluster,
-            out_folder=folder / MODEL, seed=config.run.seed, on_start=follower.start, on_progress=follower.advance,
+            out_folder=folder / MODEL, seed=config.run.seed, on_start=on_start, on_progress=on_progress,
         )  # fmt: skip
     print(_summary(config, metrics, len(examples)))
     return metrics
-
-
-class _Follower:
-    """Shows a training on a progress bar and writes it down; a model that is kept shows no bar and keeps its lines."""
-
-    def __init__(self, title: str, num_steps: int, log: "RunLog") -> None:
-        self._title, self._num_steps, self._log = title, num_steps, log
-        self._done = 0
-        self._open = ExitStack()
-
-    def start(self, done: int) -> None:
-        """The ranks are about to start, `done` steps into the training."""
-        from t2g.progress import stage
-
-        self._log.truncate(first_step=done + 1)
-        self._done = done
-        self._bar = self._open.enter_context(stage(self._title, self._num_steps, done=done))
-        if done:
-            self._bar.say(f"going on after step {done}, from its checkpoint")
-
-    def advance(self, progress: "SFTProgress") -> None:
-        values = {f"sft/{key}": value for key, value in asdict(progress).items() if key != "step"}
-        self._log.step(progress.step, values)
-        self._bar.advance(progress.step - self._done)
-        self._done = progress.step
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._open.__exit__(*error)
 
 
 def work_folder(run: RunConfig) -> Path:

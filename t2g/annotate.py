@@ -18,7 +18,6 @@ import numpy as np
 from pydantic_core import to_json
 
 from t2g.data.records import AnnotatedRecord, annotated_record
-from t2g.data.sft import USABLE
 from t2g.feedback.parse import no_feedback
 from t2g.interfaces import FeedbackSource
 from t2g.tasks.base import Record, Task, stable_id
@@ -156,15 +155,10 @@ def heldout_prompts(prompts: Iterable[str], share: float) -> set[str]:
     Those whose hash is below `share`: the same ones whatever else the data holds. At least one, and at most all but
     one; none of a single prompt.
     """
-    order = sorted((_fraction(prompt), prompt) for prompt in set(prompts))
+    order = sorted((int(stable_id(prompt), 16) / 2**64, prompt) for prompt in set(prompts))
     count = sum(fraction < share for fraction, _ in order)
     count = min(max(count, 1), len(order) - 1)
     return {prompt for _, prompt in order[: max(count, 0)]}
-
-
-def _fraction(text: str) -> float:
-    digest = hashlib.blake2b(text.encode("utf-8", errors="replace"), digest_size=8).digest()
-    return int.from_bytes(digest) / 2**64
 
 
 def summarize(records: Sequence[AnnotatedRecord]) -> dict[str, Any]:
@@ -174,7 +168,7 @@ def summarize(records: Sequence[AnnotatedRecord]) -> dict[str, Any]:
     that were given, those that stand in the response; agreement: mean over records with several annotators. The last
     three are None where there is nothing to tell. reasons: [count, first example], most frequent first.
     """
-    usable = [record for record in records if record.status in USABLE]
+    usable = [record for record in records if record.usable]
     statuses = Counter(record.status for record in records)
     num_quotes = sum(record.num_quotes for record in usable)
     agreements = [record.agreement for record in usable if record.agreement is not None]
@@ -185,7 +179,7 @@ def summarize(records: Sequence[AnnotatedRecord]) -> dict[str, Any]:
         "spans_per_response": sum(len(record.spans or ()) for record in usable) / len(usable) if usable else None,
         "located_share": sum(record.num_located for record in usable) / num_quotes if num_quotes else None,
         "agreement": sum(agreements) / len(agreements) if agreements else None,
-        "reasons": _grouped(r.reason or f"status {r.status}" for r in records if r.status not in USABLE),
+        "reasons": _grouped(r.reason or f"status {r.status}" for r in records if not r.usable),
     }
 
 

@@ -17,7 +17,7 @@ from t2g.baselines import PreferencePair, Scored
 from t2g.concurrency import unless_stopped
 from t2g.config import PolicyJob
 from t2g.data.sft import SFTExample
-from t2g.errors import RunStopped, Stopped
+from t2g.errors import RunStopped
 from t2g.interfaces import FeedbackSource, RolloutSource
 from t2g.metrics import RunLog
 from t2g.producer import Producer
@@ -43,7 +43,7 @@ Serve = Callable[[ModelConfig, RolloutConfig, Callable[[RolloutSource], Coroutin
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """One run. `job.model` is the base. Training leaves its model in `result`; it returns None where it was stopped."""
+    """One run. `job.model` is the base. Training leaves its model in `result`; whoever is stopped raises Stopped."""
 
     job: PolicyJob
     task: Task
@@ -57,18 +57,8 @@ class Arm:
     log: RunLog
     stop: Callable[[], bool]
     serve: Serve
-    train_pairs: Callable[[Sequence[PreferencePair]], Metrics | None]
-    train_examples: Callable[[Sequence[SFTExample]], Metrics | None]
-
-    async def unless_stopped(self, coroutines: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
-        return going_on(await unless_stopped(coroutines, self.stop))
-
-
-def going_on(answer: Result | None) -> Result:
-    """Raises Stopped where a stop left no answer."""
-    if answer is None:
-        raise Stopped
-    return answer
+    train_pairs: Callable[[Sequence[PreferencePair]], Metrics]
+    train_examples: Callable[[Sequence[SFTExample]], Metrics]
 
 
 # ------------------------------------------------------------------------------------------------------------- methods
@@ -81,7 +71,7 @@ def dpo(arm: Arm) -> Metrics:
     if not pairs:
         raise RunStopped(f"dpo has nothing to learn from: in all {ties} pairs both responses are worth the same")
     began = time.monotonic()
-    trained = going_on(arm.train_pairs(pairs))
+    trained = arm.train_pairs(pairs)
     metrics = {f"dpo/{name}": value for name, value in trained.items()}
     metrics |= {"dpo/pairs": float(len(pairs)), "dpo/ties_share": ties / (ties + len(pairs))}
     metrics |= run_metrics(job, steps, [one for some in scored for one in some], learn_s=time.monotonic() - began)
@@ -97,7 +87,7 @@ def ilf(arm: Arm) -> Metrics:
     if not best:
         raise RunStopped("ilf has nothing to imitate: no response has a critique that the reviser has room for")
     began = time.monotonic()
-    trained = going_on(arm.train_examples(baselines.imitation_examples(best, arm.tokenizer)))
+    trained = arm.train_examples(baselines.imitation_examples(best, arm.tokenizer))
     metrics = {"ilf/loss": trained["loss"], "ilf/revised_share": len(best) / sum(len(one.pairs) for one in steps)}
     metrics |= run_metrics(job, [*steps, *revised], best, learn_s=time.monotonic() - began)
     return metrics | score_result(arm)
@@ -110,7 +100,7 @@ def reflection(arm: Arm) -> Metrics:
 
     async def answer_again(rollouts: RolloutSource) -> tuple[list[tuple[Prompt, Rollout]], Metrics]:
         began = time.monotonic()
-        said = await arm.unless_stopped([arm.feedback.judge(p, r.response_text) for p, r in held_out])
+        said = await unless_stopped((arm.feedback.judge(p, r.response_text) for p, r in held_out), arm.stop)
         judged = [(p, r, f) for (p, r), f in zip(held_out, said, strict=True)]
         revisions = await revise(arm, judged, rollouts, split="eval", step=0, num_samples=1)
         pairs = [(p, replace(new[0], sample_index=r.sample_index) if new else r) for (p, r, _), new in revisions]
@@ -140,7 +130,7 @@ async def ask_base(
         async with Producer(asked, arm.prompts, rollouts, feedback) as producer:
             for step in range(1, job.num_steps + 1):
                 producer.admit(step)
-                steps.append(going_on(await producer.take(step, arm.stop)))
+                steps.append(await producer.take(step, arm.stop))
                 bar.advance()
     return held_out, steps
 
@@ -157,7 +147,7 @@ async def revise_steps(arm: Arm, steps: Sequence[Judged], rollouts: RolloutSourc
             found = await revise(arm, kept, rollouts, split="revise", step=step, num_samples=num_samples)
             written = [(prompt, new) for (prompt, _, _), some in found for new in some]
             sampled_at = time.monotonic()
-            said = await arm.unless_stopped([feedback.judge(p, r.response_text) for p, r in written])
+            said = await unless_stopped((feedback.judge(p, r.response_text) for p, r in written), arm.stop)
             revised.append(
                 Judged(
                     pairs=tuple((p, r, f) for (p, r), f in zip(written, said, strict=True)),
@@ -170,19 +160,13 @@ async def revise_steps(arm: Arm, steps: Sequence[Judged], rollouts: RolloutSourc
 
 
 async def revise(
-    arm: Arm,
-    judged: Sequence[JudgedResponse],
-    rollouts: RolloutSource,
-    *,
-    split: str,
-    step: int,
-    num_samples: int,
+    arm: Arm, judged: Sequence[JudgedResponse], rollouts: RolloutSource, *, split: str, step: int, num_samples: int
 ) -> list[tuple[JudgedResponse, list[Rollout]]]:
     """`num_samples` revisions of each response, none where there is no critique or no room for it."""
     room = baselines.revising_rollout(arm.job).max_prompt_tokens
     sampling = sampling_of(arm.job, split, step, num_samples=num_samples)
     asked = [baselines.revision_prompt(arm.task, one, arm.reviser_tokenizer, room) for one in judged]
-    answers = iter(await arm.unless_stopped([rollouts.sample(prompt, sampling) for prompt in asked if prompt]))
+    answers = iter(await unless_stopped((rollouts.sample(prompt, sampling) for prompt in asked if prompt), arm.stop))
     return [(one, next(answers) if prompt else []) for one, prompt in zip(judged, asked, strict=True)]
 
 
@@ -206,7 +190,7 @@ def run_metrics(job: PolicyJob, steps: Sequence[Judged], learnt: Sequence[Scored
         "samples": float(job.num_steps * rollout.prompts_per_step * rollout.samples_per_prompt),
         "reward/response_mean": mean(one.delta for one in learnt),
         "response/length_mean": mean(len(r.response_ids) for _, r, _ in responses),
-        "feedback/failed_share": mean(f.status not in ("ok", "empty") for _, _, f in responses),
+        "feedback/failed_share": mean(not f.usable for _, _, f in responses),
         "time/generate_s": generate_s,
         "time/feedback_s": feedback_s,
         "time/learn_s": learn_s,

@@ -69,15 +69,12 @@ def check(method: Baseline, job: PolicyJob) -> None:
 
 def score(pairs: Sequence[JudgedResponse], tokenizer: Any, rule: RewardRuleConfig) -> list[Scored]:
     """Each response with its summed delta. tokenizer: of the model that wrote them."""
-    return [
-        Scored(prompt=prompt, rollout=rollout, feedback=feedback, delta=_delta(rollout, feedback, tokenizer, rule))
-        for prompt, rollout, feedback in pairs
-    ]
-
-
-def _delta(rollout: Rollout, feedback: SpanFeedback, tokenizer: Any, rule: RewardRuleConfig) -> float:
-    offsets = token_offsets(tokenizer, rollout.response_ids)
-    return float(token_rewards(offsets, feedback.spans, text=rollout.response_text, rule=rule).sum())
+    scored = []
+    for prompt, rollout, feedback in pairs:
+        offsets = token_offsets(tokenizer, rollout.response_ids)
+        deltas = token_rewards(offsets, feedback.spans, text=rollout.response_text, rule=rule)
+        scored.append(Scored(prompt=prompt, rollout=rollout, feedback=feedback, delta=float(deltas.sum())))
+    return scored
 
 
 # ----------------------------------------------------------------------------------------------------------------- dpo
@@ -117,7 +114,7 @@ def revision_prompt(task: Task, judged: JudgedResponse, tokenizer: Any, max_prom
     A prompt too long loses input text, never the response or the critique. tokenizer: of the model that is asked.
     """
     prompt, rollout, feedback = judged
-    if feedback.status not in ("ok", "empty") or not feedback.critique.strip():
+    if not feedback.usable or not feedback.critique.strip():
         return None
     ids = _revision_ids(task, prompt, rollout.response_text, feedback.critique, tokenizer, max_prompt_tokens)
     if ids is None:

@@ -87,7 +87,15 @@ def summarise_method(by_seed: Mapping[int, Run], scalar: Mapping[int, Run] | Non
         "samples": max(run.samples[-1] for run in by_seed.values()),
         "step_seconds": mean(step_seconds) if step_seconds else None,
         "targeting": summarise_targeting([run.targeting for run in by_seed.values()]),
-        "by_seed": {seed: {"score": scores[seed], **_by_seed(by_seed[seed])} for seed in by_seed},
+        "by_seed": {
+            seed: {
+                "score": run.score,
+                "step_seconds": run.step_seconds,
+                "curve": {"samples": run.samples, "scores": run.scores},
+                "targeting": run.targeting,
+            }
+            for seed, run in by_seed.items()
+        },
     }
     if scalar is None:
         return summary
@@ -107,21 +115,14 @@ def summarise_method(by_seed: Mapping[int, Run], scalar: Mapping[int, Run] | Non
     }
 
 
-def _by_seed(run: Run) -> dict[str, Any]:
-    curve = {"samples": run.samples, "scores": run.scores}
-    return {"step_seconds": run.step_seconds, "curve": curve, "targeting": run.targeting}
-
-
 def reach(run: Run, scalar: Run) -> dict[str, float | None]:
     """When `run` first is as good as scalar of the same seed ever was: samples, seconds, and the samples as a share of
     those that scalar itself took. None where it never is, and where nothing is trained.
     """
-    if run.step_seconds is None:
-        return {"samples": None, "seconds": None, "share": None}
     best = max(scalar.smoothed)
     at, own = run.first_at(best), scalar.first_at(best)
     assert own is not None
-    if at is None:
+    if run.step_seconds is None or at is None:
         return {"samples": None, "seconds": None, "share": None}
     share = run.samples[at] / scalar.samples[own] if scalar.samples[own] else 1.0
     return {"samples": run.samples[at], "seconds": run.seconds[at], "share": share}
@@ -185,8 +186,11 @@ def table(summary: Mapping[str, Any]) -> str:
     """Markdown of compare.json: methods, then noise where there is any."""
     methods, chosen = summary["methods"], summary["search"]["chosen"]
     lines = [_row(COLUMNS), _row(["---"] * len(COLUMNS))]
-    ends = ends_of(summary["search"]["grid"])
-    lines += [_row(_cells(name, _lr(chosen.get(name), ends), figures)) for name, figures in methods.items()]
+    grid = summary["search"]["grid"]
+    ends = (min(grid), max(grid)) if len(grid) > 1 else ()
+    for name, figures in methods.items():
+        lr = "–" if name not in chosen else f"{chosen[name]:g}{'*' if chosen[name] in ends else ''}"
+        lines.append(_row(_cells(name, lr, figures)))
     count = len(next(iter(methods.values()))["by_seed"])
     seeds = f"{count} seed{'s' if count > 1 else ''}"
     samples = max(figures["samples"] for figures in methods.values())
@@ -198,15 +202,6 @@ def table(summary: Mapping[str, Any]) -> str:
         for name, scores in {"none": clean, **summary["noise"]}.items():
             lines.append(_row([name, *(spread(scores[key]) for key in ("span", SCALAR, "span_minus_scalar"))]))
     return "\n".join(lines)
-
-
-def ends_of(grid: Sequence[float]) -> tuple[float, ...]:
-    """Its smallest and largest; none where there is no choice."""
-    return (min(grid), max(grid)) if len(grid) > 1 else ()
-
-
-def _lr(lr: float | None, ends: Sequence[float]) -> str:
-    return "–" if lr is None else f"{lr:g}{'*' if lr in ends else ''}"
 
 
 def _cells(name: str, lr: str, figures: Mapping[str, Any]) -> list[str]:

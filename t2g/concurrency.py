@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
+from t2g.errors import Stopped
+
 STOP_POLL_S = 0.2  # a signal is noticed within this time
 
 Result = TypeVar("Result")
@@ -44,10 +46,8 @@ async def beside(main: Work[Result], *others: Work[None]) -> Result:
         await end(tasks)
 
 
-async def results_unless_stopped(
-    tasks: Sequence["asyncio.Future[Result]"], stop: Callable[[], bool]
-) -> list[Result] | None:
-    """What they return, in order; the first exception is raised at once. None soon after `stop()` says so.
+async def results_unless_stopped(tasks: Sequence["asyncio.Future[Result]"], stop: Callable[[], bool]) -> list[Result]:
+    """What they return, in order; the first exception is raised at once. Stopped soon after `stop()` says so.
 
     The tasks are the caller's: those that still run go on.
     """
@@ -55,14 +55,14 @@ async def results_unless_stopped(
     while pending:
         done, pending = await asyncio.wait(pending, timeout=STOP_POLL_S, return_when=asyncio.FIRST_EXCEPTION)
         if stop():
-            return None
+            raise Stopped
         for task in done:
             task.result()
     return [task.result() for task in tasks]
 
 
-async def unless_stopped(works: Iterable[Work[Result]], stop: Callable[[], bool]) -> list[Result] | None:
-    """`together`, but None soon after `stop()` says so."""
+async def unless_stopped(works: Iterable[Work[Result]], stop: Callable[[], bool]) -> list[Result]:
+    """`together`, but Stopped soon after `stop()` says so."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return await results_unless_stopped(tasks, stop)

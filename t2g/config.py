@@ -171,10 +171,7 @@ class StudyJob(Section):
     num_epochs: float = Field(5, gt=0, description="of each training; all else is the demo's reward_sft")
     eval_records: int = Field(400, ge=1, description="held-out records that each model judges")
 
-    @field_validator("seeds", "variants")
-    @classmethod
-    def _no_one_twice(cls, names: tuple[Any, ...], info: ValidationInfo) -> tuple[Any, ...]:
-        return _without_repeats(names, info)
+    _no_one_twice = field_validator("seeds", "variants")(_without_repeats)
 
 
 Method = Literal[
@@ -217,10 +214,7 @@ class CompareConfig(Section):
         None, description="a config of jobs.reward_study; its models that ${study} names are trained where missing"
     )
 
-    @field_validator("methods", "seeds", "lr_grid", "search_seeds")
-    @classmethod
-    def _no_one_twice(cls, names: tuple[Any, ...], info: ValidationInfo) -> tuple[Any, ...]:
-        return _without_repeats(names, info)
+    _no_one_twice = field_validator("methods", "seeds", "lr_grid", "search_seeds")(_without_repeats)
 
     @model_validator(mode="after")
     def _is_fair(self) -> "CompareConfig":

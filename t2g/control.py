@@ -83,8 +83,13 @@ def write_wanted(folder: Path, wanted: Wanted) -> Wanted:
     if not asked:
         raise UserError("nothing is asked for: rollouts or rewards needs a number")
     for field, number in asked.items():
+        if field not in bounds and field == "rollouts":
+            raise UserError(
+                "rollouts: this run chooses their number itself; start it again with rollout.autoscale=false to choose"
+            )
         if field not in bounds:
-            raise UserError(_why_not(field, config))
+            source = config.feedback.source
+            raise UserError(f"rewards: feedback.source={source} has no engines of this run that could be scaled")
         workers = bounds[field]
         if not workers.min <= number <= workers.max:
             raise UserError(
@@ -93,12 +98,6 @@ def write_wanted(folder: Path, wanted: Wanted) -> Wanted:
     merged = read_wanted(folder).model_copy(update=asked)
     write_atomic(folder / CONTROL_FILE, merged.model_dump_json().encode())
     return merged
-
-
-def _why_not(field: str, config: PolicyJob) -> str:
-    if field == "rollouts":
-        return "rollouts: this run chooses their number itself; start it again with rollout.autoscale=false to choose"
-    return f"rewards: feedback.source={config.feedback.source} has no engines of this run that could be scaled"
 
 
 def read_wanted(folder: Path) -> Wanted:

@@ -1,9 +1,14 @@
 """What a config amounts to, in plain words, for `--dry-run`. Pure arithmetic on the config; upper bounds say so."""
 
 from math import ceil
+from textwrap import indent
 
 from t2g.config import NOISY, UNTRAINED, AnnotateJob, CompareJob, DemoJob, PolicyJob, RewardJob, SFTJob, StudyJob
 from t2g.sections import LearnerConfig, ProcessConfig, RolloutConfig, SFTOptions
+
+
+def _told(job: PolicyJob | DemoJob | SFTJob | AnnotateJob | RewardJob | StudyJob, *lines: str) -> str:
+    return "\n".join([*lines, f"run folder: {job.run.folder}"])
 
 
 def describe_policy(job: PolicyJob) -> str:
@@ -12,20 +17,26 @@ def describe_policy(job: PolicyJob) -> str:
     roles: dict[str, ProcessConfig] = {"rollout": job.rollout} | job.learner.roles(job.objective)
     if job.feedback.own_engines:
         roles[str(job.feedback.model_asked)] = job.feedback.engine
-    lines = [
+    evaluation = "none, there is no eval_data"
+    if job.eval_data is not None:
+        evaluation = (
+            f"every {_count(job.eval.every, 'step')}, {_count(job.eval.num_prompts, 'prompt')} x "
+            f"{_count(job.eval.samples_per_prompt, 'sample')} of {job.eval_data.path}"
+        )
+    return _told(
+        job,
         *_step_lines(job.rollout, job.learner),
         f"run: {_count(job.num_steps, 'step')}, {_count(samples, 'sample')} in all",
         f"feedback: {job.feedback.source}",
-        _evaluation(job),
+        f"evaluation: {evaluation}",
         *_resource_lines(roles),
-        f"run folder: {job.run.folder}",
-    ]
-    return "\n".join(lines)
+    )
 
 
 def describe_demo(job: DemoJob) -> str:
     samples = job.num_steps * samples_per_step(job.rollout)
-    lines = [
+    return _told(
+        job,
         f"world: {_count(job.world.num_train, 'post')} to train on, {job.world.num_heldout} held out",
         f"base policy: {_sft(job.policy_sft)}",
         f"stage 1: {_count(job.annotate, 'response')} sampled and criticised by program",
@@ -34,19 +45,11 @@ def describe_demo(job: DemoJob) -> str:
         *_step_lines(job.rollout, job.learner),
         f"run: {_count(job.num_steps, 'step')} and {_count(samples, 'sample')} for each arm",
         *_resource_lines({"rollout": job.rollout, **job.learner.roles(job.objective), "reward": job.reward_engine}),
-        f"run folder: {job.run.folder}",
-    ]
-    return "\n".join(lines)
+    )
 
 
 def describe_sft(job: SFTJob) -> str:
-    return "\n".join(
-        [
-            f"supervised: {_sft(job.sft)}",
-            *_resource_lines({"trainer": job.sft}),
-            f"run folder: {job.run.folder}",
-        ]
-    )
+    return _told(job, f"supervised: {_sft(job.sft)}", *_resource_lines({"trainer": job.sft}))
 
 
 def describe_annotate(job: AnnotateJob) -> str:
@@ -61,36 +64,29 @@ def describe_annotate(job: AnnotateJob) -> str:
     if options.own_engines:
         roles[str(options.model_asked)] = options.engine
     aligner = f", aligned by {options.align}" if options.source == "human" and options.align else ""
-    return "\n".join(
-        [
-            what,
-            f"feedback: {options.source}{aligner}; records of {options.heldout_share:.0%} of the prompts are held out",
-            *(_resource_lines(roles) if roles else ["no engines of our own, and no Ray"]),
-            f"run folder: {job.run.folder}",
-        ]
+    return _told(
+        job,
+        what,
+        f"feedback: {options.source}{aligner}; records of {options.heldout_share:.0%} of the prompts are held out",
+        *(_resource_lines(roles) if roles else ["no engines of our own, and no Ray"]),
     )
 
 
 def describe_reward(job: RewardJob) -> str:
-    return "\n".join(
-        [
-            f"supervised: {_sft(job.sft)}",
-            f"evaluation: at most {_count(job.eval_records, 'record')} of {job.eval_data.path}",
-            *_resource_lines({"trainer": job.sft, "then reward": job.engine}, together=False),
-            f"run folder: {job.run.folder}",
-        ]
+    return _told(
+        job,
+        f"supervised: {_sft(job.sft)}",
+        f"evaluation: at most {_count(job.eval_records, 'record')} of {job.eval_data.path}",
+        *_resource_lines({"trainer": job.sft, "then reward": job.engine}, together=False),
     )
 
 
 def describe_study(job: StudyJob) -> str:
-    trainings = len(job.variants) * len(job.seeds)
-    return "\n".join(
-        [
-            f"{_count(trainings, 'training')}: {', '.join(job.variants)}, each with "
-            f"{_count(len(job.seeds), 'seed')}, {job.num_epochs:g} epochs; records and resources of {job.stages}",
-            f"evaluation: at most {_count(job.eval_records, 'held-out record')} after each",
-            f"run folder: {job.run.folder}",
-        ]
+    return _told(
+        job,
+        f"{_count(len(job.variants) * len(job.seeds), 'training')}: {', '.join(job.variants)}, each with "
+        f"{_count(len(job.seeds), 'seed')}, {job.num_epochs:g} epochs; records and resources of {job.stages}",
+        f"evaluation: at most {_count(job.eval_records, 'held-out record')} after each",
     )
 
 
@@ -101,14 +97,10 @@ def describe_compare(job: CompareJob) -> str:
     searched = sum(method not in UNTRAINED for method in config.methods) * (len(config.lr_grid) > 1)
     searches = searched * len(config.lr_grid) * len(config.search_seeds)
     noisy = len(config.noise) * len(NOISY) * len(config.seeds)
-    return "\n".join(
-        [
-            f"methods: {', '.join(config.methods)}; {_count(len(config.seeds), 'seed')}, the same for all",
-            f"{_count(searches + arms + noisy, 'run')}: {searches} to choose learning rates, {arms} that are compared, "
-            f"{noisy} under noise",
-            "each run:",
-            *(f"  {line}" for line in describe_policy(job).splitlines()),
-        ]
+    return (
+        f"methods: {', '.join(config.methods)}; {_count(len(config.seeds), 'seed')}, the same for all\n"
+        f"{_count(searches + arms + noisy, 'run')}: {searches} to choose learning rates, {arms} that are compared, "
+        f"{noisy} under noise\neach run:\n{indent(describe_policy(job), '  ')}"
     )
 
 
@@ -138,15 +130,6 @@ def _step_lines(rollout: RolloutConfig, learner: LearnerConfig) -> list[str]:
         f"{_count(max_microbatches(rollout, learner), 'microbatch')} of {learner.tokens_per_microbatch} tokens "
         f"on each of {_count(learner.workers, 'rank')}",
     ]
-
-
-def _evaluation(job: PolicyJob) -> str:
-    if job.eval_data is None:
-        return "evaluation: none, there is no eval_data"
-    return (
-        f"evaluation: every {_count(job.eval.every, 'step')}, {_count(job.eval.num_prompts, 'prompt')} x "
-        f"{_count(job.eval.samples_per_prompt, 'sample')} of {job.eval_data.path}"
-    )
 
 
 def _sft(options: SFTOptions) -> str:

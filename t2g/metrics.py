@@ -182,7 +182,8 @@ class RunLog:
         """One line of metrics.jsonl, and the same numbers to every dashboard."""
         assert step > self._last_step, f"step {step} was logged before"
         self._last_step = step
-        _append(self._folder / METRICS_FILE, [{STEP: step, **{name: _finite(v) for name, v in metrics.items()}}])
+        finite = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
+        _append(self._folder / METRICS_FILE, [{STEP: step, **finite}])
         for sink in self._sinks:
             sink.log(step, metrics)
 
@@ -199,9 +200,15 @@ class RunLog:
         by_key = {(s.rollout.prompt_id, s.rollout.sample_index): s for s in scored}
         records = []
         for prompt, rollout, feedback in chosen:
-            found = by_key.get((rollout.prompt_id, rollout.sample_index))
-            tokens = _token_record(found, tokenizer) if found is not None else {}
-            records.append(_sample_record(step, "train", prompt, rollout, feedback) | tokens)
+            record = _sample_record(step, "train", prompt, rollout, feedback)
+            if found := by_key.get((rollout.prompt_id, rollout.sample_index)):
+                ranges = token_offsets(tokenizer, rollout.response_ids).tolist()
+                record |= {  # lists of length R: character range, text and reward (delta) of each response token
+                    "token_ranges": ranges,
+                    "token_texts": [rollout.response_text[start:end] for start, end in ranges],
+                    "token_rewards": found.token_rewards.tolist(),
+                }
+            records.append(record)
         _append(self._folder / SAMPLES_FILE, records)
 
     def dropped(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
@@ -315,18 +322,3 @@ def _sample_record(
         "finish_reason": rollout.finish_reason,
         "feedback": None if feedback is None else asdict(feedback),
     }
-
-
-def _token_record(scored: ScoredRollout, tokenizer: Any) -> dict[str, list[Any]]:
-    """Three lists of length R: character range, text and reward (delta) of each response token."""
-    ranges = token_offsets(tokenizer, scored.rollout.response_ids).tolist()
-    return {
-        "token_ranges": ranges,
-        "token_texts": [scored.rollout.response_text[start:end] for start, end in ranges],
-        "token_rewards": scored.token_rewards.tolist(),
-    }
-
-
-def _finite(value: float) -> float | None:
-    value = float(value)
-    return value if math.isfinite(value) else None

@@ -70,12 +70,10 @@ class Producer:
         said = await together(self._feedback.judge(prompt, rollout.response_text) for rollout in sampled)
         return Group(prompt=prompt, samples=tuple(zip(sampled, said, strict=True)))
 
-    async def take(self, step: int, stop: Callable[[], bool]) -> Judged | None:
-        """The samples of a step that was admitted, once they are all there. None soon after `stop()` says so."""
+    async def take(self, step: int, stop: Callable[[], bool]) -> Judged:
+        """The samples of a step that was admitted, once they are all there. Stopped soon after `stop()` says so."""
         started = time.monotonic()
         groups = await results_unless_stopped(self._steps[step], stop)
-        if groups is None:
-            return None
         del self._steps[step]
         unsampled = {group.prompt.prompt_id: group.failure for group in groups if not group.samples}
         generate_s = max(0.0, self._sampled_at.pop(step) - started)

@@ -2,8 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Protocol
+from contextlib import contextmanager, nullcontext
 
 from rich import get_console
 from rich.console import Console
@@ -13,24 +12,44 @@ SECONDS_BETWEEN_LINES = 10.0
 RATE_PERIOD_S = 3600.0  # rich looks back 30 s: a step of a minute would leave it without a rate
 
 
-class Stage(Protocol):
+class Stage:
+    """A bar where there is a `progress`, else at most one line in SECONDS_BETWEEN_LINES."""
+
+    def __init__(
+        self, name: str, total: int, done: int, console: Console, clock: Callable[[], float], progress: Progress | None
+    ) -> None:
+        self._name, self._total, self._console, self._clock, self._progress = name, total, console, clock, progress
+        self._before = self._done = done
+        self._begin = self._last = clock()
+        if progress:
+            self._task = progress.add_task(name, total=total, completed=done)
+            progress.advance(self._task, 0)  # rich measures from its first sample on
+
     def advance(self, count: int = 1) -> None:
         """So many more of the stage's `total` are done."""
-        ...
+        self._done += count
+        if self._progress:
+            return self._progress.advance(self._task, count)
+        now = self._clock()
+        if now - self._last < SECONDS_BETWEEN_LINES or self._done == self._before:
+            return None
+        self._last = now
+        left = (now - self._begin) / (self._done - self._before) * (self._total - self._done)
+        return self.say(f"{self._name}: {self._done} of {self._total}, {duration(left)} left")
+
+    def reach(self, done: int) -> None:
+        """So many of the stage's `total` are done."""
+        self.advance(done - self._done)
 
     def say(self, line: str) -> None:
         """Print a line of its own, above the bar where there is one."""
-        ...
+        # Without rich's own reading of brackets and numbers, and without breaking the line.
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
 def stage(
-    name: str,
-    total: int,
-    done: int = 0,
-    *,
-    console: Console | None = None,
-    clock: Callable[[], float] = time.monotonic,
+    name: str, total: int, done: int = 0, *, console: Console | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Stage]:
     """Show the progress of one stage while the block runs; the last line says how long it took.
 
@@ -38,54 +57,20 @@ def stage(
     On a terminal a bar that vanishes at the end; elsewhere at most one line in 10 s, for logs.
     """
     console = console or get_console()  # one for all: nested stages share one live display
+    columns = (
+        "{task.description}",
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        "left",
+        TimeRemainingColumn(),
+    )
+    bar = Progress(*columns, console=console, transient=True, speed_estimate_period=RATE_PERIOD_S)
     begin = clock()
-    if console.is_terminal:
-        times = (TimeElapsedColumn(), "left", TimeRemainingColumn())
-        with Progress(
-            "{task.description}", BarColumn(), MofNCompleteColumn(), *times,
-            console=console, transient=True, speed_estimate_period=RATE_PERIOD_S,
-        ) as progress:  # fmt: skip
-            yield _BarStage(progress, name, total, done)
-    else:
-        yield _LineStage(name, total, done, console, clock)
-    _say(console, f"{name}: done in {duration(clock() - begin)}")
-
-
-class _BarStage:
-    def __init__(self, progress: Progress, name: str, total: int, done: int) -> None:
-        self._progress = progress
-        self._task = progress.add_task(name, total=total, completed=done)
-        self.advance(0)  # rich measures from its first sample on
-
-    def advance(self, count: int = 1) -> None:
-        self._progress.advance(self._task, count)
-
-    def say(self, line: str) -> None:
-        _say(self._progress.console, line)
-
-
-class _LineStage:
-    def __init__(self, name: str, total: int, done: int, console: Console, clock: Callable[[], float]) -> None:
-        self._name, self._total, self._console, self._clock = name, total, console, clock
-        self._before = self._done = done
-        self._begin = self._last = clock()
-
-    def advance(self, count: int = 1) -> None:
-        self._done += count
-        now = self._clock()
-        if now - self._last < SECONDS_BETWEEN_LINES or self._done == self._before:
-            return
-        self._last = now
-        left = (now - self._begin) / (self._done - self._before) * (self._total - self._done)
-        _say(self._console, f"{self._name}: {self._done} of {self._total}, {duration(left)} left")
-
-    def say(self, line: str) -> None:
-        _say(self._console, line)
-
-
-def _say(console: Console, line: str) -> None:
-    """Print without rich's own reading of brackets and numbers, and without breaking the line."""
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    with bar if console.is_terminal else nullcontext() as progress:
+        shown = Stage(name, total, done, console, clock, progress)
+        yield shown
+    shown.say(f"{name}: done in {duration(clock() - begin)}")
 
 
 def duration(seconds: float) -> str:

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from t2g.data.records import AnnotatedRecord
-from t2g.data.sft import USABLE
 from t2g.feedback.rewards import token_rewards
 from t2g.types import Prompt, Span, SpanFeedback
 
@@ -81,7 +80,7 @@ def judged_record(
         response=response_text,
         gold=gold,
         feedback=guided,
-        parsed=unguided.status in USABLE,
+        parsed=unguided.usable,
         gold_labels=token_rewards(offsets, gold.spans, text=response_text),
         labels=token_rewards(offsets, guided.spans, text=response_text),
     )
@@ -151,7 +150,7 @@ def _counts(record: JudgedRecord) -> dict[tuple[str, str], float]:
         counts[name, "exact"] = len(set(ours) & set(theirs))
         counts[name, "overlapping"] = num_overlapping(ours, theirs, record.response)
     counts["all", "quotes"], counts["all", "located"] = record.feedback.num_quotes, record.feedback.num_located
-    counts["all", "parsed"], counts["all", "usable"] = record.parsed, record.feedback.status in USABLE
+    counts["all", "parsed"], counts["all", "usable"] = record.parsed, record.feedback.usable
     counts["all", "records"] = 1
     agreement = record.gold.agreement
     counts["all", "voted"], counts["all", "agreement"] = agreement is not None, agreement or 0.0
@@ -264,7 +263,7 @@ def find_errors(records: Sequence[JudgedRecord], *, examples_per_kind: int = EXA
 def _errors_of(record: JudgedRecord) -> dict[str, tuple[int, tuple[str, ...]]]:
     """Kind -> (number, what). An answer that could not be used misses nothing: it is one error, not many."""
     feedback, text = record.feedback, record.response
-    if feedback.status not in USABLE:
+    if not feedback.usable:
         return {"unparsable": (1, (f"{feedback.status}: {feedback.reason or 'no reason is known'}",))}
     wrong: dict[str, list[str]] = {}
     for span in record.gold.spans:

@@ -11,7 +11,6 @@ from typing import Any
 
 from t2g.concurrency import together
 from t2g.config import PolicyJob
-from t2g.data.sft import USABLE
 from t2g.errors import RunStopped
 from t2g.feedback.noise import NoisyFeedback
 from t2g.interfaces import FeedbackSource, RolloutSource, Sampling
@@ -54,7 +53,7 @@ def training_feedback(config: PolicyJob, feedback: FeedbackSource) -> FeedbackSo
 
 def usable(judged: Judged, config: PolicyJob, *, step: int, source: str) -> list[JudgedResponse]:
     """Those whose feedback can be used. RunStopped when more than `feedback.max_failed_share` of the step is lost."""
-    kept = [(p, r, f) for p, r, f in judged.pairs if f.status in USABLE]
+    kept = [(p, r, f) for p, r, f in judged.pairs if f.usable]
     num_asked = len(judged.pairs) + judged.num_unsampled
     lost_share = 1 - len(kept) / num_asked
     if lost_share > config.feedback.max_failed_share or not kept:
@@ -78,7 +77,7 @@ def dropped(judged: Judged) -> list[dict[str, Any]]:
             "reason": f"feedback {f.status}" + (f": {f.reason}" if f.reason else ""),
         }
         for _, r, f in judged.pairs
-        if f.status not in USABLE
+        if not f.usable
     ]
 
 

@@ -10,7 +10,7 @@ from t2g.algo.advantages import gae, group_advantages, step_rewards, whiten
 from t2g.algo.kl import sequence_kl
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.rewards import label_shares, place
-from t2g.sections import ObjectiveConfig, Placement, RewardRuleConfig, SandboxConfig
+from t2g.sections import ObjectiveConfig, RewardRuleConfig, SandboxConfig
 from t2g.tasks.base import Task
 from t2g.types import Prompt, Rollout, ScoredRollout, SpanFeedback, TokenStats, TrainSample, WeightSyncResult
 
@@ -104,8 +104,16 @@ def advantage_samples(
     """
     mask = pad([np.ones(len(s.rollout.response_ids)) for s in scored])
     old, ref = pad([t.old_logprobs for t in stats]), pad([t.ref_logprobs for t in stats])
+    placement = objective.rewards.placement
+    paid = [
+        place(
+            s.token_rewards, placement, step_ids=s.step_ids,
+            seed=seed, prompt_id=s.rollout.prompt_id, sample_index=s.rollout.sample_index,
+        )
+        for s in scored
+    ]  # fmt: skip
     rewards = step_rewards(
-        _paid(scored, objective.rewards.placement, seed),
+        pad(paid),
         torch.tensor([s.end_reward for s in scored]),
         old,
         ref,
@@ -128,23 +136,6 @@ def advantage_samples(
         for row, (s, t) in enumerate(zip(scored, stats, strict=True))
     ]
     return samples, sequence_kl(old, ref, mask)
-
-
-def _paid(scored: Sequence[ScoredRollout], placement: Placement, seed: int) -> torch.Tensor:
-    """The deltas where they are paid: [B, R]."""
-    return pad(
-        [
-            place(
-                s.token_rewards,
-                placement,
-                step_ids=s.step_ids,
-                seed=seed,
-                prompt_id=s.rollout.prompt_id,
-                sample_index=s.rollout.sample_index,
-            )
-            for s in scored
-        ]
-    )
 
 
 def _train_sample(
@@ -225,7 +216,7 @@ def eval_metrics(
         metrics |= {f"eval/{name}": float(np.mean([row[name] for row in rows])) for name in rows[0]}
         metrics["eval/score"] = metrics[f"eval/{task.score_name}"]
         return metrics
-    usable = [f for f in feedback if f.status in ("ok", "empty")]
+    usable = [f for f in feedback if f.usable]
     values = [sum(rules.good if s.label > 0 else rules.poor[s.severity - 1] for s in f.spans) for f in usable]
     metrics["eval/score"] = float(np.mean(values)) if values else float("-inf")
     metrics["eval/failed_share"] = 1 - len(usable) / len(feedback)

@@ -14,9 +14,8 @@ import numpy as np
 from t2g.feedback import token_offsets
 from t2g.feedback.rewards import token_rewards
 from t2g.sections import RewardRuleConfig
-from t2g.types import Prompt, Rollout, Span, SpanFeedback
+from t2g.types import Prompt, Rollout, SpanFeedback, read_feedback
 
-USABLE = ("ok", "empty")
 MENTIONS = {-1: "criticised", 1: "praised", 0: "unmentioned"}
 _RULE = RewardRuleConfig()  # the job's own may pay nothing for some spans; they are criticism all the same
 
@@ -44,7 +43,7 @@ def reference_record(reference: Reference) -> dict[str, Any]:
 
 
 def read_reference(record: Mapping[str, Any], prompts: Mapping[str, Prompt]) -> Reference:
-    prompt, feedback = prompts[record["prompt_id"]], record["feedback"]
+    prompt = prompts[record["prompt_id"]]
     rollout = Rollout(
         prompt_id=prompt.prompt_id,
         sample_index=0,
@@ -55,11 +54,7 @@ def read_reference(record: Mapping[str, Any], prompts: Mapping[str, Prompt]) -> 
         finish_reason=record["finish_reason"],
         policy_versions=((0, len(record["response_ids"]), 0),),
     )
-    spans = tuple(
-        Span(**{**span, "critique_range": span["critique_range"] and tuple(span["critique_range"])})
-        for span in feedback["spans"]
-    )
-    return Reference(prompt=prompt, rollout=rollout, feedback=SpanFeedback(**{**feedback, "spans": spans}))
+    return Reference(prompt=prompt, rollout=rollout, feedback=read_feedback(record["feedback"]))
 
 
 def mentions(tokenizer: Any, rollout: Rollout, feedback: SpanFeedback) -> np.ndarray:
@@ -87,7 +82,7 @@ def changes_by_mention(labels: Sequence[np.ndarray], changes: Sequence[np.ndarra
 
 def criticisms(response_text: str, feedback: SpanFeedback) -> frozenset[str] | None:
     """The quotes that are called poor, each once; None where the feedback is of no use."""
-    if feedback.status not in USABLE:
+    if not feedback.usable:
         return None
     return frozenset(response_text[span.start : span.end] for span in feedback.spans if span.label < 0)
 

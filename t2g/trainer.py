@@ -21,21 +21,13 @@ from t2g.config import PolicyJob
 from t2g.data.batching import make_train_batch
 from t2g.data.buffer import Group, read_groups, write_groups
 from t2g.decisions.alarms import alarms
-from t2g.errors import LearnerLost, RunStopped, UserError
+from t2g.errors import LearnerLost, RunStopped, Stopped, UserError
 from t2g.feedback import token_offsets, token_rewards
 from t2g.feedback.rewards import step_ids
 from t2g.interfaces import FeedbackSource, Learner, RolloutSource, WeightSync
 from t2g.metrics import RunLog
 from t2g.producer import Producer
-from t2g.sampling import (
-    Judged,
-    dropped,
-    held_out_metrics,
-    measure,
-    sample_held_out,
-    training_feedback,
-    usable,
-)
+from t2g.sampling import Judged, dropped, held_out_metrics, measure, sample_held_out, training_feedback, usable
 from t2g.state import Origin, TrainerState, read_state
 from t2g.steps import advantage_samples, refuse_not_finite, step_metrics, sync_metrics, token_staleness
 from t2g.tasks.base import Task
@@ -135,9 +127,12 @@ class Trainer:
         step, max_staleness = self.state.step + 1, self.config.rollout.max_staleness
         for admitted in range(step, min(step + max_staleness, self.config.num_steps) + 1):
             producer.admit(admitted)
-        judged = await producer.take(step, self.stop)
-        scored = None if judged is None else await self._score(step, judged)
-        if judged is None or scored is None or self.stop():
+        try:
+            judged = await producer.take(step, self.stop)
+            scored = await self._score(step, judged)
+        except Stopped:
+            return False
+        if self.stop():
             return False
         ages = token_staleness(
             [s.rollout for s in scored], policy_version=self.state.policy_version, max_staleness=max_staleness
@@ -208,17 +203,14 @@ class Trainer:
         finally:
             self._busy_s += time.monotonic() - started
 
-    async def _score(self, step: int, judged: Judged) -> list[ScoredRollout] | None:
-        """Rewards of the samples whose feedback can be used. None: `stop()` came.
-
-        Raises RunStopped when more than `feedback.max_failed_share` of the step is lost.
+    async def _score(self, step: int, judged: Judged) -> list[ScoredRollout]:
+        """Rewards of the samples whose feedback can be used. Raises Stopped when `stop()` comes, and RunStopped when
+        more than `feedback.max_failed_share` of the step is lost.
         """
         kept = usable(judged, self.config, step=step, source=self.feedback.name)
-        end_rewards: list[float] | None = [0.0] * len(kept)
+        end_rewards = [0.0] * len(kept)
         if self.config.objective.w_end:
             end_rewards = await unless_stopped([self._end_reward(p, r) for p, r, _ in kept], self.stop)
-        if end_rewards is None:
-            return None
         return [self._scored(r, f, end_reward) for (_, r, f), end_reward in zip(kept, end_rewards, strict=True)]
 
     async def _end_reward(self, prompt: Prompt, rollout: Rollout) -> float:
@@ -256,11 +248,6 @@ class Trainer:
             kl_coef=kl_coef,
         )
 
-    def _mark_time(self) -> None:
-        now = time.monotonic()
-        self.state = replace(self.state, wall_s=self.state.wall_s + now - self._since)
-        self._since = now
-
     async def _evaluate(self, *, step: int) -> dict[str, float]:
         """Held-out prompts, sampled as in training. A task without a measure of its own is scored by the feedback."""
         started = time.monotonic()
@@ -277,7 +264,8 @@ class Trainer:
         self.on_step(step, metrics)
 
     async def _checkpoint(self, producer: Producer) -> None:
-        self._mark_time()
+        now = time.monotonic()
+        self.state, self._since = replace(self.state, wall_s=self.state.wall_s + now - self._since), now
         groups = producer.finished()
 
         def fill(folder: Path) -> None:

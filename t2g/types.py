@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 FeedbackStatus = Literal["ok", "empty", "unparsable", "failed"]
 FinishReason = Literal["stop", "length"]
+USABLE = ("ok", "empty")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,23 @@ class SpanFeedback:
     outcome: dict[str, Any] = field(default_factory=dict)  # what a program found: {"passed": False, ...}, plain JSON
     agreement: float | None = None  # of several annotators: mean pairwise token F1 of their labels, 0 .. 1
     reason: str = ""  # why the status is failed or unparsable, a sentence
+
+    @property
+    def usable(self) -> bool:
+        """Whether it says something; the rest is for counting."""
+        return self.status in USABLE
+
+
+_FEEDBACK = TypeAdapter(SpanFeedback)
+
+
+def read_feedback(record: Any) -> SpanFeedback:
+    """What `dataclasses.asdict` of feedback is after JSON. ValueError for anything else."""
+    try:
+        return _FEEDBACK.validate_python(record)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"feedback.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import numpy as np
 from fake_endpoint import KEY_VARIABLE, answer, span
 
 from t2g.data.chat import Message
-from t2g.feedback.chat import Completion
+from t2g.feedback.chat import Completion, Question
 from t2g.feedback.llm import LLMFeedback
 from t2g.sections import FeedbackConfig, StyleConfig
 from t2g.tasks.base import get_task
@@ -42,18 +42,10 @@ class ScriptedChat:
         self.times: list[float] = []  # time.monotonic() at each
         self.answered = asyncio.Event()
 
-    async def complete(
-        self,
-        messages: Sequence[Message],
-        *,
-        schema: Mapping[str, Any],
-        max_output_tokens: int,
-        temperature: float,
-        seed: int,
-    ) -> Completion:
+    async def complete(self, question: Question) -> Completion:
         said = self.script[min(len(self.asked), len(self.script) - 1)]
-        self.asked.append(messages)
-        self.schemas.append(schema)
+        self.asked.append(question.messages)
+        self.schemas.append(question.schema)
         self.times.append(time.monotonic())
         await asyncio.sleep(self.delay_s)
         self.answered.set()
@@ -61,7 +53,7 @@ class ScriptedChat:
             raise said
         if isinstance(said, Completion):
             return said
-        text = said if isinstance(said, str) else said(seed)
+        text = said if isinstance(said, str) else said(question.seed)
         return Completion(text=text, finish_reason="stop", prompt_tokens=100, output_tokens=10)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from t2g.concurrency import beside, end, results_unless_stopped, together, unless_stopped
+from t2g.errors import Stopped
 
 
 class Works:
@@ -96,7 +97,8 @@ def test_an_error_of_the_main_work_is_its_own() -> None:
 
 def test_a_stop_ends_what_runs() -> None:
     works = Works()
-    assert tidy(unless_stopped([works.gives(1), works.rests()], lambda: bool(works.told))) is None
+    with pytest.raises(Stopped):
+        tidy(unless_stopped([works.gives(1), works.rests()], lambda: bool(works.told)))
     assert works.told == ["gave 1", "ended"]
     assert tidy(unless_stopped([works.gives(1), works.gives(2)], lambda: False)) == [1, 2]
     assert tidy(unless_stopped([], lambda: False)) == []
@@ -109,7 +111,8 @@ def test_tasks_of_somebody_else_go_on_after_a_stop() -> None:
 
     async def waiting() -> None:
         tasks = [asyncio.ensure_future(works.gives(1)), asyncio.ensure_future(works.rests())]
-        assert await results_unless_stopped(tasks, lambda: bool(works.told)) is None
+        with pytest.raises(Stopped):
+            await results_unless_stopped(tasks, lambda: bool(works.told))
         assert not tasks[1].done()
         await end(tasks)
         assert await results_unless_stopped(tasks[:1], lambda: False) == [1]

@@ -64,12 +64,7 @@ def kl_loss(
 
 
 def value_loss(
-    *,
-    values: torch.Tensor,
-    old_values: torch.Tensor,
-    returns: torch.Tensor,
-    weights: torch.Tensor,
-    value_clip: float,
+    *, values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, weights: torch.Tensor, value_clip: float
 ) -> tuple[torch.Tensor, Metrics]:
     """L_V = sum_t weights_t max((V - ret)^2, (clip(V, V_old +- value_clip) - ret)^2) / 2, before vf_coef.
 

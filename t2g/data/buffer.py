@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from t2g.errors import UserError
-from t2g.types import Prompt, Rollout, Span, SpanFeedback
+from t2g.types import Prompt, Rollout, SpanFeedback, read_feedback
 
 GROUPS, ARRAYS = "groups.json", "arrays.npz"
 
@@ -100,10 +100,4 @@ def _sample(
         finish_reason=record["finish_reason"],
         policy_versions=tuple((start, end, version) for start, end, version in record["policy_versions"]),
     )
-    feedback = dict(record["feedback"])
-    return rollout, SpanFeedback(**feedback | {"spans": tuple(_span(span) for span in feedback["spans"])})
-
-
-def _span(record: Mapping[str, Any]) -> Span:
-    found = record["critique_range"]
-    return Span(**{**record, "critique_range": None if found is None else (int(found[0]), int(found[1]))})
+    return rollout, read_feedback(record["feedback"])

@@ -40,8 +40,15 @@ def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
     from jinja2 import TemplateError
 
     check_chat_template(tokenizer)
-    special = _special_tokens(tokenizer)
-    safe = [{**message, "content": _defuse(message["content"], special)} for message in messages]
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    longer = sorted(token for token in special | set(tokenizer.all_special_tokens) if len(token) > 1)
+
+    def defused(text: str) -> str:
+        for token in longer:  # in one order, so that a text with several of them always becomes the same text
+            text = text.replace(token, f"{token[0]} {token[1:]}")
+        return text
+
+    safe = [{**message, "content": defused(message["content"])} for message in messages]
     try:
         text = tokenizer.apply_chat_template(safe, tokenize=False, add_generation_prompt=True)
     except TemplateError as error:
@@ -57,19 +64,6 @@ def check_chat_template(tokenizer: Any) -> None:
         raise UserError(
             f"tokenizer {name} has no chat template; use an instruct model, or put a chat_template.jinja in its folder"
         )
-
-
-def _special_tokens(tokenizer: Any) -> list[str]:
-    """Sorted, so that a text with several of them always becomes the same text."""
-    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    return sorted(added | set(tokenizer.all_special_tokens))
-
-
-def _defuse(text: str, special_tokens: Sequence[str]) -> str:
-    for token in special_tokens:
-        if len(token) > 1 and token in text:
-            text = text.replace(token, f"{token[0]} {token[1:]}")
-    return text
 
 
 def fit_chat(

@@ -12,7 +12,7 @@ from t2g.sections import DataConfig
 
 NEWLINE = b"\n"
 _LINES = (".jsonl", ".ndjson")
-_SUFFIXES = (".json", *_LINES, ".csv", ".parquet")
+SUFFIXES = (".json", *_LINES, ".csv", ".parquet")
 
 
 def load_records(config: DataConfig) -> list[dict[str, Any]]:
@@ -23,8 +23,8 @@ def load_records(config: DataConfig) -> list[dict[str, Any]]:
     """
     path = Path(config.path)
     if path.is_file():
-        rows = _read_file(path)
-    elif not path.is_dir() and (path.suffix in _SUFFIXES or path.is_absolute()):
+        rows = (row for _, row in read_file(path))
+    elif not path.is_dir() and (path.suffix in SUFFIXES or path.is_absolute()):
         raise UserError(f"data.path={config.path}: there is no such file")
     else:
         rows = _read_hub(config)
@@ -44,26 +44,31 @@ def _rename(row: dict[str, Any], number: int, config: DataConfig) -> dict[str, A
     return {key: value for key, value in row.items() if key not in config.columns.values()} | renamed
 
 
-def _read_file(path: Path) -> Iterator[dict[str, Any]]:
+def read_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(file and place in it, record) of a file of any of our kinds. UserError as `load_records`."""
     if path.suffix == ".parquet":
-        return _read_parquet(path)
+        return _numbered(path, _read_parquet(path))
     if path.suffix in _LINES:
-        return (row for _, row in read_lines(path))
+        return read_lines(path)
     if path.suffix == ".csv":
-        return (row for _, row in read_csv(path))
+        return ((f"{path}:{line}", dict(row)) for line, row in read_csv(path))
     if path.suffix != ".json":
-        raise UserError(f"{path}: files of this kind are not read; give one of {', '.join(_SUFFIXES)}")
+        raise UserError(f"{path}: files of this kind are not read; give one of {', '.join(SUFFIXES)}")
     text = _decode(path.read_bytes(), f"{path}", first_line=1)
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":  # one object after the other: JSON lines under another name
-            return (row for _, row in read_lines(path))
+            return read_lines(path)
         raise UserError(f"{path}:{error.lineno}: no JSON: {error.msg}") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: no JSON that can be read: {error}") from error
     _check_characters(data, text, str(path))
-    return _rows_of_json(data, path)
+    return _numbered(path, _rows_of_json(data, path))
+
+
+def _numbered(path: Path, rows: Iterable[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    return ((f"{path}, record {number}", row) for number, row in enumerate(rows, start=1))
 
 
 def _rows_of_json(data: Any, path: Path) -> Iterator[dict[str, Any]]:
@@ -79,22 +84,23 @@ def _rows_of_json(data: Any, path: Path) -> Iterator[dict[str, Any]]:
         yield {"id": key, **row} if isinstance(data, dict) else row
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line from 1, record) of a JSON lines file without its blank lines. UserError for a line that is no object."""
+def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(file:line, record) of a JSON lines file without its blank lines. UserError for a line that is no object."""
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
-            line = _decode(raw, f"{path}:{number}").strip()
+            where = f"{path}:{number}"
+            line = _decode(raw, where).strip()
             if not line:
                 continue
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
                 reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-                raise UserError(f"{path}:{number}: no JSON: {reason}") from error
+                raise UserError(f"{where}: no JSON: {reason}") from error
             if not isinstance(row, dict):
-                raise UserError(f"{path}:{number}: holds {line[:60]}; it needs to be an object")
-            _check_characters(row, line, f"{path}:{number}")
-            yield number, row
+                raise UserError(f"{where}: holds {line[:60]}; it needs to be an object")
+            _check_characters(row, line, where)
+            yield where, row
 
 
 def _decode(raw: bytes, where: str, first_line: int | None = None) -> str:

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -26,9 +26,10 @@ from t2g.data.load import load_records
 from t2g.data.published import translate
 from t2g.errors import UserError
 from t2g.feedback.parse import format_answer, make_feedback
+from t2g.feedback.spans import occurrence_at
 from t2g.sections import DataConfig, StyleConfig
 from t2g.tasks.base import SPARSE, Task, stable_id
-from t2g.types import FeedbackStatus, Prompt, Span, SpanFeedback
+from t2g.types import USABLE, FeedbackStatus, Prompt, Span, SpanFeedback
 
 logger = logging.getLogger(__name__)
 
@@ -45,14 +46,6 @@ class QuoteRecord(_Frozen):
     severity: int = Field(1, ge=1, le=3)
 
 
-class SpanRecord(_Frozen):
-    start: int = Field(ge=0)  # half-open character range of the response
-    end: int
-    label: Literal[-1, 1]
-    severity: int = Field(1, ge=1, le=3)
-    critique_range: tuple[int, int] | None = None
-
-
 class AnnotatedRecord(_Frozen):
     """One judged response."""
 
@@ -62,7 +55,7 @@ class AnnotatedRecord(_Frozen):
     critique: str
     good: tuple[str | QuoteRecord, ...] = ()
     poor: tuple[str | QuoteRecord, ...] = ()
-    spans: tuple[SpanRecord, ...] | None = None  # none: located from the quotes
+    spans: tuple[Span, ...] | None = None  # none: located from the quotes
     status: FeedbackStatus = "ok"
     reason: str = ""  # why the status is failed or unparsable
     source: str = "human"
@@ -78,9 +71,16 @@ class AnnotatedRecord(_Frozen):
     @model_validator(mode="after")
     def _spans_lie_in_the_response(self) -> "AnnotatedRecord":
         for i, span in enumerate(self.spans or ()):
-            if not span.start < span.end <= len(self.response):
+            if not 0 <= span.start < span.end <= len(self.response):
                 raise ValueError(f"spans[{i}] is [{span.start}, {span.end}) of {len(self.response)} characters")
+            if span.severity not in (1, 2, 3):
+                raise ValueError(f"spans[{i}] has severity {span.severity}; it must be 1, 2 or 3")
         return self
+
+    @property
+    def usable(self) -> bool:
+        """As `SpanFeedback.usable`."""
+        return self.status in USABLE
 
     def to_prompt(self) -> Prompt:
         """The prompt that the reward model's prompt is built from; the policy's ids are not known here."""
@@ -102,7 +102,7 @@ class AnnotatedRecord(_Frozen):
         known = self.num_quotes > 0
         return SpanFeedback(
             critique=self.critique,
-            spans=tuple(Span(**span.model_dump()) for span in self.spans),
+            spans=self.spans,
             status=self.status,
             source=self.source,
             version=self.version,
@@ -135,7 +135,7 @@ def annotated_record(
         response=response_text,
         critique=feedback.critique,
         **_quotes_of(response_text, feedback.spans),
-        spans=_span_records(feedback.spans),
+        spans=feedback.spans,
         status=feedback.status,
         reason=feedback.reason.encode(errors="replace").decode(),  # it may repeat halves of characters
         source=feedback.source,
@@ -150,19 +150,15 @@ def annotated_record(
     )
 
 
-def _span_records(spans: Iterable[Span]) -> tuple[SpanRecord, ...]:
-    return tuple(SpanRecord(**vars(span)) for span in spans)
-
-
-def _quotes_of(response: str, spans: Iterable[Span | SpanRecord]) -> dict[str, Any]:
+def _quotes_of(response: str, spans: Iterable[Span]) -> dict[str, Any]:
     """Fields good and poor: the pieces of the response that the spans cover."""
     pieces = [(span.label, _quote(response, span)) for span in spans]
     return {name: tuple(q for of, q in pieces if of == label) for name, label in (("good", 1), ("poor", -1))}
 
 
-def _quote(response: str, span: Span | SpanRecord) -> str | QuoteRecord:
+def _quote(response: str, span: Span) -> str | QuoteRecord:
     text = response[span.start : span.end]
-    occurrence = sum(response.startswith(text, at) for at in range(span.start + 1))
+    occurrence = occurrence_at(response, text, span.start)
     if occurrence == 1 and span.severity == 1:
         return text
     return QuoteRecord(quote=text, occurrence=occurrence, severity=span.severity)
@@ -230,8 +226,8 @@ def _with_spans(record: AnnotatedRecord) -> AnnotatedRecord:
     """The record with the spans that its quotes have, and no quotes but those of its spans."""
     feedback = record.to_feedback()
     counts = {"num_quotes": feedback.num_quotes, "num_located": feedback.num_located}
-    spans = {"spans": _span_records(feedback.spans)}
-    return record.model_copy(update=counts | spans | _quotes_of(record.response, feedback.spans))
+    quotes = _quotes_of(record.response, feedback.spans)
+    return record.model_copy(update=counts | quotes | {"spans": feedback.spans})
 
 
 def _flaws(record: AnnotatedRecord) -> list[str]:

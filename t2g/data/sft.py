@@ -24,7 +24,6 @@ from t2g.feedback.prompts import build_feedback_prompt
 from t2g.sections import StyleConfig
 from t2g.tasks.base import SPARSE, Record, Task
 
-USABLE = ("ok", "empty")  # status of feedback that says something; the rest is for counting
 Ranges = Sequence[tuple[int, int]]  # half-open character ranges
 logger = logging.getLogger(__name__)
 
@@ -103,7 +102,7 @@ def reward_examples(
     examples = []
     left_out: list[str] = []
     for number, record in enumerate(records, start=1):
-        if record.status not in USABLE:
+        if not record.usable:
             continue
         target = record.target(style)
         build = partial(build_feedback_prompt, task, record.to_prompt(), record.response, tokenizer, style=style)

@@ -19,6 +19,17 @@ class Completion:
     output_tokens: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """One request."""
+
+    messages: Sequence[Message]
+    schema: Mapping[str, Any]  # of the answer's JSON
+    max_output_tokens: int
+    temperature: float
+    seed: int
+
+
 class ChatFailed(Exception):
     """No answer, and why in a sentence."""
 
@@ -33,16 +44,8 @@ class Chat(Protocol):
     name: str  # for sentences
     model: str
 
-    async def complete(
-        self,
-        messages: Sequence[Message],
-        *,
-        schema: Mapping[str, Any],
-        max_output_tokens: int,
-        temperature: float,
-        seed: int,
-    ) -> Completion:
-        """The answer, as JSON of `schema` if the model can be made to. One request, nothing is tried again.
+    async def complete(self, question: Question) -> Completion:
+        """The answer, as JSON of the schema if the model can be made to. One request, nothing is tried again.
 
         Raises ChatFailed for what concerns this request; UserError or RunStopped when every other would fail, too.
         """

@@ -7,14 +7,13 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
-from t2g.data.chat import Message
 from t2g.errors import RunStopped, UserError
-from t2g.feedback.chat import ChatFailed, Completion, estimate_tokens
+from t2g.feedback.chat import ChatFailed, Completion, Question, estimate_tokens
 from t2g.feedback.waiting import PerLoop
 from t2g.sections import LLMConfig
 
@@ -57,28 +56,20 @@ class EndpointChat:
             max_retries=0,  # ours: theirs would run past the deadline
         )
 
-    async def complete(
-        self,
-        messages: Sequence[Message],
-        *,
-        schema: Mapping[str, Any],
-        max_output_tokens: int,
-        temperature: float,
-        seed: int,
-    ) -> Completion:
+    async def complete(self, question: Question) -> Completion:
         import openai
 
         try:
             async with self._client.get().chat.completions.with_streaming_response.create(
                 model=self.model,
-                messages=list(messages),  # type: ignore[arg-type]
+                messages=list(question.messages),  # type: ignore[arg-type]
                 response_format={
                     "type": "json_schema",
-                    "json_schema": {"name": "feedback", "strict": True, "schema": dict(schema)},
+                    "json_schema": {"name": "feedback", "strict": True, "schema": dict(question.schema)},
                 },
-                max_completion_tokens=max_output_tokens,
-                temperature=temperature,
-                seed=seed,
+                max_completion_tokens=question.max_output_tokens,
+                temperature=question.temperature,
+                seed=question.seed,
             ) as response:
                 self._key_works = True
                 body = await read_body(response)
@@ -90,7 +81,7 @@ class EndpointChat:
         except ConnectionError as error:
             raise self._failed("connection", str(error), passing=True) from None
         try:
-            said = read_completion(body, prompt="".join(message["content"] for message in messages))
+            said = read_completion(body, prompt="".join(message["content"] for message in question.messages))
         except ValueError as error:
             raise self._failed("answer", str(error), passing=False) from None
         # Nobody reads a refusal but people. An answer stays as it is: a key may be a word like "any".

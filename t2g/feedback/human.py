@@ -12,22 +12,20 @@ an aligner finds what it speaks of; an empty list says that nothing is to be mar
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from t2g.data.csvfile import read_csv
-from t2g.data.load import load_records, read_lines
+from t2g.data.load import SUFFIXES, read_file, read_lines
 from t2g.data.published import translate
 from t2g.data.records import AnnotatedRecord
 from t2g.errors import UserError
 from t2g.feedback.parse import Quote, make_feedback, no_feedback, read_judgement
-from t2g.feedback.spans import locate
+from t2g.feedback.spans import locate, occurrence_at
 from t2g.feedback.waiting import FailureLog
 from t2g.interfaces import Aligner
-from t2g.sections import DataConfig
 from t2g.tasks.base import Record, Task
 from t2g.types import Prompt, SpanFeedback
 
@@ -70,7 +68,7 @@ class HumanFeedback:
         self._unaligned: list[str] = []  # places of critiques without spans
         lost: list[str] = []
         again: list[str] = []
-        for where, row in _rows(path):
+        for where, row in read_file(path) if path.suffix in SUFFIXES else read_lines(path):
             row |= {ours: row[theirs] for ours, theirs in (columns or {}).items() if theirs in row}
             key = _key(row, task)
             if key is None:
@@ -152,17 +150,6 @@ class HumanFeedback:
         return f"{self._path.name}@{digest}"
 
 
-def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(file and place, record) of a file of any kind that data may have."""
-    if path.suffix == ".csv":
-        yield from ((f"{path}:{line}", dict(row)) for line, row in read_csv(path))
-    elif path.suffix in (".json", ".parquet"):
-        records = enumerate(load_records(DataConfig(path=str(path))), start=1)
-        yield from ((f"{path}, record {number}", record) for number, record in records)
-    else:
-        yield from ((f"{path}:{line}", row) for line, row in read_lines(path))
-
-
 def _key(row: Record, task: Task) -> Key | None:
     """What the row judges, as the task reads it or else under its plain names; None where it does not say."""
     names = {field: value for field, value in _names(row).items() if isinstance(value, str)}
@@ -241,8 +228,7 @@ def _quote_at(name: str, span: Any, response: str) -> tuple[str, Quote]:
     text = response[start:end]
     if not text.strip():
         raise ValueError(f"{name} is [{start}, {end}), where the response is blank")
-    occurrence = sum(response.startswith(text, at) for at in range(start + 1))
-    return LABELS[label], Quote(text=text, occurrence=occurrence, severity=severity)
+    return LABELS[label], Quote(text=text, occurrence=occurrence_at(response, text, start), severity=severity)
 
 
 def _refuse_overlaps(said: SpanFeedback) -> None:

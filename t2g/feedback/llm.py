@@ -19,7 +19,7 @@ import numpy as np
 from t2g.data.chat import Message
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.annotator import Reading, Request, answer_schema, follow_up, make_request, read_answer
-from t2g.feedback.chat import Chat, ChatFailed, Completion, estimate_tokens
+from t2g.feedback.chat import Chat, ChatFailed, Completion, Question, estimate_tokens
 from t2g.feedback.parse import no_feedback
 from t2g.feedback.ratelimit import Gate, retry_pause_s
 from t2g.feedback.votes import vote
@@ -30,7 +30,6 @@ from t2g.types import Prompt, SpanFeedback
 
 MAX_LOST = 20  # annotators in a row that got no answer: nobody will
 MESSAGE_TOKENS = 8  # of a message beside its text
-USABLE = ("ok", "empty")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,10 +115,10 @@ class LLMFeedback:
             answers = await asyncio.gather(*(self._annotator(request, seed) for seed in range(num_annotators)))
         if num_annotators == 1:
             return answers[0]
-        usable = [answer for answer in answers if answer.status in USABLE]
+        usable = [answer for answer in answers if answer.usable]
         if 2 * len(usable) > num_annotators:
             return vote(usable, num_annotators, request.response_text)
-        without = next(answer for answer in answers if answer.status not in USABLE)
+        without = next(answer for answer in answers if not answer.usable)
         reason = f"{len(usable)} of {num_annotators} annotators gave a usable answer; one did not: {without.reason}"
         return replace(without, critique="", reason=reason)
 
@@ -172,18 +171,19 @@ class LLMFeedback:
     async def _request(
         self, messages: Sequence[Message], schema: dict[str, Any], seed: int, patience: _Patience
     ) -> Completion:
+        question = Question(
+            messages=messages,
+            schema=schema,
+            max_output_tokens=self._llm.max_output_tokens,
+            temperature=self._llm.temperature,
+            seed=seed,
+        )
         async with self._gate.get().request():
             started = time.monotonic()
             limit_s = min(self._llm.request_timeout_s, patience.left_s)
             try:
                 async with asyncio.timeout(limit_s):
-                    return await self.chat.complete(
-                        messages,
-                        schema=schema,
-                        max_output_tokens=self._llm.max_output_tokens,
-                        temperature=self._llm.temperature,
-                        seed=seed,
-                    )
+                    return await self.chat.complete(question)
             except TimeoutError:
                 # It may have cost something all the same, and nobody will say how much.
                 self.num_tokens += _prompt_tokens(messages, schema)

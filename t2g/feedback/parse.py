@@ -224,13 +224,7 @@ def make_feedback(
                 about = sentence_about(critique, quote.text, quote.occurrence)
             spans.setdefault(
                 (*place, label),
-                Span(
-                    start=place[0],
-                    end=place[1],
-                    label=label,
-                    severity=quote.severity,
-                    critique_range=about,
-                ),
+                Span(start=place[0], end=place[1], label=label, severity=quote.severity, critique_range=about),
             )
     return SpanFeedback(
         critique=critique,

@@ -41,6 +41,11 @@ def locate(text: str, quote: str, occurrence: int = 1) -> tuple[int, int] | None
     return None if at is None else (folded.begins[at], folded.ends[at + len(key)])
 
 
+def occurrence_at(text: str, quote: str, start: int) -> int:
+    """Which place of `quote` in `text` begins at `start`, from 1, overlapping ones counted."""
+    return sum(text.startswith(quote, at) for at in range(start + 1))
+
+
 def _find_all(text: str, quote: str) -> Iterator[int]:
     """The first MAX_PLACES places."""
     at = -1

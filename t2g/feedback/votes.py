@@ -70,7 +70,10 @@ def vote(answers: Sequence[SpanFeedback], num_annotators: int, response_text: st
     closest = max(range(len(answers)), key=lambda i: (f1(labels[i, written], winner[written]), -i))
     spans = []
     for start, end, label in labelled_runs(winner, response_text):
-        by_annotator = [_overlapping(answer, start, end, label) for answer in answers]
+        by_annotator = [
+            [span for span in answer.spans if span.label == label and _overlap(span, start, end) > 0]
+            for answer in answers
+        ]
         severities = [max(span.severity for span in found) for found in by_annotator if found]
         about = max(by_annotator[closest], key=lambda span: _overlap(span, start, end), default=None)
         spans.append(
@@ -96,7 +99,3 @@ def vote(answers: Sequence[SpanFeedback], num_annotators: int, response_text: st
 
 def _overlap(span: Span, start: int, end: int) -> int:
     return min(span.end, end) - max(span.start, start)
-
-
-def _overlapping(answer: SpanFeedback, start: int, end: int, label: int) -> list[Span]:
-    return [span for span in answer.spans if span.label == label and _overlap(span, start, end) > 0]

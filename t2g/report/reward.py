@@ -2,25 +2,14 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from t2g import reward_eval
 from t2g.checkpoint import write_atomic
 from t2g.data.records import AnnotatedRecord
-from t2g.report.html import Answer, Pane, answer, pane, render_page
+from t2g.report.html import answer, pane, render_page
 from t2g.report.segments import printable
-from t2g.reward_eval import (
-    ERROR_KINDS,
-    LABELS,
-    NUM_RESAMPLES,
-    Errors,
-    JudgedRecord,
-    bootstrap_intervals,
-    find_errors,
-    reward_metrics,
-    token_confusion,
-)
 from t2g.types import SpanFeedback
 
 JSON_FILE, HTML_FILE = "evaluation.json", "evaluation.html"
@@ -41,45 +30,26 @@ OF_ALL = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """A ratio with its interval, or a count without."""
-
-    name: str
-    meaning: str
-    cells: list[tuple[float | None, tuple[float, float] | None]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shown:
-    """One example of an error, ready for the template."""
-
-    what: str
-    prompt: Pane
-    gold: Answer
-    model: Answer
-
-
 def write_evaluation(
     folder: Path,
     *,
     about: Mapping[str, Any],
     versions: Mapping[str, str],
     records: Sequence[AnnotatedRecord],
-    judged: Sequence[JudgedRecord],
+    judged: Sequence[reward_eval.JudgedRecord],
     seed: int,
 ) -> dict[str, Any]:
     """Both files into `folder`; returns what evaluation.json holds.
 
     about: whose evaluation this is, plain values. judged: of `records`, in their order. seed: of the resamples.
     """
-    errors = find_errors(judged)
+    errors = reward_eval.find_errors(judged)
     result = {
         **about,
-        "metrics": reward_metrics(judged),
-        "intervals": bootstrap_intervals(judged, seed=seed),
-        "num_resamples": NUM_RESAMPLES,
-        "token_confusion": token_confusion(judged),
+        "metrics": reward_eval.reward_metrics(judged),
+        "intervals": reward_eval.bootstrap_intervals(judged, seed=seed),
+        "num_resamples": reward_eval.NUM_RESAMPLES,
+        "token_confusion": reward_eval.token_confusion(judged),
         "errors": {kind: _errors_json(found, records, judged) for kind, found in errors.items()},
         "versions": dict(versions),
     }
@@ -92,13 +62,13 @@ def write_evaluation(
         about={name: printable(str(value)) for name, value in about.items()},
         metrics=metrics,
         intervals=intervals,
-        labels=list(LABELS),
-        num_resamples=NUM_RESAMPLES,
-        of_labels=_rows(metrics, intervals, OF_A_LABEL, [f"{name}_" for name in LABELS]),
-        of_all=[row for row in _rows(metrics, intervals, OF_ALL, [""]) if row.cells[0][0] is not None],
+        labels=list(reward_eval.LABELS),
+        num_resamples=reward_eval.NUM_RESAMPLES,
+        of_labels=_rows(metrics, intervals, OF_A_LABEL, [f"{name}_" for name in reward_eval.LABELS]),
+        of_all=[row for row in _rows(metrics, intervals, OF_ALL, [""]) if row["cells"][0][0] is not None],
         confusion=result["token_confusion"],
         errors=[
-            (kind.replace("_", " "), ERROR_KINDS[kind], found, _shown(found, records, judged))
+            (kind.replace("_", " "), reward_eval.ERROR_KINDS[kind], found, _shown(found, records, judged))
             for kind, found in errors.items()
         ],
         versions=versions,
@@ -106,7 +76,9 @@ def write_evaluation(
     return result
 
 
-def _errors_json(errors: Errors, records: Sequence[AnnotatedRecord], judged: Sequence[JudgedRecord]) -> dict[str, Any]:
+def _errors_json(
+    errors: reward_eval.Errors, records: Sequence[AnnotatedRecord], judged: Sequence[reward_eval.JudgedRecord]
+) -> dict[str, Any]:
     return {
         "count": errors.count,
         "num_records": errors.num_records,
@@ -134,25 +106,29 @@ def _rows(
     intervals: Mapping[str, tuple[float, float]],
     meanings: Mapping[str, str],
     prefixes: Sequence[str],
-) -> list[Row]:
+) -> list[dict[str, Any]]:
+    """Ratios with their intervals, or counts without, ready for the template."""
     return [
-        Row(
-            name=name.replace("_", " "),
-            meaning=meaning,
-            cells=[(metrics.get(prefix + name), intervals.get(prefix + name)) for prefix in prefixes],
-        )
+        {
+            "name": name.replace("_", " "),
+            "meaning": meaning,
+            "cells": [(metrics.get(prefix + name), intervals.get(prefix + name)) for prefix in prefixes],
+        }
         for name, meaning in meanings.items()
     ]
 
 
-def _shown(errors: Errors, records: Sequence[AnnotatedRecord], judged: Sequence[JudgedRecord]) -> list[Shown]:
+def _shown(
+    errors: reward_eval.Errors, records: Sequence[AnnotatedRecord], judged: Sequence[reward_eval.JudgedRecord]
+) -> list[dict[str, Any]]:
+    """Examples of an error, ready for the template."""
     return [
-        Shown(
-            what=printable(" | ".join(example.what)[:MAX_WHAT_CHARS]),
-            prompt=pane(records[example.index].prompt, ()),
-            gold=answer("Gold", one.response, one.gold),
-            model=answer("Reward model", one.response, one.feedback),
-        )
+        {
+            "what": printable(" | ".join(example.what)[:MAX_WHAT_CHARS]),
+            "prompt": pane(records[example.index].prompt, ()),
+            "gold": answer("Gold", one.response, one.gold),
+            "model": answer("Reward model", one.response, one.feedback),
+        }
         for example in errors.examples
         for one in [judged[example.index]]
     ]

@@ -1,18 +1,19 @@
 """The report of one run folder of jobs.train_policy, finished or not, from the files that the run writes."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel, ValidationError
 
 from t2g import metrics as m
 from t2g.errors import UserError
 from t2g.report.html import MAX_EXAMPLES, Example, write_report
-from t2g.types import Span, SpanFeedback
+from t2g.types import SpanFeedback
 
 REPORT_FILE = "report.html"
 SUMMARY_FILE = "summary.json"
-Key = tuple[bool, str, str, int]  # of a Sample
+Key = tuple[str, str, str, int]  # of a Sample
 
 
 def report_run(folder: Path) -> Path:
@@ -42,12 +43,11 @@ def report_run(folder: Path) -> Path:
     return folder / REPORT_FILE
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sample:
+class Sample(BaseModel):
     """What the report needs of a line of samples.jsonl."""
 
     step: int
-    held_out: bool
+    split: Literal["train", "eval"]
     prompt_id: str
     sample_index: int
     prompt: str
@@ -57,7 +57,7 @@ class Sample:
     @property
     def key(self) -> Key:
         """What is compared with what: ids are unique in one data set only, and the held-out one is another."""
-        return self.held_out, self.prompt_id, self.prompt, self.sample_index
+        return self.split, self.prompt_id, self.prompt, self.sample_index
 
 
 def examples(path: Path) -> list[Example]:
@@ -69,16 +69,18 @@ def examples(path: Path) -> list[Example]:
     last: dict[Key, Sample] = {}
     for number, record in m.read_records(path):
         try:
-            sample = _sample(record)
-        except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{path}:{number} is no sample as a run writes it ({error!r})") from error
+            sample = Sample.model_validate(record)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise UserError(f"{path}:{number} is no sample as a run writes it ({where}: {first['msg']})") from error
         first.setdefault(sample.key, sample)
         if sample.step > last.setdefault(sample.key, sample).step:
             last[sample.key] = sample
 
     def rank(key: Key) -> tuple[bool, bool, int]:
         one, other = first[key], last[key]
-        return one.step == other.step, not other.held_out, -other.step
+        return one.step == other.step, other.split != "eval", -other.step
 
     chosen = sorted(first, key=rank)[:MAX_EXAMPLES]
     return [_example(first[i] if first[i].step < last[i].step else None, last[i]) for i in chosen]
@@ -91,22 +93,6 @@ def _example(before: Sample | None, after: Sample) -> Example:
         after=after.response,
         feedback_before=before.feedback if before else None,
         feedback_after=after.feedback,
-    )
-
-
-def _sample(record: dict[str, Any]) -> Sample:
-    feedback = record["feedback"]
-    if feedback is not None:
-        spans = tuple(Span(**span) for span in feedback["spans"])
-        feedback = SpanFeedback(**{**feedback, "spans": spans})
-    return Sample(
-        step=int(record[m.STEP]),
-        held_out=record["split"] == "eval",
-        prompt_id=str(record["prompt_id"]),
-        sample_index=int(record["sample_index"]),
-        prompt=str(record["prompt"]),
-        response=str(record["response"]),
-        feedback=feedback,
     )
 
 

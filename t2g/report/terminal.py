@@ -19,7 +19,8 @@ def show_feedback(console: Console, response: str, feedback: SpanFeedback) -> No
 
     Without colours "about a laptop by Ann." is "about a [-laptop-] by [+Ann+]."
     """
-    lines = [printable(feedback.critique) or "(no critique)", "", marked(response, feedback, has_colours(console)), ""]
+    colours = console.color_system is not None and not console.no_color
+    lines = [printable(feedback.critique) or "(no critique)", "", marked(response, feedback, colours), ""]
     lines += [span_line(span, response, feedback) for span in sorted(feedback.spans, key=lambda span: span.start)]
     if not feedback.spans:
         lines.append("no spans")
@@ -28,11 +29,6 @@ def show_feedback(console: Console, response: str, feedback: SpanFeedback) -> No
         lines.append(f"{lost} of {feedback.num_quotes} quotes do not stand in the response")
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True, emoji=False)
-
-
-def has_colours(console: Console) -> bool:
-    """Not without a terminal, on one that has none, or where NO_COLOR is set."""
-    return console.color_system is not None and not console.no_color
 
 
 def marked(response: str, feedback: SpanFeedback, colours: bool) -> Text:

@@ -4,7 +4,7 @@ import hashlib
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from t2g.data.chat import Message
 from t2g.errors import UserError
@@ -16,67 +16,6 @@ Critic = Callable[..., Any]  # (prompt_text, response_text, *, payload) -> a jud
 SPARSE = StyleConfig()  # the default style
 
 ID_FIELDS = ("prompt_id", "question_id", "id")
-
-
-class Task(Protocol):
-    name: str  # goes into Prompt.task
-    can_cut: bool  # whether a prompt too long for the policy's window loses input text; else it is refused
-    score_name: str  # key of `measure` that decides which checkpoint is best; "" for a task without a measure
-    step_pattern: str  # regular expression of where a step of a response ends, for objective.rewards.placement=step
-
-    def prompt_id(self, record: Record) -> str | None:
-        """The record's own id, if it has one."""
-        ...
-
-    def policy_messages(self, record: Record, input_limit: int | None = None) -> list[Message]:
-        """The chat that the policy answers, input text cut to its first `input_limit` characters.
-
-        Raises ValueError with a sentence about the record when a field is missing or of another type.
-        """
-        ...
-
-    def prompt_text(self, record: Record) -> str:
-        """The input as the feedback source and the report see it."""
-        ...
-
-    def payload(self, record: Record) -> dict[str, Any]:
-        """What else critic and measure may look at."""
-        ...
-
-    def reference(self, record: Record) -> str | None:
-        """The answer to imitate in supervised training."""
-        ...
-
-    def response(self, record: Record) -> str | None:
-        """The response that the record holds and that wants feedback."""
-        ...
-
-    def feedback_messages(
-        self, prompt: Prompt, response_text: str, input_limit: int | None = None, *, style: StyleConfig = SPARSE
-    ) -> list[Message]:
-        """The chat that annotator and reward model answer. Must do with an empty payload."""
-        ...
-
-    def notes(self, prompt: Prompt, response_text: str) -> str | None:
-        """What an annotator is shown of a response and a reward model is not: a human's feedback, the log of a test.
-
-        None for another response than the record's own: what was said of that one would mislead.
-        """
-        ...
-
-    def critic(self, *, style: StyleConfig, sandbox: SandboxConfig) -> Critic | None:
-        """The task's own program that criticises a response, if it has one."""
-        ...
-
-    def revise_messages(
-        self, prompt: Prompt, response_text: str, critique: str, input_limit: int | None = None
-    ) -> list[Message]:
-        """The chat that asks for the response again, with a critique of it in view."""
-        ...
-
-    def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float] | None:
-        """Metrics of one response that no feedback source has a part in, or None. sandbox: for what it runs."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,35 +53,58 @@ def _answer_format(style: StyleConfig) -> str:
     )
 
 
-class BasicTask:
-    """What tasks have in common. A subclass says what is asked; a task that inherits nothing is one as well."""
+class Task:
+    """A subclass says what is asked: name, input_fields, review and the first three methods. A class that inherits
+    nothing and has all that stands here is a task as well.
+    """
 
-    name: str
-    can_cut = False
-    score_name = ""
-    step_pattern = r"[.!?]+(?=\s|$)|\n"  # sentences
+    name: str  # goes into Prompt.task
+    can_cut = False  # whether a prompt too long for the policy's window loses input text; else it is refused
+    score_name = ""  # key of `measure` that decides which checkpoint is best; "" for a task without a measure
+    step_pattern = r"[.!?]+(?=\s|$)|\n"  # where a step of a response ends (rewards.placement=step): sentences
     input_fields: tuple[str, ...]  # fields that the prompt holds, so that the payload need not
     review: Review
 
+    def policy_messages(self, record: Record, input_limit: int | None = None) -> list[Message]:
+        """The chat that the policy answers, input text cut to its first `input_limit` characters.
+
+        Raises ValueError with a sentence about the record when a field is missing or of another type.
+        """
+        raise NotImplementedError
+
+    def prompt_text(self, record: Record) -> str:
+        """The input as the feedback source and the report see it."""
+        raise NotImplementedError
+
+    def reference(self, record: Record) -> str | None:
+        """The answer to imitate in supervised training."""
+        raise NotImplementedError
+
     def prompt_id(self, record: Record) -> str | None:
+        """The record's own id, if it has one."""
         return next((str(record[field]) for field in ID_FIELDS if record.get(field) is not None), None)
 
     def payload(self, record: Record) -> dict[str, Any]:
-        """All fields but the ids and the input."""
+        """What else critic and measure may look at: all fields but the ids and the input."""
         return {key: value for key, value in record.items() if key not in (*ID_FIELDS, *self.input_fields)}
 
     def response(self, record: Record) -> str | None:
-        """Field `response`. ValueError in a sentence when it is no text, or blank."""
+        """The response that the record holds and that wants feedback. ValueError when it is no text, or blank."""
         return text_field(record, "response") if record.get("response") is not None else None
 
     def feedback_messages(
         self, prompt: Prompt, response_text: str, input_limit: int | None = None, *, style: StyleConfig = SPARSE
     ) -> list[Message]:
+        """The chat that annotator and reward model answer. Must do with an empty payload."""
         asked, subject = prompt.prompt_text[:input_limit], self.review.subject.capitalize()
         content = f"{self.review.instructions(style)}\n\n{self.review.input_name}:\n{asked}\n\n{subject}:\n"
         return [{"role": "user", "content": content + response_text}]
 
     def notes(self, prompt: Prompt, response_text: str) -> str | None:
+        """What an annotator is shown of a response and a reward model is not: a human's feedback, the log of a test.
+
+        None for another response than the record's own: what was said of that one would mislead.
+        """
         try:
             own = self.response(prompt.payload)
         except ValueError:  # the record's response is of no use; this one may be a sampled one
@@ -154,11 +116,13 @@ class BasicTask:
         return None
 
     def critic(self, *, style: StyleConfig, sandbox: SandboxConfig) -> Critic | None:
+        """The task's own program that criticises a response, if it has one."""
         return None
 
     def revise_messages(
         self, prompt: Prompt, response_text: str, critique: str, input_limit: int | None = None
     ) -> list[Message]:
+        """The chat that asks for the response again, with a critique of it in view."""
         subject = self.review.subject
         content = (
             f"{self.review.input_name}:\n{prompt.prompt_text[:input_limit]}\n\n"
@@ -169,6 +133,7 @@ class BasicTask:
         return [{"role": "user", "content": content}]
 
     def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float] | None:
+        """Metrics of one response that no feedback source has a part in, or None. sandbox: for what it runs."""
         return None
 
 

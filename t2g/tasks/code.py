@@ -11,7 +11,7 @@ from typing import Any
 
 from t2g.data.chat import Message
 from t2g.sections import SandboxConfig, StyleConfig
-from t2g.tasks.base import BasicTask, Critic, Record, Review, text_field
+from t2g.tasks.base import Critic, Record, Review, Task, text_field
 from t2g.types import Prompt
 
 POLICY_INSTRUCTION = (
@@ -23,7 +23,7 @@ _FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n`]*\n(.*?)(?=^[ \t]*```|\Z)(?:[ \
 _IMPORTED = re.compile(r"^\s*from\s+solution\s+import\s+(\([^)]*\)|[^\n#]+)", re.MULTILINE)
 
 
-class CodeTask(BasicTask):
+class CodeTask(Task):
     name = "code"
     score_name = "passed"
     step_pattern = r"\n"

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from t2g.feedback.spans import occurrence_at
 from t2g.sections import SandboxConfig, StyleConfig
 from t2g.tasks.base import Critic
 from t2g.tasks.code import extract_code
@@ -187,11 +188,7 @@ def _error(test: TestResult) -> str:
 
 
 def _quote(response_text: str, begin: int, text: str, *, severity: int) -> dict[str, Any]:
-    """The line as a quote: its places may overlap, as in t2g.feedback.spans.locate."""
-    occurrence, at = 1, response_text.find(text)
-    while 0 <= at < begin:
-        occurrence, at = occurrence + 1, response_text.find(text, at + 1)
-    other = {"occurrence": occurrence, "severity": severity}
+    other = {"occurrence": occurrence_at(response_text, text, begin), "severity": severity}
     return {"quote": text} | {key: value for key, value in other.items() if value != 1}
 
 

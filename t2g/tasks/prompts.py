@@ -7,12 +7,12 @@
 from typing import Any
 
 from t2g.data.chat import Message
-from t2g.tasks.base import BasicTask, Record, Review, text_field
+from t2g.tasks.base import Record, Review, Task, text_field
 
 ROLES = ("system", "user", "assistant")
 
 
-class PromptsTask(BasicTask):
+class PromptsTask(Task):
     """A record has `prompt` (text) or `messages`; with both, `prompt` counts. `reference` and all else are payload."""
 
     name = "prompts"

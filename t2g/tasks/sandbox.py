@@ -121,11 +121,7 @@ def _command(stage: str, limits: SandboxConfig) -> list[str]:
         "max_output": limits.max_output_kib * 1024,
         "max_processes": limits.max_processes,
         "tmp_bytes": 4 * limits.max_file_mib * 2**20,
-        "limits": {
-            "memory_mib": limits.memory_mib,
-            "cpu_s": limits.cpu_s,
-            "file_mib": limits.max_file_mib,
-        },
+        "limits": {"memory_mib": limits.memory_mib, "cpu_s": limits.cpu_s, "file_mib": limits.max_file_mib},
     }
     python = getattr(sys, "_base_executable", None) or sys.executable  # a virtual environment's would read its files
     supervisor = Path(__file__).with_name("box") / "supervisor.py"

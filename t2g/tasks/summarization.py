@@ -11,14 +11,14 @@ from typing import Any
 
 from t2g.data.chat import Message
 from t2g.sections import SandboxConfig
-from t2g.tasks.base import BasicTask, Record, Review, text_field
+from t2g.tasks.base import Record, Review, Task, text_field
 from t2g.types import Prompt
 
 POLICY_INSTRUCTION = "Summarize the following Reddit post in one or two sentences.\n\n"
 ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
-class SummarizationTask(BasicTask):
+class SummarizationTask(Task):
     name = "summarization"
     can_cut = True
     score_name = "rougeL"

@@ -17,15 +17,14 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from t2g.feedback.parse import span_map_start
-from t2g.sections import StyleConfig
-from t2g.tasks.base import SPARSE
+from t2g.feedback.spans import occurrence_at
+from t2g.sections import WorldConfig
 
 SLOTS: dict[str, tuple[str, ...]] = {
     "name": ("José", "Zoë", "美咲", "Mira", "Otto", "Nadia", "Ivan", "Lena"),
@@ -41,14 +40,9 @@ POST_TEMPLATES: dict[str, tuple[str, ...]] = {
     "day": ("It began on {}.", "I noticed it on {}."),
     "place": ("I live in {}.", "I write from {}."),
 }
-CLAUSE_LEADS: dict[str, str] = {
-    "name": "by",
-    "thing": "about a",
-    "fault": "it",
-    "day": "since",
-    "place": "in",
-}
+CLAUSE_LEADS: dict[str, str] = {"name": "by", "thing": "about a", "fault": "it", "day": "since", "place": "in"}
 INVENTIONS = ("sells honey", "likes opera", "plays chess", "hates rain", "met a wizard", "saw a ghost")
+MISSING = "The {} is missing."
 VERDICTS = ("right", "wrong", "repeated", "invented", "missing")
 POLICY_INSTRUCTION = "Summarise: "
 FEEDBACK_INSTRUCTION = "Judge the summary. Post: "
@@ -63,25 +57,6 @@ FEEDBACK_SUMMARY_HEADER = "\nSummary: "
 HELDOUT_ONE_IN = 8  # the share of fact combinations that only held-out posts may use
 
 Facts = Mapping[str, str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rates:
-    """How often a reference is at fault; probabilities in [0, 1].
-
-    `wrong` and `missing` are per fact (a fact is missing with `missing`; one that is stated is wrong with `wrong`),
-    `invented` and `repeated` per summary (one clause about nothing in the post; one clause stated twice).
-    """
-
-    wrong: float = 0.3
-    missing: float = 0.2
-    invented: float = 0.15
-    repeated: float = 0.1
-
-    def __post_init__(self) -> None:
-        for field, value in asdict(self).items():
-            if not 0.0 <= value <= 1.0:
-                raise ValueError(f"rates.{field} is {value}; a probability must lie in [0, 1]")
 
 
 class Quote(NamedTuple):
@@ -118,17 +93,14 @@ class Finding(NamedTuple):
 
 
 # ------------------------------------------------------------------------------------------------ posts and summaries
-def is_heldout(facts: Facts) -> bool:
-    """Whether a combination of facts belongs to the held-out posts; a pure function of the facts, no seed in it."""
-    key = "\x1f".join(facts[slot] for slot in SLOTS).encode()
-    return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest()) % HELDOUT_ONE_IN == 0
-
-
 def sample_facts(rng: np.random.Generator, *, heldout: bool) -> dict[str, str]:
-    """One value a slot, uniform over the combinations of the asked split."""
+    """One value a slot, uniform over the combinations of the asked split, which is a hash of the facts, without a seed:
+    no held-out post shares its combination with a training post of any seed.
+    """
     while True:
         facts = {slot: values[rng.integers(len(values))] for slot, values in SLOTS.items()}
-        if is_heldout(facts) == heldout:
+        digest = hashlib.blake2b("\x1f".join(facts.values()).encode(), digest_size=4).digest()
+        if (int.from_bytes(digest) % HELDOUT_ONE_IN == 0) == heldout:
             return facts
 
 
@@ -150,11 +122,12 @@ def ideal_summary(facts: Facts) -> str:
     return ", ".join(write_clause(slot, facts[slot]) for slot in SLOTS) + "."
 
 
-def write_summary(facts: Facts, rates: Rates, rng: np.random.Generator) -> str:
+def write_summary(facts: Facts, rates: WorldConfig, rng: np.random.Generator) -> str:
     """A summary with planted faults, at least one clause long, in the order of the slots.
 
-    A wrong value is uniform over the slot's seven others; an invented clause stands anywhere, a repeated one anywhere
-    after the first time.
+    `wrong` and `missing` are probabilities of each fact (one that is missing is not wrong), `invented` and `repeated`
+    of each summary: one clause about nothing in the post, anywhere; one clause again, anywhere after the first time.
+    A wrong value is uniform over the slot's seven others.
     """
     clauses: list[str] = []
     while not clauses:
@@ -197,14 +170,6 @@ def split_clauses(response: str) -> list[Clause]:
     return clauses
 
 
-def occurrence_at(text: str, quote: str, start: int) -> int:
-    """Which occurrence of `quote` in `text` starts at `start`, from 1, overlapping ones counted."""
-    count, at = 1, text.find(quote)
-    while at < start:
-        count, at = count + 1, text.find(quote, at + 1)
-    return count
-
-
 def findings(facts: Facts, response: str) -> list[Finding]:
     """What the critic says of each clause, in order. Facts given as None or lacking a slot raise KeyError."""
     found = []
@@ -220,11 +185,6 @@ def findings(facts: Facts, response: str) -> list[Finding]:
             right.add(clause.slot)
         found.append(Finding(clause, verdict, f"The {clause.slot} is {fact}, it says {text}: {verdict}."))
     return found
-
-
-def missing_sentence(slot: str) -> str:
-    """What the critic says of a fact that is not stated."""
-    return f"The {slot} is missing."
 
 
 def critic(facts: Facts, response: str, *, dense: bool = False) -> Judgement:
@@ -247,7 +207,7 @@ def critic(facts: Facts, response: str, *, dense: bool = False) -> Judgement:
         (good if verdict == "right" else poor).append(quote)
         position += len(sentence) + 1
     spoken = {clause.slot for clause, _, _ in found}
-    missing = [missing_sentence(slot) for slot in SLOTS if slot not in spoken]
+    missing = [MISSING.format(slot) for slot in SLOTS if slot not in spoken]
     return Judgement(" ".join([*(sentence for _, _, sentence in found), *missing]), good, poor)
 
 
@@ -283,25 +243,9 @@ def measure(facts: Facts, response: str) -> dict[str, float]:
     }
 
 
-# --------------------------------------------------------------------------------------------------- prompts and target
-def policy_messages(post: str) -> list[dict[str, str]]:
-    """The chat that asks the policy for a summary."""
-    return [{"role": "user", "content": POLICY_INSTRUCTION + post}]
-
-
-def feedback_messages(post: str, response: str, *, style: StyleConfig = SPARSE) -> list[dict[str, str]]:
-    """The chat that asks the reward model for its feedback: one builder for training, RL and evaluation."""
-    instruction = FEEDBACK_INSTRUCTIONS[style.critique, style.labels]
-    return [{"role": "user", "content": f"{instruction}{post}{FEEDBACK_SUMMARY_HEADER}{response}"}]
-
-
+# -------------------------------------------------------------------------------------------------------------- target
 _VERDICT = re.compile(rf"(?<=[: ])({'|'.join(VERDICTS)})(?=\.)")
 _RARE_SENTENCE = re.compile(r"It says [^.]*: invented\.|The [^.]*: repeated\.")
-
-
-def verdict_ranges(target: str) -> list[tuple[int, int]]:
-    """Half-open characters of the verdict words in a target's critique, in order."""
-    return [match.span() for match in _VERDICT.finditer(target, 0, span_map_start(target))]
 
 
 def decisive_ranges(target: str) -> list[tuple[int, int]]:
@@ -311,12 +255,12 @@ def decisive_ranges(target: str) -> list[tuple[int, int]]:
     such clauses over), and the span map. The rest is copying, which is learnt at weight 1. Ranges may overlap.
     """
     span_map = span_map_start(target)
-    rare = [match.span() for match in _RARE_SENTENCE.finditer(target, 0, span_map)]
-    return [*verdict_ranges(target), *rare, (span_map, len(target))]
+    found = [match.span() for pattern in (_VERDICT, _RARE_SENTENCE) for match in pattern.finditer(target, 0, span_map)]
+    return [*found, (span_map, len(target))]
 
 
 # -------------------------------------------------------------------------------------------------------------- records
-def make_records(*, count: int, heldout: bool, rates: Rates, seed: int) -> Iterator[dict[str, Any]]:
+def make_records(*, count: int, heldout: bool, rates: WorldConfig, seed: int) -> Iterator[dict[str, Any]]:
     """Rows in the SLF5K hub format, with the extra key `facts`.
 
     `tldr_human_reference_summary` is the reference with planted faults (the base policy's target),
@@ -345,17 +289,13 @@ def make_records(*, count: int, heldout: bool, rates: Rates, seed: int) -> Itera
         }
 
 
-def write_world(folder: Path | str, *, num_train: int, num_heldout: int, rates: Rates, seed: int) -> dict[str, Path]:
-    """Write `train.jsonl` and `heldout.jsonl` into `folder` and return their paths by split.
-
-    No held-out post shares its combination of facts with a training post of any seed (`is_heldout`).
-    """
-    folder = Path(folder)
+def write_world(folder: Path, world: WorldConfig) -> dict[str, Path]:
+    """Write `train.jsonl` and `heldout.jsonl` into `folder` and return their paths by split."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = {}
-    for split, count in (("train", num_train), ("heldout", num_heldout)):
+    for split, count in (("train", world.num_train), ("heldout", world.num_heldout)):
         paths[split] = folder / f"{split}.jsonl"
-        rows = make_records(count=count, heldout=split == "heldout", rates=rates, seed=seed)
+        rows = make_records(count=count, heldout=split == "heldout", rates=world, seed=world.seed)
         paths[split].write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return paths
 

@@ -12,7 +12,7 @@ import re
 
 import numpy as np
 
-from t2g.tasks.tiny import SLOTS, Facts, findings, missing_sentence, write_clause
+from t2g.tasks.tiny import MISSING, SLOTS, Facts, findings, write_clause
 
 REVISE_INSTRUCTION = "Mend the summary. Post: "
 DROPPED = 0.3  # share of a critique's sentences that an example leaves out
@@ -50,7 +50,7 @@ def corrected(facts: Facts, response: str, critique: str) -> str:
                 continue
         clauses.append((clause.slot, text))
     for slot in SLOTS:
-        if missing_sentence(slot) in said and all(slot != other for other, _ in clauses):
+        if MISSING.format(slot) in said and all(slot != other for other, _ in clauses):
             later = (i for i, (other, _) in enumerate(clauses) if other and _ORDER.index(other) > _ORDER.index(slot))
             clauses.insert(next(later, len(clauses)), (slot, write_clause(slot, facts[slot])))
     return ", ".join(text for _, text in clauses) + "."

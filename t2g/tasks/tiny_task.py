@@ -18,7 +18,7 @@ class TinyTask(SummarizationTask):
     step_pattern = r"[,.]"  # clauses: a summary is one sentence
 
     def policy_messages(self, record: Record, input_limit: int | None = None) -> list[Message]:
-        return tiny.policy_messages(self.prompt_text(record)[:input_limit])
+        return [{"role": "user", "content": tiny.POLICY_INSTRUCTION + self.prompt_text(record)[:input_limit]}]
 
     def prompt_text(self, record: Record) -> str:
         """The post alone: the title states facts as well, without the faults that make the task one."""
@@ -31,7 +31,9 @@ class TinyTask(SummarizationTask):
     def feedback_messages(
         self, prompt: Prompt, response_text: str, input_limit: int | None = None, *, style: StyleConfig = SPARSE
     ) -> list[Message]:
-        return tiny.feedback_messages(prompt.prompt_text[:input_limit], response_text, style=style)
+        instruction = tiny.FEEDBACK_INSTRUCTIONS[style.critique, style.labels]
+        asked = f"{instruction}{prompt.prompt_text[:input_limit]}{tiny.FEEDBACK_SUMMARY_HEADER}"
+        return [{"role": "user", "content": asked + response_text}]
 
     def critic(self, *, style: StyleConfig, sandbox: SandboxConfig) -> Critic:
         """Reads the payload's facts; nothing runs that would need a sandbox."""

@@ -6,36 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.reward import Answers, begin_answer
+from actors.reward import begin_answer
 from t2g.data.sft import target_ids
 from t2g.feedback.offsets import decode
 from t2g.feedback.parse import begun_answer, format_answer
 from t2g.tasks.tiny_assets import build_tokenizer
-from t2g.types import SpanFeedback
-
-
-def feedback(critique: str) -> SpanFeedback:
-    return SpanFeedback(critique=critique, spans=(), status="empty", source="reward_model", version="v")
-
-
-def test_an_answer_is_kept_for_what_was_judged() -> None:
-    answers = Answers(9)
-    answers.keep(("a", "x", None), feedback("of a"))
-    answers.keep(("b", "x", None), feedback("of b"))
-    answers.keep(("b", "x", "given"), feedback("given"))
-    kept = [answers.get(judged) for judged in (("a", "x", None), ("b", "x", None), ("b", "x", "given"))]
-    assert [k and k.critique for k in kept] == ["of a", "of b", "given"]
-    assert answers.get(("a", "y", None)) is None
-    assert answers.get(("a", "x", "given")) is None
-
-
-def test_the_answer_unused_for_longest_is_the_first_to_go() -> None:
-    answers = Answers(2)
-    answers.keep(("a", "1", None), feedback("1"))
-    answers.keep(("a", "2", None), feedback("2"))
-    answers.get(("a", "1", None))
-    answers.keep(("a", "3", None), feedback("3"))
-    assert [answers.get(("a", r, None)) is not None for r in "123"] == [True, False, True]
 
 
 @pytest.fixture(scope="module")

@@ -110,7 +110,7 @@ def arrays(folder: Path, *, dtype: type = np.float32, length: int = 2, **more: n
         (lambda folder: change(folder, "prompt_id", "p9"), "KeyError"),
         (lambda folder: change(folder, "num_tokens", 3), "its arrays are not those of 3 tokens"),
         (lambda folder: change(folder, "num_tokens", -1), "its arrays are not those of -1 tokens"),
-        (lambda folder: change(folder, "feedback", {"spans": [], "more": 1}), "TypeError"),
+        (lambda folder: change(folder, "feedback", {"spans": [], "more": 1}), "critique: Field required"),
         (lambda folder: arrays(folder, dtype=np.float64), "its arrays are not those of 2 tokens"),
         (lambda folder: arrays(folder, length=5), "its arrays are not those of 2 tokens"),
         (

@@ -10,12 +10,13 @@ import pytest
 from fake_endpoint import KEY, KEY_VARIABLE, FakeEndpoint, Reply, completion, fake_endpoint, says
 
 from t2g.errors import RunStopped, UserError
-from t2g.feedback.chat import ChatFailed, Completion
+from t2g.feedback.chat import ChatFailed, Completion, Question
 from t2g.feedback.endpoint import MAX_BODY_BYTES, EndpointChat, read_body, read_completion, retry_after
 from t2g.sections import LLMConfig
 
 MESSAGES = [{"role": "user", "content": "Is it fine?"}]
 SCHEMA = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
+QUESTION = Question(messages=MESSAGES, schema=SCHEMA, max_output_tokens=64, temperature=0.5, seed=3)
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def chat(server: FakeEndpoint, key: str = KEY, **fields: Any) -> EndpointChat:
 
 
 def ask(chat: EndpointChat) -> Completion:
-    return asyncio.run(chat.complete(MESSAGES, schema=SCHEMA, max_output_tokens=64, temperature=0.5, seed=3))
+    return asyncio.run(chat.complete(QUESTION))
 
 
 def refusal(chat: EndpointChat) -> ChatFailed:

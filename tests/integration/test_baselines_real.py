@@ -13,7 +13,8 @@ from jobs.train_policy import read_data
 from t2g.baselines import Baseline
 from t2g.config import PolicyJob
 from t2g.metrics import METRICS_FILE, read_records
-from t2g.tasks.tiny import Rates, write_world
+from t2g.sections import WorldConfig
+from t2g.tasks.tiny import write_world
 from t2g.tasks.tiny_assets import build_model, build_tokenizers
 
 pytestmark = pytest.mark.slow  # seven engines
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.slow  # seven engines
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> PolicyJob:
     folder = tmp_path_factory.mktemp("world")
-    paths = write_world(folder, num_train=8, num_heldout=4, rates=Rates(), seed=1)
+    paths = write_world(folder, WorldConfig(num_train=8, num_heldout=4, seed=1))
     tokenizer, _ = build_tokenizers(folder)
     build_model(folder / "policy", tokenizer, num_layers=2, width=64, num_heads=2, mlp_width=96, window=1024)
     return PolicyJob.model_validate(

@@ -20,7 +20,7 @@ from jobs.fleets import Fleets, feedback_roles
 from t2g.config import JobConfig
 from t2g.data.chat import encode_chat, load_tokenizer
 from t2g.errors import UserError
-from t2g.feedback.chat import ChatFailed, Completion
+from t2g.feedback.chat import ChatFailed, Completion, Question
 from t2g.feedback.llm import LLMFeedback
 from t2g.sections import AnnotateConfig, ClusterConfig, LLMConfig, RewardEngineConfig
 from t2g.tasks.base import get_task
@@ -75,7 +75,9 @@ def ask(fleet: ChatFleet, *seeds: int, temperature: float = 0.0, question: str |
     async def run() -> list[Completion]:
         return await asyncio.gather(
             *(
-                fleet.complete(messages, schema=SCHEMA, max_output_tokens=64, temperature=temperature, seed=seed)
+                fleet.complete(
+                    Question(messages=messages, schema=SCHEMA, max_output_tokens=64, temperature=temperature, seed=seed)
+                )
                 for seed in seeds
             )
         )

@@ -16,9 +16,9 @@ from jobs.baselines import run_baseline
 from jobs.cli import StopFlag
 from jobs.fleets import Fleets
 from jobs.train_policy import PolicyData
-from t2g.baseline_runs import Arm, Stopped, ask_base, dpo, ilf, reflection, revise_steps
+from t2g.baseline_runs import Arm, ask_base, dpo, ilf, reflection, revise_steps
 from t2g.config import PolicyJob
-from t2g.errors import RunStopped, UserError
+from t2g.errors import RunStopped, Stopped, UserError
 from t2g.interfaces import RolloutSource, Sampling
 from t2g.metrics import METRICS_FILE, SAMPLES_FILE, RunLog, read_records
 from t2g.sampling import Judged

@@ -329,7 +329,7 @@ def test_targeting_is_measured_on_the_responses_of_the_base(tmp_path: Path) -> N
     begin_folder(arm)
 
     def measured() -> dict[str, Any]:
-        measure_targeting(arm, data, reference, sampling, rollouts, feedback)(ShiftedLearner())
+        measure_targeting(arm, data, reference, sampling, rollouts, feedback, ShiftedLearner())
         return json.loads((arm.run.folder / "targeting.json").read_text())
 
     still = measured()

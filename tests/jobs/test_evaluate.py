@@ -102,8 +102,9 @@ def test_the_report_lies_in_the_run_folder(tmp_path: Path, model: Path, capsys: 
 
 
 def test_what_is_not_known_is_refused_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert evaluate(["--what", "policy", "--config", "x.yaml"]) == 2
-    assert capsys.readouterr().err == "python -m jobs.evaluate: --what 'policy' is unknown; there is reward\n"
+    with pytest.raises(SystemExit) as caught:
+        evaluate(["--what", "policy", "--config", "x.yaml"])
+    assert caught.value.code == 2 and "invalid choice: 'policy'" in capsys.readouterr().err
 
 
 def test_the_rest_of_the_command_line_is_the_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

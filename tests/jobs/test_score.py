@@ -1,12 +1,10 @@
 """jobs.score but for the engine: where the texts come from, and what is printed of an answer."""
 
-import io
-import json
 from pathlib import Path
 
 import pytest
 
-from jobs.score import read_texts, score, show
+from jobs.score import read_text, score, show
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.parse import no_feedback, parse_answer
 from t2g.types import SpanFeedback
@@ -18,47 +16,35 @@ def feedback(answer: str = ANSWER) -> SpanFeedback:
     return parse_answer(answer, "a laptop by Ann", source="reward_model", version="v")
 
 
-def test_texts_are_given_read_from_a_file_or_from_the_standard_input(tmp_path: Path) -> None:
+def test_texts_are_given_or_read_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "post.txt"
     file.write_text("a post\nof two lines\n", encoding="utf-8")
-    assert read_texts(f"@{file}", "-", io.StringIO("by Zoë\n\n")) == ("a post\nof two lines", "by Zoë\n")
-    assert read_texts("", "text\n", io.StringIO("unread")) == ("", "text\n")
+    assert read_text("--prompt", f"@{file}") == "a post\nof two lines"
+    assert read_text("--text", "text\n") == "text\n"
 
 
 def test_texts_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     with pytest.raises(UserError, match=r"--prompt: /no/such.txt cannot be read: No such file"):
-        read_texts("@/no/such.txt", "x", io.StringIO())
+        read_text("--prompt", "@/no/such.txt")
     with pytest.raises(UserError, match=r"--text '@.*is no UTF-8 text"):
-        read_texts("x", f"@{tmp_path / 'latin.txt'}", io.StringIO())
+        read_text("--text", f"@{tmp_path / 'latin.txt'}")
     with pytest.raises(UserError, match=r"--prompt 'caf.*' is no UTF-8 text"):
-        read_texts("caf\udce9", "x", io.StringIO())  # as Python hands over such a byte of the command line
-    with pytest.raises(UserError, match="both -"):
-        read_texts("-", "-", io.StringIO("one"))
+        read_text("--prompt", "caf\udce9")  # as Python hands over such a byte of the command line
 
 
 def test_critique_and_marked_spans_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    show(feedback(), "a post", "a laptop by Ann", as_json=False)
+    show(feedback(), "a laptop by Ann")
     out = capsys.readouterr().out
     assert out.startswith("Ann is ␛[31mright\n\na [-laptop-] by [+Ann+]\n")
     assert 'poor, severity 1: "laptop"' in out
 
 
-def test_json_is_one_line_of_ascii(capsys: pytest.CaptureFixture[str]) -> None:
-    show(feedback(), "Zoë's post", "a laptop by Ann", as_json=True)
-    out = capsys.readouterr().out
-    assert out.isascii() and out.count("\n") == 1 and "\x1b" not in out
-    record = json.loads(out)
-    assert (record["prompt"], record["response"], record["status"]) == ("Zoë's post", "a laptop by Ann", "ok")
-    assert [(s["start"], s["end"], s["label"]) for s in record["spans"]] == [(12, 15, 1), (2, 8, -1)]
-
-
-@pytest.mark.parametrize("as_json", [False, True])
-def test_no_feedback_is_an_error_with_its_reason(capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
+def test_no_feedback_is_an_error_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
     failed = no_feedback("failed", source="reward_model", version="v", reason="the response is too long")
     with pytest.raises(RunStopped, match=r"gave no feedback \(failed\): the response is too long"):
-        show(failed, "p", "r", as_json=as_json)
-    assert bool(capsys.readouterr().out) == as_json
+        show(failed, "r")
+    assert capsys.readouterr().out == ""
 
 
 def test_a_model_that_is_not_there_is_told_before_anything_starts(

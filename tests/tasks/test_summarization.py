@@ -11,7 +11,7 @@ import pytest
 from t2g.data.load import load_records
 from t2g.errors import UserError
 from t2g.feedback.prompts import build_feedback_prompt, prompt_version
-from t2g.sections import DataConfig, SandboxConfig, StyleConfig
+from t2g.sections import DataConfig, SandboxConfig, StyleConfig, WorldConfig
 from t2g.tasks import tiny
 from t2g.tasks.base import get_task
 from t2g.tasks.tiny_assets import build_tokenizer
@@ -172,7 +172,7 @@ def test_a_task_module_that_breaks_is_one_sentence(text: str, reason: str, tmp_p
 
 def test_the_tiny_world_walks_the_same_path() -> None:
     task = get_task("tiny")
-    row = next(tiny.make_records(count=1, heldout=False, rates=tiny.Rates(), seed=1))
+    row = next(tiny.make_records(count=1, heldout=False, rates=WorldConfig(), seed=1))
     assert task.prompt_text(row) == row["post"]
     assert task.reference(row) == row["tldr_human_reference_summary"]
     assert task.policy_messages(row, 5)[0]["content"] == tiny.POLICY_INSTRUCTION + row["post"][:5]

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 
 from t2g.feedback.parse import format_answer, make_feedback
-from t2g.sections import SandboxConfig, StyleConfig
+from t2g.sections import SandboxConfig, StyleConfig, WorldConfig
 from t2g.tasks import tiny, tiny_assets
-from t2g.tasks.tiny import Clause, Rates
+from t2g.tasks.tiny import Clause
 from t2g.tasks.tiny_task import TinyTask
 from t2g.types import Prompt
 
 FACTS = {"name": "José", "thing": "phone", "fault": "hums", "day": "Monday", "place": "東京"}
-NO_FAULTS = Rates(wrong=0.0, missing=0.0, invented=0.0, repeated=0.0)
+POST = Prompt(prompt_id="1", prompt_ids=np.zeros(0, np.int32), prompt_text="A post.", task="tiny")
+NO_FAULTS = WorldConfig(wrong=0.0, missing=0.0, invented=0.0, repeated=0.0)
 
 
 def quotes(found: list[tiny.Quote]) -> list[tuple[str, int]]:
@@ -43,7 +44,7 @@ def test_no_value_hides_in_another_text_of_the_world() -> None:
 
 
 def test_planted_faults_come_at_their_rates() -> None:
-    rates = Rates(wrong=0.3, missing=0.2, invented=0.15, repeated=0.1)
+    rates = WorldConfig(wrong=0.3, missing=0.2, invented=0.15, repeated=0.1)
     rows = list(tiny.make_records(count=2000, heldout=False, rates=rates, seed=5))
     totals = [tiny.measure(row["facts"], row["tldr_human_reference_summary"]) for row in rows]
     mean = {key: np.mean([total[key] for total in totals]) for key in totals[0]}
@@ -55,29 +56,24 @@ def test_planted_faults_come_at_their_rates() -> None:
     assert mean["fact_recall"] == pytest.approx(0.8 * 0.7, abs=0.02)
 
 
-def test_a_rate_outside_0_and_1_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"rates.wrong is 1.5"):
-        Rates(wrong=1.5)
-
-
 def test_a_summary_always_states_something() -> None:
-    rates = Rates(missing=0.95, wrong=0.0, invented=0.0, repeated=0.0)
+    rates = WorldConfig(missing=0.95, wrong=0.0, invented=0.0, repeated=0.0)
     rng = np.random.default_rng(0)
     assert all(tiny.split_clauses(tiny.write_summary(FACTS, rates, rng)) for _ in range(50))
 
 
 # -------------------------------------------------------------------------------------------------------------- records
 def test_held_out_combinations_never_appear_in_training_of_any_seed(tmp_path: Path) -> None:
-    held = tiny.write_world(tmp_path, num_train=300, num_heldout=100, rates=Rates(), seed=0)["heldout"]
+    held = tiny.write_world(tmp_path, WorldConfig(num_train=300, num_heldout=100, seed=0))["heldout"]
     combos = {tuple(json.loads(line)["facts"].values()) for line in held.read_text(encoding="utf-8").splitlines()}
     for seed in (0, 1):
-        rows = tiny.make_records(count=300, heldout=False, rates=Rates(), seed=seed)
+        rows = tiny.make_records(count=300, heldout=False, rates=WorldConfig(), seed=seed)
         assert not combos & {tuple(row["facts"].values()) for row in rows}
 
 
 def test_records_are_reproducible_and_carry_the_slf5k_fields(tmp_path: Path) -> None:
-    first = tiny.write_world(tmp_path / "a", num_train=3, num_heldout=2, rates=Rates(), seed=7)
-    again = tiny.write_world(tmp_path / "b", num_train=3, num_heldout=2, rates=Rates(), seed=7)
+    first = tiny.write_world(tmp_path / "a", WorldConfig(num_train=3, num_heldout=2, seed=7))
+    again = tiny.write_world(tmp_path / "b", WorldConfig(num_train=3, num_heldout=2, seed=7))
     assert [path.read_bytes() for path in first.values()] == [path.read_bytes() for path in again.values()]
     row = json.loads(first["train"].read_text(encoding="utf-8").splitlines()[0])
     assert set(row) == {
@@ -207,24 +203,22 @@ def test_measure_of_the_ideal_and_of_nothing() -> None:
 
 # --------------------------------------------------------------------------------------------------- prompts and target
 def test_prompts() -> None:
-    assert tiny.policy_messages("A post.") == [{"role": "user", "content": "Summarise: A post."}]
-    assert tiny.feedback_messages("A post.", "it hums.") == [
+    assert TinyTask().policy_messages({"post": "A post."}) == [{"role": "user", "content": "Summarise: A post."}]
+    assert TinyTask().feedback_messages(POST, "it hums.") == [
         {"role": "user", "content": "Judge the summary. Post: A post.\nSummary: it hums."}
     ]
 
 
 def test_every_style_has_instructions_of_its_own_and_the_default_those_of_the_demo() -> None:
-    prompt = Prompt(prompt_id="1", prompt_ids=np.zeros(0, np.int32), prompt_text="A post.", task="tiny")
     task = TinyTask()
-    assert task.feedback_messages(prompt, "it hums.") == tiny.feedback_messages("A post.", "it hums.")
     styles = [StyleConfig(critique=critique, labels=labels) for critique, labels in tiny.FEEDBACK_INSTRUCTIONS]
     assert styles[0] == StyleConfig()
-    told = {task.feedback_messages(prompt, "it hums.", style=style)[0]["content"] for style in styles}
+    told = {task.feedback_messages(POST, "it hums.", style=style)[0]["content"] for style in styles}
     assert len(told) == 4 and all(text.endswith(" Post: A post.\nSummary: it hums.") for text in told)
 
 
 def test_the_task_knows_its_critic_and_its_response() -> None:
-    (record,) = tiny.make_records(count=1, heldout=False, rates=Rates(), seed=3)
+    (record,) = tiny.make_records(count=1, heldout=False, rates=WorldConfig(), seed=3)
     task = TinyTask()
     response = task.response(record)
     assert response == record["generated_summary_for_feedback"] and task.response({"post": "p"}) is None
@@ -238,12 +232,6 @@ def test_target_is_plain_json_with_occurrences_only_where_needed() -> None:
     target = format_answer(*tiny.critic(FACTS, "it hums, it hums."))
     assert target.endswith('missing.", "good": ["hums"], "poor": [{"quote": "hums", "occurrence": 2}]}')
     assert target.startswith('{"critique": "The fault is hums, it says hums: right.')
-
-
-def test_verdict_ranges_are_the_verdict_words_of_the_critique_only() -> None:
-    target = format_answer(*tiny.critic(FACTS, "by José, about a wrong, in Oslo, la la."))
-    words = [target[start:end] for start, end in tiny.verdict_ranges(target)]
-    assert words == ["right", "wrong", "wrong", "invented", "missing", "missing"]
 
 
 def test_decisive_ranges_add_rare_sentences_and_the_span_map() -> None:
@@ -278,7 +266,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
 def test_tokenizers_differ_and_spell_every_text(tokenizers: Any) -> None:
     policy, reward = tokenizers
     assert len(policy) != len(reward)
-    rows = tiny.make_records(count=20, heldout=False, rates=Rates(), seed=1)
+    rows = tiny.make_records(count=20, heldout=False, rates=WorldConfig(), seed=1)
     texts = ['odd "\\\n 😀 ñ']
     for row in rows:
         answer = format_answer(*tiny.critic(row["facts"], row["generated_summary_for_feedback"]))
@@ -297,7 +285,8 @@ def test_values_split_and_phrases_do_not(tokenizers: Any) -> None:
 
 def test_chat_template(tokenizers: Any) -> None:
     policy, _ = tokenizers
-    text = policy.apply_chat_template(tiny.policy_messages("A."), add_generation_prompt=True, tokenize=False)
+    messages = TinyTask().policy_messages({"post": "A."})
+    text = policy.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert text == "<|user|>Summarise: A.<|end|><|assistant|>"
     ids = policy(text, add_special_tokens=False).input_ids
     assert (ids[0], ids[-1], ids[-2]) == (

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t2g.tasks.tiny import SLOTS, Rates, critic, measure, sample_facts, write_clause, write_summary
+from t2g.sections import WorldConfig
+from t2g.tasks.tiny import SLOTS, critic, measure, sample_facts, write_clause, write_summary
 from t2g.tasks.tiny_revision import corrected, sentences, thinned
 
 FACTS = {"name": "Zoë", "thing": "phone", "fault": "hums", "day": "Monday", "place": "Oslo"}
@@ -57,7 +58,7 @@ def test_a_critique_of_another_response_changes_nothing() -> None:
 def test_whole_critiques_lead_to_every_fact_and_thinned_ones_never_further_away(seed: int, dropped: float) -> None:
     rng = np.random.default_rng(seed)
     facts = sample_facts(rng, heldout=False)
-    response = write_summary(facts, Rates(invented=0.5, repeated=0.5), rng)
+    response = write_summary(facts, WorldConfig(invented=0.5, repeated=0.5), rng)
     critique = critic(facts, response).critique
     assert measure(facts, corrected(facts, response, critique))["fact_f1"] == 1.0
     part = thinned(critique, rng, dropped=dropped)

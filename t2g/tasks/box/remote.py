@@ -3,14 +3,7 @@
 import builtins
 import operator
 from collections.abc import Callable
-from typing import Any, Protocol
-
-
-class Asker(Protocol):
-    """One end of the connection, t2g.tasks.box.peer."""
-
-    def request(self, operation: str, target: Any, *args: Any, **kwargs: Any) -> Any: ...
-
+from typing import Any
 
 _UNARY = (
     "lt le gt ge len getitem setitem delitem contains iter next reversed enter exit call int float index complex abs "
@@ -50,7 +43,7 @@ class Remote:
 
     _mixed = False  # made by an operator from an object of the other process and plain data
 
-    def __init__(self, peer: Asker, number: int) -> None:
+    def __init__(self, peer: Any, number: int) -> None:
         self.__dict__.update(_peer=peer, _number=number, _plain=None)
 
     @property
