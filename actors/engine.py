@@ -151,6 +151,7 @@ class Engine:
         }
         if config.gpus:
             arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+            arguments["tensor_parallel_size"] = config.tensor_parallel
         else:
             arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
             arguments["distributed_executor_backend"] = "uni"

@@ -290,12 +290,13 @@ class Fleet:
 
     def has_weights(self, member: Member, version: int) -> None:
         """The worker computes what the learner computes: it serves."""
-        member.version = version
+        member.version, member.syncing = version, False
         self._tell(member, "weights_proved")
 
     def missed(self, member: Member, reason: str) -> None:
         """Half a sync or none: the worker is STALE, and its requests go elsewhere."""
         logger.warning("%s missed a weight sync: %s", member.name, reason)
+        member.syncing = False
         self._tell(member, "sync_missed", f"missed a weight sync ({reason})")
 
     def _resize(self) -> None:

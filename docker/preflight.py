@@ -6,6 +6,7 @@ strings and the syntax is old, so that a Python that is too old still gets as fa
 
 from __future__ import annotations
 
+import ctypes.util
 import os
 import platform
 import shutil
@@ -92,6 +93,13 @@ def compiler_problem(compiler: str, include: str) -> str | None:
     return f"The C++ compiler {compiler} cannot compile C++17 with OpenMP: {first.strip()}"
 
 
+def numa_problem(library: str | None) -> str | None:
+    """`library` as ctypes.util.find_library("numa") gives it."""
+    if library is not None:
+        return None
+    return "libnuma.so.1 is missing, to which vLLM's CPU kernels are linked; install it (Debian: libnuma1)."
+
+
 def nvidia_problem(driver: str | None) -> str | None:
     if driver is not None:
         return None
@@ -108,6 +116,7 @@ def problems(kind: str, folder: Path) -> list[str]:
         memory_problem(_text("/proc/meminfo"), _text("/sys/fs/cgroup/memory.max")),
         disk_problem(shutil.disk_usage(str(folder)).free, folder, kind),
         cpu_problem(_text("/proc/cpuinfo")) if kind == "cpu" else nvidia_problem(shutil.which("nvidia-smi")),
+        numa_problem(ctypes.util.find_library("numa")) if kind == "cpu" else None,
     ]
     return [sentence for sentence in found if sentence is not None]
 

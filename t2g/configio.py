@@ -47,6 +47,8 @@ MAY_DIFFER = (
     "*.health.*",
     "learner.max_restarts",
     "learner.sync_*",
+    "learner.gradient_checkpointing",  # this and the next change a step by rounding alone: what runs out of memory
+    "learner.tokens_per_microbatch",  # goes on with other values of them
     "*.concurrency",
     "*.llm.url",  # a server that moved; llm.model stays
     "*.llm.key_env",

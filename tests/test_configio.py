@@ -307,6 +307,8 @@ def test_diff_names_every_key_that_differs(tmp_path: Path) -> None:
         ("annotate.sandbox.timeout_s", False),
         ("annotate.style.labels", False),
         ("learner.workers", False),
+        ("learner.tokens_per_microbatch", True),
+        ("learner.offload", False),
         ("run.seed", False),
         ("rollout.temperature", False),
         ("eval.num_prompts", False),

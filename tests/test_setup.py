@@ -89,6 +89,7 @@ def test_python_and_disk_and_venv(preflight: ModuleType) -> None:
     )
     assert "python3-venv" in preflight.venv_problem(False)
     assert "nvidia-smi" in preflight.nvidia_problem(None)
+    assert "libnuma1" in preflight.numa_problem(None)
 
 
 def test_compiler_and_headers(preflight: ModuleType, tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from t2g.deploy.memory import (
     host_bytes,
     learner_bytes,
     store_bytes,
-    tensor_parallel,
 )
 from t2g.deploy.pods import ROLE_LABEL, PodGroup, most_per_pod, pod_groups, satisfies
 from t2g.errors import UserError
@@ -74,7 +73,7 @@ def _pod_line(group: PodGroup) -> str:
     role, workers, pods = group.role, group.workers, group.pods
     size = "on CPUs"
     if role.gpus:
-        size = f"of TP {tensor_parallel(role.gpus)}" if group.elastic else f"of {_count(role.gpus, 'GPU')}"
+        size = f"of TP {role.tensor_parallel}" if isinstance(role, EngineConfig) else f"of {_count(role.gpus, 'GPU')}"
     bounds = f", at least {pods.min}" if pods.min < pods.initial else ""
     bounds += f", at most {pods.max}" if pods.max > pods.initial else ""
     each = [_count(group.gpus, "GPU")] if group.gpus else []

@@ -215,11 +215,6 @@ def gathered_bytes(shape: ModelShape, *, b: int) -> int:
     return b * (min(shape.numel, LIVE_NUMEL) + 2 * largest + BUCKET_NUMEL)
 
 
-def tensor_parallel(gpus: float) -> int:
-    """GPUs that one engine spreads its model over."""
-    return max(1, int(gpus))
-
-
 @dataclass(frozen=True, kw_only=True)
 class EngineFit:
     """An engine on one of its GPUs."""
@@ -236,7 +231,7 @@ def engine_fit(shape: ModelShape, engine: EngineConfig, *, sequences: int, gpu_b
     Llama 3 8B in bfloat16 on 80 GiB, .85, 1536 tokens: 68 - 14.96 - 3 = 50.04 GiB of cache; a sequence takes
     1536 x 128 KiB = .1875 GiB, so 266 fit.
     """
-    b, parallel = BYTES[engine.dtype], tensor_parallel(engine.gpus)
+    b, parallel = BYTES[engine.dtype], engine.tensor_parallel
     wanted = min(sequences, engine.max_num_seqs)
     one = engine.max_model_len * shape.kv_bytes(b) / min(parallel, shape.kv_heads)
     weights = b * shape.numel / parallel

@@ -30,7 +30,9 @@ class RunConfig(Section):
 class ClusterConfig(Section):
     address: str | None = Field(None, description="Ray address; none: the cluster of the job, else a new local one")
     placement_timeout_s: float = Field(60, gt=0, description="how long actors may wait for CPUs, GPUs and memory")
-    object_store_gib: float = Field(1.0, gt=0, description="object store of a new local cluster, GiB")
+    object_store_gib: float = Field(
+        1.0, gt=0, description="object store of a new local cluster or of a rendered pod, GiB"
+    )
 
 
 class DataConfig(Section):

@@ -60,6 +60,11 @@ class EngineConfig(ProcessConfig):
     def num_processes(self) -> int:
         return self.workers.initial
 
+    @property
+    def tensor_parallel(self) -> int:
+        """GPUs that one engine spreads its model over."""
+        return max(1, int(self.gpus))
+
 
 class _AnsweringConfig(EngineConfig):
     """An engine with a field `max_new_tokens`: a prompt may have the rest of the window."""

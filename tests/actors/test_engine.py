@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.engine import PLUGIN, engine_environment, first_sentence, kv_cache_bytes, weight_version
+from actors.engine import PLUGIN, Engine, engine_environment, first_sentence, kv_cache_bytes, weight_version
 from t2g.sections import EngineConfig
 
 
@@ -14,6 +14,12 @@ def test_a_cpu_engine_keeps_to_its_threads_and_sleeps_when_it_waits() -> None:
     assert environment["OMP_NUM_THREADS"] == "2" and environment["OMP_WAIT_POLICY"] == "PASSIVE"
     assert environment["T2G_ENGINE_OWNER"] == "17"
     assert "OMP_NUM_THREADS" not in engine_environment(EngineConfig(gpus=1), owner=17)
+
+
+def test_an_engine_spreads_over_its_gpus() -> None:
+    arguments = Engine("m", EngineConfig(gpus=4), seed=1)._arguments()
+    assert (arguments["tensor_parallel_size"], arguments["gpu_memory_utilization"]) == (4, 0.85)
+    assert "tensor_parallel_size" not in Engine("m", EngineConfig(), seed=1)._arguments()
 
 
 @pytest.mark.parametrize(

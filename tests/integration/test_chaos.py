@@ -98,7 +98,14 @@ def victims(stage: Stage, title: str) -> list[psutil.Process]:
     """Processes of this cluster whose title begins so."""
     roots = [psutil.Process(info.process.pid) for node in stage.nodes.values() for info in raylets(node)]
     found = [child for root in roots if root.is_running() for child in root.children(recursive=True)]
-    return [p for p in found if p.cmdline()[:1] and p.cmdline()[0].startswith(f"ray::{title}")]
+    return [process for process in found if titled(process).startswith(f"ray::{title}")]
+
+
+def titled(process: psutil.Process) -> str:
+    try:
+        return "".join(process.cmdline()[:1])
+    except psutil.NoSuchProcess:  # ended, or a zombie
+        return ""
 
 
 def raylets(node: Any) -> list[Any]:
@@ -176,7 +183,6 @@ def recovered(metrics: list[dict[str, Any]], name: str) -> list[float]:
     return [line[name] for line in metrics if name in line]
 
 
-@pytest.mark.slow
 def test_a_run_on_stub_engines_outlives_every_fault(stage: Stage) -> None:
     order = random.Random(SEED).sample(FAULTS, len(FAULTS))
     plan = {1 + STEPS_APART * i: fault for i, fault in enumerate(order)}
@@ -197,13 +203,15 @@ def test_a_run_on_stub_engines_outlives_every_fault(stage: Stage) -> None:
     # The node and the hung worker and the killed one; the missed sync is caught up with and costs no worker.
     assert sum(line.get("rollout/restarts", 0) for line in metrics) >= 3
     assert sum(line.get("reward/restarts", 0) for line in metrics) >= 1
+    slowest = max(line["time/generate_s"] for line in metrics)
+    assert slowest < job.rollout.request_timeout_s, "the hung worker is found by its probes, not by its requests"
     for name in ("rollout/recovery_s", "reward/recovery_s", "recovery/learner_s"):
         assert all(0 < seconds < FAULT_DEADLINE_S for seconds in recovered(metrics, name)) and recovered(metrics, name)
-    assert all(not p.is_running() or p.status() != psutil.STATUS_STOPPED for p in victims(stage, "StubRollout"))
+    assert not [p for p in victims(stage, "StubRollout") if p.status() == psutil.STATUS_STOPPED]  # killed for good
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param(f, marks=pytest.mark.slow) for f in ("rollout", "reward", "learner", "node", "hang")]
+    "fault", ["rollout", *(pytest.param(f, marks=pytest.mark.slow) for f in ("reward", "learner", "node", "hang"))]
 )
 def test_a_run_on_real_engines_outlives_a_fault(stage: Stage, fault: str) -> None:
     job = make_job(stage.folder, 4, **{"learner.probe_tolerance": 1e-3})

@@ -271,11 +271,13 @@ def test_only_a_worker_with_the_weights_serves_and_one_that_missed_them_catches_
 
     async def run() -> list[str]:
         first, second = fleet.serving()  # what they loaded
+        first.syncing = second.syncing = True
         fleet.has_weights(second, 6)
         become(first, "zero", "late")
         asked = asyncio.gather(work(fleet), work(fleet))
         await asyncio.sleep(0.3)
         fleet.missed(first, "died during a bucket")
+        assert not first.syncing and not second.syncing, "the sync is over for both: they are probed again"
         answers = await asked  # at once, not when they are late
         assert [m.name for m in fleet.serving()] == ["test worker 1"]
         fleet.catch_up = catch_up
