@@ -280,10 +280,12 @@ def _explain(error: Exception, options: SFTOptions, cluster: ClusterConfig) -> E
     """Ray Train's error as one sentence: of several ranks' failures, one of ours comes first."""
     if isinstance(error, ray.train.ControllerError):
         if type(error.controller_failure).__name__ in NO_PLACE:
+            free = ray.available_resources()
             return UserError(
                 f"no place for the {options.workers} ranks of {LABEL} within {cluster.placement_timeout_s:g} s: "
                 f"each needs {options.cpus:g} CPUs, {options.gpus:g} GPUs and {options.memory_gib:g} GiB; "
-                f"free in the cluster: {_free()}"
+                f"free in the cluster: {free.get('CPU', 0):g} CPUs, {free.get('GPU', 0):g} GPUs, "
+                f"{free.get('memory', 0) / GIB:.1f} GiB"
             )
         return RunStopped(f"Ray Train could not run {LABEL}: {first_line(error.controller_failure)}")
     failures = sorted(getattr(error, "worker_failures", {}).items())
@@ -293,8 +295,3 @@ def _explain(error: Exception, options: SFTOptions, cluster: ClusterConfig) -> E
             return cause
     text = "; ".join(f"rank {rank}: {first_line(cause)}" for rank, cause in causes.items())
     return RunStopped(f"{LABEL} failed on {text or first_line(error)}")
-
-
-def _free() -> str:
-    free = ray.available_resources()
-    return f"{free.get('CPU', 0):g} CPUs, {free.get('GPU', 0):g} GPUs, {free.get('memory', 0) / GIB:.1f} GiB"

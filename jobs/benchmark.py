@@ -21,6 +21,8 @@ from t2g.errors import RunStopped
 from t2g.sections import ModelConfig, ObjectiveConfig
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from actors.learner import LearnerGroup
     from actors.rollout import RolloutFleet
 
@@ -78,13 +80,16 @@ def make_model(shape: ShapeConfig, folder: Path, *, seed: int) -> Path:
 
 async def measure(config: BenchmarkJob, learner: "LearnerGroup", fleet: "RolloutFleet") -> dict[str, Any]:
     """Everything that `write` shows. Syncs and copies take turns, so that what disturbs one disturbs the other."""
+    import numpy as np
+
     from actors.buckets import num_bytes
     from actors.weight_sync import WeightSync
 
     metas, dtype = learner.announce(), config.rollout.dtype
-    copy = Copy(num_bytes(metas, dtype))
+    size = num_bytes(metas, dtype)
+    source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)  # touched before they are copied
     alone = [learner_alone(learner, dtype) for _ in range(config.repeats)]
-    syncs, version = [], 0
+    syncs, copies, version = [], [], 0
     for workers in config.workers:
         fleet.want(workers)
         await until_started(fleet, workers, timeout_s=config.rollout.start_timeout_s)
@@ -96,44 +101,33 @@ async def measure(config: BenchmarkJob, learner: "LearnerGroup", fleet: "Rollout
                 result = await WeightSync(learner, fleet, changed).push(version)
                 if result.missed:
                     raise RunStopped(f"not all of {workers} engines took version {version} of the weights")
-                copy.once()
+                copies.append(timed_copy(source, target))
                 if repeat:  # the first one touches new memory
                     fields = ("seconds", "stages", "num_calls", "probe_gap")
                     rows.append({name: getattr(result, name) for name in fields})
             middle = sorted(rows, key=lambda row: row["seconds"])[len(rows) // 2]
             syncs.append({"workers": workers, "verify": verify, **middle, "all_seconds": [r["seconds"] for r in rows]})
     return {
-        "bytes": copy.num_bytes,
+        "bytes": size,
         "dtype": dtype,
         "bucket_mib": config.learner.sync_bucket_mib,
-        "copy_s": statistics.median(copy.seconds),
-        "hash_s": statistics.median(copy.hash_seconds),
+        "copy_s": statistics.median(seconds for seconds, _ in copies),
+        "hash_s": statistics.median(seconds for _, seconds in copies),
         "gather_s": statistics.median(gather for gather, _ in alone),
         "put_s": statistics.median(total - gather for gather, total in alone),
         "syncs": syncs,
     }
 
 
-class Copy:
-    """The plain copy that a sync is held against: numpy's, one thread, between two buffers that were touched before."""
+def timed_copy(source: "np.ndarray", target: "np.ndarray") -> tuple[float, float]:
+    """Seconds of the plain copy that a sync is held against, numpy's in one thread, and of one pass of xxh3."""
+    from actors.buckets import hash_of
 
-    def __init__(self, num_bytes: int) -> None:
-        import numpy as np
-
-        self.num_bytes = num_bytes
-        self._source, self._target = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
-        self.seconds: list[float] = []
-        self.hash_seconds: list[float] = []
-
-    def once(self) -> None:
-        from actors.buckets import hash_of
-
-        started = time.monotonic()
-        self._target[:] = self._source
-        copied = time.monotonic()
-        hash_of(self._target)
-        self.seconds.append(copied - started)
-        self.hash_seconds.append(time.monotonic() - copied)
+    started = time.monotonic()
+    target[:] = source
+    copied = time.monotonic()
+    hash_of(target)
+    return copied - started, time.monotonic() - copied
 
 
 def learner_alone(learner: "LearnerGroup", dtype: str) -> tuple[float, float]:
