@@ -94,12 +94,14 @@ class Fleets:
             fleet.forget()
 
     def _start_rollouts(self, model: ModelConfig, config: RolloutConfig, job: JobConfig) -> Key:
-        key = ("rollout", model.policy, model.revision, _engine_settings(config))
+        transport = job.learner.sync_transport if isinstance(job, PolicyJob) else "store"
+        key = ("rollout", model.policy, model.revision, transport, _engine_settings(config))
         if key not in self._rollouts:
             timeout_s = job.cluster.placement_timeout_s
             fleet = RolloutFleet(
-                model.policy, config, seed=job.run.seed, placement_timeout_s=timeout_s, revision=model.revision
-            )
+                model.policy, config, seed=job.run.seed, placement_timeout_s=timeout_s, revision=model.revision,
+                transport=transport,
+            )  # fmt: skip
             self._open.callback(fleet.close)
             self._rollouts[key] = fleet
         return key

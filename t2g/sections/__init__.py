@@ -44,6 +44,7 @@ from t2g.sections.learning import (
     Schedule,
     SFTLoRAConfig,
     SFTOptions,
+    Transport,
     with_probe_tolerance,
 )
 
@@ -82,6 +83,7 @@ __all__ = [
     "Schedule",
     "Section",
     "StyleConfig",
+    "Transport",
     "WorkersConfig",
     "WorldConfig",
     "with_probe_tolerance",

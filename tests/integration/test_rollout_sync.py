@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from actors.buckets import Bucket, ParamMeta, make_bucket, plan_buckets
 from actors.placement import connect
 from actors.rollout import RolloutFleet
+from actors.transports import Meeting
 from actors.weight_sync import WeightSync
 from t2g.errors import LearnerLost, RunStopped, UserError
 from t2g.interfaces import Sampling
@@ -75,7 +76,9 @@ class TorchLearner:
     def announce(self) -> list[ParamMeta]:
         return [ParamMeta(name=name, shape=tuple(p.shape)) for name, p in self.weights.items()]
 
-    def stream_weights(self, dtype: str, *, full: bool) -> Iterator["ray.ObjectRef[Bucket]"]:
+    def stream_weights(
+        self, dtype: str, *, full: bool, meeting: Meeting | None
+    ) -> Iterator["ray.ObjectRef[Bucket]"]:
         for index, planned in enumerate(plan_buckets(self.announce(), dtype=dtype, bucket_bytes=2**17)):
             if index == self.lost_at:
                 raise LearnerLost("learner rank 0 died during stream_weights")
