@@ -223,13 +223,17 @@ class LearnerGroup:
         )
         rests = self.policy_version < self.spec.warmup_updates
         self.policy_version += 1
-        results = self._on_parts(
-            [part for part in self.parts if not (rests and part == "policy")],
-            "update",
-            lambda worker, part, rank: worker.update.remote(
-                part, [m[rank] for m in packed[part]], batch.kl_coef, f"update {self.policy_version}"
-            ),
-        )
+        try:
+            results = self._on_parts(
+                [part for part in self.parts if not (rests and part == "policy")],
+                "update",
+                lambda worker, part, rank: worker.update.remote(
+                    part, [m[rank] for m in packed[part]], batch.kl_coef, f"update {self.policy_version}"
+                ),
+            )
+        except BaseException:
+            self.policy_version -= 1
+            raise
         seconds = time.monotonic() - started
         metrics = {name: value for by_rank in results.values() for name, value in by_rank[0].items()}
         metrics |= correction_metrics(batch.minibatches, self.spec.objective)

@@ -1,13 +1,17 @@
 """A gloo group on CPUs where vLLM's packed broadcast expects one of NCCL on GPUs."""
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+
+from actors.rollout import RolloutWorker
 
 TIMEOUT = timedelta(seconds=20)
 
@@ -51,6 +55,36 @@ def cpu_streams() -> Iterator[None]:
         yield
     finally:
         packed_tensor._get_streams, torch.accelerator.current_device_index = streams, index
+
+
+def gloo_for_good() -> None:
+    """In this process, an engine core, vLLM's nccl engine takes gloo."""
+    from vllm.distributed.weight_transfer import nccl_engine
+
+    cpu_streams().__enter__()
+    nccl_engine.worker_init_process_group = lambda info, parallel: GlooGroup(
+        info.master_address, info.master_port, info.rank_offset + parallel.rank, info.world_size
+    )
+
+
+class GlooWorker(RolloutWorker):
+    """A real engine on a CPU that receives its weights as on GPUs, but for the library that moves the bytes."""
+
+    async def start(self) -> int:
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # the core is sent a function
+        folder = str(Path(__file__).parent)
+
+        def prepare(worker: Any) -> None:
+            import sys
+
+            sys.path.append(folder)
+            import gloo_group
+
+            gloo_group.gloo_for_good()
+
+        vocabulary = await super().start()
+        await self._engine._llm.collective_rpc(prepare)
+        return vocabulary
 
 
 class Fallible(GlooGroup):
