@@ -24,21 +24,34 @@ class ParamMeta:
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """Whole modules of one version, in announced order. bfloat16 travels as its bits in uint16."""
+    """Whole modules of one version, in announced order. With nccl the bytes follow by broadcast."""
 
     index: int  # 0, 1, ... within a version
     names: tuple[str, ...]
+    gather_s: float  # that the rank took until it was ready to go
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredBucket(Bucket):
+    """With its bytes, for Ray's object store. bfloat16 travels as its bits in uint16."""
+
     tensors: tuple[np.ndarray, ...]  # C-contiguous, float32, or uint16 for bfloat16; shapes as announced
     xxh3: str  # of all tensors' bytes in order, taken by the learner rank before they leave it
     tensor_xxh3: tuple[str, ...]  # of each tensor with learner.sync_verify=full, else empty
-    gather_s: float  # that the rank took to gather, convert and hash it
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedBucket(Bucket):
+    """Its bytes lie in the memory of each rank's GPU, tensor after tensor, until the bucket after the next is made."""
+
+    handles: dict[str, tuple[Any, ...]]  # of each GPU by its UUID, see `actors.transports.Shared`
 
 
 def make_bucket(
     index: int, names: Sequence[str], tensors: Sequence[np.ndarray], *, full: bool, started: float
-) -> Bucket:
+) -> StoredBucket:
     """full: with a hash of each tensor as well. started: of time.monotonic, when the rank began to gather it."""
-    return Bucket(
+    return StoredBucket(
         index=index,
         names=tuple(names),
         tensors=tuple(tensors),

@@ -15,7 +15,7 @@ import numpy as np
 
 from actors.intake import Intake
 from t2g.errors import UserError
-from t2g.sections import EngineConfig
+from t2g.sections import EngineConfig, Transport
 
 WARM_UP_TOKENS = 48  # a first bfloat16 forward of at most 4 tokens is an illegal instruction on CPUs with AMX
 MIN_BATCHED_TOKENS = 4096  # of one step of a CPU engine
@@ -70,11 +70,12 @@ class Engine:
         *,
         seed: int,
         revision: str | None = None,
-        receives_weights: bool = False,
+        transport: Transport | None = None,
         guided: bool = False,
     ) -> None:
+        """transport: of the weights that it receives, if any."""
         self._model, self._revision, self._config, self._seed = model, revision, config, seed
-        self._receives_weights, self._guided = receives_weights, guided
+        self._transport, self._guided = transport, guided
         self._request_numbers = itertools.count()
         self._llm: Any = None
         self._watch: asyncio.Task[None] | None = None
@@ -159,8 +160,8 @@ class Engine:
             # which a CPU generator does not have.
             arguments["enable_chunked_prefill"] = False
             arguments["max_num_batched_tokens"] = max(MIN_BATCHED_TOKENS, config.max_model_len)
-        if self._receives_weights:
-            arguments["weight_transfer_config"] = {"backend": "store"}
+        if self._transport is not None:
+            arguments["weight_transfer_config"] = {"backend": f"t2g_{self._transport}"}  # of actors.vllm_plugin
         if self._guided:
             # A model may write white space between the tokens of JSON until its answer is cut.
             arguments["structured_outputs_config"] = {"backend": "xgrammar", "disable_any_whitespace": True}

@@ -2,15 +2,20 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict
 from typing import Any
 
 from actors.arena import Arena
-from actors.buckets import Bucket, ParamMeta
+from actors.buckets import Bucket, ParamMeta, SharedBucket, StoredBucket
+from actors.transports import Meeting
 
 
 class Intake:
     """`open`, `load` for each bucket in any order and two at a time, `close`. Calls of an earlier round are refused.
+
+    With nccl `join` comes before the buckets, and they come one by one in their order.
 
     A round that broke off is mended by the next `open`, whose version comes whole.
     """
@@ -41,26 +46,21 @@ class Intake:
             await self._of_core(self._llm.start_weight_update())
             self._updating = True
 
+    async def join(self, round_id: str, meeting: Meeting, rank: int) -> None:
+        """Have the engine core meet rank 0 of the learner and the other engines, all of them at once."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        self._refuse_other_rounds(round_id)
+        place = WeightTransferInitRequest(asdict(meeting) | {"rank": rank})
+        await self._of_core(self._llm.init_weight_transfer_engine(place))
+
     async def load(self, round_id: str, bucket: Bucket) -> dict[str, float]:
         """Hand one bucket to the engine core; returns the seconds of each stage."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         self._refuse_other_rounds(round_id)
-        arena = await self._free.get()
-        try:
-            started = time.monotonic()
-            offsets, num_bytes = await asyncio.to_thread(arena.write, bucket.tensors)
+        async with self._within_reach(bucket) as (info, started):
             handed_over = time.monotonic()
-            info = {
-                "path": arena.path,
-                "version": self._version,
-                "index": bucket.index,
-                "names": list(bucket.names),
-                "offsets": offsets,
-                "num_bytes": num_bytes,
-                "xxh3": bucket.xxh3,
-                "tensor_xxh3": list(bucket.tensor_xxh3),
-            }
             self._refuse_other_rounds(round_id)
             try:
                 await self._of_core(self._llm.update_weights(WeightTransferUpdateRequest(info)))
@@ -68,9 +68,25 @@ class Intake:
                 self._updating = False
                 raise
             loaded = time.monotonic()
+        return {"gather": bucket.gather_s, "hand_over": handed_over - started, "load": loaded - handed_over}
+
+    @asynccontextmanager
+    async def _within_reach(self, bucket: Bucket) -> AsyncIterator[tuple[dict[str, Any], float]]:
+        """What the engine core must know of a bucket, whose bytes it can get at meanwhile; when this began."""
+        info = {"version": self._version, "index": bucket.index, "names": list(bucket.names)}
+        if isinstance(bucket, SharedBucket):
+            info["handles"] = bucket.handles
+        if not isinstance(bucket, StoredBucket):
+            yield info, time.monotonic()
+            return
+        arena = await self._free.get()
+        try:
+            started = time.monotonic()
+            offsets, num_bytes = await asyncio.to_thread(arena.write, bucket.tensors)
+            info |= {"path": arena.path, "offsets": offsets, "num_bytes": num_bytes}
+            yield info | {"xxh3": bucket.xxh3, "tensor_xxh3": list(bucket.tensor_xxh3)}, started
         finally:
             self._free.put_nowait(arena)
-        return {"gather": bucket.gather_s, "hand_over": handed_over - started, "load": loaded - handed_over}
 
     async def close(self, round_id: str) -> None:
         """Refuse or commit the version, then let the frozen requests go on with the new weights."""

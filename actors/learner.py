@@ -8,8 +8,10 @@ whether policy and critic share their ranks, and where they do not both work at 
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +23,7 @@ from actors import zero3
 from actors.buckets import Bucket, ParamMeta
 from actors.parts import CriticPart, LearnerSpec, PartName, PolicyPart, Share, load_critic, load_policy
 from actors.ranks import Ranks
+from actors.transports import Meeting
 from t2g.algo.corrections import importance_metrics
 from t2g.algo.losses import Metrics
 from t2g.data.batching import empty_tokens, pack_minibatch, pack_tokens, plan_microbatches
@@ -44,7 +47,7 @@ class LearnerWorker:
         self._port: socket.socket | None = None  # of rank 0: the port of the rendezvous
 
     def address(self) -> tuple[str, int]:
-        """Where this rank can hold the rendezvous: its node's address and a port, kept from others until `start`."""
+        """Where this rank can hold a rendezvous: its node's address and a port, kept from others until then."""
         self._port = socket.socket()
         self._port.bind(("", 0))
         return ray.util.get_node_ip_address(), self._port.getsockname()[1]
@@ -77,8 +80,10 @@ class LearnerWorker:
     def announce(self) -> list[ParamMeta]:
         return self.parts["policy"].announce()
 
-    def stream_weights(self, dtype: Dtype, full: bool) -> Iterator[Bucket]:
-        yield from self.parts["policy"].stream_weights(dtype, full)
+    def stream_weights(self, dtype: Dtype, full: bool, meeting: Meeting | None = None) -> Iterator[Bucket]:
+        if self._port is not None:
+            self._port.close()
+        yield from self.parts["policy"].stream_weights(dtype, full, meeting)
 
     def probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
         return self.parts["policy"].probe_logprobs(ids)
@@ -115,7 +120,8 @@ class LearnerGroup:
         actor: another class with a LearnerWorker's methods.
         """
         self.spec = spec
-        self.policy_version = 0
+        self.policy_version = 0  # that an update makes counts from its beginning
+        self._turn = threading.Lock()  # two calls at once would reach the ranks in different orders
         self.groups: list[Ranks] = []
         self.parts: dict[PartName, Ranks] = {}
         roles = spec.learner.roles(spec.objective)
@@ -149,15 +155,27 @@ class LearnerGroup:
     def _deadline(self) -> float:
         return time.monotonic() + self.spec.learner.step_timeout_s
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        timeout_s = self.spec.learner.step_timeout_s
+        if not self._turn.acquire(timeout=timeout_s):
+            raise LearnerLost(f"the learner is late: the call before did not end within {timeout_s:g} s")
+        try:
+            yield
+        finally:
+            self._turn.release()
+
     def _on_parts(
         self, parts: Sequence[PartName], call: str, submit: Callable[[Any, PartName, int], Any]
     ) -> dict[PartName, list[Any]]:
         """submit(worker, part, rank) on all ranks of all parts before any result is waited for; results by rank."""
-        deadline = self._deadline()
-        refs = {
-            part: [submit(worker, part, rank) for rank, worker in enumerate(self.parts[part].workers)] for part in parts
-        }
-        return {part: self.parts[part].collect(refs[part], call, deadline) for part in parts}
+        with self._alone():
+            deadline = self._deadline()
+            refs = {
+                part: [submit(worker, part, rank) for rank, worker in enumerate(self.parts[part].workers)]
+                for part in parts
+            }
+            return {part: self.parts[part].collect(refs[part], call, deadline) for part in parts}
 
     def _by_part(self, make: Callable[[int], T]) -> dict[PartName, T]:
         """make(number of ranks) for each part, once for parts with as many: packing takes its time."""
@@ -204,15 +222,19 @@ class LearnerGroup:
             lambda num_ranks: [pack_minibatch(m, num_ranks=num_ranks, token_budget=budget) for m in batch.minibatches]
         )
         rests = self.policy_version < self.spec.warmup_updates
-        results = self._on_parts(
-            [part for part in self.parts if not (rests and part == "policy")],
-            "update",
-            lambda worker, part, rank: worker.update.remote(
-                part, [m[rank] for m in packed[part]], batch.kl_coef, f"update {self.policy_version + 1}"
-            ),
-        )
-        seconds = time.monotonic() - started
         self.policy_version += 1
+        try:
+            results = self._on_parts(
+                [part for part in self.parts if not (rests and part == "policy")],
+                "update",
+                lambda worker, part, rank: worker.update.remote(
+                    part, [m[rank] for m in packed[part]], batch.kl_coef, f"update {self.policy_version}"
+                ),
+            )
+        except BaseException:
+            self.policy_version -= 1
+            raise
+        seconds = time.monotonic() - started
         metrics = {name: value for by_rank in results.values() for name, value in by_rank[0].items()}
         metrics |= correction_metrics(batch.minibatches, self.spec.objective)
         num_tokens = sum(len(s.prompt_ids) + len(s.response_ids) for m in batch.minibatches for s in m.samples)
@@ -224,18 +246,29 @@ class LearnerGroup:
         """Names and shapes of the policy in the order of `stream_weights`; nothing is gathered."""
         return self._on_policy("announce", lambda w: w.announce.remote())[0]
 
-    def stream_weights(self, dtype: Dtype, *, full: bool = False) -> Generator["ray.ObjectRef[Bucket]", None, None]:
+    def address(self) -> tuple[str, int]:
+        """A host and port that rank 0 keeps free until the next `stream_weights`, whose `meeting` is there."""
+        ranks = self.parts["policy"]
+        with self._alone():
+            return ranks.collect([ranks.workers[0].address.remote()], "address", self._deadline())[0]
+
+    def stream_weights(
+        self, dtype: Dtype, *, full: bool = False, meeting: Meeting | None = None
+    ) -> Generator["ray.ObjectRef[Bucket]", None, None]:
         """References to buckets in rank 0's object store; rank 0 gathers STREAM_AHEAD buckets ahead of the consumer.
 
-        full: each bucket with a hash of every tensor.
-        No other call until all are taken: the ranks are in the middle of this one. Closing the iterator early waits
+        With ipc and nccl it is one: a bucket may be asked for once the engines have loaded the one before.
+        full: each bucket with a hash of every tensor. meeting: with nccl, of rank 0 and the engines.
+        Other calls wait until all are taken: the ranks are in the middle of this one. Closing the iterator early waits
         for nothing; Ray then takes the rest from the ranks and drops it.
         """
         ranks = self.parts["policy"]
-        options = {"num_returns": "streaming", "_generator_backpressure_num_objects": STREAM_AHEAD}
-        streams = [w.stream_weights.options(**options).remote(dtype, full) for w in ranks.workers]
-        yield from self._buckets(ranks, streams[0])
-        ranks.collect([stream.completed() for stream in streams], "stream_weights", self._deadline())
+        ahead = STREAM_AHEAD if self.spec.learner.keeps_buckets else 1
+        options = {"num_returns": "streaming", "_generator_backpressure_num_objects": ahead}
+        with self._alone():
+            streams = [w.stream_weights.options(**options).remote(dtype, full, meeting) for w in ranks.workers]
+            yield from self._buckets(ranks, streams[0])
+            ranks.collect([stream.completed() for stream in streams], "stream_weights", self._deadline())
 
     def _buckets(self, ranks: Ranks, stream: Any) -> Iterator["ray.ObjectRef[Bucket]"]:
         timeout_s = self.spec.learner.step_timeout_s

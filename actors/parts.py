@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ import torch
 from actors import lora, zero3
 from actors.buckets import Bucket, ParamMeta, make_bucket
 from actors.loading import checkpoint_layers, load_for_training
+from actors.transports import Meeting, Sender, make_sender
 from t2g.algo.corrections import importance_weights
 from t2g.algo.critic import Critic, disable_dropout
 from t2g.algo.head import install_chunked_head
@@ -191,16 +193,30 @@ class PolicyPart:
         """Names and shapes of the policy, in the order of `stream_weights`."""
         return zero3.metadata(self.engine)
 
-    def stream_weights(self, dtype: Dtype, full: bool) -> Iterator[Bucket]:
+    @cached_property
+    def _sender(self) -> Sender | None:
+        transport = self.spec.learner.sync_transport
+        return None if transport == "store" else make_sender(transport, self.engine.global_rank)
+
+    def stream_weights(self, dtype: Dtype, full: bool, meeting: Meeting | None = None) -> Iterator[Bucket]:
         """The policy's weights, bucket by bucket on rank 0; the other ranks join the gathers and yield nothing.
 
         full: with a hash of each tensor. A bucket's arrays are to be read before the next one is asked for.
+        meeting: with nccl, of rank 0 and the engines.
         """
+        sender, where = self._sender, {}
+        if sender is not None:
+            where = {"device": self.engine.device, "everywhere": sender.everywhere}
+            if meeting is not None and self.engine.global_rank == 0:
+                sender.meet(meeting)
         bucket_bytes, started = int(self.spec.learner.sync_bucket_mib * 2**20), time.monotonic()
-        for index, bucket in enumerate(zero3.full_parameters(self.engine, bucket_bytes, dtype)):
+        for index, bucket in enumerate(zero3.full_parameters(self.engine, bucket_bytes, dtype, **where)):
             if bucket:
                 names, tensors = zip(*bucket, strict=True)
-                yield make_bucket(index, names, [_wire(tensor) for tensor in tensors], full=full, started=started)
+                if sender is not None:
+                    yield from sender.send(index, names, tensors, started)
+                else:
+                    yield make_bucket(index, names, [_wire(tensor) for tensor in tensors], full=full, started=started)
                 started = time.monotonic()
 
     @torch.no_grad()

@@ -17,11 +17,12 @@ from actors.engine import Engine, stop_token_ids
 from actors.fanout import first_line
 from actors.fleet import Fleet
 from actors.member import DIED, Member
+from actors.transports import Meeting
 from t2g.data.chat import load_tokenizer
 from t2g.errors import MissedSync, UserError
 from t2g.feedback.offsets import decode
 from t2g.interfaces import Sampling
-from t2g.sections import RolloutConfig
+from t2g.sections import RolloutConfig, Transport
 from t2g.types import Prompt, Rollout
 
 
@@ -49,9 +50,16 @@ def check_window(prompt: Prompt, max_new_tokens: int, max_model_len: int) -> Non
 class RolloutWorker:
     """One policy engine. `start` first."""
 
-    def __init__(self, model: str, config: RolloutConfig, seed: int, revision: str | None = None) -> None:
+    def __init__(
+        self,
+        model: str,
+        config: RolloutConfig,
+        seed: int,
+        revision: str | None = None,
+        transport: Transport = "store",
+    ) -> None:
         self._model, self._revision = model, revision
-        self._engine = Engine(model, config, seed=seed, revision=revision, receives_weights=True)
+        self._engine = Engine(model, config, seed=seed, revision=revision, transport=transport)
 
     async def start(self) -> int:
         """Load everything; returns the size of the vocabulary."""
@@ -88,6 +96,9 @@ class RolloutWorker:
     async def open_update(self, round_id: str, version: int, dtype: str, metas: Sequence[ParamMeta]) -> None:
         await self._engine.intake.open(round_id, version, dtype, metas)
 
+    async def join_group(self, round_id: str, meeting: Meeting, rank: int) -> None:
+        await self._engine.intake.join(round_id, meeting, rank)
+
     async def load_bucket(self, round_id: str, bucket: Bucket) -> dict[str, float]:
         return await self._engine.intake.load(round_id, bucket)
 
@@ -109,10 +120,11 @@ class RolloutFleet(Fleet):
         seed: int,
         placement_timeout_s: float,
         revision: str | None = None,
+        transport: Transport = "store",
         actor: Any = None,
     ) -> None:
-        """actor: another class with a RolloutWorker's methods."""
-        arguments = (model, config, seed, revision)
+        """transport: of the weights. actor: another class with a RolloutWorker's methods."""
+        arguments = (model, config, seed, revision, transport)
         super().__init__("rollout", actor or RolloutActor, arguments, config, placement_timeout_s=placement_timeout_s)
         self.vocab_size, self.dtype, self.max_model_len = 0, config.dtype, config.max_model_len
 

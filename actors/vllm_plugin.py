@@ -1,9 +1,10 @@
 """vLLM loads this file in every process of an engine (entry point group `vllm.general_plugins`).
 
-It registers our `store` weight transfer, and lets an engine-core process end with the actor that owns it. The one file
-outside a worker's methods that imports vllm.
+It registers the engines' side of each learner.sync_transport, and lets an engine-core process end with the actor that
+owns it. The one file outside a worker's methods that imports vllm.
 """
 
+import math
 import os
 import threading
 import time
@@ -21,19 +22,27 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine, IPCWeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.nccl_engine import (
+    NCCLWeightTransferEngine,
+    NCCLWeightTransferInitInfo,
+    NCCLWeightTransferUpdateInfo,
+)
 
 from actors.arena import Maps
-from actors.buckets import hash_of
+from actors.buckets import ITEM_BYTES, hash_of
+from actors.transports import ended_when_stalled, rebuild_arguments
 
-BACKEND = "store"
+BACKENDS = {"store": "StoreWeightTransferEngine", "nccl": "NcclBroadcastEngine", "ipc": "IpcSharedEngine"}
 OWNER_ENV = "T2G_ENGINE_OWNER"  # pid of the actor process, set by actors.engine
 OWNER_POLL_S = 0.5
 
 
 def register() -> None:
     """Called by vLLM once in each of an engine's processes."""
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, __name__, "StoreWeightTransferEngine")
+    for transport, engine in BACKENDS.items():
+        if (name := f"t2g_{transport}") not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine(name, __name__, engine)
     owner = int(os.environ.get(OWNER_ENV, os.getpid()))
     if owner != os.getpid():
         threading.Thread(target=_end_with_owner, args=(owner,), name="t2g-owner", daemon=True).start()
@@ -56,7 +65,7 @@ def descends_from(pid: int) -> bool:
 
 
 @dataclass
-class StoreAnnouncement(WeightTransferInitInfo):
+class Announcement(WeightTransferInitInfo):
     """Opens a version: everything that will be sent. vLLM's `start` takes no argument, so it comes as init info."""
 
     version: int
@@ -66,33 +75,44 @@ class StoreAnnouncement(WeightTransferInitInfo):
 
 
 @dataclass
-class StoreBucket(WeightTransferUpdateInfo):
-    """Where the bytes of one bucket lie."""
+class Part(WeightTransferUpdateInfo):
+    """One bucket of a version; with nccl all that is told of it."""
 
-    path: str  # a file that both processes can map; overwritten once the bucket is loaded
     version: int
     index: int
     names: list[str]
+
+
+@dataclass
+class StoredPart(Part):
+    """Where the bytes of one bucket lie."""
+
+    path: str  # a file that both processes can map; overwritten once the bucket is loaded
     offsets: list[int]  # bytes, of each tensor
     num_bytes: int
     xxh3: str  # of all tensors' bytes in order, as the learner rank had them
     tensor_xxh3: list[str]  # of each tensor, or empty
 
 
-class StoreWeightTransferEngine(WeightTransferEngine[StoreAnnouncement, StoreBucket]):
-    """Receives one version as buckets of mapped bytes; refuses to finish unless it got exactly what was announced."""
+@dataclass
+class SharedPart(Part):
+    """The bytes lie, tensor after tensor, in memory of this engine's GPU that a learner rank has shared."""
 
-    init_info_cls = StoreAnnouncement
-    update_info_cls = StoreBucket
-    _announced: StoreAnnouncement | None = None
+    handles: dict[str, list[Any]]  # of each GPU's memory by its UUID, see `actors.transports.Shared`
+
+
+class WholeVersion(WeightTransferEngine[Any, Any]):
+    """One version as buckets: refuses what was not announced, and to finish unless it got exactly what was.
+
+    How a bucket's bytes get here is the affair of the class beside or below it.
+    """
+
+    init_info_cls = Announcement
+    _announced: Announcement | None = None
     _received: set[str]
     _open = False
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._maps = Maps()
-
-    def init_transfer_engine(self, init_info: StoreAnnouncement) -> None:
+    def init_transfer_engine(self, init_info: Announcement) -> None:
         repeated = sorted({n for n in init_info.names if init_info.names.count(n) > 1})
         if repeated:
             raise ValueError(f"weights of version {init_info.version} announce {_few(repeated)} more than once")
@@ -114,7 +134,7 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreAnnouncement, StoreBuc
         initialize_layerwise_reload(self.model)
         self._open = True
 
-    def receive_weights(self, update_info: StoreBucket) -> None:
+    def receive_weights(self, update_info: Part) -> None:
         """Raises ValueError for bytes of another version or hash, and for names not announced or already received."""
         announced = self._announced
         if announced is None or update_info.version != announced.version:
@@ -123,33 +143,12 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreAnnouncement, StoreBuc
         wrong = [n for n in update_info.names if n not in shapes or n in self._received]
         if wrong:
             raise ValueError(f"bucket {update_info.index}: {_few(wrong)} not announced, or sent before")
-        arena = self._maps.read(update_info.path, update_info.num_bytes)
-        kind = {"float32": np.float32, "bfloat16": np.uint16}[announced.dtype]
-        starts = zip(update_info.names, update_info.offsets, strict=True)
-        views = [np.ndarray(shapes[name], kind, arena, offset) for name, offset in starts]
-        if hash_of(*views) != update_info.xxh3:
-            raise ValueError(f"bucket {update_info.index} of version {update_info.version} arrived with other bytes")
-        self.model.load_weights(self._tensors(update_info, views, getattr(torch, announced.dtype)))
-        self._own_pending()
+        self._load(update_info, [shapes[name] for name in update_info.names], announced.dtype)
         self._received.update(update_info.names)
 
-    def _tensors(
-        self, bucket: StoreBucket, views: list[np.ndarray], dtype: torch.dtype
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        hashes = bucket.tensor_xxh3 or [""] * len(views)
-        for name, view, expected in zip(bucket.names, views, hashes, strict=True):
-            tensor = torch.from_numpy(view).view(dtype).to(self.device)
-            if expected and hash_of(tensor.reshape(-1).view(torch.uint8).cpu().numpy()) != expected:
-                raise ValueError(f"{name} of version {bucket.version} has other bytes than the learner's")
-            yield name, tensor
-
-    def _own_pending(self) -> None:
-        """Copy what vLLM keeps for later, as of a padded vocabulary until `finish`: the arena will hold other bytes."""
-        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-        for module in self.model.modules():
-            for _, call in get_layerwise_info(module).loaded_weights:
-                call.arguments.update(tree_map_only(torch.Tensor, _own, call.arguments))
+    def _load(self, part: Any, shapes: list[list[int]], dtype: str) -> None:
+        """Get the bytes of one bucket and have the model load them."""
+        raise NotImplementedError
 
     def finish_weight_update(self) -> None:
         """Raises ValueError when a name is missing, which would keep its old value; only a whole version mends that."""
@@ -179,8 +178,107 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreAnnouncement, StoreBuc
                 method.process_weights_after_loading(module)
             owned |= own
 
+
+class StoreWeightTransferEngine(WholeVersion):
+    """Receives mapped bytes and their hashes."""
+
+    update_info_cls = StoredPart
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._maps = Maps()
+
+    def _load(self, part: StoredPart, shapes: list[list[int]], dtype: str) -> None:
+        arena = self._maps.read(part.path, part.num_bytes)
+        kind = {"float32": np.float32, "bfloat16": np.uint16}[dtype]
+        views = [np.ndarray(shape, kind, arena, at) for shape, at in zip(shapes, part.offsets, strict=True)]
+        if hash_of(*views) != part.xxh3:
+            raise ValueError(f"bucket {part.index} of version {part.version} arrived with other bytes")
+        self.model.load_weights(self._tensors(part, views, getattr(torch, dtype)))
+        self._own_pending()
+
+    def _tensors(
+        self, part: StoredPart, views: list[np.ndarray], dtype: torch.dtype
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        hashes = part.tensor_xxh3 or [""] * len(views)
+        for name, view, expected in zip(part.names, views, hashes, strict=True):
+            tensor = torch.from_numpy(view).view(dtype).to(self.device)
+            if expected and hash_of(tensor.reshape(-1).view(torch.uint8).cpu().numpy()) != expected:
+                raise ValueError(f"{name} of version {part.version} has other bytes than the learner's")
+            yield name, tensor
+
+    def _own_pending(self) -> None:
+        """Copy what vLLM keeps for later, as of a padded vocabulary until `finish`: the arena will hold other bytes."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        for module in self.model.modules():
+            for _, call in get_layerwise_info(module).loaded_weights:
+                call.arguments.update(tree_map_only(torch.Tensor, _own, call.arguments))
+
     def shutdown(self) -> None:
         self._announced = None
+
+
+class NcclBroadcastEngine(WholeVersion, NCCLWeightTransferEngine):
+    """vLLM's nccl engine, whose group is made anew for each round: its members are who opened the round."""
+
+    update_info_cls = Part
+
+    def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
+        """An announcement, and later in the round the `Meeting` with this engine's rank."""
+        if "rank" not in init_dict:
+            return super().parse_init_info(init_dict)
+        return NCCLWeightTransferInitInfo(
+            master_address=init_dict["host"],
+            master_port=init_dict["port"],
+            world_size=init_dict["size"],
+            rank_offset=init_dict["rank"],
+            packed=True,
+        )
+
+    def init_transfer_engine(self, init_info: Any) -> None:
+        if isinstance(init_info, Announcement):
+            NCCLWeightTransferEngine.shutdown(self)
+            WholeVersion.init_transfer_engine(self, init_info)
+        else:
+            NCCLWeightTransferEngine.init_transfer_engine(self, init_info)
+
+    def _load(self, part: Part, shapes: list[list[int]], dtype: str) -> None:
+        """Raises RuntimeError when the broadcast does not come in time, or was broken off."""
+        info = NCCLWeightTransferUpdateInfo(names=part.names, dtype_names=[dtype] * len(shapes), shapes=shapes)
+        group = self.model_update_group
+        if group is None:
+            raise RuntimeError("the engine has no group to receive weights in")
+        with ended_when_stalled(group):
+            NCCLWeightTransferEngine.receive_weights(self, info)
+        if group.disabled:  # what was loaded are no weights
+            raise RuntimeError(f"the broadcast of bucket {part.index} of version {part.version} was broken off")
+
+
+class IpcSharedEngine(WholeVersion, IPCWeightTransferEngine):
+    """vLLM's ipc engine."""
+
+    update_info_cls = SharedPart
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.packed = True
+
+    def _load(self, part: SharedPart, shapes: list[list[int]], dtype: str) -> None:
+        """Raises ValueError when no learner rank is on this GPU."""
+        item_bytes = ITEM_BYTES[dtype]
+        info = IPCWeightTransferUpdateInfo(
+            names=part.names,
+            dtype_names=[dtype] * len(shapes),
+            shapes=shapes,
+            ipc_handles={gpu: rebuild_arguments(handle) for gpu, handle in part.handles.items()},
+            tensor_sizes=[math.prod(shape) * item_bytes for shape in shapes],
+        )
+        IPCWeightTransferEngine.receive_weights(self, info)
+
+    def finish_weight_update(self) -> None:
+        super().finish_weight_update()
+        self._packed_importer.close()  # memory of a rank that is gone would stay as long as it is mapped
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,22 +3,23 @@
 The way of one version: the learner announces names and shapes and streams buckets (`actors.buckets`), every worker
 hands them to its engine (`actors.engine`), and each then scores the same 64 tokens and must agree with the learner,
 since vLLM does not notice a bad sync. A worker that dies, is late or disagrees drops out of the round, and nobody
-waits for it: it is STALE, and catches up with buckets that are held here, without the learner.
+waits for it: it is STALE, and catches up with the same buckets (`actors.bucket_source`).
 """
 
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
-from actors.buckets import ParamMeta, num_bytes
+from actors.bucket_source import BucketSource, Version, WeightOwner
+from actors.buckets import num_bytes
 from t2g.concurrency import end
-from t2g.errors import MissedSync, RunStopped
+from t2g.errors import LearnerLost, MissedSync, RunStopped
 from t2g.sections import LearnerConfig
 from t2g.types import WeightSyncResult
 
@@ -35,25 +36,6 @@ class Receiver(Protocol):
 
     name: str
     handle: Any
-
-
-class WeightOwner(Protocol):
-    """What the learner group offers to a weight sync. Blocking calls; LearnerLost when a rank is."""
-
-    def announce(self) -> Sequence[ParamMeta]:
-        """Every parameter of the policy in the order in which it is sent, without gathering any."""
-        ...
-
-    def stream_weights(self, dtype: str, *, full: bool) -> Generator[Any, None, None]:
-        """References to buckets as `plan_buckets` cuts them; tensors converted to `dtype` ("float32" or "bfloat16").
-
-        full: each with a hash of every tensor.
-        """
-        ...
-
-    def probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
-        """[N - 1] float32: log softmax(logits)[ids[t + 1]] after ids[: t + 1], at temperature 1 as `Engine.score`."""
-        ...
 
 
 class EngineFleet(Protocol):
@@ -74,17 +56,6 @@ class EngineFleet(Protocol):
     def has_weights(self, receiver: Any, version: int) -> None: ...
 
     def missed(self, receiver: Any, reason: str) -> None: ...
-
-
-@dataclass(kw_only=True)
-class Version:
-    """What is needed to bring one version to a worker, with or without the learner."""
-
-    number: int
-    metas: Sequence[ParamMeta]
-    buckets: list[Any] = field(default_factory=list)  # references
-    proved: list[Any] = field(default_factory=list)  # receivers that have it
-    probe_logprobs: np.ndarray | None = None  # [N - 1] float32, the learner's; none until all buckets are here
 
 
 class Round:
@@ -147,7 +118,9 @@ class WeightSync:
         self, learner: WeightOwner, fleet: EngineFleet, config: LearnerConfig, *, grace_s: float = GRACE_S
     ) -> None:
         self._learner, self._fleet, self._config, self._grace_s = learner, fleet, config, grace_s
+        self._aboard = BUCKETS_ABOARD if config.keeps_buckets else 1  # the next one takes the memory of the one before
         self._probe = probe_ids(fleet.vocab_size, min(PROBE_TOKENS, fleet.max_model_len - 1))
+        self._source = BucketSource(learner, config, fleet.dtype, self._probe)
         self._held: Version | None = None
         self._lock = asyncio.Lock()  # of push and catch_up
 
@@ -161,11 +134,10 @@ class WeightSync:
             started = time.monotonic()
             self._held = None  # frees the object store for what comes
             version = Version(number=policy_version, metas=await asyncio.to_thread(self._learner.announce))
-            costs = Costs(num_calls=3)  # of the learner: names, the stream, the probe
-            reasons: dict[str, str] = {}
-            for buckets in (self._from_learner(version, costs), _again(version)):
+            costs, reasons = Costs(), dict[str, str]()
+            for source in (self._source.first, self._source.again):
                 round_ = self._round(await self._some_receivers())
-                gaps = await self._deliver(version, buckets, round_, costs)
+                gaps = await self._deliver(version, source(version, round_), round_, costs)
                 self._held = version
                 reasons |= round_.missed
                 if gaps:
@@ -175,7 +147,7 @@ class WeightSync:
                         bytes=num_bytes(version.metas, self._fleet.dtype),
                         probe_gap=max(gaps),
                         stages=costs.stages,
-                        num_calls=costs.num_calls,
+                        num_calls=costs.num_calls + version.num_calls,
                         missed=tuple(sorted(round_.missed)),
                     )
         words = "; ".join(f"{name} {reason}" for name, reason in sorted(reasons.items()))
@@ -184,11 +156,16 @@ class WeightSync:
     async def catch_up(self, receiver: Receiver) -> None:
         """Bring a STALE worker the last version that was pushed; the fleet hears of the outcome.
 
-        Does nothing before the first push, which reaches every worker, nor to a worker that a push has reached since.
+        Does nothing before the first push, which reaches every worker, nor to a worker that a push has reached since,
+        nor where the learner is needed and has gone on: the next push is due.
         """
         async with self._lock:
-            if self._held is not None and receiver not in self._held.proved:
-                await self._deliver(self._held, _again(self._held), self._round([receiver]), Costs())
+            held = self._held
+            if held is None or receiver in held.proved or not self._source.can_send_again(held):
+                return
+            round_ = self._round([receiver])
+            with suppress(LearnerLost):  # which the trainer's next call tells
+                await self._deliver(held, self._source.again(held, round_), round_, Costs())
 
     def _round(self, crew: Sequence[Receiver]) -> Round:
         return Round(self._fleet, crew, timeout_s=self._config.step_timeout_s, grace_s=self._grace_s)
@@ -220,7 +197,7 @@ class WeightSync:
             async with aclosing(buckets):
                 async for ref in buckets:
                     loading.append(load(ref))
-                    if len(loading) >= BUCKETS_ABOARD:
+                    if len(loading) >= self._aboard:
                         costs.loaded(await loading.pop(0))
             while loading:
                 costs.loaded(await loading.pop(0))
@@ -251,34 +228,6 @@ class WeightSync:
                 )
         costs.add("verify", time.monotonic() - started)
         return gaps
-
-    async def _from_learner(self, version: Version, costs: "Costs") -> AsyncGenerator[Any, None]:
-        """The learner's buckets, held in `version` as they come, and at last its logprobs of the probe.
-
-        Whether the workers still listen makes no difference to it: the ranks are in the middle of one call.
-        """
-        stream = self._learner.stream_weights(self._fleet.dtype, full=self._config.sync_verify == "full")
-        try:
-            while (ref := await asyncio.to_thread(next, stream, None)) is not None:
-                version.buckets.append(ref)
-                yield ref
-            version.probe_logprobs = await asyncio.to_thread(self._learner.probe_logprobs, self._probe)
-        finally:
-            _close(stream)
-
-
-async def _again(version: Version) -> AsyncGenerator[Any, None]:
-    for ref in version.buckets:
-        yield ref
-
-
-def _close(stream: Generator[Any, None, None]) -> None:
-    """Here and now: left to the garbage collector, the stream would be ended after Ray is."""
-    try:
-        stream.close()
-    except ValueError:  # cancelled while a thread waits in it for the next bucket: it ends with the process
-        return
-
 
 @dataclass(kw_only=True)
 class Costs:

@@ -205,8 +205,12 @@ def metadata(engine: Engine) -> list[ParamMeta]:
     return [ParamMeta(name=name, shape=shapes[own]) for name, (own, *_) in lora.sources(shapes).items()]
 
 
-def full_parameters(engine: Engine, bucket_bytes: int, dtype: Dtype) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """The whole weights, bucket by bucket: (name, CPU tensor of type dtype) pairs on rank 0, empty lists on the others.
+def full_parameters(
+    engine: Engine, bucket_bytes: int, dtype: Dtype, *, device: Any = "cpu", everywhere: bool = False
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """The whole weights, bucket by bucket: (name, tensor of type dtype on device) pairs on rank 0, or everywhere.
+
+    The other ranks get empty lists.
 
     Under LoRA they are the merged weights by their checkpoint names. One gather per bucket of whole decoder layers
     (`plan_buckets`). Gathers are never nested, and none is open while the caller holds a bucket. What needs no gather
@@ -219,9 +223,9 @@ def full_parameters(engine: Engine, bucket_bytes: int, dtype: Dtype) -> Iterator
     for names in plan_buckets(metadata(engine), dtype=dtype, bucket_bytes=bucket_bytes):
         parts = {name: [named[source] for source in sources[name]] for name in names}
         with deepspeed.zero.GatheredParameters([parameter for one in parts.values() for parameter in one]):
-            keep = parts.items() if engine.global_rank == 0 else ()
+            keep = parts.items() if everywhere or engine.global_rank == 0 else ()
             whole = ((name, lora.checkpoint_weight(engine.module, name, one)) for name, one in keep)
-            bucket = [(name, weight.to("cpu", getattr(torch, dtype)).contiguous()) for name, weight in whole]
+            bucket = [(name, weight.to(device, getattr(torch, dtype)).contiguous()) for name, weight in whole]
         yield bucket
 
 

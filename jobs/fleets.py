@@ -105,8 +105,10 @@ class Fleets:
 
     def _rollouts(self, model: ModelConfig, config: RolloutConfig, job: JobConfig) -> RolloutFleet:
         engine = config.model_dump_json(include=set(EngineConfig.model_fields))  # how it is sampled makes no other one
-        key = ("rollout", model.policy, model.revision, engine)
-        return self._one(key, job, lambda **how: RolloutFleet(model.policy, config, revision=model.revision, **how))
+        transport = job.learner.sync_transport if isinstance(job, PolicyJob) else "store"
+        how = {"revision": model.revision, "transport": transport}
+        key = ("rollout", model.policy, *how.values(), engine)
+        return self._one(key, job, lambda **at: RolloutFleet(model.policy, config, **how, **at))
 
     def _rewards(self, config: FeedbackConfig, task: Task, job: JobConfig) -> RewardFleet:
         chosen = config.model_dump_json(include={"reward_model", "reward_revision", "timeout_s", "style", "engine"})

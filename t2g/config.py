@@ -78,6 +78,11 @@ class PolicyJob(JobConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _weights_find_their_way(self) -> "PolicyJob":
+        _transport_fits(self.rollout, self.learner)
+        return self
+
 
 class SFTJob(JobConfig):
     """jobs.train_sft: fine-tune a policy on references."""
@@ -146,6 +151,37 @@ class DemoJob(Section):
     arms: tuple[Placement, ...] = Field(("span", "scalar", "shuffled"), min_length=1)
 
     _probe_tolerance = field_validator("learner")(with_probe_tolerance)
+
+    @model_validator(mode="after")
+    def _weights_find_their_way(self) -> "DemoJob":
+        _transport_fits(self.rollout, self.learner)
+        return self
+
+
+def _transport_fits(rollout: RolloutConfig, learner: LearnerConfig) -> None:
+    """Raises ValueError where learner.sync_transport cannot work on these GPUs."""
+    transport, engine, rank = learner.sync_transport, rollout.gpus, learner.gpus
+    if transport == "store":
+        return
+    got = f"got rollout.gpus={engine:g} and learner.gpus={rank:g}"
+    if min(engine, rank) == 0:
+        raise ValueError(f"learner.sync_transport={transport} needs GPUs on both sides, {got}; without them take store")
+    if learner.sync_verify == "full":
+        raise ValueError(f"learner.sync_verify=full needs sync_transport=store: vLLM's {transport} takes no hashes")
+    if transport == "nccl" and min(engine, rank) < 1:
+        raise ValueError(f"learner.sync_transport=nccl needs a whole GPU for each engine and rank, {got}; or take ipc")
+    workers = rollout.workers
+    if transport == "ipc" and not (
+        engine > 0.5
+        and abs(engine + rank - 1) < 1e-6
+        and workers.min == workers.max == learner.workers
+        and rollout.labels == learner.labels
+    ):
+        raise ValueError(
+            "learner.sync_transport=ipc needs one engine and one rank on each GPU: rollout.gpus above 0.5 and below 1, "
+            "learner.gpus the rest of 1, rollout.workers from min to max as many as learner.workers, the same labels; "
+            f"{got}, {workers.min} to {workers.max} engines and learner.workers={learner.workers}"
+        )
 
 
 def _without_repeats(names: tuple[Any, ...], info: ValidationInfo) -> tuple[Any, ...]:
@@ -291,6 +327,10 @@ class BenchmarkJob(Section):
 
     @model_validator(mode="after")
     def _engines_join(self) -> "BenchmarkJob":
+        if not self.learner.keeps_buckets:
+            raise ValueError(
+                f"learner.sync_transport={self.learner.sync_transport}: the learner of this job is on CPUs; take store"
+            )
         if list(self.workers) != sorted(set(self.workers)):
             raise ValueError(f"workers={list(self.workers)} needs to rise: engines join and none leaves")
         if self.rollout.workers.initial != self.workers[0] or self.rollout.workers.max < self.workers[-1]:

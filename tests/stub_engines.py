@@ -27,7 +27,9 @@ class StubRolloutWorker:
     """The methods of `actors.rollout.RolloutWorker`. A file BREAK_SYNC in the model's folder makes the first worker
     that sees it fail half way through a weight sync, and is gone then."""
 
-    def __init__(self, model: str, config: Any, seed: int, revision: str | None = None) -> None:
+    def __init__(
+        self, model: str, config: Any, seed: int, revision: str | None = None, transport: str = "store"
+    ) -> None:
         from t2g.data.chat import load_tokenizer
 
         self._tokenizer, self._flag = load_tokenizer(model, revision), Path(model) / BREAK_SYNC

@@ -319,6 +319,30 @@ def test_keys_in_which_a_resumed_run_may_differ(key: str, free: bool) -> None:
     assert configio.may_differ(key) is free
 
 
+@pytest.mark.parametrize(
+    ("transport", "overrides", "sentence"),
+    [
+        ("nccl", "rollout.gpus=1", "needs GPUs on both sides, got rollout.gpus=1 and learner.gpus=0; without them"),
+        ("ipc", "learner.gpus=0.4", "needs GPUs on both sides, got rollout.gpus=0 and learner.gpus=0.4"),
+        ("nccl", "rollout.gpus=0.5 learner.gpus=1", "needs a whole GPU for each engine and rank, got rollout.gpus=0.5"),
+        ("ipc", "rollout.gpus=0.5 learner.gpus=0.5", "needs one engine and one rank on each GPU: rollout.gpus above"),
+        ("ipc", "rollout.gpus=0.7 learner.gpus=0.2", "learner.gpus the rest of 1"),
+        ("ipc", "rollout.gpus=0.7 learner.gpus=0.3 rollout.workers=2", "1 to 2 engines and learner.workers=1"),
+        ("ipc", "rollout.gpus=0.7 learner.gpus=0.3 rollout.labels.a=b", "the same labels"),
+        ("nccl", "rollout.gpus=1 learner.gpus=1 learner.sync_verify=full", "sync_verify=full needs sync_transport=sto"),
+        ("nccl", "rollout.gpus=1 learner.gpus=1", ""),
+        ("ipc", "rollout.gpus=0.7 learner.gpus=0.3", ""),
+    ],
+)
+def test_weights_travel_only_where_the_gpus_are(tmp_path: Path, transport: str, overrides: str, sentence: str) -> None:
+    chosen = (f"learner.sync_transport={transport}", *overrides.split())
+    if not sentence:
+        assert load(tmp_path, GOOD, *chosen).learner.sync_transport == transport
+        return
+    (said,) = refused(tmp_path, GOOD, *chosen)
+    assert sentence in said and transport in said
+
+
 def test_every_pattern_that_may_differ_fits_a_key() -> None:
     keys = [*dotted_keys(CompareJob), *dotted_keys(DemoJob), *dotted_keys(AnnotateJob)]
     unused = [p for p in configio.MAY_DIFFER if not any(configio.fnmatchcase(key, p) for key in keys)]

@@ -71,6 +71,8 @@ def render_manifests(
     groups = pod_groups(config)
     if cpu and (on_gpu := [group.section for group in groups if group.gpus]):
         raise UserError(f"a CPU-only cluster has no GPUs, and {on_gpu[0]}.gpus is not 0")
+    if config.learner.sync_transport == "ipc":
+        raise UserError("learner.sync_transport=ipc: pods share no GPU, and engines have their own; take nccl or store")
     name, image = resource_name(config.run.name), image or IMAGES[cpu]
     job = driver(config, config_path, overrides)
     cluster = _cluster(config, groups, image, stop_wait_s=job.stop_wait_s)

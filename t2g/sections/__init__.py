@@ -44,5 +44,6 @@ from t2g.sections.learning import (
     Schedule,
     SFTLoRAConfig,
     SFTOptions,
+    Transport,
     with_probe_tolerance,
 )

@@ -7,6 +7,7 @@ from pydantic import Field, ValidationInfo
 from t2g.sections.common import Dtype, RoleConfig, Section
 
 Schedule = Literal["constant", "linear", "cosine"]
+Transport = Literal["store", "ipc", "nccl"]
 Placement = Literal["span", "step", "scalar", "shuffled"]
 
 FLOAT32_PROBE_TOLERANCE = 1e-3
@@ -124,8 +125,11 @@ class LearnerConfig(RoleConfig):
     dtype: Dtype = "float32"
     critic_warmup_steps: int = Field(0, ge=0, description="first steps in which only the critic learns")
     sync_bucket_mib: float = Field(64, gt=0, description="weights gathered and sent at once")
-    sync_transport: Literal["store", "ipc", "nccl"] = Field(
-        "store", description="store: Ray's object store, everywhere; ipc: engine and rank on one GPU; nccl: broadcast"
+    sync_transport: Transport = Field(
+        "store",
+        description="of the weights into the engines. store: Ray's object store, everywhere; ipc: memory of a GPU that "
+        "a rank and an engine share; nccl: broadcast between GPUs. Names and the probe are checked with each, bytes "
+        "by their hashes with store alone",
     )
     sync_verify: Literal["probe", "full"] = Field(
         "probe", description="after each sync a scored probe; full: also every tensor's hash, as the learner had it"
@@ -138,6 +142,11 @@ class LearnerConfig(RoleConfig):
         "learner is bfloat16, whose rounding alone puts them 0.06 apart in the mean",
     )
     step_timeout_s: float = Field(600, gt=0, description="one forward, update, sync or checkpoint")
+
+    @property
+    def keeps_buckets(self) -> bool:
+        """Whether weights that were sent can be sent again without the learner."""
+        return self.sync_transport == "store"
 
     def roles(self, objective: ObjectiveConfig) -> dict[str, RoleConfig]:
         """The resources of its groups of ranks by config section; the critic's own comes last."""

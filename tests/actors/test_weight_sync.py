@@ -1,15 +1,17 @@
 """When a sync may be believed, who takes part in it, and who is waited for."""
 
 import asyncio
+import itertools
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from actors.buckets import Bucket, ParamMeta, make_bucket
+from actors.transports import Meeting
 from actors.weight_sync import WeightSync, probe_gap, probe_ids
 from t2g.errors import LearnerLost, MissedSync, RunStopped
 from t2g.sections import LearnerConfig
@@ -31,23 +33,39 @@ class FakeWorker:
     """Scores the probe by the sum of its weights. Deaf to one bucket in its first `deaf` rounds; in round `breaks[0]`
     it raises at bucket `breaks[1]`, or hangs there."""
 
-    def __init__(self, *, deaf: int = 0, breaks: tuple[int, int] = (0, 0), hangs: bool = False) -> None:
+    def __init__(
+        self, *, deaf: int = 0, breaks: tuple[int, int] = (0, 0), hangs: bool = False, hangs_at_open: bool = False
+    ) -> None:
         self.weights, self.deaf, self.breaks, self.hangs = [0.0] * NUM_BUCKETS, deaf, breaks, hangs
+        self.hangs_at_open, self.group = hangs_at_open, None
+        self.join_group = Remote(self._join)
         self.rounds, self.log, self.aboard, self.most_aboard = [], [], 0, 0
         self.open_update, self.load_bucket = Remote(self._open), Remote(self._load)
         self.close_update, self.score = Remote(self._close), Remote(self._score)
 
     async def _open(self, round_id: str, version: int, dtype: str, metas: list[ParamMeta]) -> None:
+        await asyncio.sleep(60 if self.hangs_at_open else 0)
         self.rounds.append(round_id)
         self.log.append(("open", version, dtype, len(metas)))
 
+    async def _join(self, round_id: str, meeting: Meeting, rank: int) -> None:
+        """Returns once all are there, as NCCL does."""
+        assert round_id == self.rounds[-1]
+        self.log.append(("join", meeting.port, rank, meeting.size))
+        self.group = Group.at(meeting)
+        await asyncio.to_thread(self.group.joined.wait, 5)
+
     async def _load(self, round_id: str, bucket: Bucket) -> dict[str, float]:
         assert round_id == self.rounds[-1]
+        if self.group is not None and (gone := self.group.gone):
+            raise ValueError(f"the broadcast was broken off: {gone} is gone")
         self.aboard += 1
         self.most_aboard = max(self.most_aboard, self.aboard)
         await asyncio.sleep(0.002)
         self.aboard -= 1
         if (len(self.rounds), bucket.index) == self.breaks:
+            if self.group is not None:
+                self.group.gone = "one"
             await asyncio.sleep(60 if self.hangs else 0)
             raise ValueError("the bytes are other bytes")
         self.log.append(("bucket", bucket.index))
@@ -92,22 +110,46 @@ class FakeFleet:
         self.heard.append((receiver.name, reason))
 
 
-class FakeLearner:
-    """Its weights are 1, 2, 4; `lost_at`: the bucket before which a rank dies."""
+class Group:
+    """Of one meeting: complete once its engines and the learner are there."""
 
-    def __init__(self, *, lost_at: int | None = None) -> None:
+    made: ClassVar[dict[int, "Group"]] = {}
+
+    def __init__(self, size: int) -> None:
+        self.joined, self.gone = threading.Barrier(size), ""
+
+    @classmethod
+    def at(cls, meeting: Meeting) -> "Group":
+        return cls.made.setdefault(meeting.port, cls(meeting.size))
+
+
+class FakeLearner:
+    """Its weights are 1, 2, 4; `lost_at`: the bucket before which a rank dies. It updates itself after `updates_after`
+    buckets."""
+
+    ports = itertools.count()
+
+    def __init__(self, *, lost_at: int | None = None, updates_after: int | None = None) -> None:
         self.lost_at, self.calls, self.streaming = lost_at, [], False
+        self.policy_version, self.updates_after = 3, updates_after
+
+    def address(self) -> tuple[str, int]:
+        self.calls.append("address")
+        return "learner", next(self.ports)
 
     def announce(self) -> list[ParamMeta]:
         assert threading.current_thread() is not threading.main_thread(), "the event loop must turn meanwhile"
         self.calls.append("announce")
         return METAS
 
-    def stream_weights(self, dtype: str, *, full: bool) -> Iterator[Bucket]:
+    def stream_weights(self, dtype: str, *, full: bool, meeting: Meeting | None) -> Iterator[Bucket]:
         self.calls.append("stream")
         self.streaming = True
+        if meeting is not None:
+            Group.at(meeting).joined.wait(5)
         try:
             for index, meta in enumerate(METAS):
+                self.policy_version += index == self.updates_after
                 if index == self.lost_at:
                     raise LearnerLost("learner rank 1 died during stream_weights")
                 tensor = np.full(2, 2.0**index, np.float32)
@@ -121,8 +163,10 @@ class FakeLearner:
         return np.full(len(ids) - 1, 7 + 1e-4, np.float32)
 
 
-def push(fleet: FakeFleet, learner: FakeLearner | None = None, *, grace_s: float = 1.0) -> Any:
-    return asyncio.run(WeightSync(learner or FakeLearner(), fleet, CONFIG, grace_s=grace_s).push(3))
+def push(
+    fleet: FakeFleet, learner: FakeLearner | None = None, *, grace_s: float = 1.0, config: LearnerConfig = CONFIG
+) -> Any:
+    return asyncio.run(WeightSync(learner or FakeLearner(), fleet, config, grace_s=grace_s).push(3))
 
 
 ONCE = [("open", 3, "float32", 3), *BUCKETS, "close"]
@@ -251,6 +295,105 @@ def test_a_push_waits_for_the_first_worker_and_says_when_none_came() -> None:
     impatient = LearnerConfig(step_timeout_s=0.3)
     with pytest.raises(RunStopped, match=r"no rollout worker was up for weights within 0\.3 s"):
         asyncio.run(WeightSync(FakeLearner(), FakeFleet(), impatient).push(3))
+
+
+NCCL, IPC = (CONFIG.model_copy(update={"sync_transport": transport}) for transport in ("nccl", "ipc"))
+OPEN, REST = ONCE[0], ONCE[1:]
+
+
+def joins(worker: FakeWorker) -> list[tuple[int, int]]:
+    """Rank and size of the groups that it joined."""
+    return [entry[2:] for entry in worker.log if entry[0] == "join"]
+
+
+def test_with_nccl_every_round_has_a_group_of_the_learner_and_who_opened_it() -> None:
+    fleet, learner = FakeFleet(w0=FakeWorker(), w1=FakeWorker(), w2=FakeWorker(hangs_at_open=True)), FakeLearner()
+    result = push(fleet, learner, grace_s=0.1, config=NCCL)
+    first, second, hung = (m.handle for m in fleet.members)
+    assert [entry for entry in first.log if entry[0] != "join"] == ONCE and first.log[1][0] == "join"
+    assert joins(first) == [(1, 3)] and joins(second) == [(2, 3)] and joins(hung) == [], "nobody waits for who hangs"
+    assert first.most_aboard == 1, "a bucket is broadcast when every engine has loaded the one before"
+    assert learner.calls == ["announce", "address", "stream", "probe"] and result.missed == ("w2",)
+    assert result.num_calls == 4 + 3 + 2 * (1 + 3 + 1 + 1)  # open; then of two: join, three buckets, close, the probe
+
+
+def test_with_nccl_an_engine_that_is_lost_costs_the_round_and_the_next_has_a_group_without_it() -> None:
+    fleet, learner = FakeFleet(w0=FakeWorker(), w1=FakeWorker(breaks=(1, 1))), FakeLearner()
+    members = list(fleet.members)
+    lose = fleet.missed
+
+    def missed(receiver: Receiver, reason: str) -> None:
+        lose(receiver, reason)
+        if receiver.name == "w1":
+            fleet.members = members[:1]  # it is dead
+
+    fleet.missed = missed
+    result = push(fleet, learner, config=NCCL)
+    assert joins(members[0].handle) == [(1, 3), (1, 2)] and joins(members[1].handle) == [(2, 3)]
+    assert learner.calls == ["announce", "address", "stream", "probe", "address", "stream"]
+    assert result.missed == () and fleet.heard[-1] == ("w0", 3)
+    assert ("w0", "refused a bucket of weights: the broadcast was broken off: one is gone") in fleet.heard
+
+
+@pytest.mark.parametrize("config", [NCCL, IPC])
+def test_half_a_sync_is_sent_again_by_the_learner_where_nothing_is_held(config: LearnerConfig) -> None:
+    fleet, learner = FakeFleet(w0=FakeWorker(breaks=(1, 0))), FakeLearner()
+    assert push(fleet, learner, config=config).missed == ()
+    assert learner.calls.count("stream") == 2 and learner.calls.count("probe") == 1
+    assert [entry for entry in fleet.members[0].handle.log if entry[0] != "join"] == [OPEN, *ONCE]
+    hopeless = FakeFleet(w0=FakeWorker(deaf=2))
+    with pytest.raises(RunStopped, match="sent twice: w0 does not compute"):
+        push(hopeless, config=config)
+
+
+@pytest.mark.parametrize("config", [NCCL, IPC])
+def test_a_late_joiner_has_the_learner_send_once_more(config: LearnerConfig) -> None:
+    fleet, learner, joiner = FakeFleet(w0=FakeWorker()), FakeLearner(), Receiver("w1", FakeWorker())
+
+    async def join() -> None:
+        sync = WeightSync(learner, fleet, config)
+        await sync.push(3)
+        learner.policy_version = 4  # it has begun its next update
+        await sync.catch_up(joiner)
+        assert joiner.handle.log == [], "the weights of version 3 are no more"
+        learner.policy_version = 3
+        await sync.catch_up(joiner)
+
+    asyncio.run(join())
+    assert [entry for entry in joiner.handle.log if entry[0] != "join"] == ONCE
+    assert fleet.heard == [("w0", 3), ("w1", 3)]
+    assert learner.calls.count("stream") == 2 and learner.calls.count("probe") == 1
+    assert joins(joiner.handle) == ([(1, 2)] if config is NCCL else [])
+    assert len(joins(fleet.members[0].handle)) <= 1, "who serves is not disturbed"
+
+
+def test_a_joiner_does_not_serve_what_the_learner_sent_while_it_went_on() -> None:
+    fleet, joiner = FakeFleet(w0=FakeWorker()), Receiver("w1", FakeWorker())
+    learner = FakeLearner()
+
+    async def join() -> None:
+        sync = WeightSync(learner, fleet, IPC)
+        await sync.push(3)
+        learner.updates_after = 2
+        await sync.catch_up(joiner)
+
+    asyncio.run(join())
+    assert fleet.heard == [("w0", 3), ("w1", "was sent version 3 when the learner went on")]
+    assert "close" not in joiner.handle.log
+
+
+def test_a_learner_that_is_lost_while_a_joiner_catches_up_is_the_trainers_to_tell() -> None:
+    fleet, joiner, learner = FakeFleet(w0=FakeWorker()), Receiver("w1", FakeWorker()), FakeLearner()
+
+    async def join() -> None:
+        sync = WeightSync(learner, fleet, NCCL)
+        await sync.push(3)
+        learner.lost_at = 1
+        await sync.catch_up(joiner)
+
+    asyncio.run(join())
+    assert fleet.heard[-1] == ("w1", "got half a sync, which broke off: learner rank 1 died during stream_weights")
+    assert not learner.streaming
 
 
 def test_the_probe_is_fixed_and_lies_in_the_vocabulary() -> None:

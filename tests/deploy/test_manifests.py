@@ -204,6 +204,13 @@ def test_gpus_are_limits_of_their_pods_only() -> None:
         render(config, cpu=True)
 
 
+def test_an_engine_and_a_rank_in_two_pods_share_no_gpu() -> None:
+    one_each = ("rollout.gpus=0.7", "learner.gpus=0.3", "rollout.workers={initial: 2, min: 2}", "learner.workers=2")
+    config = policy("learner.sync_transport=ipc", *one_each)
+    with pytest.raises(UserError, match=r"learner\.sync_transport=ipc: pods share no GPU"):
+        render(config, cpu=False)
+
+
 def test_the_driver_reads_the_same_config_and_writes_on_the_claim() -> None:
     overrides = ["rollout.workers={min: 1, max: 3}", "run.name=it's"]
     main = render(policy("rollout.workers={min: 1, max: 3}"), overrides=overrides)

@@ -1,6 +1,7 @@
 """A real rollout fleet and a real weight sync: Ray, vLLM, our store transfer. The learner is a torch model here."""
 
 import asyncio
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,12 +12,14 @@ import psutil
 import pytest
 import ray
 import torch
+from gloo_group import GlooGroup, GlooWorker, cpu_streams
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from actors.buckets import Bucket, ParamMeta, make_bucket, plan_buckets
 from actors.placement import connect
 from actors.rollout import RolloutFleet
+from actors.transports import Meeting, NcclSender
 from actors.weight_sync import WeightSync
 from t2g.errors import LearnerLost, RunStopped, UserError
 from t2g.interfaces import Sampling
@@ -75,7 +78,9 @@ class TorchLearner:
     def announce(self) -> list[ParamMeta]:
         return [ParamMeta(name=name, shape=tuple(p.shape)) for name, p in self.weights.items()]
 
-    def stream_weights(self, dtype: str, *, full: bool) -> Iterator["ray.ObjectRef[Bucket]"]:
+    def stream_weights(
+        self, dtype: str, *, full: bool, meeting: Meeting | None
+    ) -> Iterator["ray.ObjectRef[Bucket]"]:
         for index, planned in enumerate(plan_buckets(self.announce(), dtype=dtype, bucket_bytes=2**17)):
             if index == self.lost_at:
                 raise LearnerLost("learner rank 0 died during stream_weights")
@@ -266,3 +271,62 @@ def test_cores_die_with_their_actors(fleet: RolloutFleet) -> None:
     assert cores
     fleet.close()
     assert not psutil.wait_procs(cores, timeout=10)[1]
+
+
+class GlooLearner(TorchLearner):
+    """Broadcasts as rank 0 of a learner on GPUs does, but for gloo in NCCL's place."""
+
+    policy_version = 0
+
+    def address(self) -> tuple[str, int]:
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            return found.getsockname()
+
+    def stream_weights(
+        self, dtype: str, *, full: bool, meeting: Meeting | None
+    ) -> Iterator["ray.ObjectRef[Bucket]"]:
+        assert meeting is not None
+        sender = NcclSender(0, join=lambda m: GlooGroup(m.host, m.port, 0, m.size))
+        sender.meet(meeting)
+        for index, names in enumerate(plan_buckets(self.announce(), dtype=dtype, bucket_bytes=2**17)):
+            if index == self.lost_at:
+                raise LearnerLost("learner rank 0 died during stream_weights")
+            for bucket in sender.send(index, names, [self.sent[name] for name in names], time.monotonic()):
+                yield ray.put(bucket)
+
+
+def test_real_engines_take_a_broadcast_and_after_half_a_sync_the_next(
+    cluster: None, policies: tuple[Path, LlamaForCausalLM, LlamaForCausalLM]
+) -> None:
+    """The whole way of sync_transport=nccl, with vLLM's own packing and engine; what is not here is NCCL and a GPU."""
+    folder, old, new = policies
+    config = LearnerConfig(sync_transport="nccl", step_timeout_s=120)
+    fleet = RolloutFleet(
+        str(folder), CONFIG, seed=1, placement_timeout_s=30, transport="nccl", actor=ray.remote(GlooWorker)
+    )
+
+    async def sync() -> None:
+        weights = WeightSync(GlooLearner(new), fleet, config)
+        result = await weights.push(1)
+        assert result.probe_gap < 1e-4 and result.missed == ()
+        print(f"{result.seconds * 1000:.0f} ms, {result.stages}, {result.num_calls} calls")
+        with pytest.raises(LearnerLost):
+            await WeightSync(GlooLearner(old, lost_at=1), fleet, config).push(2)
+        assert not fleet.serving()
+        joiner, *others = fleet.receivers()
+        fleet.receivers = lambda: others
+        learner = GlooLearner(old)
+        weights, learner.policy_version = WeightSync(learner, fleet, config), 3
+        assert (await weights.push(3)).probe_gap < 1e-4
+        assert fleet.serving() == others
+        await weights.catch_up(joiner)
+        assert len(fleet.serving()) == 2 and {m.version for m in fleet.serving()} == {3}
+
+    try:
+        fleet.wait_ready()
+        with cpu_streams():
+            asyncio.run(sync())
+        assert largest_gap(old, [r for group in sample(fleet, [prompt(i) for i in range(8)]) for r in group]) < 1e-4
+    finally:
+        fleet.close()

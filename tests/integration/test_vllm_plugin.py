@@ -14,7 +14,7 @@ import torch
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from actors.buckets import hash_of
-from actors.vllm_plugin import StoreAnnouncement, StoreBucket, StoreWeightTransferEngine, descends_from
+from actors.vllm_plugin import Announcement, StoredPart, StoreWeightTransferEngine, descends_from
 
 
 class Recorder(torch.nn.Module):
@@ -28,7 +28,7 @@ class Recorder(torch.nn.Module):
 
 def announce(transfer: StoreWeightTransferEngine) -> None:
     transfer.init_transfer_engine(
-        StoreAnnouncement(version=5, dtype="bfloat16", names=["a", "b"], shapes=[[2, 2], [3]])
+        Announcement(version=5, dtype="bfloat16", names=["a", "b"], shapes=[[2, 2], [3]])
     )
 
 
@@ -45,7 +45,7 @@ BITS = torch.arange(1, 8).to(torch.bfloat16).view(torch.uint16).numpy()
 PARTS = {"a": BITS[:4], "b": BITS[4:]}
 
 
-def bucket(folder: Path, *, names: Sequence[str] = ("a", "b"), **changes: object) -> StoreBucket:
+def bucket(folder: Path, *, names: Sequence[str] = ("a", "b"), **changes: object) -> StoredPart:
     """Tensor a at byte 0, tensor b at byte 64, as bfloat16 1 .. 7."""
     data = np.zeros(128, np.uint8)
     data[:8], data[64:70] = PARTS["a"].view(np.uint8), PARTS["b"].view(np.uint8)
@@ -55,7 +55,7 @@ def bucket(folder: Path, *, names: Sequence[str] = ("a", "b"), **changes: object
         "offsets": [{"a": 0, "b": 64}.get(n, 64) for n in names], "num_bytes": 128,
         "xxh3": hash_of(*(PARTS.get(n, BITS) for n in names)), "tensor_xxh3": [],
     }  # fmt: skip
-    return StoreBucket(**(fields | changes))
+    return StoredPart(**(fields | changes))
 
 
 def test_tensors_have_announced_shapes_and_the_learners_bytes(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_name_announced_twice_is_refused() -> None:
     transfer, _ = engine()
     with pytest.raises(ValueError, match="announce a more than once"):
         transfer.init_transfer_engine(
-            StoreAnnouncement(version=6, dtype="float32", names=["a", "a"], shapes=[[1], [1]])
+            Announcement(version=6, dtype="float32", names=["a", "a"], shapes=[[1], [1]])
         )
 
 

@@ -1,0 +1,184 @@
+"""How ranks on GPUs send a bucket without Ray's object store: learner.sync_transport ipc and nccl.
+
+ipc: every rank packs it into memory of its own GPU, from where the engine on that GPU copies it. nccl: rank 0
+broadcasts it to the engines of the round, with vLLM's packed broadcast. The engines' side is vLLM's own, see
+`actors.vllm_plugin`. vLLM's trainer-side classes are not used: they drive all engines at once without a deadline.
+Nothing of what was sent remains: to send again is to gather again.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from actors.buckets import Bucket, SharedBucket
+
+STALL_S = 30.0  # for one broadcast, and for its group to meet: past it somebody is taken to be gone
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """Where rank 0 of the learner, which is rank 0 here too, meets the engines of one round."""
+
+    host: str
+    port: int
+    size: int  # of the group: an engine is one rank
+
+
+class Sender(Protocol):
+    """Of one rank, for the whole run."""
+
+    everywhere: bool  # whether every rank needs the tensors of a bucket, or rank 0 alone
+
+    def meet(self, meeting: Meeting) -> None: ...
+
+    def send(
+        self, index: int, names: Sequence[str], tensors: Sequence[torch.Tensor], started: float
+    ) -> Iterator[Bucket]:
+        """Yields, on rank 0, what the engines must hear of it. started: see `actors.buckets.make_bucket`."""
+        ...
+
+
+def make_sender(transport: str, rank: int) -> Sender:
+    return {"ipc": IpcSender, "nccl": NcclSender}[transport](rank)
+
+
+class NcclSender:
+    """Never raises for an engine: rank 0 goes on gathering with the others, and whoever got nothing says so."""
+
+    everywhere = False
+
+    def __init__(self, rank: int, join: "Callable[[Meeting], Any] | None" = None) -> None:
+        """join: meets the engines; returns the group as vLLM's PyNcclCommunicator."""
+        self._join, self._group = join or _join_engines, None
+
+    def meet(self, meeting: Meeting) -> None:
+        """The group of a new round. That of the last one ends only here: an engine may still have read from it."""
+        if self._group is not None:
+            self._group.destroy()
+            self._group = None
+        try:
+            self._group = self._join(meeting)
+        except RuntimeError as error:
+            logger.warning("not all %d engines came to the group of the weight sync: %s", meeting.size - 1, error)
+
+    def send(
+        self, index: int, names: Sequence[str], tensors: Sequence[torch.Tensor], started: float
+    ) -> Iterator[Bucket]:
+        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
+        yield Bucket(index=index, names=tuple(names), gather_s=time.monotonic() - started)
+        if self._group is None or self._group.disabled:
+            return
+        _finish(tensors)  # the broadcast has streams of its own
+        try:
+            with ended_when_stalled(self._group):
+                pairs = iter(zip(names, tensors, strict=True))
+                packed_nccl_broadcast_producer(pairs, self._group, 0, lambda pair: pair[1])
+        except RuntimeError as error:
+            logger.warning("bucket %d of a weight sync was not broadcast: %s", index, error)
+            self._group.destroy()
+
+
+def _join_engines(meeting: Meeting) -> Any:
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+    from vllm.distributed.utils import StatelessProcessGroup
+    from vllm.utils.nccl import unpinned_nccl_env
+
+    group = StatelessProcessGroup.create(
+        meeting.host, meeting.port, rank=0, world_size=meeting.size, store_timeout=int(STALL_S)
+    )
+    with unpinned_nccl_env():
+        return PyNcclCommunicator(group, device=torch.accelerator.current_device_index())
+
+
+@contextmanager
+def ended_when_stalled(group: Any, after_s: float = STALL_S) -> Iterator[None]:
+    """Ends the group when the block takes longer: its broadcasts return, and nobody waits for a member that is gone.
+
+    group: as vLLM's PyNcclCommunicator, `disabled` from then on.
+    """
+    timer = threading.Timer(after_s, group.destroy)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Memory of this process's GPU that another process may map."""
+
+    memory: torch.Tensor  # [N] uint8
+    gpu: str  # its UUID
+    handle: tuple[Any, ...]  # of numbers and bytes: what torch's rebuild_cuda_tensor takes from `storage_device` on
+
+
+def share(num_bytes: int) -> Shared:
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    memory = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    _, arguments = reduce_tensor(memory)
+    return Shared(memory, str(torch.cuda.get_device_properties(memory.device).uuid), tuple(arguments[6:]))
+
+
+def rebuild_arguments(handle: Sequence[Any]) -> tuple[Any, ...]:
+    """All that torch's rebuild_cuda_tensor takes, for the memory of a `Shared`. No pickle comes with a handle."""
+    return (torch.Tensor, (handle[2],), (1,), 0, torch.storage.TypedStorage, torch.uint8, *handle)
+
+
+class IpcSender:
+    """Two memories in turn: a bucket is packed while the engines copy the one before.
+
+    They are shared once and kept: what an engine that is gone never gave back could not be freed again.
+    """
+
+    everywhere = True
+
+    def __init__(
+        self,
+        rank: int,
+        share: Callable[[int], Shared] = share,
+        gather: "Callable[[Any], Sequence[Any]] | None" = None,
+    ) -> None:
+        """gather: of every rank what it gives, in order of rank."""
+        self._rank, self._share, self._gather = rank, share, gather or _gather
+        self._shared: list[Shared | None] = [None, None]
+
+    def meet(self, meeting: Meeting) -> None:
+        raise AssertionError("memory is shared without a group")
+
+    def send(
+        self, index: int, names: Sequence[str], tensors: Sequence[torch.Tensor], started: float
+    ) -> Iterator[Bucket]:
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        shared = self._shared[index % 2]
+        if shared is None or len(shared.memory) < num_bytes:
+            shared = self._shared[index % 2] = self._share(num_bytes)
+        torch.cat([t.reshape(-1).view(torch.uint8) for t in tensors], out=shared.memory[:num_bytes])
+        _finish([shared.memory])
+        handles = dict(self._gather((shared.gpu, shared.handle)))
+        if self._rank == 0:
+            gather_s = time.monotonic() - started
+            yield SharedBucket(index=index, names=tuple(names), gather_s=gather_s, handles=handles)
+
+
+def _gather(value: Any) -> list[Any]:
+    gathered: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, value)
+    return gathered
+
+
+def _finish(tensors: Sequence[torch.Tensor]) -> None:
+    """What this process's GPU has to do for them: other streams and other processes do not wait for it."""
+    if tensors[0].is_cuda:
+        torch.cuda.synchronize()
