@@ -34,7 +34,8 @@ class WeightOwner(Protocol):
     def stream_weights(self, dtype: str, *, full: bool, meeting: Meeting | None) -> Generator[Any, None, None]:
         """References to buckets as `plan_buckets` cuts them; tensors converted to `dtype` ("float32" or "bfloat16").
 
-        full: each with a hash of every tensor. meeting: with nccl; the engines are on their way there.
+        full: each with a hash of every tensor. meeting: with nccl; the engines are on their way there, and a bucket
+        is broadcast without waiting for the next to be asked for.
         """
         ...
 

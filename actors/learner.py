@@ -257,13 +257,14 @@ class LearnerGroup:
     ) -> Generator["ray.ObjectRef[Bucket]", None, None]:
         """References to buckets in rank 0's object store; rank 0 gathers STREAM_AHEAD buckets ahead of the consumer.
 
-        With ipc and nccl it is one: a bucket may be asked for once the engines have loaded the one before.
+        With ipc it is one, and a bucket may be asked for once the engines have loaded the one before. With nccl rank 0
+        broadcasts a bucket when it has yielded it, and is not asked for the next before the engines have it.
         full: each bucket with a hash of every tensor. meeting: with nccl, of rank 0 and the engines.
         Other calls wait until all are taken: the ranks are in the middle of this one. Closing the iterator early waits
         for nothing; Ray then takes the rest from the ranks and drops it.
         """
         ranks = self.parts["policy"]
-        ahead = STREAM_AHEAD if self.spec.learner.keeps_buckets else 1
+        ahead = 1 if self.spec.learner.sync_transport == "ipc" else STREAM_AHEAD
         options = {"num_returns": "streaming", "_generator_backpressure_num_objects": ahead}
         with self._alone():
             streams = [w.stream_weights.options(**options).remote(dtype, full, meeting) for w in ranks.workers]

@@ -49,19 +49,23 @@ def cpu_streams() -> Iterator[None]:
     from vllm.distributed.weight_transfer import packed_tensor
 
     streams, index = packed_tensor._get_streams, torch.accelerator.current_device_index
-    packed_tensor._get_streams = lambda device, num_buffers: (Stream(),) * num_buffers
-    torch.accelerator.current_device_index = lambda: 0
+    _without_cuda(packed_tensor)
     try:
         yield
     finally:
         packed_tensor._get_streams, torch.accelerator.current_device_index = streams, index
 
 
+def _without_cuda(packed_tensor: Any) -> None:
+    packed_tensor._get_streams = lambda device, num_buffers: (Stream(),) * num_buffers
+    torch.accelerator.current_device_index = lambda: 0
+
+
 def gloo_for_good() -> None:
     """In this process, an engine core, vLLM's nccl engine takes gloo."""
-    from vllm.distributed.weight_transfer import nccl_engine
+    from vllm.distributed.weight_transfer import nccl_engine, packed_tensor
 
-    cpu_streams().__enter__()
+    _without_cuda(packed_tensor)
     nccl_engine.worker_init_process_group = lambda info, parallel: GlooGroup(
         info.master_address, info.master_port, info.rank_offset + parallel.rank, info.world_size
     )
@@ -71,7 +75,7 @@ class GlooWorker(RolloutWorker):
     """A real engine on a CPU that receives its weights as on GPUs, but for the library that moves the bytes."""
 
     async def start(self) -> int:
-        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # the core is sent a function
+        assert os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1", "the core is sent a function"
         folder = str(Path(__file__).parent)
 
         def prepare(worker: Any) -> None:
@@ -85,6 +89,11 @@ class GlooWorker(RolloutWorker):
         vocabulary = await super().start()
         await self._engine._llm.collective_rpc(prepare)
         return vocabulary
+
+    def stop(self) -> None:
+        """Where it lives in the test's own process, which would end with the engine."""
+        self._engine._watch.cancel()
+        self._engine._llm.shutdown()
 
 
 class Fallible(GlooGroup):

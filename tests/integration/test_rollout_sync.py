@@ -1,11 +1,15 @@
 """A real rollout fleet and a real weight sync: Ray, vLLM, our store transfer. The learner is a torch model here."""
 
 import asyncio
+import os
+import queue
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import psutil
@@ -17,6 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from actors.buckets import Bucket, ParamMeta, make_bucket, plan_buckets
+from actors.engine import engine_environment
 from actors.placement import connect
 from actors.rollout import RolloutFleet
 from actors.transports import Meeting, NcclSender
@@ -283,50 +288,88 @@ class GlooLearner(TorchLearner):
             found.bind(("127.0.0.1", 0))
             return found.getsockname()
 
-    def stream_weights(
-        self, dtype: str, *, full: bool, meeting: Meeting | None
-    ) -> Iterator["ray.ObjectRef[Bucket]"]:
+    def stream_weights(self, dtype: str, *, full: bool, meeting: Meeting | None) -> Iterator[Bucket]:
+        """Runs ahead as Ray's generators do: what follows a yield is the broadcast."""
         assert meeting is not None
+        with ThreadPoolExecutor(max_workers=1) as rank:
+            made: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
+            done = rank.submit(self._send_all, dtype, meeting, made.put)
+            done.add_done_callback(lambda _: made.put(None))
+            yield from iter(made.get, None)
+            done.result()
+
+    def _send_all(self, dtype: str, meeting: Meeting, put: Callable[[Bucket], None]) -> None:
         sender = NcclSender(0, join=lambda m: GlooGroup(m.host, m.port, 0, m.size))
         sender.meet(meeting)
         for index, names in enumerate(plan_buckets(self.announce(), dtype=dtype, bucket_bytes=2**17)):
             if index == self.lost_at:
                 raise LearnerLost("learner rank 0 died during stream_weights")
             for bucket in sender.send(index, names, [self.sent[name] for name in names], time.monotonic()):
-                yield ray.put(bucket)
+                put(bucket)
 
 
-def test_real_engines_take_a_broadcast_and_after_half_a_sync_the_next(
-    cluster: None, policies: tuple[Path, LlamaForCausalLM, LlamaForCausalLM]
+class Remote:
+    """A worker in this process, seen as Ray shows one elsewhere."""
+
+    def __init__(self, worker: GlooWorker) -> None:
+        self._worker = worker
+
+    def __getattr__(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(remote=getattr(self._worker, name))
+
+
+class OneEngine:
+    """An `EngineFleet` of one worker. `heard`: the version that it has, or why it has none."""
+
+    dtype, max_model_len, vocab_size = CONFIG.dtype, CONFIG.max_model_len, VOCAB
+
+    def __init__(self, worker: GlooWorker) -> None:
+        self.member, self.heard = SimpleNamespace(name="w", handle=Remote(worker)), []
+
+    def receivers(self) -> list[SimpleNamespace]:
+        return [self.member]
+
+    async def ask(self, receiver: Any, submit: Callable[[Any], Any], *, timeout_s: float, what: str) -> Any:
+        return await asyncio.wait_for(submit(receiver.handle), timeout_s)
+
+    def has_weights(self, receiver: Any, version: int) -> None:
+        self.heard.append(version)
+
+    def missed(self, receiver: Any, reason: str) -> None:
+        self.heard.append(reason)
+
+
+async def broadcast_thrice(worker: GlooWorker, old: LlamaForCausalLM, new: LlamaForCausalLM) -> None:
+    config, fleet = LearnerConfig(sync_transport="nccl"), OneEngine(worker)
+    result = await WeightSync(GlooLearner(new), fleet, config).push(1)
+    print(f"broadcast {result.seconds * 1000:.0f} ms, {result.num_calls} calls, probe gap {result.probe_gap:.1e}")
+    assert result.probe_gap < 1e-4
+    with pytest.raises(LearnerLost):
+        await WeightSync(GlooLearner(old, lost_at=1), fleet, config).push(2)
+    assert (await WeightSync(GlooLearner(old), fleet, config).push(3)).probe_gap < 1e-4
+    assert fleet.heard == [1, "got half a sync, which broke off: learner rank 0 died during stream_weights", 3]
+    sampling = Sampling(num_samples=4, temperature=TEMPERATURE, max_new_tokens=32, seed=1)
+    rollouts = await worker.sample(prompt(0), sampling)
+    assert largest_gap(old, rollouts) < 1e-4
+    assert all(r.policy_versions == ((0, len(r.response_ids), 3),) for r in rollouts)
+
+
+def test_a_real_engine_takes_a_broadcast_and_after_half_a_sync_the_next(
+    policies: tuple[Path, LlamaForCausalLM, LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The whole way of sync_transport=nccl, with vLLM's own packing and engine; what is not here is NCCL and a GPU."""
     folder, old, new = policies
-    config = LearnerConfig(sync_transport="nccl", step_timeout_s=120)
-    fleet = RolloutFleet(
-        str(folder), CONFIG, seed=1, placement_timeout_s=30, transport="nccl", actor=ray.remote(GlooWorker)
-    )
+    for name, value in engine_environment(CONFIG, owner=os.getpid()).items():
+        monkeypatch.setenv(name, value)  # the engine would set them for good
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    worker = GlooWorker(str(folder), CONFIG, 1, transport="nccl")
 
-    async def sync() -> None:
-        weights = WeightSync(GlooLearner(new), fleet, config)
-        result = await weights.push(1)
-        assert result.probe_gap < 1e-4 and result.missed == ()
-        print(f"{result.seconds * 1000:.0f} ms, {result.stages}, {result.num_calls} calls")
-        with pytest.raises(LearnerLost):
-            await WeightSync(GlooLearner(old, lost_at=1), fleet, config).push(2)
-        assert not fleet.serving()
-        joiner, *others = fleet.receivers()
-        fleet.receivers = lambda: others
-        learner = GlooLearner(old)
-        weights, learner.policy_version = WeightSync(learner, fleet, config), 3
-        assert (await weights.push(3)).probe_gap < 1e-4
-        assert fleet.serving() == others
-        await weights.catch_up(joiner)
-        assert len(fleet.serving()) == 2 and {m.version for m in fleet.serving()} == {3}
+    async def run() -> None:
+        await worker.start()
+        try:
+            await broadcast_thrice(worker, old, new)
+        finally:
+            worker.stop()
 
-    try:
-        fleet.wait_ready()
-        with cpu_streams():
-            asyncio.run(sync())
-        assert largest_gap(old, [r for group in sample(fleet, [prompt(i) for i in range(8)]) for r in group]) < 1e-4
-    finally:
-        fleet.close()
+    with cpu_streams():
+        asyncio.run(run())
