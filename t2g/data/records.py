@@ -248,9 +248,9 @@ def _flaws(record: AnnotatedRecord) -> list[str]:
     )
 
 
-def first_few(items: list[str], count: int = 5) -> list[str]:
-    """What a message names of `items`: the first ones, and how many more there are."""
-    return items if len(items) <= count else [*items[:count], f"and {len(items) - count} more"]
+def first_few(items: list[str]) -> list[str]:
+    """What a message names of `items`: the first five, and how many more there are."""
+    return items if len(items) <= 5 else [*items[:5], f"and {len(items) - 5} more"]
 
 
 def write_annotated(path: Path, records: Iterable[AnnotatedRecord]) -> None:
