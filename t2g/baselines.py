@@ -185,16 +185,12 @@ def batch_size(job: PolicyJob, num_items: int) -> int:
 def sft_options(job: PolicyJob, num_examples: int) -> SFTOptions:
     """Supervised training with the learner's resources, optimizer and passes."""
     learner = job.learner
+    shared = {"dtype", "num_epochs", "tokens_per_microbatch", "gradient_checkpointing", "offload"}
     return SFTOptions(
-        **learner.model_dump(include=set(RoleConfig.model_fields)),
+        **learner.model_dump(include=shared | RoleConfig.model_fields.keys()),
         optim=learner.policy,
-        dtype=learner.dtype,
-        num_epochs=learner.num_epochs,
         batch_size=batch_size(job, num_examples),
-        tokens_per_microbatch=learner.tokens_per_microbatch,
         lora=SFTLoRAConfig(**learner.lora.model_dump(), dropout=0) if learner.lora else None,
-        gradient_checkpointing=learner.gradient_checkpointing,
-        offload=learner.offload,
         timeout_s=learner.step_timeout_s,
     )
 

@@ -29,6 +29,13 @@ def problems(
     return list(dict.fromkeys(sentences))
 
 
+def first_problem(error: ValidationError) -> str:
+    """The first of pydantic's errors about data that is no config: "spans.0.start: Input should be a valid integer"."""
+    detail = error.errors(include_url=False, include_input=False)[0]
+    words = detail["msg"].removeprefix("Value error, ")
+    return f"{dotted(detail['loc'])}: {words}" if detail["loc"] else words
+
+
 def _sentence(schema: type[BaseModel], keys: Keys, detail: ErrorDetails) -> str:
     name, kind = dotted(keys), detail["type"]
     if kind == "extra_forbidden":

@@ -17,6 +17,7 @@ from pydantic import Field, ValidationError
 from t2g import configio
 from t2g.checkpoint import write_atomic
 from t2g.config import PolicyJob
+from t2g.configwords import first_problem
 from t2g.errors import UserError
 from t2g.sections import Section, WorkersConfig
 
@@ -152,7 +153,7 @@ def read_status(folder: Path) -> Status:
     try:
         return Status.model_validate_json(content)
     except ValidationError as error:
-        raise UserError(f"{path} is no status of a run: {_first(error)}") from None
+        raise UserError(f"{path} is no status of a run: {first_problem(error)}") from None
 
 
 def now() -> datetime:
@@ -165,7 +166,7 @@ def _parse(content: bytes, path: Path) -> Wanted:
     try:
         return Wanted.model_validate_json(content)
     except ValidationError as error:
-        logger.warning("%s is passed over: %s", path, _first(error))
+        logger.warning("%s is passed over: %s", path, first_problem(error))
         return Wanted()
 
 
@@ -176,9 +177,3 @@ def _bytes(path: Path) -> bytes:
             return file.read(MAX_BYTES)
     except OSError:
         return b""
-
-
-def _first(error: ValidationError) -> str:
-    problem = error.errors(include_url=False, include_input=False)[0]
-    place = ".".join(str(part) for part in problem["loc"])
-    return f"{place}: {problem['msg']}" if place else problem["msg"]

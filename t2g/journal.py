@@ -9,6 +9,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from t2g.checkpoint import full_disk_in_words
+from t2g.configwords import first_problem
 from t2g.data.records import AnnotatedRecord
 from t2g.errors import UserError
 
@@ -26,7 +27,7 @@ def read_journal(path: Path) -> list[AnnotatedRecord]:
         try:
             records.append(AnnotatedRecord.model_validate_json(line))
         except ValidationError as error:
-            raise UserError(f"{path}:{number} is no annotated record: {error.errors()[0]['msg']}") from error
+            raise UserError(f"{path}:{number} is no annotated record: {first_problem(error)}") from error
     return records
 
 

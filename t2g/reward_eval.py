@@ -101,16 +101,14 @@ def reward_metrics(records: Sequence[JudgedRecord]) -> dict[str, float]:
     return metrics | {"num_records": float(len(records))}
 
 
-def bootstrap_intervals(
-    records: Sequence[JudgedRecord], *, seed: int, num_resamples: int = NUM_RESAMPLES
-) -> dict[str, tuple[float, float]]:
+def bootstrap_intervals(records: Sequence[JudgedRecord], *, seed: int) -> dict[str, tuple[float, float]]:
     """95 % interval of every ratio in `reward_metrics`: percentiles over resamples of the records, with replacement.
 
     A resample of N records is how often each of them was drawn, so that its totals are one product with the counts by
     record (Efron, "Bootstrap methods", Annals of Statistics 1979, section 2).
     """
     columns = _columns(records)
-    draws = np.random.default_rng(seed).multinomial(len(records), [1 / len(records)] * len(records), num_resamples)
+    draws = np.random.default_rng(seed).multinomial(len(records), [1 / len(records)] * len(records), NUM_RESAMPLES)
     ratios = _ratios({name: draws @ column for name, column in columns.items()})
     known = {name: values[~np.isnan(values)] for name, values in ratios.items()}
     bounds = {name: np.percentile(values, [2.5, 97.5]) for name, values in known.items() if len(values)}
@@ -136,8 +134,6 @@ def _columns(records: Sequence[JudgedRecord]) -> dict[tuple[str, str], np.ndarra
 
 def _counts(record: JudgedRecord) -> dict[tuple[str, str], float]:
     """(gold class, predicted class) -> tokens; (label, ...) -> spans; ("all", ...) -> the rest."""
-    if len(record.gold_labels) != len(record.labels):
-        raise ValueError(f"{len(record.gold_labels)} gold and {len(record.labels)} predicted labels for one response")
     gold, predicted = np.sign(record.gold_labels), np.sign(record.labels)
     counts: dict[tuple[str, str], float] = {
         (ours, theirs): float(((gold == CLASSES[ours]) & (predicted == CLASSES[theirs])).sum())

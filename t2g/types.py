@@ -12,6 +12,8 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
+from t2g.configwords import first_problem
+
 FeedbackStatus = Literal["ok", "empty", "unparsable", "failed"]
 FinishReason = Literal["stop", "length"]
 USABLE = ("ok", "empty")
@@ -82,8 +84,7 @@ def read_feedback(record: Any) -> SpanFeedback:
     try:
         return _FEEDBACK.validate_python(record)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise ValueError(f"feedback.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise ValueError(f"feedback: {first_problem(error)}") from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,12 +97,10 @@ def group_advantages(
     return torch.where(mask.bool(), advantages, 0).to(rewards.dtype), returns.to(rewards.dtype)
 
 
-def whiten(
-    advantages: torch.Tensor, mask: torch.Tensor, mode: Literal["full", "scale_only", "none"], eps: float = 1e-8
-) -> torch.Tensor:
+def whiten(advantages: torch.Tensor, mask: torch.Tensor, mode: Literal["full", "scale_only", "none"]) -> torch.Tensor:
     """Advantages at unit scale over all tokens of the *global* batch, before it is cut into minibatches.
 
-    full: (A - mean) / sqrt(var + eps), population variance. scale_only: A / sqrt(mean(A^2) + eps), which leaves zeros
+    full: (A - mean) / sqrt(var + 1e-8), population variance. scale_only: A / sqrt(mean(A^2) + 1e-8), which leaves zeros
     at zero. none: as they are. Tokens with mask 0 are 0 in every mode and do not count. Any shape, mask likewise.
 
     >>> whiten(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([1.0, 1.0, 0.0]), "full").tolist()
@@ -112,5 +110,5 @@ def whiten(
     kept = advantages[keep]
     if mode != "none" and kept.numel():
         mean = kept.mean() if mode == "full" else 0.0
-        advantages = (advantages - mean) * ((kept - mean).square().mean() + eps).rsqrt()
+        advantages = (advantages - mean) * ((kept - mean).square().mean() + 1e-8).rsqrt()
     return torch.where(keep, advantages, 0)

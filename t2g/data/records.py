@@ -11,6 +11,7 @@ prompt, response and critique are needed; quotes without `spans` are located whe
 without quotes are quoted. Files that others published are read as they are (`t2g.data.published`).
 """
 
+import dataclasses
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -98,20 +99,11 @@ class AnnotatedRecord(_Frozen):
             return make_feedback(
                 self.critique, *self._quotes(), self.response, source=self.source, version=self.version
             )
-        count = len(self.good) + len(self.poor)
-        known = self.num_quotes > 0
-        return SpanFeedback(
-            critique=self.critique,
-            spans=self.spans,
-            status=self.status,
-            source=self.source,
-            version=self.version,
-            num_quotes=self.num_quotes if known else count,
-            num_located=self.num_located if known else min(count, len(self.spans)),
-            outcome=self.outcome,
-            agreement=self.agreement,
-            reason=self.reason,
-        )
+        said = {field.name: getattr(self, field.name) for field in dataclasses.fields(SpanFeedback)}
+        if self.num_quotes == 0:  # not known
+            count = len(self.good) + len(self.poor)
+            said |= {"num_quotes": count, "num_located": min(count, len(self.spans))}
+        return SpanFeedback(**said)
 
     def _quotes(self) -> list[list[str | dict[str, Any]]]:
         return [[q if isinstance(q, str) else q.model_dump() for q in side] for side in (self.good, self.poor)]
@@ -129,25 +121,12 @@ def annotated_record(
     prompt: Prompt, response_text: str, feedback: SpanFeedback, *, sample_index: int = 0
 ) -> AnnotatedRecord:
     """The record of one judged response; the quotes are what the spans cover."""
+    reason = feedback.reason.encode(errors="replace").decode()  # it may repeat halves of characters
     return AnnotatedRecord(
-        prompt_id=prompt.prompt_id,
-        prompt=prompt.prompt_text,
-        response=response_text,
-        critique=feedback.critique,
-        **_quotes_of(response_text, feedback.spans),
-        spans=feedback.spans,
-        status=feedback.status,
-        reason=feedback.reason.encode(errors="replace").decode(),  # it may repeat halves of characters
-        source=feedback.source,
-        version=feedback.version,
-        outcome=feedback.outcome,
-        agreement=feedback.agreement,
-        num_quotes=feedback.num_quotes,
-        num_located=feedback.num_located,
-        task=prompt.task,
-        sample_index=sample_index,
-        payload=prompt.payload,
-    )
+        prompt_id=prompt.prompt_id, prompt=prompt.prompt_text, response=response_text,
+        **vars(feedback) | {"reason": reason}, **_quotes_of(response_text, feedback.spans),
+        task=prompt.task, sample_index=sample_index, payload=prompt.payload,
+    )  # fmt: skip
 
 
 def _quotes_of(response: str, spans: Iterable[Span]) -> dict[str, Any]:
@@ -248,9 +227,9 @@ def _flaws(record: AnnotatedRecord) -> list[str]:
     )
 
 
-def first_few(items: list[str], count: int = 5) -> list[str]:
-    """What a message names of `items`: the first ones, and how many more there are."""
-    return items if len(items) <= count else [*items[:count], f"and {len(items) - count} more"]
+def first_few(items: list[str]) -> list[str]:
+    """What a message names of `items`: the first five, and how many more there are."""
+    return items if len(items) <= 5 else [*items[:5], f"and {len(items) - 5} more"]
 
 
 def write_annotated(path: Path, records: Iterable[AnnotatedRecord]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from t2g.checkpoint import write_atomic
+from t2g.configwords import first_problem
 from t2g.errors import UserError
 from t2g.feedback.prompts import prompt_version
 from t2g.sections import Section, StyleConfig
@@ -44,9 +45,7 @@ def read_card(folder: Path) -> RewardCard | None:
     try:
         return RewardCard.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        raise UserError(f"{path}: {where}: {first['msg']}; it needs task, style and prompt_version") from error
+        raise UserError(f"{path}: {first_problem(error)}; it needs task, style and prompt_version") from error
 
 
 def check_card(folder: Path, asked: RewardCard) -> None:

@@ -25,11 +25,10 @@ PASSING = {408, 409, 425, 429}  # status codes, beside 500 and above
 
 
 class EndpointChat:
-    """The server at `llm.url`. UserError without a model or without a key in the environment."""
+    """The server at `llm.url`. UserError without a key in the environment."""
 
     def __init__(self, config: LLMConfig, *, environ: Mapping[str, str] = os.environ) -> None:
-        if config.url is None or config.model is None:
-            raise UserError("an endpoint needs llm.url and llm.model, a name that the server knows")
+        assert config.url is not None and config.model is not None, "see FeedbackConfig"
         key = environ.get(config.key_env, "").strip()
         if not key:
             raise UserError(

@@ -5,7 +5,7 @@ Decisions are pure, their clock is handed in; `Gate` waits for what they say.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 20.0
@@ -50,22 +50,20 @@ def retry_pause_s(num_failures: int, *, asked_s: float | None, jitter: float) ->
 class Gate:
     """Lets requests through, first come first served. Belongs to the event loop it first waits in."""
 
-    def __init__(
-        self, *, concurrency: int, per_minute: float | None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, *, concurrency: int, per_minute: float | None) -> None:
         self._places = asyncio.Semaphore(concurrency)
         self._queue = asyncio.Lock()
-        self._pace, self._clock = Pace(per_minute), clock
+        self._pace = Pace(per_minute)
 
     @asynccontextmanager
     async def request(self) -> AsyncIterator[None]:
         """One of `concurrency` requests at a time, at the pace. The wait ends: each request inside has a deadline."""
         async with self._places:
             async with self._queue:
-                while (wait_s := self._pace.take(self._clock())) > 0:
+                while (wait_s := self._pace.take(time.monotonic())) > 0:
                     await asyncio.sleep(wait_s)
             yield
 
     def hold(self, seconds: float) -> None:
         """No request begins for so long."""
-        self._pace.hold(self._clock() + seconds)
+        self._pace.hold(time.monotonic() + seconds)

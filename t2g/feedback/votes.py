@@ -5,6 +5,7 @@ follow from the spans that come out.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations, groupby
 from statistics import median_low
 
@@ -85,12 +86,10 @@ def vote(answers: Sequence[SpanFeedback], num_annotators: int, response_text: st
                 critique_range=about.critique_range if about else None,
             )
         )
-    return SpanFeedback(
-        critique=answers[closest].critique,
+    return replace(
+        answers[closest],
         spans=tuple(spans),
         status="ok" if spans else "empty",
-        source=answers[closest].source,
-        version=answers[closest].version,
         num_quotes=sum(answer.num_quotes for answer in answers),
         num_located=sum(answer.num_located for answer in answers),
         agreement=agreement(labels[:, written]),

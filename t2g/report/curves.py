@@ -75,8 +75,8 @@ def line_chart(series: Sequence[Series], *, x_label: str, y_label: str, level: f
     )
 
 
-def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten, about `count` of them, that enclose [low, high].
+def nice_ticks(low: float, high: float) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten, about five of them, that enclose [low, high].
 
     >>> nice_ticks(0.13, 0.87)
     [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
@@ -84,7 +84,7 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
     if high - low <= 1e-9 * max(abs(low), abs(high), 1e-300):
         pad = abs(low) / 2 or 0.5
         low, high = low - pad, high + pad
-    rough = (high - low) / count
+    rough = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)

@@ -73,17 +73,15 @@ def write_report(
     reward_model: Mapping[str, Any] | None,
     versions: Mapping[str, str],
     timing: Mapping[str, float],
-    metric: str | None = None,
 ) -> None:
     """Write the report of one run or of several arms, replacing an older one at once.
 
     summary: its plain values (no mappings) become the figures at the top. arms: name -> metrics by step, as in
     metrics.jsonl. base: held-out metrics of the policy before training, without `eval/`. reward_model: name -> share.
-    timing: stage -> seconds. metric: the held-out metric of the first chart, without `eval/`; default: the one that
-    eval/score repeats.
+    timing: stage -> seconds. The first chart is of the held-out metric that eval/score repeats.
     """
     finals = {name: last_held_out(steps) for name, steps in arms.items()}
-    metric = metric or headline(base, finals)
+    metric = headline(base, finals)
     render_page(
         path,
         "template.html",

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ValidationError
 
 from t2g import metrics as m
+from t2g.configwords import first_problem
 from t2g.errors import UserError
 from t2g.report.html import MAX_EXAMPLES, Example, write_report
 from t2g.types import SpanFeedback
@@ -71,9 +72,7 @@ def examples(path: Path) -> list[Example]:
         try:
             sample = Sample.model_validate(record)
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise UserError(f"{path}:{number} is no sample as a run writes it ({where}: {first['msg']})") from error
+            raise UserError(f"{path}:{number} is no sample as a run writes it ({first_problem(error)})") from error
         first.setdefault(sample.key, sample)
         if sample.step > last.setdefault(sample.key, sample).step:
             last[sample.key] = sample

@@ -315,19 +315,9 @@ def tokenizer_pieces(*, reward: bool) -> list[str]:
         phrases += [f"{gap}The {slot} is" for slot in SLOTS for gap in ("", " ")]
         phrases += [": right.", ": wrong.", ": repeated.", ": invented.", " missing."]
         phrases += [
-            '{"critique": "',
-            '", "good": ["',
-            '", "good": []',
-            '", "',
-            '"], "poor": ["',
-            '"]}',
-            ', "poor": []}',
-            '"], "poor": []}',
-            ', "poor": ["',
-            '{"quote": "',
-            '", "occurrence": ',
-            '"]',
-        ]
+            '{"critique": "', '", "good": ["', '", "good": []', '", "', '"], "poor": ["', '"]}', ', "poor": []}',
+            '"], "poor": []}', ', "poor": ["', '{"quote": "', '", "occurrence": ', '"]',
+        ]  # fmt: skip
     else:
         phrases.append(POLICY_INSTRUCTION.rstrip())
     values = [value for options in SLOTS.values() for value in options if value.isascii()]

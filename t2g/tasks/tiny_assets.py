@@ -23,14 +23,11 @@ def build_tokenizer(folder: Path | str, pieces: Iterable[str], *, vocab_size: in
     """Train a byte-level BPE tokenizer on `pieces`, save it in `folder` and return it (PreTrainedTokenizerFast).
 
     Merges never join two pieces. The vocabulary holds five special tokens, the 256 bytes (so any text can be spelt)
-    and at most `vocab_size - 261` merges; `vocab_size` below 261 raises ValueError. `<|end|>` closes every chat message
-    and is the end-of-sequence token.
+    and `vocab_size - 261` merges at most. `<|end|>` closes every chat message and is the end-of-sequence token.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    if vocab_size < 256 + len(SPECIAL_TOKENS):
-        raise ValueError(f"vocab_size is {vocab_size}; 256 bytes and {len(SPECIAL_TOKENS)} special tokens need 261")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -53,12 +50,11 @@ def build_tokenizer(folder: Path | str, pieces: Iterable[str], *, vocab_size: in
     return fast
 
 
-def build_tokenizers(folder: Path | str, *, policy_vocab: int = 900, reward_vocab: int = 1300) -> tuple[Any, Any]:
+def build_tokenizers(folder: Path) -> tuple[Any, Any]:
     """The policy's and the reward model's tokenizer, in `folder/policy` and `folder/reward`."""
-    folder = Path(folder)
     return (
-        build_tokenizer(folder / "policy", tiny.tokenizer_pieces(reward=False), vocab_size=policy_vocab),
-        build_tokenizer(folder / "reward", tiny.tokenizer_pieces(reward=True), vocab_size=reward_vocab),
+        build_tokenizer(folder / "policy", tiny.tokenizer_pieces(reward=False), vocab_size=900),
+        build_tokenizer(folder / "reward", tiny.tokenizer_pieces(reward=True), vocab_size=1300),
     )
 
 
@@ -77,8 +73,6 @@ def build_model(
     mlp_width: int = 384,
     window: int = 512,
     initializer_range: float = 0.08,
-    tied: bool = False,
-    rope_theta: float = 10_000.0,
     seed: int = 0,
 ) -> Any:
     """A Llama-shaped model with random float32 weights, saved beside its tokenizer in `folder`; returns the model.
@@ -89,10 +83,6 @@ def build_model(
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    if width % num_heads or width // num_heads not in (32, 64, 80, 96, 112, 128):
-        raise ValueError(
-            f"width {width} / num_heads {num_heads} is no head size vLLM's CPU attention serves (32, 64, ...)"
-        )
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=width,
@@ -102,8 +92,8 @@ def build_model(
         num_key_value_heads=num_heads,
         max_position_embeddings=window,
         initializer_range=initializer_range,
-        tie_word_embeddings=tied,
-        rope_theta=rope_theta,
+        tie_word_embeddings=False,
+        rope_theta=10_000.0,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

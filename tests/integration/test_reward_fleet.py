@@ -13,9 +13,10 @@ import pytest
 from models import random_model
 
 from actors.reward import RewardFleet
-from jobs.evaluate import as_trained, connected_model, evaluate_reward, read_records, read_tokenizer
+from jobs.evaluate import as_trained, connected_model, evaluate_reward, read_records
 from jobs.train_sft import begin_folder
 from t2g.config import EvaluateJob
+from t2g.data.chat import load_tokenizer
 from t2g.errors import UserError
 from t2g.feedback.card import make_card, write_card
 from t2g.feedback.sources import make_local_source
@@ -132,7 +133,7 @@ def test_a_persons_critique_is_aligned_by_the_served_model(
 
 def test_the_report_of_a_served_model(fleet: RewardFleet, job: EvaluateJob) -> None:
     assert job.task == "prompts"  # says the model's card
-    folder, tokenizer = begin_folder(job, JSON_FILE), read_tokenizer(job.feedback)
+    folder, tokenizer = begin_folder(job, JSON_FILE), load_tokenizer(str(job.feedback.reward_model))
     metrics = evaluate_reward(job, read_records(job), fleet, tokenizer, folder)
     assert (metrics["num_records"], metrics["usable_rate"]) == (2, 1.0)
     assert metrics["parse_rate"] == 0.0  # nobody made it an answer
