@@ -59,8 +59,11 @@ class Version:
 class BucketSource:
     """round_ is always the `actors.weight_sync.Round` that the buckets are for, opened by all of its crew."""
 
-    def __init__(self, learner: WeightOwner, config: LearnerConfig, dtype: str, probe: np.ndarray) -> None:
+    def __init__(
+        self, learner: WeightOwner, config: LearnerConfig, dtype: str, probe: np.ndarray, *, gpus_per_engine: int
+    ) -> None:
         self._learner, self._config, self._dtype, self._probe = learner, config, dtype, probe
+        self._gpus_per_engine = gpus_per_engine  # each is a rank of the meeting
 
     async def first(self, version: Version, round_: Any) -> AsyncGenerator[Any, None]:
         """The learner's buckets, held in `version` where they can be, and at last its logprobs of the probe.
@@ -89,10 +92,10 @@ class BucketSource:
         """Where this round's group meets, and the engines on their way there; the learner must now go as well."""
         version.num_calls += 1
         host, port = await asyncio.to_thread(self._learner.address)
-        ranks = {receiver.handle: rank for rank, receiver in enumerate(round_.crew, start=1)}
-        meeting = Meeting(host=host, port=port, size=1 + len(ranks))
+        first = {receiver.handle: 1 + index * self._gpus_per_engine for index, receiver in enumerate(round_.crew)}
+        meeting = Meeting(host=host, port=port, size=1 + len(first) * self._gpus_per_engine)
         what = "the meeting with the learner"
-        joining = round_.each(lambda w: w.join_group.remote(round_.id, meeting, ranks[w]), what)
+        joining = round_.each(lambda w: w.join_group.remote(round_.id, meeting, first[w]), what)
         return meeting, [asyncio.ensure_future(joining)]
 
     def can_send_again(self, version: Version) -> bool:

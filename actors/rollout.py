@@ -127,6 +127,7 @@ class RolloutFleet(Fleet):
         arguments = (model, config, seed, revision, transport)
         super().__init__("rollout", actor or RolloutActor, arguments, config, placement_timeout_s=placement_timeout_s)
         self.vocab_size, self.dtype, self.max_model_len = 0, config.dtype, config.max_model_len
+        self.tensor_parallel = config.tensor_parallel
 
     def wait_ready(self) -> None:
         self.vocab_size = super().wait_ready()

@@ -29,7 +29,7 @@ class Meeting:
 
     host: str
     port: int
-    size: int  # of the group: an engine is one rank
+    size: int  # of the group: each GPU of an engine is a rank
 
 
 class Sender(Protocol):

@@ -44,6 +44,7 @@ class EngineFleet(Protocol):
     vocab_size: int
     dtype: str
     max_model_len: int
+    tensor_parallel: int  # GPUs of an engine
 
     def receivers(self) -> Sequence[Receiver]:
         """The workers that have started and live."""
@@ -120,7 +121,7 @@ class WeightSync:
         self._learner, self._fleet, self._config, self._grace_s = learner, fleet, config, grace_s
         self._aboard = BUCKETS_ABOARD if config.keeps_buckets else 1  # the next one takes the memory of the one before
         self._probe = probe_ids(fleet.vocab_size, min(PROBE_TOKENS, fleet.max_model_len - 1))
-        self._source = BucketSource(learner, config, fleet.dtype, self._probe)
+        self._source = BucketSource(learner, config, fleet.dtype, self._probe, gpus_per_engine=fleet.tensor_parallel)
         self._held: Version | None = None
         self._lock = asyncio.Lock()  # of push and catch_up
 
@@ -228,6 +229,7 @@ class WeightSync:
                 )
         costs.add("verify", time.monotonic() - started)
         return gaps
+
 
 @dataclass(kw_only=True)
 class Costs:

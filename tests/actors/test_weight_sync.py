@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from actors.bucket_source import BucketSource, Version
 from actors.buckets import Bucket, ParamMeta, make_bucket
 from actors.transports import Meeting
 from actors.weight_sync import WeightSync, probe_gap, probe_ids
@@ -87,7 +88,7 @@ class Receiver:
 
 
 class FakeFleet:
-    vocab_size, dtype, max_model_len = 50, "float32", 32
+    vocab_size, dtype, max_model_len, tensor_parallel = 50, "float32", 32, 1
 
     def __init__(self, **workers: FakeWorker) -> None:
         self.members = [Receiver(name, worker) for name, worker in workers.items()]
@@ -315,6 +316,33 @@ def test_with_nccl_every_round_has_a_group_of_the_learner_and_who_opened_it() ->
     assert first.most_aboard == 1, "a bucket is broadcast when every engine has loaded the one before"
     assert learner.calls == ["announce", "address", "stream", "probe"] and result.missed == ("w2",)
     assert result.num_calls == 4 + 3 + 2 * (1 + 3 + 1 + 1)  # open; then of two: join, three buckets, close, the probe
+
+
+def test_each_gpu_of_an_engine_is_a_rank_of_the_meeting() -> None:
+    """Two engines of two GPUs: the learner is rank 0, an engine's GPUs count on from the rank that it is told."""
+    told: list[tuple[int, int]] = []
+
+    class Handle:
+        async def _join(self, round_id: str, meeting: Meeting, rank: int) -> None:
+            told.append((rank, meeting.size))
+
+        def __init__(self) -> None:
+            self.join_group = Remote(self._join)
+
+    class OneRound:
+        id, crew = "r", [Receiver("w0", Handle()), Receiver("w1", Handle())]
+
+        async def each(self, submit: Callable[[Any], Any], what: str) -> None:
+            for receiver in self.crew:
+                await submit(receiver.handle)
+
+    async def meet() -> None:
+        source = BucketSource(FakeLearner(), NCCL, "float32", np.zeros(2, np.int32), gpus_per_engine=2)
+        _, joining = await source._meet(Version(number=1, metas=METAS), OneRound())
+        await asyncio.gather(*joining)
+
+    asyncio.run(meet())
+    assert told == [(1, 5), (3, 5)]
 
 
 def test_with_nccl_an_engine_that_is_lost_costs_the_round_and_the_next_has_a_group_without_it() -> None:

@@ -83,9 +83,7 @@ class TorchLearner:
     def announce(self) -> list[ParamMeta]:
         return [ParamMeta(name=name, shape=tuple(p.shape)) for name, p in self.weights.items()]
 
-    def stream_weights(
-        self, dtype: str, *, full: bool, meeting: Meeting | None
-    ) -> Iterator["ray.ObjectRef[Bucket]"]:
+    def stream_weights(self, dtype: str, *, full: bool, meeting: Meeting | None) -> Iterator["ray.ObjectRef[Bucket]"]:
         for index, planned in enumerate(plan_buckets(self.announce(), dtype=dtype, bucket_bytes=2**17)):
             if index == self.lost_at:
                 raise LearnerLost("learner rank 0 died during stream_weights")
