@@ -13,6 +13,7 @@ import numpy as np
 import ray
 
 from actors.buckets import Bucket
+from actors.rollout import RolloutWorker
 from t2g.feedback.parse import make_feedback
 from t2g.interfaces import Sampling
 from t2g.types import Prompt, Rollout, SpanFeedback
@@ -107,5 +108,17 @@ class StubRewardWorker:
         )  # fmt: skip
 
 
+class BreakableRolloutWorker(RolloutWorker):
+    """A real engine that refuses the second bucket of the sync that finds a file BREAK_SYNC in its model's folder."""
+
+    async def load_bucket(self, round_id: str, bucket: Bucket) -> dict[str, float]:
+        flag = Path(self._model) / BREAK_SYNC
+        if bucket.index == 1 and flag.exists():
+            flag.unlink(missing_ok=True)
+            raise ValueError("half a sync, as asked for")
+        return await super().load_bucket(round_id, bucket)
+
+
 StubRollout = ray.remote(StubRolloutWorker)
+BreakableRollout = ray.remote(BreakableRolloutWorker)
 StubReward = ray.remote(StubRewardWorker)
