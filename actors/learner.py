@@ -7,6 +7,7 @@ whether policy and critic share their ranks, and where they do not both work at 
 """
 
 import json
+import shutil
 import socket
 import threading
 import time
@@ -27,7 +28,7 @@ from actors.transports import Meeting
 from t2g.algo.corrections import importance_metrics
 from t2g.algo.losses import Metrics
 from t2g.data.batching import empty_tokens, pack_minibatch, pack_tokens, plan_microbatches
-from t2g.errors import LearnerLost, UserError
+from t2g.errors import LearnerLost
 from t2g.sections import Dtype, ObjectiveConfig, RoleConfig
 from t2g.types import Minibatch, PackedTokens, Rollout, TokenStats, TrainBatch, UpdateResult
 
@@ -96,10 +97,19 @@ class LearnerWorker:
         zero3.save_checkpoint(self.parts[part].engine, folder, part)
         torch.save(torch.get_rng_state(), self._rng_file(part, folder))
 
-    def load(self, part: PartName, folder: Path) -> None:
-        """What `save` wrote with the same number of ranks."""
-        zero3.load_checkpoint(self.parts[part].engine, folder, part)
-        torch.set_rng_state(torch.load(self._rng_file(part, folder), weights_only=True))
+    def convert(self, part: PartName, folder: Path) -> None:
+        """Before a `load` by another number of ranks; rank 0 does it."""
+        if self.rank == 0:
+            zero3.convert_checkpoint(folder, part)
+
+    def load(self, part: PartName, folder: Path, universal: bool) -> None:
+        """What `save` wrote. universal: what `convert` made of it, and the RNG stays as this rank's seed made it.
+
+        Nothing draws from the RNG after `start`: there is no dropout.
+        """
+        zero3.load_checkpoint(self.parts[part].engine, folder, part, universal=universal)
+        if not universal:
+            torch.set_rng_state(torch.load(self._rng_file(part, folder), weights_only=True))
 
     def _rng_file(self, part: PartName, folder: Path) -> Path:
         return folder / f"rng-{part}-{self.rank}.pt"
@@ -301,17 +311,19 @@ class LearnerGroup:
     def load(self, folder: Path) -> None:
         """What `save` wrote; the next update is the one that would have followed.
 
-        UserError when it was written by another number of ranks.
+        A part that another number of ranks wrote is converted first (`zero3.convert_checkpoint`), into a folder beside
+        it that is removed again.
         """
         state = json.loads((folder / STATE_FILE).read_text())
-        for part, ranks in self.parts.items():
-            if (wrote := state["num_ranks"].get(part, 0)) != len(ranks):
-                field = "learner.workers" if ranks is self.parts["policy"] else "learner.critic_ranks.workers"
-                raise UserError(
-                    f"{field} is {len(ranks)}, but the {part} in {folder} was written by {wrote} ranks: set it back, "
-                    "or start from the exported policy"
-                )
-        self._on_parts([*self.parts], "load", lambda worker, part, rank: worker.load.remote(part, folder))
+        others = [part for part, ranks in self.parts.items() if state["num_ranks"][part] != len(ranks)]
+        try:
+            self._on_parts(others, "convert", lambda worker, part, rank: worker.convert.remote(part, folder))
+            self._on_parts(
+                [*self.parts], "load", lambda worker, part, rank: worker.load.remote(part, folder, part in others)
+            )
+        finally:
+            for part in others:
+                shutil.rmtree(zero3.universal_folder(folder, part), ignore_errors=True)
         self.policy_version = state["num_updates"]
 
     def export(self, folder: Path) -> None:

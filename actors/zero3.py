@@ -4,10 +4,14 @@ Called inside a rank's process only. What takes an engine is a collective (excep
 same order. What it is not: it knows neither PPO nor Ray, and it builds no model.
 """
 
+import contextlib
+import io
 import logging
 import math
 import os
+import shutil
 import warnings
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -260,17 +264,50 @@ def save_checkpoint(engine: Engine, folder: Path, tag: str) -> None:
 
     Frozen parameters are left out: whoever goes on has them from where the model came from.
     """
+    adam = engine.optimizer.optimizer
+    for flat in engine.optimizer.fp32_partitioned_groups_flat:
+        if not adam.state[flat]:  # no step yet: what Adam begins with, without which nothing can be converted
+            moments = {name: torch.zeros_like(flat) for name in ("exp_avg", "exp_avg_sq")}
+            adam.state[flat] = {"step": torch.zeros(()), **moments}
     engine.save_checkpoint(str(folder), tag=tag, save_latest=False, exclude_frozen_parameters=True)
 
 
-def load_checkpoint(engine: Engine, folder: Path, tag: str) -> None:
-    """What `save_checkpoint` wrote, with the same number of ranks.
+def universal_folder(folder: Path, tag: str) -> Path:
+    return folder / f"{tag}.universal"
+
+
+def convert_checkpoint(folder: Path, tag: str) -> None:
+    """Make of what `save_checkpoint` wrote a copy in `universal_folder` that any number of ranks can load.
+
+    No collective: one rank calls it. While it works, the disk holds the part's state three times.
+    """
+    from deepspeed.checkpoint import ds_to_universal
+
+    target = universal_folder(folder, tag)
+    shutil.rmtree(target, ignore_errors=True)  # of a process that died over it
+    options = Namespace(
+        input_folder=tag, output_folder=f"{target.name}/{tag}",
+        num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False,
+    )  # fmt: skip
+    quiet = io.StringIO()
+    # It makes patterns of its folders, and fails on a path with a "+" or a bracket: relative ones have none.
+    with contextlib.chdir(folder), contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
+        ds_to_universal.main(options)
+
+
+def load_checkpoint(engine: Engine, folder: Path, tag: str, *, universal: bool = False) -> None:
+    """What `save_checkpoint` wrote with the same number of ranks; universal: what `convert_checkpoint` made of it.
 
     DeepSpeed unpickles the files: only ever load the run's own folder. Raises FileNotFoundError.
     """
-    path, _ = engine.load_checkpoint(str(folder), tag=tag, custom_load_fn=_load_trained)
+    engine._config.load_universal_checkpoint = universal  # read at each load
+    source = universal_folder(folder, tag) if universal else folder
+    path, _ = engine.load_checkpoint(str(source), tag=tag, custom_load_fn=_load_trained)
     if path is None:
-        raise FileNotFoundError(f"{folder / tag} holds no ZeRO-3 checkpoint of {engine.world_size} ranks")
+        raise FileNotFoundError(f"{source / tag} holds no ZeRO-3 checkpoint of {engine.world_size} ranks")
+    if universal:
+        for state in engine.optimizer.optimizer.state.values():
+            state["step"] = state["step"].clone()  # all sub-groups were given one tensor, and each would count it up
 
 
 def _load_trained(*, src: dict[str, torch.Tensor], dst: torch.nn.Module) -> None:

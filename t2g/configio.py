@@ -47,8 +47,10 @@ MAY_DIFFER = (
     "*.health.*",
     "learner.max_restarts",
     "learner.sync_*",
-    "learner.gradient_checkpointing",  # this and the next change a step by rounding alone: what runs out of memory
-    "learner.tokens_per_microbatch",  # goes on with other values of them
+    "learner.workers",  # this and the next three change a step by rounding alone: what runs out of memory, or finds
+    "learner.critic_ranks*",  # fewer places than it had, goes on with other values of them
+    "learner.gradient_checkpointing",
+    "learner.tokens_per_microbatch",
     "*.concurrency",
     "*.llm.url",  # a server that moved; llm.model stays
     "*.llm.key_env",

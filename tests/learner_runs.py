@@ -1,5 +1,6 @@
 """Learner groups and their batches for tests: random rollouts on random models, with every number a learner uses."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import ray
+import torch
 
 from actors.learner import LearnerGroup
 from actors.parts import LearnerSpec
@@ -95,3 +97,25 @@ def sent_weights(group: LearnerGroup, dtype: str = "float32") -> dict[str, np.nd
     buckets = [ray.get(ref) for ref in group.stream_weights(dtype)]
     assert [b.index for b in buckets] == list(range(len(buckets)))
     return {name: t.copy() for b in buckets for name, t in zip(b.names, b.tensors, strict=True)}
+
+
+def saved_state(folder: Path, part: str) -> tuple[float, dict[tuple[str, str], torch.Tensor]]:
+    """Adam's step count, and by parameter and kind what all ranks wrote of it in a checkpoint, put together.
+
+    A rank writes ceil(n / ranks) elements of each parameter, one parameter after the other; the last ranks' are padded.
+    """
+    shards, steps = [], set()
+    for file in sorted((folder / part).glob("*_optim_states.pt")):  # to ten ranks
+        zero = torch.load(file, weights_only=False)["optimizer_state_dict"]
+        (adam,), (flat,) = zero["optimizer_state_dict"]["state"].values(), zero["fp32_flat_groups"]
+        shards.append({"weight": flat, "exp_avg": adam["exp_avg"], "exp_avg_sq": adam["exp_avg_sq"]})
+        steps.add(float(adam["step"]))
+    (shapes,) = torch.load(next((folder / part).glob("*_model_states.pt")), weights_only=False)["param_shapes"]
+    whole, start = {}, 0
+    for name, shape in shapes.items():
+        end = start + math.ceil(shape.numel() / len(shards))
+        for kind in shards[0]:
+            whole[name, kind] = torch.cat([shard[kind][start:end] for shard in shards])[: shape.numel()]
+        start = end
+    (step,) = steps
+    return step, whole

@@ -1,6 +1,7 @@
 """The learner on real Ray and ZeRO-3: what it computes does not depend on ranks, microbatches and memory options."""
 
 import shutil
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,10 +11,19 @@ import numpy as np
 import pytest
 import ray
 import torch
-from learner_runs import TEMPERATURE, learner_spec, random_rollouts, sent_weights, small_cluster, train_batch
+from learner_runs import (
+    TEMPERATURE,
+    learner_spec,
+    random_rollouts,
+    saved_state,
+    sent_weights,
+    small_cluster,
+    train_batch,
+)
 from models import random_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from actors import zero3
 from actors.learner import LearnerGroup
 from actors.parts import load_critic, load_policy
 from t2g.errors import RunStopped, UserError
@@ -39,16 +49,20 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def groups(base: Path) -> Iterator[dict[str, LearnerGroup]]:
-    """The same learner on one rank, on two, and on one each for policy and critic with less memory."""
+def cluster() -> Iterator[None]:
     with small_cluster():
-        made = {
-            name: LearnerGroup(learner_spec(base, **changes), placement_timeout_s=30)
-            for name, changes in VARIANTS.items()
-        }
-        yield made
-        for group in made.values():
-            group.close()
+        yield
+
+
+@pytest.fixture(scope="module")
+def groups(base: Path, cluster: None) -> Iterator[dict[str, LearnerGroup]]:
+    """The same learner on one rank, on two, and on one each for policy and critic with less memory."""
+    made = {
+        name: LearnerGroup(learner_spec(base, **changes), placement_timeout_s=30) for name, changes in VARIANTS.items()
+    }
+    yield made
+    for group in made.values():
+        group.close()
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +141,7 @@ def test_ranks_microbatches_and_memory_do_not_change_an_update(
             np.testing.assert_allclose(mine, value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("start")  # saved before anything here is trained
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_restored_group_makes_the_same_next_update(
     name: str, groups: dict[str, LearnerGroup], rollouts: list[Rollout], tmp_path: Path
@@ -171,6 +186,7 @@ def test_stream_announcement_and_export_agree(
         np.testing.assert_array_equal(bits[name], rounded, name)
 
 
+@pytest.mark.usefixtures("start")
 @pytest.mark.parametrize("name", ["one", "ranks"])
 def test_a_loss_that_is_not_finite_stops_before_it_is_applied(
     name: str, groups: dict[str, LearnerGroup], rollouts: list[Rollout]
@@ -190,9 +206,74 @@ def test_a_loss_that_is_not_finite_stops_before_it_is_applied(
     assert group.policy_version == done
 
 
-def test_other_ranks_checkpoint_is_refused(groups: dict[str, LearnerGroup], start: dict[str, Path]) -> None:
-    with pytest.raises(UserError, match=r"learner\.workers is 1, but the policy in .* was written by 2 ranks"):
-        groups["one"].load(start["ranks"])
+@pytest.mark.parametrize(
+    ("wrote", "reads", "updates"), [("ranks", "one", 2), ("one", "ranks", 1), ("ranks", "apart", 2)]
+)
+def test_another_number_of_ranks_goes_on(
+    wrote: str,
+    reads: str,
+    updates: int,
+    groups: dict[str, LearnerGroup],
+    start: dict[str, Path],
+    rollouts: list[Rollout],
+    tmp_path: Path,
+) -> None:
+    """Two ranks to one, one to two before the policy's first step, and to a critic on a rank of its own."""
+    first, second = groups[wrote], groups[reads]
+    first.load(start[wrote])
+    for seed in range(updates):
+        first.update(train_batch(first, rollouts, seed=seed))
+    folder, again = tmp_path / "a + (b)", tmp_path / "again"  # a path that is no pattern
+    folder.mkdir()
+    again.mkdir()
+    first.save(folder)
+    second.load(folder)
+    second.save(again)
+    assert not list(folder.glob("*universal*"))
+    for part, steps in (("policy", 4 * (updates - 1)), ("critic", 4 * updates)):
+        (step, before), (step_again, after) = saved_state(folder, part), saved_state(again, part)
+        assert step == step_again == steps
+        assert before.keys() == after.keys()
+        assert all(torch.equal(after[key], value) for key, value in before.items())
+        assert any(value.any() for (_, kind), value in before.items() if kind == "exp_avg_sq") == (steps > 0)
+
+    batch = train_batch(first, rollouts, seed=7)
+    expected, result = first.update(batch), second.update(batch)
+    assert result.policy_version == expected.policy_version == updates + 1
+    for metric in expected.metrics.keys() - {"learner/tokens_per_s"}:
+        assert result.metrics[metric] == pytest.approx(expected.metrics[metric], rel=1e-5, abs=1e-7), metric
+    moved = sent_weights(second)
+    for key, value in sent_weights(first).items():
+        assert np.linalg.norm(moved[key] - value) < 1e-5 * np.linalg.norm(value), key
+
+
+@ray.remote(num_cpus=0.25)
+def step_counts(folder: Path) -> list[float]:
+    """Of Adam, by sub-group (a part of 10^9 weights), after a step, a converted load and a step more."""
+    import deepspeed
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    zero3.init_distributed(0, 1, "127.0.0.1", port, "gloo", timeout_s=60)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    config = zero3._config(model, "float32", 1)
+    config["zero_optimization"]["sub_group_size"] = 64
+    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
+
+    def step() -> None:
+        zero3.train_step(engine, [torch.ones(1, 8)], lambda model, x: (model(x).sum(), {}), label="step")
+
+    step()
+    zero3.save_checkpoint(engine, folder, "part")
+    zero3.convert_checkpoint(folder, "part")
+    zero3.load_checkpoint(engine, folder, "part", universal=True)
+    step()
+    return [float(state["step"]) for state in engine.optimizer.optimizer.state.values()]
+
+
+def test_each_sub_group_counts_its_own_steps(cluster: None, tmp_path: Path) -> None:
+    assert ray.get(step_counts.remote(tmp_path)) == [2.0, 2.0, 2.0]
 
 
 def test_a_critic_without_a_place_takes_the_policy_with_it(groups: dict[str, LearnerGroup], base: Path) -> None:

@@ -8,7 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learner_runs import TEMPERATURE, learner_spec, random_rollouts, sent_weights, small_cluster, train_batch
+from learner_runs import (
+    TEMPERATURE,
+    learner_spec,
+    random_rollouts,
+    saved_state,
+    sent_weights,
+    small_cluster,
+    train_batch,
+)
 from models import random_model
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -200,3 +208,27 @@ def test_a_restored_learner_makes_the_same_next_update(
     assert second.policy_version == first.policy_version
     assert second.metrics | timing == first.metrics | timing
     assert all(np.array_equal(after[name], again[name]) for name in after)
+
+
+def test_two_ranks_go_on_from_one(
+    group: LearnerGroup, trained: Path, rollouts: list[Rollout], base: Path, tmp_path: Path
+) -> None:
+    """The adapters and their moments are converted; the frozen weights come from the base."""
+    group.save(tmp_path)
+    two = LearnerGroup(learner_spec(base, OBJECTIVE, **CHANGES, workers=2), placement_timeout_s=30)
+    try:
+        two.load(tmp_path)
+        (tmp_path / "again").mkdir()
+        two.save(tmp_path / "again")
+        (step, before), (step_again, after) = (saved_state(f, "policy") for f in (tmp_path, tmp_path / "again"))
+        assert step == step_again >= 2
+        assert len(before) == len(after) == 3 * 2 * 2 * 7
+        assert all(torch.equal(after[key], value) for key, value in before.items())
+        batch = train_batch(group, rollouts, seed=7, kl_coef=KL_COEF)
+        expected, result = group.update(batch).metrics, two.update(batch).metrics
+        assert result["policy/grad_norm"] == pytest.approx(expected["policy/grad_norm"], rel=1e-5)
+        moved = sent_weights(two)
+        for key, value in sent_weights(group).items():
+            assert np.linalg.norm(moved[key] - value) < 1e-5 * np.linalg.norm(value), key
+    finally:
+        two.close()
