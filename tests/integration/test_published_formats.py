@@ -91,8 +91,8 @@ def overrides(models: dict[str, Path], run: Path, data: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("task", "file", "source"),
     [
-        ("slf5k", "slf5k.json", "reward_model"),
-        ("ultrafeedback", "ultrafeedback.json", "reward_model"),
+        pytest.param("slf5k", "slf5k.json", "reward_model", marks=pytest.mark.slow),
+        pytest.param("ultrafeedback", "ultrafeedback.json", "reward_model", marks=pytest.mark.slow),
         ("kodcode", "kodcode.jsonl", "program"),
     ],
 )

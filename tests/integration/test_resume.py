@@ -49,6 +49,7 @@ def lines(run: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow  # five starts of a whole run; tests/test_restarts.py has the same on fakes
 def test_a_run_killed_three_times_has_the_numbers_of_one_that_was_not(tmp_path: Path) -> None:
     folder, log = make_folder(tmp_path), tmp_path / "log.txt"
     (folder / "vowels.py").write_text(CRITIC)

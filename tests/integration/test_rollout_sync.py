@@ -319,7 +319,7 @@ class Remote:
 class OneEngine:
     """An `EngineFleet` of one worker. `heard`: the version that it has, or why it has none."""
 
-    dtype, max_model_len, vocab_size = CONFIG.dtype, CONFIG.max_model_len, VOCAB
+    dtype, max_model_len, vocab_size, tensor_parallel = CONFIG.dtype, CONFIG.max_model_len, VOCAB, 1
 
     def __init__(self, worker: GlooWorker) -> None:
         self.member, self.heard = SimpleNamespace(name="w", handle=Remote(worker)), []
