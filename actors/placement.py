@@ -196,11 +196,7 @@ def _amounts(resources: Mapping[str, float]) -> str:
 
 def actor_options(config: ProcessConfig, group: PlacementGroup) -> dict[str, Any]:
     """Ray options of a worker in its reserved place."""
-    environment = {
-        "OMP_NUM_THREADS": str(config.threads),
-        # torch's CPU memory in huge pages: gathering 1 GB for a weight sync takes .1 s with them, .3 to 1 s without.
-        "THP_MEM_ALLOC_ENABLE": "1",
-    }
+    environment = {"OMP_NUM_THREADS": str(config.threads)}
     if not config.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ""  # num_gpus=0 alone no longer hides the GPUs of others
     return {
