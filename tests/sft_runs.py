@@ -24,6 +24,7 @@ MEMORISED = 0.05  # nats per target token; an untrained model has ln(vocabulary)
 @contextmanager
 def two_cpus() -> Iterator[None]:
     """A Ray of its own with two CPUs, of which no process is left behind."""
+    before = psutil.Process().children(recursive=True)  # as the resource tracker of an engine in this process
     ray.init(
         address="local", num_cpus=2, object_store_memory=80_000_000,
         include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
@@ -31,7 +32,7 @@ def two_cpus() -> Iterator[None]:
     try:
         yield
     finally:
-        started = psutil.Process().children(recursive=True)
+        started = [process for process in psutil.Process().children(recursive=True) if process not in before]
         ray.shutdown()
         _, left = psutil.wait_procs(started, timeout=10)
     assert not left
