@@ -4,13 +4,14 @@ import inspect
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from gloo_group import Fallible, GlooGroup, cpu_streams
+from recorder import Recorder
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
@@ -23,15 +24,6 @@ TENSORS = [tensor.to(torch.bfloat16) for tensor in TENSORS]
 SHAPES = [list(tensor.shape) for tensor in TENSORS]
 BUCKETS = [slice(0, 2), slice(2, 3)]
 MEETING = Meeting(host="h", port=1, size=2)
-
-
-class Recorder(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.loaded: dict[str, torch.Tensor] = {}
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self.loaded.update(weights)
 
 
 def engine(kind: type[Any]) -> tuple[Any, Recorder]:

@@ -11,19 +11,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from recorder import Recorder
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from actors.buckets import hash_of
 from actors.vllm_plugin import Announcement, StoredPart, StoreWeightTransferEngine, descends_from
-
-
-class Recorder(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.loaded: dict[str, torch.Tensor] = {}
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self.loaded.update(weights)
 
 
 def announce(transfer: StoreWeightTransferEngine) -> None:
