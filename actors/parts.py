@@ -19,6 +19,7 @@ from actors import lora, zero3
 from actors.buckets import Bucket, ParamMeta, make_bucket
 from actors.loading import checkpoint_layers, load_for_training
 from actors.transports import Meeting, Sender, make_sender
+from actors.whole_weights import WholeWeights, metadata
 from t2g.algo.corrections import importance_weights
 from t2g.algo.critic import Critic, disable_dropout
 from t2g.algo.head import install_chunked_head
@@ -191,7 +192,11 @@ class PolicyPart:
 
     def announce(self) -> list[ParamMeta]:
         """Names and shapes of the policy, in the order of `stream_weights`."""
-        return zero3.metadata(self.engine)
+        return metadata(self.engine)
+
+    @cached_property
+    def _weights(self) -> WholeWeights:
+        return WholeWeights(self.engine)
 
     @cached_property
     def _sender(self) -> Sender | None:
@@ -210,7 +215,7 @@ class PolicyPart:
             if meeting is not None and self.engine.global_rank == 0:
                 sender.meet(meeting)
         bucket_bytes, started = int(self.spec.learner.sync_bucket_mib * 2**20), time.monotonic()
-        for index, bucket in enumerate(zero3.full_parameters(self.engine, bucket_bytes, dtype, **where)):
+        for index, bucket in enumerate(self._weights.buckets(bucket_bytes, dtype, **where)):
             if bucket:
                 names, tensors = zip(*bucket, strict=True)
                 if sender is not None:

@@ -1,7 +1,7 @@
-"""Everything that knows DeepSpeed: ZeRO-3 engines, exact gradient accumulation, gathered weights, checkpoints.
+"""ZeRO-3 engines, exact gradient accumulation, checkpoints: with `whole_weights.py` all that knows DeepSpeed.
 
-Called inside a rank's process only. What takes an engine is a collective (except `metadata`): all ranks call it, in the
-same order. What it is not: it knows neither PPO nor Ray, and it builds no model.
+Called inside a rank's process only. What takes an engine is a collective: all ranks call it, in the same order. What
+it is not: it knows neither PPO nor Ray, and it builds no model.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import os
 import shutil
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from actors import lora
-from actors.buckets import ParamMeta, plan_buckets
+from actors.whole_weights import WholeWeights
 from t2g.errors import RunStopped
 from t2g.sections import Dtype, OptimConfig
 
@@ -200,47 +200,15 @@ def _reduce(metrics: dict[str, float], device: torch.device) -> dict[str, float]
     return out
 
 
-def metadata(engine: Engine) -> list[ParamMeta]:
-    """Every weight in the order of `full_parameters`, without gathering. Tied weights appear once, adapters are merged.
-
-    No collective.
-    """
-    shapes = {name: tuple(p.ds_shape) for name, p in engine.module.named_parameters()}
-    return [ParamMeta(name=name, shape=shapes[own]) for name, (own, *_) in lora.sources(shapes).items()]
-
-
-def full_parameters(
-    engine: Engine, bucket_bytes: int, dtype: Dtype, *, device: Any = "cpu", everywhere: bool = False
-) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """The whole weights, bucket by bucket: (name, tensor of type dtype on device) pairs on rank 0, or everywhere.
-
-    The other ranks get empty lists.
-
-    Under LoRA they are the merged weights by their checkpoint names. One gather per bucket of whole decoder layers
-    (`plan_buckets`). Gathers are never nested, and none is open while the caller holds a bucket. What needs no gather
-    and no conversion is no copy: read it before the engine's next call.
-    """
-    import deepspeed
-
-    named = dict(engine.module.named_parameters())
-    sources = lora.sources(named)
-    for names in plan_buckets(metadata(engine), dtype=dtype, bucket_bytes=bucket_bytes):
-        parts = {name: [named[source] for source in sources[name]] for name in names}
-        with deepspeed.zero.GatheredParameters([parameter for one in parts.values() for parameter in one]):
-            keep = parts.items() if everywhere or engine.global_rank == 0 else ()
-            whole = ((name, lora.checkpoint_weight(engine.module, name, one)) for name, one in keep)
-            bucket = [(name, weight.to(device, getattr(torch, dtype)).contiguous()) for name, weight in whole]
-        yield bucket
-
-
 def export(engine: Engine, tokenizer: Any, folder: Path) -> None:
     """The model as a Hugging Face folder in safetensors with its tokenizer, written by rank 0.
 
     Under LoRA the model is merged, and the adapter alone lies in the folder `adapter` in it.
     """
     dtype = "bfloat16" if engine.bfloat16_enabled() else "float32"
-    state = {name: tensor for bucket in full_parameters(engine, EXPORT_BUCKET_BYTES, dtype) for name, tensor in bucket}
-    adapter = _adapter(engine)
+    weights = WholeWeights(engine)
+    state = {name: tensor.clone() for bucket in weights.buckets(EXPORT_BUCKET_BYTES, dtype) for name, tensor in bucket}
+    adapter = _adapter(engine, weights)
     if engine.global_rank == 0:
         engine.module.save_pretrained(folder, state_dict=state)
         tokenizer.save_pretrained(folder)
@@ -249,14 +217,12 @@ def export(engine: Engine, tokenizer: Any, folder: Path) -> None:
     torch.distributed.barrier()
 
 
-def _adapter(engine: Engine) -> dict[str, torch.Tensor]:
+def _adapter(engine: Engine, weights: WholeWeights) -> dict[str, torch.Tensor]:
     """The adapters' weights as `lora.write_adapter` takes them, in one gather: about a hundredth of the model."""
-    import deepspeed
-
     named = ((lora.adapter_name(name), p) for name, p in engine.module.named_parameters())
     factors = {name: p for name, p in named if name is not None}
-    with deepspeed.zero.GatheredParameters(list(factors.values())):
-        return {name: p.detach().to("cpu", copy=True) for name, p in factors.items()}
+    whole = weights.gather(factors, here=engine.global_rank == 0)
+    return {name: tensor.to("cpu", copy=True) for name, tensor in whole.items()}
 
 
 def save_checkpoint(engine: Engine, folder: Path, tag: str) -> None:

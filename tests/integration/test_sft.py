@@ -128,6 +128,7 @@ def test_a_training_that_lost_a_rank_goes_on_after_its_checkpoint(
 def gradient_that_is_no_number() -> tuple[str, bool]:
     """What a step says whose loss is 0 and whose gradient is 0 * inf, and whether the weights are as before."""
     from actors import zero3
+    from actors.whole_weights import WholeWeights
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -137,7 +138,7 @@ def gradient_that_is_no_number() -> tuple[str, bool]:
     engine = zero3.build_engine(model, OptimConfig(lr=1.0), num_steps=1, dtype="float32", world_size=1)
 
     def weights() -> list[torch.Tensor]:
-        return [tensor for bucket in zero3.full_parameters(engine, 1 << 20, "float32") for _, tensor in bucket]
+        return [w.clone() for bucket in WholeWeights(engine).buckets(1 << 20, "float32") for _, w in bucket]
 
     def loss_fn(wrapped: Any, microbatch: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
         return (wrapped(microbatch).sum() * 0).sqrt(), {}

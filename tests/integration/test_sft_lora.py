@@ -113,6 +113,7 @@ def bfloat16_training(base: str, examples: list[Any], scratch: str) -> dict[str,
     from actors import lora, zero3
     from actors.loading import load_for_training
     from actors.sft_rank import _loss_share
+    from actors.whole_weights import WholeWeights, metadata
     from t2g.data.sft import make_microbatch
 
     with socket.socket() as probe:
@@ -134,7 +135,8 @@ def bfloat16_training(base: str, examples: list[Any], scratch: str) -> dict[str,
         return [zero3.train_step(engine, [microbatch], loss_fn, label="drill").metrics["loss"] for _ in range(number)]
 
     def weights(engine: Any) -> dict[str, torch.Tensor]:
-        return {name: w for bucket in zero3.full_parameters(engine, 1 << 16, "bfloat16") for name, w in bucket}
+        buckets = WholeWeights(engine).buckets(1 << 16, "bfloat16")
+        return {name: weight.clone() for bucket in buckets for name, weight in bucket}
 
     engine = start()
     losses = steps(engine, 8)
@@ -151,7 +153,7 @@ def bfloat16_training(base: str, examples: list[Any], scratch: str) -> dict[str,
         "kept": set(torch.load(states, weights_only=False)["module"]),
         "moments": sum(moment.numel() for moment in moments),
         "dtypes": {moment.dtype for moment in moments},
-        "announced": [(meta.name, meta.shape) for meta in zero3.metadata(engine)],
+        "announced": [(meta.name, meta.shape) for meta in metadata(engine)],
         "sent": [(name, tuple(weight.shape)) for name, weight in weights(engine).items()],
         "same": all(torch.equal(weight, resumed[name]) for name, weight in weights(engine).items()),
     }
