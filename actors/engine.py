@@ -57,6 +57,10 @@ def engine_environment(config: EngineConfig, *, owner: int) -> dict[str, str]:
         "OMP_WAIT_POLICY": "PASSIVE",
         "GOMP_SPINCOUNT": "0",
         "KMP_BLOCKTIME": "0",
+        # The core's malloc keeps what is freed: each weight sync packs all matrices anew, and memory that comes back
+        # from the system costs more than the packing.
+        "MALLOC_MMAP_MAX_": "0",
+        "MALLOC_TRIM_THRESHOLD_": str(2**40),
     }
 
 

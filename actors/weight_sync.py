@@ -184,6 +184,7 @@ class WeightSync:
     ) -> list[float]:
         """All buckets to the crew; returns the probe gap of each worker that proved to have them."""
         loading: list[asyncio.Future[Any]] = []
+        started = time.monotonic()
 
         def load(ref: Any) -> "asyncio.Future[Any]":
             return asyncio.ensure_future(
@@ -195,6 +196,7 @@ class WeightSync:
                 lambda w: w.open_update.remote(round_.id, version.number, self._fleet.dtype, version.metas),
                 "the start of a weight sync",
             )
+            costs.add("open", time.monotonic() - started)
             async with aclosing(buckets):
                 async for ref in buckets:
                     loading.append(load(ref))
@@ -202,7 +204,9 @@ class WeightSync:
                         costs.loaded(await loading.pop(0))
             while loading:
                 costs.loaded(await loading.pop(0))
+            started = time.monotonic()
             await round_.each(lambda w: w.close_update.remote(round_.id), "the end of a weight sync")
+            costs.add("close", time.monotonic() - started)
             return await self._prove(version, round_, costs)
         except BaseException as error:
             for receiver in list(round_.crew):

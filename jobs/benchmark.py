@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 WORDS = ("one two three four five six seven eight nine ten",)  # for a tokenizer that nothing is written with
 POLL_S = 0.5
-STAGES = ("gather", "put", "hand_over", "load", "verify")
+STAGES = ("open", "gather", "put", "hand_over", "load", "close", "verify")
 
 
 def describe(config: BenchmarkJob) -> str:

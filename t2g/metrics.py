@@ -47,7 +47,8 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | time/{step,eval}_s                         | seconds of the whole step without its evaluation, and of that          |
 | sync/probe_gap                             | largest |engine - learner| logprob on the probe, nats                  |
 | sync/bytes                                 | weights sent to each worker                                            |
-| sync/{gather,hand_over,load,verify}_s      | seconds by stage; they overlap                                         |
+| sync/{gather,hand_over,load}_s             | seconds of work on all buckets; they overlap                           |
+| sync/{open,close,verify}_s                 | seconds to pause engines and announce, to commit, to score the probe   |
 | sync/calls                                 | calls of workers and of the learner group                              |
 | sync/missed                                | workers that did not get the weights, and serve nobody until they have |
 | sft/<name>                                 | supervised jobs: loss, gradient norm, speed; `step` is the optimizer's |

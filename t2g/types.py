@@ -175,6 +175,6 @@ class WeightSyncResult:
     seconds: float
     bytes: int  # sent to each worker
     probe_gap: float  # largest |engine - learner| logprob over the probe tokens, nats
-    stages: dict[str, float] = field(default_factory=dict)  # seconds of gather, hand_over, load, verify; they overlap
+    stages: dict[str, float] = field(default_factory=dict)  # seconds, by names in `t2g.metrics`
     num_calls: int = 0  # of workers and of the learner group
     missed: tuple[str, ...] = ()  # workers that did not get it: they are STALE

@@ -183,7 +183,7 @@ def test_a_sync_sends_to_every_worker_and_reports_the_worst_gap() -> None:
     assert learner.calls == ["announce", "stream", "probe"]
     assert result.num_calls == 3 + 2 * (1 + 3 + 1 + 1)  # of each worker: open, three buckets, close, the probe
     assert result.stages["hand_over"] == 3 * 0.25 and result.stages["load"] == 3 * 0.5
-    assert set(result.stages) == {"gather", "hand_over", "load", "verify"}
+    assert set(result.stages) == {"open", "gather", "hand_over", "load", "close", "verify"}
 
 
 def test_a_worker_has_at_most_two_buckets_aboard() -> None:

@@ -1,0 +1,89 @@
+"""Partitions of two ranks put together, against the tensors that they were cut from."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from actors.whole_weights import WholeWeights, metadata
+
+# Odd numbers of elements: the last rank's partitions are padded.
+SHAPES = {"embed.weight": (7, 3), "layers.0.a": (5,), "layers.0.b": (2, 2), "norm.weight": (1,)}
+
+
+class Partitioned(nn.Module):
+    """What is used of a ZeRO-3 model: every parameter is empty, and knows this rank's partition of it."""
+
+    def __init__(self, whole: dict[str, torch.Tensor], rank: int, num_ranks: int) -> None:
+        super().__init__()
+        self.named = {}
+        for name, tensor in whole.items():
+            size = math.ceil(tensor.numel() / num_ranks)
+            padded = torch.full((size * num_ranks,), float("nan"), dtype=tensor.dtype)
+            padded[: tensor.numel()] = tensor.flatten()
+            parameter: Any = nn.Parameter(torch.empty(0, dtype=tensor.dtype))
+            parameter.ds_tensor, parameter.ds_numel = padded[rank * size : (rank + 1) * size].clone(), tensor.numel()
+            parameter.ds_shape = tensor.shape
+            self.named[name] = parameter
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        return iter(self.named.items())
+
+
+class FakeEngine:
+    device = torch.device("cpu")
+
+    def __init__(self, whole: dict[str, torch.Tensor], rank: int, num_ranks: int) -> None:
+        self.module, self.global_rank, self.world_size = Partitioned(whole, rank, num_ranks), rank, num_ranks
+
+
+def tensors(dtypes: dict[str, torch.dtype]) -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    return {name: torch.randn(shape).to(dtypes.get(name, torch.float32)) for name, shape in SHAPES.items()}
+
+
+def rank_main(rank: int, folder: str, whole: dict[str, torch.Tensor]) -> None:
+    """The buckets three times; each rank writes what it was given, and where in memory it lay."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    weights, found, addresses = WholeWeights(FakeEngine(whole, rank, 2)), [], []
+    for dtype, everywhere in (("float32", False), ("float32", True), ("bfloat16", False)):
+        buckets = list[list[tuple[str, torch.Tensor]]]()
+        for bucket in weights.buckets(40, dtype, everywhere=everywhere):
+            buckets.append([(name, tensor.clone()) for name, tensor in bucket])
+            addresses += [tensor.data_ptr() for name, tensor in bucket if dtype == "float32" and name == "norm.weight"]
+        found.append(buckets)
+    torch.save({"found": found, "addresses": addresses}, f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_two_ranks_give_the_whole_weights(tmp_path: Path) -> None:
+    whole = tensors({"layers.0.b": torch.bfloat16})
+    torch.multiprocessing.spawn(rank_main, (str(tmp_path), whole), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    names = [["embed.weight"], ["layers.0.a", "layers.0.b", "norm.weight"]]
+    for (rank0, rank1), everywhere, dtype in zip(
+        zip(first["found"], second["found"], strict=True),
+        (False, True, False),
+        (torch.float32, torch.float32, torch.bfloat16),
+        strict=True,
+    ):
+        assert [[name for name, _ in bucket] for bucket in rank0] == names
+        for name, tensor in (pair for bucket in rank0 for pair in bucket):
+            assert tensor.dtype == dtype and torch.equal(tensor, whole[name].to(dtype)), name
+        assert [[name for name, _ in bucket] for bucket in rank1] == (names if everywhere else [[], []])
+        for name, tensor in (pair for bucket in rank1 for pair in bucket):
+            assert torch.equal(tensor, whole[name].to(dtype)), name
+    assert len(set(first["addresses"])) == 1, "memory is kept from call to call"
+
+
+def test_one_rank_has_its_weights_without_a_copy() -> None:
+    whole = tensors({})
+    engine = FakeEngine(whole, 0, 1)
+    buckets = list(WholeWeights(engine).buckets(10**6, "float32"))
+    assert [name for bucket in buckets for name, _ in bucket] == [meta.name for meta in metadata(engine)] == [*SHAPES]
+    for name, tensor in buckets[0]:
+        assert torch.equal(tensor, whole[name])
+        assert tensor.data_ptr() == engine.module.named[name].ds_tensor.data_ptr()
