@@ -34,7 +34,12 @@ class Completion:
     versions: tuple[tuple[int, int, int], ...]  # (start, end, weight version): adjoining ranges, all of ids
 
 
-def engine_environment(config: EngineConfig, *, owner: int) -> dict[str, str]:
+# glibc's malloc keeps what is freed: a weight sync packs every matrix anew, and memory that comes back from the system
+# costs more than the packing.
+KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+
+
+def engine_environment(config: EngineConfig, *, owner: int, receives_weights: bool) -> dict[str, str]:
     """What vLLM must find in the environment before it is imported, here and in the engine core."""
     common = {
         "T2G_ENGINE_OWNER": str(owner),
@@ -46,7 +51,7 @@ def engine_environment(config: EngineConfig, *, owner: int) -> dict[str, str]:
     }
     if config.gpus:
         return common
-    return common | {
+    environment = common | {
         # 0: model and scheduler share the core process. As two processes each loads torch and vLLM, and the scheduler
         # polls for the model's answer.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -57,11 +62,8 @@ def engine_environment(config: EngineConfig, *, owner: int) -> dict[str, str]:
         "OMP_WAIT_POLICY": "PASSIVE",
         "GOMP_SPINCOUNT": "0",
         "KMP_BLOCKTIME": "0",
-        # The core's malloc keeps what is freed: each weight sync packs all matrices anew, and memory that comes back
-        # from the system costs more than the packing.
-        "MALLOC_MMAP_MAX_": "0",
-        "MALLOC_TRIM_THRESHOLD_": str(2**40),
     }
+    return environment | KEEP_MEMORY if receives_weights else environment
 
 
 class Engine:
@@ -87,7 +89,9 @@ class Engine:
     async def start(self) -> None:
         """Load the model and warm up. Raises UserError when vLLM refuses the model or the settings."""
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB only; it would win over kv_cache_memory_bytes
-        os.environ.update(engine_environment(self._config, owner=os.getpid()))
+        os.environ.update(
+            engine_environment(self._config, owner=os.getpid(), receives_weights=self._transport is not None)
+        )
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM

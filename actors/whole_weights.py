@@ -1,10 +1,9 @@
-"""The whole weights of a ZeRO-3 model, bucket by bucket: one collective each, into memory that is kept.
+"""The whole weights of a ZeRO-3 model, bucket by bucket: one gather for each, into memory that is kept.
 
 `deepspeed.zero.GatheredParameters` makes new memory for each bucket, on the host at several times what a copy costs,
 and changes the parameters' state. This reads the ranks' partitions and leaves the parameters as they are.
 """
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,9 +24,10 @@ def metadata(engine: Any) -> list[ParamMeta]:
 
 
 class WholeWeights:
-    """Of one deepspeed.DeepSpeedEngine. Every call is a collective: all ranks make it, in the same order.
+    """Of one deepspeed.DeepSpeedEngine. `buckets` and `gather` are collectives: all ranks call them, in one order.
 
-    What a call gives lies in memory that the next one overwrites: read it, or copy it, before.
+    What they give lies in memory that the next bucket overwrites: read it, or copy it, before. On CPUs that memory is
+    kept: 2 + 1 / num_ranks times the largest bucket, which may be one module larger than `bucket_bytes`.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -42,54 +42,59 @@ class WholeWeights:
 
         Under LoRA they are the merged weights by their checkpoint names. Cut by `plan_buckets`.
         """
-        module, here = self._engine.module, everywhere or self._engine.global_rank == 0
-        named = dict(module.named_parameters())
+        named = dict(self._engine.module.named_parameters())
         sources = lora.sources(named)
         for names in plan_buckets(metadata(self._engine), dtype=dtype, bucket_bytes=bucket_bytes):
-            whole = self.gather({source: named[source] for name in names for source in sources[name]}, here=here)
-            if here:
-                merged = [lora.checkpoint_weight(module, name, [whole[s] for s in sources[name]]) for name in names]
-                yield list(zip(names, self._converted(merged, getattr(torch, dtype), device), strict=True))
-            else:
+            pieces = self.gather({source: named[source] for name in names for source in sources[name]})
+            if not everywhere and self._engine.global_rank != 0:
                 yield []
+                continue
+            merged = {name: self._merged(name, sources[name], named, pieces) for name in names}
+            shapes = [named[sources[name][0]].ds_shape for name in names]
+            flat = self._in_order(list(merged.values()), getattr(torch, dtype), torch.device(device))
+            yield [(n, w[: s.numel()].view(s)) for n, w, s in zip(names, flat, shapes, strict=True)]
 
-    def gather(self, parameters: Mapping[str, Any], *, here: bool) -> dict[str, torch.Tensor]:
-        """The whole tensors in their own type on the engine's device; not `here`: none, but for the others' sake."""
+    def gather(self, parameters: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """[num_ranks, n] of each parameter, in its own type on the engine's device, for `whole`."""
         found: dict[str, torch.Tensor] = {}
         for dtype in sorted({p.ds_tensor.dtype for p in parameters.values()}, key=str):  # as a rule there is one
-            alike = {name: p for name, p in parameters.items() if p.ds_tensor.dtype == dtype}
-            padded = self._gather_padded([p.ds_tensor for p in alike.values()], here)
-            if here:
-                pairs = zip(alike.items(), padded, strict=True)
-                found |= {name: tensor[: p.ds_numel].view(p.ds_shape) for (name, p), tensor in pairs}
+            alike = {name: p.ds_tensor for name, p in parameters.items() if p.ds_tensor.dtype == dtype}
+            found |= dict(zip(alike, self._gather_alike(list(alike.values()), dtype), strict=True))
         return found
 
-    def _gather_padded(self, partitions: Sequence[torch.Tensor], here: bool) -> list[torch.Tensor]:
-        """Each parameter's elements in order, and what fills up the last rank's partition: all are of one size."""
+    def _gather_alike(self, partitions: Sequence[torch.Tensor], dtype: torch.dtype) -> Sequence[torch.Tensor]:
+        """A partition is 1 / num_ranks of a parameter's elements, rounded up; the last rank's is filled up."""
         device, num_ranks = self._engine.device, self._engine.world_size
         if num_ranks == 1:
-            return [partition.to(device) for partition in partitions]
-        dtype, sizes = partitions[0].dtype, [len(partition) for partition in partitions]
+            return [partition.to(device).view(1, -1) for partition in partitions]
+        sizes = [len(partition) for partition in partitions]
         mine = self._kept(f"mine {dtype}", sum(sizes), dtype, device)
         for piece, partition in zip(mine.split(sizes), partitions, strict=True):
             piece.copy_(partition)
         everyones = self._kept(f"everyones {dtype}", num_ranks * sum(sizes), dtype, device)
         torch.distributed.all_gather_into_tensor(everyones, mine)
-        if not here:
-            return []
-        padded = self._kept(f"padded {dtype}", len(everyones), dtype, device).split([num_ranks * n for n in sizes])
-        for tensor, pieces in zip(padded, everyones.view(num_ranks, -1).split(sizes, dim=1), strict=True):
-            tensor.view(num_ranks, -1).copy_(pieces)
-        return list(padded)
+        return everyones.view(num_ranks, -1).split(sizes, dim=1)
 
-    def _converted(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: Any) -> list[torch.Tensor]:
-        device = torch.device(device)
-        if all(t.dtype == dtype and t.device == device and t.is_contiguous() for t in tensors):
-            return list(tensors)
-        ends = list(itertools.accumulate(t.numel() for t in tensors))
-        flat = self._kept("converted", ends[-1], dtype, device)
-        starts = [0, *ends[:-1]]
-        return [flat[a:b].view(t.shape).copy_(t) for t, a, b in zip(tensors, starts, ends, strict=True)]
+    def _merged(
+        self, name: str, own: Sequence[str], named: Mapping[str, Any], pieces: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """[num_ranks, n], or [1, n] where an adapter is merged."""
+        if len(own) == 1:
+            return pieces[own[0]]
+        parts = [whole(named[source], pieces[source]) for source in own]
+        return lora.checkpoint_weight(self._engine.module, name, parts).reshape(1, -1)
+
+    def _in_order(
+        self, pieces: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device
+    ) -> Sequence[torch.Tensor]:
+        """[num_ranks * n] of each: no copy where one rank has them all, as they are wanted."""
+        if all(len(p) == 1 and p.dtype == dtype and p.device == device for p in pieces):
+            return [p.view(-1) for p in pieces]
+        sizes = [p.numel() for p in pieces]
+        flat = self._kept("in order", sum(sizes), dtype, device).split(sizes)
+        for target, piece in zip(flat, pieces, strict=True):
+            target.view(piece.shape).copy_(piece)
+        return flat
 
     def _kept(self, use: str, numel: int, dtype: torch.dtype, device: Any) -> torch.Tensor:
         """[numel] of memory for one use. A GPU's is not kept: torch keeps it itself, and training needs it."""
@@ -99,3 +104,8 @@ class WholeWeights:
         if memory is None or memory.dtype != dtype or len(memory) < numel:
             self._memory[use] = memory = torch.empty(numel, dtype=dtype, device=device)
         return memory[:numel]
+
+
+def whole(parameter: Any, pieces: torch.Tensor) -> torch.Tensor:
+    """The parameter as it is without ZeRO-3; pieces: of `WholeWeights.gather`."""
+    return pieces.reshape(-1)[: parameter.ds_numel].view(parameter.ds_shape)

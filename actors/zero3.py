@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from actors import lora
-from actors.whole_weights import WholeWeights
+from actors.whole_weights import WholeWeights, whole
 from t2g.errors import RunStopped
 from t2g.sections import Dtype, OptimConfig
 
@@ -221,8 +221,8 @@ def _adapter(engine: Engine, weights: WholeWeights) -> dict[str, torch.Tensor]:
     """The adapters' weights as `lora.write_adapter` takes them, in one gather: about a hundredth of the model."""
     named = ((lora.adapter_name(name), p) for name, p in engine.module.named_parameters())
     factors = {name: p for name, p in named if name is not None}
-    whole = weights.gather(factors, here=engine.global_rank == 0)
-    return {name: tensor.to("cpu", copy=True) for name, tensor in whole.items()}
+    pieces = weights.gather(factors)
+    return {name: whole(p, pieces[name]).to("cpu", copy=True) for name, p in factors.items()}
 
 
 def save_checkpoint(engine: Engine, folder: Path, tag: str) -> None:

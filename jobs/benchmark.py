@@ -178,7 +178,8 @@ def tables(results: dict[str, Any]) -> str:
             ],
         ),
         "",
-        "Seconds of work by stage, of the slowest engine; stages overlap. gather and put: of the learner alone.",
+        "Seconds of work by stage, of the slowest engine; gather, put, hand_over and load overlap. gather and put: of "
+        "the learner alone.",
         "",
         *_table(
             ("engines", "sync_verify", *STAGES, "sum", "sum / seconds"),

@@ -1,7 +1,7 @@
 """How good is what was trained, on held-out data? A report that one can believe: figures with intervals, and errors.
 
     python -m jobs.evaluate --what reward --config configs/own/evaluate.yaml \
-        feedback.reward_model=runs/own-reward/model data.path=runs/annotated/heldout.jsonl
+        feedback.reward_model=runs/own-reward/model data.path=runs/own-annotated/heldout.jsonl
 
 Serves the reward model as PPO does and leaves evaluation.json and evaluation.html in the run folder. Spans are compared
 on the tokens of the reward model's own tokenizer. run.smoke=true does the same with three records.

@@ -1,7 +1,7 @@
 """Stage 2: the span reward model learns [critique; span map] from annotated records, then is measured on held-out ones.
 
     python -m jobs.train_reward --config configs/own/reward.yaml model.policy=my/model \
-        data.path=runs/annotated/train.jsonl eval_data.path=runs/annotated/heldout.jsonl
+        data.path=runs/own-annotated/train.jsonl eval_data.path=runs/own-annotated/heldout.jsonl
 
 Leaves `<run folder>/model` with span_reward.json in it, metrics.jsonl and reward.json (see
 `t2g.reward_eval.reward_metrics`). run.smoke=true does the same with three steps in the folder `smoke`.

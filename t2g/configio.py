@@ -28,8 +28,7 @@ JOB_ENV = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray's job manager sets it for a drive
 UPLOAD_PREFIX = "_ray_pkg_"  # name of the folders into which Ray unpacks an uploaded working directory
 
 # Keys in which a resumed run may differ from its first start: they change where, how fast and how long it runs and what
-# it writes down, never what one step computes. `learner.workers` is not among them: a ZeRO-3 checkpoint has one part
-# for each rank.
+# it writes down, but not what one step computes, unless by rounding.
 MAY_DIFFER = (
     "num_steps",
     "run.root",

@@ -10,10 +10,11 @@ from t2g.sections import EngineConfig
 
 
 def test_a_cpu_engine_keeps_to_its_threads_and_sleeps_when_it_waits() -> None:
-    environment = engine_environment(EngineConfig(threads=2), owner=17)
+    environment = engine_environment(EngineConfig(threads=2), owner=17, receives_weights=False)
     assert environment["OMP_NUM_THREADS"] == "2" and environment["OMP_WAIT_POLICY"] == "PASSIVE"
     assert environment["T2G_ENGINE_OWNER"] == "17"
-    assert "OMP_NUM_THREADS" not in engine_environment(EngineConfig(gpus=1), owner=17)
+    assert not any(name.startswith("MALLOC_") for name in environment)
+    assert "OMP_NUM_THREADS" not in engine_environment(EngineConfig(gpus=1), owner=17, receives_weights=True)
 
 
 def test_an_engine_spreads_over_its_gpus() -> None:
@@ -42,7 +43,7 @@ def test_weights_have_version_0_until_the_first_sync() -> None:
 
 
 def test_the_only_plugin_of_an_engine_is_ours() -> None:
-    assert engine_environment(EngineConfig(), owner=17)["VLLM_PLUGINS"] == PLUGIN
+    assert engine_environment(EngineConfig(), owner=17, receives_weights=True)["VLLM_PLUGINS"] == PLUGIN
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert list(project["entry-points"]["vllm.general_plugins"]) == [PLUGIN]
 

@@ -53,7 +53,7 @@ def rank_main(rank: int, folder: str, whole: dict[str, torch.Tensor]) -> None:
         buckets = list[list[tuple[str, torch.Tensor]]]()
         for bucket in weights.buckets(40, dtype, everywhere=everywhere):
             buckets.append([(name, tensor.clone()) for name, tensor in bucket])
-            addresses += [tensor.data_ptr() for name, tensor in bucket if dtype == "float32" and name == "norm.weight"]
+            addresses += [tensor.data_ptr() for name, tensor in bucket if dtype == "float32" and name == "embed.weight"]
         found.append(buckets)
     torch.save({"found": found, "addresses": addresses}, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()

@@ -357,7 +357,7 @@ def test_a_real_engine_takes_a_broadcast_and_after_half_a_sync_the_next(
 ) -> None:
     """The whole way of sync_transport=nccl, with vLLM's own packing and engine; what is not here is NCCL and a GPU."""
     folder, old, new = policies
-    for name, value in engine_environment(CONFIG, owner=os.getpid()).items():
+    for name, value in engine_environment(CONFIG, owner=os.getpid(), receives_weights=True).items():
         monkeypatch.setenv(name, value)  # the engine would set them for good
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     worker = GlooWorker(str(folder), CONFIG, 1, transport="nccl")
