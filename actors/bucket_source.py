@@ -5,6 +5,7 @@ version. Each broadcast has a group of its own, so that nobody waits for an engi
 """
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -53,6 +54,7 @@ class Version:
     buckets: list[Any] = field(default_factory=list)  # references; none with ipc and nccl
     proved: list[Any] = field(default_factory=list)  # receivers that have it
     probe_logprobs: np.ndarray | None = None  # [N - 1] float32, the learner's; none until all buckets are here
+    probe_s: float = 0.0  # that the learner took for them
     num_calls: int = 1  # of the learner, for it; the first was `announce`
 
 
@@ -83,7 +85,9 @@ class BucketSource:
                 yield ref
             if version.probe_logprobs is None:
                 version.num_calls += 1
+                started = time.monotonic()
                 version.probe_logprobs = await asyncio.to_thread(self._learner.probe_logprobs, self._probe)
+                version.probe_s = time.monotonic() - started
         finally:
             _close(stream)
             await end(joining)

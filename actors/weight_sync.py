@@ -231,7 +231,7 @@ class WeightSync:
                     f"does not compute what the learner computes: {gap:.3g} nats apart on the probe of "
                     f"{len(self._probe)} tokens; at most learner.probe_tolerance={tolerance:g} is allowed",
                 )
-        costs.add("verify", time.monotonic() - started)
+        costs.add("verify", time.monotonic() - started + version.probe_s)
         return gaps
 
 

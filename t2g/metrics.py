@@ -48,7 +48,8 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | sync/probe_gap                             | largest |engine - learner| logprob on the probe, nats                  |
 | sync/bytes                                 | weights sent to each worker                                            |
 | sync/{gather,hand_over,load}_s             | seconds of work on all buckets; they overlap                           |
-| sync/{open,close,verify}_s                 | seconds to pause engines and announce, to commit, to score the probe   |
+| sync/{open,close}_s                        | seconds to pause engines and announce a version, and to commit it      |
+| sync/verify_s                              | seconds of the probe in the learner, during the last loads, and engines |
 | sync/calls                                 | calls of workers and of the learner group                              |
 | sync/missed                                | workers that did not get the weights, and serve nobody until they have |
 | sft/<name>                                 | supervised jobs: loss, gradient norm, speed; `step` is the optimizer's |
