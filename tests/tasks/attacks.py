@@ -176,17 +176,23 @@ def _alive() -> list[str]:
     return found
 
 
-def attack(code: str) -> dict[str, Any]:
-    return asdict(run_solution(code, TESTS, LIMITS))
+def limits_of(name: str) -> SandboxConfig:
+    """What ends by itself has time to, however busy the machine: else it would be out of time before it is caught."""
+    ends = name == "honest" or (name in ATTACKS and ATTACKS[name][1] not in ("timeout", "*"))
+    return LIMITS.model_copy(update={"timeout_s": 15.0}) if ends else LIMITS
+
+
+def attack(name: str, code: str) -> dict[str, Any]:
+    return asdict(run_solution(code, TESTS, limits_of(name)))
 
 
 def main(folder: str) -> None:
     codes = {name: code.replace("FOLDER", folder) for name, (code, _, _) in ATTACKS.items()} | {"honest": HONEST}
     with ThreadPoolExecutor(2) as pool:
-        outcomes = dict(zip(codes, pool.map(attack, codes.values()), strict=True))
+        outcomes = dict(zip(codes, pool.map(attack, codes, codes.values()), strict=True))
     limited = any(test["error"] == "ValueError" for test in outcomes["count of processes"]["tests"])
     if limited:
-        outcomes["fork bomb"] = attack(BOMB)
+        outcomes["fork bomb"] = attack("fork bomb", BOMB)
     print(json.dumps({"uid": os.getuid(), "limited": limited, "outcomes": outcomes, "left": left_behind(10)}))
 
 
