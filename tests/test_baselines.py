@@ -193,7 +193,5 @@ def test_settings_that_make_no_sense_are_refused_by_name(method: Any, changes: d
 
 
 def test_dpo_can_do_without_critiques_and_reflection_with_one_sample() -> None:
-    if_trl = pytest.importorskip("trl", reason="the extra `baselines` is not installed")
-    assert if_trl
     check("dpo", job(feedback={"source": "m:f", "style": {"critique": False}}))
     check("reflection", job(rollout={"samples_per_prompt": 1}))

@@ -9,13 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from actors.dpo import BETA, fit_dpo, split_batch
 from t2g.baselines import PreferencePair
 from t2g.errors import RunStopped
 from t2g.sections import LearnerConfig, LoRAConfig, ModelConfig, OptimConfig
 from t2g.tasks.tiny_assets import build_model, build_tokenizer
-
-pytest.importorskip("trl", reason="the extra `baselines` is not installed")
-from actors.dpo import BETA, fit_dpo, split_batch
 
 LR = 3e-3
 

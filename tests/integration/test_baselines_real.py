@@ -49,8 +49,6 @@ def fleets() -> Iterator[Fleets]:
 
 @pytest.mark.parametrize(("method", "samples"), [("reflection", 0), ("ilf", 24), ("dpo", 24)])
 def test_a_baseline_runs_and_is_kept(job: PolicyJob, fleets: Fleets, method: Baseline, samples: int) -> None:
-    if method == "dpo":
-        pytest.importorskip("trl", reason="the extra `baselines` is not installed")
     arm = job.model_copy(update={"run": job.run.model_copy(update={"name": method})})
     data = read_data(arm)
     summary = run_baseline(method, arm, data, fleets, StopFlag())

@@ -13,7 +13,6 @@ from t2g.baselines import PreferencePair
 from t2g.errors import RunStopped, UserError
 from t2g.sections import ClusterConfig, LearnerConfig, ModelConfig, OptimConfig
 
-pytest.importorskip("trl", reason="the extra `baselines` is not installed")
 CLUSTER = ClusterConfig(placement_timeout_s=5)
 
 
