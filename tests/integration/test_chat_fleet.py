@@ -26,6 +26,8 @@ from t2g.sections import AnnotateConfig, ClusterConfig, LLMConfig, RewardEngineC
 from t2g.tasks.base import get_task
 from t2g.types import Prompt, SpanFeedback
 
+pytestmark = pytest.mark.slow  # an engine of its own; test_reward_fleet has one that a schema guides
+
 ENGINE = RewardEngineConfig(max_model_len=4096, kv_cache_gib=0.1)
 COLOURS = ["red", "green", "blue", "grey", "pink", "gold", "teal", "cyan"]
 SCHEMA: dict[str, Any] = {

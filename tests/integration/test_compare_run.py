@@ -12,7 +12,7 @@ import pytest
 from models import random_model
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 300
+DEADLINE_S = 800
 CRITIC = """\
 def critic(prompt, response):
     letters = "aeiou"

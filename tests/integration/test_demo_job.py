@@ -1,8 +1,8 @@
 """The whole product, small, as a Ray job: world, base policy, annotation, reward model, PPO, table and report."""
 
+import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -10,11 +10,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
-DEADLINE_S = 420
+DEADLINE_S = 900
 SMALL = (
     "world.num_train=160",
     "world.num_heldout=8",
@@ -29,7 +30,7 @@ SMALL = (
     "reward_engine.max_new_tokens=96",
     "eval.num_prompts=8",
     "num_steps=2",
-    "arms=[span, scalar]",
+    "arms=[span]",
 )
 
 
@@ -62,7 +63,10 @@ def dashboard(tmp_path: Path) -> Iterator[str]:
         assert head.poll() is None and time.monotonic() < deadline, (tmp_path / "head.txt").read_text()
         time.sleep(0.5)
     yield address
-    head.send_signal(signal.SIGTERM)
+    started = psutil.Process(head.pid).children(recursive=True)
+    for process in [head, *started]:  # a head node that is asked takes half a minute
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
     head.wait(timeout=60)
 
 
@@ -82,7 +86,7 @@ def test_the_demo_runs_as_a_ray_job(dashboard: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     demo = tmp_path / "runs" / "demo"
     summary = json.loads((demo / "summary.json").read_text())
-    assert set(summary["arms"]) == {"span", "scalar"} and summary["samples"] == 2 * 4 * 2
+    assert set(summary["arms"]) == {"span"} and summary["samples"] == 2 * 4 * 2
     assert summary["policy"] == summary["arms"]["span"]
     assert 0.4 < summary["references"]["fact_f1"] < 0.75
     reward = summary["reward_model"]
@@ -90,10 +94,9 @@ def test_the_demo_runs_as_a_ray_job(dashboard: str, tmp_path: Path) -> None:
     assert summary["versions"]["ray"] and summary["timing"]["reward_s"] > 0
     records = [json.loads(line) for line in (demo / "annotated" / "train.jsonl").read_text().splitlines()]
     assert records and all(record["source"] == "program" for record in records)
-    for arm in ("span", "scalar"):
-        metrics = [json.loads(line) for line in (demo / "arms" / arm / "metrics.jsonl").read_text().splitlines()]
-        assert [m["step"] for m in metrics] == [0, 1, 2]
-        assert all(m["feedback/source/reward_model"] == 1.0 and m["sync/probe_gap"] < 1e-3 for m in metrics[1:])
+    metrics = [json.loads(line) for line in (demo / "arms" / "span" / "metrics.jsonl").read_text().splitlines()]
+    assert [m["step"] for m in metrics] == [0, 1, 2]
+    assert all(m["feedback/source/reward_model"] == 1.0 and m["sync/probe_gap"] < 1e-3 for m in metrics[1:])
     assert "<span" in (demo / "report.html").read_text()
     assert "fact F1" in done.stdout
 

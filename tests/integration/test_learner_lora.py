@@ -210,6 +210,7 @@ def test_a_restored_learner_makes_the_same_next_update(
     assert all(np.array_equal(after[name], again[name]) for name in after)
 
 
+@pytest.mark.slow  # another group; test_learner has it with whole weights
 def test_two_ranks_go_on_from_one(
     group: LearnerGroup, trained: Path, rollouts: list[Rollout], base: Path, tmp_path: Path
 ) -> None:

@@ -238,7 +238,7 @@ def prompts() -> list[Prompt]:
     ]
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def pair(request: pytest.FixtureRequest, base: Path) -> Iterator[Pair]:
     dtype = request.param
     probe_tolerance = LearnerConfig(dtype=dtype).probe_tolerance

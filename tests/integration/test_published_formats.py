@@ -88,11 +88,12 @@ def overrides(models: dict[str, Path], run: Path, data: Path) -> list[str]:
     return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
+@pytest.mark.slow  # an engine or two and a learner group each
 @pytest.mark.parametrize(
     ("task", "file", "source"),
     [
-        pytest.param("slf5k", "slf5k.json", "reward_model", marks=pytest.mark.slow),
-        pytest.param("ultrafeedback", "ultrafeedback.json", "reward_model", marks=pytest.mark.slow),
+        ("slf5k", "slf5k.json", "reward_model"),
+        ("ultrafeedback", "ultrafeedback.json", "reward_model"),
         ("kodcode", "kodcode.jsonl", "program"),
     ],
 )

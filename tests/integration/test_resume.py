@@ -13,7 +13,7 @@ from own_runs import command, logged_steps, make_folder, start
 SEED = 20250522
 KILLS = 3
 NUM_STEPS = 8
-DEADLINE_S = 240
+DEADLINE_S = 600
 MARK = "T2G_TEST_RUN"  # in the environment of everything that a driver starts
 COMPARED = ("policy/", "critic/", "reward/", "tokens/", "response/", "feedback/", "importance/", "gap/", "eval/")
 TOLERANCE = 1e-6

@@ -12,7 +12,7 @@ import pytest
 from models import random_model
 from own_runs import ROOT, command, start
 
-DEADLINE_S = 400
+DEADLINE_S = 800
 NUM_STEPS = 400  # more than it comes to before it is told to stop
 
 

@@ -73,6 +73,7 @@ def test_a_finished_folder_is_kept_and_another_training_refused(
         train(base, folder, cluster, num_epochs=41)
 
 
+@pytest.mark.slow  # another training
 def test_one_rank_gives_the_same_weights(trained: Any, base: Path, cluster: ClusterConfig, tmp_path: Path) -> None:
     folder, _, seen_by_two = trained
     leftover = tmp_path / "one.part"
@@ -157,6 +158,7 @@ def test_a_gradient_that_is_not_finite_is_not_applied(cluster: ClusterConfig) ->
     assert untouched
 
 
+@pytest.mark.slow  # another training
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_no_model(
     base: Path, cluster: ClusterConfig, tmp_path: Path
 ) -> None:
@@ -165,6 +167,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_no_model(
     assert not (tmp_path / "bad").exists()
 
 
+@pytest.mark.slow  # another training
 def test_a_training_that_is_given_up_leaves_no_process(base: Path, cluster: ClusterConfig, tmp_path: Path) -> None:
     seen: list[psutil.Process] = []
 

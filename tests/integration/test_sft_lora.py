@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM
 from t2g.errors import RunStopped
 from t2g.sections import ClusterConfig, LoRAConfig, ModelConfig, OptimConfig, SFTLoRAConfig
 
+pytestmark = pytest.mark.slow  # three trainings of adapters; test_sft and test_learner_lora have the halves
+
 LR = 1e-2
 RESUMED = 3e-4  # after 30 steps: host memory sums in another order, which came to 3e-5
 OPTIONS: dict[str, Any] = {
