@@ -5,7 +5,6 @@ version. Each broadcast has a group of its own, so that nobody waits for an engi
 """
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -53,8 +52,7 @@ class Version:
     metas: Sequence[ParamMeta]
     buckets: list[Any] = field(default_factory=list)  # references; none with ipc and nccl
     proved: list[Any] = field(default_factory=list)  # receivers that have it
-    probe_logprobs: np.ndarray | None = None  # [N - 1] float32, the learner's; none until all buckets are here
-    probe_s: float = 0.0  # that the learner took for them
+    probe_logprobs: np.ndarray | None = None  # [N - 1] float32, the learner's, once it was asked
     num_calls: int = 1  # of the learner, for it; the first was `announce`
 
 
@@ -68,7 +66,7 @@ class BucketSource:
         self._gpus_per_engine = gpus_per_engine  # each is a rank of the meeting
 
     async def first(self, version: Version, round_: Any) -> AsyncGenerator[Any, None]:
-        """The learner's buckets, held in `version` where they can be, and at last its logprobs of the probe.
+        """The learner's buckets, held in `version` where they can be.
 
         Whether the workers still listen makes no difference to it: the ranks are in the middle of one call.
         """
@@ -83,11 +81,6 @@ class BucketSource:
                 if self._config.keeps_buckets:
                     version.buckets.append(ref)
                 yield ref
-            if version.probe_logprobs is None:
-                version.num_calls += 1
-                started = time.monotonic()
-                version.probe_logprobs = await asyncio.to_thread(self._learner.probe_logprobs, self._probe)
-                version.probe_s = time.monotonic() - started
         finally:
             _close(stream)
             await end(joining)
@@ -101,6 +94,13 @@ class BucketSource:
         what = "the meeting with the learner"
         joining = round_.each(lambda w: w.join_group.remote(round_.id, meeting, first[w]), what)
         return meeting, [asyncio.ensure_future(joining)]
+
+    async def expected(self, version: Version) -> np.ndarray:
+        """[N - 1] float32: the learner's logprobs of the probe, asked for once. Call it when all buckets are out."""
+        if version.probe_logprobs is None:
+            version.num_calls += 1
+            version.probe_logprobs = await asyncio.to_thread(self._learner.probe_logprobs, self._probe)
+        return version.probe_logprobs
 
     def can_send_again(self, version: Version) -> bool:
         return self._config.keeps_buckets or self._learner.policy_version == version.number

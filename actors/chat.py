@@ -71,15 +71,15 @@ class ChatFleet:
         self.name = f"{config.llm.model} on own engines"
         # Whoever asks waits llm.request_timeout_s.
         self._timeout_s = min(config.engine.request_timeout_s, config.llm.request_timeout_s / TRIES)
-        self._fleet = Fleet("chat", ChatActor, (config, seed), config.engine, placement_timeout_s=placement_timeout_s)
+        self.fleet = Fleet("chat", ChatActor, (config, seed), config.engine, placement_timeout_s=placement_timeout_s)
 
     def wait_ready(self) -> None:
-        self._fleet.wait_ready()
+        self.fleet.wait_ready()
 
     async def complete(self, question: Question) -> Completion:
         """Raises ChatFailed for a question that does not fit and for late workers, RunStopped when none is left."""
         try:
-            return await self._fleet.call(
+            return await self.fleet.call(
                 lambda worker: worker.complete.remote(question), load=1, timeout_s=self._timeout_s, what="a chat"
             )
         except UserError as error:
@@ -88,7 +88,7 @@ class ChatFleet:
             raise ChatFailed("timeout", str(error), passing=True) from None
 
     def close(self) -> None:
-        self._fleet.close()
+        self.fleet.close()
 
 
 ChatActor = ray.remote(ChatWorker)

@@ -37,6 +37,12 @@ def collect(refs: Sequence["ray.ObjectRef[Any]"], *, who: str, call: str, timeou
     return [values[ref] for ref in refs]
 
 
+def any_failed(refs: Sequence["ray.ObjectRef[Any]"]) -> bool:
+    """Whether one of them has ended in an error by now."""
+    done = ray.wait(list(refs), num_returns=len(refs), timeout=0)[0] if refs else []
+    return any(_outcome(ref)[1] for ref in done)
+
+
 def first_line(error: BaseException) -> str:
     """What an exception says, in one line of at most 300 characters."""
     lines = str(error).strip().splitlines()

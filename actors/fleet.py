@@ -16,7 +16,7 @@ from ray.exceptions import RayTaskError
 
 from actors import placement
 from actors.fanout import first_line
-from actors.member import DIED, Member, cause, died_of, why
+from actors.member import DIED, Member, cause, died_of, fate, why
 from t2g.decisions.health import State
 from t2g.errors import RunStopped, SamplingFailed, UserError
 from t2g.sections import EngineConfig
@@ -57,8 +57,10 @@ class Fleet:
         self._failure: RunStopped | None = None  # of a catch-up, for the next round of care to raise
         self._numbers = iter(range(1_000_000))
         self._waiters: list[asyncio.Future[None]] = []
+        self._ticked_at = 0.0
         self._answers: dict[str, Any] = {}  # what `start` returned
         self._refused: Exception | None = None  # by a worker that said why it cannot start
+        self._proved = False  # that a worker can start: one that cannot, later, is replaced as any that is lost
         self._short_since: float | None = None  # since when fewer workers than the floor have started
         self._idle = IdleClock()
         self._recoveries: list[float] = []  # seconds from a loss to its successor's service, not yet reported
@@ -83,14 +85,16 @@ class Fleet:
         return next(iter(self._answers.values()))
 
     async def supervise(self) -> None:
-        """Rounds of care until cancelled. Raises RunStopped when the floor of workers cannot be held."""
+        """Rounds of care until cancelled. Raises RunStopped when the floor of workers cannot be held, LearnerLost as
+        `catch_up` does."""
+        self._failure = self._short_since = None  # since the last rounds a learner may have been made again
         while True:
             self.tick()
             await asyncio.sleep(TICK_S)
 
     def want(self, number: int) -> None:
         """So many workers from now on. Those too many finish what they have; new ones join when they are ready."""
-        if number != self.wanted:
+        if number != self.wanted or self._given_up:
             logger.warning("%s workers: %d wanted, was %d", self.role, number, self.wanted)
             self.wanted = number
             self._lost, self._given_up = [], []  # who asks for workers gets them, whatever became of earlier ones
@@ -101,6 +105,11 @@ class Fleet:
     def started(self) -> list[Member]:
         """Those with a loaded model that are not leaving: what a weight sync is for."""
         return [m for m in self._members if m.health.state in (State.STALE, State.SERVING)]
+
+    @property
+    def expected(self) -> int:
+        """Workers that are wanted and were not given up."""
+        return self.wanted - len(self._given_up)
 
     @property
     def joining(self) -> bool:
@@ -138,18 +147,18 @@ class Fleet:
             member = await self._enter(load, avoid=member)
             try:
                 answer = await member.answer(submit, timeout_s)
-            except DIED as error:
-                self.failed(member, error)
-                reasons.append(f"{member.name} died")
-            except TimeoutError:
-                logger.warning("%s has not answered %s within %g s", member.name, what, timeout_s)
-                self._tell(member, "request_failed", f"did not answer within {timeout_s:g} s")
-                reasons.append(f"no answer by {member.name} within {timeout_s:g} s")
             except RayTaskError as error:
                 raised = cause(error)
                 if isinstance(raised, UserError | RunStopped):
                     raise raised from None
                 reasons.append(f"{member.name} failed: {first_line(raised)}")
+            except DIED as error:
+                self.failed(member, error)
+                reasons.append(f"{member.name} {fate(error)}")
+            except TimeoutError:
+                logger.warning("%s has not answered %s within %g s", member.name, what, timeout_s)
+                self._tell(member, "request_failed", f"did not answer within {timeout_s:g} s")
+                reasons.append(f"no answer by {member.name} within {timeout_s:g} s")
             else:
                 if answer is not None:
                     self._tell(member, "request_answered")
@@ -164,7 +173,10 @@ class Fleet:
         comes to serve stops the run."""
         deadline = time.monotonic() + self._patience_s
         while True:
-            member = min(self.serving(), key=lambda m: (m.health.suspect, m is avoid, m.load), default=None)
+            if time.monotonic() - self._ticked_at >= TICK_S:  # nobody else may: not every job supervises
+                self.tick()
+            reachable = [m for m in self.serving() if m.health.reachable]
+            member = min(reachable, key=lambda m: (m.health.suspect, m is avoid, m.load), default=None)
             if member is not None and (member.load == 0 or member.load + load <= self.config.max_num_seqs):
                 self._idle.account(self.started(), time.monotonic())
                 member.load += load
@@ -176,7 +188,6 @@ class Fleet:
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
             await asyncio.wait([waiter], timeout=TICK_S)
-            self.tick()
 
     def _leave(self, member: Member, load: int) -> None:
         self._idle.account(self.started(), time.monotonic())
@@ -194,7 +205,7 @@ class Fleet:
         """One round of care; waits for nothing. Raises RunStopped when the floor of workers cannot be held."""
         if self._failure is not None:
             raise self._failure
-        now = time.monotonic()
+        now = self._ticked_at = time.monotonic()
         self._idle.account(self.started(), now)
         for member in list(self._members):
             self._care(member, now)
@@ -218,7 +229,7 @@ class Fleet:
             self._tell(member, "died", late)
         elif member.health.state is State.DRAINING and member.load == 0:
             self._tell(member, "drained", "left")
-        elif member.health.state is State.STALE and self.catch_up is not None:
+        elif member.health.state is State.STALE and member.health.reachable and self.catch_up is not None:
             member.bring_up(self._bring_up)
 
     async def _bring_up(self, member: Member) -> None:
@@ -235,11 +246,13 @@ class Fleet:
             self._tell(member, "died", f"died in its start ({why(error)})")
         except RayTaskError as error:
             raised = cause(error)
-            self._refused = raised if isinstance(raised, UserError | RunStopped) else error  # with its traceback
+            if not self._proved:
+                self._refused = raised if isinstance(raised, UserError | RunStopped) else error  # with its traceback
             self._tell(member, "died", f"could not start ({first_line(raised)})")
         else:
             if answer is not None:
                 self._answers[member.name] = answer[0]
+                self._proved, self._refused = True, None
                 self._tell(member, "started")
                 if self.catch_up is None:
                     self._tell(member, "weights_proved")
@@ -248,7 +261,10 @@ class Fleet:
         try:
             outcome = member.take_probe(now)
         except DIED as error:
-            self.failed(member, error)
+            if died_of(error) == "died":
+                self.failed(member, error)
+            else:
+                self._tell(member, "probe_failed", f"could not be reached by a probe ({why(error)})")
         except RayTaskError as error:
             self._tell(member, "probe_failed", f"failed a probe ({first_line(cause(error))})")
         else:
@@ -286,18 +302,21 @@ class Fleet:
 
     def failed(self, member: Member, error: Exception) -> None:
         """A call of it ended in one of DIED."""
-        self._tell(member, died_of(error), f"died ({why(error)})")
+        self._tell(member, died_of(error), f"{fate(error)} ({why(error)})")
 
     def has_weights(self, member: Member, version: int) -> None:
         """The worker computes what the learner computes: it serves."""
-        member.version, member.syncing = version, False
+        member.version = version
         self._tell(member, "weights_proved")
+        member.sync_ended()
 
-    def missed(self, member: Member, reason: str) -> None:
-        """Half a sync or none: the worker is STALE, and its requests go elsewhere."""
+    def missed(self, member: Member, reason: str, *, late: bool = False) -> None:
+        """Half a sync or none: the worker is STALE, and its requests go elsewhere. late: its probes decide."""
         logger.warning("%s missed a weight sync: %s", member.name, reason)
-        member.syncing = False
+        if late:
+            self._tell(member, "unreachable", reason)
         self._tell(member, "sync_missed", f"missed a weight sync ({reason})")
+        member.sync_ended()
 
     def _resize(self) -> None:
         """Towards the wanted number: successors of the lost first, each while its restarts last."""
@@ -308,10 +327,11 @@ class Fleet:
             else:
                 living.append(self._add(placement.ask(self.config), after=member))
         self._lost = []
-        for _ in range(self.wanted - len(self._given_up) - len(living)):
+        for _ in range(self.expected - len(living)):
             self._add(placement.ask(self.config))
         for member in sorted(living, key=Member.dispensable)[: max(0, len(living) - self.wanted)]:
-            self._tell(member, "dismissed", "was not wanted any more")
+            if not member.syncing:  # else its answers would count before its weights are proved; later
+                self._tell(member, "dismissed", "was not wanted any more")
 
     def _add(self, place: Any, *, after: Member | None = None) -> Member:
         name = after.name if after else f"{self.role} worker {next(self._numbers)}"

@@ -22,6 +22,7 @@ import torch
 
 from actors import zero3
 from actors.buckets import Bucket, ParamMeta
+from actors.fanout import any_failed
 from actors.parts import CriticPart, LearnerSpec, PartName, PolicyPart, Share, load_critic, load_policy
 from actors.ranks import Ranks
 from actors.transports import Meeting
@@ -35,6 +36,7 @@ from t2g.types import Minibatch, PackedTokens, Rollout, TokenStats, TrainBatch, 
 T = TypeVar("T")
 
 STATE_FILE = "learner.json"
+LOOK_S = 5.0  # a rank that died without breaking the others' connections is seen within so long
 STREAM_AHEAD = 2  # buckets gathered before the first is taken: the next gather overlaps with the present send
 
 
@@ -132,6 +134,7 @@ class LearnerGroup:
         self.spec = spec
         self.policy_version = 0  # that an update makes counts from its beginning
         self._turn = threading.Lock()  # two calls at once would reach the ranks in different orders
+        self._lost: LearnerLost | None = None  # what every call says from then on
         self.groups: list[Ranks] = []
         self.parts: dict[PartName, Ranks] = {}
         roles = spec.learner.roles(spec.objective)
@@ -168,10 +171,15 @@ class LearnerGroup:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         timeout_s = self.spec.learner.step_timeout_s
+        if self._lost is not None:  # ranks that hang would take every later call to its deadline again
+            raise self._lost
         if not self._turn.acquire(timeout=timeout_s):
             raise LearnerLost(f"the learner is late: the call before did not end within {timeout_s:g} s")
         try:
             yield
+        except LearnerLost as lost:
+            self._lost = lost
+            raise
         finally:
             self._turn.release()
 
@@ -278,21 +286,26 @@ class LearnerGroup:
         options = {"num_returns": "streaming", "_generator_backpressure_num_objects": ahead}
         with self._alone():
             streams = [w.stream_weights.options(**options).remote(dtype, full, meeting) for w in ranks.workers]
-            yield from self._buckets(ranks, streams[0])
+            yield from self._buckets(ranks, streams)
             ranks.collect([stream.completed() for stream in streams], "stream_weights", self._deadline())
 
-    def _buckets(self, ranks: Ranks, stream: Any) -> Iterator["ray.ObjectRef[Bucket]"]:
-        timeout_s = self.spec.learner.step_timeout_s
+    def _buckets(self, ranks: Ranks, streams: Sequence[Any]) -> Iterator["ray.ObjectRef[Bucket]"]:
+        """Of rank 0's stream, which fails as well when another rank has died: only together they say of what."""
+        stream, timeout_s = streams[0], self.spec.learner.step_timeout_s
+        ends = [other.completed() for other in streams]
         while True:
-            ready, _ = ray.wait([stream], timeout=timeout_s, fetch_local=False)
-            if not ready:
-                raise LearnerLost(f"learner rank 0 is late: no bucket of weights came within {timeout_s:g} s")
+            deadline = self._deadline()
+            while not ray.wait([stream], timeout=min(LOOK_S, timeout_s), fetch_local=False)[0]:
+                if any_failed(ends[1:]):
+                    ranks.collect(ends, "stream_weights", self._deadline())
+                if time.monotonic() > deadline:
+                    raise LearnerLost(f"learner rank 0 is late: no bucket of weights came within {timeout_s:g} s")
             try:
                 ref = next(stream)
             except StopIteration:
                 return
-            if ray.wait([stream.completed()], timeout=0)[0]:  # a stream that failed ends in a reference that raises
-                ranks.collect([stream.completed()], "stream_weights", self._deadline())
+            if ray.wait(ends[:1], timeout=0)[0]:  # a stream that failed ends in a reference that raises
+                ranks.collect(ends, "stream_weights", self._deadline())
             yield ref
 
     def probe_logprobs(self, ids: np.ndarray) -> np.ndarray:

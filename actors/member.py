@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
 import ray
-from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from actors import placement
@@ -15,12 +15,18 @@ from actors.fanout import first_line
 from t2g.decisions.health import Event, Health, State, after, overdue
 from t2g.sections import EngineConfig
 
-DIED = (RayActorError, OutOfMemoryError)  # the second: ended by Ray's memory monitor
+# No answer will come: the worker is gone, was ended by Ray's memory monitor, or its answer went with a node.
+DIED = (RayActorError, OutOfMemoryError, ObjectLostError)
 
 
-def died_of(error: Exception) -> Literal["died", "request_failed"]:
+def died_of(error: Exception) -> Literal["died", "unreachable"]:
     """A node that does not answer may come back, with its workers: its requests go elsewhere, its probes decide."""
-    return "request_failed" if isinstance(error, ActorUnavailableError) else "died"
+    return "unreachable" if isinstance(error, ActorUnavailableError | ObjectLostError) else "died"
+
+
+def fate(error: Exception) -> Literal["died", "could not be reached"]:
+    """What an exception of DIED says of the worker."""
+    return "died" if died_of(error) == "died" else "could not be reached"
 
 
 def why(error: Exception) -> str:
@@ -48,11 +54,12 @@ class Member:
         self.restarts = 0  # predecessors of the same name
         self.lost_at: float | None = None  # when its predecessor was lost, until it serves
         self.warned = False  # that it waits for a place
-        self.syncing = False  # its engine is paused: no probe, no judgement
+        self.syncing = False  # its engine is paused, or has weights not proved yet: no probe, and no answer counts
         self._starting: Any = None
         self._probe: Any = None
         self._probed_at = time.monotonic()
         self._in_vain: set[asyncio.Future[None]] = set()  # one per waiting request, resolved when it waits in vain
+        self._unsettled: set[asyncio.Future[None]] = set()  # one per answer that came while `syncing`
         self._catching_up: asyncio.Future[None] | None = None
 
     def begin(self, actor: Any, arguments: tuple[Any, ...]) -> None:
@@ -60,6 +67,11 @@ class Member:
         self.handle = actor.options(**placement.actor_options(self._config, self.place)).remote(*arguments)
         self._starting = self.handle.start.remote()
         self.health = Health(since=time.monotonic())
+
+    def sync_ended(self) -> None:
+        """Call it once the worker's state says how."""
+        self.syncing = False
+        _release(self._unsettled)
 
     def happens(self, event: Event, reason: str = "") -> State:
         now = time.monotonic()
@@ -82,7 +94,8 @@ class Member:
             self._probe = None
             return None
         if self._probe is None:
-            if now - self._probed_at >= health.probe_every_s or self.health.suspect:
+            at_once = self.health.suspect and self.health.failed_probes == 0
+            if now - self._probed_at >= health.probe_every_s or at_once:
                 self._probe, self._probed_at = self.handle.probe.remote(), now
             return None
         if ray.wait([self._probe], timeout=0)[0]:
@@ -103,9 +116,11 @@ class Member:
         try:
             await asyncio.wait([answer, in_vain], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if answer.done():
-                return (answer.result(),)
+                await self._verdict(in_vain)  # on the weights that may have made it
             if in_vain.done():
                 return None
+            if answer.done():
+                return (answer.result(),)
             raise TimeoutError
         finally:
             self._in_vain.discard(in_vain)
@@ -114,11 +129,20 @@ class Member:
                 with contextlib.suppress(RayActorError):
                     ray.cancel(ref)
 
+    async def _verdict(self, in_vain: "asyncio.Future[None]") -> None:
+        """Until no weight sync is under way; the sync has the deadline."""
+        if not self.syncing:
+            return
+        settled = asyncio.get_running_loop().create_future()
+        self._unsettled.add(settled)
+        try:
+            await asyncio.wait([settled, in_vain], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._unsettled.discard(settled)
+
     def interrupt(self) -> None:
         """Whoever waits for it asks somebody else."""
-        for waiting in self._in_vain:
-            if not waiting.done():
-                waiting.set_result(None)
+        _release(self._in_vain)
 
     def bring_up(self, catch_up: "Callable[[Member], Awaitable[None]]") -> None:
         """Have it brought the current weights, unless that is under way. Without an event loop nothing happens yet."""
@@ -145,3 +169,9 @@ class Member:
         if self.handle is not None:
             ray.kill(self.handle, no_restart=True)
         remove_placement_group(self.place)
+
+
+def _release(waiting: set["asyncio.Future[None]"]) -> None:
+    for future in waiting:
+        if not future.done():
+            future.set_result(None)

@@ -14,6 +14,7 @@ import ray
 
 from actors.engine import Engine, stop_token_ids
 from actors.fleet import TRIES, Fleet
+from t2g.checkpoint import weights_version
 from t2g.data.chat import load_tokenizer
 from t2g.data.sft import target_ids
 from t2g.errors import SamplingFailed, UserError
@@ -120,7 +121,7 @@ def begin_answer(begun: str, tokenizer: Any) -> tuple[np.ndarray, str]:
 
 
 class RewardFleet:
-    """Reward workers as one feedback source. Answers are kept: the same response is judged once."""
+    """Reward workers as one feedback source. Answers are kept for whoever asks again."""
 
     name = SOURCE
 
@@ -135,7 +136,8 @@ class RewardFleet:
         self._config = config
         card = make_card(task, config.style)
         check_card(Path(config.reward_model), card)
-        self.version = f"{config.reward_model}@{config.reward_revision or 'local'}/{card.prompt_version}"
+        weights = weights_version(config.reward_model, config.reward_revision)
+        self.version = f"{config.reward_model}@{weights}/{card.prompt_version}"
         arguments = (config, task, seed, self.version)
         self.fleet = Fleet(
             "reward", actor or RewardActor, arguments, config.engine, placement_timeout_s=placement_timeout_s

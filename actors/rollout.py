@@ -4,22 +4,22 @@
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import numpy as np
 import ray
 import xxhash
-from ray.exceptions import RayTaskError
+from ray.exceptions import ObjectLostError, RayTaskError
 
 from actors.buckets import Bucket, ParamMeta
 from actors.engine import Engine, stop_token_ids
 from actors.fanout import first_line
 from actors.fleet import Fleet
-from actors.member import DIED, Member
+from actors.member import DIED, Member, fate
 from actors.transports import Meeting
 from t2g.data.chat import load_tokenizer
-from t2g.errors import MissedSync, UserError
+from t2g.errors import LearnerLost, MissedSync, UserError
 from t2g.feedback.offsets import decode
 from t2g.interfaces import Sampling
 from t2g.sections import RolloutConfig, Transport
@@ -128,6 +128,7 @@ class RolloutFleet(Fleet):
         super().__init__("rollout", actor or RolloutActor, arguments, config, placement_timeout_s=placement_timeout_s)
         self.vocab_size, self.dtype, self.max_model_len = 0, config.dtype, config.max_model_len
         self.tensor_parallel = config.tensor_parallel
+        self.open_timeout_s = config.health.probe_timeout_s * config.health.max_failures  # as its probes would find
 
     def wait_ready(self) -> None:
         self.vocab_size = super().wait_ready()
@@ -147,25 +148,30 @@ class RolloutFleet(Fleet):
         )
 
     def receivers(self) -> list[Member]:
-        """Who gets the next weights."""
-        return self.started()
+        """Who gets the next weights. Who cannot be reached misses them, and catches up, or its successor does."""
+        for member in self.serving():
+            if not member.health.reachable:
+                self.missed(member, "could not be reached")
+        return [member for member in self.started() if member.health.reachable]
 
-    async def ask(self, receiver: Member, submit: Callable[[Any], Any], *, timeout_s: float, what: str) -> Any:
+    def ask(self, receiver: Member, submit: Callable[[Any], Any], what: str) -> Coroutine[Any, Any, Any]:
         """One call of a weight sync on one worker; its engine is paused from now on until it has or missed them.
 
-        Raises MissedSync when it died, was late or refused.
+        Awaited, it raises MissedSync when it died or refused, LearnerLost when a bucket was lost on its way.
         """
-        receiver.syncing = True
+        receiver.syncing = True  # now: set by a task, it might come after the end of the sync, and nobody took it back
+        return self._ask(receiver, submit, what)
+
+    async def _ask(self, receiver: Member, submit: Callable[[Any], Any], what: str) -> Any:
         try:
-            async with asyncio.timeout(timeout_s):
-                return await submit(receiver.handle)
+            return await submit(receiver.handle)
+        except RayTaskError as error:  # before DIED: of an argument that is lost Ray makes one of both kinds
+            if isinstance(error.cause, ObjectLostError):
+                raise LearnerLost(f"{what} was lost with the node of learner rank 0") from error
+            raise MissedSync(f"refused {what}: {first_line(error.cause)}") from error
         except DIED as error:
             self.failed(receiver, error)
-            raise MissedSync(f"died during {what}") from error
-        except TimeoutError:
-            raise MissedSync(f"did not finish {what} within {timeout_s:.3g} s") from None
-        except RayTaskError as error:
-            raise MissedSync(f"refused {what}: {first_line(error.cause)}") from error
+            raise MissedSync(f"{fate(error)} during {what}") from error
 
 
 RolloutActor = ray.remote(RolloutWorker)

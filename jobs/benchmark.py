@@ -98,13 +98,15 @@ async def measure(config: BenchmarkJob, learner: "LearnerGroup", fleet: "Rollout
             rows = []
             for repeat in range(config.repeats + 1):
                 version += 1
+                busy = cpu_seconds()
                 result = await WeightSync(learner, fleet, changed).push(version)
-                if result.missed:
+                busy = cpu_seconds() - busy
+                if len(fleet.serving()) < workers:
                     raise RunStopped(f"not all of {workers} engines took version {version} of the weights")
                 copies.append(timed_copy(source, target))
                 if repeat:  # the first one touches new memory
                     fields = ("seconds", "stages", "num_calls", "probe_gap")
-                    rows.append({name: getattr(result, name) for name in fields})
+                    rows.append({name: getattr(result, name) for name in fields} | {"cpu_s": busy})
             middle = sorted(rows, key=lambda row: row["seconds"])[len(rows) // 2]
             syncs.append({"workers": workers, "verify": verify, **middle, "all_seconds": [r["seconds"] for r in rows]})
     return {
@@ -117,6 +119,14 @@ async def measure(config: BenchmarkJob, learner: "LearnerGroup", fleet: "Rollout
         "put_s": statistics.median(total - gather for gather, total in alone),
         "syncs": syncs,
     }
+
+
+def cpu_seconds() -> float:
+    """That all cores of this machine have worked since it started, for whatever."""
+    import psutil
+
+    times = psutil.cpu_times()
+    return times.user + times.nice + times.system
 
 
 def timed_copy(source: "np.ndarray", target: "np.ndarray") -> tuple[float, float]:
@@ -161,17 +171,24 @@ def write(folder: Path, results: dict[str, Any]) -> None:
 def tables(results: dict[str, Any]) -> str:
     """Markdown. Rates count the bytes that arrived in all engines; ratios are to the copy's rate."""
     num_bytes, copy_s = results["bytes"], results["copy_s"]
+
+    def ratio(sync: dict[str, Any], seconds: float) -> str:
+        return f"{sync['workers'] * copy_s / seconds:.3f}"
+
     lines = [
         f"{num_bytes / 1e9:.3f} GB of {results['dtype']} in buckets of {results['bucket_mib']:g} MiB; a plain copy of "
         f"them takes {copy_s:.3f} s ({num_bytes / copy_s / 1e9:.2f} GB/s), one pass of xxh3 {results['hash_s']:.3f} s.",
         "",
         *_table(
-            ("engines", "sync_verify", "seconds", "GB/s", "ratio to the copy", "control calls", "probe gap, nats"),
+            (
+                "engines", "sync_verify", "seconds", "GB/s", "ratio to the copy", "without the probe", "CPU seconds",
+                "control calls", "probe gap, nats",
+            ),
             [
                 (
                     sync["workers"], sync["verify"], f"{sync['seconds']:.3f}",
-                    f"{sync['workers'] * num_bytes / sync['seconds'] / 1e9:.3f}",
-                    f"{sync['workers'] * copy_s / sync['seconds']:.3f}",
+                    f"{sync['workers'] * num_bytes / sync['seconds'] / 1e9:.3f}", ratio(sync, sync["seconds"]),
+                    ratio(sync, sync["seconds"] - sync["stages"]["verify"]), f"{sync['cpu_s']:.2f}",
                     sync["num_calls"], f"{sync['probe_gap']:.2g}",
                 )
                 for sync in results["syncs"]

@@ -1,6 +1,7 @@
 """A run's fleets while it goes on: their care, the sizes that the operator or the run itself wants, status.json."""
 
 import asyncio
+import logging
 from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -8,11 +9,14 @@ from t2g.config import PolicyJob
 from t2g.control import Control, FleetStatus, Status, now, scalable, write_status
 from t2g.decisions.scaling import PATIENCE, StepLoad, wanted_workers
 from t2g.describe import samples_per_step
+from t2g.errors import UserError
 
 if TYPE_CHECKING:
     from actors.fleet import Fleet
     from actors.rollout import RolloutFleet
     from t2g.interfaces import FeedbackSource
+
+logger = logging.getLogger(__name__)
 
 CONTROL_S = 1.0  # between two looks at control.json
 STATUS_EVERY = 3  # looks between two pictures in status.json
@@ -38,9 +42,9 @@ class Steering:
     async def _steer(self) -> None:
         looks = 0
         while True:
-            wanted = self._control.wanted()
+            news = self._control.news()
             for role, fleet in self._fleets.items():
-                number = getattr(wanted, FIELDS[role])
+                number = getattr(news, FIELDS[role], None)
                 if number is not None:
                     fleet.want(number)
             if looks % STATUS_EVERY == 0:
@@ -74,21 +78,22 @@ class Steering:
             buffered=metrics["buffer/samples"] / samples_per_step(self._config.rollout),
         )
         self._loads = [*self._loads, load][-PATIENCE:]
-        fleet.want(
-            wanted_workers(
-                self._loads, current=fleet.wanted, joining=fleet.joining, workers=self._config.rollout.workers
-            )
-        )
+        workers, current = self._config.rollout.workers, fleet.expected
+        number = wanted_workers(self._loads, current=current, joining=fleet.joining, workers=workers)
+        if number != current:
+            fleet.want(number)
 
     def write_status(self) -> None:
-        write_status(
-            self._config.run.folder,
-            Status(
-                step=self._step,
-                num_steps=self._config.num_steps,
-                samples=self._samples,
-                updated=now(),
-                fleets=tuple(FleetStatus(**fleet.report()) for fleet in self._fleets.values()),
-                idle=self._idle,
-            ),
+        """A picture for whoever looks: where it cannot be written, the run goes on without."""
+        status = Status(
+            step=self._step,
+            num_steps=self._config.num_steps,
+            samples=self._samples,
+            updated=now(),
+            fleets=tuple(FleetStatus(**fleet.report()) for fleet in self._fleets.values()),
+            idle=self._idle,
         )
+        try:
+            write_status(self._config.run.folder, status)
+        except (OSError, UserError) as error:
+            logger.warning("the status of the run was not written: %s", error)

@@ -57,7 +57,7 @@ def read_data(config: PolicyJob) -> PolicyData:
     from t2g.data.chat import load_tokenizer
     from t2g.data.load import load_records
     from t2g.data.prompts import make_prompts
-    from t2g.steps import refuse_unmeasured
+    from t2g.steps import prompt_indices, refuse_unmeasured
     from t2g.tasks.base import get_task
 
     task = get_task(config.task)
@@ -65,6 +65,8 @@ def read_data(config: PolicyJob) -> PolicyData:
     room = config.rollout.max_prompt_tokens
     prompts = make_prompts(load_records(config.data), task, tokenizer, room)
     refuse_unmeasured(task, prompts, config.objective.w_end)
+    # Refuses a file with fewer prompts than a step takes now, and not when all engines have started.
+    prompt_indices(num_prompts=len(prompts), per_step=config.rollout.prompts_per_step, step=1, seed=config.run.seed)
     eval_prompts: list[Prompt] = []
     if config.eval_data is not None:
         records = load_records(config.eval_data)[: config.eval.num_prompts]
@@ -88,10 +90,10 @@ def train(
     """
     from jobs.steering import Steering
 
-    begin_folder(config)
     steering = Steering(config, rollouts, feedback)
     attempt = partial(one_learner, config, data, rollouts, feedback, steering, stop, after)
     with sole_process(config.run.folder):
+        begin_folder(config)
         state = with_restarts(attempt, config.learner.max_restarts, stop)
     if state is None or state.step < config.num_steps:
         return None
@@ -136,8 +138,10 @@ def one_learner(
     from t2g.progress import stage
     from t2g.trainer import Trainer
 
-    folder = config.run.folder
-    group = LearnerGroup(learner_spec(config), placement_timeout_s=config.cluster.placement_timeout_s)
+    folder, placement_timeout_s = config.run.folder, config.cluster.placement_timeout_s
+    if lost_at is not None:  # with its node, perhaps: another takes minutes to come
+        placement_timeout_s = max(placement_timeout_s, config.learner.step_timeout_s)
+    group = LearnerGroup(learner_spec(config), placement_timeout_s=placement_timeout_s)
     log = RunLog(folder, config.log, [RayMetrics(config.run.name)])
     with closing(group) as learner, closing(log), ExitStack() as engines:
         sync = WeightSync(learner, rollouts, config.learner)

@@ -56,7 +56,8 @@ class CheckpointStore:
             (folder / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
 
         self._write_sealed(final, fill_all, f"the checkpoint of step {step}")
-        for old in self._steps()[self.keep :]:
+        # A newer one is torn, or the run would not have come to write this one: it is not among those that are kept.
+        for old in [folder for folder in self._steps() if folder <= final][self.keep :]:
             shutil.rmtree(old)
         return final
 
@@ -157,6 +158,17 @@ def write_atomic(path: Path, data: bytes) -> None:
             raise
         temporary.replace(path)
         _sync_path(path.parent)
+
+
+def weights_version(model: str, revision: str | None) -> str:
+    """A text that changes with a model's weights: its revision, else a hash of the safetensors in its folder.
+
+    Reads them all. A name on the hub without a revision is "unpinned": what it gives may change, and nobody would see.
+    """
+    files = sorted(Path(model).glob("*.safetensors"))
+    if revision or not files:
+        return revision or "unpinned"
+    return xxhash.xxh3_64_hexdigest("".join(_entry(file)["xxh3"] for file in files).encode())
 
 
 @contextmanager

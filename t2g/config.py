@@ -36,7 +36,6 @@ class JobConfig(Section):
     run: RunConfig = RunConfig()
     cluster: ClusterConfig = ClusterConfig()
     task: str = Field("prompts", description="summarization, qa, code, prompts, tiny, or pkg.mod:Class")
-    log: LogConfig = LogConfig()
 
 
 class PolicyJob(JobConfig):
@@ -53,6 +52,7 @@ class PolicyJob(JobConfig):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     alarms: AlarmConfig = AlarmConfig()
+    log: LogConfig = LogConfig()
     stages: Path | None = Field(
         None, description="a demo config whose stages are made first where missing; ${stages} in a path is their folder"
     )
@@ -90,6 +90,7 @@ class SFTJob(JobConfig):
     model: ModelConfig
     data: DataConfig
     sft: SFTOptions = SFTOptions()
+    log: LogConfig = LogConfig()
 
 
 class AnnotateJob(JobConfig):
@@ -128,6 +129,7 @@ class RewardJob(JobConfig):
     data: DataConfig
     eval_data: DataConfig
     sft: SFTOptions = SFTOptions()
+    log: LogConfig = LogConfig()
     style: StyleConfig = StyleConfig()
     engine: RewardEngineConfig = RewardEngineConfig()
     eval_records: int = Field(200, ge=1, description="held-out records in the report")

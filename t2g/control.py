@@ -112,16 +112,15 @@ class Control:
     def __init__(self, folder: Path, bounds: Mapping[str, WorkersConfig]) -> None:
         """bounds: those of `scalable(config)`; what the file says about other fleets is passed over."""
         self._path, self._bounds = folder / CONTROL_FILE, bounds
-        self._seen: bytes | None = None
-        self._wanted = Wanted()
+        self._seen: int | None = None
 
-    def wanted(self) -> Wanted:
-        """What the file says now; cheap enough to ask every second."""
-        content = _bytes(self._path)
-        if content != self._seen:
-            self._seen = content
-            self._wanted = self._within_bounds(_parse(content, self._path))
-        return self._wanted
+    def news(self) -> Wanted | None:
+        """What the file says, once each time that it was written; cheap enough to ask every second."""
+        written_ns = _written_ns(self._path)
+        if written_ns == self._seen:
+            return None
+        self._seen = written_ns
+        return self._within_bounds(_parse(_bytes(self._path), self._path))
 
     def _within_bounds(self, wanted: Wanted) -> Wanted:
         kept = {}
@@ -170,8 +169,16 @@ def _parse(content: bytes, path: Path) -> Wanted:
         return Wanted()
 
 
+def _written_ns(path: Path) -> int | None:
+    """None where it is not there."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return None
+
+
 def _bytes(path: Path) -> bytes:
-    """None when it cannot be read, as while a mount is away."""
+    """Nothing when it cannot be read, as while a mount is away."""
     try:
         with path.open("rb") as file:
             return file.read(MAX_BYTES)

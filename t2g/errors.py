@@ -22,4 +22,4 @@ class SamplingFailed(RunStopped):
 
 
 class MissedSync(RuntimeError):
-    """A worker that died, was late or refused in a weight sync: it does not have the weights."""
+    """A worker that died or refused in a weight sync: it does not have the weights."""

@@ -49,9 +49,9 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | sync/bytes                                 | weights sent to each worker                                            |
 | sync/{gather,hand_over,load}_s             | seconds of work on all buckets; they overlap                           |
 | sync/{open,close}_s                        | seconds to pause engines and announce a version, and to commit it      |
-| sync/verify_s                              | seconds of the probe in the learner, during the last loads, and engines |
+| sync/verify_s                              | seconds of the probe after the last load, in learner and engines       |
 | sync/calls                                 | calls of workers and of the learner group                              |
-| sync/missed                                | workers that did not get the weights, and serve nobody until they have |
+| sync/missed                                | workers that were sent the weights and did not get them                |
 | sft/<name>                                 | supervised jobs: loss, gradient norm, speed; `step` is the optimizer's |
 | dpo/{pairs,ties_share}                     | pairs learnt from; share left out since both are worth the same        |
 | dpo/{loss,accuracy,margin,grad_norm,steps} | of the last optimizer step, see `actors.dpo`                           |

@@ -9,6 +9,7 @@ from typing import Any, Self
 import numpy as np
 import xxhash
 
+from t2g.checkpoint import weights_version
 from t2g.config import PolicyJob
 from t2g.configio import flat, may_differ
 from t2g.errors import UserError
@@ -21,6 +22,7 @@ class Origin:
     """What the numbers of a run come from; each as a text that changes with it."""
 
     config: str  # hash of every key that a resume may not change
+    policy: str  # version of the weights of model.policy: the reference stays what it was
     prompts: str  # hash of ids and tokens of all training prompts, in order: the step number points into these
     feedback: str  # version of the source, "" where it has none
 
@@ -33,6 +35,7 @@ class Origin:
             seen.update(prompt.prompt_ids.astype(np.int32).tobytes())
         return cls(
             config=xxhash.xxh3_128_hexdigest(json.dumps(fixed, sort_keys=True).encode()),
+            policy=weights_version(config.model.policy, config.model.revision),
             prompts=seen.hexdigest(),
             feedback=getattr(feedback, "version", ""),
         )
@@ -58,6 +61,7 @@ def read_state(folder: Path, saved: Mapping[str, Any], origin: Origin) -> Traine
         raise UserError(f"checkpoint {folder} was written by another version of this program: take another run.name")
     words = {
         "config": "with another config",
+        "policy": "from other weights than model.policy has now",
         "prompts": "on other prompts than data.path has now",
         "feedback": f"with feedback of {was['feedback'] or 'no version'}, and now it is {origin.feedback or 'of none'}",
     }

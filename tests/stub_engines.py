@@ -74,8 +74,7 @@ class StubRolloutWorker:
         if round_id != self._round:
             raise ValueError("a bucket of another round")
         self._received += 1
-        if self._received == 2 and self._flag.exists():
-            self._flag.unlink(missing_ok=True)
+        if self._received == 2 and taken(self._flag):
             raise ValueError("half a sync, as asked for")
         return {"load": time.monotonic() - started}
 
@@ -108,13 +107,21 @@ class StubRewardWorker:
         )  # fmt: skip
 
 
+def taken(flag: Path) -> bool:
+    """Whether it was there and is gone by our hand, and no other worker's."""
+    try:
+        flag.unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
 class BreakableRolloutWorker(RolloutWorker):
     """A real engine that refuses the second bucket of the sync that finds a file BREAK_SYNC in its model's folder."""
 
     async def load_bucket(self, round_id: str, bucket: Bucket) -> dict[str, float]:
         flag = Path(self._model) / BREAK_SYNC
-        if bucket.index == 1 and flag.exists():
-            flag.unlink(missing_ok=True)
+        if bucket.index == 1 and taken(flag):
             raise ValueError("half a sync, as asked for")
         return await super().load_bucket(round_id, bucket)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from t2g.checkpoint import MANIFEST, STATE, CheckpointStore, write_atomic
+from t2g.checkpoint import MANIFEST, STATE, CheckpointStore, weights_version, write_atomic
 from t2g.errors import UserError
 
 
@@ -110,6 +110,26 @@ def test_torn_checkpoint_is_skipped_and_written_again(
     assert word in caplog.text
     assert store.write(10, weights("ten again"), {"step": 10}) == torn
     assert store.latest() == (torn, {"step": 10})
+
+
+def test_weights_have_another_version_once_they_are_trained_again(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.safetensors").write_bytes(name.encode())
+    before = weights_version(str(tmp_path), None)
+    (tmp_path / "config.json").write_text("{}")
+    assert weights_version(str(tmp_path), None) == before
+    (tmp_path / "b.safetensors").write_bytes(b"c")
+    assert weights_version(str(tmp_path), None) != before
+    assert weights_version(str(tmp_path), "v2") == "v2" and weights_version("org/model", None) == "unpinned"
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_torn_checkpoints_of_later_steps_do_not_push_out_the_one_just_written(tmp_path: Path, keep: int) -> None:
+    store = CheckpointStore(tmp_path, keep=keep)
+    for step in (10, 20)[:keep]:
+        break_no_manifest(store.write(step, weights(str(step)), {"step": step}))
+    good = store.write(5, weights("five"), {"step": 5})
+    assert store.latest() == (good, {"step": 5})
 
 
 def test_a_step_that_stands_intact_is_not_written_twice(tmp_path: Path) -> None:

@@ -103,9 +103,10 @@ def test_a_file_that_is_none_of_ours_is_one_warning(
     control = Control(folder, scalable(job(folder)))
     (folder / CONTROL_FILE).write_bytes(content)
     with caplog.at_level(logging.WARNING):
-        assert [control.wanted() for _ in range(3)] == [Wanted()] * 3
+        assert [control.news() for _ in range(3)] == [Wanted(), None, None]
     assert len(caplog.records) == 1 and CONTROL_FILE in caplog.text
-    assert write_wanted(folder, Wanted(rollouts=2)) == control.wanted() == Wanted(rollouts=2)
+    assert write_wanted(folder, Wanted(rollouts=2)) == control.news() == Wanted(rollouts=2)
+    assert write_wanted(folder, Wanted(rollouts=2)) == control.news(), "asked for again"
 
 
 def test_numbers_out_of_bounds_are_brought_within_them_with_one_warning(
@@ -114,7 +115,7 @@ def test_numbers_out_of_bounds_are_brought_within_them_with_one_warning(
     control = Control(folder, scalable(job(folder)))
     (folder / CONTROL_FILE).write_text('{"rollouts": 99, "rewards": -1}')
     with caplog.at_level(logging.WARNING):
-        assert [control.wanted() for _ in range(3)] == [Wanted(rollouts=4, rewards=2)] * 3
+        assert [control.news() for _ in range(3)] == [Wanted(rollouts=4, rewards=2), None, None]
     assert [r.getMessage().partition("asks for ")[2] for r in caplog.records] == [
         "rollouts=99, and rollout.workers allows 1 to 4: 4 it is",
         "rewards=-1, and feedback.engine.workers allows 2 to 3: 2 it is",
@@ -124,25 +125,25 @@ def test_numbers_out_of_bounds_are_brought_within_them_with_one_warning(
 def test_a_wish_for_a_fleet_that_is_not_scaled_is_passed_over(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     control = Control(folder, {"rewards": WorkersConfig(max=3)})
     (folder / CONTROL_FILE).write_text('{"rollouts": 2, "rewards": 3}')
-    assert control.wanted() == Wanted(rewards=3)
+    assert control.news() == Wanted(rewards=3)
     assert "rollouts" in caplog.text
 
 
 def test_a_file_that_goes_away_leaves_no_wish(folder: Path) -> None:
     control = Control(folder, scalable(job(folder)))
-    assert control.wanted() == Wanted()
+    assert control.news() is None
     write_wanted(folder, Wanted(rollouts=2))
-    assert control.wanted() == Wanted(rollouts=2)
+    assert control.news() == Wanted(rollouts=2)
     (folder / CONTROL_FILE).unlink()
-    assert control.wanted() == Wanted()
+    assert control.news() == Wanted()
 
 
 @given(st.binary(max_size=200))
 def test_no_content_can_hurt_the_reader(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     folder = tmp_path_factory.mktemp("any")
     (folder / CONTROL_FILE).write_bytes(content)
-    wanted = Control(folder, {"rollouts": WorkersConfig(max=4)}).wanted()
-    assert wanted.rewards is None and wanted.rollouts in (None, 1, 2, 3, 4)
+    wanted = Control(folder, {"rollouts": WorkersConfig(max=4)}).news()
+    assert wanted is not None and wanted.rewards is None and wanted.rollouts in (None, 1, 2, 3, 4)
 
 
 STATUS = Status(

@@ -273,6 +273,11 @@ def test_another_origin_is_refused_at_resume(tokenizer: Any, tmp_path: Path) -> 
     with refused("on other prompts than data.path has now"):
         bench.trainer.resume()
 
+    bench = again()
+    bench.trainer.origin = replace(bench.trainer.origin, policy="retrained")
+    with refused("from other weights than model.policy has now"):
+        bench.trainer.resume()
+
     newer = FakeFeedback()
     newer.version = "newer"
     bench.trainer.origin = Origin.of(CONFIG, letter_prompts(20), newer)
@@ -282,7 +287,7 @@ def test_another_origin_is_refused_at_resume(tokenizer: Any, tmp_path: Path) -> 
 
 
 def test_a_checkpoint_without_its_origin_is_refused(tmp_path: Path) -> None:
-    origin = Origin(config="c", prompts="p", feedback="f")
+    origin = Origin(config="c", policy="w", prompts="p", feedback="f")
     state = TrainerState(step=4, kl_coef=0.5)
     saved = vars(state) | {"origin": vars(origin)}
     assert read_state(tmp_path, saved, origin) == state

@@ -1,8 +1,8 @@
 """The life of one worker of a fleet: what happened to it -> its state. Pure; `actors.fleet` executes it.
 
 STARTING -> STALE -> SERVING -> DRAINING -> DEAD. A worker without the current weights is STALE and serves nobody.
-Probes, requests and weight syncs that fail are counted apart: an
-engine that answers probes may be deaf to requests, and one that misses syncs may answer both.
+Probes, requests and weight syncs that fail are counted apart: an engine that answers probes may be deaf to requests,
+and one that misses syncs may answer both.
 """
 
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from t2g.sections import EngineConfig, HealthConfig
 
 Event = Literal[
     "started", "weights_proved", "sync_missed", "request_answered", "request_failed", "probe_answered", "probe_failed",
-    "dismissed", "drained", "died",
+    "unreachable", "dismissed", "drained", "died",
 ]  # fmt: skip
 
 
@@ -34,6 +34,7 @@ class Health:
     failed_probes: int = 0  # in a row
     failed_requests: int = 0  # in a row
     missed_syncs: int = 0  # in a row
+    reachable: bool = True  # no request is sent to where none arrives; probes go on
     suspect: bool = False  # something failed and nothing has been answered since: others are preferred
     reason: str = ""  # of the last failure
 
@@ -56,12 +57,14 @@ def after(health: Health, event: Event, *, now: float, config: HealthConfig, rea
             stale = _into(health, State.STALE, now)
             return _bounded(replace(stale, missed_syncs=health.missed_syncs + 1, reason=reason), now, config)
         case "request_answered":
-            return replace(health, failed_requests=0, suspect=False)
+            return replace(health, failed_requests=0, suspect=False, reachable=True)
+        case "unreachable":  # by many requests at once, perhaps for a moment: the probes count
+            return replace(health, reachable=False, suspect=True, reason=reason)
         case "request_failed":
             failed = replace(health, failed_requests=health.failed_requests + 1, suspect=True, reason=reason)
             return _bounded(failed, now, config)
         case "probe_answered":
-            return replace(health, failed_probes=0, suspect=False)
+            return replace(health, failed_probes=0, suspect=False, reachable=True)
         case "probe_failed":
             failed = replace(health, failed_probes=health.failed_probes + 1, suspect=True, reason=reason)
             return _bounded(failed, now, config)

@@ -23,7 +23,7 @@ class StepLoad:
 
 
 def wanted_workers(steps: Sequence[StepLoad], *, current: int, joining: bool, workers: WorkersConfig) -> int:
-    """The size to ask for, in [workers.min, workers.max]; `current` is what was asked for last.
+    """The size to ask for, in [workers.min, workers.max]; `current`: asked for and not given up.
 
     Rollouts are what the learner waits for when it starves and no finished samples pile up. Then the fleet grows by
     one, if its engines are busy; else it shrinks by one, if its idle time is worth more than a whole worker. Only the

@@ -185,8 +185,8 @@ def _cluster_warnings(config: PolicyJob, shape: ModelShape | None) -> Iterator[s
     need = store_bytes(shape, b=BYTES[config.rollout.dtype]) / GIB if shape else 0
     if need > cluster.object_store_gib:
         yield (
-            f"cluster.object_store_gib is {cluster.object_store_gib:g}: two versions of the policy's weights take "
-            f"{need:.0f}, and Ray writes to disk what it has no room for"
+            f"cluster.object_store_gib is {cluster.object_store_gib:g}: the policy's weights, held for late "
+            f"engines, take {need:.0f}, and Ray writes to disk what it has no room for"
         )
 
 

@@ -244,6 +244,6 @@ def engine_fit(shape: ModelShape, engine: EngineConfig, *, sequences: int, gpu_b
 
 
 def store_bytes(shape: ModelShape, *, b: int) -> int:
-    """Of the object store beside rank 0: the last version of the policy, kept for engines that come late, and the next
-    one on its way."""
-    return 2 * b * shape.numel
+    """Of the object store beside rank 0: the last version of the policy, held for engines that come late. It is let
+    go before the next one is sent."""
+    return b * shape.numel

@@ -91,6 +91,7 @@ class LLMFeedback:
         self._failures = FailureLog()
         self._num_lost = 0  # annotators in a row that got no answer
         self.num_tokens = 0  # spent so far, prompts and answers
+        self.fleet = getattr(chat, "fleet", None)  # of own engines, for whoever looks after them
 
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
         """Critique and spans. What is no answer is failed feedback, an answer of no use is unparsable, with a reason.

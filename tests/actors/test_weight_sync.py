@@ -5,6 +5,7 @@ import itertools
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 from actors.bucket_source import BucketSource, Version
 from actors.buckets import Bucket, ParamMeta, make_bucket
+from actors.rollout import RolloutFleet
 from actors.transports import Meeting
 from actors.weight_sync import WeightSync, probe_gap, probe_ids
 from t2g.errors import LearnerLost, MissedSync, RunStopped
@@ -21,6 +23,7 @@ NUM_BUCKETS = 3
 METAS = [ParamMeta(name=f"m{i}.weight", shape=(2,)) for i in range(NUM_BUCKETS)]
 BUCKETS = [("bucket", i) for i in range(NUM_BUCKETS)]
 CONFIG = LearnerConfig(step_timeout_s=5)
+HASTE = {"step_timeout_s": 1.5}
 
 
 class Remote:
@@ -32,13 +35,20 @@ class Remote:
 
 class FakeWorker:
     """Scores the probe by the sum of its weights. Deaf to one bucket in its first `deaf` rounds; in round `breaks[0]`
-    it raises at bucket `breaks[1]`, or hangs there."""
+    it raises at bucket `breaks[1]`, or hangs there, or that bucket is `lost`."""
 
     def __init__(
-        self, *, deaf: int = 0, breaks: tuple[int, int] = (0, 0), hangs: bool = False, hangs_at_open: bool = False
+        self,
+        *,
+        deaf: int = 0,
+        breaks: tuple[int, int] = (0, 0),
+        hangs: bool = False,
+        hangs_at_open: bool = False,
+        lost: bool = False,
     ) -> None:
         self.weights, self.deaf, self.breaks, self.hangs = [0.0] * NUM_BUCKETS, deaf, breaks, hangs
-        self.hangs_at_open, self.group = hangs_at_open, None
+        self.lost = lost
+        self.hangs_at_open, self.group, self.scored = hangs_at_open, None, threading.Event()
         self.join_group = Remote(self._join)
         self.rounds, self.log, self.aboard, self.most_aboard = [], [], 0, 0
         self.open_update, self.load_bucket = Remote(self._open), Remote(self._load)
@@ -68,6 +78,8 @@ class FakeWorker:
             if self.group is not None:
                 self.group.gone = "one"
             await asyncio.sleep(60 if self.hangs else 0)
+            if self.lost:
+                raise LearnerLost("a bucket of weights was lost with the node of learner rank 0")
             raise ValueError("the bytes are other bytes")
         self.log.append(("bucket", bucket.index))
         if not (bucket.index == 1 and len(self.rounds) <= self.deaf):
@@ -79,6 +91,7 @@ class FakeWorker:
         self.log.append("close")
 
     async def _score(self, ids: np.ndarray) -> np.ndarray:
+        self.scored.set()
         return np.full(len(ids) - 1, sum(self.weights), np.float32)
 
 
@@ -88,7 +101,9 @@ class Receiver:
 
 
 class FakeFleet:
-    vocab_size, dtype, max_model_len, tensor_parallel = 50, "float32", 32, 1
+    """Who was late is no receiver any more."""
+
+    vocab_size, dtype, max_model_len, tensor_parallel, open_timeout_s = 50, "float32", 32, 1, 1.0
 
     def __init__(self, **workers: FakeWorker) -> None:
         self.members = [Receiver(name, worker) for name, worker in workers.items()]
@@ -97,18 +112,19 @@ class FakeFleet:
     def receivers(self) -> list[Receiver]:
         return list(self.members)
 
-    async def ask(self, receiver: Receiver, submit: Callable[[Any], Any], *, timeout_s: float, what: str) -> Any:
-        assert 0 < timeout_s <= CONFIG.step_timeout_s
+    async def ask(self, receiver: Receiver, submit: Callable[[Any], Any], what: str) -> Any:
         try:
-            return await asyncio.wait_for(submit(receiver.handle), timeout_s)
+            return await submit(receiver.handle)
         except ValueError as error:
             raise MissedSync(f"refused {what}: {error}") from error
 
     def has_weights(self, receiver: Receiver, version: int) -> None:
         self.heard.append((receiver.name, version))
 
-    def missed(self, receiver: Receiver, reason: str) -> None:
+    def missed(self, receiver: Receiver, reason: str, *, late: bool = False) -> None:
         self.heard.append((receiver.name, reason))
+        if late:
+            self.members = [member for member in self.members if member is not receiver]
 
 
 class Group:
@@ -130,8 +146,15 @@ class FakeLearner:
 
     ports = itertools.count()
 
-    def __init__(self, *, lost_at: int | None = None, updates_after: int | None = None) -> None:
-        self.lost_at, self.calls, self.streaming = lost_at, [], False
+    def __init__(
+        self,
+        *,
+        lost_at: int | None = None,
+        updates_after: int | None = None,
+        scored: "threading.Event | None" = None,
+    ) -> None:
+        """scored: the probe is not answered before a worker was asked for it too. lost_at NUM_BUCKETS: in the probe."""
+        self.lost_at, self.calls, self.streaming, self.scored = lost_at, [], False, scored
         self.policy_version, self.updates_after = 3, updates_after
 
     def address(self) -> tuple[str, int]:
@@ -161,6 +184,9 @@ class FakeLearner:
     def probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
         assert len(ids) == 31  # 64 do not fit into the window of 32, which needs room for one more
         self.calls.append("probe")
+        if self.lost_at == NUM_BUCKETS:
+            raise LearnerLost("learner rank 1 died during probe_logprobs")
+        assert self.scored is None or self.scored.wait(5), "no worker was asked meanwhile"
         return np.full(len(ids) - 1, 7 + 1e-4, np.float32)
 
 
@@ -206,8 +232,25 @@ def test_a_worker_that_hangs_is_waited_for_no_longer_than_the_grace() -> None:
     assert result.seconds < 10 and result.missed == ("w1",)
     assert fleet.members[0].handle.log == ONCE
     (name, reason), proved = fleet.heard
-    assert name == "w1" and reason.startswith("is late: a bucket of weights took it more than 0.1")
+    assert name == "w1" and reason.startswith("is late: a bucket of weights took it more than ")
     assert proved == ("w0", 3)
+
+
+@pytest.mark.parametrize("worker", [FakeWorker(hangs_at_open=True), FakeWorker(breaks=(1, 1), hangs=True)])
+def test_an_only_engine_that_hangs_is_late_once_and_the_second_try_waits_for_its_successor(worker: FakeWorker) -> None:
+    fleet = FakeFleet(w0=worker)
+
+    async def replaced() -> Any:
+        pushed = asyncio.create_task(WeightSync(FakeLearner(), fleet, CONFIG.model_copy(update=HASTE)).push(3))
+        async with asyncio.timeout(10):
+            while fleet.members:
+                await asyncio.sleep(0.05)
+            fleet.members.append(Receiver("w0", FakeWorker()))
+            return await pushed
+
+    assert asyncio.run(replaced()).missed == ()
+    (name, reason), proved = fleet.heard
+    assert name == "w0" and reason.startswith("is late: ") and proved == ("w0", 3)
 
 
 def test_when_nobody_got_it_the_whole_is_sent_once_more_without_the_learner() -> None:
@@ -225,6 +268,18 @@ def test_a_run_whose_workers_are_all_wrong_twice_stops_with_their_reasons() -> N
     words = r"sent twice: w0 does not compute .* 2 nats apart .*probe_tolerance=0\.001 is allowed; w1 refused a bucket"
     with pytest.raises(RunStopped, match=r"no rollout worker got version 3 of the weights, " + words):
         push(fleet)
+
+
+def test_the_learner_and_the_workers_score_the_probe_at_the_same_time() -> None:
+    worker = FakeWorker()
+    assert push(FakeFleet(w0=worker), FakeLearner(scored=worker.scored)).missed == ()
+
+
+def test_a_learner_that_dies_in_the_probe_proves_nobody() -> None:
+    fleet = FakeFleet(w0=FakeWorker())
+    with pytest.raises(LearnerLost, match="died during probe_logprobs"):
+        push(fleet, FakeLearner(lost_at=NUM_BUCKETS))
+    assert fleet.heard == [("w0", "got half a sync, which broke off: learner rank 1 died during probe_logprobs")]
 
 
 @pytest.mark.parametrize("lost_at", [0, 2])
@@ -270,6 +325,20 @@ def test_a_late_joiner_catches_up_from_what_is_held() -> None:
     assert learner.calls == ["announce", "stream", "probe"]
 
 
+def test_a_joiner_whose_bucket_is_gone_says_that_the_learner_is_lost() -> None:
+    fleet = FakeFleet(w0=FakeWorker())
+    joiner = Receiver("w1", FakeWorker(breaks=(1, 1), lost=True))
+
+    async def joins() -> None:
+        sync = WeightSync(FakeLearner(), fleet, CONFIG)
+        await sync.push(3)
+        await sync.catch_up(joiner)
+
+    with pytest.raises(LearnerLost, match=r"^a bucket of weights was lost with the node of learner rank 0$"):
+        asyncio.run(joins())
+    assert fleet.heard[-1][0] == "w1" and "got half a sync" in fleet.heard[-1][1]
+
+
 def test_a_push_and_a_catch_up_take_turns_and_a_joiner_gets_the_newer_version() -> None:
     fleet, joiner = FakeFleet(w0=FakeWorker()), Receiver("w1", FakeWorker())
 
@@ -280,6 +349,37 @@ def test_a_push_and_a_catch_up_take_turns_and_a_joiner_gets_the_newer_version() 
 
     asyncio.run(meet())
     assert joiner.handle.log[0] == ("open", 4, "float32", 3)
+
+
+def test_a_push_takes_over_from_a_joiner_that_hangs_and_from_those_that_wait_behind_it() -> None:
+    fleet = FakeFleet(w0=FakeWorker())
+    joiners = [Receiver("w1", FakeWorker(hangs_at_open=True)), Receiver("w2", FakeWorker())]
+
+    async def meet() -> None:
+        sync = WeightSync(FakeLearner(), fleet, CONFIG, grace_s=60)
+        await sync.push(3)
+        catching_up = [asyncio.create_task(sync.catch_up(joiner)) for joiner in joiners]
+        await asyncio.sleep(0.1)
+        async with asyncio.timeout(2):
+            await sync.push(4)
+            await asyncio.gather(*catching_up)
+
+    asyncio.run(meet())
+    assert fleet.heard == [("w0", 3), ("w0", 4)], "and nobody missed a sync"
+
+
+def test_a_joiner_has_no_more_time_than_it_would_have_in_a_push() -> None:
+    fleet, joiner = FakeFleet(w0=FakeWorker()), Receiver("w1", FakeWorker(hangs_at_open=True))
+
+    async def join() -> None:
+        sync = WeightSync(FakeLearner(), fleet, CONFIG, grace_s=0.1)
+        await sync.push(3)
+        async with asyncio.timeout(2):
+            await sync.catch_up(joiner)
+
+    asyncio.run(join())
+    (_, (name, reason)) = fleet.heard
+    assert name == "w1" and reason.startswith("is late: the start of a weight sync took it more than ")
 
 
 def test_a_push_waits_for_the_first_worker_and_says_when_none_came() -> None:
@@ -309,8 +409,8 @@ def joins(worker: FakeWorker) -> list[tuple[int, int]]:
 
 def test_with_nccl_every_round_has_a_group_of_the_learner_and_who_opened_it() -> None:
     fleet, learner = FakeFleet(w0=FakeWorker(), w1=FakeWorker(), w2=FakeWorker(hangs_at_open=True)), FakeLearner()
-    result = push(fleet, learner, grace_s=0.1, config=NCCL)
     first, second, hung = (m.handle for m in fleet.members)
+    result = push(fleet, learner, grace_s=0.1, config=NCCL)
     assert [entry for entry in first.log if entry[0] != "join"] == ONCE and first.log[1][0] == "join"
     assert joins(first) == [(1, 3)] and joins(second) == [(2, 3)] and joins(hung) == [], "nobody waits for who hangs"
     assert first.most_aboard == 1, "a bucket is broadcast when every engine has loaded the one before"
@@ -350,8 +450,8 @@ def test_with_nccl_an_engine_that_is_lost_costs_the_round_and_the_next_has_a_gro
     members = list(fleet.members)
     lose = fleet.missed
 
-    def missed(receiver: Receiver, reason: str) -> None:
-        lose(receiver, reason)
+    def missed(receiver: Receiver, reason: str, *, late: bool = False) -> None:
+        lose(receiver, reason, late=late)
         if receiver.name == "w1":
             fleet.members = members[:1]  # it is dead
 
@@ -359,7 +459,7 @@ def test_with_nccl_an_engine_that_is_lost_costs_the_round_and_the_next_has_a_gro
     result = push(fleet, learner, config=NCCL)
     assert joins(members[0].handle) == [(1, 3), (1, 2)] and joins(members[1].handle) == [(2, 3)]
     assert learner.calls == ["announce", "address", "stream", "probe", "address", "stream"]
-    assert result.missed == () and fleet.heard[-1] == ("w0", 3)
+    assert result.missed == ("w1",) and fleet.heard[-1] == ("w0", 3)
     assert ("w0", "refused a bucket of weights: the broadcast was broken off: one is gone") in fleet.heard
 
 
@@ -410,14 +510,34 @@ def test_a_joiner_does_not_serve_what_the_learner_sent_while_it_went_on() -> Non
     assert "close" not in joiner.handle.log
 
 
-def test_a_learner_that_is_lost_while_a_joiner_catches_up_is_the_trainers_to_tell() -> None:
+def test_with_nccl_an_engine_that_hangs_in_a_broadcast_has_no_more_time_once_another_broke_it_off() -> None:
+    fleet = FakeFleet(w0=FakeWorker(breaks=(1, 1)), w1=FakeWorker(breaks=(1, 1), hangs=True))
+    patient = NCCL.model_copy(update={"step_timeout_s": 60})
+
+    async def in_time() -> Any:
+        async with asyncio.timeout(10):
+            return await WeightSync(FakeLearner(), fleet, patient, grace_s=0.1).push(3)
+
+    assert asyncio.run(in_time()).missed == ("w1",)
+    assert [name for name, heard in fleet.heard if heard == 3] == ["w0"]
+
+
+def test_a_worker_is_in_a_sync_from_the_moment_it_is_asked() -> None:
+    member = SimpleNamespace(syncing=False)
+    call = RolloutFleet.ask(RolloutFleet.__new__(RolloutFleet), member, lambda worker: None, "x")  # type: ignore[arg-type]
+    assert member.syncing, "a task would set it later, perhaps after the end of the sync"
+    call.close()
+
+
+def test_a_learner_that_is_lost_while_a_joiner_catches_up_is_told_and_leaves_no_stream_open() -> None:
     fleet, joiner, learner = FakeFleet(w0=FakeWorker()), Receiver("w1", FakeWorker()), FakeLearner()
 
     async def join() -> None:
         sync = WeightSync(learner, fleet, NCCL)
         await sync.push(3)
         learner.lost_at = 1
-        await sync.catch_up(joiner)
+        with pytest.raises(LearnerLost, match="learner rank 1 died"):
+            await sync.catch_up(joiner)
 
     asyncio.run(join())
     assert fleet.heard[-1] == ("w1", "got half a sync, which broke off: learner rank 1 died during stream_weights")

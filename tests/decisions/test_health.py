@@ -43,6 +43,7 @@ def life(*events: Event) -> list[Health]:
             "stale serving serving serving serving",
         ),
         (("started", "probe_failed", "probe_answered", "probe_failed", "probe_failed"), "stale stale stale stale dead"),
+        (("started", "weights_proved", *["unreachable"] * 3), "stale serving serving serving serving"),
         (("dismissed",), "dead"),
         (("started", "dismissed"), "stale dead"),
         (("weights_proved",), "starting"),
@@ -51,6 +52,12 @@ def life(*events: Event) -> list[Health]:
 )
 def test_lives(events: tuple[Event, ...], states: str) -> None:
     assert [str(h.state) for h in life(*events)[1:]] == states.split()
+
+
+@pytest.mark.parametrize("answer", ["probe_answered", "request_answered"])
+def test_where_nothing_arrives_no_request_is_sent_until_something_is_answered(answer: Event) -> None:
+    lived = life("started", "weights_proved", "unreachable", "probe_failed", answer)
+    assert [h.reachable for h in lived] == [True, True, True, False, False, True]
 
 
 def test_what_failed_makes_it_suspect_until_it_answers_and_the_last_reason_is_kept() -> None:

@@ -106,7 +106,7 @@ def test_what_cannot_work_is_a_problem(overrides: list[str], gpu: str, words: st
         ("learner.labels={rl/role: reward}", "learner.labels is {'rl/role': 'reward'}: its workers may land on"),
         ("learner.workers=13", "learner.workers is 13, which no number from 2 to 8 divides"),
         ("cluster.placement_timeout_s=60", "cluster.placement_timeout_s is 60: pods that an autoscaler adds"),
-        ("cluster.object_store_gib=4", "cluster.object_store_gib is 4: two versions of the policy's weights take 30"),
+        ("cluster.object_store_gib=4", "object_store_gib is 4: the policy's weights, held for late engines, take 15"),
         ("data.path=my.jsonl", "data.path is my.jsonl: pods see /mnt/t2g"),
         ("feedback.reward_model=runs/slf5k-reward/model", "feedback.reward_model is runs/slf5k-reward/model"),
         ("model.policy=/home/me/model", "model.policy is /home/me/model"),

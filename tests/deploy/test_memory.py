@@ -160,8 +160,8 @@ def test_an_engine_by_hand() -> None:
     assert small_gpu.fitting == 0
 
 
-def test_two_versions_of_the_weights_lie_in_the_object_store() -> None:
-    assert memory.store_bytes(TOY, b=2) == 2 * 2 * 2792
+def test_one_version_of_the_weights_lies_in_the_object_store() -> None:
+    assert memory.store_bytes(TOY, b=2) == 2 * 2792
 
 
 def test_shapes_are_found_without_a_network(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from own_runs import command, logged_steps, make_folder, start
 
-DEADLINE_S = 240
+DEADLINE_S = 600
 NUM_STEPS = 6
 
 
@@ -32,6 +32,7 @@ def own_command(folder: Path, **overrides: object) -> list[str]:
     return command(folder, **(values | overrides))
 
 
+@pytest.mark.slow  # two starts of a whole run; tests/test_restarts.py has the same on fakes
 def test_a_run_killed_by_sigterm_goes_on_with_the_same_command(folder: Path) -> None:
     run, log = folder / "runs" / "own", folder / "log.txt"
     process = start(own_command(folder), log)
@@ -72,20 +73,22 @@ def test_a_run_killed_by_sigterm_goes_on_with_the_same_command(folder: Path) -> 
     assert "objective.lam (0.95 -> 0.5)" in log.read_text()
 
 
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    [
-        ({"model.policy": "/no/such/model"}, "/no/such/model"),
-        ({"learner.workers": 400}, "CPUs needed"),
-        ({"rollout.max_model_len": 20}, "tokens and the window holds 4 beside the response"),
-        ({"feedback.source": "no.such:critic"}, "feedback.source=no.such:critic cannot be imported"),
-    ],
-)
-def test_what_cannot_work_is_said_in_a_sentence_within_a_minute(
-    folder: Path, tmp_path: Path, overrides: dict[str, object], sentence: str
-) -> None:
-    log = tmp_path / "log.txt"
-    process = start(own_command(folder, **{"run.name": "bad", **overrides}), log)
-    assert process.wait(timeout=60) == 2, log.read_text()[-4000:]
-    said = log.read_text()
-    assert sentence in said and "Traceback" not in said, said
+REFUSED: list[tuple[dict[str, object], str]] = [
+    ({"model.policy": "/no/such/model"}, "/no/such/model"),
+    ({"learner.workers": 400}, "CPUs needed"),
+    ({"rollout.max_model_len": 20}, "tokens and the window holds 4 beside the response"),
+    ({"feedback.source": "no.such:critic"}, "feedback.source=no.such:critic cannot be imported"),
+]
+
+
+def test_what_cannot_work_is_said_in_a_sentence_within_a_minute(folder: Path, tmp_path: Path) -> None:
+    """Side by side, since most of each is the import of everything."""
+    logs = [tmp_path / f"log{i}.txt" for i in range(len(REFUSED))]
+    begun = [
+        start(own_command(folder, **{"run.name": f"bad{i}", **overrides}), logs[i])
+        for i, (overrides, _) in enumerate(REFUSED)
+    ]
+    for process, log, (_, sentence) in zip(begun, logs, REFUSED, strict=True):
+        assert process.wait(timeout=60) == 2, log.read_text()[-4000:]
+        said = log.read_text()
+        assert sentence in said and "Traceback" not in said, said

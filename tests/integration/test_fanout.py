@@ -3,13 +3,16 @@
 import os
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 
-from actors.fanout import collect
+from actors.fanout import any_failed, collect
+from actors.learner import LearnerGroup
 from t2g.errors import LearnerLost, RunStopped, UserError
+from t2g.sections import LearnerConfig
 
 
 def rank_class() -> Any:
@@ -27,6 +30,10 @@ def rank_class() -> Any:
 
         def die(self) -> None:
             os._exit(1)
+
+        def stream(self) -> Iterator[int]:
+            time.sleep(60)
+            yield 0
 
     return ray.remote(num_cpus=0.1)(Rank)
 
@@ -75,3 +82,30 @@ def test_a_death_is_told_before_what_it_causes(ranks: list) -> None:
     ray.get(victim.value.remote(1), timeout=30)
     with pytest.raises(LearnerLost, match=r"^learner rank 1 died during update: "):
         gather([ranks[0].fail.remote(RuntimeError("connection closed by peer")), victim.die.remote()])
+
+
+def test_whether_one_has_failed_by_now(ranks: list) -> None:
+    late = rank_class().remote()
+    done, failed, open_ = ranks[0].value.remote(1), ranks[1].fail.remote(ValueError("no")), late.sleep.remote()
+    ray.wait([done, failed], num_returns=2, timeout=30)
+    assert not any_failed([]) and not any_failed([done, open_]) and any_failed([open_, done, failed])
+    ray.kill(late)
+
+
+def test_a_rank_that_dies_while_rank_0_hangs_in_a_weight_sync_is_named_before_the_deadline(
+    ranks: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.learner.LOOK_S", 0.5)
+    monkeypatch.setattr("actors.fanout.GRACE_S", 2.0)
+    actors = [rank_class().remote() for _ in range(2)]
+    ray.get([actor.value.remote(1) for actor in actors], timeout=30)
+    streams = [actor.stream.options(num_returns="streaming").remote() for actor in actors]
+    ray.kill(actors[1])
+    learner = SimpleNamespace(
+        spec=SimpleNamespace(learner=LearnerConfig(step_timeout_s=50)), _deadline=lambda: time.monotonic() + 50
+    )
+    group = SimpleNamespace(
+        collect=lambda refs, call, deadline: collect(refs, who="learner rank", call=call, timeout_s=50)
+    )
+    with pytest.raises(LearnerLost, match=r"^learner rank 1 died during stream_weights: "):
+        next(LearnerGroup._buckets(learner, group, streams))  # type: ignore[arg-type]

@@ -3,17 +3,20 @@
 import asyncio
 import os
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import ActorUnavailableError, ObjectLostError
 
 from actors.fleet import Fleet, IdleClock
 from actors.member import Member
 from actors.placement import check_places, connect
+from actors.rollout import RolloutFleet
 from t2g.decisions.health import State
-from t2g.errors import RunStopped, SamplingFailed, UserError
+from t2g.errors import LearnerLost, RunStopped, SamplingFailed, UserError
 from t2g.sections import ClusterConfig, EngineConfig, HealthConfig, LearnerConfig, WorkersConfig
 
 HEALTH = HealthConfig(probe_every_s=0.2, probe_timeout_s=1.0, max_failures=2, max_restarts=2)
@@ -42,7 +45,8 @@ class Worker:
         self.name, self.mood = name, mood
 
     async def probe(self) -> None:
-        await asyncio.sleep(60 if self.mood == "deaf" else 0)
+        while self.mood == "deaf":
+            await asyncio.sleep(0.05)
 
     async def work(self, seconds: float = 0.0) -> str:
         self.open += 1
@@ -67,6 +71,17 @@ class Worker:
 class Unwilling(Worker.__ray_metadata__.modified_class):  # type: ignore[name-defined]
     async def start(self) -> int:
         raise UserError("model.policy is no model")
+
+
+@ray.remote
+class Hindered(Worker.__ray_metadata__.modified_class):  # type: ignore[name-defined]
+    """Cannot start where the gate stands, and takes it away."""
+
+    async def start(self) -> int:
+        if self.gate.exists():
+            self.gate.unlink()
+            raise UserError("there is no room")
+        return 42
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -177,9 +192,11 @@ def test_a_request_that_nobody_answers_has_failed_and_says_with_whom(fleet: Flee
         asyncio.run(fleet.call(lambda w: w.refuse.remote(), load=1, timeout_s=20, what="x"))
 
 
-def test_a_late_worker_is_passed_over_until_it_answers(fleet: Fleet) -> None:
+def test_a_late_worker_is_passed_over_until_it_answers(begin: Callable[..., Fleet]) -> None:
+    patient = HEALTH.model_copy(update={"probe_every_s": 60, "probe_timeout_s": PATIENCE_S})  # none is on its way now
+    fleet = ready(begin(CONFIG.model_copy(update={"health": patient})))
     first = fleet.started()[0]
-    become(first, "zero", "late")
+    become(first, "zero", "deaf")
 
     async def run() -> list[list[str]]:
         late = await asyncio.gather(work(fleet, timeout_s=1), work(fleet, timeout_s=1))
@@ -288,6 +305,155 @@ def test_only_a_worker_with_the_weights_serves_and_one_that_missed_them_catches_
     assert asyncio.run(run()) == ["test worker 1"] * 2
     assert brought == ["test worker 0", "test worker 2"]
     assert [w["version"] for w in fleet.report()["workers"]] == [7, 6, 7]
+
+
+def test_what_is_answered_in_a_sync_counts_once_the_weights_are_proved(fleet: Fleet) -> None:
+    async def run() -> list[str]:
+        first, second = fleet.serving()
+        first.syncing = second.syncing = True
+        asked = [asyncio.ensure_future(work(fleet)) for _ in range(2)]
+        await asyncio.sleep(0.5)
+        assert not any(request.done() for request in asked)
+        fleet.missed(first, "computes something else")
+        fleet.has_weights(second, 7)
+        return await asyncio.gather(*asked)
+
+    assert asyncio.run(run()) == ["test worker 1"] * 2
+    fleet.has_weights(fleet.started()[0], 7)
+    assert asyncio.run(run()) == ["test worker 1"] * 2, "in another event loop as well"
+
+
+class LostAnswer:
+    """As a reference to an answer that lay on a node that is gone."""
+
+    def future(self) -> Future[str]:
+        future: Future[str] = Future()
+        future.set_exception(ObjectLostError("ab" * 28, None, ""))
+        return future
+
+
+def test_an_answer_that_is_lost_is_asked_for_elsewhere_and_costs_no_worker(fleet: Fleet) -> None:
+    answers = iter([lambda worker: LostAnswer(), lambda worker: worker.work.remote()])
+    answer = asyncio.run(fleet.call(lambda worker: next(answers)(worker), load=1, timeout_s=5, what="work"))
+    first, second = fleet.serving()
+    assert answer == second.name and first.health.suspect and first.restarts == second.restarts == 0
+
+
+def test_many_requests_that_do_not_reach_a_worker_at_once_leave_it_to_its_probes(fleet: Fleet) -> None:
+    """Which it answers here: until then requests wait, though it is the only one."""
+    fleet.want(1)
+    fleet.tick()
+    (only,) = fleet.serving()
+
+    async def run() -> str:
+        for _ in range(3 * HEALTH.max_failures):
+            fleet.failed(only, ActorUnavailableError("no route", b"\0" * 16))
+        assert only.health.state is State.SERVING and only.health.suspect
+        return await work(fleet)
+
+    assert asyncio.run(run()) == only.name
+    assert only.restarts == 0 and not only.health.suspect
+
+
+def test_who_cannot_be_reached_misses_the_next_weights(fleet: Fleet) -> None:
+    first, second = fleet.serving()
+    fleet.failed(first, ActorUnavailableError("no route", b"\0" * 16))
+    for _ in range(3):
+        assert RolloutFleet.receivers(fleet) == [second]
+    assert first.health.state is State.STALE and first.health.missed_syncs == 1
+
+
+def test_who_was_late_in_a_weight_sync_is_sent_none_until_it_answers_a_probe(fleet: Fleet) -> None:
+    first, second = fleet.serving()
+
+    async def run() -> None:
+        become(first, "zero", "deaf")
+        fleet.missed(first, "is late", late=True)
+        assert RolloutFleet.receivers(fleet) == [second]
+        become(first, "zero")
+        await until(fleet, lambda: RolloutFleet.receivers(fleet) == [first, second])
+
+    asyncio.run(run())
+    assert first.health.state is State.STALE and first.restarts == 0
+
+
+@ray.remote
+class Owner:
+    async def bucket(self) -> list[Any]:
+        return [ray.put(b"weights" * 100_000)]
+
+
+def test_a_bucket_that_went_with_its_owner_says_that_the_learner_is_lost(fleet: Fleet) -> None:
+    """An argument that Ray lost; where it is lost with its node, Ray raises a sister of this error."""
+    owner = Owner.remote()
+    (ref,) = ray.get(owner.bucket.remote(), timeout=PATIENCE_S)
+    ray.kill(owner)
+
+    async def run() -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            worker = fleet.serving()[0]
+            while True:  # until Ray has noticed
+                await RolloutFleet._ask(fleet, worker, lambda w: w.become.remote(ref), "a bucket of weights")
+                await asyncio.sleep(0.5)
+
+    with pytest.raises(LearnerLost, match=r"^a bucket of weights was lost with the node of learner rank 0$"):
+        asyncio.run(run())
+    assert len(fleet.serving()) == 2
+
+
+def test_nobody_is_dismissed_in_the_middle_of_a_weight_sync(fleet: Fleet) -> None:
+    for member in fleet.serving():
+        member.syncing = True
+    fleet.want(1)
+    fleet.tick()
+    assert len(fleet.serving()) == 2
+    fleet.missed(fleet.serving()[0], "computes something else")
+    fleet.tick()
+    (left,) = fleet.started()
+    assert left.syncing and left.health.state is State.SERVING
+
+
+def test_care_after_a_learner_was_made_again_counts_anew(fleet: Fleet) -> None:
+    """Nobody looked after the fleet meanwhile: neither was anybody started, nor is what was lost still lost."""
+    fleet._failure, fleet._short_since = LearnerLost("rank 0 died"), -1e9
+    for member in fleet.serving():
+        fleet._tell(member, "died", "with its node")
+
+    async def run() -> None:
+        care = asyncio.ensure_future(fleet.supervise())
+        async with asyncio.timeout(PATIENCE_S):
+            while sum(member.restarts for member in fleet.serving()) < 2 and not care.done():
+                await asyncio.sleep(0.05)
+        assert not care.done()
+        care.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_fleet_that_nobody_supervises_is_cared_for_by_its_requests(fleet: Fleet) -> None:
+    first = fleet.serving()[0]
+    ray.kill(first.handle)
+
+    async def run() -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while sum(member.restarts for member in fleet.serving()) < 1:
+                await work(fleet)
+                await asyncio.sleep(0.05)
+
+    asyncio.run(run())
+
+
+def test_a_successor_that_cannot_start_at_first_is_started_again(begin: Callable[..., Fleet], tmp_path: Path) -> None:
+    fleet = ready(begin(actor=Hindered, gate=tmp_path / "no room"))
+    (tmp_path / "no room").touch()
+    become(fleet.serving()[0], "zero", "mortal")
+
+    async def run() -> None:
+        assert await work(fleet) == "test worker 1"
+        await until(fleet, lambda: len(fleet.serving()) == 2)
+
+    asyncio.run(run())
+    assert sorted(m.restarts for m in fleet.serving()) == [0, 2]
 
 
 def test_when_nobody_comes_to_serve_the_run_stops_and_says_who_was_waited_for(begin: Callable[..., Fleet]) -> None:

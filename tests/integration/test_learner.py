@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from actors import zero3
 from actors.learner import LearnerGroup
 from actors.parts import load_critic, load_policy
-from t2g.errors import RunStopped, UserError
+from t2g.errors import LearnerLost, RunStopped, UserError
 from t2g.sections import RoleConfig
 from t2g.types import Rollout
 
@@ -291,7 +291,11 @@ def test_a_dead_rank_is_named(groups: dict[str, LearnerGroup], rollouts: list[Ro
     """Last of the tests with `groups`: it takes two away."""
     for name, part, rank, who in (("ranks", "policy", 1, "learner"), ("apart", "critic", 0, "critic")):
         ray.kill(groups[name].parts[part].workers[rank], no_restart=True)
-        with pytest.raises(RunStopped, match=rf"^{who} rank {rank} died during forward"):
+        if part == "policy":
+            with pytest.raises(LearnerLost, match=r"^learner rank 1 died during stream_weights"):
+                list(groups[name].stream_weights("float32"))
+        call = "stream_weights" if part == "policy" else "forward"  # the first to hear of it speaks for all later ones
+        with pytest.raises(LearnerLost, match=rf"^{who} rank {rank} died during {call}"):
             groups[name].forward(rollouts)
 
 

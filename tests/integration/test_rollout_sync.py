@@ -320,6 +320,7 @@ class OneEngine:
     """An `EngineFleet` of one worker. `heard`: the version that it has, or why it has none."""
 
     dtype, max_model_len, vocab_size, tensor_parallel = CONFIG.dtype, CONFIG.max_model_len, VOCAB, 1
+    open_timeout_s = 60.0
 
     def __init__(self, worker: GlooWorker) -> None:
         self.member, self.heard = SimpleNamespace(name="w", handle=Remote(worker)), []
@@ -327,13 +328,13 @@ class OneEngine:
     def receivers(self) -> list[SimpleNamespace]:
         return [self.member]
 
-    async def ask(self, receiver: Any, submit: Callable[[Any], Any], *, timeout_s: float, what: str) -> Any:
-        return await asyncio.wait_for(submit(receiver.handle), timeout_s)
+    async def ask(self, receiver: Any, submit: Callable[[Any], Any], what: str) -> Any:
+        return await submit(receiver.handle)
 
     def has_weights(self, receiver: Any, version: int) -> None:
         self.heard.append(version)
 
-    def missed(self, receiver: Any, reason: str) -> None:
+    def missed(self, receiver: Any, reason: str, *, late: bool = False) -> None:
         self.heard.append(reason)
 
 

@@ -18,12 +18,17 @@ STARVED = {"samples": 32.0, "idle/learner": 0.6, "buffer/samples": 0.0}
 class FakeFleet:
     def __init__(self, role: str, wanted: int) -> None:
         self.role, self.wanted, self.joining = role, wanted, False
+        self.given_up = 0
         self.asked: list[int] = []
         self.failure: Exception | None = None
 
     def want(self, number: int) -> None:
         self.asked.append(number)
-        self.wanted = number
+        self.wanted, self.given_up = number, 0
+
+    @property
+    def expected(self) -> int:
+        return self.wanted - self.given_up
 
     async def supervise(self) -> None:
         if self.failure is not None:
@@ -35,7 +40,7 @@ class FakeFleet:
         return {"role": self.role, "wanted": self.wanted, "workers": [worker]}
 
     def metrics(self) -> dict[str, float]:
-        return {"workers": float(self.wanted), "restarts": 1.0, "recovery_s": 4.0, "idle": 0.1}
+        return {"workers": float(self.expected), "restarts": 1.0, "recovery_s": 4.0, "idle": 0.1}
 
 
 class FakeFeedback:
@@ -94,6 +99,15 @@ def test_a_run_that_scales_itself_grows_when_its_learner_starves(tmp_path: Path)
     for step in range(1, 8):
         steered.on_step(step, STARVED | steered.metrics())
     assert rollouts.wanted == 3  # once after three steps, and once after three more with the new size
+
+
+def test_a_worker_that_was_given_up_does_not_stop_a_run_from_scaling_itself(tmp_path: Path) -> None:
+    rollouts = FakeFleet("rollout", 2)
+    rollouts.given_up = 1
+    steered = Steering(job(tmp_path, **{"rollout.autoscale": "true"}), rollouts, object())  # type: ignore[arg-type]
+    for step in range(1, 5):
+        steered.on_step(step, STARVED | steered.metrics())
+    assert rollouts.asked == [2], "one more than there are: the one given up gets its restarts again"
 
 
 def test_a_floor_that_is_lost_ends_the_duty(tmp_path: Path) -> None:
