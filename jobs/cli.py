@@ -123,7 +123,9 @@ def job_parser(schema: type[BaseModel]) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="YAML file with the config")
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved config and what it amounts to")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the resolved config and what it amounts to; reads no data"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the file: rollout.temperature=0.6")
     return parser
 

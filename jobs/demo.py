@@ -51,6 +51,8 @@ def summarise(demo: DemoJob, stages: dict[str, dict[str, Any]], arms: dict[str, 
     from t2g.versions import versions
 
     first = arms[demo.arms[0]]
+    timing = {f"{name}_s": metrics["seconds"] for name, metrics in stages.items()}
+    timing |= {f"{name}_s": arm["timing"]["wall_s"] for name, arm in arms.items()}
     return {
         "references": {"fact_f1": stages["world"]["references_fact_f1"]},
         "base": held_out_facts(first["base"]),
@@ -59,8 +61,7 @@ def summarise(demo: DemoJob, stages: dict[str, dict[str, Any]], arms: dict[str, 
         "reward_model": {k: v for k, v in stages["reward"].items() if k != "seconds"},
         "steps": first["steps"],
         "samples": first["samples"],
-        "timing": {f"{name}_s": metrics["seconds"] for name, metrics in stages.items()}
-        | {f"{name}_s": arm["timing"]["wall_s"] for name, arm in arms.items()},
+        "timing": timing | {"stages_and_arms_s": sum(timing.values())},
         "versions": versions(),
     }
 

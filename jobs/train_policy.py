@@ -56,11 +56,13 @@ def read_data(config: PolicyJob) -> PolicyData:
     """Tokenizer, prompts and held-out prompts. UserError for what cannot be used."""
     from t2g.data.chat import load_tokenizer
     from t2g.data.load import load_records
+    from t2g.data.positions import check_positions
     from t2g.data.prompts import make_prompts
     from t2g.steps import prompt_indices, refuse_unmeasured
     from t2g.tasks.base import get_task
 
     task = get_task(config.task)
+    check_positions(config.model.policy, config.model.revision, "rollout.max_model_len", config.rollout.max_model_len)
     tokenizer = load_tokenizer(config.model.policy, config.model.revision)
     room = config.rollout.max_prompt_tokens
     prompts = make_prompts(load_records(config.data), task, tokenizer, room)
@@ -217,7 +219,7 @@ def finished(config: PolicyJob) -> dict[str, Any] | None:
 def write_summary(config: PolicyJob, *, seconds: float) -> dict[str, Any]:
     """summary.json and report.html of a finished run, from what the run wrote."""
     from t2g.checkpoint import write_atomic
-    from t2g.metrics import METRICS_FILE, held_out, read_records
+    from t2g.metrics import METRICS_FILE, UNLABELLED_SHARE, held_out, read_records
     from t2g.report.run import SUMMARY_FILE, report_run
     from t2g.versions import versions
 
@@ -229,6 +231,7 @@ def write_summary(config: PolicyJob, *, seconds: float) -> dict[str, Any]:
         "samples": int(lines[-1]["samples"]),
         "base": evaluated[0] if evaluated else {},
         "policy": evaluated[-1] if evaluated else {},
+        "unlabelled": all(line.get(UNLABELLED_SHARE) == 1.0 for line in lines if line["step"] > 0),
         "timing": {"wall_s": seconds}
         | {name: sum(line.get(metric, 0.0) for line in lines) for name, metric in TIMES.items()},
         "versions": versions(),
@@ -248,17 +251,23 @@ def smoke_config(config: PolicyJob) -> PolicyJob:
 
 
 def smoke_words(config: PolicyJob, summary: dict[str, Any]) -> str:
-    """What three steps say of the whole run: samples a second, and how long it will take."""
+    """What three steps say of the whole run: its speed, how long it will take, and whether the feedback is mute."""
     from t2g.progress import duration
 
     timing, num_steps = summary["timing"], config.num_steps
     step_s = timing["steps_s"] / summary["steps"]
     # A smoke run has the first evaluation and the last.
     evaluations_s = timing["evaluations_s"] / 2 * (1 + num_steps / config.eval.every)
-    return (
+    words = (
         f"smoke run done: {summary['samples'] / timing['steps_s']:.1f} samples/s, {step_s:.1f} s a step; "
         f"{num_steps} steps will take about {duration(step_s * num_steps + evaluations_s)}"
     )
+    if summary["unlabelled"]:
+        words += (
+            f"\nno token of these responses was labelled: feedback.source={config.feedback.source} quoted nothing of "
+            "them, so no span was paid; samples.jsonl has its critiques"
+        )
+    return words
 
 
 def run(asked: PolicyJob) -> int:

@@ -21,6 +21,9 @@ def status_words(name: str, status: Status, *, now: datetime) -> str:
     """
     age_s = (now - status.updated).total_seconds()
     lines = [f"run {name}: step {status.step} of {status.num_steps}, {status.samples} samples, as of {_ago(age_s)}"]
+    if status.step >= status.num_steps:
+        lines.append("all its steps are done")
+        return "\n".join(lines)  # what it last wrote of its engines is no longer so
     if age_s > SILENT_S:
         lines.append("the driver has not written since: it has ended, or it hangs")
     if status.idle:

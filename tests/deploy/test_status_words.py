@@ -37,6 +37,14 @@ def test_an_old_picture_says_so_and_a_clock_that_is_behind_does_not() -> None:
     assert "as of 0 s ago\nidle" in status_words("own", STATUS, now=THEN - timedelta(seconds=5))
 
 
+def test_of_a_finished_run_no_engine_is_told_and_no_driver_is_missed() -> None:
+    done = STATUS.model_copy(update={"step": 100, "samples": 6400})
+    assert status_words("own", done, now=THEN + timedelta(hours=2)).splitlines() == [
+        "run own: step 100 of 100, 6400 samples, as of 2 h 00 min ago",
+        "all its steps are done",
+    ]
+
+
 def test_nothing_in_the_file_steers_the_terminal() -> None:
     evil = WorkerStatus(name="\x1b[2J\x07", state="\u202eup", reason="a\nb")
     status = STATUS.model_copy(

@@ -1,0 +1,28 @@
+import json
+from pathlib import Path
+
+import pytest
+from models import random_model
+
+from t2g.data.positions import check_positions
+from t2g.errors import UserError
+
+
+def test_a_window_beyond_the_positions_is_refused_by_its_key(tmp_path: Path) -> None:
+    model = str(random_model(tmp_path))  # 2048 positions
+    check_positions(model, None, "rollout.max_model_len", 2048)
+    with pytest.raises(UserError, match=rf"rollout.max_model_len=2049, and {model} knows 2048 positions; lower it"):
+        check_positions(model, None, "rollout.max_model_len", 2049)
+
+
+@pytest.mark.parametrize("kind", ["yarn", "linear", "dynamic"])
+def test_positions_that_are_stretched_are_left_to_vllm(tmp_path: Path, kind: str) -> None:
+    model = random_model(tmp_path)
+    config = json.loads((model / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0}
+    (model / "config.json").write_text(json.dumps(config))
+    check_positions(str(model), None, "rollout.max_model_len", 8192)
+
+
+def test_a_model_that_is_not_here_is_not_looked_for() -> None:
+    check_positions("somebody/elsewhere", None, "rollout.max_model_len", 10**6)

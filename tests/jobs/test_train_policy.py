@@ -1,0 +1,39 @@
+import json
+from pathlib import Path
+
+from jobs.train_policy import smoke_words, write_summary
+from t2g.config import PolicyJob
+
+UNLABELLED = "tokens/unlabelled_share"
+LINES = [
+    {"step": 0, "samples": 0, "time/eval_s": 4.0, "eval/fact_f1": 0.25},
+    {"step": 1, "samples": 8, "time/step_s": 2.0, UNLABELLED: 1.0},
+    {"step": 2, "samples": 16, "time/step_s": 6.0, "time/eval_s": 6.0, UNLABELLED: 1.0, "eval/fact_f1": 0.5},
+]
+
+
+def summary_of(folder: Path, lines: list[dict[str, float]]) -> tuple[PolicyJob, dict]:
+    job = PolicyJob.model_validate(
+        {
+            "run": {"name": "own", "root": str(folder)}, "model": {"policy": "m"}, "task": "summarization",
+            "data": {"path": "d.jsonl"}, "feedback": {"source": "my_pkg.critics:critic"}, "num_steps": 10,
+            "eval": {"every": 5},
+        }
+    )  # fmt: skip
+    job.run.folder.mkdir()
+    (job.run.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return job, write_summary(job, seconds=30.0)
+
+
+def test_a_smoke_run_says_what_the_whole_run_takes(tmp_path: Path) -> None:
+    job, summary = summary_of(tmp_path, [*LINES[:2], {**LINES[2], UNLABELLED: 0.75}])
+    assert summary["timing"] == {"wall_s": 30.0, "steps_s": 8.0, "evaluations_s": 10.0}
+    assert (summary["base"], summary["policy"]) == ({"fact_f1": 0.25}, {"fact_f1": 0.5})
+    # 10 steps of 4 s, and evaluations of 5 s before the first and after steps 5 and 10
+    assert smoke_words(job, summary) == ("smoke run done: 2.0 samples/s, 4.0 s a step; 10 steps will take about 55 s")
+
+
+def test_a_smoke_run_of_a_critic_that_quotes_nothing_says_so(tmp_path: Path) -> None:
+    job, summary = summary_of(tmp_path, LINES)
+    sentence = "no token of these responses was labelled: feedback.source=my_pkg.critics:critic quoted nothing"
+    assert sentence in smoke_words(job, summary)
