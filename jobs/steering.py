@@ -72,6 +72,7 @@ class Steering:
     def _scale(self, metrics: Mapping[str, float]) -> None:
         fleet = self._fleets["rollout"]
         load = StepLoad(
+            seconds=metrics["time/step_s"],
             num_workers=int(metrics["rollout/workers"]),
             learner_idle=metrics["idle/learner"],
             rollout_idle=metrics["idle/rollout"],

@@ -22,18 +22,19 @@ VOCABULARY = 100
 LENGTH = 6
 WORK_S = 0.05  # of one request
 BREAK_SYNC = "break-sync"
+SLOW, SLOW_S = "slow", 3.0
 
 
 class StubRolloutWorker:
     """The methods of `actors.rollout.RolloutWorker`. A file BREAK_SYNC in the model's folder makes the first worker
-    that sees it fail half way through a weight sync, and is gone then."""
+    that sees it fail half way through a weight sync, and is gone then; while SLOW is there, a request takes SLOW_S."""
 
     def __init__(
         self, model: str, config: Any, seed: int, revision: str | None = None, transport: str = "store"
     ) -> None:
         from t2g.data.chat import load_tokenizer
 
-        self._tokenizer, self._flag = load_tokenizer(model, revision), Path(model) / BREAK_SYNC
+        self._tokenizer, self._folder = load_tokenizer(model, revision), Path(model)
         self._version = self._opened = -1
         self._round, self._received = "", 0
         self._paused = asyncio.Event()
@@ -45,7 +46,7 @@ class StubRolloutWorker:
     async def probe(self) -> None: ...
 
     async def sample(self, prompt: Prompt, sampling: Sampling) -> list[Rollout]:
-        await asyncio.sleep(WORK_S)
+        await asyncio.sleep(SLOW_S if (self._folder / SLOW).exists() else WORK_S)
         await self._paused.wait()
         return [self._one(prompt, sampling, index) for index in range(sampling.num_samples)]
 
@@ -74,7 +75,7 @@ class StubRolloutWorker:
         if round_id != self._round:
             raise ValueError("a bucket of another round")
         self._received += 1
-        if self._received == 2 and taken(self._flag):
+        if self._received == 2 and taken(self._folder / BREAK_SYNC):
             raise ValueError("half a sync, as asked for")
         return {"load": time.monotonic() - started}
 

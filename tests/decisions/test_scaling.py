@@ -10,12 +10,17 @@ from t2g.decisions.scaling import PATIENCE, SPARE, StepLoad, wanted_workers
 from t2g.sections import WorkersConfig
 
 WORKERS = WorkersConfig(min=1, max=4)
-SHORT = {"learner_idle": 0.4, "rollout_idle": 0.0, "buffered": 0.0}
-AMPLE = {"learner_idle": 0.0, "rollout_idle": 0.7, "buffered": 1.0}
-EVEN = {"learner_idle": 0.1, "rollout_idle": 0.1, "buffered": 0.5}
+SHORT = {"seconds": 2.0, "learner_idle": 0.4, "rollout_idle": 0.0, "buffered": 0.0}
+AMPLE = {"seconds": 2.0, "learner_idle": 0.0, "rollout_idle": 0.7, "buffered": 1.0}
+EVEN = {"seconds": 2.0, "learner_idle": 0.1, "rollout_idle": 0.1, "buffered": 0.5}
+# Two steps' samples come together: long waiting for the one, none for the other.
+LONG = {"seconds": 3.0, "learner_idle": 0.8, "rollout_idle": 0.0, "buffered": 1.0}
+BRIEF = {"seconds": 0.6, "learner_idle": 0.0, "rollout_idle": 0.0, "buffered": 0.0}
 
 share = st.floats(0, 1)
-loads = st.fixed_dictionaries({"learner_idle": share, "rollout_idle": share, "buffered": st.floats(0, 3)})
+loads = st.fixed_dictionaries(
+    {"seconds": st.floats(0.1, 1e3), "learner_idle": share, "rollout_idle": share, "buffered": st.floats(0, 3)}
+)
 bounds = st.tuples(st.integers(1, 9), st.integers(0, 9)).map(lambda b: WorkersConfig(min=b[0], max=b[0] + b[1]))
 
 
@@ -35,8 +40,11 @@ def test_the_worked_example() -> None:
         ([AMPLE] * 3, 1),
         ([EVEN] * 3, 2),
         ([SHORT] * 2, 2),  # not yet
-        ([SHORT, EVEN, SHORT, SHORT], 2),
+        ([SHORT, EVEN, EVEN, SHORT], 2),
         ([AMPLE, SHORT, SHORT, SHORT], 3),
+        ([LONG, BRIEF, LONG], 3),  # .73 of the time
+        ([BRIEF, LONG, BRIEF], 3),  # .57
+        ([{**LONG, "seconds": 0.6}, BRIEF, BRIEF], 2),  # .27: its waiting is short
         ([SHORT, AMPLE, AMPLE], 2),
         ([], 2),
         ([{**SHORT, "rollout_idle": 0.6}] * 3, 2),  # the engines wait as well: feedback or sync is what is slow
@@ -108,7 +116,7 @@ def in_turn(num_workers: int, generate_s: float, learn_s: float) -> dict[str, fl
     """Staleness 0: the fleet samples, then the learner learns; `generate_s` with one worker."""
     sample_s = generate_s / num_workers
     idle = sample_s / (sample_s + learn_s)
-    return {"learner_idle": idle, "rollout_idle": 1 - idle, "buffered": 0.0}
+    return {"seconds": sample_s + learn_s, "learner_idle": idle, "rollout_idle": 1 - idle, "buffered": 0.0}
 
 
 def overlapped(num_workers: int, generate_s: float, learn_s: float) -> dict[str, float]:
@@ -116,6 +124,7 @@ def overlapped(num_workers: int, generate_s: float, learn_s: float) -> dict[str,
     sample_s = generate_s / num_workers
     step_s = max(sample_s, learn_s)
     return {
+        "seconds": step_s,
         "learner_idle": 1 - learn_s / step_s,
         "rollout_idle": 1 - sample_s / step_s,
         "buffered": float(sample_s < learn_s),

@@ -1,7 +1,7 @@
 """Processes and a node are killed, stopped and broken under a run, on a cluster of labelled nodes: it finishes, and
-every prompt was trained on once per epoch or stands in dropped.jsonl.
+every prompt was trained on once per epoch or stands in dropped.jsonl. And a run on it grows and shrinks by itself.
 
-The learner is real ZeRO-3 in every case. Engines are stubs in the first test, and real vLLM in the others.
+The learner is real ZeRO-3 in every case. Engines are real vLLM, but for the two tests that say stub.
 """
 
 import json
@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -21,7 +22,7 @@ import pytest
 import ray
 from models import random_model
 from ray.cluster_utils import Cluster
-from stub_engines import BREAK_SYNC, BreakableRollout, StubReward, StubRollout
+from stub_engines import BREAK_SYNC, SLOW, BreakableRollout, StubReward, StubRollout
 
 from actors.placement import check_places
 from actors.reward import RewardFleet
@@ -31,6 +32,7 @@ from jobs.fleets import feedback_roles
 from jobs.train_policy import begin_folder, policy_roles, read_data, train
 from t2g import configio
 from t2g.config import PolicyJob
+from t2g.decisions.scaling import PATIENCE, STARVING
 from t2g.steps import prompt_indices
 
 ROOT = Path(__file__).parents[2]
@@ -138,9 +140,13 @@ def break_things(stage: Stage, run: Path, plan: dict[int, str], done: threading.
 
 
 def last_step(run: Path) -> int:
+    return max((line["step"] for line in logged(run)), default=-1)
+
+
+def logged(run: Path) -> list[dict[str, Any]]:
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
-    return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=-1)
+    return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 def run_through(stage: Stage, job: PolicyJob, plan: dict[int, str], fleets: Callable[[], Any]) -> list[dict[str, Any]]:
@@ -160,7 +166,7 @@ def run_through(stage: Stage, job: PolicyJob, plan: dict[int, str], fleets: Call
     assert broken == [fault for _, fault in sorted(plan.items())]
     assert summary is not None and summary["steps"] == job.num_steps
     check_samples(job, data.prompts)
-    return [json.loads(line) for line in (job.run.folder / "metrics.jsonl").read_text().splitlines()]
+    return logged(job.run.folder)
 
 
 def check_samples(job: PolicyJob, prompts: Any) -> None:
@@ -222,6 +228,42 @@ def test_a_run_on_stub_engines_outlives_every_fault(stage: Stage) -> None:
         assert all(0 < seconds < FAULT_DEADLINE_S for seconds in recovered(metrics, name)) and recovered(metrics, name)
     assert not (stage.folder / "policy" / BREAK_SYNC).exists(), "somebody got half a sync"
     assert not [p for p in victims(stage, "StubRollout") if p.status() == psutil.STATUS_STOPPED]  # killed for good
+
+
+class Grown:
+    """A stop flag that holds once the fleet had two workers and has one again; it makes the engines fast between."""
+
+    signal_name = "itself"
+
+    def __init__(self, run: Path, slow: Path) -> None:
+        self._run, self._slow, self._deadline = run, slow, time.monotonic() + FAULT_DEADLINE_S
+
+    def __bool__(self) -> bool:
+        sizes = [line["rollout/workers"] for line in logged(self._run) if line["step"] > 0]
+        if 2 in sizes:
+            self._slow.unlink(missing_ok=True)
+        return (2 in sizes and sizes[-1] == 1) or time.monotonic() > self._deadline
+
+
+@pytest.mark.slow
+def test_a_run_on_stub_engines_grows_while_its_learner_starves_and_shrinks_when_samples_pile_up(stage: Stage) -> None:
+    scaled = {"rollout.workers": "{min: 1, initial: 1, max: 2}", "rollout.autoscale": "true"}
+    job = make_job(stage.folder, 1000, **scaled, **{"rollout.max_staleness": 1})
+    begin_folder(job)
+    (stage.folder / "policy" / SLOW).touch()
+    rollouts, feedback = begin_fleets(job, rollout=StubRollout, reward=StubReward)
+    for fleet in (rollouts, feedback):
+        fleet.wait_ready()
+    assert train(job, read_data(job), rollouts, feedback, Grown(job.run.folder, stage.folder / "policy" / SLOW)) is None
+    metrics = [line for line in logged(job.run.folder) if line["step"] > 0]
+    sizes = [line["rollout/workers"] for line in metrics]
+    grown = sizes.index(2)
+    assert sizes[:grown] == [1] * grown and sizes[-1] == 1 and set(sizes) == {1, 2}
+    waited_s = sum(line["idle/learner"] * line["time/step_s"] for line in metrics[:grown])
+    assert waited_s >= STARVING * sum(line["time/step_s"] for line in metrics[:grown])
+    piled = metrics[grown + PATIENCE - 1 : -1]
+    assert any(line["buffer/samples"] >= PROMPTS_PER_STEP * SAMPLES for line in piled)
+    assert all(line["dropped/samples"] == 0 and line["rollout/restarts"] == 0 for line in metrics)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from t2g.config import PolicyJob
 from t2g.control import Wanted, read_status, write_wanted
 from t2g.errors import RunStopped
 
-STARVED = {"samples": 32.0, "idle/learner": 0.6, "buffer/samples": 0.0}
+STARVED = {"samples": 32.0, "idle/learner": 0.6, "buffer/samples": 0.0, "time/step_s": 2.0}
 
 
 class FakeFleet:
