@@ -56,7 +56,7 @@ class Stage:
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Stage]:
     os.environ.pop("RAY_ADDRESS", None)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     nodes = {
         name: cluster.add_node(num_cpus=2, object_store_memory=2**27, labels={"rl/role": role}, wait=False)
         for name, role in (("a", "rollout"), ("b", "rollout"), ("reward", "reward"), ("learner", "learner"))
@@ -67,6 +67,7 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
     ray.init(address=cluster.address, log_to_driver=False, runtime_env={"env_vars": environ})
     yield Stage(cluster=cluster, nodes=nodes, folder=tmp_path, names={})
     ray.shutdown()
+    cluster.global_state.disconnect()  # its threads would ask a head that is gone until the interpreter ends
     cluster.shutdown()
 
 
