@@ -245,3 +245,34 @@ def test_the_child_loads_nothing_heavy() -> None:
     root = str(Path(__file__).parents[2])
     done = subprocess.run(command, env={"PYTHONPATH": root}, capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
+
+
+# -- who is left
+
+
+READINGS: dict[str, tuple[list[dict[int, str]], bool]] = {
+    "nobody": ([{}, {}], False),
+    "one that runs": ([{7: "S"}], True),
+    "one that forked and ended while /proc was read": ([{7: "Z"}, {7: "Z", 8: "S"}], True),
+    "one that was reaped before it was read": ([{}, {8: "R"}], True),
+    "one that ended before": ([{7: "Z"}, {7: "Z"}], False),
+    "one that is born again and again": ([{n: "Z"} for n in range(7, 99)], True),
+}
+
+
+@pytest.mark.parametrize("case", READINGS)
+def test_who_is_left_is_read_until_two_readings_agree(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process has the worker 6, whose children, in these states, are what a solution has left."""
+    readings, left = READINGS[case]
+    each = iter(readings)
+    me = os.getpid()
+
+    def processes(proc: int) -> dict[int, tuple[int, str]]:
+        return {me: (1, "R"), 6: (me, "S")} | {process: (6, state) for process, state in next(each).items()}
+
+    monkeypatch.setattr(isolation, "_processes", processes)
+    proc = os.open("/proc", os.O_RDONLY)
+    try:
+        assert isolation.descendants_run(proc) is left
+    finally:
+        os.close(proc)

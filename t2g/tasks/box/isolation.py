@@ -19,6 +19,7 @@ _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 _libc = ctypes.CDLL(None, use_errno=True)
 _DEVICES = ("null", "zero", "full", "random", "urandom")
+_READINGS = 20  # of /proc, each some milliseconds
 
 
 def unshare(flag: int) -> bool:
@@ -195,14 +196,32 @@ def descendants_run(proc: int) -> bool:
 
     proc: /proc, open, and maybe of an outer process namespace. Where this one's children have no namespace, what they
     orphan may come to this one's parent instead, which is looked at, too. Raises OSError where /proc hides a child.
+
+    /proc is read one process after the other: one that forks and ends meanwhile is read as ended, and its child was
+    not in the list yet. So two readings must agree on who has ended; where none do, something is born all the time.
     """
+    before = None
+    for _ in range(_READINGS):
+        running, ended = _descendants(proc)
+        if running:
+            return True
+        if ended == before:
+            return False
+        before = ended
+    return True
+
+
+def _descendants(proc: int) -> tuple[bool, set[int]]:
+    """Of one reading of `proc`: whether any runs, and those that ended and wait to be reaped."""
     me = int(os.readlink("self", dir_fd=proc))
     known = _processes(proc)
     own = [process for process, (above, _) in known.items() if above == me]
     if not own:
         raise OSError("/proc does not show the processes of the sandbox")
     reapers = {known[me][0], *own} - {0}
-    return any(above in reapers and process != me and state not in "ZX" for process, (above, state) in known.items())
+    states = {process: state for process, (above, state) in known.items() if above in reapers and process != me}
+    ended = {process for process, state in states.items() if state in "ZX"}
+    return len(ended) < len(states), ended
 
 
 def _processes(proc: int) -> dict[int, tuple[int, str]]:
