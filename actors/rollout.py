@@ -148,7 +148,10 @@ class RolloutFleet(Fleet):
         )
 
     def receivers(self) -> list[Member]:
-        """Who gets the next weights. Who cannot be reached misses them, and catches up, or its successor does."""
+        """Who gets the next weights, between two syncs. Who cannot be reached misses them, and catches up, or its
+        successor does."""
+        for member in self.started():
+            member.sync_ended()  # one that was lost while a push took over from its catch-up heard of no end
         for member in self.serving():
             if not member.health.reachable:
                 self.missed(member, "could not be reached")

@@ -146,6 +146,7 @@ class WeightSync:
             round_, delivery = self._catching_up
             round_.crew.clear()  # nobody missed anything
             delivery.cancel()
+            del round_, delivery  # cancelled, they keep the buckets that they were to send
         try:
             return await self._push(policy_version)
         finally:

@@ -46,9 +46,12 @@ def status(arguments: argparse.Namespace) -> int:
     """A run's picture of itself, and how old that is."""
     from t2g.control import now, read_status
     from t2g.deploy.status import status_words
+    from t2g.report.run import SUMMARY_FILE
 
-    found = read_status(arguments.root / arguments.run)
-    print(found.model_dump_json(indent=1) if arguments.json else status_words(arguments.run, found, now=now()))
+    folder = arguments.root / arguments.run
+    found, done = read_status(folder), (folder / SUMMARY_FILE).exists()
+    words = status_words(arguments.run, found, done=done, now=now())
+    print(found.model_dump_json(indent=1) if arguments.json else words)
     return 0
 
 

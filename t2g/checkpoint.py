@@ -13,6 +13,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -163,12 +164,19 @@ def write_atomic(path: Path, data: bytes) -> None:
 def weights_version(model: str, revision: str | None) -> str:
     """A text that changes with a model's weights: its revision, else a hash of the safetensors in its folder.
 
-    Reads them all. A name on the hub without a revision is "unpinned": what it gives may change, and nobody would see.
+    Reads them all, once in a process. A name on the hub without a revision is "unpinned": what it gives may change, and
+    nobody would see.
     """
     files = sorted(Path(model).glob("*.safetensors"))
     if revision or not files:
         return revision or "unpinned"
-    return xxhash.xxh3_64_hexdigest("".join(_entry(file)["xxh3"] for file in files).encode())
+    return _hash_of(tuple((file.resolve(), file.stat().st_size, file.stat().st_mtime_ns) for file in files))
+
+
+@cache
+def _hash_of(files: tuple[tuple[Path, int, int], ...]) -> str:
+    """files: each with its size and time of change."""
+    return xxhash.xxh3_64_hexdigest("".join(_entry(file)["xxh3"] for file, _, _ in files).encode())
 
 
 @contextmanager

@@ -115,12 +115,15 @@ class Control:
         self._seen: int | None = None
 
     def news(self) -> Wanted | None:
-        """What the file says, once each time that it was written; cheap enough to ask every second."""
+        """What the file says, once each time that it was written; cheap enough to ask every second.
+
+        A file that is not there, or cannot be read now, says nothing: what was asked for stands.
+        """
         written_ns = _written_ns(self._path)
-        if written_ns == self._seen:
+        if written_ns in (None, self._seen) or not (content := _bytes(self._path)):
             return None
         self._seen = written_ns
-        return self._within_bounds(_parse(_bytes(self._path), self._path))
+        return self._within_bounds(_parse(content, self._path))
 
     def _within_bounds(self, wanted: Wanted) -> Wanted:
         kept = {}

@@ -99,7 +99,8 @@ class Trainer:
         """Step until `num_steps` or until `stop()`, and leave a checkpoint of the last finished step.
 
         Raises RunStopped or UserError when the run must not go on. Then, and when it is cancelled, steps that were
-        finished are kept, unless it is the learner that was lost.
+        finished are kept, unless it is the learner that was lost; where somebody else has seen that first, which
+        cancels this, it is asked in vain.
         """
         await self.sync.push(self.state.policy_version)
         recovered = {} if self.lost_at is None else {"recovery/learner_s": time.monotonic() - self.lost_at}

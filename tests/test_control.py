@@ -129,13 +129,24 @@ def test_a_wish_for_a_fleet_that_is_not_scaled_is_passed_over(folder: Path, capl
     assert "rollouts" in caplog.text
 
 
-def test_a_file_that_goes_away_leaves_no_wish(folder: Path) -> None:
+def test_a_file_that_goes_away_and_comes_back_is_no_news(folder: Path) -> None:
     control = Control(folder, scalable(job(folder)))
     assert control.news() is None
     write_wanted(folder, Wanted(rollouts=2))
     assert control.news() == Wanted(rollouts=2)
-    (folder / CONTROL_FILE).unlink()
-    assert control.news() == Wanted()
+    (folder / CONTROL_FILE).rename(folder / "away")
+    assert control.news() is None
+    (folder / "away").rename(folder / CONTROL_FILE)
+    assert control.news() is None
+
+
+def test_a_wish_that_could_not_be_read_is_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    control = Control(folder, scalable(job(folder)))
+    write_wanted(folder, Wanted(rollouts=2))
+    with monkeypatch.context() as broken:
+        broken.setattr("t2g.control._bytes", lambda path: b"")
+        assert control.news() is None
+    assert control.news() == Wanted(rollouts=2)
 
 
 @given(st.binary(max_size=200))
@@ -143,7 +154,8 @@ def test_no_content_can_hurt_the_reader(tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("any")
     (folder / CONTROL_FILE).write_bytes(content)
     wanted = Control(folder, {"rollouts": WorkersConfig(max=4)}).news()
-    assert wanted is not None and wanted.rewards is None and wanted.rollouts in (None, 1, 2, 3, 4)
+    assert (wanted is None) == (not content)
+    assert wanted is None or (wanted.rewards is None and wanted.rollouts in (None, 1, 2, 3, 4))
 
 
 STATUS = Status(

@@ -9,8 +9,8 @@ SILENT_S = 60.0  # the driver writes every few seconds: after so long it is not 
 COLUMNS = ("worker", "state", "version", "restarts", "load")
 
 
-def status_words(name: str, status: Status, *, now: datetime) -> str:
-    """A picture of the run for a terminal.
+def status_words(name: str, status: Status, *, done: bool, now: datetime) -> str:
+    """A picture of the run for a terminal. done: its summary is written.
 
     run own: step 12 of 100, 768 samples, as of 3 s ago
     idle in the last step: learner 25 %, rollout 10 %
@@ -21,8 +21,8 @@ def status_words(name: str, status: Status, *, now: datetime) -> str:
     """
     age_s = (now - status.updated).total_seconds()
     lines = [f"run {name}: step {status.step} of {status.num_steps}, {status.samples} samples, as of {_ago(age_s)}"]
-    if status.step >= status.num_steps:
-        lines.append("all its steps are done")
+    if done and status.step >= status.num_steps:
+        lines.append("it is done: policy/, summary.json and report.html are written")
         return "\n".join(lines)  # what it last wrote of its engines is no longer so
     if age_s > SILENT_S:
         lines.append("the driver has not written since: it has ended, or it hangs")

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -366,6 +367,40 @@ def test_a_push_takes_over_from_a_joiner_that_hangs_and_from_those_that_wait_beh
 
     asyncio.run(meet())
     assert fleet.heard == [("w0", 3), ("w0", 4)], "and nobody missed a sync"
+
+
+class Counted(FakeLearner):
+    """Counts the buckets that are alive whenever it makes one more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[np.ndarray]] = []
+        self.alive: list[int] = []
+
+    def stream_weights(self, dtype: str, *, full: bool, meeting: Meeting | None) -> Iterator[Bucket]:
+        for bucket in super().stream_weights(dtype, full=full, meeting=meeting):
+            self.made += map(weakref.ref, bucket.tensors)
+            self.alive.append(sum(made() is not None for made in self.made))
+            yield bucket
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_one_version_is_held_also_where_a_push_takes_over_from_a_joiner(joins: bool) -> None:
+    """Two would not fit into the object store that `t2g.deploy.memory` asks for."""
+    learner, fleet = Counted(), FakeFleet(w0=FakeWorker())
+
+    async def pushed() -> None:
+        sync = WeightSync(learner, fleet, CONFIG, grace_s=60)
+        await sync.push(3)
+        joining = asyncio.create_task(sync.catch_up(Receiver("w1", FakeWorker(hangs_at_open=True)))) if joins else None
+        await asyncio.sleep(0.1)
+        async with asyncio.timeout(5):
+            await sync.push(4)
+            if joining:
+                await joining
+
+    asyncio.run(pushed())
+    assert learner.alive == [1, 2, 3, 1, 2, 3]
 
 
 def test_a_joiner_has_no_more_time_than_it_would_have_in_a_push() -> None:

@@ -24,5 +24,22 @@ def test_positions_that_are_stretched_are_left_to_vllm(tmp_path: Path, kind: str
     check_positions(str(model), None, "rollout.max_model_len", 8192)
 
 
-def test_a_model_that_is_not_here_is_not_looked_for() -> None:
+def test_a_model_that_names_another_maximum_is_left_to_vllm(tmp_path: Path) -> None:
+    """As Command R's: 8,192 positions and a maximum of 131,072."""
+    model = random_model(tmp_path)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"model_max_length": 131072}))
+    check_positions(str(model), None, "rollout.max_model_len", 131072)
+
+
+def test_vllms_own_switch_allows_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    check_positions(str(random_model(tmp_path)), None, "rollout.max_model_len", 4096)
+
+
+def test_a_model_that_is_not_here_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(*address: object) -> None:
+        raise AssertionError("it asked somebody")
+
+    monkeypatch.setattr("socket.socket.connect", connect)
     check_positions("somebody/elsewhere", None, "rollout.max_model_len", 10**6)

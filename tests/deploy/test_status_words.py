@@ -15,7 +15,7 @@ STATUS = Status(
 
 
 def test_the_table() -> None:
-    assert status_words("own", STATUS, now=THEN + timedelta(seconds=3)).splitlines() == [
+    assert status_words("own", STATUS, done=False, now=THEN + timedelta(seconds=3)).splitlines() == [
         "run own: step 12 of 100, 768 samples, as of 3 s ago",
         "idle in the last step: learner 25%, rollout 10%",
         "",
@@ -32,17 +32,19 @@ def test_the_table() -> None:
 
 def test_an_old_picture_says_so_and_a_clock_that_is_behind_does_not() -> None:
     assert "as of 1 h 01 min ago\nthe driver has not written since" in status_words(
-        "own", STATUS, now=THEN + timedelta(seconds=3700)
+        "own", STATUS, done=False, now=THEN + timedelta(seconds=3700)
     )
-    assert "as of 0 s ago\nidle" in status_words("own", STATUS, now=THEN - timedelta(seconds=5))
+    assert "as of 0 s ago\nidle" in status_words("own", STATUS, done=False, now=THEN - timedelta(seconds=5))
 
 
 def test_of_a_finished_run_no_engine_is_told_and_no_driver_is_missed() -> None:
-    done = STATUS.model_copy(update={"step": 100, "samples": 6400})
-    assert status_words("own", done, now=THEN + timedelta(hours=2)).splitlines() == [
+    last, later = STATUS.model_copy(update={"step": 100, "samples": 6400}), THEN + timedelta(hours=2)
+    assert status_words("own", last, done=True, now=later).splitlines() == [
         "run own: step 100 of 100, 6400 samples, as of 2 h 00 min ago",
-        "all its steps are done",
+        "it is done: policy/, summary.json and report.html are written",
     ]
+    assert "the driver has not written since" in status_words("own", last, done=False, now=later), "it exports"
+    assert "idle" in status_words("own", STATUS, done=True, now=THEN), "a longer run goes on in its folder"
 
 
 def test_nothing_in_the_file_steers_the_terminal() -> None:
@@ -50,6 +52,6 @@ def test_nothing_in_the_file_steers_the_terminal() -> None:
     status = STATUS.model_copy(
         update={"fleets": (FleetStatus(role="r\r", wanted=1, workers=(evil,)),), "idle": {"\x1b": 1.0}}
     )
-    words = status_words("own", status, now=THEN)
+    words = status_words("own", status, done=False, now=THEN)
     assert all(c.isprintable() or c == "\n" for c in words)
     assert "a?b" in words and "?[2J?" in words

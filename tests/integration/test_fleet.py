@@ -363,6 +363,22 @@ def test_who_cannot_be_reached_misses_the_next_weights(fleet: Fleet) -> None:
     assert first.health.state is State.STALE and first.health.missed_syncs == 1
 
 
+def test_who_was_lost_while_a_push_took_over_from_its_catch_up_is_probed_and_gets_the_next_weights(
+    fleet: Fleet,
+) -> None:
+    first, second = fleet.serving()
+
+    async def run() -> None:
+        fleet.missed(first, "was behind")
+        first.syncing = True
+        fleet.failed(first, ActorUnavailableError("no route", b"\0" * 16))
+        assert RolloutFleet.receivers(fleet) == [second]
+        await until(fleet, lambda: RolloutFleet.receivers(fleet) == [first, second])
+
+    asyncio.run(run())
+    assert first.restarts == 0
+
+
 def test_who_was_late_in_a_weight_sync_is_sent_none_until_it_answers_a_probe(fleet: Fleet) -> None:
     first, second = fleet.serving()
 
