@@ -1,7 +1,7 @@
 """Processes and a node are killed, stopped and broken under a run, on a cluster of labelled nodes: it finishes, and
 every prompt was trained on once per epoch or stands in dropped.jsonl. And a run on it grows and shrinks by itself.
 
-The learner is real ZeRO-3 in every case. Engines are real vLLM, but for the two tests that say stub.
+The learner is real ZeRO-3 in every case. Engines are real vLLM, but for the tests that say stub.
 """
 
 import json
@@ -57,10 +57,8 @@ class Stage:
 def stage(tmp_path: Path) -> Iterator[Stage]:
     os.environ.pop("RAY_ADDRESS", None)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    nodes = {
-        name: cluster.add_node(num_cpus=2, object_store_memory=2**27, labels={"rl/role": role}, wait=False)
-        for name, role in (("a", "rollout"), ("b", "rollout"), ("reward", "reward"), ("learner", "learner"))
-    }
+    roles = (("a", "rollout"), ("b", "rollout"), ("reward", "reward"), ("learner", "learner"))
+    nodes = {name: add_node(cluster, role) for name, role in roles}
     cluster.wait_for_nodes(timeout=120)
     paths = [str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")]  # workers import the stubs by name
     environ = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -69,6 +67,10 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
     ray.shutdown()
     cluster.global_state.disconnect()  # its threads would ask a head that is gone until the interpreter ends
     cluster.shutdown()
+
+
+def add_node(cluster: Cluster, role: str) -> Any:
+    return cluster.add_node(num_cpus=2, object_store_memory=2**27, labels={"rl/role": role}, wait=False)
 
 
 def make_job(folder: Path, num_steps: int, **overrides: object) -> PolicyJob:
@@ -126,6 +128,11 @@ def do(fault: str, stage: Stage) -> None:
         case "node":
             name = next(n for n in ("a", "b") if victims(stage, stage.names["rollout"], n))
             stage.cluster.remove_node(stage.nodes.pop(name), allow_graceful=False)
+        case "the learner's node and an engine":
+            victims(stage, stage.names["rollout"])[0].send_signal(signal.SIGKILL)
+            stage.cluster.remove_node(stage.nodes.pop("learner"), allow_graceful=False)
+            stage.cluster._shutdown_at_exit = False  # its signal handlers cannot be set outside the main thread
+            stage.nodes["learner"] = add_node(stage.cluster, "learner")  # as an autoscaler would
         case "half a sync":
             (stage.folder / "policy" / BREAK_SYNC).touch()
 
@@ -203,6 +210,13 @@ def begin_fleets(job: PolicyJob, *, rollout: Any, reward: Any = None) -> tuple[R
     return rollouts, RewardFleet(job.feedback, read_data(job).task, actor=reward, **at)
 
 
+def stub_fleets(job: PolicyJob) -> tuple[RolloutFleet, RewardFleet]:
+    fleets = begin_fleets(job, rollout=StubRollout, reward=StubReward)
+    for fleet in fleets:
+        fleet.wait_ready()
+    return fleets
+
+
 def recovered(metrics: list[dict[str, Any]], name: str) -> list[float]:
     return [line[name] for line in metrics if name in line]
 
@@ -213,13 +227,7 @@ def test_a_run_on_stub_engines_outlives_every_fault(stage: Stage) -> None:
     job = make_job(stage.folder, max(plan) + STEPS_APART + 1)
     stage.names.update(rollout="StubRolloutWorker", reward="StubRewardWorker", learner="LearnerWorker")
 
-    def stubs() -> tuple[RolloutFleet, RewardFleet]:
-        fleets = begin_fleets(job, rollout=StubRollout, reward=StubReward)
-        for fleet in fleets:
-            fleet.wait_ready()
-        return fleets
-
-    metrics = run_through(stage, job, plan, stubs)
+    metrics = run_through(stage, job, plan, lambda: stub_fleets(job))
     # The node and the hung worker and the killed one; the missed sync is caught up with and costs no worker.
     assert sum(line.get("rollout/restarts", 0) for line in metrics) >= 3
     assert sum(line.get("reward/restarts", 0) for line in metrics) >= 1
@@ -229,6 +237,17 @@ def test_a_run_on_stub_engines_outlives_every_fault(stage: Stage) -> None:
         assert all(0 < seconds < FAULT_DEADLINE_S for seconds in recovered(metrics, name)) and recovered(metrics, name)
     assert not (stage.folder / "policy" / BREAK_SYNC).exists(), "somebody got half a sync"
     assert not [p for p in victims(stage, "StubRollout") if p.status() == psutil.STATUS_STOPPED]  # killed for good
+
+
+@pytest.mark.slow
+def test_a_run_on_stub_engines_outlives_the_node_that_holds_the_weights(stage: Stage) -> None:
+    """An engine's successor asks for weights that are gone with rank 0: the learner is made again and sends its own."""
+    job = make_job(stage.folder, 4, **{"rollout.workers.initial": 1})
+    stage.names.update(rollout="StubRolloutWorker", reward="StubRewardWorker", learner="LearnerWorker")
+
+    metrics = run_through(stage, job, {1: "the learner's node and an engine"}, lambda: stub_fleets(job))
+    for name in ("rollout/recovery_s", "recovery/learner_s"):
+        assert recovered(metrics, name) and all(0 < seconds < FAULT_DEADLINE_S for seconds in recovered(metrics, name))
 
 
 class Grown:
@@ -250,12 +269,9 @@ class Grown:
 def test_a_run_on_stub_engines_grows_while_its_learner_starves_and_shrinks_when_samples_pile_up(stage: Stage) -> None:
     scaled = {"rollout.workers": "{min: 1, initial: 1, max: 2}", "rollout.autoscale": "true"}
     job = make_job(stage.folder, 1000, **scaled, **{"rollout.max_staleness": 1})
-    begin_folder(job)
     (stage.folder / "policy" / SLOW).touch()
-    rollouts, feedback = begin_fleets(job, rollout=StubRollout, reward=StubReward)
-    for fleet in (rollouts, feedback):
-        fleet.wait_ready()
-    assert train(job, read_data(job), rollouts, feedback, Grown(job.run.folder, stage.folder / "policy" / SLOW)) is None
+    stop = Grown(job.run.folder, stage.folder / "policy" / SLOW)
+    assert train(job, read_data(job), *stub_fleets(job), stop) is None
     metrics = [line for line in logged(job.run.folder) if line["step"] > 0]
     sizes = [line["rollout/workers"] for line in metrics]
     grown = sizes.index(2)
