@@ -128,7 +128,7 @@ class RolloutFleet(Fleet):
         super().__init__("rollout", actor or RolloutActor, arguments, config, placement_timeout_s=placement_timeout_s)
         self.vocab_size, self.dtype, self.max_model_len = 0, config.dtype, config.max_model_len
         self.tensor_parallel = config.tensor_parallel
-        self.open_timeout_s = config.health.probe_timeout_s * config.health.max_failures  # as its probes would find
+        self.open_timeout_s = config.health.probe_timeout_s * config.health.max_failures
 
     def wait_ready(self) -> None:
         self.vocab_size = super().wait_ready()

@@ -1,8 +1,8 @@
 """How the process of these tests ends: with pytest's exit code, without the interpreter's own end.
 
 Ray's threads outlive `ray.shutdown`: a driver that killed an actor while it started, or lost a node, keeps its core
-worker and the gRPC threads behind it. Beneath them the interpreter's end once died of SIGSEGV, after the last test had
-passed and the summary was printed. Ray ends its own workers by `os._exit` for the same reason.
+worker and the gRPC threads behind it. Beneath them the interpreter's end may die of SIGSEGV, after the last test has
+passed and the summary is printed. Ray ends its own workers by `os._exit` for the same reason.
 """
 
 import os

@@ -226,7 +226,6 @@ def test_a_run_on_stub_engines_outlives_every_fault(stage: Stage) -> None:
     plan = {1 + STEPS_APART * i: fault for i, fault in enumerate(order)}
     job = make_job(stage.folder, max(plan) + STEPS_APART + 1)
     stage.names.update(rollout="StubRolloutWorker", reward="StubRewardWorker", learner="LearnerWorker")
-
     metrics = run_through(stage, job, plan, lambda: stub_fleets(job))
     # The node and the hung worker and the killed one; the missed sync is caught up with and costs no worker.
     assert sum(line.get("rollout/restarts", 0) for line in metrics) >= 3
@@ -244,7 +243,6 @@ def test_a_run_on_stub_engines_outlives_the_node_that_holds_the_weights(stage: S
     """An engine's successor asks for weights that are gone with rank 0: the learner is made again and sends its own."""
     job = make_job(stage.folder, 4, **{"rollout.workers.initial": 1})
     stage.names.update(rollout="StubRolloutWorker", reward="StubRewardWorker", learner="LearnerWorker")
-
     metrics = run_through(stage, job, {1: "the learner's node and an engine"}, lambda: stub_fleets(job))
     for name in ("rollout/recovery_s", "recovery/learner_s"):
         assert recovered(metrics, name) and all(0 < seconds < FAULT_DEADLINE_S for seconds in recovered(metrics, name))
@@ -252,8 +250,6 @@ def test_a_run_on_stub_engines_outlives_the_node_that_holds_the_weights(stage: S
 
 class Grown:
     """A stop flag that holds once the fleet had two workers and has one again; it makes the engines fast between."""
-
-    signal_name = "itself"
 
     def __init__(self, run: Path, slow: Path) -> None:
         self._run, self._slow, self._deadline = run, slow, time.monotonic() + FAULT_DEADLINE_S
