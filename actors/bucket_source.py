@@ -15,7 +15,7 @@ import numpy as np
 from actors.buckets import ParamMeta
 from actors.transports import Meeting
 from t2g.concurrency import end
-from t2g.sections import LearnerConfig
+from t2g.config import LearnerConfig
 
 
 class WeightOwner(Protocol):

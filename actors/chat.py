@@ -8,11 +8,11 @@ import ray
 
 from actors.engine import Engine, stop_token_ids
 from actors.fleet import TRIES, Fleet
+from t2g.config import FeedbackConfig
 from t2g.data.chat import check_chat_template, encode_chat, load_tokenizer
 from t2g.errors import SamplingFailed, UserError
 from t2g.feedback.chat import ChatFailed, Completion, Question
 from t2g.feedback.offsets import decode
-from t2g.sections import FeedbackConfig
 
 
 class ChatWorker:

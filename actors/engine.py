@@ -14,8 +14,8 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from actors.intake import Intake
+from t2g.config import EngineConfig, Transport
 from t2g.errors import UserError
-from t2g.sections import EngineConfig, Transport
 
 WARM_UP_TOKENS = 48  # a first bfloat16 forward of at most 4 tokens is an illegal instruction on CPUs with AMX
 MIN_BATCHED_TOKENS = 4096  # of one step of a CPU engine

@@ -17,9 +17,9 @@ from ray.exceptions import RayTaskError
 from actors import placement
 from actors.fanout import first_line
 from actors.member import DIED, Member, cause, died_of, fate, why
+from t2g.config import EngineConfig
 from t2g.decisions.health import State
 from t2g.errors import RunStopped, SamplingFailed, UserError
-from t2g.sections import EngineConfig
 
 logger = logging.getLogger(__name__)
 

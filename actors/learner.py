@@ -28,9 +28,9 @@ from actors.ranks import Ranks
 from actors.transports import Meeting
 from t2g.algo.corrections import importance_metrics
 from t2g.algo.losses import Metrics
+from t2g.config import Dtype, ObjectiveConfig, RoleConfig
 from t2g.data.batching import empty_tokens, pack_minibatch, pack_tokens, plan_microbatches
 from t2g.errors import LearnerLost
-from t2g.sections import Dtype, ObjectiveConfig, RoleConfig
 from t2g.types import Minibatch, PackedTokens, Rollout, TokenStats, TrainBatch, UpdateResult
 
 T = TypeVar("T")

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 
 from actors.fanout import first_line
+from t2g.config import Dtype, ModelConfig
 from t2g.data.chat import load_tokenizer
 from t2g.errors import UserError
-from t2g.sections import Dtype, ModelConfig
 
 
 def load_for_training(

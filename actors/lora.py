@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from t2g.sections import LoRAConfig, ModelConfig
+from t2g.config import LoRAConfig, ModelConfig
 
 ADAPTER = "default"  # peft's name of the only adapter
 FOLDER = "adapter"  # beside the merged model

@@ -12,8 +12,8 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from actors import placement
 from actors.fanout import first_line
+from t2g.config import EngineConfig
 from t2g.decisions.health import Event, Health, State, after, overdue
-from t2g.sections import EngineConfig
 
 # No answer will come: the worker is gone, was ended by Ray's memory monitor, or its answer went with a node.
 DIED = (RayActorError, OutOfMemoryError, ObjectLostError)

@@ -25,8 +25,8 @@ from t2g.algo.critic import Critic, disable_dropout
 from t2g.algo.head import install_chunked_head
 from t2g.algo.losses import Metrics, kl_loss, policy_loss, value_loss, weighted_sum
 from t2g.algo.rows import Rows
+from t2g.config import Dtype, LearnerConfig, ModelConfig, ObjectiveConfig
 from t2g.data.batching import pack_tokens
-from t2g.sections import Dtype, LearnerConfig, ModelConfig, ObjectiveConfig
 from t2g.types import Microbatch, PackedTokens
 
 PartName = Literal["policy", "critic"]

@@ -16,8 +16,8 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from t2g.config import ClusterConfig, ProcessConfig
 from t2g.errors import UserError
-from t2g.sections import ClusterConfig, ProcessConfig
 
 GIB = 2**30
 CGROUP = Path("/sys/fs/cgroup")

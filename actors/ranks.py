@@ -9,7 +9,7 @@ from ray.util.placement_group import remove_placement_group
 
 from actors import placement
 from actors.fanout import collect
-from t2g.sections import RoleConfig
+from t2g.config import RoleConfig
 
 
 class Ranks:

@@ -18,11 +18,11 @@ from actors.fanout import first_line
 from actors.fleet import Fleet
 from actors.member import DIED, Member, fate
 from actors.transports import Meeting
+from t2g.config import RolloutConfig, Transport
 from t2g.data.chat import load_tokenizer
 from t2g.errors import LearnerLost, MissedSync, UserError
 from t2g.feedback.offsets import decode
 from t2g.interfaces import Sampling
-from t2g.sections import RolloutConfig, Transport
 from t2g.types import Prompt, Rollout
 
 

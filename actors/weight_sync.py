@@ -20,8 +20,8 @@ import numpy as np
 from actors.bucket_source import BucketSource, Version, WeightOwner
 from actors.buckets import num_bytes
 from t2g.concurrency import end
+from t2g.config import LearnerConfig
 from t2g.errors import MissedSync, RunStopped
-from t2g.sections import LearnerConfig
 from t2g.types import WeightSyncResult
 
 PROBE_TOKENS = 64

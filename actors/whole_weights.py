@@ -11,7 +11,7 @@ import torch
 
 from actors import lora
 from actors.buckets import ParamMeta, plan_buckets
-from t2g.sections import Dtype
+from t2g.config import Dtype
 
 
 def metadata(engine: Any) -> list[ParamMeta]:

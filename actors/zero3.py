@@ -22,8 +22,8 @@ import torch
 
 from actors import lora
 from actors.whole_weights import WholeWeights, whole
+from t2g.config import Dtype, OptimConfig
 from t2g.errors import RunStopped
-from t2g.sections import Dtype, OptimConfig
 
 Engine = Any  # deepspeed.DeepSpeedEngine
 LossFunction = Callable[[Engine, Any], tuple[torch.Tensor, dict[str, float]]]

@@ -21,18 +21,17 @@ from typing import TYPE_CHECKING, Any
 from jobs.cli import StopFlag, main, sole_process, stop_flag, stopped
 from jobs.train_sft import begin_folder, check_folder
 from t2g.checkpoint import write_atomic
-from t2g.config import AnnotateJob
-from t2g.describe import describe_annotate
+from t2g.config import AnnotateJob, ProcessConfig
+from t2g.config.describe import describe_annotate
 from t2g.errors import RunStopped, Stopped, UserError
-from t2g.sections import ProcessConfig
 
 if TYPE_CHECKING:
     from jobs.fleets import Fleets
     from t2g.annotate import Sample, Turns, Write
+    from t2g.config import AnnotateConfig
     from t2g.data.records import AnnotatedRecord
     from t2g.feedback.human import HumanFeedback
     from t2g.interfaces import FeedbackSource
-    from t2g.sections import AnnotateConfig
 
 JOURNAL_FILE, ANNOTATED_FILE, DONE_FILE = "journal.jsonl", "annotated.jsonl", "annotated.json"
 TRAIN_FILE, HELDOUT_FILE = "train.jsonl", "heldout.jsonl"

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobs.cli import main
-from t2g.config import BenchmarkJob, ShapeConfig
+from t2g.config import BenchmarkJob, ModelConfig, ObjectiveConfig, ShapeConfig
 from t2g.errors import RunStopped
-from t2g.sections import ModelConfig, ObjectiveConfig
 
 if TYPE_CHECKING:
     import numpy as np

@@ -20,8 +20,8 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from t2g import configio
-from t2g.configwords import problems, section_type
+from t2g.config import loading
+from t2g.config.words import problems, section_type
 from t2g.errors import RunStopped, UserError
 
 Config = TypeVar("Config", bound=BaseModel)
@@ -50,9 +50,9 @@ def execute(
 ) -> int:
     """`main` of what was parsed: for a job that adds options of its own to `job_parser(schema)`."""
     try:
-        config = configio.load(schema, arguments.config, arguments.overrides)
+        config = loading.load(schema, arguments.config, arguments.overrides)
         if arguments.dry_run:
-            print(configio.resolved(config))
+            print(loading.resolved(config))
             print(describe(config))
             return 0
         return run(config) or 0

@@ -22,10 +22,9 @@ from pydantic import ValidationError
 
 from jobs.cli import StopFlag, main, sole_process, stop_flag, stopped
 from t2g import arms
-from t2g.config import NOISY, UNTRAINED, CompareJob, DemoJob, Method, PolicyJob, StudyJob
-from t2g.describe import describe_compare
+from t2g.config import NOISY, UNTRAINED, CompareJob, DemoJob, FeedbackConfig, Method, PolicyJob, StudyJob
+from t2g.config.describe import describe_compare
 from t2g.errors import RunStopped, Stopped, UserError
-from t2g.sections import FeedbackConfig
 
 if TYPE_CHECKING:  # numpy, torch and Ray are imported by the functions that need them: --help must answer at once
     from actors.learner import LearnerGroup

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from jobs.cli import main, stop_flag, stopped
-from t2g.config import DemoJob, PolicyJob
-from t2g.describe import describe_demo
+from t2g.config import DataConfig, DemoJob, FeedbackConfig, Placement, PolicyJob, ProcessConfig, RunConfig
+from t2g.config.describe import describe_demo
 from t2g.errors import RunStopped
-from t2g.sections import DataConfig, FeedbackConfig, Placement, ProcessConfig, RunConfig
 
 ARMS = "arms"
 FACTS = ("fact_f1", "fact_precision", "fact_recall")

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from t2g.config import PolicyJob
-from t2g.configio import load
+from t2g.config.loading import load
 from t2g.errors import RunStopped, UserError
 
 LOOK_TIMEOUT_S = 60.0  # for all nodes together
@@ -91,8 +91,8 @@ def doctor(arguments: argparse.Namespace) -> int:
     from actors.placement import connect
     from jobs.fleets import feedback_roles
     from jobs.train_policy import policy_roles
+    from t2g.config import ClusterConfig
     from t2g.deploy.doctor import findings
-    from t2g.sections import ClusterConfig
 
     config = load(PolicyJob, arguments.config, arguments.overrides) if arguments.config else None
     roles = policy_roles(config) | feedback_roles(config.feedback) if config else {}

@@ -10,21 +10,22 @@ from actors.chat import ChatFleet
 from actors.placement import connect
 from actors.reward import RewardFleet
 from actors.rollout import RolloutFleet
-from t2g.config import JobConfig, PolicyJob
+from t2g.config import (
+    AnnotateConfig,
+    ClusterConfig,
+    EngineConfig,
+    FeedbackConfig,
+    JobConfig,
+    ModelConfig,
+    PolicyJob,
+    ProcessConfig,
+    RolloutConfig,
+)
 from t2g.data.chat import lacks_folder
 from t2g.errors import UserError
 from t2g.feedback.llm import LLMFeedback
 from t2g.feedback.sources import make_endpoint_source, make_local_source
 from t2g.interfaces import FeedbackSource
-from t2g.sections import (
-    AnnotateConfig,
-    ClusterConfig,
-    EngineConfig,
-    FeedbackConfig,
-    ModelConfig,
-    ProcessConfig,
-    RolloutConfig,
-)
 from t2g.tasks.base import Task
 
 

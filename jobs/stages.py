@@ -20,12 +20,23 @@ from jobs.annotate import annotate_data
 from jobs.fleets import Fleets
 from jobs.train_reward import read_data, train_reward
 from jobs.train_sft import supervise, train_sft
-from t2g import configio
 from t2g.checkpoint import write_atomic
-from t2g.config import AnnotateJob, DemoJob, PolicyJob, RewardJob, SFTJob, StudyJob
+from t2g.config import (
+    AnnotateConfig,
+    AnnotateJob,
+    DataConfig,
+    DemoJob,
+    ModelConfig,
+    PolicyJob,
+    RewardJob,
+    RunConfig,
+    Section,
+    SFTJob,
+    StudyJob,
+    loading,
+)
 from t2g.data.chat import load_tokenizer
 from t2g.errors import UserError
-from t2g.sections import AnnotateConfig, DataConfig, ModelConfig, RunConfig, Section
 
 AnyJob = TypeVar("AnyJob", bound=PolicyJob)
 Beside = TypeVar("Beside", DemoJob, StudyJob)
@@ -117,7 +128,7 @@ def demo_of(config: PolicyJob) -> DemoJob | None:
 def load_beside(schema: type[Beside], file: Path, config: PolicyJob | StudyJob) -> Beside:
     """The job of another config file, under the root and on the cluster of `config`."""
     root = json.dumps(str(config.run.root))  # quoted: a path may hold what YAML reads otherwise
-    return configio.load(schema, file, [f"run.root={root}"]).model_copy(update={"cluster": config.cluster})
+    return loading.load(schema, file, [f"run.root={root}"]).model_copy(update={"cluster": config.cluster})
 
 
 def resolve_stages(config: AnyJob, demo: DemoJob | None) -> AnyJob:
@@ -145,7 +156,7 @@ def once(folder: Path, settings: Section, make: Callable[[], Mapping[str, Any]])
     record = folder / "stage.json"
     if record.exists():
         kept = json.loads(record.read_text())
-        keys = [key for key in configio.diff(kept["settings"], settings) if not configio.may_differ(key)]
+        keys = [key for key in loading.diff(kept["settings"], settings) if not loading.may_differ(key)]
         if keys:
             raise UserError(
                 f"{folder} was made with another {', '.join(keys)}: remove that folder and those made after it, "

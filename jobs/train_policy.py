@@ -18,11 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from jobs.cli import StopFlag, main, sole_process, stop_flag, stopped
 from jobs.train_sft import check_folder
-from t2g import configio
-from t2g.config import PolicyJob
-from t2g.describe import describe_policy
+from t2g.config import PolicyJob, ProcessConfig, loading
+from t2g.config.describe import describe_policy
 from t2g.errors import LearnerLost, RunStopped
-from t2g.sections import ProcessConfig
 
 if TYPE_CHECKING:  # numpy, torch and Ray are imported by the functions that need them: --help must answer at once
     from actors.learner import LearnerGroup
@@ -200,8 +198,8 @@ def policy_roles(config: PolicyJob) -> dict[str, ProcessConfig]:
 
 def begin_folder(config: PolicyJob) -> None:
     """The resolved config into the run folder. UserError for a folder that this config may not go on with."""
-    check_folder(config, configio.FILE_NAME)
-    configio.write(config, config.run.folder)
+    check_folder(config, loading.FILE_NAME)
+    loading.write(config, config.run.folder)
 
 
 def finished(config: PolicyJob) -> dict[str, Any] | None:

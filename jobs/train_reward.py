@@ -20,10 +20,9 @@ from jobs.annotate import DONE_FILE
 from jobs.cli import main
 from jobs.train_sft import LEFTOVERS, MODEL, check_folder, supervise, work_folder
 from t2g.checkpoint import write_atomic
-from t2g.config import RewardJob
-from t2g.describe import describe_reward
+from t2g.config import FeedbackConfig, RewardJob, StyleConfig
+from t2g.config.describe import describe_reward
 from t2g.errors import UserError
-from t2g.sections import FeedbackConfig, StyleConfig
 
 if TYPE_CHECKING:
     from jobs.fleets import Fleets

@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobs.cli import main
-from t2g import configio
-from t2g.config import JobConfig, RewardJob, SFTJob
-from t2g.describe import describe_sft
+from t2g.config import JobConfig, RewardJob, RunConfig, SFTJob, loading
+from t2g.config.describe import describe_sft
 from t2g.errors import UserError
-from t2g.sections import RunConfig
 
 if TYPE_CHECKING:
     from actors.sft_rank import SFTProgress
@@ -102,8 +100,8 @@ def check_folder(config: JobConfig, *leftovers: str) -> None:
         return
     if config.run.resume == "never":
         raise UserError(f"run.resume=never, and {folder / found[0]} exists: remove it or choose another run.name")
-    if (folder / configio.FILE_NAME).exists():
-        configio.check_resumable(config, folder)
+    if (folder / loading.FILE_NAME).exists():
+        loading.check_resumable(config, folder)
 
 
 def begin_folder(config: JobConfig, *leftovers: str) -> Path:
@@ -112,7 +110,7 @@ def begin_folder(config: JobConfig, *leftovers: str) -> Path:
     folder = work_folder(config.run)
     if config.run.smoke:
         shutil.rmtree(folder, ignore_errors=True)
-    configio.write(config, folder)
+    loading.write(config, folder)
     return folder
 
 

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from statistics import mean
 from typing import Any
 
-from t2g.config import UNTRAINED, CompareJob, Method, PolicyJob
+from t2g.config import UNTRAINED, CompareJob, FeedbackConfig, Method, ObjectiveConfig, PolicyJob, RunConfig
 from t2g.errors import UserError
-from t2g.sections import FeedbackConfig, ObjectiveConfig, RunConfig
 
 Scores = dict[float, dict[int, float | None]]
 

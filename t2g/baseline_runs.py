@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from t2g import baselines
 from t2g.baselines import PreferencePair, Scored
 from t2g.concurrency import unless_stopped
-from t2g.config import PolicyJob
+from t2g.config import ModelConfig, PolicyJob, RolloutConfig
 from t2g.data.sft import SFTExample
 from t2g.errors import RunStopped
 from t2g.interfaces import FeedbackSource, RolloutSource
@@ -31,7 +31,6 @@ from t2g.sampling import (
     training_feedback,
     usable,
 )
-from t2g.sections import ModelConfig, RolloutConfig
 from t2g.tasks.base import Task
 from t2g.types import Prompt, Rollout
 

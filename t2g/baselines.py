@@ -12,14 +12,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from t2g.config import PolicyJob
+from t2g.config import PolicyJob, RewardRuleConfig, RoleConfig, RolloutConfig, SFTLoRAConfig, SFTOptions
 from t2g.data.chat import fit_chat
 from t2g.data.records import AnnotatedRecord
 from t2g.data.sft import SFTExample, sft_example, target_ids
 from t2g.errors import UserError
 from t2g.feedback import token_offsets, token_rewards
 from t2g.sampling import JudgedResponse
-from t2g.sections import RewardRuleConfig, RoleConfig, RolloutConfig, SFTLoRAConfig, SFTOptions
 from t2g.tasks.base import Task
 from t2g.types import Prompt, Rollout, SpanFeedback
 

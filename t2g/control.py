@@ -14,12 +14,10 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from t2g import configio
 from t2g.checkpoint import write_atomic
-from t2g.config import PolicyJob
-from t2g.configwords import first_problem
+from t2g.config import PolicyJob, Section, WorkersConfig, loading
+from t2g.config.words import first_problem
 from t2g.errors import UserError
-from t2g.sections import Section, WorkersConfig
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +74,9 @@ def write_wanted(folder: Path, wanted: Wanted) -> Wanted:
 
     UserError for a folder without a run, for a fleet that the run does not have and for a number out of its bounds.
     """
-    if not (folder / configio.FILE_NAME).exists():
-        raise UserError(f"{folder} holds no run (no {configio.FILE_NAME}); check --run and --root")
-    config = configio.load(PolicyJob, folder / configio.FILE_NAME)
+    if not (folder / loading.FILE_NAME).exists():
+        raise UserError(f"{folder} holds no run (no {loading.FILE_NAME}); check --run and --root")
+    config = loading.load(PolicyJob, folder / loading.FILE_NAME)
     bounds = scalable(config)
     asked = wanted.model_dump(exclude_none=True)
     if not asked:

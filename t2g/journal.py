@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from t2g.checkpoint import full_disk_in_words
-from t2g.configwords import first_problem
+from t2g.config.words import first_problem
 from t2g.data.records import AnnotatedRecord
 from t2g.errors import UserError
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from t2g.config import RewardRuleConfig
 from t2g.feedback import token_offsets
 from t2g.feedback.rewards import token_rewards
-from t2g.sections import RewardRuleConfig
 from t2g.types import Prompt, Rollout, SpanFeedback, read_feedback
 
 MENTIONS = {-1: "criticised", 1: "praised", 0: "unmentioned"}

@@ -12,8 +12,8 @@ import torch
 
 from actors.learner import LearnerGroup
 from actors.parts import LearnerSpec
+from t2g.config import LearnerConfig, ModelConfig, ObjectiveConfig, OptimConfig
 from t2g.data.batching import make_train_batch
-from t2g.sections import LearnerConfig, ModelConfig, ObjectiveConfig, OptimConfig
 from t2g.types import Rollout, TrainBatch, TrainSample
 
 VOCABULARY = 300

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from actors.sft import run_sft
 from actors.sft_rank import SFTProgress
+from t2g.config import ClusterConfig, ModelConfig, OptimConfig, SFTOptions
 from t2g.data.sft import SFTExample, sft_example
-from t2g.sections import ClusterConfig, ModelConfig, OptimConfig, SFTOptions
 from t2g.tasks.tiny_assets import build_model, build_tokenizer
 
 TARGETS = ["red fox", "blue whale", "東京 tower", "café noir", "green tea 🍵", "grey owl", "pink crab", "lime"]

@@ -22,10 +22,9 @@ from t2g.baselines import (
     score,
     sft_options,
 )
-from t2g.config import PolicyJob
+from t2g.config import PolicyJob, RewardRuleConfig
 from t2g.errors import UserError
 from t2g.feedback.parse import make_feedback, no_feedback
-from t2g.sections import RewardRuleConfig
 from t2g.tasks.prompts import PromptsTask
 from t2g.tasks.tiny_assets import build_tokenizer
 from t2g.types import Prompt, Rollout, SpanFeedback

@@ -8,9 +8,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t2g import configio
-from t2g.config import AnnotateJob, CompareJob, DemoJob, PolicyJob
-from t2g.configwords import dotted_keys, show
+from t2g.config import AnnotateJob, CompareJob, DemoJob, PolicyJob, loading
+from t2g.config.words import dotted_keys, show
 from t2g.errors import UserError
 
 GOOD = """\
@@ -31,7 +30,7 @@ def write(folder: Path, text: str) -> Path:
 
 
 def load(folder: Path, text: str, *overrides: str) -> PolicyJob:
-    return configio.load(PolicyJob, write(folder, text), overrides, environ={}, cwd=folder)
+    return loading.load(PolicyJob, write(folder, text), overrides, environ={}, cwd=folder)
 
 
 def refused(folder: Path, text: str, *overrides: str) -> list[str]:
@@ -136,10 +135,10 @@ def test_an_empty_file_lacks_what_is_required(tmp_path: Path) -> None:
 
 def test_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none\.yaml: the config cannot be read: No such file or directory"):
-        configio.load(PolicyJob, tmp_path / "none.yaml")
+        loading.load(PolicyJob, tmp_path / "none.yaml")
     (tmp_path / "job.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="it is not UTF-8 text"):
-        configio.load(PolicyJob, tmp_path / "job.yaml")
+        loading.load(PolicyJob, tmp_path / "job.yaml")
 
 
 def test_run_root_is_absolute_at_once(tmp_path: Path) -> None:
@@ -151,13 +150,13 @@ def test_run_root_is_absolute_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("environ", "cwd"),
-    [({configio.JOB_ENV: "{}"}, "/somewhere"), ({}, "/tmp/ray/session/runtime_resources/working_dir_files/_ray_pkg_1")],
+    [({loading.JOB_ENV: "{}"}, "/somewhere"), ({}, "/tmp/ray/session/runtime_resources/working_dir_files/_ray_pkg_1")],
 )
 def test_a_relative_root_is_refused_under_a_ray_job(tmp_path: Path, environ: dict[str, str], cwd: str) -> None:
     file = write(tmp_path, GOOD)
     with pytest.raises(UserError, match=r"run\.root: got 'runs', but a Ray job needs an absolute path"):
-        configio.load(PolicyJob, file, environ=environ, cwd=Path(cwd))
-    job = configio.load(PolicyJob, file, ["run.root=/data"], environ=environ, cwd=Path(cwd))
+        loading.load(PolicyJob, file, environ=environ, cwd=Path(cwd))
+    job = loading.load(PolicyJob, file, ["run.root=/data"], environ=environ, cwd=Path(cwd))
     assert job.run.root == Path("/data")
 
 
@@ -185,16 +184,16 @@ def test_local_paths_are_absolute_and_hub_names_stay(tmp_path: Path) -> None:
     assert (hub.model.policy, hub.data.path, hub.feedback.reward_model) == ("org/model", "org/data", None)
     assert hub.eval_data is not None and hub.eval_data.path == "${stages}/x.jsonl"
 
-    copy = tmp_path / f"{configio.UPLOAD_PREFIX}1"  # another name in the job that resumes the run
+    copy = tmp_path / f"{loading.UPLOAD_PREFIX}1"  # another name in the job that resumes the run
     copy.mkdir()
     (copy / "train.jsonl").touch()
     file = write(tmp_path, GOOD)
-    uploaded = configio.load(PolicyJob, file, ["data.path=train.jsonl", "run.root=/data"], environ={}, cwd=copy)
+    uploaded = loading.load(PolicyJob, file, ["data.path=train.jsonl", "run.root=/data"], environ={}, cwd=copy)
     assert uploaded.data.path == "train.jsonl"
 
 
 def test_every_path_is_a_key() -> None:
-    assert set(configio.PATHS) <= {*dotted_keys(CompareJob), *dotted_keys(AnnotateJob)}
+    assert set(loading.PATHS) <= {*dotted_keys(CompareJob), *dotted_keys(AnnotateJob)}
 
 
 def test_the_model_of_an_endpoint_is_a_name_and_of_own_engines_perhaps_a_folder(tmp_path: Path) -> None:
@@ -210,14 +209,14 @@ def test_data_may_be_the_human_file(tmp_path: Path) -> None:
 
     def read(*overrides: str) -> AnnotateJob:
         text = "data: {path: mine.csv, columns: {prompt: q}}\nannotate: {source: human}\n"
-        return configio.load(AnnotateJob, write(tmp_path, text), overrides, environ={}, cwd=tmp_path)
+        return loading.load(AnnotateJob, write(tmp_path, text), overrides, environ={}, cwd=tmp_path)
 
     alone = read()
     assert alone.annotate.human_file == alone.data.path == f"{tmp_path}/mine.csv"
     assert alone.annotate.human_columns == {"prompt": "q"}
     beside = read("annotate.human_file=other.csv")
     assert (beside.annotate.human_file, beside.annotate.human_columns) == (f"{tmp_path}/other.csv", {})
-    assert configio.load(AnnotateJob, configio.write(alone, tmp_path / "run"), environ={}) == alone
+    assert loading.load(AnnotateJob, loading.write(alone, tmp_path / "run"), environ={}) == alone
 
 
 @pytest.mark.parametrize("section", ["rollout", "feedback.engine"])
@@ -243,9 +242,9 @@ def test_the_probe_allows_for_the_rounding_of_either_side(
 ) -> None:
     job = load(tmp_path, GOOD, *overrides)
     assert job.learner.probe_tolerance == expected
-    assert configio.load(PolicyJob, configio.write(job, tmp_path / "run"), environ={}) == job
+    assert loading.load(PolicyJob, loading.write(job, tmp_path / "run"), environ={}) == job
     (tmp_path / "demo.yaml").write_text("num_steps: 1\n")
-    demo = configio.load(DemoJob, tmp_path / "demo.yaml", overrides, environ={}, cwd=tmp_path)
+    demo = loading.load(DemoJob, tmp_path / "demo.yaml", overrides, environ={}, cwd=tmp_path)
     assert demo.learner.probe_tolerance == expected
 
 
@@ -265,23 +264,23 @@ def test_a_key_in_the_url_never_reaches_the_run_folder(tmp_path: Path) -> None:
 def test_a_demo_without_an_arm_or_with_a_negative_seed_is_refused(tmp_path: Path, override: str) -> None:
     (tmp_path / "demo.yaml").write_text("num_steps: 1\n")
     with pytest.raises(UserError, match=override.partition("=")[0]):
-        configio.load(DemoJob, tmp_path / "demo.yaml", [override], environ={}, cwd=tmp_path)
+        loading.load(DemoJob, tmp_path / "demo.yaml", [override], environ={}, cwd=tmp_path)
 
 
 def test_the_resolved_config_reads_back_equal(tmp_path: Path) -> None:
     job = load(tmp_path, GOOD, "data.columns={prompt: 'é: 漢'}", "learner.policy.lr=1e-7")
     folder = tmp_path / "run"
-    assert configio.load(PolicyJob, configio.write(job, folder), environ={}, cwd=Path("/")) == job
+    assert loading.load(PolicyJob, loading.write(job, folder), environ={}, cwd=Path("/")) == job
     assert [file.name for file in folder.iterdir()] == ["config.yaml"]
-    assert set(configio.flat(yaml.safe_load(configio.resolved(job)))) >= {"learner.critic.lr", "run.root"}
+    assert set(loading.flat(yaml.safe_load(loading.resolved(job)))) >= {"learner.critic.lr", "run.root"}
 
 
 def test_diff_names_every_key_that_differs(tmp_path: Path) -> None:
     a = load(tmp_path, GOOD)
     b = load(tmp_path, GOOD, "learner.policy.lr=1", "data.columns={prompt: q}", "num_steps=5")
-    assert configio.diff(a, b) == ["data.columns", "data.columns.prompt", "learner.policy.lr", "num_steps"]
-    assert configio.diff(a, a) == []
-    assert configio.diff({"a": None}, {}) == ["a"]
+    assert loading.diff(a, b) == ["data.columns", "data.columns.prompt", "learner.policy.lr", "num_steps"]
+    assert loading.diff(a, a) == []
+    assert loading.diff({"a": None}, {}) == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -319,7 +318,7 @@ def test_diff_names_every_key_that_differs(tmp_path: Path) -> None:
     ],
 )
 def test_keys_in_which_a_resumed_run_may_differ(key: str, free: bool) -> None:
-    assert configio.may_differ(key) is free
+    assert loading.may_differ(key) is free
 
 
 @pytest.mark.parametrize(
@@ -348,19 +347,19 @@ def test_weights_travel_only_where_the_gpus_are(tmp_path: Path, transport: str, 
 
 def test_every_pattern_that_may_differ_fits_a_key() -> None:
     keys = [*dotted_keys(CompareJob), *dotted_keys(DemoJob), *dotted_keys(AnnotateJob)]
-    unused = [p for p in configio.MAY_DIFFER if not any(configio.fnmatchcase(key, p) for key in keys)]
+    unused = [p for p in loading.MAY_DIFFER if not any(loading.fnmatchcase(key, p) for key in keys)]
     assert unused == []
 
 
 def test_resume_is_refused_by_the_names_of_the_keys(tmp_path: Path) -> None:
     old = load(tmp_path, GOOD)
-    configio.write(old, tmp_path / "run")
+    loading.write(old, tmp_path / "run")
     free = load(tmp_path, GOOD, "num_steps=500", "rollout.workers=3", "cluster.address=auto")
-    configio.check_resumable(free, tmp_path / "run")
+    loading.check_resumable(free, tmp_path / "run")
 
     bound = load(tmp_path, GOOD, "rollout.temperature=0.9", "run.seed=2")
     with pytest.raises(UserError, match=r"rollout\.temperature \(0\.6 -> 0\.9\), run\.seed \(1 -> 2\); put these back"):
-        configio.check_resumable(bound, tmp_path / "run")
+        loading.check_resumable(bound, tmp_path / "run")
 
 
 def test_shown_values_stay_on_one_line_and_short() -> None:
@@ -370,6 +369,6 @@ def test_shown_values_stay_on_one_line_and_short() -> None:
 
 @given(st.dictionaries(st.text("ab.é", max_size=4), st.integers() | st.text("ab", max_size=4)))
 def test_flat_keeps_every_value(values: dict[str, int | str]) -> None:
-    assert sorted(map(str, configio.flat({"a": values, "b": 1}).values())) == sorted(
+    assert sorted(map(str, loading.flat({"a": values, "b": 1}).values())) == sorted(
         [*map(str, values.values()), "1"] if values else ["{}", "1"]
     )

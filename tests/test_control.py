@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t2g import configio
-from t2g.config import PolicyJob
+from t2g.config import PolicyJob, WorkersConfig, loading
 from t2g.control import (
     CONTROL_FILE,
     STATUS_FILE,
@@ -24,7 +23,6 @@ from t2g.control import (
     write_wanted,
 )
 from t2g.errors import UserError
-from t2g.sections import WorkersConfig
 
 
 def job(folder: Path, *, autoscale: bool = False, source: str = "reward_model") -> PolicyJob:
@@ -42,7 +40,7 @@ def job(folder: Path, *, autoscale: bool = False, source: str = "reward_model") 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     folder = tmp_path / "own"
-    configio.write(job(folder), folder)
+    loading.write(job(folder), folder)
     return folder
 
 
@@ -73,10 +71,10 @@ def test_a_number_out_of_bounds_is_refused_and_nothing_is_written(
 
 
 def test_fleets_that_nobody_scales_by_hand_are_refused(folder: Path) -> None:
-    configio.write(job(folder, autoscale=True), folder)
+    loading.write(job(folder, autoscale=True), folder)
     with pytest.raises(UserError, match="chooses their number itself"):
         write_wanted(folder, Wanted(rollouts=2))
-    configio.write(job(folder, source="program"), folder)
+    loading.write(job(folder, source="program"), folder)
     with pytest.raises(UserError, match=r"feedback\.source=program has no engines"):
         write_wanted(folder, Wanted(rewards=2))
 

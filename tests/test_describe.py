@@ -2,25 +2,29 @@
 
 import pytest
 
-from t2g.config import AnnotateJob, DemoJob, PolicyJob, RewardJob, SFTJob
-from t2g.describe import (
+from t2g.config import (
+    AnnotateConfig,
+    AnnotateJob,
+    DataConfig,
+    DemoJob,
+    FeedbackConfig,
+    LearnerConfig,
+    LLMConfig,
+    ModelConfig,
+    PolicyJob,
+    RewardJob,
+    RolloutConfig,
+    RunConfig,
+    SFTJob,
+    SFTOptions,
+)
+from t2g.config.describe import (
     describe_annotate,
     describe_demo,
     describe_policy,
     describe_reward,
     describe_sft,
     max_microbatches,
-)
-from t2g.sections import (
-    AnnotateConfig,
-    DataConfig,
-    FeedbackConfig,
-    LearnerConfig,
-    LLMConfig,
-    ModelConfig,
-    RolloutConfig,
-    RunConfig,
-    SFTOptions,
 )
 
 MODEL = ModelConfig(policy="base")

@@ -12,7 +12,6 @@ import pytest
 from packaging.requirements import Requirement
 from pydantic import BaseModel
 
-from t2g import configio
 from t2g.config import (
     AnnotateJob,
     BenchmarkJob,
@@ -24,6 +23,7 @@ from t2g.config import (
     ScoreJob,
     SFTJob,
     StudyJob,
+    loading,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -174,7 +174,7 @@ def test_there_are_configs() -> None:
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: str(file.relative_to(ROOT)))
 def test_every_shipped_config_loads(file: Path) -> None:
-    configio.load(SCHEMAS[file.stem], file, environ={}, cwd=ROOT)
+    loading.load(SCHEMAS[file.stem], file, environ={}, cwd=ROOT)
 
 
 JOBS = [file.stem for file in modules("jobs") if '__name__ == "__main__"' in file.read_text(encoding="utf-8")]

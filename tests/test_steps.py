@@ -9,9 +9,9 @@ from fakes import LetterTask, letter_prompts
 from hypothesis import given
 from hypothesis import strategies as st
 
+from t2g.config import ObjectiveConfig
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.parse import make_feedback
-from t2g.sections import ObjectiveConfig
 from t2g.steps import (
     advantage_samples,
     prompt_indices,

@@ -6,9 +6,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from t2g.config import DataConfig
 from t2g.data.csvfile import read_csv
 from t2g.errors import UserError
-from t2g.sections import DataConfig
 
 NEWLINE = b"\n"
 _LINES = (".jsonl", ".ndjson")

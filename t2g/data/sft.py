@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from t2g.config import StyleConfig
 from t2g.data.batching import EMPTY_TOKENS, Plan, plan_microbatches
 from t2g.data.prompts import policy_prompt_ids
 from t2g.data.records import AnnotatedRecord, first_few
@@ -21,7 +22,6 @@ from t2g.errors import UserError
 from t2g.feedback.offsets import token_offsets
 from t2g.feedback.parse import span_map_start
 from t2g.feedback.prompts import build_feedback_prompt
-from t2g.sections import StyleConfig
 from t2g.tasks.base import SPARSE, Record, Task
 
 Ranges = Sequence[tuple[int, int]]  # half-open character ranges

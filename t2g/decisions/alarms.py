@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from t2g import metrics as m
-from t2g.sections import AlarmConfig
+from t2g.config import AlarmConfig
 
 Step = Mapping[str, float | None]
 

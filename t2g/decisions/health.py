@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal
 
-from t2g.sections import EngineConfig, HealthConfig
+from t2g.config import EngineConfig, HealthConfig
 
 Event = Literal[
     "started", "weights_proved", "sync_missed", "request_answered", "request_failed", "probe_answered", "probe_failed",

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from t2g.sections import WorkersConfig
+from t2g.config import WorkersConfig
 
 PATIENCE = 3  # steps that are looked at together
 STARVING = 0.3  # the learner waits for samples during this share of their time

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from t2g import configio
-from t2g.config import PolicyJob
+from t2g.config import EngineConfig, PolicyJob, loading
 from t2g.deploy.manifests import SHARED
 from t2g.deploy.memory import (
     BYTES,
@@ -23,7 +22,6 @@ from t2g.deploy.memory import (
 )
 from t2g.deploy.pods import ROLE_LABEL, PodGroup, most_per_pod, pod_groups, satisfies
 from t2g.errors import UserError
-from t2g.sections import EngineConfig
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "gathered", "logits", "cache", "other")
 MIN_PLACEMENT_S = 600  # a new node, an image of some GB, a Ray that starts
@@ -191,9 +189,9 @@ def _cluster_warnings(config: PolicyJob, shape: ModelShape | None) -> Iterator[s
 
 
 def _path_warnings(config: PolicyJob) -> Iterator[str]:
-    values: dict[str, Any] = configio.flat(config)
+    values: dict[str, Any] = loading.flat(config)
     passed_on = {"stages"} | ({"feedback.llm.model"} if config.feedback.llm.url else set())
-    for key in configio.PATHS:
+    for key in loading.PATHS:
         value = values.get(key)
         if isinstance(value, str) and key not in passed_on and not value.startswith(("${", SHARED)) and _is_path(value):
             yield f"{key} is {value}: pods see {SHARED} and their image; put it there and give that path"

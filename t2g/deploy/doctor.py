@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from t2g.sections import ProcessConfig
+from t2g.config import ProcessConfig
 
 GIB = 2**30
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from t2g.sections import Dtype, EngineConfig, LearnerConfig, ObjectiveConfig
+from t2g.config import Dtype, EngineConfig, LearnerConfig, ObjectiveConfig
 
 GIB = 2**30
 # GiB as the driver reports them, by the names that `jobs.deploy check --gpu` takes.

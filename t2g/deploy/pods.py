@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, gcd
 
-from t2g.config import PolicyJob
+from t2g.config import EngineConfig, PolicyJob, ProcessConfig, WorkersConfig
 from t2g.errors import UserError
-from t2g.sections import EngineConfig, ProcessConfig, WorkersConfig
 
 GPUS_PER_POD = 8  # of one node: pods do not span nodes
 WORKERS_PER_POD = 8

@@ -6,8 +6,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from t2g import configio
-from t2g.config import PolicyJob
+from t2g.config import PolicyJob, loading
 from t2g.errors import UserError
 
 RUN_KEY = "t2g_run"  # in a job's metadata: the run's name
@@ -55,8 +54,8 @@ def training(config: PolicyJob, file: Path, overrides: Sequence[str]) -> Submiss
 
 
 def read_config(file: Path, overrides: Sequence[str], root: Path) -> PolicyJob:
-    """The config as the job will read it: run.root must be absolute. UserError as `configio.load` raises."""
-    return configio.load(PolicyJob, file, overrides, environ={**os.environ, configio.JOB_ENV: "{}"}, cwd=root)
+    """The config as the job will read it: run.root must be absolute. UserError as `loading.load` raises."""
+    return loading.load(PolicyJob, file, overrides, environ={**os.environ, loading.JOB_ENV: "{}"}, cwd=root)
 
 
 def uploaded_path(file: Path, root: Path, files: Container[Path]) -> Path:

@@ -12,10 +12,10 @@ from dataclasses import replace
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
+from t2g.config import LLMConfig
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.chat import ChatFailed, Completion, Question, estimate_tokens
 from t2g.feedback.waiting import PerLoop
-from t2g.sections import LLMConfig
 
 if TYPE_CHECKING:
     import openai

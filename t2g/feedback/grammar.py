@@ -1,6 +1,6 @@
 """The answers that guided decoding lets a reward model write."""
 
-from t2g.sections import StyleConfig
+from t2g.config import StyleConfig
 from t2g.tasks.base import SPARSE
 
 BLOCK = 40  # characters of a block of a bounded text

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from t2g.config import FeedbackConfig, LLMConfig
 from t2g.data.chat import Message
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.annotator import Reading, Request, answer_schema, follow_up, make_request, read_answer
@@ -24,7 +25,6 @@ from t2g.feedback.parse import no_feedback
 from t2g.feedback.ratelimit import Gate, retry_pause_s
 from t2g.feedback.votes import vote
 from t2g.feedback.waiting import FailureLog, PerLoop
-from t2g.sections import FeedbackConfig, LLMConfig
 from t2g.tasks.base import Task
 from t2g.types import Prompt, SpanFeedback
 

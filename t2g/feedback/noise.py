@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from t2g.config import NoiseConfig
 from t2g.interfaces import FeedbackSource
-from t2g.sections import NoiseConfig
 from t2g.types import Prompt, Span, SpanFeedback
 
 

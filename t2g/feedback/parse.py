@@ -16,8 +16,8 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from t2g.config import StyleConfig
 from t2g.feedback.spans import locate
-from t2g.sections import StyleConfig
 from t2g.tasks.base import SPARSE
 from t2g.types import FinishReason, Span, SpanFeedback
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from t2g.sections import Placement, RewardRuleConfig
+from t2g.config import Placement, RewardRuleConfig
 from t2g.types import Span
 
 _DEFAULT_RULE = RewardRuleConfig()

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
+from t2g.config import FeedbackConfig
 from t2g.errors import UserError
 from t2g.feedback.endpoint import EndpointChat
 from t2g.feedback.human import HumanFeedback
 from t2g.feedback.llm import LLMFeedback
 from t2g.feedback.program import ProgramFeedback
 from t2g.interfaces import Aligner, FeedbackSource
-from t2g.sections import FeedbackConfig
 from t2g.tasks.base import Task
 
 __all__ = ["EndpointChat", "HumanFeedback", "LLMFeedback", "ProgramFeedback", "make_local_source"]

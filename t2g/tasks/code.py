@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from t2g.config import SandboxConfig, StyleConfig
 from t2g.data.chat import Message
-from t2g.sections import SandboxConfig, StyleConfig
 from t2g.tasks.base import Critic, Record, Review, Task, text_field
 from t2g.types import Prompt
 

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from t2g.config import SandboxConfig, StyleConfig
 from t2g.feedback.spans import occurrence_at
-from t2g.sections import SandboxConfig, StyleConfig
 from t2g.tasks.base import Critic
 from t2g.tasks.code import extract_code
 from t2g.tasks.sandbox import Outcome, TestResult, run_solution

@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from t2g.sections import SandboxConfig
+from t2g.config import SandboxConfig
 from t2g.tasks.box.clock import KILL_S, START_S, TIMED_OUT
 
 MAX_VERDICT_BYTES = 2**22

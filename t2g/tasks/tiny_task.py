@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from t2g.config import SandboxConfig, StyleConfig
 from t2g.data.chat import Message
-from t2g.sections import SandboxConfig, StyleConfig
 from t2g.tasks import tiny, tiny_revision
 from t2g.tasks.base import SPARSE, Critic, Record, text_field
 from t2g.tasks.summarization import SummarizationTask

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from actors.engine import PLUGIN, Engine, engine_environment, first_sentence, kv_cache_bytes, weight_version
-from t2g.sections import EngineConfig
+from t2g.config import EngineConfig
 
 
 def test_a_cpu_engine_keeps_to_its_threads_and_sleeps_when_it_waits() -> None:

@@ -10,7 +10,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from actors import lora
-from t2g.sections import LoRAConfig, ModelConfig
+from t2g.config import LoRAConfig, ModelConfig
 
 CONFIG = LoRAConfig(r=3, alpha=6)
 IDS = torch.arange(40).reshape(2, 20)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from actors.placement import Supply, cgroup_cpus, cgroup_free_bytes, connect, describe_shortfall, this_machine
+from t2g.config import ClusterConfig, RoleConfig
 from t2g.errors import UserError
-from t2g.sections import ClusterConfig, RoleConfig
 
 ROLES = {
     "rollout": RoleConfig(workers=2, cpus=0.5, memory_gib=1.5),

@@ -17,8 +17,8 @@ from actors.buckets import Bucket, ParamMeta, make_bucket
 from actors.rollout import RolloutFleet
 from actors.transports import Meeting
 from actors.weight_sync import WeightSync, probe_gap, probe_ids
+from t2g.config import LearnerConfig
 from t2g.errors import LearnerLost, MissedSync, RunStopped
-from t2g.sections import LearnerConfig
 
 NUM_BUCKETS = 3
 METAS = [ParamMeta(name=f"m{i}.weight", shape=(2,)) for i in range(NUM_BUCKETS)]

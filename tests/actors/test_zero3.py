@@ -3,7 +3,7 @@ import math
 import pytest
 
 from actors.zero3 import lr_factor
-from t2g.sections import OptimConfig
+from t2g.config import OptimConfig
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from t2g.config import DataConfig
 from t2g.data.csvfile import read_csv
 from t2g.data.load import load_records
 from t2g.errors import UserError
-from t2g.sections import DataConfig
 
 
 def test_records_with_the_line_where_each_begins(tmp_path: Path) -> None:

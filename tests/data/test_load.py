@@ -8,9 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from t2g.config import DataConfig
 from t2g.data.load import load_records
 from t2g.errors import UserError
-from t2g.sections import DataConfig
 
 ROWS = [{"prompt": "é", "n": 1}, {"prompt": "b", "n": 2}, {"prompt": "c", "n": 3}]
 HERE = Path(__file__).parent

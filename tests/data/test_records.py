@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from t2g.config import DataConfig
 from t2g.data.records import (
     QuoteRecord,
     annotated_record,
@@ -20,7 +21,6 @@ from t2g.data.records import (
 )
 from t2g.errors import UserError
 from t2g.feedback.parse import make_feedback, parse_answer
-from t2g.sections import DataConfig
 from t2g.tasks.base import get_task
 from t2g.types import Prompt, SpanFeedback
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from t2g.config import StyleConfig
 from t2g.data.chat import encode_chat
 from t2g.data.records import read_record
 from t2g.data.sft import (
@@ -24,7 +25,6 @@ from t2g.data.sft import (
 from t2g.errors import UserError
 from t2g.feedback.offsets import decode
 from t2g.feedback.parse import format_answer
-from t2g.sections import StyleConfig
 from t2g.tasks.prompts import PromptsTask
 from t2g.tasks.tiny_assets import build_tokenizer
 

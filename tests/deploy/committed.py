@@ -7,8 +7,7 @@ from typing import Any
 
 import yaml
 
-from t2g import configio
-from t2g.config import PolicyJob
+from t2g.config import PolicyJob, loading
 from t2g.deploy import render_manifests
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +27,7 @@ class Made:
 
     @property
     def config(self) -> PolicyJob:
-        return configio.load(PolicyJob, ROOT / self.config_path, self.overrides, environ={}, cwd=ROOT)
+        return loading.load(PolicyJob, ROOT / self.config_path, self.overrides, environ={}, cwd=ROOT)
 
     def render(self) -> str:
         return render_manifests(

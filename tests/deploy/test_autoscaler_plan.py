@@ -15,8 +15,8 @@ from ray.core.generated.autoscaler_pb2 import BundleSelector, GangResourceReques
 from ray.core.generated.common_pb2 import LabelSelectorOperator
 
 from actors import placement
+from t2g.config import ProcessConfig
 from t2g.deploy.pods import PodGroup, pod_groups
-from t2g.sections import ProcessConfig
 
 Place = tuple[list[dict[str, float]], list[dict[str, str]]]
 by_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from t2g import configio
-from t2g.config import PolicyJob
+from t2g.config import PolicyJob, loading
 from t2g.deploy import check_config
 from t2g.errors import UserError
 
@@ -23,7 +22,7 @@ GOOD = (
 
 def check(*overrides: str, gpu: str = "A100-80GB", file: str = "slf5k") -> tuple[list[str], list[str]]:
     path = ROOT / "configs" / file / "policy.yaml"
-    problems, words = check_config(configio.load(PolicyJob, path, overrides, environ={}, cwd=ROOT), gpu=gpu)
+    problems, words = check_config(loading.load(PolicyJob, path, overrides, environ={}, cwd=ROOT), gpu=gpu)
     assert all(f"problem: {problem}" in words for problem in problems)
     return problems, words.splitlines()
 
@@ -34,7 +33,7 @@ def warnings(lines: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.parent.name)
 def test_every_shipped_config_can_be_checked(file: Path) -> None:
-    problems, words = check_config(configio.load(PolicyJob, file, environ={}, cwd=ROOT))
+    problems, words = check_config(loading.load(PolicyJob, file, environ={}, cwd=ROOT))
     assert "learner: " in words
     assert problems == []
 

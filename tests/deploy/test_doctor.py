@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
+from t2g.config import RoleConfig
 from t2g.deploy.doctor import Node, PendingGroup, findings, why_pending
-from t2g.sections import RoleConfig
 
 GIB = 2**30
 VERSIONS = {"python": "3.11.9", "ray": "2.60.0"}

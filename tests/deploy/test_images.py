@@ -12,8 +12,7 @@ from types import ModuleType
 import pytest
 from committed import ROOT
 
-from t2g import configio
-from t2g.config import PolicyJob
+from t2g.config import PolicyJob, loading
 from t2g.deploy import check_config, manifests
 
 FILES = {"gpu": ROOT / "docker" / "Dockerfile", "cpu": ROOT / "docker" / "Dockerfile.cpu"}
@@ -131,7 +130,7 @@ def test_the_sizes_in_the_readme_are_what_check_says(
     command, block = re.search(rf"^{gpus} GPUs: `([^`]*)`\n\n```\n(.*?)```$", README, re.MULTILINE | re.DOTALL).groups()
     words = shlex.split(command)
     assert words[:5] == ["python", "-m", "jobs.deploy", "check", "--config"]
-    config = configio.load(PolicyJob, ROOT / words[5], words[6:], environ={}, cwd=tmp_path)
+    config = loading.load(PolicyJob, ROOT / words[5], words[6:], environ={}, cwd=tmp_path)
     problems, answer = check_config(config)
     said = [line for line in answer.splitlines() if not line.startswith(("warning", "reward: the size"))]
     assert block.strip() == "\n".join(said).strip()

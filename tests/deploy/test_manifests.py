@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from jobs import deploy
-from t2g import configio
-from t2g.config import PolicyJob
+from t2g.config import PolicyJob, loading
 from t2g.deploy import manifests, render_manifests
 from t2g.deploy.manifests import DRAIN_S, GRACE_S, resource_name
 from t2g.errors import UserError
@@ -28,7 +27,7 @@ by_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 
 
 def policy(*overrides: str, file: str = "configs/tiny/policy.yaml") -> PolicyJob:
-    return configio.load(PolicyJob, ROOT / file, overrides, environ={}, cwd=ROOT)
+    return loading.load(PolicyJob, ROOT / file, overrides, environ={}, cwd=ROOT)
 
 
 def render(config: PolicyJob, **changes: Any) -> dict[str, Any]:

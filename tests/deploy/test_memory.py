@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 from actors import zero3
 from t2g.algo import logprobs
+from t2g.config import LearnerConfig, LoRAConfig, ObjectiveConfig, RoleConfig, RolloutConfig
 from t2g.deploy import memory
 from t2g.deploy.memory import GIB, LLAMA_3_8B, ModelShape
-from t2g.sections import LearnerConfig, LoRAConfig, ObjectiveConfig, RoleConfig, RolloutConfig
 
 SMALL = {
     "hidden_size": 256,

@@ -6,17 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t2g import configio
-from t2g.config import PolicyJob
+from t2g.config import PolicyJob, WorkersConfig, loading
 from t2g.deploy.pods import GPUS_PER_POD, WORKERS_PER_POD, pod_groups, satisfies, workers_per_pod
 from t2g.errors import UserError
-from t2g.sections import WorkersConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def policy(*overrides: str) -> PolicyJob:
-    return configio.load(PolicyJob, ROOT / "configs" / "tiny" / "policy.yaml", overrides, environ={}, cwd=ROOT)
+    return loading.load(PolicyJob, ROOT / "configs" / "tiny" / "policy.yaml", overrides, environ={}, cwd=ROOT)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 from annotators import GOOD, MISS, RESPONSE, ScriptedChat, annotator, ask, judge, prompt, spans
 from fake_endpoint import answer, span
 
+from t2g.config import StyleConfig
 from t2g.feedback.chat import Completion
-from t2g.sections import StyleConfig
 from t2g.tasks.base import get_task
 
 

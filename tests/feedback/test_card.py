@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from t2g.config import StyleConfig
 from t2g.errors import UserError
 from t2g.feedback.card import CARD_FILE, RewardCard, check_card, make_card, read_card, write_card
-from t2g.sections import StyleConfig
 from t2g.tasks.tiny_task import TinyTask
 
 BARE, DENSE = StyleConfig(critique=False), StyleConfig(labels="dense")

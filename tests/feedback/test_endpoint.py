@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from fake_endpoint import KEY, KEY_VARIABLE, FakeEndpoint, Reply, completion, fake_endpoint, says
 
+from t2g.config import LLMConfig
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.chat import ChatFailed, Completion, Question
 from t2g.feedback.endpoint import MAX_BODY_BYTES, EndpointChat, read_body, read_completion, retry_after
-from t2g.sections import LLMConfig
 
 MESSAGES = [{"role": "user", "content": "Is it fine?"}]
 SCHEMA = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}

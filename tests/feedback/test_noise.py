@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from t2g.config import ScoreJob
+from t2g.config import AnnotateConfig, NoiseConfig, ScoreJob
 from t2g.feedback.noise import NoisyFeedback, add_noise
-from t2g.sections import AnnotateConfig, NoiseConfig
 from t2g.types import Prompt, Span, SpanFeedback
 
 TEXT = "abcdefghij"

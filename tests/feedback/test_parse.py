@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from t2g.config import StyleConfig
 from t2g.feedback.grammar import answer_grammar
 from t2g.feedback.parse import (
     MAX_ANSWER_CHARS,
@@ -23,7 +24,6 @@ from t2g.feedback.parse import (
     sentence_about,
     span_map_start,
 )
-from t2g.sections import StyleConfig
 from t2g.tasks.base import SPARSE
 from t2g.types import Span, SpanFeedback
 

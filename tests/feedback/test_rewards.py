@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t2g.config import PolicyJob
+from t2g.config import Placement, PolicyJob, RewardRuleConfig
 from t2g.feedback import token_rewards
 from t2g.feedback.rewards import label_shares, place, step_ids
-from t2g.sections import Placement, RewardRuleConfig
 from t2g.tasks.base import get_task
 from t2g.types import Span
 

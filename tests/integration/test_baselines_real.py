@@ -11,9 +11,8 @@ from jobs.cli import StopFlag
 from jobs.fleets import Fleets
 from jobs.train_policy import read_data
 from t2g.baselines import Baseline
-from t2g.config import PolicyJob
+from t2g.config import PolicyJob, WorldConfig
 from t2g.metrics import METRICS_FILE, read_records
-from t2g.sections import WorldConfig
 from t2g.tasks.tiny import write_world
 from t2g.tasks.tiny_assets import build_model, build_tokenizers
 

@@ -30,8 +30,7 @@ from actors.rollout import RolloutFleet
 from jobs.cli import StopFlag
 from jobs.fleets import feedback_roles
 from jobs.train_policy import begin_folder, policy_roles, read_data, train
-from t2g import configio
-from t2g.config import PolicyJob
+from t2g.config import PolicyJob, loading
 from t2g.decisions.scaling import PATIENCE, STARVING
 from t2g.steps import prompt_indices
 
@@ -97,7 +96,7 @@ def make_job(folder: Path, num_steps: int, **overrides: object) -> PolicyJob:
         "log": f"{{tensorboard: false, num_samples: {PROMPTS_PER_STEP * SAMPLES}}}",
         **overrides,
     }
-    return configio.load(PolicyJob, ROOT / "configs/own/policy.yaml", [f"{k}={v}" for k, v in values.items()])
+    return loading.load(PolicyJob, ROOT / "configs/own/policy.yaml", [f"{k}={v}" for k, v in values.items()])
 
 
 def victims(stage: Stage, title: str, *names: str) -> list[psutil.Process]:

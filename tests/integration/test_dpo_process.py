@@ -10,8 +10,8 @@ from sft_runs import make_base, two_cpus
 
 from actors.dpo import train_dpo
 from t2g.baselines import PreferencePair
+from t2g.config import ClusterConfig, LearnerConfig, ModelConfig, OptimConfig
 from t2g.errors import RunStopped, UserError
-from t2g.sections import ClusterConfig, LearnerConfig, ModelConfig, OptimConfig
 
 CLUSTER = ClusterConfig(placement_timeout_s=5)
 

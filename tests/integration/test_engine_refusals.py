@@ -11,8 +11,8 @@ import pytest
 from models import random_model
 
 from actors.engine import Engine
+from t2g.config import EngineConfig
 from t2g.errors import UserError
-from t2g.sections import EngineConfig
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,8 @@ import ray
 
 from actors.fanout import any_failed, collect
 from actors.learner import LearnerGroup
+from t2g.config import LearnerConfig
 from t2g.errors import LearnerLost, RunStopped, UserError
-from t2g.sections import LearnerConfig
 
 
 def rank_class() -> Any:

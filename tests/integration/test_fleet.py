@@ -15,9 +15,9 @@ from actors.fleet import Fleet, IdleClock
 from actors.member import Member
 from actors.placement import check_places, connect
 from actors.rollout import RolloutFleet
+from t2g.config import ClusterConfig, EngineConfig, HealthConfig, LearnerConfig, WorkersConfig
 from t2g.decisions.health import State
 from t2g.errors import LearnerLost, RunStopped, SamplingFailed, UserError
-from t2g.sections import ClusterConfig, EngineConfig, HealthConfig, LearnerConfig, WorkersConfig
 
 HEALTH = HealthConfig(probe_every_s=0.2, probe_timeout_s=1.0, max_failures=2, max_restarts=2)
 CONFIG = EngineConfig(

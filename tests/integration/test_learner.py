@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from actors import zero3
 from actors.learner import LearnerGroup
 from actors.parts import load_critic, load_policy
+from t2g.config import RoleConfig
 from t2g.errors import LearnerLost, RunStopped, UserError
-from t2g.sections import RoleConfig
 from t2g.types import Rollout
 
 MANY = 40  # token budget that cuts the rollouts into microbatches of one or two; `one` takes all in one

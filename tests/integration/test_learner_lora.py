@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM
 from actors.learner import LearnerGroup
 from actors.parts import load_policy
 from t2g.algo.rows import Rows
+from t2g.config import LoRAConfig, ObjectiveConfig
 from t2g.data.batching import pack_tokens, plan_microbatches
-from t2g.sections import LoRAConfig, ObjectiveConfig
 from t2g.types import Rollout, TrainBatch
 
 SCALING = 3.0  # alpha / r

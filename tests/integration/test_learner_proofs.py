@@ -28,9 +28,9 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from actors.learner import LearnerGroup
 from actors.rollout import RolloutFleet
 from actors.weight_sync import WeightSync
+from t2g.config import LearnerConfig, ObjectiveConfig, OptimConfig, RolloutConfig
 from t2g.feedback import token_offsets, token_rewards
 from t2g.interfaces import Sampling
-from t2g.sections import LearnerConfig, ObjectiveConfig, OptimConfig, RolloutConfig
 from t2g.steps import advantage_samples
 from t2g.types import Prompt, Rollout, ScoredRollout, Span, SpanFeedback, TrainBatch, TrainSample
 

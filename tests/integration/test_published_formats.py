@@ -18,10 +18,8 @@ from actors.placement import connect
 from jobs.cli import StopFlag
 from jobs.fleets import Fleets
 from jobs.train_policy import read_data, train
-from t2g import configio
-from t2g.config import PolicyJob
+from t2g.config import ClusterConfig, EngineConfig, LearnerConfig, PolicyJob, StyleConfig, loading
 from t2g.feedback.card import CARD_FILE, make_card, write_card
-from t2g.sections import ClusterConfig, EngineConfig, LearnerConfig, StyleConfig
 from t2g.tasks.base import get_task
 
 DATA = Path(__file__).parents[1] / "data"
@@ -112,7 +110,7 @@ def test_two_steps(
     if source == "reward_model":
         asked += [f"feedback.reward_model={models[task]}"]
         asked += [f"feedback.engine.{key}={json.dumps(value)}" for key, value in REWARD_ENGINE.items()]
-    config = configio.load(PolicyJob, CONFIGS / task / "policy.yaml", asked)
+    config = loading.load(PolicyJob, CONFIGS / task / "policy.yaml", asked)
     data = read_data(config)
     assert len(data.prompts) >= 12
 

@@ -15,13 +15,12 @@ from models import random_model
 from actors.reward import RewardFleet
 from jobs.evaluate import as_trained, connected_model, evaluate_reward, read_records
 from jobs.train_sft import begin_folder
-from t2g.config import EvaluateJob
+from t2g.config import AnnotateConfig, EvaluateJob, FeedbackConfig, RewardEngineConfig, StyleConfig
 from t2g.data.chat import load_tokenizer
 from t2g.errors import UserError
 from t2g.feedback.card import make_card, write_card
 from t2g.feedback.sources import make_local_source
 from t2g.report.reward import HTML_FILE, JSON_FILE
-from t2g.sections import AnnotateConfig, FeedbackConfig, RewardEngineConfig, StyleConfig
 from t2g.tasks.base import get_task
 from t2g.types import Prompt, SpanFeedback
 

@@ -26,9 +26,9 @@ from actors.placement import connect
 from actors.rollout import RolloutFleet
 from actors.transports import Meeting, NcclSender
 from actors.weight_sync import WeightSync
+from t2g.config import ClusterConfig, HealthConfig, LearnerConfig, RolloutConfig
 from t2g.errors import LearnerLost, RunStopped, UserError
 from t2g.interfaces import Sampling
-from t2g.sections import ClusterConfig, HealthConfig, LearnerConfig, RolloutConfig
 from t2g.types import Prompt, Rollout, WeightSyncResult
 
 TEMPERATURE = 0.7

@@ -23,8 +23,8 @@ from sft_runs import (
 
 from actors.sft import run_sft
 from actors.sft_rank import SFTProgress
+from t2g.config import ClusterConfig, ModelConfig, OptimConfig
 from t2g.errors import RunStopped, UserError
-from t2g.sections import ClusterConfig, ModelConfig, OptimConfig
 
 WEIGHT_TOLERANCE = 2e-3  # float32, 40 steps of AdamW at 5e-3: what the order of sums may come to
 

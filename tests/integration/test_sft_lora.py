@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from sft_runs import MEMORISED, assert_writes_the_targets, make_base, make_examples, train, two_cpus
 from transformers import AutoModelForCausalLM
 
+from t2g.config import ClusterConfig, LoRAConfig, ModelConfig, OptimConfig, SFTLoRAConfig
 from t2g.errors import RunStopped
-from t2g.sections import ClusterConfig, LoRAConfig, ModelConfig, OptimConfig, SFTLoRAConfig
 
 pytestmark = pytest.mark.slow  # three trainings of adapters; test_sft and test_learner_lora have the halves
 

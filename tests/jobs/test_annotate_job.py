@@ -27,7 +27,7 @@ from jobs.annotate import (
 from jobs.cli import StopFlag, sole_process
 from t2g.annotate import heldout_prompts
 from t2g.config import AnnotateJob
-from t2g.configio import load
+from t2g.config.loading import load
 from t2g.data.chat import load_tokenizer
 from t2g.errors import RunStopped, Stopped, UserError
 from t2g.feedback.annotator import MAX_FAULTS, MAX_NOTES_CHARS, MAX_REPEATED_CHARS, follow_up, make_request

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from jobs.cli import main, stop_flag
-from t2g.config import DemoJob, PolicyJob
-from t2g.configio import load
+from t2g.config import DemoJob, PolicyJob, RunConfig
+from t2g.config.loading import load
 from t2g.errors import RunStopped, UserError
-from t2g.sections import RunConfig
 
 
 @pytest.fixture

@@ -22,12 +22,10 @@ from jobs.compare import (
 )
 from jobs.targeting import make_reference, measure_targeting, reference_sampling, sample_and_judge
 from jobs.train_policy import PolicyData, begin_folder
-from t2g import configio
 from t2g.arms import arm_job, choose_lr, noise_job, search_job, search_scores
-from t2g.config import CompareJob, PolicyJob
-from t2g.describe import describe_compare
+from t2g.config import CompareJob, PolicyJob, StyleConfig, loading
+from t2g.config.describe import describe_compare
 from t2g.errors import UserError
-from t2g.sections import StyleConfig
 from t2g.targeting import Reference
 from t2g.types import Rollout, TokenStats
 from tests.fakes import LENGTH, FakeFeedback, FakeRollouts, LetterTask, letter_prompts, letter_tokenizer
@@ -36,11 +34,11 @@ CONFIGS = Path(__file__).parents[2] / "configs" / "tiny"
 
 
 def the_job(root: Path, *overrides: str, config: str = "compare.yaml") -> CompareJob:
-    return configio.load(CompareJob, CONFIGS / config, [f"run.root={root}", *overrides], environ={})
+    return loading.load(CompareJob, CONFIGS / config, [f"run.root={root}", *overrides], environ={})
 
 
 def plain(job: CompareJob) -> dict[str, Any]:
-    return configio.flat(PolicyJob(**{name: getattr(job, name) for name in PolicyJob.model_fields}))
+    return loading.flat(PolicyJob(**{name: getattr(job, name) for name in PolicyJob.model_fields}))
 
 
 # ---------------------------------------------------------------------------------------------------------------- arms
@@ -61,7 +59,7 @@ def test_each_method_changes_what_makes_it_and_nothing_else(tmp_path: Path) -> N
         "dense": {"feedback.style.labels", "feedback.reward_model"},
     }
     for method, keys in more.items():
-        assert set(configio.diff(plain(job), arm_job(job, method, 2, 7e-4))) == always | keys, method
+        assert set(loading.diff(plain(job), arm_job(job, method, 2, 7e-4))) == always | keys, method
     grpo = arm_job(job, "grpo", 2, 7e-4)
     assert (grpo.objective.advantages, grpo.objective.whiten) == ("group_normalised", "none")
     assert grpo.objective.rewards.placement == "scalar" and not grpo.objective.uses_critic
@@ -75,7 +73,7 @@ def test_the_runs_of_search_and_noise_have_their_own_folders(tmp_path: Path) -> 
     search, noisy = search_job(job, "scalar", 101, 3e-4), noise_job(job, "flipped", "scalar", 1, 3e-4)
     assert search.run.folder == tmp_path / "compare-more" / "search" / "scalar-0.0003-101"
     assert noisy.run.folder == tmp_path / "compare-more" / "noise" / "flipped-scalar-1"
-    assert set(configio.diff(arm, search)) == {"run.root", "run.name", "run.seed"}
+    assert set(loading.diff(arm, search)) == {"run.root", "run.name", "run.seed"}
     assert noisy.feedback.noise is not None and noisy.feedback.noise.flip == 0.3
     assert arm.feedback.noise is None
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from jobs import deploy
-from t2g import configio
-from t2g.config import PolicyJob
+from t2g.config import PolicyJob, loading
 from t2g.control import Status, Wanted, now, read_wanted, write_status
 
 
@@ -23,7 +22,7 @@ def root(tmp_path: Path) -> Path:
             "feedback": {"source": "program"},
         }
     )
-    configio.write(config, tmp_path / "own")
+    loading.write(config, tmp_path / "own")
     return tmp_path
 
 

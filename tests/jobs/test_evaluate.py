@@ -8,12 +8,11 @@ import pytest
 
 from jobs.evaluate import as_trained, evaluate, evaluate_reward, read_records
 from jobs.train_sft import begin_folder
-from t2g.config import EvaluateJob
+from t2g.config import EvaluateJob, StyleConfig
 from t2g.errors import UserError
 from t2g.feedback.card import make_card, write_card
 from t2g.feedback.parse import parse_answer
 from t2g.report.reward import HTML_FILE, JSON_FILE
-from t2g.sections import StyleConfig
 from t2g.tasks.base import get_task
 from t2g.tasks.tiny_assets import build_tokenizer
 from t2g.types import Prompt, SpanFeedback

@@ -16,12 +16,10 @@ from jobs.reward_study import (
     write_dense,
 )
 from jobs.stages import demo_of, once, reward_job
-from t2g import configio
-from t2g.config import StudyJob
+from t2g.config import DataConfig, StudyJob, StyleConfig, loading
 from t2g.data.records import load_annotated, read_record, write_annotated
 from t2g.errors import UserError
 from t2g.reward_eval import judged_record
-from t2g.sections import DataConfig, StyleConfig
 from t2g.tasks.tiny_assets import build_tokenizer
 
 CONFIG = Path(__file__).parents[2] / "configs" / "tiny" / "reward_study.yaml"
@@ -35,7 +33,7 @@ SPARSE = read_record(
 
 
 def study(root: Path) -> StudyJob:
-    return configio.load(StudyJob, CONFIG, [f"run.root={root}"])
+    return loading.load(StudyJob, CONFIG, [f"run.root={root}"])
 
 
 def test_each_variant_differs_in_one_thing_from_the_demo(tmp_path: Path) -> None:
@@ -51,7 +49,7 @@ def test_each_variant_differs_in_one_thing_from_the_demo(tmp_path: Path) -> None
     }
     assert set(more) == set(VARIANTS) == set(config.variants)
     for variant, keys in more.items():
-        assert set(configio.diff(reward_job(demo), variant_job(config, demo, variant, 2))) == always | keys
+        assert set(loading.diff(reward_job(demo), variant_job(config, demo, variant, 2))) == always | keys
 
 
 def test_another_style_of_labels_is_another_run(tmp_path: Path) -> None:

@@ -10,22 +10,20 @@ import pytest
 
 from jobs.demo import arm_job, check_sources, held_out_facts, table
 from jobs.stages import demo_of, once, resolve_stages
-from t2g import configio
-from t2g.config import DemoJob, PolicyJob
+from t2g.config import DemoJob, PolicyJob, WorldConfig, loading
 from t2g.errors import RunStopped, UserError
-from t2g.sections import WorldConfig
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny"
 
 
 def test_the_tiny_policy_job_is_the_span_arm_of_the_demo(tmp_path: Path) -> None:
     root = f"run.root={tmp_path}"
-    job = configio.load(PolicyJob, TINY / "policy.yaml", [root])
+    job = loading.load(PolicyJob, TINY / "policy.yaml", [root])
     demo = demo_of(job)
     assert demo is not None and demo.run.root == tmp_path
     resolved = resolve_stages(job, demo)
-    arm = arm_job(configio.load(DemoJob, TINY / "demo.yaml", [root]), "span")
-    assert configio.diff(resolved, arm) == ["run.name", "run.root", "stages"]
+    arm = arm_job(loading.load(DemoJob, TINY / "demo.yaml", [root]), "span")
+    assert loading.diff(resolved, arm) == ["run.name", "run.root", "stages"]
     assert resolved.feedback.reward_model == str(tmp_path / "demo" / "reward" / "model")
 
 
@@ -34,11 +32,11 @@ def test_the_stages_of_a_job_need_no_root_of_their_own(tmp_path: Path) -> None:
     script = (
         "import pathlib, sys\nfrom jobs.stages import demo_of\n"
         "from t2g import configio\nfrom t2g.config import PolicyJob\n"
-        "print(demo_of(configio.load(PolicyJob, pathlib.Path(sys.argv[1]), [sys.argv[2]])).run.folder)"
+        "print(demo_of(loading.load(PolicyJob, pathlib.Path(sys.argv[1]), [sys.argv[2]])).run.folder)"
     )
     printed = subprocess.run(
         [sys.executable, "-c", script, TINY / "policy.yaml", f'run.root="{root}"'],
-        env={**os.environ, configio.JOB_ENV: "{}"}, cwd=TINY.parents[1], capture_output=True, text=True, check=True,
+        env={**os.environ, loading.JOB_ENV: "{}"}, cwd=TINY.parents[1], capture_output=True, text=True, check=True,
         timeout=60,
     )  # fmt: skip
     assert printed.stdout.strip() == str(root / "demo")

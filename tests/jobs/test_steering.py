@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from jobs.steering import Steering
-from t2g import configio
-from t2g.config import PolicyJob
+from t2g.config import PolicyJob, loading
 from t2g.control import Wanted, read_status, write_wanted
 from t2g.errors import RunStopped
 
@@ -55,9 +54,9 @@ def job(folder: Path, **overrides: object) -> PolicyJob:
         "feedback: {source: reward_model, reward_model: reward, engine: {workers: {max: 2}}}\n"
         "rollout: {workers: {min: 1, max: 3}}\n"
     )
-    config = configio.load(PolicyJob, file, [f"run.root={folder}", *(f"{k}={v}" for k, v in overrides.items())])
+    config = loading.load(PolicyJob, file, [f"run.root={folder}", *(f"{k}={v}" for k, v in overrides.items())])
     config.run.folder.mkdir(exist_ok=True)
-    configio.write(config, config.run.folder)
+    loading.write(config, config.run.folder)
     return config
 
 

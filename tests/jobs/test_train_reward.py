@@ -8,12 +8,11 @@ import pytest
 
 from jobs.annotate import DONE_FILE
 from jobs.train_reward import read_data
-from t2g.config import RewardJob
+from t2g.config import RewardJob, StyleConfig
 from t2g.data.records import read_record, write_annotated
 from t2g.errors import UserError
 from t2g.feedback.card import style_words
 from t2g.feedback.offsets import decode
-from t2g.sections import StyleConfig
 from t2g.tasks.tiny_assets import build_tokenizer
 
 

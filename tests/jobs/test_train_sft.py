@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from jobs.train_sft import LEFTOVERS, begin_folder, check_folder
-from t2g import configio
-from t2g.config import SFTJob
+from t2g.config import SFTJob, loading
 from t2g.errors import UserError
 
 
@@ -21,7 +20,7 @@ def job(root: Path, *, run: dict[str, Any] | None = None, **sft: Any) -> SFTJob:
 def test_a_config_that_left_nothing_is_replaced(tmp_path: Path) -> None:
     begin_folder(job(tmp_path), *LEFTOVERS)
     folder = begin_folder(job(tmp_path, batch_size=8), *LEFTOVERS)
-    assert configio.load(SFTJob, folder / configio.FILE_NAME).sft.batch_size == 8
+    assert loading.load(SFTJob, folder / loading.FILE_NAME).sft.batch_size == 8
 
 
 @pytest.mark.parametrize("leftover", ["model", "model.part"])
@@ -31,7 +30,7 @@ def test_a_config_that_left_a_model_binds_the_next_start(tmp_path: Path, leftove
     begin_folder(job(tmp_path, timeout_s=5, checkpoint_every=7), *LEFTOVERS)
     with pytest.raises(UserError, match=r"sft\.batch_size \(64 -> 8\)"):
         begin_folder(job(tmp_path, batch_size=8), *LEFTOVERS)
-    assert configio.load(SFTJob, folder / configio.FILE_NAME).sft.batch_size == 64
+    assert loading.load(SFTJob, folder / loading.FILE_NAME).sft.batch_size == 64
     with pytest.raises(UserError, match=rf"run\.resume=never, and .*{leftover} exists"):
         check_folder(job(tmp_path, run={"resume": "never"}), *LEFTOVERS)
 
@@ -42,6 +41,6 @@ def test_a_smoke_run_starts_from_nothing_in_a_folder_of_its_own(tmp_path: Path) 
     for batch_size in (8, 16):
         smoke = begin_folder(job(tmp_path, run={"smoke": True}, batch_size=batch_size), *LEFTOVERS)
         assert smoke == folder / "smoke"
-        assert [path.name for path in smoke.iterdir()] == [configio.FILE_NAME]
+        assert [path.name for path in smoke.iterdir()] == [loading.FILE_NAME]
         (smoke / "model").mkdir()
-    assert configio.load(SFTJob, folder / configio.FILE_NAME).sft.batch_size == 64
+    assert loading.load(SFTJob, folder / loading.FILE_NAME).sft.batch_size == 64

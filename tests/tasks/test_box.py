@@ -2,7 +2,7 @@
 
 import pytest
 
-from t2g.sections import SandboxConfig
+from t2g.config import SandboxConfig
 from t2g.tasks.sandbox import run_solution
 
 LIMITS = SandboxConfig(timeout_s=8)

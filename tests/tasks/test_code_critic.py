@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from t2g.config import SandboxConfig, StyleConfig
 from t2g.feedback.parse import make_feedback, read_judgement
-from t2g.sections import SandboxConfig, StyleConfig
 from t2g.tasks.code_critic import blamed_lines, code_lines, make_critic, ochiai, praised_lines
 from t2g.tasks.sandbox import Outcome, TestResult
 from t2g.types import SpanFeedback

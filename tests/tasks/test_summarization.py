@@ -8,10 +8,10 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
+from t2g.config import DataConfig, SandboxConfig, StyleConfig, WorldConfig
 from t2g.data.load import load_records
 from t2g.errors import UserError
 from t2g.feedback.prompts import build_feedback_prompt, prompt_version
-from t2g.sections import DataConfig, SandboxConfig, StyleConfig, WorldConfig
 from t2g.tasks import tiny
 from t2g.tasks.base import get_task
 from t2g.tasks.tiny_assets import build_tokenizer

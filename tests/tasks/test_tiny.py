@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from t2g.config import SandboxConfig, StyleConfig, WorldConfig
 from t2g.feedback.parse import format_answer, make_feedback
-from t2g.sections import SandboxConfig, StyleConfig, WorldConfig
 from t2g.tasks import tiny, tiny_assets
 from t2g.tasks.tiny import Clause
 from t2g.tasks.tiny_task import TinyTask

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t2g.sections import WorldConfig
+from t2g.config import WorldConfig
 from t2g.tasks.tiny import SLOTS, critic, measure, sample_facts, write_clause, write_summary
 from t2g.tasks.tiny_revision import corrected, sentences, thinned
 

@@ -3,8 +3,21 @@
 from math import ceil
 from textwrap import indent
 
-from t2g.config import NOISY, UNTRAINED, AnnotateJob, CompareJob, DemoJob, PolicyJob, RewardJob, SFTJob, StudyJob
-from t2g.sections import LearnerConfig, ProcessConfig, RolloutConfig, SFTOptions
+from t2g.config import (
+    NOISY,
+    UNTRAINED,
+    AnnotateJob,
+    CompareJob,
+    DemoJob,
+    LearnerConfig,
+    PolicyJob,
+    ProcessConfig,
+    RewardJob,
+    RolloutConfig,
+    SFTJob,
+    SFTOptions,
+    StudyJob,
+)
 
 
 def _told(job: PolicyJob | DemoJob | SFTJob | AnnotateJob | RewardJob | StudyJob, *lines: str) -> str:

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from t2g.configwords import Keys, dotted, problems, show
+from t2g.config import LLMConfig
+from t2g.config.words import Keys, dotted, problems, show
 from t2g.errors import UserError
-from t2g.sections import LLMConfig
 
 Config = TypeVar("Config", bound=BaseModel)
 

@@ -5,7 +5,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from t2g.sections.common import Dtype, ProcessConfig, Section
+from t2g.config.common import Dtype, ProcessConfig, Section
 
 
 class WorkersConfig(Section):

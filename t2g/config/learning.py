@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo
 
-from t2g.sections.common import Dtype, RoleConfig, Section
+from t2g.config.common import Dtype, RoleConfig, Section
 
 Schedule = Literal["constant", "linear", "cosine"]
 Transport = Literal["store", "ipc", "nccl"]

@@ -1,33 +1,31 @@
-"""Schema of every job, made of the sections of `t2g.sections`. Imports no torch; `t2g.configio` reads the files."""
+"""Schema of every job, made of the sections of `t2g.config`. Imports no torch; `t2g.config.loading` reads the files."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from t2g.sections import (
+from t2g.config.common import (
     AlarmConfig,
-    AnnotateConfig,
     CheckpointConfig,
     ClusterConfig,
     DataConfig,
     EvalConfig,
-    FeedbackConfig,
-    LearnerConfig,
     LogConfig,
     ModelConfig,
-    NoiseConfig,
-    ObjectiveConfig,
-    Placement,
-    RewardEngineConfig,
-    RolloutConfig,
     RunConfig,
     Section,
-    SFTOptions,
-    StyleConfig,
     WorldConfig,
-    with_probe_tolerance,
 )
+from t2g.config.feedback import (
+    AnnotateConfig,
+    FeedbackConfig,
+    NoiseConfig,
+    RewardEngineConfig,
+    RolloutConfig,
+    StyleConfig,
+)
+from t2g.config.learning import LearnerConfig, ObjectiveConfig, Placement, SFTOptions, with_probe_tolerance
 
 
 class JobConfig(Section):

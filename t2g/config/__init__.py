@@ -1,0 +1,72 @@
+"""Every setting: fields, defaults and bounds by section (`common`, `feedback`, `learning`), and the jobs made of them.
+
+In come a YAML file and overrides (`loading`); out comes a frozen config, or a sentence that names the key (`words`);
+`describe` says what a config amounts to. Anybody may import it; it imports pydantic, YAML and `t2g.errors`. A default
+that depends on another field is resolved by a validator, so that the resolved config has no holes.
+"""
+
+from t2g.config.common import (
+    AlarmConfig,
+    CheckpointConfig,
+    ClusterConfig,
+    DataConfig,
+    Dtype,
+    EvalConfig,
+    LogConfig,
+    ModelConfig,
+    ProcessConfig,
+    RoleConfig,
+    RunConfig,
+    Section,
+    WorldConfig,
+)
+from t2g.config.feedback import (
+    SOURCES,
+    AnnotateConfig,
+    EngineConfig,
+    FeedbackConfig,
+    HealthConfig,
+    LLMConfig,
+    NoiseConfig,
+    RewardEngineConfig,
+    RolloutConfig,
+    SandboxConfig,
+    StyleConfig,
+    WorkersConfig,
+)
+from t2g.config.jobs import (
+    NOISY,
+    UNTRAINED,
+    AblationModels,
+    AnnotateJob,
+    BenchmarkJob,
+    CompareConfig,
+    CompareJob,
+    DemoJob,
+    EvaluateJob,
+    JobConfig,
+    Method,
+    PolicyJob,
+    RewardJob,
+    RunPart,
+    ScoreJob,
+    SFTJob,
+    ShapeConfig,
+    StudyJob,
+    StudyVariant,
+)
+from t2g.config.learning import (
+    BFLOAT16_PROBE_TOLERANCE,
+    FLOAT32_PROBE_TOLERANCE,
+    LearnerConfig,
+    LoRAConfig,
+    ObjectiveConfig,
+    OptimConfig,
+    Placement,
+    RewardRuleConfig,
+    Schedule,
+    SFTLoRAConfig,
+    SFTOptions,
+    Transport,
+    with_probe_tolerance,
+)
