@@ -27,11 +27,11 @@ from t2g.errors import RunStopped, Stopped, UserError
 
 if TYPE_CHECKING:
     from jobs.fleets import Fleets
-    from t2g.annotate import Sample, Turns, Write
     from t2g.config import AnnotateConfig
     from t2g.data.records import AnnotatedRecord
     from t2g.feedback.human import HumanFeedback
     from t2g.interfaces import FeedbackSource
+    from t2g.loop.annotation import Sample, Turns, Write
 
 JOURNAL_FILE, ANNOTATED_FILE, DONE_FILE = "journal.jsonl", "annotated.jsonl", "annotated.json"
 TRAIN_FILE, HELDOUT_FILE = "train.jsonl", "heldout.jsonl"
@@ -48,8 +48,8 @@ def annotate_data(config: AnnotateJob, fleets: "Fleets") -> dict[str, Any]:
 
 def read_samples(config: AnnotateJob) -> "list[Sample]":
     """What wants feedback. UserError for data that cannot be used."""
-    from t2g.annotate import Sample, given_samples
     from t2g.data.load import load_records
+    from t2g.loop.annotation import Sample, given_samples
     from t2g.tasks.base import get_task
 
     task, rows = get_task(config.task), load_records(config.data)
@@ -106,8 +106,8 @@ def needs_cluster(config: AnnotateJob) -> bool:
 
 def known_records(config: AnnotateJob, samples: "Sequence[Sample]") -> Records:
     """What the journal has of these samples; of human feedback only what the human file still says."""
-    from t2g.annotate import record_key
     from t2g.journal import read_journal
+    from t2g.loop.annotation import record_key
 
     options = config.annotate
     records = read_journal(config.run.folder / JOURNAL_FILE)
@@ -137,8 +137,8 @@ def collect(
     Stopped when `stop` is set before the last: then nothing new is asked, and what is under way, which may be paid for,
     has some seconds to come in.
     """
-    from t2g.annotate import Turns, annotate
     from t2g.journal import Journal
+    from t2g.loop.annotation import Turns, annotate
     from t2g.progress import stage
 
     done = len(records)
@@ -194,8 +194,8 @@ async def _attended(
 
 def write_files(config: AnnotateJob, folder: Path, samples: "Sequence[Sample]", records: Records) -> dict[str, Any]:
     """annotated.jsonl; then, unless too much failed, the two parts and the summary, which is returned."""
-    from t2g.annotate import heldout_prompts, refused, summarize, summary_words
     from t2g.data.records import write_annotated
+    from t2g.loop.annotation import heldout_prompts, refused, summarize, summary_words
 
     (folder / DONE_FILE).unlink(missing_ok=True)
     made = [

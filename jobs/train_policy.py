@@ -1,4 +1,4 @@
-"""Span-level PPO: start the fleets, hand them to `t2g.trainer`, write the report.
+"""Span-level PPO: start the fleets, hand them to `t2g.loop.trainer`, write the report.
 
     python -m jobs.train_policy --config configs/own/policy.yaml model.policy=my/model data.path=my.jsonl \
         feedback.source=my_pkg.critics:critic
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # numpy, torch and Ray are imported by the functions that nee
     from actors.rollout import RolloutFleet
     from jobs.steering import Steering
     from t2g.interfaces import FeedbackSource
-    from t2g.state import TrainerState
+    from t2g.loop.state import TrainerState
     from t2g.tasks.base import Task
     from t2g.types import Prompt
 
@@ -56,7 +56,7 @@ def read_data(config: PolicyJob) -> PolicyData:
     from t2g.data.load import load_records
     from t2g.data.positions import check_positions
     from t2g.data.prompts import make_prompts
-    from t2g.steps import prompt_indices, refuse_unmeasured
+    from t2g.loop.steps import prompt_indices, refuse_unmeasured
     from t2g.tasks.base import get_task
 
     task = get_task(config.task)
@@ -134,9 +134,9 @@ def one_learner(
     from actors.weight_sync import WeightSync
     from t2g.checkpoint import CheckpointStore
     from t2g.concurrency import beside
+    from t2g.loop.trainer import Trainer
     from t2g.metrics import RunLog, step_line
     from t2g.progress import stage
-    from t2g.trainer import Trainer
 
     folder, placement_timeout_s = config.run.folder, config.cluster.placement_timeout_s
     if lost_at is not None:  # with its node, perhaps: another takes minutes to come

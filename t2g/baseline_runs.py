@@ -19,10 +19,8 @@ from t2g.config import ModelConfig, PolicyJob, RolloutConfig
 from t2g.data.sft import SFTExample
 from t2g.errors import RunStopped
 from t2g.interfaces import FeedbackSource, RolloutSource
-from t2g.metrics import RunLog
-from t2g.producer import Producer
-from t2g.progress import stage
-from t2g.sampling import (
+from t2g.loop.producer import Producer
+from t2g.loop.sampling import (
     Judged,
     JudgedResponse,
     held_out_metrics,
@@ -31,6 +29,8 @@ from t2g.sampling import (
     training_feedback,
     usable,
 )
+from t2g.metrics import RunLog
+from t2g.progress import stage
 from t2g.tasks.base import Task
 from t2g.types import Prompt, Rollout
 

@@ -18,7 +18,7 @@ from t2g.data.records import AnnotatedRecord
 from t2g.data.sft import SFTExample, sft_example, target_ids
 from t2g.errors import UserError
 from t2g.feedback import token_offsets, token_rewards
-from t2g.sampling import JudgedResponse
+from t2g.loop.sampling import JudgedResponse
 from t2g.tasks.base import Task
 from t2g.types import Prompt, Rollout, SpanFeedback
 

@@ -214,7 +214,7 @@ class RunLog:
         _append(self._folder / SAMPLES_FILE, records)
 
     def dropped(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """What of the step was not trained on; see `t2g.sampling.dropped`."""
+        """What of the step was not trained on; see `t2g.loop.sampling.dropped`."""
         _append(self._folder / DROPPED_FILE, [{STEP: step, **record} for record in records])
 
     def eval_samples(

@@ -12,7 +12,10 @@ from fakes import FakeFeedback, FakeRollouts, letter_prompts, letter_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t2g.annotate import (
+from t2g.data.records import AnnotatedRecord
+from t2g.feedback.parse import make_feedback
+from t2g.interfaces import Sampling
+from t2g.loop.annotation import (
     Sample,
     Turns,
     annotate,
@@ -23,9 +26,6 @@ from t2g.annotate import (
     summarize,
     summary_words,
 )
-from t2g.data.records import AnnotatedRecord
-from t2g.feedback.parse import make_feedback
-from t2g.interfaces import Sampling
 from t2g.tasks.prompts import PromptsTask
 from t2g.types import Prompt
 

@@ -21,8 +21,8 @@ from jobs.train_policy import with_restarts
 from t2g.concurrency import beside
 from t2g.config import PolicyJob
 from t2g.errors import LearnerLost, RunStopped, SamplingFailed, UserError
-from t2g.state import Origin, read_state
-from t2g.trainer import TrainerState
+from t2g.loop.state import Origin, read_state
+from t2g.loop.trainer import TrainerState
 
 PHASES = ("sample", "judge", "measure", "forward", "update", "push", "save", "export")
 CONFIG = job(w_end=0.5)

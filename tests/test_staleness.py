@@ -12,7 +12,7 @@ from fakes import letter_tokenizer
 from trainer_bench import NUM_STEPS, PER_STEP, Bench, chosen, job
 
 from t2g.errors import RunStopped
-from t2g.steps import sampling_seed
+from t2g.loop.steps import sampling_seed
 from t2g.types import Rollout
 
 PATIENCE_S = 20  # of a wait that ends at once unless the code is wrong

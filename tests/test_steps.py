@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from t2g.config import ObjectiveConfig
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.parse import make_feedback
-from t2g.steps import (
+from t2g.loop.steps import (
     advantage_samples,
     prompt_indices,
     refuse_unmeasured,

@@ -10,9 +10,9 @@ from fakes import FakeFeedback, FakeLearner, FakeRollouts, FakeSync, LetterTask,
 
 from t2g.checkpoint import CheckpointStore
 from t2g.config import PolicyJob
+from t2g.loop.steps import prompt_indices
+from t2g.loop.trainer import Trainer, TrainerState
 from t2g.metrics import RunLog
-from t2g.steps import prompt_indices
-from t2g.trainer import Trainer, TrainerState
 
 NUM_STEPS = 6
 NUM_PROMPTS, PER_STEP = 20, 8  # two steps an epoch

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from t2g.config import AlarmConfig
-from t2g.decisions.alarms import alarms
+from t2g.loop.alarms import alarms
 
 CONFIG = AlarmConfig(max_kl=40, min_entropy=0.01, length_ratio=2, max_failed_share=0.1)
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from t2g.config import WorkersConfig
-from t2g.decisions import scaling
-from t2g.decisions.scaling import PATIENCE, SPARE, StepLoad, wanted_workers
+from t2g.loop import scaling
+from t2g.loop.scaling import PATIENCE, SPARE, StepLoad, wanted_workers
 
 WORKERS = WorkersConfig(min=1, max=4)
 SHORT = {"seconds": 2.0, "learner_idle": 0.4, "rollout_idle": 0.0, "buffered": 0.0}

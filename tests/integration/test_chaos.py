@@ -31,8 +31,8 @@ from jobs.cli import StopFlag
 from jobs.fleets import feedback_roles
 from jobs.train_policy import begin_folder, policy_roles, read_data, train
 from t2g.config import PolicyJob, loading
-from t2g.decisions.scaling import PATIENCE, STARVING
-from t2g.steps import prompt_indices
+from t2g.loop.scaling import PATIENCE, STARVING
+from t2g.loop.steps import prompt_indices
 
 ROOT = Path(__file__).parents[2]
 SEED = 5

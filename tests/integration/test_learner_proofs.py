@@ -31,7 +31,7 @@ from actors.weight_sync import WeightSync
 from t2g.config import LearnerConfig, ObjectiveConfig, OptimConfig, RolloutConfig
 from t2g.feedback import token_offsets, token_rewards
 from t2g.interfaces import Sampling
-from t2g.steps import advantage_samples
+from t2g.loop.steps import advantage_samples
 from t2g.types import Prompt, Rollout, ScoredRollout, Span, SpanFeedback, TrainBatch, TrainSample
 
 # AdamW's first step is lr * g / (|g| + eps). Clipped this far below eps, g is left as it is: lr * g / eps. So the

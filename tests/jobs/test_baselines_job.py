@@ -20,8 +20,8 @@ from t2g.baseline_runs import Arm, ask_base, dpo, ilf, reflection, revise_steps
 from t2g.config import ModelConfig, PolicyJob, RolloutConfig, SandboxConfig
 from t2g.errors import RunStopped, Stopped, UserError
 from t2g.interfaces import RolloutSource, Sampling
+from t2g.loop.sampling import Judged
 from t2g.metrics import METRICS_FILE, SAMPLES_FILE, RunLog, read_records
-from t2g.sampling import Judged
 from t2g.tasks.prompts import PromptsTask
 from t2g.types import Prompt, Rollout
 

@@ -14,8 +14,8 @@ from t2g.config import PolicyJob
 from t2g.data.buffer import Group
 from t2g.errors import SamplingFailed
 from t2g.interfaces import FeedbackSource, RolloutSource, Sampling
-from t2g.sampling import Judged, sampling_of
-from t2g.steps import prompt_indices
+from t2g.loop.sampling import Judged, sampling_of
+from t2g.loop.steps import prompt_indices
 from t2g.types import Prompt
 
 

@@ -20,16 +20,16 @@ from t2g.concurrency import unless_stopped
 from t2g.config import PolicyJob
 from t2g.data.batching import make_train_batch
 from t2g.data.buffer import Group, read_groups, write_groups
-from t2g.decisions.alarms import alarms
 from t2g.errors import LearnerLost, RunStopped, Stopped, UserError
 from t2g.feedback import token_offsets, token_rewards
 from t2g.feedback.rewards import step_ids
 from t2g.interfaces import FeedbackSource, Learner, RolloutSource, WeightSync
+from t2g.loop.alarms import alarms
+from t2g.loop.producer import Producer
+from t2g.loop.sampling import Judged, dropped, held_out_metrics, measure, sample_held_out, training_feedback, usable
+from t2g.loop.state import Origin, TrainerState, read_state
+from t2g.loop.steps import advantage_samples, refuse_not_finite, step_metrics, sync_metrics, token_staleness
 from t2g.metrics import RunLog
-from t2g.producer import Producer
-from t2g.sampling import Judged, dropped, held_out_metrics, measure, sample_held_out, training_feedback, usable
-from t2g.state import Origin, TrainerState, read_state
-from t2g.steps import advantage_samples, refuse_not_finite, step_metrics, sync_metrics, token_staleness
 from t2g.tasks.base import Task
 from t2g.types import Prompt, Rollout, ScoredRollout, SpanFeedback, TokenStats, UpdateResult
 
