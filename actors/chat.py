@@ -1,6 +1,6 @@
 """An instruct model as an annotator on engines of our own: the same requests as to an endpoint, no server between.
 
-`ChatWorker` is the remote side, `ChatFleet` the driver's, which implements `t2g.feedback.chat.Chat`.
+`ChatWorker` is the remote side, `ChatFleet` the driver's, which implements `t2g.feedback.sources.asking.Chat`.
 """
 
 import numpy as np
@@ -11,8 +11,8 @@ from actors.fleet import TRIES, Fleet
 from t2g.config import FeedbackConfig
 from t2g.data.chat import check_chat_template, encode_chat, load_tokenizer
 from t2g.errors import SamplingFailed, UserError
-from t2g.feedback.chat import ChatFailed, Completion, Question
 from t2g.feedback.offsets import decode
+from t2g.feedback.sources.asking import ChatFailed, Completion, Question
 
 
 class ChatWorker:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jobs.fleets import Fleets
     from t2g.config import AnnotateConfig
     from t2g.data.records import AnnotatedRecord
-    from t2g.feedback.human import HumanFeedback
+    from t2g.feedback.sources.human import HumanFeedback
     from t2g.interfaces import FeedbackSource
     from t2g.loop.annotation import Sample, Turns, Write
 
@@ -226,7 +226,7 @@ def write_files(config: AnnotateJob, folder: Path, samples: "Sequence[Sample]", 
 
 
 def _source(config: AnnotateJob, fleets: "Fleets | None") -> "FeedbackSource":
-    from t2g.feedback.sources import make_local_source
+    from t2g.feedback.sources.make import make_local_source
     from t2g.tasks.base import get_task
 
     task = get_task(config.task)
@@ -254,7 +254,7 @@ def _writer(config: AnnotateJob, fleets: "Fleets | None") -> "Write":
 
 def _human(config: AnnotateJob) -> "HumanFeedback":
     """The file of judgements, without an aligner."""
-    from t2g.feedback.human import HumanFeedback
+    from t2g.feedback.sources.human import HumanFeedback
     from t2g.tasks.base import get_task
 
     options = config.annotate
@@ -264,8 +264,8 @@ def _human(config: AnnotateJob) -> "HumanFeedback":
 
 def _tell_tokens(config: AnnotateJob, samples: "Sequence[Sample]") -> None:
     """Say what a language model will be asked for. UserError when that is above llm.max_total_tokens."""
-    from t2g.feedback.chat import BYTES_PER_TOKEN
-    from t2g.feedback.llm import estimate_cost, refuse_over_cap
+    from t2g.feedback.sources.asking import BYTES_PER_TOKEN
+    from t2g.feedback.sources.llm import estimate_cost, refuse_over_cap
     from t2g.tasks.base import get_task
 
     if config.annotate.model_asked != "llm":

@@ -23,8 +23,8 @@ from t2g.config import (
 )
 from t2g.data.chat import lacks_folder
 from t2g.errors import UserError
-from t2g.feedback.llm import LLMFeedback
-from t2g.feedback.sources import make_endpoint_source, make_local_source
+from t2g.feedback.sources.llm import LLMFeedback
+from t2g.feedback.sources.make import make_endpoint_source, make_local_source
 from t2g.interfaces import FeedbackSource
 from t2g.tasks.base import Task
 

@@ -10,8 +10,8 @@ from fake_endpoint import KEY_VARIABLE, answer, span
 
 from t2g.config import FeedbackConfig, StyleConfig
 from t2g.data.chat import Message
-from t2g.feedback.chat import Completion, Question
-from t2g.feedback.llm import LLMFeedback
+from t2g.feedback.sources.asking import Completion, Question
+from t2g.feedback.sources.llm import LLMFeedback
 from t2g.tasks.base import get_task
 from t2g.types import Prompt, SpanFeedback
 

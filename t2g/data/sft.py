@@ -21,7 +21,7 @@ from t2g.data.records import AnnotatedRecord, first_few
 from t2g.errors import UserError
 from t2g.feedback.offsets import token_offsets
 from t2g.feedback.parse import span_map_start
-from t2g.feedback.prompts import build_feedback_prompt
+from t2g.feedback.reward_prompt import build_feedback_prompt
 from t2g.tasks.base import SPARSE, Record, Task
 
 Ranges = Sequence[tuple[int, int]]  # half-open character ranges

@@ -9,7 +9,7 @@ from annotators import GOOD, MISS, RESPONSE, ScriptedChat, annotator, ask, judge
 from fake_endpoint import answer, span
 
 from t2g.config import StyleConfig
-from t2g.feedback.chat import Completion
+from t2g.feedback.sources.asking import Completion
 from t2g.tasks.base import get_task
 
 

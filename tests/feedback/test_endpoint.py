@@ -11,8 +11,8 @@ from fake_endpoint import KEY, KEY_VARIABLE, FakeEndpoint, Reply, completion, fa
 
 from t2g.config import LLMConfig
 from t2g.errors import RunStopped, UserError
-from t2g.feedback.chat import ChatFailed, Completion, Question
-from t2g.feedback.endpoint import MAX_BODY_BYTES, EndpointChat, read_body, read_completion, retry_after
+from t2g.feedback.sources.asking import ChatFailed, Completion, Question
+from t2g.feedback.sources.endpoint import MAX_BODY_BYTES, EndpointChat, read_body, read_completion, retry_after
 
 MESSAGES = [{"role": "user", "content": "Is it fine?"}]
 SCHEMA = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}

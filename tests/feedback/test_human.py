@@ -12,9 +12,9 @@ import pytest
 from t2g.config import AnnotateConfig, FeedbackConfig
 from t2g.data.records import annotated_record
 from t2g.errors import UserError
-from t2g.feedback.human import HumanFeedback
 from t2g.feedback.parse import make_feedback
-from t2g.feedback.sources import make_local_source
+from t2g.feedback.sources.human import HumanFeedback
+from t2g.feedback.sources.make import make_local_source
 from t2g.tasks.base import get_task
 from t2g.tasks.prompts import PromptsTask
 from t2g.types import Prompt, SpanFeedback

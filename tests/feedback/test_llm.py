@@ -12,9 +12,9 @@ from annotators import GOOD, MISS, RESPONSE, ScriptedChat, annotator, ask, confi
 from fake_endpoint import KEY, KEY_VARIABLE, FakeEndpoint, Reply, answer, completion, fake_endpoint, says, span
 
 from t2g.errors import RunStopped, UserError
-from t2g.feedback.chat import ChatFailed, Completion
-from t2g.feedback.endpoint import EndpointChat
-from t2g.feedback.llm import MAX_LOST, LLMFeedback, estimate_cost, refuse_over_cap
+from t2g.feedback.sources.asking import ChatFailed, Completion
+from t2g.feedback.sources.endpoint import EndpointChat
+from t2g.feedback.sources.llm import MAX_LOST, LLMFeedback, estimate_cost, refuse_over_cap
 from t2g.tasks.base import get_task
 from t2g.types import SpanFeedback
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from t2g.config import AnnotateConfig, NoiseConfig, ScoreJob
-from t2g.feedback.noise import NoisyFeedback, add_noise
+from t2g.feedback.sources.noise import NoisyFeedback, add_noise
 from t2g.types import Prompt, Span, SpanFeedback
 
 TEXT = "abcdefghij"

@@ -16,8 +16,8 @@ import pytest
 from t2g.config import FeedbackConfig
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.parse import MAX_QUOTES, Quote
-from t2g.feedback.program import ProgramFeedback
-from t2g.feedback.sources import make_local_source
+from t2g.feedback.sources.make import make_local_source
+from t2g.feedback.sources.program import ProgramFeedback
 from t2g.tasks.prompts import PromptsTask
 from t2g.types import Prompt, Span, SpanFeedback
 

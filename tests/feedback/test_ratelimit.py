@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t2g.feedback.ratelimit import MAX_PAUSE_S, Gate, Pace, retry_pause_s
+from t2g.feedback.sources.ratelimit import MAX_PAUSE_S, Gate, Pace, retry_pause_s
 
 
 def test_requests_are_apart() -> None:

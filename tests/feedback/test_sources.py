@@ -8,7 +8,7 @@ import pytest
 
 from t2g.config import AnnotateConfig, FeedbackConfig
 from t2g.errors import UserError
-from t2g.feedback.sources import HumanFeedback, LLMFeedback, ProgramFeedback, make_local_source
+from t2g.feedback.sources.make import HumanFeedback, LLMFeedback, ProgramFeedback, make_local_source
 from t2g.tasks.base import get_task
 
 URL, KEY_VARIABLE = "http://127.0.0.1:9/v1", "T2G_TEST_ENDPOINT_KEY"

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t2g.feedback.votes import agreement, character_labels, f1, labelled_runs, majority, vote
+from t2g.feedback.sources.votes import agreement, character_labels, f1, labelled_runs, majority, vote
 from t2g.types import Span, SpanFeedback
 
 TEXT = "the red cat sat"  # the: 0-3, red: 4-7, cat: 8-11, sat: 12-15

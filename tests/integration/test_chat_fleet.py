@@ -20,8 +20,8 @@ from jobs.fleets import Fleets, feedback_roles
 from t2g.config import AnnotateConfig, ClusterConfig, JobConfig, LLMConfig, RewardEngineConfig
 from t2g.data.chat import encode_chat, load_tokenizer
 from t2g.errors import UserError
-from t2g.feedback.chat import ChatFailed, Completion, Question
-from t2g.feedback.llm import LLMFeedback
+from t2g.feedback.sources.asking import ChatFailed, Completion, Question
+from t2g.feedback.sources.llm import LLMFeedback
 from t2g.tasks.base import get_task
 from t2g.types import Prompt, SpanFeedback
 

@@ -11,7 +11,7 @@ import pytest
 from t2g.config import DataConfig, SandboxConfig, StyleConfig, WorldConfig
 from t2g.data.load import load_records
 from t2g.errors import UserError
-from t2g.feedback.prompts import build_feedback_prompt, prompt_version
+from t2g.feedback.reward_prompt import build_feedback_prompt, prompt_version
 from t2g.tasks import tiny
 from t2g.tasks.base import get_task
 from t2g.tasks.tiny_assets import build_tokenizer

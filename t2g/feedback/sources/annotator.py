@@ -13,8 +13,8 @@ from typing import Any
 
 from t2g.config import StyleConfig
 from t2g.data.chat import Message
-from t2g.feedback.chat import Completion
 from t2g.feedback.parse import MAX_ANSWER_CHARS, MAX_QUOTES, Quote, make_feedback, no_feedback
+from t2g.feedback.sources.asking import Completion
 from t2g.feedback.spans import locate
 from t2g.tasks.base import Task
 from t2g.types import Prompt, SpanFeedback

@@ -4,10 +4,10 @@ from pathlib import Path
 
 from t2g.config import FeedbackConfig
 from t2g.errors import UserError
-from t2g.feedback.endpoint import EndpointChat
-from t2g.feedback.human import HumanFeedback
-from t2g.feedback.llm import LLMFeedback
-from t2g.feedback.program import ProgramFeedback
+from t2g.feedback.sources.endpoint import EndpointChat
+from t2g.feedback.sources.human import HumanFeedback
+from t2g.feedback.sources.llm import LLMFeedback
+from t2g.feedback.sources.program import ProgramFeedback
 from t2g.interfaces import Aligner, FeedbackSource
 from t2g.tasks.base import Task
 

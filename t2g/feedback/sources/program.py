@@ -10,7 +10,7 @@ from typing import Any
 
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.parse import Judgement, make_feedback, no_feedback, read_judgement
-from t2g.feedback.waiting import FailureLog, PerLoop
+from t2g.feedback.sources.waiting import FailureLog, PerLoop
 from t2g.tasks.base import Critic
 from t2g.types import Prompt, SpanFeedback
 

@@ -1,4 +1,4 @@
-"""A chat model behind an OpenAI-compatible server: one request, one answer. Who asks again is t2g.feedback.llm.
+"""A chat model behind an OpenAI-compatible server: one request, one answer. Who asks again is t2g.feedback.sources.llm.
 
 The key goes into the request's header and nowhere else: what a server or a library says is scrubbed of it.
 """
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from t2g.config import LLMConfig
 from t2g.errors import RunStopped, UserError
-from t2g.feedback.chat import ChatFailed, Completion, Question, estimate_tokens
-from t2g.feedback.waiting import PerLoop
+from t2g.feedback.sources.asking import ChatFailed, Completion, Question, estimate_tokens
+from t2g.feedback.sources.waiting import PerLoop
 
 if TYPE_CHECKING:
     import openai

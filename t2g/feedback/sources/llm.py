@@ -1,7 +1,7 @@
 """Feedback from a language model that annotates: asked, told what was wrong, asked again; several may vote.
 
-Not here: how a model is reached (t2g.feedback.endpoint, actors.chat), what its answers look like
-(t2g.feedback.annotator), and how votes are counted (t2g.feedback.votes).
+Not here: how a model is reached (t2g.feedback.sources.endpoint, actors.chat), what its answers look like
+(t2g.feedback.sources.annotator), and how votes are counted (t2g.feedback.sources.votes).
 """
 
 import asyncio
@@ -19,12 +19,12 @@ import numpy as np
 from t2g.config import FeedbackConfig, LLMConfig
 from t2g.data.chat import Message
 from t2g.errors import RunStopped, UserError
-from t2g.feedback.annotator import Reading, Request, answer_schema, follow_up, make_request, read_answer
-from t2g.feedback.chat import Chat, ChatFailed, Completion, Question, estimate_tokens
 from t2g.feedback.parse import no_feedback
-from t2g.feedback.ratelimit import Gate, retry_pause_s
-from t2g.feedback.votes import vote
-from t2g.feedback.waiting import FailureLog, PerLoop
+from t2g.feedback.sources.annotator import Reading, Request, answer_schema, follow_up, make_request, read_answer
+from t2g.feedback.sources.asking import Chat, ChatFailed, Completion, Question, estimate_tokens
+from t2g.feedback.sources.ratelimit import Gate, retry_pause_s
+from t2g.feedback.sources.votes import vote
+from t2g.feedback.sources.waiting import FailureLog, PerLoop
 from t2g.tasks.base import Task
 from t2g.types import Prompt, SpanFeedback
 
