@@ -9,7 +9,7 @@ import ray
 from actors.engine import Engine, stop_token_ids
 from actors.fleet import TRIES, Fleet
 from t2g.config import FeedbackConfig
-from t2g.data.chat import check_chat_template, encode_chat, load_tokenizer
+from t2g.data.tokenizer import check_chat_template, encode_chat, load_tokenizer
 from t2g.errors import SamplingFailed, UserError
 from t2g.feedback.offsets import decode
 from t2g.feedback.sources.asking import ChatFailed, Completion, Question

@@ -6,7 +6,7 @@ import torch
 
 from actors.fanout import first_line
 from t2g.config import Dtype, ModelConfig
-from t2g.data.chat import load_tokenizer
+from t2g.data.tokenizer import load_tokenizer
 from t2g.errors import UserError
 
 

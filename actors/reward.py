@@ -16,8 +16,8 @@ from actors.engine import Engine, stop_token_ids
 from actors.fleet import TRIES, Fleet
 from t2g.checkpoint import weights_version
 from t2g.config import FeedbackConfig
-from t2g.data.chat import load_tokenizer
 from t2g.data.sft import target_ids
+from t2g.data.tokenizer import load_tokenizer
 from t2g.errors import SamplingFailed, UserError
 from t2g.feedback.card import check_card, make_card
 from t2g.feedback.grammar import answer_grammar

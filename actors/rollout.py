@@ -19,7 +19,7 @@ from actors.fleet import Fleet
 from actors.member import DIED, Member, fate
 from actors.transports import Meeting
 from t2g.config import RolloutConfig, Transport
-from t2g.data.chat import load_tokenizer
+from t2g.data.tokenizer import load_tokenizer
 from t2g.errors import LearnerLost, MissedSync, UserError
 from t2g.feedback.offsets import decode
 from t2g.interfaces import Sampling

@@ -58,8 +58,8 @@ def read_samples(config: AnnotateJob) -> "list[Sample]":
         if all(sample.problem for sample in samples):
             raise UserError(f"data.path={config.data.path}: no record can be judged; {samples[0].problem}")
         return samples
-    from t2g.data.chat import load_tokenizer
     from t2g.data.prompts import make_prompts
+    from t2g.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(config.model.policy, config.model.revision)
     prompts = make_prompts(rows, task, tokenizer, config.rollout.max_prompt_tokens)

@@ -10,7 +10,7 @@ The same base policy, prompts, seeds, feedback source, number of samples and eva
 
 The reviser of the latter two is the policy itself, asked through `Task.revise_messages`, or another model. In the tiny
 world it must be another: a base policy of a million random weights never read a critique, so one is taught to revise by
-the world's own corrections (`jobs.stages.make_reviser`, `t2g.tasks.tiny_revision`). There, both baselines know how a
+the world's own corrections (`jobs.stages.make_reviser`, `t2g.tasks.tiny.revision`). There, both baselines know how a
 critique is followed before they begin, which PPO does not.
 
 Called by jobs.compare. A finished run is kept; one that is not finished starts again.
@@ -34,8 +34,8 @@ from t2g.baseline_runs import Arm, Metrics, Result, dpo, ilf, reflection
 from t2g.baselines import Baseline, PreferencePair
 from t2g.checkpoint import write_atomic
 from t2g.config import ModelConfig, PolicyJob, RolloutConfig
-from t2g.data.chat import load_tokenizer
 from t2g.data.sft import SFTExample, count_steps
+from t2g.data.tokenizer import load_tokenizer
 from t2g.errors import Stopped, UserError
 from t2g.interfaces import RolloutSource
 from t2g.metrics import RunLog

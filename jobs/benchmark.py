@@ -64,7 +64,7 @@ def make_model(shape: ShapeConfig, folder: Path, *, seed: int) -> Path:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from t2g.tasks.tiny_assets import build_tokenizer
+    from t2g.tasks.tiny.assets import build_tokenizer
 
     tokenizer = build_tokenizer(folder, WORDS, vocab_size=320)
     fields = shape.model_dump(exclude={"architecture"})

@@ -45,7 +45,7 @@ def describe(config: EvaluateJob) -> str:
 
 
 def run(config: EvaluateJob) -> None:
-    from t2g.data.chat import load_tokenizer
+    from t2g.data.tokenizer import load_tokenizer
     from t2g.report.reward import JSON_FILE
 
     asked = as_trained(config)
@@ -102,7 +102,7 @@ def as_trained(config: Served) -> Served:
 
     UserError for a model that is no folder here and cannot be a name on the hub.
     """
-    from t2g.data.chat import lacks_folder
+    from t2g.data.tokenizer import lacks_folder
     from t2g.feedback.card import read_card
 
     model = str(config.feedback.reward_model)

@@ -21,7 +21,7 @@ from t2g.config import (
     ProcessConfig,
     RolloutConfig,
 )
-from t2g.data.chat import lacks_folder
+from t2g.data.tokenizer import lacks_folder
 from t2g.errors import UserError
 from t2g.feedback.sources.llm import LLMFeedback
 from t2g.feedback.sources.make import make_endpoint_source, make_local_source

@@ -113,7 +113,7 @@ def relabelled(record: "AnnotatedRecord", critic: "Critic") -> "AnnotatedRecord"
 
 
 def tiny_critic(style: StyleConfig) -> "Critic":
-    from t2g.tasks.tiny_task import TinyTask
+    from t2g.tasks.tiny.task import TinyTask
 
     return TinyTask().critic(style=style, sandbox=SandboxConfig())
 
@@ -159,8 +159,8 @@ def run_variant(demo: DemoJob, job: RewardJob) -> dict[str, float]:
     from jobs.fleets import Fleets
     from jobs.stages import base_model, reward_job
     from jobs.train_reward import read_data, train_and_judge
-    from t2g.data.chat import load_tokenizer
-    from t2g.tasks.tiny_assets import build_reward_model
+    from t2g.data.tokenizer import load_tokenizer
+    from t2g.tasks.tiny.assets import build_reward_model
 
     build_reward_model(job.model.policy, load_tokenizer(reward_job(demo).model.policy), seed=job.run.seed)
     data = read_data(job)

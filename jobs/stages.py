@@ -35,14 +35,14 @@ from t2g.config import (
     StudyJob,
     loading,
 )
-from t2g.data.chat import load_tokenizer
+from t2g.data.tokenizer import load_tokenizer
 from t2g.errors import UserError
 
 AnyJob = TypeVar("AnyJob", bound=PolicyJob)
 Beside = TypeVar("Beside", DemoJob, StudyJob)
 PLACEHOLDER = "${stages}"
 REVISER_EPOCHS = 5.0
-CRITIC = "t2g.tasks.tiny_task:critic"
+CRITIC = "t2g.tasks.tiny.task:critic"
 WORLD, BASE, ANNOTATED, REWARD, REVISER = "world", "base", "annotated", "reward", "reviser"
 
 
@@ -95,7 +95,7 @@ def reward_job(demo: DemoJob) -> RewardJob:
 def make_reviser(demo: DemoJob) -> dict[str, Any]:
     """A model that reads a critique and writes the summary again; after `make_stages`. Its metrics, with `seconds`.
 
-    It learns from corrections that the world's facts give (`t2g.tasks.tiny_revision`): no policy of this size could
+    It learns from corrections that the world's facts give (`t2g.tasks.tiny.revision`): no policy of this size could
     revise by itself.
     """
     job = reviser_job(demo)
@@ -173,8 +173,8 @@ def once(folder: Path, settings: Section, make: Callable[[], Mapping[str, Any]])
 
 def _write_world(demo: DemoJob) -> dict[str, Any]:
     from t2g.data.load import load_records
-    from t2g.tasks.tiny import measure, write_world
-    from t2g.tasks.tiny_assets import build_model, build_reward_model, build_tokenizers
+    from t2g.tasks.tiny.assets import build_model, build_reward_model, build_tokenizers
+    from t2g.tasks.tiny.world import measure, write_world
 
     world, folder = demo.world, demo.run.folder / WORLD
     write_world(folder, world)
@@ -194,7 +194,7 @@ def _train_reviser(job: SFTJob) -> dict[str, Any]:
     from t2g.baselines import revision_examples
     from t2g.data.records import AnnotatedRecord, load_annotated
     from t2g.tasks.base import get_task
-    from t2g.tasks.tiny_revision import corrected, thinned
+    from t2g.tasks.tiny.revision import corrected, thinned
 
     rng = np.random.default_rng(job.run.seed)
 

@@ -44,9 +44,9 @@ class RewardData:
 
 def read_data(config: RewardJob) -> RewardData:
     """Examples and held-out records. UserError for what cannot be used."""
-    from t2g.data.chat import load_tokenizer
     from t2g.data.records import load_annotated
     from t2g.data.sft import reward_examples
+    from t2g.data.tokenizer import load_tokenizer
     from t2g.tasks.base import get_task
 
     for name, path in (("data.path", config.data.path), ("eval_data.path", config.eval_data.path)):

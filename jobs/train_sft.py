@@ -36,9 +36,9 @@ def train_sft(config: SFTJob) -> dict[str, float]:
 
 def read_examples(config: SFTJob) -> "list[SFTExample]":
     """What the job learns from, read before any process is started. UserError for what cannot be used."""
-    from t2g.data.chat import load_tokenizer
     from t2g.data.load import load_records
     from t2g.data.sft import policy_examples
+    from t2g.data.tokenizer import load_tokenizer
     from t2g.tasks.base import get_task
 
     task, tokenizer = get_task(config.task), load_tokenizer(config.model.policy, config.model.revision)

@@ -21,7 +21,7 @@ from t2g.config import SandboxConfig
 from t2g.data.batching import pack_minibatch
 from t2g.feedback.parse import make_feedback, no_feedback
 from t2g.interfaces import Sampling
-from t2g.tasks.tiny_assets import build_tokenizer
+from t2g.tasks.tiny.assets import build_tokenizer
 from t2g.types import Prompt, Rollout, SpanFeedback, TokenStats, TrainBatch, UpdateResult, WeightSyncResult
 
 LETTERS = "abc"

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from t2g.tasks.tiny_assets import build_tokenizer
+from t2g.tasks.tiny.assets import build_tokenizer
 
 SENTENCES = ("My name is José.", "I bought a phone.", "It always hums.", "Say what is wrong.", "東京 🎧 naïve")
 SHARED = {

@@ -15,7 +15,7 @@ from actors.sft import run_sft
 from actors.sft_rank import SFTProgress
 from t2g.config import ClusterConfig, ModelConfig, OptimConfig, SFTOptions
 from t2g.data.sft import SFTExample, sft_example
-from t2g.tasks.tiny_assets import build_model, build_tokenizer
+from t2g.tasks.tiny.assets import build_model, build_tokenizer
 
 TARGETS = ["red fox", "blue whale", "東京 tower", "café noir", "green tea 🍵", "grey owl", "pink crab", "lime"]
 MEMORISED = 0.05  # nats per target token; an untrained model has ln(vocabulary) = 5.6

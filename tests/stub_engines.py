@@ -32,7 +32,7 @@ class StubRolloutWorker:
     def __init__(
         self, model: str, config: Any, seed: int, revision: str | None = None, transport: str = "store"
     ) -> None:
-        from t2g.data.chat import load_tokenizer
+        from t2g.data.tokenizer import load_tokenizer
 
         self._tokenizer, self._folder = load_tokenizer(model, revision), Path(model)
         self._version = self._opened = -1

@@ -26,7 +26,7 @@ from t2g.loop.annotation import (
     summarize,
     summary_words,
 )
-from t2g.tasks.prompts import PromptsTask
+from t2g.tasks.prompts_only import PromptsTask
 from t2g.types import Prompt
 
 SAMPLING = Sampling(num_samples=2, temperature=1.0, max_new_tokens=4, seed=3)

@@ -25,8 +25,8 @@ from t2g.baselines import (
 from t2g.config import PolicyJob, RewardRuleConfig
 from t2g.errors import UserError
 from t2g.feedback.parse import make_feedback, no_feedback
-from t2g.tasks.prompts import PromptsTask
-from t2g.tasks.tiny_assets import build_tokenizer
+from t2g.tasks.prompts_only import PromptsTask
+from t2g.tasks.tiny.assets import build_tokenizer
 from t2g.types import Prompt, Rollout, SpanFeedback
 
 

@@ -24,7 +24,7 @@ from t2g.reward_eval import (
     reward_metrics,
     token_confusion,
 )
-from t2g.tasks.tiny_assets import build_tokenizer
+from t2g.tasks.tiny.assets import build_tokenizer
 from t2g.types import Prompt, Span, SpanFeedback
 
 NOTHING = SpanFeedback(critique="", spans=(), status="empty", source="test", version="1")

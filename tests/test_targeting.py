@@ -14,7 +14,7 @@ from t2g.targeting import (
     reference_record,
     returns,
 )
-from t2g.tasks.tiny_assets import build_tokenizer
+from t2g.tasks.tiny.assets import build_tokenizer
 from t2g.types import Prompt, Rollout, SpanFeedback
 
 TEXT = "Ann, Lima"

@@ -98,7 +98,7 @@ class ModelConfig(Section):
 
 
 class WorldConfig(Section):
-    """The tiny world of t2g.tasks.tiny."""
+    """The tiny world of t2g.tasks.tiny.world."""
 
     num_train: int = Field(4000, ge=1)
     num_heldout: int = Field(256, ge=1)

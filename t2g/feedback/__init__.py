@@ -1,6 +1,6 @@
 """Text to numbers: prompts for critiques, parsing answers, locating quotes, projecting spans onto sampled tokens.
 
-May import t2g's records, config, errors and t2g.data.chat; openai and transformers inside functions only.
+May import t2g's records, config, errors and t2g.data.tokenizer; openai and transformers inside functions only.
 """
 
 from t2g.feedback.offsets import decode, token_offsets

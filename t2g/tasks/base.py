@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from t2g.config import SandboxConfig, StyleConfig
-from t2g.data.chat import Message
+from t2g.data.tokenizer import Message
 from t2g.errors import UserError
 from t2g.types import Prompt
 
@@ -141,8 +141,8 @@ _TASKS = {
     "summarization": "t2g.tasks.summarization:SummarizationTask",
     "qa": "t2g.tasks.qa:QATask",
     "code": "t2g.tasks.code:CodeTask",
-    "prompts": "t2g.tasks.prompts:PromptsTask",
-    "tiny": "t2g.tasks.tiny_task:TinyTask",
+    "prompts": "t2g.tasks.prompts_only:PromptsTask",
+    "tiny": "t2g.tasks.tiny.task:TinyTask",
 }
 
 

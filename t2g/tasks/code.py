@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from t2g.config import SandboxConfig, StyleConfig
-from t2g.data.chat import Message
+from t2g.data.tokenizer import Message
 from t2g.tasks.base import Critic, Record, Review, Task, text_field
 from t2g.types import Prompt
 

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from t2g.config import StyleConfig
-from t2g.data.chat import encode_chat
 from t2g.data.records import read_record
 from t2g.data.sft import (
     SFTExample,
@@ -22,11 +21,12 @@ from t2g.data.sft import (
     span_map_range,
     target_ids,
 )
+from t2g.data.tokenizer import encode_chat
 from t2g.errors import UserError
 from t2g.feedback.offsets import decode
 from t2g.feedback.parse import format_answer
-from t2g.tasks.prompts import PromptsTask
-from t2g.tasks.tiny_assets import build_tokenizer
+from t2g.tasks.prompts_only import PromptsTask
+from t2g.tasks.tiny.assets import build_tokenizer
 
 
 @pytest.fixture(scope="module")

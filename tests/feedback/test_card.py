@@ -8,7 +8,7 @@ import pytest
 from t2g.config import StyleConfig
 from t2g.errors import UserError
 from t2g.feedback.card import CARD_FILE, RewardCard, check_card, make_card, read_card, write_card
-from t2g.tasks.tiny_task import TinyTask
+from t2g.tasks.tiny.task import TinyTask
 
 BARE, DENSE = StyleConfig(critique=False), StyleConfig(labels="dense")
 

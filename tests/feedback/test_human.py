@@ -16,7 +16,7 @@ from t2g.feedback.parse import make_feedback
 from t2g.feedback.sources.human import HumanFeedback
 from t2g.feedback.sources.make import make_local_source
 from t2g.tasks.base import get_task
-from t2g.tasks.prompts import PromptsTask
+from t2g.tasks.prompts_only import PromptsTask
 from t2g.types import Prompt, SpanFeedback
 
 DATA = Path(__file__).parents[1] / "data"

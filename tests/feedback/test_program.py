@@ -18,7 +18,7 @@ from t2g.errors import RunStopped, UserError
 from t2g.feedback.parse import MAX_QUOTES, Quote
 from t2g.feedback.sources.make import make_local_source
 from t2g.feedback.sources.program import ProgramFeedback
-from t2g.tasks.prompts import PromptsTask
+from t2g.tasks.prompts_only import PromptsTask
 from t2g.types import Prompt, Span, SpanFeedback
 
 PROMPT = Prompt(

@@ -18,7 +18,7 @@ from jobs.train_policy import read_data, train
 from t2g.config import PolicyJob
 from t2g.data.prompts import make_prompts
 from t2g.interfaces import Sampling
-from t2g.tasks.prompts import PromptsTask
+from t2g.tasks.prompts_only import PromptsTask
 
 MAX_GAP = 2e-4  # nats, float32, between the engine on the export and transformers on the same folder
 

@@ -13,8 +13,8 @@ from jobs.train_policy import read_data
 from t2g.baselines import Baseline
 from t2g.config import PolicyJob, WorldConfig
 from t2g.metrics import METRICS_FILE, read_records
-from t2g.tasks.tiny import write_world
-from t2g.tasks.tiny_assets import build_model, build_tokenizers
+from t2g.tasks.tiny.assets import build_model, build_tokenizers
+from t2g.tasks.tiny.world import write_world
 
 pytestmark = pytest.mark.slow  # seven engines
 

@@ -18,7 +18,7 @@ from actors.chat import ChatFleet
 from actors.placement import connect
 from jobs.fleets import Fleets, feedback_roles
 from t2g.config import AnnotateConfig, ClusterConfig, JobConfig, LLMConfig, RewardEngineConfig
-from t2g.data.chat import encode_chat, load_tokenizer
+from t2g.data.tokenizer import encode_chat, load_tokenizer
 from t2g.errors import UserError
 from t2g.feedback.sources.asking import ChatFailed, Completion, Question
 from t2g.feedback.sources.llm import LLMFeedback

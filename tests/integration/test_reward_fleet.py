@@ -16,7 +16,7 @@ from actors.reward import RewardFleet
 from jobs.evaluate import as_trained, connected_model, evaluate_reward, read_records
 from jobs.train_sft import begin_folder
 from t2g.config import AnnotateConfig, EvaluateJob, FeedbackConfig, RewardEngineConfig, StyleConfig
-from t2g.data.chat import load_tokenizer
+from t2g.data.tokenizer import load_tokenizer
 from t2g.errors import UserError
 from t2g.feedback.card import make_card, write_card
 from t2g.feedback.sources.make import make_local_source

@@ -22,7 +22,7 @@ from t2g.errors import RunStopped, Stopped, UserError
 from t2g.interfaces import RolloutSource, Sampling
 from t2g.loop.sampling import Judged
 from t2g.metrics import METRICS_FILE, SAMPLES_FILE, RunLog, read_records
-from t2g.tasks.prompts import PromptsTask
+from t2g.tasks.prompts_only import PromptsTask
 from t2g.types import Prompt, Rollout
 
 NUM_PROMPTS, NUM_HELD_OUT, NUM_STEPS = 6, 4, 3  # 2 prompts a step: each is seen once

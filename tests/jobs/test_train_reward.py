@@ -13,7 +13,7 @@ from t2g.data.records import read_record, write_annotated
 from t2g.errors import UserError
 from t2g.feedback.card import style_words
 from t2g.feedback.offsets import decode
-from t2g.tasks.tiny_assets import build_tokenizer
+from t2g.tasks.tiny.assets import build_tokenizer
 
 
 def job(tmp_path: Path, style: StyleConfig, *, status: str = "ok") -> RewardJob:

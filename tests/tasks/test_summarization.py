@@ -12,10 +12,10 @@ from t2g.config import DataConfig, SandboxConfig, StyleConfig, WorldConfig
 from t2g.data.load import load_records
 from t2g.errors import UserError
 from t2g.feedback.reward_prompt import build_feedback_prompt, prompt_version
-from t2g.tasks import tiny
 from t2g.tasks.base import get_task
-from t2g.tasks.tiny_assets import build_tokenizer
-from t2g.tasks.tiny_task import critic
+from t2g.tasks.tiny.assets import build_tokenizer
+from t2g.tasks.tiny.task import critic
+from t2g.tasks.tiny.world import world
 from t2g.types import Prompt
 
 PUBLISHED = Path(__file__).parents[1] / "data" / "slf5k.json"
@@ -101,7 +101,7 @@ def test_instructions_follow_the_style(name: str) -> None:
 def test_a_task_of_one_s_own_by_its_import_path(tmp_path: Path) -> None:
     """A fourth task needs no edit of the package; inheriting from it is a convenience."""
     (tmp_path / "haiku_task.py").write_text(
-        "from t2g.tasks.prompts import PromptsTask\n"
+        "from t2g.tasks.prompts_only import PromptsTask\n"
         "class Haiku(PromptsTask):\n"
         "    name = 'haiku'\n"
         "    score_name = 'lines'\n"
@@ -172,12 +172,12 @@ def test_a_task_module_that_breaks_is_one_sentence(text: str, reason: str, tmp_p
 
 def test_the_tiny_world_walks_the_same_path() -> None:
     task = get_task("tiny")
-    row = next(tiny.make_records(count=1, heldout=False, rates=WorldConfig(), seed=1))
+    row = next(world.make_records(count=1, heldout=False, rates=WorldConfig(), seed=1))
     assert task.prompt_text(row) == row["post"]
     assert task.reference(row) == row["tldr_human_reference_summary"]
-    assert task.policy_messages(row, 5)[0]["content"] == tiny.POLICY_INSTRUCTION + row["post"][:5]
+    assert task.policy_messages(row, 5)[0]["content"] == world.POLICY_INSTRUCTION + row["post"][:5]
     asked = prompt(row["post"], **task.payload(row))
     assert task.measure(asked, row["ideal_human_summary"], sandbox=SANDBOX)["fact_f1"] == 1.0  # type: ignore[index]
     assert task.score_name in task.measure(asked, "", sandbox=SANDBOX)  # type: ignore[operator]
     judged = critic(row["post"], row["ideal_human_summary"], payload=asked.payload)
-    assert len(judged.good) == len(tiny.SLOTS)
+    assert len(judged.good) == len(world.SLOTS)

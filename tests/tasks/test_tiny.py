@@ -10,9 +10,8 @@ import pytest
 
 from t2g.config import SandboxConfig, StyleConfig, WorldConfig
 from t2g.feedback.parse import format_answer, make_feedback
-from t2g.tasks import tiny, tiny_assets
-from t2g.tasks.tiny import Clause
-from t2g.tasks.tiny_task import TinyTask
+from t2g.tasks.tiny.task import TinyTask
+from t2g.tasks.tiny.world import Clause, assets, world
 from t2g.types import Prompt
 
 FACTS = {"name": "José", "thing": "phone", "fault": "hums", "day": "Monday", "place": "東京"}
@@ -20,33 +19,33 @@ POST = Prompt(prompt_id="1", prompt_ids=np.zeros(0, np.int32), prompt_text="A po
 NO_FAULTS = WorldConfig(wrong=0.0, missing=0.0, invented=0.0, repeated=0.0)
 
 
-def quotes(found: list[tiny.Quote]) -> list[tuple[str, int]]:
+def quotes(found: list[world.Quote]) -> list[tuple[str, int]]:
     return [(quote.text, quote.occurrence) for quote in found]
 
 
 # ------------------------------------------------------------------------------------------------------------ generator
 def test_ideal_summary_is_the_faultless_summary() -> None:
     ideal = "by José, about a phone, it hums, since Monday, in 東京."
-    assert tiny.ideal_summary(FACTS) == ideal
-    assert tiny.write_summary(FACTS, NO_FAULTS, np.random.default_rng(0)) == ideal
+    assert world.ideal_summary(FACTS) == ideal
+    assert world.write_summary(FACTS, NO_FAULTS, np.random.default_rng(0)) == ideal
 
 
 def test_post_states_every_fact_once() -> None:
-    post = tiny.write_post(FACTS, np.random.default_rng(3))
+    post = world.write_post(FACTS, np.random.default_rng(3))
     assert [post.count(value) for value in FACTS.values()] == [1] * 5
     assert post.count(".") == 5
 
 
 def test_no_value_hides_in_another_text_of_the_world() -> None:
-    values = [value for options in tiny.SLOTS.values() for value in options]
-    others = [*values, *tiny.CLAUSE_LEADS.values(), *tiny.INVENTIONS]
+    values = [value for options in world.SLOTS.values() for value in options]
+    others = [*values, *world.CLAUSE_LEADS.values(), *world.INVENTIONS]
     assert all(value not in other for value in values for other in others if value != other)
 
 
 def test_planted_faults_come_at_their_rates() -> None:
     rates = WorldConfig(wrong=0.3, missing=0.2, invented=0.15, repeated=0.1)
-    rows = list(tiny.make_records(count=2000, heldout=False, rates=rates, seed=5))
-    totals = [tiny.measure(row["facts"], row["tldr_human_reference_summary"]) for row in rows]
+    rows = list(world.make_records(count=2000, heldout=False, rates=rates, seed=5))
+    totals = [world.measure(row["facts"], row["tldr_human_reference_summary"]) for row in rows]
     mean = {key: np.mean([total[key] for total in totals]) for key in totals[0]}
     # 5 facts x .8 stated = 4 clauses, + .15 invented + .1 repeated; 4 x .3 = 1.2 wrong, + .1 x .3 said twice
     assert mean["clauses"] == pytest.approx(4.25, abs=0.08)
@@ -59,21 +58,21 @@ def test_planted_faults_come_at_their_rates() -> None:
 def test_a_summary_always_states_something() -> None:
     rates = WorldConfig(missing=0.95, wrong=0.0, invented=0.0, repeated=0.0)
     rng = np.random.default_rng(0)
-    assert all(tiny.split_clauses(tiny.write_summary(FACTS, rates, rng)) for _ in range(50))
+    assert all(world.split_clauses(world.write_summary(FACTS, rates, rng)) for _ in range(50))
 
 
 # -------------------------------------------------------------------------------------------------------------- records
 def test_held_out_combinations_never_appear_in_training_of_any_seed(tmp_path: Path) -> None:
-    held = tiny.write_world(tmp_path, WorldConfig(num_train=300, num_heldout=100, seed=0))["heldout"]
+    held = world.write_world(tmp_path, WorldConfig(num_train=300, num_heldout=100, seed=0))["heldout"]
     combos = {tuple(json.loads(line)["facts"].values()) for line in held.read_text(encoding="utf-8").splitlines()}
     for seed in (0, 1):
-        rows = tiny.make_records(count=300, heldout=False, rates=WorldConfig(), seed=seed)
+        rows = world.make_records(count=300, heldout=False, rates=WorldConfig(), seed=seed)
         assert not combos & {tuple(row["facts"].values()) for row in rows}
 
 
 def test_records_are_reproducible_and_carry_the_slf5k_fields(tmp_path: Path) -> None:
-    first = tiny.write_world(tmp_path / "a", WorldConfig(num_train=3, num_heldout=2, seed=7))
-    again = tiny.write_world(tmp_path / "b", WorldConfig(num_train=3, num_heldout=2, seed=7))
+    first = world.write_world(tmp_path / "a", WorldConfig(num_train=3, num_heldout=2, seed=7))
+    again = world.write_world(tmp_path / "b", WorldConfig(num_train=3, num_heldout=2, seed=7))
     assert [path.read_bytes() for path in first.values()] == [path.read_bytes() for path in again.values()]
     row = json.loads(first["train"].read_text(encoding="utf-8").splitlines()[0])
     assert set(row) == {
@@ -87,21 +86,21 @@ def test_records_are_reproducible_and_carry_the_slf5k_fields(tmp_path: Path) -> 
         "feedback",
         "facts",
     }
-    assert row["ideal_human_summary"] == tiny.ideal_summary(row["facts"])
+    assert row["ideal_human_summary"] == world.ideal_summary(row["facts"])
 
 
 # --------------------------------------------------------------------------------------------------------------- critic
 def test_clauses_and_their_values() -> None:
-    assert tiny.split_clauses("by Zoë, la la.") == [Clause(0, 6, "name", 3), Clause(8, 13, None, 8)]
-    assert tiny.split_clauses(" ,. ;\n") == []
-    assert tiny.split_clauses("") == []
+    assert world.split_clauses("by Zoë, la la.") == [Clause(0, 6, "name", 3), Clause(8, 13, None, 8)]
+    assert world.split_clauses(" ,. ;\n") == []
+    assert world.split_clauses("") == []
     # a lead without a value, and a lead inside a longer word, are no statements of a fact
-    assert tiny.split_clauses("by") == [Clause(0, 2, None, 0)]
-    assert tiny.split_clauses("byte 1") == [Clause(0, 6, None, 0)]
+    assert world.split_clauses("by") == [Clause(0, 2, None, 0)]
+    assert world.split_clauses("byte 1") == [Clause(0, 6, None, 0)]
 
 
 def test_critic_gives_evidence_then_verdict_for_every_clause() -> None:
-    judged = tiny.critic(FACTS, "by José, about a laptop, plays chess, since Monday.")
+    judged = world.critic(FACTS, "by José, about a laptop, plays chess, since Monday.")
     assert judged.critique == (
         "The name is José, it says José: right. The thing is phone, it says laptop: wrong. "
         "It says plays chess: invented. The day is Monday, it says Monday: right. "
@@ -114,7 +113,7 @@ def test_critic_gives_evidence_then_verdict_for_every_clause() -> None:
 
 
 def test_a_right_fact_pays_once() -> None:
-    judged = tiny.critic(FACTS, "it hums, it hums, it leaks, it hums.")
+    judged = world.critic(FACTS, "it hums, it hums, it leaks, it hums.")
     assert quotes(judged.good) == [("hums", 1)]
     assert quotes(judged.poor) == [("hums", 2), ("leaks", 1), ("hums", 3)]
     assert judged.critique.startswith(
@@ -124,26 +123,26 @@ def test_a_right_fact_pays_once() -> None:
 
 
 def test_a_wrong_fact_may_be_put_right() -> None:
-    judged = tiny.critic(FACTS, "in Oslo, in 東京.")
+    judged = world.critic(FACTS, "in Oslo, in 東京.")
     assert quotes(judged.good) == [("東京", 1)]
     assert quotes(judged.poor) == [("Oslo", 1)]
 
 
 def test_a_value_in_the_wrong_clause_and_an_unknown_value_are_wrong() -> None:
-    judged = tiny.critic(FACTS, "since phone; about a zebra\nby José José")
+    judged = world.critic(FACTS, "since phone; about a zebra\nby José José")
     assert quotes(judged.good) == []
     assert quotes(judged.poor) == [("phone", 1), ("zebra", 1), ("José José", 1)]
 
 
 def test_an_empty_response_is_all_omissions() -> None:
-    judged = tiny.critic(FACTS, "")
+    judged = world.critic(FACTS, "")
     assert (judged.good, judged.poor) == ([], [])
     assert judged.critique.count("is missing.") == 5
 
 
 def test_dense_labels_are_whole_clauses_with_the_same_verdicts() -> None:
     summary = "by José, about a laptop, plays chess, it hums, it hums."
-    sparse, dense = tiny.critic(FACTS, summary), tiny.critic(FACTS, summary, dense=True)
+    sparse, dense = world.critic(FACTS, summary), world.critic(FACTS, summary, dense=True)
     assert dense.critique == sparse.critique
     assert quotes(dense.good) == [("by José", 1), ("it hums", 1)]
     assert quotes(dense.poor) == [("about a laptop", 1), ("plays chess", 1), ("it hums", 2)]
@@ -158,8 +157,8 @@ def test_garbage_gets_quotes_that_stand_in_it_and_never_overlap(seed: int, dense
     rng = np.random.default_rng(seed)
     words = ["by", "in", "about a", "José", "東京", "it", "hums", "🎧", ",", ", ", ".", '"', "\\", "\n", "�", " ", "\t"]
     response = "".join(words[i] + " " * int(rng.integers(2)) for i in rng.integers(len(words), size=30))
-    judged = tiny.critic(FACTS, response, dense=dense)
-    assert judged == tiny.critic(FACTS, response, dense=dense)
+    judged = world.critic(FACTS, response, dense=dense)
+    assert judged == world.critic(FACTS, response, dense=dense)
     taken: list[tuple[int, int]] = []
     for quote in [*judged.good, *judged.poor]:
         at = -1
@@ -176,7 +175,7 @@ def test_garbage_gets_quotes_that_stand_in_it_and_never_overlap(seed: int, dense
 # -------------------------------------------------------------------------------------------------------------- measure
 def test_measure_by_hand() -> None:
     # 4 clauses: 2 facts right, 1 wrong, 1 invented: precision 2/4, recall 2/5, F1 = 2 x 2 / (4 + 5)
-    got = tiny.measure(FACTS, "by José, about a laptop, plays chess, since Monday.")
+    got = world.measure(FACTS, "by José, about a laptop, plays chess, since Monday.")
     assert got == {
         "fact_precision": 0.5,
         "fact_recall": 2 / 5,
@@ -190,15 +189,15 @@ def test_measure_by_hand() -> None:
 
 
 def test_repeating_a_right_fact_lowers_f1() -> None:
-    once, twice = tiny.measure(FACTS, "it hums."), tiny.measure(FACTS, "it hums, it hums.")
+    once, twice = world.measure(FACTS, "it hums."), world.measure(FACTS, "it hums, it hums.")
     assert (once["fact_f1"], once["repeated"]) == (2 / 6, 0)
     assert (twice["fact_f1"], twice["repeated"]) == (2 / 7, 1)
 
 
 def test_measure_of_the_ideal_and_of_nothing() -> None:
-    assert tiny.measure(FACTS, tiny.ideal_summary(FACTS))["fact_f1"] == 1.0
-    assert tiny.measure(FACTS, "")["fact_f1"] == 0.0
-    assert tiny.measure(FACTS, "")["fact_precision"] == 0.0
+    assert world.measure(FACTS, world.ideal_summary(FACTS))["fact_f1"] == 1.0
+    assert world.measure(FACTS, "")["fact_f1"] == 0.0
+    assert world.measure(FACTS, "")["fact_precision"] == 0.0
 
 
 # --------------------------------------------------------------------------------------------------- prompts and target
@@ -211,32 +210,32 @@ def test_prompts() -> None:
 
 def test_every_style_has_instructions_of_its_own_and_the_default_those_of_the_demo() -> None:
     task = TinyTask()
-    styles = [StyleConfig(critique=critique, labels=labels) for critique, labels in tiny.FEEDBACK_INSTRUCTIONS]
+    styles = [StyleConfig(critique=critique, labels=labels) for critique, labels in world.FEEDBACK_INSTRUCTIONS]
     assert styles[0] == StyleConfig()
     told = {task.feedback_messages(POST, "it hums.", style=style)[0]["content"] for style in styles}
     assert len(told) == 4 and all(text.endswith(" Post: A post.\nSummary: it hums.") for text in told)
 
 
 def test_the_task_knows_its_critic_and_its_response() -> None:
-    (record,) = tiny.make_records(count=1, heldout=False, rates=WorldConfig(), seed=3)
+    (record,) = world.make_records(count=1, heldout=False, rates=WorldConfig(), seed=3)
     task = TinyTask()
     response = task.response(record)
     assert response == record["generated_summary_for_feedback"] and task.response({"post": "p"}) is None
     for labels in ("sparse", "dense"):
         critic = task.critic(style=StyleConfig(labels=labels), sandbox=SandboxConfig())
         judged = critic(record["post"], response, payload=task.payload(record))
-        assert judged == tiny.critic(record["facts"], response, dense=labels == "dense")
+        assert judged == world.critic(record["facts"], response, dense=labels == "dense")
 
 
 def test_target_is_plain_json_with_occurrences_only_where_needed() -> None:
-    target = format_answer(*tiny.critic(FACTS, "it hums, it hums."))
+    target = format_answer(*world.critic(FACTS, "it hums, it hums."))
     assert target.endswith('missing.", "good": ["hums"], "poor": [{"quote": "hums", "occurrence": 2}]}')
     assert target.startswith('{"critique": "The fault is hums, it says hums: right.')
 
 
 def test_decisive_ranges_add_rare_sentences_and_the_span_map() -> None:
-    target = format_answer(*tiny.critic(FACTS, "it hums, it hums, la la."))
-    words = [target[start:end] for start, end in tiny.decisive_ranges(target)]
+    target = format_answer(*world.critic(FACTS, "it hums, it hums, la la."))
+    words = [target[start:end] for start, end in world.decisive_ranges(target)]
     assert words == [
         "right",
         "repeated",
@@ -252,24 +251,24 @@ def test_decisive_ranges_add_rare_sentences_and_the_span_map() -> None:
 
 
 def test_without_a_critique_the_span_map_decides_alone() -> None:
-    target = format_answer(*tiny.critic(FACTS, "about a wrong: wrong."), style=StyleConfig(critique=False))
-    ((start, end),) = tiny.decisive_ranges(target)
+    target = format_answer(*world.critic(FACTS, "about a wrong: wrong."), style=StyleConfig(critique=False))
+    ((start, end),) = world.decisive_ranges(target)
     assert target[start:end] == '"good": [], "poor": ["wrong: wrong"]}'
 
 
 # --------------------------------------------------------------------------------------------------------------- assets
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    return tiny_assets.build_tokenizers(tmp_path_factory.mktemp("tokenizers"))
+    return assets.build_tokenizers(tmp_path_factory.mktemp("tokenizers"))
 
 
 def test_tokenizers_differ_and_spell_every_text(tokenizers: Any) -> None:
     policy, reward = tokenizers
     assert len(policy) != len(reward)
-    rows = tiny.make_records(count=20, heldout=False, rates=WorldConfig(), seed=1)
+    rows = world.make_records(count=20, heldout=False, rates=WorldConfig(), seed=1)
     texts = ['odd "\\\n 😀 ñ']
     for row in rows:
-        answer = format_answer(*tiny.critic(row["facts"], row["generated_summary_for_feedback"]))
+        answer = format_answer(*world.critic(row["facts"], row["generated_summary_for_feedback"]))
         texts += [row["post"], row["tldr_human_reference_summary"], answer]
     for tokenizer in tokenizers:
         for text in texts:
@@ -300,9 +299,9 @@ def test_model_folder_loads(tokenizers: Any, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     policy, _ = tokenizers
-    made = tiny_assets.build_model(tmp_path, policy, num_layers=1, width=64, num_heads=2, mlp_width=64, seed=3)
+    made = assets.build_model(tmp_path, policy, num_layers=1, width=64, num_heads=2, mlp_width=64, seed=3)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert loaded.num_parameters() == made.num_parameters()
     assert loaded.config.eos_token_id == policy.eos_token_id
     assert float(loaded.lm_head.weight.detach().std()) == pytest.approx(0.08, rel=0.05)
-    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == tiny_assets.CHAT_TEMPLATE
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == assets.CHAT_TEMPLATE

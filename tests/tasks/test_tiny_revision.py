@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from t2g.config import WorldConfig
-from t2g.tasks.tiny import SLOTS, critic, measure, sample_facts, write_clause, write_summary
-from t2g.tasks.tiny_revision import corrected, sentences, thinned
+from t2g.tasks.tiny.revision import corrected, sentences, thinned
+from t2g.tasks.tiny.world import SLOTS, critic, measure, sample_facts, write_clause, write_summary
 
 FACTS = {"name": "Zoë", "thing": "phone", "fault": "hums", "day": "Monday", "place": "Oslo"}
 RESPONSE = "by Zoë, about a laptop, sells honey, by Zoë, since Friday."

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from t2g.config import StyleConfig
-from t2g.data.chat import Message
+from t2g.data.tokenizer import Message
 from t2g.feedback.parse import MAX_ANSWER_CHARS, MAX_QUOTES, Quote, make_feedback, no_feedback
 from t2g.feedback.sources.asking import Completion
 from t2g.feedback.spans import locate

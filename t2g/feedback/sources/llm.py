@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from t2g.config import FeedbackConfig, LLMConfig
-from t2g.data.chat import Message
+from t2g.data.tokenizer import Message
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.parse import no_feedback
 from t2g.feedback.sources.annotator import Reading, Request, answer_schema, follow_up, make_request, read_answer

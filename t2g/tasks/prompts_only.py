@@ -6,7 +6,7 @@
 
 from typing import Any
 
-from t2g.data.chat import Message
+from t2g.data.tokenizer import Message
 from t2g.tasks.base import Record, Review, Task, text_field
 
 ROLES = ("system", "user", "assistant")

@@ -5,10 +5,10 @@ from functools import partial
 from typing import Any
 
 from t2g.config import SandboxConfig, StyleConfig
-from t2g.data.chat import Message
-from t2g.tasks import tiny, tiny_revision
+from t2g.data.tokenizer import Message
 from t2g.tasks.base import SPARSE, Critic, Record, text_field
 from t2g.tasks.summarization import SummarizationTask
+from t2g.tasks.tiny.world import revision, world
 from t2g.types import Prompt
 
 
@@ -18,7 +18,7 @@ class TinyTask(SummarizationTask):
     step_pattern = r"[,.]"  # clauses: a summary is one sentence
 
     def policy_messages(self, record: Record, input_limit: int | None = None) -> list[Message]:
-        return [{"role": "user", "content": tiny.POLICY_INSTRUCTION + self.prompt_text(record)[:input_limit]}]
+        return [{"role": "user", "content": world.POLICY_INSTRUCTION + self.prompt_text(record)[:input_limit]}]
 
     def prompt_text(self, record: Record) -> str:
         """The post alone: the title states facts as well, without the faults that make the task one."""
@@ -31,8 +31,8 @@ class TinyTask(SummarizationTask):
     def feedback_messages(
         self, prompt: Prompt, response_text: str, input_limit: int | None = None, *, style: StyleConfig = SPARSE
     ) -> list[Message]:
-        instruction = tiny.FEEDBACK_INSTRUCTIONS[style.critique, style.labels]
-        asked = f"{instruction}{prompt.prompt_text[:input_limit]}{tiny.FEEDBACK_SUMMARY_HEADER}"
+        instruction = world.FEEDBACK_INSTRUCTIONS[style.critique, style.labels]
+        asked = f"{instruction}{prompt.prompt_text[:input_limit]}{world.FEEDBACK_SUMMARY_HEADER}"
         return [{"role": "user", "content": asked + response_text}]
 
     def critic(self, *, style: StyleConfig, sandbox: SandboxConfig) -> Critic:
@@ -41,17 +41,17 @@ class TinyTask(SummarizationTask):
 
     def decisive_ranges(self, target: str) -> list[tuple[int, int]]:
         """Verdicts and the span map of a reward target: where `sft.span_weight` goes."""
-        return tiny.decisive_ranges(target)
+        return world.decisive_ranges(target)
 
     def revise_messages(
         self, prompt: Prompt, response_text: str, critique: str, input_limit: int | None = None
     ) -> list[Message]:
-        return tiny_revision.revise_messages(prompt.prompt_text[:input_limit], response_text, critique)
+        return revision.revise_messages(prompt.prompt_text[:input_limit], response_text, critique)
 
     def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float]:
-        return tiny.measure(prompt.payload["facts"], response_text)
+        return world.measure(prompt.payload["facts"], response_text)
 
 
-def critic(prompt_text: str, response_text: str, *, payload: Mapping[str, Any], dense: bool = False) -> tiny.Judgement:
-    """The tiny world's programmatic critic (see `t2g.tasks.tiny.critic`), which needs the facts in the payload."""
-    return tiny.critic(payload["facts"], response_text, dense=dense)
+def critic(prompt_text: str, response_text: str, *, payload: Mapping[str, Any], dense: bool = False) -> world.Judgement:
+    """The tiny world's programmatic critic (see `t2g.tasks.tiny.world.critic`), which needs the facts in the payload."""
+    return world.critic(payload["facts"], response_text, dense=dense)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from t2g.tasks import tiny
+from t2g.tasks.tiny.world import world
 
 PAD, END, USER, ASSISTANT, SYSTEM = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
 SPECIAL_TOKENS = (PAD, END, USER, ASSISTANT, SYSTEM)
@@ -53,8 +53,8 @@ def build_tokenizer(folder: Path | str, pieces: Iterable[str], *, vocab_size: in
 def build_tokenizers(folder: Path) -> tuple[Any, Any]:
     """The policy's and the reward model's tokenizer, in `folder/policy` and `folder/reward`."""
     return (
-        build_tokenizer(folder / "policy", tiny.tokenizer_pieces(reward=False), vocab_size=900),
-        build_tokenizer(folder / "reward", tiny.tokenizer_pieces(reward=True), vocab_size=1300),
+        build_tokenizer(folder / "policy", world.tokenizer_pieces(reward=False), vocab_size=900),
+        build_tokenizer(folder / "reward", world.tokenizer_pieces(reward=True), vocab_size=1300),
     )
 
 

@@ -12,7 +12,7 @@ import re
 
 import numpy as np
 
-from t2g.tasks.tiny import MISSING, SLOTS, Facts, findings, write_clause
+from t2g.tasks.tiny.world import MISSING, SLOTS, Facts, findings, write_clause
 
 REVISE_INSTRUCTION = "Mend the summary. Post: "
 DROPPED = 0.3  # share of a critique's sentences that an example leaves out
