@@ -1,4 +1,4 @@
-"""The four seams of the loop. `t2g.loop.trainer` is written against these; fleets of Ray actors and fakes implement them."""
+"""The four seams of the loop: `t2g.loop.trainer` is written against these, fleets of Ray actors and fakes are them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -13,9 +13,9 @@ from t2g.data.load import load_records
 from t2g.errors import UserError
 from t2g.feedback.reward_prompt import build_feedback_prompt, prompt_version
 from t2g.tasks.base import get_task
+from t2g.tasks.tiny import world
 from t2g.tasks.tiny.assets import build_tokenizer
 from t2g.tasks.tiny.task import critic
-from t2g.tasks.tiny.world import world
 from t2g.types import Prompt
 
 PUBLISHED = Path(__file__).parents[1] / "data" / "slf5k.json"

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from t2g.tasks.tiny.world import world
+from t2g.tasks.tiny import world
 
 PAD, END, USER, ASSISTANT, SYSTEM = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
 SPECIAL_TOKENS = (PAD, END, USER, ASSISTANT, SYSTEM)

@@ -8,7 +8,7 @@ from t2g.config import SandboxConfig, StyleConfig
 from t2g.data.tokenizer import Message
 from t2g.tasks.base import SPARSE, Critic, Record, text_field
 from t2g.tasks.summarization import SummarizationTask
-from t2g.tasks.tiny.world import revision, world
+from t2g.tasks.tiny import revision, world
 from t2g.types import Prompt
 
 
@@ -53,5 +53,5 @@ class TinyTask(SummarizationTask):
 
 
 def critic(prompt_text: str, response_text: str, *, payload: Mapping[str, Any], dense: bool = False) -> world.Judgement:
-    """The tiny world's programmatic critic (see `t2g.tasks.tiny.world.critic`), which needs the facts in the payload."""
+    """The tiny world's programmatic critic (`world.critic`), which needs the facts in the payload."""
     return world.critic(payload["facts"], response_text, dense=dense)
