@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from jobs.cli import main
 from t2g.checkpoint import write_atomic
-from t2g.config import DataConfig, DemoJob, ModelConfig, RewardJob, RunConfig, SandboxConfig, StudyJob, StyleConfig
+from t2g.config import DataConfig, DemoJob, ModelConfig, RewardJob, RunConfig, StudyJob, StyleConfig
 from t2g.config.describe import describe_study
 from t2g.intervals import half_interval
+from t2g.sandbox import SandboxConfig
 
 if TYPE_CHECKING:
     from t2g.data.records import AnnotatedRecord

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from trainer_bench import NUM_STEPS, Bench, chosen, job
 
 from t2g.checkpoint import CheckpointStore
-from t2g.config import SandboxConfig
 from t2g.errors import RunStopped, UserError
+from t2g.sandbox import SandboxConfig
 from t2g.types import Prompt
 
 

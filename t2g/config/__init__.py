@@ -30,7 +30,6 @@ from t2g.config.feedback import (
     NoiseConfig,
     RewardEngineConfig,
     RolloutConfig,
-    SandboxConfig,
     StyleConfig,
     WorkersConfig,
 )

@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from t2g.config.common import Dtype, ProcessConfig, Section
+from t2g.sandbox import SandboxConfig
 
 
 class WorkersConfig(Section):
@@ -153,17 +154,6 @@ class LLMConfig(Section):
                 "same answer; set a temperature, 0.7 for example"
             )
         return self
-
-
-class SandboxConfig(Section):
-    """Limits of one run of generated code with its tests."""
-
-    timeout_s: float = Field(10, gt=0, description="wall clock")
-    cpu_s: int = Field(10, ge=1, description="processor time of each process")
-    memory_mib: int = Field(512, ge=64, description="address space of each process")
-    max_processes: int = Field(16, ge=1)
-    max_file_mib: int = Field(8, ge=1, description="each file that is written")
-    max_output_kib: int = Field(64, ge=1, description="kept of what is printed")
 
 
 class NoiseConfig(Section):

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from t2g.concurrency import together
-from t2g.config import PolicyJob, SandboxConfig
+from t2g.config import PolicyJob
 from t2g.errors import RunStopped
 from t2g.feedback.sources.noise import NoisyFeedback
 from t2g.interfaces import FeedbackSource, RolloutSource, Sampling
 from t2g.loop.steps import eval_metrics, sampling_seed
 from t2g.metrics import RunLog
+from t2g.sandbox import SandboxConfig
 from t2g.tasks.base import Task
 from t2g.types import Prompt, Rollout, SpanFeedback
 

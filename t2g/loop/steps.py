@@ -8,9 +8,10 @@ import torch
 
 from t2g.algo.advantages import gae, group_advantages, step_rewards, whiten
 from t2g.algo.kl import sequence_kl
-from t2g.config import ObjectiveConfig, RewardRuleConfig, SandboxConfig
+from t2g.config import ObjectiveConfig, RewardRuleConfig
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.rewards import label_shares, place
+from t2g.sandbox import SandboxConfig
 from t2g.tasks.base import Task
 from t2g.types import Prompt, Rollout, ScoredRollout, SpanFeedback, TokenStats, TrainSample, WeightSyncResult
 

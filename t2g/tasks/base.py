@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from t2g.config import SandboxConfig, StyleConfig
+from t2g.config import StyleConfig
 from t2g.data.tokenizer import Message
 from t2g.errors import UserError
+from t2g.sandbox import SandboxConfig
 from t2g.types import Prompt
 
 Record = Mapping[str, Any]  # one row of a data file, columns already mapped

@@ -9,8 +9,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from t2g.config import SandboxConfig, StyleConfig
+from t2g.config import StyleConfig
 from t2g.data.tokenizer import Message
+from t2g.sandbox import SandboxConfig
 from t2g.tasks.base import Critic, Record, Review, Task, text_field
 from t2g.types import Prompt
 
@@ -84,7 +85,7 @@ class CodeTask(Task):
         tests = prompt.payload.get("test")
         if not isinstance(tests, str):
             return None
-        from t2g.tasks.sandbox import run_solution
+        from t2g.sandbox import run_solution
 
         return {"passed": float(run_solution(extract_code(response_text)[0], tests, sandbox).passed)}
 

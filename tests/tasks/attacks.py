@@ -13,8 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from t2g.config import SandboxConfig
-from t2g.tasks.sandbox import run_solution
+from t2g.sandbox import SandboxConfig, run_solution
 
 LIMITS = SandboxConfig(timeout_s=2.0, cpu_s=4, memory_mib=256, max_processes=8, max_file_mib=1, max_output_kib=16)
 TESTS = """from solution import f

@@ -2,8 +2,7 @@
 
 import pytest
 
-from t2g.config import SandboxConfig
-from t2g.tasks.sandbox import run_solution
+from t2g.sandbox import SandboxConfig, run_solution
 
 LIMITS = SandboxConfig(timeout_s=8)
 CASES: dict[str, tuple[str, str]] = {}

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from t2g.config import SandboxConfig, StyleConfig
+from t2g.config import StyleConfig
 from t2g.feedback.parse import make_feedback, read_judgement
+from t2g.sandbox import Outcome, SandboxConfig, TestResult
 from t2g.tasks.code_critic import blamed_lines, code_lines, make_critic, ochiai, praised_lines
-from t2g.tasks.sandbox import Outcome, TestResult
 from t2g.types import SpanFeedback
 
 RECORDS = [

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t2g.config import DataConfig, SandboxConfig
+from t2g.config import DataConfig
 from t2g.data.load import load_records
+from t2g.sandbox import SandboxConfig
 from t2g.tasks.base import get_task
 from t2g.tasks.code import MAX_NOTE_CHARS, extract_code
 from t2g.types import Prompt

@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from t2g.config import DataConfig, SandboxConfig
+from t2g.config import DataConfig
 from t2g.data.load import load_records
+from t2g.sandbox import SandboxConfig
 from t2g.tasks.base import get_task
 from t2g.types import Prompt
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from attacks import ATTACKS, HONEST, LIMITS, TESTS, limits_of
 
-from t2g.tasks.box import isolation
-from t2g.tasks.box.clock import OutOfTime, set_alarm
-from t2g.tasks.sandbox import MAX_TESTS, run_solution
+from t2g.sandbox import MAX_TESTS, run_solution
+from t2g.sandbox.box import isolation
+from t2g.sandbox.box.clock import OutOfTime, set_alarm
 
 # Not 65534, which stands for every user that a namespace does not know; of this run, since processes count per user.
 ORDINARY = 20000 + os.getpid() % 20000
@@ -91,7 +91,7 @@ def test_an_attack_fails_within_the_limit(attacked: dict[str, Any], name: str) -
     outcome = attacked["outcomes"][name]
     reason, error = ATTACKS[name][1:] if name in ATTACKS else ("*", "*")
     if attacked["mode"] == "no namespaces" and name == "write outside":
-        assert outcome["passed"]  # the folder is open to this user: said in the docstring of t2g.tasks.sandbox
+        assert outcome["passed"]  # the folder is open to this user: said in the sandbox's README
         return
     assert not outcome["passed"]
     assert outcome["seconds"] < limits_of(name).timeout_s + 5
@@ -221,7 +221,7 @@ def test_the_alarm_rings_again_but_only_inside_its_function() -> None:
 
 def test_what_is_visible_in_tmp_cannot_be_moved_away() -> None:
     code = (
-        "import os, sys\nfrom t2g.tasks.box import isolation\nstage, shown = sys.argv[1:]\n"
+        "import os, sys\nfrom t2g.sandbox.box import isolation\nstage, shown = sys.argv[1:]\n"
         "proc = os.open('/proc', os.O_RDONLY)\n"
         "if not isolation.new_user_namespace(proc) or not isolation.unshare(isolation.MOUNT):\n    sys.exit('none')\n"
         "assert isolation.small_root(stage, [shown], 2**20) and os.listdir(shown) == ['kept']\n"
@@ -240,9 +240,10 @@ def test_what_is_visible_in_tmp_cannot_be_moved_away() -> None:
 
 def test_the_child_loads_nothing_heavy() -> None:
     heavy = "{'pydantic', 'numpy', 'torch'}"
-    code = f"import sys, t2g.tasks.box.supervisor; print(sorted({heavy} & set(sys.modules)))"
-    command = [sys._base_executable, "-S", "-c", code]
     root = str(Path(__file__).parents[2])
+    start = f"{root}/t2g/sandbox/start.py"
+    code = f"import runpy, sys; runpy.run_path({start!r}); print(sorted({heavy} & set(sys.modules)))"
+    command = [sys._base_executable, "-S", "-c", code]
     done = subprocess.run(command, env={"PYTHONPATH": root}, capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
 

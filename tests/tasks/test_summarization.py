@@ -8,10 +8,11 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from t2g.config import DataConfig, SandboxConfig, StyleConfig, WorldConfig
+from t2g.config import DataConfig, StyleConfig, WorldConfig
 from t2g.data.load import load_records
 from t2g.errors import UserError
 from t2g.feedback.reward_prompt import build_feedback_prompt, prompt_version
+from t2g.sandbox import SandboxConfig
 from t2g.tasks.base import get_task
 from t2g.tasks.tiny import world
 from t2g.tasks.tiny.assets import build_tokenizer

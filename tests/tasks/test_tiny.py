@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from t2g.config import SandboxConfig, StyleConfig, WorldConfig
+from t2g.config import StyleConfig, WorldConfig
 from t2g.feedback.parse import format_answer, make_feedback
+from t2g.sandbox import SandboxConfig
 from t2g.tasks.tiny.task import TinyTask
 from t2g.tasks.tiny.world import Clause, assets, world
 from t2g.types import Prompt

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from t2g.config import SandboxConfig, StyleConfig
+from t2g.config import StyleConfig
 from t2g.data.tokenizer import Message
+from t2g.sandbox import SandboxConfig
 from t2g.tasks.base import SPARSE, Critic, Record, text_field
 from t2g.tasks.summarization import SummarizationTask
 from t2g.tasks.tiny import revision, world

@@ -8,10 +8,10 @@ import sys
 import types
 from typing import Any
 
-from t2g.tasks.box.clock import set_alarm
-from t2g.tasks.box.peer import Peer
-from t2g.tasks.box.pytest_shim import make_module
-from t2g.tasks.box.remote import Gone
+from t2g.sandbox.box.clock import set_alarm
+from t2g.sandbox.box.peer import Peer
+from t2g.sandbox.box.pytest_shim import make_module
+from t2g.sandbox.box.remote import Gone
 
 FILE = "solution.py"
 MAX_LINE_EVENTS = 20_000  # of one test; later lines are not recorded, and the code runs at full speed again

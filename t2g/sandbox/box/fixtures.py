@@ -9,7 +9,7 @@ from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
-from t2g.tasks.box.pytest_shim import Skipped
+from t2g.sandbox.box.pytest_shim import Skipped
 
 _Captured = namedtuple("CaptureResult", ["out", "err"])
 _SET_UP, _TEAR_DOWN = ("setup_method", "setUp"), ("teardown_method", "tearDown")

@@ -1,4 +1,4 @@
-"""The program that `t2g.tasks.sandbox` starts: three processes, one inside the other.
+"""The program that `t2g.sandbox.run` starts: three processes, one inside the other.
 
     supervisor   waits, ends everything at the deadline, leaves nothing behind
       tester     new namespaces; reads code and tests; runs the tests; writes the verdict to standard output
@@ -17,12 +17,12 @@ import sys
 import time
 from typing import Any
 
-from t2g.tasks.box import isolation, tester, worker
-from t2g.tasks.box.clock import KILL_S, START_S, TIMED_OUT
+from t2g.sandbox.box import isolation, tester, worker
+from t2g.sandbox.box.clock import KILL_S, START_S, TIMED_OUT
 
 
 def main(plan: dict[str, Any]) -> None:
-    """plan: see t2g.tasks.sandbox._command."""
+    """plan: see t2g.sandbox.run._command."""
     isolation.adopt_orphans()
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     in_force = ["process_group"]
@@ -144,6 +144,3 @@ def _worker(plan: dict[str, Any], end: socket.socket, other: socket.socket) -> N
     os.closerange(kept + 1, 4096)
     worker.main(end, plan["max_output"])
 
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))

@@ -1,26 +1,6 @@
 """A sandbox for generated code: runs a solution against its tests and says what happened, test by test.
 
-The solution runs in a process of its own. The tests run in another one, get at the solution through proxies
-(t2g.tasks.box), compare values there, and write the verdict into a pipe that the solution never holds. So a solution
-has no part in its verdict but what its functions return and raise: it does not see the tests, cannot patch, skip or
-leave them, and an object with operators of its own equals no plain data and is not near, less or greater; processes
-that it leaves are counted by the kernel. What this cannot prove: a test that asks an object of the solution's own class
-(`3 in x`, `len(x)`, `x[0]`, `if x`, `all(x)`, `abs(x)`, its methods, an operator between two of its objects) takes its
-answer, and the traced lines are the solution's word; they decide spans, never whether it passed. timeout_s counts from
-when the sandbox is ready; a run that ends later is a timeout, whoever notices it first.
-
-Tests lose a little: data crosses by value (an argument that the solution changes is changed back here; a list that it
-returned is a copy), numpy's scalars become plain numbers and its arrays do not cross, a value above 32 MiB is an
-error, plain data that comes of an operator between an object of the solution's own class and plain data (`money < 5`,
-`abs(vector * 2)`) is refused, classes of the solution cannot be derived from or copied, `type(x) is C` does not hold,
-`random` is seeded in the tests only, asynchronous tests fail. A test that needs one of these fails a right solution.
-
-Outcome.isolation says what was in force. Linux namespaces (user, pid, mount, network, ipc) need no privileges where the
-kernel grants them to users; root becomes a user that owns nothing (throwaway_user). mount: a read-only root with the
-interpreter and its packages, and an empty /tmp (/box where these lie in /tmp). Without mount the solution may read and
-write what this user may; without network it may connect; without pid processes that it leaves are looked for and
-killed, but one that kills its supervisor first may stay until its processor time is used up; without user or
-throwaway_user sandboxes that run side by side count each other's processes. Memory and processor time are per process.
+What this proves and what not, what right solutions lose, and what isolates a run: README.md.
 """
 
 import json
@@ -37,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from t2g.config import SandboxConfig
-from t2g.tasks.box.clock import KILL_S, START_S, TIMED_OUT
+from t2g.sandbox.box.clock import KILL_S, START_S, TIMED_OUT
+from t2g.sandbox.config import SandboxConfig
 
 MAX_VERDICT_BYTES = 2**22
 MAX_TESTS = 100  # results that an outcome keeps
@@ -124,8 +104,7 @@ def _command(stage: str, limits: SandboxConfig) -> list[str]:
         "limits": {"memory_mib": limits.memory_mib, "cpu_s": limits.cpu_s, "file_mib": limits.max_file_mib},
     }
     python = getattr(sys, "_base_executable", None) or sys.executable  # a virtual environment's would read its files
-    supervisor = Path(__file__).with_name("box") / "supervisor.py"
-    return [python, "-s", "-S", "-P", str(supervisor), json.dumps(plan)]
+    return [python, "-s", "-S", "-P", str(Path(__file__).with_name("start.py")), json.dumps(plan)]
 
 
 def _converse(process: subprocess.Popen[bytes], job: bytes, limits: SandboxConfig) -> tuple[bytes, bytes, str]:

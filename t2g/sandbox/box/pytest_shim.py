@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from t2g.tasks.box.remote import as_plain
+from t2g.sandbox.box.remote import as_plain
 
 
 class Failed(AssertionError):

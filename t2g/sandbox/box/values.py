@@ -1,7 +1,7 @@
 """Python values as JSON and back, between two processes of which one is not trusted.
 
 Plain data (numbers, texts, containers, dates) is copied. Everything else stays where it is and is known to the
-other side by its number: there a `Remote` stands for it (t2g.tasks.box.remote). Nothing in a message can name code
+other side by its number: there a `Remote` stands for it (t2g.sandbox.box.remote). Nothing in a message can name code
 to be run: decoding makes plain data, proxies and exceptions of the standard library, and nothing else.
 """
 
@@ -81,7 +81,7 @@ def _flat(items: list[Any]) -> list[Any]:
 
 
 class Codec:
-    """Copies plain values. `export` and `resolve` say how any other object is named; see t2g.tasks.box.remote."""
+    """Copies plain values. `export` and `resolve` say how any other object is named; see t2g.sandbox.box.remote."""
 
     def export(self, value: Any, exchange: Exchange) -> Json:
         raise NotImplementedError

@@ -10,8 +10,8 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from t2g.tasks.box.remote import FORWARDED, Gone, Numbered, Remote, Unsupported, is_remote, proxy_class
-from t2g.tasks.box.values import Codec, Exchange, Json, known_exception, refill
+from t2g.sandbox.box.remote import FORWARDED, Gone, Numbered, Remote, Unsupported, is_remote, proxy_class
+from t2g.sandbox.box.values import Codec, Exchange, Json, known_exception, refill
 
 MAX_MESSAGE_BYTES = 2**25
 MAX_TRACE = 20  # lines of a traceback

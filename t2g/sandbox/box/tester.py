@@ -13,13 +13,13 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from t2g.tasks.box import isolation
-from t2g.tasks.box import pytest_shim as shim
-from t2g.tasks.box.asserts import Asserts
-from t2g.tasks.box.clock import AGAIN_S, TESTS_RING_S, OutOfTime, set_alarm
-from t2g.tasks.box.fixtures import Fixtures
-from t2g.tasks.box.peer import Peer
-from t2g.tasks.box.remote import FORWARDED, Gone
+from t2g.sandbox.box import isolation
+from t2g.sandbox.box import pytest_shim as shim
+from t2g.sandbox.box.asserts import Asserts
+from t2g.sandbox.box.clock import AGAIN_S, TESTS_RING_S, OutOfTime, set_alarm
+from t2g.sandbox.box.fixtures import Fixtures
+from t2g.sandbox.box.peer import Peer
+from t2g.sandbox.box.remote import FORWARDED, Gone
 
 MAX_TESTS = 1000
 MAX_TEXT = 300  # characters of a message or a value in a result

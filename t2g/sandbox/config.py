@@ -1,0 +1,16 @@
+"""The limits of a sandbox. pydantic only: the room knows nothing of t2g."""
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class SandboxConfig(BaseModel):
+    """Limits of one run of generated code with its tests."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+    timeout_s: float = Field(10, gt=0, description="wall clock")
+    cpu_s: int = Field(10, ge=1, description="processor time of each process")
+    memory_mib: int = Field(512, ge=64, description="address space of each process")
+    max_processes: int = Field(16, ge=1)
+    max_file_mib: int = Field(8, ge=1, description="each file that is written")
+    max_output_kib: int = Field(64, ge=1, description="kept of what is printed")

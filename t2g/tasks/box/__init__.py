@@ -1,4 +1,0 @@
-"""What runs inside the sandbox of `t2g.tasks.sandbox`: a supervisor, the tests, the solution in a process of its own.
-
-May import the standard library and its own modules only: a sandbox must start in milliseconds.
-"""
