@@ -13,7 +13,7 @@ from ray.util.state import list_placement_groups
 from actors.fanout import first_line
 from t2g.deploy.doctor import Node, PendingGroup
 from t2g.errors import UserError
-from t2g.versions import versions
+from t2g.runs.versions import versions
 
 WAITING = ("PENDING", "RESCHEDULING")
 

@@ -229,7 +229,7 @@ class LearnerGroup:
         return [TokenStats(**fields) for fields in found]
 
     def update(self, batch: TrainBatch) -> UpdateResult:
-        """Every optimizer step of the batch. Metrics: means over minibatches, names as in `t2g.metrics`.
+        """Every optimizer step of the batch. Metrics: means over minibatches, names as in `t2g.runs.metrics`.
 
         The policy rests during the first `critic_warmup_steps` updates. Raises RunStopped naming part and minibatch
         when a loss or gradient is not finite; that step is not applied.

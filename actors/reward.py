@@ -14,7 +14,6 @@ import ray
 
 from actors.engine import Engine, stop_token_ids
 from actors.fleet import TRIES, Fleet
-from t2g.checkpoint import weights_version
 from t2g.config import FeedbackConfig
 from t2g.data.sft import target_ids
 from t2g.data.tokenizer import load_tokenizer
@@ -24,6 +23,7 @@ from t2g.feedback.grammar import answer_grammar
 from t2g.feedback.offsets import decode
 from t2g.feedback.parse import begun_answer, no_feedback, parse_answer
 from t2g.feedback.reward_prompt import build_feedback_prompt
+from t2g.runs.checkpoint import weights_version
 from t2g.tasks.base import Task
 from t2g.types import Prompt, SpanFeedback
 

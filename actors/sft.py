@@ -23,10 +23,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors.fanout import first_line
 from actors.placement import GIB
 from actors.sft_rank import CHECKPOINTS, LABEL, REPORT_EVERY, RankJob, SFTProgress, train_loop
-from t2g.checkpoint import CheckpointStore, write_atomic
 from t2g.config import ClusterConfig, ModelConfig, SFTOptions
 from t2g.data.sft import SFTExample
 from t2g.errors import RunStopped, UserError
+from t2g.runs.checkpoint import CheckpointStore, write_atomic
 
 DRIVER_GRACE_S = 30.0  # the deadline of the ranks' collectives comes first: they know where they stand
 POLL_S = 0.2  # between two looks at the ranks' reports

@@ -18,11 +18,11 @@ import torch
 
 from actors import lora
 from actors.loading import checkpoint_layers, load_for_training
-from t2g.checkpoint import CheckpointStore
 from t2g.config import ModelConfig, SFTOptions
 from t2g.data.batching import EMPTY_TOKENS
 from t2g.data.sft import SFTExample, SFTMicrobatch, make_microbatch, plan_epochs
 from t2g.errors import UserError
+from t2g.runs.checkpoint import CheckpointStore
 
 LABEL = "supervised training"  # how messages call it
 REPORT_EVERY = 10  # optimizer steps between two reports

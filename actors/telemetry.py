@@ -9,7 +9,7 @@ from typing import Any
 
 from ray.util.metrics import Counter, Gauge
 
-# Metric of t2g.metrics -> name and description on the port.
+# Metric of t2g.runs.metrics -> name and description on the port.
 GAUGES: dict[str, tuple[str, str]] = {
     "step": ("t2g_step", "finished steps"),
     "samples": ("t2g_samples", "responses sampled for training so far"),
@@ -42,7 +42,7 @@ TAG = "run"
 
 
 class RayMetrics:
-    """A `t2g.metrics.Sink`. Needs `ray.init` before the first `log`."""
+    """A `t2g.runs.metrics.Sink`. Needs `ray.init` before the first `log`."""
 
     def __init__(self, run: str, *, gauge: Callable[..., Any] = Gauge, counter: Callable[..., Any] = Counter) -> None:
         self._tags = {TAG: run}

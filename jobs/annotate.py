@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from jobs.cli import StopFlag, main, sole_process, stop_flag, stopped
 from jobs.train_sft import begin_folder, check_folder
-from t2g.checkpoint import write_atomic
 from t2g.config import AnnotateJob, ProcessConfig
 from t2g.config.describe import describe_annotate
 from t2g.errors import RunStopped, Stopped, UserError
+from t2g.runs.checkpoint import write_atomic
 
 if TYPE_CHECKING:
     from jobs.fleets import Fleets
@@ -75,7 +75,7 @@ def annotate_samples(
     set before the end; RunStopped when more than `annotate.max_failed_share` has no usable feedback, after
     annotated.jsonl is written.
     """
-    from t2g.progress import duration
+    from t2g.runs.progress import duration
 
     options, smoke = config.annotate, config.run.smoke
     with sole_process(config.run.folder):
@@ -106,8 +106,8 @@ def needs_cluster(config: AnnotateJob) -> bool:
 
 def known_records(config: AnnotateJob, samples: "Sequence[Sample]") -> Records:
     """What the journal has of these samples; of human feedback only what the human file still says."""
-    from t2g.journal import read_journal
     from t2g.loop.annotation import record_key
+    from t2g.runs.journal import read_journal
 
     options = config.annotate
     records = read_journal(config.run.folder / JOURNAL_FILE)
@@ -137,9 +137,9 @@ def collect(
     Stopped when `stop` is set before the last: then nothing new is asked, and what is under way, which may be paid for,
     has some seconds to come in.
     """
-    from t2g.journal import Journal
     from t2g.loop.annotation import Turns, annotate
-    from t2g.progress import stage
+    from t2g.runs.journal import Journal
+    from t2g.runs.progress import stage
 
     done = len(records)
     with closing(Journal(journal_path)) as journal, stage("annotate", done + len(samples), done=done) as bar:

@@ -32,14 +32,14 @@ from jobs.train_policy import PolicyData, begin_folder, finished, write_summary
 from t2g import baselines
 from t2g.baseline_runs import Arm, Metrics, Result, dpo, ilf, reflection
 from t2g.baselines import Baseline, PreferencePair
-from t2g.checkpoint import write_atomic
 from t2g.config import ModelConfig, PolicyJob, RolloutConfig
 from t2g.data.sft import SFTExample, count_steps
 from t2g.data.tokenizer import load_tokenizer
 from t2g.errors import Stopped, UserError
 from t2g.interfaces import RolloutSource
-from t2g.metrics import RunLog
-from t2g.progress import stage
+from t2g.runs.checkpoint import write_atomic
+from t2g.runs.metrics import RunLog
+from t2g.runs.progress import stage
 
 BASELINE_FILE = "baseline.json"
 POLICY = "policy"  # folder of the result, where something was trained

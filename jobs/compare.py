@@ -166,7 +166,7 @@ def load_run(arm: PolicyJob, method: Method) -> "Run":
     """What a finished run wrote. UserError for one that was evaluated at other steps than this comparison's."""
     from jobs.targeting import TARGETING_FILE
     from t2g.compare import read_run, refuse_other_grid
-    from t2g.metrics import METRICS_FILE, read_records
+    from t2g.runs.metrics import METRICS_FILE, read_records
 
     path = arm.run.folder / TARGETING_FILE
     targeting = json.loads(path.read_text()) if path.exists() else None
@@ -284,10 +284,10 @@ def run(asked: CompareJob) -> int:
 
 def finish(job: CompareJob, search: dict[str, Any]) -> None:
     """compare.json, compare.md, curves.svg and report.html."""
-    from t2g.checkpoint import write_atomic
     from t2g.compare import summarise, summarise_noise, table
     from t2g.report.compare import write_comparison
-    from t2g.versions import versions
+    from t2g.runs.checkpoint import write_atomic
+    from t2g.runs.versions import versions
 
     runs, noise = load_all(job, search["chosen"])
     summary = {

@@ -47,7 +47,7 @@ def arm_job(demo: DemoJob, arm: Placement) -> PolicyJob:
 
 def summarise(demo: DemoJob, stages: dict[str, dict[str, Any]], arms: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """summary.json: held-out facts of the base and of each arm at equal samples, from what the stages wrote."""
-    from t2g.versions import versions
+    from t2g.runs.versions import versions
 
     first = arms[demo.arms[0]]
     timing = {f"{name}_s": metrics["seconds"] for name, metrics in stages.items()}
@@ -72,7 +72,7 @@ def held_out_facts(measured: dict[str, float]) -> dict[str, float]:
 
 def check_sources(folder: Path) -> None:
     """RunStopped if any sample of an arm's steps was judged by anything but the reward model."""
-    from t2g.metrics import METRICS_FILE, read_records
+    from t2g.runs.metrics import METRICS_FILE, read_records
 
     for number, record in read_records(folder / METRICS_FILE):
         if record["step"] > 0 and record.get(SOURCE_SHARE) != 1.0:
@@ -125,10 +125,10 @@ def run(demo: DemoJob) -> int:
 
 def finish(demo: DemoJob, summary: dict[str, Any]) -> None:
     """summary.json, report.html and the table."""
-    from t2g.checkpoint import write_atomic
-    from t2g.metrics import METRICS_FILE, SAMPLES_FILE, read_records
     from t2g.report.html import write_report
     from t2g.report.run import REPORT_FILE, SUMMARY_FILE, examples
+    from t2g.runs.checkpoint import write_atomic
+    from t2g.runs.metrics import METRICS_FILE, SAMPLES_FILE, read_records
 
     folder = demo.run.folder
     write_atomic(folder / SUMMARY_FILE, json.dumps(summary, indent=1).encode())

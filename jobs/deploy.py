@@ -44,9 +44,9 @@ def submit(arguments: argparse.Namespace) -> int:
 
 def status(arguments: argparse.Namespace) -> int:
     """A run's picture of itself, and how old that is."""
-    from t2g.control import now, read_status
     from t2g.deploy.status import status_words
     from t2g.report.run import SUMMARY_FILE
+    from t2g.runs.control import now, read_status
 
     folder = arguments.root / arguments.run
     found, done = read_status(folder), (folder / SUMMARY_FILE).exists()
@@ -57,7 +57,7 @@ def status(arguments: argparse.Namespace) -> int:
 
 def scale(arguments: argparse.Namespace) -> int:
     """Ask a run for another number of workers; it sees to that within seconds."""
-    from t2g.control import Wanted, write_wanted
+    from t2g.runs.control import Wanted, write_wanted
 
     asked = Wanted(rollouts=arguments.rollouts, rewards=arguments.rewards)
     wanted = write_wanted(arguments.root / arguments.run, asked)

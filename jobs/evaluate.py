@@ -77,10 +77,10 @@ def evaluate_reward(
     tokenizer: on whose tokens spans are compared.
     """
     from t2g.feedback.card import style_words
-    from t2g.progress import stage
     from t2g.report.reward import HTML_FILE, JSON_FILE, write_evaluation
     from t2g.reward_eval import judge_records
-    from t2g.versions import versions
+    from t2g.runs.progress import stage
+    from t2g.runs.versions import versions
 
     with stage("asking the reward model", len(records)) as bar:
         judged = asyncio.run(judge_records(model, records, tokenizer, bar.advance))

@@ -18,10 +18,10 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from jobs.cli import main
-from t2g.checkpoint import write_atomic
 from t2g.config import DataConfig, DemoJob, ModelConfig, RewardJob, RunConfig, StudyJob, StyleConfig
 from t2g.config.describe import describe_study
 from t2g.intervals import half_interval
+from t2g.runs.checkpoint import write_atomic
 from t2g.sandbox import SandboxConfig
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ def make_variants(
 def run(study: StudyJob) -> None:
     from jobs.fleets import on_cluster
     from jobs.stages import load_beside
-    from t2g.versions import versions
+    from t2g.runs.versions import versions
 
     demo = load_beside(DemoJob, study.stages, study)
     with on_cluster(study.cluster, {"sft": demo.reward_sft}):  # each engine starts when the ranks before it have gone

@@ -20,7 +20,6 @@ from jobs.annotate import annotate_data
 from jobs.fleets import Fleets
 from jobs.train_reward import read_data, train_reward
 from jobs.train_sft import supervise, train_sft
-from t2g.checkpoint import write_atomic
 from t2g.config import (
     AnnotateConfig,
     AnnotateJob,
@@ -37,6 +36,7 @@ from t2g.config import (
 )
 from t2g.data.tokenizer import load_tokenizer
 from t2g.errors import UserError
+from t2g.runs.checkpoint import write_atomic
 
 AnyJob = TypeVar("AnyJob", bound=PolicyJob)
 Beside = TypeVar("Beside", DemoJob, StudyJob)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from t2g.config import PolicyJob
 from t2g.config.describe import samples_per_step
-from t2g.control import Control, FleetStatus, Status, now, scalable, write_status
 from t2g.errors import UserError
 from t2g.loop.scaling import PATIENCE, StepLoad, wanted_workers
+from t2g.runs.control import Control, FleetStatus, Status, now, scalable, write_status
 
 if TYPE_CHECKING:
     from actors.fleet import Fleet

@@ -15,10 +15,10 @@ from jobs.stages import once
 from jobs.train_policy import PolicyData
 from t2g import targeting
 from t2g.arms import arm_job
-from t2g.checkpoint import write_atomic
 from t2g.config import CompareJob, ModelConfig, PolicyJob
 from t2g.interfaces import FeedbackSource, Sampling
 from t2g.loop.sampling import sampling_of
+from t2g.runs.checkpoint import write_atomic
 from t2g.types import Prompt, Rollout, SpanFeedback
 
 REFERENCE, TARGETING_FILE = "reference", "targeting.json"

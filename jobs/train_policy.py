@@ -132,11 +132,11 @@ def one_learner(
     from actors.learner import LearnerGroup
     from actors.telemetry import RayMetrics
     from actors.weight_sync import WeightSync
-    from t2g.checkpoint import CheckpointStore
     from t2g.concurrency import beside
     from t2g.loop.trainer import Trainer
-    from t2g.metrics import RunLog, step_line
-    from t2g.progress import stage
+    from t2g.runs.checkpoint import CheckpointStore
+    from t2g.runs.metrics import RunLog, step_line
+    from t2g.runs.progress import stage
 
     folder, placement_timeout_s = config.run.folder, config.cluster.placement_timeout_s
     if lost_at is not None:  # with its node, perhaps: another takes minutes to come
@@ -216,10 +216,10 @@ def finished(config: PolicyJob) -> dict[str, Any] | None:
 
 def write_summary(config: PolicyJob, *, seconds: float) -> dict[str, Any]:
     """summary.json and report.html of a finished run, from what the run wrote."""
-    from t2g.checkpoint import write_atomic
-    from t2g.metrics import METRICS_FILE, UNLABELLED_SHARE, held_out, read_records
     from t2g.report.run import SUMMARY_FILE, report_run
-    from t2g.versions import versions
+    from t2g.runs.checkpoint import write_atomic
+    from t2g.runs.metrics import METRICS_FILE, UNLABELLED_SHARE, held_out, read_records
+    from t2g.runs.versions import versions
 
     folder = config.run.folder
     lines = [record for _, record in read_records(folder / METRICS_FILE)]
@@ -250,7 +250,7 @@ def smoke_config(config: PolicyJob) -> PolicyJob:
 
 def smoke_words(config: PolicyJob, summary: dict[str, Any]) -> str:
     """What three steps say of the whole run: its speed, how long it will take, and whether the feedback is mute."""
-    from t2g.progress import duration
+    from t2g.runs.progress import duration
 
     timing, num_steps = summary["timing"], config.num_steps
     step_s = timing["steps_s"] / summary["steps"]

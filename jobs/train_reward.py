@@ -19,10 +19,10 @@ from pydantic import BaseModel, ValidationError
 from jobs.annotate import DONE_FILE
 from jobs.cli import main
 from jobs.train_sft import LEFTOVERS, MODEL, check_folder, supervise, work_folder
-from t2g.checkpoint import write_atomic
 from t2g.config import FeedbackConfig, RewardJob, StyleConfig
 from t2g.config.describe import describe_reward
 from t2g.errors import UserError
+from t2g.runs.checkpoint import write_atomic
 
 if TYPE_CHECKING:
     from jobs.fleets import Fleets
@@ -107,8 +107,8 @@ def train_reward(config: RewardJob, data: RewardData, fleets: "Fleets", *, token
 def train_and_judge(config: RewardJob, data: RewardData, fleets: "Fleets", *, tokenizer: Any) -> "list[JudgedRecord]":
     """Train, then serve the model with vLLM as PPO will, and let it judge the held-out records."""
     from t2g.feedback.card import make_card, write_card
-    from t2g.progress import stage
     from t2g.reward_eval import judge_records
+    from t2g.runs.progress import stage
     from t2g.tasks.base import get_task
 
     supervise(config, data.examples, title="span reward model")

@@ -52,8 +52,8 @@ def supervise(config: SFTJob | RewardJob, examples: "Sequence[SFTExample]", *, t
     """
     from actors.sft import run_sft
     from t2g.data.sft import count_steps
-    from t2g.metrics import RunLog
-    from t2g.progress import Stage, stage
+    from t2g.runs.metrics import RunLog
+    from t2g.runs.progress import Stage, stage
 
     folder = begin_folder(config, *LEFTOVERS)
     options = config.sft
@@ -116,7 +116,7 @@ def begin_folder(config: JobConfig, *leftovers: str) -> Path:
 
 def _summary(config: SFTJob | RewardJob, metrics: dict[str, float], num_examples: int) -> str:
     from t2g.data.sft import count_steps
-    from t2g.progress import duration
+    from t2g.runs.progress import duration
 
     line = f"loss {metrics['loss']:.4f} after {metrics['step']:.0f} steps, {metrics['tokens_per_s']:.0f} tokens/s"
     if config.run.smoke:

@@ -29,8 +29,8 @@ from t2g.loop.sampling import (
     training_feedback,
     usable,
 )
-from t2g.metrics import RunLog
-from t2g.progress import stage
+from t2g.runs.metrics import RunLog
+from t2g.runs.progress import stage
 from t2g.tasks.base import Task
 from t2g.types import Prompt, Rollout
 

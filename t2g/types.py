@@ -175,6 +175,6 @@ class WeightSyncResult:
     seconds: float
     bytes: int  # sent to each worker
     probe_gap: float  # largest |engine - learner| logprob over the probe tokens, nats
-    stages: dict[str, float] = field(default_factory=dict)  # seconds, by names in `t2g.metrics`
+    stages: dict[str, float] = field(default_factory=dict)  # seconds, by names in `t2g.runs.metrics`
     num_calls: int = 0  # of workers and of the learner group
     missed: tuple[str, ...] = ()  # workers that did not get it: STALE, or lost

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from t2g.checkpoint import MANIFEST, STATE, CheckpointStore, weights_version, write_atomic
 from t2g.errors import UserError
+from t2g.runs.checkpoint import MANIFEST, STATE, CheckpointStore, weights_version, write_atomic
 
 
 def weights(text: str) -> object:

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from t2g.config import PolicyJob, WorkersConfig, loading
-from t2g.control import (
+from t2g.errors import UserError
+from t2g.runs.control import (
     CONTROL_FILE,
     STATUS_FILE,
     Control,
@@ -22,7 +23,6 @@ from t2g.control import (
     write_status,
     write_wanted,
 )
-from t2g.errors import UserError
 
 
 def job(folder: Path, *, autoscale: bool = False, source: str = "reward_model") -> PolicyJob:
@@ -142,7 +142,7 @@ def test_a_wish_that_could_not_be_read_is_read_again(folder: Path, monkeypatch: 
     control = Control(folder, scalable(job(folder)))
     write_wanted(folder, Wanted(rollouts=2))
     with monkeypatch.context() as broken:
-        broken.setattr("t2g.control._bytes", lambda path: b"")
+        broken.setattr("t2g.runs.control._bytes", lambda path: b"")
         assert control.news() is None
     assert control.news() == Wanted(rollouts=2)
 

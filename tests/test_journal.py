@@ -10,7 +10,7 @@ import pytest
 
 from t2g.data.records import AnnotatedRecord
 from t2g.errors import UserError
-from t2g.journal import Journal, read_journal
+from t2g.runs.journal import Journal, read_journal
 
 
 def record(number: int) -> AnnotatedRecord:
@@ -60,7 +60,7 @@ import sys
 from pathlib import Path
 from t2g.data.records import AnnotatedRecord
 from t2g.errors import UserError
-from t2g.journal import Journal
+from t2g.runs.journal import Journal
 
 journal = Journal(Path(sys.argv[1]))
 try:

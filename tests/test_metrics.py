@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from t2g import metrics
 from t2g.config import LogConfig
 from t2g.errors import UserError
-from t2g.metrics import DROPPED_FILE, METRICS_FILE, SAMPLES_FILE, RunLog, held_out, read_records, step_line
+from t2g.runs import metrics
+from t2g.runs.metrics import DROPPED_FILE, METRICS_FILE, SAMPLES_FILE, RunLog, held_out, read_records, step_line
 from t2g.types import Prompt, Rollout, ScoredRollout, Span, SpanFeedback
 
 PLAIN = LogConfig(tensorboard=False, num_samples=2)

@@ -3,7 +3,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from t2g.progress import duration, stage
+from t2g.runs.progress import duration, stage
 
 
 class FakeClock:

@@ -11,8 +11,8 @@ from fakes import LENGTH, letter_tokenizer
 from pydantic import ValidationError
 from trainer_bench import NUM_STEPS, Bench, chosen, job
 
-from t2g.checkpoint import CheckpointStore
 from t2g.errors import RunStopped, UserError
+from t2g.runs.checkpoint import CheckpointStore
 from t2g.sandbox import SandboxConfig
 from t2g.types import Prompt
 

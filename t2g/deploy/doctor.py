@@ -16,7 +16,7 @@ class Node:
     name: str
     labels: Mapping[str, str]
     resources: Mapping[str, float]  # all it has, as Ray names them; memory in bytes
-    versions: Mapping[str, str]  # package -> version, see t2g.versions
+    versions: Mapping[str, str]  # package -> version, see t2g.runs.versions
     sees_file: bool | None = None  # whether the file that another node wrote is there; None: not looked for
     fault: str = ""  # why it could not be looked at
 

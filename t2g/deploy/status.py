@@ -2,8 +2,8 @@
 
 from datetime import datetime
 
-from t2g.control import FleetStatus, Status
-from t2g.progress import duration
+from t2g.runs.control import FleetStatus, Status
+from t2g.runs.progress import duration
 
 SILENT_S = 60.0  # the driver writes every few seconds: after so long it is not there, or hangs
 COLUMNS = ("worker", "state", "version", "restarts", "load")

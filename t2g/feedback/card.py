@@ -10,11 +10,11 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from t2g.checkpoint import write_atomic
 from t2g.config import Section, StyleConfig
 from t2g.config.words import first_problem
 from t2g.errors import UserError
 from t2g.feedback.reward_prompt import prompt_version
+from t2g.runs.checkpoint import write_atomic
 from t2g.tasks.base import Task
 
 CARD_FILE = "span_reward.json"

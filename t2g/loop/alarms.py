@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from t2g import metrics as m
 from t2g.config import AlarmConfig
+from t2g.runs import metrics as m
 
 Step = Mapping[str, float | None]
 

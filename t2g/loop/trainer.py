@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from t2g.algo.kl import adapt_kl_coef
-from t2g.checkpoint import CheckpointStore
 from t2g.concurrency import unless_stopped
 from t2g.config import PolicyJob
 from t2g.data.batching import make_train_batch
@@ -29,7 +28,8 @@ from t2g.loop.producer import Producer
 from t2g.loop.sampling import Judged, dropped, held_out_metrics, measure, sample_held_out, training_feedback, usable
 from t2g.loop.state import Origin, TrainerState, read_state
 from t2g.loop.steps import advantage_samples, refuse_not_finite, step_metrics, sync_metrics, token_staleness
-from t2g.metrics import RunLog
+from t2g.runs.checkpoint import CheckpointStore
+from t2g.runs.metrics import RunLog
 from t2g.tasks.base import Task
 from t2g.types import Prompt, Rollout, ScoredRollout, SpanFeedback, TokenStats, UpdateResult
 

@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
-from t2g import metrics as m
 from t2g.config.words import first_problem
 from t2g.errors import UserError
 from t2g.report.html import MAX_EXAMPLES, Example, write_report
+from t2g.runs import metrics as m
 from t2g.types import SpanFeedback
 
 REPORT_FILE = "report.html"

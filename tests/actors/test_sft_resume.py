@@ -10,8 +10,8 @@ import pytest
 
 from actors.sft import _follow, _resume_point
 from actors.sft_rank import SFTProgress
-from t2g.checkpoint import CheckpointStore
 from t2g.errors import RunStopped
+from t2g.runs.checkpoint import CheckpointStore
 
 IDENTITY = {"fingerprint": "f", "num_ranks": 2}
 

@@ -1,7 +1,7 @@
 from datetime import UTC, datetime, timedelta
 
-from t2g.control import FleetStatus, Status, WorkerStatus
 from t2g.deploy.status import status_words
+from t2g.runs.control import FleetStatus, Status, WorkerStatus
 
 THEN = datetime(2026, 11, 21, 12, tzinfo=UTC)
 WORKERS = (

@@ -7,7 +7,7 @@ import pytest
 
 from jobs import deploy
 from t2g.config import PolicyJob, loading
-from t2g.control import Status, Wanted, now, read_wanted, write_status
+from t2g.runs.control import Status, Wanted, now, read_wanted, write_status
 
 
 @pytest.fixture

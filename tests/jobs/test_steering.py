@@ -8,8 +8,8 @@ import pytest
 
 from jobs.steering import Steering
 from t2g.config import PolicyJob, loading
-from t2g.control import Wanted, read_status, write_wanted
 from t2g.errors import RunStopped
+from t2g.runs.control import Wanted, read_status, write_wanted
 
 STARVED = {"samples": 32.0, "idle/learner": 0.6, "buffer/samples": 0.0, "time/step_s": 2.0}
 

@@ -72,10 +72,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from t2g.checkpoint import full_disk_in_words, write_atomic
 from t2g.config import LogConfig
 from t2g.errors import UserError
 from t2g.feedback import token_offsets
+from t2g.runs.checkpoint import full_disk_in_words, write_atomic
 from t2g.types import Prompt, Rollout, ScoredRollout, SpanFeedback
 
 STEP = "step"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from t2g.checkpoint import full_disk_in_words
 from t2g.config.words import first_problem
 from t2g.data.records import AnnotatedRecord
 from t2g.errors import UserError
+from t2g.runs.checkpoint import full_disk_in_words
 
 
 def read_journal(path: Path) -> list[AnnotatedRecord]:
