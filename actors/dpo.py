@@ -20,9 +20,9 @@ from actors import lora, placement
 from actors.fanout import collect
 from actors.loading import checkpoint_layers, load_for_training
 from actors.zero3 import lr_factor
-from t2g.baselines import PreferencePair
 from t2g.config import ClusterConfig, LearnerConfig, ModelConfig
 from t2g.errors import RunStopped
+from t2g.study.baselines import PreferencePair
 
 BETA = 0.1  # the paper's, and TRL's default
 LABEL = "DPO"

@@ -29,9 +29,6 @@ from typing import Any
 from jobs.cli import StopFlag, sole_process
 from jobs.fleets import Fleets
 from jobs.train_policy import PolicyData, begin_folder, finished, write_summary
-from t2g import baselines
-from t2g.baseline_runs import Arm, Metrics, Result, dpo, ilf, reflection
-from t2g.baselines import Baseline, PreferencePair
 from t2g.config import ModelConfig, PolicyJob, RolloutConfig
 from t2g.data.sft import SFTExample, count_steps
 from t2g.data.tokenizer import load_tokenizer
@@ -40,6 +37,9 @@ from t2g.interfaces import RolloutSource
 from t2g.runs.checkpoint import write_atomic
 from t2g.runs.metrics import RunLog
 from t2g.runs.progress import stage
+from t2g.study import baselines
+from t2g.study.baseline_runs import Arm, Metrics, Result, dpo, ilf, reflection
+from t2g.study.baselines import Baseline, PreferencePair
 
 BASELINE_FILE = "baseline.json"
 POLICY = "policy"  # folder of the result, where something was trained

@@ -5,7 +5,7 @@
 
 Each method first chooses its learning rate from one grid on seeds of its own, then runs on the seeds that are compared.
 Engines stay warm between runs. The same command again goes on where it was, run by run; methods, seeds and noise may be
-added later. What the figures are is said in `t2g.compare`.
+added later. What the figures are is said in `t2g.study.comparison`.
 """
 
 import json
@@ -21,19 +21,19 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from jobs.cli import StopFlag, main, sole_process, stop_flag, stopped
-from t2g import arms
 from t2g.config import NOISY, UNTRAINED, CompareJob, DemoJob, FeedbackConfig, Method, PolicyJob, StudyJob
 from t2g.config.describe import describe_compare
 from t2g.errors import RunStopped, Stopped, UserError
+from t2g.study import arms
 
 if TYPE_CHECKING:  # numpy, torch and Ray are imported by the functions that need them: --help must answer at once
     from actors.learner import LearnerGroup
     from actors.rollout import RolloutFleet
     from jobs.fleets import Fleets
     from jobs.train_policy import PolicyData
-    from t2g.compare import Run
     from t2g.interfaces import FeedbackSource
-    from t2g.targeting import Reference
+    from t2g.study.comparison import Run
+    from t2g.study.targeting import Reference
 
     Hook = Callable[[RolloutFleet, FeedbackSource, LearnerGroup], None]
 
@@ -165,8 +165,8 @@ def the_arm(job: CompareJob, method: Method, seed: int, chosen: dict[Method, flo
 def load_run(arm: PolicyJob, method: Method) -> "Run":
     """What a finished run wrote. UserError for one that was evaluated at other steps than this comparison's."""
     from jobs.targeting import TARGETING_FILE
-    from t2g.compare import read_run, refuse_other_grid
     from t2g.runs.metrics import METRICS_FILE, read_records
+    from t2g.study.comparison import read_run, refuse_other_grid
 
     path = arm.run.folder / TARGETING_FILE
     targeting = json.loads(path.read_text()) if path.exists() else None
@@ -179,7 +179,7 @@ def load_run(arm: PolicyJob, method: Method) -> "Run":
 
 def load_all(job: CompareJob, chosen: dict[Method, float]) -> "tuple[dict[str, dict[int, Run]], dict[str, Any]]":
     """Method -> seed -> run in the order of compare.methods; and the same by noise."""
-    from t2g.compare import base_run
+    from t2g.study.comparison import base_run
 
     config = job.compare
     measures_base = arms.trained(job)[0]
@@ -232,7 +232,7 @@ def check_methods(job: CompareJob, score_name: str) -> None:
     """UserError for a method with which this job makes no sense, and where feedback that is changed would give the
     marks as well.
     """
-    from t2g import baselines
+    from t2g.study import baselines
 
     for method in job.compare.methods:
         try:
@@ -284,10 +284,10 @@ def run(asked: CompareJob) -> int:
 
 def finish(job: CompareJob, search: dict[str, Any]) -> None:
     """compare.json, compare.md, curves.svg and report.html."""
-    from t2g.compare import summarise, summarise_noise, table
-    from t2g.report.compare import write_comparison
+    from t2g.report.comparison_page import write_comparison
     from t2g.runs.checkpoint import write_atomic
     from t2g.runs.versions import versions
+    from t2g.study.comparison import summarise, summarise_noise, table
 
     runs, noise = load_all(job, search["chosen"])
     summary = {

@@ -45,7 +45,7 @@ def submit(arguments: argparse.Namespace) -> int:
 def status(arguments: argparse.Namespace) -> int:
     """A run's picture of itself, and how old that is."""
     from t2g.deploy.status import status_words
-    from t2g.report.run import SUMMARY_FILE
+    from t2g.report.run_page import SUMMARY_FILE
     from t2g.runs.control import now, read_status
 
     folder = arguments.root / arguments.run

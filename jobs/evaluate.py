@@ -21,7 +21,7 @@ from t2g.errors import UserError
 
 if TYPE_CHECKING:
     from t2g.data.records import AnnotatedRecord
-    from t2g.reward_eval import ServedModel
+    from t2g.study.reward_eval import ServedModel
 
 Served = TypeVar("Served", bound=ScoreJob)
 
@@ -46,7 +46,7 @@ def describe(config: EvaluateJob) -> str:
 
 def run(config: EvaluateJob) -> None:
     from t2g.data.tokenizer import load_tokenizer
-    from t2g.report.reward import JSON_FILE
+    from t2g.report.reward_page import JSON_FILE
 
     asked = as_trained(config)
     records = read_records(asked)
@@ -77,10 +77,10 @@ def evaluate_reward(
     tokenizer: on whose tokens spans are compared.
     """
     from t2g.feedback.card import style_words
-    from t2g.report.reward import HTML_FILE, JSON_FILE, write_evaluation
-    from t2g.reward_eval import judge_records
+    from t2g.report.reward_page import HTML_FILE, JSON_FILE, write_evaluation
     from t2g.runs.progress import stage
     from t2g.runs.versions import versions
+    from t2g.study.reward_eval import judge_records
 
     with stage("asking the reward model", len(records)) as bar:
         judged = asyncio.run(judge_records(model, records, tokenizer, bar.advance))

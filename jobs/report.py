@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from t2g.errors import UserError
-from t2g.report.run import report_run
+from t2g.report.run_page import report_run
 
 
 def main(arguments: list[str] | None = None) -> int:

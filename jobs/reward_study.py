@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 from jobs.cli import main
 from t2g.config import DataConfig, DemoJob, ModelConfig, RewardJob, RunConfig, StudyJob, StyleConfig
 from t2g.config.describe import describe_study
-from t2g.intervals import half_interval
 from t2g.runs.checkpoint import write_atomic
 from t2g.sandbox import SandboxConfig
+from t2g.study.intervals import half_interval
 
 if TYPE_CHECKING:
     from t2g.data.records import AnnotatedRecord
-    from t2g.reward_eval import JudgedRecord
+    from t2g.study.reward_eval import JudgedRecord
     from t2g.tasks.base import Critic
 
 STUDY_FILE = "study.json"
@@ -63,7 +63,7 @@ def study_metrics(
     """
     import numpy as np
 
-    from t2g.reward_eval import judged_record, reward_metrics
+    from t2g.study.reward_eval import judged_record, reward_metrics
 
     decisive = []
     for record, gold in zip(judged, sparse, strict=True):

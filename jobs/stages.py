@@ -191,8 +191,8 @@ def _write_world(demo: DemoJob) -> dict[str, Any]:
 def _train_reviser(job: SFTJob) -> dict[str, Any]:
     import numpy as np
 
-    from t2g.baselines import revision_examples
     from t2g.data.records import AnnotatedRecord, load_annotated
+    from t2g.study.baselines import revision_examples
     from t2g.tasks.base import get_task
     from t2g.tasks.tiny.revision import corrected, thinned
 

@@ -1,4 +1,4 @@
-"""The reference of a comparison, and what each run changed on it; what is measured is said in `t2g.targeting`."""
+"""The reference of a comparison, and what each run changed on it; what is measured is said in `t2g.study.targeting`."""
 
 import asyncio
 import json
@@ -13,12 +13,12 @@ from actors.rollout import RolloutFleet
 from jobs.fleets import Fleets
 from jobs.stages import once
 from jobs.train_policy import PolicyData
-from t2g import targeting
-from t2g.arms import arm_job
 from t2g.config import CompareJob, ModelConfig, PolicyJob
 from t2g.interfaces import FeedbackSource, Sampling
 from t2g.loop.sampling import sampling_of
 from t2g.runs.checkpoint import write_atomic
+from t2g.study import targeting
+from t2g.study.arms import arm_job
 from t2g.types import Prompt, Rollout, SpanFeedback
 
 REFERENCE, TARGETING_FILE = "reference", "targeting.json"
@@ -116,7 +116,7 @@ def measure_exported(
 async def criticised_again(
     reference: Sequence[targeting.Reference], sampling: Sampling, rollouts: RolloutFleet, feedback: FeedbackSource
 ) -> dict[str, Any]:
-    """`t2g.targeting.returns`, by what this one source says of both responses: an ablation's reward model quotes in its
+    """`t2g.study.targeting.returns`, by what this one source says of both responses: an ablation's reward model quotes in its
     own way.
     """
     before = await asyncio.gather(*(feedback.judge(r.prompt, r.rollout.response_text) for r in reference))

@@ -204,7 +204,7 @@ def begin_folder(config: PolicyJob) -> None:
 
 def finished(config: PolicyJob) -> dict[str, Any] | None:
     """The summary of a run that has all its steps already."""
-    from t2g.report.run import SUMMARY_FILE
+    from t2g.report.run_page import SUMMARY_FILE
 
     path = config.run.folder / SUMMARY_FILE
     if not path.exists():
@@ -216,7 +216,7 @@ def finished(config: PolicyJob) -> dict[str, Any] | None:
 
 def write_summary(config: PolicyJob, *, seconds: float) -> dict[str, Any]:
     """summary.json and report.html of a finished run, from what the run wrote."""
-    from t2g.report.run import SUMMARY_FILE, report_run
+    from t2g.report.run_page import SUMMARY_FILE, report_run
     from t2g.runs.checkpoint import write_atomic
     from t2g.runs.metrics import METRICS_FILE, UNLABELLED_SHARE, held_out, read_records
     from t2g.runs.versions import versions

@@ -4,7 +4,7 @@
         data.path=runs/own-annotated/train.jsonl eval_data.path=runs/own-annotated/heldout.jsonl
 
 Leaves `<run folder>/model` with span_reward.json in it, metrics.jsonl and reward.json (see
-`t2g.reward_eval.reward_metrics`). run.smoke=true does the same with three steps in the folder `smoke`.
+`t2g.study.reward_eval.reward_metrics`). run.smoke=true does the same with three steps in the folder `smoke`.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from jobs.fleets import Fleets
     from t2g.data.records import AnnotatedRecord
     from t2g.data.sft import SFTExample
-    from t2g.reward_eval import JudgedRecord
+    from t2g.study.reward_eval import JudgedRecord
 
 REPORT_FILE = "reward.json"
 
@@ -97,7 +97,7 @@ def train_reward(config: RewardJob, data: RewardData, fleets: "Fleets", *, token
 
     tokenizer: on whose tokens spans are compared.
     """
-    from t2g.reward_eval import reward_metrics
+    from t2g.study.reward_eval import reward_metrics
 
     metrics = reward_metrics(train_and_judge(config, data, fleets, tokenizer=tokenizer))
     write_atomic(work_folder(config.run) / REPORT_FILE, json.dumps(metrics, indent=1).encode())
@@ -107,8 +107,8 @@ def train_reward(config: RewardJob, data: RewardData, fleets: "Fleets", *, token
 def train_and_judge(config: RewardJob, data: RewardData, fleets: "Fleets", *, tokenizer: Any) -> "list[JudgedRecord]":
     """Train, then serve the model with vLLM as PPO will, and let it judge the held-out records."""
     from t2g.feedback.card import make_card, write_card
-    from t2g.reward_eval import judge_records
     from t2g.runs.progress import stage
+    from t2g.study.reward_eval import judge_records
     from t2g.tasks.base import get_task
 
     supervise(config, data.examples, title="span reward model")

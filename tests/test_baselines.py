@@ -10,7 +10,10 @@ from fakes import letter_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t2g.baselines import (
+from t2g.config import PolicyJob, RewardRuleConfig
+from t2g.errors import UserError
+from t2g.feedback.parse import make_feedback, no_feedback
+from t2g.study.baselines import (
     Scored,
     batch_size,
     best_of_each,
@@ -22,9 +25,6 @@ from t2g.baselines import (
     score,
     sft_options,
 )
-from t2g.config import PolicyJob, RewardRuleConfig
-from t2g.errors import UserError
-from t2g.feedback.parse import make_feedback, no_feedback
 from t2g.tasks.prompts_only import PromptsTask
 from t2g.tasks.tiny.assets import build_tokenizer
 from t2g.types import Prompt, Rollout, SpanFeedback

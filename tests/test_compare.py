@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t2g.compare import (
+from t2g.errors import UserError
+from t2g.study.comparison import (
     Run,
     base_run,
     reach,
@@ -18,7 +19,6 @@ from t2g.compare import (
     summarise_noise,
     table,
 )
-from t2g.errors import UserError
 
 SCORES = st.lists(st.floats(0, 1), min_size=1, max_size=12)
 

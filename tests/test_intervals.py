@@ -3,7 +3,7 @@ from math import gamma, pi, sqrt
 import numpy as np
 import pytest
 
-from t2g.intervals import T_975, half_interval, interval
+from t2g.study.intervals import T_975, half_interval, interval
 
 
 def test_half_intervals_by_hand() -> None:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from t2g.feedback.parse import make_feedback, no_feedback
-from t2g.targeting import (
+from t2g.study.targeting import (
     Reference,
     changes_by_mention,
     criticisms,

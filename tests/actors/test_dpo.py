@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from actors.dpo import BETA, fit_dpo, split_batch
-from t2g.baselines import PreferencePair
 from t2g.config import LearnerConfig, LoRAConfig, ModelConfig, OptimConfig
 from t2g.errors import RunStopped
+from t2g.study.baselines import PreferencePair
 from t2g.tasks.tiny.assets import build_model, build_tokenizer
 
 LR = 3e-3

@@ -10,9 +10,9 @@ from jobs.baselines import run_baseline
 from jobs.cli import StopFlag
 from jobs.fleets import Fleets
 from jobs.train_policy import read_data
-from t2g.baselines import Baseline
 from t2g.config import PolicyJob, WorldConfig
 from t2g.runs.metrics import METRICS_FILE, read_records
+from t2g.study.baselines import Baseline
 from t2g.tasks.tiny.assets import build_model, build_tokenizers
 from t2g.tasks.tiny.world import write_world
 

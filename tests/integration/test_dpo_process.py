@@ -9,9 +9,9 @@ import pytest
 from sft_runs import make_base, two_cpus
 
 from actors.dpo import train_dpo
-from t2g.baselines import PreferencePair
 from t2g.config import ClusterConfig, LearnerConfig, ModelConfig, OptimConfig
 from t2g.errors import RunStopped, UserError
+from t2g.study.baselines import PreferencePair
 
 CLUSTER = ClusterConfig(placement_timeout_s=5)
 

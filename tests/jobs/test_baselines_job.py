@@ -16,13 +16,13 @@ from jobs.baselines import run_baseline
 from jobs.cli import StopFlag
 from jobs.fleets import Fleets
 from jobs.train_policy import PolicyData
-from t2g.baseline_runs import Arm, ask_base, dpo, ilf, reflection, revise_steps
 from t2g.config import ModelConfig, PolicyJob, RolloutConfig
 from t2g.errors import RunStopped, Stopped, UserError
 from t2g.interfaces import RolloutSource, Sampling
 from t2g.loop.sampling import Judged
 from t2g.runs.metrics import METRICS_FILE, SAMPLES_FILE, RunLog, read_records
 from t2g.sandbox import SandboxConfig
+from t2g.study.baseline_runs import Arm, ask_base, dpo, ilf, reflection, revise_steps
 from t2g.tasks.prompts_only import PromptsTask
 from t2g.types import Prompt, Rollout
 

@@ -22,11 +22,11 @@ from jobs.compare import (
 )
 from jobs.targeting import make_reference, measure_targeting, reference_sampling, sample_and_judge
 from jobs.train_policy import PolicyData, begin_folder
-from t2g.arms import arm_job, choose_lr, noise_job, search_job, search_scores
 from t2g.config import CompareJob, PolicyJob, StyleConfig, loading
 from t2g.config.describe import describe_compare
 from t2g.errors import UserError
-from t2g.targeting import Reference
+from t2g.study.arms import arm_job, choose_lr, noise_job, search_job, search_scores
+from t2g.study.targeting import Reference
 from t2g.types import Rollout, TokenStats
 from tests.fakes import LENGTH, FakeFeedback, FakeRollouts, LetterTask, letter_prompts, letter_tokenizer
 

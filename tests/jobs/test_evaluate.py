@@ -12,7 +12,7 @@ from t2g.config import EvaluateJob, StyleConfig
 from t2g.errors import UserError
 from t2g.feedback.card import make_card, write_card
 from t2g.feedback.parse import parse_answer
-from t2g.report.reward import HTML_FILE, JSON_FILE
+from t2g.report.reward_page import HTML_FILE, JSON_FILE
 from t2g.tasks.base import get_task
 from t2g.tasks.tiny.assets import build_tokenizer
 from t2g.types import Prompt, SpanFeedback

@@ -19,7 +19,7 @@ from jobs.stages import demo_of, once, reward_job
 from t2g.config import DataConfig, StudyJob, StyleConfig, loading
 from t2g.data.records import load_annotated, read_record, write_annotated
 from t2g.errors import UserError
-from t2g.reward_eval import judged_record
+from t2g.study.reward_eval import judged_record
 from t2g.tasks.tiny.assets import build_tokenizer
 
 CONFIG = Path(__file__).parents[2] / "configs" / "tiny" / "reward_study.yaml"

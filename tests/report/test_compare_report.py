@@ -7,9 +7,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from t2g.compare import Run, summarise, summarise_noise
-from t2g.report.compare import ENTRY, mean_curve, picture, write_comparison
+from t2g.report.comparison_page import ENTRY, mean_curve, picture, write_comparison
 from t2g.report.curves import WIDTH, Series, line_chart
+from t2g.study.comparison import Run, summarise, summarise_noise
 
 SVG = "{http://www.w3.org/2000/svg}"
 

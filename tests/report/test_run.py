@@ -6,7 +6,7 @@ import pytest
 
 from jobs.report import main
 from t2g.errors import UserError
-from t2g.report.run import examples, report_run
+from t2g.report.run_page import examples, report_run
 
 
 def sample(

@@ -1,7 +1,7 @@
 """The three baselines that are not PPO, written against the Protocols: what is asked of whom, in which order.
 
 Who serves a model and who trains one is given by the caller (`jobs.baselines`); pairs, revisions and settings are made
-in `t2g.baselines`. `stop` ends a run by the exception Stopped.
+in `t2g.study.baselines`. `stop` ends a run by the exception Stopped.
 """
 
 import asyncio
@@ -12,8 +12,6 @@ from functools import partial
 from statistics import mean
 from typing import Any, TypeVar
 
-from t2g import baselines
-from t2g.baselines import PreferencePair, Scored
 from t2g.concurrency import unless_stopped
 from t2g.config import ModelConfig, PolicyJob, RolloutConfig
 from t2g.data.sft import SFTExample
@@ -31,6 +29,8 @@ from t2g.loop.sampling import (
 )
 from t2g.runs.metrics import RunLog
 from t2g.runs.progress import stage
+from t2g.study import baselines
+from t2g.study.baselines import PreferencePair, Scored
 from t2g.tasks.base import Task
 from t2g.types import Prompt, Rollout
 

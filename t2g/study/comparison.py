@@ -11,7 +11,7 @@ from statistics import mean, median
 from typing import Any
 
 from t2g.errors import UserError
-from t2g.intervals import Interval, interval
+from t2g.study.intervals import Interval, interval
 
 WINDOW = 3  # evaluations in a score, and in a point of a smoothed curve
 SCALAR = "scalar"
@@ -27,7 +27,7 @@ class Run:
     scores: tuple[float, ...]
     seconds: tuple[float, ...]  # of the steps until each evaluation, evaluations left out
     step_seconds: float | None  # of a step, median; None for a run without steps
-    targeting: Mapping[str, Any] | None = None  # see t2g.targeting; None where it was not measured
+    targeting: Mapping[str, Any] | None = None  # see t2g.study.targeting; None where it was not measured
 
     @property
     def score(self) -> float:
@@ -129,7 +129,7 @@ def reach(run: Run, scalar: Run) -> dict[str, float | None]:
 
 
 def summarise_targeting(measured: Sequence[Mapping[str, Any] | None]) -> dict[str, Interval] | None:
-    """Means over seeds of what t2g.targeting measured; None where a run was not measured."""
+    """Means over seeds of what t2g.study.targeting measured; None where a run was not measured."""
     if any(one is None for one in measured):
         return None
     found = {name: [one[name] for one in measured if one and one[name] is not None] for name in TARGETING}
