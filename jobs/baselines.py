@@ -2,7 +2,7 @@
 
 The same base policy, prompts, seeds, feedback source, number of samples and evaluation:
 
-    dpo         the samples of all steps, from the base; of each prompt the better against the worse; `actors.dpo`
+    dpo         the samples of all steps, from the base; of each prompt the better against the worse; `actors.learner.dpo`
     ilf         imitation learning from language feedback (Scheurer et al., arXiv 2303.16755): of the samples of a
                 prompt one is a response and the others are revisions of it, written with its critique in view; the
                 base is fine-tuned on the best of these
@@ -111,7 +111,7 @@ def own_engines(
 # ------------------------------------------------------------------------------------------------------------ training
 def train_pairs(job: PolicyJob, stop: StopFlag, pairs: Sequence[PreferencePair]) -> Metrics:
     """DPO of the base into the run's `policy`."""
-    from actors.dpo import train_dpo
+    from actors.learner.dpo import train_dpo
 
     part = job.run.folder / f"{POLICY}.part"
     size = baselines.batch_size(job, len(pairs))
@@ -129,7 +129,7 @@ def train_pairs(job: PolicyJob, stop: StopFlag, pairs: Sequence[PreferencePair])
 
 def train_examples(job: PolicyJob, stop: StopFlag, examples: Sequence[SFTExample]) -> Metrics:
     """Supervised fine-tuning of the base into the run's `policy`, which no stop interrupts."""
-    from actors.sft import run_sft
+    from actors.learner.sft import run_sft
 
     options = baselines.sft_options(job, len(examples))
     num_steps = count_steps(len(examples), options.num_epochs, options.batch_size)

@@ -22,8 +22,8 @@ from t2g.errors import RunStopped
 if TYPE_CHECKING:
     import numpy as np
 
-    from actors.learner import LearnerGroup
-    from actors.rollout import RolloutFleet
+    from actors.engines.rollout import RolloutFleet
+    from actors.learner.learner import LearnerGroup
 
 WORDS = ("one two three four five six seven eight nine ten",)  # for a tokenizer that nothing is written with
 POLL_S = 0.5
@@ -36,9 +36,9 @@ def describe(config: BenchmarkJob) -> str:
 
 
 def run(config: BenchmarkJob) -> None:
-    from actors.frozen import FrozenActor
-    from actors.learner import LearnerGroup, LearnerSpec
-    from actors.rollout import RolloutFleet
+    from actors.engines.rollout import RolloutFleet
+    from actors.learner.frozen import FrozenActor
+    from actors.learner.learner import LearnerGroup, LearnerSpec
     from jobs.fleets import on_cluster
     from t2g.concurrency import beside
 
@@ -81,8 +81,8 @@ async def measure(config: BenchmarkJob, learner: "LearnerGroup", fleet: "Rollout
     """Everything that `write` shows. Syncs and copies take turns, so that what disturbs one disturbs the other."""
     import numpy as np
 
-    from actors.buckets import num_bytes
-    from actors.weight_sync import WeightSync
+    from actors.weights.buckets import num_bytes
+    from actors.weights.sync import WeightSync
 
     metas, dtype = learner.announce(), config.rollout.dtype
     size = num_bytes(metas, dtype)
@@ -130,7 +130,7 @@ def cpu_seconds() -> float:
 
 def timed_copy(source: "np.ndarray", target: "np.ndarray") -> tuple[float, float]:
     """Seconds of the plain copy that a sync is held against, numpy's in one thread, and of one pass of xxh3."""
-    from actors.buckets import hash_of
+    from actors.weights.buckets import hash_of
 
     started = time.monotonic()
     target[:] = source

@@ -27,8 +27,8 @@ from t2g.errors import RunStopped, Stopped, UserError
 from t2g.study import arms
 
 if TYPE_CHECKING:  # numpy, torch and Ray are imported by the functions that need them: --help must answer at once
-    from actors.learner import LearnerGroup
-    from actors.rollout import RolloutFleet
+    from actors.engines.rollout import RolloutFleet
+    from actors.learner.learner import LearnerGroup
     from jobs.fleets import Fleets
     from jobs.train_policy import PolicyData
     from t2g.interfaces import FeedbackSource

@@ -27,7 +27,7 @@ Command = Callable[[argparse.Namespace], int]
 
 def submit(arguments: argparse.Namespace) -> int:
     """Upload the code, start the run, follow its log. Ctrl-C stops the run and waits for its checkpoint."""
-    from actors.job_server import JobServer
+    from actors.cluster.job_server import JobServer
     from t2g.deploy.submission import read_config, training, uploaded_path
     from t2g.deploy.upload import files_to_upload
 
@@ -68,7 +68,7 @@ def scale(arguments: argparse.Namespace) -> int:
 
 def stop(arguments: argparse.Namespace) -> int:
     """Tell a run on a cluster to stop, and wait for its checkpoint."""
-    from actors.job_server import JobServer
+    from actors.cluster.job_server import JobServer
 
     with JobServer.at(arguments.address) as server:
         living = server.living(arguments.run)
@@ -87,8 +87,8 @@ def doctor(arguments: argparse.Namespace) -> int:
         return _doctor_as_job(arguments)
     import ray
 
-    from actors.doctor import look_at_nodes, pending_groups
-    from actors.placement import connect
+    from actors.cluster.nodes import look_at_nodes, pending_groups
+    from actors.cluster.placement import connect
     from jobs.fleets import feedback_roles
     from jobs.train_policy import policy_roles
     from t2g.config import ClusterConfig
@@ -111,7 +111,7 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 def _doctor_as_job(arguments: argparse.Namespace) -> int:
     """From outside of the cluster: the same command on its head."""
-    from actors.job_server import JobServer
+    from actors.cluster.job_server import JobServer
     from t2g.deploy.submission import Submission, uploaded_path
     from t2g.deploy.upload import files_to_upload
 

@@ -6,10 +6,10 @@ from typing import Any, Self
 
 import ray
 
-from actors.chat import ChatFleet
-from actors.placement import connect
-from actors.reward import RewardFleet
-from actors.rollout import RolloutFleet
+from actors.cluster.placement import connect
+from actors.engines.chat import ChatFleet
+from actors.engines.reward import RewardFleet
+from actors.engines.rollout import RolloutFleet
 from t2g.config import (
     AnnotateConfig,
     ClusterConfig,
@@ -31,7 +31,7 @@ from t2g.tasks.base import Task
 
 @contextmanager
 def on_cluster(config: ClusterConfig, roles: Mapping[str, ProcessConfig]) -> Iterator[None]:
-    """Ray, connected with room for `roles` (see `actors.placement.connect`); the connection ends with the block."""
+    """Ray, connected with room for `roles` (see `actors.cluster.placement.connect`); the connection ends with the block."""
     connect(config, roles)
     try:
         yield

@@ -12,8 +12,8 @@ from t2g.loop.scaling import PATIENCE, StepLoad, wanted_workers
 from t2g.runs.control import Control, FleetStatus, Status, now, scalable, write_status
 
 if TYPE_CHECKING:
-    from actors.fleet import Fleet
-    from actors.rollout import RolloutFleet
+    from actors.engines.rollout import RolloutFleet
+    from actors.fleet.fleet import Fleet
     from t2g.interfaces import FeedbackSource
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from actors.learner import LearnerGroup, LearnerSpec
-from actors.rollout import RolloutFleet
+from actors.engines.rollout import RolloutFleet
+from actors.learner.learner import LearnerGroup, LearnerSpec
 from jobs.fleets import Fleets
 from jobs.stages import once
 from jobs.train_policy import PolicyData

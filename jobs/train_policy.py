@@ -23,9 +23,9 @@ from t2g.config.describe import describe_policy
 from t2g.errors import LearnerLost, RunStopped
 
 if TYPE_CHECKING:  # numpy, torch and Ray are imported by the functions that need them: --help must answer at once
-    from actors.learner import LearnerGroup
-    from actors.parts import LearnerSpec
-    from actors.rollout import RolloutFleet
+    from actors.engines.rollout import RolloutFleet
+    from actors.learner.learner import LearnerGroup
+    from actors.learner.parts import LearnerSpec
     from jobs.steering import Steering
     from t2g.interfaces import FeedbackSource
     from t2g.loop.state import TrainerState
@@ -129,9 +129,9 @@ def one_learner(
     lost_at: float | None,
 ) -> "TrainerState":
     """The run from its last checkpoint on, with a learner group of its own. Raises LearnerLost."""
-    from actors.learner import LearnerGroup
-    from actors.telemetry import RayMetrics
-    from actors.weight_sync import WeightSync
+    from actors.cluster.telemetry import RayMetrics
+    from actors.learner.learner import LearnerGroup
+    from actors.weights.sync import WeightSync
     from t2g.concurrency import beside
     from t2g.loop.trainer import Trainer
     from t2g.runs.checkpoint import CheckpointStore
@@ -179,7 +179,7 @@ def one_learner(
 
 
 def learner_spec(config: PolicyJob) -> "LearnerSpec":
-    from actors.parts import LearnerSpec
+    from actors.learner.parts import LearnerSpec
 
     return LearnerSpec(
         model=config.model,

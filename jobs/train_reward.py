@@ -121,7 +121,7 @@ def train_and_judge(config: RewardJob, data: RewardData, fleets: "Fleets", *, to
 
 
 def run(config: RewardJob) -> None:
-    from actors.placement import connect
+    from actors.cluster.placement import connect
     from jobs.fleets import Fleets
 
     check_folder(config, *LEFTOVERS)

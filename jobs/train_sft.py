@@ -21,7 +21,7 @@ from t2g.config.describe import describe_sft
 from t2g.errors import UserError
 
 if TYPE_CHECKING:
-    from actors.sft_rank import SFTProgress
+    from actors.learner.sft_rank import SFTProgress
     from t2g.data.sft import SFTExample
 
 MODEL = "model"
@@ -50,7 +50,7 @@ def supervise(config: SFTJob | RewardJob, examples: "Sequence[SFTExample]", *, t
 
     Goes on after the last checkpoint of an earlier start; a finished model is kept.
     """
-    from actors.sft import run_sft
+    from actors.learner.sft import run_sft
     from t2g.data.sft import count_steps
     from t2g.runs.metrics import RunLog
     from t2g.runs.progress import Stage, stage
@@ -127,7 +127,7 @@ def _summary(config: SFTJob | RewardJob, metrics: dict[str, float], num_examples
 
 
 def run(config: SFTJob) -> None:
-    from actors.placement import connect
+    from actors.cluster.placement import connect
 
     check_folder(config, *LEFTOVERS)
     examples = read_examples(config)

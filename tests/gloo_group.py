@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
-from actors.rollout import RolloutWorker
+from actors.engines.rollout import RolloutWorker
 
 TIMEOUT = timedelta(seconds=20)
 

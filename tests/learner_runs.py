@@ -10,8 +10,8 @@ import numpy as np
 import ray
 import torch
 
-from actors.learner import LearnerGroup
-from actors.parts import LearnerSpec
+from actors.learner.learner import LearnerGroup
+from actors.learner.parts import LearnerSpec
 from t2g.config import LearnerConfig, ModelConfig, ObjectiveConfig, OptimConfig
 from t2g.data.batching import make_train_batch
 from t2g.types import Rollout, TrainBatch, TrainSample

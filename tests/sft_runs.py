@@ -11,8 +11,8 @@ import psutil
 import ray
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from actors.sft import run_sft
-from actors.sft_rank import SFTProgress
+from actors.learner.sft import run_sft
+from actors.learner.sft_rank import SFTProgress
 from t2g.config import ClusterConfig, ModelConfig, OptimConfig, SFTOptions
 from t2g.data.sft import SFTExample, sft_example
 from t2g.tasks.tiny.assets import build_model, build_tokenizer

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import ray
 
-from actors.buckets import Bucket
-from actors.rollout import RolloutWorker
+from actors.engines.rollout import RolloutWorker
+from actors.weights.buckets import Bucket
 from t2g.feedback.parse import make_feedback
 from t2g.interfaces import Sampling
 from t2g.types import Prompt, Rollout, SpanFeedback
@@ -26,7 +26,7 @@ SLOW, SLOW_S = "slow", 3.0
 
 
 class StubRolloutWorker:
-    """The methods of `actors.rollout.RolloutWorker`. A file BREAK_SYNC in the model's folder makes the first worker
+    """The methods of `actors.engines.rollout.RolloutWorker`. A file BREAK_SYNC in the model's folder makes the first worker
     that sees it fail half way through a weight sync, and is gone then; while SLOW is there, a request takes SLOW_S."""
 
     def __init__(
@@ -90,7 +90,7 @@ class StubRolloutWorker:
 
 
 class StubRewardWorker:
-    """The methods of `actors.reward.RewardWorker`: the first character of a response is good, the last one is poor."""
+    """The methods of `actors.engines.reward.RewardWorker`: the first character of a response is good, the last one is poor."""
 
     def __init__(self, config: Any, task: Any, seed: int, version: str) -> None:
         self._version = version

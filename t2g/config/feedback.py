@@ -35,7 +35,7 @@ class WorkersConfig(Section):
 
 
 class HealthConfig(Section):
-    """When a worker counts as sick, and how often it is replaced; see `t2g.decisions.health`."""
+    """When a worker counts as sick, and how often it is replaced; see `actors.fleet.health`."""
 
     probe_every_s: float = Field(10, gt=0, description="between two probes of a worker")
     probe_timeout_s: float = Field(30, gt=0, description="a probe that takes longer has failed")

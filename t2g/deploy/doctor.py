@@ -1,4 +1,4 @@
-"""What is wrong with a live cluster, from what `actors.doctor` saw of it: sentences that say what to do."""
+"""What is wrong with a live cluster, from what `actors.cluster.nodes` saw of it: sentences that say what to do."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

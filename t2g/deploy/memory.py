@@ -17,7 +17,7 @@ GPUS = {"A100-40GB": 40.0, "L40S": 45.0, "H100-80GB": 79.6, "A100-80GB": 80.0, "
 BYTES: dict[Dtype, int] = {"bfloat16": 2, "float32": 4}
 OTHER_BYTES = 3 * GIB
 LIVE_NUMEL = 1_000_000_000  # DeepSpeed's max_live_parameters and sub_group_size
-BUCKET_NUMEL = 50_000_000  # of gradients under way, as actors.zero3 sets it
+BUCKET_NUMEL = 50_000_000  # of gradients under way, as actors.learner.zero3 sets it
 CHUNK_TOKENS = 1024  # whose logits exist at once, as t2g.algo.logprobs has it
 
 

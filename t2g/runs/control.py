@@ -36,7 +36,7 @@ class Wanted(Section):
 
 class WorkerStatus(Section):
     name: str
-    state: str  # of t2g.decisions.health
+    state: str  # of actors.fleet.health
     reason: str = ""  # of its last failure
     version: int | None = None  # of the policy, where the worker has weights that change
     restarts: int = 0

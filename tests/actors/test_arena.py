@@ -4,7 +4,7 @@ import os
 
 import numpy as np
 
-from actors.arena import ALIGNMENT, PAGE, Arena, Maps
+from actors.weights.arena import ALIGNMENT, PAGE, Arena, Maps
 
 
 def test_the_arena_is_read_back_by_its_path_and_is_used_again() -> None:

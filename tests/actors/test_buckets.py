@@ -5,7 +5,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.buckets import ParamMeta, hash_of, make_bucket, module_key, num_bytes, plan_buckets
+from actors.weights.buckets import ParamMeta, hash_of, make_bucket, module_key, num_bytes, plan_buckets
 
 
 def meta(name: str, *shape: int) -> ParamMeta:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from actors.dpo import BETA, fit_dpo, split_batch
+from actors.learner.dpo import BETA, fit_dpo, split_batch
 from t2g.config import LearnerConfig, LoRAConfig, ModelConfig, OptimConfig
 from t2g.errors import RunStopped
 from t2g.study.baselines import PreferencePair

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.engine import PLUGIN, Engine, engine_environment, first_sentence, kv_cache_bytes, weight_version
+from actors.engines.engine import PLUGIN, Engine, engine_environment, first_sentence, kv_cache_bytes, weight_version
 from t2g.config import EngineConfig
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from ray.job_submission import JobStatus
 
-from actors.job_server import JobServer
+from actors.cluster.job_server import JobServer
 from t2g.deploy.submission import RUN_KEY, STOP_WAIT_KEY, Submission
 from t2g.errors import RunStopped, UserError
 

@@ -9,7 +9,7 @@ from models import random_model
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from actors import lora
+from actors.learner import lora
 from t2g.config import LoRAConfig, ModelConfig
 
 CONFIG = LoRAConfig(r=3, alpha=6)

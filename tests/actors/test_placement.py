@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.placement import Supply, cgroup_cpus, cgroup_free_bytes, connect, describe_shortfall, this_machine
+from actors.cluster.placement import Supply, cgroup_cpus, cgroup_free_bytes, connect, describe_shortfall, this_machine
 from t2g.config import ClusterConfig, RoleConfig
 from t2g.errors import UserError
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.reward import begin_answer
+from actors.engines.reward import begin_answer
 from t2g.data.sft import target_ids
 from t2g.feedback.offsets import decode
 from t2g.feedback.parse import begun_answer, format_answer

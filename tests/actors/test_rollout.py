@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from actors.rollout import check_window, sample_seed
+from actors.engines.rollout import check_window, sample_seed
 from t2g.errors import UserError
 from t2g.types import Prompt
 

@@ -10,7 +10,7 @@ import torch
 from models import random_model
 from transformers import AutoModelForCausalLM
 
-from actors.sft_rank import _loss_share, prepare, refuse_leaks
+from actors.learner.sft_rank import _loss_share, prepare, refuse_leaks
 from t2g.config import ModelConfig, SFTOptions
 from t2g.data.sft import SFTExample, SFTMicrobatch, make_microbatch
 from t2g.errors import UserError

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.sft import _follow, _resume_point
-from actors.sft_rank import SFTProgress
+from actors.learner.sft import _follow, _resume_point
+from actors.learner.sft_rank import SFTProgress
 from t2g.errors import RunStopped
 from t2g.runs.checkpoint import CheckpointStore
 

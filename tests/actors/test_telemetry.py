@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from actors.telemetry import COUNTERS, GAUGES, RayMetrics
+from actors.cluster.telemetry import COUNTERS, GAUGES, RayMetrics
 from t2g.runs import metrics as documented
 
 DASHBOARD = Path(__file__).parents[2] / "docker" / "grafana" / "dashboard.json"

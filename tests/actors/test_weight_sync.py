@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from actors.bucket_source import BucketSource, Version
-from actors.buckets import Bucket, ParamMeta, make_bucket
-from actors.rollout import RolloutFleet
-from actors.transports import Meeting
-from actors.weight_sync import WeightSync, probe_gap, probe_ids
+from actors.engines.rollout import RolloutFleet
+from actors.weights.bucket_source import BucketSource, Version
+from actors.weights.buckets import Bucket, ParamMeta, make_bucket
+from actors.weights.sync import WeightSync, probe_gap, probe_ids
+from actors.weights.transports import Meeting
 from t2g.config import LearnerConfig
 from t2g.errors import LearnerLost, MissedSync, RunStopped
 

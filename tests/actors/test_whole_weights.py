@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from actors.whole_weights import WholeWeights, metadata
+from actors.learner.whole_weights import WholeWeights, metadata
 
 # Odd numbers of elements: the last rank's partitions are padded.
 SHAPES = {"embed.weight": (7, 3), "layers.0.a": (5,), "layers.0.b": (2, 2), "norm.weight": (1,)}

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from actors.zero3 import lr_factor
+from actors.learner.zero3 import lr_factor
 from t2g.config import OptimConfig
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actors.fleet.health import Event, Health, State, after, overdue
 from t2g.config import EngineConfig, HealthConfig
-from t2g.decisions.health import Event, Health, State, after, overdue
 
 CONFIG = HealthConfig(max_failures=2)
 EVENTS: tuple[Event, ...] = get_args(Event)

@@ -14,7 +14,7 @@ from ray.autoscaler.v2.utils import ResourceRequestUtil
 from ray.core.generated.autoscaler_pb2 import BundleSelector, GangResourceRequest
 from ray.core.generated.common_pb2 import LabelSelectorOperator
 
-from actors import placement
+from actors.cluster import placement
 from t2g.config import ProcessConfig
 from t2g.deploy.pods import PodGroup, pod_groups
 
@@ -24,7 +24,7 @@ by_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What `actors.placement` asks Ray for: bundles and their label selectors."""
+    """What `actors.cluster.placement` asks Ray for: bundles and their label selectors."""
 
     def note(bundles: Any, bundle_label_selector: Any = None) -> Place:
         return bundles, bundle_label_selector or [{} for _ in bundles]

@@ -10,8 +10,8 @@ import pytest
 import ray
 from models import random_model
 
-from actors.placement import connect
-from actors.rollout import RolloutFleet
+from actors.cluster.placement import connect
+from actors.engines.rollout import RolloutFleet
 from jobs.cli import StopFlag
 from jobs.fleets import Fleets
 from jobs.train_policy import read_data, train

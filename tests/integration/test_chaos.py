@@ -24,9 +24,9 @@ from models import random_model
 from ray.cluster_utils import Cluster
 from stub_engines import BREAK_SYNC, SLOW, BreakableRollout, StubReward, StubRollout
 
-from actors.placement import check_places
-from actors.reward import RewardFleet
-from actors.rollout import RolloutFleet
+from actors.cluster.placement import check_places
+from actors.engines.reward import RewardFleet
+from actors.engines.rollout import RolloutFleet
 from jobs.cli import StopFlag
 from jobs.fleets import feedback_roles
 from jobs.train_policy import begin_folder, policy_roles, read_data, train

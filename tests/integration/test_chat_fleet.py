@@ -14,8 +14,8 @@ import pytest
 import ray
 from models import bigram_model
 
-from actors.chat import ChatFleet
-from actors.placement import connect
+from actors.cluster.placement import connect
+from actors.engines.chat import ChatFleet
 from jobs.fleets import Fleets, feedback_roles
 from t2g.config import AnnotateConfig, ClusterConfig, JobConfig, LLMConfig, RewardEngineConfig
 from t2g.data.tokenizer import encode_chat, load_tokenizer

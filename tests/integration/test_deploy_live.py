@@ -22,7 +22,7 @@ import psutil
 import pytest
 from models import random_model
 
-from actors.telemetry import COUNTERS, GAUGES
+from actors.cluster.telemetry import COUNTERS, GAUGES
 
 ROOT = Path(__file__).parents[2]
 START_S = 90  # of a head, a command, a stub; several times what an idle machine needs
@@ -34,7 +34,7 @@ from pathlib import Path
 import ray
 from ray.util.placement_group import placement_group
 
-from actors.telemetry import COUNTERS, GAUGES, RayMetrics
+from actors.cluster.telemetry import COUNTERS, GAUGES, RayMetrics
 
 ray.init(log_to_driver=False)
 told = []

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from sft_runs import make_base, two_cpus
 
-from actors.dpo import train_dpo
+from actors.learner.dpo import train_dpo
 from t2g.config import ClusterConfig, LearnerConfig, ModelConfig, OptimConfig
 from t2g.errors import RunStopped, UserError
 from t2g.study.baselines import PreferencePair

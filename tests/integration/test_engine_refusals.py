@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from models import random_model
 
-from actors.engine import Engine
+from actors.engines.engine import Engine
 from t2g.config import EngineConfig
 from t2g.errors import UserError
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import ray
 
-from actors.fanout import any_failed, collect
-from actors.learner import LearnerGroup
+from actors.cluster.fanout import any_failed, collect
+from actors.learner.learner import LearnerGroup
 from t2g.config import LearnerConfig
 from t2g.errors import LearnerLost, RunStopped, UserError
 
@@ -95,8 +95,8 @@ def test_whether_one_has_failed_by_now(ranks: list) -> None:
 def test_a_rank_that_dies_while_rank_0_hangs_in_a_weight_sync_is_named_before_the_deadline(
     ranks: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.learner.LOOK_S", 0.5)
-    monkeypatch.setattr("actors.fanout.GRACE_S", 2.0)
+    monkeypatch.setattr("actors.learner.learner.LOOK_S", 0.5)
+    monkeypatch.setattr("actors.cluster.fanout.GRACE_S", 2.0)
     actors = [rank_class().remote() for _ in range(2)]
     ray.get([actor.value.remote(1) for actor in actors], timeout=30)
     streams = [actor.stream.options(num_returns="streaming").remote() for actor in actors]

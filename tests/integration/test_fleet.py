@@ -11,12 +11,12 @@ import pytest
 import ray
 from ray.exceptions import ActorUnavailableError, ObjectLostError
 
-from actors.fleet import Fleet, IdleClock
-from actors.member import Member
-from actors.placement import check_places, connect
-from actors.rollout import RolloutFleet
+from actors.cluster.placement import check_places, connect
+from actors.engines.rollout import RolloutFleet
+from actors.fleet.fleet import Fleet, IdleClock
+from actors.fleet.health import State
+from actors.fleet.member import Member
 from t2g.config import ClusterConfig, EngineConfig, HealthConfig, LearnerConfig, WorkersConfig
-from t2g.decisions.health import State
 from t2g.errors import LearnerLost, RunStopped, SamplingFailed, UserError
 
 HEALTH = HealthConfig(probe_every_s=0.2, probe_timeout_s=1.0, max_failures=2, max_restarts=2)

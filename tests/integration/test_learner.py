@@ -23,9 +23,9 @@ from learner_runs import (
 from models import random_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from actors import zero3
-from actors.learner import LearnerGroup
-from actors.parts import load_critic, load_policy
+from actors.learner import zero3
+from actors.learner.learner import LearnerGroup
+from actors.learner.parts import load_critic, load_policy
 from t2g.config import RoleConfig
 from t2g.errors import LearnerLost, RunStopped, UserError
 from t2g.types import Rollout

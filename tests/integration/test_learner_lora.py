@@ -22,8 +22,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from actors.learner import LearnerGroup
-from actors.parts import load_policy
+from actors.learner.learner import LearnerGroup
+from actors.learner.parts import load_policy
 from t2g.algo.rows import Rows
 from t2g.config import LoRAConfig, ObjectiveConfig
 from t2g.data.batching import pack_tokens, plan_microbatches

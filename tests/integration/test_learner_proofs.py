@@ -25,9 +25,9 @@ from learner_runs import (
 from models import random_model
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-from actors.learner import LearnerGroup
-from actors.rollout import RolloutFleet
-from actors.weight_sync import WeightSync
+from actors.engines.rollout import RolloutFleet
+from actors.learner.learner import LearnerGroup
+from actors.weights.sync import WeightSync
 from t2g.config import LearnerConfig, ObjectiveConfig, OptimConfig, RolloutConfig
 from t2g.feedback import token_offsets, token_rewards
 from t2g.interfaces import Sampling

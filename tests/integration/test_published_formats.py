@@ -14,7 +14,7 @@ import pytest
 import ray
 from models import random_model
 
-from actors.placement import connect
+from actors.cluster.placement import connect
 from jobs.cli import StopFlag
 from jobs.fleets import Fleets
 from jobs.train_policy import read_data, train

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from models import random_model
 
-from actors.reward import RewardFleet
+from actors.engines.reward import RewardFleet
 from jobs.evaluate import as_trained, connected_model, evaluate_reward, read_records
 from jobs.train_sft import begin_folder
 from t2g.config import AnnotateConfig, EvaluateJob, FeedbackConfig, RewardEngineConfig, StyleConfig

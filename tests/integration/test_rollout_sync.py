@@ -20,12 +20,12 @@ from gloo_group import GlooGroup, GlooWorker, cpu_streams
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from actors.buckets import Bucket, ParamMeta, make_bucket, plan_buckets
-from actors.engine import engine_environment
-from actors.placement import connect
-from actors.rollout import RolloutFleet
-from actors.transports import Meeting, NcclSender
-from actors.weight_sync import WeightSync
+from actors.cluster.placement import connect
+from actors.engines.engine import engine_environment
+from actors.engines.rollout import RolloutFleet
+from actors.weights.buckets import Bucket, ParamMeta, make_bucket, plan_buckets
+from actors.weights.sync import WeightSync
+from actors.weights.transports import Meeting, NcclSender
 from t2g.config import ClusterConfig, HealthConfig, LearnerConfig, RolloutConfig
 from t2g.errors import LearnerLost, RunStopped, UserError
 from t2g.interfaces import Sampling

@@ -21,8 +21,8 @@ from sft_runs import (
     two_cpus,
 )
 
-from actors.sft import run_sft
-from actors.sft_rank import SFTProgress
+from actors.learner.sft import run_sft
+from actors.learner.sft_rank import SFTProgress
 from t2g.config import ClusterConfig, ModelConfig, OptimConfig
 from t2g.errors import RunStopped, UserError
 
@@ -128,8 +128,8 @@ def test_a_training_that_lost_a_rank_goes_on_after_its_checkpoint(
 @ray.remote(num_cpus=0.5)
 def gradient_that_is_no_number() -> tuple[str, bool]:
     """What a step says whose loss is 0 and whose gradient is 0 * inf, and whether the weights are as before."""
-    from actors import zero3
-    from actors.whole_weights import WholeWeights
+    from actors.learner import zero3
+    from actors.learner.whole_weights import WholeWeights
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -112,10 +112,10 @@ def test_killed_and_resumed_with_other_memory_options_gives_the_same_weights(
 @ray.remote(num_cpus=0.5)
 def bfloat16_training(base: str, examples: list[Any], scratch: str) -> dict[str, Any]:
     """Twelve steps with adapters, then the last four once more in a new engine from a checkpoint."""
-    from actors import lora, zero3
-    from actors.loading import load_for_training
-    from actors.sft_rank import _loss_share
-    from actors.whole_weights import WholeWeights, metadata
+    from actors.learner import lora, zero3
+    from actors.learner.models import load_for_training
+    from actors.learner.sft_rank import _loss_share
+    from actors.learner.whole_weights import WholeWeights, metadata
     from t2g.data.sft import make_microbatch
 
     with socket.socket() as probe:

@@ -15,8 +15,8 @@ from recorder import Recorder
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from actors.transports import IpcSender, Meeting, NcclSender, Shared, ended_when_stalled, rebuild_arguments
-from actors.vllm_plugin import Announcement, IpcSharedEngine, NcclBroadcastEngine, Part, SharedPart
+from actors.weights.transports import IpcSender, Meeting, NcclSender, Shared, ended_when_stalled, rebuild_arguments
+from actors.weights.vllm_plugin import Announcement, IpcSharedEngine, NcclBroadcastEngine, Part, SharedPart
 
 NAMES = ("a.weight", "a.bias", "b.weight")
 TENSORS = [torch.arange(6).reshape(2, 3), torch.tensor([7]), torch.arange(8, 12).reshape(4, 1)]

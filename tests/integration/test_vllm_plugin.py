@@ -14,8 +14,8 @@ import torch
 from recorder import Recorder
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from actors.buckets import hash_of
-from actors.vllm_plugin import Announcement, StoredPart, StoreWeightTransferEngine, descends_from
+from actors.weights.buckets import hash_of
+from actors.weights.vllm_plugin import Announcement, StoredPart, StoreWeightTransferEngine, descends_from
 
 
 def announce(transfer: StoreWeightTransferEngine) -> None:

@@ -1,6 +1,6 @@
 """Feedback from a language model that annotates: asked, told what was wrong, asked again; several may vote.
 
-Not here: how a model is reached (t2g.feedback.sources.endpoint, actors.chat), what its answers look like
+Not here: how a model is reached (t2g.feedback.sources.endpoint, actors.engines.chat), what its answers look like
 (t2g.feedback.sources.annotator), and how votes are counted (t2g.feedback.sources.votes).
 """
 

@@ -35,7 +35,7 @@ def make_local_source(config: FeedbackConfig, task: Task, *, aligner: Aligner | 
             if critic is None:
                 raise UserError(f"task {task.name} has no program of its own; name one as pkg.mod:function")
             return ProgramFeedback(critic, timeout_s=config.timeout_s, parallel=config.concurrency)
-    assert config.source != "reward_model", "the reward model is served by actors.reward"
+    assert config.source != "reward_model", "the reward model is served by actors.engines.reward"
     return ProgramFeedback(config.source, timeout_s=config.timeout_s)
 
 

@@ -16,10 +16,11 @@ import torch
 from ray.exceptions import RayError
 from ray.util.placement_group import remove_placement_group
 
-from actors import lora, placement
-from actors.fanout import collect
-from actors.loading import checkpoint_layers, load_for_training
-from actors.zero3 import lr_factor
+from actors.cluster import placement
+from actors.cluster.fanout import collect
+from actors.learner import lora
+from actors.learner.models import checkpoint_layers, load_for_training
+from actors.learner.zero3 import lr_factor
 from t2g.config import ClusterConfig, LearnerConfig, ModelConfig
 from t2g.errors import RunStopped
 from t2g.study.baselines import PreferencePair

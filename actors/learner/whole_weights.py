@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from actors import lora
-from actors.buckets import ParamMeta, plan_buckets
+from actors.learner import lora
+from actors.weights.buckets import ParamMeta, plan_buckets
 from t2g.config import Dtype
 
 

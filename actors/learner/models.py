@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from actors.fanout import first_line
+from actors.cluster.fanout import first_line
 from t2g.config import Dtype, ModelConfig
 from t2g.data.tokenizer import load_tokenizer
 from t2g.errors import UserError

@@ -12,12 +12,12 @@ import ray
 import xxhash
 from ray.exceptions import ObjectLostError, RayTaskError
 
-from actors.buckets import Bucket, ParamMeta
-from actors.engine import Engine, stop_token_ids
-from actors.fanout import first_line
-from actors.fleet import Fleet
-from actors.member import DIED, Member, fate
-from actors.transports import Meeting
+from actors.cluster.fanout import first_line
+from actors.engines.engine import Engine, stop_token_ids
+from actors.fleet.fleet import Fleet
+from actors.fleet.member import DIED, Member, fate
+from actors.weights.buckets import Bucket, ParamMeta
+from actors.weights.transports import Meeting
 from t2g.config import RolloutConfig, Transport
 from t2g.data.tokenizer import load_tokenizer
 from t2g.errors import LearnerLost, MissedSync, UserError

@@ -6,8 +6,8 @@
 import numpy as np
 import ray
 
-from actors.engine import Engine, stop_token_ids
-from actors.fleet import TRIES, Fleet
+from actors.engines.engine import Engine, stop_token_ids
+from actors.fleet.fleet import TRIES, Fleet
 from t2g.config import FeedbackConfig
 from t2g.data.tokenizer import check_chat_template, encode_chat, load_tokenizer
 from t2g.errors import SamplingFailed, UserError

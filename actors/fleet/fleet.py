@@ -1,7 +1,7 @@
 """The workers of one role as their driver sees them: each with a place of its own, replaced when it is lost, joining
 and leaving while requests go on, loaded evenly, each wait with a deadline.
 
-Knows nothing of what the workers do. What happens to a worker is told to `t2g.decisions.health`, which says what
+Knows nothing of what the workers do. What happens to a worker is told to `actors.fleet.health`, which says what
 becomes of it. All of it runs on the driver's event loop: nothing here needs a lock.
 """
 
@@ -14,11 +14,11 @@ from typing import Any
 
 from ray.exceptions import RayTaskError
 
-from actors import placement
-from actors.fanout import first_line
-from actors.member import DIED, Member, cause, died_of, fate, why
+from actors.cluster import placement
+from actors.cluster.fanout import first_line
+from actors.fleet.health import State
+from actors.fleet.member import DIED, Member, cause, died_of, fate, why
 from t2g.config import EngineConfig
-from t2g.decisions.health import State
 from t2g.errors import RunStopped, SamplingFailed, UserError
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """Supervised training under Ray Train, as its driver sees it: start the ranks, follow them, keep what they wrote.
 
-The policy's fine-tuning and the span reward model's training are this one function; a rank is `actors.sft_rank`.
+The policy's fine-tuning and the span reward model's training are this one function; a rank is `actors.learner.sft_rank`.
 """
 
 import hashlib
@@ -20,9 +20,9 @@ import ray.train.torch
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.fanout import first_line
-from actors.placement import GIB
-from actors.sft_rank import CHECKPOINTS, LABEL, REPORT_EVERY, RankJob, SFTProgress, train_loop
+from actors.cluster.fanout import first_line
+from actors.cluster.placement import GIB
+from actors.learner.sft_rank import CHECKPOINTS, LABEL, REPORT_EVERY, RankJob, SFTProgress, train_loop
 from t2g.config import ClusterConfig, ModelConfig, SFTOptions
 from t2g.data.sft import SFTExample
 from t2g.errors import RunStopped, UserError

@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import Any
 
-from actors.arena import Arena
-from actors.buckets import Bucket, ParamMeta, SharedBucket, StoredBucket
-from actors.transports import Meeting
+from actors.weights.arena import Arena
+from actors.weights.buckets import Bucket, ParamMeta, SharedBucket, StoredBucket
+from actors.weights.transports import Meeting
 
 
 class Intake:

@@ -1,9 +1,9 @@
 """Weights from the learner group into every rollout engine: sent by version, checked by hashes, proved by a probe.
 
-The way of one version: the learner announces names and shapes and streams buckets (`actors.buckets`), every worker
-hands them to its engine (`actors.engine`), and each then scores the same 64 tokens and must agree with the learner,
+The way of one version: the learner announces names and shapes and streams buckets (`actors.weights.buckets`), every worker
+hands them to its engine (`actors.engines.engine`), and each then scores the same 64 tokens and must agree with the learner,
 since vLLM does not notice a bad sync. A worker that dies, is late or disagrees drops out of the round, and nobody
-waits for it: it is STALE, and catches up with the same buckets (`actors.bucket_source`).
+waits for it: it is STALE, and catches up with the same buckets (`actors.weights.bucket_source`).
 """
 
 import asyncio
@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from actors.bucket_source import BucketSource, Version, WeightOwner
-from actors.buckets import num_bytes
+from actors.weights.bucket_source import BucketSource, Version, WeightOwner
+from actors.weights.buckets import num_bytes
 from t2g.concurrency import end
 from t2g.config import LearnerConfig
 from t2g.errors import MissedSync, RunStopped
@@ -40,7 +40,7 @@ class Receiver(Protocol):
 
 
 class EngineFleet(Protocol):
-    """What a weight sync needs of `actors.rollout.RolloutFleet`."""
+    """What a weight sync needs of `actors.engines.rollout.RolloutFleet`."""
 
     vocab_size: int
     dtype: str

@@ -15,11 +15,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from actors import lora, zero3
-from actors.buckets import Bucket, ParamMeta, make_bucket
-from actors.loading import checkpoint_layers, load_for_training
-from actors.transports import Meeting, Sender, make_sender
-from actors.whole_weights import WholeWeights, metadata
+from actors.learner import lora, zero3
+from actors.learner.models import checkpoint_layers, load_for_training
+from actors.learner.whole_weights import WholeWeights, metadata
+from actors.weights.buckets import Bucket, ParamMeta, make_bucket
+from actors.weights.transports import Meeting, Sender, make_sender
 from t2g.algo.corrections import importance_weights
 from t2g.algo.critic import Critic, disable_dropout
 from t2g.algo.head import install_chunked_head

@@ -1,6 +1,6 @@
 """Weights as they travel: named tensors in buckets of whole modules, with the hash of their bytes.
 
-Knows neither Ray nor how a bucket gets to an engine (`actors.weight_sync`, `actors.transports`).
+Knows neither Ray nor how a bucket gets to an engine (`actors.weights.sync`, `actors.weights.transports`).
 """
 
 import time
@@ -44,7 +44,7 @@ class StoredBucket(Bucket):
 class SharedBucket(Bucket):
     """Its bytes lie in the memory of each rank's GPU, tensor after tensor, until the bucket after the next is made."""
 
-    handles: dict[str, tuple[Any, ...]]  # of each GPU by its UUID, see `actors.transports.Shared`
+    handles: dict[str, tuple[Any, ...]]  # of each GPU by its UUID, see `actors.weights.transports.Shared`
 
 
 def make_bucket(

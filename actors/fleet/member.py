@@ -10,10 +10,10 @@ import ray
 from ray.exceptions import ActorUnavailableError, ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from actors import placement
-from actors.fanout import first_line
+from actors.cluster import placement
+from actors.cluster.fanout import first_line
+from actors.fleet.health import Event, Health, State, after, overdue
 from t2g.config import EngineConfig
-from t2g.decisions.health import Event, Health, State, after, overdue
 
 # No answer will come: the worker is gone, was ended by Ray's memory monitor, or its answer went with a node.
 DIED = (RayActorError, OutOfMemoryError, ObjectLostError)

@@ -1,6 +1,6 @@
 """Where the buckets of a version come from: from the learner, and once more from what is held of it.
 
-With the transports ipc and nccl (`actors.transports`) nothing is held: the learner sends again, as long as it has that
+With the transports ipc and nccl (`actors.weights.transports`) nothing is held: the learner sends again, as long as it has that
 version. Each broadcast has a group of its own, so that nobody waits for an engine that has gone.
 """
 
@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from actors.buckets import ParamMeta
-from actors.transports import Meeting
+from actors.weights.buckets import ParamMeta
+from actors.weights.transports import Meeting
 from t2g.concurrency import end
 from t2g.config import LearnerConfig
 
@@ -57,7 +57,7 @@ class Version:
 
 
 class BucketSource:
-    """round_ is always the `actors.weight_sync.Round` that the buckets are for, opened by all of its crew."""
+    """round_ is always the `actors.weights.sync.Round` that the buckets are for, opened by all of its crew."""
 
     def __init__(
         self, learner: WeightOwner, config: LearnerConfig, dtype: str, probe: np.ndarray, *, gpus_per_engine: int

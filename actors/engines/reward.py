@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import ray
 
-from actors.engine import Engine, stop_token_ids
-from actors.fleet import TRIES, Fleet
+from actors.engines.engine import Engine, stop_token_ids
+from actors.fleet.fleet import TRIES, Fleet
 from t2g.config import FeedbackConfig
 from t2g.data.sft import target_ids
 from t2g.data.tokenizer import load_tokenizer

@@ -13,13 +13,13 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from actors.intake import Intake
+from actors.weights.intake import Intake
 from t2g.config import EngineConfig, Transport
 from t2g.errors import UserError
 
 WARM_UP_TOKENS = 48  # a first bfloat16 forward of at most 4 tokens is an illegal instruction on CPUs with AMX
 MIN_BATCHED_TOKENS = 4096  # of one step of a CPU engine
-PLUGIN = "t2g_store"  # the entry point of actors.vllm_plugin
+PLUGIN = "t2g_store"  # the entry point of actors.weights.vllm_plugin
 CORE_POLL_S = 1.0
 T = TypeVar("T")
 
@@ -169,7 +169,7 @@ class Engine:
             arguments["enable_chunked_prefill"] = False
             arguments["max_num_batched_tokens"] = max(MIN_BATCHED_TOKENS, config.max_model_len)
         if self._transport is not None:
-            arguments["weight_transfer_config"] = {"backend": f"t2g_{self._transport}"}  # of actors.vllm_plugin
+            arguments["weight_transfer_config"] = {"backend": f"t2g_{self._transport}"}  # of actors.weights.vllm_plugin
         if self._guided:
             # A model may write white space between the tokens of JSON until its answer is cut.
             arguments["structured_outputs_config"] = {"backend": "xgrammar", "disable_any_whitespace": True}

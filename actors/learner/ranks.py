@@ -7,8 +7,8 @@ from typing import Any
 import ray
 from ray.util.placement_group import remove_placement_group
 
-from actors import placement
-from actors.fanout import collect
+from actors.cluster import placement
+from actors.cluster.fanout import collect
 from t2g.config import RoleConfig
 
 

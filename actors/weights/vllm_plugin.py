@@ -29,12 +29,12 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferUpdateInfo,
 )
 
-from actors.arena import Maps
-from actors.buckets import ITEM_BYTES, hash_of
-from actors.transports import ended_when_stalled, rebuild_arguments
+from actors.weights.arena import Maps
+from actors.weights.buckets import ITEM_BYTES, hash_of
+from actors.weights.transports import ended_when_stalled, rebuild_arguments
 
 BACKENDS = {"store": "StoreWeightTransferEngine", "nccl": "NcclBroadcastEngine", "ipc": "IpcSharedEngine"}
-OWNER_ENV = "T2G_ENGINE_OWNER"  # pid of the actor process, set by actors.engine
+OWNER_ENV = "T2G_ENGINE_OWNER"  # pid of the actor process, set by actors.engines.engine
 OWNER_POLL_S = 0.5
 
 
@@ -98,7 +98,7 @@ class StoredPart(Part):
 class SharedPart(Part):
     """The bytes lie, tensor after tensor, in memory of this engine's GPU that a learner rank has shared."""
 
-    handles: dict[str, list[Any]]  # of each GPU's memory by its UUID, see `actors.transports.Shared`
+    handles: dict[str, list[Any]]  # of each GPU's memory by its UUID, see `actors.weights.transports.Shared`
 
 
 class WholeVersion(WeightTransferEngine[Any, Any]):

@@ -1,4 +1,4 @@
-"""The life of one worker of a fleet: what happened to it -> its state. Pure; `actors.fleet` executes it.
+"""The life of one worker of a fleet: what happened to it -> its state. Pure; `actors.fleet.fleet` executes it.
 
 STARTING -> STALE -> SERVING -> DRAINING -> DEAD. A worker without the current weights is STALE and serves nobody.
 Probes, requests and weight syncs that fail are counted apart: an engine that answers probes may be deaf to requests,

@@ -1,8 +1,8 @@
 """The learner: policy and critic on ZeRO-3 ranks, one Ray actor per rank, in one group or in two.
 
-`LearnerWorker` is one rank, a plain class all of whose calls are collectives; it holds the parts (`actors.parts`) of
+`LearnerWorker` is one rank, a plain class all of whose calls are collectives; it holds the parts (`actors.learner.parts`) of
 its group. `LearnerGroup` is the driver's side and implements `t2g.interfaces.Learner` and
-`actors.weight_sync.WeightOwner`. It makes each call once per part, to the ranks that hold it: nothing here depends on
+`actors.weights.sync.WeightOwner`. It makes each call once per part, to the ranks that hold it: nothing here depends on
 whether policy and critic share their ranks, and where they do not both work at the same time.
 """
 
@@ -20,12 +20,12 @@ import numpy as np
 import ray
 import torch
 
-from actors import zero3
-from actors.buckets import Bucket, ParamMeta
-from actors.fanout import any_failed
-from actors.parts import CriticPart, LearnerSpec, PartName, PolicyPart, Share, load_critic, load_policy
-from actors.ranks import Ranks
-from actors.transports import Meeting
+from actors.cluster.fanout import any_failed
+from actors.learner import zero3
+from actors.learner.parts import CriticPart, LearnerSpec, PartName, PolicyPart, Share, load_critic, load_policy
+from actors.learner.ranks import Ranks
+from actors.weights.buckets import Bucket, ParamMeta
+from actors.weights.transports import Meeting
 from t2g.algo.corrections import importance_metrics
 from t2g.algo.losses import Metrics
 from t2g.config import Dtype, ObjectiveConfig, RoleConfig

@@ -5,10 +5,10 @@ For measuring a weight sync on a machine that has no room for the rest.
 
 import ray
 
-from actors import zero3
-from actors.learner import LearnerWorker
-from actors.loading import load_for_training
-from actors.parts import LearnerSpec, PolicyPart
+from actors.learner import zero3
+from actors.learner.learner import LearnerWorker
+from actors.learner.models import load_for_training
+from actors.learner.parts import LearnerSpec, PolicyPart
 from t2g.algo.head import install_chunked_head
 
 

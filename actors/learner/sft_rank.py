@@ -1,6 +1,6 @@
 """One rank of supervised training: weighted cross-entropy on the targets, a ZeRO-3 engine, a Hugging Face folder out.
 
-Runs inside a Ray Train worker; `actors.sft` starts it, `t2g.data.sft` plans the batches, `actors.zero3` is DeepSpeed.
+Runs inside a Ray Train worker; `actors.learner.sft` starts it, `t2g.data.sft` plans the batches, `actors.learner.zero3` is DeepSpeed.
 """
 
 import os
@@ -16,8 +16,8 @@ import ray
 import ray.train
 import torch
 
-from actors import lora
-from actors.loading import checkpoint_layers, load_for_training
+from actors.learner import lora
+from actors.learner.models import checkpoint_layers, load_for_training
 from t2g.config import ModelConfig, SFTOptions
 from t2g.data.batching import EMPTY_TOKENS
 from t2g.data.sft import SFTExample, SFTMicrobatch, make_microbatch, plan_epochs
@@ -62,7 +62,7 @@ class RankJob:
 
 def train_loop(config: dict[str, Any]) -> dict[str, float]:
     """One rank. Returns the last `SFTProgress` as a dict; rank 0 has written the model folder."""
-    from actors import zero3
+    from actors.learner import zero3
 
     job: RankJob = config["job"]
     options = job.options
@@ -142,7 +142,7 @@ def refuse_leaks(model: Any, name: str) -> None:
 
 def _checkpoint(engine: Any, job: RankJob, step: int) -> None:
     """Every rank writes its part, then rank 0 seals them as the only checkpoint. UserError when the disk is full."""
-    from actors import zero3
+    from actors.learner import zero3
 
     folder = Path(job.out_folder)
     beside = folder / "engine.part"  # the store's own folder has a name that only rank 0 knows

@@ -10,7 +10,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray.util.state import list_placement_groups
 
-from actors.fanout import first_line
+from actors.cluster.fanout import first_line
 from t2g.deploy.doctor import Node, PendingGroup
 from t2g.errors import UserError
 from t2g.runs.versions import versions

@@ -2,7 +2,7 @@
 
 ipc: every rank packs it into memory of its own GPU, from where the engine on that GPU copies it. nccl: rank 0
 broadcasts it to the engines of the round, with vLLM's packed broadcast. The engines' side is vLLM's own, see
-`actors.vllm_plugin`. vLLM's trainer-side classes are not used: they drive all engines at once without a deadline.
+`actors.weights.vllm_plugin`. vLLM's trainer-side classes are not used: they drive all engines at once without a deadline.
 Nothing of what was sent remains: to send again is to gather again.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from actors.buckets import Bucket, SharedBucket
+from actors.weights.buckets import Bucket, SharedBucket
 
 STALL_S = 30.0  # for one broadcast, and for its group to meet: past it somebody is taken to be gone
 
@@ -42,7 +42,7 @@ class Sender(Protocol):
     def send(
         self, index: int, names: Sequence[str], tensors: Sequence[torch.Tensor], started: float
     ) -> Iterator[Bucket]:
-        """Yields, on rank 0, what the engines must hear of it. started: see `actors.buckets.make_bucket`."""
+        """Yields, on rank 0, what the engines must hear of it. started: see `actors.weights.buckets.make_bucket`."""
         ...
 
 

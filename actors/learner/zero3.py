@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from actors import lora
-from actors.whole_weights import WholeWeights, whole
+from actors.learner import lora
+from actors.learner.whole_weights import WholeWeights, whole
 from t2g.config import Dtype, OptimConfig
 from t2g.errors import RunStopped
 
