@@ -18,7 +18,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jobs.cli import StopFlag, main, sole_process, stop_flag, stopped
+from jobs.common.cli import StopFlag, main, sole_process, stop_flag, stopped
 from jobs.train_sft import begin_folder, check_folder
 from t2g.config import AnnotateJob, ProcessConfig
 from t2g.config.describe import describe_annotate
@@ -26,7 +26,7 @@ from t2g.errors import RunStopped, Stopped, UserError
 from t2g.runs.checkpoint import write_atomic
 
 if TYPE_CHECKING:
-    from jobs.fleets import Fleets
+    from jobs.common.fleets import Fleets
     from t2g.config import AnnotateConfig
     from t2g.data.records import AnnotatedRecord
     from t2g.feedback.sources.human import HumanFeedback
@@ -289,7 +289,7 @@ def run(config: AnnotateJob) -> int:
     with ExitStack() as opened:
         fleets = None
         if needs_cluster(config) and (config.run.smoke or missing_samples(samples, known_records(config, samples))):
-            from jobs.fleets import Fleets, feedback_roles, on_cluster
+            from jobs.common.fleets import Fleets, feedback_roles, on_cluster
 
             roles: dict[str, ProcessConfig] = (
                 {"rollout": config.rollout} if config.annotate.responses == "policy" else {}

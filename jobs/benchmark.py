@@ -15,7 +15,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jobs.cli import main
+from jobs.common.cli import main
 from t2g.config import BenchmarkJob, ModelConfig, ObjectiveConfig, ShapeConfig
 from t2g.errors import RunStopped
 
@@ -39,7 +39,7 @@ def run(config: BenchmarkJob) -> None:
     from actors.engines.rollout import RolloutFleet
     from actors.learner.frozen import FrozenActor
     from actors.learner.learner import LearnerGroup, LearnerSpec
-    from jobs.fleets import on_cluster
+    from jobs.common.fleets import on_cluster
     from t2g.concurrency import beside
 
     model = make_model(config.shape, config.run.folder / "model", seed=config.run.seed)

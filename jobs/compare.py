@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from jobs.cli import StopFlag, main, sole_process, stop_flag, stopped
+from jobs.common.cli import StopFlag, main, sole_process, stop_flag, stopped
 from t2g.config import NOISY, UNTRAINED, CompareJob, DemoJob, FeedbackConfig, Method, PolicyJob, StudyJob
 from t2g.config.describe import describe_compare
 from t2g.errors import RunStopped, Stopped, UserError
@@ -29,7 +29,7 @@ from t2g.study import arms
 if TYPE_CHECKING:  # numpy, torch and Ray are imported by the functions that need them: --help must answer at once
     from actors.engines.rollout import RolloutFleet
     from actors.learner.learner import LearnerGroup
-    from jobs.fleets import Fleets
+    from jobs.common.fleets import Fleets
     from jobs.train_policy import PolicyData
     from t2g.interfaces import FeedbackSource
     from t2g.study.comparison import Run
@@ -63,7 +63,7 @@ class Session:
             raise Stopped
         fleets.forget_answers()
         if method in arms.BASELINES:
-            from jobs.baselines import run_baseline
+            from jobs.common.baselines import run_baseline
 
             summary = run_baseline(method, arm, self.data, fleets, self.stop, reviser=self.job.compare.reviser)
         else:
@@ -92,8 +92,8 @@ def engine_groups(job: CompareJob) -> list[tuple[FeedbackConfig, list[Method]]]:
 
 def run_all(job: CompareJob, data: "PolicyData", stop: StopFlag) -> dict[str, Any]:
     """Every run that is not there yet; what the search found. Raises Stopped."""
-    from jobs.fleets import Fleets
-    from jobs.targeting import make_reference
+    from jobs.common.fleets import Fleets
+    from jobs.common.targeting import make_reference
 
     session = Session(job=job, data=data, stop=stop)
     config = job.compare
@@ -138,7 +138,7 @@ def run_arms(
     reference: "Sequence[Reference]",
 ) -> None:
     """Seed by seed, so that a machine that is slower for a while is slower for all methods."""
-    from jobs.targeting import TARGETING_FILE, measure_exported, measure_targeting, reference_sampling
+    from jobs.common.targeting import TARGETING_FILE, measure_exported, measure_targeting, reference_sampling
 
     job, data, sampling = session.job, session.data, reference_sampling(session.job)
     for seed in job.compare.seeds:
@@ -164,7 +164,7 @@ def the_arm(job: CompareJob, method: Method, seed: int, chosen: dict[Method, flo
 
 def load_run(arm: PolicyJob, method: Method) -> "Run":
     """What a finished run wrote. UserError for one that was evaluated at other steps than this comparison's."""
-    from jobs.targeting import TARGETING_FILE
+    from jobs.common.targeting import TARGETING_FILE
     from t2g.runs.metrics import METRICS_FILE, read_records
     from t2g.study.comparison import read_run, refuse_other_grid
 
@@ -200,7 +200,7 @@ def load_all(job: CompareJob, chosen: dict[Method, float]) -> "tuple[dict[str, d
 # ------------------------------------------------------------------------------------------------------------ the job
 def study_of(job: CompareJob) -> StudyJob | None:
     """The study whose reward models the job uses, under the job's own root and on its cluster."""
-    from jobs.stages import load_beside
+    from jobs.common.stages import load_beside
 
     return None if job.compare.study is None else load_beside(StudyJob, job.compare.study, job)
 
@@ -221,7 +221,7 @@ def study_models(job: CompareJob) -> list[tuple[str, int]]:
 
 def needs_reviser(job: CompareJob, demo: DemoJob) -> bool:
     """Whether a method asks the reviser of the stages."""
-    from jobs.stages import reviser_job
+    from jobs.common.stages import reviser_job
 
     return job.compare.reviser == str(reviser_job(demo).run.folder / "model") and bool(
         set(arms.REVISED) & set(job.compare.methods)
@@ -251,9 +251,9 @@ def check_methods(job: CompareJob, score_name: str) -> None:
 
 def run(asked: CompareJob) -> int:
     """All runs, then the figures. 0 when done, 128 + its number when a signal ended it."""
-    from jobs.fleets import Fleets, feedback_roles, on_cluster
+    from jobs.common.fleets import Fleets, feedback_roles, on_cluster
+    from jobs.common.stages import demo_of, load_beside, make_reviser, make_stages, resolve_folder, resolve_stages
     from jobs.reward_study import make_variants
-    from jobs.stages import demo_of, load_beside, make_reviser, make_stages, resolve_folder, resolve_stages
     from jobs.train_policy import begin_folder, policy_roles, read_data
     from t2g.tasks.base import get_task
 

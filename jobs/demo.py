@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jobs.cli import main, stop_flag, stopped
+from jobs.common.cli import main, stop_flag, stopped
 from t2g.config import DataConfig, DemoJob, FeedbackConfig, Placement, PolicyJob, ProcessConfig, RunConfig
 from t2g.config.describe import describe_demo
 from t2g.errors import RunStopped
@@ -25,7 +25,7 @@ SOURCE_SHARE = "feedback/source/reward_model"
 
 def arm_job(demo: DemoJob, arm: Placement) -> PolicyJob:
     """One arm: the demo's settings with its placement of the rewards."""
-    from jobs.stages import WORLD, base_model, reward_model
+    from jobs.common.stages import WORLD, base_model, reward_model
 
     folder = demo.run.folder
     rewards = demo.objective.rewards.model_copy(update={"placement": arm})
@@ -96,8 +96,8 @@ def table(summary: dict[str, Any]) -> str:
 
 def run(demo: DemoJob) -> int:
     """All stages that are not there yet, then the arms. 0 when done, 143 when SIGTERM ended it."""
-    from jobs.fleets import Fleets, on_cluster
-    from jobs.stages import make_stages
+    from jobs.common.fleets import Fleets, on_cluster
+    from jobs.common.stages import make_stages
     from jobs.train_policy import finished, read_data, train
 
     started = time.monotonic()

@@ -89,7 +89,7 @@ def doctor(arguments: argparse.Namespace) -> int:
 
     from actors.cluster.nodes import look_at_nodes, pending_groups
     from actors.cluster.placement import connect
-    from jobs.fleets import feedback_roles
+    from jobs.common.fleets import feedback_roles
     from jobs.train_policy import policy_roles
     from t2g.config import ClusterConfig
     from t2g.deploy.doctor import findings

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from jobs.cli import execute, job_parser
+from jobs.common.cli import execute, job_parser
 from jobs.train_sft import begin_folder
 from t2g.config import EvaluateJob, ScoreJob
 from t2g.errors import UserError
@@ -122,7 +122,7 @@ def as_trained(config: Served) -> Served:
 @contextmanager
 def connected_model(config: ScoreJob) -> "Iterator[ServedModel]":
     """The reward model of `config`, serving, on the cluster of `config`; both end with the block."""
-    from jobs.fleets import Fleets, feedback_roles, on_cluster
+    from jobs.common.fleets import Fleets, feedback_roles, on_cluster
     from t2g.tasks.base import get_task
 
     task = get_task(config.task)

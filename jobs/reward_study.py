@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from jobs.cli import main
+from jobs.common.cli import main
 from t2g.config import DataConfig, DemoJob, ModelConfig, RewardJob, RunConfig, StudyJob, StyleConfig
 from t2g.config.describe import describe_study
 from t2g.runs.checkpoint import write_atomic
@@ -137,7 +137,7 @@ def dense_path(study: StudyJob, sparse: DataConfig) -> Path:
 # ----------------------------------------------------------------------------------------------------------- trainings
 def variant_job(study: StudyJob, demo: DemoJob, variant: str, seed: int) -> RewardJob:
     """The demo's reward job with the study's epochs, weights of the seed, and the variant's style, records and loss."""
-    from jobs.stages import reward_job
+    from jobs.common.stages import reward_job
 
     job, folder = reward_job(demo), study.run.folder
     style, weighted = VARIANTS[variant]
@@ -157,8 +157,8 @@ def variant_job(study: StudyJob, demo: DemoJob, variant: str, seed: int) -> Rewa
 
 def run_variant(demo: DemoJob, job: RewardJob) -> dict[str, float]:
     """Train and measure one model. Its engine ends with it: twelve would not fit into memory."""
-    from jobs.fleets import Fleets
-    from jobs.stages import base_model, reward_job
+    from jobs.common.fleets import Fleets
+    from jobs.common.stages import base_model, reward_job
     from jobs.train_reward import read_data, train_and_judge
     from t2g.data.tokenizer import load_tokenizer
     from t2g.tasks.tiny.assets import build_reward_model
@@ -176,8 +176,8 @@ def make_variants(
     study: StudyJob, demo: DemoJob, wanted: Sequence[tuple[str, int]]
 ) -> dict[tuple[str, int], dict[str, Any]]:
     """The trainings of these variants and seeds that are not there yet; the metrics of all. Ray must be connected."""
-    from jobs.fleets import Fleets
-    from jobs.stages import make_records, once, reward_job
+    from jobs.common.fleets import Fleets
+    from jobs.common.stages import make_records, once, reward_job
 
     jobs = {(variant, seed): variant_job(study, demo, variant, seed) for variant, seed in wanted}
     with Fleets() as fleets:
@@ -187,8 +187,8 @@ def make_variants(
 
 
 def run(study: StudyJob) -> None:
-    from jobs.fleets import on_cluster
-    from jobs.stages import load_beside
+    from jobs.common.fleets import on_cluster
+    from jobs.common.stages import load_beside
     from t2g.runs.versions import versions
 
     demo = load_beside(DemoJob, study.stages, study)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobs.cli import execute, job_parser
+from jobs.common.cli import execute, job_parser
 from jobs.evaluate import as_trained, connected_model
 from t2g.config import ScoreJob
 from t2g.errors import RunStopped, UserError

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from jobs.cli import StopFlag, main, sole_process, stop_flag, stopped
+from jobs.common.cli import StopFlag, main, sole_process, stop_flag, stopped
 from jobs.train_sft import check_folder
 from t2g.config import PolicyJob, ProcessConfig, loading
 from t2g.config.describe import describe_policy
@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # numpy, torch and Ray are imported by the functions that nee
     from actors.engines.rollout import RolloutFleet
     from actors.learner.learner import LearnerGroup
     from actors.learner.parts import LearnerSpec
-    from jobs.steering import Steering
+    from jobs.common.steering import Steering
     from t2g.interfaces import FeedbackSource
     from t2g.loop.state import TrainerState
     from t2g.tasks.base import Task
@@ -88,7 +88,7 @@ def train(
     rollouts: engines of the same model. after: called once all steps are done, while the learner lives and the engines
     have its weights; a run whose `after` did not return is not finished.
     """
-    from jobs.steering import Steering
+    from jobs.common.steering import Steering
 
     steering = Steering(config, rollouts, feedback)
     attempt = partial(one_learner, config, data, rollouts, feedback, steering, stop, after)
@@ -192,7 +192,7 @@ def learner_spec(config: PolicyJob) -> "LearnerSpec":
 
 
 def policy_roles(config: PolicyJob) -> dict[str, ProcessConfig]:
-    """The resources of engines and ranks by config section; `jobs.fleets.feedback_roles` has those of the feedback."""
+    """The resources of engines and ranks by config section; `jobs.common.fleets.feedback_roles` has those of the feedback."""
     return {"rollout": config.rollout} | config.learner.roles(config.objective)
 
 
@@ -270,8 +270,8 @@ def smoke_words(config: PolicyJob, summary: dict[str, Any]) -> str:
 
 def run(asked: PolicyJob) -> int:
     """Connect, start the fleets, train. 0 when done, 128 + its number when a signal ended the run."""
-    from jobs.fleets import Fleets, feedback_roles, on_cluster
-    from jobs.stages import demo_of, make_stages, resolve_stages
+    from jobs.common.fleets import Fleets, feedback_roles, on_cluster
+    from jobs.common.stages import demo_of, make_stages, resolve_stages
 
     demo = demo_of(asked)
     config = resolve_stages(smoke_config(asked) if asked.run.smoke else asked, demo)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ValidationError
 
 from jobs.annotate import DONE_FILE
-from jobs.cli import main
+from jobs.common.cli import main
 from jobs.train_sft import LEFTOVERS, MODEL, check_folder, supervise, work_folder
 from t2g.config import FeedbackConfig, RewardJob, StyleConfig
 from t2g.config.describe import describe_reward
@@ -25,7 +25,7 @@ from t2g.errors import UserError
 from t2g.runs.checkpoint import write_atomic
 
 if TYPE_CHECKING:
-    from jobs.fleets import Fleets
+    from jobs.common.fleets import Fleets
     from t2g.data.records import AnnotatedRecord
     from t2g.data.sft import SFTExample
     from t2g.study.reward_eval import JudgedRecord
@@ -122,7 +122,7 @@ def train_and_judge(config: RewardJob, data: RewardData, fleets: "Fleets", *, to
 
 def run(config: RewardJob) -> None:
     from actors.cluster.placement import connect
-    from jobs.fleets import Fleets
+    from jobs.common.fleets import Fleets
 
     check_folder(config, *LEFTOVERS)
     data = read_data(config)

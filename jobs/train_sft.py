@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobs.cli import main
+from jobs.common.cli import main
 from t2g.config import JobConfig, RewardJob, RunConfig, SFTJob, loading
 from t2g.config.describe import describe_sft
 from t2g.errors import UserError

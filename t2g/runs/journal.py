@@ -32,7 +32,7 @@ def read_journal(path: Path) -> list[AnnotatedRecord]:
 
 
 class Journal:
-    """The end of a journal. One process writes, see `jobs.cli.sole_process`; the file begins with the first record."""
+    """The end of a journal. One process writes, see `jobs.common.cli.sole_process`; the file begins with the first record."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

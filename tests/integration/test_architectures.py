@@ -12,8 +12,8 @@ from models import random_model
 
 from actors.cluster.placement import connect
 from actors.engines.rollout import RolloutFleet
-from jobs.cli import StopFlag
-from jobs.fleets import Fleets
+from jobs.common.cli import StopFlag
+from jobs.common.fleets import Fleets
 from jobs.train_policy import read_data, train
 from t2g.config import PolicyJob
 from t2g.data.prompts import make_prompts

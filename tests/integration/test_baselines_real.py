@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import pytest
 from sft_runs import two_cpus
 
-from jobs.baselines import run_baseline
-from jobs.cli import StopFlag
-from jobs.fleets import Fleets
+from jobs.common.baselines import run_baseline
+from jobs.common.cli import StopFlag
+from jobs.common.fleets import Fleets
 from jobs.train_policy import read_data
 from t2g.config import PolicyJob, WorldConfig
 from t2g.runs.metrics import METRICS_FILE, read_records

@@ -27,8 +27,8 @@ from stub_engines import BREAK_SYNC, SLOW, BreakableRollout, StubReward, StubRol
 from actors.cluster.placement import check_places
 from actors.engines.reward import RewardFleet
 from actors.engines.rollout import RolloutFleet
-from jobs.cli import StopFlag
-from jobs.fleets import feedback_roles
+from jobs.common.cli import StopFlag
+from jobs.common.fleets import feedback_roles
 from jobs.train_policy import begin_folder, policy_roles, read_data, train
 from t2g.config import PolicyJob, loading
 from t2g.loop.scaling import PATIENCE, STARVING

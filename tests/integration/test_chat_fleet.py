@@ -16,7 +16,7 @@ from models import bigram_model
 
 from actors.cluster.placement import connect
 from actors.engines.chat import ChatFleet
-from jobs.fleets import Fleets, feedback_roles
+from jobs.common.fleets import Fleets, feedback_roles
 from t2g.config import AnnotateConfig, ClusterConfig, JobConfig, LLMConfig, RewardEngineConfig
 from t2g.data.tokenizer import encode_chat, load_tokenizer
 from t2g.errors import UserError

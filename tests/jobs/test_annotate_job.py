@@ -24,7 +24,7 @@ from jobs.annotate import (
     needs_cluster,
     read_samples,
 )
-from jobs.cli import StopFlag, sole_process
+from jobs.common.cli import StopFlag, sole_process
 from t2g.config import AnnotateJob
 from t2g.config.loading import load
 from t2g.data.tokenizer import load_tokenizer

@@ -14,7 +14,7 @@ import pytest
 from fake_endpoint import FakeEndpoint, Reply, answer, completion, fake_endpoint, says, span
 
 from jobs.annotate import ANNOTATED_FILE, DONE_FILE, HELDOUT_FILE, JOURNAL_FILE, TRAIN_FILE, describe, run
-from jobs.cli import main
+from jobs.common.cli import main
 from t2g.config import AnnotateJob
 
 ROOT = Path(__file__).parents[2]

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from fakes import FakeFeedback, FakeRollouts, letter_prompts, letter_tokenizer
 
-from jobs.baselines import run_baseline
-from jobs.cli import StopFlag
-from jobs.fleets import Fleets
+from jobs.common.baselines import run_baseline
+from jobs.common.cli import StopFlag
+from jobs.common.fleets import Fleets
 from jobs.train_policy import PolicyData
 from t2g.config import ModelConfig, PolicyJob, RolloutConfig
 from t2g.errors import RunStopped, Stopped, UserError

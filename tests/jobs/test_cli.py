@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.cli import main, stop_flag
+from jobs.common.cli import main, stop_flag
 from t2g.config import DemoJob, PolicyJob, RunConfig
 from t2g.config.loading import load
 from t2g.errors import RunStopped, UserError
@@ -116,7 +116,7 @@ def test_help_lists_every_section_with_the_defaults_that_hold(capsys: pytest.Cap
 
 
 def test_help_answers_within_a_second_of_processor_time() -> None:
-    code = "from jobs.cli import main; from t2g.config import PolicyJob; main(PolicyJob, None, None, ['--help'])"
+    code = "from jobs.common.cli import main; from t2g.config import PolicyJob; main(PolicyJob, None, None, ['--help'])"
     spent = []
     for _ in range(3):  # the best of three: a busy machine makes processor time dearer, too
         before = os.times()
@@ -135,7 +135,7 @@ def child(code: str) -> subprocess.Popen[str]:
 
 LOOP = """
 import signal, time
-from jobs.cli import stop_flag
+from jobs.common.cli import stop_flag
 stop = stop_flag()
 assert not stop
 print("ready", flush=True)

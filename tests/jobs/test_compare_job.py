@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from jobs import compare as job_module
-from jobs.cli import StopFlag
+from jobs.common.cli import StopFlag
+from jobs.common.targeting import make_reference, measure_targeting, reference_sampling, sample_and_judge
 from jobs.compare import (
     Session,
     check_methods,
@@ -20,7 +21,6 @@ from jobs.compare import (
     study_models,
     study_of,
 )
-from jobs.targeting import make_reference, measure_targeting, reference_sampling, sample_and_judge
 from jobs.train_policy import PolicyData, begin_folder
 from t2g.config import CompareJob, PolicyJob, StyleConfig, loading
 from t2g.config.describe import describe_compare

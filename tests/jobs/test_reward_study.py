@@ -6,6 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from jobs import reward_study
+from jobs.common.stages import demo_of, once, reward_job
 from jobs.reward_study import (
     COLUMNS,
     VARIANTS,
@@ -15,7 +16,6 @@ from jobs.reward_study import (
     variant_job,
     write_dense,
 )
-from jobs.stages import demo_of, once, reward_job
 from t2g.config import DataConfig, StudyJob, StyleConfig, loading
 from t2g.data.records import load_annotated, read_record, write_annotated
 from t2g.errors import UserError

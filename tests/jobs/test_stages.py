@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from jobs.common.stages import demo_of, once, resolve_stages
 from jobs.demo import arm_job, check_sources, held_out_facts, table
-from jobs.stages import demo_of, once, resolve_stages
 from t2g.config import DemoJob, PolicyJob, WorldConfig, loading
 from t2g.errors import RunStopped, UserError
 
@@ -30,7 +30,7 @@ def test_the_tiny_policy_job_is_the_span_arm_of_the_demo(tmp_path: Path) -> None
 def test_the_stages_of_a_job_need_no_root_of_their_own(tmp_path: Path) -> None:
     root = tmp_path / "a: b"
     script = (
-        "import pathlib, sys\nfrom jobs.stages import demo_of\n"
+        "import pathlib, sys\nfrom jobs.common.stages import demo_of\n"
         "from t2g import configio\nfrom t2g.config import PolicyJob\n"
         "print(demo_of(loading.load(PolicyJob, pathlib.Path(sys.argv[1]), [sys.argv[2]])).run.folder)"
     )

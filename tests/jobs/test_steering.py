@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jobs.steering import Steering
+from jobs.common.steering import Steering
 from t2g.config import PolicyJob, loading
 from t2g.errors import RunStopped
 from t2g.runs.control import Wanted, read_status, write_wanted

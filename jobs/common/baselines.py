@@ -10,7 +10,7 @@ The same base policy, prompts, seeds, feedback source, number of samples and eva
 
 The reviser of the latter two is the policy itself, asked through `Task.revise_messages`, or another model. In the tiny
 world it must be another: a base policy of a million random weights never read a critique, so one is taught to revise by
-the world's own corrections (`jobs.stages.make_reviser`, `t2g.tasks.tiny.revision`). There, both baselines know how a
+the world's own corrections (`jobs.common.stages.make_reviser`, `t2g.tasks.tiny.revision`). There, both baselines know how a
 critique is followed before they begin, which PPO does not.
 
 Called by jobs.compare. A finished run is kept; one that is not finished starts again.
@@ -26,8 +26,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jobs.cli import StopFlag, sole_process
-from jobs.fleets import Fleets
+from jobs.common.cli import StopFlag, sole_process
+from jobs.common.fleets import Fleets
 from jobs.train_policy import PolicyData, begin_folder, finished, write_summary
 from t2g.config import ModelConfig, PolicyJob, RolloutConfig
 from t2g.data.sft import SFTExample, count_steps

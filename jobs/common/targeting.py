@@ -10,8 +10,8 @@ import numpy as np
 
 from actors.engines.rollout import RolloutFleet
 from actors.learner.learner import LearnerGroup, LearnerSpec
-from jobs.fleets import Fleets
-from jobs.stages import once
+from jobs.common.fleets import Fleets
+from jobs.common.stages import once
 from jobs.train_policy import PolicyData
 from t2g.config import CompareJob, ModelConfig, PolicyJob
 from t2g.interfaces import FeedbackSource, Sampling

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jobs.annotate import annotate_data
-from jobs.fleets import Fleets
+from jobs.common.fleets import Fleets
 from jobs.train_reward import read_data, train_reward
 from jobs.train_sft import supervise, train_sft
 from t2g.config import (
@@ -103,7 +103,7 @@ def make_reviser(demo: DemoJob) -> dict[str, Any]:
 
 
 def reviser_job(demo: DemoJob) -> SFTJob:
-    window = demo.rollout.max_model_len + demo.reward_engine.max_model_len  # as jobs.baselines serves it
+    window = demo.rollout.max_model_len + demo.reward_engine.max_model_len  # as jobs.common.baselines serves it
     return SFTJob(
         **_stage(demo, REVISER),
         model=base_model(demo),
