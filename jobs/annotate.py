@@ -23,7 +23,7 @@ from jobs.train_sft import begin_folder, check_folder
 from t2g.config import AnnotateJob, ProcessConfig
 from t2g.config.describe import describe_annotate
 from t2g.errors import RunStopped, Stopped, UserError
-from t2g.runs.checkpoint import write_atomic
+from t2g.files import write_atomic
 
 if TYPE_CHECKING:
     from jobs.common.fleets import Fleets

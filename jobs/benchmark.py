@@ -159,7 +159,7 @@ async def until_started(fleet: "RolloutFleet", number: int, *, timeout_s: float)
 
 def write(folder: Path, results: dict[str, Any]) -> None:
     """benchmark.json, benchmark.md and the terminal."""
-    from t2g.runs.checkpoint import write_atomic
+    from t2g.files import write_atomic
 
     text = tables(results)
     write_atomic(folder / "benchmark.json", json.dumps(results, indent=1).encode())

@@ -284,8 +284,8 @@ def run(asked: CompareJob) -> int:
 
 def finish(job: CompareJob, search: dict[str, Any]) -> None:
     """compare.json, compare.md, curves.svg and report.html."""
+    from t2g.files import write_atomic
     from t2g.report.comparison_page import write_comparison
-    from t2g.runs.checkpoint import write_atomic
     from t2g.runs.versions import versions
     from t2g.study.comparison import summarise, summarise_noise, table
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from jobs.common.cli import main
 from t2g.config import DataConfig, DemoJob, ModelConfig, RewardJob, RunConfig, StudyJob, StyleConfig
 from t2g.config.describe import describe_study
-from t2g.runs.checkpoint import write_atomic
+from t2g.files import write_atomic
 from t2g.sandbox import SandboxConfig
 from t2g.study.intervals import half_interval
 

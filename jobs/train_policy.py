@@ -192,7 +192,7 @@ def learner_spec(config: PolicyJob) -> "LearnerSpec":
 
 
 def policy_roles(config: PolicyJob) -> dict[str, ProcessConfig]:
-    """The resources of engines and ranks by config section; `jobs.common.fleets.feedback_roles` has those of the feedback."""
+    """The resources of engines and ranks by config section; `feedback_roles` has those of the feedback."""
     return {"rollout": config.rollout} | config.learner.roles(config.objective)
 
 
@@ -216,8 +216,8 @@ def finished(config: PolicyJob) -> dict[str, Any] | None:
 
 def write_summary(config: PolicyJob, *, seconds: float) -> dict[str, Any]:
     """summary.json and report.html of a finished run, from what the run wrote."""
+    from t2g.files import write_atomic
     from t2g.report.run_page import SUMMARY_FILE, report_run
-    from t2g.runs.checkpoint import write_atomic
     from t2g.runs.metrics import METRICS_FILE, UNLABELLED_SHARE, held_out, read_records
     from t2g.runs.versions import versions
 

@@ -22,7 +22,7 @@ from jobs.train_sft import LEFTOVERS, MODEL, check_folder, supervise, work_folde
 from t2g.config import FeedbackConfig, RewardJob, StyleConfig
 from t2g.config.describe import describe_reward
 from t2g.errors import UserError
-from t2g.runs.checkpoint import write_atomic
+from t2g.files import write_atomic
 
 if TYPE_CHECKING:
     from jobs.common.fleets import Fleets

@@ -26,7 +26,7 @@ SLOW, SLOW_S = "slow", 3.0
 
 
 class StubRolloutWorker:
-    """The methods of `actors.engines.rollout.RolloutWorker`. A file BREAK_SYNC in the model's folder makes the first worker
+    """The methods of `RolloutWorker`. A file BREAK_SYNC in the model's folder makes the first worker
     that sees it fail half way through a weight sync, and is gone then; while SLOW is there, a request takes SLOW_S."""
 
     def __init__(
@@ -90,7 +90,7 @@ class StubRolloutWorker:
 
 
 class StubRewardWorker:
-    """The methods of `actors.engines.reward.RewardWorker`: the first character of a response is good, the last one is poor."""
+    """The methods of `RewardWorker`: the first character of a response is good, the last one is poor."""
 
     def __init__(self, config: Any, task: Any, seed: int, version: str) -> None:
         self._version = version

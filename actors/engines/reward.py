@@ -23,7 +23,7 @@ from t2g.feedback.grammar import answer_grammar
 from t2g.feedback.offsets import decode
 from t2g.feedback.parse import begun_answer, no_feedback, parse_answer
 from t2g.feedback.reward_prompt import build_feedback_prompt
-from t2g.runs.checkpoint import weights_version
+from t2g.files import weights_version
 from t2g.tasks.base import Task
 from t2g.types import Prompt, SpanFeedback
 

@@ -1,6 +1,6 @@
 """The learner: policy and critic on ZeRO-3 ranks, one Ray actor per rank, in one group or in two.
 
-`LearnerWorker` is one rank, a plain class all of whose calls are collectives; it holds the parts (`actors.learner.parts`) of
+`LearnerWorker` is one rank, a plain class all of whose calls are collectives; it holds the parts (`parts`) of
 its group. `LearnerGroup` is the driver's side and implements `t2g.interfaces.Learner` and
 `actors.weights.sync.WeightOwner`. It makes each call once per part, to the ranks that hold it: nothing here depends on
 whether policy and critic share their ranks, and where they do not both work at the same time.

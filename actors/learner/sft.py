@@ -1,6 +1,6 @@
 """Supervised training under Ray Train, as its driver sees it: start the ranks, follow them, keep what they wrote.
 
-The policy's fine-tuning and the span reward model's training are this one function; a rank is `actors.learner.sft_rank`.
+The policy's fine-tuning and the span reward model's training are this one function; a rank is `sft_rank`.
 """
 
 import hashlib
@@ -26,7 +26,8 @@ from actors.learner.sft_rank import CHECKPOINTS, LABEL, REPORT_EVERY, RankJob, S
 from t2g.config import ClusterConfig, ModelConfig, SFTOptions
 from t2g.data.sft import SFTExample
 from t2g.errors import RunStopped, UserError
-from t2g.runs.checkpoint import CheckpointStore, write_atomic
+from t2g.files import write_atomic
+from t2g.runs.checkpoint import CheckpointStore
 
 DRIVER_GRACE_S = 30.0  # the deadline of the ranks' collectives comes first: they know where they stand
 POLL_S = 0.2  # between two looks at the ranks' reports

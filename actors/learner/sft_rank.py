@@ -1,6 +1,6 @@
 """One rank of supervised training: weighted cross-entropy on the targets, a ZeRO-3 engine, a Hugging Face folder out.
 
-Runs inside a Ray Train worker; `actors.learner.sft` starts it, `t2g.data.sft` plans the batches, `actors.learner.zero3` is DeepSpeed.
+Runs inside a Ray Train worker; `sft` starts it, `t2g.data.sft` plans the batches, `zero3` is DeepSpeed.
 """
 
 import os

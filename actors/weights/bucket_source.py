@@ -1,6 +1,6 @@
 """Where the buckets of a version come from: from the learner, and once more from what is held of it.
 
-With the transports ipc and nccl (`actors.weights.transports`) nothing is held: the learner sends again, as long as it has that
+With the transports ipc and nccl (`transports`) nothing is held: the learner sends again, as long as it has that
 version. Each broadcast has a group of its own, so that nobody waits for an engine that has gone.
 """
 

@@ -1,7 +1,7 @@
 """Weights from the learner group into every rollout engine: sent by version, checked by hashes, proved by a probe.
 
-The way of one version: the learner announces names and shapes and streams buckets (`actors.weights.buckets`), every worker
-hands them to its engine (`actors.engines.engine`), and each then scores the same 64 tokens and must agree with the learner,
+The way of one version: the learner announces names and shapes and streams buckets (`buckets`), every worker
+hands them to its engine (`engines.engine`), and each then scores the same 64 tokens and must agree with the learner,
 since vLLM does not notice a bad sync. A worker that dies, is late or disagrees drops out of the round, and nobody
 waits for it: it is STALE, and catches up with the same buckets (`actors.weights.bucket_source`).
 """

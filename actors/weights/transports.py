@@ -2,7 +2,7 @@
 
 ipc: every rank packs it into memory of its own GPU, from where the engine on that GPU copies it. nccl: rank 0
 broadcasts it to the engines of the round, with vLLM's packed broadcast. The engines' side is vLLM's own, see
-`actors.weights.vllm_plugin`. vLLM's trainer-side classes are not used: they drive all engines at once without a deadline.
+`vllm_plugin`. vLLM's trainer-side classes are not used: they drive all engines at once without a deadline.
 Nothing of what was sent remains: to send again is to gather again.
 """
 

@@ -2,7 +2,7 @@
 
 The same base policy, prompts, seeds, feedback source, number of samples and evaluation:
 
-    dpo         the samples of all steps, from the base; of each prompt the better against the worse; `actors.learner.dpo`
+    dpo         the samples of all steps, from the base; of each prompt the better against the worse; `learner.dpo`
     ilf         imitation learning from language feedback (Scheurer et al., arXiv 2303.16755): of the samples of a
                 prompt one is a response and the others are revisions of it, written with its critique in view; the
                 base is fine-tuned on the best of these
@@ -10,7 +10,7 @@ The same base policy, prompts, seeds, feedback source, number of samples and eva
 
 The reviser of the latter two is the policy itself, asked through `Task.revise_messages`, or another model. In the tiny
 world it must be another: a base policy of a million random weights never read a critique, so one is taught to revise by
-the world's own corrections (`jobs.common.stages.make_reviser`, `t2g.tasks.tiny.revision`). There, both baselines know how a
+the world's own corrections (`stages.make_reviser`, `tasks.tiny.revision`). There, both baselines know how a
 critique is followed before they begin, which PPO does not.
 
 Called by jobs.compare. A finished run is kept; one that is not finished starts again.
@@ -33,8 +33,8 @@ from t2g.config import ModelConfig, PolicyJob, RolloutConfig
 from t2g.data.sft import SFTExample, count_steps
 from t2g.data.tokenizer import load_tokenizer
 from t2g.errors import Stopped, UserError
+from t2g.files import write_atomic
 from t2g.interfaces import RolloutSource
-from t2g.runs.checkpoint import write_atomic
 from t2g.runs.metrics import RunLog
 from t2g.runs.progress import stage
 from t2g.study import baselines

@@ -31,7 +31,7 @@ from t2g.tasks.base import Task
 
 @contextmanager
 def on_cluster(config: ClusterConfig, roles: Mapping[str, ProcessConfig]) -> Iterator[None]:
-    """Ray, connected with room for `roles` (see `actors.cluster.placement.connect`); the connection ends with the block."""
+    """Ray, connected with room for `roles` (see `placement.connect`); the connection ends with the block."""
     connect(config, roles)
     try:
         yield

@@ -36,7 +36,7 @@ from t2g.config import (
 )
 from t2g.data.tokenizer import load_tokenizer
 from t2g.errors import UserError
-from t2g.runs.checkpoint import write_atomic
+from t2g.files import write_atomic
 
 AnyJob = TypeVar("AnyJob", bound=PolicyJob)
 Beside = TypeVar("Beside", DemoJob, StudyJob)

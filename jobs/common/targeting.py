@@ -14,9 +14,9 @@ from jobs.common.fleets import Fleets
 from jobs.common.stages import once
 from jobs.train_policy import PolicyData
 from t2g.config import CompareJob, ModelConfig, PolicyJob
+from t2g.files import write_atomic
 from t2g.interfaces import FeedbackSource, Sampling
 from t2g.loop.sampling import sampling_of
-from t2g.runs.checkpoint import write_atomic
 from t2g.study import targeting
 from t2g.study.arms import arm_job
 from t2g.types import Prompt, Rollout, SpanFeedback
@@ -116,7 +116,7 @@ def measure_exported(
 async def criticised_again(
     reference: Sequence[targeting.Reference], sampling: Sampling, rollouts: RolloutFleet, feedback: FeedbackSource
 ) -> dict[str, Any]:
-    """`t2g.study.targeting.returns`, by what this one source says of both responses: an ablation's reward model quotes in its
+    """`targeting.returns`, by what this one source says of both responses: an ablation's reward model quotes in its
     own way.
     """
     before = await asyncio.gather(*(feedback.judge(r.prompt, r.rollout.response_text) for r in reference))

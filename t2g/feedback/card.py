@@ -14,7 +14,7 @@ from t2g.config import Section, StyleConfig
 from t2g.config.words import first_problem
 from t2g.errors import UserError
 from t2g.feedback.reward_prompt import prompt_version
-from t2g.runs.checkpoint import write_atomic
+from t2g.files import write_atomic
 from t2g.tasks.base import Task
 
 CARD_FILE = "span_reward.json"

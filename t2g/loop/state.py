@@ -12,8 +12,8 @@ import xxhash
 from t2g.config import PolicyJob
 from t2g.config.loading import flat, may_differ
 from t2g.errors import UserError
+from t2g.files import weights_version
 from t2g.interfaces import FeedbackSource
-from t2g.runs.checkpoint import weights_version
 from t2g.types import Prompt
 
 

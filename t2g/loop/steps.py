@@ -165,7 +165,7 @@ def step_metrics(
     kl: float,
     kl_coef: float,
 ) -> dict[str, float]:
-    """What the driver knows of a step; the names are those of `t2g.runs.metrics`. Shares are of tokens or of samples."""
+    """What the driver knows of a step; the names are those of `runs.metrics`. Shares are of tokens or of samples."""
     deltas = np.concatenate([s.token_rewards for s in scored])
     gaps = np.concatenate([t.old_logprobs - s.rollout.rollout_logprobs for s, t in zip(scored, stats, strict=True)])
     quotes = sum(f.num_quotes for _, _, f in pairs)

@@ -6,9 +6,9 @@ from typing import Any
 
 from markupsafe import Markup
 
+from t2g.files import write_atomic
 from t2g.report.curves import DASHES, HEIGHT, STYLES, WIDTH, Series, line_chart
 from t2g.report.html import render_page
-from t2g.runs.checkpoint import write_atomic
 from t2g.study.comparison import Run, spread
 from t2g.study.intervals import interval
 

@@ -11,10 +11,10 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from t2g.files import write_atomic
 from t2g.report.curves import DASHES, Series, line_chart
 from t2g.report.segments import Segment, printable, segments
 from t2g.runs import metrics as m
-from t2g.runs.checkpoint import write_atomic
 from t2g.runs.progress import duration
 from t2g.types import Span, SpanFeedback
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from t2g.data.records import AnnotatedRecord
+from t2g.files import write_atomic
 from t2g.report.html import answer, pane, render_page
 from t2g.report.segments import printable
-from t2g.runs.checkpoint import write_atomic
 from t2g.study import reward_eval
 from t2g.types import SpanFeedback
 

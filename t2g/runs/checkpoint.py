@@ -11,23 +11,18 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from t2g.errors import UserError
+from t2g.files import FULL, TEMPORARY, entry, sync_path, write_atomic
 
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
 SCORE = "t2g_score.json"
-_TEMPORARY = ".tmp-"
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_BELOW_BYTES = 1 << 20  # a writer that hides the errno (torch's zip writer) is believed to be out of space below
 
 
@@ -89,11 +84,11 @@ class CheckpointStore:
         if final.exists():
             shutil.rmtree(final)  # sealed, but the run ended before the link was moved
         self._write_sealed(final, export_all, f"the best policy of step {step}")
-        link = self.folder / f"{_TEMPORARY}best-link"
+        link = self.folder / f"{TEMPORARY}best-link"
         link.unlink(missing_ok=True)
         link.symlink_to(final.name)
         link.replace(self.folder / "best")
-        _sync_path(self.folder)
+        sync_path(self.folder)
         for old in self.folder.glob("best-*"):
             if old != final:
                 shutil.rmtree(old)
@@ -116,10 +111,10 @@ class CheckpointStore:
     def _write_sealed(self, final: Path, fill: Callable[[Path], None], what: str) -> None:
         """`fill` a sibling of `final`, bring it to the disk with its manifest, then rename it."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for left_over in self.folder.glob(f"{_TEMPORARY}*-*"):
+        for left_over in self.folder.glob(f"{TEMPORARY}*-*"):
             if left_over.is_dir() and not left_over.is_symlink():
                 shutil.rmtree(left_over)
-        temporary = self.folder / f"{_TEMPORARY}{final.name}"
+        temporary = self.folder / f"{TEMPORARY}{final.name}"
         temporary.mkdir()
         try:
             fill(temporary)
@@ -131,7 +126,7 @@ class CheckpointStore:
                 raise UserError(self._full_sentence(what, free)) from error
             raise
         temporary.rename(final)
-        _sync_path(self.folder)
+        sync_path(self.folder)
 
     def _full_sentence(self, what: str, free: int) -> str:
         last = self.latest()
@@ -142,63 +137,11 @@ class CheckpointStore:
         )
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Replace `path` by `data` at once: a reader, or a crash, finds the old content or the new one, never a part.
-
-    Raises UserError when the disk is full; the old content then stands.
-    """
-    temporary = path.with_name(f"{_TEMPORARY}{path.name}")
-    with full_disk_in_words(path):
-        try:
-            with temporary.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
-        temporary.replace(path)
-        _sync_path(path.parent)
-
-
-def weights_version(model: str, revision: str | None) -> str:
-    """A text that changes with a model's weights: its revision, else a hash of the safetensors in its folder.
-
-    Reads them all, once in a process. A name on the hub without a revision is "unpinned": what it gives may change, and
-    nobody would see.
-    """
-    files = sorted(Path(model).glob("*.safetensors"))
-    if revision or not files:
-        return revision or "unpinned"
-    return _hash_of(tuple((file.resolve(), file.stat().st_size, file.stat().st_mtime_ns) for file in files))
-
-
-@cache
-def _hash_of(files: tuple[tuple[Path, int, int], ...]) -> str:
-    """files: each with its size and time of change."""
-    return xxhash.xxh3_64_hexdigest("".join(_entry(file)["xxh3"] for file, _, _ in files).encode())
-
-
-@contextmanager
-def full_disk_in_words(path: Path) -> Iterator[None]:
-    """What the block writes to `path` does not fit on the disk: UserError with file, folder and what is left."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _FULL:
-            raise
-        free = shutil.disk_usage(path.parent).free
-        raise UserError(
-            f"{path.name} does not fit on the disk of {path.parent} ({free / 2**20:.0f} MiB left; what was written "
-            "before is kept): free some space, then start the same command again"
-        ) from error
-
-
 def _seal(folder: Path) -> None:
     """Bring every file to the disk and write their sizes and hashes into the manifest, which comes last."""
-    files = {str(path.relative_to(folder)): _entry(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+    files = {str(path.relative_to(folder)): entry(path) for path in sorted(folder.rglob("*")) if path.is_file()}
     for path in folder.rglob("*"):
-        _sync_path(path)
+        sync_path(path)
     write_atomic(folder / MANIFEST, json.dumps({"files": files}, indent=1).encode())
 
 
@@ -207,7 +150,7 @@ def _fault(folder: Path) -> str | None:
     try:
         files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
         for name, expected in files.items():
-            if _entry(folder / name) != expected:
+            if entry(folder / name) != expected:
                 return f"{name} differs from {MANIFEST}"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
@@ -216,27 +159,10 @@ def _fault(folder: Path) -> str | None:
     return None if STATE in files else f"{STATE} is missing"
 
 
-def _entry(path: Path) -> dict[str, Any]:
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return {"bytes": path.stat().st_size, "xxh3": digest.hexdigest()}
-
-
-def _sync_path(path: Path) -> None:
-    """fsync of a file, or of a folder, without which a rename may not survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _says_full(error: BaseException | None) -> bool:
     """A full disk, also when another process met it: then only the words of the error cross."""
     while error is not None:
-        if getattr(error, "errno", None) in _FULL or os.strerror(errno.ENOSPC) in str(error):
+        if getattr(error, "errno", None) in FULL or os.strerror(errno.ENOSPC) in str(error):
             return True
         error = error.__cause__ or error.__context__
     return False

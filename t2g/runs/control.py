@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError
 from t2g.config import PolicyJob, Section, WorkersConfig, loading
 from t2g.config.words import first_problem
 from t2g.errors import UserError
-from t2g.runs.checkpoint import write_atomic
+from t2g.files import write_atomic
 
 logger = logging.getLogger(__name__)
 

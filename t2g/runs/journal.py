@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from t2g.config.words import first_problem
 from t2g.data.records import AnnotatedRecord
 from t2g.errors import UserError
-from t2g.runs.checkpoint import full_disk_in_words
+from t2g.files import full_disk_in_words
 
 
 def read_journal(path: Path) -> list[AnnotatedRecord]:
@@ -32,7 +32,7 @@ def read_journal(path: Path) -> list[AnnotatedRecord]:
 
 
 class Journal:
-    """The end of a journal. One process writes, see `jobs.common.cli.sole_process`; the file begins with the first record."""
+    """The end of a journal. One process writes, see `sole_process`; the file begins with the first record."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,6 +1,6 @@
 """The three baselines that are not PPO, written against the Protocols: what is asked of whom, in which order.
 
-Who serves a model and who trains one is given by the caller (`jobs.common.baselines`); pairs, revisions and settings are made
+Who serves a model and who trains one is given by the caller (`jobs.common`); pairs, revisions and settings are made
 in `t2g.study.baselines`. `stop` ends a run by the exception Stopped.
 """
 

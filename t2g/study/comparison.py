@@ -16,7 +16,7 @@ from t2g.study.intervals import Interval, interval
 WINDOW = 3  # evaluations in a score, and in a point of a smoothed curve
 SCALAR = "scalar"
 TARGETING = ("criticised", "praised", "unmentioned", "difference", "returns")
-STEP, SAMPLES, SCORE, STEP_S = "step", "samples", "eval/score", "time/step_s"  # as in t2g.runs.metrics, which imports torch
+STEP, SAMPLES, SCORE, STEP_S = "step", "samples", "eval/score", "time/step_s"  # of t2g.runs.metrics
 
 
 @dataclass(frozen=True, kw_only=True)

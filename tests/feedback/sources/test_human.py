@@ -19,7 +19,7 @@ from t2g.tasks.base import get_task
 from t2g.tasks.prompts_only import PromptsTask
 from t2g.types import Prompt, SpanFeedback
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parents[2] / "data"
 
 
 def prompt(prompt_id: str, text: str) -> Prompt:

@@ -82,7 +82,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_whole_lines(tmp_path: Path) -> N
     done = subprocess.run(
         ["unshare", "-Urm", "sh", "-c", commands, "sh", FULL_DISK],
         capture_output=True, text=True, timeout=60, check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )  # fmt: skip
     if "unshare:" in done.stderr or "mount:" in done.stderr:
         pytest.skip(f"no file system of one's own on this machine: {done.stderr.strip()}")

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from t2g.errors import UserError
-from t2g.runs.checkpoint import MANIFEST, STATE, CheckpointStore, weights_version, write_atomic
+from t2g.files import weights_version, write_atomic
+from t2g.runs.checkpoint import MANIFEST, STATE, CheckpointStore
 
 
 def weights(text: str) -> object:

@@ -7,7 +7,7 @@ from typing import Any
 from actors.cluster.telemetry import COUNTERS, GAUGES, RayMetrics
 from t2g.runs import metrics as documented
 
-DASHBOARD = Path(__file__).parents[2] / "docker" / "grafana" / "dashboard.json"
+DASHBOARD = Path(__file__).parents[3] / "docker" / "grafana" / "dashboard.json"
 
 
 class FakeMetric:

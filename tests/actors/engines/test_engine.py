@@ -44,7 +44,7 @@ def test_weights_have_version_0_until_the_first_sync() -> None:
 
 def test_the_only_plugin_of_an_engine_is_ours() -> None:
     assert engine_environment(EngineConfig(), owner=17, receives_weights=True)["VLLM_PLUGINS"] == PLUGIN
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     assert list(project["entry-points"]["vllm.general_plugins"]) == [PLUGIN]
 
 

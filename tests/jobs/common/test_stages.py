@@ -13,7 +13,7 @@ from jobs.demo import arm_job, check_sources, held_out_facts, table
 from t2g.config import DemoJob, PolicyJob, WorldConfig, loading
 from t2g.errors import RunStopped, UserError
 
-TINY = Path(__file__).parents[2] / "configs" / "tiny"
+TINY = Path(__file__).parents[3] / "configs" / "tiny"
 
 
 def test_the_tiny_policy_job_is_the_span_arm_of_the_demo(tmp_path: Path) -> None:
@@ -31,7 +31,7 @@ def test_the_stages_of_a_job_need_no_root_of_their_own(tmp_path: Path) -> None:
     root = tmp_path / "a: b"
     script = (
         "import pathlib, sys\nfrom jobs.common.stages import demo_of\n"
-        "from t2g import configio\nfrom t2g.config import PolicyJob\n"
+        "from t2g.config import PolicyJob, loading\n"
         "print(demo_of(loading.load(PolicyJob, pathlib.Path(sys.argv[1]), [sys.argv[2]])).run.folder)"
     )
     printed = subprocess.run(

@@ -183,7 +183,7 @@ def test_words_that_no_file_can_hold_do_not_end_the_run() -> None:
 
 
 def test_the_documented_record_has_every_field_and_says_what_it_shows() -> None:
-    text = (Path(__file__).parents[1] / "t2g" / "README.md").read_text()
+    text = (Path(__file__).parents[2] / "t2g" / "README.md").read_text()
     line = text.split("```json\n")[1].split("```")[0]
     shown = json.loads(line)
     assert list(shown) == list(AnnotatedRecord.model_fields)
