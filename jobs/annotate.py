@@ -28,7 +28,7 @@ from t2g.files import write_atomic
 if TYPE_CHECKING:
     from jobs.common.fleets import Fleets
     from t2g.config import AnnotateConfig
-    from t2g.data.records import AnnotatedRecord
+    from t2g.feedback.records import AnnotatedRecord
     from t2g.feedback.sources.human import HumanFeedback
     from t2g.interfaces import FeedbackSource
     from t2g.loop.annotation import Sample, Turns, Write
@@ -59,7 +59,7 @@ def read_samples(config: AnnotateJob) -> "list[Sample]":
             raise UserError(f"data.path={config.data.path}: no record can be judged; {samples[0].problem}")
         return samples
     from t2g.data.prompts import make_prompts
-    from t2g.data.tokenizer import load_tokenizer
+    from t2g.text.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(config.model.policy, config.model.revision)
     prompts = make_prompts(rows, task, tokenizer, config.rollout.max_prompt_tokens)
@@ -194,7 +194,7 @@ async def _attended(
 
 def write_files(config: AnnotateJob, folder: Path, samples: "Sequence[Sample]", records: Records) -> dict[str, Any]:
     """annotated.jsonl; then, unless too much failed, the two parts and the summary, which is returned."""
-    from t2g.data.records import write_annotated
+    from t2g.feedback.records import write_annotated
     from t2g.loop.annotation import heldout_prompts, refused, summarize, summary_words
 
     (folder / DONE_FILE).unlink(missing_ok=True)

@@ -63,7 +63,7 @@ class Session:
             raise Stopped
         fleets.forget_answers()
         if method in arms.BASELINES:
-            from jobs.common.baselines import run_baseline
+            from jobs.common.baseline_stages import run_baseline
 
             summary = run_baseline(method, arm, self.data, fleets, self.stop, reviser=self.job.compare.reviser)
         else:
@@ -93,7 +93,7 @@ def engine_groups(job: CompareJob) -> list[tuple[FeedbackConfig, list[Method]]]:
 def run_all(job: CompareJob, data: "PolicyData", stop: StopFlag) -> dict[str, Any]:
     """Every run that is not there yet; what the search found. Raises Stopped."""
     from jobs.common.fleets import Fleets
-    from jobs.common.targeting import make_reference
+    from jobs.common.reference_runs import make_reference
 
     session = Session(job=job, data=data, stop=stop)
     config = job.compare
@@ -138,7 +138,7 @@ def run_arms(
     reference: "Sequence[Reference]",
 ) -> None:
     """Seed by seed, so that a machine that is slower for a while is slower for all methods."""
-    from jobs.common.targeting import TARGETING_FILE, measure_exported, measure_targeting, reference_sampling
+    from jobs.common.reference_runs import TARGETING_FILE, measure_exported, measure_targeting, reference_sampling
 
     job, data, sampling = session.job, session.data, reference_sampling(session.job)
     for seed in job.compare.seeds:
@@ -164,7 +164,7 @@ def the_arm(job: CompareJob, method: Method, seed: int, chosen: dict[Method, flo
 
 def load_run(arm: PolicyJob, method: Method) -> "Run":
     """What a finished run wrote. UserError for one that was evaluated at other steps than this comparison's."""
-    from jobs.common.targeting import TARGETING_FILE
+    from jobs.common.reference_runs import TARGETING_FILE
     from t2g.runs.metrics import METRICS_FILE, read_records
     from t2g.study.comparison import read_run, refuse_other_grid
 

@@ -20,7 +20,7 @@ from t2g.config import EvaluateJob, ScoreJob
 from t2g.errors import UserError
 
 if TYPE_CHECKING:
-    from t2g.data.records import AnnotatedRecord
+    from t2g.feedback.records import AnnotatedRecord
     from t2g.study.reward_eval import ServedModel
 
 Served = TypeVar("Served", bound=ScoreJob)
@@ -45,8 +45,8 @@ def describe(config: EvaluateJob) -> str:
 
 
 def run(config: EvaluateJob) -> None:
-    from t2g.data.tokenizer import load_tokenizer
     from t2g.report.reward_page import JSON_FILE
+    from t2g.text.tokenizer import load_tokenizer
 
     asked = as_trained(config)
     records = read_records(asked)
@@ -59,7 +59,7 @@ def run(config: EvaluateJob) -> None:
 
 def read_records(config: EvaluateJob) -> "list[AnnotatedRecord]":
     """The records with feedback that could be used. UserError where there is none."""
-    from t2g.data.records import load_annotated
+    from t2g.feedback.records import load_annotated
     from t2g.tasks.base import get_task
 
     records = load_annotated(config.data, get_task(config.task))
@@ -102,8 +102,8 @@ def as_trained(config: Served) -> Served:
 
     UserError for a model that is no folder here and cannot be a name on the hub.
     """
-    from t2g.data.tokenizer import lacks_folder
     from t2g.feedback.card import read_card
+    from t2g.text.tokenizer import lacks_folder
 
     model = str(config.feedback.reward_model)
     if lacks_folder(model):

@@ -25,7 +25,7 @@ from t2g.sandbox import SandboxConfig
 from t2g.study.intervals import half_interval
 
 if TYPE_CHECKING:
-    from t2g.data.records import AnnotatedRecord
+    from t2g.feedback.records import AnnotatedRecord
     from t2g.study.reward_eval import JudgedRecord
     from t2g.tasks.base import Critic
 
@@ -102,8 +102,8 @@ def describe_variant(variant: str) -> str:
 # ------------------------------------------------------------------------------------------------------------ records
 def relabelled(record: "AnnotatedRecord", critic: "Critic") -> "AnnotatedRecord":
     """The same response with another critic's critique and quotes."""
-    from t2g.data.records import QuoteRecord
     from t2g.feedback.parse import read_judgement
+    from t2g.feedback.records import QuoteRecord
 
     said = read_judgement(critic(record.prompt, record.response, payload=record.payload))
     good, poor = (
@@ -121,7 +121,7 @@ def tiny_critic(style: StyleConfig) -> "Critic":
 
 def write_dense(study: StudyJob, sparse: RewardJob) -> None:
     """The records of `sparse` with dense labels, in the files that `variant_job` names."""
-    from t2g.data.records import load_annotated, write_annotated
+    from t2g.feedback.records import load_annotated, write_annotated
 
     critic = tiny_critic(StyleConfig(labels="dense"))
     for source in (sparse.data, sparse.eval_data):
@@ -160,8 +160,8 @@ def run_variant(demo: DemoJob, job: RewardJob) -> dict[str, float]:
     from jobs.common.fleets import Fleets
     from jobs.common.stages import base_model, reward_job
     from jobs.train_reward import read_data, train_and_judge
-    from t2g.data.tokenizer import load_tokenizer
     from t2g.tasks.tiny.assets import build_reward_model
+    from t2g.text.tokenizer import load_tokenizer
 
     build_reward_model(job.model.policy, load_tokenizer(reward_job(demo).model.policy), seed=job.run.seed)
     data = read_data(job)

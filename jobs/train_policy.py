@@ -53,11 +53,11 @@ class PolicyData:
 def read_data(config: PolicyJob) -> PolicyData:
     """Tokenizer, prompts and held-out prompts. UserError for what cannot be used."""
     from t2g.data.load import load_records
-    from t2g.data.positions import check_positions
     from t2g.data.prompts import make_prompts
-    from t2g.data.tokenizer import load_tokenizer
     from t2g.loop.steps import prompt_indices, refuse_unmeasured
     from t2g.tasks.base import get_task
+    from t2g.text.positions import check_positions
+    from t2g.text.tokenizer import load_tokenizer
 
     task = get_task(config.task)
     check_positions(config.model.policy, config.model.revision, "rollout.max_model_len", config.rollout.max_model_len)

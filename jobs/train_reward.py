@@ -26,8 +26,8 @@ from t2g.files import write_atomic
 
 if TYPE_CHECKING:
     from jobs.common.fleets import Fleets
-    from t2g.data.records import AnnotatedRecord
-    from t2g.data.sft import SFTExample
+    from t2g.feedback.examples import SFTExample
+    from t2g.feedback.records import AnnotatedRecord
     from t2g.study.reward_eval import JudgedRecord
 
 REPORT_FILE = "reward.json"
@@ -44,10 +44,10 @@ class RewardData:
 
 def read_data(config: RewardJob) -> RewardData:
     """Examples and held-out records. UserError for what cannot be used."""
-    from t2g.data.records import load_annotated
-    from t2g.data.sft import reward_examples
-    from t2g.data.tokenizer import load_tokenizer
+    from t2g.feedback.examples import reward_examples
+    from t2g.feedback.records import load_annotated
     from t2g.tasks.base import get_task
+    from t2g.text.tokenizer import load_tokenizer
 
     for name, path in (("data.path", config.data.path), ("eval_data.path", config.eval_data.path)):
         check_style(name, path, config.style)

@@ -22,7 +22,7 @@ from t2g.errors import UserError
 
 if TYPE_CHECKING:
     from actors.learner.sft_rank import SFTProgress
-    from t2g.data.sft import SFTExample
+    from t2g.feedback.examples import SFTExample
 
 MODEL = "model"
 LEFTOVERS = (MODEL, f"{MODEL}.part")  # what a training leaves, finished or not
@@ -37,9 +37,9 @@ def train_sft(config: SFTJob) -> dict[str, float]:
 def read_examples(config: SFTJob) -> "list[SFTExample]":
     """What the job learns from, read before any process is started. UserError for what cannot be used."""
     from t2g.data.load import load_records
-    from t2g.data.sft import policy_examples
-    from t2g.data.tokenizer import load_tokenizer
+    from t2g.feedback.examples import policy_examples
     from t2g.tasks.base import get_task
+    from t2g.text.tokenizer import load_tokenizer
 
     task, tokenizer = get_task(config.task), load_tokenizer(config.model.policy, config.model.revision)
     return policy_examples(load_records(config.data), task, tokenizer, max_length=config.sft.max_length)
@@ -51,7 +51,7 @@ def supervise(config: SFTJob | RewardJob, examples: "Sequence[SFTExample]", *, t
     Goes on after the last checkpoint of an earlier start; a finished model is kept.
     """
     from actors.learner.sft import run_sft
-    from t2g.data.sft import count_steps
+    from t2g.feedback.examples import count_steps
     from t2g.runs.metrics import RunLog
     from t2g.runs.progress import Stage, stage
 
@@ -115,7 +115,7 @@ def begin_folder(config: JobConfig, *leftovers: str) -> Path:
 
 
 def _summary(config: SFTJob | RewardJob, metrics: dict[str, float], num_examples: int) -> str:
-    from t2g.data.sft import count_steps
+    from t2g.feedback.examples import count_steps
     from t2g.runs.progress import duration
 
     line = f"loss {metrics['loss']:.4f} after {metrics['step']:.0f} steps, {metrics['tokens_per_s']:.0f} tokens/s"

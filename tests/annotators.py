@@ -9,10 +9,10 @@ import numpy as np
 from fake_endpoint import KEY_VARIABLE, answer, span
 
 from t2g.config import FeedbackConfig, StyleConfig
-from t2g.data.tokenizer import Message
 from t2g.feedback.sources.asking import Completion, Question
 from t2g.feedback.sources.llm import LLMFeedback
 from t2g.tasks.base import get_task
+from t2g.text.tokenizer import Message
 from t2g.types import Prompt, SpanFeedback
 
 RESPONSE = "A red phone, a red bag."

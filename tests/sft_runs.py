@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from actors.learner.sft import run_sft
 from actors.learner.sft_rank import SFTProgress
 from t2g.config import ClusterConfig, ModelConfig, OptimConfig, SFTOptions
-from t2g.data.sft import SFTExample, sft_example
+from t2g.feedback.examples import SFTExample, sft_example
 from t2g.tasks.tiny.assets import build_model, build_tokenizer
 
 TARGETS = ["red fox", "blue whale", "東京 tower", "café noir", "green tea 🍵", "grey owl", "pink crab", "lime"]

@@ -32,7 +32,7 @@ class StubRolloutWorker:
     def __init__(
         self, model: str, config: Any, seed: int, revision: str | None = None, transport: str = "store"
     ) -> None:
-        from t2g.data.tokenizer import load_tokenizer
+        from t2g.text.tokenizer import load_tokenizer
 
         self._tokenizer, self._folder = load_tokenizer(model, revision), Path(model)
         self._version = self._opened = -1
@@ -51,7 +51,7 @@ class StubRolloutWorker:
         return [self._one(prompt, sampling, index) for index in range(sampling.num_samples)]
 
     def _one(self, prompt: Prompt, sampling: Sampling, index: int) -> Rollout:
-        from t2g.feedback.offsets import decode
+        from t2g.text.offsets import decode
 
         rng = np.random.default_rng([sampling.seed, index, *prompt.prompt_id.encode()])
         ids = rng.integers(32, VOCABULARY, LENGTH).astype(np.int32)

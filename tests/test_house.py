@@ -135,6 +135,20 @@ def test_modules_stay_small(package: str) -> None:
     assert {file: size for file, size in sizes.items() if size > MAX_LINES} == {}
 
 
+def test_rooms_not_a_corridor() -> None:
+    """At most five files lie flat in t2g, none in actors; what jobs share lies in a room below them."""
+    flat = {package: [f.name for f in (ROOT / package).glob("*.py") if f.stem != "__init__"] for package in PACKAGES}
+    assert len(flat["t2g"]) <= 5
+    assert flat["actors"] == []
+    assert [f"{name}.py" for name in JOBS] == sorted(flat["jobs"])
+
+
+def test_no_two_files_have_one_name() -> None:
+    """Where a program and a room's file would share one, the reader opens the wrong one."""
+    names = [file.name for package in PACKAGES for file in modules(package) if file.stem != "__init__"]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_package_has_a_door_sign_and_no_code_behind_it(package: str) -> None:
     """`__init__.py` says what lives there; only re-exports of public names may follow the docstring."""
@@ -177,7 +191,8 @@ def test_every_shipped_config_loads(file: Path) -> None:
     loading.load(SCHEMAS[file.stem], file, environ={}, cwd=ROOT)
 
 
-JOBS = [file.stem for file in sorted((ROOT / "jobs").glob("*.py")) if '__name__ == "__main__"' in file.read_text(encoding="utf-8")]
+PROGRAM = '__name__ == "__main__"'
+JOBS = [f.stem for f in sorted((ROOT / "jobs").glob("*.py")) if PROGRAM in f.read_text(encoding="utf-8")]
 
 
 @pytest.mark.parametrize("job", JOBS)

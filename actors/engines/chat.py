@@ -9,10 +9,10 @@ import ray
 from actors.engines.engine import Engine, stop_token_ids
 from actors.fleet.fleet import TRIES, Fleet
 from t2g.config import FeedbackConfig
-from t2g.data.tokenizer import check_chat_template, encode_chat, load_tokenizer
 from t2g.errors import SamplingFailed, UserError
-from t2g.feedback.offsets import decode
 from t2g.feedback.sources.asking import ChatFailed, Completion, Question
+from t2g.text.offsets import decode
+from t2g.text.tokenizer import check_chat_template, encode_chat, load_tokenizer
 
 
 class ChatWorker:

@@ -19,10 +19,10 @@ from actors.fleet.member import DIED, Member, fate
 from actors.weights.buckets import Bucket, ParamMeta
 from actors.weights.transports import Meeting
 from t2g.config import RolloutConfig, Transport
-from t2g.data.tokenizer import load_tokenizer
 from t2g.errors import LearnerLost, MissedSync, UserError
-from t2g.feedback.offsets import decode
 from t2g.interfaces import Sampling
+from t2g.text.offsets import decode
+from t2g.text.tokenizer import load_tokenizer
 from t2g.types import Prompt, Rollout
 
 

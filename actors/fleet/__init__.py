@@ -1,1 +1,4 @@
-"""TODO."""
+"""Workers that come, go, hang and die: requests in, answers out, whoever gives them.
+
+`health` decides what becomes of a worker, `member` is one, `fleet` all of them. Knows nothing of vLLM.
+"""

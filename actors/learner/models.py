@@ -6,8 +6,8 @@ import torch
 
 from actors.cluster.fanout import first_line
 from t2g.config import Dtype, ModelConfig
-from t2g.data.tokenizer import load_tokenizer
 from t2g.errors import UserError
+from t2g.text.tokenizer import load_tokenizer
 
 
 def load_for_training(

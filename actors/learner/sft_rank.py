@@ -1,6 +1,6 @@
 """One rank of supervised training: weighted cross-entropy on the targets, a ZeRO-3 engine, a Hugging Face folder out.
 
-Runs inside a Ray Train worker; `sft` starts it, `t2g.data.sft` plans the batches, `zero3` is DeepSpeed.
+Runs inside a Ray Train worker; `sft` starts it, `t2g.feedback.examples` plans the batches, `zero3` is DeepSpeed.
 """
 
 import os
@@ -20,7 +20,7 @@ from actors.learner import lora
 from actors.learner.models import checkpoint_layers, load_for_training
 from t2g.config import ModelConfig, SFTOptions
 from t2g.data.batching import EMPTY_TOKENS
-from t2g.data.sft import SFTExample, SFTMicrobatch, make_microbatch, plan_epochs
+from t2g.feedback.examples import SFTExample, SFTMicrobatch, make_microbatch, plan_epochs
 from t2g.errors import UserError
 from t2g.runs.checkpoint import CheckpointStore
 

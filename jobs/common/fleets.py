@@ -21,12 +21,12 @@ from t2g.config import (
     ProcessConfig,
     RolloutConfig,
 )
-from t2g.data.tokenizer import lacks_folder
 from t2g.errors import UserError
 from t2g.feedback.sources.llm import LLMFeedback
 from t2g.feedback.sources.make import make_endpoint_source, make_local_source
 from t2g.interfaces import FeedbackSource
 from t2g.tasks.base import Task
+from t2g.text.tokenizer import lacks_folder
 
 
 @contextmanager

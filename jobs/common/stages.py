@@ -34,9 +34,9 @@ from t2g.config import (
     StudyJob,
     loading,
 )
-from t2g.data.tokenizer import load_tokenizer
 from t2g.errors import UserError
 from t2g.files import write_atomic
+from t2g.text.tokenizer import load_tokenizer
 
 AnyJob = TypeVar("AnyJob", bound=PolicyJob)
 Beside = TypeVar("Beside", DemoJob, StudyJob)
@@ -103,7 +103,7 @@ def make_reviser(demo: DemoJob) -> dict[str, Any]:
 
 
 def reviser_job(demo: DemoJob) -> SFTJob:
-    window = demo.rollout.max_model_len + demo.reward_engine.max_model_len  # as jobs.common.baselines serves it
+    window = demo.rollout.max_model_len + demo.reward_engine.max_model_len  # as jobs.common.baseline_stages serves it
     return SFTJob(
         **_stage(demo, REVISER),
         model=base_model(demo),
@@ -191,7 +191,7 @@ def _write_world(demo: DemoJob) -> dict[str, Any]:
 def _train_reviser(job: SFTJob) -> dict[str, Any]:
     import numpy as np
 
-    from t2g.data.records import AnnotatedRecord, load_annotated
+    from t2g.feedback.records import AnnotatedRecord, load_annotated
     from t2g.study.baselines import revision_examples
     from t2g.tasks.base import get_task
     from t2g.tasks.tiny.revision import corrected, thinned

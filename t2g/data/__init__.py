@@ -1,4 +1,4 @@
-"""Data sets, chat templates, supervised examples, batching and packing, the sample buffer in a checkpoint.
+"""Files to records, prompts, supervised examples and batches; the buffer of judged samples in a checkpoint.
 
-May import t2g's records, config and errors, t2g.feedback and t2g.tasks; inside functions transformers and datasets.
+May import `t2g.tasks` and `t2g.text`; transformers and datasets inside functions. feedback and all above may import it.
 """

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from t2g.data.tokenizer import check_chat_template, encode_chat, fit_chat
 from t2g.errors import UserError
 from t2g.tasks.base import Record, Task, stable_id
+from t2g.text.tokenizer import check_chat_template, encode_chat, fit_chat
 from t2g.types import Prompt
 
 

@@ -1,10 +1,10 @@
 """Text to numbers: prompts for critiques, parsing answers, locating quotes, projecting spans onto sampled tokens.
 
-May import t2g's records, config, errors and t2g.data.tokenizer; openai and transformers inside functions only.
+May import data, tasks and text; openai and transformers inside functions only. runs and all above may import it.
 """
 
-from t2g.feedback.offsets import decode, token_offsets
 from t2g.feedback.rewards import token_rewards
-from t2g.feedback.spans import locate
+from t2g.text.offsets import decode, token_offsets
+from t2g.text.quotes import locate
 
 __all__ = ["decode", "locate", "token_offsets", "token_rewards"]

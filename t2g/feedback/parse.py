@@ -17,8 +17,8 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from t2g.config import StyleConfig
-from t2g.feedback.spans import locate
 from t2g.tasks.base import SPARSE
+from t2g.text.quotes import locate
 from t2g.types import FinishReason, Span, SpanFeedback
 
 MAX_ANSWER_CHARS = 65_536  # of an answer, a critique or an outcome that is looked at
@@ -65,14 +65,6 @@ def _item(item: Any) -> str | dict[str, Any]:
 def begun_answer(critique: str) -> str:
     """`format_answer` up to the last character of the critique, its closing quotation mark not included."""
     return f'{{"critique": {json.dumps(_whole(critique), ensure_ascii=False)[:-1]}'
-
-
-def span_map_start(answer: str) -> int:
-    """Where the good and poor lists begin in an answer of `format_answer`, of either style: the index of `"good"`.
-
-    A quotation mark inside the critique stands behind a backslash, so it ends no critique.
-    """
-    return 1 if answer.startswith('{"good": [') else answer.index('", "good": [') + len('", ')
 
 
 def parse_answer(

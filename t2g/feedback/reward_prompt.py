@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from t2g.config import StyleConfig
-from t2g.data.tokenizer import fit_chat
 from t2g.errors import UserError
 from t2g.tasks.base import SPARSE, Task
+from t2g.text.tokenizer import fit_chat
 from t2g.types import Prompt
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from pydantic_core import to_json
 
-from t2g.data.records import AnnotatedRecord, annotated_record
 from t2g.feedback.parse import no_feedback
+from t2g.feedback.records import AnnotatedRecord, annotated_record
 from t2g.interfaces import FeedbackSource
 from t2g.tasks.base import Record, Task, stable_id
 from t2g.types import FeedbackStatus, Prompt

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from t2g.data.records import AnnotatedRecord
+from t2g.feedback.records import AnnotatedRecord
 from t2g.files import write_atomic
 from t2g.report.html import answer, pane, render_page
 from t2g.report.segments import printable

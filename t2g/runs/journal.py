@@ -9,8 +9,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from t2g.config.words import first_problem
-from t2g.data.records import AnnotatedRecord
 from t2g.errors import UserError
+from t2g.feedback.records import AnnotatedRecord
 from t2g.files import full_disk_in_words
 
 

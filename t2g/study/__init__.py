@@ -1,1 +1,4 @@
-"""TODO."""
+"""Studies: methods side by side, and how good a reward model is: what runs wrote in, figures out.
+
+Pure, but for the three baselines that ask models something. report, actors and jobs may import it.
+"""

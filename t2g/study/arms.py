@@ -15,7 +15,7 @@ from t2g.errors import UserError
 Scores = dict[float, dict[int, float | None]]
 
 SEARCH, ARMS, NOISE = "search", "arms", "noise"
-BASELINES = ("reflection", "dpo", "ilf")  # of jobs.common.baselines; all others are jobs.train_policy's
+BASELINES = ("reflection", "dpo", "ilf")  # of jobs.common.baseline_stages; all others are jobs.train_policy's
 REVISED = ("reflection", "ilf")  # the policy's responses are written again, with their critique in view
 
 # What a method changes in the job's own objective, and in its feedback; a method that is not here changes nothing.

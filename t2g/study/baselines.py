@@ -13,13 +13,13 @@ from typing import Any, Literal
 import numpy as np
 
 from t2g.config import PolicyJob, RewardRuleConfig, RoleConfig, RolloutConfig, SFTLoRAConfig, SFTOptions
-from t2g.data.records import AnnotatedRecord
-from t2g.data.sft import SFTExample, sft_example, target_ids
-from t2g.data.tokenizer import fit_chat
+from t2g.feedback.examples import SFTExample, sft_example, target_ids
 from t2g.errors import UserError
 from t2g.feedback import token_offsets, token_rewards
+from t2g.feedback.records import AnnotatedRecord
 from t2g.loop.sampling import JudgedResponse
 from t2g.tasks.base import Task
+from t2g.text.tokenizer import fit_chat
 from t2g.types import Prompt, Rollout, SpanFeedback
 
 Baseline = Literal["reflection", "dpo", "ilf"]

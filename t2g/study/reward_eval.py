@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from t2g.data.records import AnnotatedRecord
+from t2g.feedback.records import AnnotatedRecord
 from t2g.feedback.rewards import token_rewards
 from t2g.types import Prompt, Span, SpanFeedback
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from t2g.config import StyleConfig
-from t2g.data.tokenizer import Message
 from t2g.errors import UserError
 from t2g.sandbox import SandboxConfig
+from t2g.text.tokenizer import Message
 from t2g.types import Prompt
 
 Record = Mapping[str, Any]  # one row of a data file, columns already mapped

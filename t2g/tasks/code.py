@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from t2g.config import StyleConfig
-from t2g.data.tokenizer import Message
 from t2g.sandbox import SandboxConfig
 from t2g.tasks.base import Critic, Record, Review, Task, text_field
+from t2g.text.tokenizer import Message
 from t2g.types import Prompt
 
 POLICY_INSTRUCTION = (

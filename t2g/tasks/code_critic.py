@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from t2g.config import StyleConfig
-from t2g.feedback.spans import occurrence_at
 from t2g.sandbox import Outcome, SandboxConfig, TestResult, run_solution
 from t2g.tasks.base import Critic
 from t2g.tasks.code import extract_code
+from t2g.text.quotes import occurrence_at
 
 WRONG = 3  # severity of a line that is at fault
 MAX_TIED = 2  # lines that are equally suspicious and are all blamed; of more, the one that returned

@@ -6,8 +6,8 @@
 
 from typing import Any
 
-from t2g.data.tokenizer import Message
 from t2g.tasks.base import Record, Review, Task, text_field
+from t2g.text.tokenizer import Message
 
 ROLES = ("system", "user", "assistant")
 

@@ -7,9 +7,9 @@ Understood fields: prompt_id; prompt; response, a text or a conversation of {rol
 from collections.abc import Mapping
 from typing import Any
 
-from t2g.data.tokenizer import Message
 from t2g.tasks.base import Record, text_field
 from t2g.tasks.prompts_only import PromptsTask, read_messages
+from t2g.text.tokenizer import Message
 
 
 class QATask(PromptsTask):

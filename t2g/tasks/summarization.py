@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from t2g.data.tokenizer import Message
 from t2g.sandbox import SandboxConfig
 from t2g.tasks.base import Record, Review, Task, text_field
+from t2g.text.tokenizer import Message
 from t2g.types import Prompt
 
 POLICY_INSTRUCTION = "Summarize the following Reddit post in one or two sentences.\n\n"

@@ -9,10 +9,10 @@ from tokenizers import AddedToken
 from t2g.config import DataConfig
 from t2g.data.load import load_records
 from t2g.data.prompts import make_prompts, policy_prompt_ids
-from t2g.data.tokenizer import encode_chat, load_tokenizer
 from t2g.errors import UserError
 from t2g.tasks.base import get_task
 from t2g.tasks.tiny.assets import build_tokenizer
+from t2g.text.tokenizer import encode_chat, load_tokenizer
 
 LLAMA_3_TEMPLATE = (
     "{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"

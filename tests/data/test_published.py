@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from t2g.data.published import word_spans
-from t2g.data.records import QuoteRecord, read_record
+from t2g.feedback.records import QuoteRecord, read_record
 
 SPELLINGS: list[dict[str, Any]] = [
     {"good_spans": ["red"], "poor_spans": ["laptop"], "textual_feedback": "c"},

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from sft_runs import two_cpus
 
-from jobs.common.baselines import run_baseline
+from jobs.common.baseline_stages import run_baseline
 from jobs.common.cli import StopFlag
 from jobs.common.fleets import Fleets
 from jobs.train_policy import read_data

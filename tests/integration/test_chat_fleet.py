@@ -18,11 +18,11 @@ from actors.cluster.placement import connect
 from actors.engines.chat import ChatFleet
 from jobs.common.fleets import Fleets, feedback_roles
 from t2g.config import AnnotateConfig, ClusterConfig, JobConfig, LLMConfig, RewardEngineConfig
-from t2g.data.tokenizer import encode_chat, load_tokenizer
 from t2g.errors import UserError
 from t2g.feedback.sources.asking import ChatFailed, Completion, Question
 from t2g.feedback.sources.llm import LLMFeedback
 from t2g.tasks.base import get_task
+from t2g.text.tokenizer import encode_chat, load_tokenizer
 from t2g.types import Prompt, SpanFeedback
 
 pytestmark = pytest.mark.slow  # an engine of its own; test_reward_fleet has one that a schema guides

@@ -16,12 +16,12 @@ from actors.engines.reward import RewardFleet
 from jobs.evaluate import as_trained, connected_model, evaluate_reward, read_records
 from jobs.train_sft import begin_folder
 from t2g.config import AnnotateConfig, EvaluateJob, FeedbackConfig, RewardEngineConfig, StyleConfig
-from t2g.data.tokenizer import load_tokenizer
 from t2g.errors import UserError
 from t2g.feedback.card import make_card, write_card
 from t2g.feedback.sources.make import make_local_source
 from t2g.report.reward_page import HTML_FILE, JSON_FILE
 from t2g.tasks.base import get_task
+from t2g.text.tokenizer import load_tokenizer
 from t2g.types import Prompt, SpanFeedback
 
 ENGINE = RewardEngineConfig(

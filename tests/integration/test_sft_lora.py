@@ -116,7 +116,7 @@ def bfloat16_training(base: str, examples: list[Any], scratch: str) -> dict[str,
     from actors.learner.models import load_for_training
     from actors.learner.sft_rank import _loss_share
     from actors.learner.whole_weights import WholeWeights, metadata
-    from t2g.data.sft import make_microbatch
+    from t2g.feedback.examples import make_microbatch
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

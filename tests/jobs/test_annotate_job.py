@@ -27,13 +27,13 @@ from jobs.annotate import (
 from jobs.common.cli import StopFlag, sole_process
 from t2g.config import AnnotateJob
 from t2g.config.loading import load
-from t2g.data.tokenizer import load_tokenizer
 from t2g.errors import RunStopped, Stopped, UserError
 from t2g.feedback.sources.annotator import MAX_FAULTS, MAX_NOTES_CHARS, MAX_REPEATED_CHARS, follow_up, make_request
 from t2g.feedback.sources.asking import BYTES_PER_TOKEN, estimate_tokens
 from t2g.loop.annotation import heldout_prompts
 from t2g.tasks.base import get_task
 from t2g.tasks.tiny.assets import build_tokenizer
+from t2g.text.tokenizer import load_tokenizer
 from t2g.types import Prompt, SpanFeedback
 
 NUM_PROMPTS = 20

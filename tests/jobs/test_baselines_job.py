@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from fakes import FakeFeedback, FakeRollouts, letter_prompts, letter_tokenizer
 
-from jobs.common.baselines import run_baseline
+from jobs.common.baseline_stages import run_baseline
 from jobs.common.cli import StopFlag
 from jobs.common.fleets import Fleets
 from jobs.train_policy import PolicyData

@@ -12,7 +12,7 @@ import pytest
 
 from jobs import compare as job_module
 from jobs.common.cli import StopFlag
-from jobs.common.targeting import make_reference, measure_targeting, reference_sampling, sample_and_judge
+from jobs.common.reference_runs import make_reference, measure_targeting, reference_sampling, sample_and_judge
 from jobs.compare import (
     Session,
     check_methods,

@@ -17,8 +17,8 @@ from jobs.reward_study import (
     write_dense,
 )
 from t2g.config import DataConfig, StudyJob, StyleConfig, loading
-from t2g.data.records import load_annotated, read_record, write_annotated
 from t2g.errors import UserError
+from t2g.feedback.records import load_annotated, read_record, write_annotated
 from t2g.study.reward_eval import judged_record
 from t2g.tasks.tiny.assets import build_tokenizer
 

@@ -9,11 +9,11 @@ import pytest
 from jobs.annotate import DONE_FILE
 from jobs.train_reward import read_data
 from t2g.config import RewardJob, StyleConfig
-from t2g.data.records import read_record, write_annotated
 from t2g.errors import UserError
 from t2g.feedback.card import style_words
-from t2g.feedback.offsets import decode
+from t2g.feedback.records import read_record, write_annotated
 from t2g.tasks.tiny.assets import build_tokenizer
+from t2g.text.offsets import decode
 
 
 def job(tmp_path: Path, style: StyleConfig, *, status: str = "ok") -> RewardJob:

@@ -12,8 +12,8 @@ from fakes import FakeFeedback, FakeRollouts, letter_prompts, letter_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t2g.data.records import AnnotatedRecord
 from t2g.feedback.parse import make_feedback
+from t2g.feedback.records import AnnotatedRecord
 from t2g.interfaces import Sampling
 from t2g.loop.annotation import (
     Sample,

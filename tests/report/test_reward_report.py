@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from test_html import ALLOWED, Page
 
-from t2g.data.records import AnnotatedRecord, read_record
+from t2g.feedback.records import AnnotatedRecord, read_record
 from t2g.report.reward_page import HTML_FILE, JSON_FILE, write_evaluation
 from t2g.study.reward_eval import ERROR_KINDS, JudgedRecord
 from t2g.types import Span, SpanFeedback

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from t2g.data.records import AnnotatedRecord
 from t2g.errors import UserError
+from t2g.feedback.records import AnnotatedRecord
 from t2g.runs.journal import Journal, read_journal
 
 
@@ -58,7 +58,7 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
 FULL_DISK = """
 import sys
 from pathlib import Path
-from t2g.data.records import AnnotatedRecord
+from t2g.feedback.records import AnnotatedRecord
 from t2g.errors import UserError
 from t2g.runs.journal import Journal
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from t2g.data.records import AnnotatedRecord, read_record
 from t2g.feedback.parse import make_feedback, no_feedback, parse_answer
+from t2g.feedback.records import AnnotatedRecord, read_record
 from t2g.study.reward_eval import (
     ERROR_KINDS,
     JudgedRecord,

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from t2g.config import StyleConfig
-from t2g.data.tokenizer import Message
 from t2g.feedback.parse import MAX_ANSWER_CHARS, MAX_QUOTES, Quote, make_feedback, no_feedback
 from t2g.feedback.sources.asking import Completion
-from t2g.feedback.spans import locate
 from t2g.tasks.base import Task
+from t2g.text.quotes import locate
+from t2g.text.tokenizer import Message
 from t2g.types import Prompt, SpanFeedback
 
 LABELS = ["good", "poor"]

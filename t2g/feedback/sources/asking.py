@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from t2g.data.tokenizer import Message
+from t2g.text.tokenizer import Message
 
 BYTES_PER_TOKEN = 3  # of UTF-8: English has about 4, other scripts 2 to 4, so an estimate by it is rather high
 

@@ -20,13 +20,13 @@ from typing import Any
 
 from t2g.data.load import SUFFIXES, read_file, read_lines
 from t2g.data.published import translate
-from t2g.data.records import AnnotatedRecord
 from t2g.errors import UserError
 from t2g.feedback.parse import Quote, make_feedback, no_feedback, read_judgement
+from t2g.feedback.records import AnnotatedRecord
 from t2g.feedback.sources.waiting import FailureLog
-from t2g.feedback.spans import locate, occurrence_at
 from t2g.interfaces import Aligner
 from t2g.tasks.base import Record, Task
+from t2g.text.quotes import locate, occurrence_at
 from t2g.types import Prompt, SpanFeedback
 
 logger = logging.getLogger(__name__)

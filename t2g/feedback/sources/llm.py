@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from t2g.config import FeedbackConfig, LLMConfig
-from t2g.data.tokenizer import Message
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.parse import no_feedback
 from t2g.feedback.sources.annotator import Reading, Request, answer_schema, follow_up, make_request, read_answer
@@ -26,6 +25,7 @@ from t2g.feedback.sources.ratelimit import Gate, retry_pause_s
 from t2g.feedback.sources.votes import vote
 from t2g.feedback.sources.waiting import FailureLog, PerLoop
 from t2g.tasks.base import Task
+from t2g.text.tokenizer import Message
 from t2g.types import Prompt, SpanFeedback
 
 MAX_LOST = 20  # annotators in a row that got no answer: nobody will

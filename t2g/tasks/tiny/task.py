@@ -5,11 +5,11 @@ from functools import partial
 from typing import Any
 
 from t2g.config import StyleConfig
-from t2g.data.tokenizer import Message
 from t2g.sandbox import SandboxConfig
 from t2g.tasks.base import SPARSE, Critic, Record, text_field
 from t2g.tasks.summarization import SummarizationTask
 from t2g.tasks.tiny import revision, world
+from t2g.text.tokenizer import Message
 from t2g.types import Prompt
 
 

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.engines.reward import begin_answer
-from t2g.data.sft import target_ids
-from t2g.feedback.offsets import decode
+from t2g.feedback.examples import target_ids
 from t2g.feedback.parse import begun_answer, format_answer
 from t2g.tasks.tiny.assets import build_tokenizer
+from t2g.text.offsets import decode
 
 
 @pytest.fixture(scope="module")

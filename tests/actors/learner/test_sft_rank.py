@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from actors.learner.sft_rank import _loss_share, prepare, refuse_leaks
 from t2g.config import ModelConfig, SFTOptions
-from t2g.data.sft import SFTExample, SFTMicrobatch, make_microbatch
+from t2g.feedback.examples import SFTExample, SFTMicrobatch, make_microbatch
 from t2g.errors import UserError
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from t2g.config import AnnotateConfig, FeedbackConfig
-from t2g.data.records import annotated_record
 from t2g.errors import UserError
 from t2g.feedback.parse import make_feedback
+from t2g.feedback.records import annotated_record
 from t2g.feedback.sources.human import HumanFeedback
 from t2g.feedback.sources.make import make_local_source
 from t2g.tasks.base import get_task

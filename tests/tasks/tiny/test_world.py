@@ -11,8 +11,8 @@ import pytest
 from t2g.config import StyleConfig, WorldConfig
 from t2g.feedback.parse import format_answer, make_feedback
 from t2g.sandbox import SandboxConfig
-from t2g.tasks.tiny.task import TinyTask
 from t2g.tasks.tiny import assets, world
+from t2g.tasks.tiny.task import TinyTask
 from t2g.tasks.tiny.world import Clause
 from t2g.types import Prompt
 

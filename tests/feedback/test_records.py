@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from t2g.config import DataConfig
-from t2g.data.records import (
+from t2g.errors import UserError
+from t2g.feedback.parse import make_feedback, parse_answer
+from t2g.feedback.records import (
     QuoteRecord,
     annotated_record,
     load_annotated,
     read_record,
     write_annotated,
 )
-from t2g.errors import UserError
-from t2g.feedback.parse import make_feedback, parse_answer
 from t2g.tasks.base import get_task
 from t2g.types import Prompt, SpanFeedback
 

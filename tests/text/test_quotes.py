@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from t2g.feedback import locate
-from t2g.feedback.spans import MAX_MARKS, MAX_PLACES
+from t2g.text.quotes import MAX_MARKS, MAX_PLACES
 
 SIZE = 65_536  # characters of the longest answer that is read
 TEXT = st.text("ab é“\"'\u0301\n\u00a0ﬁ", max_size=30) | st.text(max_size=30)

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 from models import random_model
 
-from t2g.data.positions import check_positions
 from t2g.errors import UserError
+from t2g.text.positions import check_positions
 
 
 def test_a_window_beyond_the_positions_is_refused_by_its_key(tmp_path: Path) -> None:

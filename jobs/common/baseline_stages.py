@@ -30,8 +30,7 @@ from jobs.common.cli import StopFlag, sole_process
 from jobs.common.fleets import Fleets
 from jobs.train_policy import PolicyData, begin_folder, finished, write_summary
 from t2g.config import ModelConfig, PolicyJob, RolloutConfig
-from t2g.data.sft import SFTExample, count_steps
-from t2g.data.tokenizer import load_tokenizer
+from t2g.feedback.examples import SFTExample, count_steps
 from t2g.errors import Stopped, UserError
 from t2g.files import write_atomic
 from t2g.interfaces import RolloutSource
@@ -40,6 +39,7 @@ from t2g.runs.progress import stage
 from t2g.study import baselines
 from t2g.study.baseline_runs import Arm, Metrics, Result, dpo, ilf, reflection
 from t2g.study.baselines import Baseline, PreferencePair
+from t2g.text.tokenizer import load_tokenizer
 
 BASELINE_FILE = "baseline.json"
 POLICY = "policy"  # folder of the result, where something was trained

@@ -27,9 +27,9 @@ from t2g.data.load import load_records
 from t2g.data.published import translate
 from t2g.errors import UserError
 from t2g.feedback.parse import format_answer, make_feedback
-from t2g.feedback.spans import occurrence_at
 from t2g.files import write_atomic
 from t2g.tasks.base import SPARSE, Task, stable_id
+from t2g.text.quotes import occurrence_at
 from t2g.types import USABLE, FeedbackStatus, Prompt, Span, SpanFeedback
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from t2g.config import StyleConfig
-from t2g.data.records import read_record
-from t2g.data.sft import (
+from t2g.feedback.examples import (
     SFTExample,
     decisive_weights,
     make_microbatch,
@@ -21,12 +20,13 @@ from t2g.data.sft import (
     span_map_range,
     target_ids,
 )
-from t2g.data.tokenizer import encode_chat
 from t2g.errors import UserError
-from t2g.feedback.offsets import decode
 from t2g.feedback.parse import format_answer
+from t2g.feedback.records import read_record
 from t2g.tasks.prompts_only import PromptsTask
 from t2g.tasks.tiny.assets import build_tokenizer
+from t2g.text.offsets import decode
+from t2g.text.tokenizer import encode_chat
 
 
 @pytest.fixture(scope="module")
