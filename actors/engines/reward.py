@@ -15,9 +15,9 @@ import ray
 from actors.engines.engine import Engine, stop_token_ids
 from actors.fleet.fleet import TRIES, Fleet
 from t2g.config import FeedbackConfig
-from t2g.feedback.examples import target_ids
 from t2g.errors import SamplingFailed, UserError
 from t2g.feedback.card import check_card, make_card
+from t2g.feedback.examples import target_ids
 from t2g.feedback.grammar import answer_grammar
 from t2g.feedback.parse import begun_answer, no_feedback, parse_answer
 from t2g.feedback.reward_prompt import build_feedback_prompt

@@ -24,8 +24,8 @@ from actors.cluster.fanout import first_line
 from actors.cluster.placement import GIB
 from actors.learner.sft_rank import CHECKPOINTS, LABEL, REPORT_EVERY, RankJob, SFTProgress, train_loop
 from t2g.config import ClusterConfig, ModelConfig, SFTOptions
-from t2g.feedback.examples import SFTExample
 from t2g.errors import RunStopped, UserError
+from t2g.feedback.examples import SFTExample
 from t2g.files import write_atomic
 from t2g.runs.checkpoint import CheckpointStore
 

@@ -20,8 +20,8 @@ from actors.learner import lora
 from actors.learner.models import checkpoint_layers, load_for_training
 from t2g.config import ModelConfig, SFTOptions
 from t2g.data.batching import EMPTY_TOKENS
-from t2g.feedback.examples import SFTExample, SFTMicrobatch, make_microbatch, plan_epochs
 from t2g.errors import UserError
+from t2g.feedback.examples import SFTExample, SFTMicrobatch, make_microbatch, plan_epochs
 from t2g.runs.checkpoint import CheckpointStore
 
 LABEL = "supervised training"  # how messages call it

@@ -30,8 +30,8 @@ from jobs.common.cli import StopFlag, sole_process
 from jobs.common.fleets import Fleets
 from jobs.train_policy import PolicyData, begin_folder, finished, write_summary
 from t2g.config import ModelConfig, PolicyJob, RolloutConfig
-from t2g.feedback.examples import SFTExample, count_steps
 from t2g.errors import Stopped, UserError
+from t2g.feedback.examples import SFTExample, count_steps
 from t2g.files import write_atomic
 from t2g.interfaces import RolloutSource
 from t2g.runs.metrics import RunLog

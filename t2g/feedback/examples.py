@@ -18,11 +18,11 @@ from t2g.config import StyleConfig
 from t2g.data.batching import EMPTY_TOKENS, Plan, plan_microbatches
 from t2g.data.prompts import policy_prompt_ids
 from t2g.errors import UserError
-from t2g.text.quotes import span_map_start
 from t2g.feedback.records import AnnotatedRecord, first_few
 from t2g.feedback.reward_prompt import build_feedback_prompt
 from t2g.tasks.base import SPARSE, Record, Task
 from t2g.text.offsets import token_offsets
+from t2g.text.quotes import span_map_start
 
 Ranges = Sequence[tuple[int, int]]  # half-open character ranges
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from t2g.concurrency import unless_stopped
 from t2g.config import ModelConfig, PolicyJob, RolloutConfig
-from t2g.feedback.examples import SFTExample
 from t2g.errors import RunStopped
+from t2g.feedback.examples import SFTExample
 from t2g.interfaces import FeedbackSource, RolloutSource
 from t2g.loop.producer import Producer
 from t2g.loop.sampling import (

@@ -13,9 +13,9 @@ from typing import Any, Literal
 import numpy as np
 
 from t2g.config import PolicyJob, RewardRuleConfig, RoleConfig, RolloutConfig, SFTLoRAConfig, SFTOptions
-from t2g.feedback.examples import SFTExample, sft_example, target_ids
 from t2g.errors import UserError
 from t2g.feedback import token_offsets, token_rewards
+from t2g.feedback.examples import SFTExample, sft_example, target_ids
 from t2g.feedback.records import AnnotatedRecord
 from t2g.loop.sampling import JudgedResponse
 from t2g.tasks.base import Task

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from t2g.config import StyleConfig
+from t2g.errors import UserError
 from t2g.feedback.examples import (
     SFTExample,
     decisive_weights,
@@ -20,7 +21,6 @@ from t2g.feedback.examples import (
     span_map_range,
     target_ids,
 )
-from t2g.errors import UserError
 from t2g.feedback.parse import format_answer
 from t2g.feedback.records import read_record
 from t2g.tasks.prompts_only import PromptsTask

@@ -11,9 +11,20 @@ from hypothesis import strategies as st
 
 from t2g.config import StyleConfig
 from t2g.feedback.grammar import answer_grammar
-from t2g.text.quotes import span_map_start
-from t2g.feedback.parse import MAX_ANSWER_CHARS, MAX_QUOTES, Quote, begun_answer, format_answer, make_feedback, parse_answer, read_judgement, read_quote, sentence_about
+from t2g.feedback.parse import (
+    MAX_ANSWER_CHARS,
+    MAX_QUOTES,
+    Quote,
+    begun_answer,
+    format_answer,
+    make_feedback,
+    parse_answer,
+    read_judgement,
+    read_quote,
+    sentence_about,
+)
 from t2g.tasks.base import SPARSE
+from t2g.text.quotes import span_map_start
 from t2g.types import Span, SpanFeedback
 
 RESPONSE = "by Ann, about a phone, about a phone."

@@ -23,8 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from t2g.config import WorldConfig
-from t2g.text.quotes import span_map_start
-from t2g.text.quotes import occurrence_at
+from t2g.text.quotes import occurrence_at, span_map_start
 
 SLOTS: dict[str, tuple[str, ...]] = {
     "name": ("José", "Zoë", "美咲", "Mira", "Otto", "Nadia", "Ivan", "Lena"),

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from actors.learner.sft_rank import _loss_share, prepare, refuse_leaks
 from t2g.config import ModelConfig, SFTOptions
-from t2g.feedback.examples import SFTExample, SFTMicrobatch, make_microbatch
 from t2g.errors import UserError
+from t2g.feedback.examples import SFTExample, SFTMicrobatch, make_microbatch
 
 
 def make_examples() -> list[SFTExample]:
