@@ -35,10 +35,10 @@ lint: setup
 
 test: setup
 	@$(LIGHT)
-	@$(RUN) python -m pytest tests --ignore=tests/integration -m "not slow" $(ARGS)
+	@$(RUN) python -m pytest tests --ignore=tests/integration -m "not slow" -n 3 $(ARGS)
 	@$(RUN) python -m pytest tests/integration -m "not slow" $(ARGS)
 
 test-all: setup
 	@$(LIGHT)
-	@$(RUN) python -m pytest tests --ignore=tests/integration $(ARGS)
+	@$(RUN) python -m pytest tests --ignore=tests/integration -n 3 $(ARGS)
 	@$(RUN) python -m pytest tests/integration $(ARGS)

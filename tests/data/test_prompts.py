@@ -135,7 +135,9 @@ def test_a_long_post_is_cut_and_nothing_else(tokenizer: Any) -> None:
         policy_prompt_ids(record, SUMMARIZATION, tokenizer, whole - 601)
 
 
-def test_a_tokenizer_that_is_not_there(tmp_path: Path) -> None:
+def test_a_tokenizer_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     for name in (str(tmp_path / "none"), "./none", "~/none", "runs/demo/none"):
         with pytest.raises(UserError, match=f"model {name}: there is no folder"):
             load_tokenizer(name)

@@ -70,7 +70,8 @@ def test_a_model_without_a_card_and_one_on_the_hub_are_asked_as_the_config_says(
 
 
 @pytest.mark.parametrize("name", ["runs/demo/reward/model", "./model", "/no/model"])
-def test_a_path_to_nothing_is_no_name_on_the_hub(tmp_path: Path, name: str) -> None:
+def test_a_path_to_nothing_is_no_name_on_the_hub(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # the working folder may hold what a demo has left
     with pytest.raises(UserError, match=f"feedback.reward_model={name}: there is no such folder; .*make demo"):
         as_trained(job(tmp_path, name))
 

@@ -48,8 +48,9 @@ def test_no_feedback_is_an_error_with_its_reason(capsys: pytest.CaptureFixture[s
 
 
 def test_a_model_that_is_not_there_is_told_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     config = tmp_path / "score.yaml"
     config.write_text("feedback: {reward_model: runs/demo/reward/no-model}\n")
     assert score(["--config", str(config), "--prompt", "a", "--text", "b"]) == 2

@@ -20,24 +20,34 @@ from t2g.sandbox.box.clock import OutOfTime, set_alarm
 
 # Not 65534, which stands for every user that a namespace does not know; of this run, since processes count per user.
 ORDINARY = 20000 + os.getpid() % 20000
+ROOT = Path(__file__).resolve().parents[2]
 NAMESPACES = {"user", "pid", "network", "ipc", "mount"}
 # -- who runs it, and what the machine allows
 
 
 def become_ordinary() -> None:
-    """In a child of root: a user without privileges, for whom the interpreter can be read wherever it lies."""
-    hidden = next((p for p in reversed(Path(sys.base_prefix).parents) if not p.stat().st_mode & 0o001), None)
-    if hidden is not None:
+    """In a child of root: a user without privileges, who can read interpreter and code wherever they lie."""
+    wanted = sorted({Path(path).resolve() for path in (sys.base_prefix, sys.prefix, ROOT)})
+    hidden = {path: gate for path in wanted if (gate := closed_gate(path)) is not None}
+    if hidden:
         assert isolation.unshare(isolation.MOUNT)
         isolation._mount("none", "/", None, isolation._MS_REC | isolation._MS_PRIVATE, None)
-        held = os.open(sys.base_prefix, os.O_PATH)
-        isolation._mount("tmpfs", str(hidden), "tmpfs", 0, "mode=755")
-        os.makedirs(sys.base_prefix)
-        isolation._mount(f"/proc/self/fd/{held}", sys.base_prefix, None, isolation._MS_BIND | isolation._MS_REC, None)
+    held = {path: os.open(path, os.O_PATH) for path in hidden}
+    for gate in set(hidden.values()):
+        isolation._mount("tmpfs", str(gate), "tmpfs", 0, "mode=755")
+    for path, folder in held.items():
+        if not path.exists():  # a venv comes with the clone that it lies in
+            path.mkdir(parents=True)
+            isolation._mount(f"/proc/self/fd/{folder}", str(path), None, isolation._MS_BIND | isolation._MS_REC, None)
     os.setgroups([])
     os.setresgid(ORDINARY, ORDINARY, ORDINARY)
     os.setresuid(ORDINARY, ORDINARY, ORDINARY)
     isolation._libc.prctl(isolation._PR_SET_DUMPABLE, 1, 0, 0, 0)
+
+
+def closed_gate(path: Path) -> Path | None:
+    """The outermost folder on the way to `path` that others may not pass."""
+    return next((p for p in reversed(path.parents) if not p.stat().st_mode & 0o001), None)
 
 
 def forbid_namespaces() -> None:
@@ -69,12 +79,11 @@ def attacked(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
     if request.param == "ordinary user" and os.geteuid() != 0:
         pytest.skip("this user is an ordinary one: `this user` has shown it")
     script = Path(__file__).with_name("attacks.py")
-    root = str(Path(__file__).parents[2])
     with tempfile.TemporaryDirectory() as folder:  # not pytest's: each of its sessions closes them all to other users
         os.chmod(folder, 0o777)
         done = subprocess.run(
             [sys.executable, str(script), folder],
-            env={"PYTHONPATH": root, "TMPDIR": folder, "PATH": os.environ["PATH"]},
+            env={"PYTHONPATH": str(ROOT), "TMPDIR": folder, "PATH": os.environ["PATH"]},
             preexec_fn=MODES[request.param], capture_output=True, text=True, check=False, timeout=180,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
@@ -240,11 +249,10 @@ def test_what_is_visible_in_tmp_cannot_be_moved_away() -> None:
 
 def test_the_child_loads_nothing_heavy() -> None:
     heavy = "{'pydantic', 'numpy', 'torch'}"
-    root = str(Path(__file__).parents[2])
-    start = f"{root}/t2g/sandbox/start.py"
+    start = f"{ROOT}/t2g/sandbox/start.py"
     code = f"import runpy, sys; runpy.run_path({start!r}); print(sorted({heavy} & set(sys.modules)))"
     command = [sys._base_executable, "-S", "-c", code]
-    done = subprocess.run(command, env={"PYTHONPATH": root}, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
 
 
