@@ -252,7 +252,8 @@ def test_the_child_loads_nothing_heavy() -> None:
     start = f"{ROOT}/t2g/sandbox/start.py"
     code = f"import runpy, sys; runpy.run_path({start!r}); print(sorted({heavy} & set(sys.modules)))"
     command = [sys._base_executable, "-S", "-c", code]
-    done = subprocess.run(command, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True, timeout=60)
+    env = {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
 
 
