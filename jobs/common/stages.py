@@ -34,6 +34,7 @@ from t2g.config import (
     StudyJob,
     loading,
 )
+from t2g.config.marks import may_differ
 from t2g.errors import UserError
 from t2g.files import write_atomic
 from t2g.text.tokenizer import load_tokenizer
@@ -156,7 +157,7 @@ def once(folder: Path, settings: Section, make: Callable[[], Mapping[str, Any]])
     record = folder / "stage.json"
     if record.exists():
         kept = json.loads(record.read_text())
-        keys = [key for key in loading.diff(kept["settings"], settings) if not loading.may_differ(key)]
+        keys = [key for key in loading.diff(kept["settings"], settings) if not may_differ(type(settings), key)]
         if keys:
             raise UserError(
                 f"{folder} was made with another {', '.join(keys)}: remove that folder and those made after it, "

@@ -1,26 +1,51 @@
 """What every job has: where it runs, what it reads, what it keeps, and the resources of a process."""
 
+import os
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+from t2g.config.marks import Here, MayDiffer, PathOrName
 
 
 class Section(BaseModel):
-    """Unknown keys are refused; a config never changes after it was read."""
+    """Unknown keys are refused; a config never changes after it was read, and one made of another is checked whole."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, revalidate_instances="always", allow_inf_nan=False
+    )
 
 
 Dtype = Literal["float32", "bfloat16"]
 
 
 class RunConfig(Section):
-    root: Path = Field(Path("runs"), description="folder of all runs; may be a shared mount; made absolute at once")
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,46}$", description="folder of this run under root")
+    root: MayDiffer[Path] = Field(
+        Path("runs"), description="folder of all runs; may be a shared mount; made absolute at once"
+    )
+    name: MayDiffer[str] = Field(
+        "run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,46}$", description="folder of this run under root"
+    )
     seed: int = Field(1, ge=0)
-    resume: Literal["auto", "never"] = Field("auto", description="auto: go on from the last checkpoint if there is one")
+    resume: MayDiffer[Literal["auto", "never"]] = Field(
+        "auto", description="auto: go on from the last checkpoint if there is one"
+    )
     smoke: bool = Field(False, description="preflight, three real steps, a report, samples/s and time left; then stop")
+
+    @field_validator("root")
+    @classmethod
+    def _absolute_at_once(cls, root: Path, info: ValidationInfo) -> Path:
+        here: Here | None = info.context
+        if here is None:
+            return root
+        root = root.expanduser()
+        if not root.is_absolute() and here.is_ray_job:
+            raise ValueError(
+                f"run.root: got {str(root)!r}, but a Ray job needs an absolute path: its working directory is a "
+                "temporary copy, and what is written there vanishes"
+            )
+        return Path(os.path.normpath(here.cwd / root))
 
     @property
     def folder(self) -> Path:
@@ -36,7 +61,9 @@ class ClusterConfig(Section):
 
 
 class DataConfig(Section):
-    path: str = Field(..., description="JSON, JSON lines, CSV or Parquet file, or a dataset name on the hub")
+    path: PathOrName[str] = Field(
+        ..., description="JSON, JSON lines, CSV or Parquet file, or a dataset name on the hub"
+    )
     revision: str | None = Field(None, description="commit of the hub dataset; required for hub names")
     split: str = "train"
     columns: dict[str, str] = Field({}, description="our field -> the file's field, e.g. {prompt: question}")
@@ -46,11 +73,13 @@ class DataConfig(Section):
 class ProcessConfig(Section):
     """Resources of one process."""
 
-    cpus: float = Field(0.5, gt=0, description="logical CPUs that Ray reserves for each; 0.5 shares a core")
-    gpus: float = Field(0, ge=0, description="GPUs for each")
-    threads: int = Field(1, ge=1, description="compute threads of each on a CPU")
-    memory_gib: float = Field(1.5, gt=0, description="memory each is expected to use; checked before the start")
-    labels: dict[str, str] = Field({}, description="Ray label selector of the nodes for this role")
+    cpus: MayDiffer[float] = Field(0.5, gt=0, description="logical CPUs that Ray reserves for each; 0.5 shares a core")
+    gpus: MayDiffer[float] = Field(0, ge=0, description="GPUs for each")
+    threads: MayDiffer[int] = Field(1, ge=1, description="compute threads of each on a CPU")
+    memory_gib: MayDiffer[float] = Field(
+        1.5, gt=0, description="memory each is expected to use; checked before the start"
+    )
+    labels: MayDiffer[dict[str, str]] = Field({}, description="Ray label selector of the nodes for this role")
 
     @property
     def num_processes(self) -> int:
@@ -69,7 +98,7 @@ class RoleConfig(ProcessConfig):
 
 
 class EvalConfig(Section):
-    every: int = Field(5, ge=1, description="steps between evaluations on held-out prompts")
+    every: MayDiffer[int] = Field(5, ge=1, description="steps between evaluations on held-out prompts")
     num_prompts: int = Field(128, ge=1)
     samples_per_prompt: int = Field(1, ge=1)
 
@@ -93,7 +122,7 @@ class AlarmConfig(Section):
 
 
 class ModelConfig(Section):
-    policy: str = Field(..., description="folder or hub name of the policy")
+    policy: PathOrName[str] = Field(..., description="folder or hub name of the policy")
     revision: str | None = None
 
 

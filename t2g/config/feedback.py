@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from t2g.config.common import Dtype, ProcessConfig, Section
+from t2g.config.marks import MayDiffer, PathOrName
 from t2g.sandbox import SandboxConfig
 
 
@@ -46,16 +47,16 @@ class HealthConfig(Section):
 class EngineConfig(ProcessConfig):
     """A vLLM engine and its process."""
 
-    workers: WorkersConfig = WorkersConfig()
-    health: HealthConfig = HealthConfig()
+    workers: MayDiffer[WorkersConfig] = WorkersConfig()
+    health: MayDiffer[HealthConfig] = HealthConfig()
     dtype: Dtype = "float32"
     max_model_len: int = Field(1024, ge=16, description="longest prompt plus response, tokens")
     max_num_seqs: int = Field(64, ge=1, description="sequences decoded together")
-    kv_cache_gib: float = Field(0.25, gt=0, description="KV cache of a CPU engine, GiB")
-    gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
+    kv_cache_gib: MayDiffer[float] = Field(0.25, gt=0, description="KV cache of a CPU engine, GiB")
+    gpu_memory_utilization: MayDiffer[float] = Field(0.85, gt=0, le=1)
     enforce_eager: bool = True
-    start_timeout_s: float = Field(240, gt=0)
-    request_timeout_s: float = Field(180, gt=0, description="one request; past it the worker counts as late")
+    start_timeout_s: MayDiffer[float] = Field(240, gt=0)
+    request_timeout_s: MayDiffer[float] = Field(180, gt=0, description="one request; past it the worker counts as late")
 
     @property
     def num_processes(self) -> int:
@@ -93,7 +94,9 @@ class RolloutConfig(_AnsweringConfig):
         0, ge=0, le=2, description="steps by which a sample's weights may be older than those it trains; 0: one after "
         "the other; 1 or 2: generation, feedback and learning overlap"
     )  # fmt: skip
-    autoscale: bool = Field(False, description="the run itself chooses the number of engines, within workers")
+    autoscale: MayDiffer[bool] = Field(
+        False, description="the run itself chooses the number of engines, within workers"
+    )
 
 
 class RewardEngineConfig(_AnsweringConfig):
@@ -116,20 +119,24 @@ class StyleConfig(Section):
 class LLMConfig(Section):
     """A language model that annotates: behind an OpenAI-compatible server, or served by engines of our own."""
 
-    url: str | None = Field(
+    url: MayDiffer[str | None] = Field(
         None, description="base URL of an OpenAI-compatible server, no key in it; none: own engines"
     )
-    model: str | None = Field(None, description="name that the server knows; of own engines: folder or hub name")
+    model: PathOrName[str | None] = Field(
+        None, description="name that the server knows; of own engines: folder or hub name"
+    )
     revision: str | None = Field(None, description="commit of a hub model that own engines serve")
-    key_env: str = Field("OPENAI_API_KEY", description="environment variable that holds the key")
-    concurrency: int = Field(8, ge=1, description="open requests")
-    requests_per_minute: float | None = Field(None, gt=0, description="none: as fast as `concurrency` allows")
-    request_timeout_s: float = Field(120, gt=0, description="one request; past it the request is made again")
+    key_env: MayDiffer[str] = Field("OPENAI_API_KEY", description="environment variable that holds the key")
+    concurrency: MayDiffer[int] = Field(8, ge=1, description="open requests")
+    requests_per_minute: MayDiffer[float | None] = Field(
+        None, gt=0, description="none: as fast as `concurrency` allows"
+    )
+    request_timeout_s: MayDiffer[float] = Field(120, gt=0, description="one request; past it the request is made again")
     max_tries: int = Field(3, ge=1, description="requests for one answer; each is told what was wrong before")
     num_annotators: int = Field(1, ge=1, description="independent answers; a label needs more than half of them")
     temperature: float = Field(0.0, ge=0, description="above 0 for several annotators, who would say the same at 0")
     max_output_tokens: int = Field(2048, ge=16, description="of one answer, reasoning included")
-    max_total_tokens: int | None = Field(
+    max_total_tokens: MayDiffer[int | None] = Field(
         None,
         ge=1,
         description="cap of one start of an annotation; refused before the first request when the estimate, which is "
@@ -171,17 +178,17 @@ SOURCES = ("reward_model", "llm", "human", "program")
 class FeedbackConfig(Section):
     source: str = Field("reward_model", description=f"{', '.join(SOURCES)} (the task's own), or pkg.mod:function")
     style: StyleConfig = StyleConfig()
-    reward_model: str | None = Field(None, description="folder or hub name of the span reward model")
+    reward_model: PathOrName[str | None] = Field(None, description="folder or hub name of the span reward model")
     reward_revision: str | None = None
     engine: RewardEngineConfig = RewardEngineConfig()
     llm: LLMConfig = LLMConfig()
-    human_file: str | None = Field(
+    human_file: PathOrName[str | None] = Field(
         None, description="JSON lines or CSV: prompt_id and/or prompt, response, critique, quotes or offsets"
     )
     human_columns: dict[str, str] = Field({}, description="our field -> the human file's, e.g. {critique: comment}")
     sandbox: SandboxConfig = SandboxConfig()
-    concurrency: int = Field(2, ge=1, description="sandboxes at once, in evaluation as well")
-    timeout_s: float = Field(120, gt=0, description="one judgement, all tries")
+    concurrency: MayDiffer[int] = Field(2, ge=1, description="sandboxes at once, in evaluation as well")
+    timeout_s: float = Field(120, gt=0, description="one judgement, all tries; decides which samples are judged")
     max_failed_share: float = Field(0.5, ge=0, le=1, description="a step with more failed feedback stops the run")
     noise: NoiseConfig | None = Field(None, description="errors put into training feedback; evaluation has none")
 
@@ -219,7 +226,14 @@ class AnnotateConfig(FeedbackConfig):
     align: Literal["llm", "reward_model"] | None = Field(
         None, description="who finds the spans of human critiques that have none; none: such critiques are refused"
     )
-    heldout_share: float = Field(0.1, gt=0, lt=1, description="share of prompts whose records go to heldout.jsonl")
+    heldout_share: MayDiffer[float] = Field(
+        0.1, gt=0, lt=1, description="share of prompts whose records go to heldout.jsonl"
+    )
+    # These two only decide which records are missing, and those are asked for again.
+    timeout_s: MayDiffer[float] = Field(120, gt=0, description="one judgement, all tries")
+    max_failed_share: MayDiffer[float] = Field(
+        0.5, ge=0, le=1, description="records with failed feedback; with more the job fails"
+    )
 
     @field_validator("noise")
     @classmethod

@@ -26,13 +26,14 @@ from t2g.config.feedback import (
     StyleConfig,
 )
 from t2g.config.learning import LearnerConfig, ObjectiveConfig, Placement, SFTOptions, with_probe_tolerance
+from t2g.config.marks import MayDiffer, PathOrName
 
 
 class JobConfig(Section):
     """What every job has."""
 
     run: RunConfig = RunConfig()
-    cluster: ClusterConfig = ClusterConfig()
+    cluster: MayDiffer[ClusterConfig] = ClusterConfig()
     task: str = Field("prompts", description="summarization, qa, code, prompts, tiny, or pkg.mod:Class")
 
 
@@ -42,16 +43,16 @@ class PolicyJob(JobConfig):
     model: ModelConfig
     data: DataConfig
     eval_data: DataConfig | None = Field(None, description="held-out prompts; none: no evaluation")
-    num_steps: int = Field(100, ge=1)
+    num_steps: MayDiffer[int] = Field(100, ge=1)
     rollout: RolloutConfig = RolloutConfig()
     feedback: FeedbackConfig
     objective: ObjectiveConfig = ObjectiveConfig()
     learner: LearnerConfig = LearnerConfig()
     eval: EvalConfig = EvalConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    alarms: AlarmConfig = AlarmConfig()
-    log: LogConfig = LogConfig()
-    stages: Path | None = Field(
+    checkpoint: MayDiffer[CheckpointConfig] = CheckpointConfig()
+    alarms: MayDiffer[AlarmConfig] = AlarmConfig()
+    log: MayDiffer[LogConfig] = LogConfig()
+    stages: PathOrName[Path | None] = Field(
         None, description="a demo config whose stages are made first where missing; ${stages} in a path is their folder"
     )
 
@@ -88,7 +89,7 @@ class SFTJob(JobConfig):
     model: ModelConfig
     data: DataConfig
     sft: SFTOptions = SFTOptions()
-    log: LogConfig = LogConfig()
+    log: MayDiffer[LogConfig] = LogConfig()
 
 
 class AnnotateJob(JobConfig):
@@ -103,8 +104,10 @@ class AnnotateJob(JobConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _data_may_be_the_human_file(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def _data_may_be_the_human_file(cls, values: Any) -> Any:
         """annotate.human_file and its columns are by default those of data."""
+        if not isinstance(values, dict):
+            return values
         data, annotate = values.get("data"), values.get("annotate")
         if not (isinstance(data, dict) and isinstance(annotate, dict) and annotate.get("source") == "human"):
             return values
@@ -127,7 +130,7 @@ class RewardJob(JobConfig):
     data: DataConfig
     eval_data: DataConfig
     sft: SFTOptions = SFTOptions()
-    log: LogConfig = LogConfig()
+    log: MayDiffer[LogConfig] = LogConfig()
     style: StyleConfig = StyleConfig()
     engine: RewardEngineConfig = RewardEngineConfig()
     eval_records: int = Field(200, ge=1, description="held-out records in the report")
@@ -137,7 +140,7 @@ class DemoJob(Section):
     """jobs.demo: the whole pipeline on the tiny world, three arms on shared stages 1 and 2."""
 
     run: RunConfig = RunConfig(name="demo")
-    cluster: ClusterConfig = ClusterConfig()
+    cluster: MayDiffer[ClusterConfig] = ClusterConfig()
     world: WorldConfig = WorldConfig()
     policy_sft: SFTOptions = SFTOptions()
     annotate: int = Field(4000, ge=1, description="responses sampled and criticised in stage 1")
@@ -147,7 +150,7 @@ class DemoJob(Section):
     objective: ObjectiveConfig = ObjectiveConfig()
     learner: LearnerConfig = LearnerConfig()
     eval: EvalConfig = EvalConfig()
-    num_steps: int = Field(20, ge=1)
+    num_steps: MayDiffer[int] = Field(20, ge=1)
     arms: tuple[Placement, ...] = Field(("span", "scalar", "shuffled"), min_length=1)
 
     _probe_tolerance = field_validator("learner")(with_probe_tolerance)
@@ -197,8 +200,8 @@ class StudyJob(Section):
     """jobs.reward_study: what a critique, sparse labels and a span-weighted loss are worth, on the tiny world."""
 
     run: RunConfig = RunConfig(name="reward-study")
-    cluster: ClusterConfig = ClusterConfig()
-    stages: Path = Field(
+    cluster: MayDiffer[ClusterConfig] = ClusterConfig()
+    stages: PathOrName[Path] = Field(
         ..., description="a demo config whose world, base policy and records are used, and made first where missing"
     )
     variants: tuple[StudyVariant, ...] = Field(("plain", "weighted", "no_critique", "dense"), min_length=1)
@@ -221,8 +224,10 @@ RunPart = Annotated[str, Field(pattern=r"^[a-z0-9_]{1,20}$")]  # becomes a part 
 class AblationModels(Section):
     """Reward models of the ablations, each trained for its own style."""
 
-    no_critique: str | None = Field(None, description="folder or hub name; ${study} is the folder of compare.study")
-    dense: str | None = None
+    no_critique: PathOrName[str | None] = Field(
+        None, description="folder or hub name; ${study} is the folder of compare.study"
+    )
+    dense: PathOrName[str | None] = None
 
 
 class CompareConfig(Section):
@@ -242,11 +247,11 @@ class CompareConfig(Section):
     noise: dict[RunPart, NoiseConfig] = Field(
         {}, description="name -> noise in the training feedback; span and scalar are run with each"
     )
-    reviser: str | None = Field(
+    reviser: PathOrName[str | None] = Field(
         None, description="folder or hub name of what revises for reflection and ilf; none: the policy itself"
     )
     reward_models: AblationModels = AblationModels()
-    study: Path | None = Field(
+    study: PathOrName[Path | None] = Field(
         None, description="a config of jobs.reward_study; its models that ${study} names are trained where missing"
     )
 
@@ -270,7 +275,7 @@ class CompareJob(PolicyJob):
     """jobs.compare: methods on the same model, data, seeds, feedback and samples."""
 
     run: RunConfig = RunConfig(name="compare")
-    compare: CompareConfig = CompareConfig()
+    compare: MayDiffer[CompareConfig] = CompareConfig()  # each of its runs has a config of its own, which is checked
 
     @model_validator(mode="after")
     def _can_be_measured(self) -> "CompareJob":
@@ -314,7 +319,7 @@ class BenchmarkJob(Section):
     """jobs.benchmark: what a weight sync costs, beside a plain copy of the same bytes in the same run."""
 
     run: RunConfig = RunConfig(name="sync-benchmark")
-    cluster: ClusterConfig = ClusterConfig()
+    cluster: MayDiffer[ClusterConfig] = ClusterConfig()
     shape: ShapeConfig = ShapeConfig()
     rollout: RolloutConfig = RolloutConfig()
     learner: LearnerConfig = LearnerConfig()

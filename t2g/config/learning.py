@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationInfo
 
 from t2g.config.common import Dtype, RoleConfig, Section
+from t2g.config.marks import MayDiffer
 
 Schedule = Literal["constant", "linear", "cosine"]
 Transport = Literal["store", "ipc", "nccl"]
@@ -109,39 +110,46 @@ def _own_probe_tolerance(learner: dict[str, Any]) -> float:
 
 
 class LearnerConfig(RoleConfig):
+    # The ranks and how much of a batch each takes at once change a step by rounding alone: what runs out of memory, or
+    # finds fewer places than it had, goes on with others.
+    workers: MayDiffer[int] = Field(1, ge=1, description="ranks of this role")
     policy: OptimConfig = OptimConfig()
     critic: OptimConfig = OptimConfig(lr=1e-5)
-    critic_ranks: RoleConfig | None = Field(
+    critic_ranks: MayDiffer[RoleConfig | None] = Field(
         None, description="processes of the critic's own ZeRO-3 group; none: it lives on the policy's ranks"
     )
     lora: LoRAConfig | None = Field(
         None, description="train adapters of the policy, whose reference is itself without them; none: all weights"
     )
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: MayDiffer[bool] = False
     offload: Literal["none", "cpu"] = Field("none", description="cpu: optimizer state and parameters in host memory")
     num_epochs: int = Field(4, ge=1, description="passes over a step's samples")
     minibatches_per_epoch: int = Field(1, ge=1, description="optimizer steps per pass")
-    tokens_per_microbatch: int = Field(4096, ge=16, description="token budget of one packed forward and backward")
+    tokens_per_microbatch: MayDiffer[int] = Field(
+        4096, ge=16, description="token budget of one packed forward and backward"
+    )
     dtype: Dtype = "float32"
     critic_warmup_steps: int = Field(0, ge=0, description="first steps in which only the critic learns")
-    sync_bucket_mib: float = Field(64, gt=0, description="weights gathered and sent at once")
-    sync_transport: Transport = Field(
+    sync_bucket_mib: MayDiffer[float] = Field(64, gt=0, description="weights gathered and sent at once")
+    sync_transport: MayDiffer[Transport] = Field(
         "store",
         description="of the weights into the engines. store: Ray's object store, everywhere; ipc: memory of a GPU that "
         "a rank and an engine share; nccl: broadcast between GPUs. Names and the probe are checked with each, bytes "
         "by their hashes with store alone",
     )
-    sync_verify: Literal["probe", "full"] = Field(
+    sync_verify: MayDiffer[Literal["probe", "full"]] = Field(
         "probe", description="after each sync a scored probe; full: also every tensor's hash, as the learner had it"
     )
-    max_restarts: int = Field(2, ge=0, description="times that lost ranks are started again from the last checkpoint")
+    max_restarts: MayDiffer[int] = Field(
+        2, ge=0, description="times that lost ranks are started again from the last checkpoint"
+    )
     probe_tolerance: float = Field(
         default_factory=_own_probe_tolerance,
         gt=0,
         description="largest |engine - learner| logprob on the probe, nats; by default 0.001, and 0.25 where engine or "
         "learner is bfloat16, whose rounding alone puts them 0.06 apart in the mean",
     )
-    step_timeout_s: float = Field(600, gt=0, description="one forward, update, sync or checkpoint")
+    step_timeout_s: MayDiffer[float] = Field(600, gt=0, description="one forward, update, sync or checkpoint")
 
     @property
     def keeps_buckets(self) -> bool:
@@ -176,5 +184,9 @@ class SFTOptions(RoleConfig):
     packing: bool = Field(False, description="sequences one after the other in one row; slower on a CPU")
     gradient_checkpointing: bool = False
     offload: Literal["none", "cpu"] = Field("none", description="cpu: optimizer state and parameters in host memory")
-    checkpoint_every: int | None = Field(500, ge=1, description="optimizer steps between checkpoints; none: never")
-    timeout_s: float = Field(1800, gt=0, description="one optimizer step with its checkpoint, and the start-up")
+    checkpoint_every: MayDiffer[int | None] = Field(
+        500, ge=1, description="optimizer steps between checkpoints; none: never"
+    )
+    timeout_s: MayDiffer[float] = Field(
+        1800, gt=0, description="one optimizer step with its checkpoint, and the start-up"
+    )

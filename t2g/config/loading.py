@@ -10,14 +10,13 @@ Everything that is wrong is reported at once, one sentence a line:
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from t2g.config import LLMConfig
+from t2g.config.marks import Here, may_differ
 from t2g.config.words import Keys, dotted, problems, show
 from t2g.errors import UserError
 
@@ -26,63 +25,6 @@ Config = TypeVar("Config", bound=BaseModel)
 FILE_NAME = "config.yaml"  # the resolved config in the run folder
 JOB_ENV = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray's job manager sets it for a driver
 UPLOAD_PREFIX = "_ray_pkg_"  # name of the folders into which Ray unpacks an uploaded working directory
-
-# Keys in which a resumed run may differ from its first start: they change where, how fast and how long it runs and what
-# it writes down, but not what one step computes, unless by rounding.
-MAY_DIFFER = (
-    "num_steps",
-    "run.root",
-    "run.name",
-    "run.resume",
-    "cluster.*",
-    "log.*",
-    "checkpoint.*",
-    "alarms.*",
-    "eval.every",
-    "rollout.workers*",
-    "rollout.autoscale",
-    "reward_engine.workers*",
-    "*engine.workers*",
-    "*.health.*",
-    "learner.max_restarts",
-    "learner.sync_*",
-    "learner.workers",  # this and the next three change a step by rounding alone: what runs out of memory, or finds
-    "learner.critic_ranks*",  # fewer places than it had, goes on with other values of them
-    "learner.gradient_checkpointing",
-    "learner.tokens_per_microbatch",
-    "*.concurrency",
-    "*.llm.url",  # a server that moved; llm.model stays
-    "*.llm.key_env",
-    "*.llm.requests_per_minute",
-    "*.llm.max_total_tokens",
-    "compare.*",  # each run of a comparison has a config of its own, which is checked
-    "annotate.timeout_s",  # decides which records are missing, and those are asked for again
-    "annotate.max_failed_share",
-    "annotate.heldout_share",
-    "*.cpus",
-    "*.gpus",
-    "*.threads",
-    "*.memory_gib",
-    *(f"*{role}.labels*" for role in ("rollout", "engine", "sft", "learner")),  # not style.labels
-    "*.kv_cache_gib",
-    "*.gpu_memory_utilization",
-    "*sft.timeout_s",  # not feedback.timeout_s: it decides which samples of a step are judged
-    "*_timeout_s",
-    "*.checkpoint_every",
-)
-
-# Keys that may name a file or folder here, or something on the hub.
-PATHS = (
-    "model.policy",
-    "data.path",
-    "eval_data.path",
-    *(f"{source}.{key}" for source in ("feedback", "annotate") for key in ("reward_model", "human_file", "llm.model")),
-    "stages",
-    "compare.study",
-    "compare.reviser",
-    "compare.reward_models.no_critique",
-    "compare.reward_models.dense",
-)
 
 
 @dataclass(frozen=True)
@@ -114,7 +56,7 @@ def load(
 ) -> Config:
     """The checked config of `file` with `overrides` (`dotted.key=YAML value`) laid over it.
 
-    run.root is absolute, and so is each of PATHS that names an existing file or folder; hub names stay. So do relative
+    run.root is absolute, and so is each `PathOrName` of an existing file or folder; hub names stay. So do relative
     paths in a Ray job's uploaded working directory: in the job that resumes the run the copy has another name.
     Raises UserError with one sentence for each problem. `environ` and `cwd` tell whether this is a Ray job.
     """
@@ -122,17 +64,13 @@ def load(
     source = _Source(file, values, lines)
     for override in overrides:
         _apply(override, source)
-    try:
-        config = schema.model_validate(source.values)
-    except ValidationError as error:
-        raise UserError("\n".join(problems(schema, error, source.place))) from None
     cwd = cwd or Path.cwd()
     uploaded = any(part.startswith(UPLOAD_PREFIX) for part in cwd.parts)
-    config = _with_absolute_root(config, source, cwd, is_ray_job=uploaded or JOB_ENV in environ)
-    if not uploaded:
-        for name in PATHS:
-            config = _with_absolute_path(config, name.split("."), cwd)
-    return config
+    here = Here(cwd, is_ray_job=uploaded or JOB_ENV in environ, uploaded=uploaded)
+    try:
+        return schema.model_validate(source.values, context=here)
+    except ValidationError as error:
+        raise UserError("\n".join(problems(schema, error, source.place))) from None
 
 
 def resolved(config: BaseModel) -> str:
@@ -162,15 +100,16 @@ def diff(a: BaseModel | Mapping[str, Any], b: BaseModel | Mapping[str, Any]) -> 
     return sorted(key for key in left.keys() | right.keys() if left.get(key, absent) != right.get(key, absent))
 
 
-def may_differ(key: str) -> bool:
-    return any(fnmatchcase(key, pattern) for pattern in MAY_DIFFER)
+def identity_of(config: BaseModel) -> dict[str, Any]:
+    """`flat`, of the keys alone in which a run may not differ when it goes on."""
+    return {key: value for key, value in flat(config).items() if not may_differ(type(config), key)}
 
 
 def check_resumable(config: BaseModel, folder: Path) -> None:
     """UserError, naming the keys, if the run in `folder` was begun with a config that `config` cannot go on from."""
     saved, _ = _read_yaml(folder / FILE_NAME)
     old, new = flat(saved), flat(config)
-    changed = [key for key in diff(saved, config) if not may_differ(key)]
+    changed = [key for key in diff(saved, config) if not may_differ(type(config), key)]
     if changed:
         changes = ", ".join(f"{key} ({show(old.get(key))} -> {show(new.get(key))})" for key in changed)
         raise UserError(
@@ -232,31 +171,6 @@ def _apply(override: str, source: _Source) -> None:
         section = section[key]
     section[keys[-1]] = value
     source.overridden.add(keys)
-
-
-def _with_absolute_root(config: Config, source: _Source, cwd: Path, *, is_ray_job: bool) -> Config:
-    run = getattr(config, "run", None)
-    if run is None:
-        return config
-    root = run.root.expanduser()
-    if not root.is_absolute() and is_ray_job:
-        raise UserError(
-            f"{source.place(('run', 'root'))}run.root: got {str(run.root)!r}, but a Ray job needs an absolute path: "
-            "its working directory is a temporary copy, and what is written there vanishes"
-        )
-    absolute = Path(os.path.normpath(cwd / root))
-    return config.model_copy(update={"run": run.model_copy(update={"root": absolute})})
-
-
-def _with_absolute_path(section: Config, keys: Sequence[str], cwd: Path) -> Config:
-    """`section` with the path at `keys` made absolute if it is one of something that is there."""
-    value = getattr(section, keys[0], None)
-    if value is None or (isinstance(section, LLMConfig) and section.url is not None):  # a name that the server knows
-        return section
-    if len(keys) > 1:
-        return section.model_copy(update={keys[0]: _with_absolute_path(value, keys[1:], cwd)})
-    path = os.path.normpath(cwd / Path(value).expanduser())
-    return section.model_copy(update={keys[0]: type(value)(path)}) if os.path.exists(path) else section
 
 
 def _leaves(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from t2g.config import EngineConfig, PolicyJob, loading
+from t2g.config import EngineConfig, PolicyJob
+from t2g.config.marks import paths
 from t2g.deploy.manifests import SHARED
 from t2g.deploy.memory import (
     BYTES,
@@ -189,10 +189,8 @@ def _cluster_warnings(config: PolicyJob, shape: ModelShape | None) -> Iterator[s
 
 
 def _path_warnings(config: PolicyJob) -> Iterator[str]:
-    values: dict[str, Any] = loading.flat(config)
     passed_on = {"stages"} | ({"feedback.llm.model"} if config.feedback.llm.url else set())
-    for key in loading.PATHS:
-        value = values.get(key)
+    for key, value in paths(config):
         if isinstance(value, str) and key not in passed_on and not value.startswith(("${", SHARED)) and _is_path(value):
             yield f"{key} is {value}: pods see {SHARED} and their image; put it there and give that path"
 

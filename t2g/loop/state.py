@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 
 from t2g.config import PolicyJob
-from t2g.config.loading import flat, may_differ
+from t2g.config.loading import identity_of
 from t2g.errors import UserError
 from t2g.files import weights_version
 from t2g.interfaces import FeedbackSource
@@ -28,13 +28,12 @@ class Origin:
 
     @classmethod
     def of(cls, config: PolicyJob, prompts: Sequence[Prompt], feedback: FeedbackSource) -> Self:
-        fixed = {key: value for key, value in flat(config).items() if not may_differ(key)}
         seen = xxhash.xxh3_128()
         for prompt in prompts:
             seen.update(json.dumps([prompt.prompt_id, len(prompt.prompt_ids)]).encode())
             seen.update(prompt.prompt_ids.astype(np.int32).tobytes())
         return cls(
-            config=xxhash.xxh3_128_hexdigest(json.dumps(fixed, sort_keys=True).encode()),
+            config=xxhash.xxh3_128_hexdigest(json.dumps(identity_of(config), sort_keys=True).encode()),
             policy=weights_version(config.model.policy, config.model.revision),
             prompts=seen.hexdigest(),
             feedback=getattr(feedback, "version", ""),
