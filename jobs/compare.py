@@ -55,9 +55,9 @@ class Session:
         """The summary of a run, made now where it is not finished. Raises Stopped."""
         from jobs.train_policy import finished, train
 
-        summary = finished(arm)
-        # What made a baseline is not told by its config alone: `run_baseline` compares the rest.
-        if summary is not None and method not in arms.BASELINES:
+        # What made a baseline is not told by its config alone: `run_baseline` knows the rest.
+        summary = None if method in arms.BASELINES else finished(arm)
+        if summary is not None:
             return summary
         if self.stop:
             raise Stopped

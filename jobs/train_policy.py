@@ -21,6 +21,8 @@ from jobs.train_sft import check_folder
 from t2g.config import PolicyJob, ProcessConfig, loading
 from t2g.config.describe import describe_policy
 from t2g.errors import LearnerLost, RunStopped
+from t2g.runs import identity
+from t2g.runs.identity import Identity
 
 if TYPE_CHECKING:  # numpy, torch and Ray are imported by the functions that need them: --help must answer at once
     from actors.engines.rollout import RolloutFleet
@@ -196,22 +198,23 @@ def policy_roles(config: PolicyJob) -> dict[str, ProcessConfig]:
     return {"rollout": config.rollout} | config.learner.roles(config.objective)
 
 
-def begin_folder(config: PolicyJob) -> None:
-    """The resolved config into the run folder. UserError for a folder that this config may not go on with."""
-    check_folder(config, loading.FILE_NAME)
+def begin_folder(config: PolicyJob, **more: Any) -> None:
+    """Identity and config into the run folder. UserError for a folder that may not go on with them.
+
+    more: what decides the run beside the config, see `Identity.of`.
+    """
+    check_folder(config, loading.FILE_NAME, **more)
+    identity.keep(config.run.folder, Identity.of(config, **more))
     loading.write(config, config.run.folder)
 
 
-def finished(config: PolicyJob) -> dict[str, Any] | None:
-    """The summary of a run that has all its steps already."""
+def finished(config: PolicyJob, **more: Any) -> dict[str, Any] | None:
+    """The summary of a run that has all its steps already. more, UserError: see `begin_folder`."""
     from t2g.report.run_page import SUMMARY_FILE
 
-    path = config.run.folder / SUMMARY_FILE
-    if not path.exists():
-        return None
-    begin_folder(config)
-    summary = json.loads(path.read_text())
-    return summary if summary["steps"] >= config.num_steps else None
+    check_folder(config, SUMMARY_FILE, **more)
+    summary = identity.finished(config.run.folder, Identity.of(config, **more), SUMMARY_FILE)
+    return summary if summary and summary["steps"] >= config.num_steps else None
 
 
 def write_summary(config: PolicyJob, *, seconds: float) -> dict[str, Any]:

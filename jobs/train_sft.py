@@ -13,12 +13,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jobs.common.cli import main
 from t2g.config import JobConfig, RewardJob, RunConfig, SFTJob, loading
 from t2g.config.describe import describe_sft
 from t2g.errors import UserError
+from t2g.runs import identity
+from t2g.runs.identity import Identity
 
 if TYPE_CHECKING:
     from actors.learner.sft_rank import SFTProgress
@@ -89,10 +91,10 @@ def work_folder(run: RunConfig) -> Path:
     return run.folder / "smoke" if run.smoke else run.folder
 
 
-def check_folder(config: JobConfig, *leftovers: str) -> None:
+def check_folder(config: JobConfig, *leftovers: str, **more: Any) -> None:
     """UserError where the run folder has one of the files `leftovers` and this config may not go on with it.
 
-    Writes nothing. A smoke run goes on with nothing.
+    Writes nothing. A smoke run goes on with nothing. more: see `Identity.of`.
     """
     folder = config.run.folder
     found = [name for name in leftovers if (folder / name).exists()]
@@ -100,16 +102,16 @@ def check_folder(config: JobConfig, *leftovers: str) -> None:
         return
     if config.run.resume == "never":
         raise UserError(f"run.resume=never, and {folder / found[0]} exists: remove it or choose another run.name")
-    if (folder / loading.FILE_NAME).exists():
-        loading.check_resumable(config, folder)
+    identity.check(folder, Identity.of(config, **more))
 
 
-def begin_folder(config: JobConfig, *leftovers: str) -> Path:
-    """The `work_folder` with the resolved config in it; see `check_folder`. A smoke run's is emptied first."""
-    check_folder(config, *leftovers)
+def begin_folder(config: JobConfig, *leftovers: str, **more: Any) -> Path:
+    """The `work_folder` with identity and resolved config in it; see `check_folder`. A smoke run's is emptied first."""
+    check_folder(config, *leftovers, **more)
     folder = work_folder(config.run)
     if config.run.smoke:
         shutil.rmtree(folder, ignore_errors=True)
+    identity.keep(folder, Identity.of(config, **more))
     loading.write(config, folder)
     return folder
 

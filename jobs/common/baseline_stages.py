@@ -17,22 +17,19 @@ Called by jobs.compare. A finished run is kept; one that is not finished starts 
 """
 
 import asyncio
-import json
 import shutil
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import closing
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from jobs.common.cli import StopFlag, sole_process
 from jobs.common.fleets import Fleets
 from jobs.train_policy import PolicyData, begin_folder, finished, write_summary
 from t2g.config import ModelConfig, PolicyJob, RolloutConfig
-from t2g.errors import Stopped, UserError
+from t2g.errors import Stopped
 from t2g.feedback.examples import SFTExample, count_steps
-from t2g.files import write_atomic
 from t2g.interfaces import RolloutSource
 from t2g.runs.metrics import RunLog
 from t2g.runs.progress import stage
@@ -41,7 +38,6 @@ from t2g.study.baseline_runs import Arm, Metrics, Result, dpo, ilf, reflection
 from t2g.study.baselines import Baseline, PreferencePair
 from t2g.text.tokenizer import load_tokenizer
 
-BASELINE_FILE = "baseline.json"
 POLICY = "policy"  # folder of the result, where something was trained
 METHODS: dict[Baseline, Callable[[Arm], Metrics]] = {"dpo": dpo, "ilf": ilf, "reflection": reflection}
 
@@ -59,11 +55,11 @@ def run_baseline(
     """
     baselines.check(method, job)
     folder = job.run.folder
-    _claim(folder, {"method": method, "reviser": reviser})
-    summary = finished(job)
+    made_of = {"method": method, "reviser": reviser}  # config.yaml does not tell baselines apart
+    summary = finished(job, **made_of)
     if summary is not None:
         return summary
-    begin_folder(job)
+    begin_folder(job, **made_of)
     started = time.monotonic()
     with sole_process(folder), closing(RunLog(folder, job.log)) as log:
         log.truncate(0)
@@ -85,16 +81,6 @@ def run_baseline(
         )
         log.step(job.num_steps, METHODS[method](arm))
     return write_summary(job, seconds=time.monotonic() - started)
-
-
-def _claim(folder: Path, identity: dict[str, Any]) -> None:
-    """UserError where the folder is another baseline's: config.yaml does not tell them apart."""
-    path = folder / BASELINE_FILE
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps(identity).encode())
-    elif (found := json.loads(path.read_text())) != identity:
-        raise UserError(f"{folder} holds a run of {found}, not of {identity}: remove it, or take another run.name")
 
 
 def own_engines(

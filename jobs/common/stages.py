@@ -34,14 +34,15 @@ from t2g.config import (
     StudyJob,
     loading,
 )
-from t2g.config.marks import may_differ
-from t2g.errors import UserError
 from t2g.files import write_atomic
+from t2g.runs import identity
+from t2g.runs.identity import Identity
 from t2g.text.tokenizer import load_tokenizer
 
 AnyJob = TypeVar("AnyJob", bound=PolicyJob)
 Beside = TypeVar("Beside", DemoJob, StudyJob)
 PLACEHOLDER = "${stages}"
+STAGE_FILE = "stage.json"
 REVISER_EPOCHS = 5.0
 CRITIC = "t2g.tasks.tiny.task:critic"
 WORLD, BASE, ANNOTATED, REWARD, REVISER = "world", "base", "annotated", "reward", "reviser"
@@ -154,21 +155,14 @@ def _stage(demo: DemoJob, name: str) -> dict[str, Any]:
 
 def once(folder: Path, settings: Section, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
     """What `make` returned, now or in an earlier run, and its `seconds`. UserError when that run had other settings."""
-    record = folder / "stage.json"
-    if record.exists():
-        kept = json.loads(record.read_text())
-        keys = [key for key in loading.diff(kept["settings"], settings) if not may_differ(type(settings), key)]
-        if keys:
-            raise UserError(
-                f"{folder} was made with another {', '.join(keys)}: remove that folder and those made after it, "
-                "or take another run.name"
-            )
-        return kept["metrics"]
-    folder.mkdir(parents=True, exist_ok=True)
+    made_of = Identity.of(settings)
+    kept = identity.finished(folder, made_of, STAGE_FILE)
+    if kept is not None:
+        return kept
     started = time.monotonic()
     metrics = {**make(), "seconds": time.monotonic() - started}
-    kept = {"settings": settings.model_dump(mode="json"), "metrics": metrics}
-    write_atomic(record, json.dumps(kept, indent=1).encode())
+    identity.keep(folder, made_of)
+    write_atomic(folder / STAGE_FILE, json.dumps(metrics, indent=1).encode())
     return metrics
 
 

@@ -105,18 +105,6 @@ def identity_of(config: BaseModel) -> dict[str, Any]:
     return {key: value for key, value in flat(config).items() if not may_differ(type(config), key)}
 
 
-def check_resumable(config: BaseModel, folder: Path) -> None:
-    """UserError, naming the keys, if the run in `folder` was begun with a config that `config` cannot go on from."""
-    saved, _ = _read_yaml(folder / FILE_NAME)
-    old, new = flat(saved), flat(config)
-    changed = [key for key in diff(saved, config) if not may_differ(type(config), key)]
-    if changed:
-        changes = ", ".join(f"{key} ({show(old.get(key))} -> {show(new.get(key))})" for key in changed)
-        raise UserError(
-            f"{folder} holds a run with another config: {changes}; put these back, or choose another run.name."
-        )
-
-
 def _read_yaml(file: Path) -> tuple[dict[str, Any], dict[Keys, int]]:
     """Values of the file, and the line of each key."""
     try:

@@ -26,8 +26,9 @@ from t2g.interfaces import FeedbackSource, Learner, RolloutSource, WeightSync
 from t2g.loop.alarms import alarms
 from t2g.loop.producer import Producer
 from t2g.loop.sampling import Judged, dropped, held_out_metrics, measure, sample_held_out, training_feedback, usable
-from t2g.loop.state import Origin, TrainerState, read_state
+from t2g.loop.state import TrainerState, run_identity
 from t2g.loop.steps import advantage_samples, refuse_not_finite, step_metrics, sync_metrics, token_staleness
+from t2g.runs import identity
 from t2g.runs.checkpoint import CheckpointStore
 from t2g.runs.metrics import RunLog
 from t2g.tasks.base import Task
@@ -71,7 +72,7 @@ class Trainer:
         self.log, self.checkpoints, self.stop, self.on_step = log, checkpoints, stop, on_step
         self.extra_metrics, self.lost_at = extra_metrics, lost_at
         self.state = TrainerState(kl_coef=config.objective.kl_coef)
-        self.origin = Origin.of(config, prompts, feedback)
+        self.identity = run_identity(config, prompts, feedback)
         self.history: list[dict[str, float]] = []
         self._finished: dict[int, list[Group]] = {}  # by the checkpoint
         self._measuring = asyncio.Semaphore(config.feedback.concurrency)
@@ -89,7 +90,8 @@ class Trainer:
             self.log.truncate(0)
             return self.state
         folder, saved = found
-        self.state = read_state(folder, saved, self.origin)
+        identity.check(folder, self.identity)
+        self.state = TrainerState(**saved)
         self._finished = read_groups(folder / "buffer", {prompt.prompt_id: prompt for prompt in self.prompts})
         self.learner.load(folder / "learner")
         self.history = self.log.truncate(self.state.step + 1)
@@ -270,11 +272,11 @@ class Trainer:
         groups = producer.finished()
 
         def fill(folder: Path) -> None:
+            identity.keep(folder, self.identity)
             (folder / "learner").mkdir()
             self.learner.save(folder / "learner")
             self.learner.export(folder / "policy")
             if groups:
                 write_groups(folder / "buffer", groups)
 
-        state = asdict(self.state) | {"origin": asdict(self.origin)}
-        await self._call(self.checkpoints.write, self.state.step, fill, state)
+        await self._call(self.checkpoints.write, self.state.step, fill, asdict(self.state))

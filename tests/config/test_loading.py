@@ -351,17 +351,6 @@ def test_weights_travel_only_where_the_gpus_are(tmp_path: Path, transport: str, 
     assert sentence in said and transport in said
 
 
-def test_resume_is_refused_by_the_names_of_the_keys(tmp_path: Path) -> None:
-    old = load(tmp_path, GOOD)
-    loading.write(old, tmp_path / "run")
-    free = load(tmp_path, GOOD, "num_steps=500", "rollout.workers=3", "cluster.address=auto")
-    loading.check_resumable(free, tmp_path / "run")
-
-    bound = load(tmp_path, GOOD, "rollout.temperature=0.9", "run.seed=2")
-    with pytest.raises(UserError, match=r"rollout\.temperature \(0\.6 -> 0\.9\), run\.seed \(1 -> 2\); put these back"):
-        loading.check_resumable(bound, tmp_path / "run")
-
-
 def test_shown_values_stay_on_one_line_and_short() -> None:
     assert show("a\nb") == '"a\\nb"'
     assert len(show("x" * 1000)) == 80

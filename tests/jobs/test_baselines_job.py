@@ -15,7 +15,7 @@ from fakes import FakeFeedback, FakeRollouts, letter_prompts, letter_tokenizer
 from jobs.common.baseline_stages import run_baseline
 from jobs.common.cli import StopFlag
 from jobs.common.fleets import Fleets
-from jobs.train_policy import PolicyData
+from jobs.train_policy import PolicyData, begin_folder
 from t2g.config import ModelConfig, PolicyJob, RolloutConfig
 from t2g.errors import RunStopped, Stopped, UserError
 from t2g.interfaces import RolloutSource, Sampling
@@ -218,12 +218,12 @@ def test_a_finished_run_is_kept_and_another_baselines_folder_refused(tmp_path: P
     job = make_job(tmp_path)
     data = PolicyData(task=Letters(), tokenizer=None, prompts=[], eval_prompts=[])
     done = {"steps": NUM_STEPS, "samples": 18}
-    job.run.folder.mkdir()
+    begin_folder(job, method="reflection", reviser=None)
     (job.run.folder / "summary.json").write_text(json.dumps(done))
     with Fleets() as none:
         for _ in range(2):
             assert run_baseline("reflection", job, data, none, StopFlag()) == done
-        with pytest.raises(UserError, match="'method': 'reflection'"):
+        with pytest.raises(UserError, match=r'method \("reflection" -> "ilf"\)'):
             run_baseline("ilf", job, data, none, StopFlag())
-        with pytest.raises(UserError, match="'reviser': None"):
+        with pytest.raises(UserError, match=r'reviser \(null -> "other"\)'):
             run_baseline("reflection", job, data, none, StopFlag(), reviser="other")

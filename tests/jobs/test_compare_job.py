@@ -227,14 +227,14 @@ def test_a_finished_comparison_is_read_again_without_a_run(tmp_path: Path) -> No
 
 def test_an_arm_of_another_learning_rate_is_not_taken_for_this_one(tmp_path: Path) -> None:
     session = Session(job=finished_job(tmp_path), data=NoEngines(), stop=StopFlag())
-    with pytest.raises(UserError, match=r"span-1 holds a run with another config: learner\.policy\.lr"):
+    with pytest.raises(UserError, match=r"span-1 was made otherwise: learner\.policy\.lr"):
         job_module.run_arms(session, ["span"], {"span": 0.1}, NoEngines(), [])
 
 
 def test_methods_and_seeds_may_be_added_to_a_comparison(tmp_path: Path) -> None:
     begin_folder(the_job(tmp_path, "compare.seeds=[1]", "compare.methods=[span]"))
     begin_folder(the_job(tmp_path))
-    with pytest.raises(UserError, match=r"another config: objective\.lam"):
+    with pytest.raises(UserError, match=r"otherwise: objective\.lam"):
         begin_folder(the_job(tmp_path, "objective.lam=0.5"))
 
 
@@ -311,7 +311,7 @@ def test_the_reference_is_made_once_and_kept(tmp_path: Path) -> None:
     assert fleets.asked == 1 and len(made) == 5
     assert [r.rollout.response_text for r in again] == [r.rollout.response_text for r in made]
     assert [r.feedback for r in again] == [r.feedback for r in made]
-    with pytest.raises(UserError, match=r"reference was made with another eval\.num_prompts"):
+    with pytest.raises(UserError, match=r"reference was made otherwise: eval\.num_prompts"):
         make_reference(the_job(tmp_path / "runs", "compare.reference_prompts=6"), data, fleets)
 
 

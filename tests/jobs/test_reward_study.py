@@ -58,7 +58,7 @@ def test_another_style_of_labels_is_another_run(tmp_path: Path) -> None:
     assert demo is not None
     job = variant_job(config, demo, "plain", 1)
     once(job.run.folder, job, dict)
-    with pytest.raises(UserError, match=r"plain-1 was made with another style\.labels"):
+    with pytest.raises(UserError, match=r"plain-1 was made otherwise: style\.labels"):
         once(job.run.folder, job.model_copy(update={"style": StyleConfig(labels="dense")}), dict)
 
 

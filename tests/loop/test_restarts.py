@@ -5,7 +5,6 @@ import functools
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,8 @@ from jobs.train_policy import with_restarts
 from t2g.concurrency import beside
 from t2g.config import PolicyJob
 from t2g.errors import LearnerLost, RunStopped, SamplingFailed, UserError
-from t2g.loop.state import Origin, read_state
-from t2g.loop.trainer import TrainerState
+from t2g.loop.state import TrainerState, run_identity
+from t2g.runs.checkpoint import CheckpointStore
 
 PHASES = ("sample", "judge", "measure", "forward", "update", "push", "save", "export")
 CONFIG = job(w_end=0.5)
@@ -251,48 +250,37 @@ def test_a_held_out_prompt_that_nobody_answers_stops_the_run(tokenizer: Any, tmp
 
 
 @contextmanager
-def refused(sentence: str) -> Iterator[None]:
-    with pytest.raises(UserError, match=rf"^checkpoint .*step-00000002 was written {sentence}.*another run.name$"):
+def refused(*changed: str) -> Iterator[None]:
+    with pytest.raises(UserError, match=r"step-00000002 was made otherwise: .* another run.name$") as error:
         yield
+    assert all(words in str(error.value) for words in changed)
 
 
 def test_another_origin_is_refused_at_resume(tokenizer: Any, tmp_path: Path) -> None:
     first = Bench(tmp_path, tokenizer, CONFIG, stop=lambda: first.trainer.state.step == 2)
     first.run()
 
-    def again(config: PolicyJob = CONFIG) -> Bench:
-        return Bench(tmp_path, tokenizer, config)
+    def again(config: PolicyJob = CONFIG, **changed: str) -> Bench:
+        bench = Bench(tmp_path, tokenizer, config)
+        bench.trainer.identity = bench.trainer.identity.model_copy(update=changed)
+        return bench
 
-    with refused("with another config: put that back"):
+    with refused("objective.w_end (0.5 -> 0.25)"):
         again(job(w_end=0.25)).trainer.resume()
     longer = CONFIG.model_copy(update={"num_steps": 9, "checkpoint": CONFIG.checkpoint.model_copy(update={"keep": 7})})
     assert again(longer).trainer.resume().step == 2
 
-    bench = again()
-    bench.trainer.origin = Origin.of(CONFIG, [*letter_prompts(20)[:-1], letter_prompts(1, "other-")[0]], bench.feedback)
-    with refused("on other prompts than data.path has now"):
-        bench.trainer.resume()
-
-    bench = again()
-    bench.trainer.origin = replace(bench.trainer.origin, policy="retrained")
-    with refused("from other weights than model.policy has now"):
-        bench.trainer.resume()
-
-    newer = FakeFeedback()
-    newer.version = "newer"
-    bench.trainer.origin = Origin.of(CONFIG, letter_prompts(20), newer)
-    with refused("with feedback of fake, and now it is newer"):
-        bench.trainer.resume()
+    others = [*letter_prompts(20)[:-1], letter_prompts(1, "other-")[0]]
+    with refused("what data.path holds"):
+        again(data=run_identity(CONFIG, others, FakeFeedback()).data).trainer.resume()
+    with refused("the weights of model.policy", "the version of the feedback"):
+        again(weights="retrained", feedback="newer").trainer.resume()
     assert again().trainer.resume().step == 2
 
 
-def test_a_checkpoint_without_its_origin_is_refused(tmp_path: Path) -> None:
-    origin = Origin(config="c", policy="w", prompts="p", feedback="f")
-    state = TrainerState(step=4, kl_coef=0.5)
-    saved = vars(state) | {"origin": vars(origin)}
-    assert read_state(tmp_path, saved, origin) == state
-    for old in (vars(state), saved | {"more": 1}, saved | {"origin": {"config": "c"}}):
-        with pytest.raises(UserError, match="was written by another version of this program"):
-            read_state(tmp_path, old, origin)
-    with pytest.raises(UserError, match="with feedback of f, and now it is of none"):
-        read_state(tmp_path, saved, replace(origin, feedback=""))
+def test_a_checkpoint_of_the_layout_before_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=2)
+    origin = {"config": "c", "policy": "w", "prompts": "p", "feedback": "f"}
+    store.write(2, lambda folder: None, {"step": 2, "kl_coef": 0.5, "origin": origin})
+    with refused("by another version of this program"):
+        Bench(tmp_path, tokenizer, CONFIG).trainer.resume()

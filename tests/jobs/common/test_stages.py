@@ -56,7 +56,7 @@ def test_a_stage_is_made_once_and_again_only_if_it_was_cut_short(tmp_path: Path)
     first = once(tmp_path / "world", WorldConfig(seed=3), make)
     assert once(tmp_path / "world", WorldConfig(seed=3), make) == first
     assert (len(made), first["records"]) == (2, 7.0) and first["seconds"] >= 0
-    with pytest.raises(UserError, match=r"world was made with another seed"):
+    with pytest.raises(UserError, match=r"world was made otherwise: seed \(3 -> 4\)"):
         once(tmp_path / "world", WorldConfig(seed=4), make)
 
 
