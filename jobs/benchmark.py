@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobs.common.cli import main
-from t2g.config import BenchmarkJob, ModelConfig, ObjectiveConfig, ShapeConfig
+from t2g.config import BenchmarkJob, ModelConfig, ObjectiveConfig, ShapeConfig, with_overrides
 from t2g.errors import RunStopped
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ async def measure(config: BenchmarkJob, learner: "LearnerGroup", fleet: "Rollout
         fleet.want(workers)
         await until_started(fleet, workers, timeout_s=config.rollout.start_timeout_s)
         for verify in ("probe", "full"):
-            changed = config.learner.model_copy(update={"sync_verify": verify})
+            changed = with_overrides(config.learner, {"sync_verify": verify})
             rows = []
             for repeat in range(config.repeats + 1):
                 version += 1

@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from jobs.common.cli import main, stop_flag, stopped
-from t2g.config import DataConfig, DemoJob, FeedbackConfig, Placement, PolicyJob, ProcessConfig, RunConfig
+from t2g.config import (
+    DataConfig,
+    DemoJob,
+    FeedbackConfig,
+    Placement,
+    PolicyJob,
+    ProcessConfig,
+    RunConfig,
+    with_overrides,
+)
 from t2g.config.describe import describe_demo
 from t2g.errors import RunStopped
 
@@ -28,7 +37,6 @@ def arm_job(demo: DemoJob, arm: Placement) -> PolicyJob:
     from jobs.common.stages import WORLD, base_model, reward_model
 
     folder = demo.run.folder
-    rewards = demo.objective.rewards.model_copy(update={"placement": arm})
     return PolicyJob(
         run=RunConfig(root=folder / ARMS, name=arm, seed=demo.run.seed),
         cluster=demo.cluster,
@@ -39,7 +47,7 @@ def arm_job(demo: DemoJob, arm: Placement) -> PolicyJob:
         num_steps=demo.num_steps,
         rollout=demo.rollout,
         feedback=FeedbackConfig(reward_model=reward_model(demo), engine=demo.reward_engine),
-        objective=demo.objective.model_copy(update={"rewards": rewards}),
+        objective=with_overrides(demo.objective, {"rewards.placement": arm}),
         learner=demo.learner,
         eval=demo.eval,
     )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from jobs.common.cli import execute, job_parser
 from jobs.train_sft import begin_folder
-from t2g.config import EvaluateJob, ScoreJob
+from t2g.config import EvaluateJob, ScoreJob, with_overrides
 from t2g.errors import UserError
 
 if TYPE_CHECKING:
@@ -114,9 +114,8 @@ def as_trained(config: Served) -> Served:
     card = read_card(Path(model))
     if card is None:
         return config
-    if "style" not in config.feedback.model_fields_set:
-        config = config.model_copy(update={"feedback": config.feedback.model_copy(update={"style": card.style})})
-    return config if "task" in config.model_fields_set else config.model_copy(update={"task": card.task})
+    trained = {} if "style" in config.feedback.model_fields_set else {"feedback.style": card.style}
+    return with_overrides(config, trained if "task" in config.model_fields_set else trained | {"task": card.task})
 
 
 @contextmanager

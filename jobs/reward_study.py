@@ -18,7 +18,7 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from jobs.common.cli import main
-from t2g.config import DataConfig, DemoJob, ModelConfig, RewardJob, RunConfig, StudyJob, StyleConfig
+from t2g.config import DataConfig, DemoJob, ModelConfig, RewardJob, RunConfig, StudyJob, StyleConfig, with_overrides
 from t2g.config.describe import describe_study
 from t2g.files import write_atomic
 from t2g.sandbox import SandboxConfig
@@ -141,18 +141,18 @@ def variant_job(study: StudyJob, demo: DemoJob, variant: str, seed: int) -> Rewa
 
     job, folder = reward_job(demo), study.run.folder
     style, weighted = VARIANTS[variant]
-    sft = {"num_epochs": study.num_epochs, "span_weight": study.span_weight if weighted else 1.0}
     changes: dict[str, Any] = {
         "run": RunConfig(root=folder, name=f"{variant}-{seed}", seed=seed),
         "model": ModelConfig(policy=str(folder / "weights" / str(seed))),
-        "sft": job.sft.model_copy(update=sft),
+        "sft.num_epochs": study.num_epochs,
+        "sft.span_weight": study.span_weight if weighted else 1.0,
         "style": style,
         "eval_records": study.eval_records,
     }
     if style.labels == "dense":
         changes["data"] = DataConfig(path=str(dense_path(study, job.data)))
         changes["eval_data"] = DataConfig(path=str(dense_path(study, job.eval_data)))
-    return job.model_copy(update=changes)
+    return with_overrides(job, changes)
 
 
 def run_variant(demo: DemoJob, job: RewardJob) -> dict[str, float]:

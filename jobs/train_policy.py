@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from jobs.common.cli import StopFlag, main, sole_process, stop_flag, stopped
 from jobs.train_sft import check_folder
-from t2g.config import PolicyJob, ProcessConfig, loading
+from t2g.config import PolicyJob, ProcessConfig, loading, with_overrides
 from t2g.config.describe import describe_policy
 from t2g.errors import LearnerLost, RunStopped
 from t2g.runs import identity
@@ -244,11 +244,8 @@ def write_summary(config: PolicyJob, *, seconds: float) -> dict[str, Any]:
 
 def smoke_config(config: PolicyJob) -> PolicyJob:
     """The same run with three steps, in a folder of its own that is emptied first."""
-    changes = {
-        "num_steps": min(SMOKE_STEPS, config.num_steps),
-        "run": config.run.model_copy(update={"name": f"{config.run.name[:41]}-smoke"}),
-    }
-    return config.model_copy(update=changes)
+    name = f"{config.run.name[:41]}-smoke"
+    return with_overrides(config, {"num_steps": min(SMOKE_STEPS, config.num_steps), "run.name": name})
 
 
 def smoke_words(config: PolicyJob, summary: dict[str, Any]) -> str:

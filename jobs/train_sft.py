@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobs.common.cli import main
-from t2g.config import JobConfig, RewardJob, RunConfig, SFTJob, loading
+from t2g.config import JobConfig, RewardJob, RunConfig, SFTJob, loading, with_overrides
 from t2g.config.describe import describe_sft
 from t2g.errors import UserError
 from t2g.runs import identity
@@ -61,7 +61,7 @@ def supervise(config: SFTJob | RewardJob, examples: "Sequence[SFTExample]", *, t
     options = config.sft
     if config.run.smoke:
         share = SMOKE_STEPS * options.batch_size / len(examples)
-        options = options.model_copy(update={"num_epochs": min(options.num_epochs, share)})
+        options = with_overrides(options, {"num_epochs": min(options.num_epochs, share)})
     num_steps = count_steps(len(examples), options.num_epochs, options.batch_size)
     with closing(RunLog(folder, config.log)) as log, ExitStack() as shown:
         bar: Stage | None = None  # a model that is kept shows none, and keeps its lines

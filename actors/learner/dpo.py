@@ -21,7 +21,7 @@ from actors.cluster.fanout import collect
 from actors.learner import lora
 from actors.learner.models import checkpoint_layers, load_for_training
 from actors.learner.zero3 import lr_factor
-from t2g.config import ClusterConfig, LearnerConfig, ModelConfig
+from t2g.config import ClusterConfig, LearnerConfig, ModelConfig, with_overrides
 from t2g.errors import RunStopped
 from t2g.study.baselines import PreferencePair
 
@@ -170,7 +170,7 @@ def train_dpo(
     on_progress: called with the number of steps that are done, when it has changed.
     Raises UserError when there is no place for it, RunStopped when no step comes within `learner.step_timeout_s`.
     """
-    role = learner.model_copy(update={"workers": 1})
+    role = with_overrides(learner, {"workers": 1})
     (group,) = placement.reserve("learner", role, timeout_s=cluster.placement_timeout_s)
     worker = DPOActor.options(max_concurrency=2, **placement.actor_options(role, group)).remote()
     try:

@@ -13,7 +13,7 @@ from actors.learner.learner import LearnerGroup, LearnerSpec
 from jobs.common.fleets import Fleets
 from jobs.common.stages import once
 from jobs.train_policy import PolicyData
-from t2g.config import CompareJob, ModelConfig, PolicyJob
+from t2g.config import CompareJob, ModelConfig, PolicyJob, with_overrides
 from t2g.files import write_atomic
 from t2g.interfaces import FeedbackSource, Sampling
 from t2g.loop.sampling import sampling_of
@@ -45,11 +45,8 @@ def make_reference(job: CompareJob, data: PolicyData, fleets: Fleets) -> list[ta
 def reference_job(job: CompareJob) -> PolicyJob:
     """The settings that the reference is made with; kept beside it, so that others are refused."""
     arm = arm_job(job, "span", job.run.seed, job.learner.policy.lr)
-    changes = {
-        "run": arm.run.model_copy(update={"root": job.run.folder, "name": REFERENCE}),
-        "eval": arm.eval.model_copy(update={"num_prompts": job.compare.reference_prompts}),
-    }
-    return arm.model_copy(update=changes)
+    run = {"run.root": job.run.folder, "run.name": REFERENCE}
+    return with_overrides(arm, run | {"eval.num_prompts": job.compare.reference_prompts})
 
 
 def reference_sampling(job: CompareJob) -> Sampling:
@@ -99,8 +96,8 @@ def measure_exported(
     model = ModelConfig(policy=str(arm.run.folder / "policy"))
     spec = LearnerSpec(
         model=model,
-        learner=arm.learner.model_copy(update={"lora": None}),  # the policy was merged when it was exported
-        objective=arm.objective.model_copy(update={"advantages": "group"}),  # no critic is asked
+        learner=with_overrides(arm.learner, {"lora": None}),  # the policy was merged when it was exported
+        objective=with_overrides(arm.objective, {"advantages": "group"}),  # no critic is asked
         temperature=arm.rollout.temperature,
         num_updates=1,
         seed=arm.run.seed,

@@ -33,7 +33,9 @@ from t2g.config import (
     SFTJob,
     StudyJob,
     loading,
+    with_overrides,
 )
+from t2g.config.marks import paths
 from t2g.files import write_atomic
 from t2g.runs import identity
 from t2g.runs.identity import Identity
@@ -77,7 +79,7 @@ def annotate_job(demo: DemoJob) -> AnnotateJob:
         **_stage(demo, ANNOTATED),
         model=base_model(demo),
         data=DataConfig(path=str(demo.run.folder / WORLD / "train.jsonl"), limit=demo.annotate),
-        rollout=demo.rollout.model_copy(update={"samples_per_prompt": 1}),
+        rollout=with_overrides(demo.rollout, {"samples_per_prompt": 1}),
         annotate=AnnotateConfig(source=CRITIC, responses="policy"),
     )
 
@@ -110,7 +112,7 @@ def reviser_job(demo: DemoJob) -> SFTJob:
         **_stage(demo, REVISER),
         model=base_model(demo),
         data=DataConfig(path=str(demo.run.folder / ANNOTATED / "train.jsonl")),
-        sft=demo.policy_sft.model_copy(update={"max_length": window, "num_epochs": REVISER_EPOCHS}),
+        sft=with_overrides(demo.policy_sft, {"max_length": window, "num_epochs": REVISER_EPOCHS}),
     )
 
 
@@ -130,7 +132,7 @@ def demo_of(config: PolicyJob) -> DemoJob | None:
 def load_beside(schema: type[Beside], file: Path, config: PolicyJob | StudyJob) -> Beside:
     """The job of another config file, under the root and on the cluster of `config`."""
     root = json.dumps(str(config.run.root))  # quoted: a path may hold what YAML reads otherwise
-    return loading.load(schema, file, [f"run.root={root}"]).model_copy(update={"cluster": config.cluster})
+    return with_overrides(loading.load(schema, file, [f"run.root={root}"]), {"cluster": config.cluster})
 
 
 def resolve_stages(config: AnyJob, demo: DemoJob | None) -> AnyJob:
@@ -139,12 +141,8 @@ def resolve_stages(config: AnyJob, demo: DemoJob | None) -> AnyJob:
 
 
 def resolve_folder(config: AnyJob, placeholder: str, folder: Path) -> AnyJob:
-    def resolved(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: resolved(inner) for key, inner in value.items()}
-        return value.replace(placeholder, str(folder)) if isinstance(value, str) else value
-
-    return type(config).model_validate(resolved(config.model_dump()))
+    named = {key: str(path) for key, path in paths(config) if placeholder in str(path)}
+    return with_overrides(config, {key: path.replace(placeholder, str(folder)) for key, path in named.items()})
 
 
 def _stage(demo: DemoJob, name: str) -> dict[str, Any]:

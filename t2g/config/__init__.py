@@ -19,6 +19,7 @@ from t2g.config.common import (
     RunConfig,
     Section,
     WorldConfig,
+    with_overrides,
 )
 from t2g.config.feedback import (
     SOURCES,

@@ -1,8 +1,9 @@
 """What every job has: where it runs, what it reads, what it keeps, and the resources of a process."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -15,6 +16,30 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, revalidate_instances="always", allow_inf_nan=False
     )
+
+
+Config = TypeVar("Config", bound=Section)
+
+
+def with_overrides(config: Config, overrides: Mapping[str, Any]) -> Config:
+    """A copy with other values at these dotted keys, {"learner.policy.lr": 1e-5, "stages": None}, validated whole.
+
+    What was not given before and is not now stays not given (`model_fields_set`). Raises pydantic's ValidationError.
+    """
+    return type(config).model_validate(_laid_over(config, overrides))
+
+
+def _laid_over(section: Config, overrides: Mapping[str, Any]) -> Config:
+    values: dict[str, Any] = {}
+    deeper: dict[str, dict[str, Any]] = {}
+    for key, value in overrides.items():
+        name, _, rest = key.partition(".")
+        if rest:
+            deeper.setdefault(name, {})[rest] = value
+        else:
+            values[name] = value
+    inner = {name: _laid_over(getattr(section, name), changes) for name, changes in deeper.items()}
+    return section.model_copy(update=values | inner)  # unchecked: an unknown name as well
 
 
 Dtype = Literal["float32", "bfloat16"]

@@ -16,6 +16,7 @@ from t2g.config.common import (
     RunConfig,
     Section,
     WorldConfig,
+    with_overrides,
 )
 from t2g.config.feedback import (
     AnnotateConfig,
@@ -64,9 +65,7 @@ class PolicyJob(JobConfig):
         """In the task code severity 1 means works, but could be improved; the paper's release pays nothing for it."""
         if info.data.get("task") != "code" or "poor" in objective.rewards.model_fields_set:
             return objective
-        return objective.model_copy(
-            update={"rewards": objective.rewards.model_copy(update={"poor": (0.0, -1.0, -1.0)})}
-        )
+        return with_overrides(objective, {"rewards.poor": (0.0, -1.0, -1.0)})
 
     @model_validator(mode="after")
     def _a_group_has_others(self) -> "PolicyJob":

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo
 
-from t2g.config.common import Dtype, RoleConfig, Section
+from t2g.config.common import Dtype, RoleConfig, Section, with_overrides
 from t2g.config.marks import MayDiffer
 
 Schedule = Literal["constant", "linear", "cosine"]
@@ -167,7 +167,7 @@ def with_probe_tolerance(learner: LearnerConfig, info: ValidationInfo) -> Learne
     rollout = info.data.get("rollout")  # none where that section is wrong
     if rollout is None or rollout.dtype == "float32" or "probe_tolerance" in learner.model_fields_set:
         return learner
-    return learner.model_copy(update={"probe_tolerance": BFLOAT16_PROBE_TOLERANCE})
+    return with_overrides(learner, {"probe_tolerance": BFLOAT16_PROBE_TOLERANCE})
 
 
 class SFTOptions(RoleConfig):

@@ -9,7 +9,16 @@ from collections.abc import Callable
 from statistics import mean
 from typing import Any
 
-from t2g.config import UNTRAINED, CompareJob, FeedbackConfig, Method, ObjectiveConfig, PolicyJob, RunConfig
+from t2g.config import (
+    UNTRAINED,
+    CompareJob,
+    FeedbackConfig,
+    Method,
+    ObjectiveConfig,
+    PolicyJob,
+    RunConfig,
+    with_overrides,
+)
 from t2g.errors import UserError
 
 Scores = dict[float, dict[int, float | None]]
@@ -38,7 +47,7 @@ _OBJECTIVE: dict[Method, dict[str, Any]] = {
         "loss_mean": "sequence",
     },
 }
-_STYLE: dict[Method, dict[str, Any]] = {"no_critique": {"critique": False}, "dense": {"labels": "dense"}}
+_STYLE: dict[Method, dict[str, Any]] = {"no_critique": {"style.critique": False}, "dense": {"style.labels": "dense"}}
 
 
 def arm_job(job: CompareJob, method: Method, seed: int, lr: float) -> PolicyJob:
@@ -54,23 +63,22 @@ def search_job(job: CompareJob, method: Method, seed: int, lr: float) -> PolicyJ
 def noise_job(job: CompareJob, noise: str, method: Method, seed: int, lr: float) -> PolicyJob:
     """The run that is compared under one of `compare.noise`."""
     arm = _run_of(job, method, lr, folder=NOISE, name=f"{noise}-{method}-{seed}", seed=seed)
-    return arm.model_copy(update={"feedback": arm.feedback.model_copy(update={"noise": job.compare.noise[noise]})})
+    return with_overrides(arm, {"feedback.noise": job.compare.noise[noise]})
 
 
 def arm_feedback(job: CompareJob, method: Method) -> FeedbackConfig:
     """The job's own feedback, that of an ablation in its style and by its reward model."""
     if method not in _STYLE:
         return job.feedback
-    style = job.feedback.style.model_copy(update=_STYLE[method])
     model = getattr(job.compare.reward_models, method)
-    return job.feedback.model_copy(update={"style": style} | ({"reward_model": model} if model else {}))
+    return with_overrides(job.feedback, _STYLE[method] | ({"reward_model": model} if model else {}))
 
 
 def arm_objective(method: Method, objective: ObjectiveConfig) -> ObjectiveConfig:
     changes = dict(_OBJECTIVE.get(method, {}))
     if method in _REWARDS:
-        changes["rewards"] = objective.rewards.model_copy(update={"placement": _REWARDS[method]})
-    return objective.model_copy(update=changes)
+        changes["rewards.placement"] = _REWARDS[method]
+    return with_overrides(objective, changes)
 
 
 def trained(job: CompareJob) -> list[Method]:
@@ -103,12 +111,11 @@ def search_scores(job: CompareJob, method: Method, score_of: Callable[[PolicyJob
 
 
 def _run_of(job: CompareJob, method: Method, lr: float, *, folder: str, name: str, seed: int) -> PolicyJob:
-    policy = job.learner.policy.model_copy(update={"lr": lr})
     changes = {
         "run": RunConfig(root=job.run.folder / folder, name=name, seed=seed),
         "stages": None,
         "feedback": arm_feedback(job, method),
         "objective": arm_objective(method, job.objective),
-        "learner": job.learner.model_copy(update={"policy": policy}),
+        "learner": with_overrides(job.learner, {"policy.lr": lr}),
     }
     return PolicyJob(**{field: getattr(job, field) for field in PolicyJob.model_fields} | changes)

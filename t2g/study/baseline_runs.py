@@ -13,7 +13,7 @@ from statistics import mean
 from typing import Any, TypeVar
 
 from t2g.concurrency import unless_stopped
-from t2g.config import ModelConfig, PolicyJob, RolloutConfig
+from t2g.config import ModelConfig, PolicyJob, RolloutConfig, with_overrides
 from t2g.errors import RunStopped
 from t2g.feedback.examples import SFTExample
 from t2g.interfaces import FeedbackSource, RolloutSource
@@ -123,7 +123,7 @@ async def ask_base(
     arm.log.step(0, metrics | {"time/eval_s": time.monotonic() - began})
     if num_samples == 0:
         return held_out, []
-    asked = job.model_copy(update={"rollout": job.rollout.model_copy(update={"samples_per_prompt": num_samples})})
+    asked = with_overrides(job, {"rollout.samples_per_prompt": num_samples})
     feedback, steps = training_feedback(job, arm.feedback), []
     with stage(f"{job.run.name}: samples of the base", job.num_steps) as bar:
         async with Producer(asked, arm.prompts, rollouts, feedback) as producer:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from t2g.config import PolicyJob, RewardRuleConfig, RoleConfig, RolloutConfig, SFTLoRAConfig, SFTOptions
+from t2g.config import PolicyJob, RewardRuleConfig, RoleConfig, RolloutConfig, SFTLoRAConfig, SFTOptions, with_overrides
 from t2g.errors import UserError
 from t2g.feedback import token_offsets, token_rewards
 from t2g.feedback.examples import SFTExample, sft_example, target_ids
@@ -197,4 +197,4 @@ def sft_options(job: PolicyJob, num_examples: int) -> SFTOptions:
 def revising_rollout(job: PolicyJob) -> RolloutConfig:
     """Engines with room for a critique beside prompt and response: as much as the feedback's engines have for all."""
     window = job.rollout.max_model_len + job.feedback.engine.max_model_len
-    return job.rollout.model_copy(update={"max_model_len": window})
+    return with_overrides(job.rollout, {"max_model_len": window})

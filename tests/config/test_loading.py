@@ -7,8 +7,9 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from t2g.config import AnnotateJob, CompareJob, DemoJob, PolicyJob, Section, SFTJob, loading
+from t2g.config import AnnotateJob, CompareJob, DemoJob, PolicyJob, Section, SFTJob, loading, with_overrides
 from t2g.config.marks import may_differ
 from t2g.config.words import show
 from t2g.errors import UserError
@@ -361,3 +362,24 @@ def test_flat_keeps_every_value(values: dict[str, int | str]) -> None:
     assert sorted(map(str, loading.flat({"a": values, "b": 1}).values())) == sorted(
         [*map(str, values.values()), "1"] if values else ["{}", "1"]
     )
+
+
+def test_a_derived_config_is_checked_whole(tmp_path: Path) -> None:
+    job = load(tmp_path, GOOD)
+    changed = with_overrides(job, {"learner.policy.lr": 1e-4, "learner.critic.lr": 2e-4, "rollout.workers": 3})
+    assert (changed.learner.policy.lr, changed.learner.critic.lr, changed.rollout.workers.max) == (1e-4, 2e-4, 3)
+    assert loading.diff(job, changed) == [
+        "learner.critic.lr", "learner.policy.lr", "rollout.workers.initial", "rollout.workers.max",
+    ]  # fmt: skip
+    assert "task" not in changed.model_fields_set and "lr" in changed.learner.policy.model_fields_set
+    for wrong in (
+        {"learner.policy.lr": -1.0},
+        {"learner.polcy": 1},
+        {"rollout.max_new_tokens": 5000},
+        {"objective.advantages": "group", "rollout.samples_per_prompt": 1},
+    ):
+        with pytest.raises(ValidationError):
+            with_overrides(job, wrong)
+    unchecked = job.rollout.model_copy(update={"temperature": -1.0})
+    with pytest.raises(ValidationError, match=r"rollout\.temperature"):
+        PolicyJob(model=job.model, data=job.data, feedback=job.feedback, rollout=unchecked)
