@@ -9,41 +9,23 @@ Everything that is wrong is reported at once, one sentence a line:
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from t2g.config.marks import Here, may_differ
 from t2g.config.words import Keys, dotted, problems, show
 from t2g.errors import UserError
+from t2g.files import write_atomic
 
 Config = TypeVar("Config", bound=BaseModel)
 
 FILE_NAME = "config.yaml"  # the resolved config in the run folder
 JOB_ENV = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray's job manager sets it for a driver
 UPLOAD_PREFIX = "_ray_pkg_"  # name of the folders into which Ray unpacks an uploaded working directory
-
-
-@dataclass(frozen=True)
-class _Source:
-    """The merged input, and where each of its keys was given."""
-
-    file: Path
-    values: dict[str, Any] = field(default_factory=dict)
-    lines: dict[Keys, int] = field(default_factory=dict)
-    overridden: set[Keys] = field(default_factory=set)
-
-    def place(self, keys: Keys) -> str:
-        """ "policy.yaml:7: ", of the key itself or of the nearest section around it."""
-        for length in range(len(keys), 0, -1):
-            if keys[:length] in self.overridden:
-                return "command line: "
-            if keys[:length] in self.lines:
-                return f"{self.file}:{self.lines[keys[:length]]}: "
-        return f"{self.file}: "
 
 
 def load(
@@ -58,19 +40,37 @@ def load(
 
     run.root is absolute, and so is each `PathOrName` of an existing file or folder; hub names stay. So do relative
     paths in a Ray job's uploaded working directory: in the job that resumes the run the copy has another name.
-    Raises UserError with one sentence for each problem. `environ` and `cwd` tell whether this is a Ray job.
+    Raises UserError with one sentence for each problem: of the command line where the file alone does not have it, else
+    of the line in the file. `environ` and `cwd` tell whether this is a Ray job.
     """
     values, lines = _read_yaml(file)
-    source = _Source(file, values, lines)
-    for override in overrides:
-        _apply(override, source)
+    merged: Any = values
+    given = [_override(text) for text in overrides]
+    for keys, value in given:
+        merged = _laid_over(merged, keys, value)
     cwd = cwd or Path.cwd()
     uploaded = any(part.startswith(UPLOAD_PREFIX) for part in cwd.parts)
     here = Here(cwd, is_ray_job=uploaded or JOB_ENV in environ, uploaded=uploaded)
     try:
-        return schema.model_validate(source.values, context=here)
+        return schema.model_validate(merged, context=here)
     except ValidationError as error:
-        raise UserError("\n".join(problems(schema, error, source.place))) from None
+        of_file = [(detail["loc"], detail["msg"]) for detail in _errors(schema, values, here)]
+
+        def place(detail: ErrorDetails) -> str:
+            sections = [detail["loc"][:length] for length in range(len(detail["loc"]), 0, -1)]
+            if (detail["loc"], detail["msg"]) not in of_file or any(keys in sections for keys, _ in given):
+                return "command line: "
+            return next((f"{file}:{lines[keys]}: " for keys in sections if keys in lines), f"{file}: ")
+
+        raise UserError("\n".join(problems(schema, error, place))) from None
+
+
+def _errors(schema: type[BaseModel], values: Mapping[str, Any], here: Here) -> list[ErrorDetails]:
+    try:
+        schema.model_validate(values, context=here)
+    except ValidationError as error:
+        return error.errors()
+    return []
 
 
 def resolved(config: BaseModel) -> str:
@@ -79,30 +79,25 @@ def resolved(config: BaseModel) -> str:
 
 
 def write(config: BaseModel, folder: Path) -> Path:
-    """The resolved config into the run folder, whole or not at all."""
+    """The resolved config into the run folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / FILE_NAME
-    partial = target.with_suffix(".partial")
-    partial.write_text(resolved(config), encoding="utf-8")
-    partial.replace(target)
-    return target
+    write_atomic(folder / FILE_NAME, resolved(config).encode())
+    return folder / FILE_NAME
 
 
-def flat(config: BaseModel | Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted key -> JSON value; lists and empty sections are values. {"a": {"b": 1}} -> {"a.b": 1}"""
-    values = config.model_dump(mode="json") if isinstance(config, BaseModel) else config
-    return dict(_leaves("", values))
-
-
-def diff(a: BaseModel | Mapping[str, Any], b: BaseModel | Mapping[str, Any]) -> list[str]:
-    """Sorted dotted keys that differ, those that only one of the two has included."""
-    left, right, absent = flat(a), flat(b), object()
-    return sorted(key for key in left.keys() | right.keys() if left.get(key, absent) != right.get(key, absent))
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value; lists and empty sections are values. {"a": {"b": 1}} -> {"a.b": 1}"""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        inner = isinstance(value, Mapping) and value
+        found |= flat(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
+    return found
 
 
 def identity_of(config: BaseModel) -> dict[str, Any]:
-    """`flat`, of the keys alone in which a run may not differ when it goes on."""
-    return {key: value for key, value in flat(config).items() if not may_differ(type(config), key)}
+    """Dotted key -> JSON value, of the keys alone in which a run may not differ when it goes on."""
+    values = flat(config.model_dump(mode="json"))
+    return {key: value for key, value in values.items() if not may_differ(type(config), key)}
 
 
 def _read_yaml(file: Path) -> tuple[dict[str, Any], dict[Keys, int]]:
@@ -140,30 +135,22 @@ def _key_lines(prefix: Keys, node: yaml.Node) -> Iterator[tuple[Keys, int]]:
             yield from _key_lines(keys, value)
 
 
-def _apply(override: str, source: _Source) -> None:
-    """Lay one `dotted.key=value` over the values."""
-    name, equals, text = override.partition("=")
+def _override(text: str) -> tuple[Keys, Any]:
+    """ "rollout.temperature=0.6" -> ("rollout", "temperature"), 0.6"""
+    name, equals, value = text.partition("=")
     if not equals or not all(name.split(".")):
-        raise UserError(f"command line: got {override!r}, but an override has the form section.key=value")
+        raise UserError(f"command line: got {text!r}, but an override has the form section.key=value")
     try:
-        value = yaml.safe_load(text)
+        return tuple(name.split(".")), yaml.safe_load(value)
     except (yaml.YAMLError, ValueError):
-        raise UserError(f"command line: {name}: {text!r} is no YAML value; put quotes around text") from None
-    keys = tuple(name.split("."))
-    section = source.values
-    for depth, key in enumerate(keys[:-1], start=1):
-        inner = section.get(key)
-        if not isinstance(inner, dict | None):
-            raise UserError(f"command line: {name}: {dotted(keys[:depth])} is a value, not a section")
-        section[key] = dict(inner or {})  # a copy: a YAML alias shares one section between two keys
-        section = section[key]
-    section[keys[-1]] = value
-    source.overridden.add(keys)
+        raise UserError(f"command line: {name}: {value!r} is no YAML value; put quotes around text") from None
 
 
-def _leaves(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(f"{prefix}{key}.", value)
-        else:
-            yield prefix + str(key), value
+def _laid_over(section: Any, keys: Keys, value: Any, depth: int = 0) -> Any:
+    """A copy of the section, with `value` at keys[depth:] of it: a YAML alias shares one section between two keys."""
+    if depth == len(keys):
+        return value
+    if not isinstance(section, dict | None):
+        raise UserError(f"command line: {dotted(keys)}: {dotted(keys[:depth])} is a value, not a section")
+    section = section or {}
+    return {**section, keys[depth]: _laid_over(section.get(keys[depth]), keys, value, depth + 1)}

@@ -14,18 +14,17 @@ Keys = tuple[str | int, ...]  # ("rollout", "temperature"); a whole number stand
 
 
 def problems(
-    schema: type[BaseModel], error: ValidationError, place: Callable[[Keys], str] = lambda keys: ""
+    schema: type[BaseModel], error: ValidationError, place: Callable[[ErrorDetails], str] = lambda detail: ""
 ) -> list[str]:
     """One sentence for each of pydantic's errors: the dotted key, what it got and what it needs.
 
-    `place` tells where a key was given, as the start of the sentence.
+    `place` tells where it comes from, as the start of the sentence.
     """
-    sentences = []
-    for detail in error.errors():
-        if detail["type"] == "default_factory_not_called":  # only says that another field of the section is wrong
-            continue
-        keys = detail["loc"]
-        sentences.append(place(keys) + _sentence(schema, keys, detail))
+    sentences = [
+        place(detail) + _sentence(schema, detail["loc"], detail)
+        for detail in error.errors()
+        if detail["type"] != "default_factory_not_called"  # only says that another field of the section is wrong
+    ]
     return list(dict.fromkeys(sentences))
 
 

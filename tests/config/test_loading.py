@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from configs import differing
 from t2g.config import AnnotateJob, CompareJob, DemoJob, PolicyJob, Section, SFTJob, loading, with_overrides
 from t2g.config.marks import may_differ
 from t2g.config.words import show
@@ -88,6 +89,30 @@ def test_all_wrong_values_are_reported_at_once(tmp_path: Path) -> None:
         "command line: objective.whiten: got \"most\", needs 'full', 'scale_only' or 'none'",
         "command line: learner.critic.lr: got NaN, needs a finite number",
     ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        # The file has lines for these sections, and is right.
+        (["rollout.max_new_tokens=5000"], "command line: rollout: max_new_tokens=5000 leaves no room"),
+        (["feedback.source=human"], "command line: feedback: source=human needs human_file"),
+        (["objective.advantages=group", "rollout.samples_per_prompt=1"], "command line: objective.advantages=group "),
+        (["data={split: x}"], "command line: data.path is missing"),
+        (["data.path="], "command line: data.path: got null"),
+        # The fault of the file, whatever else of the section the command line gives.
+        (["rollout.max_new_tokens=5", "rollout.temprature=1"], "command line: rollout.temprature is unknown"),
+    ],
+)
+def test_an_override_is_blamed_on_the_command_line(tmp_path: Path, overrides: list[str], sentence: str) -> None:
+    assert refused(tmp_path, GOOD, *overrides)[0].startswith(sentence)
+
+
+def test_the_file_is_blamed_for_its_own_fault_whatever_is_laid_over_its_section(tmp_path: Path) -> None:
+    text = GOOD + "  max_new_tokens: 5000\nlearner: {sync_transport: nccl}\n"
+    sentences = refused(tmp_path, text, "rollout.temperature=0.9", "learner.cpus=2")
+    assert sentences[0].startswith("job.yaml:6: rollout: max_new_tokens=5000 leaves no room")
+    assert refused(tmp_path, GOOD + "  temperature: hot\n", "num_steps=3")[0].startswith("job.yaml:8: rollout.temp")
 
 
 def test_what_is_missing_is_named_with_its_meaning(tmp_path: Path) -> None:
@@ -273,14 +298,6 @@ def test_the_resolved_config_reads_back_equal(tmp_path: Path) -> None:
     assert set(loading.flat(yaml.safe_load(loading.resolved(job)))) >= {"learner.critic.lr", "run.root"}
 
 
-def test_diff_names_every_key_that_differs(tmp_path: Path) -> None:
-    a = load(tmp_path, GOOD)
-    b = load(tmp_path, GOOD, "learner.policy.lr=1", "data.columns={prompt: q}", "num_steps=5")
-    assert loading.diff(a, b) == ["data.columns", "data.columns.prompt", "learner.policy.lr", "num_steps"]
-    assert loading.diff(a, a) == []
-    assert loading.diff({"a": None}, {}) == ["a"]
-
-
 @pytest.mark.parametrize(
     ("job", "key", "free"),
     [
@@ -368,9 +385,9 @@ def test_a_derived_config_is_checked_whole(tmp_path: Path) -> None:
     job = load(tmp_path, GOOD)
     changed = with_overrides(job, {"learner.policy.lr": 1e-4, "learner.critic.lr": 2e-4, "rollout.workers": 3})
     assert (changed.learner.policy.lr, changed.learner.critic.lr, changed.rollout.workers.max) == (1e-4, 2e-4, 3)
-    assert loading.diff(job, changed) == [
+    assert differing(job, changed) == {
         "learner.critic.lr", "learner.policy.lr", "rollout.workers.initial", "rollout.workers.max",
-    ]  # fmt: skip
+    }  # fmt: skip
     assert "task" not in changed.model_fields_set and "lr" in changed.learner.policy.model_fields_set
     for wrong in (
         {"learner.policy.lr": -1.0},

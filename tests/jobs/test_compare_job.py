@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from configs import differing
 from jobs import compare as job_module
 from jobs.common.cli import StopFlag
 from jobs.common.reference_runs import make_reference, measure_targeting, reference_sampling, sample_and_judge
@@ -37,8 +38,8 @@ def the_job(root: Path, *overrides: str, config: str = "compare.yaml") -> Compar
     return loading.load(CompareJob, CONFIGS / config, [f"run.root={root}", *overrides], environ={})
 
 
-def plain(job: CompareJob) -> dict[str, Any]:
-    return loading.flat(PolicyJob(**{name: getattr(job, name) for name in PolicyJob.model_fields}))
+def plain(job: CompareJob) -> PolicyJob:
+    return PolicyJob(**{name: getattr(job, name) for name in PolicyJob.model_fields})
 
 
 # ---------------------------------------------------------------------------------------------------------------- arms
@@ -59,7 +60,7 @@ def test_each_method_changes_what_makes_it_and_nothing_else(tmp_path: Path) -> N
         "dense": {"feedback.style.labels", "feedback.reward_model"},
     }
     for method, keys in more.items():
-        assert set(loading.diff(plain(job), arm_job(job, method, 2, 7e-4))) == always | keys, method
+        assert differing(plain(job), arm_job(job, method, 2, 7e-4)) == always | keys, method
     grpo = arm_job(job, "grpo", 2, 7e-4)
     assert (grpo.objective.advantages, grpo.objective.whiten) == ("group_normalised", "none")
     assert grpo.objective.rewards.placement == "scalar" and not grpo.objective.uses_critic
@@ -73,7 +74,7 @@ def test_the_runs_of_search_and_noise_have_their_own_folders(tmp_path: Path) -> 
     search, noisy = search_job(job, "scalar", 101, 3e-4), noise_job(job, "flipped", "scalar", 1, 3e-4)
     assert search.run.folder == tmp_path / "compare-more" / "search" / "scalar-0.0003-101"
     assert noisy.run.folder == tmp_path / "compare-more" / "noise" / "flipped-scalar-1"
-    assert set(loading.diff(arm, search)) == {"run.root", "run.name", "run.seed"}
+    assert differing(arm, search) == {"run.root", "run.name", "run.seed"}
     assert noisy.feedback.noise is not None and noisy.feedback.noise.flip == 0.3
     assert arm.feedback.noise is None
 

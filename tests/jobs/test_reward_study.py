@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from configs import differing
 from jobs import reward_study
 from jobs.common.stages import demo_of, once, reward_job
 from jobs.reward_study import (
@@ -49,7 +50,7 @@ def test_each_variant_differs_in_one_thing_from_the_demo(tmp_path: Path) -> None
     }
     assert set(more) == set(VARIANTS) == set(config.variants)
     for variant, keys in more.items():
-        assert set(loading.diff(reward_job(demo), variant_job(config, demo, variant, 2))) == always | keys
+        assert differing(reward_job(demo), variant_job(config, demo, variant, 2)) == always | keys
 
 
 def test_another_style_of_labels_is_another_run(tmp_path: Path) -> None:

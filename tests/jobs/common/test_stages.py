@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from configs import differing
 from jobs.common.stages import demo_of, once, resolve_stages
 from jobs.demo import arm_job, check_sources, held_out_facts, table
 from t2g.config import DemoJob, PolicyJob, WorldConfig, loading
@@ -23,7 +24,7 @@ def test_the_tiny_policy_job_is_the_span_arm_of_the_demo(tmp_path: Path) -> None
     assert demo is not None and demo.run.root == tmp_path
     resolved = resolve_stages(job, demo)
     arm = arm_job(loading.load(DemoJob, TINY / "demo.yaml", [root]), "span")
-    assert loading.diff(resolved, arm) == ["run.name", "run.root", "stages"]
+    assert differing(resolved, arm) == {"run.name", "run.root", "stages"}
     assert resolved.feedback.reward_model == str(tmp_path / "demo" / "reward" / "model")
 
 
