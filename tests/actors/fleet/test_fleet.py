@@ -1,22 +1,21 @@
-"""Routing, deadlines and loss of workers, with plain Ray actors in place of engines."""
+"""Routing, deadlines and loss of workers, which live in this process; on real actors in tests/integration."""
 
 import asyncio
-import os
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
+from fake_ray import Died, FakeRay
+from fleet_worker import Unwilling, Worker
 from ray.exceptions import ActorUnavailableError, ObjectLostError
 
-from actors.cluster.placement import check_places, connect
 from actors.engines.rollout import RolloutFleet
 from actors.fleet.fleet import Fleet, IdleClock
 from actors.fleet.health import State
 from actors.fleet.member import Member
-from t2g.config import ClusterConfig, EngineConfig, HealthConfig, LearnerConfig, WorkersConfig
+from t2g.config import EngineConfig, HealthConfig, WorkersConfig
 from t2g.errors import LearnerLost, RunStopped, SamplingFailed, UserError
 
 HEALTH = HealthConfig(probe_every_s=0.2, probe_timeout_s=1.0, max_failures=2, max_restarts=2)
@@ -27,54 +26,12 @@ CONFIG = EngineConfig(
 PATIENCE_S = 20
 
 
-@ray.remote
-class Worker:
-    """Answers with its name. What it is told to become happens in its next calls."""
-
-    def __init__(self, gate: Path | None = None) -> None:
-        """gate: a file without which it does not come to an end of its start."""
-        self.gate, self.name, self.mood = gate, "", ""
-        self.open = self.most = 0
-
-    async def start(self) -> int:
-        while self.gate is not None and not self.gate.exists():
-            await asyncio.sleep(0.05)
-        return 42
-
-    async def become(self, name: str, mood: str = "") -> None:
-        self.name, self.mood = name, mood
-
-    async def probe(self) -> None:
-        while self.mood == "deaf":
-            await asyncio.sleep(0.05)
-
-    async def work(self, seconds: float = 0.0) -> str:
-        self.open += 1
-        self.most = max(self.most, self.open)
-        if self.mood == "mortal":
-            os._exit(1)
-        await asyncio.sleep(60 if self.mood in ("late", "deaf") else seconds)
-        self.open -= 1
-        return self.name
-
-    async def busiest(self) -> int:
-        return self.most
-
-    async def refuse(self) -> None:
-        raise UserError("prompt 7 is rubbish")
-
-    async def stumble(self) -> None:
-        raise ValueError(f"{self.name} cannot do it")
+class Mortal(Worker):
+    def die(self) -> None:
+        raise Died
 
 
-@ray.remote
-class Unwilling(Worker.__ray_metadata__.modified_class):  # type: ignore[name-defined]
-    async def start(self) -> int:
-        raise UserError("model.policy is no model")
-
-
-@ray.remote
-class Hindered(Worker.__ray_metadata__.modified_class):  # type: ignore[name-defined]
+class Hindered(Mortal):
     """Cannot start where the gate stands, and takes it away."""
 
     async def start(self) -> int:
@@ -84,25 +41,20 @@ class Hindered(Worker.__ray_metadata__.modified_class):  # type: ignore[name-def
         return 42
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _cluster() -> Iterator[None]:
-    connect(ClusterConfig(object_store_gib=0.1), {"test": CONFIG})
-    yield
-    ray.shutdown()
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRay]:
+    fake = FakeRay()
+    fake.take_place(monkeypatch)
+    yield fake
+    fake.stop()
 
 
 @pytest.fixture
-def begin() -> Iterator[Callable[..., Fleet]]:
-    """Fleets that are closed at the end, also of a test that failed: the next one needs their places."""
-    begun: list[Fleet] = []
+def begin(ray: FakeRay) -> Callable[..., Fleet]:
+    def begin(config: EngineConfig = CONFIG, *, actor: type[Worker] = Mortal, gate: Path | None = None) -> Fleet:
+        return Fleet("test", ray.actor(actor), (gate,), config, placement_timeout_s=PATIENCE_S)
 
-    def begin(config: EngineConfig = CONFIG, *, actor: Any = Worker, gate: Path | None = None) -> Fleet:
-        begun.append(Fleet("test", actor, (gate,), config, placement_timeout_s=PATIENCE_S))
-        return begun[-1]
-
-    yield begin
-    for fleet in begun:
-        fleet.close()
+    return begin
 
 
 def ready(fleet: Fleet) -> Fleet:
@@ -122,7 +74,7 @@ def fleet(begin: Callable[..., Fleet]) -> Fleet:
 
 
 def become(member: Member, name: str, mood: str = "") -> None:
-    ray.get(member.handle.become.remote(name, mood), timeout=PATIENCE_S)
+    member.handle.become.remote(name, mood).future().result(timeout=PATIENCE_S)
 
 
 def work(fleet: Fleet, *, seconds: float = 0.0, timeout_s: float = 20.0) -> Coroutine[Any, Any, str]:
@@ -144,26 +96,7 @@ def test_load_is_spread_and_never_above_what_an_engine_takes(fleet: Fleet) -> No
     answers = asyncio.run(run())
     assert sorted(set(answers)) == ["test worker 0", "test worker 1"]
     assert len(answers) == 20 and min(answers.count(name) for name in set(answers)) >= 5
-    most = ray.get([m.handle.busiest.remote() for m in fleet.started()], timeout=PATIENCE_S)
-    assert max(most) <= 4
-
-
-def test_a_dead_workers_requests_go_elsewhere_and_another_takes_its_place(fleet: Fleet) -> None:
-    first = fleet.started()[0]
-    become(first, "zero", "mortal")
-
-    async def run() -> tuple[list[str], str]:
-        answers = await asyncio.gather(*(work(fleet) for _ in range(4)))
-        await until(fleet, lambda: len(fleet.serving()) == 2)
-        return answers, await work(fleet)
-
-    answers, _ = asyncio.run(run())
-    assert answers == ["test worker 1"] * 4
-    names = {w["name"]: (w["state"], w["restarts"]) for w in fleet.report()["workers"]}
-    assert names == {"test worker 0": ("serving", 1), "test worker 1": ("serving", 0)}
-    metrics = fleet.metrics()
-    assert metrics["restarts"] == 1 and 0 < metrics["recovery_s"] < PATIENCE_S and metrics["workers"] == 2
-    assert "recovery_s" not in fleet.metrics()
+    assert max(m.handle.instance.most for m in fleet.started()) <= 4
 
 
 def test_a_worker_that_dies_again_and_again_is_given_up_and_the_floor_stops_the_run(
@@ -175,7 +108,7 @@ def test_a_worker_that_dies_again_and_again_is_given_up_and_the_floor_stops_the_
     async def run() -> None:
         while True:
             await until(fleet, lambda: len(fleet.serving()) == 1)
-            ray.kill(fleet.serving()[0].handle)
+            fleet.serving()[0].handle.die()
             await until(fleet, lambda: not fleet.serving())
 
     losses = r"(test worker 0 died \(ActorDiedError: .*\)(; |$)){2}"
@@ -256,24 +189,6 @@ def test_workers_join_and_leave_while_requests_go_on_and_no_call_waits_for_the_j
     assert set(while_joining) == {"test worker 0", "test worker 1"}
     assert sorted(finished) == sorted(2 * [f"test worker {i}" for i in range(4)])
     assert fleet.metrics()["restarts"] == 0
-
-
-def test_a_worker_that_waits_for_a_place_holds_nobody_up_and_leaves_without_having_come(
-    begin: Callable[..., Fleet],
-) -> None:
-    fleet = ready(begin(CONFIG.model_copy(update={"cpus": ray.cluster_resources()["CPU"] * 0.4})))
-
-    async def run() -> None:
-        fleet.want(3)
-        for _ in range(10):
-            fleet.tick()
-            await work(fleet)
-        assert [w["state"] for w in fleet.report()["workers"]] == ["serving", "serving", "starting"]
-        fleet.want(2)
-        fleet.tick()
-        assert [w["state"] for w in fleet.report()["workers"]] == ["serving", "serving"]
-
-    asyncio.run(run())
 
 
 def test_only_a_worker_with_the_weights_serves_and_one_that_missed_them_catches_up(
@@ -393,30 +308,6 @@ def test_who_was_late_in_a_weight_sync_is_sent_none_until_it_answers_a_probe(fle
     assert first.health.state is State.STALE and first.restarts == 0
 
 
-@ray.remote
-class Owner:
-    async def bucket(self) -> list[Any]:
-        return [ray.put(b"weights" * 100_000)]
-
-
-def test_a_bucket_that_went_with_its_owner_says_that_the_learner_is_lost(fleet: Fleet) -> None:
-    """An argument that Ray lost; where it is lost with its node, Ray raises a sister of this error."""
-    owner = Owner.remote()
-    (ref,) = ray.get(owner.bucket.remote(), timeout=PATIENCE_S)
-    ray.kill(owner)
-
-    async def run() -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            worker = fleet.serving()[0]
-            while True:  # until Ray has noticed
-                await RolloutFleet._ask(fleet, worker, lambda w: w.become.remote(ref), "a bucket of weights")
-                await asyncio.sleep(0.5)
-
-    with pytest.raises(LearnerLost, match=r"^a bucket of weights was lost with the node of learner rank 0$"):
-        asyncio.run(run())
-    assert len(fleet.serving()) == 2
-
-
 def test_nobody_is_dismissed_in_the_middle_of_a_weight_sync(fleet: Fleet) -> None:
     for member in fleet.serving():
         member.syncing = True
@@ -448,7 +339,7 @@ def test_care_after_a_learner_was_made_again_counts_anew(fleet: Fleet) -> None:
 
 def test_a_fleet_that_nobody_supervises_is_cared_for_by_its_requests(fleet: Fleet) -> None:
     first = fleet.serving()[0]
-    ray.kill(first.handle)
+    first.handle.die()
 
     async def run() -> None:
         async with asyncio.timeout(PATIENCE_S):
@@ -501,33 +392,3 @@ def test_idle_time_is_the_share_of_the_workers_without_a_request() -> None:
     clock.account([idle], start + 3)
     assert clock.share([busy], start + 5) == pytest.approx((2 + 1) / (4 + 1 + 2))
     assert clock.share([busy], start + 6) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("wish", "sentence"),
-    [
-        (
-            {"cpus": 1000},
-            r"no place within 1 s for 1 of 1 test workers: each needs 1000 CPUs.*the cluster has \d+ CPUs",
-        ),
-        ({"labels": {"rl/role": "none"}}, r"on a node with labels \{'rl/role': 'none'\}"),
-    ],
-)
-def test_what_has_no_place_is_refused_in_time(wish: dict[str, object], sentence: str) -> None:
-    config = CONFIG.model_copy(update={"workers": WorkersConfig()} | wish)
-    with pytest.raises(UserError, match=sentence):
-        Fleet("test", Worker, (), config, placement_timeout_s=1)
-
-
-def test_roles_that_only_fit_one_after_the_other_are_refused_together_and_nothing_stays_taken() -> None:
-    cpus = ray.cluster_resources()["CPU"]
-    roles = {"rollout": EngineConfig(cpus=0.2, memory_gib=0.1), "learner": LearnerConfig(cpus=cpus, memory_gib=0.1)}
-    with pytest.raises(UserError, match=r"no place within 5 s for 1 of 1 learner workers: each needs \d+ CPUs"):
-        check_places(roles, timeout_s=5)  # the places of the test before may still be on their way back
-    check_places(roles | {"learner": LearnerConfig(cpus=cpus - 0.2, memory_gib=0.1)}, timeout_s=10)
-    check_places({"learner": roles["learner"]}, timeout_s=10)
-
-
-def test_a_machine_too_small_is_refused_before_ray_starts() -> None:
-    with pytest.raises(UserError, match=r"^this machine is too small: 100000 GiB of memory needed \(test 1 x 100000\)"):
-        connect(ClusterConfig(), {"test": EngineConfig(memory_gib=100_000)})

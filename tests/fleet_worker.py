@@ -1,0 +1,51 @@
+"""A worker of a fleet without an engine, for Ray's actors and for those of `fake_ray`."""
+
+import asyncio
+import os
+from pathlib import Path
+
+from t2g.errors import UserError
+
+
+class Worker:
+    """Answers with its name. What it is told to become happens in its next calls."""
+
+    def __init__(self, gate: Path | None = None) -> None:
+        """gate: a file without which it does not come to an end of its start."""
+        self.gate, self.name, self.mood = gate, "", ""
+        self.open = self.most = 0
+
+    async def start(self) -> int:
+        while self.gate is not None and not self.gate.exists():
+            await asyncio.sleep(0.05)
+        return 42
+
+    async def become(self, name: str, mood: str = "") -> None:
+        self.name, self.mood = name, mood
+
+    async def probe(self) -> None:
+        while self.mood == "deaf":
+            await asyncio.sleep(0.05)
+
+    async def work(self, seconds: float = 0.0) -> str:
+        self.open += 1
+        self.most = max(self.most, self.open)
+        if self.mood == "mortal":
+            self.die()
+        await asyncio.sleep(60 if self.mood in ("late", "deaf") else seconds)
+        self.open -= 1
+        return self.name
+
+    def die(self) -> None:
+        os._exit(1)
+
+    async def refuse(self) -> None:
+        raise UserError("prompt 7 is rubbish")
+
+    async def stumble(self) -> None:
+        raise ValueError(f"{self.name} cannot do it")
+
+
+class Unwilling(Worker):
+    async def start(self) -> int:
+        raise UserError("model.policy is no model")

@@ -1,0 +1,173 @@
+"""Fleets on real actors, where processes, places and lost objects matter; the rest is in tests/actors/fleet."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+import ray
+from fleet_worker import Unwilling, Worker
+
+from actors.cluster.placement import check_places, connect
+from actors.engines.rollout import RolloutFleet
+from actors.fleet.fleet import Fleet
+from t2g.config import ClusterConfig, EngineConfig, HealthConfig, LearnerConfig, WorkersConfig
+from t2g.errors import LearnerLost, SamplingFailed, UserError
+
+CONFIG = EngineConfig(
+    workers=WorkersConfig(initial=2, min=1, max=4), cpus=0.1, memory_gib=0.1, max_num_seqs=4,
+    health=HealthConfig(probe_every_s=0.2, probe_timeout_s=1.0, max_failures=2, max_restarts=2),
+    start_timeout_s=30, request_timeout_s=20,
+)  # fmt: skip
+PATIENCE_S = 20
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+@pytest.fixture
+def begin() -> Iterator[Callable[..., Fleet]]:
+    """Fleets that are closed at the end, also of a test that failed: the next one needs their places."""
+    begun: list[Fleet] = []
+
+    def begin(config: EngineConfig = CONFIG, *, actor: type[Worker] = Worker) -> Fleet:
+        begun.append(Fleet("test", ray.remote(actor), (), config, placement_timeout_s=PATIENCE_S))
+        return begun[-1]
+
+    yield begin
+    for fleet in begun:
+        fleet.close()
+
+
+def ready(fleet: Fleet) -> Fleet:
+    assert fleet.wait_ready() == 42
+    for member in fleet.started():
+        ray.get(member.handle.become.remote(member.name), timeout=PATIENCE_S)
+    return fleet
+
+
+@pytest.fixture
+def fleet(begin: Callable[..., Fleet]) -> Fleet:
+    return ready(begin())
+
+
+def work(fleet: Fleet) -> Coroutine[Any, Any, str]:
+    return fleet.call(lambda w: w.work.remote(), load=1, timeout_s=20.0, what="work")
+
+
+async def until(fleet: Fleet, holds: Callable[[], bool]) -> None:
+    """Rounds of care until it holds."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not holds():
+            fleet.tick()
+            await asyncio.sleep(0.05)
+
+
+def test_a_dead_workers_requests_go_elsewhere_and_another_takes_its_place(fleet: Fleet) -> None:
+    first = fleet.started()[0]
+    ray.get(first.handle.become.remote("zero", "mortal"), timeout=PATIENCE_S)
+
+    async def run() -> tuple[list[str], str]:
+        answers = await asyncio.gather(*(work(fleet) for _ in range(4)))
+        await until(fleet, lambda: len(fleet.serving()) == 2)
+        return answers, await work(fleet)
+
+    answers, _ = asyncio.run(run())
+    assert answers == ["test worker 1"] * 4
+    names = {w["name"]: (w["state"], w["restarts"]) for w in fleet.report()["workers"]}
+    assert names == {"test worker 0": ("serving", 1), "test worker 1": ("serving", 0)}
+    metrics = fleet.metrics()
+    assert metrics["restarts"] == 1 and 0 < metrics["recovery_s"] < PATIENCE_S and metrics["workers"] == 2
+    assert "recovery_s" not in fleet.metrics()
+
+
+def test_what_a_worker_raises_reaches_whoever_asked(fleet: Fleet, begin: Callable[..., Fleet]) -> None:
+    with pytest.raises(SamplingFailed, match=r"^x: (test worker \d failed: .*cannot do it.*){3}$"):
+        asyncio.run(fleet.call(lambda w: w.stumble.remote(), load=1, timeout_s=20, what="x"))
+    with pytest.raises(UserError, match=r"^prompt 7 is rubbish$"):
+        asyncio.run(fleet.call(lambda w: w.refuse.remote(), load=1, timeout_s=20, what="x"))
+    with pytest.raises(SamplingFailed, match=r"^late: (no answer by test worker \d within 0\.3 s.*){3}$"):
+        asyncio.run(fleet.call(lambda w: w.work.remote(60), load=1, timeout_s=0.3, what="late"))
+    with pytest.raises(UserError, match=r"^model\.policy is no model$"):
+        begin(actor=Unwilling).wait_ready()
+
+
+def test_a_worker_that_waits_for_a_place_holds_nobody_up_and_leaves_without_having_come(
+    begin: Callable[..., Fleet],
+) -> None:
+    fleet = ready(begin(CONFIG.model_copy(update={"cpus": free_cpus() * 0.4})))
+
+    async def run() -> None:
+        fleet.want(3)
+        for _ in range(10):
+            fleet.tick()
+            await work(fleet)
+        assert [w["state"] for w in fleet.report()["workers"]] == ["serving", "serving", "starting"]
+        fleet.want(2)
+        fleet.tick()
+        assert [w["state"] for w in fleet.report()["workers"]] == ["serving", "serving"]
+
+    asyncio.run(run())
+
+
+@ray.remote
+class Owner:
+    async def bucket(self) -> list[Any]:
+        return [ray.put(b"weights" * 100_000)]
+
+
+def test_a_bucket_that_went_with_its_owner_says_that_the_learner_is_lost(fleet: Fleet) -> None:
+    """An argument that Ray lost; where it is lost with its node, Ray raises a sister of this error."""
+    owner = Owner.remote()
+    (ref,) = ray.get(owner.bucket.remote(), timeout=PATIENCE_S)
+    ray.kill(owner)
+
+    async def run() -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            worker = fleet.serving()[0]
+            while True:  # until Ray has noticed
+                await RolloutFleet._ask(fleet, worker, lambda w: w.become.remote(ref), "a bucket of weights")
+                await asyncio.sleep(0.5)
+
+    with pytest.raises(LearnerLost, match=r"^a bucket of weights was lost with the node of learner rank 0$"):
+        asyncio.run(run())
+    assert len(fleet.serving()) == 2
+
+
+@pytest.mark.parametrize(
+    ("wish", "sentence"),
+    [
+        (
+            {"cpus": 1000},
+            r"no place within 1 s for 1 of 1 test workers: each needs 1000 CPUs.*the cluster has \d+ CPUs",
+        ),
+        ({"labels": {"rl/role": "none"}}, r"on a node with labels \{'rl/role': 'none'\}"),
+    ],
+)
+def test_what_has_no_place_is_refused_in_time(wish: dict[str, object], sentence: str) -> None:
+    config = CONFIG.model_copy(update={"workers": WorkersConfig()} | wish)
+    with pytest.raises(UserError, match=sentence):
+        Fleet("test", Worker, (), config, placement_timeout_s=1)
+
+
+def free_cpus() -> float:
+    """Once what the tests before gave back has come back."""
+    free = -1.0
+    while free != (now := ray.available_resources()["CPU"]):
+        free = now
+        time.sleep(0.5)
+    return free
+
+
+def test_roles_that_only_fit_one_after_the_other_are_refused_together_and_nothing_stays_taken() -> None:
+    cpus = free_cpus()
+    roles = {"rollout": EngineConfig(cpus=0.2, memory_gib=0.1), "learner": LearnerConfig(cpus=cpus, memory_gib=0.1)}
+    with pytest.raises(UserError, match=r"no place within 2 s for 1 of 1 learner workers: each needs [\d.]+ CPUs"):
+        check_places(roles, timeout_s=2)
+    check_places(roles | {"learner": LearnerConfig(cpus=cpus - 0.2, memory_gib=0.1)}, timeout_s=10)
+    check_places({"learner": roles["learner"]}, timeout_s=10)
+
+
+def test_a_machine_too_small_is_refused_before_ray_starts() -> None:
+    with pytest.raises(UserError, match=r"^this machine is too small: 100000 GiB of memory needed \(test 1 x 100000\)"):
+        connect(ClusterConfig(), {"test": EngineConfig(memory_gib=100_000)})
