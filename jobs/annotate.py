@@ -18,8 +18,8 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jobs.common.cli import StopFlag, main, sole_process, stop_flag, stopped
-from jobs.train_sft import begin_folder, check_folder
+from jobs.common.cli import StopFlag, main, stop_flag, stopped
+from jobs.common.run_folder import begin_folder, check_folder, sole_process
 from t2g.config import AnnotateJob, ProcessConfig
 from t2g.config.describe import describe_annotate
 from t2g.errors import RunStopped, Stopped, UserError

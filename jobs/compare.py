@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from jobs.common.cli import StopFlag, main, sole_process, stop_flag, stopped
+from jobs.common.cli import StopFlag, main, stop_flag, stopped
+from jobs.common.run_folder import begin_folder, sole_process
 from t2g.config import NOISY, UNTRAINED, CompareJob, DemoJob, FeedbackConfig, Method, PolicyJob, StudyJob
 from t2g.config.describe import describe_compare
 from t2g.errors import RunStopped, Stopped, UserError
@@ -30,7 +31,7 @@ if TYPE_CHECKING:  # numpy, torch and Ray are imported by the functions that nee
     from actors.engines.rollout import RolloutFleet
     from actors.learner.learner import LearnerGroup
     from jobs.common.fleets import Fleets
-    from jobs.train_policy import PolicyData
+    from jobs.common.policy_runs import PolicyData
     from t2g.interfaces import FeedbackSource
     from t2g.study.comparison import Run
     from t2g.study.targeting import Reference
@@ -53,7 +54,7 @@ class Session:
 
     def run(self, arm: PolicyJob, fleets: "Fleets", *, method: Method, after: "Hook | None" = None) -> dict[str, Any]:
         """The summary of a run, made now where it is not finished. Raises Stopped."""
-        from jobs.train_policy import finished, train
+        from jobs.common.policy_runs import finished, train
 
         # What made a baseline is not told by its config alone: `run_baseline` knows the rest.
         summary = None if method in arms.BASELINES else finished(arm)
@@ -252,9 +253,10 @@ def check_methods(job: CompareJob, score_name: str) -> None:
 def run(asked: CompareJob) -> int:
     """All runs, then the figures. 0 when done, 128 + its number when a signal ended it."""
     from jobs.common.fleets import Fleets, feedback_roles, on_cluster
+    from jobs.common.policy_runs import read_data
     from jobs.common.stages import demo_of, load_beside, make_reviser, make_stages, resolve_folder, resolve_stages
     from jobs.reward_study import make_variants
-    from jobs.train_policy import begin_folder, policy_roles, read_data
+    from jobs.train_policy import policy_roles
     from t2g.tasks.base import get_task
 
     check_methods(asked, get_task(asked.task).score_name)

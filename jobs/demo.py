@@ -105,8 +105,8 @@ def table(summary: dict[str, Any]) -> str:
 def run(demo: DemoJob) -> int:
     """All stages that are not there yet, then the arms. 0 when done, 143 when SIGTERM ended it."""
     from jobs.common.fleets import Fleets, on_cluster
+    from jobs.common.policy_runs import finished, read_data, train
     from jobs.common.stages import make_stages
-    from jobs.train_policy import finished, read_data, train
 
     started = time.monotonic()
     jobs = {arm: arm_job(demo, arm) for arm in demo.arms}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jobs.common.cli import execute, job_parser
-from jobs.train_sft import begin_folder
+from jobs.common.run_folder import begin_folder
 from t2g.config import EvaluateJob, ScoreJob, with_overrides
 from t2g.errors import UserError
 

@@ -158,8 +158,8 @@ def variant_job(study: StudyJob, demo: DemoJob, variant: str, seed: int) -> Rewa
 def run_variant(demo: DemoJob, job: RewardJob) -> dict[str, float]:
     """Train and measure one model. Its engine ends with it: twelve would not fit into memory."""
     from jobs.common.fleets import Fleets
+    from jobs.common.reward_training import read_data, train_and_judge
     from jobs.common.stages import base_model, reward_job
-    from jobs.train_reward import read_data, train_and_judge
     from t2g.tasks.tiny.assets import build_reward_model
     from t2g.text.tokenizer import load_tokenizer
 

@@ -24,9 +24,10 @@ from contextlib import closing
 from functools import partial
 from typing import Any
 
-from jobs.common.cli import StopFlag, sole_process
+from jobs.common.cli import StopFlag
 from jobs.common.fleets import Fleets
-from jobs.train_policy import PolicyData, begin_folder, finished, write_summary
+from jobs.common.policy_runs import PolicyData, finished, write_summary
+from jobs.common.run_folder import begin_folder, sole_process
 from t2g.config import ModelConfig, PolicyJob, RolloutConfig
 from t2g.errors import Stopped
 from t2g.feedback.examples import SFTExample, count_steps

@@ -8,12 +8,10 @@ Imports nothing heavy.
 """
 
 import argparse
-import fcntl
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TypeVar
@@ -96,19 +94,6 @@ def stopped(stop: StopFlag) -> int:
     """Say how the run ended; its exit code as a shell knows it: 143 for SIGTERM."""
     print(f"stopped by {stop.signal_name}: the same command goes on from here", file=sys.stderr)
     return 128 + signal.Signals[str(stop.signal_name)]
-
-
-@contextmanager
-def sole_process(folder: Path) -> Iterator[None]:
-    """The run folder for this process alone. UserError when another process has it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given back by the kernel when this process ends
-        except BlockingIOError:
-            sentence = f"another process works in {folder}: wait for it, or take another run.name"
-            raise UserError(sentence) from None
-        yield
 
 
 def job_parser(schema: type[BaseModel]) -> argparse.ArgumentParser:

@@ -11,8 +11,8 @@ import numpy as np
 from actors.engines.rollout import RolloutFleet
 from actors.learner.learner import LearnerGroup, LearnerSpec
 from jobs.common.fleets import Fleets
+from jobs.common.policy_runs import PolicyData
 from jobs.common.stages import once
-from jobs.train_policy import PolicyData
 from t2g.config import CompareJob, ModelConfig, PolicyJob, with_overrides
 from t2g.files import write_atomic
 from t2g.interfaces import FeedbackSource, Sampling

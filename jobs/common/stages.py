@@ -18,8 +18,9 @@ from typing import Any, TypeVar
 
 from jobs.annotate import annotate_data
 from jobs.common.fleets import Fleets
-from jobs.train_reward import read_data, train_reward
-from jobs.train_sft import supervise, train_sft
+from jobs.common.reward_training import read_data, train_reward
+from jobs.common.supervised import supervise
+from jobs.train_sft import TITLE, read_examples
 from t2g.config import (
     AnnotateConfig,
     AnnotateJob,
@@ -62,7 +63,7 @@ def make_records(demo: DemoJob, fleets: Fleets) -> dict[str, dict[str, Any]]:
     base, annotated = sft_job(demo), annotate_job(demo)
     return {
         WORLD: once(demo.run.folder / WORLD, demo.world, lambda: _write_world(demo)),
-        BASE: once(base.run.folder, base, lambda: train_sft(base)),
+        BASE: once(base.run.folder, base, lambda: supervise(base, read_examples(base), title=TITLE)),
         ANNOTATED: once(annotated.run.folder, annotated, lambda: annotate_data(annotated, fleets)),
     }
 

@@ -74,7 +74,8 @@ class RunConfig(Section):
 
     @property
     def folder(self) -> Path:
-        return self.root / self.name
+        """A smoke run has one of its own within the run's, and touches nothing else there."""
+        return self.root / self.name / "smoke" if self.smoke else self.root / self.name
 
 
 class ClusterConfig(Section):

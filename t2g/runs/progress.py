@@ -69,6 +69,8 @@ def stage(
     begin = clock()
     with bar if console.is_terminal else nullcontext() as progress:
         shown = Stage(name, total, done, console, clock, progress)
+        if done:
+            shown.say(f"{name}: going on after {done} of {total}")
         yield shown
     shown.say(f"{name}: done in {duration(clock() - begin)}")
 

@@ -14,7 +14,7 @@ from actors.cluster.placement import connect
 from actors.engines.rollout import RolloutFleet
 from jobs.common.cli import StopFlag
 from jobs.common.fleets import Fleets
-from jobs.train_policy import read_data, train
+from jobs.common.policy_runs import read_data, train
 from t2g.config import PolicyJob
 from t2g.data.prompts import make_prompts
 from t2g.interfaces import Sampling

@@ -9,7 +9,7 @@ from sft_runs import two_cpus
 from jobs.common.baseline_stages import run_baseline
 from jobs.common.cli import StopFlag
 from jobs.common.fleets import Fleets
-from jobs.train_policy import read_data
+from jobs.common.policy_runs import read_data
 from t2g.config import PolicyJob, WorldConfig
 from t2g.runs.metrics import METRICS_FILE, read_records
 from t2g.study.baselines import Baseline

@@ -29,7 +29,9 @@ from actors.engines.reward import RewardFleet
 from actors.engines.rollout import RolloutFleet
 from jobs.common.cli import StopFlag
 from jobs.common.fleets import feedback_roles
-from jobs.train_policy import begin_folder, policy_roles, read_data, train
+from jobs.common.policy_runs import read_data, train
+from jobs.common.run_folder import begin_folder
+from jobs.train_policy import policy_roles
 from t2g.config import PolicyJob, loading
 from t2g.loop.scaling import PATIENCE, STARVING
 from t2g.loop.steps import prompt_indices

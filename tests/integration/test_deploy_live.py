@@ -281,7 +281,7 @@ def test_a_run_is_submitted_scaled_stopped_and_submitted_again(
     with head.started(project, "jobs.deploy", *submission(root, num_steps=step + 2), *where, log=log) as process:
         assert process.wait(timeout=RUN_S) == 0, log.read_text()[-4000:]
     said = log.read_text()
-    assert f"going on after step {step}" in said and re.search(r"job own-\d+: SUCCEEDED", said)
+    assert f"going on after {step} of" in said and re.search(r"job own-\d+: SUCCEEDED", said)
     assert head.token not in said
     lines = [json.loads(line) for line in (root / "own" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, step + 3))

@@ -13,8 +13,8 @@ import pytest
 from models import random_model
 
 from actors.engines.reward import RewardFleet
+from jobs.common.run_folder import begin_folder
 from jobs.evaluate import as_trained, connected_model, evaluate_reward, read_records
-from jobs.train_sft import begin_folder
 from t2g.config import AnnotateConfig, EvaluateJob, FeedbackConfig, RewardEngineConfig, StyleConfig
 from t2g.errors import UserError
 from t2g.feedback.card import make_card, write_card

@@ -15,7 +15,8 @@ from fakes import FakeFeedback, FakeRollouts, letter_prompts, letter_tokenizer
 from jobs.common.baseline_stages import run_baseline
 from jobs.common.cli import StopFlag
 from jobs.common.fleets import Fleets
-from jobs.train_policy import PolicyData, begin_folder
+from jobs.common.policy_runs import PolicyData
+from jobs.common.run_folder import begin_folder
 from t2g.config import ModelConfig, PolicyJob, RolloutConfig
 from t2g.errors import RunStopped, Stopped, UserError
 from t2g.interfaces import RolloutSource, Sampling

@@ -13,7 +13,9 @@ import pytest
 from configs import differing
 from jobs import compare as job_module
 from jobs.common.cli import StopFlag
+from jobs.common.policy_runs import PolicyData
 from jobs.common.reference_runs import make_reference, measure_targeting, reference_sampling, sample_and_judge
+from jobs.common.run_folder import begin_folder
 from jobs.compare import (
     Session,
     check_methods,
@@ -22,7 +24,6 @@ from jobs.compare import (
     study_models,
     study_of,
 )
-from jobs.train_policy import PolicyData, begin_folder
 from t2g.config import CompareJob, PolicyJob, StyleConfig, loading
 from t2g.config.describe import describe_compare
 from t2g.errors import UserError

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from jobs.common.run_folder import begin_folder
 from jobs.evaluate import as_trained, evaluate, evaluate_reward, read_records
-from jobs.train_sft import begin_folder
 from t2g.config import EvaluateJob, StyleConfig
 from t2g.errors import UserError
 from t2g.feedback.card import make_card, write_card

@@ -1,7 +1,8 @@
 import json
 from pathlib import Path
 
-from jobs.train_policy import smoke_words, write_summary
+from jobs.common.policy_runs import write_summary
+from jobs.train_policy import smoke_words
 from t2g.config import PolicyJob
 
 UNLABELLED = "tokens/unlabelled_share"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from trainer_bench import NUM_STEPS, Bench, chosen, job
 
 from jobs.common.cli import StopFlag
-from jobs.train_policy import with_restarts
+from jobs.common.policy_runs import with_restarts
 from t2g.concurrency import beside
 from t2g.config import PolicyJob
 from t2g.errors import LearnerLost, RunStopped, SamplingFailed, UserError

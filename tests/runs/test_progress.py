@@ -42,6 +42,7 @@ def test_the_time_left_is_told_from_the_pace_of_this_session() -> None:
         train.advance(True)
     # 11 s: 1 of 10 done, 9 * 11 s left; 22 s: 2 of 10 done, 8 * 11 s left
     assert out.file.getvalue().splitlines() == [
+        "train: going on after 30 of 40",
         "train: 31 of 40, 1 min 39 s left",
         "train: 32 of 40, 1 min 28 s left",
         "train: done in 22 s",

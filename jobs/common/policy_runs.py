@@ -1,0 +1,203 @@
+"""One run of PPO on fleets that are up: its data, its learner group, its restarts, its summary.
+
+`jobs.train_policy` makes one such run, `jobs.demo` and `jobs.compare` several on the same engines.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from actors.cluster.telemetry import RayMetrics
+from actors.engines.rollout import RolloutFleet
+from actors.learner.learner import LearnerGroup
+from actors.learner.parts import LearnerSpec
+from actors.weights.sync import WeightSync
+from jobs.common import run_folder
+from jobs.common.cli import StopFlag
+from jobs.common.steering import Steering
+from t2g.concurrency import beside
+from t2g.config import PolicyJob
+from t2g.data.load import load_records
+from t2g.data.prompts import make_prompts
+from t2g.errors import LearnerLost, RunStopped
+from t2g.files import write_atomic
+from t2g.interfaces import FeedbackSource
+from t2g.loop.state import TrainerState
+from t2g.loop.steps import prompt_indices, refuse_unmeasured
+from t2g.loop.trainer import Trainer
+from t2g.report.run_page import SUMMARY_FILE, report_run
+from t2g.runs.checkpoint import CheckpointStore
+from t2g.runs.metrics import METRICS_FILE, UNLABELLED_SHARE, RunLog, held_out, read_records, step_line
+from t2g.runs.progress import stage
+from t2g.runs.versions import versions
+from t2g.tasks.base import Task, get_task
+from t2g.text.positions import check_positions
+from t2g.text.tokenizer import load_tokenizer
+from t2g.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+After = Callable[[LearnerGroup], None]
+
+TIMES = {"steps_s": "time/step_s", "evaluations_s": "time/eval_s"}  # in the summary: sums of metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyData:
+    """What a run reads before any process is started, so that bad input is refused within seconds."""
+
+    task: Task
+    tokenizer: Any
+    prompts: Sequence[Prompt]
+    eval_prompts: Sequence[Prompt]
+
+
+def read_data(config: PolicyJob) -> PolicyData:
+    """Tokenizer, prompts and held-out prompts. UserError for what cannot be used."""
+    task = get_task(config.task)
+    check_positions(config.model.policy, config.model.revision, "rollout.max_model_len", config.rollout.max_model_len)
+    tokenizer = load_tokenizer(config.model.policy, config.model.revision)
+    room = config.rollout.max_prompt_tokens
+    prompts = make_prompts(load_records(config.data), task, tokenizer, room)
+    refuse_unmeasured(task, prompts, config.objective.w_end)
+    # Refuses a file with fewer prompts than a step takes now, and not when all engines have started.
+    prompt_indices(num_prompts=len(prompts), per_step=config.rollout.prompts_per_step, step=1, seed=config.run.seed)
+    eval_prompts: list[Prompt] = []
+    if config.eval_data is not None:
+        records = load_records(config.eval_data)[: config.eval.num_prompts]
+        eval_prompts = make_prompts(records, task, tokenizer, room)
+    return PolicyData(task=task, tokenizer=tokenizer, prompts=prompts, eval_prompts=eval_prompts)
+
+
+def train(
+    config: PolicyJob,
+    data: PolicyData,
+    rollouts: RolloutFleet,
+    feedback: FeedbackSource,
+    stop: StopFlag,
+    after: After = lambda learner: None,
+) -> dict[str, Any] | None:
+    """One run on fleets that are up; the learner group lives as long as this call. Returns the summary that it wrote,
+    or None when `stop` ended the run at a checkpoint: the same call goes on from there.
+
+    rollouts: engines of the same model. after: called once all steps are done, while the learner lives and the engines
+    have its weights; a run whose `after` did not return is not finished.
+    """
+    attempt = partial(one_learner, config, data, rollouts, feedback, stop, after)
+    with run_folder.sole_process(config.run.folder):
+        run_folder.begin_folder(config)
+        state = with_restarts(attempt, config.learner.max_restarts, stop)
+    if state is None or state.step < config.num_steps:
+        return None
+    return write_summary(config, seconds=state.wall_s)
+
+
+def with_restarts(attempt: Callable[[float | None], Result], max_restarts: int, stop: StopFlag) -> Result | None:
+    """attempt(None). After a LearnerLost again, at most `max_restarts` times, as attempt(when it was lost) on
+    time.monotonic; None where `stop` came meanwhile.
+    """
+    lost_at = None
+    for left in range(max_restarts, -1, -1):
+        try:
+            return attempt(lost_at)
+        except LearnerLost as lost:
+            if left == 0:
+                raise RunStopped(f"{lost}; learner.max_restarts={max_restarts} allows no other start") from lost
+            lost_at = time.monotonic()
+            logger.warning("%s; it is started again from the last checkpoint (%d more at most)", lost, left - 1)
+        if stop:
+            break
+    return None
+
+
+def one_learner(
+    config: PolicyJob,
+    data: PolicyData,
+    rollouts: RolloutFleet,
+    feedback: FeedbackSource,
+    stop: StopFlag,
+    after: After,
+    lost_at: float | None,
+) -> TrainerState:
+    """The run from its last checkpoint on, with a learner group of its own. Raises LearnerLost."""
+    folder, placement_timeout_s = config.run.folder, config.cluster.placement_timeout_s
+    if lost_at is not None:  # with its node, perhaps: another takes minutes to come
+        placement_timeout_s = max(placement_timeout_s, config.learner.step_timeout_s)
+    steering = Steering(config, rollouts, feedback)
+    group = LearnerGroup(learner_spec(config), placement_timeout_s=placement_timeout_s)
+    log = RunLog(folder, config.log, [RayMetrics(config.run.name)])
+    with closing(group) as learner, closing(log), ExitStack() as engines:
+        sync = WeightSync(learner, rollouts, config.learner)
+        rollouts.catch_up = sync.catch_up
+        engines.callback(setattr, rollouts, "catch_up", None)  # the ranks behind it end here
+        trainer = Trainer(
+            config=config,
+            **vars(data),
+            rollouts=rollouts,
+            feedback=feedback,
+            learner=learner,
+            sync=sync,
+            log=log,
+            checkpoints=CheckpointStore(folder / "checkpoints", config.checkpoint.keep),
+            stop=lambda: bool(stop),
+            extra_metrics=steering.metrics,
+            lost_at=lost_at,
+        )
+        done = trainer.resume().step
+        with stage(f"PPO {config.run.name}", config.num_steps, done=done) as bar:
+
+            def on_step(step: int, metrics: dict[str, float]) -> None:
+                bar.say(step_line(step, metrics))
+                bar.advance(min(step, 1))  # step 0 is the evaluation before the first update
+                steering.on_step(step, metrics)
+
+            trainer.on_step = on_step
+            state = asyncio.run(beside(trainer.run(), *steering.duties()))
+        if state.step == config.num_steps:
+            learner.export(folder / "policy")
+            after(learner)
+        return state
+
+
+def learner_spec(config: PolicyJob) -> LearnerSpec:
+    return LearnerSpec(
+        model=config.model,
+        learner=config.learner,
+        objective=config.objective,
+        temperature=config.rollout.temperature,
+        num_updates=config.num_steps,
+        seed=config.run.seed,
+    )
+
+
+def finished(config: PolicyJob, **more: Any) -> dict[str, Any] | None:
+    """The summary of a run that has all its steps already. more, UserError: see `run_folder.finished`."""
+    summary = run_folder.finished(config, SUMMARY_FILE, **more)
+    return summary if summary and summary["steps"] >= config.num_steps else None
+
+
+def write_summary(config: PolicyJob, *, seconds: float) -> dict[str, Any]:
+    """summary.json and report.html of a finished run, from what the run wrote."""
+    folder = config.run.folder
+    lines = [record for _, record in read_records(folder / METRICS_FILE)]
+    evaluated = [held_out(line) for line in lines if held_out(line)]
+    summary = {
+        "steps": lines[-1]["step"],
+        "samples": int(lines[-1]["samples"]),
+        "base": evaluated[0] if evaluated else {},
+        "policy": evaluated[-1] if evaluated else {},
+        "unlabelled": all(line.get(UNLABELLED_SHARE) == 1.0 for line in lines if line["step"] > 0),
+        "timing": {"wall_s": seconds}
+        | {name: sum(line.get(metric, 0.0) for line in lines) for name, metric in TIMES.items()},
+        "versions": versions(),
+    }
+    write_atomic(folder / SUMMARY_FILE, json.dumps(summary, indent=1).encode())
+    report_run(folder)
+    return summary

@@ -1,0 +1,66 @@
+"""The folder of a run: whether this config may go on in it, what is finished there, and that one process has it."""
+
+import fcntl
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from t2g.config import JobConfig, loading
+from t2g.errors import UserError
+from t2g.runs import identity
+from t2g.runs.identity import Identity
+
+LOCK = "lock"
+SMOKE_STEPS = 3
+
+
+def check_folder(config: JobConfig, *leftovers: str, **more: Any) -> None:
+    """UserError where the run folder has one of `leftovers` and this config may not go on with it. Writes nothing.
+
+    leftovers: files and folders that bind the next start; none: the config of the last start, so that each does.
+    more: see `Identity.of`. A smoke run goes on with nothing.
+    """
+    folder = config.run.folder
+    found = [name for name in leftovers or (loading.FILE_NAME,) if (folder / name).exists()]
+    if config.run.smoke or not found:
+        return
+    if config.run.resume == "never":
+        raise UserError(f"run.resume=never, and {folder / found[0]} exists: remove it or choose another run.name")
+    identity.check(folder, Identity.of(config, **more))
+
+
+def begin_folder(config: JobConfig, *leftovers: str, **more: Any) -> Path:
+    """The run folder with identity and resolved config in it; see `check_folder`. A smoke run's is emptied first."""
+    check_folder(config, *leftovers, **more)
+    folder = config.run.folder
+    if config.run.smoke and folder.exists():
+        for path in folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != LOCK:
+                path.unlink()
+    identity.keep(folder, Identity.of(config, **more))
+    loading.write(config, folder)
+    return folder
+
+
+def finished(config: JobConfig, result_file: str, **more: Any) -> dict[str, Any] | None:
+    """The result in the run folder, None where there is none; see `check_folder`. A smoke run is never finished."""
+    check_folder(config, result_file, **more)
+    made_of = Identity.of(config, **more)
+    return None if config.run.smoke else identity.finished(config.run.folder, made_of, result_file)
+
+
+@contextmanager
+def sole_process(folder: Path) -> Iterator[None]:
+    """The run folder for this process alone. UserError when another process has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given back by the kernel when this process ends
+        except BlockingIOError:
+            sentence = f"another process works in {folder}: wait for it, or take another run.name"
+            raise UserError(sentence) from None
+        yield

@@ -1,0 +1,52 @@
+"""Supervised training in a run folder: of a policy, of the span reward model, of a reviser."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict
+
+from actors.learner.sft import run_sft
+from actors.learner.sft_rank import SFTProgress
+from jobs.common.run_folder import SMOKE_STEPS, begin_folder
+from t2g.config import RewardJob, SFTJob, with_overrides
+from t2g.feedback.examples import SFTExample, count_steps
+from t2g.runs.metrics import RunLog
+from t2g.runs.progress import Stage, duration, stage
+
+MODEL = "model"
+LEFTOVERS = (MODEL, f"{MODEL}.part")  # what a training leaves, finished or not
+
+
+def supervise(config: SFTJob | RewardJob, examples: Sequence[SFTExample], *, title: str) -> dict[str, float]:
+    """Train `config.model` on `examples` into `model` in the run folder, with a progress bar and metrics.jsonl.
+
+    Goes on after the last checkpoint of an earlier start; a finished model is kept. Returns the last metrics.
+    """
+    folder, options = begin_folder(config, *LEFTOVERS), config.sft
+    whole = count_steps(len(examples), options.num_epochs, options.batch_size)
+    if config.run.smoke:
+        share = SMOKE_STEPS * options.batch_size / len(examples)
+        options = with_overrides(options, {"num_epochs": min(options.num_epochs, share)})
+    num_steps = count_steps(len(examples), options.num_epochs, options.batch_size)
+    with closing(RunLog(folder, config.log)) as log, ExitStack() as shown:
+        bar: Stage | None = None  # a model that is kept shows none, and keeps its lines
+
+        def on_start(done: int) -> None:
+            nonlocal bar
+            log.truncate(first_step=done + 1)
+            bar = shown.enter_context(stage(title, num_steps, done=done))
+
+        def on_progress(progress: SFTProgress) -> None:
+            assert bar is not None
+            log.step(progress.step, {f"sft/{key}": value for key, value in asdict(progress).items() if key != "step"})
+            bar.reach(progress.step)
+
+        metrics = run_sft(
+            model=config.model, examples=examples, options=options, cluster=config.cluster,
+            out_folder=folder / MODEL, seed=config.run.seed, on_start=on_start, on_progress=on_progress,
+        )  # fmt: skip
+    line = f"loss {metrics['loss']:.4f} after {metrics['step']:.0f} steps, {metrics['tokens_per_s']:.0f} tokens/s"
+    if config.run.smoke:
+        left = duration(metrics["train_s"] / metrics["step"] * whole)
+        line += f"; the whole training of {whole} steps takes about {left}"
+    print(line)
+    return metrics
