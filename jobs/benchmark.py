@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from jobs.common.cli import main
 from t2g.config import BenchmarkJob, ModelConfig, ObjectiveConfig, ShapeConfig, with_overrides
 from t2g.errors import RunStopped
+from t2g.study.tables import markdown
 
 if TYPE_CHECKING:
     import numpy as np
@@ -174,35 +175,34 @@ def tables(results: dict[str, Any]) -> str:
     def ratio(sync: dict[str, Any], seconds: float) -> str:
         return f"{sync['workers'] * copy_s / seconds:.3f}"
 
-    lines = [
+    about = (
         f"{num_bytes / 1e9:.3f} GB of {results['dtype']} in buckets of {results['bucket_mib']:g} MiB; a plain copy of "
-        f"them takes {copy_s:.3f} s ({num_bytes / copy_s / 1e9:.2f} GB/s), one pass of xxh3 {results['hash_s']:.3f} s.",
-        "",
-        *_table(
+        f"them takes {copy_s:.3f} s ({num_bytes / copy_s / 1e9:.2f} GB/s), one pass of xxh3 {results['hash_s']:.3f} s."
+    )
+    whole = markdown(
+        (
+            "engines", "sync_verify", "seconds", "GB/s", "ratio to the copy", "without the probe", "CPU seconds",
+            "control calls", "probe gap, nats",
+        ),
+        [
             (
-                "engines", "sync_verify", "seconds", "GB/s", "ratio to the copy", "without the probe", "CPU seconds",
-                "control calls", "probe gap, nats",
-            ),
-            [
-                (
-                    sync["workers"], sync["verify"], f"{sync['seconds']:.3f}",
-                    f"{sync['workers'] * num_bytes / sync['seconds'] / 1e9:.3f}", ratio(sync, sync["seconds"]),
-                    ratio(sync, sync["seconds"] - sync["stages"]["verify"]), f"{sync['cpu_s']:.2f}",
-                    sync["num_calls"], f"{sync['probe_gap']:.2g}",
-                )
-                for sync in results["syncs"]
-            ],
-        ),
-        "",
+                sync["workers"], sync["verify"], f"{sync['seconds']:.3f}",
+                f"{sync['workers'] * num_bytes / sync['seconds'] / 1e9:.3f}", ratio(sync, sync["seconds"]),
+                ratio(sync, sync["seconds"] - sync["stages"]["verify"]), f"{sync['cpu_s']:.2f}",
+                sync["num_calls"], f"{sync['probe_gap']:.2g}",
+            )
+            for sync in results["syncs"]
+        ],
+    )  # fmt: skip
+    meaning = (
         "Seconds of work by stage, of the slowest engine; gather, put, hand_over and load overlap. gather and put: of "
-        "the learner alone.",
-        "",
-        *_table(
-            ("engines", "sync_verify", *STAGES, "sum", "sum / seconds"),
-            [_stage_row(sync, results) for sync in results["syncs"]],
-        ),
-    ]  # fmt: skip
-    return "\n".join(lines) + "\n"
+        "the learner alone."
+    )
+    by_stage = markdown(
+        ("engines", "sync_verify", *STAGES, "sum", "sum / seconds"),
+        [_stage_row(sync, results) for sync in results["syncs"]],
+    )
+    return "\n\n".join((about, whole, meaning, by_stage)) + "\n"
 
 
 def _stage_row(sync: dict[str, Any], results: dict[str, Any]) -> Sequence[object]:
@@ -210,10 +210,6 @@ def _stage_row(sync: dict[str, Any], results: dict[str, Any]) -> Sequence[object
     seconds = [stages[stage] for stage in STAGES]
     total = sum(seconds)
     return sync["workers"], sync["verify"], *(f"{s:.3f}" for s in (*seconds, total, total / sync["seconds"]))
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    return [f"| {' | '.join(str(cell) for cell in row)} |" for row in (head, ["---"] * len(head), *rows)]
 
 
 if __name__ == "__main__":

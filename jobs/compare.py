@@ -1,72 +1,101 @@
 """Methods side by side: the same model, data, seeds, feedback and number of samples; tables, curves, compare.json.
 
     python -m jobs.compare --config configs/tiny/compare.yaml
-    python -m jobs.compare --config configs/tiny/compare.yaml compare.methods=[scalar,span] compare.seeds=[1]
+    python -m jobs.compare --config configs/tiny/compare.yaml compare.methods=[scalar,my/method.yaml] compare.seeds=[1]
 
-Each method first chooses its learning rate from one grid on seeds of its own, then runs on the seeds that are compared.
-Engines stay warm between runs. The same command again goes on where it was, run by run; methods, seeds and noise may be
-added later. What the figures are is said in `t2g.study.comparison`.
+A method is a file of configs/methods, or one of your own. Each first chooses its learning rate from one grid on seeds
+of its own, then runs on the seeds that are compared. With `compare.rewards` the reward models that the methods need are
+trained first, over seeds of their own, and measured. Engines stay warm between runs. The same command again goes on
+where it was, run by run; methods, seeds and noise may be added later. What the figures are is said in
+`t2g.study.comparison`.
 """
 
 import json
 import logging
-import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from textwrap import indent
 from typing import TYPE_CHECKING, Any
-
-from pydantic import ValidationError
 
 from jobs.common.cli import StopFlag, main, stop_flag, stopped
 from jobs.common.run_folder import begin_folder, sole_process
-from t2g.config import NOISY, UNTRAINED, CompareJob, DemoJob, FeedbackConfig, Method, PolicyJob, StudyJob
-from t2g.config.describe import describe_compare
-from t2g.errors import RunStopped, Stopped, UserError
-from t2g.study import arms
+from t2g.config import CompareJob, FeedbackConfig, PolicyJob
+from t2g.config.describe import describe_policy
+from t2g.errors import RunStopped, Stopped
+from t2g.study.methods import NOISY, Arms, Scores, choose_lr, evaluated_at
 
 if TYPE_CHECKING:  # numpy, torch and Ray are imported by the functions that need them: --help must answer at once
     from actors.engines.rollout import RolloutFleet
     from actors.learner.learner import LearnerGroup
     from jobs.common.fleets import Fleets
     from jobs.common.policy_runs import PolicyData
+    from jobs.common.reference_runs import Target
     from t2g.interfaces import FeedbackSource
     from t2g.study.comparison import Run
-    from t2g.study.targeting import Reference
 
     Hook = Callable[[RolloutFleet, FeedbackSource, LearnerGroup], None]
 
 logger = logging.getLogger(__name__)
 
-STUDY = "${study}"
-STUDY_MODEL = re.compile(r"\$\{study\}/([a-z_]+)-(\d+)/model")
+
+def describe(job: CompareJob) -> str:
+    """How many runs there are, and what one of them is."""
+    check(arms := Arms(job))
+    config = job.compare
+    searched = len(arms.trained) * len(config.lr_grid) * len(config.search_seeds)
+    searched *= len(config.lr_grid) > 1 and len(config.seeds) > 0
+    compared = sum(method.procedure != "base" for method in arms.methods.values()) * len(config.seeds)
+    noisy = len(config.noise) * len(NOISY) * len(config.seeds)
+    lines = [f"{name}: {method.about}" for name, method in arms.methods.items()]
+    if config.rewards:
+        models = sorted({arms.reward_model(name) for name in arms.methods})
+        lines.append(f"{len(models)} reward models on {len(config.rewards.seeds)} seeds: {', '.join(models)}")
+    lines.append(
+        f"{searched + compared + noisy:,} runs: {searched} to choose learning rates, {compared} that are compared, "
+        f"{noisy} under noise\neach run:\n{indent(describe_policy(job), '  ')}"
+    )
+    return "\n".join(lines)
 
 
+def check(arms: Arms) -> None:
+    """UserError, before any run, for methods that make no sense."""
+    from t2g.study import baselines
+    from t2g.tasks.base import get_task
+
+    arms.check(get_task(arms.job.task).score_name)
+    for name, method in arms.methods.items():
+        if method.is_baseline:
+            baselines.check(method.procedure, arms.arm(name, 0))
+
+
+# ---------------------------------------------------------------------------------------------------------------- runs
 @dataclass(frozen=True, kw_only=True)
 class Session:
     """What all runs of one start share."""
 
-    job: CompareJob
+    arms: Arms
     data: "PolicyData"
     stop: StopFlag
 
-    def run(self, arm: PolicyJob, fleets: "Fleets", *, method: Method, after: "Hook | None" = None) -> dict[str, Any]:
-        """The summary of a run, made now where it is not finished. Raises Stopped."""
+    def run(self, name: str, arm: PolicyJob, fleets: "Fleets", after: "Hook | None" = None) -> None:
+        """The run, made now where it is not finished. Raises Stopped."""
         from jobs.common.policy_runs import finished, train
 
+        method = self.arms.methods[name]
         # What made a baseline is not told by its config alone: `run_baseline` knows the rest.
-        summary = None if method in arms.BASELINES else finished(arm)
-        if summary is not None:
-            return summary
+        if not method.is_baseline and finished(arm) is not None:
+            return
         if self.stop:
             raise Stopped
         fleets.forget_answers()
-        if method in arms.BASELINES:
+        if method.is_baseline:
             from jobs.common.baseline_stages import run_baseline
 
-            summary = run_baseline(method, arm, self.data, fleets, self.stop, reviser=self.job.compare.reviser)
+            reviser = self.arms.job.compare.reviser
+            summary = run_baseline(method.procedure, arm, self.data, fleets, self.stop, reviser=reviser)
         else:
             rollouts, feedback = fleets.for_policy(arm, self.data.task)
             hook = partial(after, rollouts, feedback) if after else lambda learner: None
@@ -74,239 +103,162 @@ class Session:
         if summary is None:
             raise Stopped
         shutil.rmtree(arm.run.folder / "checkpoints", ignore_errors=True)  # tens of runs; the numbers stay
-        return summary
+
+    def find_lr(self, name: str, fleets: "Fleets") -> tuple[Scores, float]:
+        """The scores of the search, and the learning rate that they choose."""
+
+        def score_of(arm: PolicyJob) -> float | None:
+            try:
+                self.run(name, arm, fleets)
+            except RunStopped as error:  # a rate that is too high must not end the comparison
+                logger.warning("%s ended by itself: %s", arm.run.folder, error)
+                return None
+            shutil.rmtree(arm.run.folder / "policy", ignore_errors=True)
+            return load_run(self.arms, name, arm).score
+
+        scores = self.arms.search_scores(name, score_of)
+        return scores, choose_lr(scores) if scores else self.arms.job.compare.lr_grid[0]
+
+    def run_arms(self, names: Sequence[str], chosen: dict[str, float], fleets: "Fleets", target: "Target") -> None:
+        """Seed by seed, so that a machine that is slower for a while is slower for all methods."""
+        from jobs.common.reference_runs import TARGETING_FILE
+
+        for seed in self.arms.job.compare.seeds:
+            for name in names:
+                arm = self.arms.arm(name, seed, chosen.get(name))
+                self.run(name, arm, fleets, partial(target.measure, arm))
+                if self.arms.methods[name].trained and not (arm.run.folder / TARGETING_FILE).exists():
+                    target.measure_exported(arm, fleets.feedback(arm.feedback, self.data.task, arm))
+
+    def run_noise(self, chosen: dict[str, float], fleets: "Fleets") -> None:
+        config = self.arms.job.compare
+        for noise in config.noise:
+            for seed in config.seeds:
+                for name in NOISY:
+                    self.run(name, self.arms.noisy(noise, name, seed, chosen[name]), fleets)
 
 
-# ---------------------------------------------------------------------------------------------------------------- runs
-def engine_groups(job: CompareJob) -> list[tuple[FeedbackConfig, list[Method]]]:
+def engine_groups(arms: Arms) -> list[list[str]]:
     """Methods by the feedback that they need, the job's own first: only the engines of one group run at a time."""
-    groups: list[tuple[FeedbackConfig, list[Method]]] = [(job.feedback, [])]
-    for method in (m for m in job.compare.methods if m != "sft"):
-        own = arms.arm_feedback(job, method)
-        found = next((methods for feedback, methods in groups if feedback == own), None)
-        if found is None:
-            groups.append((own, [method]))
+    groups: list[tuple[FeedbackConfig, list[str]]] = [(arms.reference.feedback, [])]
+    for name in (name for name, method in arms.methods.items() if method.procedure != "base"):
+        own = arms.arm(name, 0).feedback
+        names = next((names for feedback, names in groups if feedback == own), None)
+        if names is None:
+            groups.append((own, [name]))
         else:
-            found.append(method)
-    return groups
+            names.append(name)
+    return [names for _, names in groups]
 
 
-def run_all(job: CompareJob, data: "PolicyData", stop: StopFlag) -> dict[str, Any]:
+def run_all(session: Session) -> dict[str, Any]:
     """Every run that is not there yet; what the search found. Raises Stopped."""
     from jobs.common.fleets import Fleets
-    from jobs.common.reference_runs import make_reference
+    from jobs.common.reference_runs import Target
 
-    session = Session(job=job, data=data, stop=stop)
-    config = job.compare
+    arms, config = session.arms, session.arms.job.compare
     search: dict[str, Any] = {"grid": config.lr_grid, "seeds": config.search_seeds, "scores": {}, "chosen": {}}
-    reference: list[Reference] | None = None
-    for _, methods in engine_groups(job):
+    target: Target | None = None
+    for names in engine_groups(arms) if config.seeds else []:
         with Fleets() as fleets:
-            reference = reference or make_reference(job, data, fleets)
-            for method in methods:
-                scores, lr = find_lr(session, method, fleets)
-                search["scores"] |= {method: scores} if scores else {}
-                search["chosen"] |= {} if method in UNTRAINED else {method: lr}
-            run_arms(session, methods, search["chosen"], fleets, reference)
-            if set(NOISY) <= set(methods):
-                run_noise(session, search["chosen"], fleets)
+            target = target or Target(arms, session.data, fleets)
+            for name in (name for name in names if name in arms.trained):
+                scores, search["chosen"][name] = session.find_lr(name, fleets)
+                search["scores"] |= {name: scores} if scores else {}
+            session.run_arms(names, search["chosen"], fleets, target)
+            if set(NOISY) <= set(names):
+                session.run_noise(search["chosen"], fleets)
     return search
 
 
-def find_lr(session: Session, method: Method, fleets: "Fleets") -> tuple[arms.Scores, float]:
-    """The scores of the search, and the learning rate that they choose."""
-
-    def score_of(arm: PolicyJob) -> float | None:
-        try:
-            session.run(arm, fleets, method=method)
-        except RunStopped as error:  # a rate that is too high must not end the comparison
-            logger.warning("%s ended by itself: %s", arm.run.folder, error)
-            return None
-        shutil.rmtree(arm.run.folder / "policy", ignore_errors=True)
-        return load_run(arm, method).score
-
-    scores = arms.search_scores(session.job, method, score_of)
-    if scores:
-        return scores, arms.choose_lr(scores)
-    return scores, session.job.learner.policy.lr if method in UNTRAINED else session.job.compare.lr_grid[0]
-
-
-def run_arms(
-    session: Session,
-    methods: Sequence[Method],
-    chosen: dict[Method, float],
-    fleets: "Fleets",
-    reference: "Sequence[Reference]",
-) -> None:
-    """Seed by seed, so that a machine that is slower for a while is slower for all methods."""
-    from jobs.common.reference_runs import TARGETING_FILE, measure_exported, measure_targeting, reference_sampling
-
-    job, data, sampling = session.job, session.data, reference_sampling(session.job)
-    for seed in job.compare.seeds:
-        for method in methods:
-            arm = the_arm(job, method, seed, chosen)
-            session.run(arm, fleets, method=method, after=partial(measure_targeting, arm, data, reference, sampling))
-            if method not in UNTRAINED and not (arm.run.folder / TARGETING_FILE).exists():
-                feedback = fleets.feedback(arm.feedback, data.task, arm)
-                measure_exported(arm, data, reference, sampling, feedback)
-
-
-def run_noise(session: Session, chosen: dict[Method, float], fleets: "Fleets") -> None:
-    job = session.job
-    for name in job.compare.noise:
-        for seed in job.compare.seeds:
-            for method in NOISY:
-                session.run(arms.noise_job(job, name, method, seed, chosen[method]), fleets, method=method)
-
-
-def the_arm(job: CompareJob, method: Method, seed: int, chosen: dict[Method, float]) -> PolicyJob:
-    return arms.arm_job(job, method, seed, chosen.get(method, job.learner.policy.lr))
-
-
-def load_run(arm: PolicyJob, method: Method) -> "Run":
+# ------------------------------------------------------------------------------------------------------------- figures
+def load_run(arms: Arms, name: str, arm: PolicyJob) -> "Run":
     """What a finished run wrote. UserError for one that was evaluated at other steps than this comparison's."""
     from jobs.common.reference_runs import TARGETING_FILE
     from t2g.runs.metrics import METRICS_FILE, read_records
     from t2g.study.comparison import read_run, refuse_other_grid
 
-    path = arm.run.folder / TARGETING_FILE
+    path, method, expected = arm.run.folder / TARGETING_FILE, arms.methods[name], evaluated_at(arm)
     targeting = json.loads(path.read_text()) if path.exists() else None
     run = read_run((record for _, record in read_records(arm.run.folder / METRICS_FILE)), targeting)
-    if method not in UNTRAINED:
-        expected = arms.evaluated_at(arm)
-        refuse_other_grid(arm.run.name, run, [0, expected[-1]] if method in arms.BASELINES else expected)
+    if method.trained:
+        refuse_other_grid(arm.run.name, run, [0, expected[-1]] if method.is_baseline else expected)
     return run
 
 
-def load_all(job: CompareJob, chosen: dict[Method, float]) -> "tuple[dict[str, dict[int, Run]], dict[str, Any]]":
+def load_all(arms: Arms, chosen: dict[str, float]) -> "tuple[dict[str, dict[int, Run]], dict[str, Any]]":
     """Method -> seed -> run in the order of compare.methods; and the same by noise."""
     from t2g.study.comparison import base_run
 
-    config = job.compare
-    measures_base = arms.trained(job)[0]
-    runs: dict[str, dict[int, Run]] = {}
-    for method in config.methods:
-        if method == "sft":
-            measured = {s: load_run(the_arm(job, measures_base, s, chosen), measures_base) for s in config.seeds}
-            runs[method] = {s: base_run(run) for s, run in measured.items()}
-        else:
-            runs[method] = {s: load_run(the_arm(job, method, s, chosen), method) for s in config.seeds}
+    config, runs = arms.job.compare, {}
+    for name, method in arms.methods.items() if config.seeds else ():
+        measured = arms.trained[0] if method.procedure == "base" else name
+        found = {s: load_run(arms, name, arms.arm(measured, s, chosen.get(measured))) for s in config.seeds}
+        runs[name] = {s: base_run(run) for s, run in found.items()} if method.procedure == "base" else found
     noise = {
-        name: {m: {s: load_run(arms.noise_job(job, name, m, s, chosen[m]), m) for s in config.seeds} for m in NOISY}
-        for name in config.noise
+        noise: {m: {s: load_run(arms, m, arms.noisy(noise, m, s, chosen[m])) for s in config.seeds} for m in NOISY}
+        for noise in config.noise
     }
     return runs, noise
 
 
-# ------------------------------------------------------------------------------------------------------------ the job
-def study_of(job: CompareJob) -> StudyJob | None:
-    """The study whose reward models the job uses, under the job's own root and on its cluster."""
-    from jobs.common.stages import load_beside
+def finish(arms: Arms, search: dict[str, Any], rewards: dict[str, Any]) -> None:
+    """compare.json, compare.md, curves.svg and report.html; without seeds of policies the first two."""
+    from t2g.files import write_atomic
+    from t2g.report.comparison_page import write_comparison
+    from t2g.runs.versions import versions
+    from t2g.study.comparison import summarise, summarise_noise, tables
 
-    return None if job.compare.study is None else load_beside(StudyJob, job.compare.study, job)
-
-
-def study_models(job: CompareJob) -> list[tuple[str, int]]:
-    """(variant, seed) of each reward model of the study that the job names and its methods use."""
-    wanted: list[tuple[str, int]] = []
-    for feedback, _ in engine_groups(job):
-        model = feedback.reward_model or ""
-        if not model.startswith(STUDY):
-            continue
-        found = STUDY_MODEL.fullmatch(model)
-        if found is None:
-            raise UserError(f"reward_model={model} needs the form {STUDY}/<variant>-<seed>/model")
-        wanted.append((found[1], int(found[2])))
-    return wanted
-
-
-def needs_reviser(job: CompareJob, demo: DemoJob) -> bool:
-    """Whether a method asks the reviser of the stages."""
-    from jobs.common.stages import reviser_job
-
-    return job.compare.reviser == str(reviser_job(demo).run.folder / "model") and bool(
-        set(arms.REVISED) & set(job.compare.methods)
-    )
+    runs, noise = load_all(arms, search["chosen"])
+    summary = {
+        "methods": summarise(runs),
+        "noise": summarise_noise(noise),
+        "rewards": rewards,
+        "search": search,
+        "config": arms.job.model_dump(mode="json"),
+        "versions": versions(),
+    }
+    folder = arms.job.run.folder
+    write_atomic(folder / "compare.json", json.dumps(summary, indent=1).encode())
+    words = tables(summary)
+    write_atomic(folder / "compare.md", f"{words}\n".encode())
+    print(f"{words}\nnumbers: {folder / 'compare.json'}")
+    if runs:
+        write_comparison(folder, summary, runs)
+        print(f"report: {folder / 'report.html'}")
 
 
-def check_methods(job: CompareJob, score_name: str) -> None:
-    """UserError for a method with which this job makes no sense, and where feedback that is changed would give the
-    marks as well.
-    """
-    from t2g.study import baselines
-
-    for method in job.compare.methods:
-        try:
-            arm = arms.arm_job(job, method, job.run.seed, job.learner.policy.lr)
-        except ValidationError as error:
-            raise UserError(f"compare.methods has {method}: {error.errors()[0]['msg']}") from None
-        if method in arms.BASELINES:
-            baselines.check(method, arm)
-    changed = [method for method in job.compare.methods if arms.arm_feedback(job, method) != job.feedback]
-    if changed and not score_name:
-        raise UserError(
-            f"{', '.join(changed)} cannot be compared: task {job.task} has no measure of its own, so the feedback that "
-            "they change would judge them; leave them out"
-        )
-
-
+# ------------------------------------------------------------------------------------------------------------- the job
 def run(asked: CompareJob) -> int:
     """All runs, then the figures. 0 when done, 128 + its number when a signal ended it."""
     from jobs.common.fleets import Fleets, feedback_roles, on_cluster
     from jobs.common.policy_runs import read_data
-    from jobs.common.stages import demo_of, load_beside, make_reviser, make_stages, resolve_folder, resolve_stages
-    from jobs.reward_study import make_variants
+    from jobs.common.reward_arms import make_reward_models
+    from jobs.common.stages import demo_of, make_reviser, make_stages, resolve_stages, reviser_job
     from jobs.train_policy import policy_roles
-    from t2g.tasks.base import get_task
 
-    check_methods(asked, get_task(asked.task).score_name)
-    demo, study = demo_of(asked), study_of(asked)
-    wanted = study_models(asked) if study else []
+    demo = demo_of(asked)
     job = resolve_stages(asked, demo)
-    job = resolve_folder(job, STUDY, study.run.folder) if study else job
-    data = None if demo else read_data(job)
+    check(arms := Arms(job))
+    revises = any(method.procedure in ("reflection", "ilf") for method in arms.methods.values())
+    data, rewards = None if demo else read_data(job), {}
     with sole_process(job.run.folder):
         begin_folder(job)
         with on_cluster(job.cluster, policy_roles(job) | feedback_roles(job.feedback)):
             if demo:
                 with Fleets() as fleets:
-                    make_stages(demo, fleets)
-                if needs_reviser(job, demo):
+                    make_stages(demo, fleets, reward=job.compare.rewards is None)
+                if revises and job.compare.reviser == str(reviser_job(demo).run.folder / "model"):
                     make_reviser(demo)
-            if study and wanted:
-                make_variants(study, load_beside(DemoJob, study.stages, study), wanted)
+                rewards = make_reward_models(arms, demo) if job.compare.rewards else {}
             stop = stop_flag()
             try:
-                search = run_all(job, data or read_data(job), stop)
+                search = run_all(Session(arms=arms, data=data or read_data(job), stop=stop))
             except Stopped:
                 return stopped(stop)
-        finish(job, search)
+        finish(arms, search, rewards)
     return 0
 
 
-def finish(job: CompareJob, search: dict[str, Any]) -> None:
-    """compare.json, compare.md, curves.svg and report.html."""
-    from t2g.files import write_atomic
-    from t2g.report.comparison_page import write_comparison
-    from t2g.runs.versions import versions
-    from t2g.study.comparison import summarise, summarise_noise, table
-
-    runs, noise = load_all(job, search["chosen"])
-    summary = {
-        "methods": summarise(runs),
-        "noise": summarise_noise(noise),
-        "search": search,
-        "config": job.model_dump(mode="json"),
-        "versions": versions(),
-    }
-    folder = job.run.folder
-    write_atomic(folder / "compare.json", json.dumps(summary, indent=1).encode())
-    words = table(summary)
-    write_atomic(folder / "compare.md", f"{words}\n".encode())
-    write_comparison(folder, summary, runs)
-    print(words)
-    print(f"numbers: {folder / 'compare.json'}\nreport: {folder / 'report.html'}")
-
-
 if __name__ == "__main__":
-    sys.exit(main(CompareJob, run, describe_compare))
+    sys.exit(main(CompareJob, run, describe))

@@ -32,7 +32,6 @@ from t2g.config import (
     RunConfig,
     Section,
     SFTJob,
-    StudyJob,
     loading,
     with_overrides,
 )
@@ -43,7 +42,6 @@ from t2g.runs.identity import Identity
 from t2g.text.tokenizer import load_tokenizer
 
 AnyJob = TypeVar("AnyJob", bound=PolicyJob)
-Beside = TypeVar("Beside", DemoJob, StudyJob)
 PLACEHOLDER = "${stages}"
 STAGE_FILE = "stage.json"
 REVISER_EPOCHS = 5.0
@@ -51,21 +49,20 @@ CRITIC = "t2g.tasks.tiny.task:critic"
 WORLD, BASE, ANNOTATED, REWARD, REVISER = "world", "base", "annotated", "reward", "reviser"
 
 
-def make_stages(demo: DemoJob, fleets: Fleets) -> dict[str, dict[str, Any]]:
-    """All stages, those that are there already read only; Ray must be connected. Metrics by stage, with `seconds`."""
-    reward = reward_job(demo)
-    made = make_records(demo, fleets)
-    return made | {REWARD: once(reward.run.folder, reward, lambda: _train_reward(demo, reward, fleets))}
+def make_stages(demo: DemoJob, fleets: Fleets, *, reward: bool = True) -> dict[str, dict[str, Any]]:
+    """All stages, those that are there already read only; Ray must be connected. Metrics by stage, with `seconds`.
 
-
-def make_records(demo: DemoJob, fleets: Fleets) -> dict[str, dict[str, Any]]:
-    """The stages up to the annotated records, as `make_stages`."""
-    base, annotated = sft_job(demo), annotate_job(demo)
-    return {
+    reward: whether the reward model is wanted as well.
+    """
+    base, annotated, last = sft_job(demo), annotate_job(demo), reward_job(demo)
+    made = {
         WORLD: once(demo.run.folder / WORLD, demo.world, lambda: _write_world(demo)),
         BASE: once(base.run.folder, base, lambda: supervise(base, read_examples(base), title=TITLE)),
         ANNOTATED: once(annotated.run.folder, annotated, lambda: annotate_data(annotated, fleets)),
     }
+    if reward:
+        made[REWARD] = once(last.run.folder, last, lambda: _train_reward(demo, last, fleets))
+    return made
 
 
 def sft_job(demo: DemoJob) -> SFTJob:
@@ -126,24 +123,20 @@ def reward_model(demo: DemoJob) -> str:
 
 
 def demo_of(config: PolicyJob) -> DemoJob | None:
-    """The demo whose stages a job builds on, if it names one."""
-    return None if config.stages is None else load_beside(DemoJob, config.stages, config)
-
-
-def load_beside(schema: type[Beside], file: Path, config: PolicyJob | StudyJob) -> Beside:
-    """The job of another config file, under the root and on the cluster of `config`."""
+    """The demo whose stages a job builds on, if it names one: under the job's own root, on its cluster."""
+    if config.stages is None:
+        return None
     root = json.dumps(str(config.run.root))  # quoted: a path may hold what YAML reads otherwise
-    return with_overrides(loading.load(schema, file, [f"run.root={root}"]), {"cluster": config.cluster})
+    return with_overrides(loading.load(DemoJob, config.stages, [f"run.root={root}"]), {"cluster": config.cluster})
 
 
 def resolve_stages(config: AnyJob, demo: DemoJob | None) -> AnyJob:
     """`config` with the stages' folder for `${stages}` in every path."""
-    return config if demo is None else resolve_folder(config, PLACEHOLDER, demo.run.folder)
 
-
-def resolve_folder(config: AnyJob, placeholder: str, folder: Path) -> AnyJob:
-    named = {key: str(path) for key, path in paths(config) if placeholder in str(path)}
-    return with_overrides(config, {key: path.replace(placeholder, str(folder)) for key, path in named.items()})
+    if demo is None:
+        return config
+    named = {key: str(path) for key, path in paths(config) if PLACEHOLDER in str(path)}
+    return with_overrides(config, {key: path.replace(PLACEHOLDER, str(demo.run.folder)) for key, path in named.items()})
 
 
 def _stage(demo: DemoJob, name: str) -> dict[str, Any]:

@@ -35,9 +35,6 @@ from t2g.config.feedback import (
     WorkersConfig,
 )
 from t2g.config.jobs import (
-    NOISY,
-    UNTRAINED,
-    AblationModels,
     AnnotateJob,
     BenchmarkJob,
     CompareConfig,
@@ -45,15 +42,12 @@ from t2g.config.jobs import (
     DemoJob,
     EvaluateJob,
     JobConfig,
-    Method,
     PolicyJob,
+    RewardArmsConfig,
     RewardJob,
-    RunPart,
     ScoreJob,
     SFTJob,
     ShapeConfig,
-    StudyJob,
-    StudyVariant,
 )
 from t2g.config.learning import (
     BFLOAT16_PROBE_TOLERANCE,

@@ -29,7 +29,8 @@ def with_overrides(config: Config, overrides: Mapping[str, Any]) -> Config:
     return type(config).model_validate(_laid_over(config, overrides))
 
 
-def _laid_over(section: Config, overrides: Mapping[str, Any]) -> Config:
+def _laid_over(section: Any, overrides: Mapping[str, Any]) -> Any:
+    """Where there is no section yet, or a value, the values alone: whether they make one is validated afterwards."""
     values: dict[str, Any] = {}
     deeper: dict[str, dict[str, Any]] = {}
     for key, value in overrides.items():
@@ -38,7 +39,9 @@ def _laid_over(section: Config, overrides: Mapping[str, Any]) -> Config:
             deeper.setdefault(name, {})[rest] = value
         else:
             values[name] = value
-    inner = {name: _laid_over(getattr(section, name), changes) for name, changes in deeper.items()}
+    inner = {name: _laid_over(getattr(section, name, None), changes) for name, changes in deeper.items()}
+    if not isinstance(section, Section):
+        return values | inner
     return section.model_copy(update=values | inner)  # unchecked: an unknown name as well
 
 

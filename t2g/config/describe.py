@@ -1,13 +1,9 @@
 """What a config amounts to, in plain words, for `--dry-run`. Pure arithmetic on the config; upper bounds say so."""
 
 from math import ceil
-from textwrap import indent
 
 from t2g.config import (
-    NOISY,
-    UNTRAINED,
     AnnotateJob,
-    CompareJob,
     DemoJob,
     LearnerConfig,
     PolicyJob,
@@ -16,11 +12,10 @@ from t2g.config import (
     RolloutConfig,
     SFTJob,
     SFTOptions,
-    StudyJob,
 )
 
 
-def _told(job: PolicyJob | DemoJob | SFTJob | AnnotateJob | RewardJob | StudyJob, *lines: str) -> str:
+def _told(job: PolicyJob | DemoJob | SFTJob | AnnotateJob | RewardJob, *lines: str) -> str:
     return "\n".join([*lines, f"run folder: {job.run.folder}"])
 
 
@@ -91,29 +86,6 @@ def describe_reward(job: RewardJob) -> str:
         f"supervised: {_sft(job.sft)}",
         f"evaluation: at most {_count(job.eval_records, 'record')} of {job.eval_data.path}",
         *_resource_lines({"trainer": job.sft, "then reward": job.engine}, together=False),
-    )
-
-
-def describe_study(job: StudyJob) -> str:
-    return _told(
-        job,
-        f"{_count(len(job.variants) * len(job.seeds), 'training')}: {', '.join(job.variants)}, each with "
-        f"{_count(len(job.seeds), 'seed')}, {job.num_epochs:g} epochs; records and resources of {job.stages}",
-        f"evaluation: at most {_count(job.eval_records, 'held-out record')} after each",
-    )
-
-
-def describe_compare(job: CompareJob) -> str:
-    """jobs.compare: how many runs there are, and what one of them is."""
-    config = job.compare
-    arms = sum(method != "sft" for method in config.methods) * len(config.seeds)
-    searched = sum(method not in UNTRAINED for method in config.methods) * (len(config.lr_grid) > 1)
-    searches = searched * len(config.lr_grid) * len(config.search_seeds)
-    noisy = len(config.noise) * len(NOISY) * len(config.seeds)
-    return (
-        f"methods: {', '.join(config.methods)}; {_count(len(config.seeds), 'seed')}, the same for all\n"
-        f"{_count(searches + arms + noisy, 'run')}: {searches} to choose learning rates, {arms} that are compared, "
-        f"{noisy} under noise\neach run:\n{indent(describe_policy(job), '  ')}"
     )
 
 

@@ -192,50 +192,37 @@ def _without_repeats(names: tuple[Any, ...], info: ValidationInfo) -> tuple[Any,
     return names
 
 
-StudyVariant = Literal["plain", "weighted", "no_critique", "dense"]
+# Names of methods and noises become parts of run folders' names.
+RunPart = Annotated[str, Field(pattern=r"^[a-z0-9_]{1,20}$")]
+MethodFile = Annotated[str, Field(pattern=r"^(.*/)?[a-z0-9_]{1,20}(\.yaml)?$")]
 
 
-class StudyJob(Section):
-    """jobs.reward_study: what a critique, sparse labels and a span-weighted loss are worth, on the tiny world."""
+class RewardArmsConfig(Section):
+    """Reward models of the tiny world, trained and measured for a comparison: one for each style and loss that its
+    methods ask for.
+    """
 
-    run: RunConfig = RunConfig(name="reward-study")
-    cluster: MayDiffer[ClusterConfig] = ClusterConfig()
-    stages: PathOrName[Path] = Field(
-        ..., description="a demo config whose world, base policy and records are used, and made first where missing"
+    seeds: tuple[int, ...] = Field(
+        (1,), min_length=1, max_length=10, description="of weights and of the order; the first one's model serves"
     )
-    variants: tuple[StudyVariant, ...] = Field(("plain", "weighted", "no_critique", "dense"), min_length=1)
-    seeds: tuple[int, ...] = Field((1, 2, 3), min_length=2, max_length=10, description="of weights and of the order")
-    span_weight: float = Field(2.0, gt=1, description="of the variant `weighted`; of the others it is 1")
-    num_epochs: float = Field(5, gt=0, description="of each training; all else is the demo's reward_sft")
+    num_epochs: float = Field(5, gt=0, description="of each training; all else is the reward_sft of stages")
     eval_records: int = Field(400, ge=1, description="held-out records that each model judges")
 
-    _no_one_twice = field_validator("seeds", "variants")(_without_repeats)
-
-
-Method = Literal[
-    "sft", "reflection", "shuffled", "scalar", "step", "grpo", "dpo", "ilf", "no_critique", "dense", "group", "span"
-]
-UNTRAINED: tuple[Method, ...] = ("sft", "reflection")  # no weights move: no learning rate
-NOISY: tuple[Method, ...] = ("span", "scalar")  # are run with compare.noise
-RunPart = Annotated[str, Field(pattern=r"^[a-z0-9_]{1,20}$")]  # becomes a part of a run folder's name
-
-
-class AblationModels(Section):
-    """Reward models of the ablations, each trained for its own style."""
-
-    no_critique: PathOrName[str | None] = Field(
-        None, description="folder or hub name; ${study} is the folder of compare.study"
-    )
-    dense: PathOrName[str | None] = None
+    _no_one_twice = field_validator("seeds")(_without_repeats)
 
 
 class CompareConfig(Section):
     """Who is compared, on what seeds, and what is measured beside the score."""
 
-    methods: tuple[Method, ...] = Field(("sft", "shuffled", "scalar", "step", "grpo", "span"), min_length=1)
-    seeds: tuple[int, ...] = Field(
-        (1, 2, 3, 4, 5), min_length=1, max_length=10, description="of prompts and sampling, the same for all methods"
+    methods: tuple[MethodFile, ...] = Field(
+        ("sft", "shuffled", "scalar", "step", "grpo", "span"),
+        min_length=1,
+        description="files of configs/methods, or paths of others that end in .yaml",
     )
+    seeds: tuple[int, ...] = Field(
+        (1, 2, 3, 4, 5), max_length=10, description="of prompts and sampling, the same for all methods; none: no policy"
+        " is trained, only compare.rewards"
+    )  # fmt: skip
     lr_grid: tuple[Annotated[float, Field(gt=0)], ...] = Field(
         (1e-4, 3e-4, 1e-3, 3e-3), min_length=1, description="for learner.policy.lr: each method takes its own best"
     )
@@ -249,12 +236,17 @@ class CompareConfig(Section):
     reviser: PathOrName[str | None] = Field(
         None, description="folder or hub name of what revises for reflection and ilf; none: the policy itself"
     )
-    reward_models: AblationModels = AblationModels()
-    study: PathOrName[Path | None] = Field(
-        None, description="a config of jobs.reward_study; its models that ${study} names are trained where missing"
+    rewards: RewardArmsConfig | None = Field(
+        None, description="the methods' reward models are trained first; feedback.reward_model is then ${rewards}"
     )
 
-    _no_one_twice = field_validator("methods", "seeds", "lr_grid", "search_seeds")(_without_repeats)
+    @field_validator("methods")
+    @classmethod
+    def _no_name_twice(cls, methods: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        _without_repeats(tuple(Path(method).stem for method in methods), info)
+        return methods
+
+    _no_one_twice = field_validator("seeds", "lr_grid", "search_seeds")(_without_repeats)
 
     @model_validator(mode="after")
     def _is_fair(self) -> "CompareConfig":
@@ -263,10 +255,8 @@ class CompareConfig(Section):
                 f"compare.search_seeds has {min(both)}, and so has compare.seeds: a learning rate chosen on a seed "
                 "would be measured on it; take others"
             )
-        if set(self.methods) <= set(UNTRAINED):
-            raise ValueError("compare.methods has none that is trained; sft is measured at step 0 of the others")
-        if self.noise and not set(NOISY) <= set(self.methods):
-            raise ValueError("compare.noise needs span and scalar among compare.methods, whose learning rates it takes")
+        if not self.seeds and self.rewards is None:
+            raise ValueError("compare.seeds has none, and there is no compare.rewards: nothing would be compared")
         return self
 
 
@@ -289,15 +279,12 @@ class CompareJob(PolicyJob):
                 f"compare.reference_prompts={self.compare.reference_prompts} are held-out prompts, and "
                 f"eval.num_prompts={self.eval.num_prompts} are read; lower the first or raise the second"
             )
-        reads = {"no_critique": ("reward_model", "llm"), "dense": ("reward_model", "llm", "program")}
-        for method in (m for m in reads if m in self.compare.methods and self.feedback.source not in reads[m]):
+        if (self.compare.rewards is None) == (self.feedback.reward_model == "${rewards}"):
             raise ValueError(
-                f"compare.methods has {method}, and feedback.source={self.feedback.source} does not read the style "
-                f"that it changes; {', '.join(reads[method])} would"
+                "compare.rewards trains what feedback.reward_model=${rewards} stands for: give both, or neither"
             )
-        for method, model in self.compare.reward_models:
-            if method in self.compare.methods and self.feedback.source == "reward_model" and model is None:
-                raise ValueError(f"compare.methods has {method}, which needs compare.reward_models.{method}")
+        if self.compare.rewards and self.stages is None:
+            raise ValueError("compare.rewards learns from the records of stages, which is missing")
         return self
 
 

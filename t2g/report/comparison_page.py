@@ -9,8 +9,8 @@ from markupsafe import Markup
 from t2g.files import write_atomic
 from t2g.report.curves import DASHES, HEIGHT, STYLES, WIDTH, Series, line_chart
 from t2g.report.html import render_page
-from t2g.study.comparison import Run, spread
-from t2g.study.intervals import interval
+from t2g.study.comparison import Run
+from t2g.study.tables import interval, spread
 
 HTML_FILE, SVG_FILE = "report.html", "curves.svg"
 BASE = "sft"

@@ -11,7 +11,7 @@ from statistics import mean, median
 from typing import Any
 
 from t2g.errors import UserError
-from t2g.study.intervals import Interval, interval
+from t2g.study.tables import NOTHING, Interval, figure, interval, markdown, spread
 
 WINDOW = 3  # evaluations in a score, and in a point of a smoothed curve
 SCALAR = "scalar"
@@ -165,7 +165,7 @@ def _few(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers)) if len(numbers) < 4 else f"{numbers[0]}, {numbers[1]}, ... {numbers[-1]}"
 
 
-# --------------------------------------------------------------------------------------------------------------- table
+# -------------------------------------------------------------------------------------------------------------- tables
 COLUMNS = (
     "method", "lr", "held-out score", "less scalar", "samples to scalar's best", "share of scalar's", "seconds to it",
     "s a step", "overhead", "Δ log p criticised", "unmentioned", "difference", "criticism returns",
@@ -180,66 +180,69 @@ samples that scalar took are means over the seeds that got there (in brackets, h
 the start of their training process. Δ log p: change by training of the log-probability of the base's own held-out
 responses, nats a token, where they were criticised and where they were not mentioned (praised tokens are in neither);
 a criticism returns when the same quote is criticised in the new response to that prompt."""
+REWARD_COLUMNS = {
+    "labelled_share": "labelled",
+    **{
+        name: name.replace("_", " ")
+        for name in (
+            *(f"{label}_{ratio}" for label in ("good", "poor") for ratio in ("precision", "recall", "f1")),
+            "decisive_good_f1",
+            "decisive_poor_f1",
+        )
+    },
+    "located_rate": "located",
+    "parse_rate": "parsed",
+}
+REWARD_LEGEND = """\
+Reward models, means over {seeds} ± half the width of the 95 % interval (Student's t). Labelled: share of the held-out
+tokens with a gold label. Good and poor: on all tokens, against gold labels of the model's own kind, sparse or dense.
+Decisive: on the tokens that the *sparse* gold calls good or poor (stated values, inventions), where all models can be
+compared. Located: quotes that stand in the response. Parsed: answers without guided decoding that are JSON."""
 
 
-def table(summary: Mapping[str, Any]) -> str:
-    """Markdown of compare.json: methods, then noise where there is any."""
-    methods, chosen = summary["methods"], summary["search"]["chosen"]
-    lines = [_row(COLUMNS), _row(["---"] * len(COLUMNS))]
-    grid = summary["search"]["grid"]
-    ends = (min(grid), max(grid)) if len(grid) > 1 else ()
-    for name, figures in methods.items():
-        lr = "–" if name not in chosen else f"{chosen[name]:g}{'*' if chosen[name] in ends else ''}"
-        lines.append(_row(_cells(name, lr, figures)))
-    count = len(next(iter(methods.values()))["by_seed"])
-    seeds = f"{count} seed{'s' if count > 1 else ''}"
-    samples = max(figures["samples"] for figures in methods.values())
-    lines += ["", LEGEND.format(seeds=seeds, samples=samples)]
+def tables(summary: Mapping[str, Any]) -> str:
+    """Markdown of compare.json: methods, noise and reward models, where there are any."""
+    parts = []
+    if methods := summary["methods"]:
+        grid, chosen = summary["search"]["grid"], summary["search"]["chosen"]
+        ends = (min(grid), max(grid)) if len(grid) > 1 else ()
+        lrs = {name: f"{lr:g}{'*' if lr in ends else ''}" for name, lr in chosen.items()}
+        rows = [(name, lrs.get(name, NOTHING), *_cells(figures)) for name, figures in methods.items()]
+        samples = max(figures["samples"] for figures in methods.values())
+        seeds = _seeds(next(iter(methods.values()))["by_seed"])
+        parts += [markdown(COLUMNS, rows), LEGEND.format(seeds=seeds, samples=samples)]
     if summary["noise"]:
-        lines += ["", _row(("noise in the feedback", "span", "scalar", "span less scalar")), _row(["---"] * 4)]
         clean = {name: methods[name]["score"] for name in ("span", SCALAR)}
         clean["span_minus_scalar"] = methods["span"]["minus_scalar"]
-        for name, scores in {"none": clean, **summary["noise"]}.items():
-            lines.append(_row([name, *(spread(scores[key]) for key in ("span", SCALAR, "span_minus_scalar"))]))
-    return "\n".join(lines)
+        noise = {"none": clean, **summary["noise"]}.items()
+        rows = [(name, *(spread(scores[key]) for key in clean)) for name, scores in noise]
+        parts.append(markdown(("noise in the feedback", "span", "scalar", "span less scalar"), rows))
+    if rewards := summary["rewards"]:
+        rows = [
+            (model, *(spread(interval([metrics[key] for metrics in by_seed.values()])) for key in REWARD_COLUMNS))
+            for model, by_seed in rewards.items()
+        ]
+        seeds = _seeds(next(iter(rewards.values())))
+        parts += [markdown(("reward model", *REWARD_COLUMNS.values()), rows), REWARD_LEGEND.format(seeds=seeds)]
+    return "\n\n".join(parts)
 
 
-def _cells(name: str, lr: str, figures: Mapping[str, Any]) -> list[str]:
+def _seeds(by_seed: Mapping[Any, Any]) -> str:
+    return f"{len(by_seed)} seed{'s' if len(by_seed) > 1 else ''}"
+
+
+def _cells(figures: Mapping[str, Any]) -> list[str]:
     targeting = figures["targeting"] or {}
-    samples, seeds = figures.get("samples_to_scalar_best"), len(figures["by_seed"])
-    reached = f" ({figures['seeds_at_scalar_best']} of {seeds})" if "seeds_at_scalar_best" in figures else ""
+    reached = figure(figures.get("samples_to_scalar_best"), ",.0f")
+    if "seeds_at_scalar_best" in figures:
+        reached += f" ({figures['seeds_at_scalar_best']} of {len(figures['by_seed'])})"
     return [
-        name,
-        lr,
         spread(figures["score"]),
         spread(figures.get("minus_scalar")),
-        ("–" if samples is None else f"{samples:,.0f}") + reached,
-        _percent(figures.get("share_of_scalar_samples")),
-        _number(figures.get("seconds_to_scalar_best"), 0),
-        _number(figures["step_seconds"], 2),
-        _percent(figures.get("overhead"), "+"),
+        reached,
+        figure(figures.get("share_of_scalar_samples"), ".0%"),
+        figure(figures.get("seconds_to_scalar_best"), ",.0f"),
+        figure(figures["step_seconds"], ",.2f"),
+        figure(figures.get("overhead"), "+.0%"),
         *(spread(targeting.get(key)) for key in ("criticised", "unmentioned", "difference", "returns")),
     ]
-
-
-def spread(value: Interval | None) -> str:
-    """
-    >>> spread({"mean": 0.5, "low": 0.4, "high": 0.6}), spread({"mean": 0.5, "low": None, "high": None}), spread(None)
-    ('0.500 ± 0.100', '0.500', '–')
-    """
-    if value is None or value["mean"] is None:
-        return "–"
-    doubt = "" if value["high"] is None else f" ± {value['high'] - value['mean']:.3f}"
-    return f"{value['mean']:.3f}{doubt}"
-
-
-def _number(value: float | None, decimals: int) -> str:
-    return "–" if value is None else f"{value:,.{decimals}f}"
-
-
-def _percent(value: float | None, sign: str = "") -> str:
-    return "–" if value is None else f"{value:{sign}.0%}"
-
-
-def _row(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"

@@ -6,7 +6,7 @@ ratio whose denominator is 0 is 0: a model that marks nothing earns nothing.
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -99,6 +99,26 @@ def reward_metrics(records: Sequence[JudgedRecord]) -> dict[str, float]:
         metrics[f"{name}_tokens"] = float(sum(totals[name, other] for other in CLASSES))
         metrics[f"{name}_spans"] = float(totals[name, "gold spans"])
     return metrics | {"num_records": float(len(records))}
+
+
+def arm_metrics(judged: Sequence[JudgedRecord], sparse: Sequence[SpanFeedback], tokenizer: Any) -> dict[str, float]:
+    """`reward_metrics` of the judged records, their labelled_share (of the held-out tokens, those with a gold label),
+    and ratios of tokens as decisive_*: counted on the tokens that `sparse`, gold feedback to the same responses, calls
+    good or poor, where models of all styles can be compared.
+    """
+    decisive = []
+    for record, gold in zip(judged, sparse, strict=True):
+        both = judged_record(record.response, gold, record.feedback, record.feedback, tokenizer)
+        decides = both.gold_labels != 0
+        decisive.append(replace(both, gold_labels=both.gold_labels[decides], labels=both.labels[decides]))
+    on_decisive = reward_metrics(decisive)
+    labelled = np.concatenate([record.gold_labels for record in judged]) != 0
+    ratios = [f"{label}_{ratio}" for label in LABELS for ratio in ("precision", "recall", "f1")]
+    return (
+        reward_metrics(judged)
+        | {"labelled_share": float(labelled.mean())}
+        | {f"decisive_{name}": on_decisive[name] for name in ratios}
+    )
 
 
 def bootstrap_intervals(records: Sequence[JudgedRecord], *, seed: int) -> dict[str, tuple[float, float]]:

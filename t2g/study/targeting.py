@@ -5,8 +5,8 @@ Training that acts where the criticism points lowers the log-probability of crit
 never mentioned alone.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,47 +14,52 @@ import numpy as np
 from t2g.config import RewardRuleConfig
 from t2g.feedback import token_offsets
 from t2g.feedback.rewards import token_rewards
-from t2g.types import Prompt, Rollout, SpanFeedback, read_feedback
+from t2g.interfaces import FeedbackSource, RolloutSource, Sampling
+from t2g.loop.sampling import JudgedResponse
+from t2g.types import Prompt, Rollout, SpanFeedback
 
 MENTIONS = {-1: "criticised", 1: "praised", 0: "unmentioned"}
 _RULE = RewardRuleConfig()  # the job's own may pay nothing for some spans; they are criticism all the same
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reference:
-    """One response of the base and what was said of it."""
+async def sample_and_judge(
+    prompts: Sequence[Prompt], rollouts: RolloutSource, feedback: FeedbackSource, sampling: Sampling
+) -> list[JudgedResponse]:
+    """One response to each prompt, with its feedback."""
 
-    prompt: Prompt
-    rollout: Rollout
-    feedback: SpanFeedback
+    async def one(prompt: Prompt) -> JudgedResponse:
+        (rollout,) = await rollouts.sample(prompt, sampling)
+        return prompt, rollout, await feedback.judge(prompt, rollout.response_text)
 
-
-def reference_record(reference: Reference) -> dict[str, Any]:
-    """As JSON, without the prompt but for its id; `read_reference` reads it."""
-    rollout = reference.rollout
-    return {
-        "prompt_id": rollout.prompt_id,
-        "response_ids": rollout.response_ids.tolist(),
-        "rollout_logprobs": rollout.rollout_logprobs.tolist(),
-        "response_text": rollout.response_text,
-        "finish_reason": rollout.finish_reason,
-        "feedback": asdict(reference.feedback),
-    }
+    return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
 
 
-def read_reference(record: Mapping[str, Any], prompts: Mapping[str, Prompt]) -> Reference:
-    prompt = prompts[record["prompt_id"]]
-    rollout = Rollout(
-        prompt_id=prompt.prompt_id,
-        sample_index=0,
-        prompt_ids=prompt.prompt_ids,
-        response_ids=np.array(record["response_ids"], np.int32),
-        rollout_logprobs=np.array(record["rollout_logprobs"], np.float32),
-        response_text=record["response_text"],
-        finish_reason=record["finish_reason"],
-        policy_versions=((0, len(record["response_ids"]), 0),),
+async def measure(
+    reference: Sequence[JudgedResponse],
+    logprobs: Sequence[np.ndarray],
+    rollouts: RolloutSource,
+    feedback: FeedbackSource,
+    sampling: Sampling,
+    tokenizer: Any,
+) -> dict[str, Any]:
+    """`changes_by_mention` and `returns` of a trained policy.
+
+    Criticism that returns is told by one source: an ablation's reward model quotes in its own way, so `feedback` judges
+    the reference again.
+
+    logprobs: [R] float32 each, the trained policy's, of the reference's tokens; the base's are those of the engine that
+        sampled them. rollouts: engines of that policy. sampling: as the reference was sampled, seed included, so that a
+        response changes only where the policy did.
+    """
+    before = await asyncio.gather(*(feedback.judge(p, r.response_text) for p, r, _ in reference))
+    after = await sample_and_judge([p for p, _, _ in reference], rollouts, feedback, sampling)
+    again = returns(
+        [criticisms(r.response_text, f) for (_, r, _), f in zip(reference, before, strict=True)],
+        [criticisms(r.response_text, f) for _, r, f in after],
     )
-    return Reference(prompt=prompt, rollout=rollout, feedback=read_feedback(record["feedback"]))
+    judged = [(r, f, new - r.rollout_logprobs) for (_, r, f), new in zip(reference, logprobs, strict=True) if f.usable]
+    labels = [mentions(tokenizer, r, f) for r, f, _ in judged]
+    return changes_by_mention(labels, [change for _, _, change in judged]) | again
 
 
 def mentions(tokenizer: Any, rollout: Rollout, feedback: SpanFeedback) -> np.ndarray:

@@ -17,7 +17,7 @@ from t2g.study.comparison import (
     refuse_other_grid,
     summarise,
     summarise_noise,
-    table,
+    tables,
 )
 
 SCORES = st.lists(st.floats(0, 1), min_size=1, max_size=12)
@@ -129,7 +129,7 @@ def test_the_table_has_a_cell_for_each_column() -> None:
     }
     noise = summarise_noise({"flip": {"span": runs["span"], "scalar": runs["scalar"]}})
     search = {"grid": [1e-4, 3e-4, 1e-3], "chosen": {"scalar": 3e-4, "span": 1e-3}}
-    text = table({"methods": summarise(runs), "noise": noise, "search": search})
+    text = tables({"methods": summarise(runs), "noise": noise, "rewards": {}, "search": search})
     methods, legend, noisy = text.split("\n\n")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in methods.splitlines()]
     assert {len(row) for row in rows} == {13}

@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 
 import numpy as np
@@ -6,12 +5,9 @@ import pytest
 
 from t2g.feedback.parse import make_feedback, no_feedback
 from t2g.study.targeting import (
-    Reference,
     changes_by_mention,
     criticisms,
     mentions,
-    read_reference,
-    reference_record,
     returns,
 )
 from t2g.tasks.tiny.assets import build_tokenizer
@@ -75,14 +71,3 @@ def test_criticism_that_comes_again() -> None:
     after = [first, frozenset({"Oslo", "new"}), failed, frozenset({"y"})]
     assert returns(before, after) == {"returns": pytest.approx(2 / 3), "criticisms": 3, "prompts": 3}
     assert returns([none], [first])["returns"] is None
-
-
-def test_a_reference_reads_back(tmp_path: Path) -> None:
-    tokenizer = build_tokenizer(tmp_path, ["x"], vocab_size=261)
-    made = Reference(prompt=PROMPT, rollout=rollout(tokenizer), feedback=feedback([], ["Lima"]))
-    read = read_reference(json.loads(json.dumps(reference_record(made))), {"p": PROMPT})
-    assert read.feedback == made.feedback and read.prompt is PROMPT
-    for name, value in vars(made.rollout).items():
-        other = getattr(read.rollout, name)
-        np.testing.assert_array_equal(other, value)
-        assert getattr(other, "dtype", None) == getattr(value, "dtype", None)

@@ -3,13 +3,18 @@ from math import gamma, pi, sqrt
 import numpy as np
 import pytest
 
-from t2g.study.intervals import T_975, half_interval, interval
+from t2g.study.tables import T_975, interval, markdown
+
+
+def half(values: list[float]) -> float:
+    found = interval(values)
+    return found["high"] - found["mean"]
 
 
 def test_half_intervals_by_hand() -> None:
-    assert half_interval([0.5, 0.5, 0.5]) == 0.0
-    assert half_interval([0.0, 1.0]) == pytest.approx(12.706 * sqrt(0.5) / sqrt(2))
-    assert half_interval([1.0, 2.0, 3.0]) == pytest.approx(4.303 / sqrt(3))
+    assert half([0.5, 0.5, 0.5]) == 0.0
+    assert half([0.0, 1.0]) == pytest.approx(12.706 * sqrt(0.5) / sqrt(2))
+    assert half([1.0, 2.0, 3.0]) == pytest.approx(4.303 / sqrt(3))
 
 
 def test_the_table_of_student_holds_19_of_20() -> None:
@@ -26,3 +31,7 @@ def test_an_interval_lies_around_the_mean_and_one_value_has_none() -> None:
     assert (found["low"], found["high"]) == (pytest.approx(2 - 2.484, abs=1e-3), pytest.approx(2 + 2.484, abs=1e-3))
     assert interval([7.0]) == {"mean": 7.0, "low": None, "high": None}
     assert interval([]) == {"mean": None, "low": None, "high": None}
+
+
+def test_a_table_is_markdown() -> None:
+    assert markdown(("a", "b"), [(1, "x"), (None, 2.5)]) == "| a | b |\n| --- | --- |\n| 1 | x |\n| None | 2.5 |"

@@ -1,0 +1,187 @@
+"""Methods of a comparison, each a small YAML file of what it changes in the policy job; and their runs as configs.
+
+    about: Text2Grad, rewards on the tokens of the spans that the critique speaks of.
+    overrides: {objective.rewards.placement: span}
+
+The shipped files lie in configs/methods, and in the wheel; `compare.methods` may name another by its path.
+
+    <run>/search/<method>-<lr>-<seed>      chooses the learning rate
+    <run>/arms/<method>-<seed>             is compared
+    <run>/noise/<noise>-<method>-<seed>    is compared under noise
+    <run>/rewards/<model>-<seed>/model     a reward model that `compare.rewards` trains
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import mean
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from t2g.config import CompareJob, PolicyJob, RunConfig, Section, loading, with_overrides
+from t2g.config.words import problems
+from t2g.errors import UserError
+
+Scores = dict[float, dict[int, float | None]]  # learning rate -> seed -> score, None for a run that stopped
+
+SHIPPED = Path(__file__).parents[2] / "configs" / "methods"  # beside t2g in a checkout, an upload and a wheel
+REWARDS = "${rewards}"
+PLAIN = "plain"  # the reward model of methods that change nothing about it
+NOISY = ("span", "scalar")  # are run with compare.noise
+READS_STYLE = {"critique": ("reward_model", "llm"), "labels": ("reward_model", "llm", "program")}  # key -> sources
+
+
+class Method(Section):
+    about: str = Field(..., description="what it is, in a sentence")
+    procedure: Literal["ppo", "base", "reflection", "dpo", "ilf"] = Field(
+        "ppo", description="who makes the policy; base: nobody, others than ppo: t2g.study.baselines"
+    )
+    overrides: dict[str, Any] = Field({}, description="dotted key of jobs.train_policy -> its value")
+    reward: dict[str, Any] = Field({}, description="the same of jobs.train_reward, for the model that it needs")
+
+    @property
+    def trained(self) -> bool:
+        """Whether weights move, so that there is a learning rate."""
+        return self.procedure not in ("base", "reflection")
+
+    @property
+    def is_baseline(self) -> bool:
+        return self.procedure in ("reflection", "dpo", "ilf")
+
+
+ITSELF = Method(about="The job as it is.")
+
+
+def read_method(entry: str) -> Method:
+    """entry: a shipped method's name, or the path of a file."""
+    file = Path(entry) if entry.endswith(".yaml") else SHIPPED / f"{entry}.yaml"
+    if not file.is_file():
+        known = ", ".join(sorted(file.stem for file in SHIPPED.glob("*.yaml")))
+        raise UserError(f"compare.methods has {entry}; there are {known}, or the path of a file that ends in .yaml")
+    return loading.load(Method, file)
+
+
+def choose_lr(scores: Scores) -> float:
+    """The learning rate with the best mean over seeds, the smaller of equals; UserError for none."""
+    means = {lr: mean(by.values()) for lr, by in sorted(scores.items()) if None not in by.values()}
+    if not means:
+        raise UserError(f"no learning rate of compare.lr_grid={[*scores]} trains to the end; add smaller ones")
+    return max(means, key=means.__getitem__)
+
+
+def evaluated_at(job: PolicyJob) -> list[int]:
+    """Samples behind each held-out evaluation of a run that steps."""
+    per_step = job.rollout.prompts_per_step * job.rollout.samples_per_prompt
+    steps = [s for s in range(1, job.num_steps + 1) if s % job.eval.every == 0 or s == job.num_steps]
+    return [0, *(step * per_step for step in steps)]
+
+
+@dataclass(frozen=True)
+class Arms:
+    """The runs of a comparison as configs. UserError for a method that is unknown or cannot be."""
+
+    job: CompareJob
+
+    @cached_property
+    def methods(self) -> dict[str, Method]:
+        """By name, which is that of the file."""
+        return {Path(entry).stem: read_method(entry) for entry in self.job.compare.methods}
+
+    @cached_property
+    def _itself(self) -> PolicyJob:
+        return PolicyJob(**{field: getattr(self.job, field) for field in PolicyJob.model_fields})
+
+    @property
+    def trained(self) -> list[str]:
+        return [name for name, method in self.methods.items() if method.trained]
+
+    def arm(self, name: str, seed: int, lr: float | None = None) -> PolicyJob:
+        """The run that is compared; without `lr` at the job's own learning rate."""
+        return self._run(name, f"arms/{name}-{seed}", seed, lr)
+
+    def search(self, name: str, seed: int, lr: float) -> PolicyJob:
+        return self._run(name, f"search/{name}-{lr}-{seed}", seed, lr)
+
+    def noisy(self, noise: str, name: str, seed: int, lr: float) -> PolicyJob:
+        errors = {"feedback.noise": self.job.compare.noise[noise]}
+        return self._run(name, f"noise/{noise}-{name}-{seed}", seed, lr, errors)
+
+    @property
+    def reference(self) -> PolicyJob:
+        """The job itself; with these settings the base responds to `compare.reference_prompts`."""
+        changes = {"eval.num_prompts": self.job.compare.reference_prompts}
+        return self._run("reference", "reference", self.job.run.seed, None, changes)
+
+    def reward_model(self, name: str) -> str:
+        """Which model of `compare.rewards` a method needs: the first method's with the same style and loss."""
+        wanted = _reward_changes(self.methods.get(name, ITSELF))
+        if not any(wanted):
+            return PLAIN
+        return next(other for other, method in self.methods.items() if _reward_changes(method) == wanted)
+
+    def reward_folder(self, model: str, seed: int) -> Path:
+        return self.job.run.folder / "rewards" / f"{model}-{seed}"
+
+    def search_scores(self, name: str, score_of: Callable[[PolicyJob], float | None]) -> Scores:
+        """{} where there is nothing to choose."""
+        config = self.job.compare
+        if not self.methods[name].trained or len(config.lr_grid) == 1:
+            return {}
+        return {
+            lr: {seed: score_of(self.search(name, seed, lr)) for seed in config.search_seeds} for lr in config.lr_grid
+        }
+
+    def _run(
+        self, name: str, folder: str, seed: int, lr: float | None, more: dict[str, Any] | None = None
+    ) -> PolicyJob:
+        at = self.job.run.folder / folder
+        changes: dict[str, Any] = {"run": RunConfig(root=at.parent, name=at.name, seed=seed), "stages": None}
+        if lr is not None:
+            changes["learner.policy.lr"] = lr
+        if self.job.compare.rewards:
+            model = self.reward_folder(self.reward_model(name), self.job.compare.rewards.seeds[0]) / "model"
+            changes["feedback.reward_model"] = str(model)
+        changes |= self.methods.get(name, ITSELF).overrides | (more or {})
+        try:
+            return with_overrides(self._itself, changes)
+        except ValidationError as error:
+            raise UserError("\n".join(problems(PolicyJob, error, lambda _: f"compare.methods has {name}: "))) from None
+
+    def check(self, score_name: str) -> None:
+        """UserError, before anything starts, for methods with which this job makes no sense.
+
+        score_name: of the task's own measure; without one, feedback that a method changes would give the marks.
+        """
+        job, config = self.job, self.job.compare
+        if config.seeds and not self.trained:
+            raise UserError("compare.methods has none that is trained; sft is measured at step 0 of the others")
+        if config.noise and not set(NOISY) <= set(self.methods):
+            raise UserError("compare.noise needs span and scalar among compare.methods, whose learning rates it takes")
+        changed = [name for name in self.methods if self.arm(name, 0).feedback != self.reference.feedback]
+        if changed and config.seeds and not score_name:
+            raise UserError(
+                f"{', '.join(changed)} cannot be compared: task {job.task} has no measure of its own, so the feedback "
+                "that they change would judge them; leave them out"
+            )
+        for name, method in self.methods.items():
+            source, (style, _) = job.feedback.source, _reward_changes(method)
+            for key in style:
+                reads = READS_STYLE[key.removeprefix("feedback.style.")]
+                if source not in reads:
+                    raise UserError(
+                        f"compare.methods has {name}, and feedback.source={source} does not read the style that it "
+                        f"changes; {', '.join(reads)} would"
+                    )
+            own = config.rewards or "feedback.reward_model" in method.overrides
+            if source == "reward_model" and any(_reward_changes(method)) and not own:
+                raise UserError(
+                    f"compare.methods has {name}, which needs a reward model of its own: give compare.rewards, or a "
+                    "method file with feedback.reward_model among its overrides"
+                )
+
+
+def _reward_changes(method: Method) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Its style, and what else it changes in the training of a reward model."""
+    return {k: v for k, v in method.overrides.items() if k.startswith("feedback.style.")}, method.reward

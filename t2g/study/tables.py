@@ -1,0 +1,49 @@
+"""Means over seeds, how sure they are (Student's t for a handful of values), and the Markdown that shows them."""
+
+from collections.abc import Iterable, Sequence
+from math import sqrt
+from statistics import mean, stdev
+
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t, 1 .. 9 degrees of freedom
+NOTHING = "–"
+
+Interval = dict[str, float | None]
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """`mean` of at most 10 values, and `low` and `high` of its 95 % interval: mean -+ t * s / sqrt(n).
+
+    Both are None for one value, and all are for none.
+
+    >>> interval([1.0, 1.0])
+    {'mean': 1.0, 'low': 1.0, 'high': 1.0}
+    """
+    middle = mean(values) if values else None
+    if middle is None or len(values) == 1:
+        return {"mean": middle, "low": None, "high": None}
+    half = T_975[len(values) - 2] * stdev(values) / sqrt(len(values))
+    return {"mean": middle, "low": middle - half, "high": middle + half}
+
+
+def spread(value: Interval | None) -> str:
+    """
+    >>> spread({"mean": 0.5, "low": 0.4, "high": 0.6}), spread({"mean": 0.5, "low": None, "high": None}), spread(None)
+    ('0.500 ± 0.100', '0.500', '–')
+    """
+    if value is None or value["mean"] is None:
+        return NOTHING
+    doubt = "" if value["high"] is None else f" ± {value['high'] - value['mean']:.3f}"
+    return f"{value['mean']:.3f}{doubt}"
+
+
+def figure(value: float | None, form: str) -> str:
+    """
+    >>> figure(0.525, "+.0%"), figure(1280, ",.0f"), figure(None, ".3f")
+    ('+52%', '1,280', '–')
+    """
+    return NOTHING if value is None else format(value, form)
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table, without a line break at its end."""
+    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in (head, ["---"] * len(head), *rows))

@@ -1,0 +1,161 @@
+"""Methods as files, and the runs of a comparison as configs."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from configs import differing
+from t2g.config import CompareJob, PolicyJob, StyleConfig, loading
+from t2g.errors import UserError
+from t2g.study.methods import Arms, choose_lr, read_method
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = sorted(file.stem for file in (ROOT / "configs" / "methods").glob("*.yaml"))
+
+
+def arms_of(root: Path, *overrides: str, config: str = "compare.yaml") -> Arms:
+    file = ROOT / "configs" / "tiny" / config
+    return Arms(loading.load(CompareJob, file, [f"run.root={root}", *overrides], environ={}))
+
+
+def plain(job: CompareJob) -> PolicyJob:
+    return PolicyJob(**{name: getattr(job, name) for name in PolicyJob.model_fields})
+
+
+def test_each_method_changes_what_makes_it_and_nothing_else(tmp_path: Path) -> None:
+    arms = arms_of(tmp_path, f"compare.methods=[{', '.join(SHIPPED)}]", config="compare_more.yaml")
+    always = {"run.root", "run.name", "run.seed", "stages", "learner.policy.lr", "feedback.reward_model"}
+    placement = "objective.rewards.placement"
+    more: dict[str, set[str]] = {
+        "sft": set(),
+        "reflection": set(),
+        "span": set(),
+        "dpo": set(),
+        "ilf": set(),
+        "scalar": {placement},
+        "step": {placement},
+        "shuffled": {placement},
+        "grpo": {placement, *(f"objective.{key}" for key in ("advantages", "whiten", "kl_estimator", "loss_mean"))},
+        "group": {"objective.advantages"},
+        "no_critique": {"feedback.style.critique"},
+        "dense": {"feedback.style.labels"},
+        "weighted": set(),
+    }
+    assert sorted(more) == SHIPPED
+    for name, keys in more.items():
+        assert differing(plain(arms.job), arms.arm(name, 2, 7e-4)) == always | keys, name
+    grpo = arms.arm("grpo", 2, 7e-4)
+    assert (grpo.objective.advantages, grpo.objective.whiten) == ("group_normalised", "none")
+    assert grpo.objective.rewards.placement == "scalar" and not grpo.objective.uses_critic
+    assert (grpo.run.folder, grpo.run.seed) == (tmp_path / "compare-more" / "arms" / "grpo-2", 2)
+    assert grpo.learner.policy.lr == 7e-4
+
+
+def test_who_makes_the_policy_is_said_in_the_file() -> None:
+    methods = {name: read_method(name) for name in SHIPPED}
+    assert {name: m.procedure for name, m in methods.items() if m.procedure != "ppo"} == {
+        "sft": "base", "reflection": "reflection", "dpo": "dpo", "ilf": "ilf",
+    }  # fmt: skip
+    assert [name for name, method in methods.items() if not method.trained] == ["reflection", "sft"]
+    assert [name for name, method in methods.items() if method.is_baseline] == ["dpo", "ilf", "reflection"]
+
+
+def test_the_runs_of_search_and_noise_have_their_own_folders(tmp_path: Path) -> None:
+    arms = arms_of(tmp_path, config="compare_more.yaml")
+    arm = arms.arm("scalar", 1, 3e-4)
+    search, noisy = arms.search("scalar", 101, 3e-4), arms.noisy("flipped", "scalar", 1, 3e-4)
+    assert search.run.folder == tmp_path / "compare-more" / "search" / "scalar-0.0003-101"
+    assert noisy.run.folder == tmp_path / "compare-more" / "noise" / "flipped-scalar-1"
+    assert differing(arm, search) == {"run.root", "run.name", "run.seed"}
+    assert noisy.feedback.noise is not None and noisy.feedback.noise.flip == 0.3
+    assert arm.feedback.noise is None
+
+
+def test_a_learning_rate_is_chosen_by_the_mean_of_its_seeds() -> None:
+    assert choose_lr({1e-4: {1: 0.9, 2: 0.1}, 3e-4: {1: 0.6, 2: 0.6}}) == 3e-4
+    assert choose_lr({1e-3: {1: 0.5}, 1e-4: {1: 0.5}}) == 1e-4  # the smaller of equals, whatever the order
+    assert choose_lr({1e-3: {1: 0.9, 2: None}, 1e-4: {1: 0.5, 2: 0.5}}) == 1e-4  # a run that stopped is no choice
+    with pytest.raises(UserError, match=r"no learning rate of compare\.lr_grid=\[0\.1\]"):
+        choose_lr({0.1: {1: None}})
+
+
+def test_the_search_runs_every_rate_on_every_search_seed(tmp_path: Path) -> None:
+    arms = arms_of(tmp_path, "compare.lr_grid=[0.1, 0.2]", "compare.search_seeds=[8, 9]")
+    scores = arms.search_scores("span", lambda arm: arm.learner.policy.lr * arm.run.seed)
+    assert scores == {0.1: {8: 0.8, 9: 0.9}, 0.2: {8: 1.6, 9: 1.8}}
+
+    def never(arm: PolicyJob) -> float:
+        raise AssertionError(arm.run.name)
+
+    assert arms.search_scores("sft", never) == {}
+    assert arms_of(tmp_path, "compare.lr_grid=[0.1]").search_scores("span", never) == {}
+
+
+def test_a_method_is_served_by_the_reward_model_of_its_style_and_loss(tmp_path: Path) -> None:
+    own = tmp_path / "dense_scalar.yaml"
+    own.write_text(
+        "about: Dense labels, on the last token.\n"
+        "overrides: {objective.rewards.placement: scalar, feedback.style.labels: dense}\n"
+    )
+    methods = f"compare.methods=[span, scalar, weighted, no_critique, dense, {own}]"
+    arms = arms_of(tmp_path, methods, "compare.rewards.seeds=[4, 5]", config="compare_more.yaml")
+    models = [arms.reward_model(name) for name in arms.methods]
+    assert models == ["plain", "plain", "weighted", "no_critique", "dense", "dense"]
+    arm = arms.arm("dense_scalar", 1, 1e-3)
+    assert (arm.feedback.style, arm.objective.rewards.placement) == (StyleConfig(labels="dense"), "scalar")
+    assert arm.feedback.reward_model == str(tmp_path / "compare-more" / "rewards" / "dense-4" / "model")
+    assert arms.reference.feedback == arms.arm("span", 1).feedback
+
+
+def test_a_method_of_ones_own_may_name_its_reward_model(tmp_path: Path) -> None:
+    own = tmp_path / "mine.yaml"
+    own.write_text(
+        f"about: Mine.\noverrides: {{feedback.style.labels: dense, feedback.reward_model: {tmp_path}, "
+        "feedback.noise: {flip: 0.5}}\n"
+    )
+    arms = arms_of(tmp_path, f"compare.methods=[span, {own}]")
+    arms.check("fact_f1")
+    feedback = arms.arm("mine", 1).feedback
+    assert feedback.reward_model == str(tmp_path) and feedback.noise is not None and feedback.noise.flip == 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("about: A.\noverride: {}\n", "override is unknown; did you mean overrides?"),
+        ("overrides: {}\n", "about is missing"),
+        (
+            "about: A.\noverrides: {objective.rewards.placment: span}\n",
+            "compare.methods has bad: objective.rewards.placment is unknown; did you mean objective.rewards.placement?",
+        ),
+        ("about: A.\noverrides: {objective.kl_coef: much}\n", 'objective.kl_coef: got "much"'),
+        ("about: A.\noverrides: {num_steps.a: 1}\n", "compare.methods has bad: num_steps: got"),
+    ],
+)
+def test_a_broken_method_is_refused_by_name(tmp_path: Path, text: str, sentence: str) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError) as caught:
+        arms_of(tmp_path, f"compare.methods=[span, {file}]").check("fact_f1")
+    assert sentence in str(caught.value)
+
+
+def test_a_wheel_finds_its_methods_wherever_a_job_runs(tmp_path: Path) -> None:
+    """Installed is only what setuptools picks up by pyproject.toml, and the job runs in a folder of the user's."""
+    script = (
+        "import setuptools, sys; setuptools.setup(script_args=['-q', 'build', '--build-base', sys.argv[1], "
+        "'--build-lib', sys.argv[1] + '/lib', 'egg_info', '--egg-base', sys.argv[1]])"
+    )
+    lib = tmp_path / "build" / "lib"
+    lib.parent.mkdir()
+    subprocess.run([sys.executable, "-c", script, str(lib.parent)], cwd=ROOT, check=True, timeout=120)
+    look = "from t2g.study.methods import read_method; import t2g; print(t2g.__file__, read_method('span').overrides)"
+    (tmp_path / "user" / "configs").mkdir(parents=True)
+    (tmp_path / "user" / "configs" / "__init__.py").touch()  # a package of that name hides nothing
+    found = subprocess.run(
+        [sys.executable, "-c", look], cwd=tmp_path / "user", env={"PYTHONPATH": str(lib), "PATH": ""},
+        capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert str(lib) in found.stdout and "placement" in found.stdout
