@@ -143,13 +143,9 @@ def finish(demo: DemoJob, summary: dict[str, Any]) -> None:
     write_report(
         folder / REPORT_FILE,
         title="Text2Grad on the tiny world",
-        summary={"steps": summary["steps"], "samples": summary["samples"]},
+        summary=summary,
         arms={arm: [r for _, r in read_records(folder / ARMS / arm / METRICS_FILE)] for arm in demo.arms},
-        base=summary["base"],
         examples=examples(folder / ARMS / demo.arms[0] / SAMPLES_FILE),
-        reward_model=summary["reward_model"],
-        versions=summary["versions"],
-        timing=summary["timing"],
     )
     print(table(summary))
     print(f"report: {folder / REPORT_FILE}\nnumbers: {folder / SUMMARY_FILE}")

@@ -8,7 +8,7 @@ from markupsafe import Markup
 
 from t2g.files import write_atomic
 from t2g.report.curves import DASHES, HEIGHT, STYLES, WIDTH, Series, line_chart
-from t2g.report.html import render_page
+from t2g.report.templates import render_page
 from t2g.study.comparison import Run
 from t2g.study.tables import interval, spread
 

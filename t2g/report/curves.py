@@ -1,10 +1,12 @@
-"""Line charts as inline SVG: numbers in, markup out. The template gives the classes s0..s7 colour and dashes."""
+"""Line charts as inline SVG: numbers in, markup out. The page gives the classes s0..s7 colour and dashes."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup
+
+from t2g.report.templates import render
 
 WIDTH, HEIGHT = 560, 300  # of the viewBox; the page scales it
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 44  # margins for tick labels and axis names
@@ -30,9 +32,8 @@ class Series:
     high: Sequence[float] = ()
 
     def outline(self) -> list[Point]:
-        """The band's corners: along its upper edge and back along its lower one."""
-        upper, lower = zip(self.x, self.high, strict=True), zip(self.x, self.low, strict=True)
-        return [*upper, *reversed([*lower])]
+        """The band's corners: along its upper edge and back along its lower one; [] without a band."""
+        return [*zip(self.x, self.high, strict=False), *reversed([*zip(self.x, self.low, strict=False)])]
 
     def points(self) -> list[Point]:
         both = zip(self.x, self.y, strict=True)
@@ -49,29 +50,36 @@ def line_chart(series: Sequence[Series], *, x_label: str, y_label: str, level: f
     if level is not None:
         ys.append(level)
     x_ticks, y_ticks = nice_ticks(min(xs), max(xs)), nice_ticks(min(ys), max(ys))
-    x_low, x_high = min(xs), max(max(xs), min(xs) + x_ticks[1] - x_ticks[0])
-    plot_width, plot_height = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
+    x_step, y_step = x_ticks[1] - x_ticks[0], y_ticks[1] - y_ticks[0]
+    x_low, x_high = min(xs), max(max(xs), min(xs) + x_step)
 
     def at(x: float, y: float) -> Point:
         across = (x - x_low) / (x_high - x_low)
         up = (y - y_ticks[0]) / (y_ticks[-1] - y_ticks[0])
-        return round(LEFT + across * plot_width, 1), round(TOP + (1 - up) * plot_height, 1)
+        return round(LEFT + across * (WIDTH - LEFT - RIGHT), 1), round(TOP + (1 - up) * (HEIGHT - TOP - BOTTOM), 1)
 
-    parts = [_y_axis(y_ticks, [at(x_low, t)[1] for t in y_ticks], y_label)]
-    inside = [t for t in x_ticks if x_low <= t <= x_high]
-    parts.append(_x_axis(inside, [at(t, y_ticks[0])[0] for t in inside], x_label, x_ticks[1] - x_ticks[0]))
-    if level is not None:
-        down = at(x_low, level)[1]
-        parts.append(_RULE.format("level", LEFT, WIDTH - RIGHT, down, down))
-    for index, one in enumerate(series):
-        if one.low:
-            corners = " ".join(f"{across},{down}" for across, down in (at(x, y) for x, y in one.outline()))
-            parts.append(Markup('<polygon class="band s{}" points="{}"/>').format(index % STYLES, corners))
-    for index, (one, points) in enumerate(zip(series, lines, strict=True)):
-        parts.append(_line(one.name, index % STYLES, points, [at(x, y) for x, y in points]))
-    label = f"{y_label} against {x_label}: " + ", ".join(s.name for s in series)
-    return Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>').format(
-        WIDTH, HEIGHT, label, Markup("").join(parts)
+    return render(
+        "chart.svg",
+        width=WIDTH,
+        height=HEIGHT,
+        margins={"left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM},
+        label=f"{y_label} against {x_label}: " + ", ".join(s.name for s in series),
+        x_label=x_label,
+        y_label=y_label,
+        x_ticks=[(at(t, y_ticks[0])[0], _tick_text(t, x_step)) for t in x_ticks if x_low <= t <= x_high],
+        y_ticks=[(at(x_low, t)[1], _tick_text(t, y_step)) for t in y_ticks],
+        level=None if level is None else at(x_low, level)[1],
+        lines=[
+            {
+                "style": index % STYLES,
+                "name": one.name,
+                "points": points,
+                "places": [at(*point) for point in points],
+                "band": [at(*point) for point in one.outline()],
+            }
+            for index, (one, points) in enumerate(zip(series, lines, strict=True))
+        ],
+        marked=MARKED_POINTS,
     )
 
 
@@ -103,37 +111,3 @@ def _tick_text(value: float, step: float) -> str:
     if abs(value) >= 1e6 or step < 1e-4:
         return f"{value:.3g}"
     return f"{value:,.{max(0, -math.floor(math.log10(step) + 1e-9))}f}"
-
-
-_RULE = Markup('<line class="{}" x1="{}" x2="{}" y1="{}" y2="{}"/>')
-_TEXT = Markup('<text x="{}" y="{}" text-anchor="{}">{}</text>')
-_UPRIGHT = Markup('<text transform="translate(14 {}) rotate(-90)" text-anchor="middle">{}</text>')
-_DOT = Markup('<circle class="dot s{}" cx="{}" cy="{}" r="3"><title>{}: {:g}, {:.4g}</title></circle>')
-
-
-def _y_axis(ticks: Sequence[float], downs: Sequence[float], label: str) -> Markup:
-    parts = [_UPRIGHT.format((TOP + HEIGHT - BOTTOM) / 2, label)]
-    for tick, down in zip(ticks, downs, strict=True):
-        parts.append(_RULE.format("grid", LEFT, WIDTH - RIGHT, down, down))
-        parts.append(_TEXT.format(LEFT - 8, down + 4, "end", _tick_text(tick, ticks[1] - ticks[0])))
-    return Markup("").join(parts)
-
-
-def _x_axis(ticks: Sequence[float], acrosses: Sequence[float], label: str, step: float) -> Markup:
-    bottom = HEIGHT - BOTTOM
-    parts = [_RULE.format("edge", LEFT, WIDTH - RIGHT, bottom, bottom)]
-    parts += [
-        _TEXT.format(across, bottom + 18, "middle", _tick_text(tick, step))
-        for tick, across in zip(ticks, acrosses, strict=True)
-    ]
-    parts.append(_TEXT.format((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, "middle", label))
-    return Markup("").join(parts)
-
-
-def _line(name: str, style: int, points: Sequence[Point], places: Sequence[Point]) -> Markup:
-    path = " ".join(f"{across},{down}" for across, down in places)
-    parts = [Markup('<polyline class="line s{}" points="{}"/>').format(style, path)]
-    if len(points) <= MARKED_POINTS:
-        for (x, y), (across, down) in zip(points, places, strict=True):
-            parts.append(_DOT.format(style, across, down, name, x, y))
-    return Markup("").join(parts)

@@ -7,8 +7,9 @@ from typing import Any
 
 from t2g.feedback.records import AnnotatedRecord
 from t2g.files import write_atomic
-from t2g.report.html import answer, pane, render_page
+from t2g.report.html import Answer
 from t2g.report.segments import printable
+from t2g.report.templates import render_page
 from t2g.study import reward_eval
 from t2g.types import SpanFeedback
 
@@ -125,9 +126,9 @@ def _shown(
     return [
         {
             "what": printable(" | ".join(example.what)[:MAX_WHAT_CHARS]),
-            "prompt": pane(records[example.index].prompt, ()),
-            "gold": answer("Gold", one.response, one.gold),
-            "model": answer("Reward model", one.response, one.feedback),
+            "prompt": records[example.index].prompt,
+            "gold": Answer("Gold", one.response, one.gold),
+            "model": Answer("Reward model", one.response, one.feedback),
         }
         for example in errors.examples
         for one in [judged[example.index]]

@@ -1,20 +1,20 @@
 """The report of one run folder of jobs.train_policy, finished or not, from the files that the run writes."""
 
-import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from t2g.config.words import first_problem
 from t2g.errors import UserError
-from t2g.report.html import MAX_EXAMPLES, Example, write_report
+from t2g.report.html import MAX_EXAMPLES, Answer, Example, write_report
 from t2g.runs import metrics as m
 from t2g.types import SpanFeedback
 
 REPORT_FILE = "report.html"
 SUMMARY_FILE = "summary.json"
 Key = tuple[str, str, str, int]  # of a Sample
+_OBJECT = TypeAdapter(dict[str, Any])
 
 
 def report_run(folder: Path) -> Path:
@@ -28,18 +28,20 @@ def report_run(folder: Path) -> Path:
         raise UserError(
             f"{folder / m.METRICS_FILE} holds no finished step: --run needs the folder of a run of jobs.train_policy"
         )
-    summary = _summary(folder / SUMMARY_FILE)
     base = next((m.held_out(step) for step in steps if step[m.STEP] == 0), {})
+    path = folder / SUMMARY_FILE
+    summary = {"steps": steps[-1][m.STEP], "samples": int(steps[-1].get(m.SAMPLES, 0))}
+    if path.exists():
+        try:
+            summary = _OBJECT.validate_json(path.read_bytes())
+        except ValidationError as error:
+            raise UserError(f"{path} is no JSON object: {first_problem(error)}") from error
     write_report(
         folder / REPORT_FILE,
         title=f"Text2Grad: {folder.resolve().name}",
-        summary=summary or {"steps": steps[-1][m.STEP], "samples": int(steps[-1].get(m.SAMPLES, 0))},
+        summary={"base": base} | summary,
         arms={"policy": steps},
-        base=base,
         examples=examples(folder / m.SAMPLES_FILE),
-        reward_model=summary.get("reward_model"),
-        versions=summary.get("versions", {}),
-        timing=summary.get("timing", {}),
     )
     return folder / REPORT_FILE
 
@@ -81,27 +83,11 @@ def examples(path: Path) -> list[Example]:
         one, other = first[key], last[key]
         return one.step == other.step, other.split != "eval", -other.step
 
-    chosen = sorted(first, key=rank)[:MAX_EXAMPLES]
-    return [_example(first[i] if first[i].step < last[i].step else None, last[i]) for i in chosen]
+    return [_example(first[key], last[key]) for key in sorted(first, key=rank)[:MAX_EXAMPLES]]
 
 
-def _example(before: Sample | None, after: Sample) -> Example:
-    return Example(
-        prompt=after.prompt,
-        before=before.response if before else None,
-        after=after.response,
-        feedback_before=before.feedback if before else None,
-        feedback_after=after.feedback,
-    )
-
-
-def _summary(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        summary = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise UserError(f"{path} is no JSON: {error}") from error
-    if not isinstance(summary, dict):
-        raise UserError(f"{path} must hold a JSON object, not a {type(summary).__name__}")
-    return summary
+def _example(first: Sample, last: Sample) -> Example:
+    answers = [Answer("After", last.response, last.feedback)]
+    if first.step < last.step:
+        answers.insert(0, Answer("Before", first.response, first.feedback))
+    return Example(prompt=last.prompt, answers=answers)

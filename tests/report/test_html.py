@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from t2g.report.html import (
     MAX_EXAMPLES,
     MAX_TEXT_CHARS,
+    Answer,
     Example,
     headline,
     last_held_out,
     metric_rows,
-    number,
     write_report,
 )
+from t2g.report.templates import number
 from t2g.types import Span, SpanFeedback
 
 VOID = {"meta"}  # SVG elements close themselves or have an end tag
@@ -87,19 +88,19 @@ class Page(HTMLParser):
             self.marks.append((self._open[-1][1], data))
 
 
+PARTS = {"base", "reward_model", "versions", "timing"}  # of a summary
+
+
 def write(path: Path, **changes: Any) -> str:
     content: dict[str, Any] = {
         "title": "A run",
-        "summary": {"steps": 2, "samples": 128, "base": {"f1": 0.5}},
+        "summary": {"steps": 2, "samples": 128, "base": {"f1": 0.5}, "timing": {"ppo": 75.0}, "versions": {"t2g": "1"}},
         "arms": {
             "policy": [{"step": 0, "eval/f1": 0.5}, {"step": 1, "samples": 64.0, "policy/kl": 0.25, "eval/f1": 0.625}]
         },
-        "base": {"f1": 0.5},
         "examples": [],
-        "reward_model": None,
-        "versions": {"t2g": "0.1.0"},
-        "timing": {"ppo": 75.0},
     }
+    content["summary"] |= {key: changes.pop(key) for key in PARTS & changes.keys()}
     write_report(path, **{**content, **changes})
     return path.read_text(encoding="utf-8")
 
@@ -143,7 +144,7 @@ def test_spans_are_marked_in_response_and_critique(tmp_path: Path) -> None:
         Span(start=8, end=14, label=-1, critique_range=(12, 21)),
         Span(start=12, end=16, label=1),
     )
-    example = Example(prompt="p", before="Mara on Monday👍!", after=None, feedback_before=judged)
+    example = Example(prompt="p", answers=[Answer("Before", "Mara on Monday👍!", judged)])
     text = write(tmp_path / "r.html", examples=[example])
     marks = Page(text).marks[3:]  # three in the legend
     assert marks == [
@@ -174,13 +175,15 @@ def test_untrusted_text_stays_text_everywhere(tmp_path: Path) -> None:
     text = write(
         tmp_path / "r.html",
         title=ATTACK,
-        summary={ATTACK: ATTACK},
+        summary={
+            ATTACK: ATTACK,
+            "base": {ATTACK: 0.25},
+            "reward_model": {ATTACK: ATTACK},
+            "versions": {ATTACK: ATTACK},
+            "timing": {ATTACK: 1.0},
+        },
         arms={ATTACK: [{"step": 1, f"eval/{ATTACK}": 0.5}]},
-        base={ATTACK: 0.25},
-        examples=[Example(prompt=ATTACK, before=ATTACK, after=ATTACK, feedback_before=judged, feedback_after=judged)],
-        reward_model={ATTACK: ATTACK},
-        versions={ATTACK: ATTACK},
-        timing={ATTACK: 1.0},
+        examples=[Example(prompt=ATTACK, answers=[Answer(ATTACK, ATTACK, judged), Answer("After", ATTACK, judged)])],
     )
     page = Page(text)
     assert_offline(page)
@@ -191,12 +194,10 @@ def test_untrusted_text_stays_text_everywhere(tmp_path: Path) -> None:
 def test_odd_texts(tmp_path: Path) -> None:
     long = "漢" * (MAX_TEXT_CHARS + 1234)
     examples = [
-        Example(prompt="", before="", after=None, feedback_before=feedback("", status="failed")),
+        Example(prompt="", answers=[Answer("Before", "", feedback("", status="failed"))]),
         Example(
             prompt="lone \ud800 surrogate",
-            before=None,
-            after=long,
-            feedback_after=feedback(long, Span(start=3990, end=9000, label=1)),
+            answers=[Answer("After", long, feedback(long, Span(start=3990, end=9000, label=1)))],
         ),
     ]
     page = Page(write(tmp_path / "r.html", examples=examples))
@@ -213,7 +214,7 @@ def test_odd_texts(tmp_path: Path) -> None:
 
 
 def test_more_examples_than_fit_are_counted(tmp_path: Path) -> None:
-    examples = [Example(prompt=f"prompt {i}", before=None, after="x") for i in range(MAX_EXAMPLES + 7)]
+    examples = [Example(prompt=f"prompt {i}", answers=[Answer("After", "x")]) for i in range(MAX_EXAMPLES + 7)]
     text = Page(write(tmp_path / "r.html", examples=examples)).text
     assert "7 more examples are not shown" in text
     assert f"prompt {MAX_EXAMPLES - 1}" in text
@@ -221,7 +222,7 @@ def test_more_examples_than_fit_are_counted(tmp_path: Path) -> None:
 
 
 def test_a_run_without_anything_yet(tmp_path: Path) -> None:
-    text = write(tmp_path / "r.html", summary={}, arms={}, base={}, versions={}, timing={})
+    text = write(tmp_path / "r.html", summary={}, arms={})
     assert_offline(Page(text))
     assert "<h2>" not in text
 
@@ -236,7 +237,7 @@ def test_a_run_without_anything_yet(tmp_path: Path) -> None:
 def test_any_text_gives_a_well_formed_page(
     tmp_path_factory: pytest.TempPathFactory, text: str, spans: list[Span]
 ) -> None:
-    example = Example(prompt=text, before=text, after=text, feedback_before=feedback(text, *spans))
+    example = Example(prompt=text, answers=[Answer("Before", text, feedback(text, *spans)), Answer("After", text)])
     assert_offline(Page(write(tmp_path_factory.mktemp("r") / "r.html", title=text, examples=[example])))
 
 

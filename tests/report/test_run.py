@@ -43,14 +43,15 @@ def test_examples_pair_the_first_and_last_response_to_a_prompt(tmp_path: Path) -
     ]
     write_lines(path, records)
     found = examples(path)
-    assert [(e.before, e.after) for e in found] == [
-        ("held first", "held last"),
-        ("first", "last"),
-        (None, "single and late"),
-        (None, "single"),
+    assert [[(a.title, a.text) for a in e.answers] for e in found] == [
+        [("Before", "held first"), ("After", "held last")],
+        [("Before", "first"), ("After", "last")],
+        [("After", "single and late")],
+        [("After", "single")],
     ]
-    assert found[0].feedback_before is None
-    (span,) = found[0].feedback_after.spans
+    before, after = found[0].answers
+    assert before.feedback is None
+    (span,) = after.feedback.spans
     assert (span.start, span.end, span.label, span.severity, tuple(span.critique_range)) == (0, 2, -1, 2, (0, 3))
     assert found[1].prompt == "prompt of twice"
 
@@ -65,11 +66,11 @@ def test_only_the_same_sample_of_the_same_prompt_is_compared(tmp_path: Path) -> 
     ]
     write_lines(path, records)
     found = examples(path)
-    assert [(e.before, e.after) for e in found] == [
-        (None, "held out"),
-        (None, "another sample"),
-        (None, "another text"),
-        (None, "trained on"),
+    assert [[a.text for a in e.answers] for e in found] == [
+        ["held out"],
+        ["another sample"],
+        ["another text"],
+        ["trained on"],
     ]
 
 
@@ -94,8 +95,8 @@ def test_report_of_a_running_and_of_a_finished_run(tmp_path: Path, capsys: pytes
     ("files", "words"),
     [
         ({}, "metrics.jsonl holds no finished step"),
-        ({"metrics.jsonl": '{"step": 1}\n', "summary.json": "{"}, "summary.json is no JSON"),
-        ({"metrics.jsonl": '{"step": 1}\n', "summary.json": "[]"}, "must hold a JSON object, not a list"),
+        ({"metrics.jsonl": '{"step": 1}\n', "summary.json": "{"}, "summary.json is no JSON object"),
+        ({"metrics.jsonl": '{"step": 1}\n', "summary.json": "[]"}, "summary.json is no JSON object"),
         ({"metrics.jsonl": '{"step": 1}\n', "samples.jsonl": '{"step": 1}\n'}, "samples.jsonl:1 is no sample"),
         ({"metrics.jsonl": "x\ny\n"}, "metrics.jsonl:1 is no JSON object with a step"),
     ],

@@ -1,0 +1,42 @@
+"""The templates of this folder: no script, nothing fetched, every text escaped, for model output is untrusted."""
+
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from t2g.files import write_atomic
+from t2g.runs.progress import duration
+
+environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined)
+
+
+def render(template: str, **values: Any) -> Markup:
+    return Markup(environment.get_template(template).render(**values))
+
+
+def render_page(path: Path, template: str, **values: Any) -> None:
+    """Write the page that a template makes of `values`, replacing an older one at once."""
+    write_atomic(path, render(template, **values).encode(errors="replace"))  # a lone surrogate has no UTF-8
+
+
+def is_figure(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def number(value: Any) -> str:
+    """
+    >>> number(0.71234), number(38.42), number(12800), number(1.0), number(None), number("span")
+    ('0.712', '38.4', '12,800', '1.000', '–', 'span')
+    """
+    if value is None:
+        return "–"
+    if not is_figure(value):
+        return str(value)
+    decimals = 0 if isinstance(value, int) else 3 if abs(value) < 10 else 1
+    return f"{value:,.{decimals}f}"
+
+
+environment.filters |= {"number": number, "seconds": duration}
+environment.tests["figure"] = is_figure
