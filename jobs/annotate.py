@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from jobs.common.cli import StopFlag, main, stop_flag, stopped
 from jobs.common.run_folder import begin_folder, check_folder, sole_process
-from t2g.config import AnnotateJob, ProcessConfig
-from t2g.config.describe import describe_annotate
+from t2g.config import AnnotateJob
+from t2g.config.describe import describe as describe_config
+from t2g.config.roles import roles
 from t2g.errors import RunStopped, Stopped, UserError
 from t2g.files import write_atomic
 
@@ -98,10 +99,6 @@ def annotate_samples(
             left = duration(len(samples) / pace)
             print(f"smoke run done: {pace:.1f} samples/s; {len(samples)} samples will take about {left}")
         return summary
-
-
-def needs_cluster(config: AnnotateJob) -> bool:
-    return config.annotate.responses == "policy" or config.annotate.own_engines
 
 
 def known_records(config: AnnotateJob, samples: "Sequence[Sample]") -> Records:
@@ -288,13 +285,10 @@ def run(config: AnnotateJob) -> int:
     samples = read_samples(config)
     with ExitStack() as opened:
         fleets = None
-        if needs_cluster(config) and (config.run.smoke or missing_samples(samples, known_records(config, samples))):
-            from jobs.common.fleets import Fleets, feedback_roles, on_cluster
+        if roles(config) and (config.run.smoke or missing_samples(samples, known_records(config, samples))):
+            from jobs.common.fleets import Fleets, on_cluster
 
-            roles: dict[str, ProcessConfig] = (
-                {"rollout": config.rollout} if config.annotate.responses == "policy" else {}
-            )
-            opened.enter_context(on_cluster(config.cluster, roles | feedback_roles(config.annotate)))
+            opened.enter_context(on_cluster(config.cluster, roles(config)))
             fleets = opened.enter_context(Fleets())
         stop = stop_flag()
         try:
@@ -306,12 +300,12 @@ def run(config: AnnotateJob) -> int:
 
 
 def describe(config: AnnotateJob) -> str:
-    """`describe_annotate`, and what an endpoint will be asked for where the data is at hand. Needs no key."""
+    """What it amounts to, and what an endpoint will be asked for where the data is at hand. Needs no key."""
     llm = config.annotate.model_asked == "llm"
-    if llm and not needs_cluster(config) and Path(config.data.path).is_file():
+    if llm and not roles(config) and Path(config.data.path).is_file():
         samples = read_samples(config)
         _tell_tokens(config, missing_samples(samples, known_records(config, samples)))
-    return describe_annotate(config)
+    return describe_config(config)
 
 
 if __name__ == "__main__":

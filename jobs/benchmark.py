@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from jobs.common.cli import main
 from t2g.config import BenchmarkJob, ModelConfig, ObjectiveConfig, ShapeConfig, with_overrides
+from t2g.config.roles import roles
 from t2g.errors import RunStopped
 from t2g.study.tables import markdown
 
@@ -29,11 +30,6 @@ if TYPE_CHECKING:
 WORDS = ("one two three four five six seven eight nine ten",)  # for a tokenizer that nothing is written with
 POLL_S = 0.5
 STAGES = ("open", "gather", "put", "hand_over", "load", "close", "verify")
-
-
-def describe(config: BenchmarkJob) -> str:
-    engines = " then ".join(str(number) for number in config.workers)
-    return f"{config.repeats} syncs with sync_verify=probe and as many with full, into {engines} rollout engines"
 
 
 def run(config: BenchmarkJob) -> None:
@@ -49,7 +45,7 @@ def run(config: BenchmarkJob) -> None:
         model=ModelConfig(policy=str(model)), learner=config.learner, objective=objective,
         temperature=1.0, num_updates=1, seed=config.run.seed,
     )  # fmt: skip
-    with on_cluster(config.cluster, {"rollout": config.rollout, "learner": config.learner}):
+    with on_cluster(config.cluster, roles(config)):
         fleet = RolloutFleet(str(model), config.rollout, seed=config.run.seed, placement_timeout_s=timeout_s)
         with (
             closing(fleet) as rollouts,
@@ -213,4 +209,4 @@ def _stage_row(sync: dict[str, Any], results: dict[str, Any]) -> Sequence[object
 
 
 if __name__ == "__main__":
-    sys.exit(main(BenchmarkJob, run, describe))
+    sys.exit(main(BenchmarkJob, run))

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 from jobs.common.cli import StopFlag, main, stop_flag, stopped
 from jobs.common.run_folder import begin_folder, sole_process
 from t2g.config import CompareJob, FeedbackConfig, PolicyJob
-from t2g.config.describe import describe_policy
+from t2g.config.describe import describe as describe_config
+from t2g.config.roles import roles
 from t2g.errors import RunStopped, Stopped
 from t2g.study.methods import NOISY, Arms, Scores, choose_lr, evaluated_at
 
@@ -55,7 +56,7 @@ def describe(job: CompareJob) -> str:
         lines.append(f"{len(models)} reward models on {len(config.rewards.seeds)} seeds: {', '.join(models)}")
     lines.append(
         f"{searched + compared + noisy:,} runs: {searched} to choose learning rates, {compared} that are compared, "
-        f"{noisy} under noise\neach run:\n{indent(describe_policy(job), '  ')}"
+        f"{noisy} under noise\neach run:\n{indent(describe_config(job), '  ')}"
     )
     return "\n".join(lines)
 
@@ -231,11 +232,10 @@ def finish(arms: Arms, search: dict[str, Any], rewards: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------------------------------------------- the job
 def run(asked: CompareJob) -> int:
     """All runs, then the figures. 0 when done, 128 + its number when a signal ended it."""
-    from jobs.common.fleets import Fleets, feedback_roles, on_cluster
+    from jobs.common.fleets import Fleets, on_cluster
     from jobs.common.policy_runs import read_data
     from jobs.common.reward_arms import make_reward_models
     from jobs.common.stages import demo_of, make_reviser, make_stages, resolve_stages, reviser_job
-    from jobs.train_policy import policy_roles
 
     demo = demo_of(asked)
     job = resolve_stages(asked, demo)
@@ -244,7 +244,7 @@ def run(asked: CompareJob) -> int:
     data, rewards = None if demo else read_data(job), {}
     with sole_process(job.run.folder):
         begin_folder(job)
-        with on_cluster(job.cluster, policy_roles(job) | feedback_roles(job.feedback)):
+        with on_cluster(job.cluster, roles(job)):
             if demo:
                 with Fleets() as fleets:
                     make_stages(demo, fleets, reward=job.compare.rewards is None)

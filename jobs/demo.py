@@ -19,11 +19,10 @@ from t2g.config import (
     FeedbackConfig,
     Placement,
     PolicyJob,
-    ProcessConfig,
     RunConfig,
     with_overrides,
 )
-from t2g.config.describe import describe_demo
+from t2g.config.roles import roles
 from t2g.errors import RunStopped
 
 ARMS = "arms"
@@ -110,8 +109,7 @@ def run(demo: DemoJob) -> int:
 
     started = time.monotonic()
     jobs = {arm: arm_job(demo, arm) for arm in demo.arms}
-    engines: dict[str, ProcessConfig] = {"rollout": demo.rollout, "reward_engine": demo.reward_engine}
-    with on_cluster(demo.cluster, engines | demo.learner.roles(demo.objective)), Fleets() as fleets:
+    with on_cluster(demo.cluster, roles(demo)), Fleets() as fleets:
         stages = make_stages(demo, fleets)
         stop = stop_flag()
         arms: dict[str, dict[str, Any]] = {}
@@ -152,4 +150,4 @@ def finish(demo: DemoJob, summary: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(DemoJob, run, describe_demo))
+    sys.exit(main(DemoJob, run))

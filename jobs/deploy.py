@@ -89,18 +89,16 @@ def doctor(arguments: argparse.Namespace) -> int:
 
     from actors.cluster.nodes import look_at_nodes, pending_groups
     from actors.cluster.placement import connect
-    from jobs.common.fleets import feedback_roles
-    from jobs.train_policy import policy_roles
     from t2g.config import ClusterConfig
+    from t2g.config.roles import roles
     from t2g.deploy.doctor import findings
 
     config = load(PolicyJob, arguments.config, arguments.overrides) if arguments.config else None
-    roles = policy_roles(config) | feedback_roles(config.feedback) if config else {}
     shared = config.run.root if config else None
     connect(ClusterConfig(address=address), {})
     try:
         nodes = look_at_nodes(shared, timeout_s=LOOK_TIMEOUT_S)
-        found = findings(nodes, pending_groups(), roles, shared)
+        found = findings(nodes, pending_groups(), roles(config) if config else {}, shared)
     finally:
         ray.shutdown()
     print(f"{len(nodes)} nodes, {len(found)} findings{'' if config else '; labels and storage need --config'}")

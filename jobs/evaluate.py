@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from jobs.common.cli import execute, job_parser
 from jobs.common.run_folder import begin_folder
 from t2g.config import EvaluateJob, ScoreJob, with_overrides
+from t2g.config.roles import roles
 from t2g.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,17 +32,7 @@ SMOKE_RECORDS = 3
 def evaluate(argv: Sequence[str] | None = None) -> int:
     parser = job_parser(EvaluateJob)
     parser.add_argument("--what", choices=["reward"], default="reward", help="what is evaluated")
-    return execute(parser, parser.parse_intermixed_args(argv), EvaluateJob, run, describe)
-
-
-def describe(config: EvaluateJob) -> str:
-    return "\n".join(
-        [
-            f"reward model: {config.feedback.reward_model}",
-            f"held-out records: {config.data.path}, each judged twice, with and without guided decoding",
-            f"run folder: {config.run.folder}",
-        ]
-    )
+    return execute(parser, parser.parse_intermixed_args(argv), EvaluateJob, run)
 
 
 def run(config: EvaluateJob) -> None:
@@ -121,11 +112,11 @@ def as_trained(config: Served) -> Served:
 @contextmanager
 def connected_model(config: ScoreJob) -> "Iterator[ServedModel]":
     """The reward model of `config`, serving, on the cluster of `config`; both end with the block."""
-    from jobs.common.fleets import Fleets, feedback_roles, on_cluster
+    from jobs.common.fleets import Fleets, on_cluster
     from t2g.tasks.base import get_task
 
     task = get_task(config.task)
-    with on_cluster(config.cluster, feedback_roles(config.feedback)), Fleets() as fleets:
+    with on_cluster(config.cluster, roles(config)), Fleets() as fleets:
         yield fleets.rewards(config.feedback, task, config)
 
 

@@ -9,13 +9,8 @@ import sys
 from typing import Any
 
 from jobs.common.cli import main, stop_flag, stopped
-from t2g.config import PolicyJob, ProcessConfig, with_overrides
-from t2g.config.describe import describe_policy
-
-
-def policy_roles(config: PolicyJob) -> dict[str, ProcessConfig]:
-    """The resources of engines and ranks by config section; `feedback_roles` has those of the feedback."""
-    return {"rollout": config.rollout} | config.learner.roles(config.objective)
+from t2g.config import PolicyJob, with_overrides
+from t2g.config.roles import roles
 
 
 def smoke_words(config: PolicyJob, summary: dict[str, Any]) -> str:
@@ -40,7 +35,7 @@ def smoke_words(config: PolicyJob, summary: dict[str, Any]) -> str:
 
 def run(asked: PolicyJob) -> int:
     """Connect, start the fleets, train. 0 when done, 128 + its number when a signal ended the run."""
-    from jobs.common.fleets import Fleets, feedback_roles, on_cluster
+    from jobs.common.fleets import Fleets, on_cluster
     from jobs.common.policy_runs import finished, read_data, train
     from jobs.common.run_folder import SMOKE_STEPS
     from jobs.common.stages import demo_of, make_stages, resolve_stages
@@ -51,7 +46,7 @@ def run(asked: PolicyJob) -> int:
     summary = finished(config)
     if summary is None:
         data = None if demo else read_data(config)
-        with on_cluster(config.cluster, policy_roles(config) | feedback_roles(config.feedback)):
+        with on_cluster(config.cluster, roles(config)):
             if demo:
                 with Fleets() as fleets:
                     make_stages(demo, fleets)
@@ -67,4 +62,4 @@ def run(asked: PolicyJob) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(PolicyJob, run, describe_policy))
+    sys.exit(main(PolicyJob, run))

@@ -11,23 +11,21 @@ import sys
 
 from jobs.common.cli import main
 from t2g.config import RewardJob
-from t2g.config.describe import describe_reward
+from t2g.config.roles import roles
 
 
 def run(config: RewardJob) -> None:
-    from actors.cluster.placement import connect
-    from jobs.common.fleets import Fleets
+    from jobs.common.fleets import Fleets, on_cluster
     from jobs.common.reward_training import read_data, train_reward
     from jobs.common.run_folder import check_folder
     from jobs.common.supervised import LEFTOVERS
 
     check_folder(config, *LEFTOVERS)
     data = read_data(config)
-    connect(config.cluster, {"sft": config.sft})  # the engine starts when the ranks have gone
-    with Fleets() as fleets:
+    with on_cluster(config.cluster, roles(config)), Fleets() as fleets:
         metrics = train_reward(config, data, fleets, tokenizer=data.tokenizer)
     print(" ".join(f"{name} {value:.3f}" for name, value in metrics.items()))
 
 
 if __name__ == "__main__":
-    sys.exit(main(RewardJob, run, describe_reward))
+    sys.exit(main(RewardJob, run))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from jobs.common.cli import main
 from t2g.config import SFTJob
-from t2g.config.describe import describe_sft
+from t2g.config.roles import roles
 
 if TYPE_CHECKING:
     from t2g.feedback.examples import SFTExample
@@ -32,15 +32,15 @@ def read_examples(config: SFTJob) -> "list[SFTExample]":
 
 
 def run(config: SFTJob) -> None:
-    from actors.cluster.placement import connect
+    from jobs.common.fleets import on_cluster
     from jobs.common.run_folder import check_folder
     from jobs.common.supervised import LEFTOVERS, supervise
 
     check_folder(config, *LEFTOVERS)
     examples = read_examples(config)
-    connect(config.cluster, {"sft": config.sft})
-    supervise(config, examples, title=TITLE)
+    with on_cluster(config.cluster, roles(config)):
+        supervise(config, examples, title=TITLE)
 
 
 if __name__ == "__main__":
-    sys.exit(main(SFTJob, run, describe_sft))
+    sys.exit(main(SFTJob, run))

@@ -1,7 +1,7 @@
 """The command line that every job shares: `python -m jobs.X --config FILE [--dry-run] [key=value ...]`.
 
     if __name__ == "__main__":
-        sys.exit(main(PolicyJob, run, describe_policy))
+        sys.exit(main(PolicyJob, run))
 
 Exit codes: 0 done, 2 the user's to mend, 3 the run stopped itself, 130 interrupted, 143 terminated.
 Imports nothing heavy.
@@ -19,6 +19,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from t2g.config import loading
+from t2g.config.describe import describe
 from t2g.config.words import problems, section_type
 from t2g.errors import RunStopped, UserError
 
@@ -28,7 +29,7 @@ Config = TypeVar("Config", bound=BaseModel)
 def main(
     schema: type[Config],
     run: Callable[[Config], int | None],
-    describe: Callable[[Config], str],
+    describe: Callable[[Config], str] = describe,
     argv: Sequence[str] | None = None,
 ) -> int:
     """Read the config, then `run(config)`; with --dry-run only print it and `describe(config)`. Gives the exit code.
@@ -44,7 +45,7 @@ def execute(
     arguments: argparse.Namespace,
     schema: type[Config],
     run: Callable[[Config], int | None],
-    describe: Callable[[Config], str],
+    describe: Callable[[Config], str] = describe,
 ) -> int:
     """`main` of what was parsed: for a job that adds options of its own to `job_parser(schema)`."""
     try:

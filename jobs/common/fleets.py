@@ -11,7 +11,6 @@ from actors.engines.chat import ChatFleet
 from actors.engines.reward import RewardFleet
 from actors.engines.rollout import RolloutFleet
 from t2g.config import (
-    AnnotateConfig,
     ClusterConfig,
     EngineConfig,
     FeedbackConfig,
@@ -37,12 +36,6 @@ def on_cluster(config: ClusterConfig, roles: Mapping[str, ProcessConfig]) -> Ite
         yield
     finally:
         ray.shutdown()
-
-
-def feedback_roles(config: FeedbackConfig) -> dict[str, ProcessConfig]:
-    """The resources of the feedback source's actors by config section."""
-    section = "annotate" if isinstance(config, AnnotateConfig) else "feedback"
-    return {f"{section}.engine": config.engine} if config.own_engines else {}
 
 
 class Fleets:

@@ -2,91 +2,79 @@
 
 from math import ceil
 
-from t2g.config import (
+from t2g.config.common import ProcessConfig, Section
+from t2g.config.feedback import RolloutConfig
+from t2g.config.jobs import (
     AnnotateJob,
+    BenchmarkJob,
     DemoJob,
-    LearnerConfig,
+    EvaluateJob,
     PolicyJob,
-    ProcessConfig,
     RewardJob,
-    RolloutConfig,
     SFTJob,
-    SFTOptions,
 )
+from t2g.config.learning import LearnerConfig, SFTOptions
+from t2g.config.roles import roles
 
 
-def _told(job: PolicyJob | DemoJob | SFTJob | AnnotateJob | RewardJob, *lines: str) -> str:
-    return "\n".join([*lines, f"run folder: {job.run.folder}"])
+def describe(job: Section) -> str:
+    """What the job does and how much of it, what its processes need, and where it writes."""
+    return "\n".join([*_work(job), *_resources(roles(job)), f"run folder: {job.run.folder}"])
 
 
-def describe_policy(job: PolicyJob) -> str:
-    """jobs.train_policy: sizes of one step and of the run, then the resources."""
-    samples = job.num_steps * samples_per_step(job.rollout)
-    roles: dict[str, ProcessConfig] = {"rollout": job.rollout} | job.learner.roles(job.objective)
-    if job.feedback.own_engines:
-        roles[str(job.feedback.model_asked)] = job.feedback.engine
+def _work(job: Section) -> list[str]:
+    match job:
+        case PolicyJob():
+            return _policy(job)
+        case DemoJob():
+            return _demo(job)
+        case SFTJob():
+            return [f"supervised: {_sft(job.sft)}"]
+        case RewardJob():
+            records = f"at most {_count(job.eval_records, 'record')} of {job.eval_data.path}"
+            after = f"evaluation: {records}, when the training has given its place to {_process('engine', job.engine)}"
+            return [f"supervised: {_sft(job.sft)}", after]
+        case AnnotateJob():
+            return _annotate(job)
+        case BenchmarkJob():
+            engines = " then ".join(str(number) for number in job.workers)
+            return [f"{job.repeats} syncs with sync_verify=probe and as many with full, into {engines} rollout engines"]
+        case EvaluateJob():
+            records = f"{job.data.path}, each judged twice, with and without guided decoding"
+            return [f"reward model: {job.feedback.reward_model}", f"held-out records: {records}"]
+    raise TypeError(f"{type(job).__name__} has no description")
+
+
+def _policy(job: PolicyJob) -> list[str]:
     evaluation = "none, there is no eval_data"
     if job.eval_data is not None:
-        evaluation = (
-            f"every {_count(job.eval.every, 'step')}, {_count(job.eval.num_prompts, 'prompt')} x "
-            f"{_count(job.eval.samples_per_prompt, 'sample')} of {job.eval_data.path}"
-        )
-    return _told(
-        job,
-        *_step_lines(job.rollout, job.learner),
-        f"run: {_count(job.num_steps, 'step')}, {_count(samples, 'sample')} in all",
-        f"feedback: {job.feedback.source}",
-        f"evaluation: {evaluation}",
-        *_resource_lines(roles),
-    )
+        samples = f"{_count(job.eval.num_prompts, 'prompt')} x {_count(job.eval.samples_per_prompt, 'sample')}"
+        evaluation = f"every {_count(job.eval.every, 'step')}, {samples} of {job.eval_data.path}"
+    return [*_steps(job), f"feedback: {job.feedback.source}", f"evaluation: {evaluation}"]
 
 
-def describe_demo(job: DemoJob) -> str:
-    samples = job.num_steps * samples_per_step(job.rollout)
-    return _told(
-        job,
+def _demo(job: DemoJob) -> list[str]:
+    return [
         f"world: {_count(job.world.num_train, 'post')} to train on, {job.world.num_heldout} held out",
         f"base policy: {_sft(job.policy_sft)}",
         f"stage 1: {_count(job.annotate, 'response')} sampled and criticised by program",
         f"stage 2: reward model, {_sft(job.reward_sft)}",
-        f"stage 3: {_count(len(job.arms), 'arm')} ({', '.join(job.arms)}), one after the other",
-        *_step_lines(job.rollout, job.learner),
-        f"run: {_count(job.num_steps, 'step')} and {_count(samples, 'sample')} for each arm",
-        *_resource_lines({"rollout": job.rollout, **job.learner.roles(job.objective), "reward": job.reward_engine}),
-    )
+        f"stage 3: {_count(len(job.arms), 'arm')} ({', '.join(job.arms)}), one after the other, each",
+        *_steps(job),
+    ]
 
 
-def describe_sft(job: SFTJob) -> str:
-    return _told(job, f"supervised: {_sft(job.sft)}", *_resource_lines({"trainer": job.sft}))
-
-
-def describe_annotate(job: AnnotateJob) -> str:
-    options, roles = job.annotate, dict[str, ProcessConfig]()
+def _annotate(job: AnnotateJob) -> list[str]:
+    options, rollout = job.annotate, job.rollout
     what = f"the response of each record of {job.data.path}"
     if options.responses == "policy":
-        roles["rollout"] = job.rollout
         what = (
-            f"{_count(job.rollout.samples_per_prompt, 'response')} to each prompt of {job.data.path}, "
-            f"temperature {job.rollout.temperature:g}, at most {job.rollout.max_new_tokens} tokens each"
+            f"{_count(rollout.samples_per_prompt, 'response')} to each prompt of {job.data.path}, "
+            f"temperature {rollout.temperature:g}, at most {rollout.max_new_tokens} tokens each"
         )
-    if options.own_engines:
-        roles[str(options.model_asked)] = options.engine
     aligner = f", aligned by {options.align}" if options.source == "human" and options.align else ""
-    return _told(
-        job,
-        what,
-        f"feedback: {options.source}{aligner}; records of {options.heldout_share:.0%} of the prompts are held out",
-        *(_resource_lines(roles) if roles else ["no engines of our own, and no Ray"]),
-    )
-
-
-def describe_reward(job: RewardJob) -> str:
-    return _told(
-        job,
-        f"supervised: {_sft(job.sft)}",
-        f"evaluation: at most {_count(job.eval_records, 'record')} of {job.eval_data.path}",
-        *_resource_lines({"trainer": job.sft, "then reward": job.engine}, together=False),
-    )
+    heldout = f"records of {options.heldout_share:.0%} of the prompts are held out"
+    return [what, f"feedback: {options.source}{aligner}; {heldout}"]
 
 
 def samples_per_step(rollout: RolloutConfig) -> int:
@@ -103,8 +91,9 @@ def max_microbatches(rollout: RolloutConfig, learner: LearnerConfig) -> int:
     return ceil(sequences / sequences_per_microbatch)
 
 
-def _step_lines(rollout: RolloutConfig, learner: LearnerConfig) -> list[str]:
-    samples = samples_per_step(rollout)
+def _steps(job: PolicyJob | DemoJob) -> list[str]:
+    """Sizes of one step and of the run."""
+    rollout, learner, samples = job.rollout, job.learner, samples_per_step(job.rollout)
     updates = learner.num_epochs * learner.minibatches_per_epoch
     return [
         f"step: {_count(rollout.prompts_per_step, 'prompt')} x {_count(rollout.samples_per_prompt, 'sample')} = "
@@ -114,6 +103,7 @@ def _step_lines(rollout: RolloutConfig, learner: LearnerConfig) -> list[str]:
         f"{_count(updates, 'optimizer step')} a step, each of at most "
         f"{_count(max_microbatches(rollout, learner), 'microbatch')} of {learner.tokens_per_microbatch} tokens "
         f"on each of {_count(learner.workers, 'rank')}",
+        f"run: {_count(job.num_steps, 'step')}, {_count(job.num_steps * samples, 'sample')} in all",
     ]
 
 
@@ -125,20 +115,23 @@ def _sft(options: SFTOptions) -> str:
     )
 
 
-def _resource_lines(roles: dict[str, ProcessConfig], *, together: bool = True) -> list[str]:
-    """One line a role; then the sum, where the roles live at the same time."""
-    lines = [
-        f"{name}: {_count(role.num_processes, 'actor')}, each {role.cpus:g} CPU, {role.gpus:g} GPU, "
-        f"{_count(role.threads, 'thread')}, about {role.memory_gib:g} GiB"
-        for name, role in roles.items()
-    ]
-    if together:
-        cpus, gpus, memory_gib = (
-            sum(role.num_processes * getattr(role, name) for role in roles.values())
-            for name in ("cpus", "gpus", "memory_gib")
-        )
-        lines.append(f"together: {cpus:g} CPU, {gpus:g} GPU, about {memory_gib:g} GiB")
-    return lines
+def _process(section: str, process: ProcessConfig) -> str:
+    return (
+        f"{section}: {_count(process.num_processes, 'actor')}, each {process.cpus:g} CPU, {process.gpus:g} GPU, "
+        f"{_count(process.threads, 'thread')}, about {process.memory_gib:g} GiB"
+    )
+
+
+def _resources(found: dict[str, ProcessConfig]) -> list[str]:
+    """One line a role, then the sum."""
+    if not found:
+        return ["no engines of our own, and no Ray"]
+    cpus, gpus, memory_gib = (
+        sum(process.num_processes * getattr(process, field) for process in found.values())
+        for field in ("cpus", "gpus", "memory_gib")
+    )
+    lines = [_process(section, process) for section, process in found.items()]
+    return [*lines, f"together: {cpus:g} CPU, {gpus:g} GPU, about {memory_gib:g} GiB"]
 
 
 def _count(number: int, noun: str) -> str:

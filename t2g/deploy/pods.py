@@ -5,11 +5,14 @@ from dataclasses import dataclass
 from math import ceil, gcd
 
 from t2g.config import EngineConfig, PolicyJob, ProcessConfig, WorkersConfig
+from t2g.config.roles import roles
 from t2g.errors import UserError
 
 GPUS_PER_POD = 8  # of one node: pods do not span nodes
 WORKERS_PER_POD = 8
 ROLE_LABEL = "rl/role"
+# Section of the config -> the role's name, on pods and in their labels.
+NAMES = {"learner": "learner", "learner.critic_ranks": "critic", "rollout": "rollout", "feedback.engine": "reward"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +54,8 @@ def pod_groups(config: PolicyJob) -> tuple[PodGroup, ...]:
 
     UserError for a worker that fits into no pod.
     """
-    names = {"learner": "learner", "learner.critic_ranks": "critic"}
-    roles: dict[str, tuple[str, ProcessConfig]] = {
-        names[section]: (section, role) for section, role in config.learner.roles(config.objective).items()
-    }
-    roles["rollout"] = ("rollout", config.rollout)
-    if config.feedback.own_engines:
-        roles["reward"] = ("feedback.engine", config.feedback.engine)
-    return tuple(_group(name, section, role) for name, (section, role) in roles.items())
+    found = roles(config)
+    return tuple(_group(name, section, found[section]) for section, name in NAMES.items() if section in found)
 
 
 def _group(name: str, section: str, role: ProcessConfig) -> PodGroup:

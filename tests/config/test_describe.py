@@ -13,19 +13,15 @@ from t2g.config import (
     ModelConfig,
     PolicyJob,
     RewardJob,
+    RoleConfig,
     RolloutConfig,
     RunConfig,
     SFTJob,
     SFTOptions,
+    with_overrides,
 )
-from t2g.config.describe import (
-    describe_annotate,
-    describe_demo,
-    describe_policy,
-    describe_reward,
-    describe_sft,
-    max_microbatches,
-)
+from t2g.config.describe import describe, max_microbatches
+from t2g.config.roles import roles
 
 MODEL = ModelConfig(policy="base")
 DATA = DataConfig(path="a.jsonl")
@@ -52,7 +48,7 @@ def test_most_microbatches(tokens: int, model_len: int, minibatches: int, ranks:
 
 def test_policy() -> None:
     job = PolicyJob(run=RUN, model=MODEL, data=DATA, num_steps=50, feedback=PROGRAM, rollout=ROLLOUT, learner=LEARNER)
-    assert describe_policy(job).splitlines() == [
+    assert describe(job).splitlines() == [
         "step: 12 prompts x 2 samples = 24 samples, at most 128 new tokens each, temperature 1",
         "update: 4 epochs x 3 minibatches = 12 optimizer steps a step, "
         "each of at most 2 microbatches of 1100 tokens on each of 2 ranks",
@@ -68,47 +64,59 @@ def test_policy() -> None:
 
 def test_a_reward_model_has_a_role_and_evaluation_is_told() -> None:
     feedback = FeedbackConfig(reward_model="rm")
-    text = describe_policy(PolicyJob(model=MODEL, data=DATA, eval_data=DATA, feedback=feedback))
-    assert "reward_model: 1 actor, each 0.5 CPU" in text
+    text = describe(PolicyJob(model=MODEL, data=DATA, eval_data=DATA, feedback=feedback))
+    assert "feedback.engine: 1 actor, each 0.5 CPU" in text
     assert "evaluation: every 5 steps, 128 prompts x 1 sample of a.jsonl" in text
     assert "together: 1.5 CPU" in text
 
 
 def test_demo_counts_per_arm() -> None:
-    text = describe_demo(DemoJob(num_steps=10, rollout=ROLLOUT, learner=LEARNER))
-    assert "stage 3: 3 arms (span, scalar, shuffled), one after the other" in text
-    assert "run: 10 steps and 240 samples for each arm" in text
+    text = describe(DemoJob(num_steps=10, rollout=ROLLOUT, learner=LEARNER))
+    assert "stage 3: 3 arms (span, scalar, shuffled), one after the other, each" in text
+    assert "run: 10 steps, 240 samples in all" in text
     assert "world: 4,000 posts to train on, 256 held out" in text
 
 
 def test_supervised_jobs() -> None:
     options = SFTOptions(workers=2, cpus=1, num_epochs=1.5, batch_size=8)
-    assert describe_sft(SFTJob(run=RUN, model=MODEL, data=DATA, sft=options)).splitlines() == [
+    assert describe(SFTJob(run=RUN, model=MODEL, data=DATA, sft=options)).splitlines() == [
         "supervised: 1.5 epochs, 8 examples an optimizer step (steps = 1.5 x examples / 8), 2 ranks",
-        "trainer: 2 actors, each 1 CPU, 0 GPU, 1 thread, about 1.5 GiB",
+        "sft: 2 actors, each 1 CPU, 0 GPU, 1 thread, about 1.5 GiB",
         "together: 2 CPU, 0 GPU, about 3 GiB",
         "run folder: /data/one",
     ]
-    text = describe_reward(RewardJob(model=MODEL, data=DATA, eval_data=DataConfig(path="b.jsonl"), sft=options))
+    text = describe(RewardJob(model=MODEL, data=DATA, eval_data=DataConfig(path="b.jsonl"), sft=options))
     assert "evaluation: at most 200 records of b.jsonl" in text
-    assert "together" not in text  # the engine starts after the trainer has gone
+    assert "engine: 1 actor, each 0.5 CPU" in text
+    assert "together: 2 CPU, 0 GPU, about 3 GiB" in text  # the engine starts when the ranks have gone
 
 
 def test_annotate() -> None:
     annotate = AnnotateConfig(source="critics:critic", responses="policy")
-    text = describe_annotate(AnnotateJob(model=MODEL, data=DATA, annotate=annotate, rollout=ROLLOUT))
+    text = describe(AnnotateJob(model=MODEL, data=DATA, annotate=annotate, rollout=ROLLOUT))
     assert text.startswith("2 responses to each prompt of a.jsonl, temperature 1, at most 128 tokens each\n")
     assert "feedback: critics:critic; records of 10% of the prompts are held out" in text
     assert "rollout: 2 actors" in text
 
 
 def test_annotation_of_given_responses() -> None:
-    assert describe_annotate(AnnotateJob(run=RUN, data=DATA)).splitlines() == [
+    assert describe(AnnotateJob(run=RUN, data=DATA)).splitlines() == [
         "the response of each record of a.jsonl",
         "feedback: program; records of 10% of the prompts are held out",
         "no engines of our own, and no Ray",
         "run folder: /data/one",
     ]
     human = AnnotateConfig(source="human", human_file="h.csv", align="llm", llm=LLMConfig(model="m"))
-    text = describe_annotate(AnnotateJob(data=DATA, annotate=human))
-    assert "feedback: human, aligned by llm; " in text and "llm: 1 actor, each 0.5 CPU" in text
+    text = describe(AnnotateJob(data=DATA, annotate=human))
+    assert "feedback: human, aligned by llm; " in text and "annotate.engine: 1 actor, each 0.5 CPU" in text
+
+
+def test_the_roles_of_a_job_are_the_sections_that_say_what_they_need() -> None:
+    apart = LearnerConfig(critic_ranks=RoleConfig(workers=3))
+    job = PolicyJob(model=MODEL, data=DATA, feedback=FeedbackConfig(reward_model="rm"), learner=apart)
+    assert list(roles(job)) == ["rollout", "learner", "learner.critic_ranks", "feedback.engine"]
+    assert roles(job)["learner.critic_ranks"].num_processes == 3
+    without = with_overrides(job, {"objective.advantages": "group", "feedback.source": "program"})
+    assert list(roles(without)) == ["rollout", "learner"]
+    assert list(roles(DemoJob())) == ["rollout", "learner", "reward_engine"]
+    assert roles(AnnotateJob(data=DATA)) == {}

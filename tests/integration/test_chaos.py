@@ -28,11 +28,10 @@ from actors.cluster.placement import check_places
 from actors.engines.reward import RewardFleet
 from actors.engines.rollout import RolloutFleet
 from jobs.common.cli import StopFlag
-from jobs.common.fleets import feedback_roles
 from jobs.common.policy_runs import read_data, train
 from jobs.common.run_folder import begin_folder
-from jobs.train_policy import policy_roles
 from t2g.config import PolicyJob, loading
+from t2g.config.roles import roles
 from t2g.loop.scaling import PATIENCE, STARVING
 from t2g.loop.steps import prompt_indices
 
@@ -162,7 +161,7 @@ def run_through(stage: Stage, job: PolicyJob, plan: dict[int, str], fleets: Call
     """The run with its faults; its metrics."""
     begin_folder(job)
     data = read_data(job)
-    check_places(policy_roles(job) | feedback_roles(job.feedback), timeout_s=60)
+    check_places(roles(job), timeout_s=60)
     done, broken = threading.Event(), list[str]()
     chaos = threading.Thread(target=break_things, args=(stage, job.run.folder, plan, done, broken), daemon=True)
     rollouts, feedback = fleets()

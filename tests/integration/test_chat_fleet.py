@@ -16,7 +16,7 @@ from models import bigram_model
 
 from actors.cluster.placement import connect
 from actors.engines.chat import ChatFleet
-from jobs.common.fleets import Fleets, feedback_roles
+from jobs.common.fleets import Fleets
 from t2g.config import AnnotateConfig, ClusterConfig, JobConfig, LLMConfig, RewardEngineConfig
 from t2g.errors import UserError
 from t2g.feedback.sources.asking import ChatFailed, Completion, Question
@@ -55,9 +55,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fleets(model: Path) -> Iterator[Fleets]:
-    roles = feedback_roles(make_config(model))
-    assert list(roles) == ["annotate.engine"]
-    connect(ClusterConfig(object_store_gib=0.1), roles)
+    connect(ClusterConfig(object_store_gib=0.1), {"annotate.engine": make_config(model).engine})
     try:
         with Fleets() as fleets:
             yield fleets

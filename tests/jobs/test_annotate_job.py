@@ -21,13 +21,13 @@ from jobs.annotate import (
     annotate_data,
     annotate_samples,
     describe,
-    needs_cluster,
     read_samples,
 )
 from jobs.common.cli import StopFlag
 from jobs.common.run_folder import sole_process
 from t2g.config import AnnotateJob
 from t2g.config.loading import load
+from t2g.config.roles import roles
 from t2g.errors import RunStopped, Stopped, UserError
 from t2g.feedback.sources.annotator import MAX_FAULTS, MAX_NOTES_CHARS, MAX_REPEATED_CHARS, follow_up, make_request
 from t2g.feedback.sources.asking import BYTES_PER_TOKEN, estimate_tokens
@@ -332,7 +332,7 @@ def test_two_processes_do_not_write_one_folder(given: AnnotateJob) -> None:
     ],
 )
 def test_what_needs_ray(tmp_path: Path, options: dict[str, Any], cluster: bool) -> None:
-    assert needs_cluster(job(tmp_path, **options)) is cluster
+    assert bool(roles(job(tmp_path, **options))) is cluster
 
 
 def test_a_dry_run_says_what_an_endpoint_will_be_asked_for(

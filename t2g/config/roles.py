@@ -1,0 +1,34 @@
+"""Which processes a job has, and what each of them needs."""
+
+from t2g.config.common import ProcessConfig, Section
+from t2g.config.feedback import FeedbackConfig
+from t2g.config.jobs import AnnotateJob, BenchmarkJob, DemoJob, PolicyJob, RewardJob, ScoreJob, SFTJob
+
+
+def roles(job: Section) -> dict[str, ProcessConfig]:
+    """The processes that a job has at one time, by the config section that says what they need; {}: it needs no Ray.
+
+    A PolicyJob whose critic has ranks of its own and whose feedback comes from engines of ours: rollout, learner,
+    learner.critic_ranks, feedback.engine.
+    """
+    match job:
+        case PolicyJob():
+            own = {"rollout": job.rollout, **job.learner.roles(job.objective)}
+            return own | _judge("feedback", job.feedback)
+        case DemoJob():
+            own = {"rollout": job.rollout, **job.learner.roles(job.objective)}
+            return own | {"reward_engine": job.reward_engine}
+        case AnnotateJob():
+            sampling = {"rollout": job.rollout} if job.annotate.responses == "policy" else {}
+            return {**sampling, **_judge("annotate", job.annotate)}
+        case SFTJob() | RewardJob():  # a reward model's engine starts when the ranks have gone
+            return {"sft": job.sft}
+        case ScoreJob():
+            return _judge("feedback", job.feedback)
+        case BenchmarkJob():
+            return {"rollout": job.rollout, "learner": job.learner}
+    raise TypeError(f"{type(job).__name__} has no roles")
+
+
+def _judge(section: str, feedback: FeedbackConfig) -> dict[str, ProcessConfig]:
+    return {f"{section}.engine": feedback.engine} if feedback.own_engines else {}
