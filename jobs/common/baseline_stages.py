@@ -1,19 +1,11 @@
-"""The baselines of method.md, section 5, that are not PPO: DPO, ILF and reflection, on the harness of PPO.
+"""A baseline that is not PPO as a run of jobs.compare: whose engines it asks, and who trains (`t2g.study.baselines`).
 
-The same base policy, prompts, seeds, feedback source, number of samples and evaluation:
+The reviser of ilf and reflection is the policy itself, asked through `Task.revise_messages`, or another model. In the
+tiny world it must be another: a base policy of a million random weights never read a critique, so one is taught to
+revise by the world's own corrections (`stages.make_reviser`, `tasks.tiny.revision`). There, both know how a critique is
+followed before they begin, which PPO does not.
 
-    dpo         the samples of all steps, from the base; of each prompt the better against the worse; `learner.dpo`
-    ilf         imitation learning from language feedback (Scheurer et al., arXiv 2303.16755): of the samples of a
-                prompt one is a response and the others are revisions of it, written with its critique in view; the
-                base is fine-tuned on the best of these
-    reflection  nothing is trained: the policy answers a held-out prompt, reads the critique and answers again
-
-The reviser of the latter two is the policy itself, asked through `Task.revise_messages`, or another model. In the tiny
-world it must be another: a base policy of a million random weights never read a critique, so one is taught to revise by
-the world's own corrections (`stages.make_reviser`, `tasks.tiny.revision`). There, both baselines know how a
-critique is followed before they begin, which PPO does not.
-
-Called by jobs.compare. A finished run is kept; one that is not finished starts again.
+A finished run is kept; one that is not finished starts again.
 """
 
 import asyncio
@@ -28,23 +20,22 @@ from jobs.common.cli import StopFlag
 from jobs.common.fleets import Fleets
 from jobs.common.policy_runs import PolicyData, finished, write_summary
 from jobs.common.run_folder import begin_folder, sole_process
-from t2g.config import ModelConfig, PolicyJob, RolloutConfig
+from jobs.common.supervised import MODEL, supervise
+from t2g.config import ModelConfig, PolicyJob, RolloutConfig, RunConfig, SFTJob
 from t2g.errors import Stopped
 from t2g.feedback.examples import SFTExample, count_steps
 from t2g.interfaces import RolloutSource
 from t2g.runs.metrics import RunLog
 from t2g.runs.progress import stage
 from t2g.study import baselines
-from t2g.study.baseline_runs import Arm, Metrics, Result, dpo, ilf, reflection
-from t2g.study.baselines import Baseline, PreferencePair
+from t2g.study.baselines import METHODS, POLICY, Arm, Metrics, PreferencePair
 from t2g.text.tokenizer import load_tokenizer
 
-POLICY = "policy"  # folder of the result, where something was trained
-METHODS: dict[Baseline, Callable[[Arm], Metrics]] = {"dpo": dpo, "ilf": ilf, "reflection": reflection}
+IMITATION = "imitation"  # folder of ilf's training
 
 
 def run_baseline(
-    method: Baseline, job: PolicyJob, data: PolicyData, fleets: Fleets, stop: StopFlag, *, reviser: str | None = None
+    procedure: str, job: PolicyJob, data: PolicyData, fleets: Fleets, stop: StopFlag, *, reviser: str | None = None
 ) -> dict[str, Any]:
     """The summary of the run in `job.run.folder`. Raises Stopped when `stop` ended it.
 
@@ -54,17 +45,17 @@ def run_baseline(
 
     UserError for settings with which the method makes no sense, and for a folder of another run.
     """
-    baselines.check(method, job)
+    baselines.check(procedure, job)
     folder = job.run.folder
-    made_of = {"method": method, "reviser": reviser}  # config.yaml does not tell baselines apart
+    made_of = {"method": procedure, "reviser": reviser}  # config.yaml does not tell baselines apart
     summary = finished(job, **made_of)
     if summary is not None:
         return summary
-    begin_folder(job, **made_of)
     started = time.monotonic()
     with sole_process(folder), closing(RunLog(folder, job.log)) as log:
+        begin_folder(job, **made_of)
         log.truncate(0)
-        for leftover in (POLICY, f"{POLICY}.part"):
+        for leftover in (POLICY, f"{POLICY}.part", IMITATION):
             shutil.rmtree(folder / leftover, ignore_errors=True)
         revising = job.model if reviser is None else ModelConfig(policy=reviser)
         arm = Arm(
@@ -73,14 +64,12 @@ def run_baseline(
             feedback=fleets.feedback(job.feedback, data.task, job),
             reviser=revising,
             reviser_tokenizer=load_tokenizer(revising.policy, revising.revision),
-            result=ModelConfig(policy=str(folder / POLICY)),
             log=log,
             stop=lambda: bool(stop),
             serve=partial(own_engines, job),
-            train_pairs=partial(train_pairs, job, stop),
-            train_examples=partial(train_examples, job, stop),
+            train=partial(train_pairs if procedure == "dpo" else train_examples, job, stop),
         )
-        log.step(job.num_steps, METHODS[method](arm))
+        log.step(job.num_steps, METHODS[procedure](arm))
     return write_summary(job, seconds=time.monotonic() - started)
 
 
@@ -88,14 +77,13 @@ def own_engines(
     job: PolicyJob,
     model: ModelConfig,
     rollout: RolloutConfig,
-    ask: Callable[[RolloutSource], Coroutine[Any, Any, Result]],
-) -> Result:
+    ask: Callable[[RolloutSource], Coroutine[Any, Any, Any]],
+) -> Any:
     """What `ask` returns of engines of `model`, which live as long as that takes."""
     with Fleets() as own:
         return asyncio.run(ask(own.rollouts(model, rollout, job)))
 
 
-# ------------------------------------------------------------------------------------------------------------ training
 def train_pairs(job: PolicyJob, stop: StopFlag, pairs: Sequence[PreferencePair]) -> Metrics:
     """DPO of the base into the run's `policy`."""
     from actors.learner.dpo import train_dpo
@@ -116,16 +104,13 @@ def train_pairs(job: PolicyJob, stop: StopFlag, pairs: Sequence[PreferencePair])
 
 def train_examples(job: PolicyJob, stop: StopFlag, examples: Sequence[SFTExample]) -> Metrics:
     """Supervised fine-tuning of the base into the run's `policy`, which no stop interrupts."""
-    from actors.learner.sft import run_sft
-
-    options = baselines.sft_options(job, len(examples))
-    num_steps = count_steps(len(examples), options.num_epochs, options.batch_size)
-    with stage(f"{job.run.name}: imitation", num_steps) as bar:
-        metrics = run_sft(
-            model=job.model, examples=examples, options=options, cluster=job.cluster,
-            out_folder=job.run.folder / POLICY, seed=job.run.seed,
-            on_start=lambda done: None, on_progress=lambda progress: bar.reach(progress.step),
-        )  # fmt: skip
+    run = RunConfig(root=job.run.folder, name=IMITATION, seed=job.run.seed)
+    sft = baselines.sft_options(job, len(examples))
+    imitation = SFTJob(
+        run=run, cluster=job.cluster, task=job.task, model=job.model, data=job.data, sft=sft, log=job.log
+    )
+    metrics = supervise(imitation, examples, title=f"{job.run.name}: imitation")
+    (run.folder / MODEL).rename(job.run.folder / POLICY)
     if stop:
         raise Stopped
     return metrics

@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from jobs.annotate import annotate_data
 from jobs.common.fleets import Fleets
 from jobs.common.reward_training import read_data, train_reward
@@ -36,12 +38,22 @@ from t2g.config import (
     with_overrides,
 )
 from t2g.config.marks import paths
+from t2g.data.load import load_records
+from t2g.errors import UserError
+from t2g.feedback.examples import SFTExample, sft_example
+from t2g.feedback.records import AnnotatedRecord, load_annotated
 from t2g.files import write_atomic
 from t2g.runs import identity
 from t2g.runs.identity import Identity
+from t2g.study.baselines import revision_ids
+from t2g.tasks.base import get_task
+from t2g.tasks.tiny.assets import build_model, build_reward_model, build_tokenizers
+from t2g.tasks.tiny.revision import corrected, thinned
+from t2g.tasks.tiny.world import measure, write_world
 from t2g.text.tokenizer import load_tokenizer
 
 AnyJob = TypeVar("AnyJob", bound=PolicyJob)
+
 PLACEHOLDER = "${stages}"
 STAGE_FILE = "stage.json"
 REVISER_EPOCHS = 5.0
@@ -159,10 +171,6 @@ def once(folder: Path, settings: Section, make: Callable[[], Mapping[str, Any]])
 
 
 def _write_world(demo: DemoJob) -> dict[str, Any]:
-    from t2g.data.load import load_records
-    from t2g.tasks.tiny.assets import build_model, build_reward_model, build_tokenizers
-    from t2g.tasks.tiny.world import measure, write_world
-
     world, folder = demo.world, demo.run.folder / WORLD
     write_world(folder, world)
     policy, reward = build_tokenizers(folder)
@@ -176,23 +184,24 @@ def _write_world(demo: DemoJob) -> dict[str, Any]:
 
 
 def _train_reviser(job: SFTJob) -> dict[str, Any]:
-    import numpy as np
+    """`thinned` critiques and the responses that they would have."""
+    rng, task, tokenizer = np.random.default_rng(job.run.seed), get_task(job.task), load_tokenizer(job.model.policy)
 
-    from t2g.feedback.records import AnnotatedRecord, load_annotated
-    from t2g.study.baselines import revision_examples
-    from t2g.tasks.base import get_task
-    from t2g.tasks.tiny.revision import corrected, thinned
-
-    rng = np.random.default_rng(job.run.seed)
-
-    def revise(record: AnnotatedRecord) -> tuple[str, str]:
+    def example(record: AnnotatedRecord) -> SFTExample:
         critique = thinned(record.critique, rng)
-        return critique, corrected(record.payload["facts"], record.response, critique)
 
-    tokenizer = load_tokenizer(job.model.policy)
-    records = load_annotated(job.data)
-    examples = revision_examples(records, get_task(job.task), tokenizer, revise, max_length=job.sft.max_length)
-    return supervise(job, examples, title="reviser")
+        def build(room: int) -> np.ndarray:
+            ids = revision_ids(task, record.to_prompt(), record.response, critique, tokenizer, room)
+            if ids is None:
+                raise UserError(
+                    f"the revision of prompt {record.prompt_id} needs more than {job.sft.max_length} tokens"
+                )
+            return ids
+
+        target = corrected(record.payload["facts"], record.response, critique)
+        return sft_example(build, target, tokenizer, max_length=job.sft.max_length)
+
+    return supervise(job, [example(record) for record in load_annotated(job.data)], title="reviser")
 
 
 def _train_reward(demo: DemoJob, job: RewardJob, fleets: Fleets) -> dict[str, Any]:

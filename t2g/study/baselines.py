@@ -1,37 +1,82 @@
-"""The baselines of method.md, section 5, without their engines: pairs for DPO, revisions for ILF and reflection.
+"""The baselines of method.md, section 5, that are not PPO, on its harness: what is asked of whom, and in what order.
 
-Everything is measured by the summed delta of a response, which is what scalar PPO pays: the same information.
+The same base policy, prompts, seeds, feedback source, number of samples and evaluation:
+
+    dpo         the samples of all steps, from the base; of each prompt the better against the worse; `learner.dpo`
+    ilf         imitation learning from language feedback (Scheurer et al., arXiv 2303.16755): of the samples of a
+                prompt one is a response and the others are revisions of it, written with its critique in view; the
+                base is fine-tuned on the best of these
+    reflection  nothing is trained: the policy answers a held-out prompt, reads the critique and answers again
+
+All is measured by the summed delta of a response, which is what scalar PPO pays: the same information. Written against
+the Protocols: who serves a model and who trains one is given by the caller (`jobs.common.baseline_stages`).
 """
 
+import asyncio
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from math import ceil
-from typing import Any, Literal
+from statistics import mean
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from t2g.config import PolicyJob, RewardRuleConfig, RoleConfig, RolloutConfig, SFTLoRAConfig, SFTOptions, with_overrides
-from t2g.errors import UserError
+from t2g.concurrency import unless_stopped
+from t2g.config import ModelConfig, PolicyJob, RoleConfig, RolloutConfig, SFTLoRAConfig, SFTOptions, with_overrides
+from t2g.errors import RunStopped, UserError
 from t2g.feedback import token_offsets, token_rewards
-from t2g.feedback.examples import SFTExample, sft_example, target_ids
-from t2g.feedback.records import AnnotatedRecord
-from t2g.loop.sampling import JudgedResponse
+from t2g.feedback.examples import SFTExample, target_ids
+from t2g.interfaces import FeedbackSource, RolloutSource
+from t2g.loop.producer import Producer
+from t2g.loop.sampling import (
+    Judged,
+    JudgedResponse,
+    held_out_metrics,
+    sample_held_out,
+    sampling_of,
+    training_feedback,
+    usable,
+)
+from t2g.runs.metrics import RunLog
+from t2g.runs.progress import stage
 from t2g.tasks.base import Task
 from t2g.text.tokenizer import fit_chat
-from t2g.types import Prompt, Rollout, SpanFeedback
+from t2g.types import Prompt, Rollout
 
-Baseline = Literal["reflection", "dpo", "ilf"]
+POLICY = "policy"  # folder of the result, where something was trained
+
+Metrics = dict[str, float]
+# (model, how it is served, what is asked of its engines) -> the answer; the engines live as long as that takes
+Serve = Callable[[ModelConfig, RolloutConfig, Callable[[RolloutSource], Coroutine[Any, Any, Any]]], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scored:
+class Arm:
+    """One run. `job.model` is the base. Training leaves its model in POLICY; whoever is stopped raises Stopped."""
+
+    job: PolicyJob
+    task: Task
+    tokenizer: Any  # of the base
+    prompts: Sequence[Prompt]
+    eval_prompts: Sequence[Prompt]
+    feedback: FeedbackSource
+    reviser: ModelConfig
+    reviser_tokenizer: Any
+    log: RunLog
+    stop: Callable[[], bool]
+    serve: Serve
+    train: Callable[[Sequence[Any]], Metrics]  # on PreferencePairs for dpo, on SFTExamples for ilf
+
+
+class Scored(NamedTuple):
     """A response with usable feedback and what it is worth."""
 
     prompt: Prompt
     rollout: Rollout
-    feedback: SpanFeedback
     delta: float  # sum of its token rewards
 
 
@@ -44,40 +89,192 @@ class PreferencePair:
     rejected_ids: np.ndarray  # [R'] int32
 
 
-def check(method: Baseline, job: PolicyJob) -> None:
+def check(procedure: str, job: PolicyJob) -> None:
     """UserError, before any engine starts, for settings with which the method makes no sense."""
-    if method in ("dpo", "ilf") and job.rollout.samples_per_prompt < 2:
-        needs = {"dpo": "two responses to compare", "ilf": "a response and a revision of it"}[method]
-        raise UserError(f"{method} needs {needs}: rollout.samples_per_prompt is 1; set it to 2 or more")
-    if method != "dpo" and not job.feedback.style.critique:
-        raise UserError(f"{method} shows the critique to a model, and feedback.style.critique=false has none")
-    if job.eval_data is None:
-        raise UserError(f"{method} is measured on held-out prompts; eval_data is missing")
-    if method != "reflection" and job.objective.w_end > 0:
-        raise UserError(
-            f"{method} ranks responses by their spans alone, and objective.w_end={job.objective.w_end:g} pays for "
-            "more: set it to 0, or leave the method out"
-        )
-    if method == "dpo" and job.learner.offload != "none":
-        raise UserError(
-            f"learner.offload={job.learner.offload} is ZeRO-3's, and dpo trains in one process; set it to none"
-        )
-    if method == "dpo" and find_spec("trl") is None:
-        raise UserError("dpo needs the package trl, which is not installed: install the extra `baselines`")
+    needs = {"dpo": "two responses to compare", "ilf": "a response and a revision of it"}.get(procedure)
+    is_dpo = procedure == "dpo"
+    for wrong, sentence in (
+        (
+            needs and job.rollout.samples_per_prompt < 2,
+            f"needs {needs}: rollout.samples_per_prompt is 1; set it to 2 or more",
+        ),
+        (
+            not is_dpo and not job.feedback.style.critique,
+            "shows the critique to a model, and feedback.style.critique=false has none",
+        ),
+        (job.eval_data is None, "is measured on held-out prompts; eval_data is missing"),
+        (
+            needs and job.objective.w_end > 0,
+            f"ranks responses by their spans alone, and objective.w_end={job.objective.w_end:g} pays for more: set it "
+            "to 0, or leave the method out",
+        ),
+        (
+            is_dpo and job.learner.offload != "none",
+            f"trains in one process, and learner.offload={job.learner.offload} is ZeRO-3's; set it to none",
+        ),
+        (
+            is_dpo and find_spec("trl") is None,
+            "needs the package trl, which is not installed: install the extra `baselines`",
+        ),
+    ):
+        if wrong:
+            raise UserError(f"{procedure} {sentence}")
 
 
-def score(pairs: Sequence[JudgedResponse], tokenizer: Any, rule: RewardRuleConfig) -> list[Scored]:
-    """Each response with its summed delta. tokenizer: of the model that wrote them."""
-    scored = []
-    for prompt, rollout, feedback in pairs:
-        offsets = token_offsets(tokenizer, rollout.response_ids)
-        deltas = token_rewards(offsets, feedback.spans, text=rollout.response_text, rule=rule)
-        scored.append(Scored(prompt=prompt, rollout=rollout, feedback=feedback, delta=float(deltas.sum())))
-    return scored
+# ------------------------------------------------------------------------------------------------------------- methods
+def dpo(arm: Arm) -> Metrics:
+    steps = arm.serve(arm.job.model, arm.job.rollout, partial(ask_base, arm, arm.job.rollout.samples_per_prompt))[1]
+    scored = score(arm, steps, arm.tokenizer)
+    pairs, ties = preference_pairs(scored)
+    if not pairs:
+        raise RunStopped(f"dpo has nothing to learn from: in all {ties} pairs both responses are worth the same")
+    began = time.monotonic()
+    trained = arm.train(pairs)
+    metrics = {f"dpo/{name}": value for name, value in trained.items()}
+    metrics |= {"dpo/pairs": float(len(pairs)), "dpo/ties_share": ties / (ties + len(pairs))}
+    learnt = [one for group in scored for one in group]
+    return metrics | run_metrics(arm.job, steps, learnt, learn_s=time.monotonic() - began) | score_result(arm)
 
 
-# ----------------------------------------------------------------------------------------------------------------- dpo
-def preference_pairs(scored: Iterable[Scored]) -> tuple[list[PreferencePair], int]:
+def ilf(arm: Arm) -> Metrics:
+    steps = arm.serve(arm.job.model, arm.job.rollout, partial(ask_base, arm, 1))[1]
+    revised = arm.serve(arm.reviser, revising_rollout(arm.job), partial(revise_steps, arm, steps))
+    best = [max(group, key=lambda one: one.delta) for group in score(arm, revised, arm.reviser_tokenizer)]
+    if not best:
+        raise RunStopped("ilf has nothing to imitate: no response has a critique that the reviser has room for")
+    began = time.monotonic()
+    trained = arm.train(imitation_examples(best, arm.tokenizer))
+    metrics = {"ilf/loss": trained["loss"], "ilf/revised_share": len(best) / sum(len(one.pairs) for one in steps)}
+    metrics |= run_metrics(arm.job, [*steps, *revised], best, learn_s=time.monotonic() - began)
+    return metrics | score_result(arm)
+
+
+def reflection(arm: Arm) -> Metrics:
+    """A response without a critique that the reviser has room for stays as it is."""
+    held_out = arm.serve(arm.job.model, arm.job.rollout, partial(ask_base, arm, 0))[0]
+
+    async def answer_again(rollouts: RolloutSource) -> tuple[list[tuple[Prompt, Rollout]], Metrics]:
+        began = time.monotonic()
+        judged = await judge(arm, arm.feedback, held_out)
+        revisions = await revise(arm, judged, rollouts, split="eval", step=0, num_samples=1)
+        pairs = [(p, replace(new[0], sample_index=r.sample_index) if new else r) for (p, r, _), new in revisions]
+        share = float(mean(bool(new) for _, new in revisions))
+        seconds = time.monotonic() - began
+        return pairs, {"samples": 0.0, "reflection/revised_share": share, "reflection/revise_s": seconds}
+
+    pairs, metrics = arm.serve(arm.reviser, revising_rollout(arm.job), answer_again)
+    return metrics | asyncio.run(measure(arm, pairs, step=arm.job.num_steps))
+
+
+METHODS: dict[str, Callable[[Arm], Metrics]] = {"dpo": dpo, "ilf": ilf, "reflection": reflection}
+
+
+# ------------------------------------------------------------------------------------------------- responses and marks
+async def ask_base(
+    arm: Arm, num_samples: int, rollouts: RolloutSource
+) -> tuple[list[tuple[Prompt, Rollout]], list[Judged]]:
+    """Held-out responses of the base, whose score becomes step 0; and `num_samples` to each prompt of every step."""
+    job, steps = arm.job, []
+    began = time.monotonic()
+    held_out = await sample_held_out(job, arm.eval_prompts, rollouts)
+    arm.log.step(0, await measure(arm, held_out, step=0) | {"time/eval_s": time.monotonic() - began})
+    if num_samples == 0:
+        return held_out, []
+    asked = with_overrides(job, {"rollout.samples_per_prompt": num_samples})
+    with stage(f"{job.run.name}: samples of the base", job.num_steps) as bar:
+        async with Producer(asked, arm.prompts, rollouts, training_feedback(job, arm.feedback)) as producer:
+            for step in range(1, job.num_steps + 1):
+                producer.admit(step)
+                steps.append(await producer.take(step, arm.stop))
+                bar.advance()
+    return held_out, steps
+
+
+async def revise_steps(arm: Arm, steps: Sequence[Judged], rollouts: RolloutSource) -> list[Judged]:
+    """Of each step the revisions of its responses, judged: as many as PPO's samples of a prompt, less the response."""
+    job, revised = arm.job, []
+    feedback, num_samples = training_feedback(job, arm.feedback), job.rollout.samples_per_prompt - 1
+    with stage(f"{job.run.name}: revisions", job.num_steps) as bar:
+        for step, judged in enumerate(steps, start=1):
+            kept = usable(judged, job, step=step, source=feedback.name)
+            began = time.monotonic()
+            found = await revise(arm, kept, rollouts, split="revise", step=step, num_samples=num_samples)
+            sampled_at = time.monotonic()
+            pairs = await judge(arm, feedback, [(prompt, new) for (prompt, _, _), some in found for new in some])
+            feedback_s = time.monotonic() - sampled_at
+            revised.append(Judged(pairs=tuple(pairs), generate_s=sampled_at - began, feedback_s=feedback_s))
+            bar.advance()
+    return revised
+
+
+async def judge(arm: Arm, feedback: FeedbackSource, pairs: Sequence[tuple[Prompt, Rollout]]) -> list[JudgedResponse]:
+    said = await unless_stopped((feedback.judge(p, r.response_text) for p, r in pairs), arm.stop)
+    return [(p, r, f) for (p, r), f in zip(pairs, said, strict=True)]
+
+
+async def revise(
+    arm: Arm, judged: Sequence[JudgedResponse], rollouts: RolloutSource, *, split: str, step: int, num_samples: int
+) -> list[tuple[JudgedResponse, list[Rollout]]]:
+    """`num_samples` revisions of each response, none where there is no critique or no room for it."""
+    room = revising_rollout(arm.job).max_prompt_tokens
+    sampling = sampling_of(arm.job, split, step, num_samples=num_samples)
+    asked = [revision_prompt(arm.task, one, arm.reviser_tokenizer, room) for one in judged]
+    answers = iter(await unless_stopped((rollouts.sample(prompt, sampling) for prompt in asked if prompt), arm.stop))
+    return [(one, next(answers) if prompt else []) for one, prompt in zip(judged, asked, strict=True)]
+
+
+async def measure(arm: Arm, pairs: Sequence[tuple[Prompt, Rollout]], *, step: int) -> Metrics:
+    return await held_out_metrics(arm.job, arm.task, pairs, arm.feedback, arm.log, step=step)
+
+
+def score_result(arm: Arm) -> Metrics:
+    """The held-out score of the trained policy: the same prompts and seeds as the base's."""
+
+    async def ask(rollouts: RolloutSource) -> Metrics:
+        began = time.monotonic()
+        pairs = await sample_held_out(arm.job, arm.eval_prompts, rollouts)
+        return await measure(arm, pairs, step=arm.job.num_steps) | {"time/eval_s": time.monotonic() - began}
+
+    return arm.serve(ModelConfig(policy=str(arm.job.run.folder / POLICY)), arm.job.rollout, ask)
+
+
+def run_metrics(job: PolicyJob, steps: Sequence[Judged], learnt: Sequence[Scored], *, learn_s: float) -> Metrics:
+    """Samples and seconds of the whole run as if it were one step; learnt: what the policy was trained on.
+
+    samples are those that the run was given, as PPO counts responses whose feedback failed.
+    """
+    rollout = job.rollout
+    responses = [pair for one in steps for pair in one.pairs]
+    generate_s, feedback_s = sum(one.generate_s for one in steps), sum(one.feedback_s for one in steps)
+    return {
+        "samples": float(job.num_steps * rollout.prompts_per_step * rollout.samples_per_prompt),
+        "reward/response_mean": mean(one.delta for one in learnt),
+        "response/length_mean": mean(len(r.response_ids) for _, r, _ in responses),
+        "feedback/failed_share": mean(not f.usable for _, _, f in responses),
+        "time/generate_s": generate_s,
+        "time/feedback_s": feedback_s,
+        "time/learn_s": learn_s,
+        "time/step_s": generate_s + feedback_s + learn_s,
+    }
+
+
+# ---------------------------------------------------------------------------------------------------- what is learnt
+def score(arm: Arm, steps: Sequence[Judged], tokenizer: Any) -> list[list[Scored]]:
+    """The usable responses of every step by prompt, in order, with their summed deltas.
+
+    tokenizer: of the model that wrote them.
+    """
+    groups: dict[tuple[int, str], list[Scored]] = defaultdict(list)
+    for step, judged in enumerate(steps, start=1):
+        asked = judged.pairs or judged.unsampled
+        for p, r, f in usable(judged, arm.job, step=step, source=arm.feedback.name) if asked else ():
+            offsets = token_offsets(tokenizer, r.response_ids)
+            deltas = token_rewards(offsets, f.spans, text=r.response_text, rule=arm.job.objective.rewards)
+            groups[step, p.prompt_id].append(Scored(prompt=p, rollout=r, delta=float(deltas.sum())))
+    return list(groups.values())
+
+
+def preference_pairs(groups: Iterable[Sequence[Scored]]) -> tuple[list[PreferencePair], int]:
     """Of each prompt's responses the best with the worst, the second best with the second worst, and so on; and the
     number of pairs that are left out since both are worth the same.
 
@@ -86,11 +283,8 @@ def preference_pairs(scored: Iterable[Scored]) -> tuple[list[PreferencePair], in
 
     Deltas 2, 0, 1, 0 -> (2, 0), (1, 0); deltas 1, 1 -> no pair, one tie.
     """
-    groups: dict[str, list[Scored]] = defaultdict(list)
-    for one in scored:
-        groups[one.prompt.prompt_id].append(one)
     pairs, ties = [], 0
-    for group in groups.values():
+    for group in groups:
         ranking = sorted(group, key=lambda one: -one.delta)  # stable
         for chosen, rejected in zip(ranking[: len(ranking) // 2], reversed(ranking), strict=False):
             if chosen.delta == rejected.delta:
@@ -106,43 +300,6 @@ def preference_pairs(scored: Iterable[Scored]) -> tuple[list[PreferencePair], in
     return pairs, ties
 
 
-# ------------------------------------------------------------------------------------------------- ilf and reflection
-def revision_prompt(task: Task, judged: JudgedResponse, tokenizer: Any, max_prompt_tokens: int) -> Prompt | None:
-    """What asks for the response again, with the critique in view; None where there is no critique, or no room for it.
-
-    A prompt too long loses input text, never the response or the critique. tokenizer: of the model that is asked.
-    """
-    prompt, rollout, feedback = judged
-    if not feedback.usable or not feedback.critique.strip():
-        return None
-    ids = _revision_ids(task, prompt, rollout.response_text, feedback.critique, tokenizer, max_prompt_tokens)
-    if ids is None:
-        return None
-    # A prompt may have several responses: the revisions of each are sampled with a seed of their own.
-    return replace(prompt, prompt_id=f"{prompt.prompt_id}/{rollout.sample_index}", prompt_ids=ids)
-
-
-def _revision_ids(
-    task: Task, prompt: Prompt, response_text: str, critique: str, tokenizer: Any, max_prompt_tokens: int
-) -> np.ndarray | None:
-    ids = fit_chat(
-        lambda limit: task.revise_messages(prompt, response_text, critique, limit),
-        tokenizer,
-        max_prompt_tokens,
-        input_chars=len(prompt.prompt_text),
-    )
-    return None if ids is None else np.asarray(ids, np.int32)
-
-
-def best_of_each(scored: Iterable[Scored]) -> list[Scored]:
-    """Each prompt's response with the highest delta, the earliest of equals, in the order of the prompts."""
-    best: dict[str, Scored] = {}
-    for one in scored:
-        if one.delta > best.setdefault(one.prompt.prompt_id, one).delta:
-            best[one.prompt.prompt_id] = one
-    return list(best.values())
-
-
 def imitation_examples(best: Sequence[Scored], tokenizer: Any) -> list[SFTExample]:
     """The policy's own prompts with the revised responses as targets; the reviser's tokenizer may be another one."""
     targets = [target_ids(one.rollout.response_text, tokenizer) for one in best]
@@ -152,27 +309,31 @@ def imitation_examples(best: Sequence[Scored], tokenizer: Any) -> list[SFTExampl
     ]
 
 
-def revision_examples(
-    records: Sequence[AnnotatedRecord],
-    task: Task,
-    tokenizer: Any,
-    revise: Callable[[AnnotatedRecord], tuple[str, str]],
-    *,
-    max_length: int,
-) -> list[SFTExample]:
-    """What teaches a model to revise: `revise(record)` gives the critique that is shown and the response to write."""
-    examples = []
-    for record in records:
-        critique, target = revise(record)
+def revision_prompt(task: Task, judged: JudgedResponse, tokenizer: Any, max_prompt_tokens: int) -> Prompt | None:
+    """What asks for the response again, with the critique in view; None where there is no critique, or no room for it.
 
-        def build(room: int, record: AnnotatedRecord = record, critique: str = critique) -> np.ndarray:
-            ids = _revision_ids(task, record.to_prompt(), record.response, critique, tokenizer, room)
-            if ids is None:
-                raise UserError(f"the revision of prompt {record.prompt_id} does not fit into {max_length} tokens")
-            return ids
+    tokenizer: of the model that is asked.
+    """
+    prompt, rollout, feedback = judged
+    if not feedback.usable or not feedback.critique.strip():
+        return None
+    ids = revision_ids(task, prompt, rollout.response_text, feedback.critique, tokenizer, max_prompt_tokens)
+    # A prompt may have several responses: the revisions of each are sampled with a seed of their own.
+    prompt_id = f"{prompt.prompt_id}/{rollout.sample_index}"
+    return None if ids is None else replace(prompt, prompt_id=prompt_id, prompt_ids=ids)
 
-        examples.append(sft_example(build, target, tokenizer, max_length=max_length))
-    return examples
+
+def revision_ids(
+    task: Task, prompt: Prompt, response_text: str, critique: str, tokenizer: Any, max_prompt_tokens: int
+) -> np.ndarray | None:
+    """-> [P] int32, None for no room: a prompt too long loses input text, never the response or the critique."""
+    ids = fit_chat(
+        lambda limit: task.revise_messages(prompt, response_text, critique, limit),
+        tokenizer,
+        max_prompt_tokens,
+        input_chars=len(prompt.prompt_text),
+    )
+    return None if ids is None else np.asarray(ids, np.int32)
 
 
 # ------------------------------------------------------------------------------------------------------------- settings

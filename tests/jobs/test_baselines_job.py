@@ -23,7 +23,7 @@ from t2g.interfaces import RolloutSource, Sampling
 from t2g.loop.sampling import Judged
 from t2g.runs.metrics import METRICS_FILE, SAMPLES_FILE, RunLog, read_records
 from t2g.sandbox import SandboxConfig
-from t2g.study.baseline_runs import Arm, ask_base, dpo, ilf, reflection, revise_steps
+from t2g.study.baselines import Arm, ask_base, dpo, ilf, reflection, revise_steps
 from t2g.tasks.prompts_only import PromptsTask
 from t2g.types import Prompt, Rollout
 
@@ -84,12 +84,10 @@ class World:
             feedback=self.feedback,
             reviser=ModelConfig(policy="reviser"),
             reviser_tokenizer=tokenizer,
-            result=ModelConfig(policy="result"),
             log=self.log,
             stop=stop,
             serve=self.serve,
-            train_pairs=self.train,
-            train_examples=self.train,
+            train=self.train,
         )
 
     def train(self, items: Sequence[Any]) -> dict[str, float]:
@@ -97,8 +95,8 @@ class World:
         return {"loss": 0.5}
 
     def serve(self, model: ModelConfig, rollout: RolloutConfig, ask: Callable[[RolloutSource], Any]) -> Any:
-        self.served.append((model.policy, rollout.max_model_len))
-        return asyncio.run(ask({"base": self.base, "reviser": self.reviser, "result": self.reviser}[model.policy]))
+        self.served.append((Path(model.policy).name, rollout.max_model_len))
+        return asyncio.run(ask(self.base if model == self.job.model else self.reviser))
 
     def from_base(self, num_samples: int) -> tuple[list[tuple[Prompt, Rollout]], list[Judged]]:
         return self.serve(self.job.model, self.job.rollout, partial(ask_base, self.arm, num_samples))
@@ -160,7 +158,7 @@ def test_dpo_learns_from_the_best_and_the_worst_sampled_ids_of_each_prompt(world
     assert metrics["dpo/ties_share"] == pytest.approx(1 - len(learnt) / 6)
     assert (metrics["samples"], metrics["dpo/pairs"], metrics["dpo/loss"]) == (18, len(learnt), 0.5)
     assert metrics["eval/score"] == 1.0  # the result writes `aaaa`
-    assert [name for name, _ in world.served] == ["base", "result"]
+    assert [name for name, _ in world.served] == ["base", "policy"]
 
 
 def test_ilf_imitates_the_best_revision_within_ppos_samples(world: World) -> None:
@@ -172,7 +170,7 @@ def test_ilf_imitates_the_best_revision_within_ppos_samples(world: World) -> Non
     target = [world.base.ids[0]] * 4 + [world.arm.tokenizer.eos_token_id]
     assert [example.target_ids.tolist() for example in world.learnt] == [target] * NUM_PROMPTS
     assert (metrics["reward/response_mean"], metrics["ilf/loss"], metrics["ilf/revised_share"]) == (4, 0.5, 1)
-    assert world.served == [("base", 64), ("reviser", 64 + 2048), ("result", 64)]
+    assert world.served == [("base", 64), ("reviser", 64 + 2048), ("policy", 64)]
 
 
 def test_the_reviser_sees_the_response_and_its_critique(world: World) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,13 @@ from fakes import letter_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t2g.config import PolicyJob, RewardRuleConfig
+from t2g.config import PolicyJob
 from t2g.errors import UserError
 from t2g.feedback.parse import make_feedback, no_feedback
+from t2g.loop.sampling import Judged
 from t2g.study.baselines import (
     Scored,
     batch_size,
-    best_of_each,
     check,
     imitation_examples,
     preference_pairs,
@@ -53,10 +54,7 @@ def feedback(critique: str = "a yes, b no", text: str = "") -> SpanFeedback:
 
 def scored(*deltas: float, name: str = "p") -> list[Scored]:
     """One response to the prompt for each delta; the response's only token is its index."""
-    return [
-        Scored(prompt=prompt(name), rollout=rollout([i], i), feedback=feedback(), delta=delta)
-        for i, delta in enumerate(deltas)
-    ]
+    return [Scored(prompt=prompt(name), rollout=rollout([i], i), delta=delta) for i, delta in enumerate(deltas)]
 
 
 def job(**changes: Any) -> PolicyJob:
@@ -78,9 +76,13 @@ def test_a_response_is_worth_the_sum_of_its_token_rewards(tmp_path: Path) -> Non
     tokenizer = letter_tokenizer(tmp_path)
     ids = [tokenizer.convert_tokens_to_ids(letter) for letter in "aabc"]
     judged = make_feedback("x", ["aa"], [{"quote": "b", "severity": 2}], "aabc", source="program", version="v")
-    rule = RewardRuleConfig(poor=(-1.0, -0.5, -1.0))
-    (one,) = score([(prompt(), rollout(ids, text="aabc"), judged)], tokenizer, rule)
-    assert one.delta == 1.5
+    rule = {"poor": (-1.0, -0.5, -1.0)}
+    arm = SimpleNamespace(job=job(objective={"rewards": rule}), feedback=SimpleNamespace(name="program"))
+    pairs = ((prompt(), rollout(ids, text="aabc"), judged), (prompt("q"), rollout(ids[1:], text="abc"), judged))
+    steps = [Judged(pairs=pairs, generate_s=0, feedback_s=0)] * 2
+    groups = score(arm, steps, tokenizer)
+    assert [(group[0].prompt.prompt_id, len(group)) for group in groups] == [("p", 1), ("q", 1)] * 2  # step by step
+    assert groups[0][0].delta == groups[2][0].delta == 1.5
 
 
 # ---------------------------------------------------------------------------------------------------------------- pairs
@@ -89,22 +91,22 @@ def ids_of(pairs: Sequence[Any]) -> list[tuple[int, int]]:
 
 
 def test_best_meets_worst_and_ties_are_counted() -> None:
-    pairs, ties = preference_pairs(scored(0.0, 2.0, 1.0, 0.0))
+    pairs, ties = preference_pairs([scored(0.0, 2.0, 1.0, 0.0)])
     assert ids_of(pairs) == [(1, 3), (2, 0)]  # 2 against the later 0, 1 against the earlier one
     assert ties == 0
-    assert preference_pairs(scored(1.0, 1.0)) == ([], 1)
-    pairs, ties = preference_pairs(scored(1.0, 3.0, 1.0, 1.0))
+    assert preference_pairs([scored(1.0, 1.0)]) == ([], 1)
+    pairs, ties = preference_pairs([scored(1.0, 3.0, 1.0, 1.0)])
     assert (ids_of(pairs), ties) == ([(1, 3)], 1)
 
 
 def test_prompts_are_never_mixed_and_a_single_response_has_no_partner() -> None:
-    pairs, ties = preference_pairs([*scored(0.0, 1.0, name="p"), *scored(5.0, name="q")])
+    pairs, ties = preference_pairs([scored(0.0, 1.0, name="p"), scored(5.0, name="q")])
     assert (ids_of(pairs), ties) == ([(1, 0)], 0)
 
 
 @given(st.lists(st.integers(-2, 2), max_size=9))
 def test_a_response_stands_in_one_pair_at_most_and_the_chosen_one_is_better(deltas: list[int]) -> None:
-    pairs, ties = preference_pairs(scored(*map(float, deltas)))
+    pairs, ties = preference_pairs([scored(*map(float, deltas))])
     used = [i for pair in ids_of(pairs) for i in pair]
     assert len(used) == len(set(used))
     assert all(deltas[chosen] > deltas[rejected] for chosen, rejected in ids_of(pairs))
@@ -113,11 +115,6 @@ def test_a_response_stands_in_one_pair_at_most_and_the_chosen_one_is_better(delt
 
 
 # ------------------------------------------------------------------------------------------------------------ revisions
-def test_the_best_revision_is_kept_the_earliest_of_equals() -> None:
-    best = best_of_each([*scored(1.0, 2.0, 2.0, name="p"), *scored(-1.0, name="q")])
-    assert [(one.prompt.prompt_id, one.rollout.sample_index) for one in best] == [("p", 1), ("q", 0)]
-
-
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return build_tokenizer(tmp_path_factory.mktemp("words"), ["Prompt", "response"], vocab_size=280)
@@ -145,7 +142,7 @@ def test_without_critique_or_room_nothing_is_asked(words: Any) -> None:
 def test_imitation_learns_the_text_of_the_revision_after_the_policys_own_prompt(tmp_path: Path) -> None:
     """The ids of the revision may be another tokenizer's; the target ends with the policy's own EOS."""
     tokenizer = letter_tokenizer(tmp_path)
-    one = Scored(prompt=prompt(), rollout=rollout([999], text="ab"), feedback=feedback(), delta=1.0)
+    one = Scored(prompt=prompt(), rollout=rollout([999], text="ab"), delta=1.0)
     (example,) = imitation_examples([one], tokenizer)
     a, b = (tokenizer.convert_tokens_to_ids(letter) for letter in "ab")
     assert example.prompt_ids.tolist() == [7, 8]
