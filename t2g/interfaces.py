@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from t2g.types import Prompt, Rollout, SpanFeedback, TokenStats, TrainBatch, UpdateResult, WeightSyncResult
 
@@ -25,7 +25,11 @@ class RolloutSource(Protocol):
 
 
 class FeedbackSource(Protocol):
+    """The defaults are of those that derive from it."""
+
     name: str  # goes into SpanFeedback.source
+    version: str = ""  # changes with what it would say of a response; "": the config alone tells
+    fleet: Any = None  # the engines behind it, for whoever scales them; None: there are none of our own
 
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
         """Critique and spans of one response. Never raises for one bad answer: status says what happened."""

@@ -7,15 +7,16 @@ Shape letters: P prompt tokens, R response tokens, T tokens of a packed microbat
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from t2g.config.words import first_problem
 
 FeedbackStatus = Literal["ok", "empty", "unparsable", "failed"]
 FinishReason = Literal["stop", "length"]
+Severity = Annotated[int, Field(strict=True, ge=1, le=3)]
 USABLE = ("ok", "empty")
 
 
@@ -48,10 +49,12 @@ class Rollout:
 class Span:
     """A stretch of a response that the critique calls good or poor."""
 
+    __pydantic_config__: ClassVar = ConfigDict(revalidate_instances="always")  # a user's critic makes spans, too
+
     start: int  # half-open character range of response_text
     end: int
     label: Literal[-1, 1]  # +1 good, -1 poor
-    severity: int = 1  # 1 .. 3
+    severity: Severity = 1
     critique_range: tuple[int, int] | None = None  # characters of the critique that speak of it
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from fake_endpoint import KEY_VARIABLE, answer, span
 
 from t2g.config import FeedbackConfig, StyleConfig
-from t2g.feedback.sources.asking import Completion, Question
+from t2g.feedback.sources.asking import Chat, Completion, Question
 from t2g.feedback.sources.llm import LLMFeedback
 from t2g.tasks.base import get_task
 from t2g.text.tokenizer import Message
@@ -30,7 +30,7 @@ def config(*, style: StyleConfig | None = None, timeout_s: float = 60.0, **llm: 
     return FeedbackConfig(source="llm", llm=fields, style=style or StyleConfig(), timeout_s=timeout_s)  # type: ignore[arg-type]
 
 
-class ScriptedChat:
+class ScriptedChat(Chat):
     """Says what it is told to, or fails; keeps what it was asked."""
 
     model = name = "scripted"

@@ -19,7 +19,7 @@ from t2g.algo.corrections import importance_weights
 from t2g.algo.losses import kl_loss, policy_loss, value_loss
 from t2g.data.batching import pack_minibatch
 from t2g.feedback.parse import make_feedback, no_feedback
-from t2g.interfaces import Sampling
+from t2g.interfaces import FeedbackSource, Sampling
 from t2g.sandbox import SandboxConfig
 from t2g.tasks.tiny.assets import build_tokenizer
 from t2g.types import Prompt, Rollout, SpanFeedback, TokenStats, TrainBatch, UpdateResult, WeightSyncResult
@@ -84,7 +84,7 @@ class FakeRollouts:
         ]
 
 
-class FakeFeedback:
+class FakeFeedback(FeedbackSource):
     name = "program"
     version = "fake"
 

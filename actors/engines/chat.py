@@ -83,7 +83,7 @@ class ChatFleet:
                 lambda worker: worker.complete.remote(question), load=1, timeout_s=self._timeout_s, what="a chat"
             )
         except UserError as error:
-            raise ChatFailed("refused", str(error), passing=False) from None
+            raise ChatFailed("refused", str(error)) from None
         except SamplingFailed as error:
             raise ChatFailed("timeout", str(error), passing=True) from None
 

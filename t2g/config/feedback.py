@@ -131,7 +131,7 @@ class LLMConfig(Section):
     requests_per_minute: MayDiffer[float | None] = Field(
         None, gt=0, description="none: as fast as `concurrency` allows"
     )
-    request_timeout_s: MayDiffer[float] = Field(120, gt=0, description="one request; past it the request is made again")
+    request_timeout_s: MayDiffer[float] = Field(120, gt=0, description="a server silent for longer is asked again")
     max_tries: int = Field(3, ge=1, description="requests for one answer; each is told what was wrong before")
     num_annotators: int = Field(1, ge=1, description="independent answers; a label needs more than half of them")
     temperature: float = Field(0.0, ge=0, description="above 0 for several annotators, who would say the same at 0")

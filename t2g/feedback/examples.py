@@ -22,7 +22,6 @@ from t2g.feedback.records import AnnotatedRecord, first_few
 from t2g.feedback.reward_prompt import build_feedback_prompt
 from t2g.tasks.base import SPARSE, Record, Task
 from t2g.text.offsets import token_offsets
-from t2g.text.quotes import span_map_start
 
 Ranges = Sequence[tuple[int, int]]  # half-open character ranges
 logger = logging.getLogger(__name__)
@@ -106,7 +105,7 @@ def reward_examples(
             continue
         target = record.target(style)
         build = partial(build_feedback_prompt, task, record.to_prompt(), record.response, tokenizer, style=style)
-        ranges = getattr(task, "decisive_ranges", span_map_range)(target)
+        ranges = task.decisive_ranges(target)
         try:
             examples.append(
                 sft_example(build, target, tokenizer, max_length=max_length, ranges=ranges, span_weight=span_weight)
@@ -119,16 +118,6 @@ def reward_examples(
     if left_out:
         logger.warning("%d annotated records are left out; %s", len(left_out), "; ".join(first_few(left_out)))
     return examples
-
-
-def span_map_range(answer: str) -> list[tuple[int, int]]:
-    """The good and poor lists in an answer of `t2g.feedback.parse.format_answer`: half-open characters.
-
-    >>> answer = '{"critique": "Fine.", "good": ["x"], "poor": []}'
-    >>> [answer[start:end] for start, end in span_map_range(answer)]
-    ['"good": ["x"], "poor": []}']
-    """
-    return [(span_map_start(answer), len(answer))]
 
 
 def decisive_weights(offsets: np.ndarray, ranges: Ranges, span_weight: float) -> np.ndarray:

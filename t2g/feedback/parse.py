@@ -10,56 +10,81 @@ import json
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_serializer, model_validator
 
 from t2g.config import StyleConfig
+from t2g.config.words import first_problem
 from t2g.tasks.base import SPARSE
-from t2g.text.quotes import locate
-from t2g.types import FinishReason, Span, SpanFeedback
+from t2g.text.quotes import locate, occurrence_at
+from t2g.types import FinishReason, Severity, Span, SpanFeedback
 
 MAX_ANSWER_CHARS = 65_536  # of an answer, a critique or an outcome that is looked at
 MAX_QUOTES = 256  # of each label that are looked for; the rest counts as not located
 _SENTENCE_END = re.compile(r"[.!?;](?=\s|$)|[。！？；\n]")
 _SURROGATES = re.compile(r"[\ud800-\udfff]")
+_SPAN = TypeAdapter(Span)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Quote:
-    """A piece of the response as the source gave it."""
+class Quote(BaseModel):
+    """A piece of the response in its own words. In JSON a plain text, where the other fields are 1."""
 
-    text: str
-    occurrence: int = 1  # which of its places is meant, from 1
-    severity: int = 1  # 1 .. 3
-    critique_range: tuple[int, int] | None = None  # characters of the critique that speak of it, if the source knows
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    quote: str
+    occurrence: int = Field(1, strict=True, ge=1)  # which of its places is meant
+    severity: Severity = 1
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spelt_out(cls, given: Any) -> Any:
+        return {"quote": given} if isinstance(given, str) else given
+
+    @model_serializer
+    def _short(self) -> str | dict[str, Any]:
+        other = {name: value for name, value in vars(self).items() if name != "quote" and value != 1}
+        return {"quote": self.quote, **other} if other else self.quote
 
 
-class Judgement(NamedTuple):
-    """What a program or a person says of one response, read and bounded."""
-
-    critique: str
-    good: list[Quote]
-    poor: list[Quote]
-    outcome: dict[str, Any]  # plain JSON: what a program found beside its words
+def quote_of(response_text: str, span: Span) -> Quote:
+    """The words of a span."""
+    text = response_text[span.start : span.end]
+    return Quote(quote=text, occurrence=occurrence_at(response_text, text, span.start), severity=span.severity)
 
 
-def format_answer(critique: str, good: Iterable[Any], poor: Iterable[Any], *, style: StyleConfig = SPARSE) -> str:
+def read_piece(item: Any, label: Literal[-1, 1]) -> Quote | Span:
+    """What a critic may give for a piece of the response: "text", (text, occurrence), a Quote or its JSON, a half-open
+    range (start, end) of the response's characters, or a Span of this label. ValueError for anything else.
+    """
+    match item:
+        case Span() if item.label == label:
+            kind, given = _SPAN.validate_python, item
+        case (int(start), int(end)):
+            kind, given = _SPAN.validate_python, {"start": start, "end": end, "label": label}
+        case (text, occurrence):
+            kind, given = Quote.model_validate, {"quote": text, "occurrence": occurrence}
+        case _:
+            kind, given = Quote.model_validate, item
+    try:
+        return kind(given)
+    except ValidationError as error:
+        reason = first_problem(error)
+        raise ValueError(f"{item!r:.80} is no quote and no range of the response: {reason}") from None
+
+
+def format_answer(critique: str, good: Iterable[Quote], poor: Iterable[Quote], *, style: StyleConfig = SPARSE) -> str:
     """The answer that says this, byte for byte as guided decoding by `t2g.feedback.grammar` can write it.
 
-    Quotes as in `make_feedback`; ValueError for what is no quote. Without a critique in the style it is left out.
+    Without a critique in the style it is left out.
     """
     answer: dict[str, Any] = {"critique": critique} if style.critique else {}
-    answer |= {"good": [_item(quote) for quote in good], "poor": [_item(quote) for quote in poor]}
+    answer |= {"good": [quote.model_dump() for quote in good], "poor": [quote.model_dump() for quote in poor]}
     return json.dumps(answer, ensure_ascii=False)
-
-
-def _item(item: Any) -> str | dict[str, Any]:
-    quote = read_quote(item)
-    other = {key: value for key in ("occurrence", "severity") if (value := getattr(quote, key)) != 1}
-    return {"quote": quote.text, **other} if other else quote.text
 
 
 def begun_answer(critique: str) -> str:
@@ -82,7 +107,8 @@ def parse_answer(
     MAX_ANSWER_CHARS). An entry that is no quote, or does not stand in the response, counts in num_quotes and not in
     num_located. In a style without a critique the critique is "", whatever the answer says.
     """
-    answer = _load(text, style) if finish_reason == "stop" else "the answer was cut at its length limit"
+    kinds: dict[str, type] = ({"critique": str} if style.critique else {}) | {"good": list, "poor": list}
+    answer = load_answer(text, kinds) if finish_reason == "stop" else "the answer was cut at its length limit"
     if isinstance(answer, str):
         return no_feedback("unparsable", source=source, version=version, reason=answer)
     return make_feedback(
@@ -95,8 +121,8 @@ def parse_answer(
     )
 
 
-def _load(text: str, style: StyleConfig) -> dict[str, Any] | str:
-    """The answer's object, or why it is none."""
+def load_answer(text: str, kinds: Mapping[str, type]) -> dict[str, Any] | str:
+    """A model's object with (at least) these keys of these kinds, or a sentence why it is none."""
     if len(text) > MAX_ANSWER_CHARS:
         return f"the answer has {len(text)} characters; at most {MAX_ANSWER_CHARS} are read"
     try:
@@ -105,52 +131,22 @@ def _load(text: str, style: StyleConfig) -> dict[str, Any] | str:
         return "the answer is no JSON"
     if not isinstance(answer, dict):
         return "the answer is no JSON object"
-    kinds: dict[str, type] = ({"critique": str} if style.critique else {}) | {"good": list, "poor": list}
     wrong = [key for key, kind in kinds.items() if not isinstance(answer.get(key), kind)]
     return f"the answer's {wrong[0]} is missing or no {kinds[wrong[0]].__name__}" if wrong else answer
 
 
 def _quote_or_none(item: Any) -> Quote | None:
     try:
-        return read_quote(item)
-    except ValueError:
+        return Quote.model_validate(item)
+    except ValidationError:
         return None
 
 
-def read_quote(item: Any) -> Quote:
-    """A quote from what a source may give: a Quote, "text", {"quote": "text", "occurrence": 2, "severity": 1},
-    or (text, occurrence[, (start, end) in the critique]). ValueError for anything else.
-    """
-    match item:
-        case Quote():
-            quote = item
-        case str(text):
-            quote = Quote(text=text)
-        case {"quote": str(text), **rest} if set(rest) <= {"occurrence", "severity"}:
-            quote = Quote(text=text, **rest)
-        case (str(text), occurrence):
-            quote = Quote(text=text, occurrence=occurrence)
-        case (str(text), occurrence, (int(start), int(end))):
-            quote = Quote(text=text, occurrence=occurrence, critique_range=(start, end))
-        case _:
-            raise ValueError(f"{item!r:.80} is no quote; give a text or (text, occurrence)")
-    if not isinstance(quote.text, str):
-        raise ValueError(f"a quote's text is {quote.text!r:.80}; it must be a text")
-    if type(quote.occurrence) is not int or quote.occurrence < 1:
-        raise ValueError(f"a quote's occurrence is {quote.occurrence!r:.80}; it must be a whole number from 1")
-    if type(quote.severity) is not int or quote.severity not in (1, 2, 3):
-        raise ValueError(f"a quote's severity is {quote.severity!r:.80}; it must be 1, 2 or 3")
-    match quote.critique_range:
-        case None | (int(), int()):
-            return quote
-    raise ValueError(f"a quote's critique_range is {quote.critique_range!r:.80}; it must be (start, end) or None")
+def read_judgement(answer: Any, response_text: str, *, source: str, version: str) -> SpanFeedback:
+    """The feedback in what a program gives: (critique, good pieces, poor pieces), or a dict of critique, good, poor and
+    perhaps outcome; for pieces see `read_piece`. ValueError in a sentence for rubbish.
 
-
-def read_judgement(answer: Any) -> Judgement:
-    """What a program or a file gives: (critique, good quotes, poor quotes), or a dict of critique, good, poor and
-    perhaps outcome. ValueError in a sentence for rubbish.
-
-    The quotes may be any iterables, which may raise or never end: at most MAX_QUOTES + 1 of each are taken, so that
+    The pieces may be any iterables, which may raise or never end: at most MAX_QUOTES + 1 of each are taken, so that
     one too many still counts as not located.
     """
     outcome: Any = {}
@@ -160,17 +156,19 @@ def read_judgement(answer: Any) -> Judgement:
         outcome = answer.get("outcome", {})
         answer = (answer["critique"], answer["good"], answer["poor"])
     if not isinstance(answer, tuple) or len(answer) != 3:
-        raise ValueError(f"{answer!r:.80}; it needs to be (critique, good quotes, poor quotes)")
-    critique, good, poor = answer
+        raise ValueError(f"{answer!r:.80}; it needs to be (critique, good pieces, poor pieces)")
+    critique, *sides = answer
     if not isinstance(critique, str):
         raise ValueError(f"the critique is {critique!r:.80}; it needs to be a text")
     if len(critique) > MAX_ANSWER_CHARS:
         raise ValueError(f"the critique has {len(critique)} characters; it needs to be at most {MAX_ANSWER_CHARS}")
-    for quotes in (good, poor):
-        if isinstance(quotes, str) or not isinstance(quotes, Iterable):
-            raise ValueError(f"the quotes are {quotes!r:.80}; they need to be a list")
-    good, poor = ([read_quote(item) for item in islice(quotes, MAX_QUOTES + 1)] for quotes in (good, poor))
-    return Judgement(critique, good, poor, _plain_outcome(outcome))
+    for side in sides:
+        if isinstance(side, str) or not isinstance(side, Iterable):
+            raise ValueError(f"the good or poor pieces are {side!r:.80}; they need to be a list")
+    good, poor = (list(islice(side, MAX_QUOTES + 1)) for side in sides)
+    return make_feedback(
+        critique, good, poor, response_text, source=source, version=version, outcome=_plain_outcome(outcome)
+    )
 
 
 def _plain_outcome(outcome: Any) -> dict[str, Any]:
@@ -196,28 +194,27 @@ def make_feedback(
     version: str,
     outcome: Mapping[str, Any] = MappingProxyType({}),
 ) -> SpanFeedback:
-    """The feedback of a critique with its good and poor quotes (see `read_quote`); None stands for an unreadable one.
+    """The feedback of a critique with its good and poor pieces (see `read_piece`); None stands for an unreadable one.
 
-    Quotes that do not stand in the response are left out and counted; the same span twice is one span.
-    Raises ValueError for what is no quote.
+    Pieces that do not stand in the response, or are blank, are left out and counted; the same span twice is one span.
+    Raises ValueError for what is no piece.
     """
     critique = _whole(critique)
     num_located = 0
     spans: dict[tuple[int, int, int], Span] = {}
     for label, items in ((1, good), (-1, poor)):
         for item in items[:MAX_QUOTES]:
-            quote = None if item is None else read_quote(item)
-            place = locate(response_text, quote.text, quote.occurrence) if quote and quote.text.strip() else None
-            if quote is None or place is None:
+            piece = None if item is None else read_piece(item, label)
+            span = piece if isinstance(piece, Span) else piece and _located(piece, label, response_text)
+            if span is None or not 0 <= span.start < span.end <= len(response_text):
+                continue
+            if response_text[span.start : span.end].isspace():
                 continue
             num_located += 1
-            about = quote.critique_range
-            if about is None or not 0 <= about[0] < about[1] <= len(critique):
-                about = sentence_about(critique, quote.text, quote.occurrence)
-            spans.setdefault(
-                (*place, label),
-                Span(start=place[0], end=place[1], label=label, severity=quote.severity, critique_range=about),
-            )
+            if span.critique_range is None or not 0 <= span.critique_range[0] < span.critique_range[1] <= len(critique):
+                quote = piece if isinstance(piece, Quote) else quote_of(response_text, span)
+                span = replace(span, critique_range=sentence_about(critique, quote.quote, quote.occurrence))
+            spans.setdefault((span.start, span.end, label), span)
     return SpanFeedback(
         critique=critique,
         spans=tuple(spans.values()),
@@ -228,6 +225,11 @@ def make_feedback(
         num_located=num_located,
         outcome=dict(outcome),
     )
+
+
+def _located(quote: Quote, label: Literal[-1, 1], response_text: str) -> Span | None:
+    place = locate(response_text, quote.quote, quote.occurrence)
+    return None if place is None else Span(start=place[0], end=place[1], label=label, severity=quote.severity)
 
 
 def no_feedback(

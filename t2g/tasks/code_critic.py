@@ -9,13 +9,13 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from t2g.config import StyleConfig
 from t2g.sandbox import Outcome, SandboxConfig, TestResult, run_solution
 from t2g.tasks.base import Critic
 from t2g.tasks.code import extract_code
-from t2g.text.quotes import occurrence_at
+from t2g.types import Span
 
 WRONG = 3  # severity of a line that is at fault
 MAX_TIED = 2  # lines that are equally suspicious and are all blamed; of more, the one that returned
@@ -32,7 +32,7 @@ _DRASTIC = {
 
 
 def make_critic(sandbox: SandboxConfig, style: StyleConfig) -> Critic:
-    """critic(prompt_text, response_text, *, payload) -> {"critique", "good", "poor", "outcome"}, quotes as dicts.
+    """critic(prompt_text, response_text, *, payload) -> {"critique", "good", "poor", "outcome"}, pieces as spans.
 
     payload["test"] holds the tests. The critic raises ValueError where they cannot judge: there are none, they do not
     compile, or no sandbox could be started. It may be called from several threads at once.
@@ -48,15 +48,13 @@ def make_critic(sandbox: SandboxConfig, style: StyleConfig) -> Critic:
             raise ValueError("the record's tests do not compile, or hold no test")
         if outcome.reason == "no_result" and not outcome.isolation:
             raise ValueError(f"no sandbox could be started: {outcome.output[-200:] or 'it said nothing'}")
-        return judge(outcome, response_text, code, start, style, sandbox)
+        return judge(outcome, code, start, style, sandbox)
 
     return critic
 
 
-def judge(
-    outcome: Outcome, response_text: str, code: str, start: int, style: StyleConfig, sandbox: SandboxConfig
-) -> dict[str, Any]:
-    """The judgement of an outcome. code stands in response_text from `start` on."""
+def judge(outcome: Outcome, code: str, start: int, style: StyleConfig, sandbox: SandboxConfig) -> dict[str, Any]:
+    """The judgement of an outcome. start: where the code begins in the response."""
     lines = code_lines(code, start)
     poor = blamed_lines(outcome, lines)
     good = praised_lines(outcome, poor)
@@ -69,8 +67,8 @@ def judge(
     good, poor = ([line for line in side if line in lines][:MAX_QUOTED] for side in (good, poor))
     return {
         "critique": describe(outcome, lines, good, poor, sandbox) if style.critique else "",
-        "good": [_quote(response_text, *lines[line], severity=1) for line in good],
-        "poor": [_quote(response_text, *lines[line], severity=WRONG) for line in poor],
+        "good": [_span(*lines[line], label=1, severity=1) for line in good],
+        "poor": [_span(*lines[line], label=-1, severity=WRONG) for line in poor],
         "outcome": {
             "passed": outcome.passed,
             "reason": outcome.reason,
@@ -187,9 +185,8 @@ def _error(test: TestResult) -> str:
     return f"{test.error}: {test.message}" if test.message else test.error
 
 
-def _quote(response_text: str, begin: int, text: str, *, severity: int) -> dict[str, Any]:
-    other = {"occurrence": occurrence_at(response_text, text, begin), "severity": severity}
-    return {"quote": text} | {key: value for key, value in other.items() if value != 1}
+def _span(start: int, text: str, *, label: Literal[-1, 1], severity: int) -> Span:
+    return Span(start=start, end=start + len(text), label=label, severity=severity)
 
 
 def _listed(test: TestResult) -> dict[str, Any]:

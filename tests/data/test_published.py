@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from t2g.data.published import word_spans
-from t2g.feedback.records import QuoteRecord, read_record
+from t2g.feedback.parse import Quote
+from t2g.feedback.records import read_record
 
 SPELLINGS: list[dict[str, Any]] = [
     {"good_spans": ["red"], "poor_spans": ["laptop"], "textual_feedback": "c"},
@@ -30,7 +31,11 @@ def test_a_summary(head: dict[str, Any], fields: dict[str, Any]) -> None:
         "t3_1", "p", "a red laptop hums", "c",
     )  # fmt: skip
     spans = [(span.start, span.end, span.label) for span in record.to_feedback().spans]
-    assert (record.good, record.poor, spans) == (("red",), ("laptop",), [(2, 5, 1), (6, 12, -1)])
+    assert (record.good, record.poor, spans) == (
+        (Quote(quote="red"),),
+        (Quote(quote="laptop"),),
+        [(2, 5, 1), (6, 12, -1)],
+    )
     assert record.payload == {}
 
 
@@ -45,7 +50,7 @@ def test_a_summary(head: dict[str, Any], fields: dict[str, Any]) -> None:
 def test_code(fields: dict[str, Any]) -> None:
     record = read_record({"question_id": "P_1", "question": "q", "solution": "x = 2\nprint(x)\n"} | fields)
     assert (record.prompt_id, record.prompt, record.critique) == ("P_1", "q", "c")
-    assert record.poor == (QuoteRecord(quote="x = 2", severity=3), QuoteRecord(quote="print(x)", severity=1))
+    assert record.poor == (Quote(quote="x = 2", severity=3), Quote(quote="print(x)", severity=1))
     spans = [(s.start, s.end, s.label, s.severity) for s in record.to_feedback().spans]
     assert spans == [(0, 5, -1, 3), (6, 14, -1, 1)]
 
@@ -54,7 +59,7 @@ def test_a_conversation_ends_with_the_response() -> None:
     turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
     row = {"prompt": "Why?", "prompt_id": "u1", "response": turns, "critique": "c", "good_spans": ["So"], "score": 8.0}
     record = read_record(row)
-    assert (record.response, record.good, record.payload) == ("So.", ("So",), {"score": 8.0})
+    assert (record.response, record.good, record.payload) == ("So.", (Quote(quote="So"),), {"score": 8.0})
 
 
 def test_names_of_ours_count_first() -> None:

@@ -18,10 +18,9 @@ from t2g.feedback.examples import (
     policy_examples,
     reward_examples,
     sft_example,
-    span_map_range,
     target_ids,
 )
-from t2g.feedback.parse import format_answer
+from t2g.feedback.parse import Quote, format_answer
 from t2g.feedback.records import read_record
 from t2g.tasks.prompts_only import PromptsTask
 from t2g.tasks.tiny.assets import build_tokenizer
@@ -94,10 +93,10 @@ def test_touching_a_range_is_not_sharing_a_character() -> None:
 
 def test_span_map_begins_after_the_critique_whatever_it_says() -> None:
     nasty = 'He wrote "x", "good": ["y"], "poor": [] and {"critique": "'
-    answer = format_answer(nasty, ["a"], [("b", 2)])
-    ((start, end),) = span_map_range(answer)
+    answer = format_answer(nasty, [Quote(quote="a")], [Quote(quote="b", occurrence=2)])
+    ((start, end),) = PromptsTask().decisive_ranges(answer)
     assert answer[start:end] == '"good": ["a"], "poor": [{"quote": "b", "occurrence": 2}]}'
-    assert span_map_range('{"good": [], "poor": []}') == [(1, 24)]
+    assert PromptsTask().decisive_ranges('{"good": [], "poor": []}') == [(1, 24)]
 
 
 def test_microbatch_shifts_labels_to_the_column_that_predicts_them() -> None:

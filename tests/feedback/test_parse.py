@@ -20,7 +20,7 @@ from t2g.feedback.parse import (
     make_feedback,
     parse_answer,
     read_judgement,
-    read_quote,
+    read_piece,
     sentence_about,
 )
 from t2g.tasks.base import SPARSE
@@ -32,13 +32,18 @@ BARE = StyleConfig(critique=False)
 QUOTES = st.lists(
     st.text(max_size=8)
     | st.tuples(st.text(max_size=8), st.integers(1, 9))
-    | st.builds(Quote, text=st.text(max_size=8), occurrence=st.integers(1, 9), severity=st.integers(1, 3)),
+    | st.builds(Quote, quote=st.text(max_size=8), occurrence=st.integers(1, 9), severity=st.integers(1, 3)),
     max_size=4,
 )
 
 
 def parse(text: str, response: str = RESPONSE, **keywords: Any) -> SpanFeedback:
     return parse_answer(text, response, source="reward_model", version="v", **keywords)
+
+
+def formatted(critique: str, good: Any, poor: Any, **keywords: Any) -> str:
+    sides = ([read_piece(item, 1) for item in side] for side in (good, poor))
+    return format_answer(critique, *sides, **keywords)
 
 
 def make(critique: str, good: list[Any], poor: list[Any]) -> SpanFeedback:
@@ -149,7 +154,7 @@ def test_no_text_raises(text: str) -> None:
 def test_an_answer_comes_back_as_it_was_given(
     critique: str, good: list[Any], poor: list[Any], style: StyleConfig
 ) -> None:
-    answer = format_answer(critique, good, poor, style=style)
+    answer = formatted(critique, good, poor, style=style)
     parsed = parse(answer, style=style)
     made = make(critique if style.critique else "", good, poor)
     assert answer[span_map_start(answer) :].startswith('"good": [')
@@ -159,10 +164,10 @@ def test_an_answer_comes_back_as_it_was_given(
 
 
 def test_format_by_hand() -> None:
-    assert format_answer('It\'s "é".', ["a", ("b", 1)], [("c", 2), ("d", 1, (0, 2))]) == (
+    assert formatted('It\'s "é".', ["a", ("b", 1)], [("c", 2), "d"]) == (
         '{"critique": "It\'s \\"é\\".", "good": ["a", "b"], "poor": [{"quote": "c", "occurrence": 2}, "d"]}'
     )
-    heavy = [Quote(text="a", severity=3), Quote(text="b", occurrence=2, severity=2), Quote(text="c", severity=1)]
+    heavy = [Quote(quote="a", severity=3), Quote(quote="b", occurrence=2, severity=2), Quote(quote="c", severity=1)]
     assert format_answer("dropped", [], heavy, style=BARE) == (
         '{"good": [], "poor": [{"quote": "a", "severity": 3}, {"quote": "b", "occurrence": 2, "severity": 2}, "c"]}'
     )
@@ -181,16 +186,16 @@ def grammar_accepts(answer: str, **changes: Any) -> bool:
 def test_guided_decoding_can_write_what_training_teaches(critique: str, quotes: list[str]) -> None:
     # Any character at all, escapes among them; one escape in forty characters always fits.
     spread = ["".join(sign + "." * 39 for sign in text) for text in (critique, *quotes)]
-    heavy = [Quote(text=quote, occurrence=1 + i, severity=3 - i) for i, quote in enumerate(spread[1:])]
+    heavy = [Quote(quote=quote, occurrence=1 + i, severity=3 - i) for i, quote in enumerate(spread[1:])]
     for style in (SPARSE, BARE):
-        answer = format_answer(spread[0], spread[1:], heavy, style=style)
+        answer = formatted(spread[0], spread[1:], heavy, style=style)
         assert grammar_accepts(answer, max_critique_chars=200, max_quote_chars=120, style=style)
 
 
 @settings(deadline=None)
 @given(critique=st.text(max_size=20) | st.text('"\\\\\n\u2028é😀', max_size=9), data=st.data())
 def test_a_given_critique_is_gone_on_from_wherever_it_was_cut(critique: str, data: st.DataObject) -> None:
-    answer, begun = format_answer(critique, ["a"], [("b", 2)]), begun_answer(critique)
+    answer, begun = formatted(critique, ["a"], [("b", 2)]), begun_answer(critique)
     cut = data.draw(st.integers(0, len(begun)))
     assert answer.startswith(begun)
     assert grammar_accepts(answer[cut:], rest_of_critique=begun[cut:])
@@ -199,7 +204,7 @@ def test_a_given_critique_is_gone_on_from_wherever_it_was_cut(critique: str, dat
 
 def test_guided_decoding_keeps_to_its_bounds() -> None:
     def accepts(critique: str = "c", good: Any = ("a",), poor: Any = (("b", 2),), **bounds: int) -> bool:
-        return grammar_accepts(format_answer(critique, good, poor), **bounds)
+        return grammar_accepts(formatted(critique, good, poor), **bounds)
 
     assert accepts()
     assert accepts("c" * (2 * 100 + 39))
@@ -244,17 +249,33 @@ def test_guided_decoding_without_a_critique_writes_none() -> None:
     assert not grammar_accepts('{"critique": "c", "good": ["a"], "poor": []}', style=BARE)
 
 
-def test_read_quote() -> None:
-    assert read_quote("a") == Quote(text="a")
-    assert read_quote(("a", 2)) == Quote(text="a", occurrence=2)
-    assert read_quote(("a", 2, (3, 4))) == Quote(text="a", occurrence=2, critique_range=(3, 4))
-    assert read_quote({"quote": "a", "severity": 3}) == Quote(text="a", severity=3)
-    given = Quote(text="a", occurrence=2, severity=3, critique_range=(0, 1))
-    assert read_quote(given) == given
-    quotes: Any = (Quote(text=5), Quote(text="a", occurrence="b"), Quote(text="a", critique_range="ab"))  # type: ignore[arg-type]
-    for rubbish in (3, None, ("a", "b"), ("a", 0), ("a", 1, 2), {"text": "a"}, b"a", (3, 9), *quotes):
-        with pytest.raises(ValueError, match="quote"):
-            read_quote(rubbish)
+def test_pieces_that_a_critic_may_give() -> None:
+    assert read_piece("a", 1) == Quote(quote="a")
+    assert read_piece(("a", 2), 1) == Quote(quote="a", occurrence=2)
+    assert read_piece({"quote": "a", "severity": 3}, 1) == Quote(quote="a", severity=3)
+    quote, span = Quote(quote="a", occurrence=2, severity=3), Span(start=0, end=1, label=-1, severity=3)
+    assert (read_piece(quote, -1), read_piece(span, -1)) == (quote, span)
+    assert read_piece((3, 9), -1) == Span(start=3, end=9, label=-1)
+
+
+@pytest.mark.parametrize(
+    "rubbish",
+    [3, None, ("a", "b"), ("a", 0), ("a", True), ("a", 1, 2), {"text": "a"}, b"a", (3, "a"), (3, 4.5), {"quote": 5},
+     {"quote": "a", "severity": 4}, Span(start=0, end=1, label=1), Span(start=0, end=1, label=-1, severity=4),
+     Span(start="x", end=1, label=-1), Span(start=0, end=1, label=-1, critique_range="ab")],  # type: ignore[arg-type]
+)  # fmt: skip
+def test_what_is_no_piece(rubbish: Any) -> None:
+    with pytest.raises(ValueError, match="no quote and no range"):
+        read_piece(rubbish, -1)
+
+
+def test_ranges_are_taken_as_they_are() -> None:
+    feedback = make("First phone: right. Second phone: repeated.", [(16, 21)], [(31, 36), (30, 99), (5, 5), (7, 8)])
+    assert [(s.start, s.end, s.label, s.critique_range) for s in feedback.spans] == [
+        (16, 21, 1, (0, 19)),
+        (31, 36, -1, (20, 43)),  # the second phone of the response and of the critique
+    ]
+    assert (feedback.num_quotes, feedback.num_located) == (5, 2)  # beyond the response, empty, blank
 
 
 @pytest.mark.parametrize(
@@ -265,27 +286,28 @@ def test_read_quote() -> None:
 )  # fmt: skip
 def test_rubbish_of_a_program_is_told_apart(answer: Any) -> None:
     with pytest.raises(ValueError, match=r"needs? to be|needs critique|no quote"):
-        read_judgement(answer)
+        judged(answer)
 
 
-def test_quotes_without_end_are_cut_and_still_count_as_too_many() -> None:
-    judgement = read_judgement(("c", itertools.repeat("Ann"), ()))
-    feedback = make(judgement.critique, judgement.good, [])
+def judged(answer: Any) -> SpanFeedback:
+    return read_judgement(answer, RESPONSE, source="program", version="v")
+
+
+def test_pieces_without_end_are_cut_and_still_count_as_too_many() -> None:
+    feedback = judged(("c", itertools.repeat("Ann"), ()))
     assert (feedback.num_quotes, feedback.num_located) == (MAX_QUOTES + 1, MAX_QUOTES)
 
 
 def test_judgements_of_a_program() -> None:
-    expected = ("c", [Quote(text="a")], [Quote(text="b", occurrence=2)], {})
-    assert read_judgement(("c", ["a"], (("b", 2),))) == expected
-    assert read_judgement({"critique": "c", "good": ["a"], "poor": [("b", 2)]}) == expected
+    expected = make("c", ["Ann"], [("phone", 2)])
+    assert judged(("c", ["Ann"], (("phone", 2),))) == expected
+    assert judged({"critique": "c", "good": ["Ann"], "poor": [("phone", 2)]}) == expected
 
 
 def test_the_outcome_of_a_program_is_a_copy_that_a_file_can_hold() -> None:
     outcome = {"passed": False, "log": "bad \ud83d end", "failed": ("t1", 2)}
-    judgement = read_judgement({"critique": "c", "good": [], "poor": [], "outcome": outcome})
-    assert judgement.outcome == {"passed": False, "log": "bad \ufffd end", "failed": ["t1", 2]}
-    feedback = make_feedback("c", [], [], RESPONSE, source="program", version="v", outcome=judgement.outcome)
-    assert feedback.outcome == judgement.outcome
+    feedback = judged({"critique": "c", "good": [], "poor": [], "outcome": outcome})
+    assert feedback.outcome == {"passed": False, "log": "bad \ufffd end", "failed": ["t1", 2]}
     assert make("c", [], []).outcome == {}
 
 
@@ -300,7 +322,7 @@ def endless() -> dict[str, Any]:
 )
 def test_an_outcome_that_is_no_plain_json_is_refused(outcome: Any) -> None:
     with pytest.raises(ValueError, match=r"the outcome .*needs to be"):
-        read_judgement({"critique": "c", "good": [], "poor": [], "outcome": outcome})
+        judged({"critique": "c", "good": [], "poor": [], "outcome": outcome})
 
 
 @pytest.mark.parametrize(
@@ -351,5 +373,9 @@ def test_the_longest_critique_with_the_most_quotes_takes_no_time(critique: str) 
 
 
 def test_a_program_knows_its_sentences_better() -> None:
-    assert make("Ann. Ann!", [("Ann", 1, (5, 9))], []).spans[0].critique_range == (5, 9)
-    assert make("Ann. Ann!", [("Ann", 1, (5, 99))], []).spans[0].critique_range == (0, 4)  # beyond the critique
+    def about(start: int, end: int) -> Any:
+        span = Span(start=3, end=6, label=1, critique_range=(start, end))
+        return make("Ann. Ann!", [span], []).spans[0].critique_range
+
+    assert about(5, 9) == (5, 9)
+    assert about(5, 99) == (0, 4)  # beyond the critique

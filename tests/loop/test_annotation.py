@@ -12,7 +12,7 @@ from fakes import FakeFeedback, FakeRollouts, letter_prompts, letter_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t2g.feedback.parse import make_feedback
+from t2g.feedback.parse import Quote, make_feedback
 from t2g.feedback.records import AnnotatedRecord
 from t2g.interfaces import Sampling
 from t2g.loop.annotation import (
@@ -71,7 +71,7 @@ def test_given_responses_are_judged_as_they_are() -> None:
     records = judged(samples)
     made = [records[sample.key] for sample in samples]
     assert [(r.prompt_id, r.sample_index, r.response, r.good, r.poor) for r in made[:2]] == [
-        ("a", 0, "a b", ("a",), ("b",)),
+        ("a", 0, "a b", (Quote(quote="a"),), (Quote(quote="b"),)),
         ("a", 1, "b", (), ("b",)),
     ]
     assert made[2].status == "empty"
@@ -190,7 +190,5 @@ def test_the_documented_record_has_every_field_and_says_what_it_shows() -> None:
     rows = text.split("| field |")[1].split("\n\n")[0]
     assert {name for name in shown if f"`{name}`" not in rows} == set()
     record = AnnotatedRecord.model_validate(shown)
-    said = make_feedback(
-        record.critique, record.good, [q.model_dump() for q in record.poor], record.response, source="", version=""
-    )
+    said = make_feedback(record.critique, record.good, record.poor, record.response, source="", version="")
     assert said.spans == record.to_feedback().spans

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from t2g.config import StyleConfig
-from t2g.feedback.parse import make_feedback, read_judgement
+from t2g.feedback.parse import quote_of, read_judgement
 from t2g.sandbox import Outcome, SandboxConfig, TestResult
 from t2g.tasks.code_critic import blamed_lines, code_lines, make_critic, ochiai, praised_lines
-from t2g.types import SpanFeedback
+from t2g.types import Span, SpanFeedback
 
 RECORDS = [
     json.loads(line)
@@ -25,8 +25,11 @@ def judged(response: str, tests: str = TESTS, *, limits: SandboxConfig = LIMITS,
 
 
 def feedback(response: str, judgement: dict[str, Any]) -> SpanFeedback:
-    critique, good, poor, outcome = read_judgement(judgement)
-    return make_feedback(critique, good, poor, response, source="program", version="v", outcome=outcome)
+    return read_judgement(judgement, response, source="program", version="v")
+
+
+def quotes(response: str, side: list[Span]) -> list[Any]:
+    return [quote_of(response, span).model_dump() for span in side]
 
 
 def quoted(response: str, found: SpanFeedback, label: int) -> list[tuple[int, str]]:
@@ -55,8 +58,8 @@ def test_a_program_in_a_fence() -> None:
         "return x - 1 is wrong:\n```python\ndef f(x):\n    if x > 0:\n        return x + 1\n    return x - 1\n```\n"
     )
     judgement = judged(response)
-    assert judgement["poor"] == [{"quote": "return x - 1", "occurrence": 2, "severity": 3}]
-    assert judgement["good"] == [{"quote": "return x + 1"}]
+    assert quotes(response, judgement["poor"]) == [{"quote": "return x - 1", "occurrence": 2, "severity": 3}]
+    assert quotes(response, judgement["good"]) == ["return x + 1"]
     assert judgement["critique"].split("\n") == [
         "The program fails 1 of 2 tests.",
         "test_two fails: assert f(-2) == 3 expects 3 and gets -3.",
@@ -70,8 +73,9 @@ def test_a_program_in_a_fence() -> None:
 
 
 def test_a_traceback_blames_its_innermost_line() -> None:
-    judgement = judged("def f(x):\n    return g(x)\n\ndef g(x):\n    return [2][x - 1]\n")
-    assert judgement["poor"] == [{"quote": "return [2][x - 1]", "severity": 3}]
+    response = "def f(x):\n    return g(x)\n\ndef g(x):\n    return [2][x - 1]\n"
+    judgement = judged(response)
+    assert quotes(response, judgement["poor"]) == [{"quote": "return [2][x - 1]", "severity": 3}]
     assert "test_two raises IndexError: list index out of range in line 5: return [2][x - 1]" in judgement["critique"]
     assert judgement["outcome"]["tests"][1]["line"] == 5
 
@@ -85,8 +89,10 @@ def test_dense_labels_every_executed_line() -> None:
 
 
 def test_without_a_critique() -> None:
-    judgement = judged("def f(x):\n    return 2\n", critique=False)
-    assert (judgement["critique"], judgement["poor"]) == ("", [{"quote": "return 2", "severity": 3}])
+    response = "def f(x):\n    return 2\n"
+    judgement = judged(response, critique=False)
+    assert judgement["critique"] == ""
+    assert quotes(response, judgement["poor"]) == [{"quote": "return 2", "severity": 3}]
 
 
 @pytest.mark.parametrize(
@@ -105,8 +111,8 @@ def test_programs_that_do_not_come_to_an_end(code: str, reason: str, words: str,
     judgement = judged(code, limits=LIMITS.model_copy(update={"timeout_s": 0.5}))
     assert judgement["outcome"]["reason"] == reason
     assert words in judgement["critique"]
-    quotes = [quote["quote"] for quote in judgement["poor"]]
-    assert quotes if poor is None else poor in quotes
+    blamed = [code[span.start : span.end] for span in judgement["poor"]]
+    assert blamed if poor is None else poor in blamed
 
 
 @pytest.mark.parametrize(

@@ -9,17 +9,20 @@ Answers are untrusted: parsed, bounded, never an exception. What is wrong with o
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import ConfigDict, ValidationError
 
 from t2g.config import StyleConfig
-from t2g.feedback.parse import MAX_ANSWER_CHARS, MAX_QUOTES, Quote, make_feedback, no_feedback
+from t2g.config.words import first_problem
+from t2g.feedback.parse import MAX_QUOTES, Quote, load_answer, make_feedback, no_feedback
 from t2g.feedback.sources.asking import Completion
 from t2g.tasks.base import Task
 from t2g.text.quotes import locate
 from t2g.text.tokenizer import Message
-from t2g.types import Prompt, SpanFeedback
+from t2g.types import Prompt, Span, SpanFeedback
 
-LABELS = ["good", "poor"]
+LABELS = {1: "good", -1: "poor"}
 MAX_NOTES_CHARS = 8000  # of a human's feedback or a test's log that is shown
 MAX_FAULTS = 8  # that are told to the model at once
 MAX_REPEATED_CHARS = 4000  # of an answer that is shown to the model again
@@ -65,6 +68,15 @@ class Request:
         return ("reasoning", *(("critique",) if self.style.critique and self.critique is None else ()), "spans")
 
 
+class _Entry(Quote):
+    """One of an answer's spans; the schema is `answer_schema`."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    label: Literal["good", "poor"]
+    phrase: Any = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Reading:
     """An answer as far as it can be used, and what is wrong with it, in sentences for the model."""
@@ -105,7 +117,7 @@ def answer_schema(request: Request) -> dict[str, Any]:
     span: dict[str, Any] = {
         "quote": text,
         "occurrence": {"type": "integer"},
-        "label": {"type": "string", "enum": LABELS},
+        "label": {"type": "string", "enum": list(LABELS.values())},
         "severity": {"type": "integer"},
     }
     if request.with_phrases:
@@ -125,83 +137,59 @@ def read_answer(completion: Completion, request: Request, *, source: str, versio
     """
     answer = _load(completion, request)
     if isinstance(answer, str):
-        return Reading(
-            feedback=no_feedback("unparsable", source=source, version=version, reason=answer), faults=(answer,)
-        )
+        nothing = no_feedback("unparsable", source=source, version=version, reason=answer)
+        return Reading(feedback=nothing, faults=(f"{answer[0].upper()}{answer[1:]}.",))
     critique = answer["critique"] if "critique" in request.keys else request.critique or ""
     faults = [] if critique.strip() or not request.with_phrases else ["The critique is empty."]
-    quotes: dict[str, list[Quote | None]] = {"good": [], "poor": []}
-    places: set[tuple[int, int, str]] = set()
     items = sorted(answer["spans"], key=lambda item: not (isinstance(item, dict) and item.get("label") == "poor"))
+    spans: list[Span] = []
     for item in items[: 2 * MAX_QUOTES]:
-        quote, found = _read_span(item, request, critique)
-        place = locate(request.response_text, quote.text, quote.occurrence) if quote else None
-        label = "poor" if quote and item["label"] == "poor" else "good"
-        if place and (*place, label) not in places:
-            overlapped = [other for start, end, other in places if place[0] < end and start < place[1]]
-            if overlapped:
-                found, quote = [f"The {label} quote {_show(item['quote'])} overlaps a {overlapped[0]} one."], None
-            else:
-                places.add((*place, label))
+        span, found = _read_span(item, request, critique)
+        other = next((other for other in spans if span and other.start < span.end and span.start < other.end), None)
+        if span and other and (other.start, other.end, other.label) != (span.start, span.end, span.label):
+            fault = f"The {LABELS[span.label]} quote {_show(item['quote'])} overlaps a {LABELS[other.label]} one."
+            span, found = None, [fault]
         faults += found
-        quotes[label].append(quote)
-    quotes["good"] += [None] * (len(items) - 2 * MAX_QUOTES)
-    feedback = make_feedback(
-        critique, quotes["good"], quotes["poor"], request.response_text, source=source, version=version
-    )
+        spans += [span] if span else []
+    good, poor = ([span for span in spans if span.label == label] for label in (1, -1))
+    lost = [None] * (len(items) - len(spans))
+    feedback = make_feedback(critique, [*good, *lost], poor, request.response_text, source=source, version=version)
     return Reading(feedback=feedback, faults=tuple(faults))
 
 
 def _load(completion: Completion, request: Request) -> dict[str, Any] | str:
-    """The answer's object, or a sentence why it is none. Text around the object is forgiven: not every server follows
-    a schema.
-    """
-    text = completion.text
+    """The answer's object, or why it is none. Text around the object is forgiven: not every server follows a schema."""
     if completion.finish_reason == "length":
-        return f"The answer was cut after {completion.output_tokens} tokens; it must be shorter."
-    if len(text) > MAX_ANSWER_CHARS:
-        return f"The answer has {len(text)} characters; it must be shorter."
+        return f"the answer was cut after {completion.output_tokens} tokens; it must be shorter"
+    text = completion.text
+    kinds: dict[str, type] = {key: list if key == "spans" else str for key in request.keys[1:]}
+    return load_answer(text[text.find("{") : text.rfind("}") + 1], kinds)
+
+
+def _read_span(item: Any, request: Request, critique: str) -> tuple[Span | None, list[str]]:
+    """The piece that one entry quotes, None if it stands nowhere, and what is wrong with the entry."""
     try:
-        answer = json.loads(text[text.find("{") : text.rfind("}") + 1])
-    except (ValueError, RecursionError):
-        return "The answer is not one JSON object."
-    for key in request.keys[1:]:
-        kind = list if key == "spans" else str
-        if not isinstance(answer.get(key), kind):
-            return f'The answer needs the key "{key}" with a {"list" if kind is list else "text"}.'
-    return answer
-
-
-def _read_span(item: Any, request: Request, critique: str) -> tuple[Quote | None, list[str]]:
-    """The quote of one entry, None if it is none, and what is wrong with the entry."""
-    if not isinstance(item, dict) or not isinstance(item.get("quote"), str):
-        return None, [f'The entry {_show(item)} of spans needs a "quote" that is a text.']
-    text, label = item["quote"], item.get("label")
-    occurrence, severity = item.get("occurrence", 1), item.get("severity", 1)
-    where = f"of the quote {_show(text)}"
-    if not text.strip():
+        entry = _Entry.model_validate(item)
+    except ValidationError as error:
+        return None, [f"The entry {_show(item)} of spans is wrong; {first_problem(error)}."]
+    if not entry.quote.strip():
         return None, ["A quote is empty."]
-    if label not in LABELS:
-        return None, [f'The label {where} must be "good" or "poor".']
-    if type(severity) is not int or severity not in (1, 2, 3):
-        return None, [f"The severity {where} must be 1, 2 or 3."]
-    if type(occurrence) is not int or occurrence < 1:
-        return None, [f"The occurrence {where} must be a whole number from 1."]
-    faults = []
-    if locate(request.response_text, text, occurrence) is None:
-        often = locate(request.response_text, text) is not None
-        faults.append(
-            f"The quote {_show(text)} does not occur {occurrence} times in the response."
-            if often
-            else f"The quote {_show(text)} does not occur in the response."
-        )
-    about = None
+    faults, about = [], None
+    place = locate(request.response_text, entry.quote, entry.occurrence)
+    if place is None:
+        often = f" {entry.occurrence} times" if locate(request.response_text, entry.quote) is not None else ""
+        faults.append(f"The quote {_show(entry.quote)} does not occur{often} in the response.")
     if request.with_phrases:
-        phrase = item.get("phrase")
+        phrase = entry.phrase
         about = locate(critique, phrase) if isinstance(phrase, str) and phrase.strip() else None
         if about is None:
+            where = f"of the quote {_show(entry.quote)}"
             faults.append(f"The phrase {_show(phrase)} {where} does not occur in the critique.")
-    return Quote(text=text, occurrence=occurrence, severity=severity, critique_range=about), faults
+    if place is None:
+        return None, faults
+    label: Literal[-1, 1] = 1 if entry.label == "good" else -1
+    span = Span(start=place[0], end=place[1], label=label, severity=entry.severity, critique_range=about)
+    return span, faults
 
 
 def _show(value: Any) -> str:

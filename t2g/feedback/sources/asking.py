@@ -33,19 +33,22 @@ class Question:
 class ChatFailed(Exception):
     """No answer, and why in a sentence."""
 
-    def __init__(self, kind: str, sentence: str, *, passing: bool, retry_after_s: float | None = None) -> None:
+    def __init__(self, kind: str, sentence: str, *, passing: bool = False) -> None:
         super().__init__(sentence)
         self.kind = kind  # each is logged once
-        self.passing = passing  # the same request may be answered later
-        self.retry_after_s = retry_after_s  # when, if the server said so
+        self.passing = passing  # another try may get an answer
 
 
 class Chat(Protocol):
+    """`fleet` is None for those that derive from it."""
+
     name: str  # for sentences
     model: str
+    fleet: Any = None  # as `FeedbackSource.fleet`
 
     async def complete(self, question: Question) -> Completion:
-        """The answer, as JSON of the schema if the model can be made to. One request, nothing is tried again.
+        """The answer, as JSON of the schema if the model can be made to. May ask again what was not answered: how long
+        it may take is the caller's business.
 
         Raises ChatFailed for what concerns this request; UserError or RunStopped when every other would fail, too.
         """

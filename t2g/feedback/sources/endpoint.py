@@ -1,30 +1,32 @@
-"""A chat model behind an OpenAI-compatible server: one request, one answer. Who asks again is t2g.feedback.sources.llm.
+"""A chat model behind an OpenAI-compatible server.
+
+What may pass (429, 5xx, no connection) `openai` tries again by itself: when the server's Retry-After says, else after
+pauses that double. `t2g.feedback.sources.llm` has the deadline of it all.
 
 The key goes into the request's header and nowhere else: what a server or a library says is scrubbed of it.
 """
 
-import json
-import math
 import os
-import time
 from collections.abc import Mapping
 from dataclasses import replace
-from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel, Field, ValidationError
+
 from t2g.config import LLMConfig
+from t2g.config.words import first_problem
 from t2g.errors import RunStopped, UserError
-from t2g.feedback.sources.asking import ChatFailed, Completion, Question, estimate_tokens
+from t2g.feedback.sources.asking import Chat, ChatFailed, Completion, Question, estimate_tokens
 from t2g.feedback.sources.waiting import PerLoop
 
 if TYPE_CHECKING:
     import openai
 
 MAX_BODY_BYTES = 4 * 2**20  # of a response that is read
-PASSING = {408, 409, 425, 429}  # status codes, beside 500 and above
+MAX_RETRIES = 10  # of one request, a minute of pauses; the deadline of the judgement may end them before
 
 
-class EndpointChat:
+class EndpointChat(Chat):
     """The server at `llm.url`. UserError without a key in the environment."""
 
     def __init__(self, config: LLMConfig, *, environ: Mapping[str, str] = os.environ) -> None:
@@ -52,7 +54,7 @@ class EndpointChat:
             base_url=self._config.url,
             api_key=self._key,
             timeout=self._config.request_timeout_s,
-            max_retries=0,  # ours: theirs would run past the deadline
+            max_retries=MAX_RETRIES,
         )
 
     async def complete(self, question: Question) -> Completion:
@@ -72,17 +74,16 @@ class EndpointChat:
             ) as response:
                 self._key_works = True
                 body = await read_body(response)
+            said = read_completion(body, prompt="".join(message["content"] for message in question.messages))
         except openai.APIStatusError as error:
             raise self._refused(error) from None
         except openai.OpenAIError as error:
             cause = f": {error.__cause__}" if error.__cause__ and str(error.__cause__) else ""
-            raise self._failed("connection", f"{error}{cause}", passing=True) from None
-        except ConnectionError as error:
+            raise self._failed("connection", f"{error}{cause}") from None
+        except ConnectionError as error:  # the client tries again no longer, once an answer has begun
             raise self._failed("connection", str(error), passing=True) from None
-        try:
-            said = read_completion(body, prompt="".join(message["content"] for message in question.messages))
         except ValueError as error:
-            raise self._failed("answer", str(error), passing=False) from None
+            raise self._failed("answer", str(error)) from None
         # Nobody reads a refusal but people. An answer stays as it is: a key may be a word like "any".
         return replace(said, text=self._words(said.text)) if said.finish_reason == "refusal" else said
 
@@ -97,12 +98,10 @@ class EndpointChat:
             return UserError(f"llm.url={self._config.url} does not know llm.model={self.model} or the path: {words}")
         if error.code == "insufficient_quota":
             return RunStopped(f"the account of {self._config.key_env} has nothing left to spend: {words}")
-        wait_s = retry_after(error.response.headers, now=time.time())
-        return self._failed(f"HTTP {status}", words, passing=status in PASSING or status >= 500, retry_after_s=wait_s)
+        return self._failed(f"HTTP {status}", words)
 
-    def _failed(self, kind: str, words: str, *, passing: bool, retry_after_s: float | None = None) -> ChatFailed:
-        sentence = f"{self.name}: {self._words(words)}"
-        return ChatFailed(kind, sentence, passing=passing, retry_after_s=retry_after_s)
+    def _failed(self, kind: str, words: str, *, passing: bool = False) -> ChatFailed:
+        return ChatFailed(kind, f"{self.name}: {self._words(words)}", passing=passing)
 
     def _words(self, words: str) -> str:
         """In one printable line, without the key (servers like to repeat it), and only then cut."""
@@ -113,7 +112,7 @@ class EndpointChat:
 
 
 async def read_body(response: Any) -> bytes:
-    """The response's first MAX_BODY_BYTES and no more. ConnectionError when it ends before it should."""
+    """The response's first MAX_BODY_BYTES and little more. ConnectionError when it ends before it should."""
     body = bytearray()
     try:
         async for chunk in response.iter_bytes():
@@ -125,6 +124,26 @@ async def read_body(response: Any) -> bytes:
     return bytes(body)
 
 
+class _Message(BaseModel):
+    content: str | None = None
+    refusal: str | None = None
+
+
+class _Choice(BaseModel):
+    message: _Message
+    finish_reason: str | None = None
+
+
+class _Usage(BaseModel):
+    prompt_tokens: int | None = Field(None, ge=0)
+    completion_tokens: int | None = Field(None, ge=0)
+
+
+class _Body(BaseModel):
+    choices: list[_Choice] = Field(min_length=1)
+    usage: _Usage | None = None
+
+
 def read_completion(body: bytes, *, prompt: str) -> Completion:
     """The first choice of a chat completion. ValueError for anything else: a proxy's web page, JSON that is cut off.
 
@@ -133,55 +152,16 @@ def read_completion(body: bytes, *, prompt: str) -> Completion:
     """
     if len(body) > MAX_BODY_BYTES:
         raise ValueError(f"an answer of more than {MAX_BODY_BYTES} bytes")
-    shown = body.decode(errors="replace")
     try:
-        answer = json.loads(body)
-    except (ValueError, RecursionError):
-        raise ValueError(f"an answer that is no JSON: {shown}") from None
-    choices = answer.get("choices") if isinstance(answer, dict) else None
-    first = choices[0] if isinstance(choices, list) and choices else None
-    message = first.get("message") if isinstance(first, dict) else None
-    if not isinstance(message, dict):
-        raise ValueError(f"an answer without choices or without a message: {shown}")
-    refusal, content = message.get("refusal"), message.get("content")
-    if not isinstance(content, str | None):
-        raise ValueError(f"a message whose content is no text: {shown}")
-    reason = first.get("finish_reason")
-    refused = reason == "content_filter" or (isinstance(refusal, str) and refusal)
-    text = refusal if isinstance(refusal, str) and refusal else content or ""
-    usage = answer.get("usage")
+        read = _Body.model_validate_json(body)
+    except ValidationError as error:
+        raise ValueError(f"no chat completion, {first_problem(error)}: {body.decode(errors='replace')}") from None
+    message, reason, usage = read.choices[0].message, read.choices[0].finish_reason, read.usage or _Usage()
+    refused = reason == "content_filter" or message.refusal
+    text = message.refusal or message.content or ""
     return Completion(
         text=text,
         finish_reason="refusal" if refused else "length" if reason == "length" else "stop",
-        prompt_tokens=_count(usage, "prompt_tokens", estimate_tokens(prompt)),
-        output_tokens=_count(usage, "completion_tokens", estimate_tokens(text)),
+        prompt_tokens=estimate_tokens(prompt) if usage.prompt_tokens is None else usage.prompt_tokens,
+        output_tokens=estimate_tokens(text) if usage.completion_tokens is None else usage.completion_tokens,
     )
-
-
-def _count(usage: Any, key: str, otherwise: int) -> int:
-    value = usage.get(key) if isinstance(usage, dict) else None
-    return value if type(value) is int and value >= 0 else otherwise
-
-
-def retry_after(headers: Mapping[str, str], *, now: float) -> float | None:
-    """Seconds that the server asks to wait, from 0; None when it does not, or in no number and no date.
-
-    Names of headers in lower case; `now` in seconds since 1970.
-
-        retry_after({"retry-after": "1.5"}, now=0) == 1.5
-        retry_after({"retry-after": "Thu, 01 Jan 1970 00:01:00 GMT"}, now=20) == 40
-    """
-    for name, unit_s in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
-        value = headers.get(name)
-        if value is None:
-            continue
-        try:
-            seconds = float(value) * unit_s
-        except ValueError:
-            try:
-                seconds = parsedate_to_datetime(value).timestamp() - now
-            except ValueError:
-                continue
-        if not math.isnan(seconds):
-            return max(0.0, seconds)
-    return None

@@ -14,27 +14,24 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from t2g.data.load import SUFFIXES, read_file, read_lines
 from t2g.data.published import translate
 from t2g.errors import UserError
-from t2g.feedback.parse import Quote, make_feedback, no_feedback, read_judgement
-from t2g.feedback.records import AnnotatedRecord
+from t2g.feedback.parse import make_feedback, no_feedback
+from t2g.feedback.records import AnnotatedRecord, first_few, read_record
 from t2g.feedback.sources.waiting import FailureLog
-from t2g.interfaces import Aligner
+from t2g.interfaces import Aligner, FeedbackSource
 from t2g.tasks.base import Record, Task
-from t2g.text.quotes import locate, occurrence_at
 from t2g.types import Prompt, SpanFeedback
 
 logger = logging.getLogger(__name__)
 
-MAX_NAMED = 5  # lines that one warning names
 FIELDS = ("prompt_id", "prompt", "response", "critique", "good", "poor", "spans")
 MARKS = ("good", "poor", "spans")
-LABELS = {1: "good", -1: "poor", "good": "good", "poor": "poor"}
+LABELS = {"good": 1, "poor": -1}
 Key = tuple[str | None, str | None, str]  # prompt_id and prompt as far as the line gives them, response
 
 
@@ -44,7 +41,7 @@ class _Judgement:
     aligned: bool  # false: the critique alone is known
 
 
-class HumanFeedback:
+class HumanFeedback(FeedbackSource):
     """Judgements from a file. A response that nobody judged, or in a line that is broken, has failed feedback with a
     reason that names file and line.
 
@@ -81,7 +78,7 @@ class HumanFeedback:
             if not judgement.aligned:
                 self._unaligned.append(where)
         if again:
-            places = ", ".join(again[:MAX_NAMED]) + (" ..." if len(again) > MAX_NAMED else "")
+            places = ", ".join(first_few(again))
             logger.warning("not used: %d judgements of a response that an earlier line judged, %s", len(again), places)
         if lost:
             sentence = f"{len(lost)} lines judge no response, the first at {lost[0]}: response and prompt are needed"
@@ -128,26 +125,27 @@ class HumanFeedback:
         return next((judgement for judgement in found if judgement is not None), None)
 
     def _judgement(self, where: str, row: Record, response: str) -> _Judgement:
+        version = self._version(row)
         try:
             critique, marks = _read_marks(row)
             if marks is None:
-                said = make_feedback(critique, (), (), response, source=self.name, version=self._version(row))
+                said = make_feedback(critique, (), (), response, source=self.name, version=version)
                 return _Judgement(said, aligned=False)
-            critique, good, poor, _ = read_judgement((critique, *_quotes(marks, response)))
-            said = make_feedback(critique, good, poor, response, source=self.name, version=self._version(row))
-            _refuse_overlaps(said)
+            names = {"prompt": "", "response": response, "critique": critique, "source": self.name, "version": version}
+            said = read_record({**names, **marks}, on_flaw=_refuse).to_feedback()
         except ValueError as error:
-            said = self._failed(f"{where}: {error}", row)
+            said = no_feedback("failed", source=self.name, version=version, reason=f"{where}: {error}")
             self._failures.say("line", said.reason)
         return _Judgement(said, aligned=True)
-
-    def _failed(self, reason: str, row: Record) -> SpanFeedback:
-        return no_feedback("failed", source=self.name, version=self._version(row), reason=reason)
 
     def _version(self, row: Record) -> str:
         """The file and a hash of the line: what changes in other lines makes no judgement stale."""
         digest = hashlib.blake2b(json.dumps(row, default=str).encode(errors="replace"), digest_size=4).hexdigest()
         return f"{self._path.name}@{digest}"
+
+
+def _refuse(flaw: str) -> None:
+    raise ValueError(flaw)
 
 
 def _key(row: Record, task: Task) -> Key | None:
@@ -181,7 +179,16 @@ def _read_marks(row: Record) -> tuple[str, dict[str, Any] | None]:
     critique = fields.get("critique", rest.get("feedback"))  # SLF5K's name for it
     if not isinstance(critique, str) or not critique.strip():
         raise ValueError(f"the critique is {critique!r:.80}; it needs to be a text")
-    return critique, {name: fields[name] for name in MARKS if name in fields} or None
+    marks = {name: fields[name] for name in MARKS if name in fields}
+    if isinstance(marks.get("spans"), list):
+        marks["spans"] = [_with_number(span) for span in marks["spans"]]
+    return critique, marks or None
+
+
+def _with_number(span: Any) -> Any:
+    """A span whose label may be a word."""
+    label = span.get("label") if isinstance(span, dict) else None
+    return {**span, "label": LABELS[label]} if isinstance(label, str) and label in LABELS else span
 
 
 def _from_cell(name: str, value: Any) -> Any:
@@ -191,48 +198,3 @@ def _from_cell(name: str, value: Any) -> Any:
         return json.loads(value)
     except (ValueError, RecursionError):
         raise ValueError(f"{name} is {value!r:.80}; it needs to be a list in JSON") from None
-
-
-def _quotes(marks: Mapping[str, Any], response: str) -> tuple[list[Quote], list[Quote]]:
-    """Good and poor quotes, each of which stands in the response. ValueError for one that does not, or is blank."""
-    if "spans" in marks:
-        if not isinstance(marks["spans"], list):
-            raise ValueError(f"spans is {marks['spans']!r:.80}; it needs to be a list")
-        found: dict[str, list[Quote]] = {"good": [], "poor": []}
-        for number, span in enumerate(marks["spans"]):
-            label, quote = _quote_at(f"spans[{number}]", span, response)
-            found[label].append(quote)
-        return found["good"], found["poor"]
-    _, good, poor, _ = read_judgement(("", marks.get("good", ()), marks.get("poor", ())))  # so that all are Quotes
-    for quote in (*good, *poor):
-        if not quote.text.strip():
-            raise ValueError("a quote is empty")
-        if locate(response, quote.text, quote.occurrence) is None:
-            often = f" {quote.occurrence} times" if quote.occurrence > 1 else ""
-            raise ValueError(f"the quote {quote.text!r:.80} does not stand{often} in the response")
-    return good, poor
-
-
-def _quote_at(name: str, span: Any, response: str) -> tuple[str, Quote]:
-    """Label and quote of one entry of spans."""
-    match span:
-        case {"start": int(start), "end": int(end), "label": (int() | str()) as label} if label in LABELS:
-            pass
-        case _:
-            raise ValueError(f"{name} is {span!r:.80}; it needs start, end and a label, good (1) or poor (-1)")
-    severity = span.get("severity", 1)
-    if type(severity) is not int or severity not in (1, 2, 3):
-        raise ValueError(f"{name} has severity {severity!r:.80}; it must be 1, 2 or 3")
-    if not 0 <= start < end <= len(response):
-        raise ValueError(f"{name} is [{start}, {end}) of a response of {len(response)} characters")
-    text = response[start:end]
-    if not text.strip():
-        raise ValueError(f"{name} is [{start}, {end}), where the response is blank")
-    return LABELS[label], Quote(text=text, occurrence=occurrence_at(response, text, start), severity=severity)
-
-
-def _refuse_overlaps(said: SpanFeedback) -> None:
-    places = sorted((span.start, span.end) for span in said.spans)
-    for before, after in pairwise(places):
-        if before[1] > after[0]:
-            raise ValueError(f"the spans [{before[0]}, {before[1]}) and [{after[0]}, {after[1]}) overlap")

@@ -6,24 +6,24 @@ Not here: how a model is reached (t2g.feedback.sources.endpoint, actors.engines.
 
 import asyncio
 import hashlib
-import itertools
 import json
-import random
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from aiolimiter import AsyncLimiter
 
 from t2g.config import FeedbackConfig, LLMConfig
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.parse import no_feedback
 from t2g.feedback.sources.annotator import Reading, Request, answer_schema, follow_up, make_request, read_answer
 from t2g.feedback.sources.asking import Chat, ChatFailed, Completion, Question, estimate_tokens
-from t2g.feedback.sources.ratelimit import Gate, retry_pause_s
 from t2g.feedback.sources.votes import vote
 from t2g.feedback.sources.waiting import FailureLog, PerLoop
+from t2g.interfaces import FeedbackSource
 from t2g.tasks.base import Task
 from t2g.text.tokenizer import Message
 from t2g.types import Prompt, SpanFeedback
@@ -69,14 +69,7 @@ def refuse_over_cap(estimate: TokenEstimate, config: LLMConfig) -> None:
         )
 
 
-@dataclass
-class _Patience:
-    """Seconds that one annotator may still take. Waiting for a turn does not count: a slow pace is no failure."""
-
-    left_s: float
-
-
-class LLMFeedback:
+class LLMFeedback(FeedbackSource):
     """A feedback source, and an aligner: it also finds the spans of a critique that somebody else wrote."""
 
     name = "llm"
@@ -87,11 +80,12 @@ class LLMFeedback:
         self.version = f"{chat.model}{votes}#{self._prompt_version()}"
         # Judgements under way, each with several requests one after the other: a run that is killed loses these.
         self._turn = PerLoop(lambda: asyncio.Semaphore(self._llm.concurrency))
-        self._gate = PerLoop(lambda: Gate(concurrency=self._llm.concurrency, per_minute=self._llm.requests_per_minute))
+        self._place = PerLoop(lambda: asyncio.Semaphore(self._llm.concurrency))  # for one request
+        self._pace = PerLoop(self._make_pace)
         self._failures = FailureLog()
         self._num_lost = 0  # annotators in a row that got no answer
         self.num_tokens = 0  # spent so far, prompts and answers
-        self.fleet = getattr(chat, "fleet", None)  # of own engines, for whoever looks after them
+        self.fleet = chat.fleet
 
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
         """Critique and spans. What is no answer is failed feedback, an answer of no use is unparsable, with a reason.
@@ -123,55 +117,42 @@ class LLMFeedback:
         reason = f"{len(usable)} of {num_annotators} annotators gave a usable answer; one did not: {without.reason}"
         return replace(without, critique="", reason=reason)
 
+    def _make_pace(self) -> AbstractAsyncContextManager[None]:
+        """Requests so far apart that no minute has more than its share."""
+        per_minute = self._llm.requests_per_minute
+        return AsyncLimiter(1, 60 / per_minute) if per_minute else nullcontext()
+
     async def _annotator(self, request: Request, seed: int) -> SpanFeedback:
         """The feedback of one annotator, who is told what was wrong with an answer and asked again."""
-        patience = _Patience(self._config.timeout_s)
+        left_s = self._config.timeout_s  # of all tries; waiting for a turn does not count: a slow pace is no failure
         messages, schema = request.messages, answer_schema(request)
         readings: list[Reading] = []
-        try:
-            for _ in range(self._llm.max_tries):
-                completion = await self._complete(messages, schema, seed, patience)
-                readings.append(read_answer(completion, request, source=self.name, version=self.version))
-                if not readings[-1].faults:
+        failed: ChatFailed | None = None  # the last try
+        for _ in range(self._llm.max_tries):
+            async with self._place.get(), self._pace.get():
+                started = time.monotonic()
+                try:
+                    completion, failed = await self._complete(messages, schema, seed, left_s), None
+                except ChatFailed as error:
+                    failed = error
+                left_s -= time.monotonic() - started
+            if failed:
+                if not failed.passing:
                     break
-                messages = follow_up(request, completion.text, readings[-1].faults)
-        except ChatFailed as failed:
-            if not any(reading.feedback.spans for reading in readings):
-                return self._failed(failed)
+                continue
+            readings.append(read_answer(completion, request, source=self.name, version=self.version))
+            if not readings[-1].faults:
+                break
+            messages = follow_up(request, completion.text, readings[-1].faults)
+        if failed and not any(reading.feedback.spans for reading in readings):
+            return self._failed(failed)
         return settle(readings)
 
     async def _complete(
-        self, messages: Sequence[Message], schema: dict[str, Any], seed: int, patience: _Patience
+        self, messages: Sequence[Message], schema: dict[str, Any], seed: int, limit_s: float
     ) -> Completion:
-        """An answer. What may pass by itself is tried again after a pause, as long as there is patience.
-
-        Raises ChatFailed for a refusal, too: asked again the model would refuse again.
-        """
-        for num_failures in itertools.count(1):
-            self._check_cap()
-            try:
-                completion = await self._request(messages, schema, seed, patience)
-                break
-            except ChatFailed as failed:
-                if not failed.passing:
-                    raise
-                pause_s = retry_pause_s(num_failures, asked_s=failed.retry_after_s, jitter=random.random())
-                if failed.retry_after_s is not None:
-                    self._gate.get().hold(min(pause_s, patience.left_s))
-                if pause_s >= patience.left_s:
-                    tries = f"{num_failures} requests within timeout_s={self._config.timeout_s:g}"
-                    raise ChatFailed(failed.kind, f"{failed}; no answer to {tries}", passing=False) from None
-                patience.left_s -= pause_s
-                await asyncio.sleep(pause_s)
-        self._num_lost = 0
-        self.num_tokens += completion.prompt_tokens + completion.output_tokens
-        if completion.finish_reason == "refusal":
-            raise ChatFailed("refusal", f"{self.chat.name} refused: {completion.text:.200}", passing=False)
-        return completion
-
-    async def _request(
-        self, messages: Sequence[Message], schema: dict[str, Any], seed: int, patience: _Patience
-    ) -> Completion:
+        """An answer. Raises ChatFailed for a refusal, too: asked again the model would refuse again."""
+        self._check_cap()
         question = Question(
             messages=messages,
             schema=schema,
@@ -179,25 +160,25 @@ class LLMFeedback:
             temperature=self._llm.temperature,
             seed=seed,
         )
-        async with self._gate.get().request():
-            started = time.monotonic()
-            limit_s = min(self._llm.request_timeout_s, patience.left_s)
-            try:
-                async with asyncio.timeout(limit_s):
-                    return await self.chat.complete(question)
-            except TimeoutError:
-                # It may have cost something all the same, and nobody will say how much.
-                self.num_tokens += _prompt_tokens(messages, schema)
-                sentence = f"{self.chat.name} gave no answer within {limit_s:.3g} s"
-                raise ChatFailed("timeout", sentence, passing=True) from None
-            finally:
-                patience.left_s -= time.monotonic() - started
+        try:
+            async with asyncio.timeout(limit_s):
+                completion = await self.chat.complete(question)
+        except TimeoutError:
+            # It may have cost something all the same, and nobody will say how much.
+            self.num_tokens += _prompt_tokens(messages, schema)
+            sentence = f"{self.chat.name} gave no answer within timeout_s={self._config.timeout_s:g}, all tries"
+            raise ChatFailed("timeout", sentence) from None
+        self._num_lost = 0
+        self.num_tokens += completion.prompt_tokens + completion.output_tokens
+        if completion.finish_reason == "refusal":
+            raise ChatFailed("refusal", f"{self.chat.name} refused: {completion.text:.200}")
+        return completion
 
     def _check_cap(self) -> None:
         cap = self._llm.max_total_tokens
         if cap is not None and self.num_tokens >= cap:
             sentence = f"{self.num_tokens} tokens are spent, and llm.max_total_tokens={cap}; raise it to go on"
-            raise ChatFailed("cap", sentence, passing=False)
+            raise ChatFailed("cap", sentence)
 
     def _failed(self, failed: ChatFailed) -> SpanFeedback:
         """Failed feedback, said once of each kind. RunStopped when nobody gets an answer any more."""

@@ -10,7 +10,7 @@ from t2g.interfaces import FeedbackSource
 from t2g.types import Prompt, Span, SpanFeedback
 
 
-class NoisyFeedback:
+class NoisyFeedback(FeedbackSource):
     """Another source's feedback with `add_noise`, drawn from (seed, prompt_id, response): the same in every run."""
 
     def __init__(self, source: FeedbackSource, noise: NoiseConfig, *, seed: int) -> None:

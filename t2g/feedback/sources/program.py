@@ -6,20 +6,20 @@ import inspect
 import threading
 import traceback
 from collections.abc import Callable
-from typing import Any
 
 from t2g.errors import RunStopped, UserError
-from t2g.feedback.parse import Judgement, make_feedback, no_feedback, read_judgement
+from t2g.feedback.parse import no_feedback, read_judgement
 from t2g.feedback.sources.waiting import FailureLog, PerLoop
+from t2g.interfaces import FeedbackSource
 from t2g.tasks.base import Critic
 from t2g.types import Prompt, SpanFeedback
 
 MAX_TIMEOUTS = 3  # in a row
 
 
-class ProgramFeedback:
-    """A critic from prompt text and response to (critique, good quotes, poor quotes), or a dict with those keys and
-    perhaps an outcome; for quotes see `t2g.feedback.parse.read_quote`.
+class ProgramFeedback(FeedbackSource):
+    """A critic from prompt text and response to (critique, good pieces, poor pieces), or a dict with those keys and
+    perhaps an outcome; for pieces see `t2g.feedback.parse.read_piece`.
 
     critic: the function, or its import path. Called as `critic(prompt_text, response_text)`, and with `payload=` too
     where it has a parameter of that name. `parallel` calls run at a time: 1 for a function that may keep state. A call
@@ -41,24 +41,35 @@ class ProgramFeedback:
 
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
         """Raises RunStopped after MAX_TIMEOUTS calls in a row that gave no answer: each costs the step `timeout_s`."""
+        async with self._turn.get():
+            self._refuse_hung()
+            try:
+                feedback = await _in_thread(self._timeout_s, lambda: self._answer(prompt, response_text))
+                self._num_timeouts = 0
+            except TimeoutError:
+                self._num_timeouts += 1
+                feedback = self._failed(f"gave no answer within feedback.timeout_s={self._timeout_s:g}")
+        if feedback.status == "failed":
+            kind = feedback.reason.partition(":")[0]
+            self._failures.say(kind, f"{self._path}: {feedback.reason}, on prompt {prompt.prompt_id}")
+            self._refuse_hung()
+        return feedback
+
+    def _answer(self, prompt: Prompt, response_text: str) -> SpanFeedback:
+        """Raises nothing. All of the critic's code runs here, that of its iterators and representations as well."""
         keywords = {"payload": prompt.payload} if self._wants_payload else {}
         try:
-            async with self._turn.get():
-                self._refuse_hung()
-                judgement = await _in_thread(
-                    self._timeout_s, lambda: _judgement(self._critic(prompt.prompt_text, response_text, **keywords))
-                )
-        except TimeoutError:
-            self._num_timeouts += 1
-            feedback = self._fail("timeout", prompt, f"gave no answer within feedback.timeout_s={self._timeout_s:g}")
-            self._refuse_hung()
-            return feedback
-        except _CriticFailed as failed:
-            self._num_timeouts = 0
-            return self._fail(failed.kind, prompt, failed.sentence)
-        self._num_timeouts = 0
-        critique, good, poor, outcome = judgement
-        return make_feedback(critique, good, poor, response_text, source=self.name, version=self._path, outcome=outcome)
+            answer = self._critic(prompt.prompt_text, response_text, **keywords)
+            try:
+                return read_judgement(answer, response_text, source=self.name, version=self._path)
+            except ValueError as error:
+                return self._failed(f"returned rubbish: {error!s:.300}")
+        except BaseException as error:  # noqa: BLE001 a critic that calls sys.exit must not end the run either
+            words = traceback.format_exception_only(error)[-1].strip()  # an error's own __str__ may raise, too
+            return self._failed(f"raised {words:.300}")
+
+    def _failed(self, sentence: str) -> SpanFeedback:
+        return no_feedback("failed", source=self.name, version=self._path, reason=f"the critic {sentence}")
 
     def _refuse_hung(self) -> None:
         if self._num_timeouts >= MAX_TIMEOUTS:
@@ -66,10 +77,6 @@ class ProgramFeedback:
                 f"critic {self._path} gave no answer {MAX_TIMEOUTS} times in a row, in {self._timeout_s:g} s each; "
                 "mend the critic, or raise feedback.timeout_s"
             )
-
-    def _fail(self, kind: str, prompt: Prompt, sentence: str) -> SpanFeedback:
-        self._failures.say(kind, f"critic {self._path} {sentence}, on prompt {prompt.prompt_id}")
-        return no_feedback("failed", source=self.name, version=self._path, reason=f"the critic {sentence}")
 
 
 def load_function(import_path: str) -> Critic:
@@ -90,50 +97,22 @@ def _path_of(critic: Critic) -> str:
     return f"{getattr(critic, '__module__', '?')}:{name.partition('.<locals>')[0]}"
 
 
-class _CriticFailed(Exception):
-    """What the critic raised or what is wrong with its answer, in words made where the critic's own code may run."""
-
-    def __init__(self, kind: str, sentence: str) -> None:
-        super().__init__(sentence)
-        self.kind, self.sentence = kind, sentence
-
-
-def _judgement(answer: Any) -> Judgement:
-    """Reads the answer, whose iterators and representations are the critic's code as well."""
-    try:
-        return read_judgement(answer)
-    except ValueError as error:
-        raise _CriticFailed("rubbish", f"returned rubbish: {error!s:.300}") from error
-
-
-async def _in_thread(timeout_s: float, call: Callable[[], Judgement]) -> Judgement:
+async def _in_thread(timeout_s: float, call: Callable[[], SpanFeedback]) -> SpanFeedback:
     """The call's result from a daemon thread: one that hangs is left behind and cannot keep the process alive.
 
-    Raises TimeoutError, and _CriticFailed for whatever the call raises.
+    Raises TimeoutError; the call raises nothing.
     """
     loop = asyncio.get_running_loop()
-    result: asyncio.Future[Judgement] = loop.create_future()
+    result: asyncio.Future[SpanFeedback] = loop.create_future()
 
-    def settle(value: Judgement | None, error: _CriticFailed | None) -> None:
-        if result.done():
-            return
-        if error is not None:
-            result.set_exception(error)
-        else:
-            assert value is not None
-            result.set_result(value)
+    def settle(feedback: SpanFeedback) -> None:
+        if not result.done():
+            result.set_result(feedback)
 
     def run() -> None:
-        value, failure = None, None
-        try:
-            value = call()
-        except _CriticFailed as failed:
-            failure = failed
-        except BaseException as error:  # noqa: BLE001 a critic that calls sys.exit must not end the run either
-            words = traceback.format_exception_only(error)[-1].strip()  # an error's own __str__ may raise, too
-            failure = _CriticFailed(type(error).__name__, f"raised {words:.300}")
+        feedback = call()
         if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, value, failure)
+            loop.call_soon_threadsafe(settle, feedback)
 
     threading.Thread(target=run, name="critic", daemon=True).start()
     return await asyncio.wait_for(result, timeout_s)

@@ -18,12 +18,13 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from t2g.config import WorldConfig
-from t2g.text.quotes import occurrence_at, span_map_start
+from t2g.text.quotes import span_map_start
+from t2g.types import Span
 
 SLOTS: dict[str, tuple[str, ...]] = {
     "name": ("José", "Zoë", "美咲", "Mira", "Otto", "Nadia", "Ivan", "Lena"),
@@ -58,20 +59,12 @@ HELDOUT_ONE_IN = 8  # the share of fact combinations that only held-out posts ma
 Facts = Mapping[str, str]
 
 
-class Quote(NamedTuple):
-    """An exact piece of the response, which occurrence of it is meant (from 1), and where the critique speaks of it."""
-
-    text: str
-    occurrence: int
-    critique_range: tuple[int, int]  # half-open characters of the critique
-
-
 class Judgement(NamedTuple):
     """What the critic says of one response."""
 
     critique: str
-    good: list[Quote]
-    poor: list[Quote]
+    good: list[Span]
+    poor: list[Span]
 
 
 class Clause(NamedTuple):
@@ -187,23 +180,24 @@ def findings(facts: Facts, response: str) -> list[Finding]:
 
 
 def critic(facts: Facts, response: str, *, dense: bool = False) -> Judgement:
-    """Critique of any response in English, evidence before verdict, with its good and poor quotes.
+    """Critique of any response in English, evidence before verdict, with its good and poor spans.
 
-    A clause that states a fact: its value is a good quote when it is right and new, a poor one when it is wrong or was
-    already stated right. A clause about nothing in the post is a poor quote as a whole. A fact that is not stated is
-    said to be missing and labels nothing. Facts given as None or lacking a slot raise KeyError.
+    A clause that states a fact: its value is good when it is right and new, poor when it is wrong or was already stated
+    right. A clause about nothing in the post is poor as a whole. A fact that is not stated is said to be missing and
+    labels nothing. Facts given as None or lacking a slot raise KeyError.
 
-    dense: every clause is quoted as a whole, with the label of its value; the critique is the same.
+    dense: every clause is a span as a whole, with the label of its value; the critique is the same.
     """
-    good: list[Quote] = []
-    poor: list[Quote] = []
+    good: list[Span] = []
+    poor: list[Span] = []
     found = findings(facts, response)
     position = 0
     for clause, verdict, sentence in found:
         start = clause.start if dense else clause.value_start
-        piece = response[start : clause.end]
-        quote = Quote(piece, occurrence_at(response, piece, start), (position, position + len(sentence)))
-        (good if verdict == "right" else poor).append(quote)
+        label: Literal[-1, 1] = 1 if verdict == "right" else -1
+        about = (position, position + len(sentence))
+        span = Span(start=start, end=clause.end, label=label, critique_range=about)
+        (good if label == 1 else poor).append(span)
         position += len(sentence) + 1
     spoken = {clause.slot for clause, _, _ in found}
     missing = [MISSING.format(slot) for slot in SLOTS if slot not in spoken]

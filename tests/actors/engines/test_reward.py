@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from actors.engines.reward import begin_answer
 from t2g.feedback.examples import target_ids
-from t2g.feedback.parse import begun_answer, format_answer
+from t2g.feedback.parse import Quote, begun_answer, format_answer
 from t2g.tasks.tiny.assets import build_tokenizer
 from t2g.text.offsets import decode
 
@@ -23,7 +23,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_the_end_of_a_critique_is_left_to_the_model(tokenizer: Any) -> None:
     ids, text = begin_answer(begun_answer("It is wrong."), tokenizer)
     assert text == decode(tokenizer, ids) == '{"critique": "It is wrong'
-    trained = target_ids(format_answer("It is wrong.", ["a"], []), tokenizer)
+    trained = target_ids(format_answer("It is wrong.", [Quote(quote="a")], []), tokenizer)
     assert trained[: len(ids)].tolist() == ids.tolist()
     assert decode(tokenizer, trained[len(ids) : len(ids) + 1]) == '.", "good": ["'
 

@@ -11,8 +11,9 @@ from fake_endpoint import KEY, KEY_VARIABLE, FakeEndpoint, Reply, completion, fa
 
 from t2g.config import LLMConfig
 from t2g.errors import RunStopped, UserError
+from t2g.feedback.sources import endpoint
 from t2g.feedback.sources.asking import ChatFailed, Completion, Question
-from t2g.feedback.sources.endpoint import MAX_BODY_BYTES, EndpointChat, read_body, read_completion, retry_after
+from t2g.feedback.sources.endpoint import MAX_BODY_BYTES, EndpointChat, read_body, read_completion
 
 MESSAGES = [{"role": "user", "content": "Is it fine?"}]
 SCHEMA = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
@@ -57,12 +58,15 @@ def test_the_client_is_of_the_loop_that_asks(server: FakeEndpoint) -> None:
 
 
 @pytest.mark.parametrize("status", [408, 409, 429, 500, 502, 503, 529])
-def test_what_may_pass(server: FakeEndpoint, status: int) -> None:
-    server.reply = lambda number, body: Reply(status, {"error": {"message": f"busy, {KEY}"}}, {"Retry-After": "7"})
+def test_what_may_pass_is_asked_again_for_so_long(
+    server: FakeEndpoint, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    monkeypatch.setattr(endpoint, "MAX_RETRIES", 2)
+    busy = Reply(status, {"error": {"message": f"busy, {KEY}"}}, {"Retry-After": "0.01"})
+    server.reply = lambda number, body: busy
     failed = refusal(chat(server))
-    assert (failed.passing, failed.retry_after_s, failed.kind) == (True, 7.0, f"HTTP {status}")
-    assert "busy, ***" in str(failed)
-    assert len(server.requests) == 1  # the library does not ask again behind our back
+    assert failed.kind == f"HTTP {status}" and "busy, ***" in str(failed)
+    assert len(server.requests) == 3
 
 
 @pytest.mark.parametrize("status", [400, 403, 413, 422])
@@ -72,7 +76,7 @@ def test_what_concerns_this_request_alone(server: FakeEndpoint, status: int) -> 
     asked = chat(server)
     ask(asked)
     failed = refusal(asked)
-    assert (failed.passing, failed.retry_after_s) == (False, None)
+    assert not failed.passing and len(server.requests) == 2
     assert "too long" in str(failed) and str(status) in str(failed)
 
 
@@ -93,21 +97,23 @@ def test_a_wrong_model_or_path(server: FakeEndpoint) -> None:
         ask(chat(server))
 
 
-def test_an_empty_account(server: FakeEndpoint) -> None:
+def test_an_empty_account(server: FakeEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "MAX_RETRIES", 0)
     body = {"error": {"message": "You exceeded your quota", "code": "insufficient_quota"}}
     server.reply = lambda number, request: Reply(429, body)
     with pytest.raises(RunStopped, match=f"account of {KEY_VARIABLE} has nothing left"):
         ask(chat(server))
 
 
-def test_a_server_that_is_not_there() -> None:
+def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "MAX_RETRIES", 1)
     with fake_endpoint() as server:
         pass
-    failed = refusal(chat(server))
-    assert (failed.kind, failed.passing) == ("connection", True)
+    assert refusal(chat(server)).kind == "connection"
 
 
-def test_a_server_that_is_late(server: FakeEndpoint) -> None:
+def test_a_server_that_is_late(server: FakeEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "MAX_RETRIES", 0)
     hung_up = threading.Event()
 
     def reply(number: int, body: dict[str, Any]) -> Reply:
@@ -115,7 +121,7 @@ def test_a_server_that_is_late(server: FakeEndpoint) -> None:
         return Reply(body={})
 
     server.reply = reply
-    assert refusal(chat(server, request_timeout_s=0.1)).passing
+    assert refusal(chat(server, request_timeout_s=0.1)).kind == "connection"
     hung_up.set()
 
 
@@ -128,20 +134,20 @@ def test_a_body_that_breaks_off(server: FakeEndpoint) -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("<html>proxy</html>", "no JSON: <html>"),
-        ("\x1b[2J", "no JSON: ?[2J"),
-        ('{"choices": [{"message": {"content": "Fi', "no JSON"),
-        ("[" * 100_000, "no JSON"),
-        ({}, "without choices"),
-        ([1], "without choices"),
-        (None, "without choices"),
-        ({"choices": []}, "without choices"),
-        ({"choices": "x"}, "without choices"),
-        ({"choices": [None]}, "without choices"),
-        ({"choices": [{"index": 0}]}, "without a message"),
-        ({"choices": [{"message": "x"}]}, "without a message"),
-        (completion(5), "content is no text"),
-        (completion([{"type": "text", "text": "Fine."}]), "content is no text"),
+        ("<html>proxy</html>", ": <html>"),
+        ("\x1b[2J", ": ?[2J"),
+        ('{"choices": [{"message": {"content": "Fi', "Invalid JSON"),
+        ("[" * 100_000, "Invalid JSON"),
+        ({}, "choices: Field required"),
+        ([1], "no chat completion"),
+        (None, "no chat completion"),
+        ({"choices": []}, "choices: "),
+        ({"choices": "x"}, "choices: "),
+        ({"choices": [None]}, "choices.0: "),
+        ({"choices": [{"index": 0}]}, "message: Field required"),
+        ({"choices": [{"message": "x"}]}, "message: "),
+        (completion(5), "content: Input should be a valid string"),
+        (completion([{"type": "text", "text": "Fine."}]), "content: Input should be a valid string"),
     ],
 )
 def test_bodies_that_are_no_completion(server: FakeEndpoint, body: Any, words: str) -> None:
@@ -169,7 +175,7 @@ def test_a_refusal_does_not_repeat_the_key_and_an_answer_stays_as_it_is(server: 
 
 def test_a_key_with_strokes_as_json_may_spell_it(server: FakeEndpoint) -> None:
     server.reply = lambda number, body: Reply(body="[" + r"sk-ab\/cd" + "]")
-    assert "no JSON: [***]" in str(refusal(chat(server, "sk-ab/cd")))
+    assert ": [***]" in str(refusal(chat(server, "sk-ab/cd")))
 
 
 def test_a_huge_body_is_refused_and_not_read_to_its_end(server: FakeEndpoint) -> None:
@@ -201,17 +207,6 @@ def test_what_a_completion_says() -> None:
         "refusal",
     )
     assert (read("Fine!!").prompt_tokens, read("Fine!!").output_tokens) == (4, 2)  # bytes / 3, rounded up
-
-
-def test_when_to_come_back() -> None:
-    assert retry_after({"retry-after": "1.5"}, now=0) == 1.5
-    assert retry_after({"retry-after-ms": "250", "retry-after": "1"}, now=0) == 0.25
-    assert retry_after({"retry-after": "Thu, 01 Jan 1970 00:01:00 GMT"}, now=20) == 40
-    assert retry_after({"retry-after": "Thu, 01 Jan 1970 00:01:00 GMT"}, now=90) == 0
-    assert retry_after({"retry-after": "-3"}, now=0) == 0
-    for value in ("soon", "", "nan"):
-        assert retry_after({"retry-after": value}, now=0) is None
-    assert retry_after({}, now=0) is None
 
 
 @pytest.mark.parametrize(("key", "words"), [("", "is not set"), (" \n", "is not set"), ("a\nb", "no key has")])

@@ -15,7 +15,7 @@ import pytest
 
 from t2g.config import FeedbackConfig
 from t2g.errors import RunStopped, UserError
-from t2g.feedback.parse import MAX_QUOTES, Quote
+from t2g.feedback.parse import MAX_QUOTES
 from t2g.feedback.sources.make import make_local_source
 from t2g.feedback.sources.program import ProgramFeedback
 from t2g.tasks.prompts_only import PromptsTask
@@ -79,7 +79,7 @@ def endless(prompt: str, response: str) -> Any:
 
 
 def number_as_quote(prompt: str, response: str) -> Any:
-    return "c", [Quote(text=5)], []  # type: ignore[arg-type]
+    return "c", [5], []
 
 
 def quotes_that_hang(prompt: str, response: str) -> Any:
@@ -161,7 +161,7 @@ def test_an_empty_response() -> None:
         ("raising_later", "raised OSError: the connection is gone"),
         ("unspeakable", "Unspeakable"),
         ("unspeakable_answer", "raised ZeroDivisionError"),
-        ("number_as_quote", "returned rubbish: a quote's text is 5"),
+        ("number_as_quote", "returned rubbish: 5 is no quote"),
     ],
 )
 def test_a_critic_that_misbehaves_is_failed_and_said_once(

@@ -9,6 +9,7 @@ from jobs.common.reward_arms import arm_job, relabelled, write_dense
 from jobs.common.stages import demo_of, once, reward_job
 from t2g.config import CompareJob, DataConfig, DemoJob, StyleConfig, loading
 from t2g.errors import UserError
+from t2g.feedback.parse import Quote
 from t2g.feedback.records import load_annotated, read_record, write_annotated
 from t2g.study.comparison import REWARD_COLUMNS, tables
 from t2g.study.methods import Arms
@@ -66,9 +67,13 @@ def test_dense_records_are_those_of_the_dense_critic(tmp_path: Path) -> None:
     job = arm_job(arms, demo, "dense", 1)
     for data in (job.data, job.eval_data):
         (record,) = load_annotated(data)
-        assert (record.good, record.poor, record.response) == (("by Ann",), ("in Lima",), SPARSE.response)
+        assert (record.good, record.poor, record.response) == (
+            (Quote(quote="by Ann"),),
+            (Quote(quote="in Lima"),),
+            SPARSE.response,
+        )
         assert record.critique.startswith("The name is Ann, it says Ann: right.")
-    assert load_annotated(DataConfig(path=sparse.data.path))[0].good == ("Ann",)
+    assert load_annotated(DataConfig(path=sparse.data.path))[0].good == (Quote(quote="Ann"),)
 
 
 def test_decisive_metrics_look_at_the_tokens_of_the_sparse_gold(tmp_path: Path) -> None:

@@ -9,20 +9,27 @@ import numpy as np
 import pytest
 
 from t2g.config import StyleConfig, WorldConfig
-from t2g.feedback.parse import format_answer, make_feedback
+from t2g.feedback.parse import format_answer, make_feedback, quote_of
 from t2g.sandbox import SandboxConfig
+from t2g.tasks.base import SPARSE
 from t2g.tasks.tiny import assets, world
 from t2g.tasks.tiny.task import TinyTask
 from t2g.tasks.tiny.world import Clause
-from t2g.types import Prompt
+from t2g.types import Prompt, Span
 
 FACTS = {"name": "José", "thing": "phone", "fault": "hums", "day": "Monday", "place": "東京"}
 POST = Prompt(prompt_id="1", prompt_ids=np.zeros(0, np.int32), prompt_text="A post.", task="tiny")
 NO_FAULTS = WorldConfig(wrong=0.0, missing=0.0, invented=0.0, repeated=0.0)
 
 
-def quotes(found: list[world.Quote]) -> list[tuple[str, int]]:
-    return [(quote.text, quote.occurrence) for quote in found]
+def quotes(response: str, found: list[Span]) -> list[tuple[str, int]]:
+    quoted = [quote_of(response, span) for span in found]
+    return [(quote.quote, quote.occurrence) for quote in quoted]
+
+
+def target_of(facts: world.Facts, response: str, *, style: StyleConfig = SPARSE) -> str:
+    critique, *sides = world.critic(facts, response)
+    return format_answer(critique, *([quote_of(response, span) for span in side] for side in sides), style=style)
 
 
 # ------------------------------------------------------------------------------------------------------------ generator
@@ -102,22 +109,24 @@ def test_clauses_and_their_values() -> None:
 
 
 def test_critic_gives_evidence_then_verdict_for_every_clause() -> None:
-    judged = world.critic(FACTS, "by José, about a laptop, plays chess, since Monday.")
+    response = "by José, about a laptop, plays chess, since Monday."
+    judged = world.critic(FACTS, response)
     assert judged.critique == (
         "The name is José, it says José: right. The thing is phone, it says laptop: wrong. "
         "It says plays chess: invented. The day is Monday, it says Monday: right. "
         "The fault is missing. The place is missing."
     )
-    assert quotes(judged.good) == [("José", 1), ("Monday", 1)]
-    assert quotes(judged.poor) == [("laptop", 1), ("plays chess", 1)]
-    start, end = judged.poor[0].critique_range
-    assert judged.critique[start:end] == "The thing is phone, it says laptop: wrong."
+    assert quotes(response, judged.good) == [("José", 1), ("Monday", 1)]
+    assert quotes(response, judged.poor) == [("laptop", 1), ("plays chess", 1)]
+    about = judged.poor[0].critique_range
+    assert about and judged.critique[slice(*about)] == "The thing is phone, it says laptop: wrong."
 
 
 def test_a_right_fact_pays_once() -> None:
-    judged = world.critic(FACTS, "it hums, it hums, it leaks, it hums.")
-    assert quotes(judged.good) == [("hums", 1)]
-    assert quotes(judged.poor) == [("hums", 2), ("leaks", 1), ("hums", 3)]
+    response = "it hums, it hums, it leaks, it hums."
+    judged = world.critic(FACTS, response)
+    assert quotes(response, judged.good) == [("hums", 1)]
+    assert quotes(response, judged.poor) == [("hums", 2), ("leaks", 1), ("hums", 3)]
     assert judged.critique.startswith(
         "The fault is hums, it says hums: right. The fault is hums, it says hums: repeated. "
         "The fault is hums, it says leaks: wrong. The fault is hums, it says hums: repeated. The name is missing."
@@ -125,19 +134,22 @@ def test_a_right_fact_pays_once() -> None:
 
 
 def test_a_wrong_fact_may_be_put_right() -> None:
-    judged = world.critic(FACTS, "in Oslo, in 東京.")
-    assert quotes(judged.good) == [("東京", 1)]
-    assert quotes(judged.poor) == [("Oslo", 1)]
+    response = "in Oslo, in 東京."
+    judged = world.critic(FACTS, response)
+    assert quotes(response, judged.good) == [("東京", 1)]
+    assert quotes(response, judged.poor) == [("Oslo", 1)]
 
 
 def test_a_value_in_the_wrong_clause_and_an_unknown_value_are_wrong() -> None:
-    judged = world.critic(FACTS, "since phone; about a zebra\nby José José")
-    assert quotes(judged.good) == []
-    assert quotes(judged.poor) == [("phone", 1), ("zebra", 1), ("José José", 1)]
+    response = "since phone; about a zebra\nby José José"
+    judged = world.critic(FACTS, response)
+    assert quotes(response, judged.good) == []
+    assert quotes(response, judged.poor) == [("phone", 1), ("zebra", 1), ("José José", 1)]
 
 
 def test_an_empty_response_is_all_omissions() -> None:
-    judged = world.critic(FACTS, "")
+    response = ""
+    judged = world.critic(FACTS, response)
     assert (judged.good, judged.poor) == ([], [])
     assert judged.critique.count("is missing.") == 5
 
@@ -146,8 +158,8 @@ def test_dense_labels_are_whole_clauses_with_the_same_verdicts() -> None:
     summary = "by José, about a laptop, plays chess, it hums, it hums."
     sparse, dense = world.critic(FACTS, summary), world.critic(FACTS, summary, dense=True)
     assert dense.critique == sparse.critique
-    assert quotes(dense.good) == [("by José", 1), ("it hums", 1)]
-    assert quotes(dense.poor) == [("about a laptop", 1), ("plays chess", 1), ("it hums", 2)]
+    assert quotes(summary, dense.good) == [("by José", 1), ("it hums", 1)]
+    assert quotes(summary, dense.poor) == [("about a laptop", 1), ("plays chess", 1), ("it hums", 2)]
     assert [q.critique_range for q in dense.poor] == [q.critique_range for q in sparse.poor]
     covered = make_feedback(dense.critique, dense.good, dense.poor, summary, source="program", version="v").spans
     assert "".join(c for i, c in enumerate(summary) if not any(s.start <= i < s.end for s in covered)) == ", , , , ."
@@ -162,16 +174,14 @@ def test_garbage_gets_quotes_that_stand_in_it_and_never_overlap(seed: int, dense
     judged = world.critic(FACTS, response, dense=dense)
     assert judged == world.critic(FACTS, response, dense=dense)
     taken: list[tuple[int, int]] = []
-    for quote in [*judged.good, *judged.poor]:
-        at = -1
-        for _ in range(quote.occurrence):
-            at = response.index(quote.text, at + 1)
-        taken.append((at, at + len(quote.text)))
-        assert quote.text == quote.text.strip() != ""
-        assert dense or quote.text in judged.critique[slice(*quote.critique_range)]
+    for span in [*judged.good, *judged.poor]:
+        text = response[span.start : span.end]
+        taken.append((span.start, span.end))
+        assert text == text.strip() != ""
+        assert span.critique_range and (dense or text in judged.critique[slice(*span.critique_range)])
     taken.sort()
     assert all(left[1] <= right[0] for left, right in itertools.pairwise(taken))
-    assert json.loads(format_answer(*judged))["critique"] == judged.critique
+    assert json.loads(target_of(FACTS, response))["critique"] == judged.critique
 
 
 # -------------------------------------------------------------------------------------------------------------- measure
@@ -230,13 +240,13 @@ def test_the_task_knows_its_critic_and_its_response() -> None:
 
 
 def test_target_is_plain_json_with_occurrences_only_where_needed() -> None:
-    target = format_answer(*world.critic(FACTS, "it hums, it hums."))
+    target = target_of(FACTS, "it hums, it hums.")
     assert target.endswith('missing.", "good": ["hums"], "poor": [{"quote": "hums", "occurrence": 2}]}')
     assert target.startswith('{"critique": "The fault is hums, it says hums: right.')
 
 
 def test_decisive_ranges_add_rare_sentences_and_the_span_map() -> None:
-    target = format_answer(*world.critic(FACTS, "it hums, it hums, la la."))
+    target = target_of(FACTS, "it hums, it hums, la la.")
     words = [target[start:end] for start, end in world.decisive_ranges(target)]
     assert words == [
         "right",
@@ -253,7 +263,7 @@ def test_decisive_ranges_add_rare_sentences_and_the_span_map() -> None:
 
 
 def test_without_a_critique_the_span_map_decides_alone() -> None:
-    target = format_answer(*world.critic(FACTS, "about a wrong: wrong."), style=StyleConfig(critique=False))
+    target = target_of(FACTS, "about a wrong: wrong.", style=StyleConfig(critique=False))
     ((start, end),) = world.decisive_ranges(target)
     assert target[start:end] == '"good": [], "poor": ["wrong: wrong"]}'
 
@@ -270,7 +280,7 @@ def test_tokenizers_differ_and_spell_every_text(tokenizers: Any) -> None:
     rows = world.make_records(count=20, heldout=False, rates=WorldConfig(), seed=1)
     texts = ['odd "\\\n 😀 ñ']
     for row in rows:
-        answer = format_answer(*world.critic(row["facts"], row["generated_summary_for_feedback"]))
+        answer = target_of(row["facts"], row["generated_summary_for_feedback"])
         texts += [row["post"], row["tldr_human_reference_summary"], answer]
     for tokenizer in tokenizers:
         for text in texts:
