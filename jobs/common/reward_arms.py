@@ -14,7 +14,7 @@ from jobs.common.reward_training import read_data, train_and_judge
 from jobs.common.stages import base_model, once, reward_job
 from t2g.config import DemoJob, RewardJob, RunConfig, StyleConfig, with_overrides
 from t2g.feedback.parse import read_judgement
-from t2g.feedback.records import AnnotatedRecord, QuoteRecord, load_annotated, write_annotated
+from t2g.feedback.records import AnnotatedRecord, annotated_record, load_annotated, write_annotated
 from t2g.sandbox import SandboxConfig
 from t2g.study.methods import Arms
 from t2g.study.reward_eval import arm_metrics
@@ -80,12 +80,9 @@ def write_dense(arms: Arms, sparse: RewardJob) -> None:
 def relabelled(record: AnnotatedRecord, style: StyleConfig) -> AnnotatedRecord:
     """The same response with critique and quotes of the tiny world's critic in another style."""
     critic = TinyTask().critic(style=style, sandbox=SandboxConfig())
-    said = read_judgement(critic(record.prompt, record.response, payload=record.payload))
-    good, poor = (
-        tuple(QuoteRecord(quote=quote.text, occurrence=quote.occurrence) for quote in side)
-        for side in (said.good, said.poor)
-    )
-    return record.model_copy(update={"critique": said.critique, "good": good, "poor": poor, "spans": None})
+    answer = critic(record.prompt, record.response, payload=record.payload)
+    said = read_judgement(answer, record.response, source=record.source, version=record.version)
+    return annotated_record(record.to_prompt(), record.response, said, sample_index=record.sample_index)
 
 
 def _dense(arms: Arms, path: str) -> Path:

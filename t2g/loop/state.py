@@ -29,5 +29,5 @@ def run_identity(config: PolicyJob, prompts: Sequence[Prompt], feedback: Feedbac
         config,
         weights=weights_version(config.model.policy, config.model.revision),
         data=data_hash((prompt.prompt_id, prompt.prompt_ids.astype(np.int32)) for prompt in prompts),
-        feedback=getattr(feedback, "version", ""),
+        feedback=feedback.version,
     )
