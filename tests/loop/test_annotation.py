@@ -72,7 +72,7 @@ def test_given_responses_are_judged_as_they_are() -> None:
     made = [records[sample.key] for sample in samples]
     assert [(r.prompt_id, r.sample_index, r.response, r.good, r.poor) for r in made[:2]] == [
         ("a", 0, "a b", (Quote(quote="a"),), (Quote(quote="b"),)),
-        ("a", 1, "b", (), ("b",)),
+        ("a", 1, "b", (), (Quote(quote="b"),)),
     ]
     assert made[2].status == "empty"
 
