@@ -176,7 +176,7 @@ def run_all(session: Session) -> dict[str, Any]:
 def load_run(arms: Arms, name: str, arm: PolicyJob) -> "Run":
     """What a finished run wrote. UserError for one that was evaluated at other steps than this comparison's."""
     from jobs.common.reference_runs import TARGETING_FILE
-    from t2g.runs.metrics import METRICS_FILE, read_records
+    from t2g.runs.log import METRICS_FILE, read_records
     from t2g.study.comparison import read_run, refuse_other_grid
 
     path, method, expected = arm.run.folder / TARGETING_FILE, arms.methods[name], evaluated_at(arm)

@@ -79,7 +79,7 @@ def held_out_facts(measured: dict[str, float]) -> dict[str, float]:
 
 def check_sources(folder: Path) -> None:
     """RunStopped if any sample of an arm's steps was judged by anything but the reward model."""
-    from t2g.runs.metrics import METRICS_FILE, read_records
+    from t2g.runs.log import METRICS_FILE, read_records
 
     for number, record in read_records(folder / METRICS_FILE):
         if record["step"] > 0 and record.get(SOURCE_SHARE) != 1.0:
@@ -134,7 +134,7 @@ def finish(demo: DemoJob, summary: dict[str, Any]) -> None:
     from t2g.files import write_atomic
     from t2g.report.html import write_report
     from t2g.report.run_page import REPORT_FILE, SUMMARY_FILE, examples
-    from t2g.runs.metrics import METRICS_FILE, SAMPLES_FILE, read_records
+    from t2g.runs.log import METRICS_FILE, SAMPLES_FILE, read_records
 
     folder = demo.run.folder
     write_atomic(folder / SUMMARY_FILE, json.dumps(summary, indent=1).encode())

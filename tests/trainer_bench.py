@@ -12,7 +12,7 @@ from t2g.config import PolicyJob
 from t2g.loop.steps import prompt_indices
 from t2g.loop.trainer import Trainer, TrainerState
 from t2g.runs.checkpoint import CheckpointStore
-from t2g.runs.metrics import RunLog
+from t2g.runs.log import RunLog
 
 NUM_STEPS = 6
 NUM_PROMPTS, PER_STEP = 20, 8  # two steps an epoch

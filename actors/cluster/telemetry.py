@@ -42,7 +42,7 @@ TAG = "run"
 
 
 class RayMetrics:
-    """A `t2g.runs.metrics.Sink`. Needs `ray.init` before the first `log`."""
+    """A `t2g.runs.log.Sink`. Needs `ray.init` before the first `log`."""
 
     def __init__(self, run: str, *, gauge: Callable[..., Any] = Gauge, counter: Callable[..., Any] = Counter) -> None:
         self._tags = {TAG: run}

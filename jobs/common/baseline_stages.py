@@ -25,7 +25,7 @@ from t2g.config import ModelConfig, PolicyJob, RolloutConfig, RunConfig, SFTJob
 from t2g.errors import Stopped
 from t2g.feedback.examples import SFTExample, count_steps
 from t2g.interfaces import RolloutSource
-from t2g.runs.metrics import RunLog
+from t2g.runs.log import RunLog
 from t2g.runs.progress import stage
 from t2g.study import baselines
 from t2g.study.baselines import METHODS, POLICY, Arm, Metrics, PreferencePair

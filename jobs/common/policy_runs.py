@@ -33,7 +33,8 @@ from t2g.loop.steps import prompt_indices, refuse_unmeasured
 from t2g.loop.trainer import Trainer
 from t2g.report.run_page import SUMMARY_FILE, report_run
 from t2g.runs.checkpoint import CheckpointStore
-from t2g.runs.metrics import METRICS_FILE, UNLABELLED_SHARE, RunLog, held_out, read_records, step_line
+from t2g.runs.log import METRICS_FILE, RunLog, read_records
+from t2g.runs.metrics import UNLABELLED_SHARE, held_out, step_line
 from t2g.runs.progress import stage
 from t2g.runs.versions import versions
 from t2g.tasks.base import Task, get_task

@@ -9,7 +9,7 @@ from actors.learner.sft_rank import SFTProgress
 from jobs.common.run_folder import SMOKE_STEPS, begin_folder
 from t2g.config import RewardJob, SFTJob, with_overrides
 from t2g.feedback.examples import SFTExample, count_steps
-from t2g.runs.metrics import RunLog
+from t2g.runs.log import RunLog
 from t2g.runs.progress import Stage, duration, stage
 
 MODEL = "model"

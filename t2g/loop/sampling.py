@@ -15,7 +15,7 @@ from t2g.errors import RunStopped
 from t2g.feedback.sources.noise import NoisyFeedback
 from t2g.interfaces import FeedbackSource, RolloutSource, Sampling
 from t2g.loop.steps import eval_metrics, sampling_seed
-from t2g.runs.metrics import RunLog
+from t2g.runs.log import RunLog
 from t2g.sandbox import SandboxConfig
 from t2g.tasks.base import Task
 from t2g.types import Prompt, Rollout, SpanFeedback

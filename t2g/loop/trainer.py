@@ -30,7 +30,7 @@ from t2g.loop.state import TrainerState, run_identity
 from t2g.loop.steps import advantage_samples, refuse_not_finite, step_metrics, sync_metrics, token_staleness
 from t2g.runs import identity
 from t2g.runs.checkpoint import CheckpointStore
-from t2g.runs.metrics import RunLog
+from t2g.runs.log import RunLog
 from t2g.tasks.base import Task
 from t2g.types import Prompt, Rollout, ScoredRollout, SpanFeedback, TokenStats, UpdateResult
 

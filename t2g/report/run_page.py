@@ -1,19 +1,20 @@
 """The report of one run folder of jobs.train_policy, finished or not, from the files that the run writes."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from t2g.config.words import first_problem
 from t2g.errors import UserError
 from t2g.report.html import MAX_EXAMPLES, Answer, Example, write_report
 from t2g.runs import metrics as m
-from t2g.types import SpanFeedback
+from t2g.runs.log import METRICS_FILE, SAMPLES_FILE, SampleRecord, read_records
 
 REPORT_FILE = "report.html"
 SUMMARY_FILE = "summary.json"
-Key = tuple[str, str, str, int]  # of a Sample
+Key = tuple[str, str, str, int]  # of a SampleRecord
+_SAMPLE = TypeAdapter(SampleRecord)
 _OBJECT = TypeAdapter(dict[str, Any])
 
 
@@ -23,10 +24,10 @@ def report_run(folder: Path) -> Path:
     Without a summary.json (the run goes on) the figures at the top are those of the last step.
     Raises UserError when the folder holds no finished step, or a file that no run wrote.
     """
-    steps = [step for _, step in m.read_records(folder / m.METRICS_FILE)]
+    steps = [step for _, step in read_records(folder / METRICS_FILE)]
     if not steps:
         raise UserError(
-            f"{folder / m.METRICS_FILE} holds no finished step: --run needs the folder of a run of jobs.train_policy"
+            f"{folder / METRICS_FILE} holds no finished step: --run needs the folder of a run of jobs.train_policy"
         )
     base = next((m.held_out(step) for step in steps if step[m.STEP] == 0), {})
     path = folder / SUMMARY_FILE
@@ -41,26 +42,14 @@ def report_run(folder: Path) -> Path:
         title=f"Text2Grad: {folder.resolve().name}",
         summary={"base": base} | summary,
         arms={"policy": steps},
-        examples=examples(folder / m.SAMPLES_FILE),
+        examples=examples(folder / SAMPLES_FILE),
     )
     return folder / REPORT_FILE
 
 
-class Sample(BaseModel):
-    """What the report needs of a line of samples.jsonl."""
-
-    step: int
-    split: Literal["train", "eval"]
-    prompt_id: str
-    sample_index: int
-    prompt: str
-    response: str
-    feedback: SpanFeedback | None
-
-    @property
-    def key(self) -> Key:
-        """What is compared with what: ids are unique in one data set only, and the held-out one is another."""
-        return self.split, self.prompt_id, self.prompt, self.sample_index
+def key(sample: SampleRecord) -> Key:
+    """What is compared with what: ids are unique in one data set only, and the held-out one is another."""
+    return sample.split, sample.prompt_id, sample.prompt, sample.sample_index
 
 
 def examples(path: Path) -> list[Example]:
@@ -68,25 +57,25 @@ def examples(path: Path) -> list[Example]:
 
     Prompts answered at two steps come first, among them held-out ones, then the latest.
     """
-    first: dict[Key, Sample] = {}
-    last: dict[Key, Sample] = {}
-    for number, record in m.read_records(path):
+    first: dict[Key, SampleRecord] = {}
+    last: dict[Key, SampleRecord] = {}
+    for number, record in read_records(path):
         try:
-            sample = Sample.model_validate(record)
+            sample = _SAMPLE.validate_python(record)
         except ValidationError as error:
             raise UserError(f"{path}:{number} is no sample as a run writes it ({first_problem(error)})") from error
-        first.setdefault(sample.key, sample)
-        if sample.step > last.setdefault(sample.key, sample).step:
-            last[sample.key] = sample
+        first.setdefault(key(sample), sample)
+        if sample.step > last.setdefault(key(sample), sample).step:
+            last[key(sample)] = sample
 
-    def rank(key: Key) -> tuple[bool, bool, int]:
-        one, other = first[key], last[key]
+    def rank(which: Key) -> tuple[bool, bool, int]:
+        one, other = first[which], last[which]
         return one.step == other.step, other.split != "eval", -other.step
 
-    return [_example(first[key], last[key]) for key in sorted(first, key=rank)[:MAX_EXAMPLES]]
+    return [_example(first[which], last[which]) for which in sorted(first, key=rank)[:MAX_EXAMPLES]]
 
 
-def _example(first: Sample, last: Sample) -> Example:
+def _example(first: SampleRecord, last: SampleRecord) -> Example:
     answers = [Answer("After", last.response, last.feedback)]
     if first.step < last.step:
         answers.insert(0, Answer("Before", first.response, first.feedback))

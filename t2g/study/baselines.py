@@ -41,7 +41,7 @@ from t2g.loop.sampling import (
     training_feedback,
     usable,
 )
-from t2g.runs.metrics import RunLog
+from t2g.runs.log import RunLog
 from t2g.runs.progress import stage
 from t2g.tasks.base import Task
 from t2g.text.tokenizer import fit_chat

@@ -11,7 +11,7 @@ from jobs.common.cli import StopFlag
 from jobs.common.fleets import Fleets
 from jobs.common.policy_runs import read_data
 from t2g.config import PolicyJob, WorldConfig
-from t2g.runs.metrics import METRICS_FILE, read_records
+from t2g.runs.log import METRICS_FILE, read_records
 from t2g.study.baselines import Baseline
 from t2g.tasks.tiny.assets import build_model, build_tokenizers
 from t2g.tasks.tiny.world import write_world

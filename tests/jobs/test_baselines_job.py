@@ -21,7 +21,7 @@ from t2g.config import ModelConfig, PolicyJob, RolloutConfig
 from t2g.errors import RunStopped, Stopped, UserError
 from t2g.interfaces import RolloutSource, Sampling
 from t2g.loop.sampling import Judged
-from t2g.runs.metrics import METRICS_FILE, SAMPLES_FILE, RunLog, read_records
+from t2g.runs.log import METRICS_FILE, SAMPLES_FILE, RunLog, read_records
 from t2g.sandbox import SandboxConfig
 from t2g.study.baselines import Arm, ask_base, dpo, ilf, reflection, revise_steps
 from t2g.tasks.prompts_only import PromptsTask

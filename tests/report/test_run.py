@@ -21,6 +21,7 @@ def sample(
         "sample_index": index,
         "prompt": f"prompt of {prompt_id}",
         "response": response,
+        "finish_reason": "stop",
         "feedback": feedback if judged else None,
     }
 

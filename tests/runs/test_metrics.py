@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from t2g.config import LogConfig
 from t2g.errors import UserError
 from t2g.runs import metrics
-from t2g.runs.metrics import DROPPED_FILE, METRICS_FILE, SAMPLES_FILE, RunLog, held_out, read_records, step_line
+from t2g.runs.log import DROPPED_FILE, METRICS_FILE, SAMPLES_FILE, RunLog, read_records
+from t2g.runs.metrics import held_out, step_line
 from t2g.types import Prompt, Rollout, ScoredRollout, Span, SpanFeedback
 
 PLAIN = LogConfig(tensorboard=False, num_samples=2)
