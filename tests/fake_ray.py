@@ -130,5 +130,5 @@ class FakeRay:
         )
         for module in (fleet_module, member_module):
             monkeypatch.setattr(module, "placement", places)
-        monkeypatch.setattr(member_module, "ray", self)
+            monkeypatch.setattr(module, "ray", self)
         monkeypatch.setattr(member_module, "remove_placement_group", lambda place: None)

@@ -3,7 +3,10 @@
 import asyncio
 import os
 from pathlib import Path
+from typing import Any
 
+from actors.fleet.fleet import Fleet
+from t2g.config import EngineConfig
 from t2g.errors import UserError
 
 
@@ -49,3 +52,9 @@ class Worker:
 class Unwilling(Worker):
     async def start(self) -> int:
         raise UserError("model.policy is no model")
+
+
+def make_fleet(actor: Any, arguments: tuple[Any, ...], config: EngineConfig, *, placement_timeout_s: float) -> Fleet:
+    """A fleet of these actors."""
+    kind = type("TestFleet", (Fleet,), {"role": "test", "actor": actor})
+    return kind(arguments, config, placement_timeout_s=placement_timeout_s)

@@ -12,6 +12,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from actors.engines.rollout import RolloutWorker
+from actors.weights.transports import Meeting, NcclSender
 
 TIMEOUT = timedelta(seconds=20)
 
@@ -33,6 +34,11 @@ class GlooGroup:
 
     def destroy(self) -> None:
         self.disabled = True
+
+
+class GlooSender(NcclSender):
+    def join(self, meeting: Meeting) -> GlooGroup:
+        return GlooGroup(meeting.host, meeting.port, 0, meeting.size)
 
 
 class Stream:
@@ -87,13 +93,13 @@ class GlooWorker(RolloutWorker):
             gloo_group.gloo_for_good()
 
         vocabulary = await super().start()
-        await self._engine._llm.collective_rpc(prepare)
+        await self._llm.collective_rpc(prepare)
         return vocabulary
 
     def stop(self) -> None:
         """Where it lives in the test's own process, which would end with the engine."""
-        self._engine._watch.cancel()
-        self._engine._llm.shutdown()
+        self._watch.cancel()
+        self._llm.shutdown()
 
 
 class Fallible(GlooGroup):

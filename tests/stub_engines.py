@@ -99,7 +99,9 @@ class StubRewardWorker:
 
     async def probe(self) -> None: ...
 
-    async def judge(self, prompt: Prompt, response_text: str, *, guided: bool = True) -> SpanFeedback:
+    async def judge(
+        self, prompt: Prompt, response_text: str, *, critique: str | None = None, guided: bool = True
+    ) -> SpanFeedback:
         await asyncio.sleep(WORK_S)
         good, poor = [(response_text[:1], 1)], [(response_text[-1:], response_text.count(response_text[-1:]))]
         return make_feedback(

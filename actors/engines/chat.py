@@ -6,32 +6,23 @@
 import numpy as np
 import ray
 
-from actors.engines.engine import Engine, stop_token_ids
+from actors.engines.engine import Engine
 from actors.fleet.fleet import TRIES, Fleet
 from t2g.config import FeedbackConfig
 from t2g.errors import SamplingFailed, UserError
 from t2g.feedback.sources.asking import ChatFailed, Completion, Question
-from t2g.text.offsets import decode
-from t2g.text.tokenizer import check_chat_template, encode_chat, load_tokenizer
+from t2g.text.tokenizer import check_chat_template, encode_chat
 
 
-class ChatWorker:
-    """One engine that answers chats. `start` first."""
+class ChatWorker(Engine):
+    """One engine that answers chats. `start` first; it raises UserError for a tokenizer without a chat template."""
 
     def __init__(self, config: FeedbackConfig, seed: int) -> None:
         assert config.llm.model is not None
-        self._model, self._revision, self._config = config.llm.model, config.llm.revision, config.engine
-        self._engine = Engine(self._model, config.engine, seed=seed, revision=self._revision, guided=True)
+        super().__init__(config.llm.model, config.engine, seed=seed, revision=config.llm.revision, guided=True)
 
-    async def start(self) -> None:
-        """Load everything. UserError for a tokenizer without a chat template."""
-        self._tokenizer = load_tokenizer(self._model, self._revision)
+    def check_tokenizer(self) -> None:
         check_chat_template(self._tokenizer)
-        self._stop_ids = stop_token_ids(self._model, self._tokenizer, self._revision)
-        await self._engine.start()
-
-    async def probe(self) -> None:
-        await self._engine.probe()
 
     async def complete(self, question: Question) -> Completion:
         """Raises UserError for messages that the chat template refuses or the window has no room for."""
@@ -41,24 +32,22 @@ class ChatWorker:
                 f"a question of {len(ids)} tokens and an answer of llm.max_output_tokens={question.max_output_tokens} "
                 f"do not fit into engine.max_model_len={self._config.max_model_len}; raise it, or lower the other"
             )
-        done = await self._engine.generate(
+        done = await self.generate(
             ids,
             temperature=question.temperature,
             max_new_tokens=question.max_output_tokens,
             seed=question.seed if question.temperature > 0 else None,
-            stop_ids=self._stop_ids,
             schema=dict(question.schema),
         )
         return Completion(
-            text=decode(self._tokenizer, done.ids),
-            finish_reason=done.finish_reason,
-            prompt_tokens=len(ids),
-            output_tokens=len(done.ids),
+            text=done.text, finish_reason=done.finish_reason, prompt_tokens=len(ids), output_tokens=len(done.ids)
         )
 
 
-class ChatFleet:
-    """Chat workers as one model. `wait_ready` before the first request; `close` at the end."""
+class ChatFleet(Fleet):
+    """Chat workers as one model."""
+
+    role, actor = "chat", ray.remote(ChatWorker)
 
     def __init__(self, config: FeedbackConfig, *, seed: int, placement_timeout_s: float) -> None:
         assert config.llm.model is not None
@@ -71,24 +60,15 @@ class ChatFleet:
         self.name = f"{config.llm.model} on own engines"
         # Whoever asks waits llm.request_timeout_s.
         self._timeout_s = min(config.engine.request_timeout_s, config.llm.request_timeout_s / TRIES)
-        self.fleet = Fleet("chat", ChatActor, (config, seed), config.engine, placement_timeout_s=placement_timeout_s)
-
-    def wait_ready(self) -> None:
-        self.fleet.wait_ready()
+        super().__init__((config, seed), config.engine, placement_timeout_s=placement_timeout_s)
 
     async def complete(self, question: Question) -> Completion:
         """Raises ChatFailed for a question that does not fit and for late workers, RunStopped when none is left."""
         try:
-            return await self.fleet.call(
+            return await self.call(
                 lambda worker: worker.complete.remote(question), load=1, timeout_s=self._timeout_s, what="a chat"
             )
         except UserError as error:
             raise ChatFailed("refused", str(error)) from None
         except SamplingFailed as error:
             raise ChatFailed("timeout", str(error), passing=True) from None
-
-    def close(self) -> None:
-        self.fleet.close()
-
-
-ChatActor = ray.remote(ChatWorker)

@@ -1,21 +1,22 @@
-"""One vLLM engine inside a Ray actor process; rollout and reward workers both stand on it.
+"""One vLLM engine inside a Ray actor process, with the tokenizer of its model: what every worker is.
 
-Not here: Ray, prompts, tokenizers of ours, retries. vllm is imported after the process environment is set.
+Not here: Ray, prompts, retries. vllm is imported after the process environment is set.
 """
 
 import asyncio
 import itertools
 import math
 import os
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from actors.weights.intake import Intake
 from t2g.config import EngineConfig, Transport
 from t2g.errors import UserError
+from t2g.text.offsets import decode
+from t2g.text.tokenizer import load_tokenizer
 
 WARM_UP_TOKENS = 48  # a first bfloat16 forward of at most 4 tokens is an illegal instruction on CPUs with AMX
 MIN_BATCHED_TOKENS = 4096  # of one step of a CPU engine
@@ -29,6 +30,7 @@ class Completion:
     """What the engine sampled for one request."""
 
     ids: np.ndarray  # [R] int32, the stop token included
+    text: str  # our own decode of them
     logprobs: np.ndarray  # [R] float32, of softmax(logits / temperature)
     finish_reason: Literal["stop", "length"]
     versions: tuple[tuple[int, int, int], ...]  # (start, end, weight version): adjoining ranges, all of ids
@@ -67,7 +69,7 @@ def engine_environment(config: EngineConfig, *, owner: int, receives_weights: bo
 
 
 class Engine:
-    """An `AsyncLLM`. `start` first; then `generate`, `score` and, where it receives weights, `intake`."""
+    """An `AsyncLLM`. `start` first; then `generate` and `score`."""
 
     def __init__(
         self,
@@ -86,12 +88,18 @@ class Engine:
         self._llm: Any = None
         self._watch: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
-        """Load the model and warm up. Raises UserError when vLLM refuses the model or the settings."""
+    async def start(self) -> int:
+        """Load the model and warm up; returns the size of its vocabulary.
+
+        Raises UserError when vLLM refuses the model or the settings, and as `check_tokenizer`.
+        """
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB only; it would win over kv_cache_memory_bytes
         os.environ.update(
             engine_environment(self._config, owner=os.getpid(), receives_weights=self._transport is not None)
         )
+        self._tokenizer = load_tokenizer(self._model, self._revision)
+        self._stop_ids = stop_token_ids(self._model, self._tokenizer, self._revision)
+        self.check_tokenizer()
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -113,8 +121,11 @@ class Engine:
                 f"vLLM loaded the model {self._model} and died in its first forward: its kernels may not know this "
                 "shape (on a CPU the head dimension must be 32 or more); the worker's log in Ray's folder says which"
             ) from error
-        self.intake = Intake(self._llm, self._of_core)
         self._watch = asyncio.create_task(self._end_with_core())
+        return self._llm.model_config.get_vocab_size()
+
+    def check_tokenizer(self) -> None:
+        """UserError for a tokenizer that the worker has no use for."""
 
     def _check_kv_cache(self, vllm_config: Any) -> None:
         """UserError when not even one sequence fits: the engine core would die of it without a reason."""
@@ -183,10 +194,6 @@ class Engine:
         """Answered by a core whose loop turns, also while its engine is paused or has no room for a request."""
         await self._of_core(self._llm.is_sleeping())
 
-    @property
-    def vocab_size(self) -> int:
-        return self._llm.model_config.get_vocab_size()
-
     async def generate(
         self,
         prompt_ids: np.ndarray,
@@ -194,7 +201,6 @@ class Engine:
         temperature: float,
         max_new_tokens: int,
         seed: int | None,
-        stop_ids: Sequence[int],
         grammar: str | None = None,
         schema: dict[str, Any] | None = None,
     ) -> Completion:
@@ -211,7 +217,7 @@ class Engine:
             min_p=0.0,
             max_tokens=max_new_tokens,
             seed=seed,
-            stop_token_ids=list(stop_ids),
+            stop_token_ids=self._stop_ids,
             logprobs=0,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -222,6 +228,7 @@ class Engine:
         logprobs = [entry[token].logprob for entry, token in zip(output.logprobs, output.token_ids, strict=True)]
         return Completion(
             ids=ids,
+            text=decode(self._tokenizer, ids),
             logprobs=np.asarray(logprobs, np.float32),
             finish_reason="length" if output.finish_reason == "length" else "stop",
             versions=tuple((s.start, s.end, weight_version(s.version)) for s in output.weight_versions),
@@ -272,7 +279,7 @@ async def _collect(stream: AsyncIterator[T]) -> list[T]:
     return [item async for item in stream]
 
 
-def stop_token_ids(model: str, tokenizer: Any, revision: str | None) -> tuple[int, ...]:
+def stop_token_ids(model: str, tokenizer: Any, revision: str | None) -> list[int]:
     """Tokens that end a response: the tokenizer's EOS and those of the model's generation_config.json.
 
     The engine reads neither: it has no tokenizer, and that file would also change how is sampled.
@@ -284,7 +291,7 @@ def stop_token_ids(model: str, tokenizer: Any, revision: str | None) -> tuple[in
     except OSError:
         listed = None  # the file is optional
     ids = listed if isinstance(listed, list) else [listed]
-    return tuple(sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None}))
+    return sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None})
 
 
 def kv_cache_bytes(*, num_tokens: int, block_size: int, token_bytes: int) -> int:

@@ -9,15 +9,16 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, ClassVar
 
+import ray
 from ray.exceptions import RayTaskError
 
 from actors.cluster import placement
 from actors.cluster.fanout import first_line
-from actors.fleet.health import State
-from actors.fleet.member import DIED, Member, cause, died_of, fate, why
+from actors.fleet.health import Event, State, after, overdue
+from actors.fleet.member import DIED, Bell, Interrupted, Member, cause, fate, why
 from t2g.config import EngineConfig
 from t2g.errors import RunStopped, SamplingFailed, UserError
 
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.5  # between two rounds of care
 MAX_WORDS = 6  # losses that the last sentence of a run tells of
-CatchUp = Callable[[Member], Awaitable[None]]  # brings a STALE worker the current weights
+CatchUp = Callable[[Member], Coroutine[Any, Any, None]]  # brings a STALE worker the current weights
 TRIES = 3  # of one request, each on another worker where there is one
 
 
@@ -35,54 +36,49 @@ class Fleet:
     Of a worker's methods it calls `start`, and `probe`, whose answer says that the worker works.
     """
 
-    def __init__(
-        self,
-        role: str,
-        actor: Any,
-        arguments: tuple[Any, ...],
-        config: EngineConfig,
-        *,
-        placement_timeout_s: float,
-    ) -> None:
-        self.role, self.config = role, config
-        self._actor, self._arguments = actor, arguments
+    role: ClassVar[str]
+    actor: ClassVar[Any]
+
+    def __init__(self, arguments: tuple[Any, ...], config: EngineConfig, *, placement_timeout_s: float) -> None:
+        self.config, self._arguments = config, arguments
         self._placement_timeout_s = placement_timeout_s
         self._patience_s = placement_timeout_s + config.start_timeout_s  # what a successor takes: a place, a start
         self.catch_up: CatchUp | None = None  # without one, a worker serves the weights that it loaded
         self.wanted = config.workers.initial
+        self.started_with: Any = None  # what the workers' `start` returned, the same for all
         self._members: list[Member] = []
-        self._lost: list[Member] = []  # without a successor yet
         self._given_up: list[str] = []  # names of workers whose restarts are used up
         self._history: deque[str] = deque(maxlen=MAX_WORDS)  # the last losses, for the sentence that ends a run
         self._failure: RunStopped | None = None  # of a catch-up, for the next round of care to raise
         self._numbers = iter(range(1_000_000))
-        self._waiters: list[asyncio.Future[None]] = []
+        self._freed = Bell()  # a worker serves, or has finished a request
         self._ticked_at = 0.0
-        self._answers: dict[str, Any] = {}  # what `start` returned
         self._refused: Exception | None = None  # by a worker that said why it cannot start
         self._proved = False  # that a worker can start: one that cannot, later, is replaced as any that is lost
         self._short_since: float | None = None  # since when fewer workers than the floor have started
         self._idle = IdleClock()
         self._recoveries: list[float] = []  # seconds from a loss to its successor's service, not yet reported
         self._restarts = 0
-        for place in placement.reserve(role, config, timeout_s=placement_timeout_s):
-            self._add(place).begin(actor, arguments)
+        for place in placement.reserve(self.role, config, timeout_s=placement_timeout_s):
+            self._add(place).begin(self.actor, arguments)
+
+    @property
+    def fleet(self) -> "Fleet":
+        """What looks after the workers of a feedback source (`t2g.interfaces.FeedbackSource`)."""
+        return self
 
     # ------------------------------------------------------------------------------------------------- for the jobs
-    def wait_ready(self) -> Any:
-        """Until every engine has started; returns what the workers' `start` returned (the same for all).
+    def wait_ready(self) -> None:
+        """Until every engine has started.
 
         Raises UserError for a model that cannot be served, RunStopped when fewer than the floor start in time.
         """
         deadline = time.monotonic() + self.config.start_timeout_s
-        while any(m.health.state is State.STARTING for m in self._members):
+        while any(m.health.state is State.STARTING for m in self._members) and time.monotonic() < deadline:
             self.tick()
-            if time.monotonic() > deadline:
-                break
             time.sleep(TICK_S / 10)
         if len(self.started()) < self.config.workers.min:
             raise self._too_few()
-        return next(iter(self._answers.values()))
 
     async def supervise(self) -> None:
         """Rounds of care until cancelled. Raises RunStopped when the floor of workers cannot be held, LearnerLost as
@@ -97,7 +93,7 @@ class Fleet:
         if number != self.wanted or self._given_up:
             logger.warning("%s workers: %d wanted, was %d", self.role, number, self.wanted)
             self.wanted = number
-            self._lost, self._given_up = [], []  # who asks for workers gets them, whatever became of earlier ones
+            self._given_up = []  # who asks for workers gets them, whatever became of earlier ones
 
     def serving(self) -> list[Member]:
         return [m for m in self._members if m.health.state is State.SERVING]
@@ -159,11 +155,11 @@ class Fleet:
                 logger.warning("%s has not answered %s within %g s", member.name, what, timeout_s)
                 self._tell(member, "request_failed", f"did not answer within {timeout_s:g} s")
                 reasons.append(f"no answer by {member.name} within {timeout_s:g} s")
-            else:
-                if answer is not None:
-                    self._tell(member, "request_answered")
-                    return answer[0]
+            except Interrupted:
                 reasons.append(f"{member.name} {member.health.reason or 'stopped serving'}")
+            else:
+                self._tell(member, "request_answered")
+                return answer
             finally:
                 self._leave(member, load)
         raise SamplingFailed(f"{what}: {'; '.join(reasons)}")
@@ -185,20 +181,12 @@ class Fleet:
                 deadline = time.monotonic() + self._patience_s
             elif time.monotonic() > deadline:
                 raise RunStopped(f"no {self.role} worker came to serve within {self._patience_s:g} s: {self._words()}")
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            await asyncio.wait([waiter], timeout=TICK_S)
+            await self._freed.wait(timeout_s=TICK_S)
 
     def _leave(self, member: Member, load: int) -> None:
         self._idle.account(self.started(), time.monotonic())
         member.load -= load
-        self._wake()
-
-    def _wake(self) -> None:
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        self._freed.ring()
 
     # ------------------------------------------------------------------------------------------------------- care
     def tick(self) -> None:
@@ -215,7 +203,7 @@ class Fleet:
     def _care(self, member: Member, now: float) -> None:
         if member.handle is None:
             if placement.is_ready(member.place):
-                member.begin(self._actor, self._arguments)
+                member.begin(self.actor, self._arguments)
             elif not member.warned and now - member.health.since > self._placement_timeout_s:
                 member.warned = True
                 logger.warning("%s waits for a place: %s", member.name, placement.wish(self.config))
@@ -224,8 +212,7 @@ class Fleet:
             self._see_start(member)
         else:
             self._see_probe(member, now)
-        late = member.overdue(now)
-        if late:
+        if late := overdue(member.health, now=now, config=self.config):
             self._tell(member, "died", late)
         elif member.health.state is State.DRAINING and member.load == 0:
             self._tell(member, "drained", "left")
@@ -240,8 +227,10 @@ class Fleet:
             self._failure = error
 
     def _see_start(self, member: Member) -> None:
+        if not ray.wait([member.starting], timeout=0)[0]:
+            return
         try:
-            answer = member.take_start()
+            self.started_with = ray.get(member.starting)
         except DIED as error:
             self._tell(member, "died", f"died in its start ({why(error)})")
         except RayTaskError as error:
@@ -250,59 +239,62 @@ class Fleet:
                 self._refused = raised if isinstance(raised, UserError | RunStopped) else error  # with its traceback
             self._tell(member, "died", f"could not start ({first_line(raised)})")
         else:
-            if answer is not None:
-                self._answers[member.name] = answer[0]
-                self._proved, self._refused = True, None
-                self._tell(member, "started")
-                if self.catch_up is None:
-                    self._tell(member, "weights_proved")
+            self._proved, self._refused = True, None
+            self._tell(member, "started")
+            if self.catch_up is None:
+                self._tell(member, "weights_proved")
 
     def _see_probe(self, member: Member, now: float) -> None:
         try:
-            outcome = member.take_probe(now)
+            if member.probed(now):
+                self._tell(member, "probe_answered")
+        except TimeoutError:
+            limit_s = self.config.health.probe_timeout_s
+            self._tell(member, "probe_failed", f"did not answer a probe within {limit_s:g} s")
         except DIED as error:
-            if died_of(error) == "died":
+            if fate(error) == "died":
                 self.failed(member, error)
             else:
                 self._tell(member, "probe_failed", f"could not be reached by a probe ({why(error)})")
         except RayTaskError as error:
             self._tell(member, "probe_failed", f"failed a probe ({first_line(cause(error))})")
-        else:
-            if outcome is not None:
-                limit_s = self.config.health.probe_timeout_s
-                reason = "" if outcome == "probe_answered" else f"did not answer a probe within {limit_s:g} s"
-                self._tell(member, outcome, reason)
 
-    def _tell(self, member: Member, event: Any, reason: str = "") -> None:
+    def _tell(self, member: Member, event: Event, reason: str = "") -> None:
         """What happened to a worker, and what follows from it."""
         before = member.health.state
-        state = member.happens(event, reason)
+        now, health = time.monotonic(), self.config.health
+        member.health = after(member.health, event, now=now, config=health, reason=reason)
+        state = member.health.state
         if state is before:
             return
         if state is State.SERVING:
             if member.lost_at is not None:
-                self._recoveries.append(time.monotonic() - member.lost_at)
+                self._recoveries.append(now - member.lost_at)
                 member.lost_at = None
-            self._wake()
+            self._freed.ring()
         if state in (State.STALE, State.DEAD) and before is not State.STARTING:
             member.interrupt()
         if state is State.DEAD:
             self._bury(member, wanted=before is not State.DRAINING and event != "dismissed")
 
     def _bury(self, member: Member, *, wanted: bool) -> None:
-        """Kill it for good: a worker that comes back would serve old weights."""
+        """Kill it for good, as a worker that comes back would serve old weights; its successor waits for a place."""
         self._members.remove(member)
-        self._answers.pop(member.name, None)
         member.remove()
-        if wanted:
-            self._restarts += 1
-            self._lost.append(member)
-            self._history.append(f"{member.name} {member.health.reason}")
-            logger.warning("%s %s; %d left", member.name, member.health.reason, len(self.started()))
+        if not wanted:
+            return
+        self._restarts += 1
+        self._history.append(f"{member.name} {member.health.reason}")
+        logger.warning("%s %s; %d left", member.name, member.health.reason, len(self.started()))
+        if member.restarts >= self.config.health.max_restarts or self._refused is not None:
+            self._given_up.append(member.name)
+        else:
+            self._add(placement.ask(self.config), after=member)
 
     def failed(self, member: Member, error: Exception) -> None:
         """A call of it ended in one of DIED."""
-        self._tell(member, died_of(error), f"{fate(error)} ({why(error)})")
+        words = fate(error)
+        self._tell(member, "died" if words == "died" else "unreachable", f"{words} ({why(error)})")
 
     def has_weights(self, member: Member, version: int) -> None:
         """The worker computes what the learner computes: it serves."""
@@ -319,14 +311,8 @@ class Fleet:
         member.sync_ended()
 
     def _resize(self) -> None:
-        """Towards the wanted number: successors of the lost first, each while its restarts last."""
+        """Towards the wanted number."""
         living = [m for m in self._members if m.health.state is not State.DRAINING]
-        for member in self._lost:
-            if member.restarts >= self.config.health.max_restarts or self._refused is not None:
-                self._given_up.append(member.name)
-            else:
-                living.append(self._add(placement.ask(self.config), after=member))
-        self._lost = []
         for _ in range(self.expected - len(living)):
             self._add(placement.ask(self.config))
         for member in sorted(living, key=Member.dispensable)[: max(0, len(living) - self.wanted)]:

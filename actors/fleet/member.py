@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, Literal
 
 import ray
@@ -12,21 +12,16 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from actors.cluster import placement
 from actors.cluster.fanout import first_line
-from actors.fleet.health import Event, Health, State, after, overdue
+from actors.fleet.health import Health, State
 from t2g.config import EngineConfig
 
 # No answer will come: the worker is gone, was ended by Ray's memory monitor, or its answer went with a node.
 DIED = (RayActorError, OutOfMemoryError, ObjectLostError)
 
 
-def died_of(error: Exception) -> Literal["died", "unreachable"]:
-    """A node that does not answer may come back, with its workers: its requests go elsewhere, its probes decide."""
-    return "unreachable" if isinstance(error, ActorUnavailableError | ObjectLostError) else "died"
-
-
 def fate(error: Exception) -> Literal["died", "could not be reached"]:
-    """What an exception of DIED says of the worker."""
-    return "died" if died_of(error) == "died" else "could not be reached"
+    """What an exception of DIED says of the worker: a node that does not answer may come back, with its workers."""
+    return "could not be reached" if isinstance(error, ActorUnavailableError | ObjectLostError) else "died"
 
 
 def why(error: Exception) -> str:
@@ -42,12 +37,39 @@ def cause(error: RayTaskError) -> Exception:
     return error.cause if isinstance(error.cause, Exception) else error
 
 
+class Interrupted(Exception):
+    """The worker stopped serving: whoever waits for it asks somebody else."""
+
+
+class Bell:
+    """Wakes all who wait for it, each in its own event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    async def wait(self, *others: "asyncio.Future[Any]", timeout_s: float | None = None) -> bool:
+        """Until it rings or one of the others is done; whether that was so in time."""
+        rung = asyncio.get_running_loop().create_future()
+        self._waiting.add(rung)
+        try:
+            done, _ = await asyncio.wait([rung, *others], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            return bool(done)
+        finally:
+            self._waiting.discard(rung)
+
+    def ring(self) -> None:
+        for rung in self._waiting:
+            if not rung.done():
+                rung.set_result(None)
+
+
 class Member:
     """A worker from the wish for a place to its end. Its fleet decides; this does."""
 
     def __init__(self, name: str, place: PlacementGroup, config: EngineConfig) -> None:
         self.name, self.place, self._config = name, place, config
         self.handle: Any = None  # none until there is a place
+        self.starting: Any = None  # reference to what its start returns
         self.health = Health(since=time.monotonic())
         self.load = 0  # sequences it was given and has not finished
         self.version: int | None = None  # of its weights
@@ -55,101 +77,76 @@ class Member:
         self.lost_at: float | None = None  # when its predecessor was lost, until it serves
         self.warned = False  # that it waits for a place
         self.syncing = False  # its engine is paused, or has weights not proved yet: no probe, and no answer counts
-        self._starting: Any = None
         self._probe: Any = None
         self._probed_at = time.monotonic()
-        self._in_vain: set[asyncio.Future[None]] = set()  # one per waiting request, resolved when it waits in vain
-        self._unsettled: set[asyncio.Future[None]] = set()  # one per answer that came while `syncing`
+        self._num_interrupts = 0
+        self._changed = Bell()  # `syncing` or the number of interrupts
         self._catching_up: asyncio.Future[None] | None = None
 
     def begin(self, actor: Any, arguments: tuple[Any, ...]) -> None:
         """Start the process in its place."""
         self.handle = actor.options(**placement.actor_options(self._config, self.place)).remote(*arguments)
-        self._starting = self.handle.start.remote()
+        self.starting = self.handle.start.remote()
         self.health = Health(since=time.monotonic())
 
     def sync_ended(self) -> None:
         """Call it once the worker's state says how."""
         self.syncing = False
-        _release(self._unsettled)
+        self._changed.ring()
 
-    def happens(self, event: Event, reason: str = "") -> State:
-        now = time.monotonic()
-        self.health = after(self.health, event, now=now, config=self._config.health, reason=reason)
-        return self.health.state
+    def probed(self, now: float) -> bool:
+        """Whether it has answered a probe since the last call; the next one is sent when it is due.
 
-    def overdue(self, now: float) -> str:
-        return overdue(self.health, now=now, config=self._config)
-
-    def take_start(self) -> tuple[Any] | None:
-        """What `start` returned, once it has. Raises as `ray.get`."""
-        if not ray.wait([self._starting], timeout=0)[0]:
-            return None
-        return (ray.get(self._starting),)
-
-    def take_probe(self, now: float) -> Literal["probe_answered", "probe_failed"] | None:
-        """The outcome of a probe, once; the next one is sent when it is due. Raises as `ray.get`."""
+        Raises TimeoutError for a probe that is late, and as `ray.get`.
+        """
         health = self._config.health
         if self.syncing:
             self._probe = None
-            return None
-        if self._probe is None:
+        elif self._probe is None:
             at_once = self.health.suspect and self.health.failed_probes == 0
             if now - self._probed_at >= health.probe_every_s or at_once:
                 self._probe, self._probed_at = self.handle.probe.remote(), now
-            return None
-        if ray.wait([self._probe], timeout=0)[0]:
+        elif ray.wait([self._probe], timeout=0)[0]:
             probe, self._probe = self._probe, None
             ray.get(probe)
-            return "probe_answered"
-        if now - self._probed_at > health.probe_timeout_s:
+            return True
+        elif now - self._probed_at > health.probe_timeout_s:
             self._probe = None
-            return "probe_failed"
-        return None
+            raise TimeoutError
+        return False
 
-    async def answer(self, submit: Callable[[Any], Any], timeout_s: float) -> tuple[Any] | None:
-        """What it answers; None when it stopped serving meanwhile. Raises TimeoutError, and as `ray.get`."""
-        in_vain = asyncio.get_running_loop().create_future()
-        self._in_vain.add(in_vain)
+    async def answer(self, submit: Callable[[Any], Any], timeout_s: float) -> Any:
+        """What it answers, once no weight sync is under way: the weights that made it may be refused.
+
+        Raises Interrupted, TimeoutError, and as `ray.get`.
+        """
+        deadline, num_interrupts = time.monotonic() + timeout_s, self._num_interrupts
         ref = submit(self.handle)
         answer = asyncio.wrap_future(ref.future())
         try:
-            await asyncio.wait([answer, in_vain], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if answer.done():
-                await self._verdict(in_vain)  # on the weights that may have made it
-            if in_vain.done():
-                return None
-            if answer.done():
-                return (answer.result(),)
-            raise TimeoutError
+            while self._num_interrupts == num_interrupts:
+                if not answer.done():
+                    if not await self._changed.wait(answer, timeout_s=max(0.0, deadline - time.monotonic())):
+                        raise TimeoutError
+                elif self.syncing:  # the sync has the deadline
+                    await self._changed.wait()
+                else:
+                    return answer.result()
+            raise Interrupted
         finally:
-            self._in_vain.discard(in_vain)
             if not answer.done():
                 answer.cancel()
                 with contextlib.suppress(RayActorError):
                     ray.cancel(ref)
 
-    async def _verdict(self, in_vain: "asyncio.Future[None]") -> None:
-        """Until no weight sync is under way; the sync has the deadline."""
-        if not self.syncing:
-            return
-        settled = asyncio.get_running_loop().create_future()
-        self._unsettled.add(settled)
-        try:
-            await asyncio.wait([settled, in_vain], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            self._unsettled.discard(settled)
-
     def interrupt(self) -> None:
         """Whoever waits for it asks somebody else."""
-        _release(self._in_vain)
+        self._num_interrupts += 1
+        self._changed.ring()
 
-    def bring_up(self, catch_up: "Callable[[Member], Awaitable[None]]") -> None:
-        """Have it brought the current weights, unless that is under way. Without an event loop nothing happens yet."""
-        if self._catching_up is not None and not self._catching_up.done():
-            return
-        with contextlib.suppress(RuntimeError):
-            asyncio.get_running_loop()
+    def bring_up(self, catch_up: "Callable[[Member], Coroutine[Any, Any, None]]") -> None:
+        """Have it brought the current weights, unless that is under way."""
+        if self._catching_up is None or self._catching_up.done():
             self._catching_up = asyncio.ensure_future(catch_up(self))
 
     def dispensable(self) -> tuple[bool, bool, bool, int]:
@@ -169,9 +166,3 @@ class Member:
         if self.handle is not None:
             ray.kill(self.handle, no_restart=True)
         remove_placement_group(self.place)
-
-
-def _release(waiting: set["asyncio.Future[None]"]) -> None:
-    for future in waiting:
-        if not future.done():
-            future.set_result(None)

@@ -3,9 +3,10 @@
 Knows neither Ray nor how a bucket gets to an engine (`actors.weights.sync`, `actors.weights.transports`).
 """
 
+import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,41 +25,30 @@ class ParamMeta:
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """Whole modules of one version, in announced order. With nccl the bytes follow by broadcast."""
+    """Whole modules of one version, in announced order.
+
+    store: the bytes come along; `way` has `xxh3`, the hash of all of them in order, taken by the learner rank before
+    they leave it, and `tensor_xxh3`, with learner.sync_verify=full of each tensor, else empty.
+    ipc: they lie in memory of each rank's GPU, tensor after tensor, until the bucket after the next is made; `way` has
+    `handles`, of each GPU by its UUID, see `actors.weights.transports.Shared`.
+    nccl: they follow by broadcast.
+    """
 
     index: int  # 0, 1, ... within a version
     names: tuple[str, ...]
     gather_s: float  # that the rank took until it was ready to go
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredBucket(Bucket):
-    """With its bytes, for Ray's object store. bfloat16 travels as its bits in uint16."""
-
-    tensors: tuple[np.ndarray, ...]  # C-contiguous, float32, or uint16 for bfloat16; shapes as announced
-    xxh3: str  # of all tensors' bytes in order, taken by the learner rank before they leave it
-    tensor_xxh3: tuple[str, ...]  # of each tensor with learner.sync_verify=full, else empty
-
-
-@dataclass(frozen=True, kw_only=True)
-class SharedBucket(Bucket):
-    """Its bytes lie in the memory of each rank's GPU, tensor after tensor, until the bucket after the next is made."""
-
-    handles: dict[str, tuple[Any, ...]]  # of each GPU by its UUID, see `actors.weights.transports.Shared`
+    way: dict[str, Any] = field(default_factory=dict)  # to the bytes: goes into the engine core as it is
+    tensors: tuple[np.ndarray, ...] = ()  # C-contiguous, float32, or for bfloat16 its bits in uint16; as announced
 
 
 def make_bucket(
     index: int, names: Sequence[str], tensors: Sequence[np.ndarray], *, full: bool, started: float
-) -> StoredBucket:
-    """full: with a hash of each tensor as well. started: of time.monotonic, when the rank began to gather it."""
-    return StoredBucket(
-        index=index,
-        names=tuple(names),
-        tensors=tuple(tensors),
-        xxh3=hash_of(*tensors),
-        tensor_xxh3=tuple(hash_of(tensor) for tensor in tensors) if full else (),
-        gather_s=time.monotonic() - started,
-    )
+) -> Bucket:
+    """For Ray's object store. full: with a hash of each tensor as well. started: of time.monotonic, when the rank
+    began to gather it."""
+    hashes = {"xxh3": hash_of(*tensors), "tensor_xxh3": [hash_of(tensor) for tensor in tensors] if full else []}
+    gather_s = time.monotonic() - started
+    return Bucket(index=index, names=tuple(names), gather_s=gather_s, way=hashes, tensors=tuple(tensors))
 
 
 def hash_of(*arrays: Any) -> str:
@@ -87,10 +77,8 @@ def module_key(name: str) -> str:
     'model.embed_tokens'
     """
     parts = name.split(".")
-    for i, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: i + 1])
-    return ".".join(parts[:-1])
+    layer = next((i + 1 for i, part in enumerate(parts) if part.isdigit()), -1)
+    return ".".join(parts[:layer])
 
 
 def plan_buckets(metas: Sequence[ParamMeta], *, dtype: str, bucket_bytes: float) -> list[tuple[str, ...]]:
@@ -99,19 +87,15 @@ def plan_buckets(metas: Sequence[ParamMeta], *, dtype: str, bucket_bytes: float)
     A bucket never ends inside a module: the engine fuses q, k, v (and gate, up) into one tensor and keeps references
     to the first parts until the last has come; the arena they lie in would be overwritten by a later bucket.
     """
-    sizes: dict[str, int] = {}
-    members: dict[str, list[str]] = {}
+    modules: dict[str, list[ParamMeta]] = {}
     for meta in metas:
-        key = module_key(meta.name)
-        sizes[key] = sizes.get(key, 0) + num_bytes([meta], dtype)
-        members.setdefault(key, []).append(meta.name)
+        modules.setdefault(module_key(meta.name), []).append(meta)
     buckets: list[tuple[str, ...]] = []
-    filled = 0
-    for key, names in members.items():
-        if buckets and filled + sizes[key] <= bucket_bytes:
-            buckets[-1] += tuple(names)
-            filled += sizes[key]
-        else:
-            buckets.append(tuple(names))
-            filled = sizes[key]
+    filled = math.inf
+    for members in modules.values():
+        filled += (size := num_bytes(members, dtype))
+        if filled > bucket_bytes:
+            buckets.append(())
+            filled = size
+        buckets[-1] += tuple(meta.name for meta in members)
     return buckets

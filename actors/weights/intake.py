@@ -2,68 +2,77 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
 
 from actors.weights.arena import Arena
-from actors.weights.buckets import Bucket, ParamMeta, SharedBucket, StoredBucket
+from actors.weights.buckets import Bucket, ParamMeta
 from actors.weights.transports import Meeting
+
+T = TypeVar("T")
 
 
 class Intake:
-    """`open`, `load` for each bucket in any order and two at a time, `close`. Calls of an earlier round are refused.
+    """Of `actors.engines.engine.Engine`, which it is mixed into: `open_update`, `load_bucket` for each bucket in any
+    order and two at a time, `close_update`. Calls of an earlier round are refused.
 
-    With nccl `join` comes before the buckets, and they come one by one in their order.
+    With nccl `join_group` comes before the buckets, and they come one by one in their order.
 
-    A round that broke off is mended by the next `open`, whose version comes whole.
+    A round that broke off is mended by the next `open_update`, whose version comes whole.
     """
 
-    def __init__(self, llm: Any, of_core: Callable[[Awaitable[None]], Awaitable[None]]) -> None:
-        """llm: an AsyncLLM. of_core: awaits what its engine core answers."""
-        self._llm, self._of_core = llm, of_core
-        self._round_id, self._version = "", 0
-        self._updating = False  # as vLLM's worker sees it: it refuses to start an update within another
-        self._free: asyncio.Queue[Arena] = asyncio.Queue()
-        for _ in range(2):  # one is written while the core reads the other
-            self._free.put_nowait(Arena())
+    _llm: Any  # an AsyncLLM
+    _round_id, _version = "", 0
+    _updating = False  # as vLLM's worker sees it: it refuses to start an update within another
 
-    async def open(self, round_id: str, version: int, dtype: str, metas: Sequence[ParamMeta]) -> None:
+    async def _of_core(self, answer: Awaitable[T]) -> T:
+        raise NotImplementedError("this is the engine's own")
+
+    @cached_property
+    def _free(self) -> asyncio.Queue[Arena]:
+        """Two: one is written while the core reads the other."""
+        arenas: asyncio.Queue[Arena] = asyncio.Queue()
+        for _ in range(2):
+            arenas.put_nowait(Arena())
+        return arenas
+
+    async def open_update(self, round_id: str, version: int, dtype: str, metas: Sequence[ParamMeta]) -> None:
         """Freeze running requests where they are, drop their KV and prefix caches, and announce a version."""
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
         self._round_id, self._version = round_id, version
         await self._of_core(self._llm.pause_generation(mode="keep", clear_cache=True))
-        announcement = {
-            "version": version,
-            "dtype": dtype,
-            "names": [meta.name for meta in metas],
-            "shapes": [list(meta.shape) for meta in metas],
-        }
-        await self._of_core(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(announcement)))
+        names, shapes = [meta.name for meta in metas], [list(meta.shape) for meta in metas]
+        await self._tell_core({"version": version, "dtype": dtype, "names": names, "shapes": shapes})
         if not self._updating:
             await self._of_core(self._llm.start_weight_update())
             self._updating = True
 
-    async def join(self, round_id: str, meeting: Meeting, rank: int) -> None:
+    async def join_group(self, round_id: str, meeting: Meeting, rank: int) -> None:
         """Have the engine core meet rank 0 of the learner and the other engines, all of them at once."""
+        self._refuse_other_rounds(round_id)
+        where = {"master_address": meeting.host, "master_port": meeting.port, "world_size": meeting.size}
+        await self._tell_core(where | {"rank_offset": rank, "packed": True})
+
+    async def _tell_core(self, info: dict[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        self._refuse_other_rounds(round_id)
-        place = WeightTransferInitRequest(asdict(meeting) | {"rank": rank})
-        await self._of_core(self._llm.init_weight_transfer_engine(place))
+        await self._of_core(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(info)))
 
-    async def load(self, round_id: str, bucket: Bucket) -> dict[str, float]:
+    async def load_bucket(self, round_id: str, bucket: Bucket) -> dict[str, float]:
         """Hand one bucket to the engine core; returns the seconds of each stage."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         self._refuse_other_rounds(round_id)
-        async with self._within_reach(bucket) as (info, started):
+        async with self._mapped(bucket.tensors) as (place, started):
             handed_over = time.monotonic()
             self._refuse_other_rounds(round_id)
+            part = {"version": self._version, "index": bucket.index, "names": list(bucket.names)}
+            request = WeightTransferUpdateRequest(part | {"way": bucket.way | place})
             try:
-                await self._of_core(self._llm.update_weights(WeightTransferUpdateRequest(info)))
+                await self._of_core(self._llm.update_weights(request))
             except Exception:
                 self._updating = False
                 raise
@@ -71,24 +80,20 @@ class Intake:
         return {"gather": bucket.gather_s, "hand_over": handed_over - started, "load": loaded - handed_over}
 
     @asynccontextmanager
-    async def _within_reach(self, bucket: Bucket) -> AsyncIterator[tuple[dict[str, Any], float]]:
-        """What the engine core must know of a bucket, whose bytes it can get at meanwhile; when this began."""
-        info = {"version": self._version, "index": bucket.index, "names": list(bucket.names)}
-        if isinstance(bucket, SharedBucket):
-            info["handles"] = bucket.handles
-        if not isinstance(bucket, StoredBucket):
-            yield info, time.monotonic()
+    async def _mapped(self, tensors: Sequence[np.ndarray]) -> AsyncIterator[tuple[dict[str, Any], float]]:
+        """Where the engine core finds the tensors meanwhile, {} of none; when this began."""
+        if not tensors:
+            yield {}, time.monotonic()
             return
         arena = await self._free.get()
         try:
             started = time.monotonic()
-            offsets, num_bytes = await asyncio.to_thread(arena.write, bucket.tensors)
-            info |= {"path": arena.path, "offsets": offsets, "num_bytes": num_bytes}
-            yield info | {"xxh3": bucket.xxh3, "tensor_xxh3": list(bucket.tensor_xxh3)}, started
+            offsets, num_bytes = await asyncio.to_thread(arena.write, tensors)
+            yield {"path": arena.path, "offsets": offsets, "num_bytes": num_bytes}, started
         finally:
             self._free.put_nowait(arena)
 
-    async def close(self, round_id: str) -> None:
+    async def close_update(self, round_id: str) -> None:
         """Refuse or commit the version, then let the frozen requests go on with the new weights."""
         self._refuse_other_rounds(round_id)
         await self._of_core(self._llm.finish_weight_update(weight_version=str(self._version)))

@@ -9,14 +9,14 @@ Nothing of what was sent remains: to send again is to gather again.
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from actors.weights.buckets import Bucket, SharedBucket
+from actors.weights.buckets import Bucket
 
 STALL_S = 30.0  # for one broadcast, and for its group to meet: past it somebody is taken to be gone
 
@@ -54,10 +54,10 @@ class NcclSender:
     """Never raises for an engine: rank 0 goes on gathering with the others, and whoever got nothing says so."""
 
     everywhere = False
+    _group: Any = None
 
-    def __init__(self, rank: int, join: "Callable[[Meeting], Any] | None" = None) -> None:
-        """join: meets the engines; returns the group as vLLM's PyNcclCommunicator."""
-        self._join, self._group = join or _join_engines, None
+    def __init__(self, rank: int) -> None:
+        """Only rank 0 broadcasts: the others have nothing to send."""
 
     def meet(self, meeting: Meeting) -> None:
         """The group of a new round. That of the last one ends only here: an engine may still have read from it."""
@@ -65,9 +65,21 @@ class NcclSender:
             self._group.destroy()
             self._group = None
         try:
-            self._group = self._join(meeting)
+            self._group = self.join(meeting)
         except RuntimeError as error:
             logger.warning("not all %d engines came to the group of the weight sync: %s", meeting.size - 1, error)
+
+    def join(self, meeting: Meeting) -> Any:
+        """The engines' group, as vLLM's PyNcclCommunicator. Raises RuntimeError when they do not all come."""
+        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+        from vllm.distributed.utils import StatelessProcessGroup
+        from vllm.utils.nccl import unpinned_nccl_env
+
+        group = StatelessProcessGroup.create(
+            meeting.host, meeting.port, rank=0, world_size=meeting.size, store_timeout=int(STALL_S)
+        )
+        with unpinned_nccl_env():
+            return PyNcclCommunicator(group, device=torch.accelerator.current_device_index())
 
     def send(
         self, index: int, names: Sequence[str], tensors: Sequence[torch.Tensor], started: float
@@ -85,18 +97,6 @@ class NcclSender:
         except RuntimeError as error:
             logger.warning("bucket %d of a weight sync was not broadcast: %s", index, error)
             self._group.destroy()
-
-
-def _join_engines(meeting: Meeting) -> Any:
-    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
-    from vllm.distributed.utils import StatelessProcessGroup
-    from vllm.utils.nccl import unpinned_nccl_env
-
-    group = StatelessProcessGroup.create(
-        meeting.host, meeting.port, rank=0, world_size=meeting.size, store_timeout=int(STALL_S)
-    )
-    with unpinned_nccl_env():
-        return PyNcclCommunicator(group, device=torch.accelerator.current_device_index())
 
 
 @contextmanager
@@ -123,14 +123,6 @@ class Shared:
     handle: tuple[Any, ...]  # of numbers and bytes: what torch's rebuild_cuda_tensor takes from `storage_device` on
 
 
-def share(num_bytes: int) -> Shared:
-    from torch.multiprocessing.reductions import reduce_tensor
-
-    memory = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
-    _, arguments = reduce_tensor(memory)
-    return Shared(memory, str(torch.cuda.get_device_properties(memory.device).uuid), tuple(arguments[6:]))
-
-
 def rebuild_arguments(handle: Sequence[Any]) -> tuple[Any, ...]:
     """All that torch's rebuild_cuda_tensor takes, for the memory of a `Shared`. No pickle comes with a handle."""
     return (torch.Tensor, (handle[2],), (1,), 0, torch.storage.TypedStorage, torch.uint8, *handle)
@@ -144,15 +136,9 @@ class IpcSender:
 
     everywhere = True
 
-    def __init__(
-        self,
-        rank: int,
-        share: Callable[[int], Shared] = share,
-        gather: "Callable[[Any], Sequence[Any]] | None" = None,
-    ) -> None:
-        """gather: of every rank what it gives, in order of rank."""
-        self._rank, self._share, self._gather = rank, share, gather or _gather
-        self._shared: list[Shared | None] = [None, None]
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._shared: dict[int, Shared] = {}
 
     def meet(self, meeting: Meeting) -> None:
         raise AssertionError("memory is shared without a group")
@@ -160,22 +146,29 @@ class IpcSender:
     def send(
         self, index: int, names: Sequence[str], tensors: Sequence[torch.Tensor], started: float
     ) -> Iterator[Bucket]:
-        num_bytes = sum(tensor.nbytes for tensor in tensors)
-        shared = self._shared[index % 2]
-        if shared is None or len(shared.memory) < num_bytes:
-            shared = self._shared[index % 2] = self._share(num_bytes)
+        num_bytes, turn = sum(tensor.nbytes for tensor in tensors), index % 2
+        if turn not in self._shared or len(self._shared[turn].memory) < num_bytes:
+            self._shared[turn] = self.share(num_bytes)
+        shared = self._shared[turn]
         torch.cat([t.reshape(-1).view(torch.uint8) for t in tensors], out=shared.memory[:num_bytes])
         _finish([shared.memory])
-        handles = dict(self._gather((shared.gpu, shared.handle)))
+        handles = dict(self.gather((shared.gpu, shared.handle)))
         if self._rank == 0:
             gather_s = time.monotonic() - started
-            yield SharedBucket(index=index, names=tuple(names), gather_s=gather_s, handles=handles)
+            yield Bucket(index=index, names=tuple(names), gather_s=gather_s, way={"handles": handles})
 
+    def share(self, num_bytes: int) -> Shared:
+        from torch.multiprocessing.reductions import reduce_tensor
 
-def _gather(value: Any) -> list[Any]:
-    gathered: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, value)
-    return gathered
+        memory = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+        _, arguments = reduce_tensor(memory)
+        return Shared(memory, str(torch.cuda.get_device_properties(memory.device).uuid), tuple(arguments[6:]))
+
+    def gather(self, own: Any) -> list[Any]:
+        """What every rank gives, in order of rank."""
+        gathered: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(gathered, own)
+        return gathered
 
 
 def _finish(tensors: Sequence[torch.Tensor]) -> None:

@@ -76,29 +76,16 @@ class Announcement(WeightTransferInitInfo):
 
 @dataclass
 class Part(WeightTransferUpdateInfo):
-    """One bucket of a version; with nccl all that is told of it."""
+    """One bucket of a version.
+
+    way: that of `actors.weights.buckets.Bucket`; with store also the file that both processes can map (`path`, of
+    `num_bytes`), overwritten once the bucket is loaded, and in it the `offsets` of the tensors in bytes.
+    """
 
     version: int
     index: int
     names: list[str]
-
-
-@dataclass
-class StoredPart(Part):
-    """Where the bytes of one bucket lie."""
-
-    path: str  # a file that both processes can map; overwritten once the bucket is loaded
-    offsets: list[int]  # bytes, of each tensor
-    num_bytes: int
-    xxh3: str  # of all tensors' bytes in order, as the learner rank had them
-    tensor_xxh3: list[str]  # of each tensor, or empty
-
-
-@dataclass
-class SharedPart(Part):
-    """The bytes lie, tensor after tensor, in memory of this engine's GPU that a learner rank has shared."""
-
-    handles: dict[str, list[Any]]  # of each GPU's memory by its UUID, see `actors.weights.transports.Shared`
+    way: dict[str, Any]
 
 
 class WholeVersion(WeightTransferEngine[Any, Any]):
@@ -107,9 +94,9 @@ class WholeVersion(WeightTransferEngine[Any, Any]):
     How a bucket's bytes get here is the affair of the class beside or below it.
     """
 
-    init_info_cls = Announcement
+    init_info_cls, update_info_cls = Announcement, Part
     _announced: Announcement | None = None
-    _received: set[str]
+    _missing: dict[str, list[int]]  # name -> shape of what has not come yet
     _open = False
 
     def init_transfer_engine(self, init_info: Announcement) -> None:
@@ -117,7 +104,7 @@ class WholeVersion(WeightTransferEngine[Any, Any]):
         if repeated:
             raise ValueError(f"weights of version {init_info.version} announce {_few(repeated)} more than once")
         self._announced = init_info
-        self._received = set()
+        self._missing = dict(zip(init_info.names, init_info.shapes, strict=True))
         if self._open:  # the round before broke off
             self._begin()
 
@@ -139,14 +126,14 @@ class WholeVersion(WeightTransferEngine[Any, Any]):
         announced = self._announced
         if announced is None or update_info.version != announced.version:
             raise ValueError(f"bucket {update_info.index} of version {update_info.version} was not announced")
-        shapes = dict(zip(announced.names, announced.shapes, strict=True))
-        wrong = [n for n in update_info.names if n not in shapes or n in self._received]
+        wrong = [n for n in update_info.names if n not in self._missing]
         if wrong:
             raise ValueError(f"bucket {update_info.index}: {_few(wrong)} not announced, or sent before")
-        self._load(update_info, [shapes[name] for name in update_info.names], announced.dtype)
-        self._received.update(update_info.names)
+        self._load(update_info, [self._missing[name] for name in update_info.names], announced.dtype)
+        for name in update_info.names:
+            del self._missing[name]
 
-    def _load(self, part: Any, shapes: list[list[int]], dtype: str) -> None:
+    def _load(self, part: Part, shapes: list[list[int]], dtype: str) -> None:
         """Get the bytes of one bucket and have the model load them."""
         raise NotImplementedError
 
@@ -155,11 +142,10 @@ class WholeVersion(WeightTransferEngine[Any, Any]):
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         assert self._announced is not None
-        missing = [n for n in self._announced.names if n not in self._received]
-        if missing:
+        if self._missing:
             raise ValueError(
-                f"weights of version {self._announced.version} are refused: {len(missing)} of "
-                f"{len(self._announced.names)} announced tensors never came ({_few(missing)})"
+                f"weights of version {self._announced.version} are refused: {len(self._missing)} of "
+                f"{len(self._announced.names)} announced tensors never came ({_few([*self._missing])})"
             )
         finalize_layerwise_reload(self.model, self.model_config)
         self._pack_tied_weights()
@@ -182,25 +168,21 @@ class WholeVersion(WeightTransferEngine[Any, Any]):
 class StoreWeightTransferEngine(WholeVersion):
     """Receives mapped bytes and their hashes."""
 
-    update_info_cls = StoredPart
-
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._maps = Maps()
 
-    def _load(self, part: StoredPart, shapes: list[list[int]], dtype: str) -> None:
-        arena = self._maps.read(part.path, part.num_bytes)
+    def _load(self, part: Part, shapes: list[list[int]], dtype: str) -> None:
+        arena = self._maps.read(part.way["path"], part.way["num_bytes"])
         kind = {"float32": np.float32, "bfloat16": np.uint16}[dtype]
-        views = [np.ndarray(shape, kind, arena, at) for shape, at in zip(shapes, part.offsets, strict=True)]
-        if hash_of(*views) != part.xxh3:
+        views = [np.ndarray(shape, kind, arena, at) for shape, at in zip(shapes, part.way["offsets"], strict=True)]
+        if hash_of(*views) != part.way["xxh3"]:
             raise ValueError(f"bucket {part.index} of version {part.version} arrived with other bytes")
         self.model.load_weights(self._tensors(part, views, getattr(torch, dtype)))
         self._own_pending()
 
-    def _tensors(
-        self, part: StoredPart, views: list[np.ndarray], dtype: torch.dtype
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        hashes = part.tensor_xxh3 or [""] * len(views)
+    def _tensors(self, part: Part, views: list[np.ndarray], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        hashes = part.way["tensor_xxh3"] or [""] * len(views)
         for name, view, expected in zip(part.names, views, hashes, strict=True):
             tensor = torch.from_numpy(view).view(dtype).to(self.device)
             if expected and hash_of(tensor.reshape(-1).view(torch.uint8).cpu().numpy()) != expected:
@@ -222,19 +204,9 @@ class StoreWeightTransferEngine(WholeVersion):
 class NcclBroadcastEngine(WholeVersion, NCCLWeightTransferEngine):
     """vLLM's nccl engine, whose group is made anew for each round: its members are who opened the round."""
 
-    update_info_cls = Part
-
     def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
-        """An announcement, and later in the round the `Meeting` with this engine's rank."""
-        if "rank" not in init_dict:
-            return super().parse_init_info(init_dict)
-        return NCCLWeightTransferInitInfo(
-            master_address=init_dict["host"],
-            master_port=init_dict["port"],
-            world_size=init_dict["size"],
-            rank_offset=init_dict["rank"],
-            packed=True,
-        )
+        """An announcement, and later in the round where this engine meets the learner, in vLLM's words."""
+        return (NCCLWeightTransferInitInfo if "rank_offset" in init_dict else Announcement)(**init_dict)
 
     def init_transfer_engine(self, init_info: Any) -> None:
         if isinstance(init_info, Announcement):
@@ -258,20 +230,18 @@ class NcclBroadcastEngine(WholeVersion, NCCLWeightTransferEngine):
 class IpcSharedEngine(WholeVersion, IPCWeightTransferEngine):
     """vLLM's ipc engine."""
 
-    update_info_cls = SharedPart
-
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.packed = True
 
-    def _load(self, part: SharedPart, shapes: list[list[int]], dtype: str) -> None:
+    def _load(self, part: Part, shapes: list[list[int]], dtype: str) -> None:
         """Raises ValueError when no learner rank is on this GPU."""
         item_bytes = ITEM_BYTES[dtype]
         info = IPCWeightTransferUpdateInfo(
             names=part.names,
             dtype_names=[dtype] * len(shapes),
             shapes=shapes,
-            ipc_handles={gpu: rebuild_arguments(handle) for gpu, handle in part.handles.items()},
+            ipc_handles={gpu: rebuild_arguments(handle) for gpu, handle in part.way["handles"].items()},
             tensor_sizes=[math.prod(shape) * item_bytes for shape in shapes],
         )
         IPCWeightTransferEngine.receive_weights(self, info)

@@ -203,15 +203,27 @@ def key_of(record: dict[str, Any]) -> tuple[int, str, int | None]:
     return record["step"], record["prompt_id"], record["sample_index"]
 
 
-def begin_fleets(job: PolicyJob, *, rollout: Any, reward: Any = None) -> tuple[RolloutFleet, RewardFleet]:
-    """Of these actor classes; `reward`: the real one where none is given."""
+class StubRollouts(RolloutFleet):
+    actor = StubRollout
+
+
+class StubRewards(RewardFleet):
+    actor = StubReward
+
+
+class BreakableRollouts(RolloutFleet):
+    actor = BreakableRollout
+
+
+def begin_fleets(
+    job: PolicyJob, rollouts: type[RolloutFleet], rewards: type[RewardFleet]
+) -> tuple[RolloutFleet, RewardFleet]:
     at = {"seed": SEED, "placement_timeout_s": job.cluster.placement_timeout_s}
-    rollouts = RolloutFleet(job.model.policy, job.rollout, actor=rollout, **at)
-    return rollouts, RewardFleet(job.feedback, read_data(job).task, actor=reward, **at)
+    return rollouts(job.model.policy, job.rollout, **at), rewards(job.feedback, read_data(job).task, **at)
 
 
 def stub_fleets(job: PolicyJob) -> tuple[RolloutFleet, RewardFleet]:
-    fleets = begin_fleets(job, rollout=StubRollout, reward=StubReward)
+    fleets = begin_fleets(job, StubRollouts, StubRewards)
     for fleet in fleets:
         fleet.wait_ready()
     return fleets
@@ -290,7 +302,7 @@ def test_a_run_on_real_engines_outlives_a_fault(stage: Stage, fault: str) -> Non
     with ExitStack() as stack:
 
         def real() -> tuple[RolloutFleet, RewardFleet]:
-            fleets = begin_fleets(job, rollout=BreakableRollout)
+            fleets = begin_fleets(job, BreakableRollouts, RewardFleet)
             for fleet in fleets:
                 stack.callback(fleet.close)
                 fleet.wait_ready()

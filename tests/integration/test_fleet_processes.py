@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import ray
-from fleet_worker import Unwilling, Worker
+from fleet_worker import Unwilling, Worker, make_fleet
 
 from actors.cluster.placement import check_places, connect
 from actors.engines.rollout import RolloutFleet
@@ -31,7 +31,7 @@ def begin() -> Iterator[Callable[..., Fleet]]:
     begun: list[Fleet] = []
 
     def begin(config: EngineConfig = CONFIG, *, actor: type[Worker] = Worker) -> Fleet:
-        begun.append(Fleet("test", ray.remote(actor), (), config, placement_timeout_s=PATIENCE_S))
+        begun.append(make_fleet(ray.remote(actor), (), config, placement_timeout_s=PATIENCE_S))
         return begun[-1]
 
     yield begin
@@ -40,7 +40,8 @@ def begin() -> Iterator[Callable[..., Fleet]]:
 
 
 def ready(fleet: Fleet) -> Fleet:
-    assert fleet.wait_ready() == 42
+    fleet.wait_ready()
+    assert fleet.started_with == 42
     for member in fleet.started():
         ray.get(member.handle.become.remote(member.name), timeout=PATIENCE_S)
     return fleet
@@ -126,7 +127,7 @@ def test_a_bucket_that_went_with_its_owner_says_that_the_learner_is_lost(fleet: 
         async with asyncio.timeout(PATIENCE_S):
             worker = fleet.serving()[0]
             while True:  # until Ray has noticed
-                await RolloutFleet._ask(fleet, worker, lambda w: w.become.remote(ref), "a bucket of weights")
+                await RolloutFleet.ask(fleet, worker, lambda w: w.become.remote(ref), "a bucket of weights")
                 await asyncio.sleep(0.5)
 
     with pytest.raises(LearnerLost, match=r"^a bucket of weights was lost with the node of learner rank 0$"):
@@ -147,7 +148,7 @@ def test_a_bucket_that_went_with_its_owner_says_that_the_learner_is_lost(fleet: 
 def test_what_has_no_place_is_refused_in_time(wish: dict[str, object], sentence: str) -> None:
     config = CONFIG.model_copy(update={"workers": WorkersConfig()} | wish)
     with pytest.raises(UserError, match=sentence):
-        Fleet("test", Worker, (), config, placement_timeout_s=1)
+        make_fleet(Worker, (), config, placement_timeout_s=1)
 
 
 def free_cpus() -> float:

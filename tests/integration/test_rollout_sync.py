@@ -16,7 +16,7 @@ import psutil
 import pytest
 import ray
 import torch
-from gloo_group import GlooGroup, GlooWorker, cpu_streams
+from gloo_group import GlooSender, GlooWorker, cpu_streams
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -25,7 +25,7 @@ from actors.engines.engine import engine_environment
 from actors.engines.rollout import RolloutFleet
 from actors.weights.buckets import Bucket, ParamMeta, make_bucket, plan_buckets
 from actors.weights.sync import WeightSync
-from actors.weights.transports import Meeting, NcclSender
+from actors.weights.transports import Meeting
 from t2g.config import ClusterConfig, HealthConfig, LearnerConfig, RolloutConfig
 from t2g.errors import LearnerLost, RunStopped, UserError
 from t2g.interfaces import Sampling
@@ -63,6 +63,8 @@ def save_policy(folder: Path, seed: int) -> LlamaForCausalLM:
 class TorchLearner:
     """A `WeightOwner` around a torch model. `withheld` is announced, never sent; `stale` is sent as `before` has it;
     its ranks die before bucket `lost_at`."""
+
+    policy_version = 0
 
     def __init__(
         self,
@@ -279,8 +281,6 @@ def test_cores_die_with_their_actors(fleet: RolloutFleet) -> None:
 class GlooLearner(TorchLearner):
     """Broadcasts as rank 0 of a learner on GPUs does, but for gloo in NCCL's place."""
 
-    policy_version = 0
-
     def address(self) -> tuple[str, int]:
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
@@ -297,7 +297,7 @@ class GlooLearner(TorchLearner):
             done.result()
 
     def _send_all(self, dtype: str, meeting: Meeting, put: Callable[[Bucket], None]) -> None:
-        sender = NcclSender(0, join=lambda m: GlooGroup(m.host, m.port, 0, m.size))
+        sender = GlooSender(0)
         sender.meet(meeting)
         for index, names in enumerate(plan_buckets(self.announce(), dtype=dtype, bucket_bytes=2**17)):
             if index == self.lost_at:
@@ -319,11 +319,10 @@ class Remote:
 class OneEngine:
     """An `EngineFleet` of one worker. `heard`: the version that it has, or why it has none."""
 
-    dtype, max_model_len, vocab_size, tensor_parallel = CONFIG.dtype, CONFIG.max_model_len, VOCAB, 1
-    open_timeout_s = 60.0
+    config, vocab_size = CONFIG, VOCAB
 
     def __init__(self, worker: GlooWorker) -> None:
-        self.member, self.heard = SimpleNamespace(name="w", handle=Remote(worker)), []
+        self.member, self.heard = SimpleNamespace(name="w", handle=Remote(worker), syncing=False), []
 
     def receivers(self) -> list[SimpleNamespace]:
         return [self.member]

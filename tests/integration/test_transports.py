@@ -1,22 +1,24 @@
 """Buckets on their way past the object store: vLLM's own packing and engines, on CPUs, with gloo in place of NCCL."""
 
+import asyncio
 import inspect
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from gloo_group import Fallible, GlooGroup, cpu_streams
+from gloo_group import Fallible, GlooGroup, GlooSender, cpu_streams
 from recorder import Recorder
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from actors.weights.intake import Intake
 from actors.weights.transports import IpcSender, Meeting, NcclSender, Shared, ended_when_stalled, rebuild_arguments
-from actors.weights.vllm_plugin import Announcement, IpcSharedEngine, NcclBroadcastEngine, Part, SharedPart
+from actors.weights.vllm_plugin import Announcement, IpcSharedEngine, NcclBroadcastEngine, Part
 
 NAMES = ("a.weight", "a.bias", "b.weight")
 TENSORS = [torch.arange(6).reshape(2, 3), torch.tensor([7]), torch.arange(8, 12).reshape(4, 1)]
@@ -87,42 +89,49 @@ def test_a_broadcast_brings_every_engine_the_ranks_tensors() -> None:
     threads = [threading.Thread(target=receive, args=(number,)) for number in range(2)]
     for thread in threads:
         thread.start()
-    groups: list[GlooGroup] = []
-    sender = NcclSender(0, join=lambda m: groups.append(GlooGroup(m.host, m.port, 0, m.size)) or groups[0])
+    sender = GlooSender(0)
     sender.meet(meeting)
+    group = sender._group
     for index, part in enumerate(BUCKETS):
         for bucket in sender.send(index, NAMES[part], TENSORS[part], time.monotonic()):
-            assert groups[0].num_broadcasts == index, "an engine hears of a bucket before it is broadcast"
+            assert group.num_broadcasts == index, "an engine hears of a bucket before it is broadcast"
             for number in range(2):
-                parts[number].append(Part(version=5, index=bucket.index, names=list(bucket.names)))
+                parts[number].append(Part(version=5, index=bucket.index, names=list(bucket.names), way=bucket.way))
             told[index].set()
     for thread in threads:
         thread.join(20)
     assert not failed, failed
-    assert groups[0].num_broadcasts == len(BUCKETS)
+    assert group.num_broadcasts == len(BUCKETS)
     for _, model in engines:
         check(model)
 
 
+class SenderTo(NcclSender):
+    """Meets the next of these groups; None: nobody came."""
+
+    def __init__(self, *groups: Fallible | None) -> None:
+        self._groups = iter(groups)
+
+    def join(self, meeting: Meeting) -> Fallible:
+        group = next(self._groups)
+        if group is None:
+            raise RuntimeError("timed out after 30 s")
+        return group
+
+
 def test_the_group_of_a_round_ends_when_the_next_one_meets() -> None:
-    made: list[Fallible] = []
-    sender = NcclSender(0, join=lambda m: made.append(Fallible(hangs=False)) or made[-1])
+    groups = [Fallible(hangs=False) for _ in range(2)]
+    sender = SenderTo(*groups)
     sender.meet(MEETING)
     sender.meet(MEETING)
-    assert [group.disabled for group in made] == [True, False]
+    assert [group.disabled for group in groups] == [True, False]
 
 
 @pytest.mark.usefixtures("_cpu")
 @pytest.mark.parametrize("group", [None, Fallible(hangs=False)], ids=["nobody came", "an engine is gone"])
 def test_a_rank_goes_on_without_the_engines(group: Fallible | None) -> None:
     """The other ranks are in the next gather: an exception here would leave them there."""
-
-    def join(meeting: Meeting) -> Fallible:
-        if group is None:
-            raise RuntimeError("timed out after 30 s")
-        return group
-
-    sender = NcclSender(0, join=join)
+    sender = SenderTo(group)
     sender.meet(MEETING)
     sent = [b.index for i, part in enumerate(BUCKETS) for b in sender.send(i, NAMES[part], TENSORS[part], 0.0)]
     assert sent == [0, 1]
@@ -146,7 +155,7 @@ def test_whoever_waits_for_a_member_that_is_gone_is_released() -> None:
 @pytest.mark.usefixtures("_cpu")
 def test_an_engine_refuses_a_broadcast_that_was_broken_off_and_takes_the_next_round() -> None:
     transfer, model = engine(NcclBroadcastEngine)
-    part = Part(version=5, index=0, names=list(NAMES))
+    part = Part(version=5, index=0, names=list(NAMES), way={})
     with pytest.raises(RuntimeError, match="no group"):
         transfer.receive_weights(part)
     transfer.model_update_group, transfer.packed = (broken := Fallible(hangs=True)), True
@@ -162,7 +171,14 @@ def test_an_engine_refuses_a_broadcast_that_was_broken_off_and_takes_the_next_ro
 
 def test_an_engine_is_told_of_its_group_in_vllms_words() -> None:
     transfer, _ = engine(NcclBroadcastEngine)
-    info = transfer.parse_init_info(over_the_wire({"host": "10.0.0.1", "port": 4000, "size": 3, "rank": 2}))
+    told: list[dict[str, Any]] = []
+
+    class Joining(Intake):
+        async def _tell_core(self, info: dict[str, Any]) -> None:
+            told.append(over_the_wire(info))
+
+    asyncio.run(Joining().join_group("", Meeting(host="10.0.0.1", port=4000, size=3), 2))
+    info = transfer.parse_init_info(told[0])
     assert (info.master_address, info.master_port, info.world_size, info.rank_offset) == ("10.0.0.1", 4000, 3, 2)
     assert info.packed
     announced = {"version": 1, "dtype": "float32", "names": [], "shapes": []}
@@ -196,36 +212,43 @@ def ipc_engine(memories: Memories, monkeypatch: pytest.MonkeyPatch) -> tuple[Any
     return transfer, model
 
 
+def ipc_sender(rank: int, memories: Memories, gather: Callable[[Any], list[Any]]) -> IpcSender:
+    """gather: of every rank what it gives."""
+    sender = IpcSender(rank)
+    sender.share, sender.gather = memories.share, gather  # type: ignore[method-assign]
+    return sender
+
+
 def test_an_engine_reads_the_memory_of_the_rank_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks with a GPU each; only the second one's holds the right bytes for an engine there."""
     here, elsewhere = Memories("GPU-1"), Memories("GPU-0")
     handles: list[Any] = []
-    other = IpcSender(1, here.share, gather=lambda mine: handles.append(mine) or [])
-    first = IpcSender(0, elsewhere.share, gather=lambda mine: [mine, handles[-1]])
+    other = ipc_sender(1, here, lambda mine: handles.append(mine) or [])
+    first = ipc_sender(0, elsewhere, lambda mine: [mine, handles[-1]])
     transfer, model = ipc_engine(here, monkeypatch)
     for index, part in enumerate(BUCKETS):
         assert not list(other.send(index, NAMES[part], TENSORS[part], 0.0)), "rank 0 alone tells the engines"
         wrong = [tensor + 1 for tensor in TENSORS[part]]
         (bucket,) = first.send(index, NAMES[part], wrong, 0.0)
-        assert set(bucket.handles) == {"GPU-0", "GPU-1"}
-        info = {"version": 5, "index": index, "names": list(bucket.names), "handles": bucket.handles}
+        assert set(bucket.way["handles"]) == {"GPU-0", "GPU-1"}
+        info = {"version": 5, "index": index, "names": list(bucket.names), "way": bucket.way}
         transfer.receive_weights(transfer.parse_update_info(over_the_wire(info)))
     transfer.finish_weight_update()
     check(model)
     assert here.closed == 1
-    lonely = {"GPU-0": bucket.handles["GPU-0"]}
+    lonely = {"handles": {"GPU-0": bucket.way["handles"]["GPU-0"]}}
     open_version(transfer)
     with pytest.raises(ValueError, match="IPC handle not found for GPU UUID GPU-1"):
-        transfer.receive_weights(SharedPart(version=5, index=0, names=list(NAMES[:2]), handles=lonely))
+        transfer.receive_weights(Part(version=5, index=0, names=list(NAMES[:2]), way=lonely))
 
 
 def test_a_bucket_is_packed_while_the_one_before_is_read() -> None:
     memories = Memories("g")
-    sender = IpcSender(0, memories.share, gather=lambda mine: [mine])
+    sender = ipc_sender(0, memories, lambda mine: [mine])
 
     def send(index: int, tensor: torch.Tensor) -> bytes:
         (bucket,) = sender.send(index, ["a"], [tensor], 0.0)
-        return bucket.handles["g"][1]
+        return bucket.way["handles"]["g"][1]
 
     large = torch.arange(100, dtype=torch.float32)
     first, second = send(0, large), send(1, TENSORS[0])

@@ -15,7 +15,7 @@ from recorder import Recorder
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from actors.weights.buckets import hash_of
-from actors.weights.vllm_plugin import Announcement, StoredPart, StoreWeightTransferEngine, descends_from
+from actors.weights.vllm_plugin import Announcement, Part, StoreWeightTransferEngine, descends_from
 
 
 def announce(transfer: StoreWeightTransferEngine) -> None:
@@ -35,17 +35,18 @@ BITS = torch.arange(1, 8).to(torch.bfloat16).view(torch.uint16).numpy()
 PARTS = {"a": BITS[:4], "b": BITS[4:]}
 
 
-def bucket(folder: Path, *, names: Sequence[str] = ("a", "b"), **changes: object) -> StoredPart:
+def bucket(folder: Path, *, names: Sequence[str] = ("a", "b"), **changes: object) -> Part:
     """Tensor a at byte 0, tensor b at byte 64, as bfloat16 1 .. 7."""
     data = np.zeros(128, np.uint8)
     data[:8], data[64:70] = PARTS["a"].view(np.uint8), PARTS["b"].view(np.uint8)
     (folder / "arena").write_bytes(data.tobytes())
-    fields = {
-        "path": str(folder / "arena"), "version": 5, "index": 0, "names": list(names),
-        "offsets": [{"a": 0, "b": 64}.get(n, 64) for n in names], "num_bytes": 128,
+    part = {"version": 5, "index": 0, "names": list(names)}
+    way = {
+        "path": str(folder / "arena"), "offsets": [{"a": 0, "b": 64}.get(n, 64) for n in names], "num_bytes": 128,
         "xxh3": hash_of(*(PARTS.get(n, BITS) for n in names)), "tensor_xxh3": [],
     }  # fmt: skip
-    return StoredPart(**(fields | changes))
+    of_part = {name: changes.pop(name) for name in part.keys() & changes.keys()}
+    return Part(**(part | of_part), way=way | changes)
 
 
 def test_tensors_have_announced_shapes_and_the_learners_bytes(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fake_ray import Died, FakeRay
-from fleet_worker import Unwilling, Worker
+from fleet_worker import Unwilling, Worker, make_fleet
 from ray.exceptions import ActorUnavailableError, ObjectLostError
 
 from actors.engines.rollout import RolloutFleet
@@ -52,13 +52,14 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRay]:
 @pytest.fixture
 def begin(ray: FakeRay) -> Callable[..., Fleet]:
     def begin(config: EngineConfig = CONFIG, *, actor: type[Worker] = Mortal, gate: Path | None = None) -> Fleet:
-        return Fleet("test", ray.actor(actor), (gate,), config, placement_timeout_s=PATIENCE_S)
+        return make_fleet(ray.actor(actor), (gate,), config, placement_timeout_s=PATIENCE_S)
 
     return begin
 
 
 def ready(fleet: Fleet) -> Fleet:
-    assert fleet.wait_ready() == 42
+    fleet.wait_ready()
+    assert fleet.started_with == 42
     name_them(fleet)
     return fleet
 
@@ -366,9 +367,10 @@ def test_a_successor_that_cannot_start_at_first_is_started_again(begin: Callable
 def test_when_nobody_comes_to_serve_the_run_stops_and_says_who_was_waited_for(begin: Callable[..., Fleet]) -> None:
     async def in_vain(member: Member) -> None: ...
 
-    fleet = begin()
-    fleet.catch_up = in_vain
-    ready(fleet)._patience_s = 2.0
+    fleet = ready(begin())
+    fleet.catch_up, fleet._patience_s = in_vain, 2.0
+    for member in fleet.serving():
+        fleet.missed(member, "was behind")
     with pytest.raises(RunStopped, match=r"^no test worker came to serve within 2 s: test worker 0 is stale; test wor"):
         asyncio.run(work(fleet))
 

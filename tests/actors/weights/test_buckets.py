@@ -62,12 +62,12 @@ def test_the_hash_is_of_the_bytes_and_of_nothing_else() -> None:
     matrix, vector = np.arange(6, dtype=np.uint16).reshape(2, 3), np.float32([1.5, -2])
     bucket = make_bucket(3, ["a", "b"], [matrix, vector], full=True, started=0.0)
     data = matrix.tobytes() + vector.tobytes()
-    assert bucket.xxh3 == xxhash.xxh3_64_hexdigest(data) and bucket.index == 3 and bucket.names == ("a", "b")
-    assert bucket.tensor_xxh3 == (xxhash.xxh3_64_hexdigest(data[:12]), xxhash.xxh3_64_hexdigest(data[12:]))
-    assert make_bucket(0, ["a"], [matrix], full=False, started=0.0).tensor_xxh3 == ()
+    assert bucket.way["xxh3"] == xxhash.xxh3_64_hexdigest(data) and bucket.index == 3 and bucket.names == ("a", "b")
+    assert bucket.way["tensor_xxh3"] == [xxhash.xxh3_64_hexdigest(part) for part in (data[:12], data[12:])]
+    assert make_bucket(0, ["a"], [matrix], full=False, started=0.0).way["tensor_xxh3"] == []
     changed = vector.copy()
     changed.view(np.uint8)[0] ^= 1
-    assert hash_of(matrix, changed) != bucket.xxh3
+    assert hash_of(matrix, changed) != bucket.way["xxh3"]
 
 
 def test_bytes_are_counted_in_the_type_that_travels() -> None:

@@ -5,19 +5,18 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
-from actors.engines.rollout import RolloutFleet
-from actors.weights.bucket_source import BucketSource, Version
+from actors.weights import round as rounds
 from actors.weights.buckets import Bucket, ParamMeta, make_bucket
-from actors.weights.sync import WeightSync, probe_gap, probe_ids
+from actors.weights.round import probe_gap
+from actors.weights.sync import WeightSync, probe_ids
 from actors.weights.transports import Meeting
-from t2g.config import LearnerConfig
+from t2g.config import HealthConfig, LearnerConfig, RolloutConfig
 from t2g.errors import LearnerLost, MissedSync, RunStopped
 
 NUM_BUCKETS = 3
@@ -98,13 +97,14 @@ class FakeWorker:
 
 class Receiver:
     def __init__(self, name: str, handle: FakeWorker) -> None:
-        self.name, self.handle = name, handle
+        self.name, self.handle, self.syncing = name, handle, False
 
 
 class FakeFleet:
     """Who was late is no receiver any more."""
 
-    vocab_size, dtype, max_model_len, tensor_parallel, open_timeout_s = 50, "float32", 32, 1, 1.0
+    config = RolloutConfig(max_model_len=32, max_new_tokens=8, health=HealthConfig(probe_timeout_s=0.5, max_failures=2))
+    vocab_size = 50
 
     def __init__(self, **workers: FakeWorker) -> None:
         self.members = [Receiver(name, worker) for name, worker in workers.items()]
@@ -114,6 +114,7 @@ class FakeFleet:
         return list(self.members)
 
     async def ask(self, receiver: Receiver, submit: Callable[[Any], Any], what: str) -> Any:
+        assert receiver.syncing
         try:
             return await submit(receiver.handle)
         except ValueError as error:
@@ -191,10 +192,13 @@ class FakeLearner:
         return np.full(len(ids) - 1, 7 + 1e-4, np.float32)
 
 
-def push(
-    fleet: FakeFleet, learner: FakeLearner | None = None, *, grace_s: float = 1.0, config: LearnerConfig = CONFIG
-) -> Any:
-    return asyncio.run(WeightSync(learner or FakeLearner(), fleet, config, grace_s=grace_s).push(3))
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "GRACE_S", 0.2)
+
+
+def push(fleet: FakeFleet, learner: FakeLearner | None = None, *, config: LearnerConfig = CONFIG) -> Any:
+    return asyncio.run(WeightSync(learner or FakeLearner(), fleet, config).push(3))
 
 
 ONCE = [("open", 3, "float32", 3), *BUCKETS, "close"]
@@ -229,7 +233,7 @@ def test_a_worker_that_refuses_a_bucket_drops_out_and_the_others_go_on() -> None
 
 def test_a_worker_that_hangs_is_waited_for_no_longer_than_the_grace() -> None:
     fleet = FakeFleet(w0=FakeWorker(), w1=FakeWorker(breaks=(1, 0), hangs=True))
-    result = push(fleet, grace_s=0.1)
+    result = push(fleet)
     assert result.seconds < 10 and result.missed == ("w1",)
     assert fleet.members[0].handle.log == ONCE
     (name, reason), proved = fleet.heard
@@ -352,12 +356,15 @@ def test_a_push_and_a_catch_up_take_turns_and_a_joiner_gets_the_newer_version() 
     assert joiner.handle.log[0] == ("open", 4, "float32", 3)
 
 
-def test_a_push_takes_over_from_a_joiner_that_hangs_and_from_those_that_wait_behind_it() -> None:
+def test_a_push_takes_over_from_a_joiner_that_hangs_and_from_those_that_wait_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rounds, "GRACE_S", 60)
     fleet = FakeFleet(w0=FakeWorker())
     joiners = [Receiver("w1", FakeWorker(hangs_at_open=True)), Receiver("w2", FakeWorker())]
 
     async def meet() -> None:
-        sync = WeightSync(FakeLearner(), fleet, CONFIG, grace_s=60)
+        sync = WeightSync(FakeLearner(), fleet, CONFIG)
         await sync.push(3)
         catching_up = [asyncio.create_task(sync.catch_up(joiner)) for joiner in joiners]
         await asyncio.sleep(0.1)
@@ -385,12 +392,15 @@ class Counted(FakeLearner):
 
 
 @pytest.mark.parametrize("joins", [False, True])
-def test_one_version_is_held_also_where_a_push_takes_over_from_a_joiner(joins: bool) -> None:
+def test_one_version_is_held_also_where_a_push_takes_over_from_a_joiner(
+    joins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two would not fit into the object store that `t2g.deploy.memory` asks for."""
+    monkeypatch.setattr(rounds, "GRACE_S", 60)
     learner, fleet = Counted(), FakeFleet(w0=FakeWorker())
 
     async def pushed() -> None:
-        sync = WeightSync(learner, fleet, CONFIG, grace_s=60)
+        sync = WeightSync(learner, fleet, CONFIG)
         await sync.push(3)
         joining = asyncio.create_task(sync.catch_up(Receiver("w1", FakeWorker(hangs_at_open=True)))) if joins else None
         await asyncio.sleep(0.1)
@@ -407,7 +417,7 @@ def test_a_joiner_has_no_more_time_than_it_would_have_in_a_push() -> None:
     fleet, joiner = FakeFleet(w0=FakeWorker()), Receiver("w1", FakeWorker(hangs_at_open=True))
 
     async def join() -> None:
-        sync = WeightSync(FakeLearner(), fleet, CONFIG, grace_s=0.1)
+        sync = WeightSync(FakeLearner(), fleet, CONFIG)
         await sync.push(3)
         async with asyncio.timeout(2):
             await sync.catch_up(joiner)
@@ -445,7 +455,7 @@ def joins(worker: FakeWorker) -> list[tuple[int, int]]:
 def test_with_nccl_every_round_has_a_group_of_the_learner_and_who_opened_it() -> None:
     fleet, learner = FakeFleet(w0=FakeWorker(), w1=FakeWorker(), w2=FakeWorker(hangs_at_open=True)), FakeLearner()
     first, second, hung = (m.handle for m in fleet.members)
-    result = push(fleet, learner, grace_s=0.1, config=NCCL)
+    result = push(fleet, learner, config=NCCL)
     assert [entry for entry in first.log if entry[0] != "join"] == ONCE and first.log[1][0] == "join"
     assert joins(first) == [(1, 3)] and joins(second) == [(2, 3)] and joins(hung) == [], "nobody waits for who hangs"
     assert first.most_aboard == 1, "a bucket is broadcast when every engine has loaded the one before"
@@ -453,31 +463,13 @@ def test_with_nccl_every_round_has_a_group_of_the_learner_and_who_opened_it() ->
     assert result.num_calls == 4 + 3 + 2 * (1 + 3 + 1 + 1)  # open; then of two: join, three buckets, close, the probe
 
 
-def test_each_gpu_of_an_engine_is_a_rank_of_the_meeting() -> None:
+def test_each_gpu_of_an_engine_is_a_rank_of_the_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two engines of two GPUs: the learner is rank 0, an engine's GPUs count on from the rank that it is told."""
-    told: list[tuple[int, int]] = []
-
-    class Handle:
-        async def _join(self, round_id: str, meeting: Meeting, rank: int) -> None:
-            told.append((rank, meeting.size))
-
-        def __init__(self) -> None:
-            self.join_group = Remote(self._join)
-
-    class OneRound:
-        id, crew = "r", [Receiver("w0", Handle()), Receiver("w1", Handle())]
-
-        async def each(self, submit: Callable[[Any], Any], what: str) -> None:
-            for receiver in self.crew:
-                await submit(receiver.handle)
-
-    async def meet() -> None:
-        source = BucketSource(FakeLearner(), NCCL, "float32", np.zeros(2, np.int32), gpus_per_engine=2)
-        _, joining = await source._meet(Version(number=1, metas=METAS), OneRound())
-        await asyncio.gather(*joining)
-
-    asyncio.run(meet())
-    assert told == [(1, 5), (3, 5)]
+    fleet = FakeFleet(w0=FakeWorker(), w1=FakeWorker())
+    monkeypatch.setattr(fleet, "config", fleet.config.model_copy(update={"gpus": 2}), raising=False)
+    monkeypatch.setattr(Group, "at", classmethod(lambda cls, meeting: cls.made.setdefault(meeting.port, cls(3))))
+    assert push(fleet, config=NCCL).missed == ()
+    assert [joins(member.handle) for member in fleet.members] == [[(1, 5)], [(3, 5)]]
 
 
 def test_with_nccl_an_engine_that_is_lost_costs_the_round_and_the_next_has_a_group_without_it() -> None:
@@ -551,17 +543,24 @@ def test_with_nccl_an_engine_that_hangs_in_a_broadcast_has_no_more_time_once_ano
 
     async def in_time() -> Any:
         async with asyncio.timeout(10):
-            return await WeightSync(FakeLearner(), fleet, patient, grace_s=0.1).push(3)
+            return await WeightSync(FakeLearner(), fleet, patient).push(3)
 
     assert asyncio.run(in_time()).missed == ("w1",)
     assert [name for name, heard in fleet.heard if heard == 3] == ["w0"]
 
 
 def test_a_worker_is_in_a_sync_from_the_moment_it_is_asked() -> None:
-    member = SimpleNamespace(syncing=False)
-    call = RolloutFleet.ask(RolloutFleet.__new__(RolloutFleet), member, lambda worker: None, "x")  # type: ignore[arg-type]
-    assert member.syncing, "a task would set it later, perhaps after the end of the sync"
-    call.close()
+    """A task would set it later, perhaps after the end of the sync."""
+    seen: list[bool] = []
+
+    class Fleet(FakeFleet):
+        def ask(self, receiver: Receiver, submit: Callable[[Any], Any], what: str) -> Coroutine[Any, Any, None]:
+            seen.append(receiver.syncing)
+            return asyncio.sleep(60)
+
+    with pytest.raises(RunStopped):
+        push(Fleet(w0=FakeWorker()), config=LearnerConfig(step_timeout_s=0.1))
+    assert seen and all(seen)
 
 
 def test_a_learner_that_is_lost_while_a_joiner_catches_up_is_told_and_leaves_no_stream_open() -> None:

@@ -1,0 +1,290 @@
+"""One version of the weights on its way from the learner, or from what is held of it, to several workers at once.
+
+With the transports ipc and nccl (`transports`) nothing is held: the learner sends again, as long as it has that
+version. Each broadcast has a group of its own, so that nobody waits for an engine that has gone.
+"""
+
+import asyncio
+import math
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from actors.weights.buckets import ParamMeta
+from actors.weights.transports import Meeting
+from t2g.concurrency import end
+from t2g.config import LearnerConfig, RolloutConfig
+from t2g.errors import MissedSync
+
+BUCKETS_ABOARD = 2  # in a worker at once: one is copied while the engine core loads the other
+GRACE_S = 30.0  # at the least
+GRACE_RATIO = 3.0  # of the first one's time, where that is more
+
+
+class WeightOwner(Protocol):
+    """What the learner group offers to a weight sync. Blocking calls; LearnerLost when a rank is."""
+
+    policy_version: int  # it changes before the weights do
+
+    def announce(self) -> Sequence[ParamMeta]:
+        """Every parameter of the policy in the order in which it is sent, without gathering any."""
+        ...
+
+    def address(self) -> tuple[str, int]:
+        """A host and port for the meeting of the next `stream_weights`."""
+        ...
+
+    def stream_weights(self, dtype: str, *, full: bool, meeting: Meeting | None) -> Generator[Any, None, None]:
+        """References to buckets as `plan_buckets` cuts them; tensors converted to `dtype` ("float32" or "bfloat16").
+
+        full: each with a hash of every tensor. meeting: with nccl; the engines are on their way there, and a bucket
+        is broadcast without waiting for the next to be asked for.
+        """
+        ...
+
+    def probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
+        """[N - 1] float32: log softmax(logits)[ids[t + 1]] after ids[: t + 1], at temperature 1 as `Engine.score`."""
+        ...
+
+
+class Receiver(Protocol):
+    """A rollout worker as the fleet knows it."""
+
+    name: str
+    handle: Any
+    syncing: bool  # its engine is paused, until the fleet hears that it has the weights or missed them
+
+
+class EngineFleet(Protocol):
+    """What a weight sync needs of `actors.engines.rollout.RolloutFleet`."""
+
+    config: RolloutConfig
+    vocab_size: int
+
+    def receivers(self) -> Sequence[Receiver]:
+        """The workers that have started and can be reached."""
+        ...
+
+    def ask(self, receiver: Any, submit: Callable[[Any], Any], what: str) -> Coroutine[Any, Any, Any]:
+        """submit(handle) on it. Raises MissedSync when it died or raised, LearnerLost when a bucket is gone."""
+        ...
+
+    def has_weights(self, receiver: Any, version: int) -> None: ...
+
+    def missed(self, receiver: Any, reason: str, *, late: bool = False) -> None:
+        """late: it may hang. It is no receiver until it has answered something."""
+        ...
+
+
+@dataclass(kw_only=True)
+class Version:
+    """What is needed to bring one version to a worker, and what that took so far."""
+
+    number: int
+    made_at: int  # the learner's policy_version: nothing can be sent again once that is another
+    metas: Sequence[ParamMeta]
+    probe: np.ndarray  # [N] int32, the tokens that a worker with these weights must score as the learner does
+    probe_logprobs: np.ndarray | None = None  # [N - 1] float32, the learner's, once it was asked
+    held: list[Any] = field(default_factory=list)  # references to its buckets; none with ipc and nccl
+    proved: list[Receiver] = field(default_factory=list)  # who has it
+    missed: dict[str, str] = field(default_factory=dict)  # name of a worker -> why it missed it the last time
+    num_calls: int = 1  # of workers and of the learner; the first was `announce`
+    stages: dict[str, float] = field(default_factory=dict)  # seconds of work, of the slowest worker
+
+    def took(self, stage: str, seconds: float) -> None:
+        self.stages[stage] = self.stages.get(stage, 0.0) + seconds
+
+
+class Round:
+    """`crew` are those that have all that was sent so far. Who dies, is late or disagrees drops out."""
+
+    def __init__(
+        self,
+        learner: WeightOwner,
+        fleet: EngineFleet,
+        config: LearnerConfig,
+        version: Version,
+        crew: Sequence[Receiver],
+        *,
+        timeout_s: float = math.inf,
+    ) -> None:
+        """timeout_s: for all of it, where that is less than learner.step_timeout_s."""
+        self._learner, self._fleet, self._config, self._version = learner, fleet, config, version
+        self.crew = list(crew)
+        self._deadline = time.monotonic() + min(timeout_s, config.step_timeout_s)
+        self._broadcast = config.sync_transport == "nccl"  # which nobody finishes when one has refused
+        self._id = uuid.uuid4().hex  # what belongs to another round is not loaded, however late it comes
+
+    async def deliver(self) -> list[float]:
+        """All buckets to the crew; returns the probe gap of each worker that proved to have them."""
+        version, engine = self._version, self._fleet.config
+        aboard = BUCKETS_ABOARD if self._config.keeps_buckets else 1  # the next one takes the memory of the one before
+        tasks: list[asyncio.Future[Any]] = []
+        try:
+            await self._timed(
+                "open",
+                lambda w: w.open_update.remote(self._id, version.number, engine.dtype, version.metas),
+                "the start of a weight sync",
+                timeout_s=engine.health.probe_timeout_s * engine.health.max_failures,  # who takes longer hangs
+            )
+            async with aclosing(self._buckets()) as buckets:
+                async for ref in buckets:
+                    tasks.append(asyncio.ensure_future(self._load(ref)))
+                    if len(tasks) >= aboard:
+                        await tasks[-aboard]
+            tasks.append(asyncio.ensure_future(self._expected()))  # scored while the engines load what is left
+            await asyncio.gather(*tasks[:-1])
+            await self._timed("close", lambda w: w.close_update.remote(self._id), "the end of a weight sync")
+            return await self._prove(tasks[-1])
+        except BaseException as error:
+            for receiver in list(self.crew):
+                self._drop(receiver, f"got half a sync, which broke off: {str(error) or type(error).__name__}")
+            raise
+        finally:
+            await end(tasks)
+
+    async def _timed(self, stage: str, submit: Callable[[Any], Any], what: str, **timeout: float) -> None:
+        started = time.monotonic()
+        await self._each(submit, what, **timeout)
+        self._version.took(stage, time.monotonic() - started)
+
+    async def _load(self, ref: Any) -> None:
+        """One bucket into the workers: each answers with its seconds by stage."""
+        answers = await self._each(lambda w: w.load_bucket.remote(self._id, ref), "a bucket of weights")
+        for stage in answers[0][1] if answers else ():
+            self._version.took(stage, max(seconds[stage] for _, seconds in answers))
+
+    async def _buckets(self) -> AsyncGenerator[Any, None]:
+        """What is held, else the learner's, held where they can be; the crew is dropped when it went on meanwhile.
+
+        Whether the workers still listen makes no difference to it: the ranks are in the middle of one call.
+        """
+        version = self._version
+        if version.held:
+            for ref in version.held:
+                yield ref
+            return
+        meeting, joining = await self._meet() if self._broadcast else (None, [])
+        version.num_calls += 1
+        full = self._config.sync_verify == "full"
+        stream = self._learner.stream_weights(self._fleet.config.dtype, full=full, meeting=meeting)
+        try:
+            while (ref := await asyncio.to_thread(next, stream, None)) is not None:
+                await asyncio.gather(*joining)
+                if self._config.keeps_buckets:
+                    version.held.append(ref)
+                yield ref
+        finally:
+            _close(stream)
+            await end(joining)
+        if self._learner.policy_version != version.made_at:
+            for receiver in list(self.crew):
+                self._drop(receiver, f"was sent version {version.number} when the learner went on")
+
+    async def _meet(self) -> tuple[Meeting, list["asyncio.Future[Any]"]]:
+        """Where this round's group meets, and the engines on their way there; the learner must now go as well."""
+        self._version.num_calls += 1
+        host, port = await asyncio.to_thread(self._learner.address)
+        gpus = self._fleet.config.tensor_parallel  # of an engine: each is a rank, and rank 0 the learner's
+        ranks = {receiver.handle: 1 + index * gpus for index, receiver in enumerate(self.crew)}
+        meeting = Meeting(host=host, port=port, size=1 + len(ranks) * gpus)
+        what = "the meeting with the learner"
+        joining = self._each(lambda w: w.join_group.remote(self._id, meeting, ranks[w]), what)
+        return meeting, [asyncio.ensure_future(joining)]
+
+    async def _expected(self) -> np.ndarray:
+        """[N - 1] float32: the learner's logprobs of the probe, asked for once. Call it when all buckets are out."""
+        if self._version.probe_logprobs is None:
+            self._version.num_calls += 1
+            self._version.probe_logprobs = await asyncio.to_thread(self._learner.probe_logprobs, self._version.probe)
+        return self._version.probe_logprobs
+
+    async def _prove(self, expected: "asyncio.Future[np.ndarray]") -> list[float]:
+        started, tolerance, gaps = time.monotonic(), self._config.probe_tolerance, []
+        answers = await self._each(lambda w: w.score.remote(self._version.probe), "the probe")
+        logprobs = await expected
+        for receiver, scores in answers:
+            gap = probe_gap(scores, logprobs)
+            if gap <= tolerance:
+                gaps.append(gap)
+                self._version.proved.append(receiver)
+                self._fleet.has_weights(receiver, self._version.number)
+            else:
+                self._drop(
+                    receiver,
+                    f"does not compute what the learner computes: {gap:.3g} nats apart on the probe of "
+                    f"{len(self._version.probe)} tokens; at most learner.probe_tolerance={tolerance:g} is allowed",
+                )
+        self._version.took("verify", time.monotonic() - started)
+        return gaps
+
+    async def _each(
+        self, submit: Callable[[Any], Any], what: str, *, timeout_s: float = math.inf
+    ) -> list[tuple[Receiver, Any]]:
+        """submit(handle) on all of the crew -> answers of those that gave one; the others are dropped.
+
+        All have until the round's deadline and at most timeout_s; once the first has answered, or in a broadcast
+        refused, the others have `grace_s`.
+        """
+        started, asked = time.monotonic(), dict[asyncio.Future[Any], Receiver]()
+        until = min(self._deadline, started + timeout_s)
+        self._version.num_calls += len(self.crew)
+        for receiver in self.crew:
+            receiver.syncing = True  # now: set by the task, it might come after the end of the sync
+            asked[asyncio.ensure_future(self._fleet.ask(receiver, submit, what))] = receiver
+        answers, pending = [], set(asked)
+        try:
+            while pending:
+                left_s = max(0.0, until - time.monotonic())
+                done, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    break
+                for task in done:
+                    try:
+                        answers.append((asked[task], task.result()))
+                    except MissedSync as error:
+                        self._drop(asked[task], str(error))
+                if answers or self._broadcast:
+                    took_s = time.monotonic() - started
+                    until = min(until, started + took_s + grace_s(took_s))
+            for task in pending:
+                words = f"is late: {what} took it more than {time.monotonic() - started:.3g} s"
+                self._drop(asked[task], words, late=True)
+        finally:
+            await end([*asked])
+        return answers
+
+    def _drop(self, receiver: Receiver, reason: str, *, late: bool = False) -> None:
+        """Go on without it. A worker that has two buckets aboard fails twice and is dropped once."""
+        if receiver in self.crew:
+            self.crew.remove(receiver)
+            self._version.missed[receiver.name] = reason
+            self._fleet.missed(receiver, reason, late=late)
+
+
+def grace_s(first_s: float) -> float:
+    """Seconds that are left to the others when the first one took first_s."""
+    return max(GRACE_S, GRACE_RATIO * first_s)
+
+
+def probe_gap(engine: np.ndarray, learner: np.ndarray) -> float:
+    """Largest |engine - learner| over the probe, nats; inf when a value is NaN or infinite: no bound would catch it.
+
+    >>> probe_gap(np.array([-1.0, -2.0]), np.array([-1.0, -2.5])), probe_gap(np.array([np.nan]), np.array([-1.0]))
+    (0.5, inf)
+    """
+    gap = float(np.max(np.abs(engine - learner)))
+    return gap if np.isfinite(gap) else float("inf")
+
+
+def _close(stream: Generator[Any, None, None]) -> None:
+    """Here and now: left to the garbage collector, the stream would be ended after Ray is."""
+    try:
+        stream.close()
+    except ValueError:  # cancelled while a thread waits in it for the next bucket: it ends with the process
+        return
