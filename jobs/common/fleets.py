@@ -1,8 +1,8 @@
 """The cluster of a job, and its engines: asked for twice, started once, ended together."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import Any, Self
+from contextlib import ExitStack, closing, contextmanager
+from typing import Any
 
 import ray
 
@@ -22,7 +22,7 @@ from t2g.config import (
 )
 from t2g.errors import UserError
 from t2g.feedback.sources.llm import LLMFeedback
-from t2g.feedback.sources.make import make_endpoint_source, make_local_source
+from t2g.feedback.sources.make import make_local_source
 from t2g.interfaces import FeedbackSource
 from t2g.tasks.base import Task
 from t2g.text.tokenizer import lacks_folder
@@ -38,35 +38,24 @@ def on_cluster(config: ClusterConfig, roles: Mapping[str, ProcessConfig]) -> Ite
         ray.shutdown()
 
 
-class Fleets:
+class Fleets(ExitStack):
     """Fleets by what they serve. A start takes half a minute of CPU, so stages that follow each other share one."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._fleets: dict[tuple[str | None, ...], Any] = {}  # by what two requests must share to share engines
         self._ready: set[Any] = set()
-        self._open = ExitStack()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._open.close()
 
     def for_policy(self, job: PolicyJob, task: Task) -> tuple[RolloutFleet, FeedbackSource]:
         """Rollout engines and feedback source of a run, started side by side.
 
         UserError before any engine starts for a source that cannot be used.
         """
-        if not job.feedback.own_engines:
-            feedback = make_local_source(job.feedback, task)
-            return self.rollouts(job.model, job.rollout, job), feedback
-        check_folder(job.feedback)
-        self._rollouts(job.model, job.rollout, job)
-        if job.feedback.model_asked == "llm":
-            self._chats(job.feedback, job)
-        else:
-            self._rewards(job.feedback, task, job)
-        return self.rollouts(job.model, job.rollout, job), self.feedback(job.feedback, task, job)
+        if job.feedback.own_engines:
+            self._judges(job.feedback, task, job)
+            self._rollouts(job.model, job.rollout, job)
+        feedback = self.feedback(job.feedback, task, job)
+        return self.rollouts(job.model, job.rollout, job), feedback
 
     def rollouts(self, model: ModelConfig, config: RolloutConfig, job: JobConfig) -> RolloutFleet:
         """Engines of `model`, serving."""
@@ -74,22 +63,16 @@ class Fleets:
 
     def feedback(self, config: FeedbackConfig, task: Task, job: JobConfig) -> FeedbackSource:
         """The source that `config.source` names; the engines that it needs are serving."""
-        model: RewardFleet | LLMFeedback | None = None
-        match config.model_asked:
-            case "reward_model":
-                model = self.rewards(config, task, job)
-            case "llm" if config.llm.url is not None:
-                model = make_endpoint_source(config, task)
-            case "llm":
-                model = LLMFeedback(self._serving(self._chats(config, job)), config, task)
-        if model is not None and config.source == config.model_asked:
-            return model
-        return make_local_source(config, task, aligner=model)
+        if not config.own_engines:
+            return make_local_source(config, task)
+        model = self._serving(self._judges(config, task, job))
+        if config.model_asked == "llm":
+            model = LLMFeedback(model, config, task)
+        return model if config.source == config.model_asked else make_local_source(config, task, aligner=model)
 
     def rewards(self, config: FeedbackConfig, task: Task, job: JobConfig) -> RewardFleet:
         """Engines of the reward model, serving."""
-        check_folder(config)
-        return self._serving(self._rewards(config, task, job))
+        return self._serving(self._judges(config, task, job))
 
     def forget_answers(self) -> None:
         """Reward models judge again what they judged before."""
@@ -104,19 +87,23 @@ class Fleets:
         key = ("rollout", model.policy, *how.values(), engine)
         return self._one(key, job, lambda **at: RolloutFleet(model.policy, config, **how, **at))
 
-    def _rewards(self, config: FeedbackConfig, task: Task, job: JobConfig) -> RewardFleet:
+    def _judges(self, config: FeedbackConfig, task: Task, job: JobConfig) -> RewardFleet | ChatFleet:
+        """Engines of the model that is asked for feedback."""
+        of_llm = config.model_asked == "llm"
+        model = str(config.llm.model if of_llm else config.reward_model)
+        if lacks_folder(model):  # the engine would look for it on the hub
+            raise UserError(f"{'llm.model' if of_llm else 'reward_model'}={model}: there is no folder of that name")
+        if of_llm:
+            key = ("chat", config.model_dump_json(include={"llm", "engine"}))
+            return self._one(key, job, lambda **at: ChatFleet(config, **at))
         chosen = config.model_dump_json(include={"reward_model", "reward_revision", "timeout_s", "style", "engine"})
-        return self._one(("reward", task.name, chosen), job, lambda **how: RewardFleet(config, task, **how))
-
-    def _chats(self, config: FeedbackConfig, job: JobConfig) -> ChatFleet:
-        key = ("chat", config.model_dump_json(include={"llm", "engine"}))
-        return self._one(key, job, lambda **how: ChatFleet(config, **how))
+        return self._one(("reward", task.name, chosen), job, lambda **at: RewardFleet(config, task, **at))
 
     def _one(self, key: tuple[str | None, ...], job: JobConfig, make: Callable[..., Any]) -> Any:
         """The fleet of that key, started now where there is none."""
         if key not in self._fleets:
-            self._fleets[key] = make(seed=job.run.seed, placement_timeout_s=job.cluster.placement_timeout_s)
-            self._open.callback(self._fleets[key].close)
+            fleet = make(seed=job.run.seed, placement_timeout_s=job.cluster.placement_timeout_s)
+            self._fleets[key] = self.enter_context(closing(fleet))
         return self._fleets[key]
 
     def _serving(self, fleet: Any) -> Any:
@@ -125,11 +112,3 @@ class Fleets:
             fleet.wait_ready()
             self._ready.add(fleet)
         return fleet
-
-
-def check_folder(config: FeedbackConfig) -> None:
-    """UserError for a model that `lacks_folder`: the engine would look for it on the hub."""
-    of_llm = config.model_asked == "llm"
-    model = str(config.llm.model if of_llm else config.reward_model)
-    if lacks_folder(model):
-        raise UserError(f"{'llm.model' if of_llm else 'reward_model'}={model}: there is no folder of that name")

@@ -28,8 +28,7 @@ class Steering:
 
     def __init__(self, config: PolicyJob, rollouts: "RolloutFleet", feedback: "FeedbackSource") -> None:
         self._config = config
-        judges: Fleet | None = getattr(feedback, "fleet", None)
-        self._fleets: dict[str, Fleet] = {"rollout": rollouts} | ({"reward": judges} if judges else {})
+        self._fleets: dict[str, Fleet] = {"rollout": rollouts} | ({"reward": feedback.fleet} if feedback.fleet else {})
         self._control = Control(config.run.folder, scalable(config))
         self._loads: list[StepLoad] = []
         self._step = self._samples = 0
@@ -43,10 +42,10 @@ class Steering:
         looks = 0
         while True:
             news = self._control.news()
+            wanted = news.model_dump(exclude_none=True) if news else {}
             for role, fleet in self._fleets.items():
-                number = getattr(news, FIELDS[role], None)
-                if number is not None:
-                    fleet.want(number)
+                if FIELDS[role] in wanted:
+                    fleet.want(wanted[FIELDS[role]])
             if looks % STATUS_EVERY == 0:
                 self.write_status()
             looks += 1

@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,7 +95,7 @@ def test_what_the_operator_wants_is_asked_of_the_fleets_and_the_picture_is_writt
 
 def test_a_run_that_scales_itself_grows_when_its_learner_starves(tmp_path: Path) -> None:
     rollouts = FakeFleet("rollout", 1)
-    steered = Steering(job(tmp_path, **{"rollout.autoscale": "true"}), rollouts, object())  # type: ignore[arg-type]
+    steered = Steering(job(tmp_path, **{"rollout.autoscale": "true"}), rollouts, SimpleNamespace(fleet=None))  # type: ignore[arg-type]
     for step in range(1, 8):
         steered.on_step(step, STARVED | steered.metrics())
     assert rollouts.wanted == 3  # once after three steps, and once after three more with the new size
@@ -103,7 +104,7 @@ def test_a_run_that_scales_itself_grows_when_its_learner_starves(tmp_path: Path)
 def test_a_worker_that_was_given_up_does_not_stop_a_run_from_scaling_itself(tmp_path: Path) -> None:
     rollouts = FakeFleet("rollout", 2)
     rollouts.given_up = 1
-    steered = Steering(job(tmp_path, **{"rollout.autoscale": "true"}), rollouts, object())  # type: ignore[arg-type]
+    steered = Steering(job(tmp_path, **{"rollout.autoscale": "true"}), rollouts, SimpleNamespace(fleet=None))  # type: ignore[arg-type]
     for step in range(1, 5):
         steered.on_step(step, STARVED | steered.metrics())
     assert rollouts.asked == [2], "one more than there are: the one given up gets its restarts again"
@@ -112,7 +113,7 @@ def test_a_worker_that_was_given_up_does_not_stop_a_run_from_scaling_itself(tmp_
 def test_a_floor_that_is_lost_ends_the_duty(tmp_path: Path) -> None:
     rollouts = FakeFleet("rollout", 1)
     rollouts.failure = RunStopped("no rollout worker is left")
-    steered = Steering(job(tmp_path), rollouts, object())  # type: ignore[arg-type]
+    steered = Steering(job(tmp_path), rollouts, SimpleNamespace(fleet=None))  # type: ignore[arg-type]
 
     async def run() -> None:
         care, steer = steered.duties()
