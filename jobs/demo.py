@@ -24,6 +24,7 @@ from t2g.config import (
 )
 from t2g.config.roles import roles
 from t2g.errors import RunStopped
+from t2g.study.tables import markdown
 
 ARMS = "arms"
 FACTS = ("fact_f1", "fact_precision", "fact_recall")
@@ -91,14 +92,12 @@ def check_sources(folder: Path) -> None:
 
 def table(summary: dict[str, Any]) -> str:
     """Held-out facts of the base and of the arms, one row each."""
-    rows = {"base": summary["base"], **summary["arms"]}
-    lines = [f"{'held-out posts':<16}{'fact F1':>9}{'precision':>11}{'recall':>8}{'repeated':>10}{'tokens':>8}"]
-    lines += [
-        f"{name:<16}{r['fact_f1']:>9.3f}{r['fact_precision']:>11.3f}{r['fact_recall']:>8.3f}"
-        f"{r['repeated']:>10.3f}{r['length_mean']:>8.1f}"
-        for name, r in rows.items()
+    rows = [
+        (name, *(f"{found[fact]:.3f}" for fact in (*FACTS, "repeated")), f"{found['length_mean']:.1f}")
+        for name, found in {"base": summary["base"], **summary["arms"]}.items()
     ]
-    return "\n".join([*lines, f"{summary['samples']} sampled responses in each arm, {summary['steps']} steps"])
+    words = markdown(("held-out posts", "fact F1", "precision", "recall", "repeated facts", "tokens"), rows)
+    return f"{words}\n\n{summary['samples']} sampled responses in each arm, {summary['steps']} steps"
 
 
 def run(demo: DemoJob) -> int:

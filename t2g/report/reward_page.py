@@ -2,19 +2,17 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from t2g.feedback.records import AnnotatedRecord
 from t2g.files import write_atomic
-from t2g.report.html import Answer
 from t2g.report.segments import printable
 from t2g.report.templates import render_page
 from t2g.study import reward_eval
-from t2g.types import SpanFeedback
 
 JSON_FILE, HTML_FILE = "evaluation.json", "evaluation.html"
-MAX_WHAT_CHARS = 200
 OF_A_LABEL = {  # metric without its label -> what it is
     "precision": "of the tokens that the model calls so, those that are",
     "recall": "of the tokens that are so, those that the model finds",
@@ -55,23 +53,19 @@ def write_evaluation(
         "versions": dict(versions),
     }
     write_atomic(folder / JSON_FILE, json.dumps(result, indent=1).encode())
-    metrics, intervals = result["metrics"], result["intervals"]
     render_page(
         folder / HTML_FILE,
         "reward.html",
         title="Span reward model",
         about={name: printable(str(value)) for name, value in about.items()},
-        metrics=metrics,
-        intervals=intervals,
+        result=result,
         labels=list(reward_eval.LABELS),
-        num_resamples=reward_eval.NUM_RESAMPLES,
-        of_labels=_rows(metrics, intervals, OF_A_LABEL, [f"{name}_" for name in reward_eval.LABELS]),
-        of_all=[row for row in _rows(metrics, intervals, OF_ALL, [""]) if row["cells"][0][0] is not None],
-        confusion=result["token_confusion"],
-        errors=[
-            (kind.replace("_", " "), reward_eval.ERROR_KINDS[kind], found, _shown(found, records, judged))
-            for kind, found in errors.items()
-        ],
+        of_labels=OF_A_LABEL,
+        of_all=OF_ALL,
+        errors=errors,
+        kinds=reward_eval.ERROR_KINDS,
+        records=records,
+        judged=judged,
         versions=versions,
     )
     return result
@@ -80,56 +74,15 @@ def write_evaluation(
 def _errors_json(
     errors: reward_eval.Errors, records: Sequence[AnnotatedRecord], judged: Sequence[reward_eval.JudgedRecord]
 ) -> dict[str, Any]:
-    return {
-        "count": errors.count,
-        "num_records": errors.num_records,
-        "examples": [
-            {
-                "prompt_id": records[example.index].prompt_id,
-                "sample_index": records[example.index].sample_index,
-                "what": list(example.what),
-                "response": judged[example.index].response,
-                "gold": _feedback_json(judged[example.index].gold),
-                "model": _feedback_json(judged[example.index].feedback),
-            }
-            for example in errors.examples
-        ],
-    }
-
-
-def _feedback_json(feedback: SpanFeedback) -> dict[str, Any]:
-    spans = [{"start": s.start, "end": s.end, "label": s.label, "severity": s.severity} for s in feedback.spans]
-    return {"status": feedback.status, "critique": feedback.critique, "spans": spans}
-
-
-def _rows(
-    metrics: Mapping[str, float],
-    intervals: Mapping[str, tuple[float, float]],
-    meanings: Mapping[str, str],
-    prefixes: Sequence[str],
-) -> list[dict[str, Any]]:
-    """Ratios with their intervals, or counts without, ready for the template."""
-    return [
+    examples = [
         {
-            "name": name.replace("_", " "),
-            "meaning": meaning,
-            "cells": [(metrics.get(prefix + name), intervals.get(prefix + name)) for prefix in prefixes],
+            "prompt_id": records[index].prompt_id,
+            "sample_index": records[index].sample_index,
+            "what": what,
+            "response": judged[index].response,
+            "gold": asdict(judged[index].gold),
+            "model": asdict(judged[index].feedback),
         }
-        for name, meaning in meanings.items()
+        for index, what in errors.examples
     ]
-
-
-def _shown(
-    errors: reward_eval.Errors, records: Sequence[AnnotatedRecord], judged: Sequence[reward_eval.JudgedRecord]
-) -> list[dict[str, Any]]:
-    """Examples of an error, ready for the template."""
-    return [
-        {
-            "what": printable(" | ".join(example.what)[:MAX_WHAT_CHARS]),
-            "prompt": records[example.index].prompt,
-            "gold": Answer("Gold", one.response, one.gold),
-            "model": Answer("Reward model", one.response, one.feedback),
-        }
-        for example in errors.examples
-        for one in [judged[example.index]]
-    ]
+    return {"count": errors.count, "num_records": errors.num_records, "examples": examples}

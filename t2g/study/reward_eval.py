@@ -243,44 +243,32 @@ def _touch(one: tuple[int, int], other: tuple[int, int], text: str) -> bool:
 
 # -------------------------------------------------------------------------------------------------------------- errors
 @dataclass(frozen=True, kw_only=True)
-class ErrorExample:
-    index: int  # place among the judged records
-    what: tuple[str, ...]  # the spans' texts, or a sentence
-
-
-@dataclass(frozen=True, kw_only=True)
 class Errors:
     """Errors of one kind: how many, in how many records, and some of these records, spread evenly over all."""
 
     count: int
     num_records: int
-    examples: tuple[ErrorExample, ...]
+    # place among the judged records, and the spans' texts, or a sentence
+    examples: list[tuple[int, list[str]]]
 
 
 def find_errors(records: Sequence[JudgedRecord], *, examples_per_kind: int = EXAMPLES_PER_KIND) -> dict[str, Errors]:
     """The errors by kind, all of ERROR_KINDS in that order."""
-    found: dict[str, list[ErrorExample]] = {kind: [] for kind in ERROR_KINDS}
-    counts = dict.fromkeys(ERROR_KINDS, 0)
-    for index, record in enumerate(records):
-        for kind, (count, what) in _errors_of(record).items():
-            counts[kind] += count
-            found[kind].append(ErrorExample(index=index, what=what))
-    return {
-        kind: Errors(
-            count=counts[kind],
-            num_records=len(all_of_it),
-            examples=tuple(all_of_it[i * len(all_of_it) // n] for i in range(n)),
-        )
-        for kind, all_of_it in found.items()
-        for n in [min(examples_per_kind, len(all_of_it))]
-    }
+    by_record = [_errors_of(record) for record in records]
+    errors = {}
+    for kind in ERROR_KINDS:
+        found = [(index, *of[kind]) for index, of in enumerate(by_record) if kind in of]
+        num = min(examples_per_kind, len(found))
+        examples = [(index, what) for index, _, what in (found[i * len(found) // num] for i in range(num))]
+        errors[kind] = Errors(count=sum(n for _, n, _ in found), num_records=len(found), examples=examples)
+    return errors
 
 
-def _errors_of(record: JudgedRecord) -> dict[str, tuple[int, tuple[str, ...]]]:
+def _errors_of(record: JudgedRecord) -> dict[str, tuple[int, list[str]]]:
     """Kind -> (number, what). An answer that could not be used misses nothing: it is one error, not many."""
     feedback, text = record.feedback, record.response
     if not feedback.usable:
-        return {"unparsable": (1, (f"{feedback.status}: {feedback.reason or 'no reason is known'}",))}
+        return {"unparsable": (1, [f"{feedback.status}: {feedback.reason or 'no reason is known'}"])}
     wrong: dict[str, list[str]] = {}
     for span in record.gold.spans:
         if not _labels_touching(span, feedback, text):
@@ -290,12 +278,12 @@ def _errors_of(record: JudgedRecord) -> dict[str, tuple[int, tuple[str, ...]]]:
         if span.label not in labels:
             kind = "wrong_label" if labels else f"invented_{_name(span)}"
             wrong.setdefault(kind, []).append(text[span.start : span.end])
-    errors = {kind: (len(quotes), tuple(quotes)) for kind, quotes in wrong.items()}
+    errors = {kind: (len(quotes), quotes) for kind, quotes in wrong.items()}
     lost = feedback.num_quotes - feedback.num_located
     if lost:
-        errors["not_located"] = (lost, (f"{lost} of {feedback.num_quotes} quotes do not stand in the response",))
+        errors["not_located"] = (lost, [f"{lost} of {feedback.num_quotes} quotes do not stand in the response"])
     if not record.parsed:
-        errors["unparsable"] = (1, ("without guided decoding the answer is not the JSON that was asked for",))
+        errors["unparsable"] = (1, ["without guided decoding the answer is not the JSON that was asked for"])
     return errors
 
 

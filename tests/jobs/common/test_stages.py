@@ -78,7 +78,7 @@ def test_the_table_has_a_row_for_the_base_and_one_for_each_arm() -> None:
         return held_out_facts({"fact_f1": f1, **beside})
 
     text = table({"base": row(0.6), "arms": {"span": row(0.9), "scalar": row(0.7)}, "samples": 128, "steps": 2})
-    lines = text.splitlines()
-    assert lines[1].split() == ["base", "0.600", "0.500", "0.250", "0.125", "15.0"]
-    assert [line.split()[:2] for line in lines[2:4]] == [["span", "0.900"], ["scalar", "0.700"]]
-    assert lines[-1] == "128 sampled responses in each arm, 2 steps"
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    assert rows[2] == ["base", "0.600", "0.500", "0.250", "0.125", "15.0"]
+    assert [row[:2] for row in rows[3:5]] == [["span", "0.900"], ["scalar", "0.700"]]
+    assert text.endswith("128 sampled responses in each arm, 2 steps")
