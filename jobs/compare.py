@@ -26,7 +26,7 @@ from t2g.config import CompareJob, FeedbackConfig, PolicyJob
 from t2g.config.describe import describe as describe_config
 from t2g.config.roles import roles
 from t2g.errors import RunStopped, Stopped
-from t2g.study.methods import NOISY, Arms, Scores, choose_lr, evaluated_at
+from t2g.study.methods import NOISY, Arms, Scores, choose_lr
 
 if TYPE_CHECKING:  # numpy, torch and Ray are imported by the functions that need them: --help must answer at once
     from actors.engines.rollout import RolloutFleet
@@ -83,26 +83,23 @@ class Session:
 
     def run(self, name: str, arm: PolicyJob, fleets: "Fleets", after: "Hook | None" = None) -> None:
         """The run, made now where it is not finished. Raises Stopped."""
+        from jobs.common.baseline_stages import run_baseline
         from jobs.common.policy_runs import finished, train
 
-        method = self.arms.methods[name]
-        # What made a baseline is not told by its config alone: `run_baseline` knows the rest.
-        if not method.is_baseline and finished(arm) is not None:
+        method, made_of = self.arms.methods[name], self.arms.made_of(name)
+        if finished(arm, **made_of) is not None:
             return
         if self.stop:
             raise Stopped
         fleets.forget_answers()
         if method.is_baseline:
-            from jobs.common.baseline_stages import run_baseline
-
-            reviser = self.arms.job.compare.reviser
-            summary = run_baseline(method.procedure, arm, self.data, fleets, self.stop, reviser=reviser)
+            feedback = fleets.feedback(arm.feedback, self.data.task, arm)
+            run_baseline(arm, self.data, feedback, self.stop, **made_of)
         else:
             rollouts, feedback = fleets.for_policy(arm, self.data.task)
             hook = partial(after, rollouts, feedback) if after else lambda learner: None
-            summary = train(arm, self.data, rollouts, feedback, self.stop, hook)
-        if summary is None:
-            raise Stopped
+            if train(arm, self.data, rollouts, feedback, self.stop, hook, **made_of) is None:
+                raise Stopped
         shutil.rmtree(arm.run.folder / "checkpoints", ignore_errors=True)  # tens of runs; the numbers stay
 
     def find_lr(self, name: str, fleets: "Fleets") -> tuple[Scores, float]:
@@ -115,7 +112,7 @@ class Session:
                 logger.warning("%s ended by itself: %s", arm.run.folder, error)
                 return None
             shutil.rmtree(arm.run.folder / "policy", ignore_errors=True)
-            return load_run(self.arms, name, arm).score
+            return load_run(arm).score
 
         scores = self.arms.search_scores(name, score_of)
         return scores, choose_lr(scores) if scores else self.arms.job.compare.lr_grid[0]
@@ -173,18 +170,15 @@ def run_all(session: Session) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------------------------- figures
-def load_run(arms: Arms, name: str, arm: PolicyJob) -> "Run":
-    """What a finished run wrote. UserError for one that was evaluated at other steps than this comparison's."""
+def load_run(arm: PolicyJob) -> "Run":
+    """What a finished run wrote."""
     from jobs.common.reference_runs import TARGETING_FILE
     from t2g.runs.log import METRICS_FILE, read_records
-    from t2g.study.comparison import read_run, refuse_other_grid
+    from t2g.study.comparison import read_run
 
-    path, method, expected = arm.run.folder / TARGETING_FILE, arms.methods[name], evaluated_at(arm)
+    path = arm.run.folder / TARGETING_FILE
     targeting = json.loads(path.read_text()) if path.exists() else None
-    run = read_run((record for _, record in read_records(arm.run.folder / METRICS_FILE)), targeting)
-    if method.trained:
-        refuse_other_grid(arm.run.name, run, [0, expected[-1]] if method.is_baseline else expected)
-    return run
+    return read_run((record for _, record in read_records(arm.run.folder / METRICS_FILE)), targeting)
 
 
 def load_all(arms: Arms, chosen: dict[str, float]) -> "tuple[dict[str, dict[int, Run]], dict[str, Any]]":
@@ -194,10 +188,10 @@ def load_all(arms: Arms, chosen: dict[str, float]) -> "tuple[dict[str, dict[int,
     config, runs = arms.job.compare, {}
     for name, method in arms.methods.items() if config.seeds else ():
         measured = arms.trained[0] if method.procedure == "base" else name
-        found = {s: load_run(arms, name, arms.arm(measured, s, chosen.get(measured))) for s in config.seeds}
+        found = {s: load_run(arms.arm(measured, s, chosen.get(measured))) for s in config.seeds}
         runs[name] = {s: base_run(run) for s, run in found.items()} if method.procedure == "base" else found
     noise = {
-        noise: {m: {s: load_run(arms, m, arms.noisy(noise, m, s, chosen[m])) for s in config.seeds} for m in NOISY}
+        noise: {m: {s: load_run(arms.noisy(noise, m, s, chosen[m])) for s in config.seeds} for m in NOISY}
         for noise in config.noise
     }
     return runs, noise

@@ -5,7 +5,7 @@ tiny world it must be another: a base policy of a million random weights never r
 revise by the world's own corrections (`stages.make_reviser`, `tasks.tiny.revision`). There, both know how a critique is
 followed before they begin, which PPO does not.
 
-A finished run is kept; one that is not finished starts again.
+A run that is not finished starts again.
 """
 
 import asyncio
@@ -18,13 +18,13 @@ from typing import Any
 
 from jobs.common.cli import StopFlag
 from jobs.common.fleets import Fleets
-from jobs.common.policy_runs import PolicyData, finished, write_summary
+from jobs.common.policy_runs import PolicyData, write_summary
 from jobs.common.run_folder import begin_folder, sole_process
 from jobs.common.supervised import MODEL, supervise
 from t2g.config import ModelConfig, PolicyJob, RolloutConfig, RunConfig, SFTJob
 from t2g.errors import Stopped
 from t2g.feedback.examples import SFTExample, count_steps
-from t2g.interfaces import RolloutSource
+from t2g.interfaces import FeedbackSource, RolloutSource
 from t2g.runs.log import RunLog
 from t2g.runs.progress import stage
 from t2g.study import baselines
@@ -35,25 +35,27 @@ IMITATION = "imitation"  # folder of ilf's training
 
 
 def run_baseline(
-    procedure: str, job: PolicyJob, data: PolicyData, fleets: Fleets, stop: StopFlag, *, reviser: str | None = None
+    job: PolicyJob,
+    data: PolicyData,
+    feedback: FeedbackSource,
+    stop: StopFlag,
+    *,
+    procedure: str,
+    reviser: str | None = None,
+    **more: Any,
 ) -> dict[str, Any]:
-    """The summary of the run in `job.run.folder`. Raises Stopped when `stop` ended it.
+    """The summary of a run in `job.run.folder`, made from its beginning. Raises Stopped when `stop` ended it.
 
-    fleets: whose feedback source is used. Its rollout engines are not: they have the weights of whoever used them
-    last. Engines of the base, of the reviser and of the result live here, one after the other.
-    reviser: a model folder or hub name; none: the policy itself.
+    Engines of the base, of the reviser and of the result live here, one after the other.
+    reviser: a model folder or hub name; none: the policy itself. more: see `Identity.of`.
 
     UserError for settings with which the method makes no sense, and for a folder of another run.
     """
     baselines.check(procedure, job)
     folder = job.run.folder
-    made_of = {"method": procedure, "reviser": reviser}  # config.yaml does not tell baselines apart
-    summary = finished(job, **made_of)
-    if summary is not None:
-        return summary
     started = time.monotonic()
     with sole_process(folder), closing(RunLog(folder, job.log)) as log:
-        begin_folder(job, **made_of)
+        begin_folder(job, procedure=procedure, reviser=reviser, **more)
         log.truncate(0)
         for leftover in (POLICY, f"{POLICY}.part", IMITATION):
             shutil.rmtree(folder / leftover, ignore_errors=True)
@@ -61,7 +63,7 @@ def run_baseline(
         arm = Arm(
             job=job,
             **vars(data),
-            feedback=fleets.feedback(job.feedback, data.task, job),
+            feedback=feedback,
             reviser=revising,
             reviser_tokenizer=load_tokenizer(revising.policy, revising.revision),
             log=log,

@@ -84,16 +84,17 @@ def train(
     feedback: FeedbackSource,
     stop: StopFlag,
     after: After = lambda learner: None,
+    **more: Any,
 ) -> dict[str, Any] | None:
     """One run on fleets that are up; the learner group lives as long as this call. Returns the summary that it wrote,
     or None when `stop` ended the run at a checkpoint: the same call goes on from there.
 
     rollouts: engines of the same model. after: called once all steps are done, while the learner lives and the engines
-    have its weights; a run whose `after` did not return is not finished.
+    have its weights; a run whose `after` did not return is not finished. more: see `Identity.of`.
     """
     attempt = partial(one_learner, config, data, rollouts, feedback, stop, after)
     with run_folder.sole_process(config.run.folder):
-        run_folder.begin_folder(config)
+        run_folder.begin_folder(config, **more)
         state = with_restarts(attempt, config.learner.max_restarts, stop)
     if state is None or state.step < config.num_steps:
         return None

@@ -146,25 +146,6 @@ def summarise_noise(runs: Mapping[str, Mapping[str, Mapping[int, Run]]]) -> dict
     return summary
 
 
-def refuse_other_grid(name: str, run: Run, expected: Sequence[int]) -> None:
-    """UserError for a run that was evaluated after other numbers of samples than this comparison would: num_steps or
-    eval.every was changed in between, and its score would be a mean over other evaluations.
-    """
-    if list(run.samples) != list(expected):
-        raise UserError(
-            f"{name} was evaluated after {_few(run.samples)} samples, and with this num_steps and eval.every it would "
-            f"be after {_few(expected)}: set them back, or remove its folder"
-        )
-
-
-def _few(numbers: Sequence[int]) -> str:
-    """
-    >>> _few([0, 10, 20, 30])
-    '0, 10, ... 30'
-    """
-    return ", ".join(map(str, numbers)) if len(numbers) < 4 else f"{numbers[0]}, {numbers[1]}, ... {numbers[-1]}"
-
-
 # -------------------------------------------------------------------------------------------------------------- tables
 COLUMNS = (
     "method", "lr", "held-out score", "less scalar", "samples to scalar's best", "share of scalar's", "seconds to it",

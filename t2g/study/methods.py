@@ -71,13 +71,6 @@ def choose_lr(scores: Scores) -> float:
     return max(means, key=means.__getitem__)
 
 
-def evaluated_at(job: PolicyJob) -> list[int]:
-    """Samples behind each held-out evaluation of a run that steps."""
-    per_step = job.rollout.prompts_per_step * job.rollout.samples_per_prompt
-    steps = [s for s in range(1, job.num_steps + 1) if s % job.eval.every == 0 or s == job.num_steps]
-    return [0, *(step * per_step for step in steps)]
-
-
 @dataclass(frozen=True)
 class Arms:
     """The runs of a comparison as configs. UserError for a method that is unknown or cannot be."""
@@ -107,6 +100,14 @@ class Arms:
     def noisy(self, noise: str, name: str, seed: int, lr: float) -> PolicyJob:
         errors = {"feedback.noise": self.job.compare.noise[noise]}
         return self._run(name, f"noise/{noise}-{name}-{seed}", seed, lr, errors)
+
+    def made_of(self, name: str) -> dict[str, Any]:
+        """What of a run its own config does not hold to (see `Identity.of`): scores are means over evaluations after
+        the same numbers of samples, and a baseline's procedure stands in no policy job.
+        """
+        grid, method = {"num_steps": self.job.num_steps, "eval.every": self.job.eval.every}, self.methods[name]
+        baseline = {"procedure": method.procedure, "reviser": self.job.compare.reviser}
+        return grid | (baseline if method.is_baseline else {})
 
     @property
     def reference(self) -> PolicyJob:

@@ -1,7 +1,6 @@
 """The baselines on fakes: who is sampled how often, what is learnt from, what is written down. No engine, no Ray."""
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
@@ -14,7 +13,6 @@ from fakes import FakeFeedback, FakeRollouts, letter_prompts, letter_tokenizer
 
 from jobs.common.baseline_stages import run_baseline
 from jobs.common.cli import StopFlag
-from jobs.common.fleets import Fleets
 from jobs.common.policy_runs import PolicyData
 from jobs.common.run_folder import begin_folder
 from t2g.config import ModelConfig, PolicyJob, RolloutConfig
@@ -213,16 +211,13 @@ def test_a_stop_ends_the_sampling(tmp_path: Path) -> None:
         world.from_base(1)
 
 
-def test_a_finished_run_is_kept_and_another_baselines_folder_refused(tmp_path: Path) -> None:
+def test_another_baselines_folder_is_refused(tmp_path: Path) -> None:
     job = make_job(tmp_path)
     data = PolicyData(task=Letters(), tokenizer=None, prompts=[], eval_prompts=[])
-    done = {"steps": NUM_STEPS, "samples": 18}
-    begin_folder(job, method="reflection", reviser=None)
-    (job.run.folder / "summary.json").write_text(json.dumps(done))
-    with Fleets() as none:
-        for _ in range(2):
-            assert run_baseline("reflection", job, data, none, StopFlag()) == done
-        with pytest.raises(UserError, match=r'method \("reflection" -> "ilf"\)'):
-            run_baseline("ilf", job, data, none, StopFlag())
-        with pytest.raises(UserError, match=r'reviser \(null -> "other"\)'):
-            run_baseline("reflection", job, data, none, StopFlag(), reviser="other")
+    begin_folder(job, procedure="reflection", reviser=None)
+    for changed, sentence in (
+        ({"procedure": "ilf"}, r'procedure \("reflection" -> "ilf"\)'),
+        ({"procedure": "reflection", "reviser": "other"}, r'reviser \(null -> "other"\)'),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            run_baseline(job, data, FakeFeedback(), StopFlag(), **changed)

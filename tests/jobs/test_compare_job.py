@@ -117,9 +117,9 @@ def test_the_dry_run_counts_the_runs_and_says_what_the_methods_are(tmp_path: Pat
 
 
 # ----------------------------------------------------------------------------------------------- finished, and resumed
-def pretend(arm: PolicyJob, *scores: float) -> None:
+def pretend(arms: Arms, arm: PolicyJob, *scores: float) -> None:
     """A finished run with these held-out scores, the first before training."""
-    begin_folder(arm)
+    begin_folder(arm, **arms.made_of("span"))
     lines = [
         {"step": i, "samples": 128.0 * i, "eval/score": score} | ({"time/step_s": 2.0} if i else {})
         for i, score in enumerate(scores)
@@ -139,10 +139,10 @@ def finished_arms(root: Path) -> Arms:
     lrs = {"scalar": 0.1, "span": 0.2}
     for method, best in lrs.items():
         for lr in (0.1, 0.2):
-            pretend(arms.search(method, 101, lr), 0.1, *[0.8 if lr == best else 0.3] * 3)
+            pretend(arms, arms.search(method, 101, lr), 0.1, *[0.8 if lr == best else 0.3] * 3)
         for seed in (1, 2):
-            pretend(arms.arm(method, seed, best), 0.1, 0.2, 0.3 * seed, 0.4)
-            pretend(arms.noisy("some", method, seed, best), 0.1, 0.1, 0.1, 0.1)
+            pretend(arms, arms.arm(method, seed, best), 0.1, 0.2, 0.3 * seed, 0.4)
+            pretend(arms, arms.noisy("some", method, seed, best), 0.1, 0.1, 0.1, 0.1)
     return arms
 
 
@@ -165,6 +165,19 @@ def test_an_arm_of_another_learning_rate_is_not_taken_for_this_one(tmp_path: Pat
     session = Session(arms=finished_arms(tmp_path), data=NoEngines(), stop=StopFlag())
     with pytest.raises(UserError, match=r"span-1 was made otherwise: learner\.policy\.lr"):
         session.run_arms(["span"], {"span": 0.1}, NoEngines(), SimpleNamespace(measure=lambda *_: None))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [("num_steps=4", r"num_steps \(3 -> 4\)"), ("eval.every=2", r"eval\.every \(1 -> 2\)")],
+)
+def test_runs_that_were_evaluated_elsewhere_are_not_compared(tmp_path: Path, change: str, sentence: str) -> None:
+    """A score is a mean over evaluations: after other numbers of samples it is another figure."""
+    finished_arms(tmp_path)
+    arms = arms_of(tmp_path, "compare.methods=[sft, scalar, span]", "num_steps=3", change)
+    session = Session(arms=arms, data=NoEngines(), stop=StopFlag())
+    with pytest.raises(UserError, match=rf"span-1 was made otherwise: {sentence}"):
+        session.run("span", arms.arm("span", 1, 0.2), NoEngines())
 
 
 def test_methods_and_seeds_may_be_added_to_a_comparison(tmp_path: Path) -> None:
@@ -204,13 +217,6 @@ def test_the_files_of_a_finished_comparison(tmp_path: Path, capsys: pytest.Captu
     page = (folder / "report.html").read_text()
     assert 'class="band s1"' in page and "Noise in the feedback" in page
     assert (folder / "curves.svg").read_text().startswith('<svg xmlns="http://www.w3.org/2000/svg"')
-
-
-def test_runs_of_two_lengths_are_told_apart(tmp_path: Path) -> None:
-    arms = finished_arms(tmp_path)
-    pretend(arms.arm("span", 2, 0.2), 0.1, 0.2, 0.3, 0.4, 0.5)
-    with pytest.raises(UserError, match=r"span-2 was evaluated after 0, 128, \.\.\. 512 samples"):
-        finish(arms, {"grid": [], "seeds": [], "scores": {}, "chosen": {"scalar": 0.1, "span": 0.2}}, {})
 
 
 def test_reward_models_alone_leave_a_table_and_no_curves(tmp_path: Path) -> None:

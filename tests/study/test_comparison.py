@@ -14,7 +14,6 @@ from t2g.study.comparison import (
     base_run,
     reach,
     read_run,
-    refuse_other_grid,
     summarise,
     summarise_noise,
     tables,
@@ -142,13 +141,6 @@ def test_the_table_has_a_cell_for_each_column() -> None:
     assert named["sft"]["held-out score"] == "0.200 ± 0.000"
     assert legend.startswith("Means over 2 seeds") and "20 samples of" in legend
     assert [line.split("|")[1].strip() for line in noisy.splitlines()[2:]] == ["none", "flip"]
-
-
-def test_runs_that_were_evaluated_elsewhere_are_not_compared() -> None:
-    run = a_run(0.1, 0.2, 0.3, 0.4)
-    refuse_other_grid("span-1", run, [0, 10, 20, 30])
-    with pytest.raises(UserError, match=r"evaluated after 0, 10, \.\.\. 30 samples, .* after 0, 20, 40: set"):
-        refuse_other_grid("span-1", run, [0, 20, 40])
 
 
 def test_who_is_not_trained_reaches_nothing() -> None:
