@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ from t2g.feedback.rewards import step_ids
 from t2g.interfaces import FeedbackSource, Learner, RolloutSource, WeightSync
 from t2g.loop.alarms import alarms
 from t2g.loop.producer import Producer
-from t2g.loop.sampling import Judged, dropped, held_out_metrics, measure, sample_held_out, training_feedback, usable
+from t2g.loop.sampling import dropped, held_out_metrics, measure, sample_held_out, training_feedback, usable
 from t2g.loop.state import TrainerState, run_identity
 from t2g.loop.steps import advantage_samples, refuse_not_finite, step_metrics, sync_metrics, token_staleness
 from t2g.runs import identity
@@ -39,43 +39,33 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
+@dataclass(kw_only=True, eq=False)
 class Trainer:
-    """Owns nothing but the order of things. `run` returns the state it stopped in.
+    """Owns nothing but the order of things. `run` returns the state it stopped in."""
 
-    extra_metrics: what others know of a step, asked at its end. lost_at: on time.monotonic, when the learner was lost
-    whose work this one takes up.
-    """
+    config: PolicyJob
+    task: Task
+    tokenizer: Any
+    prompts: Sequence[Prompt]
+    eval_prompts: Sequence[Prompt]
+    rollouts: RolloutSource
+    feedback: FeedbackSource
+    learner: Learner
+    sync: WeightSync
+    log: RunLog
+    checkpoints: CheckpointStore
+    stop: Callable[[], bool]
+    on_step: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
+    extra_metrics: Callable[[], dict[str, float]] = dict  # what others know of a step, asked at its end
+    lost_at: float | None = None  # on time.monotonic, when the learner was lost whose work this one takes up
 
-    def __init__(
-        self,
-        *,
-        config: PolicyJob,
-        task: Task,
-        tokenizer: Any,
-        prompts: Sequence[Prompt],
-        eval_prompts: Sequence[Prompt],
-        rollouts: RolloutSource,
-        feedback: FeedbackSource,
-        learner: Learner,
-        sync: WeightSync,
-        log: RunLog,
-        checkpoints: CheckpointStore,
-        stop: Callable[[], bool],
-        on_step: Callable[[int, dict[str, float]], None] = lambda step, metrics: None,
-        extra_metrics: Callable[[], dict[str, float]] = dict,
-        lost_at: float | None = None,
-    ) -> None:
-        self.config, self.task, self.tokenizer = config, task, tokenizer
-        self.prompts, self.eval_prompts = prompts, eval_prompts
-        self.rollouts, self.feedback, self.learner, self.sync = rollouts, feedback, learner, sync
-        self.train_feedback = training_feedback(config, feedback)
-        self.log, self.checkpoints, self.stop, self.on_step = log, checkpoints, stop, on_step
-        self.extra_metrics, self.lost_at = extra_metrics, lost_at
-        self.state = TrainerState(kl_coef=config.objective.kl_coef)
-        self.identity = run_identity(config, prompts, feedback)
+    def __post_init__(self) -> None:
+        self.train_feedback = training_feedback(self.config, self.feedback)
+        self.state = TrainerState(kl_coef=self.config.objective.kl_coef)
+        self.identity = run_identity(self.config, self.prompts, self.feedback)
         self.history: list[dict[str, float]] = []
         self._finished: dict[int, list[Group]] = {}  # by the checkpoint
-        self._measuring = asyncio.Semaphore(config.feedback.concurrency)
+        self._measuring = asyncio.Semaphore(self.config.feedback.concurrency)
         self._since = time.monotonic()
         self._busy_s = 0.0  # of the learner, in this step
         self._learner_is_at_state = True  # False while the weights move: a checkpoint would be of half a step
@@ -132,10 +122,9 @@ class Trainer:
             producer.admit(admitted)
         try:
             judged = await producer.take(step, self.stop)
-            scored = await self._score(step, judged)
+            kept = usable(judged, self.config, step=step, source=self.feedback.name)
+            scored = await unless_stopped([self._scored(*triple) for triple in kept], self.stop)
         except Stopped:
-            return False
-        if self.stop():
             return False
         ages = token_staleness(
             [s.rollout for s in scored], policy_version=self.state.policy_version, max_staleness=max_staleness
@@ -206,26 +195,16 @@ class Trainer:
         finally:
             self._busy_s += time.monotonic() - started
 
-    async def _score(self, step: int, judged: Judged) -> list[ScoredRollout]:
-        """Rewards of the samples whose feedback can be used. Raises Stopped when `stop()` comes, and RunStopped when
-        more than `feedback.max_failed_share` of the step is lost.
-        """
-        kept = usable(judged, self.config, step=step, source=self.feedback.name)
-        end_rewards = [0.0] * len(kept)
+    async def _scored(self, prompt: Prompt, rollout: Rollout, feedback: SpanFeedback) -> ScoredRollout:
+        end_reward = 0.0
         if self.config.objective.w_end:
-            end_rewards = await unless_stopped([self._end_reward(p, r) for p, r, _ in kept], self.stop)
-        return [self._scored(r, f, end_reward) for (_, r, f), end_reward in zip(kept, end_rewards, strict=True)]
-
-    async def _end_reward(self, prompt: Prompt, rollout: Rollout) -> float:
-        measured = await measure(self.task, prompt, rollout, self.config.feedback.sandbox, self._measuring)
-        if measured is None:
-            raise UserError(
-                f"objective.w_end pays {self.task.score_name}, and prompt {prompt.prompt_id} holds nothing to measure "
-                "its response against; take the record out of data.path, or set w_end to 0"
-            )
-        return measured[self.task.score_name]
-
-    def _scored(self, rollout: Rollout, feedback: SpanFeedback, end_reward: float) -> ScoredRollout:
+            measured = await measure(self.task, prompt, rollout, self.config.feedback.sandbox, self._measuring)
+            if measured is None:
+                raise UserError(
+                    f"objective.w_end pays {self.task.score_name}, and prompt {prompt.prompt_id} holds nothing to "
+                    "measure its response against; take the record out of data.path, or set w_end to 0"
+                )
+            end_reward = measured[self.task.score_name]
         offsets = token_offsets(self.tokenizer, rollout.response_ids)
         deltas = token_rewards(offsets, feedback.spans, text=rollout.response_text, rule=self.config.objective.rewards)
         return ScoredRollout(

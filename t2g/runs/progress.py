@@ -2,49 +2,42 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 from rich import get_console
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn, Progress
 
 SECONDS_BETWEEN_LINES = 10.0
 RATE_PERIOD_S = 3600.0  # rich looks back 30 s: a step of a minute would leave it without a rate
 
 
 class Stage:
-    """A bar where there is a `progress`, else at most one line in SECONDS_BETWEEN_LINES."""
+    """A bar on a terminal, else at most one line in SECONDS_BETWEEN_LINES."""
 
-    def __init__(
-        self, name: str, total: int, done: int, console: Console, clock: Callable[[], float], progress: Progress | None
-    ) -> None:
-        self._name, self._total, self._console, self._clock, self._progress = name, total, console, clock, progress
-        self._before = self._done = done
-        self._begin = self._last = clock()
-        if progress:
-            self._task = progress.add_task(name, total=total, completed=done)
-            progress.advance(self._task, 0)  # rich measures from its first sample on
+    def __init__(self, name: str, total: int, done: int, progress: Progress) -> None:
+        self._progress, self._last = progress, progress.get_time()
+        progress.add_task(name, total=total, completed=done)
+        (self._task,) = progress.tasks
+        progress.advance(self._task.id, 0)  # rich measures from its first sample on
 
     def advance(self, count: int = 1) -> None:
         """So many more of the stage's `total` are done."""
-        self._done += count
-        if self._progress:
-            return self._progress.advance(self._task, count)
-        now = self._clock()
-        if now - self._last < SECONDS_BETWEEN_LINES or self._done == self._before:
-            return None
-        self._last = now
-        left = (now - self._begin) / (self._done - self._before) * (self._total - self._done)
-        return self.say(f"{self._name}: {self._done} of {self._total}, {duration(left)} left")
+        task, now = self._task, self._progress.get_time()
+        self._progress.advance(task.id, count)
+        late = self._progress.disable and now - self._last >= SECONDS_BETWEEN_LINES
+        if late and (left := task.time_remaining) is not None:
+            self._last = now
+            self.say(f"{task.description}: {task.completed:.0f} of {task.total:.0f}, {duration(left)} left")
 
     def reach(self, done: int) -> None:
         """So many of the stage's `total` are done."""
-        self.advance(done - self._done)
+        self.advance(done - int(self._task.completed))
 
     def say(self, line: str) -> None:
         """Print a line of its own, above the bar where there is one."""
         # Without rich's own reading of brackets and numbers, and without breaking the line.
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -57,18 +50,11 @@ def stage(
     On a terminal a bar that vanishes at the end; elsewhere at most one line in 10 s, for logs.
     """
     console = console or get_console()  # one for all: nested stages share one live display
-    columns = (
-        "{task.description}",
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        "left",
-        TimeRemainingColumn(),
-    )
-    bar = Progress(*columns, console=console, transient=True, speed_estimate_period=RATE_PERIOD_S)
     begin = clock()
-    with bar if console.is_terminal else nullcontext() as progress:
-        shown = Stage(name, total, done, console, clock, progress)
+    columns = *Progress.get_default_columns(), MofNCompleteColumn()
+    look = {"console": console, "disable": not console.is_terminal, "transient": True}
+    with Progress(*columns, **look, get_time=clock, speed_estimate_period=RATE_PERIOD_S) as progress:
+        shown = Stage(name, total, done, progress)
         if done:
             shown.say(f"{name}: going on after {done} of {total}")
         yield shown

