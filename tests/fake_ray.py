@@ -122,7 +122,7 @@ class FakeRay:
     def take_place(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Of Ray, for fleets and their members."""
         places = SimpleNamespace(
-            reserve=lambda role, config, timeout_s: [object() for _ in range(config.num_processes)],
+            reserve=lambda roles, timeout_s: [object() for c in roles.values() for _ in range(c.num_processes)],
             ask=lambda config: object(),
             is_ready=lambda place: True,
             actor_options=lambda config, place: {},

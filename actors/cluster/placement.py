@@ -7,11 +7,8 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -20,17 +17,7 @@ from t2g.config import ClusterConfig, ProcessConfig
 from t2g.errors import UserError
 
 GIB = 2**30
-CGROUP = Path("/sys/fs/cgroup")
 LAST_LOOK_S = 0.1  # at a place, once the deadline is over: another one may have taken all the time
-
-
-@dataclass(frozen=True, kw_only=True)
-class Supply:
-    """What a machine or a cluster has free."""
-
-    cpus: float
-    gpus: float
-    memory_gib: float
 
 
 def connect(config: ClusterConfig, roles: Mapping[str, ProcessConfig]) -> None:
@@ -42,25 +29,30 @@ def connect(config: ClusterConfig, roles: Mapping[str, ProcessConfig]) -> None:
     """
     address = config.address or os.environ.get("RAY_ADDRESS") or "local"
     if address == "local":
-        supply = this_machine(config.object_store_gib)
-        shortfall = describe_shortfall(roles, supply)
-        if shortfall:
-            raise UserError(f"this machine is too small: {shortfall}")
-        ray.init(
-            address="local",
-            num_cpus=int(supply.cpus),
-            object_store_memory=int(config.object_store_gib * GIB),
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
-        return
-    _join(address)
+        _start(config)
+    else:
+        _join(address)
     try:
-        check_places(roles, timeout_s=config.placement_timeout_s)
+        if address != "local":
+            check_places(roles, timeout_s=config.placement_timeout_s)
+        elif shortfall := describe_shortfall(roles, ray.cluster_resources()):
+            raise UserError(f"this machine is too small: {shortfall}")
     except BaseException:
         ray.shutdown()
         raise
+
+
+def _start(config: ClusterConfig) -> None:
+    """A cluster with the cores, GPUs and free memory of this machine or container, less the object store."""
+    cpus = len(os.sched_getaffinity(0))
+    ray.init(
+        address="local",
+        num_cpus=cpus if cpus < (os.cpu_count() or 1) else None,  # Ray knows a container's limits, but no affinity
+        object_store_memory=int(config.object_store_gib * GIB),
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
 
 
 def _join(address: str) -> None:
@@ -78,54 +70,19 @@ def _join(address: str) -> None:
         raise UserError(f"cluster.address: the Ray cluster at {address} cannot be joined: {reason:.300}") from error
 
 
-def this_machine(object_store_gib: float) -> Supply:
-    """Cores, GPUs, and the memory that is free once the object store is full, of the machine or of this container."""
-    cpus: float = len(os.sched_getaffinity(0))
-    if (quota := cgroup_cpus(CGROUP)) is not None:
-        cpus = min(cpus, max(1, int(quota)))  # Ray counts whole cores
-    free = psutil.virtual_memory().available
-    if (within := cgroup_free_bytes(CGROUP)) is not None:
-        free = min(free, within)
-    import torch
-
-    return Supply(cpus=cpus, gpus=torch.cuda.device_count(), memory_gib=free / GIB - object_store_gib)
-
-
-def cgroup_cpus(folder: Path) -> float | None:
-    """Cores that the control group (version 2) may use, None without a limit."""
-    try:
-        quota, period = (folder / "cpu.max").read_text().split()
-    except OSError:
-        return None
-    return None if quota == "max" else int(quota) / int(period)
-
-
-def cgroup_free_bytes(folder: Path) -> int | None:
-    """Memory that the control group (version 2) has left, None without a limit.
-
-    What is read from files and not in use counts as free, as in the kernel's own `MemAvailable`.
-    """
-    try:
-        limit = (folder / "memory.max").read_text().strip()
-        used = int((folder / "memory.current").read_text())
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except OSError:
-        return None
-    return None if limit == "max" else int(limit) - used + int(stat.get("inactive_file", 0))
-
-
-def describe_shortfall(roles: Mapping[str, ProcessConfig], supply: Supply) -> str | None:
+def describe_shortfall(roles: Mapping[str, ProcessConfig], resources: Mapping[str, float]) -> str | None:
     """One sentence about the first resource of which the roles together need more than there is, None if they fit.
 
-    2 rollout workers of 1.5 GiB and one learner of 3 GiB on 4 GiB:
+    resources: as Ray names them, memory in bytes. 2 rollout workers of 1.5 GiB and one learner of 3 GiB on 4 GiB:
     "6 GiB of memory needed (rollout 2 x 1.5, learner 1 x 3), 4 free; lower workers or memory_gib"
     """
-    resources = (("cpus", "CPUs", supply.cpus), ("gpus", "GPUs", supply.gpus))
-    for field, unit, have in (*resources, ("memory_gib", "GiB of memory", supply.memory_gib)):
+    have = {"cpus": resources.get("CPU", 0), "gpus": resources.get("GPU", 0)}
+    have["memory_gib"] = resources.get("memory", 0) / GIB
+    for field, unit in (("cpus", "CPUs"), ("gpus", "GPUs"), ("memory_gib", "GiB of memory")):
         need = sum(role.num_processes * getattr(role, field) for role in roles.values())
-        if need > have + 1e-6:
+        if need > have[field] + 1e-6:
             parts = ", ".join(f"{name} {r.num_processes} x {getattr(r, field):g}" for name, r in roles.items())
-            return f"{need:g} {unit} needed ({parts}), {have:.3g} free; lower workers or {field}"
+            return f"{need:g} {unit} needed ({parts}), {have[field]:.3g} free; lower workers or {field}"
     return None
 
 
@@ -133,23 +90,17 @@ def check_places(roles: Mapping[str, ProcessConfig], *, timeout_s: float) -> Non
     """Every worker of every role gets a place at the same time, and all are given back.
 
     Raises UserError when `timeout_s` is over: else the last role would hear of it after the others have loaded their
-    models. The pending places are what an autoscaler reacts to.
+    models.
     """
-    for group in _reserve(roles, timeout_s=timeout_s):
+    for group in reserve(roles, timeout_s=timeout_s):
         remove_placement_group(group)
-
-
-def reserve(role: str, config: ProcessConfig, *, timeout_s: float) -> list[PlacementGroup]:
-    """One placement group per worker, all ready. Raises UserError, and keeps none, when `timeout_s` is over.
-
-    One group each: a worker comes and goes without the others.
-    """
-    return _reserve({role: config}, timeout_s=timeout_s)
 
 
 def ask(config: ProcessConfig) -> PlacementGroup:
     """A place for one worker, which may come later or never: what waits is what an autoscaler reacts to."""
-    return _place(config)
+    bundle = {"CPU": config.cpus, "GPU": config.gpus, "memory": int(config.memory_gib * GIB)}
+    bundle = {name: amount for name, amount in bundle.items() if amount}
+    return placement_group([bundle], bundle_label_selector=[config.labels] if config.labels else None)
 
 
 def is_ready(place: PlacementGroup) -> bool:
@@ -157,9 +108,13 @@ def is_ready(place: PlacementGroup) -> bool:
     return bool(placement_group_table(place)["state"] == "CREATED")
 
 
-def _reserve(roles: Mapping[str, ProcessConfig], *, timeout_s: float) -> list[PlacementGroup]:
+def reserve(roles: Mapping[str, ProcessConfig], *, timeout_s: float) -> list[PlacementGroup]:
+    """One placement group per worker, all ready. Raises UserError, and keeps none, when `timeout_s` is over.
+
+    One group each: a worker comes and goes without the others.
+    """
     deadline = time.monotonic() + timeout_s
-    asked = [(name, _place(role)) for name, role in roles.items() for _ in range(role.num_processes)]
+    asked = [(name, ask(role)) for name, role in roles.items() for _ in range(role.num_processes)]
     # `wait` asks the cluster; `ready` would start a process in each place to ask.
     waiting = [name for name, group in asked if not group.wait(max(LAST_LOOK_S, deadline - time.monotonic()))]
     if not waiting:
@@ -175,12 +130,6 @@ def _reserve(roles: Mapping[str, ProcessConfig], *, timeout_s: float) -> list[Pl
         f"no place within {timeout_s:g} s for {missing}; the cluster has {have}, of which {left} are left beside the "
         "others; lower workers, cpus, gpus or memory_gib"
     )
-
-
-def _place(config: ProcessConfig) -> PlacementGroup:
-    bundle = {"CPU": config.cpus, "GPU": config.gpus, "memory": int(config.memory_gib * GIB)}
-    bundle = {name: amount for name, amount in bundle.items() if amount}
-    return placement_group([bundle], bundle_label_selector=[config.labels] if config.labels else None)
 
 
 def wish(config: ProcessConfig) -> str:

@@ -59,7 +59,7 @@ class Fleet:
         self._idle = IdleClock()
         self._recoveries: list[float] = []  # seconds from a loss to its successor's service, not yet reported
         self._restarts = 0
-        for place in placement.reserve(self.role, config, timeout_s=placement_timeout_s):
+        for place in placement.reserve({self.role: config}, timeout_s=placement_timeout_s):
             self._add(place).begin(self.actor, arguments)
 
     @property

@@ -171,7 +171,7 @@ def train_dpo(
     Raises UserError when there is no place for it, RunStopped when no step comes within `learner.step_timeout_s`.
     """
     role = with_overrides(learner, {"workers": 1})
-    (group,) = placement.reserve("learner", role, timeout_s=cluster.placement_timeout_s)
+    (group,) = placement.reserve({"learner": role}, timeout_s=cluster.placement_timeout_s)
     worker = DPOActor.options(max_concurrency=2, **placement.actor_options(role, group)).remote()
     try:
         answer = worker.train.remote(model, learner, list(pairs), **settings)

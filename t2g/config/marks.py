@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ValidationInfo
 
-from t2g.config.words import section_type
+from t2g.config.words import fields
 
 T = TypeVar("T")
 
@@ -49,15 +49,9 @@ PathOrName = Annotated[T, _PATH]
 
 def may_differ(schema: type[BaseModel], key: str) -> bool:
     """Whether the field of that dotted key, or a section around it, may differ; False for an unknown key."""
-    section: type[BaseModel] | None = schema
-    for name in key.split("."):
-        info = section.model_fields.get(name) if section else None
-        if info is None:
-            return False
-        if _MAY_DIFFER in info.metadata:
-            return True
-        section = section_type(info.annotation)
-    return False
+    known, names = fields(schema), key.split(".")
+    around = [".".join(names[:length]) for length in range(1, len(names) + 1)]
+    return any(_MAY_DIFFER in known[name].metadata for name in around if name in known)
 
 
 def paths(config: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:

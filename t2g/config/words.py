@@ -4,10 +4,12 @@ import json
 import re
 from collections.abc import Callable
 from difflib import get_close_matches
+from functools import cache
 from types import UnionType
 from typing import get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 Keys = tuple[str | int, ...]  # ("rollout", "temperature"); a whole number stands for a place in a list
@@ -36,64 +38,48 @@ def first_problem(error: ValidationError) -> str:
 
 
 def _sentence(schema: type[BaseModel], keys: Keys, detail: ErrorDetails) -> str:
-    name, kind = dotted(keys), detail["type"]
+    name, kind, needs = dotted(keys), detail["type"], detail["msg"]
+    field = fields(schema).get(name)
+    about = (field.description or "") if field else ""
     if kind == "extra_forbidden":
         near = _nearest(schema, keys)
         return f"{name} is unknown" + (f"; did you mean {near}?" if near else "")
     if kind == "missing":
-        info = _field_of(schema, keys)
-        return f"{name} is missing" + (f"; it needs: {info}" if info else "")
-    needs = detail["msg"]
+        return f"{name} is missing" + (f"; it needs: {about}" if about else "")
     if kind == "value_error":
         needs = needs.removeprefix("Value error, ")
         return needs if name in needs else f"{name}: {needs}"
     needs = re.sub(r"^\w+ should (be |have |match )?", "", needs)  # "Input should be a valid number"
-    info = _field_of(schema, keys)
-    return f"{name}: got {show(detail['input'])}, needs {needs}" + (f" ({info})" if info else "")
+    return f"{name}: got {show(detail['input'])}, needs {needs}" + (f" ({about})" if about else "")
 
 
 def _nearest(schema: type[BaseModel], keys: Keys) -> str:
-    """The known key most like an unknown one: a sibling, else keys of other sections with nearly the same last name."""
-    section = _section_of(schema, keys[:-1])
-    leaf = str(keys[-1])
-    siblings = get_close_matches(leaf, list(section.model_fields), n=1) if section else []
+    """The known key most like an unknown one: a sibling, else values elsewhere with nearly the same last name."""
+    section, leaf = dotted(keys[:-1]), str(keys[-1])
+    known = [(*key.rpartition("."), info) for key, info in fields(schema).items()]
+    siblings = get_close_matches(leaf, [name for inside, _, name, _ in known if inside == section], n=1)
     if siblings:
         return dotted((*keys[:-1], siblings[0]))
-    known = dotted_keys(schema)
-    last_names = sorted({key.rsplit(".", 1)[-1] for key in known})
-    close = get_close_matches(leaf, last_names, n=1, cutoff=0.8)
-    return " or ".join(key for key in known if close and key.rsplit(".", 1)[-1] == close[0])
+    values = [(inside + dot, name) for inside, dot, name, info in known if section_type(info.annotation) is None]
+    close = get_close_matches(leaf, sorted({name for _, name in values}), n=1, cutoff=0.8)
+    return " or ".join(inside + name for inside, name in values if name in close)
 
 
-def dotted_keys(schema: type[BaseModel], prefix: str = "") -> list[str]:
-    """Every value's dotted key, in the schema's order."""
-    keys = []
+@cache
+def fields(schema: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
+    """Dotted key -> field, of every section and value, in the schema's order."""
+    found: dict[str, FieldInfo] = {}
     for name, info in schema.model_fields.items():
-        section = section_type(info.annotation)
-        keys += dotted_keys(section, f"{prefix}{name}.") if section else [prefix + name]
-    return keys
+        found[prefix + name] = info
+        if section := section_type(info.annotation):
+            found |= fields(section, f"{prefix}{name}.")
+    return found
 
 
 def section_type(annotation: object) -> type[BaseModel] | None:
     """The section behind `Section` or `Section | None`; None for a plain value and for sections by name."""
     options = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     return next((option for option in options if isinstance(option, type) and issubclass(option, BaseModel)), None)
-
-
-def _section_of(schema: type[BaseModel], keys: Keys) -> type[BaseModel] | None:
-    section: type[BaseModel] | None = schema
-    for key in keys:
-        if section is None or key not in section.model_fields:
-            return None
-        section = section_type(section.model_fields[str(key)].annotation)
-    return section
-
-
-def _field_of(schema: type[BaseModel], keys: Keys) -> str:
-    """The field's description; "" where there is none."""
-    section = _section_of(schema, keys[:-1])
-    info = section.model_fields.get(str(keys[-1])) if section else None
-    return (info.description or "") if info else ""
 
 
 def dotted(keys: Keys) -> str:

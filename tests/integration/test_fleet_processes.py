@@ -9,10 +9,10 @@ import pytest
 import ray
 from fleet_worker import Unwilling, Worker, make_fleet
 
-from actors.cluster.placement import check_places, connect
+from actors.cluster.placement import check_places
 from actors.engines.rollout import RolloutFleet
 from actors.fleet.fleet import Fleet
-from t2g.config import ClusterConfig, EngineConfig, HealthConfig, LearnerConfig, WorkersConfig
+from t2g.config import EngineConfig, HealthConfig, LearnerConfig, WorkersConfig
 from t2g.errors import LearnerLost, SamplingFailed, UserError
 
 CONFIG = EngineConfig(
@@ -167,8 +167,3 @@ def test_roles_that_only_fit_one_after_the_other_are_refused_together_and_nothin
         check_places(roles, timeout_s=2)
     check_places(roles | {"learner": LearnerConfig(cpus=cpus - 0.2, memory_gib=0.1)}, timeout_s=10)
     check_places({"learner": roles["learner"]}, timeout_s=10)
-
-
-def test_a_machine_too_small_is_refused_before_ray_starts() -> None:
-    with pytest.raises(UserError, match=r"^this machine is too small: 100000 GiB of memory needed \(test 1 x 100000\)"):
-        connect(ClusterConfig(), {"test": EngineConfig(memory_gib=100_000)})
