@@ -1,23 +1,24 @@
 """What a run needs of a cluster, and what cannot work there, before anything is asked of one."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from t2g.config import EngineConfig, PolicyJob
+from t2g.config import PolicyJob
 from t2g.config.marks import paths
 from t2g.deploy.manifests import SHARED
 from t2g.deploy.memory import (
     BYTES,
     GIB,
     GPUS,
-    EngineFit,
+    Estimate,
     ModelShape,
-    critic_bytes,
+    critic_models,
     engine_fit,
     find_shape,
     host_bytes,
-    learner_bytes,
+    learner_models,
+    logits_bytes,
+    rank_fit,
     store_bytes,
 )
 from t2g.deploy.pods import ROLE_LABEL, PodGroup, most_per_pod, pod_groups, satisfies
@@ -27,18 +28,7 @@ PARTS = ("weights", "gradients", "optimizer", "activations", "gathered", "logits
 MIN_PLACEMENT_S = 600  # a new node, an image of some GB, a Ray that starts
 DATA_FILES = (".json", ".jsonl", ".csv", ".parquet")
 
-
-@dataclass(frozen=True, kw_only=True)
-class Estimate:
-    """One GPU of a role."""
-
-    group: PodGroup
-    parts: dict[str, float]  # of PARTS, bytes
-    fit: EngineFit | None = None  # of an engine
-
-    @property
-    def total(self) -> float:
-        return sum(self.parts.values())
+Fits = Sequence[tuple[PodGroup, Estimate]]
 
 
 def check_config(config: PolicyJob, *, gpu: str = "A100-80GB") -> tuple[list[str], str]:
@@ -52,18 +42,14 @@ def check_config(config: PolicyJob, *, gpu: str = "A100-80GB") -> tuple[list[str
         raise UserError(f"--gpu: got {gpu!r}, but needs one of {', '.join(GPUS)}")
     groups = pod_groups(config)
     shapes, remarks = _shapes(config)
-    estimates = _estimates(config, groups, shapes, GPUS[gpu] * GIB)
-    problems = [*_gpu_problems(config, estimates, gpu), *_host_problems(config, shapes.get("learner"))]
-    warnings = [
-        *_label_warnings(groups),
-        *_gang_warnings(groups),
-        *_cluster_warnings(config, shapes.get("learner")),
-        *_path_warnings(config),
-    ]
-    lines = [*(_pod_line(group) for group in groups), _total_line(groups), ""]
-    lines += [*_memory_lines(estimates, gpu), *remarks, ""]
-    lines += [*(f"problem: {text}" for text in problems), *(f"warning: {text}" for text in warnings)]
-    return problems, "\n".join(lines if problems or warnings else [*lines, "no problems found"])
+    known = [group for group in groups if group.role.gpus and group.name in shapes]
+    fits = [(group, _fit(config, group, shapes[group.name], GPUS[gpu] * GIB)) for group in known]
+    policy = shapes.get("learner")
+    problems = list(_problems(config, policy, fits, gpu))
+    warnings = [*_group_warnings(groups), *_cluster_warnings(config, policy), *_path_warnings(config)]
+    lines = [*map(_pod_line, groups), _total_line(groups), "", *_memory_lines(fits, gpu), *remarks, ""]
+    found = [*(f"problem: {text}" for text in problems), *(f"warning: {text}" for text in warnings)]
+    return problems, "\n".join([*lines, *(found or ["no problems found"])])
 
 
 def _pod_line(group: PodGroup) -> str:
@@ -71,7 +57,7 @@ def _pod_line(group: PodGroup) -> str:
     role, workers, pods = group.role, group.workers, group.pods
     size = "on CPUs"
     if role.gpus:
-        size = f"of TP {role.tensor_parallel}" if isinstance(role, EngineConfig) else f"of {_count(role.gpus, 'GPU')}"
+        size = f"of TP {role.tensor_parallel}" if group.elastic else f"of {_count(role.gpus, 'GPU')}"
     bounds = f", at least {pods.min}" if pods.min < pods.initial else ""
     bounds += f", at most {pods.max}" if pods.max > pods.initial else ""
     each = [_count(group.gpus, "GPU")] if group.gpus else []
@@ -91,85 +77,81 @@ def _count(count: float, noun: str) -> str:
 
 def _shapes(config: PolicyJob) -> tuple[dict[str, ModelShape], list[str]]:
     """By the names of pod groups; and what is to be said about models whose size is not known here."""
-    policy = find_shape(config.model.policy, config.model.revision)
+    policy, feedback = find_shape(config.model.policy, config.model.revision), config.feedback
     if policy is None:
         return {}, [f"model.policy={config.model.policy}: its size is not known on this machine"]
-    shapes, remarks = dict.fromkeys(("learner", "critic", "rollout", "reward"), policy), list[str]()
-    feedback = config.feedback
-    if feedback.own_engines:
-        judge, revision = feedback.reward_model, feedback.reward_revision
-        if feedback.model_asked == "llm":
-            judge, revision = feedback.llm.model, feedback.llm.revision
-        shape = find_shape(str(judge), revision)
-        if shape is None:
-            remarks.append(f"reward: the size of {judge} is not known on this machine; taken to be the policy's")
-        shapes["reward"] = shape or policy
-    return shapes, remarks
+    shapes = dict.fromkeys(("learner", "critic", "rollout", "reward"), policy)
+    if not feedback.own_engines:
+        return shapes, []
+    asked = {"reward_model": (feedback.reward_model, feedback.reward_revision)}
+    judge, revision = asked.get(str(feedback.model_asked), (feedback.llm.model, feedback.llm.revision))
+    if shape := find_shape(str(judge), revision):
+        return shapes | {"reward": shape}, []
+    return shapes, [f"reward: the size of {judge} is not known on this machine; taken to be the policy's"]
 
 
-def _estimates(
-    config: PolicyJob, groups: Sequence[PodGroup], shapes: dict[str, ModelShape], gpu_bytes: float
-) -> list[Estimate]:
-    tokens = max(config.learner.tokens_per_microbatch, config.rollout.max_model_len)  # a longer one has its own pass
-    samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
-    found = []
-    for group in groups:
-        shape = shapes.get(group.name)
-        if shape is None or not group.role.gpus:
-            continue
-        if isinstance(group.role, EngineConfig):
-            sequences = -(-samples // group.workers.initial)
-            fit = engine_fit(shape, group.role, sequences=sequences, gpu_bytes=gpu_bytes)
-            found.append(Estimate(group=group, parts=fit.parts, fit=fit))
-        elif group.name == "critic":
-            parts = critic_bytes(shape, config.learner, ranks=group.workers.initial, tokens=tokens)
-            found.append(Estimate(group=group, parts=parts))
-        else:
-            parts = learner_bytes(shape, config.learner, config.objective, tokens=tokens)
-            found.append(Estimate(group=group, parts=parts))
-    return found
+def _fit(config: PolicyJob, group: PodGroup, shape: ModelShape, gpu_bytes: float) -> Estimate:
+    learner, objective, rollout, workers = config.learner, config.objective, config.rollout, group.workers.initial
+    if group.elastic:
+        sequences = -(-rollout.prompts_per_step * rollout.samples_per_prompt // workers)
+        return engine_fit(shape, group.role, sequences=sequences, gpu_bytes=gpu_bytes)
+    tokens = max(learner.tokens_per_microbatch, rollout.max_model_len)  # a longer sequence has a pass of its own
+    if group.name == "critic":
+        return rank_fit(shape, critic_models(shape), learner, ranks=workers, tokens=tokens)
+    logits = logits_bytes(shape, learner, objective, tokens=tokens)
+    models = learner_models(shape, learner, objective)
+    return rank_fit(shape, models, learner, ranks=workers, tokens=tokens, logits=logits)
 
 
-def _memory_lines(estimates: Sequence[Estimate], gpu: str) -> list[str]:
-    if not estimates:
-        return ["no estimate of GPU memory"]
-    columns = [part for part in PARTS if any(part in estimate.parts for estimate in estimates)]
-    lines = [
-        f"estimated GiB on each GPU, of {GPUS[gpu]:g} ({gpu}):",
-        f"  {'':<8}" + "".join(f"{name:>12}" for name in [*columns, "total"]),
-    ]
-    for estimate in estimates:
-        sizes = [estimate.parts.get(part) for part in columns]
-        cells = "".join(f"{'-' if size is None else f'{size / GIB:.1f}':>12}" for size in [*sizes, estimate.total])
-        lines.append(f"  {estimate.group.name:<8}{cells}")
-    for estimate in estimates:
-        if estimate.fit is not None:
-            role = estimate.group.role
-            lines.append(
-                f"{estimate.group.name}: an engine must hold {_count(estimate.fit.wanted, 'sequence')} at once; "
-                f"there is room for {estimate.fit.fitting} of {role.max_model_len} tokens"
+def _memory_lines(fits: Fits, gpu: str) -> Iterator[str]:
+    if not fits:
+        yield "no estimate of GPU memory"
+        return
+    columns = [part for part in PARTS if any(part in fit.parts for _, fit in fits)]
+    yield f"estimated GiB on each GPU, of {GPUS[gpu]:g} ({gpu}):"
+    yield f"  {'':<8}" + "".join(f"{name:>12}" for name in [*columns, "total"])
+    for group, fit in fits:
+        cells = [f"{fit.parts[part] / GIB:.1f}" if part in fit.parts else "-" for part in columns]
+        yield f"  {group.name:<8}" + "".join(f"{cell:>12}" for cell in [*cells, f"{fit.total / GIB:.1f}"])
+    for group, fit in fits:
+        if group.elastic:
+            yield (
+                f"{group.name}: an engine must hold {_count(fit.wanted, 'sequence')} at once; there is room for "
+                f"{fit.fitting} of {group.role.max_model_len} tokens"
             )
-    return lines
 
 
-def _label_warnings(groups: Sequence[PodGroup]) -> Iterator[str]:
+def _problems(config: PolicyJob, policy: ModelShape | None, fits: Fits, gpu: str) -> Iterator[str]:
+    learner = config.learner
+    for group, fit in fits:
+        section = group.section
+        if group.elastic and fit.fitting == 0:
+            yield f"{section}: not one sequence fits beside the weights; raise {section}.gpus or lower max_model_len"
+        if not group.elastic and fit.total > GPUS[gpu] * GIB:
+            checkpointing = "" if learner.gradient_checkpointing else "set learner.gradient_checkpointing=true, or "
+            yield (
+                f"{section}: about {fit.total / GIB:.0f} GiB on a GPU of {GPUS[gpu]:g}; lower "
+                f"learner.tokens_per_microbatch, {checkpointing}raise {section}.workers, or set learner.offload=cpu"
+            )
+    need = host_bytes(policy, learner, config.objective) / GIB if policy else 0
+    if need > learner.memory_gib:
+        yield f"learner.memory_gib is {learner.memory_gib:g}: a rank that loads its models needs {need:.0f}"
+
+
+def _group_warnings(groups: Sequence[PodGroup]) -> Iterator[str]:
     for group in groups:
-        labels = group.role.labels
+        labels, section = group.role.labels, group.section
         others = [other.name for other in groups if other is not group and satisfies(other.labels, labels)]
         if others:
             yield (
-                f"{group.section}.labels is {labels or 'empty'}: its workers may land on pods of {', '.join(others)}; "
-                f"add {group.section}.labels.{ROLE_LABEL}={group.name}"
+                f"{section}.labels is {labels or 'empty'}: its workers may land on pods of {', '.join(others)}; "
+                f"add {section}.labels.{ROLE_LABEL}={group.name}"
             )
-
-
-def _gang_warnings(groups: Sequence[PodGroup]) -> Iterator[str]:
-    for group in groups:
-        most = most_per_pod(group.role.gpus)
-        if not group.elastic and group.per_pod == 1 < min(most, group.workers.initial):
+        most, ranks = most_per_pod(group.role.gpus), group.workers.initial
+        if not group.elastic and group.per_pod == 1 < min(most, ranks):
             yield (
-                f"{group.section}.workers is {group.workers.initial}, which no number from 2 to {most} divides: each "
-                f"rank gets a pod of its own, and all speak over the network; take a multiple of {most}"
+                f"{section}.workers is {ranks}, which no number from 2 to {most} divides: each rank gets a pod of its "
+                f"own, and all speak over the network; take a multiple of {most}"
             )
 
 
@@ -199,24 +181,3 @@ def _is_path(value: str) -> bool:
     """Rather than a name on the hub."""
     looks = value.startswith(("/", ".", "~")) or value.count("/") > 1 or value.endswith(DATA_FILES)
     return looks or Path(value).exists()
-
-
-def _gpu_problems(config: PolicyJob, estimates: Sequence[Estimate], gpu: str) -> Iterator[str]:
-    for estimate in estimates:
-        section = estimate.group.section
-        if estimate.fit is not None and estimate.fit.fitting == 0:
-            yield f"{section}: not one sequence fits beside the weights; raise {section}.gpus or lower max_model_len"
-        if estimate.fit is None and estimate.total > GPUS[gpu] * GIB:
-            ways = [f"raise {section}.workers", "set learner.offload=cpu"]
-            if not config.learner.gradient_checkpointing:
-                ways.insert(0, "set learner.gradient_checkpointing=true")
-            yield (
-                f"{section}: about {estimate.total / GIB:.0f} GiB on a GPU of {GPUS[gpu]:g}; lower "
-                f"learner.tokens_per_microbatch, {', or '.join(ways)}"
-            )
-
-
-def _host_problems(config: PolicyJob, shape: ModelShape | None) -> Iterator[str]:
-    need = host_bytes(shape, config.learner, config.objective) / GIB if shape else 0
-    if need > config.learner.memory_gib:
-        yield f"learner.memory_gib is {config.learner.memory_gib:g}: a rank that loads its models needs {need:.0f}"

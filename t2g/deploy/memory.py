@@ -5,9 +5,12 @@ NCCL's buffers, CUDA graphs, fragments, is one allowance, `OTHER_BYTES`. Estimat
 `torch.cuda.max_memory_allocated` once there is a run.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from t2g.config import Dtype, EngineConfig, LearnerConfig, ObjectiveConfig
 
@@ -19,56 +22,68 @@ OTHER_BYTES = 3 * GIB
 LIVE_NUMEL = 1_000_000_000  # DeepSpeed's max_live_parameters and sub_group_size
 BUCKET_NUMEL = 50_000_000  # of gradients under way, as actors.learner.zero3 sets it
 CHUNK_TOKENS = 1024  # whose logits exist at once, as t2g.algo.logprobs has it
+OTHER_KINDS = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank")  # for which this would be wrong
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """A decoder with grouped-query attention and a gated MLP: Llama, Mistral, Qwen, and what looks like them."""
+class ModelShape(BaseModel):
+    """A decoder with grouped-query attention and a gated MLP: Llama, Mistral, Qwen, and what looks like them; the
+    numbers of its config.json, by their names there.
+    """
 
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocab: int
-    tied: bool  # the output head is the embedding
-    qkv_bias: bool = False
-    qk_norm: bool = False
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    model_type: str = ""
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int = Field(default_factory=lambda given: given["num_attention_heads"])
+    head_dim: int = Field(default_factory=lambda given: given["hidden_size"] // given["num_attention_heads"])
+    intermediate_size: int
+    vocab_size: int
+    tie_word_embeddings: bool = False
+
+    @property
+    def heads_numel(self) -> int:
+        """Values of one token's query, and of its attention's result."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def kv_numel(self) -> int:
+        """Values of one token's key, or value."""
+        return self.num_key_value_heads * self.head_dim
 
     @property
     def layer_numel(self) -> int:
-        """q, k, v, o; gate, up, down; two norms.
+        """q, k, v, o; gate, up, down; two norms; Qwen 2 has biases of q, k and v, Qwen 3 norms of q and k.
 
         Llama 3 8B: 4096 x (4096 + 2 x 1024 + 4096) + 3 x 4096 x 14336 + 2 x 4096 = 218,112,000
         """
-        qkv = (self.heads + 2 * self.kv_heads) * self.head_dim
-        weights = self.hidden * (qkv + self.heads * self.head_dim) + 3 * self.hidden * self.intermediate
-        return weights + 2 * self.hidden + (qkv if self.qkv_bias else 0) + (2 * self.head_dim if self.qk_norm else 0)
+        qkv = self.heads_numel + 2 * self.kv_numel
+        weights = self.hidden_size * (qkv + self.heads_numel + 3 * self.intermediate_size + 2)
+        return weights + {"qwen2": qkv, "qwen3": 2 * self.head_dim}.get(self.model_type, 0)
 
     @property
     def embedding_numel(self) -> int:
-        return self.vocab * self.hidden
+        return self.vocab_size * self.hidden_size
 
     @property
     def backbone_numel(self) -> int:
         """Embedding, layers, last norm: what a critic has, but for its value head."""
-        return self.embedding_numel + self.layers * self.layer_numel + self.hidden
+        return self.embedding_numel + self.num_hidden_layers * self.layer_numel + self.hidden_size
 
     @property
     def numel(self) -> int:
         """Llama 3 8B: 2 x 128256 x 4096 + 32 x 218,112,000 + 4096 = 8,030,261,248"""
-        return self.backbone_numel + (0 if self.tied else self.embedding_numel)
+        return self.backbone_numel + (0 if self.tie_word_embeddings else self.embedding_numel)
 
     def lora_numel(self, r: int) -> int:
         """Of adapters on every linear layer: r x (in + out) each."""
-        out, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        attention = 2 * (self.hidden + out) + 2 * (self.hidden + kv)
-        return self.layers * r * (attention + 3 * (self.hidden + self.intermediate))
+        attention = 2 * (self.hidden_size + self.heads_numel) + 2 * (self.hidden_size + self.kv_numel)
+        return self.num_hidden_layers * r * (attention + 3 * (self.hidden_size + self.intermediate_size))
 
     def kv_bytes(self, b: int) -> int:
         """A key and a value of one token. Llama 3 8B in bfloat16: 2 x 32 x 8 x 128 x 2 = 131,072"""
-        return 2 * self.layers * self.kv_heads * self.head_dim * b
+        return 2 * self.num_hidden_layers * self.kv_numel * b
 
     def saved_bytes(self, b: int) -> int:
         """What one layer keeps of one token for its backward pass.
@@ -80,37 +95,30 @@ class ModelShape:
 
         Llama 3 8B in bfloat16: 2 x 8 x 4096 + 2 x (2 x 4096 + 2 x 1024) + 8 x 14336 = 200,704
         """
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return 2 * (4 + 2 * b) * self.hidden + 2 * b * (q + kv) + 4 * b * self.intermediate
+        attention = 2 * b * (self.heads_numel + self.kv_numel)
+        return 2 * (4 + 2 * b) * self.hidden_size + attention + 4 * b * self.intermediate_size
 
 
 LLAMA_3_8B = ModelShape(
-    hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256, tied=False
+    hidden_size=4096,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    intermediate_size=14336,
+    vocab_size=128256,
 )
 # The gated models of the shipped configs, for machines that have no copy.
 SHAPES = dict.fromkeys(("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Meta-Llama-3-8B-Instruct"), LLAMA_3_8B)
 
 
-def shape_of(config: Any) -> ModelShape | None:
-    """From the numbers of a config.json. None for what it would be wrong for: experts, another attention."""
-    numbers = config if isinstance(config, dict) else config.to_dict()
-    experts = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank")
-    needed = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-    if any(numbers.get(key) for key in experts) or not all(isinstance(numbers.get(key), int) for key in needed):
+def shape_of(numbers: dict[str, Any]) -> ModelShape | None:
+    """From a config.json. None for what it would be wrong for: experts, another attention."""
+    if any(numbers.get(key) for key in OTHER_KINDS):
         return None
-    hidden, heads, family = numbers["hidden_size"], numbers["num_attention_heads"], numbers.get("model_type", "")
-    return ModelShape(
-        hidden=hidden,
-        layers=numbers["num_hidden_layers"],
-        heads=heads,
-        kv_heads=numbers.get("num_key_value_heads") or heads,
-        head_dim=numbers.get("head_dim") or hidden // heads,
-        intermediate=numbers["intermediate_size"],
-        vocab=numbers["vocab_size"],
-        tied=bool(numbers.get("tie_word_embeddings")),
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
-    )
+    try:
+        return ModelShape.model_validate({key: value for key, value in numbers.items() if value is not None})
+    except ValidationError:
+        return None
 
 
 def find_shape(model: str, revision: str | None = None) -> ModelShape | None:
@@ -123,14 +131,45 @@ def find_shape(model: str, revision: str | None = None) -> ModelShape | None:
         )
     except (OSError, ValueError):
         return SHAPES.get(model)
-    return shape_of(found.get_text_config())
+    return shape_of(found.get_text_config().to_dict())
 
 
-def states_bytes(numel: int, trained: int, *, ranks: int, b: int) -> dict[str, float]:
-    """A model's share on one rank under ZeRO-3, of `numel` parameters of which `trained` are trained.
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Of one GPU of a role."""
+
+    parts: dict[str, float]  # bytes, by name; of an engine the cache is what the wanted sequences need at full length
+    wanted: int = 0  # of an engine: sequences at once
+    fitting: int = 0  # of an engine: sequences of max_model_len that the cache has room for
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+Models = Sequence[tuple[int, int]]  # on a rank: parameters, and how many of them are trained
+
+
+def learner_models(shape: ModelShape, learner: LearnerConfig, objective: ObjectiveConfig) -> Models:
+    """On a policy rank: the policy, its frozen reference (LoRA needs none), and the critic where it lives there."""
+    models = [(shape.numel, shape.numel), (shape.numel, 0)]
+    if learner.lora:
+        adapters = shape.lora_numel(learner.lora.r)
+        models = [(shape.numel + adapters, adapters)]
+    apart = learner.critic_ranks is not None
+    return models if apart or not objective.uses_critic else [*models, *critic_models(shape)]
+
+
+def critic_models(shape: ModelShape) -> Models:
+    return [(shape.backbone_numel, shape.backbone_numel)]
+
+
+def states_bytes(models: Models, *, ranks: int, b: int) -> dict[str, float]:
+    """The share of one rank under ZeRO-3 of N parameters, of which n are trained.
 
     Weights b N / R; gradients b n / R; AdamW's two moments 8 n / R, and in bfloat16 the float32 weights 4 n / R.
     """
+    numel, trained = (sum(counts) for counts in zip(*models, strict=True))
     return {
         "weights": b * numel / ranks,
         "gradients": b * trained / ranks,
@@ -138,39 +177,31 @@ def states_bytes(numel: int, trained: int, *, ranks: int, b: int) -> dict[str, f
     }
 
 
-def learner_states(shape: ModelShape, learner: LearnerConfig, *, critic: bool) -> dict[str, float]:
-    """Of one policy rank: the policy, its frozen reference (LoRA needs none), and the critic where it lives there."""
-    b, ranks, lora = BYTES[learner.dtype], learner.workers, learner.lora
-    if lora:
-        adapters = shape.lora_numel(lora.r)
-        models = [states_bytes(shape.numel + adapters, adapters, ranks=ranks, b=b)]
-    else:
-        models = [states_bytes(shape.numel, n, ranks=ranks, b=b) for n in (shape.numel, 0)]
-    if critic:
-        models.append(states_bytes(shape.backbone_numel, shape.backbone_numel, ranks=ranks, b=b))
-    return {part: sum(model[part] for model in models) for part in models[0]}
-
-
-def learner_bytes(
-    shape: ModelShape, learner: LearnerConfig, objective: ObjectiveConfig, *, tokens: int
-) -> dict[str, float]:
-    """Parts of the GPU memory of one policy rank in a forward and backward pass over a microbatch of `tokens`.
+def rank_fit(
+    shape: ModelShape, models: Models, learner: LearnerConfig, *, ranks: int, tokens: int, logits: float = 0.0
+) -> Estimate:
+    """A rank with these models in a forward and backward pass over a microbatch of `tokens`.
 
     The optimizer's step, after the pass has given its memory back, needs less: float32 gradients and AdamW's
     temporary of LIVE_NUMEL parameters are 8 GB at most.
     """
     b = BYTES[learner.dtype]
-    states = learner_states(shape, learner, critic=objective.uses_critic and learner.critic_ranks is None)
-    logits = 16 * CHUNK_TOKENS * shape.vocab  # float32: logits, their log-softmax, and the gradients of both
-    if objective.kl_estimator == "full":
-        logits += b * tokens * shape.vocab
-    return _on_gpu(states, learner) | _pass_bytes(shape, learner, tokens) | {"logits": float(logits)}
+    states = states_bytes(models, ranks=ranks, b=b)
+    return Estimate(
+        parts={
+            **(states if learner.offload == "none" else dict.fromkeys(states, 0.0)),
+            "activations": activation_bytes(shape, tokens, b=b, checkpointing=learner.gradient_checkpointing),
+            "gathered": gathered_bytes(shape, b=b),
+            "other": OTHER_BYTES,
+            **({"logits": logits} if logits else {}),
+        }
+    )
 
 
-def critic_bytes(shape: ModelShape, learner: LearnerConfig, *, ranks: int, tokens: int) -> dict[str, float]:
-    """The same of a rank of the critic's own group."""
-    states = states_bytes(shape.backbone_numel, shape.backbone_numel, ranks=ranks, b=BYTES[learner.dtype])
-    return _on_gpu(states, learner) | _pass_bytes(shape, learner, tokens)
+def logits_bytes(shape: ModelShape, learner: LearnerConfig, objective: ObjectiveConfig, *, tokens: int) -> float:
+    """Of a chunk in float32: logits, their log-softmax, and the gradients of both; kl_estimator=full keeps all."""
+    kept = BYTES[learner.dtype] * tokens * shape.vocab_size if objective.kl_estimator == "full" else 0
+    return 16 * CHUNK_TOKENS * shape.vocab_size + kept
 
 
 def host_bytes(shape: ModelShape, learner: LearnerConfig, objective: ObjectiveConfig) -> float:
@@ -179,23 +210,9 @@ def host_bytes(shape: ModelShape, learner: LearnerConfig, objective: ObjectiveCo
 
     Llama 3 8B in bfloat16, with a critic: 2 x (2 x 8.03 + 7.50) x 10^9 = 43.9 GiB.
     """
-    critic = objective.uses_critic and learner.critic_ranks is None
-    numel = shape.numel * (1 if learner.lora else 2) + (shape.backbone_numel if critic else 0)
-    states = learner_states(shape, learner, critic=critic)
-    return BYTES[learner.dtype] * numel + (sum(states.values()) if learner.offload == "cpu" else 0)
-
-
-def _on_gpu(states: dict[str, float], learner: LearnerConfig) -> dict[str, float]:
-    return states if learner.offload == "none" else dict.fromkeys(states, 0.0)
-
-
-def _pass_bytes(shape: ModelShape, learner: LearnerConfig, tokens: int) -> dict[str, float]:
-    b = BYTES[learner.dtype]
-    return {
-        "activations": float(activation_bytes(shape, tokens, b=b, checkpointing=learner.gradient_checkpointing)),
-        "gathered": float(gathered_bytes(shape, b=b)),
-        "other": float(OTHER_BYTES),
-    }
+    models, b = learner_models(shape, learner, objective), BYTES[learner.dtype]
+    stays = sum(states_bytes(models, ranks=learner.workers, b=b).values()) if learner.offload == "cpu" else 0
+    return b * sum(numel for numel, _ in models) + stays
 
 
 def activation_bytes(shape: ModelShape, tokens: int, *, b: int, checkpointing: bool) -> int:
@@ -204,8 +221,8 @@ def activation_bytes(shape: ModelShape, tokens: int, *, b: int, checkpointing: b
     Without checkpointing every layer's `saved_bytes`; with it each layer's input, b h, and one layer computed again.
     Llama 3 8B in bfloat16, 4096 tokens: 4096 x 32 x 200,704 = 24.5 GiB; checkpointed 1.77 GiB.
     """
-    one = shape.saved_bytes(b)
-    return tokens * (shape.layers * b * shape.hidden + one if checkpointing else shape.layers * one)
+    one, layers = shape.saved_bytes(b), shape.num_hidden_layers
+    return tokens * (layers * b * shape.hidden_size + one if checkpointing else layers * one)
 
 
 def gathered_bytes(shape: ModelShape, *, b: int) -> int:
@@ -215,16 +232,7 @@ def gathered_bytes(shape: ModelShape, *, b: int) -> int:
     return b * (min(shape.numel, LIVE_NUMEL) + 2 * largest + BUCKET_NUMEL)
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineFit:
-    """An engine on one of its GPUs."""
-
-    parts: dict[str, float]  # bytes; the cache is what the wanted sequences need at full length
-    wanted: int  # sequences at once
-    fitting: int  # sequences of max_model_len that the cache has room for
-
-
-def engine_fit(shape: ModelShape, engine: EngineConfig, *, sequences: int, gpu_bytes: float) -> EngineFit:
+def engine_fit(shape: ModelShape, engine: EngineConfig, *, sequences: int, gpu_bytes: float) -> Estimate:
     """vLLM takes gpu_memory_utilization of the GPU: weights, b N / TP, `OTHER_BYTES`, and the rest is cache.
 
     sequences: that would run at once if there were room; never more than max_num_seqs.
@@ -233,11 +241,11 @@ def engine_fit(shape: ModelShape, engine: EngineConfig, *, sequences: int, gpu_b
     """
     b, parallel = BYTES[engine.dtype], engine.tensor_parallel
     wanted = min(sequences, engine.max_num_seqs)
-    one = engine.max_model_len * shape.kv_bytes(b) / min(parallel, shape.kv_heads)
+    one = engine.max_model_len * shape.kv_bytes(b) / min(parallel, shape.num_key_value_heads)
     weights = b * shape.numel / parallel
     room = engine.gpu_memory_utilization * gpu_bytes - weights - OTHER_BYTES
-    return EngineFit(
-        parts={"weights": weights, "cache": wanted * one, "other": float(OTHER_BYTES)},
+    return Estimate(
+        parts={"weights": weights, "cache": wanted * one, "other": OTHER_BYTES},
         wanted=wanted,
         fitting=max(0, int(room // one)),
     )

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 from actors.learner import zero3
 from t2g.algo import logprobs
-from t2g.config import LearnerConfig, LoRAConfig, ObjectiveConfig, RoleConfig, RolloutConfig
+from t2g.config import LearnerConfig, LoRAConfig, ObjectiveConfig, RoleConfig, RolloutConfig, with_overrides
 from t2g.deploy import memory
 from t2g.deploy.memory import GIB, LLAMA_3_8B, ModelShape
 
@@ -22,10 +22,14 @@ SMALL = {
     "vocab_size": 512,
     "head_dim": 32,
 }
-TOY = ModelShape(hidden=8, layers=2, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocab=100, tied=False)
+TOY = ModelShape(
+    hidden_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=4, intermediate_size=16,
+    vocab_size=100,
+)  # fmt: skip
 # A layer of TOY: q and o 8 x 8 each, k and v 8 x 4 each, MLP 3 x 8 x 16, norms 2 x 8.
 TOY_LAYER = 2 * 64 + 2 * 32 + 384 + 16
 TOY_BACKBONE = 800 + 2 * TOY_LAYER + 8
+CRITIC, NO_CRITIC = ObjectiveConfig(), ObjectiveConfig(advantages="group")
 
 
 def small(family: type, layers: int, **changes: Any) -> Any:
@@ -97,54 +101,49 @@ def test_constants_are_those_of_the_learner() -> None:
 
 
 def test_states_under_zero_3() -> None:
-    assert memory.states_bytes(1000, 1000, ranks=4, b=2) == {"weights": 500, "gradients": 500, "optimizer": 3000}
-    assert memory.states_bytes(1000, 1000, ranks=4, b=4) == {"weights": 1000, "gradients": 1000, "optimizer": 2000}
-    assert memory.states_bytes(1000, 0, ranks=2, b=2) == {"weights": 1000, "gradients": 0, "optimizer": 0}
+    whole = [(1000, 1000)]
+    assert memory.states_bytes(whole, ranks=4, b=2) == {"weights": 500, "gradients": 500, "optimizer": 3000}
+    assert memory.states_bytes(whole, ranks=4, b=4) == {"weights": 1000, "gradients": 1000, "optimizer": 2000}
+    assert memory.states_bytes([(1000, 0)], ranks=2, b=2) == {"weights": 1000, "gradients": 0, "optimizer": 0}
+    assert memory.states_bytes([*whole, (1000, 0)], ranks=2, b=2)["weights"] == 2000
 
 
 def test_a_rank_holds_policy_reference_and_critic() -> None:
     learner = LearnerConfig(workers=2, dtype="bfloat16")
-    assert memory.learner_states(TOY, learner, critic=True) == {
-        "weights": 2 * (2792 + 2792 + 1992) / 2,
-        "gradients": 2 * (2792 + 1992) / 2,
-        "optimizer": 12 * (2792 + 1992) / 2,
-    }
-    lora = LearnerConfig(workers=2, dtype="bfloat16", lora=LoRAConfig(r=3))
+    assert memory.learner_models(TOY, learner, CRITIC) == [(2792, 2792), (2792, 0), (1992, 1992)]
     adapters = TOY.lora_numel(3)
-    assert memory.learner_states(TOY, lora, critic=False) == {
-        "weights": 2 * (2792 + adapters) / 2,
-        "gradients": 2 * adapters / 2,
-        "optimizer": 12 * adapters / 2,
-    }
+    lora = with_overrides(learner, {"lora": LoRAConfig(r=3)})
+    assert memory.learner_models(TOY, lora, NO_CRITIC) == [(2792 + adapters, adapters)]
+    apart = with_overrides(learner, {"critic_ranks": RoleConfig(workers=4)})
+    assert memory.learner_models(TOY, apart, CRITIC) == [(2792, 2792), (2792, 0)]
+    assert memory.critic_models(TOY) == [(1992, 1992)]
 
 
 def test_a_pass_over_a_microbatch() -> None:
     learner = LearnerConfig(workers=1, dtype="bfloat16")
-    parts = memory.learner_bytes(TOY, learner, ObjectiveConfig(), tokens=10)
+
+    def parts(learner: LearnerConfig) -> dict[str, float]:
+        return memory.rank_fit(TOY, [(2792, 2792)], learner, ranks=1, tokens=10).parts
+
     one = 2 * 8 * 8 + 4 * (8 + 4) + 8 * 16  # of a token and a layer
-    assert parts["activations"] == 10 * 2 * one
-    assert parts["logits"] == 16 * 1024 * 100
-    assert parts["gathered"] == 2 * (2792 + 2 * 800 + 50_000_000)
-    checkpointed = learner.model_copy(update={"gradient_checkpointing": True})
-    assert memory.learner_bytes(TOY, checkpointed, ObjectiveConfig(), tokens=10)["activations"] == 10 * (2 * 16 + one)
+    assert parts(learner)["activations"] == 10 * 2 * one
+    assert parts(learner)["gathered"] == 2 * (2792 + 2 * 800 + 50_000_000)
+    assert parts(learner)["optimizer"] == 12 * 2792
+    checkpointed = with_overrides(learner, {"gradient_checkpointing": True})
+    assert parts(checkpointed)["activations"] == 10 * (2 * 16 + one)
+    assert memory.logits_bytes(TOY, learner, CRITIC, tokens=10) == 16 * 1024 * 100
     full = ObjectiveConfig(kl_estimator="full")
-    assert memory.learner_bytes(TOY, learner, full, tokens=10)["logits"] == 16 * 1024 * 100 + 2 * 10 * 100
+    assert memory.logits_bytes(TOY, learner, full, tokens=10) == 16 * 1024 * 100 + 2 * 10 * 100
 
 
 def test_offload_moves_the_states_to_the_host() -> None:
     learner = LearnerConfig(workers=2, dtype="bfloat16", offload="cpu")
-    parts = memory.learner_bytes(TOY, learner, ObjectiveConfig(), tokens=10)
+    models = memory.learner_models(TOY, learner, CRITIC)
+    parts = memory.rank_fit(TOY, models, learner, ranks=2, tokens=10).parts
     assert (parts["weights"], parts["gradients"], parts["optimizer"]) == (0, 0, 0)
     loaded = 2 * (2792 + 2792 + 1992)
-    stays = sum(memory.learner_states(TOY, learner, critic=True).values())
-    assert memory.host_bytes(TOY, learner, ObjectiveConfig()) == loaded + stays
-
-
-def test_a_critic_of_its_own_leaves_the_policys_ranks() -> None:
-    learner = LearnerConfig(workers=2, dtype="bfloat16", critic_ranks=RoleConfig(workers=4))
-    assert memory.learner_bytes(TOY, learner, ObjectiveConfig(), tokens=10)["optimizer"] == 12 * 2792 / 2
-    assert memory.critic_bytes(TOY, learner, ranks=4, tokens=10)["optimizer"] == 12 * 1992 / 4
-    assert memory.host_bytes(TOY, learner, ObjectiveConfig()) == 2 * 2 * 2792
+    stays = sum(memory.states_bytes(models, ranks=2, b=2).values())
+    assert memory.host_bytes(TOY, learner, CRITIC) == loaded + stays
 
 
 def test_an_engine_by_hand() -> None:
@@ -153,7 +152,7 @@ def test_an_engine_by_hand() -> None:
     assert fit.wanted == 64  # max_num_seqs
     assert fit.fitting == 266  # (68 - 14.957 - 3) GiB / .1875 GiB
     assert fit.parts["cache"] == 64 * 0.1875 * GIB
-    two = memory.engine_fit(LLAMA_3_8B, engine.model_copy(update={"gpus": 2}), sequences=1, gpu_bytes=80 * GIB)
+    two = memory.engine_fit(LLAMA_3_8B, with_overrides(engine, {"gpus": 2}), sequences=1, gpu_bytes=80 * GIB)
     assert (two.wanted, two.parts["weights"]) == (1, 8_030_261_248)
     assert two.fitting == 613  # (68 - 7.479 - 3) GiB / .09375 GiB
     small_gpu = memory.engine_fit(LLAMA_3_8B, engine, sequences=1, gpu_bytes=16 * GIB)
@@ -168,7 +167,7 @@ def test_shapes_are_found_without_a_network(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 3, **SMALL}))
     found = memory.find_shape(str(tmp_path))
     assert found is not None
-    assert (found.layers, found.hidden, found.kv_heads) == (3, 256, 2)
+    assert (found.num_hidden_layers, found.hidden_size, found.num_key_value_heads) == (3, 256, 2)
     assert memory.find_shape("meta-llama/Llama-3.1-8B-Instruct") == LLAMA_3_8B
     assert memory.find_shape("nobody/has-this") is None
 
