@@ -7,11 +7,9 @@ that depends on another field is resolved by a validator, so that the resolved c
 
 from t2g.config.common import (
     AlarmConfig,
-    CheckpointConfig,
     ClusterConfig,
     DataConfig,
     Dtype,
-    EvalConfig,
     LogConfig,
     ModelConfig,
     ProcessConfig,
@@ -22,7 +20,6 @@ from t2g.config.common import (
     with_overrides,
 )
 from t2g.config.feedback import (
-    SOURCES,
     AnnotateConfig,
     EngineConfig,
     FeedbackConfig,
@@ -37,30 +34,24 @@ from t2g.config.feedback import (
 from t2g.config.jobs import (
     AnnotateJob,
     BenchmarkJob,
-    CompareConfig,
     CompareJob,
     DemoJob,
     EvaluateJob,
     JobConfig,
     PolicyJob,
-    RewardArmsConfig,
     RewardJob,
     ScoreJob,
     SFTJob,
     ShapeConfig,
 )
 from t2g.config.learning import (
-    BFLOAT16_PROBE_TOLERANCE,
-    FLOAT32_PROBE_TOLERANCE,
     LearnerConfig,
     LoRAConfig,
     ObjectiveConfig,
     OptimConfig,
     Placement,
     RewardRuleConfig,
-    Schedule,
     SFTLoRAConfig,
     SFTOptions,
     Transport,
-    with_probe_tolerance,
 )

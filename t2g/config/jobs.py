@@ -1,7 +1,7 @@
 """Schema of every job, made of the sections of `t2g.config`. Imports no torch; `t2g.config.loading` reads the files."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -26,7 +26,7 @@ from t2g.config.feedback import (
     RolloutConfig,
     StyleConfig,
 )
-from t2g.config.learning import LearnerConfig, ObjectiveConfig, Placement, SFTOptions, with_probe_tolerance
+from t2g.config.learning import BFLOAT16_PROBE_TOLERANCE, LearnerConfig, ObjectiveConfig, Placement, SFTOptions
 from t2g.config.marks import MayDiffer, PathOrName
 
 
@@ -38,17 +38,36 @@ class JobConfig(Section):
     task: str = Field("prompts", description="summarization, qa, code, prompts, tiny, or pkg.mod:Class")
 
 
-class PolicyJob(JobConfig):
+class SyncedJob(Section):
+    """Engines and ranks between which weights travel."""
+
+    rollout: RolloutConfig = RolloutConfig()
+    learner: LearnerConfig = LearnerConfig()
+
+    @field_validator("learner")
+    @classmethod
+    def _probe_tolerance(cls, learner: LearnerConfig, info: ValidationInfo) -> LearnerConfig:
+        """The learner's default tolerance knows its own dtype only; the engine's counts as well."""
+        rollout = info.data.get("rollout")  # none where that section is wrong
+        if rollout is None or rollout.dtype == "float32" or "probe_tolerance" in learner.model_fields_set:
+            return learner
+        return with_overrides(learner, {"probe_tolerance": BFLOAT16_PROBE_TOLERANCE})
+
+    @model_validator(mode="after")
+    def _weights_find_their_way(self) -> Self:
+        _transport_fits(self.rollout, self.learner)
+        return self
+
+
+class PolicyJob(SyncedJob, JobConfig):
     """jobs.train_policy: span-level PPO."""
 
     model: ModelConfig
     data: DataConfig
     eval_data: DataConfig | None = Field(None, description="held-out prompts; none: no evaluation")
     num_steps: MayDiffer[int] = Field(100, ge=1)
-    rollout: RolloutConfig = RolloutConfig()
     feedback: FeedbackConfig
     objective: ObjectiveConfig = ObjectiveConfig()
-    learner: LearnerConfig = LearnerConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: MayDiffer[CheckpointConfig] = CheckpointConfig()
     alarms: MayDiffer[AlarmConfig] = AlarmConfig()
@@ -56,8 +75,6 @@ class PolicyJob(JobConfig):
     stages: PathOrName[Path | None] = Field(
         None, description="a demo config whose stages are made first where missing; ${stages} in a path is their folder"
     )
-
-    _probe_tolerance = field_validator("learner")(with_probe_tolerance)
 
     @field_validator("objective")
     @classmethod
@@ -74,11 +91,6 @@ class PolicyJob(JobConfig):
                 f"objective.advantages={self.objective.advantages} compares the samples of a prompt, and there is one: "
                 "rollout.samples_per_prompt needs to be 2 or more"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _weights_find_their_way(self) -> "PolicyJob":
-        _transport_fits(self.rollout, self.learner)
         return self
 
 
@@ -135,7 +147,7 @@ class RewardJob(JobConfig):
     eval_records: int = Field(200, ge=1, description="held-out records in the report")
 
 
-class DemoJob(Section):
+class DemoJob(SyncedJob):
     """jobs.demo: the whole pipeline on the tiny world, three arms on shared stages 1 and 2."""
 
     run: RunConfig = RunConfig(name="demo")
@@ -144,20 +156,11 @@ class DemoJob(Section):
     policy_sft: SFTOptions = SFTOptions()
     annotate: int = Field(4000, ge=1, description="responses sampled and criticised in stage 1")
     reward_sft: SFTOptions = SFTOptions()
-    rollout: RolloutConfig = RolloutConfig()
     reward_engine: RewardEngineConfig = RewardEngineConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
-    learner: LearnerConfig = LearnerConfig()
     eval: EvalConfig = EvalConfig()
     num_steps: MayDiffer[int] = Field(20, ge=1)
     arms: tuple[Placement, ...] = Field(("span", "scalar", "shuffled"), min_length=1)
-
-    _probe_tolerance = field_validator("learner")(with_probe_tolerance)
-
-    @model_validator(mode="after")
-    def _weights_find_their_way(self) -> "DemoJob":
-        _transport_fits(self.rollout, self.learner)
-        return self
 
 
 def _transport_fits(rollout: RolloutConfig, learner: LearnerConfig) -> None:
@@ -301,20 +304,16 @@ class ShapeConfig(Section):
     tie_word_embeddings: bool = True
 
 
-class BenchmarkJob(Section):
+class BenchmarkJob(SyncedJob):
     """jobs.benchmark: what a weight sync costs, beside a plain copy of the same bytes in the same run."""
 
     run: RunConfig = RunConfig(name="sync-benchmark")
     cluster: MayDiffer[ClusterConfig] = ClusterConfig()
     shape: ShapeConfig = ShapeConfig()
-    rollout: RolloutConfig = RolloutConfig()
-    learner: LearnerConfig = LearnerConfig()
     workers: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         (1, 2), min_length=1, description="numbers of rollout engines to measure, one after the other, rising"
     )
     repeats: int = Field(5, ge=1, description="syncs of each kind; the one of median time is reported")
-
-    _probe_tolerance = field_validator("learner")(with_probe_tolerance)
 
     @model_validator(mode="after")
     def _engines_join(self) -> "BenchmarkJob":

@@ -2,9 +2,9 @@
 
 from typing import Any, Literal
 
-from pydantic import Field, ValidationInfo
+from pydantic import Field
 
-from t2g.config.common import Dtype, RoleConfig, Section, with_overrides
+from t2g.config.common import Dtype, RoleConfig, Section
 from t2g.config.marks import MayDiffer
 
 Schedule = Literal["constant", "linear", "cosine"]
@@ -160,14 +160,6 @@ class LearnerConfig(RoleConfig):
         """The resources of its groups of ranks by config section; the critic's own comes last."""
         apart = self.critic_ranks if objective.uses_critic else None
         return {"learner": self} | ({"learner.critic_ranks": apart} if apart else {})
-
-
-def with_probe_tolerance(learner: LearnerConfig, info: ValidationInfo) -> LearnerConfig:
-    """The learner's default tolerance knows its own dtype only; the engine's counts as well."""
-    rollout = info.data.get("rollout")  # none where that section is wrong
-    if rollout is None or rollout.dtype == "float32" or "probe_tolerance" in learner.model_fields_set:
-        return learner
-    return with_overrides(learner, {"probe_tolerance": BFLOAT16_PROBE_TOLERANCE})
 
 
 class SFTOptions(RoleConfig):
