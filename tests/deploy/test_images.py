@@ -10,7 +10,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from committed import ROOT
+import yaml
+from committed import FOLDER, ROOT
 
 from t2g.config import PolicyJob, loading
 from t2g.deploy import check_config, manifests
@@ -89,7 +90,9 @@ def test_no_entrypoint_no_root_and_the_import_check_comes_last(kind: str, instal
     names = [name for name, _ in instructions(kind)]
     assert "ENTRYPOINT" not in names
     final = instructions(kind)[len(names) - names[::-1].index("FROM") :]
-    assert ("USER", f"{manifests.POD_SECURITY['runAsUser']}:{manifests.POD_SECURITY['runAsGroup']}") in final
+    _, cluster = yaml.safe_load_all((FOLDER / "raycluster.yaml").read_text())
+    owner = cluster["spec"]["headGroupSpec"]["template"]["spec"]["securityContext"]
+    assert ("USER", f"{owner['runAsUser']}:{owner['runAsGroup']}") in final
     assert [name for name, _ in final][-4:] == ["USER", "WORKDIR", "RUN", "CMD"]
     words = shlex.split(final[-2][1])
     checked = words[words.index("-c") + 1]
