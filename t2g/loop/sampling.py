@@ -113,7 +113,7 @@ async def held_out_metrics(
     """
     turn = asyncio.Semaphore(config.feedback.concurrency)
     measured = await together(measure(task, *pair, config.feedback.sandbox, turn) for pair in pairs)
-    judged = pairs if None in measured else pairs[: config.log.num_samples]  # the latter for the report only
-    said = await together(feedback.judge(p, r.response_text) for p, r in judged)
-    log.eval_samples(step, pairs, said)
+    first = pairs[: config.log.num_samples]  # of the same prompts each time: the report's before and after
+    said = await together(feedback.judge(p, r.response_text) for p, r in (pairs if None in measured else first))
+    log.samples(step, "eval", [(*pair, judged) for pair, judged in zip(first, said, strict=False)])
     return eval_metrics(pairs, measured, said, task, config.objective.rewards)

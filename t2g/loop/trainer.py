@@ -159,7 +159,7 @@ class Trainer:
             if self.eval_prompts and (step % self.config.eval.every == 0 or step == self.config.num_steps):
                 metrics |= await self._evaluate(step=step)
         finally:  # the step is done, whatever becomes of its evaluation
-            self.log.samples(step, judged.pairs, scored, self.tokenizer)
+            self.log.samples(step, "train", judged.pairs, scored, self.tokenizer)
             self.log.dropped(step, dropped(judged))
             self._log(step, metrics)
             self._learner_is_at_state = True

@@ -7,9 +7,8 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
-from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol
 
 from t2g.config import LogConfig
 from t2g.errors import UserError
@@ -22,34 +21,21 @@ METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 DROPPED_FILE = "dropped.jsonl"
 
+Split = Literal["train", "eval"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRecord:
     """A line of samples.jsonl, but for the tokens of a response that was trained on."""
 
     step: int
-    split: Literal["train", "eval"]
+    split: Split
     prompt_id: str
     sample_index: int
     prompt: str
     response: str
     finish_reason: FinishReason
     feedback: SpanFeedback | None
-
-    @classmethod
-    def of(
-        cls, step: int, split: Literal["train", "eval"], prompt: Prompt, rollout: Rollout, feedback: SpanFeedback | None
-    ) -> Self:
-        return cls(
-            step=step,
-            split=split,
-            prompt_id=prompt.prompt_id,
-            sample_index=rollout.sample_index,
-            prompt=prompt.prompt_text,
-            response=rollout.response_text,
-            finish_reason=rollout.finish_reason,
-            feedback=feedback,
-        )
 
 
 class Sink(Protocol):
@@ -106,40 +92,39 @@ class RunLog:
     def samples(
         self,
         step: int,
-        judged: Sequence[tuple[Prompt, Rollout, SpanFeedback]],
-        scored: Sequence[ScoredRollout],
-        tokenizer: Any,
+        split: Split,
+        judged: Sequence[tuple[Prompt, Rollout, SpanFeedback | None]],
+        scored: Sequence[ScoredRollout] = (),
+        tokenizer: Any = None,
     ) -> None:
-        """`log.num_samples` of a step's responses, evenly over its prompts; tokens only where feedback is usable."""
+        """`log.num_samples` responses, evenly over those given; with their tokens where they are among `scored`."""
         count = min(self._config.num_samples, len(judged))
-        by_key = {(s.rollout.prompt_id, s.rollout.sample_index): s for s in scored}
+        rewards = {(s.rollout.prompt_id, s.rollout.sample_index): s.token_rewards for s in scored}
         records = []
         for prompt, rollout, feedback in [judged[i * len(judged) // count] for i in range(count)]:
-            record = asdict(SampleRecord.of(step, "train", prompt, rollout, feedback))
-            if found := by_key.get((rollout.prompt_id, rollout.sample_index)):
+            sample = SampleRecord(
+                step=step,
+                split=split,
+                prompt_id=prompt.prompt_id,
+                sample_index=rollout.sample_index,
+                prompt=prompt.prompt_text,
+                response=rollout.response_text,
+                finish_reason=rollout.finish_reason,
+                feedback=feedback,
+            )
+            records.append(asdict(sample))
+            if (prompt.prompt_id, rollout.sample_index) in rewards:
                 ranges = token_offsets(tokenizer, rollout.response_ids).tolist()
-                record |= {  # lists of length R: character range, text and reward (delta) of each response token
+                records[-1] |= {  # lists of length R: character range, text and reward (delta) of each response token
                     "token_ranges": ranges,
                     "token_texts": [rollout.response_text[start:end] for start, end in ranges],
-                    "token_rewards": found.token_rewards.tolist(),
+                    "token_rewards": rewards[prompt.prompt_id, rollout.sample_index].tolist(),
                 }
-            records.append(record)
         _append(self._folder / SAMPLES_FILE, records)
 
     def dropped(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         """What of the step was not trained on; see `t2g.loop.sampling.dropped`."""
         _append(self._folder / DROPPED_FILE, [{STEP: step, **record} for record in records])
-
-    def eval_samples(
-        self, step: int, pairs: Sequence[tuple[Prompt, Rollout]], feedback: Sequence[SpanFeedback] = ()
-    ) -> None:
-        """The first `log.num_samples` held-out responses, the same prompts each time: the report's before and after.
-
-        `feedback` is about the first of `pairs`; it may be shorter, evaluation by program needs none.
-        """
-        chosen = zip_longest(pairs[: self._config.num_samples], feedback[: self._config.num_samples])
-        records = [SampleRecord.of(step, "eval", prompt, rollout, judged) for (prompt, rollout), judged in chosen]
-        _append(self._folder / SAMPLES_FILE, [asdict(record) for record in records])
 
     def close(self) -> None:
         for sink in self._sinks:
@@ -192,21 +177,16 @@ def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     A last line that a crash cut off is left out. Raises UserError for any other line that is no JSON object with
     a step.
     """
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        broken_at = None
-        for number, line in enumerate(file, start=1):
-            if broken_at is not None:
-                raise UserError(f"{path}:{broken_at} is no JSON object with a step, and it is not the last line")
-            try:
-                record = json.loads(line)
-            except ValueError:
-                record = None
-            if isinstance(record, dict) and isinstance(record.get(STEP), int):
-                yield number, record
-            else:
-                broken_at = number
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if isinstance(record, dict) and isinstance(record.get(STEP), int):
+            yield number, record
+        elif number < len(lines):
+            raise UserError(f"{path}:{number} is no JSON object with a step, and it is not the last line")
 
 
 def _drop_steps(path: Path, first_step: int) -> list[dict[str, Any]]:

@@ -68,7 +68,7 @@ def test_every_step_stands_once_after_a_resume(tmp_path: Path) -> None:
     assert log.truncate(0) == []
     for step in range(6):
         log.step(step, {"policy/kl": step / 4})
-        log.eval_samples(step, [judged(0)[:2]])
+        log.samples(step, "eval", [judged(0)])
         log.dropped(step, [{"prompt_id": "p", "sample_index": None, "reason": "why"}] * 2)
     resumed = RunLog(tmp_path, PLAIN)
     history = resumed.truncate(4)  # the last checkpoint was that of step 3
@@ -122,7 +122,7 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path, name: str) -> None:
     (tmp_path / name).symlink_to("/dev/full")  # the kernel's own "No space left on device"
     write = {
         METRICS_FILE: lambda: log.step(1, {"a": 0.5}),
-        SAMPLES_FILE: lambda: log.eval_samples(1, [judged(0)[:2]]),
+        SAMPLES_FILE: lambda: log.samples(1, "eval", [judged(0)]),
         DROPPED_FILE: lambda: log.dropped(1, [{"prompt_id": "p"}]),
     }
     with pytest.raises(UserError, match=rf"^{name} does not fit on the disk of "):
@@ -147,7 +147,7 @@ def test_samples_hold_critique_spans_and_tokens(tmp_path: Path) -> None:
         for _, r, f in triples
         if f.status == "ok"
     ]
-    log.samples(7, triples, scored, tokenizer())
+    log.samples(7, "train", triples, scored, tokenizer())
     first, second = lines(tmp_path / SAMPLES_FILE)  # two of four, evenly: p0 and p2
     assert first == {
         "step": 7,
@@ -182,8 +182,8 @@ def test_held_out_samples_go_with_the_feedback_there_is(tmp_path: Path) -> None:
     log = RunLog(tmp_path, LogConfig(tensorboard=False, num_samples=3))
     log.truncate(0)
     triples = [judged(i) for i in range(5)]
-    log.eval_samples(0, [(p, r) for p, r, _ in triples], [triples[0][2]])
-    log.eval_samples(1, [(p, r) for p, r, _ in triples[:1]], [f for _, _, f in triples[:1]])
+    log.samples(0, "eval", [triples[0], *((p, r, None) for p, r, _ in triples[1:3])])
+    log.samples(1, "eval", triples[:1])
     found = [(r["step"], r["prompt_id"], r["feedback"] is not None) for r in lines(tmp_path / SAMPLES_FILE)]
     assert found == [(0, "p0", True), (0, "p1", False), (0, "p2", False), (1, "p0", True)]
     assert {r["split"] for r in lines(tmp_path / SAMPLES_FILE)} == {"eval"}
@@ -192,7 +192,7 @@ def test_held_out_samples_go_with_the_feedback_there_is(tmp_path: Path) -> None:
 def test_no_samples_are_kept_when_none_are_wanted(tmp_path: Path) -> None:
     log = RunLog(tmp_path, LogConfig(tensorboard=False, num_samples=0))
     log.truncate(0)
-    log.samples(1, [judged(0)], [], tokenizer())
+    log.samples(1, "train", [judged(0)])
     assert (tmp_path / SAMPLES_FILE).read_text() == ""
 
 
@@ -201,7 +201,7 @@ def test_text_without_utf8_can_be_logged(tmp_path: Path) -> None:
     log.truncate(0)
     prompt, rollout, _ = judged(0)
     odd = Prompt(prompt_id="p", prompt_ids=prompt.prompt_ids, prompt_text="\ud800\u2028\n\0", task="tiny")
-    log.eval_samples(1, [(odd, rollout)])
+    log.samples(1, "eval", [(odd, rollout, None)])
     assert [r["prompt"] for _, r in read_records(tmp_path / SAMPLES_FILE)] == ["\ud800\u2028\n\0"]
 
 
