@@ -9,12 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from t2g.concurrency import together
 from t2g.config import PolicyJob
 from t2g.errors import RunStopped
 from t2g.feedback.sources.noise import NoisyFeedback
 from t2g.interfaces import FeedbackSource, RolloutSource, Sampling
-from t2g.loop.steps import eval_metrics, sampling_seed
+from t2g.loop.steps import sampling_seed
 from t2g.runs.log import RunLog
 from t2g.sandbox import SandboxConfig
 from t2g.tasks.base import Task
@@ -107,13 +109,22 @@ async def held_out_metrics(
     *,
     step: int,
 ) -> dict[str, float]:
-    """`eval_metrics` of held-out responses; a task without a measure of its own is scored by the feedback.
+    """Means over held-out responses: `eval/score` is the task's own measure, else the mean of good minus poor spans.
 
-    The first ones go into samples.jsonl with their feedback.
+    A task without a measure of its own is scored by the feedback. The first ones go into samples.jsonl with theirs.
     """
     turn = asyncio.Semaphore(config.feedback.concurrency)
     measured = await together(measure(task, *pair, config.feedback.sandbox, turn) for pair in pairs)
+    rows = [row for row in measured if row is not None]
     first = pairs[: config.log.num_samples]  # of the same prompts each time: the report's before and after
-    said = await together(feedback.judge(p, r.response_text) for p, r in (pairs if None in measured else first))
+    asked = first if len(rows) == len(pairs) else pairs
+    said = await together(feedback.judge(p, r.response_text) for p, r in asked)
     log.samples(step, "eval", [(*pair, judged) for pair, judged in zip(first, said, strict=False)])
-    return eval_metrics(pairs, measured, said, task, config.objective.rewards)
+    metrics = {"eval/length_mean": float(np.mean([len(r.response_ids) for _, r in pairs]))}
+    if len(rows) == len(pairs):
+        metrics |= {f"eval/{name}": float(np.mean([row[name] for row in rows])) for name in rows[0]}
+        return metrics | {"eval/score": metrics[f"eval/{task.score_name}"]}
+    rules, kept = config.objective.rewards, [f for f in said if f.usable]
+    values = [sum(rules.good if s.label > 0 else rules.poor[s.severity - 1] for s in f.spans) for f in kept]
+    score = float(np.mean(values)) if values else float("-inf")
+    return metrics | {"eval/score": score, "eval/failed_share": 1 - len(kept) / len(said)}

@@ -1,14 +1,14 @@
 """The pure pieces of one step: which prompts, which advantages, which numbers. No waiting, no state."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from t2g.algo.advantages import gae, group_advantages, step_rewards, whiten
 from t2g.algo.kl import sequence_kl
-from t2g.config import ObjectiveConfig, RewardRuleConfig
+from t2g.config import ObjectiveConfig
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.rewards import label_shares, place
 from t2g.sandbox import SandboxConfig
@@ -133,27 +133,20 @@ def advantage_samples(
         advantages, returns = group_advantages(rewards, mask, groups, objective.gamma, normalise=normalise)
     advantages = whiten(advantages, mask, objective.whiten)
     samples = [
-        _train_sample(s, t, advantages=advantages[row], returns=returns[row])
+        TrainSample(
+            prompt_ids=s.rollout.prompt_ids,
+            response_ids=s.rollout.response_ids,
+            loss_mask=np.ones(len(s.rollout.response_ids), np.float32),
+            advantages=advantages[row, : len(s.rollout.response_ids)].numpy(),
+            returns=returns[row, : len(s.rollout.response_ids)].numpy(),
+            values=t.values,
+            old_logprobs=t.old_logprobs,
+            rollout_logprobs=s.rollout.rollout_logprobs,
+            ref_logprobs=t.ref_logprobs,
+        )
         for row, (s, t) in enumerate(zip(scored, stats, strict=True))
     ]
     return samples, sequence_kl(old, ref, mask)
-
-
-def _train_sample(
-    scored: ScoredRollout, stats: TokenStats, *, advantages: torch.Tensor, returns: torch.Tensor
-) -> TrainSample:
-    length = len(scored.rollout.response_ids)
-    return TrainSample(
-        prompt_ids=scored.rollout.prompt_ids,
-        response_ids=scored.rollout.response_ids,
-        loss_mask=np.ones(length, np.float32),
-        advantages=advantages[:length].numpy(),
-        returns=returns[:length].numpy(),
-        values=stats.values,
-        old_logprobs=stats.old_logprobs,
-        rollout_logprobs=scored.rollout.rollout_logprobs,
-        ref_logprobs=stats.ref_logprobs,
-    )
 
 
 def step_metrics(
@@ -198,27 +191,3 @@ def sync_metrics(result: WeightSyncResult) -> dict[str, float]:
         "sync/calls": float(result.num_calls),
         "sync/missed": float(len(result.missed)),
     }
-
-
-def eval_metrics(
-    pairs: Sequence[tuple[Prompt, Rollout]],
-    measured: Sequence[Mapping[str, float] | None],
-    feedback: Sequence[SpanFeedback],
-    task: Task,
-    rules: RewardRuleConfig,
-) -> dict[str, float]:
-    """Means over held-out responses. `eval/score` is the task's own measure, else the mean of good minus poor spans.
-
-    measured: per pair, what `task.measure` says. feedback: of every pair where the task has no measure.
-    """
-    metrics = {"eval/length_mean": float(np.mean([len(r.response_ids) for _, r in pairs]))}
-    rows = [row for row in measured if row is not None]
-    if len(rows) == len(pairs):
-        metrics |= {f"eval/{name}": float(np.mean([row[name] for row in rows])) for name in rows[0]}
-        metrics["eval/score"] = metrics[f"eval/{task.score_name}"]
-        return metrics
-    usable = [f for f in feedback if f.usable]
-    values = [sum(rules.good if s.label > 0 else rules.poor[s.severity - 1] for s in f.spans) for f in usable]
-    metrics["eval/score"] = float(np.mean(values)) if values else float("-inf")
-    metrics["eval/failed_share"] = 1 - len(usable) / len(feedback)
-    return metrics
