@@ -161,24 +161,16 @@ samples that scalar took are means over the seeds that got there (in brackets, h
 the start of their training process. Δ log p: change by training of the log-probability of the base's own held-out
 responses, nats a token, where they were criticised and where they were not mentioned (praised tokens are in neither);
 a criticism returns when the same quote is criticised in the new response to that prompt."""
-REWARD_COLUMNS = {
-    "labelled_share": "labelled",
-    **{
-        name: name.replace("_", " ")
-        for name in (
-            *(f"{label}_{ratio}" for label in ("good", "poor") for ratio in ("precision", "recall", "f1")),
-            "decisive_good_f1",
-            "decisive_poor_f1",
-        )
-    },
-    "located_rate": "located",
-    "parse_rate": "parsed",
-}
+REWARD_COLUMNS = (
+    "labelled_share", "good_precision", "good_recall", "good_f1", "poor_precision", "poor_recall", "poor_f1",
+    "decisive_good_f1", "decisive_poor_f1", "located_rate", "parse_rate",
+)  # fmt: skip
 REWARD_LEGEND = """\
-Reward models, means over {seeds} ± half the width of the 95 % interval (Student's t). Labelled: share of the held-out
-tokens with a gold label. Good and poor: on all tokens, against gold labels of the model's own kind, sparse or dense.
-Decisive: on the tokens that the *sparse* gold calls good or poor (stated values, inventions), where all models can be
-compared. Located: quotes that stand in the response. Parsed: answers without guided decoding that are JSON."""
+Reward models, means over {seeds} ± half the width of the 95 % interval (Student's t). Labelled share: of the held-out
+tokens, those with a gold label. Good and poor: on all tokens, against gold labels of the model's own kind, sparse or
+dense. Decisive: on the tokens that the *sparse* gold calls good or poor (stated values, inventions), where all models
+can be compared. Located: quotes that stand in the response. Parse rate: answers without guided decoding that are
+JSON."""
 
 
 def tables(summary: Mapping[str, Any]) -> str:
@@ -203,8 +195,8 @@ def tables(summary: Mapping[str, Any]) -> str:
             (model, *(spread(interval([metrics[key] for metrics in by_seed.values()])) for key in REWARD_COLUMNS))
             for model, by_seed in rewards.items()
         ]
-        seeds = _seeds(next(iter(rewards.values())))
-        parts += [markdown(("reward model", *REWARD_COLUMNS.values()), rows), REWARD_LEGEND.format(seeds=seeds)]
+        head = ("reward model", *(key.replace("_", " ") for key in REWARD_COLUMNS))
+        parts += [markdown(head, rows), REWARD_LEGEND.format(seeds=_seeds(next(iter(rewards.values()))))]
     return "\n\n".join(parts)
 
 

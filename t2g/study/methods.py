@@ -11,7 +11,6 @@ The shipped files lie in configs/methods, and in the wheel; `compare.methods` ma
     <run>/rewards/<model>-<seed>/model     a reward model that `compare.rewards` trains
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -90,16 +89,15 @@ class Arms:
     def trained(self) -> list[str]:
         return [name for name, method in self.methods.items() if method.trained]
 
-    def arm(self, name: str, seed: int, lr: float | None = None) -> PolicyJob:
-        """The run that is compared; without `lr` at the job's own learning rate."""
+    def arm(self, name: str, seed: int, lr: float | None = None, noise: str = "") -> PolicyJob:
+        """The run that is compared, under one of `compare.noise`; without `lr` at the job's own learning rate."""
+        if noise:
+            errors = {"feedback.noise": self.job.compare.noise[noise]}
+            return self._run(name, f"noise/{noise}-{name}-{seed}", seed, lr, errors)
         return self._run(name, f"arms/{name}-{seed}", seed, lr)
 
     def search(self, name: str, seed: int, lr: float) -> PolicyJob:
         return self._run(name, f"search/{name}-{lr}-{seed}", seed, lr)
-
-    def noisy(self, noise: str, name: str, seed: int, lr: float) -> PolicyJob:
-        errors = {"feedback.noise": self.job.compare.noise[noise]}
-        return self._run(name, f"noise/{noise}-{name}-{seed}", seed, lr, errors)
 
     def made_of(self, name: str) -> dict[str, Any]:
         """What of a run its own config does not hold to (see `Identity.of`): scores are means over evaluations after
@@ -124,15 +122,6 @@ class Arms:
 
     def reward_folder(self, model: str, seed: int) -> Path:
         return self.job.run.folder / "rewards" / f"{model}-{seed}"
-
-    def search_scores(self, name: str, score_of: Callable[[PolicyJob], float | None]) -> Scores:
-        """{} where there is nothing to choose."""
-        config = self.job.compare
-        if not self.methods[name].trained or len(config.lr_grid) == 1:
-            return {}
-        return {
-            lr: {seed: score_of(self.search(name, seed, lr)) for seed in config.search_seeds} for lr in config.lr_grid
-        }
 
     def _run(
         self, name: str, folder: str, seed: int, lr: float | None, more: dict[str, Any] | None = None
@@ -166,17 +155,17 @@ class Arms:
                 f"{', '.join(changed)} cannot be compared: task {job.task} has no measure of its own, so the feedback "
                 "that they change would judge them; leave them out"
             )
+        source = job.feedback.source
         for name, method in self.methods.items():
-            source, (style, _) = job.feedback.source, _reward_changes(method)
-            for key in style:
-                reads = READS_STYLE[key.removeprefix("feedback.style.")]
+            style, loss = _reward_changes(method)
+            for reads in (READS_STYLE[key.removeprefix("feedback.style.")] for key in style):
                 if source not in reads:
                     raise UserError(
                         f"compare.methods has {name}, and feedback.source={source} does not read the style that it "
                         f"changes; {', '.join(reads)} would"
                     )
             own = config.rewards or "feedback.reward_model" in method.overrides
-            if source == "reward_model" and any(_reward_changes(method)) and not own:
+            if source == "reward_model" and (style or loss) and not own:
                 raise UserError(
                     f"compare.methods has {name}, which needs a reward model of its own: give compare.rewards, or a "
                     "method file with feedback.reward_model among its overrides"

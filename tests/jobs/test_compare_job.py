@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jobs import compare as job_module
 from jobs.common.cli import StopFlag
+from jobs.common.comparison_runs import Session, engine_groups, finish
 from jobs.common.policy_runs import PolicyData
 from jobs.common.reference_runs import Target
 from jobs.common.run_folder import begin_folder
-from jobs.compare import Session, check, describe, engine_groups, finish
+from jobs.compare import check, describe
 from t2g.config import CompareJob, PolicyJob, loading
-from t2g.errors import UserError
+from t2g.errors import Stopped, UserError
 from t2g.study.comparison import REWARD_COLUMNS
 from t2g.study.methods import Arms
 from t2g.types import Rollout, TokenStats
@@ -142,7 +142,7 @@ def finished_arms(root: Path) -> Arms:
             pretend(arms, arms.search(method, 101, lr), 0.1, *[0.8 if lr == best else 0.3] * 3)
         for seed in (1, 2):
             pretend(arms, arms.arm(method, seed, best), 0.1, 0.2, 0.3 * seed, 0.4)
-            pretend(arms, arms.noisy("some", method, seed, best), 0.1, 0.1, 0.1, 0.1)
+            pretend(arms, arms.arm(method, seed, best, "some"), 0.1, 0.1, 0.1, 0.1)
     return arms
 
 
@@ -153,18 +153,25 @@ class NoEngines:
         raise AssertionError(f"{name} was asked of the engines")
 
 
+def session(arms: Arms, stop: StopFlag | None = None) -> Session:
+    return Session(arms=arms, data=NoEngines(), stop=stop or StopFlag(), fleets=NoEngines())
+
+
 def test_a_finished_comparison_is_read_again_without_a_run(tmp_path: Path) -> None:
-    session = Session(arms=finished_arms(tmp_path), data=NoEngines(), stop=StopFlag())
-    chosen = {name: session.find_lr(name, NoEngines())[1] for name in ("scalar", "span")}
-    assert chosen == {"scalar": 0.1, "span": 0.2}
-    session.run_arms(["scalar", "span"], chosen, NoEngines(), SimpleNamespace(measure=lambda *_: None))
-    session.run_noise(chosen, NoEngines())
+    found = session(finished_arms(tmp_path))
+    scores, lr = found.find_lr("span")
+    assert (lr, scores) == (0.2, {0.1: {101: pytest.approx(0.3)}, 0.2: {101: pytest.approx(0.8)}})
+    assert found.find_lr("scalar")[1] == 0.1
+    found.run_arms(["scalar", "span"], {"scalar": 0.1, "span": 0.2}, SimpleNamespace(measure=lambda *_: None))
+
+
+def test_one_rate_is_not_searched(tmp_path: Path) -> None:
+    assert session(arms_of(tmp_path, "compare.lr_grid=[0.1]")).find_lr("span") == ({}, 0.1)
 
 
 def test_an_arm_of_another_learning_rate_is_not_taken_for_this_one(tmp_path: Path) -> None:
-    session = Session(arms=finished_arms(tmp_path), data=NoEngines(), stop=StopFlag())
     with pytest.raises(UserError, match=r"span-1 was made otherwise: learner\.policy\.lr"):
-        session.run_arms(["span"], {"span": 0.1}, NoEngines(), SimpleNamespace(measure=lambda *_: None))
+        session(finished_arms(tmp_path)).run_arms(["span"], {"span": 0.1}, SimpleNamespace(measure=lambda *_: None))
 
 
 @pytest.mark.parametrize(
@@ -175,9 +182,8 @@ def test_runs_that_were_evaluated_elsewhere_are_not_compared(tmp_path: Path, cha
     """A score is a mean over evaluations: after other numbers of samples it is another figure."""
     finished_arms(tmp_path)
     arms = arms_of(tmp_path, "compare.methods=[sft, scalar, span]", "num_steps=3", change)
-    session = Session(arms=arms, data=NoEngines(), stop=StopFlag())
     with pytest.raises(UserError, match=rf"span-1 was made otherwise: {sentence}"):
-        session.run("span", arms.arm("span", 1, 0.2), NoEngines())
+        session(arms).run("span", arms.arm("span", 1, 0.2))
 
 
 def test_methods_and_seeds_may_be_added_to_a_comparison(tmp_path: Path) -> None:
@@ -190,8 +196,8 @@ def test_methods_and_seeds_may_be_added_to_a_comparison(tmp_path: Path) -> None:
 def test_a_stop_begins_no_run(tmp_path: Path) -> None:
     arms, stop = arms_of(tmp_path), StopFlag()
     stop.signal_name = "SIGTERM"
-    with pytest.raises(job_module.Stopped):
-        Session(arms=arms, data=NoEngines(), stop=stop).run("span", arms.arm("span", 1, 1e-3), NoEngines())
+    with pytest.raises(Stopped):
+        session(arms, stop).run("span", arms.arm("span", 1, 1e-3))
 
 
 def test_the_files_of_a_finished_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,7 +65,7 @@ def test_who_makes_the_policy_is_said_in_the_file() -> None:
 def test_the_runs_of_search_and_noise_have_their_own_folders(tmp_path: Path) -> None:
     arms = arms_of(tmp_path, config="compare_more.yaml")
     arm = arms.arm("scalar", 1, 3e-4)
-    search, noisy = arms.search("scalar", 101, 3e-4), arms.noisy("flipped", "scalar", 1, 3e-4)
+    search, noisy = arms.search("scalar", 101, 3e-4), arms.arm("scalar", 1, 3e-4, "flipped")
     assert search.run.folder == tmp_path / "compare-more" / "search" / "scalar-0.0003-101"
     assert noisy.run.folder == tmp_path / "compare-more" / "noise" / "flipped-scalar-1"
     assert differing(arm, search) == {"run.root", "run.name", "run.seed"}
@@ -79,18 +79,6 @@ def test_a_learning_rate_is_chosen_by_the_mean_of_its_seeds() -> None:
     assert choose_lr({1e-3: {1: 0.9, 2: None}, 1e-4: {1: 0.5, 2: 0.5}}) == 1e-4  # a run that stopped is no choice
     with pytest.raises(UserError, match=r"no learning rate of compare\.lr_grid=\[0\.1\]"):
         choose_lr({0.1: {1: None}})
-
-
-def test_the_search_runs_every_rate_on_every_search_seed(tmp_path: Path) -> None:
-    arms = arms_of(tmp_path, "compare.lr_grid=[0.1, 0.2]", "compare.search_seeds=[8, 9]")
-    scores = arms.search_scores("span", lambda arm: arm.learner.policy.lr * arm.run.seed)
-    assert scores == {0.1: {8: 0.8, 9: 0.9}, 0.2: {8: 1.6, 9: 1.8}}
-
-    def never(arm: PolicyJob) -> float:
-        raise AssertionError(arm.run.name)
-
-    assert arms.search_scores("sft", never) == {}
-    assert arms_of(tmp_path, "compare.lr_grid=[0.1]").search_scores("span", never) == {}
 
 
 def test_a_method_is_served_by_the_reward_model_of_its_style_and_loss(tmp_path: Path) -> None:

@@ -99,5 +99,5 @@ def test_the_table_has_a_row_for_each_model() -> None:
     assert len(header) == len(rule) == len(plain) == len(dense) == 1 + len(REWARD_COLUMNS)
     assert (plain[0], dense[0]) == ("plain", "dense")
     assert plain[header.index("good f1")] == dense[header.index("good f1")] == "0.900 ± 0.248"
-    assert plain[header.index("parsed")] == "0.000 ± 0.000"
+    assert plain[header.index("parse rate")] == "0.000 ± 0.000"
     assert lines[4] == "" and lines[5].startswith("Reward models, means over 3 seeds")
