@@ -1,11 +1,7 @@
-"""Judged responses that wait for their step, and how a checkpoint keeps them.
-
-folder/groups.json   of each group its step, its prompt's id, and everything of its samples that is no array
-folder/arrays.npz    response_ids [N] int32 and rollout_logprobs [N] float32 of all samples, one after the other
-"""
+"""Judged responses that wait for their step, and how a checkpoint keeps them: one JSON file."""
 
 import json
-import zipfile
+from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +12,8 @@ import numpy as np
 from t2g.errors import UserError
 from t2g.types import Prompt, Rollout, SpanFeedback, read_feedback
 
-GROUPS, ARRAYS = "groups.json", "arrays.npz"
+GROUPS = "groups.json"
+ARRAYS = {"response_ids": np.int32, "rollout_logprobs": np.float32}  # of a rollout: their bytes, in base 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,31 +31,19 @@ Groups = Mapping[int, Sequence[Group]]  # by step
 def write_groups(folder: Path, groups: Groups) -> None:
     """Groups that have samples, into a folder that is made. Every number comes back as it is, floats bit by bit."""
     folder.mkdir()
-    rollouts = [rollout for some in groups.values() for group in some for rollout, _ in group.samples]
     records = [
-        {
-            "step": step,
-            "prompt_id": group.prompt.prompt_id,
-            "samples": [
-                {
-                    "num_tokens": len(rollout.response_ids),
-                    "response_text": rollout.response_text,
-                    "finish_reason": rollout.finish_reason,
-                    "policy_versions": rollout.policy_versions,
-                    "feedback": asdict(feedback),
-                }
-                for rollout, feedback in group.samples
-            ],
-        }
+        {"step": step, "prompt_id": group.prompt.prompt_id, "samples": [_record(*s) for s in group.samples]}
         for step, some in groups.items()
         for group in some
     ]
     (folder / GROUPS).write_text(json.dumps(records), encoding="ascii")
-    np.savez(
-        folder / ARRAYS,
-        response_ids=np.concatenate([np.zeros(0, np.int32), *(r.response_ids for r in rollouts)]),
-        rollout_logprobs=np.concatenate([np.zeros(0, np.float32), *(r.rollout_logprobs for r in rollouts)]),
-    )
+
+
+def _record(rollout: Rollout, feedback: SpanFeedback) -> dict[str, Any]:
+    """All of it as JSON, but what the prompt says."""
+    said = {name: value for name, value in vars(rollout).items() if name not in ("prompt_id", "prompt_ids")}
+    arrays = {name: b64encode(said[name].tobytes()).decode() for name in ARRAYS}
+    return said | arrays | {"feedback": asdict(feedback)}
 
 
 def read_groups(folder: Path, prompts: Mapping[str, Prompt]) -> dict[int, list[Group]]:
@@ -66,20 +51,12 @@ def read_groups(folder: Path, prompts: Mapping[str, Prompt]) -> dict[int, list[G
     if not folder.exists():
         return {}
     try:
-        records = json.loads((folder / GROUPS).read_text(encoding="ascii"))
-        with np.load(folder / ARRAYS, allow_pickle=False) as arrays:
-            ids, logprobs = arrays["response_ids"], arrays["rollout_logprobs"]
-        ends = np.cumsum([sample["num_tokens"] for record in records for sample in record["samples"]], dtype=np.int64)
-        total = int(ends[-1]) if len(ends) else 0
-        if (ids.dtype, logprobs.dtype) != (np.int32, np.float32) or not ids.shape == logprobs.shape == (total,):
-            raise ValueError(f"its arrays are not those of {total} tokens")
-        pieces = iter(zip(np.split(ids, ends[:-1]), np.split(logprobs, ends[:-1]), strict=True))
         groups: dict[int, list[Group]] = {}
-        for record in records:
+        for record in json.loads((folder / GROUPS).read_text(encoding="ascii")):
             prompt = prompts[record["prompt_id"]]
-            samples = tuple(_sample(s, i, prompt, *next(pieces)) for i, s in enumerate(record["samples"]))
+            samples = tuple(_sample(sample, prompt) for sample in record["samples"])
             groups.setdefault(int(record["step"]), []).append(Group(prompt=prompt, samples=samples))
-    except (OSError, ValueError, KeyError, TypeError, StopIteration, MemoryError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{folder} holds no sample buffer of this run ({type(error).__name__}: {error!s:.200}): remove the "
             "checkpoint it is in; the run then goes on from the one before"
@@ -87,17 +64,11 @@ def read_groups(folder: Path, prompts: Mapping[str, Prompt]) -> dict[int, list[G
     return groups
 
 
-def _sample(
-    record: Mapping[str, Any], index: int, prompt: Prompt, response_ids: np.ndarray, rollout_logprobs: np.ndarray
-) -> tuple[Rollout, SpanFeedback]:
-    rollout = Rollout(
-        prompt_id=prompt.prompt_id,
-        sample_index=index,
-        prompt_ids=prompt.prompt_ids,
-        response_ids=response_ids,
-        rollout_logprobs=rollout_logprobs,
-        response_text=record["response_text"],
-        finish_reason=record["finish_reason"],
-        policy_versions=tuple((start, end, version) for start, end, version in record["policy_versions"]),
-    )
-    return rollout, read_feedback(record["feedback"])
+def _sample(record: dict[str, Any], prompt: Prompt) -> tuple[Rollout, SpanFeedback]:
+    feedback = read_feedback(record.pop("feedback"))
+    arrays = {name: np.frombuffer(b64decode(record[name], validate=True), kind) for name, kind in ARRAYS.items()}
+    if len(arrays["response_ids"]) != len(arrays["rollout_logprobs"]):
+        raise ValueError(f"not one logprob for each token of prompt {prompt.prompt_id}")
+    versions = tuple((start, end, version) for start, end, version in record["policy_versions"])
+    said = record | arrays | {"policy_versions": versions}
+    return Rollout(prompt_id=prompt.prompt_id, prompt_ids=prompt.prompt_ids, **said), feedback

@@ -10,7 +10,7 @@ from fakes import letter_prompts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t2g.data.buffer import ARRAYS, GROUPS, Group, read_groups, write_groups
+from t2g.data.buffer import GROUPS, Group, read_groups, write_groups
 from t2g.errors import UserError
 from t2g.types import Rollout, Span, SpanFeedback
 
@@ -94,29 +94,18 @@ def change(folder: Path, key: str, value: object) -> None:
     (folder / GROUPS).write_text(json.dumps(records))
 
 
-def arrays(folder: Path, *, dtype: type = np.float32, length: int = 2, **more: np.ndarray) -> None:
-    given = {"response_ids": np.zeros(length, np.int32), "rollout_logprobs": np.zeros(length, dtype)} | more
-    np.savez(folder / ARRAYS, **given)
-
-
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
         (lambda folder: (folder / GROUPS).write_text("[{"), "JSONDecodeError"),
         (lambda folder: (folder / GROUPS).write_text('{"a": 1}'), "TypeError"),
         (lambda folder: (folder / GROUPS).unlink(), "FileNotFoundError"),
-        (lambda folder: (folder / ARRAYS).write_bytes(b"PK\x03\x04 torn"), "BadZipFile"),
-        (lambda folder: np.save((folder / ARRAYS).open("wb"), np.zeros(2)), "TypeError"),
         (lambda folder: change(folder, "prompt_id", "p9"), "KeyError"),
-        (lambda folder: change(folder, "num_tokens", 3), "its arrays are not those of 3 tokens"),
-        (lambda folder: change(folder, "num_tokens", -1), "its arrays are not those of -1 tokens"),
+        (lambda folder: change(folder, "response_ids", "AAAA"), "buffer size must be a multiple"),
+        (lambda folder: change(folder, "response_ids", "AAAAAA=="), "not one logprob for each token"),
+        (lambda folder: change(folder, "rollout_logprobs", "no base 64"), "base64"),
+        (lambda folder: change(folder, "rollout_logprobs", [1.0, 2.0]), "TypeError"),
         (lambda folder: change(folder, "feedback", {"spans": [], "more": 1}), "critique: Field required"),
-        (lambda folder: arrays(folder, dtype=np.float64), "its arrays are not those of 2 tokens"),
-        (lambda folder: arrays(folder, length=5), "its arrays are not those of 2 tokens"),
-        (
-            lambda folder: arrays(folder, response_ids=np.array([print, 1])),
-            "ValueError: Object arrays cannot be loaded",
-        ),
     ],
 )
 def test_anything_else_is_one_sentence(tmp_path: Path, damage: Callable[[Path], None], words: str) -> None:
