@@ -1,13 +1,14 @@
 """Files to records: JSON (a list, or an object of id -> record), JSON lines, CSV, Parquet; and data sets on the hub."""
 
+import csv
 import json
 from collections.abc import Iterable, Iterator
+from io import StringIO
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from t2g.config import DataConfig
-from t2g.data.csvfile import read_csv
 from t2g.errors import UserError
 
 NEWLINE = b"\n"
@@ -51,7 +52,7 @@ def read_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if path.suffix in _LINES:
         return read_lines(path)
     if path.suffix == ".csv":
-        return ((f"{path}:{line}", dict(row)) for line, row in read_csv(path))
+        return _read_csv(path)
     if path.suffix != ".json":
         raise UserError(f"{path}: files of this kind are not read; give one of {', '.join(SUFFIXES)}")
     text = _decode(path.read_bytes(), f"{path}", first_line=1)
@@ -101,6 +102,28 @@ def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 raise UserError(f"{where}: holds {line[:60]}; it needs to be an object")
             _check_characters(row, line, where)
             yield where, row
+
+
+def _read_csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(file and line where it begins, record) of a CSV file: the first line names the columns, an empty cell is no
+    value. Cells may hold commas and line ends between quotation marks, as spreadsheets write them.
+    """
+    rows = csv.reader(StringIO(_decode(path.read_bytes(), str(path), first_line=1), newline=""), strict=True)
+    end = 0  # last line of the row before
+    names: list[str] | None = None
+    try:
+        for cells in rows:
+            where, end = f"{path}:{end + 1}", rows.line_num
+            if names is None:
+                names = cells
+                if len(set(names)) < len(names) or not all(names):
+                    raise UserError(f"{where}: the columns are {', '.join(names)}; each needs a name of its own")
+            elif cells and len(cells) != len(names):
+                raise UserError(f"{where}: {len(cells)} cells, but the first line names {len(names)}")
+            elif any(cells):
+                yield where, {name: cell for name, cell in zip(names, cells, strict=True) if cell}
+    except csv.Error as error:
+        raise UserError(f"{path}:{end + 1}: no CSV: {error}") from error
 
 
 def _decode(raw: bytes, where: str, first_line: int | None = None) -> str:

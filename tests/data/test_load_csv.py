@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from t2g.config import DataConfig
-from t2g.data.csvfile import read_csv
-from t2g.data.load import load_records
+from t2g.data.load import load_records, read_file
 from t2g.errors import UserError
 
 
@@ -14,7 +13,7 @@ def test_records_with_the_line_where_each_begins(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_bytes(b'\xef\xbb\xbfprompt,note\r\n"two\r\nlines",\r\n\r\n"a ""b"", c",1\n')
     expected = [{"prompt": "two\r\nlines"}, {"prompt": 'a "b", c', "note": "1"}]
-    assert list(read_csv(path)) == [(2, expected[0]), (5, expected[1])]
+    assert list(read_file(path)) == [(f"{path}:2", expected[0]), (f"{path}:5", expected[1])]
     assert load_records(DataConfig(path=str(path))) == expected
 
 
@@ -26,10 +25,10 @@ def test_records_with_the_line_where_each_begins(tmp_path: Path) -> None:
         (b"a,,b\n1,2,3\n", r"a\.csv:1: the columns are a, , b; each needs a name of its own"),
         (b"a,a\n1,2\n", r"a\.csv:1: the columns are a, a"),
         (b'a,b\n1,2\n1,"2\n3\n', r"a\.csv:3: no CSV: unexpected end of data"),
-        (b"a,b\n1,\xff\n", r"a\.csv: byte 0xff is no UTF-8"),
+        (b"a,b\n1,\xff\n", r"a\.csv:2: byte 0xff is no UTF-8"),
     ],
 )
 def test_a_broken_table_is_named(tmp_path: Path, text: bytes, sentence: str) -> None:
     (tmp_path / "a.csv").write_bytes(text)
     with pytest.raises(UserError, match=sentence):
-        list(read_csv(tmp_path / "a.csv"))
+        list(read_file(tmp_path / "a.csv"))
