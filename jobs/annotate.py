@@ -20,26 +20,36 @@ from typing import TYPE_CHECKING, Any
 
 from jobs.common.cli import StopFlag, main, stop_flag, stopped
 from jobs.common.run_folder import begin_folder, check_folder, sole_process
-from t2g.config import AnnotateJob
+from t2g.config import AnnotateConfig, AnnotateJob
 from t2g.config.describe import describe as describe_config
 from t2g.config.roles import roles
+from t2g.data.load import load_records
+from t2g.data.prompts import make_prompts
 from t2g.errors import RunStopped, Stopped, UserError
+from t2g.feedback.records import AnnotatedRecord, write_annotated
+from t2g.feedback.sources.asking import BYTES_PER_TOKEN
+from t2g.feedback.sources.human import HumanFeedback
+from t2g.feedback.sources.llm import estimate_cost, refuse_over_cap
+from t2g.feedback.sources.make import make_local_source
 from t2g.files import write_atomic
+from t2g.interfaces import FeedbackSource, Sampling
+from t2g.loop import annotation
+from t2g.loop.annotation import Sample, Turns, Write
+from t2g.runs.journal import Journal, read_journal
+from t2g.runs.progress import duration, stage
+from t2g.tasks.base import get_task
+from t2g.text.tokenizer import load_tokenizer
+from t2g.types import Prompt
 
 if TYPE_CHECKING:
     from jobs.common.fleets import Fleets
-    from t2g.config import AnnotateConfig
-    from t2g.feedback.records import AnnotatedRecord
-    from t2g.feedback.sources.human import HumanFeedback
-    from t2g.interfaces import FeedbackSource
-    from t2g.loop.annotation import Sample, Turns, Write
 
 JOURNAL_FILE, ANNOTATED_FILE, DONE_FILE = "journal.jsonl", "annotated.jsonl", "annotated.json"
 TRAIN_FILE, HELDOUT_FILE = "train.jsonl", "heldout.jsonl"
 SMOKE_PROMPTS = 8
 DRAIN_S = 5.0  # that a stopped run waits for judgements under way, where no request to a language model is at stake
 TICK_S = 0.2  # between looks at signals; a cut of the power may cost the records of one tick
-Records = dict[str, "AnnotatedRecord"]  # by Sample.key
+Records = dict[str, AnnotatedRecord]  # by Sample.key
 
 
 def annotate_data(config: AnnotateJob, fleets: "Fleets") -> dict[str, Any]:
@@ -47,28 +57,21 @@ def annotate_data(config: AnnotateJob, fleets: "Fleets") -> dict[str, Any]:
     return annotate_samples(config, read_samples(config), fleets, StopFlag())
 
 
-def read_samples(config: AnnotateJob) -> "list[Sample]":
+def read_samples(config: AnnotateJob) -> list[Sample]:
     """What wants feedback. UserError for data that cannot be used."""
-    from t2g.data.load import load_records
-    from t2g.loop.annotation import Sample, given_samples
-    from t2g.tasks.base import get_task
-
     task, rows = get_task(config.task), load_records(config.data)
     if config.model is None or config.annotate.responses == "data":
-        samples = given_samples(rows, task)
+        samples = annotation.given_samples(rows, task)
         if all(sample.problem for sample in samples):
             raise UserError(f"data.path={config.data.path}: no record can be judged; {samples[0].problem}")
         return samples
-    from t2g.data.prompts import make_prompts
-    from t2g.text.tokenizer import load_tokenizer
-
     tokenizer = load_tokenizer(config.model.policy, config.model.revision)
     prompts = make_prompts(rows, task, tokenizer, config.rollout.max_prompt_tokens)
     return [Sample(prompt, index) for prompt in prompts for index in range(config.rollout.samples_per_prompt)]
 
 
 def annotate_samples(
-    config: AnnotateJob, samples: "Sequence[Sample]", fleets: "Fleets | None", stop: StopFlag
+    config: AnnotateJob, samples: Sequence[Sample], fleets: "Fleets | None", stop: StopFlag
 ) -> dict[str, Any]:
     """Ask for the judgements that the journal lacks, then write the files; returns what annotated.json holds.
 
@@ -76,8 +79,6 @@ def annotate_samples(
     set before the end; RunStopped when more than `annotate.max_failed_share` has no usable feedback, after
     annotated.jsonl is written.
     """
-    from t2g.runs.progress import duration
-
     options, smoke = config.annotate, config.run.smoke
     with sole_process(config.run.folder):
         check_folder(config, JOURNAL_FILE)
@@ -87,7 +88,8 @@ def annotate_samples(
         missing = missing_samples(asked, records)
         if not missing:
             return write_files(config, begin_folder(config, JOURNAL_FILE), asked, records)
-        source = _source(config, fleets)
+        task = get_task(config.task)
+        source = fleets.feedback(options, task, config) if fleets else make_local_source(options, task)
         _tell_tokens(config, missing)
         write = _writer(config, fleets) if options.responses == "policy" else None
         folder = begin_folder(config, JOURNAL_FILE)
@@ -101,30 +103,27 @@ def annotate_samples(
         return summary
 
 
-def known_records(config: AnnotateJob, samples: "Sequence[Sample]") -> Records:
+def known_records(config: AnnotateJob, samples: Sequence[Sample]) -> Records:
     """What the journal has of these samples; of human feedback only what the human file still says."""
-    from t2g.loop.annotation import record_key
-    from t2g.runs.journal import read_journal
-
     options = config.annotate
     records = read_journal(config.run.folder / JOURNAL_FILE)
     if records and options.source == "human":
         human = _human(config)
         records = [record for record in records if human.is_current(record)]
-    by_key = {record_key(record, sampled=options.responses == "policy"): record for record in records}
+    by_key = {annotation.record_key(record, sampled=options.responses == "policy"): record for record in records}
     return {sample.key: by_key[sample.key] for sample in samples if sample.key in by_key}
 
 
-def missing_samples(samples: "Sequence[Sample]", records: Records) -> "list[Sample]":
+def missing_samples(samples: Sequence[Sample], records: Records) -> list[Sample]:
     """One sample for each judgement that is yet to be asked for: equal responses to one prompt share theirs."""
     return list({s.key: s for s in samples if s.key not in records and not s.problem}.values())
 
 
 def collect(
-    options: "AnnotateConfig",
-    samples: "Sequence[Sample]",
-    source: "FeedbackSource",
-    write: "Write | None",
+    options: AnnotateConfig,
+    samples: Sequence[Sample],
+    source: FeedbackSource,
+    write: Write | None,
     journal_path: Path,
     records: Records,
     stop: StopFlag,
@@ -134,14 +133,10 @@ def collect(
     Stopped when `stop` is set before the last: then nothing new is asked, and what is under way, which may be paid for,
     has some seconds to come in.
     """
-    from t2g.loop.annotation import Turns, annotate
-    from t2g.runs.journal import Journal
-    from t2g.runs.progress import stage
-
     done = len(records)
     with closing(Journal(journal_path)) as journal, stage("annotate", done + len(samples), done=done) as bar:
 
-        def on_record(sample: "Sample", record: "AnnotatedRecord") -> None:
+        def on_record(sample: Sample, record: AnnotatedRecord) -> None:
             if record.status != "failed":  # nobody answered: the next start asks again
                 journal.append(record)
             records[sample.key] = record
@@ -149,11 +144,11 @@ def collect(
 
         turns = Turns(_at_once(options))
         patience_s = options.llm.request_timeout_s if options.model_asked == "llm" else DRAIN_S
-        work = annotate(samples, source, on_record, turns, write=write)
+        work = annotation.annotate(samples, source, on_record, turns, write=write)
         asyncio.run(_attended(work, turns, journal.sync, stop, patience_s))
 
 
-def _at_once(options: "AnnotateConfig") -> int:
+def _at_once(options: AnnotateConfig) -> int:
     """Judgements that keep the source busy."""
     match options.model_asked or options.source:
         case "llm":
@@ -166,7 +161,7 @@ def _at_once(options: "AnnotateConfig") -> int:
 
 
 async def _attended(
-    work: Coroutine[Any, Any, None], turns: "Turns", at_tick: Callable[[], None], stop: StopFlag, patience_s: float
+    work: Coroutine[Any, Any, None], turns: Turns, at_tick: Callable[[], None], stop: StopFlag, patience_s: float
 ) -> None:
     """`stop` closes `turns`; `work` is cancelled when none is under way, after patience_s, or by a second signal."""
     task = asyncio.ensure_future(work)
@@ -189,21 +184,18 @@ async def _attended(
     raise Stopped
 
 
-def write_files(config: AnnotateJob, folder: Path, samples: "Sequence[Sample]", records: Records) -> dict[str, Any]:
+def write_files(config: AnnotateJob, folder: Path, samples: Sequence[Sample], records: Records) -> dict[str, Any]:
     """annotated.jsonl; then, unless too much failed, the two parts and the summary, which is returned."""
-    from t2g.feedback.records import write_annotated
-    from t2g.loop.annotation import heldout_prompts, refused, summarize, summary_words
-
     (folder / DONE_FILE).unlink(missing_ok=True)
     made = [
-        refused(s, config.annotate.source)
+        annotation.refused(s, config.annotate.source)
         if s.problem
         else records[s.key].model_copy(update={"sample_index": s.sample_index})
         for s in samples
     ]
     write_annotated(folder / ANNOTATED_FILE, made)
-    summary = summarize(made)
-    words, limit = summary_words(summary), config.annotate.max_failed_share
+    summary = annotation.summarize(made)
+    words, limit = annotation.summary_words(summary), config.annotate.max_failed_share
     usable = [record for record in made if record.usable]
     if not usable or summary["failed_share"] > limit:
         raise RunStopped(
@@ -211,7 +203,7 @@ def write_files(config: AnnotateJob, folder: Path, samples: "Sequence[Sample]", 
             f"{config.annotate.source}; annotate.max_failed_share allows {limit:.0%}. The others are kept in "
             f"{JOURNAL_FILE}: the same command asks again for those that failed\n{words}"
         )
-    heldout = heldout_prompts((record.prompt for record in usable), config.annotate.heldout_share)
+    heldout = annotation.heldout_prompts((record.prompt for record in usable), config.annotate.heldout_share)
     for name, held in ((TRAIN_FILE, False), (HELDOUT_FILE, True)):
         part = [record for record in usable if (record.prompt in heldout) is held]
         write_annotated(folder / name, part)
@@ -222,18 +214,8 @@ def write_files(config: AnnotateJob, folder: Path, samples: "Sequence[Sample]", 
     return summary
 
 
-def _source(config: AnnotateJob, fleets: "Fleets | None") -> "FeedbackSource":
-    from t2g.feedback.sources.make import make_local_source
-    from t2g.tasks.base import get_task
-
-    task = get_task(config.task)
-    return fleets.feedback(config.annotate, task, config) if fleets else make_local_source(config.annotate, task)
-
-
-def _writer(config: AnnotateJob, fleets: "Fleets | None") -> "Write":
+def _writer(config: AnnotateJob, fleets: "Fleets | None") -> Write:
     """The policy's engines, serving."""
-    from t2g.interfaces import Sampling
-
     assert fleets is not None and config.model is not None, "see needs_cluster and AnnotateJob"
     rollouts = fleets.rollouts(config.model, config.rollout, config)
     sampling = Sampling(
@@ -243,28 +225,21 @@ def _writer(config: AnnotateJob, fleets: "Fleets | None") -> "Write":
         seed=config.run.seed,
     )
 
-    async def write(prompt: Any) -> list[str]:
+    async def write(prompt: Prompt) -> list[str]:
         return [rollout.response_text for rollout in await rollouts.sample(prompt, sampling)]
 
     return write
 
 
-def _human(config: AnnotateJob) -> "HumanFeedback":
+def _human(config: AnnotateJob) -> HumanFeedback:
     """The file of judgements, without an aligner."""
-    from t2g.feedback.sources.human import HumanFeedback
-    from t2g.tasks.base import get_task
-
     options = config.annotate
     assert options.human_file is not None, "see AnnotateJob"
     return HumanFeedback(Path(options.human_file), get_task(config.task), columns=options.human_columns)
 
 
-def _tell_tokens(config: AnnotateJob, samples: "Sequence[Sample]") -> None:
+def _tell_tokens(config: AnnotateJob, samples: Sequence[Sample]) -> None:
     """Say what a language model will be asked for. UserError when that is above llm.max_total_tokens."""
-    from t2g.feedback.sources.asking import BYTES_PER_TOKEN
-    from t2g.feedback.sources.llm import estimate_cost, refuse_over_cap
-    from t2g.tasks.base import get_task
-
     if config.annotate.model_asked != "llm":
         return
     longest = "x" * (BYTES_PER_TOKEN * config.rollout.max_new_tokens)  # of a response that is yet to be sampled

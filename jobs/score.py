@@ -12,15 +12,15 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich.console import Console
 
 from jobs.common.cli import execute, job_parser
 from jobs.evaluate import as_trained, connected_model
 from t2g.config import ScoreJob
 from t2g.errors import RunStopped, UserError
-
-if TYPE_CHECKING:
-    from t2g.types import SpanFeedback
+from t2g.report.terminal import show_feedback
+from t2g.types import Prompt, SpanFeedback
 
 
 def score(argv: Sequence[str] | None = None) -> int:
@@ -53,24 +53,16 @@ def read_text(option: str, value: str) -> str:
     return text
 
 
-def judge(config: ScoreJob, prompt_text: str, response: str) -> "SpanFeedback":
+def judge(config: ScoreJob, prompt_text: str, response: str) -> SpanFeedback:
     """The answer of the reward model, served for this one question."""
-    import numpy as np
-
-    from t2g.types import Prompt
-
-    prompt = Prompt(prompt_id="score", prompt_ids=np.zeros(0, np.int32), prompt_text=prompt_text, task=config.task)
+    prompt = Prompt(prompt_id="score", prompt_text=prompt_text, task=config.task)
     print("starting the reward model", file=sys.stderr)
     with connected_model(config) as model:
         return asyncio.run(model.judge(prompt, response))
 
 
-def show(feedback: "SpanFeedback", response: str) -> None:
+def show(feedback: SpanFeedback, response: str) -> None:
     """Print it. RunStopped for an answer that could not be used."""
-    from rich.console import Console
-
-    from t2g.report.terminal import show_feedback
-
     if not feedback.usable:
         raise RunStopped(
             f"the reward model gave no feedback ({feedback.status}): {feedback.reason or 'no reason given'}"

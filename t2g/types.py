@@ -25,9 +25,10 @@ class Prompt:
     """What the policy is asked."""
 
     prompt_id: str  # unique in a data set
-    prompt_ids: np.ndarray  # [P] int32, chat template applied
     prompt_text: str  # the user's text, as the feedback source and the report see it
     task: str  # name of the task, as in config
+    # [P] int32, chat template applied; none where the policy is not asked
+    prompt_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     payload: dict[str, Any] = field(default_factory=dict)  # whatever else the record held: reference, facts, tests
 
 

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 SOURCE = "reward_model"
 MAX_ANSWERS = 4096  # that are kept
-BLANK = Prompt(prompt_id="(none)", prompt_ids=np.zeros(0, np.int32), prompt_text="", task="")
+BLANK = Prompt(prompt_id="(none)", prompt_text="", task="")
 
 
 class RewardWorker(Engine):

@@ -18,7 +18,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from t2g.config import DataConfig, StyleConfig
@@ -73,13 +72,7 @@ class AnnotatedRecord(BaseModel):
 
     def to_prompt(self) -> Prompt:
         """The prompt that the reward model's prompt is built from; the policy's ids are not known here."""
-        return Prompt(
-            prompt_id=self.prompt_id,
-            prompt_ids=np.zeros(0, np.int32),
-            prompt_text=self.prompt,
-            task=self.task,
-            payload=self.payload,
-        )
+        return Prompt(prompt_id=self.prompt_id, prompt_text=self.prompt, task=self.task, payload=self.payload)
 
     def to_feedback(self) -> SpanFeedback:
         return SpanFeedback(**{field.name: getattr(self, field.name) for field in fields(SpanFeedback)})

@@ -8,8 +8,6 @@ import hashlib
 import json
 from typing import Any
 
-import numpy as np
-
 from t2g.config import StyleConfig
 from t2g.errors import UserError
 from t2g.tasks.base import SPARSE, Task
@@ -48,6 +46,6 @@ def build_feedback_prompt(
 
 def prompt_version(task: Task, style: StyleConfig = SPARSE) -> str:
     """Hash of the task's feedback instructions: other instructions, or another style, are another version."""
-    blank = Prompt(prompt_id="", prompt_ids=np.zeros(0, np.int32), prompt_text="{input}", task=task.name)
+    blank = Prompt(prompt_id="", prompt_text="{input}", task=task.name)
     messages = json.dumps(task.feedback_messages(blank, "{response}", style=style), ensure_ascii=False)
     return hashlib.blake2b(messages.encode(), digest_size=4).hexdigest()

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 from pydantic_core import to_json
 
 from t2g.feedback.parse import no_feedback
@@ -77,9 +76,7 @@ def given_samples(records: Sequence[Record], task: Task) -> list[Sample]:
         except ValueError as error:
             problem = f"data record {number}: {error}"
         prompt_id = task.prompt_id(record) or stable_id(text or f"record {number}")
-        prompt = Prompt(
-            prompt_id=prompt_id, prompt_ids=np.zeros(0, np.int32), prompt_text=text, task=task.name, payload=payload
-        )
+        prompt = Prompt(prompt_id=prompt_id, prompt_text=text, task=task.name, payload=payload)
         samples.append(Sample(prompt, seen[prompt_id], response, problem))
         seen[prompt_id] += 1
     return samples

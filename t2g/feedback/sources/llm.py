@@ -13,7 +13,6 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 from aiolimiter import AsyncLimiter
 
 from t2g.config import FeedbackConfig, LLMConfig
@@ -100,7 +99,7 @@ class LLMFeedback(FeedbackSource):
 
     def _prompt_version(self) -> str:
         """Hash of all that every request says: other instructions are another version of the source."""
-        blank = Prompt(prompt_id="", prompt_ids=np.zeros(0, np.int32), prompt_text="{input}", task=self._task.name)
+        blank = Prompt(prompt_id="", prompt_text="{input}", task=self._task.name)
         messages = make_request(self._task, blank, "{response}", self._config.style).messages
         return hashlib.blake2b(json.dumps(messages).encode(), digest_size=4).hexdigest()
 

@@ -16,6 +16,7 @@ The critic sees the facts and serves annotation only; the measure sees the facts
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -163,7 +164,7 @@ def split_clauses(response: str) -> list[Clause]:
 
 
 def findings(facts: Facts, response: str) -> list[Finding]:
-    """What the critic says of each clause, in order. Facts given as None or lacking a slot raise KeyError."""
+    """The verdict on each clause, in order, and how the critic says it. KeyError where the facts lack a slot."""
     found = []
     right: set[str] = set()
     for clause in split_clauses(response):
@@ -211,27 +212,16 @@ def measure(facts: Facts, response: str) -> dict[str, float]:
     k / n, fact_f1 = 2k / (c + n). Wrong, invented and repeated clauses all lower precision. `repeated` counts right
     clauses beyond the first of their fact, `wrong` and `invented` theirs, `length` characters, `clauses` c.
     """
-    clauses = split_clauses(response)
-    right: set[str] = set()
-    repeated = wrong = invented = 0
-    for clause in clauses:
-        if clause.slot is None:
-            invented += 1
-        elif response[clause.value_start : clause.end] != facts[clause.slot]:
-            wrong += 1
-        elif clause.slot in right:
-            repeated += 1
-        else:
-            right.add(clause.slot)
-    found = len(right)
+    counts = Counter(verdict for _, verdict, _ in findings(facts, response))
+    found, num_clauses = counts["right"], counts.total()
     return {
-        "fact_precision": found / len(clauses) if clauses else 0.0,
+        "fact_precision": found / num_clauses if num_clauses else 0.0,
         "fact_recall": found / len(SLOTS),
-        "fact_f1": 2 * found / (len(clauses) + len(SLOTS)),
-        "repeated": float(repeated),
-        "wrong": float(wrong),
-        "invented": float(invented),
-        "clauses": float(len(clauses)),
+        "fact_f1": 2 * found / (num_clauses + len(SLOTS)),
+        "repeated": float(counts["repeated"]),
+        "wrong": float(counts["wrong"]),
+        "invented": float(counts["invented"]),
+        "clauses": float(num_clauses),
         "length": float(len(response)),
     }
 
