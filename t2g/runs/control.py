@@ -77,31 +77,35 @@ def write_wanted(folder: Path, wanted: Wanted) -> Wanted:
     if not (folder / loading.FILE_NAME).exists():
         raise UserError(f"{folder} holds no run (no {loading.FILE_NAME}); check --run and --root")
     config = loading.load(PolicyJob, folder / loading.FILE_NAME)
-    bounds = scalable(config)
-    asked = wanted.model_dump(exclude_none=True)
+    bounds, asked = scalable(config), wanted.model_dump(exclude_none=True)
     if not asked:
         raise UserError("nothing is asked for: rollouts or rewards needs a number")
+    why_not = {
+        "rollouts": "this run chooses their number itself; start it again with rollout.autoscale=false to choose",
+        "rewards": f"feedback.source={config.feedback.source} has no engines of this run that could be scaled",
+    }
     for field, number in asked.items():
-        if field not in bounds and field == "rollouts":
-            raise UserError(
-                "rollouts: this run chooses their number itself; start it again with rollout.autoscale=false to choose"
-            )
         if field not in bounds:
-            source = config.feedback.source
-            raise UserError(f"rewards: feedback.source={source} has no engines of this run that could be scaled")
+            raise UserError(f"{field}: {why_not[field]}")
         workers = bounds[field]
         if not workers.min <= number <= workers.max:
             raise UserError(
                 f"{field}: got {number}, and {SECTIONS[field]} of this run allows {workers.min} to {workers.max}"
             )
-    merged = read_wanted(folder).model_copy(update=asked)
+    merged = (read_wanted(folder) or Wanted()).model_copy(update=asked)
     write_atomic(folder / CONTROL_FILE, merged.model_dump_json().encode())
     return merged
 
 
-def read_wanted(folder: Path) -> Wanted:
-    """What control.json holds; nothing wanted, and a warning, for a file that is none of ours."""
-    return _parse(_bytes(folder / CONTROL_FILE), folder / CONTROL_FILE)
+def read_wanted(folder: Path) -> Wanted | None:
+    """What control.json holds; Wanted() and a warning where it is none of ours, None where there is nothing to read."""
+    path = folder / CONTROL_FILE
+    content = _bytes(path)
+    try:
+        return Wanted.model_validate_json(content) if content else None
+    except ValidationError as error:
+        logger.warning("%s is passed over: %s", path, first_problem(error))
+        return Wanted()
 
 
 class Control:
@@ -109,7 +113,7 @@ class Control:
 
     def __init__(self, folder: Path, bounds: Mapping[str, WorkersConfig]) -> None:
         """bounds: those of `scalable(config)`; what the file says about other fleets is passed over."""
-        self._path, self._bounds = folder / CONTROL_FILE, bounds
+        self._folder, self._bounds = folder, bounds
         self._seen: int | None = None
 
     def news(self) -> Wanted | None:
@@ -117,24 +121,25 @@ class Control:
 
         A file that is not there, or cannot be read now, says nothing: what was asked for stands.
         """
-        written_ns = _written_ns(self._path)
-        if written_ns in (None, self._seen) or not (content := _bytes(self._path)):
+        path = self._folder / CONTROL_FILE
+        try:
+            written_ns = path.stat().st_mtime_ns
+        except OSError:
+            return None
+        if written_ns == self._seen or (wanted := read_wanted(self._folder)) is None:
             return None
         self._seen = written_ns
-        return self._within_bounds(_parse(content, self._path))
-
-    def _within_bounds(self, wanted: Wanted) -> Wanted:
         kept = {}
         for field, number in wanted.model_dump(exclude_none=True).items():
             if field not in self._bounds:
-                logger.warning("%s asks for %s, which nobody scales by hand in this run", self._path, field)
+                logger.warning("%s asks for %s, which nobody scales by hand in this run", path, field)
                 continue
             workers = self._bounds[field]
             kept[field] = min(max(number, workers.min), workers.max)
             if kept[field] != number:
                 logger.warning(
                     "%s asks for %s=%d, and %s allows %d to %d: %d it is",
-                    self._path, field, number, SECTIONS[field], workers.min, workers.max, kept[field],
+                    path, field, number, SECTIONS[field], workers.min, workers.max, kept[field],
                 )  # fmt: skip
         return Wanted(**kept)
 
@@ -158,24 +163,6 @@ def read_status(folder: Path) -> Status:
 
 def now() -> datetime:
     return datetime.now(UTC).replace(microsecond=0)
-
-
-def _parse(content: bytes, path: Path) -> Wanted:
-    if not content:
-        return Wanted()
-    try:
-        return Wanted.model_validate_json(content)
-    except ValidationError as error:
-        logger.warning("%s is passed over: %s", path, first_problem(error))
-        return Wanted()
-
-
-def _written_ns(path: Path) -> int | None:
-    """None where it is not there."""
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return None
 
 
 def _bytes(path: Path) -> bytes:

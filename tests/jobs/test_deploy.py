@@ -50,7 +50,7 @@ def test_what_cannot_be_scaled_is_the_users_to_mend(
 ) -> None:
     assert command("scale", "--root", root, *words) == 2
     assert sentence in capsys.readouterr().err
-    assert read_wanted(root / "own") == Wanted()
+    assert read_wanted(root / "own") is None
 
 
 def test_status_for_eyes_and_for_programs(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

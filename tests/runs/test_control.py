@@ -45,7 +45,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_what_is_written_is_read_and_other_fleets_keep_their_wish(folder: Path) -> None:
-    assert read_wanted(folder) == Wanted()
+    assert read_wanted(folder) is None
     assert write_wanted(folder, Wanted(rollouts=3)) == Wanted(rollouts=3)
     assert write_wanted(folder, Wanted(rewards=2)) == Wanted(rollouts=3, rewards=2)
     assert write_wanted(folder, Wanted(rollouts=1)) == read_wanted(folder) == Wanted(rollouts=1, rewards=2)
