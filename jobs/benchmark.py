@@ -81,8 +81,8 @@ async def measure(config: BenchmarkJob, learner: "LearnerGroup", fleet: "Rollout
     from actors.weights.buckets import num_bytes
     from actors.weights.sync import WeightSync
 
-    metas, dtype = learner.announce(), config.rollout.dtype
-    size = num_bytes(metas, dtype)
+    dtype = config.rollout.dtype
+    size = num_bytes(learner.announce(), dtype)
     source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)  # touched before they are copied
     alone = [learner_alone(learner, dtype) for _ in range(config.repeats)]
     syncs, copies, version = [], [], 0

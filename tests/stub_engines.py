@@ -66,7 +66,7 @@ class StubRolloutWorker:
             policy_versions=((0, LENGTH, self._version),),
         )
 
-    async def open_update(self, round_id: str, version: int, dtype: str, metas: Any) -> None:
+    async def open_update(self, round_id: str, version: int, dtype: str, shapes: Any) -> None:
         self._paused.clear()
         self._round, self._opened, self._received = round_id, version, 0
 

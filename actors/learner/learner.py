@@ -24,7 +24,7 @@ from actors.cluster.fanout import any_failed
 from actors.learner import zero3
 from actors.learner.parts import CriticPart, LearnerSpec, PartName, PolicyPart, Share, load_critic, load_policy
 from actors.learner.ranks import Ranks
-from actors.weights.buckets import Bucket, ParamMeta
+from actors.weights.buckets import Bucket, Shapes
 from actors.weights.transports import Meeting
 from t2g.algo.corrections import importance_metrics
 from t2g.algo.losses import Metrics
@@ -80,7 +80,7 @@ class LearnerWorker:
         """One optimizer step of the part per minibatch; see its `update`."""
         return self.parts[part].update(share, kl_coef=kl_coef, label=label)
 
-    def announce(self) -> list[ParamMeta]:
+    def announce(self) -> Shapes:
         return self.parts["policy"].announce()
 
     def stream_weights(self, dtype: Dtype, full: bool, meeting: Meeting | None = None) -> Iterator[Bucket]:
@@ -260,7 +260,7 @@ class LearnerGroup:
         metrics["learner/tokens_per_s"] = num_tokens / seconds
         return UpdateResult(policy_version=self.policy_version, metrics=metrics)
 
-    def announce(self) -> list[ParamMeta]:
+    def announce(self) -> Shapes:
         """Names and shapes of the policy in the order of `stream_weights`; nothing is gathered."""
         return self._on_policy("announce", lambda w: w.announce.remote())[0]
 

@@ -18,7 +18,7 @@ import torch
 from actors.learner import lora, zero3
 from actors.learner.models import checkpoint_layers, load_for_training
 from actors.learner.whole_weights import WholeWeights, metadata
-from actors.weights.buckets import Bucket, ParamMeta, make_bucket
+from actors.weights.buckets import Bucket, Shapes, make_bucket
 from actors.weights.transports import Meeting, Sender, make_sender
 from t2g.algo.corrections import importance_weights
 from t2g.algo.critic import Critic, disable_dropout
@@ -190,7 +190,7 @@ class PolicyPart:
             loss = loss - objective.entropy_coef * weighted_sum(now.entropy, weights)
         return loss, metrics
 
-    def announce(self) -> list[ParamMeta]:
+    def announce(self) -> Shapes:
         """Names and shapes of the policy, in the order of `stream_weights`."""
         return metadata(self.engine)
 

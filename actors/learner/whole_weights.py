@@ -10,17 +10,17 @@ from typing import Any
 import torch
 
 from actors.learner import lora
-from actors.weights.buckets import ParamMeta, plan_buckets
+from actors.weights.buckets import Shapes, plan_buckets
 from t2g.config import Dtype
 
 
-def metadata(engine: Any) -> list[ParamMeta]:
+def metadata(engine: Any) -> Shapes:
     """Every weight in the order of `WholeWeights.buckets`. Tied weights appear once, adapters are merged.
 
     engine: a deepspeed.DeepSpeedEngine. No collective.
     """
     shapes = {name: tuple(p.ds_shape) for name, p in engine.module.named_parameters()}
-    return [ParamMeta(name=name, shape=shapes[own]) for name, (own, *_) in lora.sources(shapes).items()]
+    return {name: shapes[own] for name, (own, *_) in lora.sources(shapes).items()}
 
 
 class WholeWeights:

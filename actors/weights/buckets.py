@@ -5,7 +5,7 @@ Knows neither Ray nor how a bucket gets to an engine (`actors.weights.sync`, `ac
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +15,9 @@ import xxhash
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
-@dataclass(frozen=True, kw_only=True)
-class ParamMeta:
-    """What is announced of one tensor before any byte is sent. Tied weights are announced and sent once."""
-
-    name: str  # as in the Hugging Face checkpoint
-    shape: tuple[int, ...]
+# What is announced before any byte is sent: the shape of each tensor by its name in the Hugging Face checkpoint, in the
+# order in which they are sent. Tied weights are announced and sent once.
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +60,9 @@ def hash_of(*arrays: Any) -> str:
     return digest.hexdigest()
 
 
-def num_bytes(metas: Sequence[ParamMeta], dtype: str) -> int:
+def num_bytes(shapes: Shapes, dtype: str) -> int:
     """Of all tensors once they are `dtype`."""
-    return sum(int(np.prod(meta.shape)) for meta in metas) * ITEM_BYTES[dtype]
+    return sum(map(math.prod, shapes.values())) * ITEM_BYTES[dtype]
 
 
 def module_key(name: str) -> str:
@@ -81,15 +78,15 @@ def module_key(name: str) -> str:
     return ".".join(parts[:layer])
 
 
-def plan_buckets(metas: Sequence[ParamMeta], *, dtype: str, bucket_bytes: float) -> list[tuple[str, ...]]:
+def plan_buckets(shapes: Shapes, *, dtype: str, bucket_bytes: float) -> list[tuple[str, ...]]:
     """Names of each bucket, in announced order: whole modules, at most `bucket_bytes` unless one module is larger.
 
     A bucket never ends inside a module: the engine fuses q, k, v (and gate, up) into one tensor and keeps references
     to the first parts until the last has come; the arena they lie in would be overwritten by a later bucket.
     """
-    modules: dict[str, list[ParamMeta]] = {}
-    for meta in metas:
-        modules.setdefault(module_key(meta.name), []).append(meta)
+    modules: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        modules.setdefault(module_key(name), {})[name] = shape
     buckets: list[tuple[str, ...]] = []
     filled = math.inf
     for members in modules.values():
@@ -97,5 +94,5 @@ def plan_buckets(metas: Sequence[ParamMeta], *, dtype: str, bucket_bytes: float)
         if filled > bucket_bytes:
             buckets.append(())
             filled = size
-        buckets[-1] += tuple(meta.name for meta in members)
+        buckets[-1] += tuple(members)
     return buckets

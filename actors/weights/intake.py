@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from actors.weights.arena import Arena
-from actors.weights.buckets import Bucket, ParamMeta
+from actors.weights.buckets import Bucket, Shapes
 from actors.weights.transports import Meeting
 
 T = TypeVar("T")
@@ -40,12 +40,11 @@ class Intake:
             arenas.put_nowait(Arena())
         return arenas
 
-    async def open_update(self, round_id: str, version: int, dtype: str, metas: Sequence[ParamMeta]) -> None:
+    async def open_update(self, round_id: str, version: int, dtype: str, shapes: Shapes) -> None:
         """Freeze running requests where they are, drop their KV and prefix caches, and announce a version."""
         self._round_id, self._version = round_id, version
         await self._of_core(self._llm.pause_generation(mode="keep", clear_cache=True))
-        names, shapes = [meta.name for meta in metas], [list(meta.shape) for meta in metas]
-        await self._tell_core({"version": version, "dtype": dtype, "names": names, "shapes": shapes})
+        await self._tell_core({"version": version, "dtype": dtype, "shapes": dict(shapes)})
         if not self._updating:
             await self._of_core(self._llm.start_weight_update())
             self._updating = True

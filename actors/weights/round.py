@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from actors.weights.buckets import ParamMeta
+from actors.weights.buckets import Shapes
 from actors.weights.transports import Meeting
 from t2g.concurrency import end
 from t2g.config import LearnerConfig, RolloutConfig
@@ -31,7 +31,7 @@ class WeightOwner(Protocol):
 
     policy_version: int  # it changes before the weights do
 
-    def announce(self) -> Sequence[ParamMeta]:
+    def announce(self) -> Shapes:
         """Every parameter of the policy in the order in which it is sent, without gathering any."""
         ...
 
@@ -87,7 +87,7 @@ class Version:
 
     number: int
     made_at: int  # the learner's policy_version: nothing can be sent again once that is another
-    metas: Sequence[ParamMeta]
+    shapes: Shapes
     probe: np.ndarray  # [N] int32, the tokens that a worker with these weights must score as the learner does
     probe_logprobs: np.ndarray | None = None  # [N - 1] float32, the learner's, once it was asked
     held: list[Any] = field(default_factory=list)  # references to its buckets; none with ipc and nccl
@@ -128,7 +128,7 @@ class Round:
         try:
             await self._timed(
                 "open",
-                lambda w: w.open_update.remote(self._id, version.number, engine.dtype, version.metas),
+                lambda w: w.open_update.remote(self._id, version.number, engine.dtype, version.shapes),
                 "the start of a weight sync",
                 timeout_s=engine.health.probe_timeout_s * engine.health.max_failures,  # who takes longer hangs
             )

@@ -47,8 +47,8 @@ class WeightSync:
         self._take_over()
         async with self._lock:
             started = time.monotonic()
-            metas, made_at = await asyncio.to_thread(self._learner.announce), self._learner.policy_version
-            version = Version(number=policy_version, made_at=made_at, metas=metas, probe=self._probe)
+            shapes, made_at = await asyncio.to_thread(self._learner.announce), self._learner.policy_version
+            version = Version(number=policy_version, made_at=made_at, shapes=shapes, probe=self._probe)
             for _ in range(TRIES):
                 gaps = await self._round(version, await self._some_receivers()).deliver()
                 self._held, self._held_s = version, time.monotonic() - started
@@ -56,7 +56,7 @@ class WeightSync:
                     return WeightSyncResult(
                         policy_version=policy_version,
                         seconds=self._held_s,
-                        bytes=num_bytes(metas, self._fleet.config.dtype),
+                        bytes=num_bytes(shapes, self._fleet.config.dtype),
                         probe_gap=max(gaps),
                         stages=dict(version.stages),
                         num_calls=version.num_calls,

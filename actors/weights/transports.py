@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -32,32 +32,11 @@ class Meeting:
     size: int  # of the group: each GPU of an engine is a rank
 
 
-class Sender(Protocol):
-    """Of one rank, for the whole run."""
-
-    everywhere: bool  # whether every rank needs the tensors of a bucket, or rank 0 alone
-
-    def meet(self, meeting: Meeting) -> None: ...
-
-    def send(
-        self, index: int, names: Sequence[str], tensors: Sequence[torch.Tensor], started: float
-    ) -> Iterator[Bucket]:
-        """Yields, on rank 0, what the engines must hear of it. started: see `actors.weights.buckets.make_bucket`."""
-        ...
-
-
-def make_sender(transport: str, rank: int) -> Sender:
-    return {"ipc": IpcSender, "nccl": NcclSender}[transport](rank)
-
-
 class NcclSender:
-    """Never raises for an engine: rank 0 goes on gathering with the others, and whoever got nothing says so."""
+    """Of rank 0. Never raises for an engine: it goes on gathering with the others, and whoever got nothing says so."""
 
-    everywhere = False
+    everywhere = False  # whether every rank needs the tensors of a bucket, or rank 0 alone
     _group: Any = None
-
-    def __init__(self, rank: int) -> None:
-        """Only rank 0 broadcasts: the others have nothing to send."""
 
     def meet(self, meeting: Meeting) -> None:
         """The group of a new round. That of the last one ends only here: an engine may still have read from it."""
@@ -84,6 +63,7 @@ class NcclSender:
     def send(
         self, index: int, names: Sequence[str], tensors: Sequence[torch.Tensor], started: float
     ) -> Iterator[Bucket]:
+        """Yields, on rank 0, what the engines must hear of it. started: see `actors.weights.buckets.make_bucket`."""
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
         yield Bucket(index=index, names=tuple(names), gather_s=time.monotonic() - started)
@@ -146,6 +126,7 @@ class IpcSender:
     def send(
         self, index: int, names: Sequence[str], tensors: Sequence[torch.Tensor], started: float
     ) -> Iterator[Bucket]:
+        """As that of `NcclSender`."""
         num_bytes, turn = sum(tensor.nbytes for tensor in tensors), index % 2
         if turn not in self._shared or len(self._shared[turn].memory) < num_bytes:
             self._shared[turn] = self.share(num_bytes)
@@ -169,6 +150,13 @@ class IpcSender:
         gathered: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(gathered, own)
         return gathered
+
+
+Sender = NcclSender | IpcSender  # of one rank, for the whole run
+
+
+def make_sender(transport: str, rank: int) -> Sender:
+    return IpcSender(rank) if transport == "ipc" else NcclSender()
 
 
 def _finish(tensors: Sequence[torch.Tensor]) -> None:

@@ -70,8 +70,7 @@ class Announcement(WeightTransferInitInfo):
 
     version: int
     dtype: str  # "float32" or "bfloat16", of every tensor
-    names: list[str]
-    shapes: list[list[int]]
+    shapes: dict[str, list[int]]  # by name
 
 
 @dataclass
@@ -100,11 +99,8 @@ class WholeVersion(WeightTransferEngine[Any, Any]):
     _open = False
 
     def init_transfer_engine(self, init_info: Announcement) -> None:
-        repeated = sorted({n for n in init_info.names if init_info.names.count(n) > 1})
-        if repeated:
-            raise ValueError(f"weights of version {init_info.version} announce {_few(repeated)} more than once")
         self._announced = init_info
-        self._missing = dict(zip(init_info.names, init_info.shapes, strict=True))
+        self._missing = dict(init_info.shapes)
         if self._open:  # the round before broke off
             self._begin()
 
@@ -129,7 +125,7 @@ class WholeVersion(WeightTransferEngine[Any, Any]):
         wrong = [n for n in update_info.names if n not in self._missing]
         if wrong:
             raise ValueError(f"bucket {update_info.index}: {_few(wrong)} not announced, or sent before")
-        self._load(update_info, [self._missing[name] for name in update_info.names], announced.dtype)
+        self._load(update_info, [announced.shapes[name] for name in update_info.names], announced.dtype)
         for name in update_info.names:
             del self._missing[name]
 
@@ -145,7 +141,7 @@ class WholeVersion(WeightTransferEngine[Any, Any]):
         if self._missing:
             raise ValueError(
                 f"weights of version {self._announced.version} are refused: {len(self._missing)} of "
-                f"{len(self._announced.names)} announced tensors never came ({_few([*self._missing])})"
+                f"{len(self._announced.shapes)} announced tensors never came ({_few([*self._missing])})"
             )
         finalize_layerwise_reload(self.model, self.model_config)
         self._pack_tied_weights()

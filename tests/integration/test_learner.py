@@ -166,7 +166,7 @@ def test_stream_announcement_and_export_agree(
 ) -> None:
     group = groups["ranks"]
     sent = sent_weights(group)
-    assert [(m.name, m.shape) for m in group.announce()] == [(name, t.shape) for name, t in sent.items()]
+    assert [*group.announce().items()] == [(name, t.shape) for name, t in sent.items()]
     group.export(tmp_path / "policy")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", use_safetensors=True)
     loaded = dict(model.named_parameters())

@@ -154,7 +154,7 @@ def test_frozen_weights_never_move_and_the_others_are_merged_as_peft_does(
     adapted = adapter_of(tmp_path / "policy")
     assert len(adapted) == 2 * 7
     assert sent.keys() == expected.keys() == start.keys() == exported.keys()
-    assert [(meta.name, meta.shape) for meta in group.announce()] == [(name, w.shape) for name, w in sent.items()]
+    assert [*group.announce().items()] == [(name, w.shape) for name, w in sent.items()]
     for name, weight in sent.items():
         assert torch.equal(weight, exported[name])
         torch.testing.assert_close(weight, expected[name].detach(), atol=1e-6, rtol=0)

@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from actors.cluster.placement import connect
 from actors.engines.engine import engine_environment
 from actors.engines.rollout import RolloutFleet
-from actors.weights.buckets import Bucket, ParamMeta, make_bucket, plan_buckets
+from actors.weights.buckets import Bucket, Shapes, make_bucket, plan_buckets
 from actors.weights.sync import WeightSync
 from actors.weights.transports import Meeting
 from t2g.config import ClusterConfig, HealthConfig, LearnerConfig, RolloutConfig
@@ -82,8 +82,8 @@ class TorchLearner:
         if before is not None:
             self.sent[stale] = before.get_parameter(stale).detach()
 
-    def announce(self) -> list[ParamMeta]:
-        return [ParamMeta(name=name, shape=tuple(p.shape)) for name, p in self.weights.items()]
+    def announce(self) -> Shapes:
+        return {name: tuple(p.shape) for name, p in self.weights.items()}
 
     def stream_weights(self, dtype: str, *, full: bool, meeting: Meeting | None) -> Iterator["ray.ObjectRef[Bucket]"]:
         for index, planned in enumerate(plan_buckets(self.announce(), dtype=dtype, bucket_bytes=2**17)):
@@ -297,7 +297,7 @@ class GlooLearner(TorchLearner):
             done.result()
 
     def _send_all(self, dtype: str, meeting: Meeting, put: Callable[[Bucket], None]) -> None:
-        sender = GlooSender(0)
+        sender = GlooSender()
         sender.meet(meeting)
         for index, names in enumerate(plan_buckets(self.announce(), dtype=dtype, bucket_bytes=2**17)):
             if index == self.lost_at:

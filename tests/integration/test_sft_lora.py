@@ -155,7 +155,7 @@ def bfloat16_training(base: str, examples: list[Any], scratch: str) -> dict[str,
         "kept": set(torch.load(states, weights_only=False)["module"]),
         "moments": sum(moment.numel() for moment in moments),
         "dtypes": {moment.dtype for moment in moments},
-        "announced": [(meta.name, meta.shape) for meta in metadata(engine)],
+        "announced": [*metadata(engine).items()],
         "sent": [(name, tuple(weight.shape)) for name, weight in weights(engine).items()],
         "same": all(torch.equal(weight, resumed[name]) for name, weight in weights(engine).items()),
     }

@@ -23,7 +23,7 @@ from actors.weights.vllm_plugin import Announcement, IpcSharedEngine, NcclBroadc
 NAMES = ("a.weight", "a.bias", "b.weight")
 TENSORS = [torch.arange(6).reshape(2, 3), torch.tensor([7]), torch.arange(8, 12).reshape(4, 1)]
 TENSORS = [tensor.to(torch.bfloat16) for tensor in TENSORS]
-SHAPES = [list(tensor.shape) for tensor in TENSORS]
+SHAPES = {name: list(tensor.shape) for name, tensor in zip(NAMES, TENSORS, strict=True)}
 BUCKETS = [slice(0, 2), slice(2, 3)]
 MEETING = Meeting(host="h", port=1, size=2)
 
@@ -39,7 +39,7 @@ def engine(kind: type[Any]) -> tuple[Any, Recorder]:
 
 
 def open_version(transfer: Any) -> None:
-    announced = {"version": 5, "dtype": "bfloat16", "names": list(NAMES), "shapes": SHAPES}
+    announced = {"version": 5, "dtype": "bfloat16", "shapes": SHAPES}
     transfer.init_transfer_engine(transfer.parse_init_info(announced))
 
 
@@ -89,7 +89,7 @@ def test_a_broadcast_brings_every_engine_the_ranks_tensors() -> None:
     threads = [threading.Thread(target=receive, args=(number,)) for number in range(2)]
     for thread in threads:
         thread.start()
-    sender = GlooSender(0)
+    sender = GlooSender()
     sender.meet(meeting)
     group = sender._group
     for index, part in enumerate(BUCKETS):
@@ -181,7 +181,7 @@ def test_an_engine_is_told_of_its_group_in_vllms_words() -> None:
     info = transfer.parse_init_info(told[0])
     assert (info.master_address, info.master_port, info.world_size, info.rank_offset) == ("10.0.0.1", 4000, 3, 2)
     assert info.packed
-    announced = {"version": 1, "dtype": "float32", "names": [], "shapes": []}
+    announced = {"version": 1, "dtype": "float32", "shapes": {}}
     assert isinstance(transfer.parse_init_info(announced), Announcement)
 
 

@@ -5,21 +5,16 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.weights.buckets import ParamMeta, hash_of, make_bucket, module_key, num_bytes, plan_buckets
+from actors.weights.buckets import hash_of, make_bucket, module_key, num_bytes, plan_buckets
 
-
-def meta(name: str, *shape: int) -> ParamMeta:
-    return ParamMeta(name=name, shape=shape)
-
-
-LLAMA = [
-    meta("model.embed_tokens.weight", 10, 4),  # 40
-    meta("model.layers.0.self_attn.q_proj.weight", 4, 4),
-    meta("model.layers.0.self_attn.k_proj.weight", 2, 4),  # layer 0: 24
-    meta("model.layers.1.self_attn.q_proj.weight", 4, 4),
-    meta("model.layers.1.self_attn.k_proj.weight", 2, 4),  # layer 1: 24
-    meta("model.norm.weight", 4),
-]
+LLAMA = {
+    "model.embed_tokens.weight": (10, 4),  # 40
+    "model.layers.0.self_attn.q_proj.weight": (4, 4),
+    "model.layers.0.self_attn.k_proj.weight": (2, 4),  # layer 0: 24
+    "model.layers.1.self_attn.q_proj.weight": (4, 4),
+    "model.layers.1.self_attn.k_proj.weight": (2, 4),  # layer 1: 24
+    "model.norm.weight": (4,),
+}
 
 
 def test_buckets_hold_whole_layers_up_to_their_size() -> None:
@@ -40,14 +35,14 @@ def test_buckets_hold_whole_layers_up_to_their_size() -> None:
     st.integers(1, 2000),
 )
 def test_every_name_is_sent_once_and_no_layer_is_split(rows: list[tuple[int, str, int]], bucket_bytes: int) -> None:
-    metas = [meta(f"model.layers.{layer}.{part}.weight", size) for layer, part, size in rows]
-    buckets = plan_buckets(metas, dtype="float32", bucket_bytes=bucket_bytes)
-    assert sorted(n for b in buckets for n in b) == sorted(m.name for m in metas)
+    shapes = {f"model.layers.{layer}.{part}.weight": (size,) for layer, part, size in rows}
+    buckets = plan_buckets(shapes, dtype="float32", bucket_bytes=bucket_bytes)
+    assert sorted(n for b in buckets for n in b) == sorted(shapes)
     homes = {}
     for index, bucket in enumerate(buckets):
         for name in bucket:
             assert homes.setdefault(module_key(name), index) == index
-    sizes = {m.name: 4 * m.shape[0] for m in metas}
+    sizes = {name: 4 * size for name, (size,) in shapes.items()}
     for bucket in buckets:
         one_module = len({module_key(n) for n in bucket}) == 1
         assert one_module or sum(sizes[n] for n in bucket) <= bucket_bytes

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from actors.weights import round as rounds
-from actors.weights.buckets import Bucket, ParamMeta, make_bucket
+from actors.weights.buckets import Bucket, Shapes, make_bucket
 from actors.weights.round import probe_gap
 from actors.weights.sync import WeightSync, probe_ids
 from actors.weights.transports import Meeting
@@ -20,7 +20,7 @@ from t2g.config import HealthConfig, LearnerConfig, RolloutConfig
 from t2g.errors import LearnerLost, MissedSync, RunStopped
 
 NUM_BUCKETS = 3
-METAS = [ParamMeta(name=f"m{i}.weight", shape=(2,)) for i in range(NUM_BUCKETS)]
+SHAPES = {f"m{i}.weight": (2,) for i in range(NUM_BUCKETS)}
 BUCKETS = [("bucket", i) for i in range(NUM_BUCKETS)]
 CONFIG = LearnerConfig(step_timeout_s=5)
 HASTE = {"step_timeout_s": 1.5}
@@ -54,10 +54,10 @@ class FakeWorker:
         self.open_update, self.load_bucket = Remote(self._open), Remote(self._load)
         self.close_update, self.score = Remote(self._close), Remote(self._score)
 
-    async def _open(self, round_id: str, version: int, dtype: str, metas: list[ParamMeta]) -> None:
+    async def _open(self, round_id: str, version: int, dtype: str, shapes: Shapes) -> None:
         await asyncio.sleep(60 if self.hangs_at_open else 0)
         self.rounds.append(round_id)
-        self.log.append(("open", version, dtype, len(metas)))
+        self.log.append(("open", version, dtype, len(shapes)))
 
     async def _join(self, round_id: str, meeting: Meeting, rank: int) -> None:
         """Returns once all are there, as NCCL does."""
@@ -163,10 +163,10 @@ class FakeLearner:
         self.calls.append("address")
         return "learner", next(self.ports)
 
-    def announce(self) -> list[ParamMeta]:
+    def announce(self) -> Shapes:
         assert threading.current_thread() is not threading.main_thread(), "the event loop must turn meanwhile"
         self.calls.append("announce")
-        return METAS
+        return SHAPES
 
     def stream_weights(self, dtype: str, *, full: bool, meeting: Meeting | None) -> Iterator[Bucket]:
         self.calls.append("stream")
@@ -174,12 +174,12 @@ class FakeLearner:
         if meeting is not None:
             Group.at(meeting).joined.wait(5)
         try:
-            for index, meta in enumerate(METAS):
+            for index, name in enumerate(SHAPES):
                 self.policy_version += index == self.updates_after
                 if index == self.lost_at:
                     raise LearnerLost("learner rank 1 died during stream_weights")
                 tensor = np.full(2, 2.0**index, np.float32)
-                yield make_bucket(index, [meta.name], [tensor], full=full, started=time.monotonic())
+                yield make_bucket(index, [name], [tensor], full=full, started=time.monotonic())
         finally:
             self.streaming = False
 
