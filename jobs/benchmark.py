@@ -6,12 +6,14 @@ Real Ray, ZeRO-3 and vLLM; the policy has random weights, and its rank no optimi
 """
 
 import asyncio
+import itertools
 import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,36 +87,31 @@ async def measure(config: BenchmarkJob, learner: "LearnerGroup", fleet: "Rollout
     size = num_bytes(learner.announce(), dtype)
     source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)  # touched before they are copied
     alone = [learner_alone(learner, dtype) for _ in range(config.repeats)]
-    syncs, copies, version = [], [], 0
+    syncs, copies, versions = [], [], itertools.count(1)
     for workers in config.workers:
         fleet.want(workers)
         await until_started(fleet, workers, timeout_s=config.rollout.start_timeout_s)
         for verify in ("probe", "full"):
-            changed = with_overrides(config.learner, {"sync_verify": verify})
+            sync = WeightSync(learner, fleet, with_overrides(config.learner, {"sync_verify": verify}))
             rows = []
-            for repeat in range(config.repeats + 1):
-                version += 1
+            for _ in range(config.repeats + 1):
                 busy = cpu_seconds()
-                result = await WeightSync(learner, fleet, changed).push(version)
-                busy = cpu_seconds() - busy
+                result = await sync.push(next(versions))
+                rows.append(asdict(result) | {"cpu_s": cpu_seconds() - busy})
                 if len(fleet.serving()) < workers:
-                    raise RunStopped(f"not all of {workers} engines took version {version} of the weights")
+                    missed = ", ".join(result.missed)
+                    raise RunStopped(f"version {result.policy_version} of the weights was missed by {missed}")
                 copies.append(timed_copy(source, target))
-                if repeat:  # the first one touches new memory
-                    fields = ("seconds", "stages", "num_calls", "probe_gap")
-                    rows.append({name: getattr(result, name) for name in fields} | {"cpu_s": busy})
-            middle = sorted(rows, key=lambda row: row["seconds"])[len(rows) // 2]
-            syncs.append({"workers": workers, "verify": verify, **middle, "all_seconds": [r["seconds"] for r in rows]})
-    return {
-        "bytes": size,
-        "dtype": dtype,
-        "bucket_mib": config.learner.sync_bucket_mib,
-        "copy_s": statistics.median(seconds for seconds, _ in copies),
-        "hash_s": statistics.median(seconds for _, seconds in copies),
-        "gather_s": statistics.median(gather for gather, _ in alone),
-        "put_s": statistics.median(total - gather for gather, total in alone),
-        "syncs": syncs,
-    }
+            rows = sorted(rows[1:], key=lambda row: row["seconds"])  # the first one touches new memory
+            seconds = [row["seconds"] for row in rows]
+            syncs.append({"workers": workers, "verify": verify, **rows[len(rows) // 2], "all_seconds": seconds})
+    found = {"bytes": size, "dtype": dtype, "bucket_mib": config.learner.sync_bucket_mib, "syncs": syncs}
+    return found | medians(alone) | medians(copies)
+
+
+def medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of each field."""
+    return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
 
 
 def cpu_seconds() -> float:
@@ -125,7 +122,7 @@ def cpu_seconds() -> float:
     return times.user + times.nice + times.system
 
 
-def timed_copy(source: "np.ndarray", target: "np.ndarray") -> tuple[float, float]:
+def timed_copy(source: "np.ndarray", target: "np.ndarray") -> dict[str, float]:
     """Seconds of the plain copy that a sync is held against, numpy's in one thread, and of one pass of xxh3."""
     from actors.weights.buckets import hash_of
 
@@ -133,17 +130,17 @@ def timed_copy(source: "np.ndarray", target: "np.ndarray") -> tuple[float, float
     target[:] = source
     copied = time.monotonic()
     hash_of(target)
-    return copied - started, time.monotonic() - copied
+    return {"copy_s": copied - started, "hash_s": time.monotonic() - copied}
 
 
-def learner_alone(learner: "LearnerGroup", dtype: str) -> tuple[float, float]:
-    """Seconds of gathering with its hash, and of the whole stream into the object store, when nobody loads it."""
+def learner_alone(learner: "LearnerGroup", dtype: str) -> dict[str, float]:
+    """Seconds of gathering with its hash, and of the rest of the way into the object store, when nobody loads it."""
     import ray
 
     started = time.monotonic()
     refs = list(learner.stream_weights(dtype))
-    total = time.monotonic() - started
-    return sum(ray.get(ref).gather_s for ref in refs), total
+    total_s, gather_s = time.monotonic() - started, sum(ray.get(ref).gather_s for ref in refs)
+    return {"gather_s": gather_s, "put_s": total_s - gather_s}
 
 
 async def until_started(fleet: "RolloutFleet", number: int, *, timeout_s: float) -> None:

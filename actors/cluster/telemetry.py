@@ -4,8 +4,7 @@ Prometheus sees each name with Ray's prefix `ray_`, counters with `_total` behin
 """
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from ray.util.metrics import Counter, Gauge
 
@@ -44,10 +43,10 @@ TAG = "run"
 class RayMetrics:
     """A `t2g.runs.log.Sink`. Needs `ray.init` before the first `log`."""
 
-    def __init__(self, run: str, *, gauge: Callable[..., Any] = Gauge, counter: Callable[..., Any] = Counter) -> None:
+    def __init__(self, run: str) -> None:
         self._tags = {TAG: run}
-        self._gauges = {metric: gauge(name, text, (TAG,)) for metric, (name, text) in GAUGES.items()}
-        self._counters = {metric: counter(name, text, (TAG,)) for metric, (name, text) in COUNTERS.items()}
+        self._gauges = {metric: Gauge(name, text, (TAG,)) for metric, (name, text) in GAUGES.items()}
+        self._counters = {metric: Counter(name, text, (TAG,)) for metric, (name, text) in COUNTERS.items()}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """A metric that the step does not have keeps its last value."""

@@ -18,7 +18,7 @@ from ray.exceptions import RayTaskError
 from actors.cluster import placement
 from actors.cluster.fanout import first_line
 from actors.fleet.health import Event, State, after, overdue
-from actors.fleet.member import DIED, Bell, Interrupted, Member, cause, fate, why
+from actors.fleet.member import DIED, UNREACHABLE, Bell, Interrupted, Member, cause, fate, why
 from t2g.config import EngineConfig
 from t2g.errors import RunStopped, SamplingFailed, UserError
 
@@ -251,13 +251,10 @@ class Fleet:
         except TimeoutError:
             limit_s = self.config.health.probe_timeout_s
             self._tell(member, "probe_failed", f"did not answer a probe within {limit_s:g} s")
+        except (RayTaskError, *UNREACHABLE) as error:
+            self._tell(member, "probe_failed", f"failed a probe ({why(error)})")
         except DIED as error:
-            if fate(error) == "died":
-                self.failed(member, error)
-            else:
-                self._tell(member, "probe_failed", f"could not be reached by a probe ({why(error)})")
-        except RayTaskError as error:
-            self._tell(member, "probe_failed", f"failed a probe ({first_line(cause(error))})")
+            self.failed(member, error)
 
     def _tell(self, member: Member, event: Event, reason: str = "") -> None:
         """What happened to a worker, and what follows from it."""
@@ -293,8 +290,8 @@ class Fleet:
 
     def failed(self, member: Member, error: Exception) -> None:
         """A call of it ended in one of DIED."""
-        words = fate(error)
-        self._tell(member, "died" if words == "died" else "unreachable", f"{words} ({why(error)})")
+        event = "unreachable" if isinstance(error, UNREACHABLE) else "died"
+        self._tell(member, event, f"{fate(error)} ({why(error)})")
 
     def has_weights(self, member: Member, version: int) -> None:
         """The worker computes what the learner computes: it serves."""

@@ -17,24 +17,26 @@ from t2g.config import EngineConfig
 
 # No answer will come: the worker is gone, was ended by Ray's memory monitor, or its answer went with a node.
 DIED = (RayActorError, OutOfMemoryError, ObjectLostError)
+UNREACHABLE = (ActorUnavailableError, ObjectLostError)  # of these: a node that may come back, with its workers
 
 
 def fate(error: Exception) -> Literal["died", "could not be reached"]:
-    """What an exception of DIED says of the worker: a node that does not answer may come back, with its workers."""
-    return "could not be reached" if isinstance(error, ActorUnavailableError | ObjectLostError) else "died"
+    """What an exception of DIED says of the worker."""
+    return "could not be reached" if isinstance(error, UNREACHABLE) else "died"
 
 
 def why(error: Exception) -> str:
-    """What an exception of DIED says, in one line: of a worker that could not be made, what its constructor raised."""
+    """What an exception says in one line: of a call, what the worker raised, of a worker that could not be made, what
+    its constructor did."""
     lines = str(error).strip().splitlines()
     if "creation task" in str(error):
         return f"{type(error).__name__}: {lines[-1][:300]}"
-    return first_line(error)
+    return first_line(cause(error))
 
 
-def cause(error: RayTaskError) -> Exception:
+def cause(error: Exception) -> Exception:
     """What the worker raised; Ray's own error also where that did not survive the way."""
-    return error.cause if isinstance(error.cause, Exception) else error
+    return error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
 
 
 class Interrupted(Exception):

@@ -100,35 +100,32 @@ class Version:
         self.stages[stage] = self.stages.get(stage, 0.0) + seconds
 
 
+@dataclass
 class Round:
-    """`crew` are those that have all that was sent so far. Who dies, is late or disagrees drops out."""
+    """One try to bring a version to a crew. Who dies, is late or disagrees drops out."""
 
-    def __init__(
-        self,
-        learner: WeightOwner,
-        fleet: EngineFleet,
-        config: LearnerConfig,
-        version: Version,
-        crew: Sequence[Receiver],
-        *,
-        timeout_s: float = math.inf,
-    ) -> None:
-        """timeout_s: for all of it, where that is less than learner.step_timeout_s."""
-        self._learner, self._fleet, self._config, self._version = learner, fleet, config, version
-        self.crew = list(crew)
-        self._deadline = time.monotonic() + min(timeout_s, config.step_timeout_s)
-        self._broadcast = config.sync_transport == "nccl"  # which nobody finishes when one has refused
-        self._id = uuid.uuid4().hex  # what belongs to another round is not loaded, however late it comes
+    learner: WeightOwner
+    fleet: EngineFleet
+    config: LearnerConfig
+    version: Version
+    crew: list[Receiver]  # that have all that was sent so far
+    deadline: float  # of time.monotonic, for all of it
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)  # what is of another is not loaded, however late it comes
+
+    @property
+    def _broadcasts(self) -> bool:
+        """So that nobody finishes when one has refused."""
+        return self.config.sync_transport == "nccl"
 
     async def deliver(self) -> list[float]:
         """All buckets to the crew; returns the probe gap of each worker that proved to have them."""
-        version, engine = self._version, self._fleet.config
-        aboard = BUCKETS_ABOARD if self._config.keeps_buckets else 1  # the next one takes the memory of the one before
+        version, engine = self.version, self.fleet.config
+        aboard = BUCKETS_ABOARD if self.config.keeps_buckets else 1  # the next one takes the memory of the one before
         tasks: list[asyncio.Future[Any]] = []
         try:
             await self._timed(
                 "open",
-                lambda w: w.open_update.remote(self._id, version.number, engine.dtype, version.shapes),
+                lambda w: w.open_update.remote(self.id, version.number, engine.dtype, version.shapes),
                 "the start of a weight sync",
                 timeout_s=engine.health.probe_timeout_s * engine.health.max_failures,  # who takes longer hangs
             )
@@ -139,11 +136,10 @@ class Round:
                         await tasks[-aboard]
             tasks.append(asyncio.ensure_future(self._expected()))  # scored while the engines load what is left
             await asyncio.gather(*tasks[:-1])
-            await self._timed("close", lambda w: w.close_update.remote(self._id), "the end of a weight sync")
+            await self._timed("close", lambda w: w.close_update.remote(self.id), "the end of a weight sync")
             return await self._prove(tasks[-1])
         except BaseException as error:
-            for receiver in list(self.crew):
-                self._drop(receiver, f"got half a sync, which broke off: {str(error) or type(error).__name__}")
+            self._drop_all(f"got half a sync, which broke off: {str(error) or type(error).__name__}")
             raise
         finally:
             await end(tasks)
@@ -151,76 +147,75 @@ class Round:
     async def _timed(self, stage: str, submit: Callable[[Any], Any], what: str, **timeout: float) -> None:
         started = time.monotonic()
         await self._each(submit, what, **timeout)
-        self._version.took(stage, time.monotonic() - started)
+        self.version.took(stage, time.monotonic() - started)
 
     async def _load(self, ref: Any) -> None:
         """One bucket into the workers: each answers with its seconds by stage."""
-        answers = await self._each(lambda w: w.load_bucket.remote(self._id, ref), "a bucket of weights")
+        answers = await self._each(lambda w: w.load_bucket.remote(self.id, ref), "a bucket of weights")
         for stage in answers[0][1] if answers else ():
-            self._version.took(stage, max(seconds[stage] for _, seconds in answers))
+            self.version.took(stage, max(seconds[stage] for _, seconds in answers))
 
     async def _buckets(self) -> AsyncGenerator[Any, None]:
         """What is held, else the learner's, held where they can be; the crew is dropped when it went on meanwhile.
 
         Whether the workers still listen makes no difference to it: the ranks are in the middle of one call.
         """
-        version = self._version
+        version = self.version
         if version.held:
             for ref in version.held:
                 yield ref
             return
-        meeting, joining = await self._meet() if self._broadcast else (None, [])
+        meeting, joining = await self._meet() if self._broadcasts else (None, [])
         version.num_calls += 1
-        full = self._config.sync_verify == "full"
-        stream = self._learner.stream_weights(self._fleet.config.dtype, full=full, meeting=meeting)
+        full = self.config.sync_verify == "full"
+        stream = self.learner.stream_weights(self.fleet.config.dtype, full=full, meeting=meeting)
         try:
             while (ref := await asyncio.to_thread(next, stream, None)) is not None:
                 await asyncio.gather(*joining)
-                if self._config.keeps_buckets:
+                if self.config.keeps_buckets:
                     version.held.append(ref)
                 yield ref
         finally:
             _close(stream)
             await end(joining)
-        if self._learner.policy_version != version.made_at:
-            for receiver in list(self.crew):
-                self._drop(receiver, f"was sent version {version.number} when the learner went on")
+        if self.learner.policy_version != version.made_at:
+            self._drop_all(f"was sent version {version.number} when the learner went on")
 
     async def _meet(self) -> tuple[Meeting, list["asyncio.Future[Any]"]]:
         """Where this round's group meets, and the engines on their way there; the learner must now go as well."""
-        self._version.num_calls += 1
-        host, port = await asyncio.to_thread(self._learner.address)
-        gpus = self._fleet.config.tensor_parallel  # of an engine: each is a rank, and rank 0 the learner's
+        self.version.num_calls += 1
+        host, port = await asyncio.to_thread(self.learner.address)
+        gpus = self.fleet.config.tensor_parallel  # of an engine: each is a rank, and rank 0 the learner's
         ranks = {receiver.handle: 1 + index * gpus for index, receiver in enumerate(self.crew)}
         meeting = Meeting(host=host, port=port, size=1 + len(ranks) * gpus)
         what = "the meeting with the learner"
-        joining = self._each(lambda w: w.join_group.remote(self._id, meeting, ranks[w]), what)
+        joining = self._each(lambda w: w.join_group.remote(self.id, meeting, ranks[w]), what)
         return meeting, [asyncio.ensure_future(joining)]
 
     async def _expected(self) -> np.ndarray:
         """[N - 1] float32: the learner's logprobs of the probe, asked for once. Call it when all buckets are out."""
-        if self._version.probe_logprobs is None:
-            self._version.num_calls += 1
-            self._version.probe_logprobs = await asyncio.to_thread(self._learner.probe_logprobs, self._version.probe)
-        return self._version.probe_logprobs
+        if self.version.probe_logprobs is None:
+            self.version.num_calls += 1
+            self.version.probe_logprobs = await asyncio.to_thread(self.learner.probe_logprobs, self.version.probe)
+        return self.version.probe_logprobs
 
     async def _prove(self, expected: "asyncio.Future[np.ndarray]") -> list[float]:
-        started, tolerance, gaps = time.monotonic(), self._config.probe_tolerance, []
-        answers = await self._each(lambda w: w.score.remote(self._version.probe), "the probe")
+        started, tolerance, gaps = time.monotonic(), self.config.probe_tolerance, []
+        answers = await self._each(lambda w: w.score.remote(self.version.probe), "the probe")
         logprobs = await expected
         for receiver, scores in answers:
             gap = probe_gap(scores, logprobs)
             if gap <= tolerance:
                 gaps.append(gap)
-                self._version.proved.append(receiver)
-                self._fleet.has_weights(receiver, self._version.number)
+                self.version.proved.append(receiver)
+                self.fleet.has_weights(receiver, self.version.number)
             else:
                 self._drop(
                     receiver,
                     f"does not compute what the learner computes: {gap:.3g} nats apart on the probe of "
-                    f"{len(self._version.probe)} tokens; at most learner.probe_tolerance={tolerance:g} is allowed",
+                    f"{len(self.version.probe)} tokens; at most learner.probe_tolerance={tolerance:g} is allowed",
                 )
-        self._version.took("verify", time.monotonic() - started)
+        self.version.took("verify", time.monotonic() - started)
         return gaps
 
     async def _each(
@@ -232,11 +227,11 @@ class Round:
         refused, the others have `grace_s`.
         """
         started, asked = time.monotonic(), dict[asyncio.Future[Any], Receiver]()
-        until = min(self._deadline, started + timeout_s)
-        self._version.num_calls += len(self.crew)
+        until = min(self.deadline, started + timeout_s)
+        self.version.num_calls += len(self.crew)
         for receiver in self.crew:
             receiver.syncing = True  # now: set by the task, it might come after the end of the sync
-            asked[asyncio.ensure_future(self._fleet.ask(receiver, submit, what))] = receiver
+            asked[asyncio.ensure_future(self.fleet.ask(receiver, submit, what))] = receiver
         answers, pending = [], set(asked)
         try:
             while pending:
@@ -249,7 +244,7 @@ class Round:
                         answers.append((asked[task], task.result()))
                     except MissedSync as error:
                         self._drop(asked[task], str(error))
-                if answers or self._broadcast:
+                if answers or self._broadcasts:
                     took_s = time.monotonic() - started
                     until = min(until, started + took_s + grace_s(took_s))
             for task in pending:
@@ -259,12 +254,16 @@ class Round:
             await end([*asked])
         return answers
 
+    def _drop_all(self, reason: str) -> None:
+        for receiver in list(self.crew):
+            self._drop(receiver, reason)
+
     def _drop(self, receiver: Receiver, reason: str, *, late: bool = False) -> None:
         """Go on without it. A worker that has two buckets aboard fails twice and is dropped once."""
         if receiver in self.crew:
             self.crew.remove(receiver)
-            self._version.missed[receiver.name] = reason
-            self._fleet.missed(receiver, reason, late=late)
+            self.version.missed[receiver.name] = reason
+            self.fleet.missed(receiver, reason, late=late)
 
 
 def grace_s(first_s: float) -> float:

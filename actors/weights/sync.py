@@ -100,7 +100,8 @@ class WeightSync:
                 raise outcome
 
     def _round(self, version: Version, crew: Sequence[Receiver], timeout_s: float = math.inf) -> Round:
-        return Round(self._learner, self._fleet, self._config, version, crew, timeout_s=timeout_s)
+        deadline = time.monotonic() + min(timeout_s, self._config.step_timeout_s)
+        return Round(self._learner, self._fleet, self._config, version, list(crew), deadline)
 
     async def _some_receivers(self) -> Sequence[Receiver]:
         deadline = time.monotonic() + self._config.step_timeout_s

@@ -36,5 +36,5 @@ def test_stages_are_summed_and_held_against_the_whole() -> None:
 
 def test_the_copy_that_syncs_are_held_against_copies() -> None:
     source, target = np.arange(1000, dtype=np.uint8), np.zeros(1000, np.uint8)
-    copy_s, hash_s = timed_copy(source, target)
-    assert (source == target).all() and copy_s > 0 and hash_s > 0
+    seconds = timed_copy(source, target)
+    assert (source == target).all() and min(seconds["copy_s"], seconds["hash_s"]) > 0

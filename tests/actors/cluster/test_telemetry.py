@@ -4,6 +4,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from actors.cluster import telemetry
 from actors.cluster.telemetry import COUNTERS, GAUGES, RayMetrics
 from t2g.runs import metrics as documented
 
@@ -35,7 +38,10 @@ def logged(*steps: dict[str, float]) -> dict[str, list[tuple[float, dict[str, st
     class Fake(FakeMetric):
         made: dict[str, FakeMetric] = {}  # noqa: RUF012  one for each call
 
-    sink = RayMetrics("own", gauge=Fake, counter=Fake)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(telemetry, "Gauge", Fake)
+        patched.setattr(telemetry, "Counter", Fake)
+        sink = RayMetrics("own")
     for step, metrics in enumerate(steps, start=1):
         sink.log(step, metrics)
     sink.close()
