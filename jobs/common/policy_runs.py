@@ -28,9 +28,8 @@ from t2g.data.prompts import make_prompts
 from t2g.errors import LearnerLost, RunStopped
 from t2g.files import write_atomic
 from t2g.interfaces import FeedbackSource
-from t2g.loop.state import TrainerState
 from t2g.loop.steps import prompt_indices, refuse_unmeasured
-from t2g.loop.trainer import Trainer
+from t2g.loop.trainer import Trainer, TrainerState
 from t2g.report.run_page import SUMMARY_FILE, report_run
 from t2g.runs.checkpoint import CheckpointStore
 from t2g.runs.log import METRICS_FILE, RunLog, read_records

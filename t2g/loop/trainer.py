@@ -22,14 +22,15 @@ from t2g.data.buffer import Group, read_groups, write_groups
 from t2g.errors import LearnerLost, RunStopped, Stopped, UserError
 from t2g.feedback import token_offsets, token_rewards
 from t2g.feedback.rewards import step_ids
+from t2g.files import weights_version
 from t2g.interfaces import FeedbackSource, Learner, RolloutSource, WeightSync
 from t2g.loop.alarms import alarms
 from t2g.loop.producer import Producer
 from t2g.loop.sampling import dropped, held_out_metrics, measure, sample_held_out, training_feedback, usable
-from t2g.loop.state import TrainerState, run_identity
 from t2g.loop.steps import advantage_samples, refuse_not_finite, step_metrics, sync_metrics, token_staleness
 from t2g.runs import identity
 from t2g.runs.checkpoint import CheckpointStore
+from t2g.runs.identity import Identity, data_hash
 from t2g.runs.log import RunLog
 from t2g.tasks.base import Task
 from t2g.types import Prompt, Rollout, ScoredRollout, SpanFeedback, TokenStats, UpdateResult
@@ -37,6 +38,17 @@ from t2g.types import Prompt, Rollout, ScoredRollout, SpanFeedback, TokenStats, 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerState:
+    """What a checkpoint holds beside identity, learner and the groups that wait for later steps."""
+
+    step: int = 0  # finished steps
+    num_samples: int = 0  # responses sampled for training so far
+    policy_version: int = 0
+    kl_coef: float
+    wall_s: float = 0.0  # seconds of all sessions that led here
 
 
 @dataclass(kw_only=True, eq=False)
@@ -62,7 +74,12 @@ class Trainer:
     def __post_init__(self) -> None:
         self.train_feedback = training_feedback(self.config, self.feedback)
         self.state = TrainerState(kl_coef=self.config.objective.kl_coef)
-        self.identity = run_identity(self.config, self.prompts, self.feedback)
+        self.identity = Identity.of(  # the step number points into the prompts, the reference is model.policy
+            self.config,
+            weights=weights_version(self.config.model.policy, self.config.model.revision),
+            data=data_hash((prompt.prompt_id, prompt.prompt_ids) for prompt in self.prompts),
+            feedback=self.feedback.version,
+        )
         self.history: list[dict[str, float]] = []
         self._finished: dict[int, list[Group]] = {}  # by the checkpoint
         self._measuring = asyncio.Semaphore(self.config.feedback.concurrency)

@@ -1,11 +1,9 @@
 """A progress bar per stage with time left; plain lines where there is no terminal."""
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich import get_console
-from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -41,24 +39,22 @@ class Stage:
 
 
 @contextmanager
-def stage(
-    name: str, total: int, done: int = 0, *, console: Console | None = None, clock: Callable[[], float] = time.monotonic
-) -> Iterator[Stage]:
+def stage(name: str, total: int, done: int = 0) -> Iterator[Stage]:
     """Show the progress of one stage while the block runs; the last line says how long it took.
 
     done: how much of `total` an earlier session did; the time left is told from the pace of this one.
     On a terminal a bar that vanishes at the end; elsewhere at most one line in 10 s, for logs.
     """
-    console = console or get_console()  # one for all: nested stages share one live display
-    begin = clock()
+    console = get_console()  # one for all: nested stages share one live display
+    begin = console.get_time()
     columns = *Progress.get_default_columns(), MofNCompleteColumn()
     look = {"console": console, "disable": not console.is_terminal, "transient": True}
-    with Progress(*columns, **look, get_time=clock, speed_estimate_period=RATE_PERIOD_S) as progress:
+    with Progress(*columns, **look, speed_estimate_period=RATE_PERIOD_S) as progress:
         shown = Stage(name, total, done, progress)
         if done:
             shown.say(f"{name}: going on after {done} of {total}")
         yield shown
-    shown.say(f"{name}: done in {duration(clock() - begin)}")
+    shown.say(f"{name}: done in {duration(console.get_time() - begin)}")
 
 
 def duration(seconds: float) -> str:

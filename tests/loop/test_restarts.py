@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import FakeFeedback, letter_prompts, letter_tokenizer
+from fakes import letter_prompts, letter_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer_bench import NUM_STEPS, Bench, chosen, job
@@ -20,8 +20,9 @@ from jobs.common.policy_runs import with_restarts
 from t2g.concurrency import beside
 from t2g.config import PolicyJob
 from t2g.errors import LearnerLost, RunStopped, SamplingFailed, UserError
-from t2g.loop.state import TrainerState, run_identity
+from t2g.loop.trainer import TrainerState
 from t2g.runs.checkpoint import CheckpointStore
+from t2g.runs.identity import data_hash
 
 PHASES = ("sample", "judge", "measure", "forward", "update", "push", "save", "export")
 CONFIG = job(w_end=0.5)
@@ -272,7 +273,7 @@ def test_another_origin_is_refused_at_resume(tokenizer: Any, tmp_path: Path) -> 
 
     others = [*letter_prompts(20)[:-1], letter_prompts(1, "other-")[0]]
     with refused("what data.path holds"):
-        again(data=run_identity(CONFIG, others, FakeFeedback()).data).trainer.resume()
+        again(data=data_hash((prompt.prompt_id, prompt.prompt_ids) for prompt in others)).trainer.resume()
     with refused("the weights of model.policy", "the version of the feedback"):
         again(weights="retrained", feedback="newer").trainer.resume()
     assert again().trainer.resume().step == 2

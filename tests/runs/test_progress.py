@@ -6,23 +6,29 @@ from rich.console import Console
 from t2g.runs.progress import duration, stage
 
 
-class FakeClock:
-    def __init__(self) -> None:
+class Shown:
+    """What stands in for rich's own console, and for its clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
+        self._monkeypatch = monkeypatch
 
-    def __call__(self) -> float:
-        return self.now
+    def on(self, *, terminal: bool) -> Console:
+        console = Console(file=StringIO(), force_terminal=terminal, width=100, get_time=lambda: self.now)
+        self._monkeypatch.setattr("t2g.runs.progress.get_console", lambda: console)
+        return console
 
 
-def console(*, terminal: bool) -> Console:
-    return Console(file=StringIO(), force_terminal=terminal, width=100)
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> Shown:
+    return Shown(monkeypatch)
 
 
-def test_without_a_terminal_at_most_a_line_in_ten_seconds() -> None:
-    clock, out = FakeClock(), console(terminal=False)
-    with stage("annotate", 40, console=out, clock=clock) as annotate:
+def test_without_a_terminal_at_most_a_line_in_ten_seconds(shown: Shown) -> None:
+    out = shown.on(terminal=False)
+    with stage("annotate", 40) as annotate:
         for _ in range(40):
-            clock.now += 0.7
+            shown.now += 0.7
             annotate.advance()
     # 10.5 s: 15 done, 25 * .7 s left; 21 s: 30 done, 10 * .7 s left; 28 s: done
     assert out.file.getvalue().splitlines() == [
@@ -32,13 +38,13 @@ def test_without_a_terminal_at_most_a_line_in_ten_seconds() -> None:
     ]
 
 
-def test_the_time_left_is_told_from_the_pace_of_this_session() -> None:
-    clock, out = FakeClock(), console(terminal=False)
-    with stage("train", 40, 30, console=out, clock=clock) as train:
-        clock.now += 11
+def test_the_time_left_is_told_from_the_pace_of_this_session(shown: Shown) -> None:
+    out = shown.on(terminal=False)
+    with stage("train", 40, 30) as train:
+        shown.now += 11
         train.advance(False)
         train.advance(True)
-        clock.now += 11
+        shown.now += 11
         train.advance(True)
     # 11 s: 1 of 10 done, 9 * 11 s left; 22 s: 2 of 10 done, 8 * 11 s left
     assert out.file.getvalue().splitlines() == [
@@ -49,25 +55,25 @@ def test_the_time_left_is_told_from_the_pace_of_this_session() -> None:
     ]
 
 
-def test_a_bar_begins_where_the_last_session_ended() -> None:
-    out = console(terminal=True)
-    with stage("train", 40, done=30, console=out) as train:
+def test_a_bar_begins_where_the_last_session_ended(shown: Shown) -> None:
+    out = shown.on(terminal=True)
+    with stage("train", 40, done=30) as train:
         train.advance()
     assert "31/40" in out.file.getvalue()
 
 
-def test_lines_of_ones_own_are_printed_as_they_are() -> None:
-    out = console(terminal=False)
-    with stage("train", 1, console=out) as train:
+def test_lines_of_ones_own_are_printed_as_they_are(shown: Shown) -> None:
+    out = shown.on(terminal=False)
+    with stage("train", 1) as train:
         train.say("step 3 | [bold]reward[/] " + "x" * 200)
     assert out.file.getvalue().splitlines()[0] == "step 3 | [bold]reward[/] " + "x" * 200
 
 
-def test_a_terminal_has_a_bar_and_nested_stages() -> None:
-    out = console(terminal=True)
-    with stage("train", 3, console=out) as train:
+def test_a_terminal_has_a_bar_and_nested_stages(shown: Shown) -> None:
+    out = shown.on(terminal=True)
+    with stage("train", 3) as train:
         train.advance(2)
-        with stage("evaluate", 5, console=out) as evaluate:
+        with stage("evaluate", 5) as evaluate:
             evaluate.advance(5)
         train.say("step 2")
     text = out.file.getvalue()
@@ -76,9 +82,9 @@ def test_a_terminal_has_a_bar_and_nested_stages() -> None:
     assert "evaluate: done in 0 s" in text
 
 
-def test_a_stage_that_fails_is_not_done() -> None:
-    out = console(terminal=False)
-    with pytest.raises(RuntimeError, match="lost"), stage("train", 3, console=out):
+def test_a_stage_that_fails_is_not_done(shown: Shown) -> None:
+    out = shown.on(terminal=False)
+    with pytest.raises(RuntimeError, match="lost"), stage("train", 3):
         raise RuntimeError("lost")
     assert out.file.getvalue() == ""
 
