@@ -16,7 +16,6 @@ from pathlib import Path
 from rich.console import Console
 
 from jobs.common.cli import execute, job_parser
-from jobs.evaluate import as_trained, connected_model
 from t2g.config import ScoreJob
 from t2g.errors import RunStopped, UserError
 from t2g.report.terminal import show_feedback
@@ -36,6 +35,8 @@ def describe(config: ScoreJob) -> str:
 
 
 def run(config: ScoreJob, asked: argparse.Namespace) -> None:
+    from jobs.common.reward_serving import as_trained
+
     prompt_text, response = read_text("--prompt", asked.prompt), read_text("--text", asked.text)
     show(judge(as_trained(config), prompt_text, response), response)
 
@@ -55,6 +56,8 @@ def read_text(option: str, value: str) -> str:
 
 def judge(config: ScoreJob, prompt_text: str, response: str) -> SpanFeedback:
     """The answer of the reward model, served for this one question."""
+    from jobs.common.reward_serving import connected_model
+
     prompt = Prompt(prompt_id="score", prompt_text=prompt_text, task=config.task)
     print("starting the reward model", file=sys.stderr)
     with connected_model(config) as model:

@@ -1,6 +1,5 @@
 """The span reward model as stage 2 makes it: what it learns from, its training, and how it is measured."""
 
-import asyncio
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from jobs.annotate import DONE_FILE
 from jobs.common.fleets import Fleets
+from jobs.common.reward_serving import judge_all, usable_records
 from jobs.common.supervised import MODEL, supervise
 from t2g.config import FeedbackConfig, RewardJob, StyleConfig
 from t2g.errors import UserError
@@ -17,8 +17,7 @@ from t2g.feedback.card import make_card, style_words, write_card
 from t2g.feedback.examples import SFTExample, reward_examples
 from t2g.feedback.records import AnnotatedRecord, load_annotated
 from t2g.files import write_atomic
-from t2g.runs.progress import stage
-from t2g.study.reward_eval import JudgedRecord, judge_records, reward_metrics
+from t2g.study.reward_eval import JudgedRecord, reward_metrics
 from t2g.tasks.base import get_task
 from t2g.text.tokenizer import load_tokenizer
 
@@ -39,9 +38,7 @@ def read_data(config: RewardJob) -> RewardData:
     for name, path in (("data.path", config.data.path), ("eval_data.path", config.eval_data.path)):
         check_style(name, path, config.style)
     task, tokenizer = get_task(config.task), load_tokenizer(config.model.policy, config.model.revision)
-    heldout = [record for record in load_annotated(config.eval_data, task) if record.usable]
-    if not heldout:
-        raise UserError(f"eval_data.path={config.eval_data.path} has no record with feedback that could be used")
+    heldout = usable_records("eval_data.path", config.eval_data, config.task)
     records = load_annotated(config.data, task)
     if config.style.critique and not any(record.critique.strip() for record in records if record.usable):
         raise UserError(
@@ -94,5 +91,4 @@ def train_and_judge(config: RewardJob, data: RewardData, fleets: Fleets, *, toke
     write_card(model, make_card(task, config.style))
     served = FeedbackConfig(reward_model=str(model), style=config.style, engine=config.engine)
     fleet = fleets.rewards(served, task, config)
-    with stage("measuring the reward model", len(data.heldout)) as bar:
-        return asyncio.run(judge_records(fleet, data.heldout, tokenizer, bar.advance))
+    return judge_all(fleet, data.heldout, tokenizer)

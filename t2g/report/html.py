@@ -8,12 +8,10 @@ from typing import Any, NamedTuple
 from markupsafe import Markup
 
 from t2g.report.curves import DASHES, Series, line_chart
-from t2g.report.segments import Segment, printable, segments
-from t2g.report.templates import environment, render_page
+from t2g.report.templates import render_page
 from t2g.runs import metrics as m
-from t2g.types import Span, SpanFeedback
+from t2g.types import SpanFeedback
 
-MAX_TEXT_CHARS = 4000
 MAX_EXAMPLES = 24
 
 Step = Mapping[str, Any]
@@ -123,17 +121,3 @@ def metric_rows(
     if first != "score":
         names.pop("score", None)
     return [(name, base.get(name), [values.get(name) for values in finals.values()]) for name in names]
-
-
-def shown(text: str, spans: Sequence[Span] = ()) -> list[Segment]:
-    """The first MAX_TEXT_CHARS characters, cut at the spans."""
-    return segments(printable(text[:MAX_TEXT_CHARS]), spans)
-
-
-def phrases(feedback: SpanFeedback) -> list[Span]:
-    """What of the critique speaks of each span, so that both carry the same number; empty where nothing does."""
-    ranges = [(s.critique_range or (0, 0), s.label) for s in feedback.spans]
-    return [Span(start=start, end=end, label=label) for (start, end), label in ranges]
-
-
-environment.globals |= {"shown": shown, "phrases": phrases, "max_chars": MAX_TEXT_CHARS}

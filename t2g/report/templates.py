@@ -1,5 +1,6 @@
 """The templates of this folder: no script, nothing fetched, every text escaped, for model output is untrusted."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from t2g.files import write_atomic
+from t2g.report.segments import Segment, printable, segments
 from t2g.runs.progress import duration
+from t2g.types import Span, SpanFeedback
+
+MAX_TEXT_CHARS = 4000
 
 environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined)
 
@@ -38,5 +43,17 @@ def number(value: Any) -> str:
     return f"{value:,.{decimals}f}"
 
 
+def shown(text: str, spans: Sequence[Span] = ()) -> list[Segment]:
+    """The first MAX_TEXT_CHARS characters, cut at the spans."""
+    return segments(printable(text[:MAX_TEXT_CHARS]), spans)
+
+
+def phrases(feedback: SpanFeedback) -> list[Span]:
+    """What of the critique speaks of each span, so that both carry the same number; empty where nothing does."""
+    ranges = [(s.critique_range or (0, 0), s.label) for s in feedback.spans]
+    return [Span(start=start, end=end, label=label) for (start, end), label in ranges]
+
+
 environment.filters |= {"number": number, "seconds": duration}
 environment.tests["figure"] = is_figure
+environment.globals |= {"shown": shown, "phrases": phrases, "max_chars": MAX_TEXT_CHARS}

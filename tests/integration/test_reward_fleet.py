@@ -13,8 +13,8 @@ import pytest
 from models import random_model
 
 from actors.engines.reward import RewardFleet
+from jobs.common.reward_serving import as_trained, connected_model, evaluate_reward, usable_records
 from jobs.common.run_folder import begin_folder
-from jobs.evaluate import as_trained, connected_model, evaluate_reward, read_records
 from t2g.config import AnnotateConfig, EvaluateJob, FeedbackConfig, RewardEngineConfig, StyleConfig
 from t2g.errors import UserError
 from t2g.feedback.card import make_card, write_card
@@ -133,7 +133,7 @@ def test_a_persons_critique_is_aligned_by_the_served_model(
 def test_the_report_of_a_served_model(fleet: RewardFleet, job: EvaluateJob) -> None:
     assert job.task == "prompts"  # says the model's card
     folder, tokenizer = begin_folder(job, JSON_FILE), load_tokenizer(str(job.feedback.reward_model))
-    metrics = evaluate_reward(job, read_records(job), fleet, tokenizer, folder)
+    metrics = evaluate_reward(job, usable_records("data.path", job.data, job.task), fleet, tokenizer, folder)
     assert (metrics["num_records"], metrics["usable_rate"]) == (2, 1.0)
     assert metrics["parse_rate"] == 0.0  # nobody made it an answer
     assert json.loads((folder / JSON_FILE).read_text())["metrics"] == metrics

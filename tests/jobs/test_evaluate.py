@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
+from jobs.common.reward_serving import as_trained, evaluate_reward, usable_records
 from jobs.common.run_folder import begin_folder
-from jobs.evaluate import as_trained, evaluate, evaluate_reward, read_records
+from jobs.evaluate import evaluate
 from t2g.config import EvaluateJob, StyleConfig
 from t2g.errors import UserError
 from t2g.feedback.card import make_card, write_card
 from t2g.feedback.parse import parse_answer
+from t2g.feedback.records import AnnotatedRecord
 from t2g.report.reward_page import HTML_FILE, JSON_FILE
 from t2g.tasks.base import get_task
 from t2g.tasks.tiny.assets import build_tokenizer
@@ -76,19 +78,27 @@ def test_a_path_to_nothing_is_no_name_on_the_hub(tmp_path: Path, name: str, monk
         as_trained(job(tmp_path, name))
 
 
+def records_of(config: EvaluateJob) -> list[AnnotatedRecord]:
+    return usable_records("data.path", config.data, config.task)
+
+
 def test_only_records_with_usable_feedback_are_asked_about(tmp_path: Path) -> None:
-    assert [record.prompt_id for record in read_records(job(tmp_path, "m"))] == ["1", "2"]
-    many = [{**RECORDS[0], "prompt_id": str(i)} for i in range(9)]
-    assert len(read_records(job(tmp_path, "m", many, run={"smoke": True}))) == 3
+    assert [record.prompt_id for record in records_of(job(tmp_path, "m"))] == ["1", "2"]
     with pytest.raises(UserError, match=r"heldout.jsonl has no record with feedback that could be used"):
-        read_records(job(tmp_path, "m", RECORDS[2:]))
+        records_of(job(tmp_path, "m", RECORDS[2:]))
+
+
+def test_a_smoke_run_asks_about_three(tmp_path: Path) -> None:
+    config = job(tmp_path, "m", [{**RECORDS[0], "prompt_id": str(i)} for i in range(9)], run={"smoke": True})
+    tokenizer = build_tokenizer(tmp_path / "tokenizer", ["x"], vocab_size=261)
+    assert evaluate_reward(config, records_of(config), Model(), tokenizer, tmp_path)["num_records"] == 3
 
 
 def test_the_report_lies_in_the_run_folder(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = as_trained(job(tmp_path, model))
     folder = begin_folder(config, JSON_FILE)
     tokenizer = build_tokenizer(tmp_path / "tokenizer", ["x"], vocab_size=261)  # a token a byte
-    metrics = evaluate_reward(config, read_records(config), Model(), tokenizer, folder)
+    metrics = evaluate_reward(config, records_of(config), Model(), tokenizer, folder)
     # good: "ab" is right and "ef" is not; poor: of "cd" and "ef" none is found
     assert (metrics["good_precision"], metrics["good_recall"], metrics["poor_recall"]) == (0.5, 1.0, 0.0)
     assert (metrics["parse_rate"], metrics["usable_rate"], metrics["num_records"]) == (0.0, 1.0, 2)

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from t2g.report.html import (
     MAX_EXAMPLES,
-    MAX_TEXT_CHARS,
     Answer,
     Example,
     headline,
@@ -17,7 +16,7 @@ from t2g.report.html import (
     metric_rows,
     write_report,
 )
-from t2g.report.templates import number
+from t2g.report.templates import MAX_TEXT_CHARS, number
 from t2g.types import Span, SpanFeedback
 
 VOID = {"meta"}  # SVG elements close themselves or have an end tag
