@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jobs.common.run_folder import begin_folder, check_folder
+from jobs.common.run_folder import begin_folder, check_folder, finished
 from jobs.common.supervised import LEFTOVERS
 from t2g.config import SFTJob, loading
 from t2g.errors import UserError
@@ -46,3 +46,16 @@ def test_a_smoke_run_starts_from_nothing_in_a_folder_of_its_own(tmp_path: Path) 
         assert {path.name for path in smoke.iterdir()} == {loading.FILE_NAME, IDENTITY_FILE}
         (smoke / "model").mkdir()
     assert loading.load(SFTJob, folder / loading.FILE_NAME).sft.batch_size == 64
+
+
+@pytest.mark.parametrize("leftovers", [LEFTOVERS, ()])  # of a supervised job; of one that each start binds
+def test_a_run_folder_of_the_layout_before_is_refused(tmp_path: Path, leftovers: tuple[str, ...]) -> None:
+    config = job(tmp_path)
+    loading.write(config, config.run.folder)
+    (config.run.folder / "model").mkdir()
+    (config.run.folder / "summary.json").write_text('{"steps": 3}')
+    for ask in (check_folder, begin_folder):
+        with pytest.raises(UserError, match=r"by another version of this program.*take another run\.name$"):
+            ask(config, *leftovers)
+    with pytest.raises(UserError, match="by another version of this program"):
+        finished(config, "summary.json")
