@@ -16,6 +16,10 @@ _LINES = (".jsonl", ".ndjson")
 SUFFIXES = (".json", *_LINES, ".csv", ".parquet")
 
 
+class _TwoObjects(UserError):
+    """One JSON value behind the other."""
+
+
 def load_records(config: DataConfig) -> list[dict[str, Any]]:
     """The first `config.limit` records, with `config.columns` renamed to our names.
 
@@ -55,16 +59,11 @@ def read_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         return _read_csv(path)
     if path.suffix != ".json":
         raise UserError(f"{path}: files of this kind are not read; give one of {', '.join(SUFFIXES)}")
-    text = _decode(path.read_bytes(), f"{path}", first_line=1)
+    text = _decode(path.read_bytes(), path)
     try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data":  # one object after the other: JSON lines under another name
-            return read_lines(path)
-        raise UserError(f"{path}:{error.lineno}: no JSON: {error.msg}") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: no JSON that can be read: {error}") from error
-    _check_characters(data, text, str(path))
+        data = _parse(text, path)
+    except _TwoObjects:  # one after the other: JSON lines under another name
+        return read_lines(path)
     return _numbered(path, _rows_of_json(data, path))
 
 
@@ -89,26 +88,20 @@ def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(file:line, record) of a JSON lines file without its blank lines. UserError for a line that is no object."""
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
-            where = f"{path}:{number}"
-            line = _decode(raw, where).strip()
+            line = _decode(raw, path, number).strip()
             if not line:
                 continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-                raise UserError(f"{where}: no JSON: {reason}") from error
+            row = _parse(line, path, number)
             if not isinstance(row, dict):
-                raise UserError(f"{where}: holds {line[:60]}; it needs to be an object")
-            _check_characters(row, line, where)
-            yield where, row
+                raise UserError(f"{path}:{number}: holds {line[:60]}; it needs to be an object")
+            yield f"{path}:{number}", row
 
 
 def _read_csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(file and line where it begins, record) of a CSV file: the first line names the columns, an empty cell is no
     value. Cells may hold commas and line ends between quotation marks, as spreadsheets write them.
     """
-    rows = csv.reader(StringIO(_decode(path.read_bytes(), str(path), first_line=1), newline=""), strict=True)
+    rows = csv.reader(StringIO(_decode(path.read_bytes(), path), newline=""), strict=True)
     end = 0  # last line of the row before
     names: list[str] | None = None
     try:
@@ -126,22 +119,33 @@ def _read_csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise UserError(f"{path}:{end + 1}: no CSV: {error}") from error
 
 
-def _decode(raw: bytes, where: str, first_line: int | None = None) -> str:
+def _decode(raw: bytes, path: Path, first_line: int = 1) -> str:
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = "" if first_line is None else f":{first_line + raw.count(NEWLINE, 0, error.start)}"
-        raise UserError(f"{where}{line}: byte 0x{raw[error.start]:02x} is no UTF-8; save the file as UTF-8") from error
+        line = first_line + raw.count(NEWLINE, 0, error.start)
+        byte = f"byte 0x{raw[error.start]:02x}"
+        raise UserError(f"{path}:{line}: {byte} is no UTF-8; save the file as UTF-8") from error
 
 
-def _check_characters(data: Any, text: str, where: str) -> None:
-    """JSON can spell half of a surrogate pair, which is no character: no tokenizer and no file takes it."""
-    if "\\ud" not in text.lower():
-        return
+def _parse(text: str, path: Path, first_line: int = 1) -> Any:
+    """The JSON in `text`, which begins in that line of the file.
+
+    JSON can spell half of a surrogate pair, which is no character: no tokenizer and no file takes it.
+    """
     try:
-        json.dumps(data, ensure_ascii=False).encode()
+        data = json.loads(text)
+        if "\\ud" in text.lower():
+            json.dumps(data, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        kind = _TwoObjects if error.msg == "Extra data" else UserError
+        raise kind(f"{path}:{first_line + error.lineno - 1}: no JSON: {error.msg}") from error
     except UnicodeEncodeError as error:
-        raise UserError(f"{where}: \\u{ord(error.object[error.start]):04x} is half of a character") from error
+        half = f"\\u{ord(error.object[error.start]):04x} is half of a character"
+        raise UserError(f"{path}:{first_line}: {half}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}:{first_line}: no JSON that can be read: {error}") from error
+    return data
 
 
 def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
