@@ -242,7 +242,7 @@ def _tell_tokens(config: AnnotateJob, samples: Sequence[Sample]) -> None:
     """Say what a language model will be asked for. UserError when that is above llm.max_total_tokens."""
     if config.annotate.model_asked != "llm":
         return
-    longest = "x" * (BYTES_PER_TOKEN * config.rollout.max_new_tokens)  # of a response that is yet to be sampled
+    longest = "x" * (BYTES_PER_TOKEN * config.rollout.max_new_tokens)  # stands for a response that is yet to be sampled
     items = [(s.prompt, s.response or longest) for s in samples]
     if config.annotate.source == "human":
         human = _human(config)

@@ -67,11 +67,11 @@ class SpanFeedback:
     spans: tuple[Span, ...]
     status: FeedbackStatus
     source: str  # "reward_model", "program", "llm", "human"
-    version: str  # of the source: model folder and prompt template, or import path
+    version: str  # what the source was: model folder and prompt template, or import path
     num_quotes: int = 0  # quotes given by the source
-    num_located: int = 0  # of these, found in the response
+    num_located: int = 0  # quotes that stand in the response
     outcome: dict[str, Any] = field(default_factory=dict)  # what a program found: {"passed": False, ...}, plain JSON
-    agreement: float | None = None  # of several annotators: mean pairwise token F1 of their labels, 0 .. 1
+    agreement: float | None = None  # between several annotators: mean pairwise token F1 of their labels, 0 .. 1
     reason: str = ""  # why the status is failed or unparsable, a sentence
 
     @property
@@ -140,12 +140,12 @@ class TrainBatch:
     """All optimizer steps of one step: num_epochs times over the samples."""
 
     minibatches: tuple[Minibatch, ...]
-    kl_coef: float  # of the loss term; 0 where KL is paid in the reward (k1)
+    kl_coef: float  # coefficient of the loss term; 0 where KL is paid in the reward (k1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedTokens:
-    """Sequences one after the other in one row of T tokens: what a forward pass needs."""
+    """Sequences one after the other in one row of T tokens."""
 
     input_ids: np.ndarray  # [T] int64
     position_ids: np.ndarray  # [T] int64, restart at 0 with each sequence
@@ -180,5 +180,5 @@ class WeightSyncResult:
     bytes: int  # sent to each worker
     probe_gap: float  # largest |engine - learner| logprob over the probe tokens, nats
     stages: dict[str, float] = field(default_factory=dict)  # seconds, by names in `t2g.runs.metrics`
-    num_calls: int = 0  # of workers and of the learner group
+    num_calls: int = 0  # calls of workers and of the learner group
     missed: tuple[str, ...] = ()  # workers that did not get it: STALE, or lost

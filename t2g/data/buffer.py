@@ -13,7 +13,7 @@ from t2g.errors import UserError
 from t2g.types import Prompt, Rollout, SpanFeedback, read_feedback
 
 GROUPS = "groups.json"
-ARRAYS = {"response_ids": np.int32, "rollout_logprobs": np.float32}  # of a rollout: their bytes, in base 64
+ARRAYS = {"response_ids": np.int32, "rollout_logprobs": np.float32}  # a rollout's arrays: their bytes, in base 64
 
 
 @dataclass(frozen=True, kw_only=True)

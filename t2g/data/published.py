@@ -23,7 +23,7 @@ _NAMES = {
     "good_code": "good",
     "poor_spans": "poor",
 }
-_SEVERITIES = {"wrong_code": 3, "improvement_code": 1, "improvable_code": 1}  # of poor code
+_SEVERITIES = {"wrong_code": 3, "improvement_code": 1, "improvable_code": 1}  # how severe a piece of poor code is
 _OBJECTS = ("annotations", "analysis", "spans")
 
 

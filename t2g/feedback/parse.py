@@ -24,8 +24,8 @@ from t2g.tasks.base import SPARSE
 from t2g.text.quotes import locate, occurrence_at
 from t2g.types import FinishReason, Severity, Span, SpanFeedback
 
-MAX_ANSWER_CHARS = 65_536  # of an answer, a critique or an outcome that is looked at
-MAX_QUOTES = 256  # of each label that are looked for; the rest counts as not located
+MAX_ANSWER_CHARS = 65_536  # an answer, a critique or an outcome that is longer is not looked at
+MAX_QUOTES = 256  # good and poor ones each that are looked for; the rest counts as not located
 _SENTENCE_END = re.compile(r"[.!?;](?=\s|$)|[。！？；\n]")
 _SURROGATES = re.compile(r"[\ud800-\udfff]")
 _SPAN = TypeAdapter(Span)

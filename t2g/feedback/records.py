@@ -51,9 +51,9 @@ class AnnotatedRecord(BaseModel):
     source: str = "human"
     version: str = ""
     outcome: dict[str, Any] = {}  # what a program found
-    agreement: float | None = None  # of several annotators
+    agreement: float | None = None  # mean pairwise F1 of several annotators' labels
     num_quotes: int = 0  # quotes that the source gave; 0 where it is not known
-    num_located: int = 0  # of these, found in the response
+    num_located: int = 0  # quotes that stand in the response
     task: str = ""
     sample_index: int = Field(0, ge=0)
     payload: dict[str, Any] = {}

@@ -32,7 +32,7 @@ class Sample:
     """One response that wants feedback: one record of the output."""
 
     prompt: Prompt
-    sample_index: int  # of the responses to this prompt, from 0
+    sample_index: int  # which of the responses to this prompt, from 0
     response: str | None = None  # none: the policy writes it, or the data lacks it
     problem: str = ""  # why the data lacks it, in a sentence
 

@@ -19,7 +19,7 @@ POLICY_INSTRUCTION = (
     "Solve the following problem in Python. Answer with the whole program in one block that starts with ```python, "
     "without tests and without examples of its use.\n\n"
 )
-MAX_NOTE_CHARS = 2000  # of a log, and of the tests
+MAX_NOTE_CHARS = 2000  # a log and the tests are shown up to here, each
 _FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n`]*\n(.*?)(?=^[ \t]*```|\Z)(?:[ \t]*```)?", re.MULTILINE | re.DOTALL)
 _IMPORTED = re.compile(r"^\s*from\s+solution\s+import\s+(\([^)]*\)|[^\n#]+)", re.MULTILINE)
 

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import NamedTuple
 
 # Without these bounds one quote of a repetitive text takes seconds: the work grows with the square of its length.
-MAX_PLACES = 1000  # of a quote that are looked at, halves of characters among them
+MAX_PLACES = 1000  # a quote's places that are looked at, halves of characters among them
 MAX_MARKS = 30  # that combine with one letter; Unicode's stream-safe text (UAX 15) has no more
 _MARKS = {**dict.fromkeys("\u2018\u2019\u201a\u201b", "'"), **dict.fromkeys("\u201c\u201d\u201e\u201f", '"')}
 

@@ -23,9 +23,9 @@ from t2g.text.tokenizer import Message
 from t2g.types import Prompt, Span, SpanFeedback
 
 LABELS = {1: "good", -1: "poor"}
-MAX_NOTES_CHARS = 8000  # of a human's feedback or a test's log that is shown
+MAX_NOTES_CHARS = 8000  # a human's feedback or a test's log is shown up to here
 MAX_FAULTS = 8  # that are told to the model at once
-MAX_REPEATED_CHARS = 4000  # of an answer that is shown to the model again
+MAX_REPEATED_CHARS = 4000  # the model is shown its answer again up to here
 
 _FORMAT = (
     "Answer in another form than the one asked for above: one JSON object with these keys in this order.\n"

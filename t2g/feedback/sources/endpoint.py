@@ -22,8 +22,8 @@ from t2g.feedback.sources.waiting import PerLoop
 if TYPE_CHECKING:
     import openai
 
-MAX_BODY_BYTES = 4 * 2**20  # of a response that is read
-MAX_RETRIES = 10  # of one request, a minute of pauses; the deadline of the judgement may end them before
+MAX_BODY_BYTES = 4 * 2**20  # a response is read up to here
+MAX_RETRIES = 10  # a minute of pauses for one request; the deadline of the judgement may end them before
 
 
 class EndpointChat(Chat):
