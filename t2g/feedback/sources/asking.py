@@ -6,7 +6,7 @@ from typing import Any, Literal, Protocol
 
 from t2g.text.tokenizer import Message
 
-BYTES_PER_TOKEN = 3  # bytes are those of UTF-8: English has about 4, other scripts 2 to 4, so an estimate by it is rather high
+BYTES_PER_TOKEN = 3  # UTF-8: English has about 4, other scripts 2 to 4, so an estimate by it is rather high
 
 
 @dataclass(frozen=True, kw_only=True)

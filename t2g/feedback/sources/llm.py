@@ -47,7 +47,7 @@ class TokenEstimate:
 
 
 def estimate_cost(items: Iterable[tuple[Prompt, str]], config: FeedbackConfig, task: Task) -> TokenEstimate:
-    """What judging these responses may cost: UTF-8 bytes / 3 for each prompt, `llm.max_output_tokens` for each answer."""
+    """What these judgements may cost: UTF-8 bytes / 3 for each prompt, `llm.max_output_tokens` for each answer."""
     num_requests = prompt_tokens = 0
     for prompt, response_text in items:
         request = make_request(task, prompt, response_text, config.style)
@@ -123,7 +123,7 @@ class LLMFeedback(FeedbackSource):
 
     async def _annotator(self, request: Request, seed: int) -> SpanFeedback:
         """The feedback of one annotator, who is told what was wrong with an answer and asked again."""
-        left_s = self._config.timeout_s  # all tries together; waiting for a turn does not count: a slow pace is no failure
+        left_s = self._config.timeout_s  # for all tries; waiting for a turn does not count: a slow pace is no failure
         messages, schema = request.messages, answer_schema(request)
         readings: list[Reading] = []
         failed: ChatFailed | None = None  # the last try
