@@ -47,11 +47,7 @@ class CheckpointStore:
                 return final
             shutil.rmtree(final)
 
-        def fill_all(folder: Path) -> None:
-            fill(folder)
-            (folder / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
-
-        self._write_sealed(final, fill_all, f"the checkpoint of step {step}")
+        self._write_sealed(final, fill, STATE, state, f"the checkpoint of step {step}")
         # A newer one is torn, or the run would not have come to write this one: it is not among those that are kept.
         for old in [folder for folder in self._steps() if folder <= final][self.keep :]:
             shutil.rmtree(old)
@@ -75,15 +71,11 @@ class CheckpointStore:
         if not math.isfinite(score) or (best is not None and score <= best[1]):
             return False
 
-        def export_all(folder: Path) -> None:
-            export(folder)
-            (folder / SCORE).write_text(json.dumps({"step": step, "score": score}), encoding="utf-8")
-
         number = int(best[0].name.removeprefix("best-")) + 1 if best else 1
         final = self.folder / f"best-{number:04d}"
         if final.exists():
             shutil.rmtree(final)  # sealed, but the run ended before the link was moved
-        self._write_sealed(final, export_all, f"the best policy of step {step}")
+        self._write_sealed(final, export, SCORE, {"step": step, "score": score}, f"the best policy of step {step}")
         link = self.folder / f"{TEMPORARY}best-link"
         link.unlink(missing_ok=True)
         link.symlink_to(final.name)
@@ -108,8 +100,10 @@ class CheckpointStore:
             return []
         return sorted((p for p in self.folder.iterdir() if re.fullmatch(r"step-\d{8,}", p.name)), reverse=True)
 
-    def _write_sealed(self, final: Path, fill: Callable[[Path], None], what: str) -> None:
-        """`fill` a sibling of `final`, bring it to the disk with its manifest, then rename it."""
+    def _write_sealed(
+        self, final: Path, fill: Callable[[Path], None], name: str, content: dict[str, Any], what: str
+    ) -> None:
+        """`fill` a sibling of `final`, and `content` as JSON; bring it to the disk with its manifest, then rename it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for left_over in self.folder.glob(f"{TEMPORARY}*-*"):
             if left_over.is_dir() and not left_over.is_symlink():
@@ -118,23 +112,21 @@ class CheckpointStore:
         temporary.mkdir()
         try:
             fill(temporary)
+            (temporary / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
             _seal(temporary)
         except BaseException as error:
             free = shutil.disk_usage(self.folder).free
             shutil.rmtree(temporary)
             if isinstance(error, Exception) and (free < _FULL_BELOW_BYTES or _says_full(error)):
-                raise UserError(self._full_sentence(what, free)) from error
+                last = self.latest()
+                kept = f"the last good one, {last[0].name}, is kept" if last else "there is none before it"
+                raise UserError(
+                    f"{what} does not fit on the disk of {self.folder} ({free / 2**20:.0f} MiB left; {kept}): "
+                    "free some space or lower checkpoint.keep, then start the same command again"
+                ) from error
             raise
         temporary.rename(final)
         sync_path(self.folder)
-
-    def _full_sentence(self, what: str, free: int) -> str:
-        last = self.latest()
-        kept = f"the last good one, {last[0].name}, is kept" if last else "there is none before it"
-        return (
-            f"{what} does not fit on the disk of {self.folder} ({free / 2**20:.0f} MiB left; {kept}): "
-            "free some space or lower checkpoint.keep, then start the same command again"
-        )
 
 
 def _seal(folder: Path) -> None:
