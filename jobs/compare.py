@@ -33,7 +33,7 @@ def describe(job: CompareJob) -> str:
     lines = [f"{name}: {method.about}" for name, method in arms.methods.items()]
     if config.rewards:
         models = sorted({arms.reward_model(name) for name in arms.methods})
-        lines.append(f"{len(models)} reward models on {len(config.rewards.seeds)} seeds: {', '.join(models)}")
+        lines.append(f"reward models: {', '.join(models)}, each with seeds {', '.join(map(str, config.rewards.seeds))}")
     lines.append(
         f"{searched + compared + noisy:,} runs: {searched} to choose learning rates, {compared} that are compared, "
         f"{noisy} under noise\neach run:\n{indent(describe_config(job), '  ')}"

@@ -8,9 +8,9 @@ from contextlib import closing
 from typing import Any
 
 from actors.engines.rollout import RolloutFleet
-from actors.learner.learner import LearnerGroup, LearnerSpec
+from actors.learner.learner import LearnerGroup
 from jobs.common.fleets import Fleets
-from jobs.common.policy_runs import PolicyData
+from jobs.common.policy_runs import PolicyData, learner_spec
 from jobs.common.stages import once
 from t2g.config import ModelConfig, PolicyJob, with_overrides
 from t2g.data.buffer import Group, read_groups, write_groups
@@ -18,6 +18,7 @@ from t2g.files import write_atomic
 from t2g.interfaces import FeedbackSource
 from t2g.loop.sampling import JudgedResponse, sampling_of
 from t2g.study import targeting
+from t2g.study.baselines import POLICY
 from t2g.study.methods import Arms
 
 TARGETING_FILE = "targeting.json"
@@ -52,19 +53,14 @@ class Target:
 
     def measure_exported(self, arm: PolicyJob, feedback: FeedbackSource) -> None:
         """The same of a run that had no learner of ours, from the policy that it left."""
-        model = ModelConfig(policy=str(arm.run.folder / "policy"))
-        spec = LearnerSpec(
-            model=model,
-            learner=with_overrides(arm.learner, {"lora": None}),  # the policy was merged when it was exported
-            objective=with_overrides(arm.objective, {"advantages": "group"}),  # no critic is asked
-            temperature=arm.rollout.temperature,
-            num_updates=1,
-            seed=arm.run.seed,
-        )
-        with closing(LearnerGroup(spec, placement_timeout_s=arm.cluster.placement_timeout_s)) as learner:
+        # Merged when it was exported; no critic is asked.
+        changes = {"model": ModelConfig(policy=str(arm.run.folder / POLICY)), "learner.lora": None}
+        exported = with_overrides(arm, changes | {"objective.advantages": "group"})
+        placement_timeout_s = arm.cluster.placement_timeout_s
+        with closing(LearnerGroup(learner_spec(exported), placement_timeout_s=placement_timeout_s)) as learner:
             logprobs = self._logprobs(learner)
         with Fleets() as own:
-            self._write(arm, logprobs, own.rollouts(model, arm.rollout, arm), feedback)
+            self._write(arm, logprobs, own.rollouts(exported.model, exported.rollout, exported), feedback)
 
     def _logprobs(self, learner: LearnerGroup) -> list[Any]:
         return [stats.old_logprobs for stats in learner.forward([rollout for _, rollout, _ in self.responses])]

@@ -26,13 +26,14 @@ from t2g.errors import UserError
 Scores = dict[float, dict[int, float | None]]  # learning rate -> seed -> score, None for a run that stopped
 
 SHIPPED = Path(__file__).parents[2] / "configs" / "methods"  # beside t2g in a checkout, an upload and a wheel
-REWARDS = "${rewards}"
 PLAIN = "plain"  # the reward model of methods that change nothing about it
 NOISY = ("span", "scalar")  # are run with compare.noise
 READS_STYLE = {"critique": ("reward_model", "llm"), "labels": ("reward_model", "llm", "program")}  # key -> sources
 
 
 class Method(Section):
+    """What one file says."""
+
     about: str = Field(..., description="what it is, in a sentence")
     procedure: Literal["ppo", "base", "reflection", "dpo", "ilf"] = Field(
         "ppo", description="who makes the policy; base: nobody, others than ppo: t2g.study.baselines"

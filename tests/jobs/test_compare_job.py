@@ -111,9 +111,9 @@ def test_the_dry_run_counts_the_runs_and_says_what_the_methods_are(tmp_path: Pat
     assert "span: Text2Grad" in said
     more = describe(the_job(tmp_path, config="compare_more.yaml"))
     assert "70 runs: 28 to choose learning rates, 24 that are compared, 18 under noise" in more
-    assert "3 reward models on 1 seeds: dense, no_critique, plain" in more
+    assert "reward models: dense, no_critique, plain, each with seeds 1\n" in more
     study = describe(the_job(tmp_path, config="reward_study.yaml"))
-    assert "4 reward models on 3 seeds: dense, no_critique, plain, weighted" in study and "\n0 runs: " in study
+    assert "reward models: dense, no_critique, plain, weighted, each with seeds 1, 2, 3\n" in study and "\n0 runs: " in study
 
 
 # ----------------------------------------------------------------------------------------------- finished, and resumed
