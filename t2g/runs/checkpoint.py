@@ -103,7 +103,7 @@ class CheckpointStore:
     def _write_sealed(
         self, final: Path, fill: Callable[[Path], None], name: str, content: dict[str, Any], what: str
     ) -> None:
-        """`fill` a sibling of `final`, and `content` as JSON; bring it to the disk with its manifest, then rename it."""
+        """`fill` a sibling of `final`, with `content` as JSON; bring it to the disk with a manifest, then rename it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for left_over in self.folder.glob(f"{TEMPORARY}*-*"):
             if left_over.is_dir() and not left_over.is_symlink():
