@@ -205,10 +205,8 @@ def make_feedback(
     for label, items in ((1, good), (-1, poor)):
         for item in items[:MAX_QUOTES]:
             piece = None if item is None else read_piece(item, label)
-            span = piece if isinstance(piece, Span) else piece and _located(piece, label, response_text)
-            if span is None or not 0 <= span.start < span.end <= len(response_text):
-                continue
-            if response_text[span.start : span.end].isspace():
+            span = _located(piece, label, response_text) if isinstance(piece, Quote) else piece
+            if span is None or not _has_text(span, response_text):
                 continue
             num_located += 1
             if span.critique_range is None or not 0 <= span.critique_range[0] < span.critique_range[1] <= len(critique):
@@ -230,6 +228,11 @@ def make_feedback(
 def _located(quote: Quote, label: Literal[-1, 1], response_text: str) -> Span | None:
     place = locate(response_text, quote.quote, quote.occurrence)
     return None if place is None else Span(start=place[0], end=place[1], label=label, severity=quote.severity)
+
+
+def _has_text(span: Span, response_text: str) -> bool:
+    inside = 0 <= span.start < span.end <= len(response_text)
+    return inside and not response_text[span.start : span.end].isspace()
 
 
 def no_feedback(

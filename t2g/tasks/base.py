@@ -92,7 +92,7 @@ class Task:
 
     def response(self, record: Record) -> str | None:
         """The response that the record holds and that wants feedback. ValueError when it is no text, or blank."""
-        return text_field(record, "response") if record.get("response") is not None else None
+        return optional_text(record, "response")
 
     def feedback_messages(
         self, prompt: Prompt, response_text: str, input_limit: int | None = None, *, style: StyleConfig = SPARSE
@@ -172,6 +172,11 @@ def get_task(name: str) -> Task:
 def stable_id(text: str) -> str:
     """An id for a record that has none: the same text has the same id in every run."""
     return hashlib.blake2b(text.encode("utf-8", errors="replace"), digest_size=8).hexdigest()
+
+
+def optional_text(record: Record, *names: str) -> str | None:
+    """`text_field`, None where the record has none of them."""
+    return text_field(record, *names) if any(record.get(name) is not None for name in names) else None
 
 
 def text_field(record: Record, *names: str) -> str:

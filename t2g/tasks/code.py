@@ -11,7 +11,7 @@ from typing import Any
 
 from t2g.config import StyleConfig
 from t2g.sandbox import SandboxConfig
-from t2g.tasks.base import Critic, Record, Review, Task, text_field
+from t2g.tasks.base import Critic, Record, Review, Task, optional_text, text_field
 from t2g.text.tokenizer import Message
 from t2g.types import Prompt
 
@@ -49,15 +49,11 @@ class CodeTask(Task):
 
     def reference(self, record: Record) -> str | None:
         """The solution in the form that the policy is asked for."""
-        if record.get("solution") is None:
-            return None
-        solution = text_field(record, "solution").strip("\n")
-        return f"```python\n{solution}\n```"
+        solution = optional_text(record, "solution")
+        return None if solution is None else "```python\n" + solution.strip("\n") + "\n```"
 
     def response(self, record: Record) -> str | None:
-        if record.get("response") is None and record.get("solution") is None:
-            return None
-        return text_field(record, "response", "solution")
+        return optional_text(record, "response", "solution")
 
     def notes(self, prompt: Prompt, response_text: str) -> str | None:
         """The tests, which hold for any response; the log for the record's own."""

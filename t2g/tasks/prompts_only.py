@@ -6,7 +6,7 @@
 
 from typing import Any
 
-from t2g.tasks.base import Record, Review, Task, text_field
+from t2g.tasks.base import Record, Review, Task, optional_text, text_field
 from t2g.text.tokenizer import Message
 
 ROLES = ("system", "user", "assistant")
@@ -35,7 +35,7 @@ class PromptsTask(Task):
         return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
     def reference(self, record: Record) -> str | None:
-        return text_field(record, "reference") if record.get("reference") is not None else None
+        return optional_text(record, "reference")
 
     def _messages(self, record: Record) -> list[Message]:
         if record.get("prompt") is not None or record.get("messages") is None:

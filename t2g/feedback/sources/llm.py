@@ -117,7 +117,9 @@ class LLMFeedback(FeedbackSource):
         return replace(without, critique="", reason=reason)
 
     def _make_pace(self) -> AbstractAsyncContextManager[None]:
-        """Requests so far apart that no minute has more than its share."""
+        """Requests so far apart that no minute has more than its share; tries again by the endpoint's client, which
+        heeds what the server says, come on top.
+        """
         per_minute = self._llm.requests_per_minute
         return AsyncLimiter(1, 60 / per_minute) if per_minute else nullcontext()
 
