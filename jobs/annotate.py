@@ -75,7 +75,7 @@ def annotate_samples(
 ) -> dict[str, Any]:
     """Ask for the judgements that the journal lacks, then write the files; returns what annotated.json holds.
 
-    fleets: needed for what `needs_cluster` tells of. UserError for a source that cannot be used; Stopped when `stop` is
+    fleets: needed where the job has `roles`. UserError for a source that cannot be used; Stopped when `stop` is
     set before the end; RunStopped when more than `annotate.max_failed_share` has no usable feedback, after
     annotated.jsonl is written.
     """
@@ -216,7 +216,7 @@ def write_files(config: AnnotateJob, folder: Path, samples: Sequence[Sample], re
 
 def _writer(config: AnnotateJob, fleets: "Fleets | None") -> Write:
     """The policy's engines, serving."""
-    assert fleets is not None and config.model is not None, "see needs_cluster and AnnotateJob"
+    assert fleets is not None and config.model is not None, "see roles and AnnotateJob"
     rollouts = fleets.rollouts(config.model, config.rollout, config)
     sampling = Sampling(
         num_samples=config.rollout.samples_per_prompt,

@@ -50,7 +50,7 @@ Dtype = Literal["float32", "bfloat16"]
 
 class RunConfig(Section):
     root: MayDiffer[Path] = Field(
-        Path("runs"), description="folder of all runs; may be a shared mount; made absolute at once"
+        Path("runs"), description="folder of all runs, perhaps on a shared mount; made absolute"
     )
     name: MayDiffer[str] = Field(
         "run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,46}$", description="folder of this run under root"
@@ -84,15 +84,11 @@ class RunConfig(Section):
 class ClusterConfig(Section):
     address: str | None = Field(None, description="Ray address; none: the cluster of the job, else a new local one")
     placement_timeout_s: float = Field(60, gt=0, description="how long actors may wait for CPUs, GPUs and memory")
-    object_store_gib: float = Field(
-        1.0, gt=0, description="object store of a new local cluster or of a rendered pod, GiB"
-    )
+    object_store_gib: float = Field(1.0, gt=0, description="object store of a new local cluster or a rendered pod, GiB")
 
 
 class DataConfig(Section):
-    path: PathOrName[str] = Field(
-        ..., description="JSON, JSON lines, CSV or Parquet file, or a dataset name on the hub"
-    )
+    path: PathOrName[str] = Field(..., description="JSON, JSON lines, CSV or Parquet file, or a dataset on the hub")
     revision: str | None = Field(None, description="commit of the hub dataset; required for hub names")
     split: str = "train"
     columns: dict[str, str] = Field({}, description="our field -> the file's field, e.g. {prompt: question}")
@@ -105,9 +101,7 @@ class ProcessConfig(Section):
     cpus: MayDiffer[float] = Field(0.5, gt=0, description="logical CPUs that Ray reserves for each; 0.5 shares a core")
     gpus: MayDiffer[float] = Field(0, ge=0, description="GPUs for each")
     threads: MayDiffer[int] = Field(1, ge=1, description="compute threads of each on a CPU")
-    memory_gib: MayDiffer[float] = Field(
-        1.5, gt=0, description="memory each is expected to use; checked before the start"
-    )
+    memory_gib: MayDiffer[float] = Field(1.5, gt=0, description="memory each will use; checked before the start")
     labels: MayDiffer[dict[str, str]] = Field({}, description="Ray label selector of the nodes for this role")
 
     @property

@@ -95,7 +95,7 @@ class RolloutConfig(_AnsweringConfig):
         "the other; 1 or 2: generation, feedback and learning overlap"
     )  # fmt: skip
     autoscale: MayDiffer[bool] = Field(
-        False, description="the run itself chooses the number of engines, within workers"
+        False, description="the run chooses the number of engines itself, within workers"
     )
 
 
@@ -123,14 +123,12 @@ class LLMConfig(Section):
         None, description="base URL of an OpenAI-compatible server, no key in it; none: own engines"
     )
     model: PathOrName[str | None] = Field(
-        None, description="name that the server knows; of own engines: folder or hub name"
+        None, description="name that the server knows; own engines: folder or hub name"
     )
     revision: str | None = Field(None, description="commit of a hub model that own engines serve")
     key_env: MayDiffer[str] = Field("OPENAI_API_KEY", description="environment variable that holds the key")
     concurrency: MayDiffer[int] = Field(8, ge=1, description="open requests")
-    requests_per_minute: MayDiffer[float | None] = Field(
-        None, gt=0, description="none: as fast as `concurrency` allows"
-    )
+    requests_per_minute: MayDiffer[float | None] = Field(None, gt=0, description="none: as `concurrency` allows")
     request_timeout_s: MayDiffer[float] = Field(120, gt=0, description="a server silent for longer is asked again")
     max_tries: int = Field(3, ge=1, description="requests for one answer; each is told what was wrong before")
     num_annotators: int = Field(1, ge=1, description="independent answers; a label needs more than half of them")
@@ -227,7 +225,7 @@ class AnnotateConfig(FeedbackConfig):
         None, description="who finds the spans of human critiques that have none; none: such critiques are refused"
     )
     heldout_share: MayDiffer[float] = Field(
-        0.1, gt=0, lt=1, description="share of prompts whose records go to heldout.jsonl"
+        0.1, gt=0, lt=1, description="of prompts: their records go to heldout.jsonl"
     )
     # These two only decide which records are missing, and those are asked for again.
     timeout_s: MayDiffer[float] = Field(120, gt=0, description="one judgement, all tries")

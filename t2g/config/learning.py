@@ -125,9 +125,7 @@ class LearnerConfig(RoleConfig):
     offload: Literal["none", "cpu"] = Field("none", description="cpu: optimizer state and parameters in host memory")
     num_epochs: int = Field(4, ge=1, description="passes over a step's samples")
     minibatches_per_epoch: int = Field(1, ge=1, description="optimizer steps per pass")
-    tokens_per_microbatch: MayDiffer[int] = Field(
-        4096, ge=16, description="token budget of one packed forward and backward"
-    )
+    tokens_per_microbatch: MayDiffer[int] = Field(4096, ge=16, description="budget of one packed forward and backward")
     dtype: Dtype = "float32"
     critic_warmup_steps: int = Field(0, ge=0, description="first steps in which only the critic learns")
     sync_bucket_mib: MayDiffer[float] = Field(64, gt=0, description="weights gathered and sent at once")
@@ -176,9 +174,5 @@ class SFTOptions(RoleConfig):
     packing: bool = Field(False, description="sequences one after the other in one row; slower on a CPU")
     gradient_checkpointing: bool = False
     offload: Literal["none", "cpu"] = Field("none", description="cpu: optimizer state and parameters in host memory")
-    checkpoint_every: MayDiffer[int | None] = Field(
-        500, ge=1, description="optimizer steps between checkpoints; none: never"
-    )
-    timeout_s: MayDiffer[float] = Field(
-        1800, gt=0, description="one optimizer step with its checkpoint, and the start-up"
-    )
+    checkpoint_every: MayDiffer[int | None] = Field(500, ge=1, description="optimizer steps between; none: never")
+    timeout_s: MayDiffer[float] = Field(1800, gt=0, description="an optimizer step with its checkpoint; the start-up")

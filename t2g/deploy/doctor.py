@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from t2g.config import ProcessConfig
+from t2g.deploy.pods import satisfies
 
 GIB = 2**30
 
@@ -46,7 +47,7 @@ def findings(
 def why_pending(group: PendingGroup, nodes: Sequence[Node]) -> str:
     """The first bundle that no node can hold; else that they are all in use."""
     for bundle, selector in zip(group.bundles, group.selectors, strict=True):
-        labelled = [node for node in nodes if _selects(selector, node.labels)]
+        labelled = [node for node in nodes if satisfies(node.labels, selector)]
         if not labelled:
             return f"no node has the labels {dict(selector)}; add one, or wait for the autoscaler to"
         for resource, need in bundle.items():
@@ -74,7 +75,7 @@ def _different_versions(nodes: Sequence[Node]) -> Iterator[str]:
 
 def _missing_labels(nodes: Sequence[Node], roles: Mapping[str, ProcessConfig]) -> Iterator[str]:
     for section, role in roles.items():
-        if role.labels and not any(_selects(role.labels, node.labels) for node in nodes):
+        if role.labels and not any(satisfies(node.labels, role.labels) for node in nodes):
             yield (
                 f"no node has the labels {dict(role.labels)} of {section}.labels: start one with `ray start --labels`, "
                 "or see whether the autoscaler adds one when a run asks for it"
@@ -88,11 +89,6 @@ def _not_shared(nodes: Sequence[Node], shared: Path | None) -> Iterator[str]:
             f"{shared} is not shared: a file that one node writes there is not seen on {', '.join(blind)}; "
             "mount the same volume on all nodes, or put run.root on one that is"
         )
-
-
-def _selects(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
-    """Equality; Ray's operators (!value, in(...), !in(...)) count as fulfilled: better silent than wrong."""
-    return all(value.startswith(("!", "in(")) or labels.get(key) == value for key, value in selector.items())
 
 
 def _amounts(bundle: Mapping[str, float]) -> str:

@@ -85,5 +85,8 @@ def most_per_pod(gpus: float) -> int:
 
 
 def satisfies(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
-    """Whether a node with `labels` may hold a worker with `selector`; with an empty one, every node may."""
-    return all(labels.get(key) == value for key, value in selector.items())
+    """Whether a node with `labels` may hold a worker with `selector`; with an empty one, every node may.
+
+    Equality; Ray's operators (!value, in(...), !in(...)) count as fulfilled: better silent than wrong.
+    """
+    return all(value.startswith(("!", "in(")) or labels.get(key) == value for key, value in selector.items())
