@@ -263,7 +263,7 @@ def run(config: AnnotateJob) -> int:
         if roles(config) and (config.run.smoke or missing_samples(samples, known_records(config, samples))):
             from jobs.common.fleets import Fleets, on_cluster
 
-            opened.enter_context(on_cluster(config.cluster, roles(config)))
+            opened.enter_context(on_cluster(config))
             fleets = opened.enter_context(Fleets())
         stop = stop_flag()
         try:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from jobs.common.cli import main
 from t2g.config import BenchmarkJob, ModelConfig, ObjectiveConfig, ShapeConfig, with_overrides
-from t2g.config.roles import roles
 from t2g.errors import RunStopped
 from t2g.study.tables import markdown
 
@@ -47,7 +46,7 @@ def run(config: BenchmarkJob) -> None:
         model=ModelConfig(policy=str(model)), learner=config.learner, objective=objective,
         temperature=1.0, num_updates=1, seed=config.run.seed,
     )  # fmt: skip
-    with on_cluster(config.cluster, roles(config)):
+    with on_cluster(config):
         fleet = RolloutFleet(str(model), config.rollout, seed=config.run.seed, placement_timeout_s=timeout_s)
         with (
             closing(fleet) as rollouts,

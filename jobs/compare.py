@@ -17,7 +17,6 @@ from jobs.common.cli import main, stop_flag, stopped
 from jobs.common.run_folder import begin_folder, sole_process
 from t2g.config import CompareJob
 from t2g.config.describe import describe as describe_config
-from t2g.config.roles import roles
 from t2g.errors import Stopped
 from t2g.study.methods import NOISY, Arms
 
@@ -67,7 +66,7 @@ def run(asked: CompareJob) -> int:
     data, rewards = None if demo else read_data(job), {}
     with sole_process(job.run.folder):
         begin_folder(job)
-        with on_cluster(job.cluster, roles(job)):
+        with on_cluster(job):
             if demo:
                 with Fleets() as fleets:
                     make_stages(demo, fleets, reward=job.compare.rewards is None)

@@ -22,7 +22,6 @@ from t2g.config import (
     RunConfig,
     with_overrides,
 )
-from t2g.config.roles import roles
 from t2g.errors import RunStopped
 from t2g.study.tables import markdown
 
@@ -108,7 +107,7 @@ def run(demo: DemoJob) -> int:
 
     started = time.monotonic()
     jobs = {arm: arm_job(demo, arm) for arm in demo.arms}
-    with on_cluster(demo.cluster, roles(demo)), Fleets() as fleets:
+    with on_cluster(demo), Fleets() as fleets:
         stages = make_stages(demo, fleets)
         stop = stop_flag()
         arms: dict[str, dict[str, Any]] = {}

@@ -10,7 +10,6 @@ from typing import Any
 
 from jobs.common.cli import main, stop_flag, stopped
 from t2g.config import PolicyJob, with_overrides
-from t2g.config.roles import roles
 
 
 def smoke_words(config: PolicyJob, summary: dict[str, Any]) -> str:
@@ -46,7 +45,7 @@ def run(asked: PolicyJob) -> int:
     summary = finished(config)
     if summary is None:
         data = None if demo else read_data(config)
-        with on_cluster(config.cluster, roles(config)):
+        with on_cluster(config):
             if demo:
                 with Fleets() as fleets:
                     make_stages(demo, fleets)

@@ -11,7 +11,6 @@ import sys
 
 from jobs.common.cli import main
 from t2g.config import RewardJob
-from t2g.config.roles import roles
 
 
 def run(config: RewardJob) -> None:
@@ -22,7 +21,7 @@ def run(config: RewardJob) -> None:
 
     check_folder(config, *LEFTOVERS)
     data = read_data(config)
-    with on_cluster(config.cluster, roles(config)), Fleets() as fleets:
+    with on_cluster(config), Fleets() as fleets:
         metrics = train_reward(config, data, fleets, tokenizer=data.tokenizer)
     print(" ".join(f"{name} {value:.3f}" for name, value in metrics.items()))
 

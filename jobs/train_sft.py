@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from jobs.common.cli import main
 from t2g.config import SFTJob
-from t2g.config.roles import roles
 
 if TYPE_CHECKING:
     from t2g.feedback.examples import SFTExample
@@ -38,7 +37,7 @@ def run(config: SFTJob) -> None:
 
     check_folder(config, *LEFTOVERS)
     examples = read_examples(config)
-    with on_cluster(config.cluster, roles(config)):
+    with on_cluster(config):
         supervise(config, examples, title=TITLE)
 
 

@@ -1,6 +1,6 @@
 """The cluster of a job, and its engines: asked for twice, started once, ended together."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
@@ -11,15 +11,15 @@ from actors.engines.chat import ChatFleet
 from actors.engines.reward import RewardFleet
 from actors.engines.rollout import RolloutFleet
 from t2g.config import (
-    ClusterConfig,
+    AnyJob,
     EngineConfig,
     FeedbackConfig,
     JobConfig,
     ModelConfig,
     PolicyJob,
-    ProcessConfig,
     RolloutConfig,
 )
+from t2g.config.roles import roles
 from t2g.errors import UserError
 from t2g.feedback.sources.llm import LLMFeedback
 from t2g.feedback.sources.make import make_local_source
@@ -29,9 +29,9 @@ from t2g.text.tokenizer import lacks_folder
 
 
 @contextmanager
-def on_cluster(config: ClusterConfig, roles: Mapping[str, ProcessConfig]) -> Iterator[None]:
-    """Ray, connected with room for `roles` (see `placement.connect`); the connection ends with the block."""
-    connect(config, roles)
+def on_cluster(job: AnyJob) -> Iterator[None]:
+    """Ray, connected with room for the job's roles (see `placement.connect`); the connection ends with the block."""
+    connect(job.cluster, roles(job))
     try:
         yield
     finally:

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 from jobs.common.fleets import Fleets, on_cluster
 from t2g.config import DataConfig, EvaluateJob, ScoreJob, with_overrides
-from t2g.config.roles import roles
 from t2g.errors import UserError
 from t2g.feedback.card import read_card, style_words
 from t2g.feedback.records import AnnotatedRecord, load_annotated
@@ -79,5 +78,5 @@ def as_trained(config: Served) -> Served:
 def connected_model(config: ScoreJob) -> Iterator[ServedModel]:
     """The reward model of `config`, serving, on the cluster of `config`; both end with the block."""
     task = get_task(config.task)
-    with on_cluster(config.cluster, roles(config)), Fleets() as fleets:
+    with on_cluster(config), Fleets() as fleets:
         yield fleets.rewards(config.feedback, task, config)

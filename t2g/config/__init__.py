@@ -1,8 +1,10 @@
 """Every setting: fields, defaults and bounds by section (`common`, `feedback`, `learning`), and the jobs made of them.
 
-In come a YAML file and overrides (`loading`); out comes a frozen config, or a sentence that names the key (`words`);
-`describe` says what a config amounts to. Anybody may import it; it imports pydantic, YAML and `t2g.errors`. A default
-that depends on another field is resolved by a validator, so that the resolved config has no holes.
+In come a YAML file and overrides (`loading`); out comes a frozen config, or a sentence that names the key (`words`). A
+field says beside itself whether it may differ on resume and whether it is a path (`marks`); `with_overrides` makes a
+config of another, and checks it; `roles` are a job's processes, `describe` says what it amounts to. Anybody may import
+it; it imports pydantic, YAML, `t2g.files` and `t2g.errors`. A default that depends on another field is resolved by a
+validator, so that the resolved config has no holes.
 """
 
 from t2g.config.common import (
@@ -33,6 +35,7 @@ from t2g.config.feedback import (
 )
 from t2g.config.jobs import (
     AnnotateJob,
+    AnyJob,
     BenchmarkJob,
     CompareJob,
     DemoJob,

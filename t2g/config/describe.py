@@ -2,10 +2,11 @@
 
 from math import ceil
 
-from t2g.config.common import ProcessConfig, Section
+from t2g.config.common import ProcessConfig
 from t2g.config.feedback import RolloutConfig
 from t2g.config.jobs import (
     AnnotateJob,
+    AnyJob,
     BenchmarkJob,
     DemoJob,
     EvaluateJob,
@@ -17,12 +18,12 @@ from t2g.config.learning import LearnerConfig, SFTOptions
 from t2g.config.roles import roles
 
 
-def describe(job: Section) -> str:
+def describe(job: AnyJob) -> str:
     """What the job does and how much of it, what its processes need, and where it writes."""
     return "\n".join([*_work(job), *_resources(roles(job)), f"run folder: {job.run.folder}"])
 
 
-def _work(job: Section) -> list[str]:
+def _work(job: AnyJob) -> list[str]:
     match job:
         case PolicyJob():
             return _policy(job)

@@ -30,15 +30,20 @@ from t2g.config.learning import BFLOAT16_PROBE_TOLERANCE, LearnerConfig, Objecti
 from t2g.config.marks import MayDiffer, PathOrName
 
 
-class JobConfig(Section):
+class AnyJob(Section):
     """What every job has."""
 
     run: RunConfig = RunConfig()
     cluster: MayDiffer[ClusterConfig] = ClusterConfig()
+
+
+class JobConfig(AnyJob):
+    """A job on a task."""
+
     task: str = Field("prompts", description="summarization, qa, code, prompts, tiny, or pkg.mod:Class")
 
 
-class SyncedJob(Section):
+class SyncedJob(AnyJob):
     """Engines and ranks between which weights travel."""
 
     rollout: RolloutConfig = RolloutConfig()
@@ -151,7 +156,6 @@ class DemoJob(SyncedJob):
     """jobs.demo: the whole pipeline on the tiny world, three arms on shared stages 1 and 2."""
 
     run: RunConfig = RunConfig(name="demo")
-    cluster: MayDiffer[ClusterConfig] = ClusterConfig()
     world: WorldConfig = WorldConfig()
     policy_sft: SFTOptions = SFTOptions()
     annotate: int = Field(4000, ge=1, description="responses sampled and criticised in stage 1")
@@ -308,7 +312,6 @@ class BenchmarkJob(SyncedJob):
     """jobs.benchmark: what a weight sync costs, beside a plain copy of the same bytes in the same run."""
 
     run: RunConfig = RunConfig(name="sync-benchmark")
-    cluster: MayDiffer[ClusterConfig] = ClusterConfig()
     shape: ShapeConfig = ShapeConfig()
     workers: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         (1, 2), min_length=1, description="numbers of rollout engines to measure, one after the other, rising"

@@ -1,11 +1,11 @@
 """Which processes a job has, and what each of them needs."""
 
-from t2g.config.common import ProcessConfig, Section
+from t2g.config.common import ProcessConfig
 from t2g.config.feedback import FeedbackConfig
-from t2g.config.jobs import AnnotateJob, BenchmarkJob, DemoJob, PolicyJob, RewardJob, ScoreJob, SFTJob
+from t2g.config.jobs import AnnotateJob, AnyJob, BenchmarkJob, DemoJob, PolicyJob, RewardJob, ScoreJob, SFTJob
 
 
-def roles(job: Section) -> dict[str, ProcessConfig]:
+def roles(job: AnyJob) -> dict[str, ProcessConfig]:
     """The processes that a job has at one time, by the config section that says what they need; {}: it needs no Ray.
 
     A PolicyJob whose critic has ranks of its own and whose feedback comes from engines of ours: rollout, learner,

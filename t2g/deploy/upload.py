@@ -1,7 +1,8 @@
 """What `jobs.deploy submit` sends to a cluster: the code and the configs around it, never data, runs or secrets."""
 
+import os
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -23,8 +24,13 @@ def files_to_upload(root: Path) -> list[Path]:
 
     Links to folders are not followed. UserError for a line of .rayignore that is not understood.
     """
-    patterns = (*EXCLUDED, *_ignored(root / IGNORE_FILE))
-    return sorted(_walk(root, Path(), patterns))
+    patterns, found = (*EXCLUDED, *_ignored(root / IGNORE_FILE)), list[Path]()
+    for folder, folders, files in os.walk(root):
+        here = Path(folder).relative_to(root)
+        folders[:] = [name for name in folders if not _is_excluded(here / name, True, patterns)]
+        names = [here / name for name in files if not _is_excluded(here / name, False, patterns)]
+        found += [name for name in names if (root / name).is_file()]
+    return sorted(found)
 
 
 def refuse_large(root: Path, files: Sequence[Path]) -> None:
@@ -48,17 +54,6 @@ def write_package(root: Path, files: Sequence[Path], target: Path) -> None:
             entry = zipfile.ZipInfo(file.as_posix())  # dated 1980: the time of a checkout is no part of it
             entry.external_attr = ((root / file).stat().st_mode & 0o777) << 16
             package.writestr(entry, (root / file).read_bytes(), zipfile.ZIP_DEFLATED)
-
-
-def _walk(root: Path, folder: Path, patterns: Sequence[str]) -> Iterator[Path]:
-    for path in (root / folder).iterdir():
-        name = folder / path.name
-        if _is_excluded(name, path.is_dir(), patterns):
-            continue
-        if path.is_file():
-            yield name
-        elif path.is_dir() and not path.is_symlink():
-            yield from _walk(root, name, patterns)
 
 
 def _is_excluded(name: Path, is_folder: bool, patterns: Sequence[str]) -> bool:
