@@ -79,8 +79,8 @@ class ActorClass:
     def options(self, **options: Any) -> "ActorClass":
         return self
 
-    def remote(self, *args: Any) -> Handle:
-        return Handle(self._ray, self._plain(*args))
+    def remote(self, **arguments: Any) -> Handle:
+        return Handle(self._ray, self._plain(**arguments))
 
 
 class FakeRay:

@@ -54,7 +54,7 @@ class Unwilling(Worker):
         raise UserError("model.policy is no model")
 
 
-def make_fleet(actor: Any, arguments: tuple[Any, ...], config: EngineConfig, *, placement_timeout_s: float) -> Fleet:
+def make_fleet(actor: Any, arguments: dict[str, Any], config: EngineConfig, *, placement_timeout_s: float) -> Fleet:
     """A fleet of these actors."""
     kind = type("TestFleet", (Fleet,), {"role": "test", "actor": actor})
     return kind(arguments, config, placement_timeout_s=placement_timeout_s)

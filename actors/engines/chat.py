@@ -37,7 +37,7 @@ class ChatWorker(Engine):
             temperature=question.temperature,
             max_new_tokens=question.max_output_tokens,
             seed=question.seed if question.temperature > 0 else None,
-            schema=dict(question.schema),
+            guide={"json": dict(question.schema)},
         )
         return Completion(
             text=done.text, finish_reason=done.finish_reason, prompt_tokens=len(ids), output_tokens=len(done.ids)
@@ -60,7 +60,7 @@ class ChatFleet(Fleet):
         self.name = f"{config.llm.model} on own engines"
         # Whoever asks waits llm.request_timeout_s.
         self._timeout_s = min(config.engine.request_timeout_s, config.llm.request_timeout_s / TRIES)
-        super().__init__((config, seed), config.engine, placement_timeout_s=placement_timeout_s)
+        super().__init__({"config": config, "seed": seed}, config.engine, placement_timeout_s=placement_timeout_s)
 
     async def complete(self, question: Question) -> Completion:
         """Raises ChatFailed for a question that does not fit and for late workers, RunStopped when none is left."""

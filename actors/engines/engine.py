@@ -115,7 +115,7 @@ class Engine:
         except (ValueError, OSError, RuntimeError) as error:
             raise UserError(f"vLLM cannot serve the model {self._model}: {first_sentence(error)}") from error
         try:
-            await self.ping()
+            await self.score(np.zeros(WARM_UP_TOKENS, np.int32)[: self._config.max_model_len - 1])
         except EngineDeadError as error:
             raise UserError(
                 f"vLLM loaded the model {self._model} and died in its first forward: its kernels may not know this "
@@ -186,10 +186,6 @@ class Engine:
             arguments["structured_outputs_config"] = {"backend": "xgrammar", "disable_any_whitespace": True}
         return arguments
 
-    async def ping(self) -> None:
-        """One short forward: answered by an engine that works."""
-        await self.score(np.zeros(WARM_UP_TOKENS, np.int32)[: self._config.max_model_len - 1])
-
     async def probe(self) -> None:
         """Answered by a core whose loop turns, also while its engine is paused or has no room for a request."""
         await self._of_core(self._llm.is_sleeping())
@@ -201,16 +197,14 @@ class Engine:
         temperature: float,
         max_new_tokens: int,
         seed: int | None,
-        grammar: str | None = None,
-        schema: dict[str, Any] | None = None,
+        guide: dict[str, Any] | None = None,
     ) -> Completion:
-        """Sample one response. temperature 0 is greedy; `grammar` (EBNF) or a JSON `schema` admits no other text."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+        """Sample one response. temperature 0 is greedy; guide: a `grammar` (EBNF), or a schema as `json`, of which vLLM
+        admits no other text."""
+        from vllm.sampling_params import StructuredOutputsParams
 
-        guided = grammar is not None or schema is not None
-        structure = StructuredOutputsParams(grammar=grammar, json=schema) if guided else None
-        params = SamplingParams(
+        finished = await self._finished(
+            prompt_ids,
             temperature=temperature,
             top_p=1.0,
             top_k=0,
@@ -219,11 +213,9 @@ class Engine:
             seed=seed,
             stop_token_ids=self._stop_ids,
             logprobs=0,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            structured_outputs=structure,
+            structured_outputs=StructuredOutputsParams(**guide) if guide else None,
         )
-        output = (await self._finished(prompt_ids, params)).outputs[0]
+        output = finished.outputs[0]
         ids = np.asarray(output.token_ids, np.int32)
         logprobs = [entry[token].logprob for entry, token in zip(output.logprobs, output.token_ids, strict=True)]
         return Completion(
@@ -239,18 +231,16 @@ class Engine:
 
         At temperature 1 always: vLLM's prompt logprobs skip the sampling processors, whatever `logprobs_mode` says.
         """
-        from vllm import SamplingParams
+        finished = await self._finished(ids, temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        entries = zip(finished.prompt_logprobs[1:], ids[1:], strict=True)
+        return np.asarray([entry[int(i)].logprob for entry, i in entries], np.float32)
+
+    async def _finished(self, ids: np.ndarray, **sampling: Any) -> Any:
+        """vLLM's output for these tokens, whole."""
+        from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
-        params = SamplingParams(
-            temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
-        )
-        entries = (await self._finished(ids, params)).prompt_logprobs[1:]
-        return np.asarray([e[int(i)].logprob for e, i in zip(entries, ids[1:], strict=True)], np.float32)
-
-    async def _finished(self, ids: np.ndarray, params: Any) -> Any:
-        from vllm import TokensPrompt
-
+        params = SamplingParams(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, **sampling)
         prompt = TokensPrompt(prompt_token_ids=[int(i) for i in ids])
         stream = self._llm.generate(prompt, params, str(next(self._request_numbers)))
         (output,) = await self._of_core(_collect(stream))

@@ -55,18 +55,18 @@ class RewardWorker(Engine):
         critique: given by somebody else; the answer begins with it, and the model goes on with the span map. Raises
         UserError when response and critique do not fit beside the instructions.
         """
-        begun_ids, begun, guide = np.zeros(0, np.int32), "", self._guide if guided else None
+        begun_ids, begun, grammar = np.zeros(0, np.int32), "", self._guide
         if critique is not None:
             whole = begun_answer(critique)
             begun_ids, begun = begin_answer(whole, self._tokenizer)
-            guide = self._grammar(whole[len(begun) :])
+            grammar = self._grammar(whole[len(begun) :])
         ids = self._prompt_ids(prompt, response_text, self._config.max_prompt_tokens - len(begun_ids))
         done = await self.generate(
             np.concatenate([ids, begun_ids]),
             temperature=0.0,
             max_new_tokens=self._config.max_new_tokens,
             seed=None,
-            grammar=guide,
+            guide={"grammar": grammar} if guided else None,
         )
         return parse_answer(
             begun + done.text,
@@ -120,7 +120,8 @@ class RewardFleet(Fleet):
         # By what is judged, prompt, response and a critique that was given: ids are no key, held-out prompts may have
         # those of others.
         self._judged: dict[tuple[str, str, str | None], SpanFeedback] = {}
-        super().__init__((config, task, seed, self.version), config.engine, placement_timeout_s=placement_timeout_s)
+        arguments = {"config": config, "task": task, "seed": seed, "version": self.version}
+        super().__init__(arguments, config.engine, placement_timeout_s=placement_timeout_s)
 
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
         """Failed feedback when no worker answers in time, and for a response too long for the reward model's window.

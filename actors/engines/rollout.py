@@ -46,16 +46,6 @@ def check_window(prompt: Prompt, max_new_tokens: int, max_model_len: int) -> Non
 class RolloutWorker(Engine, Intake):
     """One policy engine. `start` first."""
 
-    def __init__(
-        self,
-        model: str,
-        config: RolloutConfig,
-        seed: int,
-        revision: str | None = None,
-        transport: Transport = "store",
-    ) -> None:
-        super().__init__(model, config, seed=seed, revision=revision, transport=transport)
-
     async def sample(self, prompt: Prompt, sampling: Sampling) -> list[Rollout]:
         return list(await asyncio.gather(*(self._one(prompt, sampling, i) for i in range(sampling.num_samples))))
 
@@ -98,7 +88,8 @@ class RolloutFleet(Fleet):
         transport: Transport = "store",
     ) -> None:
         """transport: of the weights."""
-        super().__init__((model, config, seed, revision, transport), config, placement_timeout_s=placement_timeout_s)
+        arguments = {"model": model, "config": config, "seed": seed, "revision": revision, "transport": transport}
+        super().__init__(arguments, config, placement_timeout_s=placement_timeout_s)
 
     @property
     def vocab_size(self) -> int:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, ClassVar
 
 import ray
@@ -39,7 +39,7 @@ class Fleet:
     role: ClassVar[str]
     actor: ClassVar[Any]
 
-    def __init__(self, arguments: tuple[Any, ...], config: EngineConfig, *, placement_timeout_s: float) -> None:
+    def __init__(self, arguments: Mapping[str, Any], config: EngineConfig, *, placement_timeout_s: float) -> None:
         self.config, self._arguments = config, arguments
         self._placement_timeout_s = placement_timeout_s
         self._patience_s = placement_timeout_s + config.start_timeout_s  # what a successor takes: a place, a start

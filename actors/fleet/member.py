@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Literal
 
 import ray
@@ -85,9 +85,9 @@ class Member:
         self._changed = Bell()  # `syncing` or the number of interrupts
         self._catching_up: asyncio.Future[None] | None = None
 
-    def begin(self, actor: Any, arguments: tuple[Any, ...]) -> None:
+    def begin(self, actor: Any, arguments: Mapping[str, Any]) -> None:
         """Start the process in its place."""
-        self.handle = actor.options(**placement.actor_options(self._config, self.place)).remote(*arguments)
+        self.handle = actor.options(**placement.actor_options(self._config, self.place)).remote(**arguments)
         self.starting = self.handle.start.remote()
         self.health = Health(since=time.monotonic())
 

@@ -31,7 +31,7 @@ def begin() -> Iterator[Callable[..., Fleet]]:
     begun: list[Fleet] = []
 
     def begin(config: EngineConfig = CONFIG, *, actor: type[Worker] = Worker) -> Fleet:
-        begun.append(make_fleet(ray.remote(actor), (), config, placement_timeout_s=PATIENCE_S))
+        begun.append(make_fleet(ray.remote(actor), {}, config, placement_timeout_s=PATIENCE_S))
         return begun[-1]
 
     yield begin
@@ -148,7 +148,7 @@ def test_a_bucket_that_went_with_its_owner_says_that_the_learner_is_lost(fleet: 
 def test_what_has_no_place_is_refused_in_time(wish: dict[str, object], sentence: str) -> None:
     config = CONFIG.model_copy(update={"workers": WorkersConfig()} | wish)
     with pytest.raises(UserError, match=sentence):
-        make_fleet(Worker, (), config, placement_timeout_s=1)
+        make_fleet(Worker, {}, config, placement_timeout_s=1)
 
 
 def free_cpus() -> float:

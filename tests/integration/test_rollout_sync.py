@@ -360,7 +360,7 @@ def test_a_real_engine_takes_a_broadcast_and_after_half_a_sync_the_next(
     for name, value in engine_environment(CONFIG, owner=os.getpid(), receives_weights=True).items():
         monkeypatch.setenv(name, value)  # the engine would set them for good
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-    worker = GlooWorker(str(folder), CONFIG, 1, transport="nccl")
+    worker = GlooWorker(str(folder), CONFIG, seed=1, transport="nccl")
 
     async def run() -> None:
         await worker.start()

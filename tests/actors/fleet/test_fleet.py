@@ -52,7 +52,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRay]:
 @pytest.fixture
 def begin(ray: FakeRay) -> Callable[..., Fleet]:
     def begin(config: EngineConfig = CONFIG, *, actor: type[Worker] = Mortal, gate: Path | None = None) -> Fleet:
-        return make_fleet(ray.actor(actor), (gate,), config, placement_timeout_s=PATIENCE_S)
+        return make_fleet(ray.actor(actor), {"gate": gate}, config, placement_timeout_s=PATIENCE_S)
 
     return begin
 

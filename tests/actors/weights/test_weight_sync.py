@@ -72,7 +72,7 @@ class FakeWorker:
             raise ValueError(f"the broadcast was broken off: {gone} is gone")
         self.aboard += 1
         self.most_aboard = max(self.most_aboard, self.aboard)
-        await asyncio.sleep(0.002)
+        await asyncio.sleep(0.02)
         self.aboard -= 1
         if (len(self.rounds), bucket.index) == self.breaks:
             if self.group is not None:
