@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 CONTROL_S = 1.0  # between two looks at control.json
 STATUS_EVERY = 3  # looks between two pictures in status.json
+IDLE = "idle/"  # of a metric: before who idled
 FIELDS = {"rollout": "rollouts", "reward": "rewards"}  # role -> field of control.json
 
 
@@ -31,8 +32,7 @@ class Steering:
         self._fleets: dict[str, Fleet] = {"rollout": rollouts} | ({"reward": feedback.fleet} if feedback.fleet else {})
         self._control = Control(config.run.folder, scalable(config))
         self._loads: list[StepLoad] = []
-        self._step = self._samples = 0
-        self._idle: dict[str, float] = {}
+        self._step, self._metrics = 0, dict[str, float]()
 
     def duties(self) -> list[Coroutine[Any, Any, None]]:
         """What goes on beside the trainer until it is cancelled. Raise RunStopped when a floor of workers is lost."""
@@ -56,14 +56,12 @@ class Steering:
         found = {}
         for role, fleet in self._fleets.items():
             values = fleet.metrics()
-            self._idle[role] = values.pop("idle")
-            found[f"idle/{role}"] = self._idle[role]
+            found[IDLE + role] = values.pop("idle")
             found |= {f"{role}/{name}": value for name, value in values.items()}
         return found
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._step, self._samples = step, int(metrics.get("samples", 0))
-        self._idle["learner"] = metrics.get("idle/learner", 0.0)
+        self._step, self._metrics = step, metrics
         if self._config.rollout.autoscale and step > 0:
             self._scale(metrics)
         self.write_status()
@@ -88,10 +86,10 @@ class Steering:
         status = Status(
             step=self._step,
             num_steps=self._config.num_steps,
-            samples=self._samples,
+            samples=int(self._metrics.get("samples", 0)),
             updated=now(),
             fleets=tuple(FleetStatus(**fleet.report()) for fleet in self._fleets.values()),
-            idle=self._idle,
+            idle={name.removeprefix(IDLE): v for name, v in self._metrics.items() if name.startswith(IDLE)},
         )
         try:
             write_status(self._config.run.folder, status)

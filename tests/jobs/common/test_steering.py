@@ -85,7 +85,7 @@ def test_what_the_operator_wants_is_asked_of_the_fleets_and_the_picture_is_writt
         "idle/rollout": 0.1, "rollout/workers": 3.0, "rollout/restarts": 1.0, "rollout/recovery_s": 4.0,
         "idle/reward": 0.1, "reward/workers": 1.0, "reward/restarts": 1.0, "reward/recovery_s": 4.0,
     }  # fmt: skip
-    steered.on_step(4, STARVED)
+    steered.on_step(4, STARVED | steered.metrics())
     status = read_status(config.run.folder)
     assert (status.step, status.samples, status.num_steps) == (4, 32, config.num_steps)
     assert [(f.role, f.wanted, f.workers[0].version) for f in status.fleets] == [("rollout", 3, 3), ("reward", 1, 3)]
