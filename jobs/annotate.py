@@ -248,10 +248,7 @@ def _tell_tokens(config: AnnotateJob, samples: Sequence[Sample]) -> None:
         human = _human(config)
         items = [item for item in items if human.wants_aligner(*item)]
     estimate = estimate_cost(items, config.annotate, get_task(config.task))
-    print(
-        f"{config.annotate.llm.model}: {estimate.num_requests:,} requests, up to about {estimate.total:,} tokens "
-        f"({estimate.prompt_tokens:,} of prompts, {estimate.output_tokens:,} of answers), without second tries"
-    )
+    print(estimate.words(config.annotate.llm.model))
     refuse_over_cap(estimate, config.annotate.llm)
 
 

@@ -45,6 +45,12 @@ class TokenEstimate:
     def total(self) -> int:
         return self.prompt_tokens + self.output_tokens
 
+    def words(self, model: str | None) -> str:
+        return (
+            f"{model}: {self.num_requests:,} requests, up to about {self.total:,} tokens ({self.prompt_tokens:,} of "
+            f"prompts, {self.output_tokens:,} of answers), without second tries"
+        )
+
 
 def estimate_cost(items: Iterable[tuple[Prompt, str]], config: FeedbackConfig, task: Task) -> TokenEstimate:
     """What these judgements may cost: UTF-8 bytes / 3 for each prompt, `llm.max_output_tokens` for each answer."""
@@ -61,10 +67,8 @@ def refuse_over_cap(estimate: TokenEstimate, config: LLMConfig) -> None:
     """UserError when the estimate is above `llm.max_total_tokens`."""
     if config.max_total_tokens is not None and estimate.total > config.max_total_tokens:
         raise UserError(
-            f"{estimate.num_requests} requests to {config.model} will take up to about {estimate.total} tokens "
-            f"({estimate.prompt_tokens} of prompts, {estimate.output_tokens} of answers), more than "
-            f"llm.max_total_tokens={config.max_total_tokens}; raise it, or judge fewer records (data.limit) "
-            "under another run.name"
+            f"{estimate.words(config.model)}, more than llm.max_total_tokens={config.max_total_tokens}; raise it, or "
+            "judge fewer records (data.limit) under another run.name"
         )
 
 

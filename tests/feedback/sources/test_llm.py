@@ -106,7 +106,7 @@ def test_an_estimate_counts_bytes_and_longest_answers() -> None:
     assert estimate.prompt_tokens == 6 * expected and estimate.total == 6 * (expected + 50)
     refuse_over_cap(estimate, config(max_total_tokens=estimate.total).llm)
     refuse_over_cap(estimate, config().llm)
-    words = rf"6 requests to judge .* about {estimate.total} tokens .* \(data\.limit\) under another run\.name"
+    words = rf"judge: 6 requests, .* about {estimate.total:,} tokens .* \(data\.limit\) under another run\.name"
     with pytest.raises(UserError, match=words):
         refuse_over_cap(estimate, config(max_total_tokens=estimate.total - 1).llm)
 
