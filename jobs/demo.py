@@ -13,15 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.common.cli import main, stop_flag, stopped
-from t2g.config import (
-    DataConfig,
-    DemoJob,
-    FeedbackConfig,
-    Placement,
-    PolicyJob,
-    RunConfig,
-    with_overrides,
-)
+from t2g.config import DataConfig, DemoJob, FeedbackConfig, Placement, PolicyJob, RunConfig, with_overrides
 from t2g.errors import RunStopped
 from t2g.study.tables import markdown
 

@@ -16,7 +16,7 @@ from jobs.common.cli import StopFlag
 from jobs.common.fleets import Fleets
 from jobs.common.policy_runs import PolicyData, finished, train
 from jobs.common.reference_runs import TARGETING_FILE, Target
-from t2g.config import FeedbackConfig, PolicyJob
+from t2g.config import PolicyJob
 from t2g.errors import RunStopped, Stopped
 from t2g.files import write_atomic
 from t2g.interfaces import FeedbackSource
@@ -93,15 +93,11 @@ class Session:
 
 def engine_groups(arms: Arms) -> list[list[str]]:
     """Methods by the feedback that they need, the job's own first: only the engines of one group run at a time."""
-    groups: list[tuple[FeedbackConfig, list[str]]] = [(arms.reference.feedback, [])]
-    for name in (name for name, method in arms.methods.items() if method.procedure != "base"):
-        own = arms.arm(name, 0).feedback
-        names = next((names for feedback, names in groups if feedback == own), None)
-        if names is None:
-            groups.append((own, [name]))
-        else:
-            names.append(name)
-    return [names for _, names in groups]
+    groups: dict[str, list[str]] = {arms.reference.feedback.model_dump_json(): []}
+    for name, method in arms.methods.items():
+        if method.procedure != "base":
+            groups.setdefault(arms.arm(name, 0).feedback.model_dump_json(), []).append(name)
+    return [*groups.values()]
 
 
 def run_all(arms: Arms, data: PolicyData, stop: StopFlag) -> dict[str, Any]:

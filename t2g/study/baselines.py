@@ -91,34 +91,22 @@ class PreferencePair:
 
 def check(procedure: str, job: PolicyJob) -> None:
     """UserError, before any engine starts, for settings with which the method makes no sense."""
-    needs = {"dpo": "two responses to compare", "ilf": "a response and a revision of it"}.get(procedure)
-    is_dpo = procedure == "dpo"
-    for wrong, sentence in (
-        (
-            needs and job.rollout.samples_per_prompt < 2,
-            f"needs {needs}: rollout.samples_per_prompt is 1; set it to 2 or more",
-        ),
-        (
-            not is_dpo and not job.feedback.style.critique,
-            "shows the critique to a model, and feedback.style.critique=false has none",
-        ),
-        (job.eval_data is None, "is measured on held-out prompts; eval_data is missing"),
-        (
-            needs and job.objective.w_end > 0,
-            f"ranks responses by their spans alone, and objective.w_end={job.objective.w_end:g} pays for more: set it "
-            "to 0, or leave the method out",
-        ),
-        (
-            is_dpo and job.learner.offload != "none",
-            f"trains in one process, and learner.offload={job.learner.offload} is ZeRO-3's; set it to none",
-        ),
-        (
-            is_dpo and find_spec("trl") is None,
-            "needs the package trl, which is not installed: install the extra `baselines`",
-        ),
-    ):
-        if wrong:
-            raise UserError(f"{procedure} {sentence}")
+    compares = {"dpo": "two responses to compare", "ilf": "a response and a revision of it"}.get(procedure)
+    if compares and job.rollout.samples_per_prompt < 2:
+        raise UserError(f"{procedure} needs {compares}: rollout.samples_per_prompt is 1; set it to 2 or more")
+    if procedure != "dpo" and not job.feedback.style.critique:
+        raise UserError(f"{procedure} shows the critique to a model, and feedback.style.critique=false has none")
+    if job.eval_data is None:
+        raise UserError(f"{procedure} is measured on held-out prompts; eval_data is missing")
+    if compares and job.objective.w_end > 0:
+        raise UserError(
+            f"{procedure} ranks responses by their spans alone, and objective.w_end={job.objective.w_end:g} pays for "
+            "more: set it to 0, or leave the method out"
+        )
+    if procedure == "dpo" and job.learner.offload != "none":
+        raise UserError(f"learner.offload={job.learner.offload} is ZeRO-3's, dpo trains in one process; set it to none")
+    if procedure == "dpo" and find_spec("trl") is None:
+        raise UserError("dpo needs the package trl, which is not installed: install the extra `baselines`")
 
 
 # ------------------------------------------------------------------------------------------------------------- methods

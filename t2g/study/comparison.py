@@ -80,12 +80,10 @@ def summarise(runs: Mapping[str, Mapping[int, Run]]) -> dict[str, dict[str, Any]
 
 def summarise_method(by_seed: Mapping[int, Run], scalar: Mapping[int, Run] | None) -> dict[str, Any]:
     """Figures of one method, beside scalar's of the same seeds where there are any."""
-    scores = {seed: run.score for seed, run in by_seed.items()}
-    step_seconds = [run.step_seconds for run in by_seed.values() if run.step_seconds is not None]
     summary: dict[str, Any] = {
-        "score": interval([*scores.values()]),
+        "score": interval([run.score for run in by_seed.values()]),
         "samples": max(run.samples[-1] for run in by_seed.values()),
-        "step_seconds": mean(step_seconds) if step_seconds else None,
+        "step_seconds": mean_known(run.step_seconds for run in by_seed.values()),
         "targeting": summarise_targeting([run.targeting for run in by_seed.values()]),
         "by_seed": {
             seed: {
@@ -100,19 +98,23 @@ def summarise_method(by_seed: Mapping[int, Run], scalar: Mapping[int, Run] | Non
     if scalar is None:
         return summary
     reached = {seed: reach(run, scalar[seed]) for seed, run in by_seed.items()}
-    found = [r for r in reached.values() if r["samples"] is not None]
     for seed, values in reached.items():
         summary["by_seed"][seed] |= {f"{name}_to_scalar_best": values[name] for name in ("samples", "seconds")}
-    scalar_s = [run.step_seconds for run in scalar.values() if run.step_seconds is not None]
-    overhead = summary["step_seconds"] / mean(scalar_s) - 1 if step_seconds and scalar_s else None
+    own_s, scalar_s = summary["step_seconds"], mean_known(run.step_seconds for run in scalar.values())
     return summary | {
-        "minus_scalar": interval([scores[seed] - scalar[seed].score for seed in by_seed]),
-        "samples_to_scalar_best": mean(r["samples"] for r in found) if found else None,
-        "seconds_to_scalar_best": mean(r["seconds"] for r in found) if found else None,
-        "share_of_scalar_samples": mean(r["share"] for r in found) if found else None,
-        "seeds_at_scalar_best": len(found),
-        "overhead": overhead,
+        "minus_scalar": interval([run.score - scalar[seed].score for seed, run in by_seed.items()]),
+        "samples_to_scalar_best": mean_known(r["samples"] for r in reached.values()),
+        "seconds_to_scalar_best": mean_known(r["seconds"] for r in reached.values()),
+        "share_of_scalar_samples": mean_known(r["share"] for r in reached.values()),
+        "seeds_at_scalar_best": sum(r["samples"] is not None for r in reached.values()),
+        "overhead": own_s / scalar_s - 1 if own_s and scalar_s else None,
     }
+
+
+def mean_known(values: Iterable[float | None]) -> float | None:
+    """Of those that are not None; None where all are."""
+    known = [value for value in values if value is not None]
+    return mean(known) if known else None
 
 
 def reach(run: Run, scalar: Run) -> dict[str, float | None]:
