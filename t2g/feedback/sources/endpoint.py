@@ -7,7 +7,6 @@ The key goes into the request's header and nowhere else: what a server or a libr
 """
 
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +28,9 @@ MAX_RETRIES = 10  # a minute of pauses for one request; the deadline of the judg
 class EndpointChat(Chat):
     """The server at `llm.url`. UserError without a key in the environment."""
 
-    def __init__(self, config: LLMConfig, *, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, config: LLMConfig) -> None:
         assert config.url is not None and config.model is not None, "see FeedbackConfig"
-        key = environ.get(config.key_env, "").strip()
+        key = os.environ.get(config.key_env, "").strip()
         if not key:
             raise UserError(
                 f"llm.key_env names {config.key_env}, which is not set; "

@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from fake_endpoint import KEY, KEY_VARIABLE, FakeEndpoint, Reply, completion, fake_endpoint, says
@@ -28,7 +30,8 @@ def server() -> Iterator[FakeEndpoint]:
 
 def chat(server: FakeEndpoint, key: str = KEY, **fields: Any) -> EndpointChat:
     values = {"url": server.url, "model": "judge", "key_env": KEY_VARIABLE, "request_timeout_s": 30.0} | fields
-    return EndpointChat(LLMConfig(**values), environ={KEY_VARIABLE: key})
+    with patch.dict(os.environ, {KEY_VARIABLE: key}):
+        return EndpointChat(LLMConfig(**values))
 
 
 def ask(chat: EndpointChat) -> Completion:

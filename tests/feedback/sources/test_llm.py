@@ -1,10 +1,12 @@
 """An annotator that gets no answer, what answers cost, several of them, and the same through a real socket."""
 
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from annotators import GOOD, MISS, RESPONSE, ScriptedChat, annotator, ask, config, judge, many, prompt, spans
@@ -149,7 +151,8 @@ def server() -> Iterator[FakeEndpoint]:
 
 def over(server: FakeEndpoint, **fields: Any) -> LLMFeedback:
     fields = {"url": server.url} | fields
-    chat = EndpointChat(config(**fields).llm, environ={KEY_VARIABLE: KEY})
+    with patch.dict(os.environ, {KEY_VARIABLE: KEY}):
+        chat = EndpointChat(config(**fields).llm)
     return annotator(chat, **fields)
 
 
