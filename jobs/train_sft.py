@@ -14,12 +14,12 @@ from jobs.common.cli import main
 from t2g.config import SFTJob
 
 if TYPE_CHECKING:
-    from t2g.feedback.examples import SFTExample
+    from t2g.types import TrainSequence
 
 TITLE = "supervised fine-tuning"
 
 
-def read_examples(config: SFTJob) -> "list[SFTExample]":
+def read_examples(config: SFTJob) -> "list[TrainSequence]":
     """What the job learns from, read before any process is started. UserError for what cannot be used."""
     from t2g.data.load import load_records
     from t2g.feedback.examples import policy_examples

@@ -3,7 +3,7 @@
 Every `[R]` array is aligned with `response_ids`: entry t is about the t-th response token. The shift between a token
 and the position that predicts it happens once, in `t2g.algo.logprobs`.
 
-Shape letters: P prompt tokens, R response tokens, T tokens of a packed microbatch.
+Shape letters: P prompt tokens, R response tokens.
 """
 
 from dataclasses import dataclass, field
@@ -113,12 +113,24 @@ class TokenStats:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainSample:
-    """One response as the learner trains on it. The learner is reward-blind: advantages and returns, never spans."""
+class TrainSequence:
+    """What every loss is about: what stands after a prompt, and what each of its tokens weighs.
 
-    prompt_ids: np.ndarray  # [P] int32
+    A supervised example is nothing more; its response is the target, which ends with EOS.
+    """
+
+    prompt_ids: np.ndarray  # [P] int32, P >= 1
     response_ids: np.ndarray  # [R] int32
-    loss_mask: np.ndarray  # [R] float32, 0 or 1
+    weights: np.ndarray  # [R] float32, loss weight of a token against the others of its minibatch; 0: it is left out
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSample(TrainSequence):
+    """One response as PPO trains on it. The learner is reward-blind: advantages and returns, never spans."""
+
     advantages: np.ndarray  # [R] float32, whitened over the global batch
     returns: np.ndarray  # [R] float32, from unwhitened advantages
     values: np.ndarray  # [R] float32, old values
@@ -128,41 +140,18 @@ class TrainSample:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Minibatch:
-    """One optimizer step, before it is packed for the ranks of policy or critic."""
+class PairedSequence(TrainSequence):
+    """One of the two responses of a preference pair: the chosen one comes first, the rejected one follows it."""
 
-    samples: tuple[TrainSample, ...]
-    weights: tuple[np.ndarray, ...]  # [R] float32 each: a token's share of the loss; over all samples they sum to 1
+    ref_logprobs: np.ndarray  # [R] float32
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainBatch:
-    """All optimizer steps of one step: num_epochs times over the samples."""
+    """One optimizer step after the other; over the sequences of each the weights sum to 1."""
 
-    minibatches: tuple[Minibatch, ...]
-    kl_coef: float  # coefficient of the loss term; 0 where KL is paid in the reward (k1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PackedTokens:
-    """Sequences one after the other in one row of T tokens."""
-
-    input_ids: np.ndarray  # [T] int64
-    position_ids: np.ndarray  # [T] int64, restart at 0 with each sequence
-    segment_ids: np.ndarray  # [T] int64, 0, 1, ... per sequence
-
-
-@dataclass(frozen=True, kw_only=True)
-class Microbatch(PackedTokens):
-    """Packed sequences with what the losses need; every array is [T] and entry i is about token input_ids[i]."""
-
-    weights: np.ndarray  # [T] float32, a token's share of the global loss; 0: it does not count
-    advantages: np.ndarray  # [T] float32
-    returns: np.ndarray  # [T] float32
-    values: np.ndarray  # [T] float32
-    old_logprobs: np.ndarray  # [T] float32
-    rollout_logprobs: np.ndarray  # [T] float32
-    ref_logprobs: np.ndarray  # [T] float32
+    minibatches: tuple[tuple[TrainSequence, ...], ...]
+    kl_coef: float = 0.0  # coefficient of the loss term; 0 where KL is paid in the reward (k1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from t2g.algo.corrections import importance_weights
+from t2g.algo.logprobs import Rows
 from t2g.algo.losses import kl_loss, policy_loss, value_loss
-from t2g.data.batching import pack_minibatch
 from t2g.feedback.parse import make_feedback, no_feedback
 from t2g.interfaces import FeedbackSource, Sampling
 from t2g.sandbox import SandboxConfig
@@ -152,17 +152,14 @@ class FakeLearner:
     def _update(self, batch: TrainBatch) -> UpdateResult:
         self.batches.append(batch)
         for minibatch in batch.minibatches:
-            (microbatch,) = pack_minibatch(minibatch, num_ranks=1, token_budget=10_000)[0]
-            response = microbatch.weights > 0
-            place = torch.arange(LENGTH).repeat(len(minibatch.samples))
-            given = {
-                name: torch.from_numpy(getattr(microbatch, name)[response])
-                for name in ("advantages", "returns", "values", "old_logprobs", "rollout_logprobs", "ref_logprobs",
-                             "segment_ids", "weights")
-            }  # fmt: skip
+            rows = Rows(minibatch, torch.device("cpu"))
+            place = torch.arange(LENGTH).repeat(len(minibatch))
+            names = ("advantages", "returns", "values", "old_logprobs", "rollout_logprobs", "ref_logprobs", "weights")
+            given = {name: rows.numbers(name) for name in names}
             old, weights = given["old_logprobs"], given["weights"]
-            logprobs = self.logits.log_softmax(-1)[place, self._places(microbatch.input_ids[response])]
-            correction = importance_weights(old, given["rollout_logprobs"], given["segment_ids"], weights, "token", 2.0)
+            written = np.concatenate([sample.response_ids for sample in minibatch])
+            logprobs = self.logits.log_softmax(-1)[place, self._places(written)]
+            correction = importance_weights(old, given["rollout_logprobs"], rows.segment_ids, weights, "token", 2.0)
             policy, _ = policy_loss(
                 logprobs=logprobs,
                 old_logprobs=old,

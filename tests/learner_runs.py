@@ -67,6 +67,10 @@ def random_rollouts() -> list[Rollout]:
     ]  # fmt: skip
 
 
+def mask_as(loss_mean: str, mask: np.ndarray) -> np.ndarray:
+    return mask.astype(np.float32) / (1 if loss_mean == "token" else max(1, mask.sum()))
+
+
 def train_batch(group: LearnerGroup, rollouts: list[Rollout], seed: int = 5, kl_coef: float = 0.0) -> TrainBatch:
     """An update on random advantages and returns, with the group's own old logprobs and values."""
     rng = np.random.default_rng(seed)
@@ -75,7 +79,7 @@ def train_batch(group: LearnerGroup, rollouts: list[Rollout], seed: int = 5, kl_
         TrainSample(
             prompt_ids=r.prompt_ids,
             response_ids=r.response_ids,
-            loss_mask=(rng.random(len(r.response_ids)) < 0.9).astype(np.float32),
+            weights=mask_as(group.spec.objective.loss_mean, rng.random(len(r.response_ids)) < 0.9),
             advantages=rng.normal(0, 1, len(r.response_ids)).astype(np.float32),
             returns=rng.normal(0, 1, len(r.response_ids)).astype(np.float32),
             values=s.values,
@@ -88,7 +92,7 @@ def train_batch(group: LearnerGroup, rollouts: list[Rollout], seed: int = 5, kl_
     config = group.spec.learner
     return make_train_batch(
         samples, num_epochs=config.num_epochs, minibatches_per_epoch=config.minibatches_per_epoch,
-        loss_mean=group.spec.objective.loss_mean, kl_coef=kl_coef, seed=seed,
+        kl_coef=kl_coef, seed=seed,
     )  # fmt: skip
 
 

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from actors.learner.sft import run_sft
 from actors.learner.sft_rank import SFTProgress
 from t2g.config import ClusterConfig, ModelConfig, OptimConfig, SFTOptions
-from t2g.feedback.examples import SFTExample, sft_example
+from t2g.feedback.examples import sft_example
 from t2g.tasks.tiny.assets import build_model, build_tokenizer
+from t2g.types import TrainSequence
 
 TARGETS = ["red fox", "blue whale", "東京 tower", "café noir", "green tea 🍵", "grey owl", "pink crab", "lime"]
 MEMORISED = 0.05  # nats per target token; an untrained model has ln(vocabulary) = 5.6
@@ -48,7 +49,7 @@ def make_base(folder: Path, *, initializer_range: float = 0.08) -> Path:
     return folder
 
 
-def make_examples(base: Path) -> list[SFTExample]:
+def make_examples(base: Path) -> list[TrainSequence]:
     tokenizer = AutoTokenizer.from_pretrained(base)
     prompts = [np.asarray(tokenizer(f"number {i}:")["input_ids"]) for i in range(len(TARGETS))]
     return [

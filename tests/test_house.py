@@ -162,7 +162,7 @@ def test_every_package_has_a_door_sign_and_no_code_behind_it(package: str) -> No
 def test_constraints_pin_what_the_project_asks_for(kind: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras[kind], *extras["dev"], *extras["wandb"], *extras["baselines"]]
+    wanted = [*project["dependencies"], *extras[kind], *extras["dev"], *extras["wandb"]]
     pinned = pins(kind)
     for text in wanted:
         requirement = Requirement(text)

@@ -112,10 +112,10 @@ def test_where_torch_comes_from_and_which_vllm(install: ModuleType) -> None:
     assert "--torch-backend" not in local
     online = install.install_command("cpu", Path("/r"), "", "")
     assert online[-2:] == ["--torch-backend", "cpu"]
-    assert "/r[cpu,dev,baselines]" in online
+    assert "/r[cpu,dev]" in online
     other = install.install_command("cpu", Path("/r"), "", "/tmp/vllm.whl")
     assert "/tmp/vllm.whl" in other
-    assert "/r[dev,baselines]" in other
+    assert "/r[dev]" in other
     gpu = install.install_command("gpu", Path("/r"), "/wheels", "")
     assert not {"--find-links", "--torch-backend", "--overrides"} & set(gpu)
 

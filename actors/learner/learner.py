@@ -13,8 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import ray
@@ -22,18 +23,15 @@ import torch
 
 from actors.cluster.fanout import any_failed
 from actors.learner import zero3
-from actors.learner.parts import CriticPart, LearnerSpec, PartName, PolicyPart, Share, load_critic, load_policy
+from actors.learner.parts import CriticPart, LearnerSpec, PartName, PolicyPart, load_critic, load_policy
 from actors.learner.ranks import Ranks
 from actors.weights.buckets import Bucket, Shapes
 from actors.weights.transports import Meeting
 from t2g.algo.corrections import importance_metrics
 from t2g.algo.losses import Metrics
 from t2g.config import Dtype, ObjectiveConfig, RoleConfig
-from t2g.data.batching import empty_tokens, pack_minibatch, pack_tokens, plan_microbatches
 from t2g.errors import LearnerLost
-from t2g.types import Minibatch, PackedTokens, Rollout, TokenStats, TrainBatch, UpdateResult
-
-T = TypeVar("T")
+from t2g.types import Rollout, TokenStats, TrainBatch, TrainSequence, UpdateResult
 
 STATE_FILE = "learner.json"
 LOOK_S = 5.0  # a rank that died without breaking the others' connections is seen within so long
@@ -72,13 +70,11 @@ class LearnerWorker:
             self.parts["critic"] = CriticPart(self.spec, critic, num_ranks)
         torch.manual_seed(self.spec.seed * 1_000_003 + self.rank)
 
-    def forward(self, part: PartName, microbatches: Sequence[PackedTokens]) -> list[dict[str, np.ndarray]]:
-        """Of each microbatch the part's fields of `TokenStats`, [T] each, aligned with its input_ids."""
-        return self.parts[part].forward(microbatches)
+    def forward(self, part: PartName, sequences: Sequence[Rollout | TrainSequence]) -> dict[int, dict[str, np.ndarray]]:
+        return self.parts[part].forward(sequences)
 
-    def update(self, part: PartName, share: Share, kl_coef: float, label: str) -> Metrics:
-        """One optimizer step of the part per minibatch; see its `update`."""
-        return self.parts[part].update(share, kl_coef=kl_coef, label=label)
+    def update(self, part: PartName, batch: TrainBatch, label: str) -> Metrics:
+        return self.parts[part].update(batch, label=label)
 
     def announce(self) -> Shapes:
         return self.parts["policy"].announce()
@@ -95,9 +91,9 @@ class LearnerWorker:
         self.parts["policy"].export(folder)
 
     def save(self, part: PartName, folder: Path) -> None:
-        """The part, its optimizer and schedule, and this process's RNG, into an existing folder."""
-        zero3.save_checkpoint(self.parts[part].engine, folder, part)
+        """The part, its optimizer and schedule, and the RNGs, into an existing folder; on return all have written."""
         torch.save(torch.get_rng_state(), self._rng_file(part, folder))
+        zero3.save_checkpoint(self.parts[part].engine, folder, part)
 
     def convert(self, part: PartName, folder: Path) -> None:
         """Before a `load` by another number of ranks; rank 0 does it."""
@@ -126,11 +122,8 @@ class LearnerGroup:
     After an exception the ranks may be out of step with each other: `close` and start again from a checkpoint.
     """
 
-    def __init__(self, spec: LearnerSpec, *, placement_timeout_s: float, actor: Any = None) -> None:
-        """Start all ranks and wait for them. UserError when they find no place or the model cannot be loaded.
-
-        actor: another class with a LearnerWorker's methods.
-        """
+    def __init__(self, spec: LearnerSpec, *, placement_timeout_s: float) -> None:
+        """Start all ranks and wait for them. UserError when they find no place or the model cannot be loaded."""
         self.spec = spec
         self.policy_version = 0  # that an update makes counts from its beginning
         self._turn = threading.Lock()  # two calls at once would reach the ranks in different orders
@@ -147,7 +140,7 @@ class LearnerGroup:
                 who = "learner rank" if section == "learner" else "critic rank"
                 self.groups.append(
                     Ranks(
-                        actor or LearnerActor, spec, names,
+                        LearnerActor, spec, names,
                         section=section, role=role, who=who, placement_timeout_s=placement_timeout_s,
                     )
                 )  # fmt: skip
@@ -195,37 +188,18 @@ class LearnerGroup:
             }
             return {part: self.parts[part].collect(refs[part], call, deadline) for part in parts}
 
-    def _by_part(self, make: Callable[[int], T]) -> dict[PartName, T]:
-        """make(number of ranks) for each part, once for parts with as many: packing takes its time."""
-        made = {num_ranks: make(num_ranks) for num_ranks in {len(ranks) for ranks in self.groups}}
-        return {part: made[len(ranks)] for part, ranks in self.parts.items()}
-
     def _on_policy(self, call: str, submit: Callable[[Any], Any]) -> list[Any]:
         return self._on_parts(["policy"], call, lambda worker, part, rank: submit(worker))["policy"]
 
-    def forward(self, rollouts: Sequence[Rollout]) -> list[TokenStats]:
-        """Old logprobs, reference logprobs, values and entropy, each [R], in the order of `rollouts`."""
-        if not rollouts:
-            return []
-        sequences = [np.concatenate([r.prompt_ids, r.response_ids]) for r in rollouts]
-        lengths, budget = [len(s) for s in sequences], self.spec.learner.tokens_per_microbatch
-        plans = self._by_part(lambda num_ranks: plan_microbatches(lengths, num_ranks, budget))
-
-        def packed(members: Sequence[int]) -> PackedTokens:
-            return pack_tokens([sequences[i] for i in members]) if members else empty_tokens()
-
+    def forward(self, sequences: Sequence[Rollout | TrainSequence]) -> list[TokenStats]:
+        """Old logprobs, reference logprobs, values and entropy, each [R], in the order of `sequences`."""
+        given = ray.put(list(sequences))
         results = self._on_parts(
-            [*self.parts], "forward",
-            lambda worker, part, rank: worker.forward.remote(part, [packed(m) for m in plans[part][rank]]),
-        )  # fmt: skip
-        found: list[dict[str, np.ndarray]] = [{"values": np.zeros(len(r.response_ids), np.float32)} for r in rollouts]
-        for part, by_rank in results.items():
-            for micro, arrays in zip(plans[part], by_rank, strict=True):
-                for members, fields in zip(micro, arrays, strict=True):
-                    end = 0
-                    for i in members:
-                        start, end = end + len(rollouts[i].prompt_ids), end + lengths[i]
-                        found[i] |= {name: array[start:end] for name, array in fields.items()}
+            [*self.parts], "forward", lambda worker, part, rank: worker.forward.remote(part, given)
+        )
+        found: list[dict[str, np.ndarray]] = [{"values": np.zeros(len(s.response_ids), np.float32)} for s in sequences]
+        for i, fields in chain.from_iterable(share.items() for by_rank in results.values() for share in by_rank):
+            found[i] |= fields
         return [TokenStats(**fields) for fields in found]
 
     def update(self, batch: TrainBatch) -> UpdateResult:
@@ -234,28 +208,23 @@ class LearnerGroup:
         The policy rests during the first `critic_warmup_steps` updates. Raises RunStopped naming part and minibatch
         when a loss or gradient is not finite; that step is not applied.
         """
-        started = time.monotonic()
-        budget = self.spec.learner.tokens_per_microbatch
-        packed = self._by_part(
-            lambda num_ranks: [pack_minibatch(m, num_ranks=num_ranks, token_budget=budget) for m in batch.minibatches]
-        )
+        started, given = time.monotonic(), ray.put(batch)
         rests = self.policy_version < self.spec.warmup_updates
         self.policy_version += 1
         try:
             results = self._on_parts(
                 [part for part in self.parts if not (rests and part == "policy")],
                 "update",
-                lambda worker, part, rank: worker.update.remote(
-                    part, [m[rank] for m in packed[part]], batch.kl_coef, f"update {self.policy_version}"
-                ),
+                lambda worker, part, rank: worker.update.remote(part, given, f"update {self.policy_version}"),
             )
         except BaseException:
             self.policy_version -= 1
             raise
         seconds = time.monotonic() - started
         metrics = {name: value for by_rank in results.values() for name, value in by_rank[0].items()}
-        metrics |= correction_metrics(batch.minibatches, self.spec.objective)
-        num_tokens = sum(len(s.prompt_ids) + len(s.response_ids) for m in batch.minibatches for s in m.samples)
+        if self.spec.loss == "ppo":
+            metrics |= correction_metrics(batch, self.spec.objective)
+        num_tokens = sum(len(sequence) for minibatch in batch.minibatches for sequence in minibatch)
         metrics["learner/optimizer_steps"] = float(len(batch.minibatches))
         metrics["learner/tokens_per_s"] = num_tokens / seconds
         return UpdateResult(policy_version=self.policy_version, metrics=metrics)
@@ -349,10 +318,10 @@ class LearnerGroup:
             ranks.close()
 
 
-def correction_metrics(minibatches: Sequence[Minibatch], objective: ObjectiveConfig) -> Metrics:
+def correction_metrics(batch: TrainBatch, objective: ObjectiveConfig) -> Metrics:
     """`importance_metrics` of every token that counts, once each, however many passes there are."""
-    samples = {id(s): (s, w > 0) for m in minibatches for s, w in zip(m.samples, m.weights, strict=True)}
-    counted = [(s.old_logprobs[keep], s.rollout_logprobs[keep]) for s, keep in samples.values()]
+    samples = {id(s.old_logprobs): s for minibatch in batch.minibatches for s in minibatch}.values()
+    counted = [(s.old_logprobs[s.weights > 0], s.rollout_logprobs[s.weights > 0]) for s in samples]
     old, rollout = (torch.from_numpy(np.concatenate(column)) for column in zip(*counted, strict=True))
     segments = torch.arange(len(counted)).repeat_interleave(torch.tensor([len(tokens) for tokens, _ in counted]))
     return importance_metrics(old, rollout, segments, objective.importance, objective.importance_cap)

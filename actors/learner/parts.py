@@ -23,14 +23,16 @@ from actors.weights.transports import Meeting, Sender, make_sender
 from t2g.algo.corrections import importance_weights
 from t2g.algo.critic import Critic, disable_dropout
 from t2g.algo.head import install_chunked_head
-from t2g.algo.losses import Metrics, kl_loss, policy_loss, value_loss, weighted_sum
-from t2g.algo.rows import Rows
+from t2g.algo.logprobs import Rows
+from t2g.algo.losses import Metrics, dpo_loss, kl_loss, policy_loss, supervised_loss, value_loss, weighted_sum
 from t2g.config import Dtype, LearnerConfig, ModelConfig, ObjectiveConfig
-from t2g.data.batching import pack_tokens
-from t2g.types import Microbatch, PackedTokens
+from t2g.data.batching import microbatches
+from t2g.types import Rollout, TrainBatch, TrainSequence
 
 PartName = Literal["policy", "critic"]
-Share = Sequence[Sequence[Microbatch]]  # one rank's part of an update: [minibatch][microbatch]
+Loss = Literal["ppo", "supervised", "dpo", "none"]
+NO_CRITIC = ObjectiveConfig(advantages="group", whiten="none")
+DPO_BETA = 0.1  # the paper's, and TRL's default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,32 +41,49 @@ class LearnerSpec:
 
     model: ModelConfig
     learner: LearnerConfig
-    objective: ObjectiveConfig
-    temperature: float  # of the sampling: the policy is softmax(logits / temperature)
+    objective: ObjectiveConfig = NO_CRITIC  # of PPO
+    loss: Loss = "ppo"  # of the policy; none: it has no optimizer, and only sends its weights
+    temperature: float = 1.0  # of the sampling: the policy is softmax(logits / temperature)
     num_updates: int  # calls of `update` in the whole run: the length of the learning-rate schedules
     seed: int
+    dropout: float = 0.0  # of adapters; under the supervised loss the model keeps its own dropout as well
+    packing: bool = False  # a microbatch is one row
 
     @property
     def warmup_updates(self) -> int:
         """First updates in which the policy rests."""
         return self.learner.critic_warmup_steps if self.objective.uses_critic else 0
 
+    @property
+    def minibatches_per_update(self) -> int:
+        return self.learner.num_epochs * self.learner.minibatches_per_epoch if self.loss == "ppo" else 1
+
 
 def load_policy(spec: LearnerSpec, *, on_gpu: bool) -> tuple[Any, Any | None, Any]:
-    """Policy, reference and tokenizer, see `load_for_training`. No reference under LoRA: it is the policy itself."""
+    """Policy, reference and tokenizer, see `load_for_training`.
+
+    No reference where the loss takes none, and none under LoRA: it is the policy itself.
+    """
     config = spec.learner
-    classes = ["AutoModelForCausalLM"] * (1 if config.lora else 2)
+    has_copy = spec.loss in ("ppo", "dpo") and config.lora is None
+    classes = ["AutoModelForCausalLM"] * (2 if has_copy else 1)
+    torch.manual_seed(spec.seed)  # of the adapters, and of weights that the model's folder lacks
     tokenizer, models = load_for_training(spec.model, *classes, dtype=config.dtype, on_gpu=on_gpu)
     policy, reference = (*models, None)[:2]
-    if config.lora:
-        torch.manual_seed(spec.seed)  # of the adapters
-        lora.add_adapters(policy, config.lora, spec.model, dropout=0.0)
-    if config.gradient_checkpointing:
-        checkpoint_layers(policy, spec.model, section="learner")
-    for model in models:
-        disable_dropout(model)
-        install_chunked_head(model)
+    prepare(policy, spec)
+    if spec.loss != "supervised":
+        for model in models:
+            disable_dropout(model)
+            install_chunked_head(model)
     return policy, reference, tokenizer
+
+
+def prepare(policy: Any, spec: LearnerSpec) -> None:
+    """Adapters and gradient checkpointing, as the spec says. UserError where the architecture has no such thing."""
+    if spec.learner.lora is not None:
+        lora.add_adapters(policy, spec.learner.lora, spec.model, dropout=spec.dropout)
+    if spec.learner.gradient_checkpointing:
+        checkpoint_layers(policy, spec.model, section="sft" if spec.loss == "supervised" else "learner")
 
 
 def load_critic(spec: LearnerSpec, *, on_gpu: bool) -> Critic:
@@ -82,50 +101,104 @@ def _memory(spec: LearnerSpec, num_ranks: int) -> dict[str, Any]:
     return {"dtype": spec.learner.dtype, "world_size": num_ranks, "offload": spec.learner.offload == "cpu"}
 
 
-def _num_steps(spec: LearnerSpec, num_updates: int) -> int:
-    return max(1, num_updates) * spec.learner.num_epochs * spec.learner.minibatches_per_epoch
+class Part:
+    """A model on its ranks. Every call is a collective of them."""
 
+    name: PartName
 
-class CriticPart:
-    """The critic. Every call is a collective of its ranks."""
-
-    def __init__(self, spec: LearnerSpec, critic: Critic, num_ranks: int) -> None:
-        self.spec = spec
-        self.engine = zero3.build_engine(
-            critic, spec.learner.critic, num_steps=_num_steps(spec, spec.num_updates), **_memory(spec, num_ranks)
-        )
+    def __init__(self, spec: LearnerSpec, engine: zero3.Engine) -> None:
+        self.spec, self.engine = spec, engine
 
     @torch.no_grad()
-    def forward(self, microbatches: Sequence[PackedTokens]) -> list[dict[str, np.ndarray]]:
-        """Of each microbatch values [T] float32, of the state before each token."""
+    def forward(self, sequences: Sequence[Rollout | TrainSequence]) -> dict[int, dict[str, np.ndarray]]:
+        """The part's fields of `TokenStats`, [R] each, of this rank's share of the sequences, by their places."""
         self.engine.eval()
-        return [{"values": Rows(m, self.engine.device).values(self.engine).cpu().numpy()} for m in microbatches]
+        found: dict[int, dict[str, np.ndarray]] = {}
+        for members in self._microbatches(sequences):
+            stats = self._stats(self._rows([sequences[i] for i in members]))
+            columns = {name: column.cpu().numpy() for name, column in stats.items()}
+            end = 0
+            for i in members:
+                start, end = end, end + len(sequences[i].response_ids)
+                found[i] = {name: column[start:end] for name, column in columns.items()}
+        return found
 
-    def update(self, share: Share, *, kl_coef: float, label: str) -> Metrics:
-        """One optimizer step per minibatch, see `_train`; kl_coef is the policy's affair."""
-        return _train("critic", self.engine, share, self._loss, label)
+    def update(self, batch: TrainBatch, *, label: str) -> Metrics:
+        """One optimizer step per minibatch; metrics are means over them (maxima where so named), the same on all ranks.
 
-    def _loss(self, engine: Any, microbatch: Microbatch) -> tuple[torch.Tensor, Metrics]:
+        Raises RunStopped naming part, label and minibatch when a loss or gradient is not finite; that step is not
+        applied.
+        """
+
+        def loss_fn(engine: zero3.Engine, sequences: Sequence[Any]) -> tuple[torch.Tensor, Metrics]:
+            return self._loss(self._rows(sequences), batch.kl_coef)
+
+        found = []
+        for number, minibatch in enumerate(batch.minibatches, start=1):
+            share = [[minibatch[i] for i in members] for members in self._microbatches(minibatch)]
+            where = f"{self.name}, {label}, minibatch {number} of {len(batch.minibatches)}"
+            step = zero3.train_step(self.engine, share, loss_fn, label=where)
+            found.append(step.metrics | {f"{self.name}/grad_norm": step.grad_norm, f"{self.name}/lr": step.lr})
+        reduce: dict[str, Callable[..., Any]] = {key: np.max if key.endswith("_max") else np.mean for key in found[0]}
+        return {key: float(fn([row[key] for row in found])) for key, fn in reduce.items()}
+
+    def _microbatches(self, sequences: Sequence[Rollout | TrainSequence]) -> list[list[int]]:
+        return microbatches(
+            sequences,
+            rank=self.engine.global_rank,
+            num_ranks=self.engine.world_size,
+            token_budget=self.spec.learner.tokens_per_microbatch,
+            packed=self.spec.packing,
+            together=2 if self.spec.loss == "dpo" else 1,
+        )
+
+    def _rows(self, sequences: Sequence[Rollout | TrainSequence]) -> Rows:
+        is_supervised = self.spec.loss == "supervised"  # its prompts are long, and its head is not chunked
+        return Rows(sequences, self.engine.device, packed=self.spec.packing, targets_only=is_supervised)
+
+    def _stats(self, rows: Rows) -> dict[str, torch.Tensor]:
+        """[N] each."""
+        raise NotImplementedError
+
+    def _loss(self, rows: Rows, kl_coef: float) -> tuple[torch.Tensor, Metrics]:
+        """This microbatch's share. kl_coef: of the KL as a term of the policy's loss."""
+        raise NotImplementedError
+
+
+class CriticPart(Part):
+    name = "critic"
+
+    def __init__(self, spec: LearnerSpec, critic: Critic, num_ranks: int) -> None:
+        num_steps = max(1, spec.num_updates) * spec.minibatches_per_update
+        memory = _memory(spec, num_ranks)
+        super().__init__(spec, zero3.build_engine(critic, spec.learner.critic, num_steps=num_steps, **memory))
+
+    def _stats(self, rows: Rows) -> dict[str, torch.Tensor]:
+        return {"values": rows.values(self.engine)}
+
+    def _loss(self, rows: Rows, kl_coef: float) -> tuple[torch.Tensor, Metrics]:
         loss, metrics = value_loss(
-            values=Rows(microbatch, engine.device).values(engine),
+            values=rows.values(self.engine),
+            old_values=rows.numbers("values"),
+            returns=rows.numbers("returns"),
+            weights=rows.numbers("weights"),
             value_clip=self.spec.objective.value_clip,
-            **_tensors(microbatch, engine.device, "returns", "weights", old_values="values"),
         )
         return self.spec.objective.vf_coef * loss, metrics
 
 
-class PolicyPart:
-    """The policy and its reference: a frozen copy, and under LoRA the same engine with its adapters off.
+class PolicyPart(Part):
+    """The policy and its reference: a frozen copy, and under LoRA the same engine with its adapters off."""
 
-    Every call is a collective of its ranks, except `announce`.
-    """
+    name = "policy"
 
     def __init__(self, spec: LearnerSpec, policy: Any, reference: Any | None, tokenizer: Any, num_ranks: int) -> None:
-        self.spec, self.tokenizer = spec, tokenizer
         memory = _memory(spec, num_ranks)
-        num_steps = _num_steps(spec, spec.num_updates - spec.warmup_updates)
-        self.engine = zero3.build_engine(policy, spec.learner.policy, num_steps=num_steps, **memory)
-        self._copy = None if reference is None else zero3.frozen_engine(reference, **memory)
+        optim = None if spec.loss == "none" else spec.learner.policy
+        num_steps = max(1, spec.num_updates - spec.warmup_updates) * spec.minibatches_per_update
+        super().__init__(spec, zero3.build_engine(policy, optim, num_steps=num_steps, **memory))
+        self.tokenizer = tokenizer
+        self._copy = None if reference is None else zero3.build_engine(reference, None, **memory)
 
     @contextmanager
     def _reference(self) -> Iterator[Any]:
@@ -140,58 +213,55 @@ class PolicyPart:
                 yield self.engine
             self.engine.train(was_training)
 
-    @torch.no_grad()
-    def forward(self, microbatches: Sequence[PackedTokens]) -> list[dict[str, np.ndarray]]:
-        """Of each microbatch old_logprobs, entropy, ref_logprobs, [T] float32, 0 at each sequence's first token."""
-        self.engine.eval()
-        temperature, found = self.spec.temperature, []
-        for rows in (Rows(m, self.engine.device) for m in microbatches):
-            now = rows.token_outputs(self.engine, temperature, entropy=True)
-            with self._reference() as reference:
-                ref_logprobs = rows.token_outputs(reference, temperature).logprobs
-            arrays = {"old_logprobs": now.logprobs, "entropy": now.entropy, "ref_logprobs": ref_logprobs}
-            found.append({name: array.cpu().numpy() for name, array in arrays.items()})
-        return found
+    def _stats(self, rows: Rows) -> dict[str, torch.Tensor]:
+        now = rows.token_outputs(self.engine, self.spec.temperature, entropy=True)
+        with self._reference() as reference:
+            ref_logprobs = rows.token_outputs(reference, self.spec.temperature).logprobs
+        return {"old_logprobs": now.logprobs, "entropy": now.entropy, "ref_logprobs": ref_logprobs}
 
-    def update(self, share: Share, *, kl_coef: float, label: str) -> Metrics:
-        """One optimizer step per minibatch, see `_train`. kl_coef: of the KL as a term of the loss."""
-        return _train("policy", self.engine, share, lambda engine, m: self._loss(engine, m, kl_coef), label)
+    def _loss(self, rows: Rows, kl_coef: float) -> tuple[torch.Tensor, Metrics]:
+        if self.spec.loss == "ppo":
+            return self._ppo_loss(rows, kl_coef)
+        logprobs = rows.token_outputs(self.engine, self.spec.temperature).logprobs
+        given = {"logprobs": logprobs, "weights": rows.numbers("weights")}
+        if self.spec.loss == "supervised":
+            return supervised_loss(**given)
+        return dpo_loss(
+            **given,
+            ref_logprobs=rows.numbers("ref_logprobs"),
+            segment_ids=rows.segment_ids,
+            num_pairs=len(rows.sequences) // 2,
+            beta=DPO_BETA,
+        )
 
-    def _loss(self, engine: Any, microbatch: Microbatch, kl_coef: float) -> tuple[torch.Tensor, Metrics]:
+    def _ppo_loss(self, rows: Rows, kl_coef: float) -> tuple[torch.Tensor, Metrics]:
         """L_pi + kl_coef * KL - entropy_coef * H, this microbatch's share of each (method.md, stage 3)."""
-        objective = self.spec.objective
-        rows = Rows(microbatch, engine.device)
-        given = _tensors(
-            microbatch, engine.device,
-            "segment_ids", "weights", "advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs",
-        )  # fmt: skip
-        old_logprobs, weights, ref_logits = given["old_logprobs"], given["weights"], None
+        objective, temperature = self.spec.objective, self.spec.temperature
+        old_logprobs, weights, ref_logits = rows.numbers("old_logprobs"), rows.numbers("weights"), None
         if kl_coef > 0 and objective.kl_estimator == "full":
             with self._reference() as reference:
                 ref_logits = rows.logits(reference)
-        now = rows.token_outputs(
-            engine, self.spec.temperature, entropy=objective.entropy_coef > 0, ref_logits=ref_logits
-        )
+        now = rows.token_outputs(self.engine, temperature, entropy=objective.entropy_coef > 0, ref_logits=ref_logits)
         correction = importance_weights(
-            old_logprobs, given["rollout_logprobs"], given["segment_ids"], weights,
+            old_logprobs, rows.numbers("rollout_logprobs"), rows.segment_ids, weights,
             objective.importance, objective.importance_cap,
         )  # fmt: skip
         loss, metrics = policy_loss(
             logprobs=now.logprobs, old_logprobs=old_logprobs, importance_weights=correction,
-            advantages=given["advantages"], weights=weights, clip_eps=objective.clip_eps,
+            advantages=rows.numbers("advantages"), weights=weights, clip_eps=objective.clip_eps,
         )  # fmt: skip
         if now.full_kl is not None:
             kl = weighted_sum(now.full_kl, weights)
             loss, metrics["policy/kl_loss"] = loss + kl_coef * kl, kl.item()
         elif kl_coef > 0:
-            kl, found = kl_loss(logprobs=now.logprobs, ref_logprobs=given["ref_logprobs"], weights=weights)
+            kl, found = kl_loss(logprobs=now.logprobs, ref_logprobs=rows.numbers("ref_logprobs"), weights=weights)
             loss, metrics = loss + kl_coef * kl, metrics | found
         if now.entropy is not None:
             loss = loss - objective.entropy_coef * weighted_sum(now.entropy, weights)
         return loss, metrics
 
     def announce(self) -> Shapes:
-        """Names and shapes of the policy, in the order of `stream_weights`."""
+        """Names and shapes of the policy, in the order of `stream_weights`. No collective."""
         return metadata(self.engine)
 
     @cached_property
@@ -228,32 +298,12 @@ class PolicyPart:
     def probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
         """[N - 1] float32: log softmax(logits)[ids[t + 1]] after ids[: t + 1], at temperature 1."""
         self.engine.eval()
-        rows = Rows(pack_tokens([ids]), self.engine.device)
-        return rows.token_outputs(self.engine, 1.0).logprobs[1:].cpu().numpy()
+        probe = TrainSequence(prompt_ids=ids[:1], response_ids=ids[1:], weights=np.ones(len(ids) - 1))
+        return Rows([probe], self.engine.device).token_outputs(self.engine, 1.0).logprobs.cpu().numpy()
 
     def export(self, folder: Path) -> None:
         """The policy as a Hugging Face folder in safetensors, tokenizer included; under LoRA the adapter as well."""
         zero3.export(self.engine, self.tokenizer, folder)
-
-
-def _train(name: PartName, engine: Any, share: Share, loss_fn: zero3.LossFunction, label: str) -> Metrics:
-    """One optimizer step per minibatch; metrics are means over them (maxima where so named), the same on every rank.
-
-    Raises RunStopped naming part, label and minibatch when a loss or gradient is not finite; that step is not applied.
-    """
-    rows = []
-    for number, microbatches in enumerate(share, start=1):
-        where = f"{name}, {label}, minibatch {number} of {len(share)}"
-        step = zero3.train_step(engine, microbatches, loss_fn, label=where)
-        rows.append(step.metrics | {f"{name}/grad_norm": step.grad_norm, f"{name}/lr": step.lr})
-    reduce: dict[str, Callable[..., Any]] = {key: np.max if key.endswith("_max") else np.mean for key in rows[0]}
-    return {key: float(fn([row[key] for row in rows])) for key, fn in reduce.items()}
-
-
-def _tensors(microbatch: Microbatch, device: torch.device, *names: str, **renamed: str) -> dict[str, torch.Tensor]:
-    """Fields of a microbatch as [T] tensors, by their own name or as parameter=field."""
-    fields = dict(zip(names, names, strict=True)) | renamed
-    return {key: torch.tensor(getattr(microbatch, name), device=device) for key, name in fields.items()}
 
 
 def _wire(tensor: torch.Tensor) -> np.ndarray:

@@ -3,104 +3,47 @@
 The policy's fine-tuning and the span reward model's training are this one function; a rank is `sft_rank`.
 """
 
-import hashlib
 import json
 import logging
 import os
 import shutil
+import signal
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 import ray.train
 import ray.train.torch
-from ray.train.v2._internal.execution.controller import TrainController
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.cluster.fanout import first_line
-from actors.cluster.placement import GIB
-from actors.learner.sft_rank import CHECKPOINTS, LABEL, REPORT_EVERY, RankJob, SFTProgress, train_loop
-from t2g.config import ClusterConfig, ModelConfig, SFTOptions
+from actors.cluster.fanout import collect, first_line
+from actors.cluster.placement import GIB, check_places
+from actors.learner.parts import LearnerSpec
+from actors.learner.sft_rank import CHECKPOINTS, LABEL, MODEL, REPORT_EVERY, RankJob, SFTProgress, train_loop
+from t2g.config import ClusterConfig, LearnerConfig, LoRAConfig, ModelConfig, SFTOptions
+from t2g.data.batching import count_steps
 from t2g.errors import RunStopped, UserError
-from t2g.feedback.examples import SFTExample
-from t2g.files import write_atomic
+from t2g.files import weights_version, write_atomic
+from t2g.runs import identity
 from t2g.runs.checkpoint import CheckpointStore
+from t2g.runs.identity import Identity, data_hash
+from t2g.types import TrainSequence
 
 DRIVER_GRACE_S = 30.0  # the deadline of the ranks' collectives comes first: they know where they stand
 POLL_S = 0.2  # between two looks at the ranks' reports
-DONE_FILE = "sft.json"  # written last: a folder without it is not finished
-# Fields of SFTOptions that decide the weights; the others move the order of sums, and which units dropout meets.
-MOVES_WEIGHTS = {"optim", "dtype", "num_epochs", "batch_size", "max_length", "span_weight", "lora"}
-UNUSED_CALLBACKS = (
-    "DatasetsCallback",
-    "PlacementGroupCleanerCallback",
-    "WorkingDirectorySetupCallback",  # relative paths stay what they are for the driver
-    "ControllerMetricsCallback",
-    "WorkerMetricsCallback",
-)
-NO_PLACE = ("WorkerGroupStartupTimeoutError", "InsufficientClusterResourcesError")  # Ray Train keeps them private
+DONE_FILE = "sft.json"  # the metrics, written last: a folder without it is not finished
+REPORTS_FILE, PID_FILE = "reports.jsonl", "controller.pid"  # of Ray Train's controller
 logger = logging.getLogger(__name__)
-
-
-class _Trainer(ray.train.torch.TorchTrainer):
-    """Ray Train's, but for the processes beside the ranks.
-
-    The controller is ended by force. Left alone it begins to exit when its handle is gone, and takes seconds: a Ray
-    that ends meanwhile leaves it behind, since nobody watches a worker any more that has said goodbye. The helpers that
-    would each start a process of 200 MB are left out: we pass no Ray data sets, and a placement group ends with the
-    controller that made it.
-    """
-
-    def __init__(
-        self, *, follow: Callable[["ray.ObjectRef[Any]"], None], placement_timeout_s: float, **ours: Any
-    ) -> None:
-        """follow: waits for the end of a training and may give it up by raising."""
-        super().__init__(train_loop, **ours)
-        self._follow = follow
-        self._settings = {
-            "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # its poll; the default of 2 s delays start, reports and end
-            "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(placement_timeout_s),
-            "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a process; a lost rank ends the training here anyway
-            "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",  # the controller does so by design
-        }
-
-    def _create_default_callbacks(self) -> list[Any]:
-        return [call for call in super()._create_default_callbacks() if type(call).__name__ not in UNUSED_CALLBACKS]
-
-    def _initialize_and_run_controller(self, **parts: Any) -> ray.train.Result:
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        controller = (
-            ray.remote(TrainController)
-            .options(num_cpus=0, scheduling_strategy=here, runtime_env={"env_vars": self._settings})
-            .remote(**parts)
-        )
-        try:
-            running = controller.run.remote()
-            self._follow(running)
-            ray.get(running)
-            return ray.get(controller.get_result.remote())
-        finally:
-            ray.kill(controller)  # with it go the ranks that still run: it owns them
-
-
-class _ReportsFile(ray.train.UserCallback):
-    """Appends rank 0's reports to a file. Runs in Ray Train's controller, which Ray Train puts on the driver's node."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps(metrics[0]) + "\n")
 
 
 def run_sft(
     *,
     model: ModelConfig,
-    examples: Sequence[SFTExample],
+    examples: Sequence[TrainSequence],
     options: SFTOptions,
     cluster: ClusterConfig,
     out_folder: Path,
@@ -108,7 +51,7 @@ def run_sft(
     on_start: Callable[[int], None],
     on_progress: Callable[[SFTProgress], None],
 ) -> dict[str, float]:
-    """Train `model` on `examples` and write it to `out_folder` (safetensors, tokenizer, sft.json).
+    """Train `model` on `examples` and write it to `out_folder` (safetensors, tokenizer, identity.json, sft.json).
 
     Ray must be connected. A finished `out_folder` of the same model, examples, options and seed is kept and its metrics
     are returned at once; an unfinished one, beside it under the name `.part`, goes on after its last checkpoint.
@@ -125,100 +68,100 @@ def run_sft(
     """
     if not examples:
         raise UserError(f"{LABEL} got no examples")
-    key = _fingerprint(model, examples, options, seed)
-    kept = _finished(out_folder, key)
+    made_of = Identity.of(
+        options,
+        weights=weights_version(model.policy, model.revision),
+        data=data_hash((e.prompt_ids, e.response_ids, e.weights) for e in examples),
+        seed=seed,
+    )
+    kept = identity.finished(out_folder, made_of, DONE_FILE)
     if kept is not None:
         logger.info("%s is already trained with these settings: kept", out_folder)
         return kept
+    if out_folder.exists():
+        raise UserError(f"{out_folder} exists and was not written by {LABEL}: remove it or rename the run")
     part = out_folder.with_name(out_folder.name + ".part")
-    identity = {"fingerprint": key, "num_ranks": options.workers}  # a ZeRO-3 checkpoint has one part for each rank
-    checkpoint, done = _resume_point(part, identity)
-    _clear(part, keep=CHECKPOINTS if checkpoint else None)
+    checkpoint, done = _resume_point(part, made_of)
+    shutil.rmtree(part / MODEL if checkpoint else part, ignore_errors=True)
+    identity.keep(part, made_of)
     on_start(done)
 
     started = time.monotonic()
+    check_places({"sft": options}, timeout_s=cluster.placement_timeout_s)
+    num_steps = count_steps(len(examples), options.num_epochs, options.batch_size)
     job = RankJob(
-        model=model, examples=ray.put(list(examples)), options=options, out_folder=str(part), seed=seed,
-        identity=identity, checkpoint=checkpoint, done=done,
+        spec=_learner_spec(model, options, num_steps, seed), options=options, examples=ray.put(list(examples)),
+        folder=part, checkpoint=checkpoint, done=done,
     )  # fmt: skip
     metrics = _fit(job, cluster, on_progress) | {"wall_s": time.monotonic() - started}
-    write_atomic(part / DONE_FILE, json.dumps({"fingerprint": key, "metrics": metrics}, indent=1).encode())
-    os.replace(part, out_folder)
-    shutil.rmtree(out_folder / CHECKPOINTS, ignore_errors=True)  # there is none where every step came before the first
+    identity.keep(part / MODEL, made_of)
+    write_atomic(part / MODEL / DONE_FILE, json.dumps(metrics, indent=1).encode())
+    os.replace(part / MODEL, out_folder)
+    shutil.rmtree(part)
     return metrics
 
 
-def _resume_point(part: Path, identity: Mapping[str, Any]) -> tuple[str | None, int]:
-    """Folder of the last intact checkpoint of this training and the number of steps behind it; (None, 0) without one.
+def _learner_spec(model: ModelConfig, options: SFTOptions, num_steps: int, seed: int) -> LearnerSpec:
+    shared = {"workers", "dtype", "tokens_per_microbatch", "gradient_checkpointing", "offload"}
+    lora = options.lora
+    learner = LearnerConfig(
+        **options.model_dump(include=shared),
+        policy=options.optim,
+        lora=LoRAConfig(r=lora.r, alpha=lora.alpha) if lora else None,
+        step_timeout_s=options.timeout_s,
+    )
+    return LearnerSpec(
+        model=model, learner=learner, loss="supervised", num_updates=num_steps, seed=seed,
+        dropout=lora.dropout if lora else 0.0, packing=options.packing,
+    )  # fmt: skip
 
-    identity: fingerprint and number of ranks, which the checkpoint must share.
-    """
+
+def _resume_point(part: Path, made_of: Identity) -> tuple[Path | None, int]:
+    """Folder of the last whole checkpoint of this training, and the steps behind it; (None, 0) without one."""
     if not part.exists():
         return None, 0
-    found = CheckpointStore(part / CHECKPOINTS, keep=1).latest()
-    if found is not None and identity.items() <= found[1].items():
-        return str(found[0]), found[1]["step"]
-    why = "no whole checkpoint" if found is None else "a checkpoint of other data, options or number of ranks"
-    logger.warning("%s has %s: the training starts from the base model", part, why)
+    changed = identity.changes(part, made_of)
+    found = None if changed else CheckpointStore(part / CHECKPOINTS, keep=1).latest()
+    if found is not None:
+        return found[0], found[1]["step"]
+    why = f"was made otherwise: {', '.join(changed)}" if changed else "has no whole checkpoint"
+    logger.warning("%s %s; the training starts from the base model", part, why)
     return None, 0
 
 
-def _clear(part: Path, *, keep: str | None) -> None:
-    """An empty folder, but for `keep`."""
-    part.mkdir(parents=True, exist_ok=True)
-    for path in part.iterdir():
-        if path.name == keep:
-            continue
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-
-
-def _fingerprint(model: ModelConfig, examples: Sequence[SFTExample], options: SFTOptions, seed: int) -> str:
-    """Names a training: what it starts from, what it learns from, and the options that move its weights."""
-    found = {file.name: file.stat() for file in sorted(Path(model.policy).glob("*")) if file.is_file()}
-    files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found.items()]
-    chosen = options.model_dump(mode="json", include=MOVES_WEIGHTS)
-    digest = hashlib.blake2b(json.dumps([model.model_dump(), files, chosen, seed]).encode(), digest_size=16)
-    for example in examples:
-        for array in (example.prompt_ids, example.target_ids, example.target_weights):
-            digest.update(len(array).to_bytes(8) + array.tobytes())
-    return digest.hexdigest()
-
-
-def _finished(out_folder: Path, key: str) -> dict[str, float] | None:
-    """The metrics of a finished training with this fingerprint, None where there is no folder yet."""
-    if not out_folder.exists():
-        return None
-    done = out_folder / DONE_FILE
-    if not done.exists():
-        raise UserError(f"{out_folder} exists and was not written by {LABEL}: remove it or rename the run")
-    record = json.loads(done.read_text())
-    if record["fingerprint"] != key:
-        raise UserError(f"{out_folder} was trained with another model, data or options: remove it or rename the run")
-    return record["metrics"]
-
-
 def _fit(job: RankJob, cluster: ClusterConfig, on_progress: Callable[[SFTProgress], None]) -> dict[str, float]:
-    """Run the ranks and follow their reports. However this ends, ranks and controller end with it."""
+    """Run the ranks and follow their reports. However this ends, all processes of the training end with it."""
     patience_s = (REPORT_EVERY + 1) * job.options.timeout_s + DRIVER_GRACE_S
-    with tempfile.TemporaryDirectory() as scratch:
-        reports = Path(scratch, "reports.jsonl")
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)  # to share `scratch`
+    settings = {
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # its poll; the default of 2 s delays start, reports and end
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(cluster.placement_timeout_s),
+        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a process; a lost rank ends the training here anyway
+        "RAY_TRAIN_METRICS_ENABLED": "0",
+        "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths stay what they are for the driver
+    }
+    scratch = tempfile.mkdtemp()
+    running = ray.remote(_launch).options(
+        num_cpus=0, max_retries=0, scheduling_strategy=here, runtime_env={"env_vars": settings}
+    ).remote(job, Path(scratch))  # fmt: skip
+    try:
+        metrics = _follow(partial(_ended, running), Path(scratch, REPORTS_FILE), patience_s, on_progress)
+        if metrics is None:
+            collect([running], who=LABEL, call="training", timeout_s=POLL_S)
+            raise RunStopped(f"{LABEL} ended before its model was written")
+        return metrics
+    except BaseException:
+        ray.cancel(running, force=True)  # with it go controller and ranks, each owned by the one before
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
 
-        def follow(running: "ray.ObjectRef[Any]") -> None:
-            _follow(lambda: bool(ray.wait([running], timeout=POLL_S)[0]), reports, patience_s, on_progress)
 
-        trainer = _trainer(job, cluster, reports, scratch, follow)
-        try:
-            return trainer.fit().return_value
-        except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
-            raise _explain(error, job.options, cluster) from error
+def _ended(running: "ray.ObjectRef[None]") -> bool:
+    return bool(ray.wait([running], timeout=POLL_S)[0])
 
 
-def _trainer(
-    job: RankJob, cluster: ClusterConfig, reports: Path, scratch: str, follow: Callable[["ray.ObjectRef[Any]"], None]
-) -> _Trainer:
+def _launch(job: RankJob, scratch: Path) -> None:
+    """Ray Train's driver, in a process of its own that can be ended from outside, and may take its time to leave."""
     options = job.options
     resources = {"CPU": options.cpus, "memory": int(options.memory_gib * GIB)}
     if options.gpus:
@@ -226,9 +169,8 @@ def _trainer(
     env = {"OMP_NUM_THREADS": str(options.threads), "TOKENIZERS_PARALLELISM": "false"}
     if not options.gpus:
         env |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-    return _Trainer(
-        follow=follow,
-        placement_timeout_s=cluster.placement_timeout_s,
+    trainer = ray.train.torch.TorchTrainer(
+        train_loop,
         train_loop_config={"job": job},
         torch_config=ray.train.torch.TorchConfig(
             backend="nccl" if options.gpus else "gloo", timeout_s=max(1, round(options.timeout_s))
@@ -241,53 +183,74 @@ def _trainer(
         ),
         run_config=ray.train.RunConfig(
             name="sft",
-            storage_path=scratch,  # no Ray Train checkpoints: nothing but a marker is written there
-            callbacks=[_ReportsFile(reports)],
+            storage_path=str(scratch),  # no Ray Train checkpoints: nothing but a marker is written there
+            callbacks=[_Reports(scratch)],
             worker_runtime_env={"env_vars": env},
             failure_config=ray.train.FailureConfig(max_failures=0, controller_failure_limit=0),
             logging_config=ray.train.LoggingConfig(log_level="ERROR"),
         ),
     )
+    try:
+        trainer.fit()
+    except ray.train.TrainingFailedError as error:
+        raise _explain(error) from error
+    finally:
+        # The controller takes seconds to leave; a Ray that ends meanwhile would leave it behind.
+        if (pid := scratch / PID_FILE).exists():
+            os.kill(int(pid.read_text()), signal.SIGKILL)
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+class _Reports(ray.train.UserCallback):
+    """Appends rank 0's reports to a file. Runs in Ray Train's controller, which is on the launcher's node."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
+        (self.folder / PID_FILE).write_text(str(os.getpid()))
+        with (self.folder / REPORTS_FILE).open("a") as file:
+            file.write(json.dumps(metrics[0]) + "\n")
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        (self.folder / PID_FILE).write_text(str(os.getpid()))
 
 
 def _follow(
     has_ended: Callable[[], bool], reports: Path, patience_s: float, on_progress: Callable[[SFTProgress], None]
-) -> None:
-    """Hand on each report until the end; RunStopped when the next one, or the end, takes over `patience_s`.
+) -> dict[str, float] | None:
+    """Hand on each report until the empty one; RunStopped when the next takes over `patience_s`.
+
+    Returns the last but that, None when the ranks have ended without it.
 
     has_ended: may take a moment to answer.
     """
     deadline = time.monotonic() + patience_s
-    num_read, last = 0, None
+    num_read, last = 0, {}
     while True:
         ended = has_ended()
         lines = reports.read_text().split("\n")[:-1] if reports.exists() else []  # the last may be half written
-        for line in lines[num_read:]:
-            last = SFTProgress(**json.loads(line))
-            on_progress(last)
+        for report in map(json.loads, lines[num_read:]):
+            if not report:
+                return last
+            last = report
+            on_progress(SFTProgress(**report))
             deadline = time.monotonic() + patience_s
         num_read = len(lines)
         if ended:
-            return
+            return None
         if time.monotonic() > deadline:
-            where = f"the ranks stood at step {last.step} of {last.num_steps}" if last else "no rank has reported yet"
+            stood = "the ranks stood at step {step} of {num_steps}"
+            where = stood.format(**last) if last else "no rank has reported yet"
             raise RunStopped(
                 f"{LABEL} is late: nothing was heard of its ranks for {patience_s:g} s, which is sft.timeout_s for "
                 f"each of {REPORT_EVERY} steps and for what comes before or after them; {where}"
             )
 
 
-def _explain(error: Exception, options: SFTOptions, cluster: ClusterConfig) -> Exception:
+def _explain(error: ray.train.TrainingFailedError) -> Exception:
     """Ray Train's error as one sentence: of several ranks' failures, one of ours comes first."""
     if isinstance(error, ray.train.ControllerError):
-        if type(error.controller_failure).__name__ in NO_PLACE:
-            free = ray.available_resources()
-            return UserError(
-                f"no place for the {options.workers} ranks of {LABEL} within {cluster.placement_timeout_s:g} s: "
-                f"each needs {options.cpus:g} CPUs, {options.gpus:g} GPUs and {options.memory_gib:g} GiB; "
-                f"free in the cluster: {free.get('CPU', 0):g} CPUs, {free.get('GPU', 0):g} GPUs, "
-                f"{free.get('memory', 0) / GIB:.1f} GiB"
-            )
         return RunStopped(f"Ray Train could not run {LABEL}: {first_line(error.controller_failure)}")
     failures = sorted(getattr(error, "worker_failures", {}).items())
     causes = {rank: getattr(failure, "_base_exc", failure) for rank, failure in failures}

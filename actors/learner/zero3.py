@@ -112,9 +112,9 @@ def _gather_whole_layers(model: torch.nn.Module) -> None:
 
 def build_engine(
     model: torch.nn.Module,
-    optim: OptimConfig,
+    optim: OptimConfig | None,
     *,
-    num_steps: int,
+    num_steps: int = 1,
     dtype: Dtype,
     world_size: int,
     offload: bool = False,
@@ -124,33 +124,27 @@ def build_engine(
     Frozen parameters are partitioned too, and have no optimizer state; of the others the optimizer of a bfloat16 model
     holds float32 copies. Rank 0's parameters win: DeepSpeed broadcasts them before it partitions.
 
-    offload: partitions and optimizer state lie in the host's memory.
+    optim: none freezes the model, for forward passes only. offload: partitions and optimizer state lie in the host's
+    memory.
     """
     import deepspeed
 
     _gather_whole_layers(model)
-    config = _config(model, dtype, world_size, offload=offload) | {"gradient_clipping": optim.max_grad_norm}
+    config = _config(model, dtype, world_size, offload=offload)
+    if optim is None:
+        model.requires_grad_(False)
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        engine.eval()
+        return engine
     trainable = [p for p in model.parameters() if p.requires_grad]
-    adamw = torch.optim.AdamW(trainable, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay)
     engine, *_ = deepspeed.initialize(
         model=model,
-        optimizer=adamw,
-        config=config,
+        optimizer=torch.optim.AdamW(trainable, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay),
+        config=config | {"gradient_clipping": optim.max_grad_norm},
         lr_scheduler=lambda wrapped: torch.optim.lr_scheduler.LambdaLR(
             wrapped, lambda step: lr_factor(step, optim, num_steps)
         ),
     )
-    return engine
-
-
-def frozen_engine(model: torch.nn.Module, *, dtype: Dtype, world_size: int, offload: bool = False) -> Engine:
-    """A ZeRO-3 engine without an optimizer, for forward passes only. offload: its partitions lie in host memory."""
-    import deepspeed
-
-    model.requires_grad_(False)
-    _gather_whole_layers(model)
-    engine, *_ = deepspeed.initialize(model=model, config=_config(model, dtype, world_size, offload=offload))
-    engine.eval()
     return engine
 
 

@@ -22,14 +22,15 @@ from jobs.common.policy_runs import PolicyData, write_summary
 from jobs.common.run_folder import begin_folder, sole_process
 from jobs.common.supervised import MODEL, supervise
 from t2g.config import ModelConfig, PolicyJob, RolloutConfig, RunConfig, SFTJob
+from t2g.data.batching import count_steps
 from t2g.errors import Stopped
-from t2g.feedback.examples import SFTExample, count_steps
 from t2g.interfaces import FeedbackSource, RolloutSource
 from t2g.runs.log import RunLog
 from t2g.runs.progress import stage
 from t2g.study import baselines
 from t2g.study.baselines import METHODS, POLICY, Arm, Metrics, PreferencePair
 from t2g.text.tokenizer import load_tokenizer
+from t2g.types import TrainSequence
 
 IMITATION = "imitation"  # folder of ilf's training
 
@@ -104,7 +105,7 @@ def train_pairs(job: PolicyJob, stop: StopFlag, pairs: Sequence[PreferencePair])
     return trained
 
 
-def train_examples(job: PolicyJob, stop: StopFlag, examples: Sequence[SFTExample]) -> Metrics:
+def train_examples(job: PolicyJob, stop: StopFlag, examples: Sequence[TrainSequence]) -> Metrics:
     """Supervised fine-tuning of the base into the run's `policy`, which no stop interrupts."""
     run = RunConfig(root=job.run.folder, name=IMITATION, seed=job.run.seed)
     sft = baselines.sft_options(job, len(examples))

@@ -14,12 +14,13 @@ from jobs.common.supervised import MODEL, supervise
 from t2g.config import FeedbackConfig, RewardJob, StyleConfig
 from t2g.errors import UserError
 from t2g.feedback.card import make_card, style_words, write_card
-from t2g.feedback.examples import SFTExample, reward_examples
+from t2g.feedback.examples import reward_examples
 from t2g.feedback.records import AnnotatedRecord, load_annotated
 from t2g.files import write_atomic
 from t2g.study.reward_eval import JudgedRecord, reward_metrics
 from t2g.tasks.base import get_task
 from t2g.text.tokenizer import load_tokenizer
+from t2g.types import TrainSequence
 
 REPORT_FILE = "reward.json"
 
@@ -29,7 +30,7 @@ class RewardData:
     """What the job reads before any process is started, so that bad input is refused in a second."""
 
     tokenizer: Any
-    examples: list[SFTExample]
+    examples: list[TrainSequence]
     heldout: list[AnnotatedRecord]
 
 

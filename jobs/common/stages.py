@@ -40,7 +40,7 @@ from t2g.config import (
 from t2g.config.marks import paths
 from t2g.data.load import load_records
 from t2g.errors import UserError
-from t2g.feedback.examples import SFTExample, sft_example
+from t2g.feedback.examples import sft_example
 from t2g.feedback.records import AnnotatedRecord, load_annotated
 from t2g.files import write_atomic
 from t2g.runs import identity
@@ -51,6 +51,7 @@ from t2g.tasks.tiny.assets import build_model, build_reward_model, build_tokeniz
 from t2g.tasks.tiny.revision import corrected, thinned
 from t2g.tasks.tiny.world import measure, write_world
 from t2g.text.tokenizer import load_tokenizer
+from t2g.types import TrainSequence
 
 AnyJob = TypeVar("AnyJob", bound=PolicyJob)
 
@@ -187,7 +188,7 @@ def _train_reviser(job: SFTJob) -> dict[str, Any]:
     """`thinned` critiques and the responses that they would have."""
     rng, task, tokenizer = np.random.default_rng(job.run.seed), get_task(job.task), load_tokenizer(job.model.policy)
 
-    def example(record: AnnotatedRecord) -> SFTExample:
+    def example(record: AnnotatedRecord) -> TrainSequence:
         critique = thinned(record.critique, rng)
 
         def build(room: int) -> np.ndarray:

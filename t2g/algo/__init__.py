@@ -1,6 +1,6 @@
 """Numbers to loss: logprobs, KL, advantages, losses, corrections. Pure functions of torch tensors; imports t2g only.
 
-Shape letters: B responses, R response tokens (right-padded), T tokens of a microbatch, V vocabulary.
+Shape letters: B responses, R response tokens (right-padded), N response tokens of a microbatch, V vocabulary.
 """
 
 from t2g.algo.advantages import gae

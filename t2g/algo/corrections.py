@@ -29,7 +29,8 @@ def importance_weights(
         token     min(r_t, cap)                       sequence  min(product of r_t over the response, cap)
         masked    r_t in [1 / cap, cap], else 0       none      1
 
-    Arrays [T]; segment_ids count from 0; a token with weight 0 takes no part, whatever its numbers are, and gets 0.
+    Arrays [N], of response tokens; segment_ids count from 0; a token with weight 0 takes no part, whatever its numbers
+    are, and gets 0.
     No gradient. Truncation bounds the variance at the price of a bias (Ionides, "Truncated importance sampling", 2008).
 
     Worked: r = 4, .5 in one response, cap 2: token 2, .5; sequence 2, 2; masked 0, .5.

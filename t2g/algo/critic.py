@@ -22,8 +22,8 @@ class Critic(torch.nn.Module):
         self.head = ValueHead(backbone.config.get_text_config().hidden_size, 1, bias=False)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """[S, L] int64 -> [S, L] float32: column i is the state *after* token i (`shift_right` makes it the one before
-        token i + 1)."""
+        """[S, L] int64 -> [S, L] float32: column i is the state *after* token i (`logprobs.Rows.values` takes it for
+        the one before token i + 1)."""
         hidden = self.backbone(input_ids=input_ids, use_cache=False).last_hidden_state
         return self.head(hidden).squeeze(-1)
 

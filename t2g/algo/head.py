@@ -1,16 +1,77 @@
-"""An output head that answers per token instead of handing out logits, so that a batch's logits never exist at once.
+"""From logits to a few numbers per position, and an output head that gives them in place of logits, chunk by chunk.
+
+A batch's logits then never exist at once.
 
 For 8 rows of 1,024 tokens and a vocabulary of 128,256 the logits and their float32 softmax would be over 6 GB, more
 than all else in the pass.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from t2g.algo.logprobs import TokenRequest, token_columns
+from t2g.algo.kl import full_kl
+
+CHUNK_TOKENS = 1024  # rows whose logits and float32 softmax exist at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRequest:
+    """What is asked of each of N positions, whose distribution is softmax(logits / temperature)."""
+
+    next_ids: torch.Tensor  # [N] int64, the token that came after it
+    temperature: float
+    entropy: bool
+    ref_logits: torch.Tensor | None  # [N, V] of the reference: the KL over the whole vocabulary is asked for
+
+
+def token_columns(
+    states: torch.Tensor, request: TokenRequest, to_logits: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
+) -> torch.Tensor:
+    """[N, 1 to 3] float32, nats: log-probability of next_ids, then entropy and full KL where they are asked for.
+
+    states: [N, H] of any float type; to_logits: [C, H] -> [C, V] of C <= CHUNK_TOKENS rows, the identity where the
+    states are the logits. Differentiable in states and in what to_logits holds; what is as large as a chunk's logits
+    exists for one chunk at a time, in the backward pass too, which computes it again.
+    """
+
+    def columns(chunk: torch.Tensor, next_ids: torch.Tensor, ref_logits: torch.Tensor | None) -> torch.Tensor:
+        logits = to_logits(chunk).float() / request.temperature
+        logprobs = logits.log_softmax(-1)
+        found = [logprobs.gather(-1, next_ids[:, None]).squeeze(-1)]
+        if request.entropy:
+            found.append(entropy_of(logprobs))
+        if ref_logits is not None:
+            found.append(full_kl(logits, ref_logits.float() / request.temperature))
+        return torch.stack(found, dim=-1)
+
+    chunks = []
+    for start in range(0, len(states), CHUNK_TOKENS):
+        rows = slice(start, start + CHUNK_TOKENS)
+        reference = None if request.ref_logits is None else request.ref_logits[rows]
+        # Nothing is drawn at random in a chunk: its backward pass need not restore the generators.
+        chunks.append(
+            checkpoint(
+                columns, states[rows], request.next_ids[rows], reference, use_reentrant=False, preserve_rng_state=False
+            )
+        )
+    return torch.cat(chunks)
+
+
+def entropy_of(logprobs: torch.Tensor) -> torch.Tensor:
+    """H = -sum_v p_v log p_v, nats. logprobs: [..., V], normalised. Returns [...].
+
+    0 log 0 = 0 in value and gradient: a token of probability 0 has log-probability -inf, and 0 * inf is not a number.
+
+    >>> entropy_of(torch.tensor([0.5, 0.5, 0.0]).log())
+    tensor(0.6931)
+    """
+    probabilities = logprobs.exp()
+    return -(probabilities * torch.where(probabilities > 0, logprobs, 0)).sum(-1)
 
 
 class ChunkedHead(torch.nn.Linear):

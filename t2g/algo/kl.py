@@ -35,7 +35,7 @@ def kl_k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
 def full_kl(logits: torch.Tensor, ref_logits: torch.Tensor) -> torch.Tensor:
     """KL(p || q) = sum_v p_v (log p_v - log q_v) of p = softmax(logits), q = softmax(ref_logits).
 
-    Both [T, V] of any float type, already divided by the temperature. Returns [T] float32, nats, row i about the token
+    Both [N, V] of any float type, already divided by the temperature. Returns [N] float32, nats, row i about the token
     that row i predicts. Differentiable; a token that p rules out (logit -inf) adds nothing.
     """
     logprobs, ref_logprobs = logits.float().log_softmax(-1), ref_logits.float().log_softmax(-1)

@@ -1,84 +1,96 @@
-"""From logits to a few numbers per token, some rows at a time. The next-token shift happens here and nowhere else.
+"""Sequences on their way through a causal model, as rows, and back to their response tokens.
 
-Row i of the logits predicts token i + 1; entry i of every result is about token i itself. The first token of a
-sequence is predicted by nothing: its entry is 0.
+The one place where a microbatch meets a model, for the forward pass before an update and for every loss. The next-token
+shift happens here and nowhere else: a position predicts the token that comes after it; entry t of every result is about
+response token t itself.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.checkpoint import checkpoint
 
-from t2g.algo.kl import full_kl
-
-CHUNK_TOKENS = 1024  # rows whose logits and float32 softmax exist at once
+from t2g.algo.head import ChunkedHead, TokenRequest, token_columns
+from t2g.data.batching import EMPTY_TOKENS, make_rows
+from t2g.types import Rollout, TrainSequence
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenRequest:
-    """What is asked of each of N positions, whose distribution is softmax(logits / temperature)."""
+class TokenOutputs:
+    """Of the distribution that each response token was drawn from, softmax(logits / temperature); [N] float32, nats."""
 
-    next_ids: torch.Tensor  # [N] int64, the token that came after it
-    temperature: float
-    entropy: bool
-    ref_logits: torch.Tensor | None  # [N, V] of the reference: the KL over the whole vocabulary is asked for
+    logprobs: torch.Tensor  # of the token
+    entropy: torch.Tensor | None
+    full_kl: torch.Tensor | None  # from the reference, over the whole vocabulary
 
 
-def token_columns(
-    states: torch.Tensor, request: TokenRequest, to_logits: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
-) -> torch.Tensor:
-    """[N, 1 to 3] float32, nats: log-probability of next_ids, then entropy and full KL where they are asked for.
+class Rows:
+    """The sequences of a microbatch on a device; N: their response tokens, one sequence after the other."""
 
-    states: [N, H] of any float type; to_logits: [C, H] -> [C, V] of C <= CHUNK_TOKENS rows, the identity where the
-    states are the logits. Differentiable in states and in what to_logits holds; what is as large as a chunk's logits
-    exists for one chunk at a time, in the backward pass too, which computes it again.
-    """
+    def __init__(
+        self,
+        sequences: Sequence[Rollout | TrainSequence],
+        device: torch.device,
+        *,
+        packed: bool = False,
+        targets_only: bool = False,
+    ) -> None:
+        """packed: see `make_rows`. targets_only: columns in which no row has a response have no logits."""
+        self.sequences, self.device = sequences, device
+        ids, positions, index = make_rows(sequences, packed=packed)
+        next_ids = np.pad(ids[:, 1:], ((0, 0), (0, 1)))
+        row, column = np.divmod(index - 1, ids.shape[1])  # where each response token is predicted
+        columns = np.arange(ids.shape[1])
+        self._inputs = {"input_ids": torch.from_numpy(ids).to(device)}  # [S, L]
+        if packed:
+            self._inputs["position_ids"] = torch.from_numpy(positions).to(device)
+        if targets_only:
+            columns = np.unique(column)
+            if len(columns) < EMPTY_TOKENS:
+                columns = np.union1d(columns, np.arange(ids.shape[1])[:EMPTY_TOKENS])
+            self._inputs["logits_to_keep"] = torch.from_numpy(columns).to(device)
+        self._next_ids = torch.from_numpy(next_ids[:, columns]).to(device).flatten()  # [S * C], C columns
+        place = row * len(columns) + np.searchsorted(columns, column)
+        self._place = torch.from_numpy(place).to(device)  # [N], in [S * C]
 
-    def columns(chunk: torch.Tensor, next_ids: torch.Tensor, ref_logits: torch.Tensor | None) -> torch.Tensor:
-        logits = to_logits(chunk).float() / request.temperature
-        logprobs = logits.log_softmax(-1)
-        found = [logprobs.gather(-1, next_ids[:, None]).squeeze(-1)]
-        if request.entropy:
-            found.append(entropy_of(logprobs))
-        if ref_logits is not None:
-            found.append(full_kl(logits, ref_logits.float() / request.temperature))
-        return torch.stack(found, dim=-1)
+    @property
+    def segment_ids(self) -> torch.Tensor:
+        """[N] int64: whose response the token is in, by the place of the sequence."""
+        lengths = torch.tensor([len(s.response_ids) for s in self.sequences], dtype=torch.long)
+        return torch.arange(len(lengths)).repeat_interleave(lengths).to(self.device)
 
-    chunks = []
-    for start in range(0, len(states), CHUNK_TOKENS):
-        rows = slice(start, start + CHUNK_TOKENS)
-        reference = None if request.ref_logits is None else request.ref_logits[rows]
-        # Nothing is drawn at random in a chunk: its backward pass need not restore the generators.
-        chunks.append(
-            checkpoint(
-                columns, states[rows], request.next_ids[rows], reference, use_reentrant=False, preserve_rng_state=False
-            )
+    def numbers(self, name: str) -> torch.Tensor:
+        """A field of the sequences, [R] each, as one tensor [N] float32."""
+        arrays = [getattr(sequence, name) for sequence in self.sequences]
+        return torch.tensor(np.concatenate([np.zeros(0), *arrays]), dtype=torch.float32, device=self.device)
+
+    def logits(self, model: Any) -> torch.Tensor:
+        """[S * C, V] of the model's dtype, all at once."""
+        return model(**self._inputs, use_cache=False).logits.flatten(0, 1)
+
+    def token_outputs(
+        self, model: Any, temperature: float, *, entropy: bool = False, ref_logits: torch.Tensor | None = None
+    ) -> TokenOutputs:
+        """One call of the model, differentiable. With a `ChunkedHead` the logits never exist at once.
+
+        entropy asks for it; ref_logits, the reference's `logits`, for the full KL.
+        """
+        request = TokenRequest(next_ids=self._next_ids, temperature=temperature, entropy=entropy, ref_logits=ref_logits)
+        head = model.get_output_embeddings()
+        if isinstance(head, ChunkedHead):
+            with head.answering(request):
+                columns = self.logits(model)
+        else:
+            columns = token_columns(self.logits(model), request)
+        found = iter(columns[self._place].unbind(-1))
+        return TokenOutputs(
+            logprobs=next(found),
+            entropy=next(found) if entropy else None,
+            full_kl=None if ref_logits is None else next(found),
         )
-    return torch.cat(chunks)
 
-
-def entropy_of(logprobs: torch.Tensor) -> torch.Tensor:
-    """H = -sum_v p_v log p_v, nats. logprobs: [..., V], normalised. Returns [...].
-
-    0 log 0 = 0 in value and gradient: a token of probability 0 has log-probability -inf, and 0 * inf is not a number.
-
-    >>> entropy_of(torch.tensor([0.5, 0.5, 0.0]).log())
-    tensor(0.6931)
-    """
-    probabilities = logprobs.exp()
-    return -(probabilities * torch.where(probabilities > 0, logprobs, 0)).sum(-1)
-
-
-def shift_right(states: torch.Tensor, segment_ids: torch.Tensor) -> torch.Tensor:
-    """Entry i becomes what the model said after token i - 1 of the same sequence; 0 at each sequence's first token.
-
-    states, segment_ids: [T]; a new segment id starts a new sequence. Returns [T].
-
-    >>> shift_right(torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0, 0, 0, 1])).tolist()
-    [0.0, 1.0, 2.0, 0.0]
-    """
-    shifted = torch.nn.functional.pad(states[:-1], (1, 0))
-    starts = torch.ones_like(segment_ids, dtype=torch.bool)
-    starts[1:] = segment_ids[1:] != segment_ids[:-1]
-    return shifted.masked_fill(starts, 0)
+    def values(self, critic: Any) -> torch.Tensor:
+        """[N] float32, of the state before each response token."""
+        return critic(self._inputs["input_ids"]).flatten()[self._place]

@@ -1,9 +1,9 @@
-"""The clipped losses of PPO and the k3 penalty. All are sums of `weights` times a number per token.
+"""The losses: PPO's clipped ones and the k3 penalty, supervised training's, DPO's. [N] are the response tokens.
 
-weights [T] hold each token's share of the *global* mean (`t2g.data.batching`); over a whole minibatch, all microbatches
-of all ranks, they sum to 1. So the values and metrics returned here are shares: they add up over microbatches and
-ranks. A metric whose name ends in _max is the exception: its maximum is the global one. A token with weight 0 is out of
-value and gradient, whatever its numbers are.
+weights [N] hold each token's share of the *global* mean (`t2g.data.batching.loss_shares`); over a whole minibatch, all
+microbatches of all ranks, they sum to 1. So the values and metrics returned here are shares: they add up over
+microbatches and ranks. A metric whose name ends in _max is the exception: its maximum is the global one. A token with
+weight 0 is out of value and gradient, whatever its numbers are.
 """
 
 import torch
@@ -15,7 +15,7 @@ Metrics = dict[str, float]
 
 
 def weighted_sum(per_token: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """sum_t weights_t x_t; both [T]. The way into the loss of what has no formula here: entropy, full KL."""
+    """sum_t weights_t x_t; both [N]. The way into the loss of what has no formula here: entropy, full KL."""
     return (weights * torch.where(weights > 0, per_token, 0)).sum()
 
 
@@ -31,7 +31,7 @@ def policy_loss(
     """L_pi = -sum_t weights_t w_t min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t)  (arXiv 1707.06347, eq. 7).
 
     rho_t = exp(logprobs - old_logprobs), both the learner's; w_t corrects for the engine (`t2g.algo.corrections`).
-    All arrays [T].
+    All arrays [N].
 
     Worked: A = 2, eps .2, both weights 1: rho 1.5 gives -2.4 and no gradient; rho .5 gives -1. A = -2: rho 1.5 gives 3;
     rho .5 gives 1.6 and no gradient.
@@ -48,7 +48,7 @@ def policy_loss(
             "policy/loss": loss.item(),
             "policy/clip_share": (weights * ((rho - 1).abs() > clip_eps)).sum().item(),
             "policy/approx_kl": (weights * (rho - 1 - rho.log())).sum().item(),
-            "policy/ratio_max": rho.max().item(),
+            "policy/ratio_max": torch.nn.functional.pad(rho, (0, 1), value=1.0).max().item(),  # 1 where no token is
         }
     return loss, metrics
 
@@ -56,7 +56,7 @@ def policy_loss(
 def kl_loss(
     *, logprobs: torch.Tensor, ref_logprobs: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor, Metrics]:
-    """L_KL = sum_t weights_t k3_t, before the coefficient. All arrays [T]; the gradient is that of `kl_k3`."""
+    """L_KL = sum_t weights_t k3_t, before the coefficient. All arrays [N]; the gradient is that of `kl_k3`."""
     keep = weights > 0
     logprobs, ref_logprobs = (torch.where(keep, x, 0) for x in (logprobs, ref_logprobs))
     loss = (weights * kl_k3(logprobs, ref_logprobs)).sum()
@@ -68,7 +68,7 @@ def value_loss(
 ) -> tuple[torch.Tensor, Metrics]:
     """L_V = sum_t weights_t max((V - ret)^2, (clip(V, V_old +- value_clip) - ret)^2) / 2, before vf_coef.
 
-    All arrays [T].
+    All arrays [N].
     """
     keep = weights > 0
     values, old_values, returns = (torch.where(keep, x, 0) for x in (values, old_values, returns))
@@ -77,3 +77,40 @@ def value_loss(
     loss = (weights * torch.maximum(free_error, clipped_error)).sum() / 2
     held = ((values - old_values).abs() > value_clip) & (clipped_error > free_error)
     return loss, {"critic/loss": loss.item(), "critic/clip_share": (weights * held).sum().item()}
+
+
+def supervised_loss(*, logprobs: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+    """L = -sum_t weights_t log p_t, the weighted cross-entropy of the response tokens. Both [N]."""
+    loss = -weighted_sum(logprobs, weights)
+    return loss, {"policy/loss": loss.item()}
+
+
+def dpo_loss(
+    *,
+    logprobs: torch.Tensor,
+    ref_logprobs: torch.Tensor,
+    weights: torch.Tensor,
+    segment_ids: torch.Tensor,
+    num_pairs: int,
+    beta: float,
+) -> tuple[torch.Tensor, Metrics]:
+    """L = -log sigmoid(beta * (g_chosen - g_rejected)), the mean over pairs (Rafailov et al., arXiv 2305.18290, eq. 7).
+
+    g, what a response gained, is the sum of logprobs - ref_logprobs over its tokens. Arrays [N]; segment 2 i is the
+    chosen response of pair i, segment 2 i + 1 the rejected one. A pair's share of the mean is the sum of its weights.
+
+    accuracy: share of pairs whose chosen response gained more; margin: the mean of beta * (g_chosen - g_rejected).
+    """
+
+    def per_response(per_token: torch.Tensor) -> torch.Tensor:
+        """[num_pairs, 2]"""
+        return per_token.new_zeros(2 * num_pairs).index_add(0, segment_ids, per_token).view(num_pairs, 2)
+
+    gains = per_response(logprobs - ref_logprobs)
+    margins, shares = beta * (gains[:, 0] - gains[:, 1]), per_response(weights).sum(1)
+    loss = -(shares * torch.nn.functional.logsigmoid(margins)).sum()
+    return loss, {
+        "policy/loss": loss.item(),
+        "policy/accuracy": (shares * (margins > 0)).sum().item(),
+        "policy/margin": (shares * margins).sum().item(),
+    }

@@ -1,24 +1,25 @@
-"""Who trains on what, together with what: samples into minibatches, minibatches into packed microbatches of ranks.
+"""Who trains on what, together with what: sequences into optimizer steps, steps into microbatches, those into rows.
 
-Pure planning with numpy.
+Pure planning with numpy; a rank makes its own share.
 
-Records are packed (no padding crosses a process border). The learner's models run a microbatch as right-padded rows
-(`padded_rows`): dense attention over one packed row costs a small model five times the time on a CPU. So the plan puts
-sequences of like length together and the token budget bounds rows x longest row; a plan for packed rows bounds their
-length.
+The learner's models run a microbatch as right-padded rows: dense attention over one packed row of 4,096 tokens costs a
+model of a million parameters on a CPU five times the time (2,100 tokens/s against 10,500). So the plan puts sequences
+of like length together and the token budget bounds rows x longest row. On a GPU `sft.packing` puts them one after the
+other instead, and the budget bounds the row.
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from dataclasses import replace
+from math import ceil
+from typing import TypeVar
 
 import numpy as np
 
-from t2g.types import Microbatch, Minibatch, PackedTokens, TrainBatch, TrainSample
+from t2g.types import Rollout, TrainBatch, TrainSample, TrainSequence
 
 EMPTY_TOKENS = 32  # a CPU forward of a handful of bfloat16 tokens can die on an illegal instruction
-_TOKEN_FIELDS = ("advantages", "returns", "values", "old_logprobs", "rollout_logprobs", "ref_logprobs")
 
-LossMean = Literal["token", "sequence"]
+AnySequence = TypeVar("AnySequence", bound=TrainSequence)
 Plan = list[list[list[int]]]  # [rank][microbatch] -> indices of sequences, ascending
 
 
@@ -66,64 +67,73 @@ def plan_microbatches(lengths: Sequence[int], num_ranks: int, token_budget: int,
     return plan
 
 
-def pack_tokens(sequences: Sequence[np.ndarray]) -> PackedTokens:
-    """Token ids of several sequences, each [L >= 1], as one row."""
-    lengths = [len(ids) for ids in sequences]
-    return PackedTokens(
-        input_ids=np.concatenate(sequences).astype(np.int64),
-        position_ids=np.concatenate([np.arange(n, dtype=np.int64) for n in lengths]),
-        segment_ids=np.repeat(np.arange(len(lengths), dtype=np.int64), lengths),
-    )
+def microbatches(
+    sequences: Sequence[Rollout | TrainSequence],
+    *,
+    rank: int,
+    num_ranks: int,
+    token_budget: int,
+    packed: bool = False,
+    together: int = 1,
+) -> list[list[int]]:
+    """A rank's microbatches as indices of `sequences`, see `plan_microbatches`; some may be empty.
 
-
-def pack(samples: Sequence[TrainSample], weights: Sequence[np.ndarray]) -> Microbatch:
-    """Prompt and response of each sample in one row; every per-token array is 0 on prompts. weights: [R] of each."""
-    tokens = pack_tokens([np.concatenate([s.prompt_ids, s.response_ids]) for s in samples])
-    columns = {"weights": weights} | {name: [getattr(s, name) for s in samples] for name in _TOKEN_FIELDS}
-    arrays = {
-        name: np.concatenate(
-            [part for s, array in zip(samples, column, strict=True) for part in (np.zeros(len(s.prompt_ids)), array)]
-        ).astype(np.float32)
-        for name, column in columns.items()
-    }
-    return Microbatch(**vars(tokens), **arrays)
-
-
-def empty_microbatch() -> Microbatch:
-    """What a rank without samples runs: tokens of id 0 that count for nothing. Its backward joins the collectives."""
-    zeros = np.zeros(EMPTY_TOKENS, np.float32)
-    return Microbatch(**vars(empty_tokens()), **dict.fromkeys(("weights", *_TOKEN_FIELDS), zeros))
-
-
-def empty_tokens() -> PackedTokens:
-    """`empty_microbatch` for forward passes."""
-    return pack_tokens([np.zeros(EMPTY_TOKENS, np.int64)])
-
-
-def padded_rows(tokens: PackedTokens) -> tuple[np.ndarray, np.ndarray]:
-    """Rows [S, L] int64 of the packed sequences, 0 on the right, and where in rows.flatten() each of the T tokens is.
-
-    A causal model needs no mask for them: nothing to the right of a token reaches it.
-
-    >>> rows, index = padded_rows(pack_tokens([np.array([5, 6, 7]), np.array([8])]))
-    >>> rows.tolist(), index.tolist()
-    ([[5, 6, 7], [8, 0, 0]], [0, 1, 2, 3])
+    together: so many that follow one another stay in one microbatch; with that they are padded, not packed.
     """
-    width = int(tokens.position_ids.max()) + 1
-    index = tokens.segment_ids * width + tokens.position_ids
-    rows = np.zeros((int(tokens.segment_ids[-1]) + 1, width), np.int64)
-    rows.flat[index] = tokens.input_ids
-    return rows, index
+    lengths = [len(s.prompt_ids) + len(s.response_ids) for s in sequences]
+    groups = [max(lengths[i : i + together]) for i in range(0, len(lengths), together)]
+    plan = plan_microbatches(groups, num_ranks, token_budget // together, packed=packed)[rank]
+    return [[group * together + i for group in members for i in range(together)] for members in plan]
+
+
+def make_rows(
+    sequences: Sequence[Rollout | TrainSequence], *, packed: bool = False
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Input ids and position ids [S, L] int64, and where in ids.flatten() each of the N response tokens is, [N].
+
+    A row for each sequence, 0 on the right; packed: one row, positions restart with each sequence. A causal model needs
+    no mask: nothing to the right of a token reaches it, and transformers tells packed sequences apart by position.
+    Without sequences it is a row of zeros and N = 0: a rank that has none joins the collectives all the same.
+
+    >>> two = [TrainSequence(prompt_ids=[5], response_ids=[6, 7], weights=[]),
+    ...        TrainSequence(prompt_ids=[8], response_ids=[9], weights=[])]
+    >>> ids, positions, index = make_rows(two)
+    >>> ids.tolist(), positions.tolist(), index.tolist()
+    ([[5, 6, 7], [8, 9, 0]], [[0, 1, 2], [0, 1, 2]], [1, 2, 4])
+    >>> ids, positions, index = make_rows(two, packed=True)
+    >>> ids.tolist(), positions.tolist(), index.tolist()
+    ([[5, 6, 7, 8, 9]], [[0, 1, 2, 0, 1]], [1, 2, 4])
+    """
+    lengths = [len(s.prompt_ids) + len(s.response_ids) for s in sequences]
+    width = (sum(lengths) if packed else max(lengths, default=0)) or EMPTY_TOKENS
+    num_rows = 1 if packed else len(lengths) or 1
+    ids = np.zeros((num_rows, width), np.int64)
+    positions = np.tile(np.arange(width), (num_rows, 1))
+    starts = np.cumsum([0, *lengths]) if packed else width * np.arange(len(lengths) + 1)
+    index = [np.zeros(0, np.int64)]
+    for sequence, start, length in zip(sequences, starts, lengths, strict=False):
+        first, end = start + len(sequence.prompt_ids), start + length
+        ids.flat[start:first] = sequence.prompt_ids
+        ids.flat[first:end] = sequence.response_ids
+        positions.flat[start:end] = np.arange(length)
+        index.append(np.arange(first, end))
+    return ids, positions, np.concatenate(index)
+
+
+def loss_shares(sequences: Sequence[AnySequence]) -> tuple[AnySequence, ...]:
+    """The sequences of one optimizer step with weights that sum to 1. Some token has a weight.
+
+    >>> a = TrainSequence(prompt_ids=[5], response_ids=[6, 7], weights=np.ones(2))
+    >>> b = TrainSequence(prompt_ids=[8], response_ids=[9], weights=np.array([6.0]))
+    >>> [s.weights.tolist() for s in loss_shares([a, b])]
+    [[0.125, 0.125], [0.75]]
+    """
+    total = sum(float(s.weights.sum(dtype=np.float64)) for s in sequences)
+    return tuple(replace(s, weights=(s.weights.astype(np.float64) / total).astype(np.float32)) for s in sequences)
 
 
 def make_train_batch(
-    samples: Sequence[TrainSample],
-    *,
-    num_epochs: int,
-    minibatches_per_epoch: int,
-    loss_mean: LossMean,
-    kl_coef: float,
-    seed: int,
+    samples: Sequence[TrainSample], *, num_epochs: int, minibatches_per_epoch: int, kl_coef: float, seed: int
 ) -> TrainBatch:
     """The optimizer steps of one update: num_epochs passes, each a fresh permutation cut into minibatches.
 
@@ -135,40 +145,36 @@ def make_train_batch(
     minibatches = []
     for _ in range(num_epochs):
         for chosen in np.array_split(rng.permutation(len(samples)), minibatches_per_epoch):
-            part = tuple(samples[i] for i in chosen)
-            if any(s.loss_mask.any() for s in part):
-                weights = loss_weights([s.loss_mask for s in part], loss_mean)
-                minibatches.append(Minibatch(samples=part, weights=weights))
+            part = [samples[i] for i in chosen]
+            if any(s.weights.any() for s in part):
+                minibatches.append(loss_shares(part))
     if not minibatches:
-        raise ValueError(f"none of the {len(samples)} samples has a token with loss_mask 1: there is nothing to learn")
+        raise ValueError(f"none of the {len(samples)} samples has a token with a weight: there is nothing to learn")
     return TrainBatch(minibatches=tuple(minibatches), kl_coef=kl_coef)
 
 
-def loss_weights(masks: Sequence[np.ndarray], loss_mean: LossMean) -> tuple[np.ndarray, ...]:
-    """Each token's share of a minibatch's loss: [R] float32 per sample, in all 1. Some token has mask 1.
+def draw_steps(num_examples: int, *, num_epochs: float, batch_size: int, seed: int) -> list[list[int]]:
+    """Which examples each optimizer step trains on.
 
-    token: 1 / N, where N tokens count. sequence: 1 / (S * n) for each of a sample's n such tokens, where S samples have
-    any.
+    Every epoch is a permutation of its own; `num_epochs` passes over N examples are round(num_epochs * N) examples
+    (at least one), cut into steps of `batch_size` that run across epoch borders; the last step may be smaller. A
+    function of its arguments alone.
 
-    >>> [w.tolist() for w in loss_weights([np.array([1, 1, 0]), np.array([1, 1])], "token")]
-    [[0.25, 0.25, 0.0], [0.25, 0.25]]
-    >>> [w.tolist() for w in loss_weights([np.array([1]), np.array([1, 1])], "sequence")]
-    [[0.5], [0.25, 0.25]]
+    >>> draw_steps(3, num_epochs=1.5, batch_size=2, seed=0)
+    [[2, 0], [1, 2]]
     """
-    counts = [int(mask.sum()) for mask in masks]
-    num_sequences = sum(count > 0 for count in counts)
-    shares = {"token": [sum(counts)] * len(masks), "sequence": [num_sequences * max(count, 1) for count in counts]}
-    return tuple((mask / share).astype(np.float32) for mask, share in zip(masks, shares[loss_mean], strict=True))
+    num_draws = _count_draws(num_examples, num_epochs)
+    orders = (np.random.default_rng([seed, epoch]).permutation(num_examples) for epoch in range(num_draws))
+    draws: list[int] = []
+    while len(draws) < num_draws:
+        draws.extend(next(orders).tolist())
+    return [draws[first : min(first + batch_size, num_draws)] for first in range(0, num_draws, batch_size)]
 
 
-def pack_minibatch(minibatch: Minibatch, *, num_ranks: int, token_budget: int) -> tuple[tuple[Microbatch, ...], ...]:
-    """microbatches[rank][i] of one optimizer step; every rank has the same number, see `plan_microbatches`."""
-    samples, weights = minibatch.samples, minibatch.weights
-    lengths = [len(s.prompt_ids) + len(s.response_ids) for s in samples]
-    return tuple(
-        tuple(
-            pack([samples[i] for i in members], [weights[i] for i in members]) if members else empty_microbatch()
-            for members in micro
-        )
-        for micro in plan_microbatches(lengths, num_ranks, token_budget)
-    )
+def count_steps(num_examples: int, num_epochs: float, batch_size: int) -> int:
+    """Optimizer steps that `draw_steps` makes."""
+    return ceil(_count_draws(num_examples, num_epochs) / batch_size)
+
+
+def _count_draws(num_examples: int, num_epochs: float) -> int:
+    return max(1, round(num_epochs * num_examples))

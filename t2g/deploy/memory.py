@@ -21,7 +21,7 @@ BYTES: dict[Dtype, int] = {"bfloat16": 2, "float32": 4}
 OTHER_BYTES = 3 * GIB
 LIVE_NUMEL = 1_000_000_000  # DeepSpeed's max_live_parameters and sub_group_size
 BUCKET_NUMEL = 50_000_000  # of gradients under way, as actors.learner.zero3 sets it
-CHUNK_TOKENS = 1024  # whose logits exist at once, as t2g.algo.logprobs has it
+CHUNK_TOKENS = 1024  # whose logits exist at once, as t2g.algo.head has it
 OTHER_KINDS = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank")  # for which this would be wrong
 
 

@@ -136,7 +136,7 @@ def advantage_samples(
         TrainSample(
             prompt_ids=s.rollout.prompt_ids,
             response_ids=s.rollout.response_ids,
-            loss_mask=np.ones(len(s.rollout.response_ids), np.float32),
+            weights=_weights(len(s.rollout.response_ids), objective),
             advantages=advantages[row, : len(s.rollout.response_ids)].numpy(),
             returns=returns[row, : len(s.rollout.response_ids)].numpy(),
             values=t.values,
@@ -147,6 +147,11 @@ def advantage_samples(
         for row, (s, t) in enumerate(zip(scored, stats, strict=True))
     ]
     return samples, sequence_kl(old, ref, mask)
+
+
+def _weights(length: int, objective: ObjectiveConfig) -> np.ndarray:
+    """[R] float32: every token counts alike, or every response does."""
+    return np.full(length, 1 if objective.loss_mean == "token" else 1 / max(1, length), np.float32)
 
 
 def step_metrics(

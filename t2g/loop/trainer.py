@@ -192,7 +192,6 @@ class Trainer:
             samples,
             num_epochs=self.config.learner.num_epochs,
             minibatches_per_epoch=self.config.learner.minibatches_per_epoch,
-            loss_mean=objective.loss_mean,
             kl_coef=kl_coef if objective.kl_in_loss else 0.0,
             seed=seed + step,
         )

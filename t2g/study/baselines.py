@@ -18,7 +18,6 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from math import ceil
 from statistics import mean
 from typing import Any, NamedTuple
@@ -29,7 +28,7 @@ from t2g.concurrency import unless_stopped
 from t2g.config import ModelConfig, PolicyJob, RoleConfig, RolloutConfig, SFTLoRAConfig, SFTOptions, with_overrides
 from t2g.errors import RunStopped, UserError
 from t2g.feedback import token_offsets, token_rewards
-from t2g.feedback.examples import SFTExample, target_ids
+from t2g.feedback.examples import target_ids
 from t2g.interfaces import FeedbackSource, RolloutSource
 from t2g.loop.producer import Producer
 from t2g.loop.sampling import (
@@ -45,7 +44,7 @@ from t2g.runs.log import RunLog
 from t2g.runs.progress import stage
 from t2g.tasks.base import Task
 from t2g.text.tokenizer import fit_chat
-from t2g.types import Prompt, Rollout
+from t2g.types import Prompt, Rollout, TrainSequence
 
 POLICY = "policy"  # folder of the result, where something was trained
 
@@ -69,7 +68,7 @@ class Arm:
     log: RunLog
     stop: Callable[[], bool]
     serve: Serve
-    train: Callable[[Sequence[Any]], Metrics]  # on PreferencePairs for dpo, on SFTExamples for ilf
+    train: Callable[[Sequence[Any]], Metrics]  # on PreferencePairs for dpo, on TrainSequences for ilf
 
 
 class Scored(NamedTuple):
@@ -103,10 +102,6 @@ def check(procedure: str, job: PolicyJob) -> None:
             f"{procedure} ranks responses by their spans alone, and objective.w_end={job.objective.w_end:g} pays for "
             "more: set it to 0, or leave the method out"
         )
-    if procedure == "dpo" and job.learner.offload != "none":
-        raise UserError(f"learner.offload={job.learner.offload} is ZeRO-3's, dpo trains in one process; set it to none")
-    if procedure == "dpo" and find_spec("trl") is None:
-        raise UserError("dpo needs the package trl, which is not installed: install the extra `baselines`")
 
 
 # ------------------------------------------------------------------------------------------------------------- methods
@@ -288,11 +283,11 @@ def preference_pairs(groups: Iterable[Sequence[Scored]]) -> tuple[list[Preferenc
     return pairs, ties
 
 
-def imitation_examples(best: Sequence[Scored], tokenizer: Any) -> list[SFTExample]:
+def imitation_examples(best: Sequence[Scored], tokenizer: Any) -> list[TrainSequence]:
     """The policy's own prompts with the revised responses as targets; the reviser's tokenizer may be another one."""
     targets = [target_ids(one.rollout.response_text, tokenizer) for one in best]
     return [
-        SFTExample(prompt_ids=one.prompt.prompt_ids, target_ids=ids, target_weights=np.ones(len(ids), np.float32))
+        TrainSequence(prompt_ids=one.prompt.prompt_ids, response_ids=ids, weights=np.ones(len(ids), np.float32))
         for one, ids in zip(best, targets, strict=True)
     ]
 

@@ -8,10 +8,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
-from t2g.algo.head import ChunkedHead, install_chunked_head
-from t2g.algo.logprobs import CHUNK_TOKENS, TokenRequest
-from t2g.algo.rows import Rows
-from t2g.data.batching import pack_tokens
+from t2g.algo.head import CHUNK_TOKENS, ChunkedHead, TokenRequest, install_chunked_head
+from t2g.algo.logprobs import Rows
+from t2g.types import TrainSequence
 
 SHAPE = {
     "vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -81,6 +80,12 @@ def test_the_model_is_otherwise_the_same(architecture: str, fields: dict[str, An
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")(ids).logits, before)
 
 
+def rows_of(sequences: list[np.ndarray]) -> Rows:
+    """The first token of each is its prompt."""
+    made = [TrainSequence(prompt_ids=ids[:1], response_ids=ids[1:], weights=np.ones(len(ids) - 1)) for ids in sequences]
+    return Rows(made, torch.device("cpu"))
+
+
 def losses_and_gradients(model: PreTrainedModel, rows: Rows) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     found = rows.token_outputs(model, 0.6, entropy=True)
     weights = torch.linspace(-1, 1, len(found.logprobs))
@@ -97,7 +102,7 @@ def test_gradients_are_those_of_whole_logits(frozen_head: bool, layers_checkpoin
     """Over two chunks and a bit; LoRA freezes the head, gradient checkpointing computes the layers again."""
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, 64, 100) for _ in range(2 * CHUNK_TOKENS // 100 + 1)]
-    rows = Rows(pack_tokens(sequences), torch.device("cpu"))
+    rows = rows_of(sequences)
     model = tiny_model("qwen2", tie_word_embeddings=tied)
     if frozen_head:
         model.lm_head.weight.requires_grad_(False)
@@ -142,8 +147,7 @@ def test_the_logits_of_a_batch_never_exist_at_once(frozen_head: bool) -> None:
     model = tiny_model("llama", vocab_size=vocabulary, num_hidden_layers=1)
     if frozen_head:
         model.lm_head.weight.requires_grad_(False)
-    rows = Rows(pack_tokens(np.random.default_rng(0).integers(0, vocabulary, (tokens // 8, 8))), torch.device("cpu"))
-    assert rows.input_ids.numel() == tokens
+    rows = rows_of(list(np.random.default_rng(0).integers(0, vocabulary, (tokens // 8, 8))))
     with Memory(floor=chunk) as whole:
         losses_and_gradients(model, rows)
     assert whole.largest == tokens * vocabulary

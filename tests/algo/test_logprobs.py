@@ -1,96 +1,117 @@
-import math
-
+import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from t2g.algo.logprobs import CHUNK_TOKENS, TokenRequest, entropy_of, shift_right, token_columns
+from t2g.algo.critic import Critic
+from t2g.algo.head import install_chunked_head
+from t2g.algo.logprobs import Rows
+from t2g.types import TrainSequence
+
+TEMPERATURE = 0.6
+CPU = torch.device("cpu")
+SHAPES = [(3, 6), (1, 0), (1, 3), (1, 1)]  # prompt, response
 
 
-def request(
-    next_ids: torch.Tensor, temperature: float, *, entropy: bool = False, ref_logits: torch.Tensor | None = None
-) -> TokenRequest:
-    return TokenRequest(next_ids=next_ids, temperature=temperature, entropy=entropy, ref_logits=ref_logits)
+def tiny_model(seed: int = 0) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        initializer_range=0.5,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config).eval()
 
 
-def test_worked_by_hand() -> None:
-    logits = torch.tensor([[math.log(1), math.log(3)], [math.log(4), math.log(1)]])
-    ids = torch.tensor([1, 0])
-    expected = [[math.log(3 / 4)], [math.log(4 / 5)]]
-    torch.testing.assert_close(token_columns(logits, request(ids, 1.0)), torch.tensor(expected))
-    # at temperature 1/2 odds are squared: (1, 9) / 10 and (16, 1) / 17; the reference's are even at any temperature
-    p, q = 9 / 10, 16 / 17
-    entropy = [-(x * math.log(x) + (1 - x) * math.log(1 - x)) for x in (p, q)]
-    expected = [
-        [math.log(p), entropy[0], math.log(2) - entropy[0]],
-        [math.log(q), entropy[1], math.log(2) - entropy[1]],
+def sequences() -> list[TrainSequence]:
+    rng = np.random.default_rng(0)
+    return [
+        TrainSequence(prompt_ids=rng.integers(0, 60, p), response_ids=rng.integers(0, 60, r), weights=np.ones(r))
+        for p, r in SHAPES
     ]
-    columns = token_columns(logits, request(ids, 0.5, entropy=True, ref_logits=torch.zeros(2, 2)))
-    torch.testing.assert_close(columns, torch.tensor(expected))
-    # temperature divides the reference's logits too: (2, 1) / 3 becomes (4, 1) / 5
-    ref_logits = torch.tensor([[math.log(2), 0.0], [math.log(2), 0.0]])
-    kl = token_columns(logits, request(ids, 0.5, ref_logits=ref_logits))[0, 1]
-    assert kl == pytest.approx(1 / 10 * math.log(1 / 8) + 9 / 10 * math.log(9 / 2))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_chunks_change_neither_values_nor_gradients(dtype: torch.dtype) -> None:
-    tokens, vocabulary = 2 * CHUNK_TOKENS + 3, 5
-    generator = torch.Generator().manual_seed(1)
-    states, head, ref_logits = (torch.randn(n, m, generator=generator) for n, m in ((tokens, 4), (5, 4), (tokens, 5)))
-    states, head = states.to(dtype).requires_grad_(), head.to(dtype).requires_grad_()
-    ids = torch.randint(0, vocabulary, (tokens,), generator=generator)
-    weights = torch.randn(tokens, 3, generator=generator)
-
-    asked = request(ids, 0.6, entropy=True, ref_logits=ref_logits)
-    chunked = token_columns(states, asked, lambda chunk: torch.nn.functional.linear(chunk, head))
-    grads = torch.autograd.grad((chunked * weights).sum(), (states, head))
-
-    logprobs = (torch.nn.functional.linear(states, head).float() / 0.6).log_softmax(-1)
-    gap = logprobs - (ref_logits / 0.6).log_softmax(-1)
-    terms = (logprobs[range(tokens), ids], -(logprobs.exp() * logprobs).sum(-1), (logprobs.exp() * gap).sum(-1))
-    plain = torch.stack(terms, dim=-1)
-    expected = torch.autograd.grad((plain * weights).sum(), (states, head))
-    torch.testing.assert_close(chunked, plain)
-    for grad, want in zip(grads, expected, strict=True):
-        scale = want.abs().max().item()
-        torch.testing.assert_close(grad, want, rtol=0, atol=scale * (2e-2 if dtype == torch.bfloat16 else 1e-6))
+def ids_of(sequence: TrainSequence) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([sequence.prompt_ids, sequence.response_ids]))
 
 
-def test_entropy_and_its_gradient() -> None:
-    """dH / dz_v = -p_v (log p_v + H): towards the even distribution, where it is 0."""
-    odds = torch.tensor([[1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 3.0, 4.0]])
-    logits = odds.log().requires_grad_()
-    entropy = entropy_of(logits.log_softmax(-1))
-    p = odds / odds.sum(-1, keepdim=True)
-    expected = torch.tensor([math.log(4), sum(-x / 10 * math.log(x / 10) for x in (1, 2, 3, 4))])
-    torch.testing.assert_close(entropy, expected)
-    (grad,) = torch.autograd.grad(entropy.sum(), logits)
-    torch.testing.assert_close(grad, -p * (p.log() + expected[:, None]))
-    assert grad[0].abs().max() < 1e-7
+@pytest.mark.parametrize("targets_only", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("chunked", [True, False])
+def test_sequences_together_are_as_alone(chunked: bool, packed: bool, targets_only: bool) -> None:
+    """Value and gradient of one microbatch of four sequences = one plain forward of each of them."""
+    model, reference = tiny_model(seed=1), tiny_model(seed=2)
+    rows = Rows(sequences(), CPU, packed=packed, targets_only=targets_only)
+    weights = torch.linspace(-1, 1, 30).unflatten(0, (3, 10))
+
+    expected: list[list[torch.Tensor]] = [[], [], []]
+    for one in sequences():
+        ids, before = ids_of(one), slice(len(one.prompt_ids) - 1, len(one) - 1)
+        logprobs, ref = ((m(ids[None]).logits[0, before] / TEMPERATURE).log_softmax(-1) for m in (model, reference))
+        p = logprobs.exp()
+        chosen = logprobs.gather(-1, torch.from_numpy(one.response_ids)[:, None])[:, 0]
+        per_sequence = (chosen, -(p * logprobs).sum(-1), (p * (logprobs - ref)).sum(-1))
+        for column, per_token in zip(expected, per_sequence, strict=True):
+            column.append(per_token)
+    plain = [torch.cat(column) for column in expected]
+    total = sum((column * weight).sum() for column, weight in zip(plain, weights, strict=True))
+    want = torch.autograd.grad(total, list(model.parameters()))
+
+    if chunked:
+        assert install_chunked_head(model)
+    ref_logits = rows.logits(reference).detach()
+    found = rows.token_outputs(model, TEMPERATURE, entropy=True, ref_logits=ref_logits)
+    columns = [found.logprobs, found.entropy, found.full_kl]
+    for column, want_column in zip(columns, plain, strict=True):
+        torch.testing.assert_close(column, want_column)
+    total = sum((column * weight).sum() for column, weight in zip(columns, weights, strict=True))
+    for grad, want_grad in zip(torch.autograd.grad(total, list(model.parameters())), want, strict=True):
+        assert (grad - want_grad).norm() < 1e-5 * want_grad.norm() + 1e-5
 
 
-@pytest.mark.parametrize("ruled_out", [-math.inf, -200.0])
-def test_a_token_of_probability_0_adds_nothing(ruled_out: float) -> None:
-    """As if it were not in the vocabulary, in value and gradient; -200 is past what float32 can say of exp."""
-    few = torch.tensor([[0.3, -1.0, 0.7]], requires_grad=True)
-    more = torch.tensor([[0.3, -1.0, ruled_out, 0.7]], requires_grad=True)
-    few_ref, more_ref = torch.tensor([[0.0, 0.1, 0.2]]), torch.tensor([[0.0, 0.1, ruled_out, 0.2]])
-    ids = torch.tensor([0])
-    want = token_columns(few, request(ids, 0.9, entropy=True, ref_logits=few_ref))
-    got = token_columns(more, request(ids, 0.9, entropy=True, ref_logits=more_ref))
-    torch.testing.assert_close(got, want)
-    (want_grad,), (grad,) = (torch.autograd.grad(x.sum(), y) for x, y in ((want, few), (got, more)))
-    torch.testing.assert_close(grad[:, [0, 1, 3]], want_grad)
-    assert grad[0, 2] == 0
+def test_logits_are_computed_where_a_response_is_predicted() -> None:
+    long, short = ((60, 40), (50, 1))
+    made = [
+        TrainSequence(prompt_ids=np.ones(p), response_ids=np.full(r, 4), weights=np.ones(r)) for p, r in (long, short)
+    ]
+    assert Rows(made, CPU, targets_only=True).logits(tiny_model()).shape == (2 * 41, 64)  # columns 49, 59 to 98
+    assert Rows(made[1:], CPU, targets_only=True).logits(tiny_model()).shape == (33, 64)  # few: EMPTY_TOKENS, and 49
 
 
-@given(st.lists(st.integers(1, 4), min_size=1, max_size=5))
-def test_shift_right_within_each_sequence(lengths: list[int]) -> None:
-    segments = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    states = torch.arange(1.0, len(segments) + 1)
-    shifted = shift_right(states, segments).tolist()
-    for i, value in enumerate(shifted):
-        first = i == 0 or segments[i] != segments[i - 1]
-        assert value == (0 if first else states[i - 1])
+@pytest.mark.parametrize("chunked", [True, False])
+def test_without_sequences_there_is_a_gradient_of_nothing(chunked: bool) -> None:
+    model = tiny_model()
+    if chunked:
+        install_chunked_head(model)
+    rows = Rows([], CPU)
+    assert rows.numbers("weights").shape == rows.segment_ids.shape == (0,)
+    for grad in torch.autograd.grad(rows.token_outputs(model, 1.0).logprobs.sum(), list(model.parameters())):
+        assert not grad.any()
+
+
+def test_what_is_not_asked_for_is_none() -> None:
+    model = tiny_model()
+    rows = Rows(sequences(), CPU)
+    whole = rows.token_outputs(model, 1.0, entropy=True, ref_logits=rows.logits(model))
+    alone = rows.token_outputs(model, 1.0)
+    assert (alone.entropy, alone.full_kl) == (None, None)
+    torch.testing.assert_close(alone.logprobs, whole.logprobs)
+    kl = rows.token_outputs(model, 1.0, ref_logits=rows.logits(tiny_model(seed=2)))
+    assert kl.entropy is None and kl.full_kl.max() > 0.01
+    assert whole.full_kl.abs().max() < 1e-6  # from itself
+
+
+def test_values_are_of_the_state_before_the_token() -> None:
+    critic = Critic(tiny_model().model)
+    torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        values = Rows(sequences(), CPU).values(critic)
+        prefixes = [ids_of(s)[: len(s.prompt_ids) + t] for s in sequences() for t in range(len(s.response_ids))]
+        expected = [critic(prefix[None])[0, -1] for prefix in prefixes]
+    torch.testing.assert_close(values, torch.stack(expected))
+
+
+def test_numbers_and_segments_follow_the_response_tokens() -> None:
+    made = [TrainSequence(prompt_ids=[1], response_ids=[2] * n, weights=np.arange(n) + 10.0 * n) for n in (2, 0, 1)]
+    assert Rows(made, CPU).numbers("weights").tolist() == [20, 21, 10]
+    assert Rows(made, CPU).segment_ids.tolist() == [0, 0, 2]

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -6,16 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from t2g.data.batching import (
-    empty_microbatch,
-    loss_weights,
+    EMPTY_TOKENS,
+    draw_steps,
+    loss_shares,
+    make_rows,
     make_train_batch,
-    pack,
-    pack_minibatch,
-    pack_tokens,
-    padded_rows,
+    microbatches,
     plan_microbatches,
 )
-from t2g.types import Minibatch, TrainBatch, TrainSample
+from t2g.types import TrainBatch, TrainSample
 
 
 def sample(prompt: int, response: int, first: int = 1) -> TrainSample:
@@ -24,7 +24,7 @@ def sample(prompt: int, response: int, first: int = 1) -> TrainSample:
     return TrainSample(
         prompt_ids=np.arange(first, first + prompt, dtype=np.int32),
         response_ids=np.arange(first + prompt, first + prompt + response, dtype=np.int32),
-        loss_mask=np.ones(response, np.float32),
+        weights=np.ones(response, np.float32),
         advantages=numbers,
         returns=numbers + 0.1,
         values=numbers + 0.2,
@@ -81,54 +81,58 @@ def test_a_sequence_past_the_budget_stands_alone() -> None:
     assert sorted(plan[0]) == [[0, 2], [1]]
 
 
-def test_pack_worked_by_hand() -> None:
-    batch = pack([sample(2, 2, first=10), sample(1, 1, first=50)], [np.array([0.25, 0.25]), np.array([0.5])])
-    assert batch.input_ids.tolist() == [10, 11, 12, 13, 50, 51]
-    assert batch.position_ids.tolist() == [0, 1, 2, 3, 0, 1]
-    assert batch.segment_ids.tolist() == [0, 0, 0, 0, 1, 1]
-    assert batch.weights.tolist() == [0, 0, 0.25, 0.25, 0, 0.5]
-    assert batch.advantages.tolist() == [0, 0, 10, 11, 0, 50]
-    np.testing.assert_allclose(batch.ref_logprobs, [0, 0, 10.5, 11.5, 0, 50.5])
-    assert batch.input_ids.dtype == np.int64
-    assert {getattr(batch, name).dtype for name in ("weights", "values", "returns")} == {np.dtype(np.float32)}
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=12), st.integers(1, 3), st.integers(10, 80))
+def test_pairs_stay_together(pairs: list[int], num_ranks: int, token_budget: int) -> None:
+    sequences = [sample(2, response) for longer in pairs for response in (longer, longer // 2)]
+    found = [
+        microbatches(sequences, rank=rank, num_ranks=num_ranks, token_budget=token_budget, together=2)
+        for rank in range(num_ranks)
+    ]
+    assert sorted(chain.from_iterable(chain.from_iterable(found))) == list(range(len(sequences)))
+    assert len({len(share) for share in found}) == 1
+    for members in chain.from_iterable(found):
+        assert members[1::2] == [i + 1 for i in members[::2]]
+        lengths = [len(sequences[i]) for i in members]
+        assert len(members) <= 2 or len(members) * max(lengths) <= token_budget
 
 
-def test_an_empty_response_packs() -> None:
-    assert pack([sample(3, 0), sample(1, 1)], [np.zeros(0), np.ones(1)]).weights.tolist() == [0, 0, 0, 0, 1]
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=6), st.booleans())
+def test_rows_hold_each_sequence(shapes: list[tuple[int, int]], packed: bool) -> None:
+    samples = [sample(p, r, first=100 * (i + 1)) for i, (p, r) in enumerate(shapes)]
+    ids, positions, index = make_rows(samples, packed=packed)
+    whole = [[*s.prompt_ids.tolist(), *s.response_ids.tolist()] for s in samples]
+    if packed:
+        assert ids.tolist() == [list(chain.from_iterable(whole))]
+        assert positions.tolist() == [[place for row in whole for place in range(len(row))]]
+    else:
+        width = max(len(row) for row in whole)
+        assert ids.tolist() == [row + [0] * (width - len(row)) for row in whole]
+        assert positions.tolist() == [list(range(width))] * len(whole)  # a restart would be a packed row
+    assert ids.flatten()[index].tolist() == [i for s in samples for i in s.response_ids.tolist()]
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
-def test_padded_rows_hold_each_sequence(lengths: list[int]) -> None:
-    sequences = [np.arange(1, n + 1) + 100 * i for i, n in enumerate(lengths)]
-    rows, index = padded_rows(pack_tokens(sequences))
-    assert rows.shape == (len(lengths), max(lengths))
-    for row, ids in zip(rows, sequences, strict=True):
-        assert row.tolist() == [*ids.tolist(), *[0] * (max(lengths) - len(ids))]
-    assert rows.flatten()[index].tolist() == np.concatenate(sequences).tolist()
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_rank_without_sequences_gets_a_row_in_which_nothing_counts(packed: bool) -> None:
+    ids, positions, index = make_rows([], packed=packed)
+    assert ids.shape == positions.shape == (1, EMPTY_TOKENS)
+    assert index.size == 0
 
 
 @settings(max_examples=50)
 @given(
-    masks=st.lists(st.lists(st.sampled_from([0, 1]), max_size=6), min_size=1, max_size=6).filter(
-        lambda masks: any(map(any, masks))
+    weights=st.lists(st.lists(st.sampled_from([0, 1, 8]), max_size=6), min_size=1, max_size=6).filter(
+        lambda rows: any(map(any, rows))
     )
 )
-def test_loss_weights_are_shares_of_one(masks: list[list[int]]) -> None:
-    arrays = [np.array(mask, np.float32) for mask in masks]
-    by_token, by_sequence = loss_weights(arrays, "token"), loss_weights(arrays, "sequence")
-    num_tokens, num_sequences = sum(map(sum, masks)), sum(map(any, masks))
-    for mask, token, sequence in zip(masks, by_token, by_sequence, strict=True):
-        np.testing.assert_allclose(token, [m / num_tokens for m in mask], rtol=1e-6)
-        np.testing.assert_allclose(sequence, [m / sum(mask) / num_sequences if m else 0 for m in mask], rtol=1e-6)
-        assert token.dtype == sequence.dtype == np.float32
-    for weights in (by_token, by_sequence):
-        assert sum(w.sum() for w in weights) == pytest.approx(1, abs=1e-6)
+def test_loss_shares_sum_to_one(weights: list[list[int]]) -> None:
+    samples = [replace(sample(1, len(row)), weights=np.array(row, np.float32)) for row in weights]
+    for shares, row in zip(loss_shares(samples), weights, strict=True):
+        np.testing.assert_allclose(shares.weights, [weight / sum(map(sum, weights)) for weight in row], rtol=1e-6)
+        assert shares.weights.dtype == np.float32
 
 
 def train_batch(samples: list[TrainSample], num_epochs: int = 1, minibatches: int = 1, seed: int = 0) -> TrainBatch:
-    return make_train_batch(
-        samples, num_epochs=num_epochs, minibatches_per_epoch=minibatches, loss_mean="token", kl_coef=0.25, seed=seed
-    )
+    return make_train_batch(samples, num_epochs=num_epochs, minibatches_per_epoch=minibatches, kl_coef=0.25, seed=seed)
 
 
 @settings(max_examples=40)
@@ -144,64 +148,45 @@ def test_each_epoch_has_every_sample_once(shapes: list[tuple[int, int]], num_epo
     per_epoch = len(batch.minibatches) // num_epochs
     assert per_epoch == min(minibatches, len(samples))
     for minibatch in batch.minibatches:
-        assert [len(w) for w in minibatch.weights] == [len(s.response_ids) for s in minibatch.samples]
-        assert sum(w.sum() for w in minibatch.weights) == pytest.approx(1, abs=1e-6)
+        assert sum(s.weights.sum() for s in minibatch) == pytest.approx(1, abs=1e-6)
     for epoch in range(num_epochs):
         part = batch.minibatches[epoch * per_epoch : (epoch + 1) * per_epoch]
-        assert sorted(s.advantages[0] for m in part for s in m.samples) == [100 * (i + 1) for i in range(len(samples))]
-
-
-@settings(max_examples=40)
-@given(
-    shapes=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=9),
-    num_ranks=st.integers(1, 4),
-    token_budget=st.integers(5, 40),
-)
-def test_packing_for_any_ranks_keeps_every_token_and_its_weight(
-    shapes: list[tuple[int, int]], num_ranks: int, token_budget: int
-) -> None:
-    samples = [sample(p, r, first=100 * (i + 1)) for i, (p, r) in enumerate(shapes)]
-    rng = np.random.default_rng(len(shapes))
-    weights = tuple(rng.random(len(s.response_ids)).astype(np.float32) + 0.5 for s in samples)
-    packed = pack_minibatch(
-        Minibatch(samples=tuple(samples), weights=weights), num_ranks=num_ranks, token_budget=token_budget
-    )
-    assert len(packed) == num_ranks
-    assert len({len(rank) for rank in packed}) == 1
-    found = {
-        (float(advantage), float(weight))
-        for m in chain.from_iterable(packed)
-        for advantage, weight in zip(m.advantages[m.weights > 0], m.weights[m.weights > 0], strict=True)
-    }
-    assert found == {
-        (float(a), float(w))
-        for s, row in zip(samples, weights, strict=True)
-        for a, w in zip(s.advantages, row, strict=True)
-    }
+        assert sorted(s.advantages[0] for m in part for s in m) == [100 * (i + 1) for i in range(len(samples))]
 
 
 def test_the_seed_alone_decides() -> None:
     samples = [sample(2, 3, first=100 * i) for i in range(1, 9)]
 
     def order(seed: int) -> list[float]:
-        return [float(s.advantages[0]) for m in train_batch(samples, 1, 4, seed).minibatches for s in m.samples]
+        return [float(s.advantages[0]) for m in train_batch(samples, 1, 4, seed).minibatches for s in m]
 
     assert order(1) == order(1)
     assert order(1) != order(2)
 
 
-def test_an_idle_rank_gets_tokens_that_do_not_count() -> None:
-    (busy,), (idle,) = pack_minibatch(train_batch([sample(2, 2)]).minibatches[0], num_ranks=2, token_budget=100)
-    assert busy.weights.sum() == 1
-    assert idle.weights.sum() == 0
-    np.testing.assert_equal(vars(idle), vars(empty_microbatch()))
-
-
 def test_a_minibatch_in_which_no_token_counts_is_left_out() -> None:
     batch = train_batch([sample(2, 0), sample(2, 3)], num_epochs=2, minibatches=2)
-    assert [[len(w) for w in m.weights] for m in batch.minibatches] == [[3], [3]]
+    assert [[len(s.weights) for s in m] for m in batch.minibatches] == [[3], [3]]
 
 
 def test_nothing_to_learn_is_refused() -> None:
     with pytest.raises(ValueError, match="none of the 2 samples has a token"):
         train_batch([sample(2, 0), sample(3, 0)])
+
+
+def test_half_an_epoch_and_two_and_a_half() -> None:
+    def drawn(num_epochs: float) -> list[list[int]]:
+        return draw_steps(6, num_epochs=num_epochs, batch_size=4, seed=5)
+
+    assert [len(step) for step in drawn(0.5)] == [3]
+    assert [len(step) for step in drawn(2.5)] == [4, 4, 4, 3]
+    counts = np.bincount(np.concatenate(drawn(2.5)), minlength=6)
+    assert sorted(counts) == [2, 2, 2, 3, 3, 3]  # two whole epochs and half of one
+    assert drawn(2.5)[0] == drawn(1)[0]
+
+
+@given(st.integers(1, 30), st.integers(1, 3), st.integers(1, 12), st.integers(0, 5))
+def test_every_example_is_drawn_once_an_epoch(num_examples: int, num_epochs: int, batch_size: int, seed: int) -> None:
+    steps = draw_steps(num_examples, num_epochs=num_epochs, batch_size=batch_size, seed=seed)
+    assert [len(step) for step in steps[:-1]] == [batch_size] * (len(steps) - 1)
+    assert (np.bincount(np.concatenate(steps), minlength=num_examples) == num_epochs).all()

@@ -61,7 +61,7 @@ def test_packages_are_those_of_the_constraints(kind: str, install: ModuleType) -
     given = [packages[i + 1] for i, word in enumerate(packages) if word in ("--constraints", "--overrides")]
     assert given == pins
     extras = [packages[i + 1] for i, word in enumerate(packages) if word == "--extra"]
-    assert extras == [kind, "wandb", "baselines"]
+    assert extras == [kind, "wandb"]
     assert packages[packages.index("--requirements") + 1] == "pyproject.toml"
     assert own[-2:] == ["--no-deps", "."]
     assert ("--torch-backend" in packages) is (kind == "cpu")

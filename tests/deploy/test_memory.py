@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from actors.learner import zero3
-from t2g.algo import logprobs
+from t2g.algo import head
 from t2g.config import LearnerConfig, LoRAConfig, ObjectiveConfig, RoleConfig, RolloutConfig, with_overrides
 from t2g.deploy import memory
 from t2g.deploy.memory import GIB, LLAMA_3_8B, ModelShape
@@ -97,7 +97,7 @@ def test_activations_are_what_autograd_keeps(dtype: torch.dtype, b: int, checkpo
 
 def test_constants_are_those_of_the_learner() -> None:
     assert memory.BUCKET_NUMEL == zero3.BUCKET_NUMEL
-    assert memory.CHUNK_TOKENS == logprobs.CHUNK_TOKENS
+    assert memory.CHUNK_TOKENS == head.CHUNK_TOKENS
 
 
 def test_states_under_zero_3() -> None:

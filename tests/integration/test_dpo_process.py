@@ -1,19 +1,22 @@
-"""DPO in its own Ray process: it reports its steps, leaves a model, and ends on a stop, a missed deadline, no place."""
+"""DPO on learner ranks: the written-out training's weights; and it ends on a stop, a missed deadline, no place."""
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+import torch
+from dpo_pairs import make_pairs, margins
 from sft_runs import make_base, two_cpus
+from transformers import AutoModelForCausalLM
 
 from actors.learner.dpo import train_dpo
+from actors.learner.parts import DPO_BETA
 from t2g.config import ClusterConfig, LearnerConfig, ModelConfig, OptimConfig
-from t2g.errors import RunStopped, UserError
-from t2g.study.baselines import PreferencePair
+from t2g.errors import LearnerLost, UserError
 
 CLUSTER = ClusterConfig(placement_timeout_s=5)
+LR = 3e-3
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -28,39 +31,64 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(base: Path, out_folder: Path, *, stop: bool = False, **changes: Any) -> tuple[Any, list[int]]:
-    ids = [np.arange(5, 5 + n, dtype=np.int32) for n in (4, 3, 2)]
-    pairs = [PreferencePair(prompt_ids=ids[0], chosen_ids=ids[1], rejected_ids=ids[2])] * 4
-    fields = {"policy": OptimConfig(lr=1e-3), "num_epochs": 3, "memory_gib": 0.5, "workers": 2, "step_timeout_s": 200}
+    """One step a pass over all six pairs, so that their order plays no part; microbatches of one pair on two ranks."""
+    fields = {
+        "policy": OptimConfig(lr=LR, max_grad_norm=0.5), "num_epochs": 2, "memory_gib": 0.5, "cpus": 0.25,
+        "workers": 2, "tokens_per_microbatch": 20, "step_timeout_s": 200,
+    }  # fmt: skip
     steps: list[int] = []
     metrics = train_dpo(
-        ModelConfig(policy=str(base)), LearnerConfig(**{**fields, **changes}), pairs,
-        cluster=CLUSTER, stop=lambda: stop, on_progress=steps.append, batch_size=2, seed=1, out_folder=out_folder,
+        ModelConfig(policy=str(base)), LearnerConfig(**{**fields, **changes}), make_pairs(),
+        cluster=CLUSTER, stop=lambda: stop, on_progress=steps.append, batch_size=6, seed=1, out_folder=out_folder,
     )  # fmt: skip
     return metrics, steps
 
 
-def test_it_trains_and_leaves_a_model_folder(base: Path, tmp_path: Path) -> None:
+def dpo_written_out(base: Path) -> tuple[Any, list[float]]:
+    """-log sigmoid(beta * (margin - margin of the base)), the mean over all pairs, in two steps of AdamW."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=OptimConfig().betas, weight_decay=0.0)
+    with torch.no_grad():
+        reference = margins(model, make_pairs())
+    losses = []
+    for lr in (LR, LR / 2):  # linear: 1, 1/2
+        optimizer.param_groups[0]["lr"] = lr
+        loss = -torch.nn.functional.logsigmoid(DPO_BETA * (margins(model, make_pairs()) - reference)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return model, losses
+
+
+def test_it_trains_by_the_papers_loss_and_leaves_a_model_folder(base: Path, tmp_path: Path) -> None:
+    """A step of AdamW moves a weight by up to 3e-3."""
     metrics, steps = train(base, tmp_path / "policy")
-    assert metrics["steps"] == 6  # 4 pairs, 2 a step, 3 passes
-    assert metrics["margin"] > 0
-    assert steps == sorted(set(steps))
-    assert {"model.safetensors", "tokenizer.json", "config.json"} <= {f.name for f in (tmp_path / "policy").iterdir()}
+    assert (metrics.keys(), steps) == ({"loss", "accuracy", "margin", "grad_norm", "steps"}, [1, 2])
+    expected, losses = dpo_written_out(base)
+    assert metrics["loss"] == pytest.approx(losses[1], abs=1e-4)
+    assert metrics["steps"] == 2
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "policy").state_dict()
+    for name, weight in expected.state_dict().items():
+        torch.testing.assert_close(found[name], weight, atol=2e-4, rtol=0, msg=name)
+    assert {"tokenizer.json", "config.json"} <= {f.name for f in (tmp_path / "policy").iterdir()}
 
 
 def test_a_stop_ends_it(base: Path, tmp_path: Path) -> None:
-    assert train(base, tmp_path / "policy", stop=True) == (None, [])
+    assert train(base, tmp_path / "policy", stop=True, workers=1) == (None, [])
 
 
-def test_a_late_step_is_told(base: Path, tmp_path: Path) -> None:
-    with pytest.raises(RunStopped, match=r"DPO is late: no optimizer step for 0\.1 s after step 0"):
-        train(base, tmp_path / "policy", step_timeout_s=0.1)
+def test_a_late_rank_is_told(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(LearnerLost, match=r"learner rank 0 is late: .* within 0\.1 s"):
+        train(base, tmp_path / "policy", workers=1, step_timeout_s=0.1)
 
 
 def test_a_model_that_cannot_be_loaded_is_the_users_to_mend(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"model\.policy"):
-        train(tmp_path / "nothing", tmp_path / "policy")
+        train(tmp_path / "nothing", tmp_path / "policy", workers=1)
 
 
 def test_without_a_place_it_says_what_it_needs(base: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"1 of 1 learner workers"):
-        train(base, tmp_path / "policy", cpus=16)
+        train(base, tmp_path / "policy", workers=1, cpus=16)

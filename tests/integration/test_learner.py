@@ -196,9 +196,9 @@ def test_a_loss_that_is_not_finite_stops_before_it_is_applied(
     before, done = sent_weights(group), group.policy_version
     batch = train_batch(group, rollouts)
     first, *rest = batch.minibatches
-    sample, *others = first.samples
+    sample, *others = first
     poison = replace(sample, advantages=np.full_like(sample.advantages, np.nan))
-    bad = replace(batch, minibatches=(replace(first, samples=(poison, *others)), *rest))
+    bad = replace(batch, minibatches=((poison, *others), *rest))
     with pytest.raises(RunStopped, match=f"^policy, update {done + 1}, minibatch 1 of 4: the loss is not finite"):
         group.update(bad)
     after = sent_weights(group)

@@ -24,9 +24,9 @@ from transformers import AutoModelForCausalLM
 
 from actors.learner.learner import LearnerGroup
 from actors.learner.parts import load_policy
-from t2g.algo.rows import Rows
+from t2g.algo.logprobs import Rows
 from t2g.config import LoRAConfig, ObjectiveConfig
-from t2g.data.batching import pack_tokens, plan_microbatches
+from t2g.data.batching import microbatches
 from t2g.types import Rollout, TrainBatch
 
 SCALING = 3.0  # alpha / r
@@ -90,7 +90,7 @@ def plain_logprobs(model: Any, ids: torch.Tensor) -> torch.Tensor:
 def objective_by_hand(model: Any, reference: Any, batch: TrainBatch) -> torch.Tensor:
     """The whole loss of the only minibatch, one sequence after the other."""
     (minibatch,) = batch.minibatches
-    counted = [(s, torch.from_numpy(s.loss_mask).bool()) for s in minibatch.samples if s.loss_mask.any()]
+    counted = [(s, torch.from_numpy(s.weights).bool()) for s in minibatch if s.weights.any()]
     losses = []
     for sample, keep in counted:
         ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.response_ids])).long()
@@ -126,15 +126,13 @@ def test_the_reference_is_the_base_to_the_bit(
     """A second copy that never trained, given the same rows: the reference of a full fine-tuning."""
     _, frozen, _ = load_policy(learner_spec(base), on_gpu=False)
     stats = group.forward(rollouts)
-    sequences = [np.concatenate([r.prompt_ids, r.response_ids]) for r in rollouts]
-    (plan,) = plan_microbatches([len(s) for s in sequences], 1, group.spec.learner.tokens_per_microbatch)
-    for members in plan:
-        rows = Rows(pack_tokens([sequences[i] for i in members]), torch.device("cpu"))
+    for members in microbatches(rollouts, rank=0, num_ranks=1, token_budget=group.spec.learner.tokens_per_microbatch):
+        rows = Rows([rollouts[i] for i in members], torch.device("cpu"))
         with torch.no_grad():
             expected = rows.token_outputs(frozen, TEMPERATURE).logprobs.numpy()
-        ends = np.cumsum([len(sequences[i]) for i in members])
+        ends = np.cumsum([len(rollouts[i].response_ids) for i in members])
         for i, mine in zip(members, np.split(expected, ends[:-1]), strict=True):
-            np.testing.assert_array_equal(stats[i].ref_logprobs, mine[len(rollouts[i].prompt_ids) :])
+            np.testing.assert_array_equal(stats[i].ref_logprobs, mine)
     assert max(np.abs(s.old_logprobs - s.ref_logprobs).max(initial=0) for s in stats) > 1e-3
     group.update(train_batch(group, rollouts, kl_coef=KL_COEF))
     for before, after in zip(stats, group.forward(rollouts), strict=True):

@@ -108,7 +108,7 @@ def batch(learners: dict[str, Started]) -> TrainBatch:
 
     plain = train_batch(learners["one"].group, random_rollouts(), kl_coef=KL_COEF)
     (minibatch,) = plain.minibatches
-    return replace(plain, minibatches=(replace(minibatch, samples=tuple(map(noisy, minibatch.samples))),))
+    return replace(plain, minibatches=(tuple(map(noisy, minibatch)),))
 
 
 def token_loss(sample: TrainSample, t: int, logprobs: torch.Tensor) -> torch.Tensor:
@@ -128,14 +128,14 @@ def plain_gradients(base: Path, samples: tuple[TrainSample, ...]) -> tuple[dict[
     policy, backbone = (
         cls.from_pretrained(base, attn_implementation="eager") for cls in (AutoModelForCausalLM, AutoModel)
     )
-    counting = [s for s in samples if s.loss_mask.any()]
+    counting = [s for s in samples if s.weights.any()]
     loss, head_gradient = torch.tensor(0.0), torch.zeros(backbone.config.hidden_size)
     for sample in counting:
         ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.response_ids])).long()[None]
         logprobs = (policy(ids).logits[0] / TEMPERATURE).log_softmax(-1)
         hidden = backbone(ids).last_hidden_state[0].detach()
-        for t in np.flatnonzero(sample.loss_mask):
-            share = 1 / len(counting) / sample.loss_mask.sum().item()
+        for t in np.flatnonzero(sample.weights):
+            share = 1 / len(counting) / np.count_nonzero(sample.weights)
             before = len(sample.prompt_ids) + t - 1
             loss = loss + share * token_loss(sample, t, logprobs[before])
             head_gradient -= share * OBJECTIVE.vf_coef * sample.returns[t] * hidden[before]
@@ -148,7 +148,7 @@ def test_gradients_are_those_of_the_plain_loop(
     name: str, learners: dict[str, Started], batch: TrainBatch, base: Path
 ) -> None:
     """Packed, chunked, in one microbatch or in many over two ranks with layers computed again: the same gradient."""
-    expected, critic_norm = plain_gradients(base, batch.minibatches[0].samples)
+    expected, critic_norm = plain_gradients(base, batch.minibatches[0])
     gradient, metrics = learners[name].gradient(batch)
     assert gradient.keys() == expected.keys()
     for key, want in expected.items():
@@ -165,14 +165,14 @@ def test_a_masked_token_has_exactly_no_gradient(name: str, learners: dict[str, S
 
     def poisoned(sample: TrainSample) -> TrainSample:
         fields = ("advantages", "returns", "values", "old_logprobs", "rollout_logprobs", "ref_logprobs")
-        masked = sample.loss_mask == 0
+        masked = sample.weights == 0
         return replace(sample, **{f: np.where(masked, np.float32(np.nan), getattr(sample, f)) for f in fields})
 
     (minibatch,) = batch.minibatches
-    poison = tuple(map(poisoned, minibatch.samples))
+    poison = tuple(map(poisoned, minibatch))
     assert sum(np.isnan(s.advantages).sum() for s in poison) > 3
     clean, clean_metrics = learners[name].gradient(batch)
-    gradient, metrics = learners[name].gradient(replace(batch, minibatches=(replace(minibatch, samples=poison),)))
+    gradient, metrics = learners[name].gradient(replace(batch, minibatches=(poison,)))
     assert all(np.array_equal(gradient[key], clean[key]) for key in clean)
     for metric in ("policy/loss", "policy/grad_norm", "critic/loss", "critic/grad_norm"):
         assert metrics[metric] == clean_metrics[metric]

@@ -2,7 +2,6 @@
 
 import socket
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +97,7 @@ def test_killed_and_resumed_with_other_memory_options_gives_the_same_weights(
         (checkpoints / ".tmp-step-00000020").touch()
 
     with pytest.raises(RunStopped, match=r"rank 0: .*tmp-step-00000020"):
-        train(base, tmp_path / "model", cluster, stand_in_the_way, checkpoint_every=10, **OPTIONS)
+        train(base, tmp_path / "model", cluster, stand_in_the_way, checkpoint_every=10, offload="cpu", **OPTIONS)
     (checkpoints / ".tmp-step-00000020").unlink()
 
     train(base, tmp_path / "model", cluster, done.append, checkpoint_every=10, offload="cpu", **OPTIONS)
@@ -114,17 +113,20 @@ def bfloat16_training(base: str, examples: list[Any], scratch: str) -> dict[str,
     """Twelve steps with adapters, then the last four once more in a new engine from a checkpoint."""
     from actors.learner import lora, zero3
     from actors.learner.models import load_for_training
-    from actors.learner.sft_rank import _loss_share
     from actors.learner.whole_weights import WholeWeights, metadata
-    from t2g.feedback.examples import make_microbatch
+    from t2g.algo.logprobs import Rows
+    from t2g.algo.losses import supervised_loss
+    from t2g.data.batching import loss_shares
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     zero3.init_distributed(0, 1, "127.0.0.1", port, "gloo", timeout_s=60)
     source, folder = ModelConfig(policy=base), Path(scratch)
-    microbatch = make_microbatch(examples, packed=True)
-    loss_fn = partial(_loss_share, total_weight=float(microbatch.weights.sum()))
+    rows = Rows(loss_shares(examples), torch.device("cpu"), packed=True, targets_only=True)
+
+    def loss_fn(engine: Any, rows: Rows) -> tuple[torch.Tensor, dict[str, float]]:
+        return supervised_loss(logprobs=rows.token_outputs(engine, 1.0).logprobs, weights=rows.numbers("weights"))
 
     def start() -> Any:
         torch.manual_seed(0)
@@ -134,7 +136,7 @@ def bfloat16_training(base: str, examples: list[Any], scratch: str) -> dict[str,
         return zero3.build_engine(model, optim, num_steps=12, dtype="bfloat16", world_size=1)
 
     def steps(engine: Any, number: int) -> list[float]:
-        return [zero3.train_step(engine, [microbatch], loss_fn, label="drill").metrics["loss"] for _ in range(number)]
+        return [zero3.train_step(engine, [rows], loss_fn, label="drill").metrics["policy/loss"] for _ in range(number)]
 
     def weights(engine: Any) -> dict[str, torch.Tensor]:
         buckets = WholeWeights(engine).buckets(1 << 16, "bfloat16")

@@ -166,7 +166,7 @@ def test_ilf_imitates_the_best_revision_within_ppos_samples(world: World) -> Non
     assert len({sampling.seed for sampling in revisions}) == NUM_STEPS
     assert metrics["samples"] == 18  # as PPO: 3 steps of 2 prompts and 3 samples
     target = [world.base.ids[0]] * 4 + [world.arm.tokenizer.eos_token_id]
-    assert [example.target_ids.tolist() for example in world.learnt] == [target] * NUM_PROMPTS
+    assert [example.response_ids.tolist() for example in world.learnt] == [target] * NUM_PROMPTS
     assert (metrics["reward/response_mean"], metrics["ilf/loss"], metrics["ilf/revised_share"]) == (4, 0.5, 1)
     assert world.served == [("base", 64), ("reviser", 64 + 2048), ("policy", 64)]
 

@@ -46,7 +46,7 @@ def test_the_style_decides_question_and_answer(tmp_path: Path, style: StyleConfi
     data = read_data(job(tmp_path, style))
     assert len(data.examples) == 2
     assert decode(data.tokenizer, data.examples[0].prompt_ids).startswith(asked)
-    assert decode(data.tokenizer, data.examples[0].target_ids) == answer
+    assert decode(data.tokenizer, data.examples[0].response_ids) == answer
 
 
 def test_a_critique_is_not_learned_from_records_without_one(tmp_path: Path) -> None:

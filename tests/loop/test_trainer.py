@@ -211,4 +211,4 @@ def test_minibatches_are_weighted_as_asked(tokenizer: Any, tmp_path: Path, loss_
     bench.run()
     assert all(len(batch.minibatches) == 4 * 2 for batch in bench.learner.batches)  # epochs x minibatches
     for minibatch in (m for batch in bench.learner.batches for m in batch.minibatches):  # 16 responses of LENGTH
-        np.testing.assert_allclose(minibatch.weights, 1 / (16 * LENGTH), rtol=1e-6)
+        np.testing.assert_allclose([s.weights for s in minibatch], 1 / (16 * LENGTH), rtol=1e-6)

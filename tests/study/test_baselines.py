@@ -146,8 +146,8 @@ def test_imitation_learns_the_text_of_the_revision_after_the_policys_own_prompt(
     (example,) = imitation_examples([one], tokenizer)
     a, b = (tokenizer.convert_tokens_to_ids(letter) for letter in "ab")
     assert example.prompt_ids.tolist() == [7, 8]
-    assert example.target_ids.tolist() == [a, b, tokenizer.eos_token_id]
-    assert example.target_weights.tolist() == [1, 1, 1]
+    assert example.response_ids.tolist() == [a, b, tokenizer.eos_token_id]
+    assert example.weights.tolist() == [1, 1, 1]
 
 
 # ------------------------------------------------------------------------------------------------------------- settings
@@ -179,7 +179,6 @@ def test_the_reviser_has_room_for_the_critique() -> None:
         ("ilf", {"feedback": {"source": "m:f", "style": {"critique": False}}}, "style.critique"),
         ("reflection", {"feedback": {"source": "m:f", "style": {"critique": False}}}, "style.critique"),
         ("reflection", {"eval_data": None}, "eval_data"),
-        ("dpo", {"learner": {"offload": "cpu"}}, "learner.offload"),
         ("ilf", {"objective": {"w_end": 0.5}}, r"objective\.w_end=0\.5"),
     ],
 )

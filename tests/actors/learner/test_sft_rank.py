@@ -10,31 +10,51 @@ import torch
 from models import random_model
 from transformers import AutoModelForCausalLM
 
-from actors.learner.sft_rank import _loss_share, prepare, refuse_leaks
-from t2g.config import ModelConfig, SFTOptions
+from actors.learner.parts import LearnerSpec, prepare
+from actors.learner.sft_rank import refuse_leaks
+from t2g.algo.logprobs import Rows
+from t2g.algo.losses import supervised_loss
+from t2g.config import LearnerConfig, ModelConfig
 from t2g.errors import UserError
-from t2g.feedback.examples import SFTExample, SFTMicrobatch, make_microbatch
+from t2g.types import TrainSequence
+
+CHECKPOINTED = LearnerSpec(
+    model=ModelConfig(policy="m"), learner=LearnerConfig(gradient_checkpointing=True), loss="supervised",
+    num_updates=1, seed=1,
+)  # fmt: skip
 
 
-def make_examples() -> list[SFTExample]:
+def make_examples() -> list[TrainSequence]:
     rng = np.random.default_rng(3)
     return [
-        SFTExample(
+        TrainSequence(
             prompt_ids=rng.integers(0, 300, prompt).astype(np.int32),
-            target_ids=rng.integers(0, 300, target).astype(np.int32),
-            target_weights=rng.uniform(1, 8, target).astype(np.float32),
+            response_ids=rng.integers(0, 300, target).astype(np.int32),
+            weights=rng.uniform(1, 8, target).astype(np.float32),
         )
         for prompt, target in ((9, 5), (1, 30), (300, 2), (17, 17))  # one is longer than Gemma's window of 256
     ]
 
 
-def loss_and_gradients(model: Any, batches: list[SFTMicrobatch]) -> tuple[float, dict[str, torch.Tensor]]:
+def rows_of(examples: list[TrainSequence], *, packed: bool = False) -> Rows:
+    return Rows(examples, torch.device("cpu"), packed=packed, targets_only=True)
+
+
+def loss_of(model: Any, rows: Rows) -> torch.Tensor:
+    loss, metrics = supervised_loss(
+        logprobs=rows.token_outputs(model, 1.0).logprobs, weights=rows.numbers("weights") / 100
+    )
+    assert loss.item() == metrics["policy/loss"]
+    return loss
+
+
+def loss_and_gradients(model: Any, microbatches: list[Rows]) -> tuple[float, dict[str, torch.Tensor]]:
     model.zero_grad()
     total = 0.0
-    for batch in batches:
-        loss, metrics = _loss_share(model, batch, total_weight=100.0)
+    for rows in microbatches:
+        loss = loss_of(model, rows)
         loss.backward()
-        total += metrics["loss"]
+        total += loss.item()
     return total, {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
@@ -44,10 +64,10 @@ def test_packed_equals_padded_equals_one_by_one(architecture: str, attention: st
     folder = random_model(tmp_path, architecture)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
     examples = make_examples()
-    expected, gradients = loss_and_gradients(model, [make_microbatch([example]) for example in examples])
+    expected, gradients = loss_and_gradients(model, [rows_of([example]) for example in examples])
     assert expected > 1
-    for batch in (make_microbatch(examples, packed=True), make_microbatch(examples)):
-        loss, found = loss_and_gradients(model, [batch])
+    for packed in (True, False):
+        loss, found = loss_and_gradients(model, [rows_of(examples, packed=packed)])
         assert loss == pytest.approx(expected, rel=1e-5)
         torch.testing.assert_close(found, gradients, atol=1e-5, rtol=1e-4)
     refuse_leaks(model, "m")
@@ -57,13 +77,12 @@ def test_loss_against_plain_cross_entropy(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(random_model(tmp_path), dtype=torch.float32)
     example = make_examples()[0]
     with torch.no_grad():
-        ids = torch.tensor([[*example.prompt_ids, *example.target_ids]], dtype=torch.int64)
+        ids = torch.tensor([[*example.prompt_ids, *example.response_ids]], dtype=torch.int64)
         logprobs = model(ids).logits.log_softmax(-1)[0]
-        loss, metrics = _loss_share(model, make_microbatch([example], packed=True), total_weight=4.0)
-    targets = zip(example.target_ids, example.target_weights, strict=True)
-    expected = -sum(float(w * logprobs[len(example.prompt_ids) - 1 + t, i]) for t, (i, w) in enumerate(targets)) / 4
-    assert metrics["loss"] == pytest.approx(expected, rel=1e-5)
-    assert loss.item() == metrics["loss"]
+        loss = loss_of(model, rows_of([example], packed=True))
+    targets = zip(example.response_ids, example.weights, strict=True)
+    expected = -sum(float(w * logprobs[len(example.prompt_ids) - 1 + t, i]) for t, (i, w) in enumerate(targets)) / 100
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
 
 
 class Stateful(torch.nn.Module):
@@ -82,14 +101,14 @@ def test_a_model_that_looks_across_the_border_is_refused() -> None:
 
 
 def test_checkpointed_gradients_are_the_same(tmp_path: Path) -> None:
-    source = ModelConfig(policy=str(random_model(tmp_path)))
+    random_model(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    batch = make_microbatch(make_examples(), packed=True)
-    expected = loss_and_gradients(model.train(), [batch])
-    prepare(model, SFTOptions(gradient_checkpointing=True), source)
+    rows = rows_of(make_examples(), packed=True)
+    expected = loss_and_gradients(model.train(), [rows])
+    prepare(model, CHECKPOINTED)
     calls = []
     model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    loss, gradients = loss_and_gradients(model, [batch])
+    loss, gradients = loss_and_gradients(model, [rows])
     assert len(calls) == 2  # forward, and once more in the backward pass
     assert loss == expected[0]
     torch.testing.assert_close(gradients, expected[1], atol=0, rtol=0)
@@ -98,4 +117,4 @@ def test_checkpointed_gradients_are_the_same(tmp_path: Path) -> None:
 def test_an_architecture_without_gradient_checkpointing_is_refused() -> None:
     model = SimpleNamespace(supports_gradient_checkpointing=False, config=SimpleNamespace(model_type="abc"))
     with pytest.raises(UserError, match=r"sft\.gradient_checkpointing .*'abc' of model\.policy='m'"):
-        prepare(model, SFTOptions(gradient_checkpointing=True), ModelConfig(policy="m"))
+        prepare(model, CHECKPOINTED)

@@ -10,34 +10,45 @@ import pytest
 
 from actors.learner.sft import _follow, _resume_point
 from actors.learner.sft_rank import SFTProgress
+from t2g.config import SFTOptions
 from t2g.errors import RunStopped
 from t2g.runs.checkpoint import CheckpointStore
+from t2g.runs.identity import Identity, keep
 
-IDENTITY = {"fingerprint": "f", "num_ranks": 2}
+MADE_OF = Identity.of(SFTOptions(workers=2), weights="w", data="d")
 
 
 def checkpoint(part: Path, step: int) -> Path:
     def fill(folder: Path) -> None:
         (folder / "weights").write_text("w")
 
-    return CheckpointStore(part / "checkpoints", keep=1).write(step, fill, {"step": step, **IDENTITY})
+    return CheckpointStore(part / "checkpoints", keep=1).write(step, fill, {"step": step})
 
 
 def test_the_last_whole_checkpoint_of_the_same_training(tmp_path: Path) -> None:
     part = tmp_path / "model.part"
-    assert _resume_point(part, IDENTITY) == (None, 0)
-    part.mkdir()
-    assert _resume_point(part, IDENTITY) == (None, 0)
+    assert _resume_point(part, MADE_OF) == (None, 0)
+    keep(part, MADE_OF)
+    assert _resume_point(part, MADE_OF) == (None, 0)
     folder = checkpoint(part, 500)
-    assert _resume_point(part, IDENTITY) == (str(folder), 500)
-    assert _resume_point(part, IDENTITY | {"fingerprint": "g"}) == (None, 0)
-    assert _resume_point(part, IDENTITY | {"num_ranks": 1}) == (None, 0)
+    assert _resume_point(part, MADE_OF) == (folder, 500)
+    assert _resume_point(part, Identity.of(SFTOptions(workers=2), weights="w", data="e")) == (None, 0)
+    assert _resume_point(part, Identity.of(SFTOptions(workers=1), weights="w", data="d")) == (None, 0)
     (folder / "weights").write_text("torn")
-    assert _resume_point(part, IDENTITY) == (None, 0)
+    assert _resume_point(part, MADE_OF) == (None, 0)
+
+
+def test_what_another_version_of_the_program_left_is_not_gone_on_with(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint(tmp_path, 500)
+    assert _resume_point(tmp_path, MADE_OF) == (None, 0)
+    assert "by another version of this program" in caplog.text
+    assert "starts from the base model" in caplog.text
 
 
 def ranks(reports: Path, *, pause_s: float, then_silent: bool, end: threading.Event) -> threading.Thread:
-    """Three reports, one each `pause_s`; then the end, or nothing any more."""
+    """Three reports, one each `pause_s`; then the empty one, or nothing any more."""
 
     def work() -> None:
         for step in (10, 20, 30):
@@ -49,6 +60,9 @@ def ranks(reports: Path, *, pause_s: float, then_silent: bool, end: threading.Ev
                 file.write(json.dumps(asdict(progress)) + "\n")
         if then_silent:
             end.wait(30)
+        else:
+            with reports.open("a") as file:
+                file.write("{}\n")
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
@@ -63,8 +77,13 @@ def ended(thread: threading.Thread) -> bool:
 def test_the_deadline_begins_again_with_each_report(tmp_path: Path) -> None:
     end, steps = threading.Event(), []
     thread = ranks(tmp_path / "r", pause_s=0.6, then_silent=False, end=end)
-    _follow(lambda: ended(thread), tmp_path / "r", 1.5, lambda progress: steps.append(progress.step))
+    last = _follow(lambda: ended(thread), tmp_path / "r", 1.5, lambda progress: steps.append(progress.step))
     assert steps == [10, 20, 30]
+    assert last["step"] == 30
+
+
+def test_an_end_without_the_last_report_is_no_model(tmp_path: Path) -> None:
+    assert _follow(lambda: True, tmp_path / "r", 1, lambda progress: None) is None
 
 
 def test_ranks_that_fall_silent_are_late_in_a_sentence(tmp_path: Path) -> None:
