@@ -44,10 +44,13 @@ class ChatWorker(Engine):
         )
 
 
+ChatActor = ray.remote(ChatWorker)
+
+
 class ChatFleet(Fleet):
     """Chat workers as one model."""
 
-    role, actor = "chat", ray.remote(ChatWorker)
+    role, actor = "chat", ChatActor
 
     def __init__(self, config: FeedbackConfig, *, seed: int, placement_timeout_s: float) -> None:
         assert config.llm.model is not None

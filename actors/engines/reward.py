@@ -103,10 +103,13 @@ def begin_answer(begun: str, tokenizer: Any) -> tuple[np.ndarray, str]:
     return ids, text
 
 
+RewardActor = ray.remote(RewardWorker)
+
+
 class RewardFleet(Fleet):
     """Reward workers as one feedback source and aligner. Answers are kept for whoever asks again."""
 
-    name, role, actor = SOURCE, "reward", ray.remote(RewardWorker)
+    name, role, actor = SOURCE, "reward", RewardActor
 
     def __init__(self, config: FeedbackConfig, task: Task, *, seed: int, placement_timeout_s: float) -> None:
         """UserError when the model was trained for another task or style; see `t2g.feedback.card`."""
