@@ -44,14 +44,13 @@ def run(config: BenchmarkJob) -> None:
     spec = LearnerSpec(
         model=ModelConfig(policy=str(model)), learner=config.learner, loss="none", num_updates=0, seed=config.run.seed
     )  # fmt: skip
-    with on_cluster(config):
-        fleet = RolloutFleet(str(model), config.rollout, seed=config.run.seed, placement_timeout_s=timeout_s)
-        with (
-            closing(fleet) as rollouts,
-            closing(LearnerGroup(spec, placement_timeout_s=timeout_s)) as learner,
-        ):
-            rollouts.wait_ready()
-            results = asyncio.run(beside(measure(config, learner, rollouts), rollouts.supervise()))
+    with (
+        on_cluster(config),
+        closing(RolloutFleet(str(model), config.rollout, seed=config.run.seed, placement_timeout_s=timeout_s)) as fleet,
+        closing(LearnerGroup(spec, placement_timeout_s=timeout_s)) as learner,
+    ):
+        fleet.wait_ready()
+        results = asyncio.run(beside(measure(config, learner, fleet), fleet.supervise()))
     write(config.run.folder, results)
 
 
