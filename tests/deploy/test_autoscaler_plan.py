@@ -15,7 +15,7 @@ from ray.core.generated.autoscaler_pb2 import BundleSelector, GangResourceReques
 from ray.core.generated.common_pb2 import LabelSelectorOperator
 
 from actors.cluster import placement
-from t2g.config import ProcessConfig
+from t2g.config import ProcessConfig, with_overrides
 from t2g.deploy.pods import PodGroup, pod_groups
 
 Place = tuple[list[dict[str, float]], list[dict[str, str]]]
@@ -90,7 +90,7 @@ def test_without_labels_they_would_land_anywhere(asked: Any) -> None:
     (file,) = [file for file in FILES if file.stem == "rayjob"]
     spec = cluster_spec(documents(file.read_text())[1])
     (rollout,) = [group for group in pod_groups(made(file).config) if group.name == "rollout"]
-    unlabelled: ProcessConfig = rollout.role.model_copy(update={"labels": {}})
+    unlabelled: ProcessConfig = with_overrides(rollout.role, {"labels": {}})
     _, refused = plan(spec, [asked(unlabelled) for _ in range(rollout.workers.max + 1)])
     assert refused == 0
 
@@ -98,5 +98,5 @@ def test_without_labels_they_would_land_anywhere(asked: Any) -> None:
 def test_a_label_that_no_group_has_is_never_served(asked: Any) -> None:
     (file,) = [file for file in FILES if file.stem == "rayjob"]
     spec, groups = cluster_spec(documents(file.read_text())[1]), pod_groups(made(file).config)
-    stray = groups[1].role.model_copy(update={"labels": {"rl/role": "rolout"}})
+    stray = with_overrides(groups[1].role, {"labels": {"rl/role": "rolout"}})
     assert plan(spec, [asked(stray)]) == (least(groups), 1)

@@ -25,7 +25,7 @@ from jobs.annotate import (
 )
 from jobs.common.cli import StopFlag
 from jobs.common.run_folder import sole_process
-from t2g.config import AnnotateJob
+from t2g.config import AnnotateJob, with_overrides
 from t2g.config.loading import load
 from t2g.config.roles import roles
 from t2g.errors import RunStopped, Stopped, UserError
@@ -100,11 +100,11 @@ def given_rows() -> list[dict[str, Any]]:
 
 
 def with_run(config: AnnotateJob, **changes: Any) -> AnnotateJob:
-    return config.model_copy(update={"run": config.run.model_copy(update=changes)})
+    return with_overrides(config, {f"run.{key}": value for key, value in changes.items()})
 
 
 def with_options(config: AnnotateJob, **changes: Any) -> AnnotateJob:
-    return config.model_copy(update={"annotate": config.annotate.model_copy(update=changes)})
+    return with_overrides(config, {f"annotate.{key}": value for key, value in changes.items()})
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -239,7 +239,7 @@ def test_another_config_is_refused_by_the_names_of_its_keys(sampled: AnnotateJob
             annotate_data(sampled, fleets)
     else:
         annotate_data(sampled, fleets)
-    hotter = sampled.model_copy(update={"rollout": sampled.rollout.model_copy(update={"temperature": 0.5})})
+    hotter = with_overrides(sampled, {"rollout.temperature": 0.5})
     with pytest.raises(UserError, match=r"rollout\.temperature \(1\.0 -> 0\.5\)"):
         annotate_data(hotter, FakeFleets(sampled))
     with pytest.raises(UserError, match=r"run\.resume=never, and .*journal\.jsonl exists"):
