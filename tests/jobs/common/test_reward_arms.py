@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from configs import differing
+from jobs.common import reward_arms
 from jobs.common.reward_arms import arm_job, relabelled, write_dense
 from jobs.common.stages import demo_of, once, reward_job
-from t2g.config import CompareJob, DataConfig, DemoJob, StyleConfig, loading
+from t2g.config import CompareJob, DataConfig, DemoJob, RewardJob, StyleConfig, loading
 from t2g.errors import UserError
 from t2g.feedback.parse import Quote
 from t2g.feedback.records import load_annotated, read_record, write_annotated
@@ -74,6 +75,26 @@ def test_dense_records_are_those_of_the_dense_critic(tmp_path: Path) -> None:
         )
         assert record.critique.startswith("The name is Ann, it says Ann: right.")
     assert load_annotated(DataConfig(path=sparse.data.path))[0].good == (Quote(quote="Ann"),)
+
+
+def test_each_model_is_trained_once_with_each_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arms, demo = study(tmp_path)
+    for data in (reward_job(demo).data, reward_job(demo).eval_data):
+        Path(data.path).parent.mkdir(parents=True, exist_ok=True)
+        write_annotated(Path(data.path), [SPARSE])
+    trained: list[str] = []
+
+    def run_arm(demo: DemoJob, job: RewardJob) -> dict[str, float]:
+        trained.append(job.run.name)
+        job.run.folder.mkdir(parents=True)
+        return {"good_f1": job.run.seed / 10}
+
+    monkeypatch.setattr(reward_arms, "run_arm", run_arm)
+    made = reward_arms.make_reward_models(arms, demo)
+    assert list(made) == ["plain", "weighted", "no_critique", "dense"]
+    assert {seed: metrics["good_f1"] for seed, metrics in made["dense"].items()} == {1: 0.1, 2: 0.2, 3: 0.3}
+    assert reward_arms.make_reward_models(arms, demo) == made
+    assert len(trained) == len(set(trained)) == 12
 
 
 def test_decisive_metrics_look_at_the_tokens_of_the_sparse_gold(tmp_path: Path) -> None:
