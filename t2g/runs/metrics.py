@@ -16,7 +16,7 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | policy/loss, critic/loss                   | mean over minibatches                                                  |
 | policy/kl_loss                             | KL as a term of the loss (k3, full), before its coefficient, per token |
 | policy/grad_norm, critic/grad_norm         | before clipping, mean over minibatches                                 |
-| policy/lr                                  | learning rate of the last optimizer step                               |
+| policy/lr, critic/lr                       | learning rate, mean over minibatches                                   |
 | policy/{accuracy,margin}                   | of pairs of responses, see `t2g.algo.losses.dpo_loss`                  |
 | policy/clip_share                          | tokens whose ratio left [1 - eps, 1 + eps]                             |
 | policy/approx_kl                           | old to new policy, k3, nats per token                                  |
