@@ -1,18 +1,26 @@
-"""Learner groups and their batches for tests: random rollouts on random models, with every number a learner uses."""
+"""Learner groups and their batches for tests: random rollouts on random models, with every number a learner uses.
+
+A rank's process takes ten seconds of imports to start. So groups of one rank live in the test's own process
+(`LocalRank`), and those of two share two processes (`HostedRank`); each group has models and optimizers of its own.
+"""
 
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import ray
 import torch
+from ray.util.placement_group import remove_placement_group
 
-from actors.learner.learner import LearnerGroup
+from actors.learner.learner import LearnerActor, LearnerGroup, LearnerWorker
 from actors.learner.parts import LearnerSpec
-from t2g.config import LearnerConfig, ModelConfig, ObjectiveConfig, OptimConfig
+from t2g.config import LearnerConfig, ModelConfig, ObjectiveConfig, OptimConfig, RoleConfig
 from t2g.data.batching import make_train_batch
 from t2g.types import Rollout, TrainBatch, TrainSample
 
@@ -44,13 +52,117 @@ def learner_spec(model: Path, objective: ObjectiveConfig | None = None, **change
     )
 
 
+class Host:
+    """A process that is the same rank of several groups."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, LearnerWorker] = {}
+
+    def make(self, group: int, *args: Any) -> None:
+        self._ranks[group] = LearnerWorker(*args)
+
+    def call(self, group: int, name: str, *args: Any) -> Any:
+        return getattr(self._ranks[group], name)(*args)
+
+    def stream(self, group: int, *args: Any) -> Iterator[Any]:
+        yield from self._ranks[group].stream_weights(*args)
+
+
+def start_hosts() -> list[Any]:
+    """Two, for groups of two ranks."""
+    environ = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    actor = ray.remote(Host).options(num_cpus=0, runtime_env={"env_vars": environ})
+    return [actor.remote() for _ in range(2)]
+
+
+class HostedRank:
+    """A handle on a rank in a `Host`."""
+
+    def __init__(self, host: Any, group: int, *args: Any) -> None:
+        self.host, self._group = host, group
+        host.make.remote(group, *args)
+
+    @property
+    def stream_weights(self) -> Any:
+        stream, group = self.host.stream, self._group
+        return SimpleNamespace(options=lambda **o: SimpleNamespace(remote=partial(stream.options(**o).remote, group)))
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=partial(self.host.call.remote, self._group, name))
+
+
+class LocalRank:
+    """A handle on a rank in this process, whose calls are done when they are submitted."""
+
+    def __init__(self, *args: Any) -> None:
+        with as_a_rank():
+            self.worker = LearnerWorker(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        def remote(*args: Any) -> Any:
+            with as_a_rank():
+                return ray.put(getattr(self.worker, name)(*args))
+
+        return SimpleNamespace(remote=remote)
+
+
+RANK_ENVIRON: dict[str, str] = {}  # of this process, while it is a rank
+
+
 @contextmanager
-def small_cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=80_000_000)
+def as_a_rank() -> Iterator[None]:
+    """What a rank leaves behind in its process, which is its own elsewhere, is there in its calls alone."""
+    environ, threads, random_state = dict(os.environ), torch.get_num_threads(), torch.get_rng_state()
+    os.environ.update(RANK_ENVIRON)
+    torch.set_num_threads(1)
     try:
         yield
     finally:
-        ray.shutdown()
+        RANK_ENVIRON.update({name: value for name, value in os.environ.items() if environ.get(name) != value})
+        os.environ.clear()
+        os.environ.update(environ)
+        torch.set_num_threads(threads)
+        torch.set_rng_state(random_state)
+
+
+class Processes:
+    """Where a `SharedGroup` finds its ranks, in place of an actor class."""
+
+    def __init__(self, hosts: Sequence[Any] = (), **options: Any) -> None:
+        self._hosts, self._options = hosts, options
+
+    def options(self, **options: Any) -> "Processes":
+        return Processes(self._hosts, **options)
+
+    def remote(self, spec: LearnerSpec, names: Sequence[str], role: RoleConfig, rank: int) -> Any:
+        if "policy" not in names:
+            return LearnerActor.options(**self._options).remote(spec, names, role, rank)
+        if role.workers == 1:
+            return LocalRank(spec, names, role, rank)
+        return HostedRank(self._hosts[rank], id(spec), spec, names, role, rank)
+
+
+class SharedGroup(LearnerGroup):
+    """A group of one rank lives in this process, one of two ranks in two processes that it shares with others. A critic
+    on ranks of its own has real ones."""
+
+    def __init__(self, spec: LearnerSpec, hosts: Sequence[Any] = ()) -> None:
+        super().__init__(spec, placement_timeout_s=30, actor=Processes(hosts))
+
+    def stream_weights(self, dtype: Any, *, full: bool = False, meeting: Any = None) -> Iterator[Any]:
+        first = self.parts["policy"].workers[0]
+        if isinstance(first, LocalRank):
+            yield from map(ray.put, first.worker.stream_weights(dtype, full, meeting))
+        else:
+            yield from super().stream_weights(dtype, full=full, meeting=meeting)
+
+    def close(self) -> None:
+        for ranks in self.groups:
+            if ranks.workers and isinstance(ranks.workers[0], HostedRank | LocalRank):
+                ranks.workers.clear()
+            while len(ranks._places) > len(ranks.workers):
+                remove_placement_group(ranks._places.pop())
+        super().close()
 
 
 def random_rollouts() -> list[Rollout]:

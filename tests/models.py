@@ -2,8 +2,12 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from t2g.tasks.tiny.assets import build_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
 
 SENTENCES = ("My name is José.", "I bought a phone.", "It always hums.", "Say what is wrong.", "東京 🎧 naïve")
 SHARED = {
@@ -17,6 +21,7 @@ SHARED = {
     "initializer_range": 0.08,
     "bos_token_id": None,
 }
+BYTE_VOCABULARY, BYTE_EOS = 300, 256
 ARCHITECTURES: dict[str, dict[str, object]] = {
     "llama": {"tie_word_embeddings": False},
     "qwen2": {"tie_word_embeddings": True},
@@ -69,3 +74,30 @@ def bigram_model(folder: Path, follows: Mapping[str, str]) -> Path:
             weight.zero_()
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+def byte_llama(folder: Path, seed: int, *, spread: float = 0.3) -> "LlamaForCausalLM":
+    """A random two-layer Llama with tied embeddings and a tokenizer of bytes, kept in `folder`.
+
+    Its vocabulary is no multiple of 64: vLLM pads it, and loads it only at the end of a sync.
+    """
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=BYTE_VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=1024, initializer_range=spread, tie_word_embeddings=True,
+        bos_token_id=BYTE_EOS, eos_token_id=BYTE_EOS,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    assert fast.eos_token_id == BYTE_EOS
+    fast.save_pretrained(folder)
+    return model

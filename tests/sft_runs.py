@@ -1,14 +1,10 @@
 """A tiny supervised training that ends in memory: eight prompts, eight targets, a random Llama."""
 
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
-import ray
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from actors.learner.sft import run_sft
@@ -20,23 +16,6 @@ from t2g.types import TrainSequence
 
 TARGETS = ["red fox", "blue whale", "東京 tower", "café noir", "green tea 🍵", "grey owl", "pink crab", "lime"]
 MEMORISED = 0.05  # nats per target token; an untrained model has ln(vocabulary) = 5.6
-
-
-@contextmanager
-def two_cpus() -> Iterator[None]:
-    """A Ray of its own with two CPUs, of which no process is left behind."""
-    before = psutil.Process().children(recursive=True)  # as the resource tracker of an engine in this process
-    ray.init(
-        address="local", num_cpus=2, object_store_memory=80_000_000,
-        include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
-    )  # fmt: skip
-    try:
-        yield
-    finally:
-        started = [process for process in psutil.Process().children(recursive=True) if process not in before]
-        ray.shutdown()
-        _, left = psutil.wait_procs(started, timeout=10)
-    assert not left
 
 
 def make_base(folder: Path, *, initializer_range: float = 0.08) -> Path:
@@ -62,7 +41,8 @@ def make_options(**changes: Any) -> SFTOptions:
     """All 8 examples in each of 40 steps; three rows a microbatch, so that ranks and microbatches are uneven."""
     fields = {
         "optim": OptimConfig(lr=5e-3, schedule="constant", betas=(0.9, 0.98)),
-        "num_epochs": 40, "batch_size": 8, "tokens_per_microbatch": 64, "memory_gib": 0.5, "timeout_s": 400,
+        "num_epochs": 40, "batch_size": 8, "tokens_per_microbatch": 64, "memory_gib": 0.5, "cpus": 0.5,
+        "timeout_s": 400,
     }  # fmt: skip
     return SFTOptions(**{**fields, **changes})
 
@@ -72,9 +52,12 @@ def train(
     out_folder: Path,
     cluster: ClusterConfig,
     on_start: Callable[[int], None] = lambda done: None,
+    *,
+    seen: list[SFTProgress] | None = None,
     **changes: Any,
 ) -> tuple[dict[str, float], list[SFTProgress]]:
-    seen: list[SFTProgress] = []
+    """Metrics and reports; `seen` has the reports of a training that fails as well."""
+    seen = [] if seen is None else seen
     metrics = run_sft(
         model=ModelConfig(policy=str(base)), examples=make_examples(base), options=make_options(**changes),
         cluster=cluster, out_folder=out_folder, seed=3, on_start=on_start, on_progress=seen.append,

@@ -1,5 +1,6 @@
 """Workers without an engine: they answer as real ones do, from a random generator, within milliseconds of CPU.
 
+They start without torch and transformers, whose import takes longer than the rest of a test.
 Where a stub takes part in a weight sync it takes the bytes and says nothing of what they compute: whoever uses it sets
 learner.probe_tolerance so high that the probe accepts any number.
 """
@@ -11,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import ray
+from tokenizers import Tokenizer
 
-from actors.engines.rollout import RolloutWorker
 from actors.weights.buckets import Bucket
 from t2g.feedback.parse import make_feedback
 from t2g.interfaces import Sampling
@@ -32,9 +33,10 @@ class StubRolloutWorker:
     def __init__(
         self, model: str, config: Any, seed: int, revision: str | None = None, transport: str = "store"
     ) -> None:
-        from t2g.text.tokenizer import load_tokenizer
-
-        self._tokenizer, self._folder = load_tokenizer(model, revision), Path(model)
+        words = Tokenizer.from_file(f"{model}/tokenizer.json")
+        found = {number: words.id_to_token(number) for number in range(VOCABULARY)}
+        self._letters = {number: text for number, text in found.items() if len(text) == 1 and text.isascii()}
+        self._folder = Path(model)
         self._version = self._opened = -1
         self._round, self._received = "", 0
         self._paused = asyncio.Event()
@@ -51,17 +53,15 @@ class StubRolloutWorker:
         return [self._one(prompt, sampling, index) for index in range(sampling.num_samples)]
 
     def _one(self, prompt: Prompt, sampling: Sampling, index: int) -> Rollout:
-        from t2g.text.offsets import decode
-
         rng = np.random.default_rng([sampling.seed, index, *prompt.prompt_id.encode()])
-        ids = rng.integers(32, VOCABULARY, LENGTH).astype(np.int32)
+        ids = rng.choice([*self._letters], LENGTH).astype(np.int32)
         return Rollout(
             prompt_id=prompt.prompt_id,
             sample_index=index,
             prompt_ids=prompt.prompt_ids,
             response_ids=ids,
             rollout_logprobs=np.full(LENGTH, -np.log(VOCABULARY), np.float32),
-            response_text=decode(self._tokenizer, ids),
+            response_text="".join(self._letters[int(number)] for number in ids),
             finish_reason="length",
             policy_versions=((0, LENGTH, self._version),),
         )
@@ -119,16 +119,5 @@ def taken(flag: Path) -> bool:
     return True
 
 
-class BreakableRolloutWorker(RolloutWorker):
-    """A real engine that refuses the second bucket of the sync that finds a file BREAK_SYNC in its model's folder."""
-
-    async def load_bucket(self, round_id: str, bucket: Bucket) -> dict[str, float]:
-        flag = Path(self._model) / BREAK_SYNC
-        if bucket.index == 1 and taken(flag):
-            raise ValueError("half a sync, as asked for")
-        return await super().load_bucket(round_id, bucket)
-
-
 StubRollout = ray.remote(StubRolloutWorker)
-BreakableRollout = ray.remote(BreakableRolloutWorker)
 StubReward = ray.remote(StubRewardWorker)

@@ -9,7 +9,7 @@ from t2g.deploy import check_config
 from t2g.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = sorted((ROOT / "configs").glob("*/policy.yaml"))
+CONFIGS = [ROOT / "configs" / name / "policy.yaml" for name in ("kodcode", "own", "slf5k", "tiny", "ultrafeedback")]
 GOOD = (
     "learner.labels.rl/role=learner",
     "rollout.labels.rl/role=rollout",

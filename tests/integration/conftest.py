@@ -10,15 +10,21 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import ray
+from heads import Head, started_head
+from learner_runs import start_hosts
+from models import byte_llama
 
 from actors.cluster.placement import connect
-from t2g.config import ClusterConfig
+from actors.engines.rollout import RolloutFleet
+from t2g.config import ClusterConfig, HealthConfig, RolloutConfig
 
 status = pytest.StashKey[int]()
+NUM_CPUS = 4  # in Ray's books: most of what tests share waits most of the time
 
 
 @pytest.hookimpl(trylast=True)
@@ -30,17 +36,55 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
     """Ray on this machine as a job starts it; no process of it is left behind."""
-    before = psutil.Process().children(recursive=True)  # as the resource tracker of an engine in this process
+    before, init = psutil.Process().children(), ray.init
     paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]  # workers import helpers by name
     with pytest.MonkeyPatch.context() as environ:
         environ.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
         environ.delenv("RAY_ADDRESS", raising=False)
+        environ.setattr(ray, "init", lambda **options: init(**options | {"num_cpus": NUM_CPUS}))
         connect(ClusterConfig(object_store_gib=0.2), {})
+    servers = [process for process in psutil.Process().children() if process not in before]
     yield
-    started = [process for process in psutil.Process().children(recursive=True) if process not in before]
+    started = servers + [
+        child for server in servers if server.is_running() for child in server.children(recursive=True)
+    ]
     ray.shutdown()
     _, left = psutil.wait_procs(started, timeout=10)
     assert not left
+
+
+@pytest.fixture(scope="session")
+def hosts(cluster: None) -> list[Any]:
+    """Two processes for the learner groups of two ranks."""
+    return start_hosts()
+
+
+@pytest.fixture(scope="session")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of `rollout_fleet`."""
+    folder = tmp_path_factory.mktemp("policy")
+    byte_llama(folder, seed=1)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def rollout_fleet(cluster: None, policy: Path) -> Iterator[RolloutFleet]:
+    """One engine for all who do not kill it. Whoever uses it sends it weights first."""
+    config = RolloutConfig(
+        workers=1, cpus=0.1, max_model_len=640, max_new_tokens=32, kv_cache_gib=0.1, start_timeout_s=600,
+        health=HealthConfig(max_failures=10),  # tests have it miss one sync after the other
+    )  # fmt: skip
+    fleet = RolloutFleet(str(policy), config, seed=1, placement_timeout_s=30)
+    fleet.wait_ready()
+    yield fleet
+    fleet.close()
+
+
+@pytest.fixture(scope="session")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
+    """One cluster that jobs are submitted to."""
+    with started_head(tmp_path_factory.mktemp("head")) as head:
+        yield head
 
 
 @pytest.hookimpl(trylast=True)

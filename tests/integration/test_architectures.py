@@ -1,16 +1,13 @@
 """The shapes of model that users bring: load, a step of PPO, weight sync, export, and vLLM on the export."""
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import ray
 from models import random_model
 
-from actors.cluster.placement import connect
 from actors.engines.rollout import RolloutFleet
 from jobs.common.cli import StopFlag
 from jobs.common.fleets import Fleets
@@ -52,13 +49,7 @@ def job(folder: Path, learner: dict[str, Any]) -> PolicyJob:
     )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    connect(PolicyJob.model_fields["cluster"].default, {})
-    yield
-    ray.shutdown()
-
-
+@pytest.mark.usefixtures("cluster")
 @pytest.mark.slow  # two engines and a learner group each
 @pytest.mark.parametrize(
     ("architecture", "learner"),

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 import pytest
-from sft_runs import two_cpus
 
 from jobs.common.baseline_stages import run_baseline
 from jobs.common.cli import StopFlag
@@ -39,8 +38,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> PolicyJob:
 
 
 @pytest.fixture(scope="module")
-def fleets() -> Iterator[Fleets]:
-    with two_cpus(), Fleets() as made:
+def fleets(cluster: None) -> Iterator[Fleets]:
+    with Fleets() as made:
         yield made
 
 

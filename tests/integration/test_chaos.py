@@ -20,9 +20,10 @@ from typing import Any
 import psutil
 import pytest
 import ray
+from breakable_rollout import BreakableRollout
 from models import random_model
 from ray.cluster_utils import Cluster
-from stub_engines import BREAK_SYNC, SLOW, BreakableRollout, StubReward, StubRollout
+from stub_engines import BREAK_SYNC, SLOW, StubReward, StubRollout
 
 from actors.cluster.placement import check_places
 from actors.engines.reward import RewardFleet
@@ -56,9 +57,10 @@ class Stage:
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Stage]:
     os.environ.pop("RAY_ADDRESS", None)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    roles = (("a", "rollout"), ("b", "rollout"), ("reward", "reward"), ("learner", "learner"))
-    nodes = {name: add_node(cluster, role) for name, role in roles}
+    head = {"num_cpus": 2, "include_dashboard": False, "labels": {"rl/role": "reward"}}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    roles = (("a", "rollout"), ("b", "rollout"), ("learner", "learner"))
+    nodes = {"reward": cluster.head_node} | {name: add_node(cluster, role) for name, role in roles}
     cluster.wait_for_nodes(timeout=120)
     paths = [str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")]  # workers import the stubs by name
     environ = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -78,7 +80,7 @@ def make_job(folder: Path, num_steps: int, **overrides: object) -> PolicyJob:
     random_model(folder / "reward", "qwen2", seed=2)
     prompts = [json.dumps({"prompt": f"Say what is wrong, {i}."}) for i in range(NUM_PROMPTS)]
     (folder / "prompts.jsonl").write_text("\n".join(prompts))
-    health = "{probe_every_s: 0.5, probe_timeout_s: 5, max_failures: 2, max_restarts: 4}"
+    health = "{probe_every_s: 0.5, probe_timeout_s: 3, max_failures: 2, max_restarts: 4}"
     engine = f"cpus: 0.5, memory_gib: 0.2, start_timeout_s: 240, request_timeout_s: 120, health: {health}"
     values = {
         "run": f"{{root: {folder / 'runs'}, name: chaos, seed: {SEED}}}",
@@ -291,9 +293,8 @@ def test_a_run_on_stub_engines_grows_while_its_learner_starves_and_shrinks_when_
     assert all(line["dropped/samples"] == 0 and line["rollout/restarts"] == 0 for line in metrics)
 
 
-@pytest.mark.parametrize(
-    "fault", ["rollout", *(pytest.param(f, marks=pytest.mark.slow) for f in FAULTS if f != "rollout")]
-)
+@pytest.mark.slow  # test_demo_job has one of them
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_run_on_real_engines_outlives_a_fault(stage: Stage, fault: str) -> None:
     """With one engine, where half of a sync does not need another: nobody else serves until it is replaced."""
     engines = 2 if fault == "half a sync" else 1

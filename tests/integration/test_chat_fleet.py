@@ -11,13 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ray
 from models import bigram_model
 
-from actors.cluster.placement import connect
 from actors.engines.chat import ChatFleet
 from jobs.common.fleets import Fleets
-from t2g.config import AnnotateConfig, ClusterConfig, JobConfig, LLMConfig, RewardEngineConfig
+from t2g.config import AnnotateConfig, JobConfig, LLMConfig, RewardEngineConfig
 from t2g.errors import UserError
 from t2g.feedback.sources.asking import ChatFailed, Completion, Question
 from t2g.feedback.sources.llm import LLMFeedback
@@ -54,13 +52,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def fleets(model: Path) -> Iterator[Fleets]:
-    connect(ClusterConfig(object_store_gib=0.1), {"annotate.engine": make_config(model).engine})
-    try:
-        with Fleets() as fleets:
-            yield fleets
-    finally:
-        ray.shutdown()
+def fleets(cluster: None) -> Iterator[Fleets]:
+    with Fleets() as fleets:
+        yield fleets
 
 
 @pytest.fixture(scope="module")

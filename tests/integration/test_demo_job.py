@@ -1,21 +1,22 @@
-"""The whole product, small, as a Ray job: world, base policy, annotation, reward model, PPO, table and report."""
+"""The whole product, small, as a Ray job: world, base policy, annotation, reward model, PPO, table and report.
 
-import contextlib
+It is refused first, loses its engine in PPO, and is started once more when nothing is left to do.
+"""
+
 import json
-import os
-import socket
+import shlex
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+import threading
 from pathlib import Path
 
 import psutil
-import pytest
+from heads import Head
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 DEADLINE_S = 900
+NUM_STEPS = 3
 SMALL = (
     "world.num_train=160",
     "world.num_heldout=8",
@@ -29,76 +30,82 @@ SMALL = (
     "reward_engine.max_spans=2",
     "reward_engine.max_new_tokens=96",
     "eval.num_prompts=8",
-    "num_steps=2",
+    f"num_steps={NUM_STEPS}",
+    "policy_sft.workers=1",
+    "reward_sft.workers=1",
     "arms=[span]",
 )
 
 
-def environment(home: Path) -> dict[str, str]:
-    """A home of its own: `ray start` would else use, or leave behind, a token under the user's."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    return inherited | {"HOME": str(home), "RAY_AUTH_MODE": "disabled", "PATH": f"{BIN}:{os.environ['PATH']}"}
+def demo(*overrides: str) -> str:
+    return shlex.join(["python", "-m", "jobs.demo", "--config", "configs/tiny/demo.yaml", *overrides])
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def kill_the_engine(head: Head, metrics: Path, done: threading.Event, died: list[psutil.Process]) -> None:
+    """By SIGKILL, once the first step is logged."""
+    while not (metrics.exists() and '"step": 1' in metrics.read_text()):
+        if done.wait(0.05):
+            return
+    (engine,) = [p for p in psutil.Process(head.pid).children(recursive=True) if title(p).startswith("ray::RolloutW")]
+    cores = [p for p in engine.children(recursive=True) if "EngineCore" in title(p)]
+    engine.kill()
+    died.extend([engine, *cores])
 
 
-@pytest.fixture
-def dashboard(tmp_path: Path) -> Iterator[str]:
-    """Address of a head node of its own, for jobs; the node ends with the test."""
-    port, dashboard_port = free_port(), free_port()
-    head = subprocess.Popen(
-        [BIN / "ray", "start", "--head", "--block", f"--port={port}", f"--dashboard-port={dashboard_port}",
-         "--num-cpus=2", "--object-store-memory=200000000", "--disable-usage-stats"],
-        env=environment(tmp_path), stdout=(tmp_path / "head.txt").open("wb"), stderr=subprocess.STDOUT, cwd=tmp_path,
-    )  # fmt: skip
-    address = f"http://127.0.0.1:{dashboard_port}"
-    deadline = time.monotonic() + 120
-    while subprocess.run(
-        [BIN / "ray", "job", "list", "--address", address], env=environment(tmp_path), capture_output=True, check=False
-    ).returncode:
-        assert head.poll() is None and time.monotonic() < deadline, (tmp_path / "head.txt").read_text()
-        time.sleep(0.5)
-    yield address
-    started = psutil.Process(head.pid).children(recursive=True)
-    for process in [head, *started]:  # a head node that is asked takes half a minute
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    head.wait(timeout=60)
+def title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
 
 
-def submit(dashboard: str, home: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [BIN / "ray", "job", "submit", "--address", dashboard, "--working-dir", ".", "--",
-         "python", "-m", "jobs.demo", "--config", "configs/tiny/demo.yaml", *overrides],
-        cwd=ROOT, env=environment(home), capture_output=True, text=True, timeout=DEADLINE_S, check=False,
-    )  # fmt: skip
+def test_the_demo_runs_as_a_ray_job_and_outlives_the_loss_of_its_engine(head: Head, tmp_path: Path) -> None:
+    """With one engine: nobody else serves until it is replaced, and its successor gets the present weights."""
+    runs, done, died = tmp_path / "runs", threading.Event(), list[psutil.Process]()
+    whole = demo(f"run.root={runs}", *SMALL)
+    metrics = runs / "demo" / "arms" / "span" / "metrics.jsonl"
+    chaos = threading.Thread(target=kill_the_engine, args=(head, metrics, done, died), daemon=True)
+    chaos.start()
+    try:
+        job = subprocess.run(
+            [BIN / "ray", "job", "submit", "--address", head.address, "--working-dir", ".", "--",
+             "bash", "-c", f"{demo(*SMALL)}; echo refused: $?; {whole} && {whole}"],
+            cwd=ROOT, env=head.environ, capture_output=True, text=True, timeout=DEADLINE_S, check=False,
+        )  # fmt: skip
+    finally:
+        done.set()
+        chaos.join(timeout=30)
+    said = job.stdout + job.stderr
+    assert job.returncode == 0, said[-4000:]
+    refusal, _, rest = said.partition("refused: ")
+    assert "run.root" in refusal and rest.startswith("2")  # relative: it would vanish with the job's folder
+    assert rest.count("fact F1") == 2, "the second start reads what is there"
+    check_what_it_wrote(runs / "demo")
+    check_its_loss(died, runs / "demo" / "arms" / "span")
 
 
-def test_the_demo_runs_as_a_ray_job(dashboard: str, tmp_path: Path) -> None:
-    refused = submit(dashboard, tmp_path, *SMALL)
-    assert refused.returncode != 0 and "run.root" in refused.stdout + refused.stderr  # relative: it would vanish
-
-    done = submit(dashboard, tmp_path, f"run.root={tmp_path / 'runs'}", *SMALL)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    demo = tmp_path / "runs" / "demo"
-    summary = json.loads((demo / "summary.json").read_text())
-    assert set(summary["arms"]) == {"span"} and summary["samples"] == 2 * 4 * 2
+def check_what_it_wrote(folder: Path) -> None:
+    summary = json.loads((folder / "summary.json").read_text())
+    assert set(summary["arms"]) == {"span"} and summary["samples"] == NUM_STEPS * 4 * 2
     assert summary["policy"] == summary["arms"]["span"]
     assert 0.4 < summary["references"]["fact_f1"] < 0.75
     reward = summary["reward_model"]
     assert {"good_f1", "poor_f1", "parse_rate", "located_rate"} <= set(reward) and reward["num_records"] > 0
     assert summary["versions"]["ray"] and summary["timing"]["reward_s"] > 0
-    records = [json.loads(line) for line in (demo / "annotated" / "train.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (folder / "annotated" / "train.jsonl").read_text().splitlines()]
     assert records and all(record["source"] == "program" for record in records)
-    metrics = [json.loads(line) for line in (demo / "arms" / "span" / "metrics.jsonl").read_text().splitlines()]
-    assert [m["step"] for m in metrics] == [0, 1, 2]
-    assert all(m["feedback/source/reward_model"] == 1.0 and m["sync/probe_gap"] < 1e-3 for m in metrics[1:])
-    assert "<span" in (demo / "report.html").read_text()
-    assert "fact F1" in done.stdout
+    assert "<span" in (folder / "report.html").read_text()
 
-    again = submit(dashboard, tmp_path, f"run.root={tmp_path / 'runs'}", *SMALL)  # nothing is left to do
-    assert again.returncode == 0 and "fact F1" in again.stdout
+
+def check_its_loss(died: list[psutil.Process], arm: Path) -> None:
+    """The engine's core ended with it; every step has its samples, each once, and weights that the probe agrees on."""
+    assert len(died) == 2 and not psutil.wait_procs(died, timeout=10)[1]
+    metrics = [json.loads(line) for line in (arm / "metrics.jsonl").read_text().splitlines()]
+    assert [m["step"] for m in metrics] == [*range(NUM_STEPS + 1)]
+    assert all(m["feedback/source/reward_model"] == 1.0 and m["sync/probe_gap"] < 1e-3 for m in metrics[1:])
+    assert sum(m.get("rollout/restarts", 0) for m in metrics[1:]) == 1
+    assert [m for m in metrics if 0 < m.get("rollout/recovery_s", 0) < DEADLINE_S]
+    assert all(m["dropped/samples"] == 0 for m in metrics[1:])
+    samples = [json.loads(line) for line in (arm / "samples.jsonl").read_text().splitlines()]
+    trained = [(s["step"], s["prompt_id"], s["sample_index"]) for s in samples if s["split"] == "train"]
+    assert len(trained) == len(set(trained)) == NUM_STEPS * 4 * 2

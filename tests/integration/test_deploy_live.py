@@ -1,31 +1,24 @@
-"""jobs.deploy against a cluster of one node: `ray start --head`, token authentication on, dashboard on loopback."""
+"""jobs.deploy against a cluster of one node that wants a token."""
 
 import json
-import os
 import re
 import secrets
 import shutil
 import signal
-import socket
-import subprocess
-import sys
-import tempfile
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from heads import START_S, Head, until
 from models import random_model
 
 from actors.cluster.telemetry import COUNTERS, GAUGES
 
 ROOT = Path(__file__).parents[2]
-START_S = 90  # of a head, a command, a stub; several times what an idle machine needs
 RUN_S = 240  # of a run's engines and ranks
 STUB = """
 import signal, sys, time
@@ -60,113 +53,6 @@ SHOWN = {
     "ray_t2g_feedback_failed_share", "ray_t2g_step_seconds", "ray_t2g_sync_seconds", "ray_t2g_sync_bytes",
     "ray_t2g_tokens_per_second",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Head:
-    """A cluster of one node."""
-
-    address: str
-    metrics_port: int
-    environ: dict[str, str]  # of who may speak to it
-    token: str
-    folder: Path  # for logs
-
-    @contextmanager
-    def started(self, cwd: Path, *words: object, log: Path) -> "Iterator[subprocess.Popen[bytes]]":
-        """`python -m WORDS`, its output in `log`; ended with the block."""
-        command = [sys.executable, "-m", *map(str, words)]
-        with log.open("ab") as output:
-            process = subprocess.Popen(command, cwd=cwd, env=self.environ, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            yield process
-        finally:
-            process.kill()
-            process.wait()
-
-    def said(self, cwd: Path, *words: object, code: int = 0, environ: dict[str, str] | None = None) -> str:
-        """Output of the same, which ends by itself, with `code`."""
-        command = [sys.executable, "-m", *map(str, words)]
-        done = subprocess.run(
-            command, cwd=cwd, env=environ or self.environ, capture_output=True, text=True, timeout=START_S, check=False
-        )
-        said = done.stdout + done.stderr
-        assert done.returncode == code, said
-        return said
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def until(found: Callable[[], bool], what: str, *, timeout_s: float, log: Path | None = None) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not found():
-        assert time.monotonic() < deadline, f"{what} did not come: {log.read_text()[-4000:] if log else ''}"
-        time.sleep(0.2)
-
-
-def end_tree(process: "subprocess.Popen[bytes]") -> None:
-    """The head and everything under it, by their ids: `ray stop` would end the clusters of others as well."""
-    tree = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-    for member in tree:
-        try:
-            member.kill()
-        except psutil.NoSuchProcess:
-            continue
-    process.wait(timeout=30)
-
-
-@pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
-    folder = tmp_path_factory.mktemp("head")
-    token = folder / "token"
-    token.write_text(secrets.token_hex(32))
-    # Without PYTHONPATH: the job must find the code that was uploaded.
-    plain = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "PYTHONPATH"))}
-    environ = plain | {
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(token),
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-    }
-    names = (
-        "port",
-        "dashboard-port",
-        "dashboard-agent-listen-port",
-        "dashboard-agent-grpc-port",
-        "metrics-export-port",
-    )
-    ports = {name: free_port() for name in names}
-    with tempfile.TemporaryDirectory(prefix="t2g-") as session:  # short: Ray keeps sockets in it
-        command = [
-            str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", "--num-cpus=2",
-            "--dashboard-host=127.0.0.1", "--object-store-memory=300000000", f"--temp-dir={session}",
-            "--disable-usage-stats", *(f"--{name}={port}" for name, port in ports.items()),
-        ]  # fmt: skip
-        log = folder / "head.txt"
-        with log.open("wb") as output:
-            process = subprocess.Popen(command, cwd=folder, env=environ, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            address = f"http://127.0.0.1:{ports['dashboard-port']}"
-            metrics = f"http://127.0.0.1:{ports['metrics-export-port']}/metrics"  # of the agent, who starts the jobs
-            until(lambda: answers(f"{address}/api/version"), "the dashboard", timeout_s=START_S, log=log)
-            until(lambda: answers(metrics), "the agent", timeout_s=START_S, log=log)
-            yield Head(address, ports["metrics-export-port"], environ, token.read_text(), folder)
-        finally:
-            end_tree(process)
-
-
-def answers(url: str) -> bool:
-    try:
-        urllib.request.urlopen(url, timeout=5)
-    except urllib.error.HTTPError:
-        return True  # it is there, and wants the token
-    except OSError:
-        return False
-    return True
 
 
 def scraped(head: Head) -> dict[str, float]:
@@ -210,10 +96,10 @@ def test_a_job_is_submitted_followed_stopped_and_refused_without_the_token(
     root, log = tmp_path_factory.mktemp("runs"), head.folder / "stub.txt"
     (project / "jobs" / "train_policy.py").write_text(STUB.replace("__file__", repr(str(root / "x"))))
     submit = [*submission(root), "--address", head.address]
-    for stranger in strangers(head):
-        assert "the cluster refuses: Authentication" in head.said(
-            project, "jobs.deploy", *submit, code=2, environ=stranger
-        )
+    refused = partial(head.said, project, "jobs.deploy", *submit, code=2)
+    with ThreadPoolExecutor() as pool:
+        for said in pool.map(lambda stranger: refused(environ=stranger), strangers(head)):
+            assert "the cluster refuses: Authentication" in said
     with head.started(project, "jobs.deploy", *submit, log=log) as process:
         until(lambda: {*SHOWN} <= scraped(head).keys(), "the metrics", timeout_s=START_S, log=log)
         shown = scraped(head)

@@ -1,13 +1,12 @@
 """DPO on learner ranks: the written-out training's weights; and it ends on a stop, a missed deadline, no place."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from dpo_pairs import make_pairs, margins
-from sft_runs import make_base, two_cpus
+from sft_runs import make_base
 from transformers import AutoModelForCausalLM
 
 from actors.learner.dpo import train_dpo
@@ -19,10 +18,7 @@ CLUSTER = ClusterConfig(placement_timeout_s=5)
 LR = 3e-3
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    with two_cpus():
-        yield
+pytestmark = pytest.mark.usefixtures("cluster")
 
 
 @pytest.fixture(scope="module")
@@ -91,4 +87,4 @@ def test_a_model_that_cannot_be_loaded_is_the_users_to_mend(tmp_path: Path) -> N
 
 def test_without_a_place_it_says_what_it_needs(base: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"1 of 1 learner workers"):
-        train(base, tmp_path / "policy", workers=1, cpus=16)
+        train(base, tmp_path / "policy", workers=1, cpus=1000)

@@ -6,7 +6,11 @@ import time
 from pathlib import Path
 
 import pytest
-from own_runs import command, logged_steps, make_folder, start
+from own_runs import ROOT, command, logged_steps, make_folder, start
+
+from jobs import train_policy
+from jobs.common.cli import main
+from t2g.config import PolicyJob
 
 DEADLINE_S = 600
 NUM_STEPS = 6
@@ -75,20 +79,37 @@ def test_a_run_killed_by_sigterm_goes_on_with_the_same_command(folder: Path) -> 
 
 REFUSED: list[tuple[dict[str, object], str]] = [
     ({"model.policy": "/no/such/model"}, "/no/such/model"),
-    ({"learner.workers": 400}, "CPUs needed"),
     ({"rollout.max_model_len": 20}, "tokens and the window holds 4 beside the response"),
+]
+REFUSED_ON_RAY: list[tuple[dict[str, object], str]] = [
+    ({"learner.workers": 400}, "CPUs needed"),
     ({"feedback.source": "no.such:critic"}, "feedback.source=no.such:critic cannot be imported"),
 ]
 
 
-def test_what_cannot_work_is_said_in_a_sentence_within_a_minute(folder: Path, tmp_path: Path) -> None:
-    """Side by side, since most of each is the import of everything."""
-    logs = [tmp_path / f"log{i}.txt" for i in range(len(REFUSED))]
+@pytest.mark.parametrize(("overrides", "sentence"), REFUSED)
+def test_what_cannot_work_is_said_in_a_sentence(
+    overrides: dict[str, object],
+    sentence: str,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    asked = own_command(folder, **{"run.name": "bad", **overrides})
+    assert main(PolicyJob, train_policy.run, argv=asked[asked.index("--config") :]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said and "Traceback" not in said
+
+
+def test_the_command_says_it_within_a_minute(folder: Path, tmp_path: Path) -> None:
+    """Side by side, since most of each is the import of everything, and the start of Ray."""
+    logs = [tmp_path / f"log{i}.txt" for i in range(len(REFUSED_ON_RAY))]
     begun = [
         start(own_command(folder, **{"run.name": f"bad{i}", **overrides}), logs[i])
-        for i, (overrides, _) in enumerate(REFUSED)
+        for i, (overrides, _) in enumerate(REFUSED_ON_RAY)
     ]
-    for process, log, (_, sentence) in zip(begun, logs, REFUSED, strict=True):
+    for process, log, (_, sentence) in zip(begun, logs, REFUSED_ON_RAY, strict=True):
         assert process.wait(timeout=60) == 2, log.read_text()[-4000:]
         said = log.read_text()
         assert sentence in said and "Traceback" not in said, said

@@ -35,15 +35,16 @@ def rank_class() -> Any:
             time.sleep(60)
             yield 0
 
-    return ray.remote(num_cpus=0.1)(Rank)
+    return ray.remote(num_cpus=0)(Rank)
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[list]:
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=80_000_000)
+def ranks(cluster: None) -> Iterator[list]:
     actor = rank_class()
-    yield [actor.remote() for _ in range(2)]
-    ray.shutdown()
+    ranks = [actor.remote() for _ in range(2)]
+    yield ranks
+    for rank in ranks:
+        ray.kill(rank)
 
 
 def gather(refs: list, timeout_s: float = 30) -> list:

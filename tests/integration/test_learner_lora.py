@@ -10,11 +10,11 @@ import pytest
 import torch
 from learner_runs import (
     TEMPERATURE,
+    SharedGroup,
     learner_spec,
     random_rollouts,
     saved_state,
     sent_weights,
-    small_cluster,
     train_batch,
 )
 from models import random_model
@@ -51,11 +51,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def group(base: Path) -> Iterator[LearnerGroup]:
-    with small_cluster():
-        group = LearnerGroup(learner_spec(base, OBJECTIVE, **CHANGES), placement_timeout_s=30)
-        yield group
-        group.close()
+def group(base: Path, cluster: None) -> Iterator[LearnerGroup]:
+    group = SharedGroup(learner_spec(base, OBJECTIVE, **CHANGES))
+    yield group
+    group.close()
 
 
 @pytest.fixture(scope="module")
@@ -208,13 +207,12 @@ def test_a_restored_learner_makes_the_same_next_update(
     assert all(np.array_equal(after[name], again[name]) for name in after)
 
 
-@pytest.mark.slow  # another group; test_learner has it with whole weights
 def test_two_ranks_go_on_from_one(
-    group: LearnerGroup, trained: Path, rollouts: list[Rollout], base: Path, tmp_path: Path
+    group: LearnerGroup, trained: Path, rollouts: list[Rollout], base: Path, hosts: list[Any], tmp_path: Path
 ) -> None:
     """The adapters and their moments are converted; the frozen weights come from the base."""
     group.save(tmp_path)
-    two = LearnerGroup(learner_spec(base, OBJECTIVE, **CHANGES, workers=2), placement_timeout_s=30)
+    two = SharedGroup(learner_spec(base, OBJECTIVE, **CHANGES, workers=2), hosts)
     try:
         two.load(tmp_path)
         (tmp_path / "again").mkdir()

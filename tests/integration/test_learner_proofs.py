@@ -6,9 +6,10 @@ The oracle is the slow, obvious loop: whole logits, one response and one token a
 import asyncio
 import math
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,13 +17,13 @@ import torch
 from learner_runs import (
     TEMPERATURE,
     VOCABULARY,
+    SharedGroup,
     learner_spec,
     random_rollouts,
     sent_weights,
-    small_cluster,
     train_batch,
 )
-from models import random_model
+from models import byte_llama, random_model
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from actors.engines.rollout import RolloutFleet
@@ -53,12 +54,6 @@ MAX_GAP = {"float32": 2e-5, "bfloat16": 0.1}
 MEAN_GAP = {"float32": 2e-6, "bfloat16": 0.02}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    with small_cluster():
-        yield
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_model(tmp_path_factory.mktemp("base"))
@@ -81,15 +76,12 @@ class Started:
 
 
 @pytest.fixture(scope="module")
-def learners(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Started]]:
-    def start(name: str) -> Started:
-        group = LearnerGroup(learner_spec(base, OBJECTIVE, **VARIANTS[name]), placement_timeout_s=30)
-        started = Started(group, tmp_path_factory.mktemp(name))
-        group.save(started.folder)
-        return started
-
-    with ThreadPoolExecutor() as pool:
-        started = dict(zip(VARIANTS, pool.map(start, VARIANTS), strict=True))
+def learners(base: Path, hosts: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Started]]:
+    started = {}
+    for name, changes in VARIANTS.items():
+        group = SharedGroup(learner_spec(base, OBJECTIVE, **changes), hosts)
+        started[name] = Started(group, tmp_path_factory.mktemp(name))
+        group.save(started[name].folder)
     yield started
     for learner in started.values():
         learner.group.close()
@@ -239,18 +231,26 @@ def prompts() -> list[Prompt]:
 
 
 @pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def pair(request: pytest.FixtureRequest, base: Path) -> Iterator[Pair]:
+def pair(
+    request: pytest.FixtureRequest, rollout_fleet: RolloutFleet, base: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    """In float32 with the engine of all, which is sent the learner's weights; one of bfloat16 is its own."""
     dtype = request.param
     probe_tolerance = LearnerConfig(dtype=dtype).probe_tolerance
     changes = ONE_STEP | {"policy": NO_LR, "critic": NO_LR, "dtype": dtype, "probe_tolerance": probe_tolerance}
-    spec = replace(learner_spec(base, OBJECTIVE, **changes), temperature=ENGINE_TEMPERATURE)
-    rollout = ROLLOUT.model_copy(update={"dtype": dtype})
-    fleet = RolloutFleet(str(base), rollout, seed=1, placement_timeout_s=30)
-    group = LearnerGroup(spec, placement_timeout_s=30)
-    fleet.wait_ready()
-    yield Pair(dtype, fleet, group)
-    fleet.close()
-    group.close()
+    with ExitStack() as stack:
+        fleet, model = rollout_fleet, tmp_path_factory.mktemp("sent")
+        byte_llama(model, seed=3, spread=0.08)
+        if dtype != "float32":
+            model = base
+            fleet = RolloutFleet(str(base), ROLLOUT.model_copy(update={"dtype": dtype}), seed=1, placement_timeout_s=30)
+            stack.callback(fleet.close)
+            fleet.wait_ready()
+        spec = replace(learner_spec(model, OBJECTIVE, **changes), temperature=ENGINE_TEMPERATURE)
+        group = SharedGroup(spec)
+        stack.callback(group.close)
+        asyncio.run(WeightSync(group, fleet, group.spec.learner).push(0))
+        yield Pair(dtype, fleet, group)
 
 
 def test_engine_and_learner_agree_at_any_temperature(pair: Pair) -> None:

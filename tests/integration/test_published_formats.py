@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 from models import random_model
 
-from actors.cluster.placement import connect
 from jobs.common.cli import StopFlag
 from jobs.common.fleets import Fleets
 from jobs.common.policy_runs import read_data, train
-from t2g.config import ClusterConfig, EngineConfig, LearnerConfig, PolicyJob, StyleConfig, loading
+from t2g.config import PolicyJob, StyleConfig, loading
 from t2g.feedback.card import CARD_FILE, make_card, write_card
 from t2g.tasks.base import get_task
 
@@ -59,14 +57,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def fleets() -> Iterator[Fleets]:
+def fleets(cluster: None) -> Iterator[Fleets]:
     """One rollout engine for the three runs, since they have one policy."""
-    connect(ClusterConfig(object_store_gib=0.1), {"rollout": EngineConfig(), "learner": LearnerConfig()})
-    try:
-        with Fleets() as fleets:
-            yield fleets
-    finally:
-        ray.shutdown()
+    with Fleets() as fleets:
+        yield fleets
 
 
 def overrides(models: dict[str, Path], run: Path, data: Path) -> list[str]:

@@ -6,12 +6,14 @@ It is served and reported on as jobs.evaluate does.
 import asyncio
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 from models import random_model
 
+import jobs.common.fleets
 from actors.engines.reward import RewardFleet
 from jobs.common.reward_serving import as_trained, connected_model, evaluate_reward, usable_records
 from jobs.common.run_folder import begin_folder
@@ -25,7 +27,13 @@ from t2g.text.tokenizer import load_tokenizer
 from t2g.types import Prompt, SpanFeedback
 
 ENGINE = RewardEngineConfig(
-    max_model_len=2048, max_new_tokens=640, max_critique_chars=40, max_spans=2, max_quote_chars=8, kv_cache_gib=0.1
+    max_model_len=2048,
+    max_new_tokens=640,
+    max_critique_chars=40,
+    max_spans=2,
+    max_quote_chars=8,
+    kv_cache_gib=0.1,
+    cpus=0.1,
 )
 
 
@@ -56,9 +64,11 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> EvaluateJob:
 
 
 @pytest.fixture(scope="module")
-def fleet(job: EvaluateJob) -> Iterator[RewardFleet]:
-    with connected_model(job) as fleet:
-        yield fleet
+def fleet(job: EvaluateJob, cluster: None) -> Iterator[RewardFleet]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs.common.fleets, "on_cluster", lambda *asked: nullcontext())  # it is connected
+        with connected_model(job) as fleet:
+            yield fleet
 
 
 PROMPT = Prompt(prompt_id="p", prompt_ids=np.zeros(1, np.int32), prompt_text="What hums?", task="prompts")

@@ -17,47 +17,20 @@ import pytest
 import ray
 import torch
 from gloo_group import GlooSender, GlooWorker, cpu_streams
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from models import BYTE_EOS, BYTE_VOCABULARY, byte_llama
+from transformers import LlamaForCausalLM
 
-from actors.cluster.placement import connect
 from actors.engines.engine import engine_environment
 from actors.engines.rollout import RolloutFleet
 from actors.weights.buckets import Bucket, Shapes, make_bucket, plan_buckets
 from actors.weights.sync import WeightSync
 from actors.weights.transports import Meeting
-from t2g.config import ClusterConfig, HealthConfig, LearnerConfig, RolloutConfig
+from t2g.config import LearnerConfig, RolloutConfig
 from t2g.errors import LearnerLost, RunStopped, UserError
 from t2g.interfaces import Sampling
 from t2g.types import Prompt, Rollout, WeightSyncResult
 
 TEMPERATURE = 0.7
-VOCAB = 300  # no multiple of 64: vLLM pads it, and loads it only at the end of a sync
-EOS = 256
-CONFIG = RolloutConfig(
-    workers=2, cpus=0.5, max_model_len=640, max_new_tokens=32, kv_cache_gib=0.1, start_timeout_s=600,
-    health=HealthConfig(max_failures=10),  # the tests have all workers miss one sync after the other
-)  # fmt: skip
-
-
-def save_policy(folder: Path, seed: int) -> LlamaForCausalLM:
-    """A random two-layer Llama with tied embeddings and a tokenizer of bytes."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=1024, initializer_range=0.3, tie_word_embeddings=True,
-        bos_token_id=EOS, eos_token_id=EOS,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    model.save_pretrained(folder)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
-    assert fast.eos_token_id == EOS
-    fast.save_pretrained(folder)
-    return model
 
 
 class TorchLearner:
@@ -131,31 +104,20 @@ def sample(fleet: RolloutFleet, prompts: Sequence[Prompt], seed: int = 1, max_ne
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    connect(ClusterConfig(object_store_gib=0.1), {"rollout": CONFIG})
-    yield
-    ray.shutdown()
+def policies(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
+    """What the engine loads, and another one."""
+    old = LlamaForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()
+    return old, byte_llama(tmp_path_factory.mktemp("other"), seed=2)
 
 
 @pytest.fixture(scope="module")
-def policies(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LlamaForCausalLM, LlamaForCausalLM]:
-    folder = tmp_path_factory.mktemp("policies")
-    return folder / "a", save_policy(folder / "a", seed=1), save_policy(folder / "b", seed=2)
-
-
-@pytest.fixture(scope="module")
-def fleet(cluster: None, policies: tuple[Path, LlamaForCausalLM, LlamaForCausalLM]) -> Iterator[RolloutFleet]:
-    fleet = RolloutFleet(str(policies[0]), CONFIG, seed=1, placement_timeout_s=30)
-    started = time.monotonic()
-    fleet.wait_ready()
-    print(f"engine start {time.monotonic() - started:.1f} s")
-    push(TorchLearner(policies[1]), fleet, 0)
-    yield fleet
-    fleet.close()
+def fleet(rollout_fleet: RolloutFleet, policies: tuple[LlamaForCausalLM, LlamaForCausalLM]) -> RolloutFleet:
+    push(TorchLearner(policies[0]), rollout_fleet, 0)
+    return rollout_fleet
 
 
 def test_samples_depend_on_the_seed_alone_and_logprobs_are_those_of_transformers(
-    fleet: RolloutFleet, policies: tuple[Path, LlamaForCausalLM, LlamaForCausalLM]
+    fleet: RolloutFleet, policies: tuple[LlamaForCausalLM, LlamaForCausalLM]
 ) -> None:
     alone = sample(fleet, [prompt(0)])[0]
     batch = sample(fleet, [prompt(i) for i in range(16)])
@@ -166,9 +128,9 @@ def test_samples_depend_on_the_seed_alone_and_logprobs_are_those_of_transformers
         np.testing.assert_array_equal(a.response_ids, b.response_ids)
         assert a.response_ids.tobytes() != c.response_ids.tobytes()
     rollouts = [r for group in batch for r in group]
-    assert largest_gap(policies[1], rollouts) < 1e-4
+    assert largest_gap(policies[0], rollouts) < 1e-4
     ended = [r for r in rollouts if r.finish_reason == "stop"]
-    assert ended and all(r.response_ids[-1] == EOS for r in ended)
+    assert ended and all(r.response_ids[-1] == BYTE_EOS for r in ended)
     assert all(len(r.response_ids) == 32 for r in rollouts if r.finish_reason == "length")
     assert all(r.policy_versions == ((0, len(r.response_ids), 0),) for r in rollouts)
     first = alone[0]
@@ -187,9 +149,9 @@ def _byte_of(token: int) -> bytes:
 
 
 def test_a_sync_brings_the_new_weights_and_the_probe_agrees(
-    fleet: RolloutFleet, policies: tuple[Path, LlamaForCausalLM, LlamaForCausalLM]
+    fleet: RolloutFleet, policies: tuple[LlamaForCausalLM, LlamaForCausalLM]
 ) -> None:
-    _, _, new = policies
+    _, new = policies
     learner = TorchLearner(new)
     before = sample(fleet, [prompt(0)])[0]
     result = push(learner, fleet, 7)
@@ -203,11 +165,11 @@ def test_a_sync_brings_the_new_weights_and_the_probe_agrees(
 
 
 def test_responses_under_way_go_on_with_the_new_weights_and_say_which_tokens_are_whose(
-    fleet: RolloutFleet, policies: tuple[Path, LlamaForCausalLM, LlamaForCausalLM]
+    fleet: RolloutFleet, policies: tuple[LlamaForCausalLM, LlamaForCausalLM]
 ) -> None:
-    _, old, new = policies
+    old, new = policies
     with ThreadPoolExecutor() as pool:
-        under_way = pool.submit(sample, fleet, [prompt(i) for i in range(16)], 3, 600)
+        under_way = pool.submit(sample, fleet, [prompt(i) for i in range(8)], 3, 600)
         time.sleep(0.5)
         push(TorchLearner(old), fleet, 8)
         rollouts = [r for group in under_way.result() for r in group]
@@ -223,13 +185,13 @@ def test_responses_under_way_go_on_with_the_new_weights_and_say_which_tokens_are
 
 
 def test_the_probe_catches_a_tensor_that_was_not_updated(
-    fleet: RolloutFleet, policies: tuple[Path, LlamaForCausalLM, LlamaForCausalLM]
+    fleet: RolloutFleet, policies: tuple[LlamaForCausalLM, LlamaForCausalLM]
 ) -> None:
-    _, old, new = policies
+    old, new = policies
     learner = TorchLearner(new, stale="model.layers.1.mlp.down_proj.weight", before=old)
     with pytest.raises(
         RunStopped,
-        match=r"version 9 of the weights, sent twice: rollout worker 0 does not compute .* 1 does not compute",
+        match=r"version 9 of the weights, sent twice: rollout worker 0 does not compute",
     ):
         push(learner, fleet, 9)
     assert push(TorchLearner(old), fleet, 10).probe_gap < 1e-4
@@ -246,21 +208,10 @@ def engine_cores() -> list[psutil.Process]:
     return [p for p in psutil.Process().children(recursive=True) if "EngineCore" in " ".join(p.cmdline())]
 
 
-def test_a_worker_whose_core_dies_is_replaced_by_another(fleet: RolloutFleet) -> None:
-    before = sample(fleet, [prompt(i) for i in range(4)])
-    core, _ = engine_cores()
-    actor = core.parent()
-    core.kill()
-    after = sample(fleet, [prompt(i) for i in range(4)])
-    for a, b in zip((r for group in before for r in group), (r for group in after for r in group), strict=True):
-        np.testing.assert_array_equal(a.response_ids, b.response_ids)
-    assert not psutil.wait_procs([actor], timeout=10)[1]
-
-
 def test_half_a_sync_is_refused_and_the_next_whole_one_mends_it(
-    fleet: RolloutFleet, policies: tuple[Path, LlamaForCausalLM, LlamaForCausalLM]
+    fleet: RolloutFleet, policies: tuple[LlamaForCausalLM, LlamaForCausalLM]
 ) -> None:
-    _, old, new = policies
+    old, new = policies
     with pytest.raises(LearnerLost):
         push(TorchLearner(new, lost_at=1), fleet, 11)
     assert not fleet.serving()
@@ -269,13 +220,6 @@ def test_half_a_sync_is_refused_and_the_next_whole_one_mends_it(
         push(withheld, fleet, 11)
     assert push(TorchLearner(old), fleet, 12).probe_gap < 1e-4
     assert largest_gap(old, sample(fleet, [prompt(0)])[0]) < 1e-4
-
-
-def test_cores_die_with_their_actors(fleet: RolloutFleet) -> None:
-    cores = engine_cores()
-    assert cores
-    fleet.close()
-    assert not psutil.wait_procs(cores, timeout=10)[1]
 
 
 class GlooLearner(TorchLearner):
@@ -319,7 +263,7 @@ class Remote:
 class OneEngine:
     """An `EngineFleet` of one worker. `heard`: the version that it has, or why it has none."""
 
-    config, vocab_size = CONFIG, VOCAB
+    config, vocab_size = RolloutConfig(max_model_len=640), BYTE_VOCABULARY
 
     def __init__(self, worker: GlooWorker) -> None:
         self.member, self.heard = SimpleNamespace(name="w", handle=Remote(worker), syncing=False), []
@@ -337,7 +281,8 @@ class OneEngine:
         self.heard.append(reason)
 
 
-async def broadcast_thrice(worker: GlooWorker, old: LlamaForCausalLM, new: LlamaForCausalLM) -> None:
+async def broadcast_thrice(worker: GlooWorker, old: LlamaForCausalLM, new: LlamaForCausalLM) -> list[Rollout]:
+    """What it samples of prompt 0 at the end."""
     config, fleet = LearnerConfig(sync_transport="nccl"), OneEngine(worker)
     result = await WeightSync(GlooLearner(new), fleet, config).push(1)
     print(f"broadcast {result.seconds * 1000:.0f} ms, {result.num_calls} calls, probe gap {result.probe_gap:.1e}")
@@ -350,24 +295,43 @@ async def broadcast_thrice(worker: GlooWorker, old: LlamaForCausalLM, new: Llama
     rollouts = await worker.sample(prompt(0), sampling)
     assert largest_gap(old, rollouts) < 1e-4
     assert all(r.policy_versions == ((0, len(r.response_ids), 3),) for r in rollouts)
+    return rollouts
 
 
 def test_a_real_engine_takes_a_broadcast_and_after_half_a_sync_the_next(
-    policies: tuple[Path, LlamaForCausalLM, LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch
+    fleet: RolloutFleet,
+    policy: Path,
+    policies: tuple[LlamaForCausalLM, LlamaForCausalLM],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The whole way of sync_transport=nccl, with vLLM's own packing and engine; what is not here is NCCL and a GPU."""
-    folder, old, new = policies
-    for name, value in engine_environment(CONFIG, owner=os.getpid(), receives_weights=True).items():
+    """The whole way of sync_transport=nccl, with vLLM's own packing and engine; what is not here is NCCL and a GPU.
+
+    Then two engines have one policy, and sample the same: whoever takes a lost engine's prompts gives its answers.
+    """
+    old, new = policies
+    push(TorchLearner(old), fleet, 20)
+    expected = sample(fleet, [prompt(0)])[0]
+    for name, value in engine_environment(fleet.config, owner=os.getpid(), receives_weights=True).items():
         monkeypatch.setenv(name, value)  # the engine would set them for good
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-    worker = GlooWorker(str(folder), CONFIG, seed=1, transport="nccl")
+    worker = GlooWorker(str(policy), fleet.config, seed=1, transport="nccl")
 
-    async def run() -> None:
+    async def run() -> list[Rollout]:
         await worker.start()
         try:
-            await broadcast_thrice(worker, old, new)
+            return await broadcast_thrice(worker, old, new)
         finally:
             worker.stop()
 
     with cpu_streams():
-        asyncio.run(run())
+        rollouts = asyncio.run(run())
+    for a, b in zip(rollouts, expected, strict=True):
+        np.testing.assert_array_equal(a.response_ids, b.response_ids)
+
+
+def test_an_actor_dies_with_its_core(fleet: RolloutFleet) -> None:
+    """Last: nobody can use the engine any more. That a core dies with its actor is in test_demo_job."""
+    (core,) = [p for p in psutil.Process().children(recursive=True) if "EngineCore" in " ".join(p.cmdline())]
+    actor = core.parent()
+    core.kill()
+    assert not psutil.wait_procs([actor], timeout=10)[1]

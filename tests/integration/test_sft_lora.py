@@ -1,7 +1,6 @@
 """What real models need, on the real stack: adapters, packed rows, gradient checkpointing, offload, bfloat16."""
 
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import ray
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from sft_runs import MEMORISED, assert_writes_the_targets, make_base, make_examples, train, two_cpus
+from sft_runs import MEMORISED, assert_writes_the_targets, make_base, make_examples, train
 from transformers import AutoModelForCausalLM
 
 from t2g.config import ClusterConfig, LoRAConfig, ModelConfig, OptimConfig, SFTLoRAConfig
@@ -29,9 +28,8 @@ OPTIONS: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[ClusterConfig]:
-    with two_cpus():
-        yield ClusterConfig()
+def cluster(cluster: None) -> ClusterConfig:
+    return ClusterConfig()
 
 
 @pytest.fixture(scope="module")
