@@ -22,7 +22,7 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
 
 
 def run(config: EvaluateJob) -> None:
-    from jobs.common.reward_serving import as_trained, connected_model, evaluate_reward, usable_records
+    from jobs.common.reward_models import as_trained, connected_model, evaluate_reward, usable_records
     from t2g.report.reward_page import JSON_FILE
     from t2g.text.tokenizer import load_tokenizer
 

@@ -35,7 +35,7 @@ def describe(config: ScoreJob) -> str:
 
 
 def run(config: ScoreJob, asked: argparse.Namespace) -> None:
-    from jobs.common.reward_serving import as_trained
+    from jobs.common.reward_models import as_trained
 
     prompt_text, response = read_text("--prompt", asked.prompt), read_text("--text", asked.text)
     show(judge(as_trained(config), prompt_text, response), response)
@@ -56,7 +56,7 @@ def read_text(option: str, value: str) -> str:
 
 def judge(config: ScoreJob, prompt_text: str, response: str) -> SpanFeedback:
     """The answer of the reward model, served for this one question."""
-    from jobs.common.reward_serving import connected_model
+    from jobs.common.reward_models import connected_model
 
     prompt = Prompt(prompt_id="score", prompt_text=prompt_text, task=config.task)
     print("starting the reward model", file=sys.stderr)

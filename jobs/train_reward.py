@@ -15,7 +15,7 @@ from t2g.config import RewardJob
 
 def run(config: RewardJob) -> None:
     from jobs.common.fleets import Fleets, on_cluster
-    from jobs.common.reward_training import read_data, train_reward
+    from jobs.common.reward_models import read_data, train_reward
     from jobs.common.run_folder import check_folder
     from jobs.common.supervised import LEFTOVERS
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.common.fleets import Fleets
-from jobs.common.reward_training import read_data, train_and_judge
+from jobs.common.reward_models import read_data, train_and_judge
 from jobs.common.stages import base_model, once, reward_job
 from t2g.config import DemoJob, RewardJob, RunConfig, StyleConfig, with_overrides
 from t2g.feedback.parse import read_judgement

@@ -20,7 +20,7 @@ import numpy as np
 
 from jobs.annotate import annotate_data
 from jobs.common.fleets import Fleets
-from jobs.common.reward_training import read_data, train_reward
+from jobs.common.reward_models import read_data, train_reward
 from jobs.common.supervised import supervise
 from jobs.train_sft import TITLE, read_examples
 from t2g.config import (

@@ -15,7 +15,7 @@ from models import random_model
 
 import jobs.common.fleets
 from actors.engines.reward import RewardFleet
-from jobs.common.reward_serving import as_trained, connected_model, evaluate_reward, usable_records
+from jobs.common.reward_models import as_trained, connected_model, evaluate_reward, usable_records
 from jobs.common.run_folder import begin_folder
 from t2g.config import AnnotateConfig, EvaluateJob, FeedbackConfig, RewardEngineConfig, StyleConfig
 from t2g.errors import UserError

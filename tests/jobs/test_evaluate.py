@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jobs.common.reward_serving import as_trained, evaluate_reward, usable_records
+from jobs.common.reward_models import as_trained, evaluate_reward, usable_records
 from jobs.common.run_folder import begin_folder
 from jobs.evaluate import evaluate
 from t2g.config import EvaluateJob, StyleConfig

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jobs.annotate import DONE_FILE
-from jobs.common.reward_training import read_data
+from jobs.common.reward_models import read_data
 from t2g.config import RewardJob, StyleConfig
 from t2g.errors import UserError
 from t2g.feedback.card import style_words
