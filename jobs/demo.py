@@ -122,8 +122,7 @@ def run(demo: DemoJob) -> int:
 def finish(demo: DemoJob, summary: dict[str, Any]) -> None:
     """summary.json, report.html and the table."""
     from t2g.files import write_atomic
-    from t2g.report.html import write_report
-    from t2g.report.run_page import REPORT_FILE, SUMMARY_FILE, examples
+    from t2g.report.run_page import REPORT_FILE, SUMMARY_FILE, examples, write_report
     from t2g.runs.log import METRICS_FILE, SAMPLES_FILE, read_records
 
     folder = demo.run.folder

@@ -7,16 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from t2g.report.html import (
-    MAX_EXAMPLES,
-    Answer,
-    Example,
-    headline,
-    last_held_out,
-    metric_rows,
-    write_report,
-)
+from t2g.report.run_page import MAX_EXAMPLES, headline, last_held_out, metric_rows, write_report
 from t2g.report.templates import MAX_TEXT_CHARS, number
+from t2g.runs.log import SampleRecord
 from t2g.types import Span, SpanFeedback
 
 VOID = {"meta"}  # SVG elements close themselves or have an end tag
@@ -108,6 +101,13 @@ def feedback(critique: str, *spans: Span, status: str = "ok") -> SpanFeedback:
     return SpanFeedback(critique=critique, spans=spans, status=status, source="reward_model", version="v")
 
 
+def sample(prompt: str, response: str, judged: SpanFeedback | None = None) -> SampleRecord:
+    return SampleRecord(
+        step=1, split="eval", prompt_id="1", sample_index=0, prompt=prompt, response=response, finish_reason="stop",
+        feedback=judged,
+    )  # fmt: skip
+
+
 def assert_offline(page: Page) -> None:
     assert set(page.tags) <= ALLOWED
     names = {name for name, _ in page.attributes}
@@ -143,8 +143,7 @@ def test_spans_are_marked_in_response_and_critique(tmp_path: Path) -> None:
         Span(start=8, end=14, label=-1, critique_range=(12, 21)),
         Span(start=12, end=16, label=1),
     )
-    example = Example(prompt="p", answers=[Answer("Before", "Mara on Monday👍!", judged)])
-    text = write(tmp_path / "r.html", examples=[example])
+    text = write(tmp_path / "r.html", examples=[[sample("p", "Mara on Monday👍!", judged)]])
     marks = Page(text).marks[3:]  # three in the legend
     assert marks == [
         ("good", "Mara"),
@@ -182,7 +181,7 @@ def test_untrusted_text_stays_text_everywhere(tmp_path: Path) -> None:
             "timing": {ATTACK: 1.0},
         },
         arms={ATTACK: [{"step": 1, f"eval/{ATTACK}": 0.5}]},
-        examples=[Example(prompt=ATTACK, answers=[Answer(ATTACK, ATTACK, judged), Answer("After", ATTACK, judged)])],
+        examples=[[sample(ATTACK, ATTACK, judged)] * 2],
     )
     page = Page(text)
     assert_offline(page)
@@ -193,11 +192,8 @@ def test_untrusted_text_stays_text_everywhere(tmp_path: Path) -> None:
 def test_odd_texts(tmp_path: Path) -> None:
     long = "漢" * (MAX_TEXT_CHARS + 1234)
     examples = [
-        Example(prompt="", answers=[Answer("Before", "", feedback("", status="failed"))]),
-        Example(
-            prompt="lone \ud800 surrogate",
-            answers=[Answer("After", long, feedback(long, Span(start=3990, end=9000, label=1)))],
-        ),
+        [sample("", "", feedback("", status="failed"))],
+        [sample("lone \ud800 surrogate", long, feedback(long, Span(start=3990, end=9000, label=1)))],
     ]
     page = Page(write(tmp_path / "r.html", examples=examples))
     for words in (
@@ -213,7 +209,7 @@ def test_odd_texts(tmp_path: Path) -> None:
 
 
 def test_more_examples_than_fit_are_counted(tmp_path: Path) -> None:
-    examples = [Example(prompt=f"prompt {i}", answers=[Answer("After", "x")]) for i in range(MAX_EXAMPLES + 7)]
+    examples = [[sample(f"prompt {i}", "x")] for i in range(MAX_EXAMPLES + 7)]
     text = Page(write(tmp_path / "r.html", examples=examples)).text
     assert "7 more examples are not shown" in text
     assert f"prompt {MAX_EXAMPLES - 1}" in text
@@ -236,7 +232,7 @@ def test_a_run_without_anything_yet(tmp_path: Path) -> None:
 def test_any_text_gives_a_well_formed_page(
     tmp_path_factory: pytest.TempPathFactory, text: str, spans: list[Span]
 ) -> None:
-    example = Example(prompt=text, answers=[Answer("Before", text, feedback(text, *spans)), Answer("After", text)])
+    example = [sample(text, text, feedback(text, *spans)), sample(text, text)]
     assert_offline(Page(write(tmp_path_factory.mktemp("r") / "r.html", title=text, examples=[example])))
 
 

@@ -44,17 +44,17 @@ def test_examples_pair_the_first_and_last_response_to_a_prompt(tmp_path: Path) -
     ]
     write_lines(path, records)
     found = examples(path)
-    assert [[(a.title, a.text) for a in e.answers] for e in found] == [
-        [("Before", "held first"), ("After", "held last")],
-        [("Before", "first"), ("After", "last")],
-        [("After", "single and late")],
-        [("After", "single")],
+    assert [[one.response for one in example] for example in found] == [
+        ["held first", "held last"],
+        ["first", "last"],
+        ["single and late"],
+        ["single"],
     ]
-    before, after = found[0].answers
+    before, after = found[0]
     assert before.feedback is None
     (span,) = after.feedback.spans
     assert (span.start, span.end, span.label, span.severity, tuple(span.critique_range)) == (0, 2, -1, 2, (0, 3))
-    assert found[1].prompt == "prompt of twice"
+    assert found[1][0].prompt == "prompt of twice"
 
 
 def test_only_the_same_sample_of_the_same_prompt_is_compared(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_only_the_same_sample_of_the_same_prompt_is_compared(tmp_path: Path) -> 
     ]
     write_lines(path, records)
     found = examples(path)
-    assert [[a.text for a in e.answers] for e in found] == [
+    assert [[one.response for one in example] for example in found] == [
         ["held out"],
         ["another sample"],
         ["another text"],
@@ -88,6 +88,7 @@ def test_report_of_a_running_and_of_a_finished_run(tmp_path: Path, capsys: pytes
     summary = {"steps": 1, "timing": {"ppo": 61.0}, "versions": {"ray": "2.60.0"}, "reward_model": {"good_f1": 0.9}}
     (folder / "summary.json").write_text(json.dumps(summary))
     finished = report_run(folder).read_text()
+    assert finished.index(">Before<") < finished.index(">After<")
     for words in ("1 min 01 s", "ray 2.60.0", "good_f1", 'title="poor">be</mark>fore', "bad start"[3:]):
         assert words in finished
 
