@@ -29,7 +29,7 @@ from t2g.errors import RunStopped, Stopped, UserError
 from t2g.feedback.records import AnnotatedRecord, write_annotated
 from t2g.feedback.sources.asking import BYTES_PER_TOKEN
 from t2g.feedback.sources.human import HumanFeedback
-from t2g.feedback.sources.llm import estimate_cost, refuse_over_cap
+from t2g.feedback.sources.llm import cost_words
 from t2g.feedback.sources.make import make_local_source
 from t2g.files import write_atomic
 from t2g.interfaces import FeedbackSource, Sampling
@@ -247,9 +247,7 @@ def _tell_tokens(config: AnnotateJob, samples: Sequence[Sample]) -> None:
     if config.annotate.source == "human":
         human = _human(config)
         items = [item for item in items if human.wants_aligner(*item)]
-    estimate = estimate_cost(items, config.annotate, get_task(config.task))
-    print(estimate.words(config.annotate.llm.model))
-    refuse_over_cap(estimate, config.annotate.llm)
+    print(cost_words(items, config.annotate, get_task(config.task)))
 
 
 def run(config: AnnotateJob) -> int:

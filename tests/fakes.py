@@ -218,7 +218,6 @@ class LetterTask:
     """Scored by the share of `a`."""
 
     name = "letters"
-    can_cut = False
     score_name = "share_a"
     step_pattern = "c"
     unit = 1.0

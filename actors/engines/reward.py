@@ -78,8 +78,7 @@ class RewardWorker(Engine):
         )
 
     def _prompt_ids(self, prompt: Prompt, response_text: str, room: int) -> np.ndarray:
-        ids = build_feedback_prompt(self._task, prompt, response_text, self._tokenizer, room, style=self._style)
-        return np.asarray(ids, np.int32)
+        return build_feedback_prompt(self._task, prompt, response_text, self._tokenizer, room, style=self._style)
 
     def _grammar(self, rest_of_critique: str | None = None) -> str:
         return answer_grammar(

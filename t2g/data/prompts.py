@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from t2g.types import Prompt
 def make_prompts(records: Sequence[Record], task: Task, tokenizer: Any, max_prompt_tokens: int) -> list[Prompt]:
     """One prompt for each record, in order, with the tokenizer's own chat template.
 
-    A prompt of more than `max_prompt_tokens` tokens loses input text if the task allows it, else it is refused.
+    A prompt of more than `max_prompt_tokens` tokens loses input text if the task cuts it, else it is refused.
     A record without an id gets a hash of its messages. The same messages under the same id again, as where a data set
     has several responses to a prompt, get a number after it: "7", "7-2", "7-3".
     Raises UserError: no chat template; or, with the number of the record (from 1), a missing or wrong field, a prompt
@@ -52,20 +53,11 @@ def policy_prompt_ids(record: Record, task: Task, tokenizer: Any, max_prompt_tok
 
     Raises ValueError (UserError is one) with a sentence about the record when it cannot be made or does not fit.
     """
-    if task.can_cut:
-        ids = fit_chat(
-            lambda limit: task.policy_messages(record, limit),
-            tokenizer,
-            max_prompt_tokens,
-            input_chars=len(task.prompt_text(record)),
-        )
-        if ids is None:
-            raise ValueError(f"the instructions alone have more than {max_prompt_tokens} tokens; raise max_model_len")
-        return np.asarray(ids, np.int32)
-    ids = encode_chat(tokenizer, task.policy_messages(record))
-    if len(ids) > max_prompt_tokens:
+    build = partial(task.policy_messages, record)
+    ids = fit_chat(build, tokenizer, max_prompt_tokens, input_chars=len(task.prompt_text(record)))
+    if ids is None:
         raise ValueError(
-            f"the prompt has {len(ids)} tokens and the window holds {max_prompt_tokens} beside the response; "
-            "shorten it, or raise rollout.max_model_len"
+            f"the prompt, cut as far as may be, has {len(encode_chat(tokenizer, build(0)))} tokens and the window "
+            f"holds {max_prompt_tokens} beside the response; shorten it, or raise rollout.max_model_len"
         )
-    return np.asarray(ids, np.int32)
+    return ids

@@ -6,7 +6,10 @@ a cut at the end, where the instructions stood, were faults of the published cod
 
 import hashlib
 import json
+from functools import partial
 from typing import Any
+
+import numpy as np
 
 from t2g.config import StyleConfig
 from t2g.errors import UserError
@@ -23,18 +26,14 @@ def build_feedback_prompt(
     max_prompt_tokens: int,
     *,
     style: StyleConfig = SPARSE,
-) -> list[int]:
-    """Token ids that ask for the feedback on one response, at most `max_prompt_tokens` of them.
+) -> np.ndarray:
+    """Token ids that ask for the feedback on one response, [P] int32, P <= `max_prompt_tokens`.
 
     `prompt.prompt_ids` is not read: the policy's tokenizer is another one.
     Raises UserError when even the response without any input text does not fit, or without a chat template.
     """
-    ids = fit_chat(
-        lambda limit: task.feedback_messages(prompt, response_text, limit, style=style),
-        tokenizer,
-        max_prompt_tokens,
-        input_chars=len(prompt.prompt_text),
-    )
+    build = partial(task.feedback_messages, prompt, response_text, style=style)
+    ids = fit_chat(build, tokenizer, max_prompt_tokens, input_chars=len(prompt.prompt_text))
     if ids is None:
         raise UserError(
             f"prompt {prompt.prompt_id}: the feedback instructions and a response of {len(response_text)} characters "

@@ -310,13 +310,8 @@ def revision_ids(
     task: Task, prompt: Prompt, response_text: str, critique: str, tokenizer: Any, max_prompt_tokens: int
 ) -> np.ndarray | None:
     """-> [P] int32, None for no room: a prompt too long loses input text, never the response or the critique."""
-    ids = fit_chat(
-        lambda limit: task.revise_messages(prompt, response_text, critique, limit),
-        tokenizer,
-        max_prompt_tokens,
-        input_chars=len(prompt.prompt_text),
-    )
-    return None if ids is None else np.asarray(ids, np.int32)
+    build = partial(task.revise_messages, prompt, response_text, critique)
+    return fit_chat(build, tokenizer, max_prompt_tokens, input_chars=len(prompt.prompt_text))
 
 
 # ------------------------------------------------------------------------------------------------------------- settings

@@ -61,14 +61,14 @@ class Task:
     """
 
     name: str  # goes into Prompt.task
-    can_cut = False  # whether a prompt too long for the policy's window loses input text; else it is refused
     score_name = ""  # key of `measure` that decides which checkpoint is best; "" for a task without a measure
     step_pattern = r"[.!?]+(?=\s|$)|\n"  # where a step of a response ends (rewards.placement=step): sentences
     input_fields: tuple[str, ...]  # fields that the prompt holds, so that the payload need not
     review: Review
 
     def policy_messages(self, record: Record, input_limit: int | None = None) -> list[Message]:
-        """The chat that the policy answers, input text cut to its first `input_limit` characters.
+        """The chat that the policy answers, input text cut to its first `input_limit` characters where a part of it
+        is worth an answer. A task that does not heed the limit has prompts too long for the policy's window refused.
 
         Raises ValueError with a sentence about the record when a field is missing or of another type.
         """

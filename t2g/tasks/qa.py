@@ -14,7 +14,6 @@ from t2g.text.tokenizer import Message
 
 class QATask(PromptsTask):
     name = "qa"
-    can_cut = True
 
     def policy_messages(self, record: Record, input_limit: int | None = None) -> list[Message]:
         *before, last = self._messages(record)

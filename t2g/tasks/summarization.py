@@ -20,7 +20,6 @@ ROUGE = ("rouge1", "rouge2", "rougeL")
 
 class SummarizationTask(Task):
     name = "summarization"
-    can_cut = True
     score_name = "rougeL"
     input_fields = ("post", "Post")
     review = Review(

@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from t2g.errors import UserError
 
 Message = dict[str, str]  # role: system, user or assistant; content
@@ -68,15 +70,15 @@ def check_chat_template(tokenizer: Any) -> None:
 
 def fit_chat(
     build: Callable[[int | None], Sequence[Message]], tokenizer: Any, max_tokens: int, *, input_chars: int
-) -> list[int] | None:
-    """The chat of at most `max_tokens` tokens that keeps most of its input text, or None if none fits.
+) -> np.ndarray | None:
+    """The chat of at most `max_tokens` tokens that keeps most of its input text, [P] int32, or None if none fits.
 
     `build(limit)` gives the messages with the input text cut to its first `limit` characters, None for all of them;
     the input text has `input_chars`.
     """
     ids = encode_chat(tokenizer, build(None))
     if len(ids) <= max_tokens:
-        return ids
+        return np.asarray(ids, np.int32)
     best: list[int] | None = None
     low, high = 0, input_chars - 1  # the longest limit that fits lies in [low, high], if there is one
     while low <= high:
@@ -86,4 +88,4 @@ def fit_chat(
             best, low = ids, limit + 1
         else:
             high = limit - 1
-    return best
+    return None if best is None else np.asarray(best, np.int32)

@@ -131,7 +131,7 @@ def test_a_long_post_is_cut_and_nothing_else(tokenizer: Any) -> None:
         assert len(ids) == whole - (whole - room + 1) // 2 * 2
         assert tokenizer.decode(ids).startswith("<|user|>Summarize the following")
         assert tokenizer.decode(ids).endswith("<|end|><|assistant|>")
-    with pytest.raises(ValueError, match="instructions alone have more than"):
+    with pytest.raises(ValueError, match=r"cut as far as may be, has .* tokens and the window holds"):
         policy_prompt_ids(record, SUMMARIZATION, tokenizer, whole - 601)
 
 

@@ -10,12 +10,12 @@ import json
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from aiolimiter import AsyncLimiter
 
-from t2g.config import FeedbackConfig, LLMConfig
+from t2g.config import FeedbackConfig
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.parse import no_feedback
 from t2g.feedback.sources.annotator import Reading, Request, answer_schema, follow_up, make_request, read_answer
@@ -31,45 +31,25 @@ MAX_LOST = 20  # annotators in a row that got no answer: nobody will
 MESSAGE_TOKENS = 8  # what a message takes beside its text
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenEstimate:
-    """What annotations will cost, before the first of them: prompts by their length, answers at their longest, no
-    second tries.
+def cost_words(items: Iterable[tuple[Prompt, str]], config: FeedbackConfig, task: Task) -> str:
+    """What these judgements may cost, in a sentence, before the first of them: UTF-8 bytes / 3 for each prompt,
+    `llm.max_output_tokens` for each answer, no second tries. UserError when that is above `llm.max_total_tokens`.
     """
-
-    num_requests: int
-    prompt_tokens: int
-    output_tokens: int
-
-    @property
-    def total(self) -> int:
-        return self.prompt_tokens + self.output_tokens
-
-    def words(self, model: str | None) -> str:
-        return (
-            f"{model}: {self.num_requests:,} requests, up to about {self.total:,} tokens ({self.prompt_tokens:,} of "
-            f"prompts, {self.output_tokens:,} of answers), without second tries"
-        )
-
-
-def estimate_cost(items: Iterable[tuple[Prompt, str]], config: FeedbackConfig, task: Task) -> TokenEstimate:
-    """What these judgements may cost: UTF-8 bytes / 3 for each prompt, `llm.max_output_tokens` for each answer."""
-    num_requests = prompt_tokens = 0
-    for prompt, response_text in items:
-        request = make_request(task, prompt, response_text, config.style)
-        num_requests += config.llm.num_annotators
-        prompt_tokens += config.llm.num_annotators * _prompt_tokens(request.messages, answer_schema(request))
-    output_tokens = num_requests * config.llm.max_output_tokens
-    return TokenEstimate(num_requests=num_requests, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
-
-
-def refuse_over_cap(estimate: TokenEstimate, config: LLMConfig) -> None:
-    """UserError when the estimate is above `llm.max_total_tokens`."""
-    if config.max_total_tokens is not None and estimate.total > config.max_total_tokens:
+    llm = config.llm
+    requests = (make_request(task, prompt, response_text, config.style) for prompt, response_text in items)
+    sizes = [_prompt_tokens(request.messages, answer_schema(request)) for request in requests]
+    num_requests, prompts = llm.num_annotators * len(sizes), llm.num_annotators * sum(sizes)
+    answers = num_requests * llm.max_output_tokens
+    words = (
+        f"{llm.model}: {num_requests:,} requests, up to about {prompts + answers:,} tokens ({prompts:,} of prompts, "
+        f"{answers:,} of answers), without second tries"
+    )
+    if llm.max_total_tokens is not None and prompts + answers > llm.max_total_tokens:
         raise UserError(
-            f"{estimate.words(config.model)}, more than llm.max_total_tokens={config.max_total_tokens}; raise it, or "
-            "judge fewer records (data.limit) under another run.name"
+            f"{words}, more than llm.max_total_tokens={llm.max_total_tokens}; raise it, or judge fewer records "
+            "(data.limit) under another run.name"
         )
+    return words
 
 
 class LLMFeedback(FeedbackSource):
@@ -156,8 +136,11 @@ class LLMFeedback(FeedbackSource):
     async def _complete(
         self, messages: Sequence[Message], schema: dict[str, Any], seed: int, limit_s: float
     ) -> Completion:
-        """An answer. Raises ChatFailed for a refusal, too: asked again the model would refuse again."""
-        self._check_cap()
+        """An answer. Raises ChatFailed at the cap and for a refusal, too: asked again the model would refuse again."""
+        cap = self._llm.max_total_tokens
+        if cap is not None and self.num_tokens >= cap:
+            sentence = f"{self.num_tokens} tokens are spent, and llm.max_total_tokens={cap}; raise it to go on"
+            raise ChatFailed("cap", sentence)
         question = Question(
             messages=messages,
             schema=schema,
@@ -178,12 +161,6 @@ class LLMFeedback(FeedbackSource):
         if completion.finish_reason == "refusal":
             raise ChatFailed("refusal", f"{self.chat.name} refused: {completion.text:.200}")
         return completion
-
-    def _check_cap(self) -> None:
-        cap = self._llm.max_total_tokens
-        if cap is not None and self.num_tokens >= cap:
-            sentence = f"{self.num_tokens} tokens are spent, and llm.max_total_tokens={cap}; raise it to go on"
-            raise ChatFailed("cap", sentence)
 
     def _failed(self, failed: ChatFailed) -> SpanFeedback:
         """Failed feedback, said once of each kind. RunStopped when nobody gets an answer any more."""

@@ -15,7 +15,7 @@ from fake_endpoint import KEY, KEY_VARIABLE, FakeEndpoint, Reply, answer, comple
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.sources.asking import ChatFailed, Completion
 from t2g.feedback.sources.endpoint import EndpointChat
-from t2g.feedback.sources.llm import MAX_LOST, LLMFeedback, estimate_cost, refuse_over_cap
+from t2g.feedback.sources.llm import MAX_LOST, LLMFeedback, cost_words
 from t2g.tasks.base import get_task
 
 DEADLINE_S = 30
@@ -54,8 +54,8 @@ def test_an_answer_that_does_not_come_is_a_failure_with_a_price() -> None:
     source = annotator(ScriptedChat(GOOD, delay_s=3600), timeout_s=0.2)
     feedback = judge(source)
     assert feedback.status == "failed" and "gave no answer within timeout_s=0.2" in feedback.reason
-    estimate = estimate_cost([(prompt(), RESPONSE)], config(), get_task("summarization"))
-    assert source.num_tokens == estimate.prompt_tokens
+    words = cost_words([(prompt(), RESPONSE)], config(), get_task("summarization"))
+    assert f"({source.num_tokens:,} of prompts" in words
 
 
 def test_a_judgement_is_finished_before_another_begins() -> None:
@@ -103,14 +103,16 @@ def test_an_estimate_counts_bytes_and_longest_answers() -> None:
     content, schema = chat.asked[0][0]["content"], json.dumps(chat.schemas[0])
     expected = -(-len(content.encode()) // 3) + 8 + -(-len(schema) // 3)
     items = [(prompt(), RESPONSE), (prompt(), RESPONSE)]
-    estimate = estimate_cost(items, config(**fields), get_task("summarization"))
-    assert (estimate.num_requests, estimate.output_tokens) == (6, 300)
-    assert estimate.prompt_tokens == 6 * expected and estimate.total == 6 * (expected + 50)
-    refuse_over_cap(estimate, config(max_total_tokens=estimate.total).llm)
-    refuse_over_cap(estimate, config().llm)
-    words = rf"judge: 6 requests, .* about {estimate.total:,} tokens .* \(data\.limit\) under another run\.name"
-    with pytest.raises(UserError, match=words):
-        refuse_over_cap(estimate, config(max_total_tokens=estimate.total - 1).llm)
+    total = 6 * (expected + 50)
+
+    def words(cap: int | None) -> str:
+        return cost_words(items, config(**fields | {"max_total_tokens": cap}), get_task("summarization"))
+
+    assert words(None) == words(total)
+    told = f"judge: 6 requests, up to about {total:,} tokens ({6 * expected:,} of prompts, 300 of answers)"
+    assert words(total).startswith(told)
+    with pytest.raises(UserError, match=rf"about {total:,} tokens .* \(data\.limit\) under another run\.name"):
+        words(total - 1)
 
 
 # Several annotators
