@@ -1,13 +1,15 @@
 """What every job has: where it runs, what it reads, what it keeps, and the resources of a process."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from t2g.config.marks import Here, MayDiffer, PathOrName
+from t2g.config.words import dotted, show
+from t2g.errors import UserError
 
 
 class Section(BaseModel):
@@ -26,23 +28,25 @@ def with_overrides(config: Config, overrides: Mapping[str, Any]) -> Config:
 
     What was not given before and is not now stays not given (`model_fields_set`). Raises pydantic's ValidationError.
     """
-    return type(config).model_validate(_laid_over(config, overrides))
-
-
-def _laid_over(section: Any, overrides: Mapping[str, Any]) -> Any:
-    """Where there is no section yet, or a value, the values alone: whether they make one is validated afterwards."""
-    values: dict[str, Any] = {}
-    deeper: dict[str, dict[str, Any]] = {}
     for key, value in overrides.items():
-        name, _, rest = key.partition(".")
-        if rest:
-            deeper.setdefault(name, {})[rest] = value
-        else:
-            values[name] = value
-    inner = {name: _laid_over(getattr(section, name, None), changes) for name, changes in deeper.items()}
-    if not isinstance(section, Section):
-        return values | inner
-    return section.model_copy(update=values | inner)  # unchecked: an unknown name as well
+        config = laid_over(config, key.split("."), value)
+    return type(config).model_validate(config)
+
+
+def laid_over(section: Any, keys: Sequence[str], value: Any, depth: int = 0) -> Any:
+    """A copy, unchecked, of a section, or of the mapping that will be one, with `value` at keys[depth:] of it.
+
+    UserError where another value, such as the 3 of `workers: 3`, has the place of a section: it would be lost.
+    """
+    if depth == len(keys):
+        return value
+    name = keys[depth]
+    if isinstance(section, Section):
+        return section.model_copy(update={name: laid_over(getattr(section, name, None), keys, value, depth + 1)})
+    if not isinstance(section, dict | None):
+        raise UserError(f"{dotted(keys)}={show(value)}: {dotted(keys[:depth])} is a value, not a section")
+    section = section or {}
+    return {**section, name: laid_over(section.get(name), keys, value, depth + 1)}
 
 
 Dtype = Literal["float32", "bfloat16"]

@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from t2g.config.common import laid_over
 from t2g.config.marks import Here, may_differ
 from t2g.config.words import Keys, dotted, problems, show
 from t2g.errors import UserError
@@ -47,7 +48,7 @@ def load(
     merged: Any = values
     given = [_override(text) for text in overrides]
     for keys, value in given:
-        merged = _laid_over(merged, keys, value)
+        merged = laid_over(merged, keys, value)
     cwd = cwd or Path.cwd()
     uploaded = any(part.startswith(UPLOAD_PREFIX) for part in cwd.parts)
     here = Here(cwd, is_ray_job=uploaded or JOB_ENV in environ, uploaded=uploaded)
@@ -144,13 +145,3 @@ def _override(text: str) -> tuple[Keys, Any]:
         return tuple(name.split(".")), yaml.safe_load(value)
     except (yaml.YAMLError, ValueError):
         raise UserError(f"command line: {name}: {value!r} is no YAML value; put quotes around text") from None
-
-
-def _laid_over(section: Any, keys: Keys, value: Any, depth: int = 0) -> Any:
-    """A copy of the section, with `value` at keys[depth:] of it: a YAML alias shares one section between two keys."""
-    if depth == len(keys):
-        return value
-    if not isinstance(section, dict | None):
-        raise UserError(f"command line: {dotted(keys)}: {dotted(keys[:depth])} is a value, not a section")
-    section = section or {}
-    return {**section, keys[depth]: _laid_over(section.get(keys[depth]), keys, value, depth + 1)}
