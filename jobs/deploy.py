@@ -10,7 +10,6 @@ this machine), and send the token where RAY_AUTH_MODE=token. status and scale ne
 """
 
 import argparse
-import asyncio
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -39,7 +38,7 @@ def submit(arguments: argparse.Namespace) -> int:
             raise UserError(f"run {config.run.name} goes on as job {job_id}: stop it first, or take another run.name")
         job_id = server.submit(job, root)
         print(f"job {job_id}: submitted; its run folder is {config.run.folder}", flush=True)
-        return 0 if arguments.no_wait else asyncio.run(server.follow(job_id, job.stop_wait_s))
+        return 0 if arguments.no_wait else server.follow(job_id, job.stop_wait_s)
 
 
 def status(arguments: argparse.Namespace) -> int:
@@ -118,7 +117,7 @@ def _doctor_as_job(arguments: argparse.Namespace) -> int:
         given += ["--config", str(uploaded_path(arguments.config, root, files_to_upload(root)))]
     job = Submission(name="doctor", arguments=("jobs.deploy", *given, *arguments.overrides))
     with JobServer.at(arguments.address) as server:
-        return asyncio.run(server.follow(server.submit(job, root), job.stop_wait_s))
+        return server.follow(server.submit(job, root), job.stop_wait_s)
 
 
 def check(arguments: argparse.Namespace) -> int:

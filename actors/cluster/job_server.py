@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -36,6 +35,7 @@ class JobServer:
     def __init__(self, client: Any, *, end_timeout_s: float = END_TIMEOUT_S) -> None:
         """client: a JobSubmissionClient."""
         self._client, self._end_timeout_s = client, end_timeout_s
+        self._printed = 0  # characters of the log that is followed
 
     @classmethod
     @contextmanager
@@ -88,42 +88,36 @@ class JobServer:
         self._client.stop_job(job_id)
         return str(self._wait_for_end(job_id, wait_s + self._end_timeout_s).status)
 
-    async def follow(self, job_id: str, wait_s: float) -> int:
+    def follow(self, job_id: str, wait_s: float) -> int:
         """Print the job's log until it ends; its exit code, 130 for a job that was stopped.
 
         Ctrl-C stops the job and waits for its end, at most `wait_s`; a second Ctrl-C leaves it to that.
         """
-        interrupted = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGINT, interrupted.set)
-        log = asyncio.create_task(self._print_log(job_id))
-        interruption = asyncio.create_task(interrupted.wait())
-        await asyncio.wait({log, interruption}, return_when=asyncio.FIRST_COMPLETED)
-        interruption.cancel()
-        loop.remove_signal_handler(signal.SIGINT)
-        if not log.done():
+        try:
+            asyncio.run(self._print_log(job_id))
+        except KeyboardInterrupt:
             print(f"stopping job {job_id}: it has {wait_s:.0f} s to leave a checkpoint", flush=True)
-            await asyncio.to_thread(self._client.stop_job, job_id)
+            self._client.stop_job(job_id)
             patience_s = wait_s + self._end_timeout_s
-            if not (await asyncio.wait({log}, timeout=patience_s))[0]:
-                log.cancel()
-                raise RunStopped(f"job {job_id} has not ended {patience_s:.0f} s after it was told to stop")
-        log.result()
-        job = await asyncio.to_thread(self._wait_for_end, job_id, self._end_timeout_s)
+            try:
+                asyncio.run(asyncio.wait_for(self._print_log(job_id), patience_s))
+            except TimeoutError:
+                late = f"job {job_id} has not ended {patience_s:.0f} s after it was told to stop"
+                raise RunStopped(late) from None
+        job = self._wait_for_end(job_id, self._end_timeout_s)
         print(f"job {job_id}: {job.status}", flush=True)
         return {"SUCCEEDED": 0, "STOPPED": 130}.get(str(job.status), job.driver_exit_code or 3)
 
     async def _print_log(self, job_id: str) -> None:
         """Until the job has ended. A connection that breaks is made again, and nothing is printed twice."""
-        printed = 0
         while True:
             seen = 0
             with contextlib.suppress(RuntimeError, aiohttp.ClientError):
                 async for text in self._client.tail_job_logs(job_id):
-                    print(text[max(0, printed - seen) :], end="", flush=True)
+                    print(text[max(0, self._printed - seen) :], end="", flush=True)
                     seen += len(text)
-                    printed = max(printed, seen)
-            if (await asyncio.to_thread(self._client.get_job_status, job_id)).is_terminal():
+                    self._printed = max(self._printed, seen)
+            if self._client.get_job_status(job_id).is_terminal():
                 return
             await asyncio.sleep(POLL_S)
 

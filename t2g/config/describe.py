@@ -26,9 +26,20 @@ def describe(job: AnyJob) -> str:
 def _work(job: AnyJob) -> list[str]:
     match job:
         case PolicyJob():
-            return _policy(job)
+            evaluation = "none, there is no eval_data"
+            if job.eval_data is not None:
+                samples = f"{_count(job.eval.num_prompts, 'prompt')} x {_count(job.eval.samples_per_prompt, 'sample')}"
+                evaluation = f"every {_count(job.eval.every, 'step')}, {samples} of {job.eval_data.path}"
+            return [*_steps(job), f"feedback: {job.feedback.source}", f"evaluation: {evaluation}"]
         case DemoJob():
-            return _demo(job)
+            return [
+                f"world: {_count(job.world.num_train, 'post')} to train on, {job.world.num_heldout} held out",
+                f"base policy: {_sft(job.policy_sft)}",
+                f"stage 1: {_count(job.annotate, 'response')} sampled and criticised by program",
+                f"stage 2: reward model, {_sft(job.reward_sft)}",
+                f"stage 3: {_count(len(job.arms), 'arm')} ({', '.join(job.arms)}), one after the other, each",
+                *_steps(job),
+            ]
         case SFTJob():
             return [f"supervised: {_sft(job.sft)}"]
         case RewardJob():
@@ -36,7 +47,14 @@ def _work(job: AnyJob) -> list[str]:
             after = f"evaluation: {records}, when the training has given its place to {_process('engine', job.engine)}"
             return [f"supervised: {_sft(job.sft)}", after]
         case AnnotateJob():
-            return _annotate(job)
+            options = job.annotate
+            what = f"the response of each record of {job.data.path}"
+            if options.responses == "policy":
+                each = _count(job.rollout.samples_per_prompt, "response")
+                what = f"{each} to each prompt of {job.data.path}, {_sampling(job.rollout)}"
+            aligner = f", aligned by {options.align}" if options.source == "human" and options.align else ""
+            heldout = f"records of {options.heldout_share:.0%} of the prompts are held out"
+            return [what, f"feedback: {options.source}{aligner}; {heldout}"]
         case BenchmarkJob():
             engines = " then ".join(str(number) for number in job.workers)
             return [f"{job.repeats} syncs with sync_verify=probe and as many with full, into {engines} rollout engines"]
@@ -44,38 +62,6 @@ def _work(job: AnyJob) -> list[str]:
             records = f"{job.data.path}, each judged twice, with and without guided decoding"
             return [f"reward model: {job.feedback.reward_model}", f"held-out records: {records}"]
     raise TypeError(f"{type(job).__name__} has no description")
-
-
-def _policy(job: PolicyJob) -> list[str]:
-    evaluation = "none, there is no eval_data"
-    if job.eval_data is not None:
-        samples = f"{_count(job.eval.num_prompts, 'prompt')} x {_count(job.eval.samples_per_prompt, 'sample')}"
-        evaluation = f"every {_count(job.eval.every, 'step')}, {samples} of {job.eval_data.path}"
-    return [*_steps(job), f"feedback: {job.feedback.source}", f"evaluation: {evaluation}"]
-
-
-def _demo(job: DemoJob) -> list[str]:
-    return [
-        f"world: {_count(job.world.num_train, 'post')} to train on, {job.world.num_heldout} held out",
-        f"base policy: {_sft(job.policy_sft)}",
-        f"stage 1: {_count(job.annotate, 'response')} sampled and criticised by program",
-        f"stage 2: reward model, {_sft(job.reward_sft)}",
-        f"stage 3: {_count(len(job.arms), 'arm')} ({', '.join(job.arms)}), one after the other, each",
-        *_steps(job),
-    ]
-
-
-def _annotate(job: AnnotateJob) -> list[str]:
-    options, rollout = job.annotate, job.rollout
-    what = f"the response of each record of {job.data.path}"
-    if options.responses == "policy":
-        what = (
-            f"{_count(rollout.samples_per_prompt, 'response')} to each prompt of {job.data.path}, "
-            f"temperature {rollout.temperature:g}, at most {rollout.max_new_tokens} tokens each"
-        )
-    aligner = f", aligned by {options.align}" if options.source == "human" and options.align else ""
-    heldout = f"records of {options.heldout_share:.0%} of the prompts are held out"
-    return [what, f"feedback: {options.source}{aligner}; {heldout}"]
 
 
 def samples_per_step(rollout: RolloutConfig) -> int:
@@ -98,14 +84,17 @@ def _steps(job: PolicyJob | DemoJob) -> list[str]:
     updates = learner.num_epochs * learner.minibatches_per_epoch
     return [
         f"step: {_count(rollout.prompts_per_step, 'prompt')} x {_count(rollout.samples_per_prompt, 'sample')} = "
-        f"{_count(samples, 'sample')}, at most {rollout.max_new_tokens} new tokens each, "
-        f"temperature {rollout.temperature:g}",
+        f"{_count(samples, 'sample')}, {_sampling(rollout)}",
         f"update: {_count(learner.num_epochs, 'epoch')} x {_count(learner.minibatches_per_epoch, 'minibatch')} = "
         f"{_count(updates, 'optimizer step')} a step, each of at most "
         f"{_count(max_microbatches(rollout, learner), 'microbatch')} of {learner.tokens_per_microbatch} tokens "
         f"on each of {_count(learner.workers, 'rank')}",
         f"run: {_count(job.num_steps, 'step')}, {_count(job.num_steps * samples, 'sample')} in all",
     ]
+
+
+def _sampling(rollout: RolloutConfig) -> str:
+    return f"temperature {rollout.temperature:g}, at most {rollout.max_new_tokens} new tokens each"
 
 
 def _sft(options: SFTOptions) -> str:

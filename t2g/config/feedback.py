@@ -191,12 +191,15 @@ class FeedbackConfig(Section):
     noise: NoiseConfig | None = Field(None, description="errors put into training feedback; evaluation has none")
 
     @model_validator(mode="after")
-    def _source_is_complete(self) -> "FeedbackConfig":
-        need = {"reward_model": "reward_model", "human": "human_file"}
-        if self.source in need and getattr(self, need[self.source]) is None:
-            raise ValueError(f"source={self.source} needs {need[self.source]}")
-        if self.source == "llm" and self.llm.model is None:
-            raise ValueError("source=llm needs llm.model: a name that the server at llm.url knows, or a model to serve")
+    def _is_complete(self) -> Self:
+        need = {
+            "reward_model": ("reward_model", self.reward_model),
+            "llm": ("llm.model, which the server at llm.url knows or engines of ours serve", self.llm.model),
+            "human": ("human_file", self.human_file),
+        }
+        for field, asked in (("source", self.source), ("align", self.model_asked)):
+            if asked in need and need[asked][1] is None:
+                raise ValueError(f"{field}={asked} needs {need[asked][0]}")
         if self.source not in SOURCES and ":" not in self.source:
             raise ValueError(
                 f"source={self.source!r} is none of {', '.join(SOURCES)}, and no import path pkg.mod:function"
@@ -238,14 +241,6 @@ class AnnotateConfig(FeedbackConfig):
     def _records_are_clean(cls, noise: NoiseConfig | None) -> None:
         if noise is not None:
             raise ValueError("noise is for training a policy; records are written as they were given: leave it out")
-
-    @model_validator(mode="after")
-    def _aligner_is_complete(self) -> "AnnotateConfig":
-        if self.align == "llm" and self.llm.model is None:
-            raise ValueError("align=llm needs llm.model")
-        if self.align == "reward_model" and self.reward_model is None:
-            raise ValueError("align=reward_model needs reward_model")
-        return self
 
     @property
     def model_asked(self) -> Literal["reward_model", "llm"] | None:

@@ -6,7 +6,6 @@ from t2g.runs.control import FleetStatus, Status
 from t2g.runs.progress import duration
 
 SILENT_S = 60.0  # the driver writes every few seconds: after so long it is not there, or hangs
-COLUMNS = ("worker", "state", "version", "restarts", "load")
 
 
 def status_words(name: str, status: Status, *, done: bool, now: datetime) -> str:
@@ -20,7 +19,8 @@ def status_words(name: str, status: Status, *, done: bool, now: datetime) -> str
       rollout worker 0  serving       12         1     8
     """
     age_s = (now - status.updated).total_seconds()
-    lines = [f"run {name}: step {status.step} of {status.num_steps}, {status.samples} samples, as of {_ago(age_s)}"]
+    ago = f"{duration(max(0.0, age_s))} ago"
+    lines = [f"run {name}: step {status.step} of {status.num_steps}, {status.samples} samples, as of {ago}"]
     if done and status.step >= status.num_steps:
         lines.append("it is done: policy/, summary.json and report.html are written")
         return "\n".join(lines)  # what it last wrote of its engines is no longer so
@@ -35,22 +35,15 @@ def status_words(name: str, status: Status, *, done: bool, now: datetime) -> str
 
 
 def _fleet_lines(fleet: FleetStatus) -> list[str]:
-    rows = [COLUMNS]
+    rows = [("worker", "state", "version", "restarts", "load")]
     for worker in fleet.workers:
         version = "-" if worker.version is None else str(worker.version)
         rows.append((_plain(worker.name), _plain(worker.state), version, str(worker.restarts), str(worker.load)))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+    names, states = (max(len(row[i]) for row in rows) for i in (0, 1))
     lines = [f"{_plain(fleet.role)}: {fleet.wanted} wanted"]
-    for row in rows:
-        words = [text.ljust(width) for text, width in zip(row[:2], widths[:2], strict=True)]
-        numbers = [text.rjust(width) for text, width in zip(row[2:], widths[2:], strict=True)]
-        lines.append(f"  {'  '.join((*words, *numbers))}")
+    lines += [f"  {n:<{names}}  {s:<{states}}  {v:>7}  {restarts:>8}  {load:>4}" for n, s, v, restarts, load in rows]
     lines += [f"  {_plain(w.name)} {_plain(w.reason)}" for w in fleet.workers if w.reason]
     return lines
-
-
-def _ago(seconds: float) -> str:
-    return f"{duration(max(0.0, seconds))} ago"
 
 
 def _plain(text: str) -> str:

@@ -49,7 +49,7 @@ def test_most_microbatches(tokens: int, model_len: int, minibatches: int, ranks:
 def test_policy() -> None:
     job = PolicyJob(run=RUN, model=MODEL, data=DATA, num_steps=50, feedback=PROGRAM, rollout=ROLLOUT, learner=LEARNER)
     assert describe(job).splitlines() == [
-        "step: 12 prompts x 2 samples = 24 samples, at most 128 new tokens each, temperature 1",
+        "step: 12 prompts x 2 samples = 24 samples, temperature 1, at most 128 new tokens each",
         "update: 4 epochs x 3 minibatches = 12 optimizer steps a step, "
         "each of at most 2 microbatches of 1100 tokens on each of 2 ranks",
         "run: 50 steps, 1,200 samples in all",
@@ -94,7 +94,7 @@ def test_supervised_jobs() -> None:
 def test_annotate() -> None:
     annotate = AnnotateConfig(source="critics:critic", responses="policy")
     text = describe(AnnotateJob(model=MODEL, data=DATA, annotate=annotate, rollout=ROLLOUT))
-    assert text.startswith("2 responses to each prompt of a.jsonl, temperature 1, at most 128 tokens each\n")
+    assert text.startswith("2 responses to each prompt of a.jsonl, temperature 1, at most 128 new tokens each\n")
     assert "feedback: critics:critic; records of 10% of the prompts are held out" in text
     assert "rollout: 2 actors" in text
 

@@ -18,13 +18,21 @@ from t2g.errors import RunStopped, UserError
 class FakeClient:
     """Ray's client of one cluster: jobs that print `log` and end when they are told to, or when the log is read."""
 
-    def __init__(self, *, log: str = "", breaks_at: int | None = None, ends: bool = True, exit_code: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        log: str = "",
+        breaks_at: int | None = None,
+        ends: bool = True,
+        exit_code: int = 0,
+        ctrl_c: bool = False,
+    ) -> None:
         self.jobs: dict[str, Any] = {}
         self.submitted: dict[str, Any] = {}
         self.log, self.breaks_at, self.ends, self.exit_code = log, breaks_at, ends, exit_code
         self.stops = 0
         self.stoppable = True
-        self.tailed = asyncio.Event()
+        self.ctrl_c = ctrl_c  # once the log is read
 
     def add(self, job_id: str, status: str = "RUNNING", **metadata: str) -> None:
         self.jobs[job_id] = SimpleNamespace(
@@ -59,7 +67,9 @@ class FakeClient:
             if stop is not None and i >= stop:
                 raise RuntimeError("the connection was closed")
             yield self.log[i : i + 3]
-        self.tailed.set()
+        if self.ctrl_c:
+            self.ctrl_c = False
+            os.kill(os.getpid(), signal.SIGINT)
         if self.ends and not self.jobs[job_id].status.is_terminal():
             self.jobs[job_id].status = JobStatus("FAILED" if self.exit_code else "SUCCEEDED")
             self.jobs[job_id].driver_exit_code = self.exit_code
@@ -102,7 +112,7 @@ def test_the_log_is_printed_once_though_its_connection_breaks(capsys: pytest.Cap
     log = "".join(f"step {i}\n" for i in range(9))
     client = FakeClient(log=log, breaks_at=31)
     client.add("own")
-    assert asyncio.run(JobServer(client).follow("own", wait_s=5)) == 0
+    assert JobServer(client).follow("own", wait_s=5) == 0
     assert capsys.readouterr().out == f"{log}job own: SUCCEEDED\n"
 
 
@@ -110,36 +120,23 @@ def test_the_log_is_printed_once_though_its_connection_breaks(capsys: pytest.Cap
 def test_the_exit_code_is_the_runs(code: int) -> None:
     client = FakeClient(log="no\n", exit_code=code)
     client.add("own")
-    assert asyncio.run(JobServer(client).follow("own", wait_s=5)) == code
-
-
-async def interrupt_once_tailed(client: FakeClient) -> None:
-    await client.tailed.wait()
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-async def follow_and_interrupt(client: FakeClient, *, wait_s: float, end_timeout_s: float = 5) -> int:
-    interruption = asyncio.create_task(interrupt_once_tailed(client))
-    try:
-        return await JobServer(client, end_timeout_s=end_timeout_s).follow("own", wait_s=wait_s)
-    finally:
-        await interruption
+    assert JobServer(client).follow("own", wait_s=5) == code
 
 
 def test_ctrl_c_stops_the_job_and_waits_for_its_end(capsys: pytest.CaptureFixture[str]) -> None:
-    client = FakeClient(log="step 1\n", ends=False)
+    client = FakeClient(log="step 1\n", ends=False, ctrl_c=True)
     client.add("own")
-    assert asyncio.run(follow_and_interrupt(client, wait_s=5)) == 130
+    assert JobServer(client).follow("own", wait_s=5) == 130
     assert client.stops == 1
     assert capsys.readouterr().out == "step 1\nstopping job own: it has 5 s to leave a checkpoint\njob own: STOPPED\n"
 
 
 def test_a_job_that_does_not_stop_is_told_of() -> None:
-    client = FakeClient(log="step 1\n", ends=False)
+    client = FakeClient(log="step 1\n", ends=False, ctrl_c=True)
     client.add("own")
     client.stoppable = False
     with pytest.raises(RunStopped, match="job own has not ended 0 s after it was told to stop"):
-        asyncio.run(follow_and_interrupt(client, wait_s=0.1, end_timeout_s=0.1))
+        JobServer(client, end_timeout_s=0.1).follow("own", wait_s=0.1)
     with pytest.raises(RunStopped, match="job own has not ended within 0 s; its status is RUNNING"):
         JobServer(client, end_timeout_s=0.1).stop("own", wait_s=0.1)
 
