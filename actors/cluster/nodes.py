@@ -1,8 +1,9 @@
 """Looks at every node of a live cluster: one tiny task each, no actor, no model."""
 
 import time
-import uuid
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import ray
@@ -23,21 +24,18 @@ def look_at_nodes(shared: Path | None, *, timeout_s: float) -> list[Node]:
 
     UserError when this process cannot write there. A node that does not answer in time is one with a fault.
     """
-    probe = None if shared is None else shared / f".doctor-{uuid.uuid4().hex}"
     alive = [node for node in ray.nodes() if node["Alive"]]
-    if probe is not None:
-        try:
-            probe.parent.mkdir(parents=True, exist_ok=True)
-            probe.touch()
-        except OSError as error:
-            raise UserError(f"{shared}: a run could not write there: {error.strerror}") from None
-    try:
+    with ExitStack() as until_then:
+        probe = None
+        if shared is not None:
+            try:
+                shared.mkdir(parents=True, exist_ok=True)
+                probe = Path(until_then.enter_context(NamedTemporaryFile(dir=shared, prefix=".doctor-")).name)
+            except OSError as error:
+                raise UserError(f"{shared}: a run could not write there: {error.strerror}") from None
         refs = [_examine_on(node["NodeID"], probe) for node in alive]
         deadline = time.monotonic() + timeout_s
         return [_node(node, ref, deadline, timeout_s) for node, ref in zip(alive, refs, strict=True)]
-    finally:
-        if probe is not None:
-            probe.unlink(missing_ok=True)
 
 
 def pending_groups() -> list[PendingGroup]:

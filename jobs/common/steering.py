@@ -41,8 +41,7 @@ class Steering:
     async def _steer(self) -> None:
         looks = 0
         while True:
-            news = self._control.news()
-            wanted = news.model_dump(exclude_none=True) if news else {}
+            wanted = self._control.news()
             for role, fleet in self._fleets.items():
                 if FIELDS[role] in wanted:
                     fleet.want(wanted[FIELDS[role]])

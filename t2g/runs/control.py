@@ -116,8 +116,8 @@ class Control:
         self._folder, self._bounds = folder, bounds
         self._seen: int | None = None
 
-    def news(self) -> Wanted | None:
-        """What the file says, once each time that it was written; cheap enough to ask every second.
+    def news(self) -> dict[str, int]:
+        """What the file says, as fields of Wanted, once each time that it was written; cheap enough for every second.
 
         A file that is not there, or cannot be read now, says nothing: what was asked for stands.
         """
@@ -125,23 +125,19 @@ class Control:
         try:
             written_ns = path.stat().st_mtime_ns
         except OSError:
-            return None
+            return {}
         if written_ns == self._seen or (wanted := read_wanted(self._folder)) is None:
-            return None
+            return {}
         self._seen = written_ns
-        kept = {}
-        for field, number in wanted.model_dump(exclude_none=True).items():
-            if field not in self._bounds:
-                logger.warning("%s asks for %s, which nobody scales by hand in this run", path, field)
-                continue
-            workers = self._bounds[field]
-            kept[field] = min(max(number, workers.min), workers.max)
-            if kept[field] != number:
-                logger.warning(
-                    "%s asks for %s=%d, and %s allows %d to %d: %d it is",
-                    path, field, number, SECTIONS[field], workers.min, workers.max, kept[field],
-                )  # fmt: skip
-        return Wanted(**kept)
+        asked, bounds = wanted.model_dump(exclude_none=True), self._bounds
+        kept = {name: min(max(asked[name], bounds[name].min), bounds[name].max) for name in asked.keys() & bounds}
+        if kept != asked:
+            allowed = [f"{SECTIONS[name]} from {workers.min} to {workers.max}" for name, workers in bounds.items()]
+            logger.warning(
+                "%s asks for %s, and in this run are scaled by hand %s: %s it is",
+                path, asked, " and ".join(allowed) or "no workers", kept or "nothing",
+            )  # fmt: skip
+        return kept
 
 
 def write_status(folder: Path, status: Status) -> None:
