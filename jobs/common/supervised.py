@@ -7,7 +7,7 @@ from dataclasses import asdict
 from actors.learner.sft import run_sft
 from actors.learner.sft_rank import SFTProgress
 from jobs.common.run_folder import SMOKE_STEPS, begin_folder
-from t2g.config import RewardJob, SFTJob, with_overrides
+from t2g.config import SFTJob, with_overrides
 from t2g.data.batching import count_steps
 from t2g.runs.log import RunLog
 from t2g.runs.progress import Stage, duration, stage
@@ -17,7 +17,7 @@ MODEL = "model"
 LEFTOVERS = (MODEL, f"{MODEL}.part")  # what a training leaves, finished or not
 
 
-def supervise(config: SFTJob | RewardJob, examples: Sequence[TrainSequence], *, title: str) -> dict[str, float]:
+def supervise(config: SFTJob, examples: Sequence[TrainSequence], *, title: str) -> dict[str, float]:
     """Train `config.model` on `examples` into `model` in the run folder, with a progress bar and metrics.jsonl.
 
     Goes on after the last checkpoint of an earlier start; a finished model is kept. Returns the last metrics.

@@ -40,12 +40,12 @@ def _work(job: AnyJob) -> list[str]:
                 f"stage 3: {_count(len(job.arms), 'arm')} ({', '.join(job.arms)}), one after the other, each",
                 *_steps(job),
             ]
-        case SFTJob():
-            return [f"supervised: {_sft(job.sft)}"]
         case RewardJob():
             records = f"at most {_count(job.eval_records, 'record')} of {job.eval_data.path}"
             after = f"evaluation: {records}, when the training has given its place to {_process('engine', job.engine)}"
             return [f"supervised: {_sft(job.sft)}", after]
+        case SFTJob():
+            return [f"supervised: {_sft(job.sft)}"]
         case AnnotateJob():
             options = job.annotate
             what = f"the response of each record of {job.data.path}"

@@ -52,9 +52,9 @@ class SyncedJob(AnyJob):
     @field_validator("learner")
     @classmethod
     def _probe_tolerance(cls, learner: LearnerConfig, info: ValidationInfo) -> LearnerConfig:
-        """The learner's default tolerance knows its own dtype only; the engine's counts as well."""
         rollout = info.data.get("rollout")  # none where that section is wrong
-        if rollout is None or rollout.dtype == "float32" or "probe_tolerance" in learner.model_fields_set:
+        exact = rollout is None or rollout.dtype == learner.dtype == "float32"
+        if exact or "probe_tolerance" in learner.model_fields_set:
             return learner
         return with_overrides(learner, {"probe_tolerance": BFLOAT16_PROBE_TOLERANCE})
 
@@ -122,15 +122,13 @@ class AnnotateJob(JobConfig):
     @classmethod
     def _data_may_be_the_human_file(cls, values: Any) -> Any:
         """annotate.human_file and its columns are by default those of data."""
-        if not isinstance(values, dict):
-            return values
-        data, annotate = values.get("data"), values.get("annotate")
-        if not (isinstance(data, dict) and isinstance(annotate, dict) and annotate.get("source") == "human"):
-            return values
-        if annotate.get("human_file") is not None:
-            return values
-        columns = annotate.get("human_columns") or data.get("columns", {})
-        return {**values, "annotate": {**annotate, "human_file": data.get("path"), "human_columns": columns}}
+        match values:
+            case {"data": {"path": path, **data}, "annotate": {"source": "human", **annotate}}:
+                if annotate.get("human_file") is None:
+                    columns = annotate.get("human_columns") or data.get("columns", {})
+                    annotate |= {"source": "human", "human_file": path, "human_columns": columns}
+                    return {**values, "annotate": annotate}
+        return values
 
     @model_validator(mode="after")
     def _someone_responds(self) -> "AnnotateJob":
@@ -139,14 +137,10 @@ class AnnotateJob(JobConfig):
         return self
 
 
-class RewardJob(JobConfig):
+class RewardJob(SFTJob):
     """jobs.train_reward: supervised training of the span reward model on annotated records."""
 
-    model: ModelConfig
-    data: DataConfig
     eval_data: DataConfig
-    sft: SFTOptions = SFTOptions()
-    log: MayDiffer[LogConfig] = LogConfig()
     style: StyleConfig = StyleConfig()
     engine: RewardEngineConfig = RewardEngineConfig()
     eval_records: int = Field(200, ge=1, description="held-out records in the report")

@@ -1,6 +1,6 @@
 """Optimizers, the objective, the learner, supervised training."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -105,10 +105,6 @@ class SFTLoRAConfig(LoRAConfig):
     dropout: float = Field(0.05, ge=0, lt=1)
 
 
-def _own_probe_tolerance(learner: dict[str, Any]) -> float:
-    return BFLOAT16_PROBE_TOLERANCE if learner.get("dtype") == "bfloat16" else FLOAT32_PROBE_TOLERANCE
-
-
 class LearnerConfig(RoleConfig):
     # The ranks and how much of a batch each takes at once change a step by rounding alone: what runs out of memory, or
     # finds fewer places than it had, goes on with others.
@@ -142,7 +138,7 @@ class LearnerConfig(RoleConfig):
         2, ge=0, description="times that lost ranks are started again from the last checkpoint"
     )
     probe_tolerance: float = Field(
-        default_factory=_own_probe_tolerance,
+        FLOAT32_PROBE_TOLERANCE,
         gt=0,
         description="largest |engine - learner| logprob on the probe, nats; by default 0.001, and 0.25 where engine or "
         "learner is bfloat16, whose rounding alone puts them 0.06 apart in the mean",

@@ -2,7 +2,7 @@
 
 from t2g.config.common import ProcessConfig
 from t2g.config.feedback import FeedbackConfig
-from t2g.config.jobs import AnnotateJob, AnyJob, BenchmarkJob, DemoJob, PolicyJob, RewardJob, ScoreJob, SFTJob
+from t2g.config.jobs import AnnotateJob, AnyJob, BenchmarkJob, DemoJob, PolicyJob, ScoreJob, SFTJob
 
 
 def roles(job: AnyJob) -> dict[str, ProcessConfig]:
@@ -21,7 +21,7 @@ def roles(job: AnyJob) -> dict[str, ProcessConfig]:
         case AnnotateJob():
             sampling = {"rollout": job.rollout} if job.annotate.responses == "policy" else {}
             return {**sampling, **_judge("annotate", job.annotate)}
-        case SFTJob() | RewardJob():  # a reward model's engine starts when the ranks have gone
+        case SFTJob():  # a reward model's engine starts when the ranks have gone
             return {"sft": job.sft}
         case ScoreJob():
             return _judge("feedback", job.feedback)
