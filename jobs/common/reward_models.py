@@ -21,7 +21,6 @@ from t2g.feedback.records import AnnotatedRecord, load_annotated
 from t2g.files import write_atomic
 from t2g.report.reward_page import HTML_FILE, JSON_FILE, write_evaluation
 from t2g.runs.progress import stage
-from t2g.runs.versions import versions
 from t2g.study.reward_eval import JudgedRecord, ServedModel, judge_records, reward_metrics
 from t2g.tasks.base import get_task
 from t2g.text.tokenizer import lacks_folder, load_tokenizer
@@ -131,9 +130,7 @@ def evaluate_reward(
         "task": config.task,
         "style": style_words(config.feedback.style),
     }
-    result = write_evaluation(
-        folder, about=about, versions=versions(), records=records, judged=judged, seed=config.run.seed
-    )
+    result = write_evaluation(folder, about=about, records=records, judged=judged, seed=config.run.seed)
     print(f"report: {folder / HTML_FILE}\nnumbers: {folder / JSON_FILE}")
     return result["metrics"]
 

@@ -10,6 +10,7 @@ from t2g.feedback.records import AnnotatedRecord
 from t2g.files import write_atomic
 from t2g.report.segments import printable
 from t2g.report.templates import render_page
+from t2g.runs.versions import versions
 from t2g.study import reward_eval
 
 JSON_FILE, HTML_FILE = "evaluation.json", "evaluation.html"
@@ -33,7 +34,6 @@ def write_evaluation(
     folder: Path,
     *,
     about: Mapping[str, Any],
-    versions: Mapping[str, str],
     records: Sequence[AnnotatedRecord],
     judged: Sequence[reward_eval.JudgedRecord],
     seed: int,
@@ -50,7 +50,7 @@ def write_evaluation(
         "num_resamples": reward_eval.NUM_RESAMPLES,
         "token_confusion": reward_eval.token_confusion(judged),
         "errors": {kind: _errors_json(found, records, judged) for kind, found in errors.items()},
-        "versions": dict(versions),
+        "versions": versions(),
     }
     write_atomic(folder / JSON_FILE, json.dumps(result, indent=1).encode())
     render_page(
@@ -66,7 +66,7 @@ def write_evaluation(
         kinds=reward_eval.ERROR_KINDS,
         records=records,
         judged=judged,
-        versions=versions,
+        versions=result["versions"],
     )
     return result
 

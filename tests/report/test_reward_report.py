@@ -62,7 +62,7 @@ def cases() -> list[tuple[AnnotatedRecord, JudgedRecord]]:
 def write(folder: Path, cases: list[tuple[AnnotatedRecord, JudgedRecord]], **about: str) -> tuple[dict[str, Any], str]:
     records, judged = zip(*cases, strict=True)
     result = write_evaluation(
-        folder, about={"reward_model": "my/model", "data": "heldout.jsonl", **about}, versions={"t2g": "0.1.0"},
+        folder, about={"reward_model": "my/model", "data": "heldout.jsonl", **about},
         records=records, judged=judged, seed=1,
     )  # fmt: skip
     assert json.loads((folder / JSON_FILE).read_text()) == json.loads(json.dumps(result))
