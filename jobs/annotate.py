@@ -18,7 +18,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jobs.common.cli import StopFlag, main, stop_flag, stopped
+from jobs.common.cli import StopFlag, main, stop_flag
 from jobs.common.run_folder import begin_folder, check_folder, sole_process
 from t2g.config import AnnotateConfig, AnnotateJob
 from t2g.config.describe import describe as describe_config
@@ -250,8 +250,7 @@ def _tell_tokens(config: AnnotateJob, samples: Sequence[Sample]) -> None:
     print(cost_words(items, config.annotate, get_task(config.task)))
 
 
-def run(config: AnnotateJob) -> int:
-    """0 when all is written, 128 + its number when a signal ended it."""
+def run(config: AnnotateJob) -> None:
     samples = read_samples(config)
     with ExitStack() as opened:
         fleets = None
@@ -260,13 +259,8 @@ def run(config: AnnotateJob) -> int:
 
             opened.enter_context(on_cluster(config))
             fleets = opened.enter_context(Fleets())
-        stop = stop_flag()
-        try:
-            annotate_samples(config, samples, fleets, stop)
-        except Stopped:
-            return stopped(stop)
+        annotate_samples(config, samples, fleets, stop_flag())
     print(f"records: {config.run.folder / ANNOTATED_FILE}")
-    return 0
 
 
 def describe(config: AnnotateJob) -> str:

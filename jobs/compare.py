@@ -13,11 +13,10 @@ where it was, run by run; methods, seeds and noise may be added later. What the 
 import sys
 from textwrap import indent
 
-from jobs.common.cli import main, stop_flag, stopped
+from jobs.common.cli import main, stop_flag
 from jobs.common.run_folder import begin_folder, sole_process
 from t2g.config import CompareJob
 from t2g.config.describe import describe as describe_config
-from t2g.errors import Stopped
 from t2g.study.methods import NOISY, Arms
 
 
@@ -51,12 +50,11 @@ def check(arms: Arms) -> None:
             baselines.check(method.procedure, arms.arm(name, 0))
 
 
-def run(asked: CompareJob) -> int:
-    """All runs, then the figures. 0 when done, 128 + its number when a signal ended it."""
-    from jobs.common.comparison_runs import finish, run_all
+def run(asked: CompareJob) -> None:
+    """All runs, then the figures."""
+    from jobs.common.comparison_runs import finish, make_reward_models, run_all
     from jobs.common.fleets import Fleets, on_cluster
     from jobs.common.policy_runs import read_data
-    from jobs.common.reward_arms import make_reward_models
     from jobs.common.stages import demo_of, make_reviser, make_stages, resolve_stages, reviser_job
 
     demo = demo_of(asked)
@@ -73,13 +71,8 @@ def run(asked: CompareJob) -> int:
                 if revises and job.compare.reviser == str(reviser_job(demo).run.folder / "model"):
                     make_reviser(demo)
                 rewards = make_reward_models(arms, demo) if job.compare.rewards else {}
-            stop = stop_flag()
-            try:
-                search = run_all(arms, data or read_data(job), stop)
-            except Stopped:
-                return stopped(stop)
+            search = run_all(arms, data or read_data(job), stop_flag())
         finish(arms, search, rewards)
-    return 0
 
 
 if __name__ == "__main__":

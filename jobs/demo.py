@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jobs.common.cli import main, stop_flag, stopped
+from jobs.common.cli import main, stop_flag
 from t2g.config import DataConfig, DemoJob, FeedbackConfig, Placement, PolicyJob, RunConfig, with_overrides
 from t2g.errors import RunStopped
 from t2g.study.tables import markdown
@@ -91,8 +91,8 @@ def table(summary: dict[str, Any]) -> str:
     return f"{words}\n\n{summary['samples']} sampled responses in each arm, {summary['steps']} steps"
 
 
-def run(demo: DemoJob) -> int:
-    """All stages that are not there yet, then the arms. 0 when done, 143 when SIGTERM ended it."""
+def run(demo: DemoJob) -> None:
+    """All stages that are not there yet, then the arms."""
     from jobs.common.fleets import Fleets, on_cluster
     from jobs.common.policy_runs import finished, read_data, train
     from jobs.common.stages import make_stages
@@ -101,22 +101,15 @@ def run(demo: DemoJob) -> int:
     jobs = {arm: arm_job(demo, arm) for arm in demo.arms}
     with on_cluster(demo), Fleets() as fleets:
         stages = make_stages(demo, fleets)
-        stop = stop_flag()
-        arms: dict[str, dict[str, Any]] = {}
-        for arm, job in jobs.items():
-            summary = finished(job)
-            if summary is None:
-                data = read_data(job)
-                summary = train(job, data, *fleets.for_policy(job, data.task), stop)
-            if summary is None:
-                return stopped(stop)
-            arms[arm] = summary
+        data, stop = read_data(jobs[demo.arms[0]]), stop_flag()  # the same for all
+        arms = {
+            arm: finished(job) or train(job, data, *fleets.for_policy(job, data.task), stop)
+            for arm, job in jobs.items()
+        }
     for job in jobs.values():
         check_sources(job.run.folder)
-    summary = summarise(demo, stages, arms)
-    finish(demo, summary)
+    finish(demo, summarise(demo, stages, arms))
     print(f"{time.monotonic() - started:.0f} s in all")
-    return 0
 
 
 def finish(demo: DemoJob, summary: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ this machine), and send the token where RAY_AUTH_MODE=token. status and scale ne
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from t2g.config import PolicyJob
@@ -21,7 +21,6 @@ from t2g.errors import RunStopped, UserError
 
 LOOK_TIMEOUT_S = 60.0  # for all nodes together
 JOB_SERVERS = ("http://", "https://")
-Command = Callable[[argparse.Namespace], int]
 
 
 def submit(arguments: argparse.Namespace) -> int:

@@ -10,18 +10,17 @@ on the tokens of the reward model's own tokenizer. run.smoke=true does the same 
 import sys
 from collections.abc import Sequence
 
-from jobs.common.cli import execute, job_parser
+from jobs.common.cli import main
 from jobs.common.run_folder import begin_folder
 from t2g.config import EvaluateJob
 
 
 def evaluate(argv: Sequence[str] | None = None) -> int:
-    parser = job_parser(EvaluateJob)
-    parser.add_argument("--what", choices=["reward"], default="reward", help="what is evaluated")
-    return execute(parser, parser.parse_intermixed_args(argv), EvaluateJob, run)
+    what = {"choices": ["reward"], "default": "reward", "help": "what is evaluated"}
+    return main(EvaluateJob, run, argv=argv, options={"--what": what})
 
 
-def run(config: EvaluateJob) -> None:
+def run(config: EvaluateJob, what: str) -> None:
     from jobs.common.reward_models import as_trained, connected_model, evaluate_reward, usable_records
     from t2g.report.reward_page import JSON_FILE
     from t2g.text.tokenizer import load_tokenizer

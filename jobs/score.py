@@ -7,7 +7,6 @@
 Good spans are green and poor ones red; without a terminal, or with NO_COLOR set, they are [+good+] and [-poor-].
 """
 
-import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jobs.common.cli import execute, job_parser
+from jobs.common.cli import main
 from t2g.config import ScoreJob
 from t2g.errors import RunStopped, UserError
 from t2g.report.terminal import show_feedback
@@ -23,21 +22,19 @@ from t2g.types import Prompt, SpanFeedback
 
 
 def score(argv: Sequence[str] | None = None) -> int:
-    parser = job_parser(ScoreJob)
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what was asked: a text, or @FILE")
-    parser.add_argument("--text", required=True, metavar="TEXT", help="the response: a text, or @FILE")
-    arguments = parser.parse_intermixed_args(argv)
-    return execute(parser, arguments, ScoreJob, lambda config: run(config, arguments), describe)
+    asked = {"--prompt": "what was asked: a text, or @FILE", "--text": "the response: a text, or @FILE"}
+    options = {option: {"required": True, "metavar": "TEXT", "help": words} for option, words in asked.items()}
+    return main(ScoreJob, run, describe, argv, options)
 
 
 def describe(config: ScoreJob) -> str:
     return f"one question to {config.feedback.reward_model}"
 
 
-def run(config: ScoreJob, asked: argparse.Namespace) -> None:
+def run(config: ScoreJob, prompt: str, text: str) -> None:
     from jobs.common.reward_models import as_trained
 
-    prompt_text, response = read_text("--prompt", asked.prompt), read_text("--text", asked.text)
+    prompt_text, response = read_text("--prompt", prompt), read_text("--text", text)
     show(judge(as_trained(config), prompt_text, response), response)
 
 

@@ -8,7 +8,7 @@ import json
 import sys
 from typing import Any
 
-from jobs.common.cli import main, stop_flag, stopped
+from jobs.common.cli import main, stop_flag
 from t2g.config import PolicyJob, with_overrides
 
 
@@ -32,8 +32,8 @@ def smoke_words(config: PolicyJob, summary: dict[str, Any]) -> str:
     return words
 
 
-def run(asked: PolicyJob) -> int:
-    """Connect, start the fleets, train. 0 when done, 128 + its number when a signal ended the run."""
+def run(asked: PolicyJob) -> None:
+    """Connect, start the fleets, train."""
     from jobs.common.fleets import Fleets, on_cluster
     from jobs.common.policy_runs import finished, read_data, train
     from jobs.common.run_folder import SMOKE_STEPS
@@ -53,11 +53,8 @@ def run(asked: PolicyJob) -> int:
             stop = stop_flag()
             with Fleets() as fleets:
                 summary = train(config, data, *fleets.for_policy(config, data.task), stop)
-    if summary is None:
-        return stopped(stop)
     print(smoke_words(asked, summary) if asked.run.smoke else json.dumps(summary["policy"], indent=1))
     print(f"report: {config.run.folder / 'report.html'}")
-    return 0
 
 
 if __name__ == "__main__":

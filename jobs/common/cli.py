@@ -11,50 +11,45 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from t2g.config import loading
 from t2g.config.describe import describe
 from t2g.config.words import problems, section_type
-from t2g.errors import RunStopped, UserError
+from t2g.errors import RunStopped, Stopped, UserError
 
 Config = TypeVar("Config", bound=BaseModel)
 
 
 def main(
     schema: type[Config],
-    run: Callable[[Config], int | None],
+    run: Callable[..., int | None],
     describe: Callable[[Config], str] = describe,
     argv: Sequence[str] | None = None,
+    options: Mapping[str, Mapping[str, Any]] = {},
 ) -> int:
     """Read the config, then `run(config)`; with --dry-run only print it and `describe(config)`. Gives the exit code.
 
-    `argv` without the program's name; None: that of this process.
+    argv: without the program's name; None: that of this process. options: of this job alone, as argparse takes them,
+    {"--text": {"required": True}}; `run` gets their values by name.
     """
     parser = job_parser(schema)
-    return execute(parser, parser.parse_intermixed_args(argv), schema, run, describe)
-
-
-def execute(
-    parser: argparse.ArgumentParser,
-    arguments: argparse.Namespace,
-    schema: type[Config],
-    run: Callable[[Config], int | None],
-    describe: Callable[[Config], str] = describe,
-) -> int:
-    """`main` of what was parsed: for a job that adds options of its own to `job_parser(schema)`."""
+    for option, about in options.items():
+        parser.add_argument(option, **about)
+    given = vars(parser.parse_intermixed_args(argv))
+    file, overrides, dry_run = (given.pop(name) for name in ("config", "overrides", "dry_run"))
     try:
-        config = loading.load(schema, arguments.config, arguments.overrides)
-        if arguments.dry_run:
+        config = loading.load(schema, file, overrides)
+        if dry_run:
             print(loading.resolved(config))
             print(describe(config))
             return 0
-        return run(config) or 0
+        return run(config, **given) or 0
     except (UserError, RunStopped) as error:
         # An error that crossed a Ray actor carries the remote traceback in its own text, and the original as `cause`.
         print(f"{parser.prog}: {getattr(error, 'cause', error)}", file=sys.stderr)
@@ -62,13 +57,21 @@ def execute(
     except ValidationError as error:  # of a config that the job made from its own
         print("\n".join(f"{parser.prog}: {sentence}" for sentence in problems(schema, error)), file=sys.stderr)
         return 2
+    except Stopped:
+        name = str(StopFlag.installed.signal_name)
+        print(f"stopped by {name}: the same command goes on from here", file=sys.stderr)
+        return 128 + signal.Signals[name]
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted", file=sys.stderr)
         return 130
 
 
 class StopFlag:
-    """Set by SIGTERM or SIGINT; false until then. A loop asks it between steps: `if stop: checkpoint, return`."""
+    """Set by SIGTERM or SIGINT; false until then. A loop asks it between steps: `if stop: checkpoint, raise Stopped`,
+    which becomes the exit code that a shell knows for the signal: 143 for SIGTERM.
+    """
+
+    installed: ClassVar[Self]  # whom the signals of this process set
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
@@ -85,16 +88,10 @@ class StopFlag:
 
 def stop_flag() -> StopFlag:
     """Install the handlers and give their flag. Call it after `ray.init`, which puts a SIGTERM handler of its own."""
-    flag = StopFlag()
+    flag = StopFlag.installed = StopFlag()
     signal.signal(signal.SIGTERM, flag._set)
     signal.signal(signal.SIGINT, flag._set)
     return flag
-
-
-def stopped(stop: StopFlag) -> int:
-    """Say how the run ended; its exit code as a shell knows it: 143 for SIGTERM."""
-    print(f"stopped by {stop.signal_name}: the same command goes on from here", file=sys.stderr)
-    return 128 + signal.Signals[str(stop.signal_name)]
 
 
 def job_parser(schema: type[BaseModel]) -> argparse.ArgumentParser:

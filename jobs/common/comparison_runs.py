@@ -1,36 +1,105 @@
-"""The runs of a comparison, made where they are not there yet; then its figures, from what the runs wrote."""
+"""The runs of a comparison, made where they are not there yet; then its figures, from what the runs wrote.
 
+Reward models are arms as well: one for each style and loss that the methods ask for, over seeds. All learn from the
+responses of the demo's stages, judged by the tiny world's critic, and are measured on the same held-out ones; a seed
+decides the initial weights and the order of the records. What the figures are is said in `t2g.study.reward_eval`, of
+policies in `t2g.study.comparison` and `t2g.study.targeting`.
+"""
+
+import asyncio
 import json
 import logging
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from actors.engines.rollout import RolloutFleet
 from actors.learner.learner import LearnerGroup
-from jobs.common.baseline_stages import run_baseline
+from jobs.common import reward_models
 from jobs.common.cli import StopFlag
 from jobs.common.fleets import Fleets
-from jobs.common.policy_runs import PolicyData, finished, train
-from jobs.common.reference_runs import TARGETING_FILE, Target
-from t2g.config import PolicyJob
+from jobs.common.policy_runs import PolicyData, finished, learner_spec, run_baseline, train
+from jobs.common.stages import base_model, once, reward_job
+from t2g.config import DemoJob, ModelConfig, PolicyJob, RewardJob, RunConfig, StyleConfig, with_overrides
+from t2g.data.buffer import Group, read_groups, write_groups
 from t2g.errors import RunStopped, Stopped
+from t2g.feedback.parse import read_judgement
+from t2g.feedback.records import AnnotatedRecord, annotated_record, load_annotated, write_annotated
 from t2g.files import write_atomic
 from t2g.interfaces import FeedbackSource
+from t2g.loop.sampling import JudgedResponse, sampling_of
 from t2g.report.comparison_page import write_comparison
 from t2g.runs.log import METRICS_FILE, read_records
 from t2g.runs.versions import versions
+from t2g.sandbox import SandboxConfig
+from t2g.study import targeting
+from t2g.study.baselines import POLICY
 from t2g.study.comparison import Run, base_run, read_run, summarise, summarise_noise, tables
 from t2g.study.methods import NOISY, Arms, Scores, choose_lr
+from t2g.study.reward_eval import arm_metrics
+from t2g.tasks.tiny.assets import build_reward_model
+from t2g.tasks.tiny.task import TinyTask
+from t2g.text.tokenizer import load_tokenizer
 
+TARGETING_FILE = "targeting.json"
 Hook = Callable[[RolloutFleet, FeedbackSource, LearnerGroup], None]
 
 logger = logging.getLogger(__name__)
 
 
+# ---------------------------------------------------------------------------------------------------------- reference
+class Target:
+    """Responses of the base to held-out prompts, judged: sampled now, or in an earlier start.
+
+    fleets: engines that have not been sent other weights yet.
+    """
+
+    def __init__(self, arms: Arms, data: PolicyData, fleets: Fleets) -> None:
+        job = arms.reference
+        prompts, samples = data.eval_prompts[: job.eval.num_prompts], job.run.folder / "samples"
+        self._tokenizer, self._sampling = data.tokenizer, sampling_of(job, "reference", 0, num_samples=1)
+
+        def make() -> dict[str, Any]:
+            rollouts, feedback = fleets.for_policy(job, data.task)
+            judged = asyncio.run(targeting.sample_and_judge(prompts, rollouts, feedback, self._sampling))
+            shutil.rmtree(samples, ignore_errors=True)  # of a start that was cut short
+            job.run.folder.mkdir(parents=True, exist_ok=True)
+            write_groups(samples, {0: [Group(prompt=p, samples=((r, f),)) for p, r, f in judged]})
+            return {}
+
+        once(job.run.folder, job, make)
+        groups = read_groups(samples, {prompt.prompt_id: prompt for prompt in prompts})[0]
+        self.responses: list[JudgedResponse] = [(group.prompt, *group.samples[0]) for group in groups]
+
+    def measure(self, arm: PolicyJob, rollouts: RolloutFleet, feedback: FeedbackSource, learner: LearnerGroup) -> None:
+        """Writes what a run changed into its folder. Engines and learner have the weights that it trained."""
+        self._write(arm, self._logprobs(learner), rollouts, feedback)
+
+    def measure_exported(self, arm: PolicyJob, feedback: FeedbackSource) -> None:
+        """The same of a run that had no learner of ours, from the policy that it left."""
+        # Merged when it was exported; no critic is asked.
+        changes = {"model": ModelConfig(policy=str(arm.run.folder / POLICY)), "learner.lora": None}
+        exported = with_overrides(arm, changes | {"objective.advantages": "group"})
+        placement_timeout_s = arm.cluster.placement_timeout_s
+        with closing(LearnerGroup(learner_spec(exported), placement_timeout_s=placement_timeout_s)) as learner:
+            logprobs = self._logprobs(learner)
+        with Fleets() as own:
+            self._write(arm, logprobs, own.rollouts(exported.model, exported.rollout, exported), feedback)
+
+    def _logprobs(self, learner: LearnerGroup) -> list[Any]:
+        return [stats.old_logprobs for stats in learner.forward([rollout for _, rollout, _ in self.responses])]
+
+    def _write(self, arm: PolicyJob, logprobs: Sequence[Any], rollouts: RolloutFleet, feedback: FeedbackSource) -> None:
+        measured = targeting.measure(self.responses, logprobs, rollouts, feedback, self._sampling, self._tokenizer)
+        write_atomic(arm.run.folder / TARGETING_FILE, json.dumps(asyncio.run(measured), indent=1).encode())
+
+
+# --------------------------------------------------------------------------------------------------------------- runs
 @dataclass(frozen=True, kw_only=True)
 class Session:
     """Methods that share their engines. Each call makes the runs that are not finished; it raises Stopped."""
@@ -53,8 +122,7 @@ class Session:
         else:
             rollouts, feedback = self.fleets.for_policy(arm, self.data.task)
             hook = partial(after, rollouts, feedback)
-            if train(arm, self.data, rollouts, feedback, self.stop, hook, **made_of) is None:
-                raise Stopped
+            train(arm, self.data, rollouts, feedback, self.stop, hook, **made_of)
         shutil.rmtree(arm.run.folder / "checkpoints", ignore_errors=True)  # tens of runs; the numbers stay
 
     def score(self, name: str, arm: PolicyJob) -> float | None:
@@ -114,6 +182,70 @@ def run_all(arms: Arms, data: PolicyData, stop: StopFlag) -> dict[str, Any]:
                 search["scores"] |= {name: scores} if scores else {}
             session.run_arms(names, search["chosen"], target)
     return search
+
+
+# ------------------------------------------------------------------------------------------------------ reward models
+def make_reward_models(arms: Arms, demo: DemoJob) -> dict[str, dict[int, dict[str, float]]]:
+    """The trainings that are not there yet; model -> seed -> metrics of all. Ray must be connected."""
+    config = arms.job.compare.rewards
+    assert config is not None
+    methods: dict[str, str] = {}  # the first that needs a model
+    for name in arms.methods:
+        methods.setdefault(arms.reward_model(name), name)
+    jobs = {model: {seed: arm_job(arms, demo, name, seed) for seed in config.seeds} for model, name in methods.items()}
+    return {
+        model: {seed: once(job.run.folder, job, partial(run_arm, demo, job)) for seed, job in by_seed.items()}
+        for model, by_seed in jobs.items()
+    }
+
+
+def arm_job(arms: Arms, demo: DemoJob, method: str, seed: int) -> RewardJob:
+    """The demo's reward job with weights of the seed, and the style, records and loss that a method asks for."""
+    config, sparse = arms.job.compare.rewards, reward_job(demo)
+    assert config is not None
+    at = arms.reward_folder(arms.reward_model(method), seed)
+    style = arms.arm(method, seed).feedback.style
+    changes: dict[str, Any] = {
+        "run": RunConfig(root=at.parent, name=at.name, seed=seed),
+        "model.policy": str(at.parent / "weights" / str(seed)),
+        "sft.num_epochs": config.num_epochs,
+        "style": style,
+        "eval_records": config.eval_records,
+    }
+    if style.labels == "dense":
+        dense = arms.job.run.folder / "rewards" / "dense-records"
+        changes["data.path"] = str(dense / Path(sparse.data.path).name)
+        changes["eval_data.path"] = str(dense / Path(sparse.eval_data.path).name)
+    return with_overrides(sparse, changes | arms.methods[method].reward)
+
+
+def run_arm(demo: DemoJob, job: RewardJob) -> dict[str, float]:
+    """Train and measure one model. Its engine ends with it: twelve would not fit into memory."""
+    given = reward_job(demo)
+    build_reward_model(job.model.policy, load_tokenizer(given.model.policy), seed=job.run.seed)
+    if job.style.labels == "dense":
+        write_dense(job, given)
+    data = reward_models.read_data(job)
+    tokenizer = load_tokenizer(base_model(demo).policy)  # spans are compared on the tokens where PPO will pay them
+    with Fleets() as fleets:
+        judged = reward_models.train_and_judge(job, data, fleets, tokenizer=tokenizer)
+    sparse = [relabelled(record, StyleConfig()) for record in data.heldout]
+    return arm_metrics(judged, [record.to_feedback() for record in sparse], tokenizer)
+
+
+def write_dense(job: RewardJob, sparse: RewardJob) -> None:
+    """The records of `sparse` with dense labels, in the files of `job`."""
+    for path, source in ((Path(job.data.path), sparse.data), (Path(job.eval_data.path), sparse.eval_data)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_annotated(path, [relabelled(record, StyleConfig(labels="dense")) for record in load_annotated(source)])
+
+
+def relabelled(record: AnnotatedRecord, style: StyleConfig) -> AnnotatedRecord:
+    """The same response with critique and quotes of the tiny world's critic in another style."""
+    critic = TinyTask().critic(style=style, sandbox=SandboxConfig())
+    answer = critic(record.prompt, record.response, payload=record.payload)
+    said = read_judgement(answer, record.response, source=record.source, version=record.version)
+    return annotated_record(record.to_prompt(), record.response, said, sample_index=record.sample_index)
 
 
 # ------------------------------------------------------------------------------------------------------------- figures

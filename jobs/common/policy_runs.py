@@ -1,13 +1,20 @@
-"""One run of PPO on fleets that are up: its data, its learner group, its restarts, its summary.
+"""One run that makes a policy: its data, its training by PPO on fleets that are up or by a baseline, its summary.
 
-`jobs.train_policy` makes one such run, `jobs.demo` and `jobs.compare` several on the same engines.
+`jobs.train_policy` makes one run of PPO, `jobs.demo` and `jobs.compare` several on the same engines.
+
+A baseline (`t2g.study.baselines`) asks engines of its own. The reviser of ilf and reflection is the policy itself,
+asked through `Task.revise_messages`, or another model. In the tiny world it must be another: a base policy of a million
+random weights never read a critique, so one is taught to revise by the world's own corrections (`stages.make_reviser`,
+`tasks.tiny.revision`). There, both know how a critique is followed before they begin, which PPO does not. A baseline
+that is not finished starts again.
 """
 
 import asyncio
 import json
 import logging
+import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -20,14 +27,17 @@ from actors.learner.parts import LearnerSpec
 from actors.weights.sync import WeightSync
 from jobs.common import run_folder
 from jobs.common.cli import StopFlag
+from jobs.common.fleets import Fleets
 from jobs.common.steering import Steering
+from jobs.common.supervised import MODEL, supervise
 from t2g.concurrency import beside
-from t2g.config import PolicyJob
+from t2g.config import ModelConfig, PolicyJob, RolloutConfig, RunConfig, SFTJob
+from t2g.data.batching import count_steps
 from t2g.data.load import load_records
 from t2g.data.prompts import make_prompts
-from t2g.errors import LearnerLost, RunStopped
+from t2g.errors import LearnerLost, RunStopped, Stopped
 from t2g.files import write_atomic
-from t2g.interfaces import FeedbackSource
+from t2g.interfaces import FeedbackSource, RolloutSource
 from t2g.loop.steps import prompt_indices, refuse_unmeasured
 from t2g.loop.trainer import Trainer, TrainerState
 from t2g.report.run_page import SUMMARY_FILE, report_run
@@ -36,16 +46,19 @@ from t2g.runs.log import METRICS_FILE, RunLog, read_records
 from t2g.runs.metrics import UNLABELLED_SHARE, held_out, step_line
 from t2g.runs.progress import stage
 from t2g.runs.versions import versions
+from t2g.study import baselines
+from t2g.study.baselines import METHODS, POLICY, Arm, Metrics, PreferencePair
 from t2g.tasks.base import Task, get_task
 from t2g.text.positions import check_positions
 from t2g.text.tokenizer import load_tokenizer
-from t2g.types import Prompt
+from t2g.types import Prompt, TrainSequence
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 After = Callable[[LearnerGroup], None]
 
+IMITATION = "imitation"  # folder of ilf's training
 TIMES = {"steps_s": "time/step_s", "evaluations_s": "time/eval_s"}  # in the summary: sums of metrics
 
 
@@ -76,6 +89,7 @@ def read_data(config: PolicyJob) -> PolicyData:
     return PolicyData(task=task, tokenizer=tokenizer, prompts=prompts, eval_prompts=eval_prompts)
 
 
+# ----------------------------------------------------------------------------------------------------------------- PPO
 def train(
     config: PolicyJob,
     data: PolicyData,
@@ -84,9 +98,9 @@ def train(
     stop: StopFlag,
     after: After = lambda learner: None,
     **more: Any,
-) -> dict[str, Any] | None:
-    """One run on fleets that are up; the learner group lives as long as this call. Returns the summary that it wrote,
-    or None when `stop` ended the run at a checkpoint: the same call goes on from there.
+) -> dict[str, Any]:
+    """One run on fleets that are up; the learner group lives as long as this call. Returns the summary that it wrote.
+    Raises Stopped when `stop` ended the run at a checkpoint: the same call goes on from there.
 
     rollouts: engines of the same model. after: called once all steps are done, while the learner lives and the engines
     have its weights; a run whose `after` did not return is not finished. more: see `Identity.of`.
@@ -95,27 +109,26 @@ def train(
     with run_folder.sole_process(config.run.folder):
         run_folder.begin_folder(config, **more)
         state = with_restarts(attempt, config.learner.max_restarts, stop)
-    if state is None or state.step < config.num_steps:
-        return None
+    if state.step < config.num_steps:
+        raise Stopped
     return write_summary(config, seconds=state.wall_s)
 
 
-def with_restarts(attempt: Callable[[float | None], Result], max_restarts: int, stop: StopFlag) -> Result | None:
+def with_restarts(attempt: Callable[[float | None], Result], max_restarts: int, stop: StopFlag) -> Result:
     """attempt(None). After a LearnerLost again, at most `max_restarts` times, as attempt(when it was lost) on
-    time.monotonic; None where `stop` came meanwhile.
+    time.monotonic; Stopped where `stop` came meanwhile.
     """
-    lost_at = None
-    for left in range(max_restarts, -1, -1):
+    lost_at, left = None, max_restarts
+    while True:
         try:
             return attempt(lost_at)
         except LearnerLost as lost:
             if left == 0:
                 raise RunStopped(f"{lost}; learner.max_restarts={max_restarts} allows no other start") from lost
-            lost_at = time.monotonic()
-            logger.warning("%s; it is started again from the last checkpoint (%d more at most)", lost, left - 1)
+            lost_at, left = time.monotonic(), left - 1
+            logger.warning("%s; it is started again from the last checkpoint (%d more at most)", lost, left)
         if stop:
-            break
-    return None
+            raise Stopped
 
 
 def one_learner(
@@ -178,6 +191,91 @@ def learner_spec(config: PolicyJob) -> LearnerSpec:
     )
 
 
+# ---------------------------------------------------------------------------------------------------------- baselines
+def run_baseline(
+    job: PolicyJob,
+    data: PolicyData,
+    feedback: FeedbackSource,
+    stop: StopFlag,
+    *,
+    procedure: str,
+    reviser: str | None = None,
+    **more: Any,
+) -> dict[str, Any]:
+    """The summary of a run in `job.run.folder`, made from its beginning. Raises Stopped when `stop` ended it.
+
+    Engines of the base, of the reviser and of the result live here, one after the other.
+    reviser: a model folder or hub name; none: the policy itself. more: see `Identity.of`.
+
+    job: see `baselines.check`. UserError for a folder of another run.
+    """
+    folder = job.run.folder
+    started = time.monotonic()
+    with run_folder.sole_process(folder), closing(RunLog(folder, job.log)) as log:
+        run_folder.begin_folder(job, procedure=procedure, reviser=reviser, **more)
+        log.truncate(0)
+        for leftover in (POLICY, f"{POLICY}.part", IMITATION):
+            shutil.rmtree(folder / leftover, ignore_errors=True)
+        revising = job.model if reviser is None else ModelConfig(policy=reviser)
+        arm = Arm(
+            job=job,
+            **vars(data),
+            feedback=feedback,
+            reviser=revising,
+            reviser_tokenizer=load_tokenizer(revising.policy, revising.revision),
+            log=log,
+            stop=lambda: bool(stop),
+            serve=partial(own_engines, job),
+            train=partial(train_pairs if procedure == "dpo" else train_examples, job, stop),
+        )
+        log.step(job.num_steps, METHODS[procedure](arm))
+    return write_summary(job, seconds=time.monotonic() - started)
+
+
+def own_engines(
+    job: PolicyJob,
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    ask: Callable[[RolloutSource], Coroutine[Any, Any, Any]],
+) -> Any:
+    """What `ask` returns of engines of `model`, which live as long as that takes."""
+    with Fleets() as own:
+        return asyncio.run(ask(own.rollouts(model, rollout, job)))
+
+
+def train_pairs(job: PolicyJob, stop: StopFlag, pairs: Sequence[PreferencePair]) -> Metrics:
+    """DPO of the base into the run's `policy`."""
+    from actors.learner.dpo import train_dpo
+
+    part = job.run.folder / f"{POLICY}.part"
+    size = baselines.batch_size(job, len(pairs))
+    with stage(f"{job.run.name}: DPO", count_steps(len(pairs), job.learner.num_epochs, size)) as bar:
+        trained = train_dpo(
+            job.model, job.learner, pairs,
+            cluster=job.cluster, stop=lambda: bool(stop), on_progress=bar.reach,
+            batch_size=size, seed=job.run.seed, out_folder=part,
+        )  # fmt: skip
+    if trained is None:
+        raise Stopped
+    part.rename(job.run.folder / POLICY)
+    return trained
+
+
+def train_examples(job: PolicyJob, stop: StopFlag, examples: Sequence[TrainSequence]) -> Metrics:
+    """Supervised fine-tuning of the base into the run's `policy`, which no stop interrupts."""
+    run = RunConfig(root=job.run.folder, name=IMITATION, seed=job.run.seed)
+    sft = baselines.sft_options(job, len(examples))
+    imitation = SFTJob(
+        run=run, cluster=job.cluster, task=job.task, model=job.model, data=job.data, sft=sft, log=job.log
+    )
+    metrics = supervise(imitation, examples, title=f"{job.run.name}: imitation")
+    (run.folder / MODEL).rename(job.run.folder / POLICY)
+    if stop:
+        raise Stopped
+    return metrics
+
+
+# ------------------------------------------------------------------------------------------------------------- results
 def finished(config: PolicyJob, **more: Any) -> dict[str, Any] | None:
     """The summary of a run that has all its steps already. more, UserError: see `run_folder.finished`."""
     summary = run_folder.finished(config, SUMMARY_FILE, **more)

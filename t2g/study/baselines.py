@@ -9,7 +9,7 @@ The same base policy, prompts, seeds, feedback source, number of samples and eva
     reflection  nothing is trained: the policy answers a held-out prompt, reads the critique and answers again
 
 All is measured by the summed delta of a response, which is what scalar PPO pays: the same information. Written against
-the Protocols: who serves a model and who trains one is given by the caller (`jobs.common.baseline_stages`).
+the Protocols: who serves a model and who trains one is given by the caller (`jobs.common.policy_runs`).
 """
 
 import asyncio

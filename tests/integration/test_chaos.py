@@ -33,6 +33,7 @@ from jobs.common.policy_runs import read_data, train
 from jobs.common.run_folder import begin_folder
 from t2g.config import PolicyJob, loading
 from t2g.config.roles import roles
+from t2g.errors import Stopped
 from t2g.loop.scaling import PATIENCE, STARVING
 from t2g.loop.steps import prompt_indices
 
@@ -281,7 +282,8 @@ def test_a_run_on_stub_engines_grows_while_its_learner_starves_and_shrinks_when_
     job = make_job(stage.folder, 1000, **scaled, **{"rollout.max_staleness": 1})
     (stage.folder / "policy" / SLOW).touch()
     stop = Grown(job.run.folder, stage.folder / "policy" / SLOW)
-    assert train(job, read_data(job), *stub_fleets(job), stop) is None
+    with pytest.raises(Stopped):
+        train(job, read_data(job), *stub_fleets(job), stop)
     metrics = [line for line in logged(job.run.folder) if line["step"] > 0]
     sizes = [line["rollout/workers"] for line in metrics]
     grown = sizes.index(2)

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from fakes import FakeFeedback, FakeRollouts, letter_prompts, letter_tokenizer
 
-from jobs.common.baseline_stages import run_baseline
 from jobs.common.cli import StopFlag
-from jobs.common.policy_runs import PolicyData
+from jobs.common.policy_runs import PolicyData, run_baseline
 from jobs.common.run_folder import begin_folder
 from t2g.config import ModelConfig, PolicyJob, RolloutConfig
 from t2g.errors import RunStopped, Stopped, UserError

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from jobs.common.cli import StopFlag
-from jobs.common.comparison_runs import Session, engine_groups, finish
+from jobs.common.comparison_runs import Session, Target, engine_groups, finish
 from jobs.common.policy_runs import PolicyData
-from jobs.common.reference_runs import Target
 from jobs.common.run_folder import begin_folder
 from jobs.compare import check, describe
 from t2g.config import CompareJob, PolicyJob, loading

@@ -19,7 +19,7 @@ from jobs.common.cli import StopFlag
 from jobs.common.policy_runs import with_restarts
 from t2g.concurrency import beside
 from t2g.config import PolicyJob
-from t2g.errors import LearnerLost, RunStopped, SamplingFailed, UserError
+from t2g.errors import LearnerLost, RunStopped, SamplingFailed, Stopped, UserError
 from t2g.loop.trainer import TrainerState
 from t2g.runs.checkpoint import CheckpointStore
 from t2g.runs.identity import data_hash
@@ -151,7 +151,9 @@ def test_a_learner_that_is_lost_too_often_ends_the_run() -> None:
 
     stop = StopFlag()
     stop.signal_name = "SIGTERM"
-    assert with_restarts(attempt, 2, stop) is None and len(attempts) == 4
+    with pytest.raises(Stopped):
+        with_restarts(attempt, 2, stop)
+    assert len(attempts) == 4
 
 
 def test_what_ends_beside_the_run_ends_it_and_keeps_the_finished_steps(

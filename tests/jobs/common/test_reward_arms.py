@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from configs import differing
-from jobs.common import reward_arms
-from jobs.common.reward_arms import arm_job, relabelled, write_dense
+from jobs.common import comparison_runs
+from jobs.common.comparison_runs import arm_job, relabelled, write_dense
 from jobs.common.stages import demo_of, once, reward_job
 from t2g.config import CompareJob, DataConfig, DemoJob, RewardJob, StyleConfig, loading
 from t2g.errors import UserError
@@ -64,8 +64,8 @@ def test_dense_records_are_those_of_the_dense_critic(tmp_path: Path) -> None:
     for data in (sparse.data, sparse.eval_data):
         Path(data.path).parent.mkdir(parents=True, exist_ok=True)
         write_annotated(Path(data.path), [SPARSE])
-    write_dense(arms, sparse)
     job = arm_job(arms, demo, "dense", 1)
+    write_dense(job, sparse)
     for data in (job.data, job.eval_data):
         (record,) = load_annotated(data)
         assert (record.good, record.poor, record.response) == (
@@ -89,11 +89,11 @@ def test_each_model_is_trained_once_with_each_seed(tmp_path: Path, monkeypatch: 
         job.run.folder.mkdir(parents=True)
         return {"good_f1": job.run.seed / 10}
 
-    monkeypatch.setattr(reward_arms, "run_arm", run_arm)
-    made = reward_arms.make_reward_models(arms, demo)
+    monkeypatch.setattr(comparison_runs, "run_arm", run_arm)
+    made = comparison_runs.make_reward_models(arms, demo)
     assert list(made) == ["plain", "weighted", "no_critique", "dense"]
     assert {seed: metrics["good_f1"] for seed, metrics in made["dense"].items()} == {1: 0.1, 2: 0.2, 3: 0.3}
-    assert reward_arms.make_reward_models(arms, demo) == made
+    assert comparison_runs.make_reward_models(arms, demo) == made
     assert len(trained) == len(set(trained)) == 12
 
 
