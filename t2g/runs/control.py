@@ -130,7 +130,8 @@ class Control:
             return {}
         self._seen = written_ns
         asked, bounds = wanted.model_dump(exclude_none=True), self._bounds
-        kept = {name: min(max(asked[name], bounds[name].min), bounds[name].max) for name in asked.keys() & bounds}
+        known = {name: number for name, number in asked.items() if name in bounds}
+        kept = {name: min(max(number, bounds[name].min), bounds[name].max) for name, number in known.items()}
         if kept != asked:
             allowed = [f"{SECTIONS[name]} from {workers.min} to {workers.max}" for name, workers in bounds.items()]
             logger.warning(
