@@ -165,9 +165,13 @@ async def _attended(
 ) -> None:
     """`stop` closes `turns`; `work` is cancelled when none is under way, after patience_s, or by a second signal."""
     task = asyncio.ensure_future(work)
-    while not task.done() and not stop:
-        await asyncio.wait([task], timeout=TICK_S)
-        at_tick()
+
+    async def until(over: Callable[[], bool]) -> None:
+        while not task.done() and not over():
+            await asyncio.wait([task], timeout=TICK_S)
+            at_tick()
+
+    await until(lambda: bool(stop))
     if task.done():
         return task.result()
     turns.close()
@@ -175,9 +179,7 @@ async def _attended(
     waits = f"waiting up to {patience_s:g} s for {turns.num_under_way} judgements under way"
     print(f"{name}: {waits}; once more to stop at once", file=sys.stderr)
     deadline = time.monotonic() + patience_s
-    while not task.done() and turns.num_under_way and not stop and time.monotonic() < deadline:
-        await asyncio.wait([task], timeout=TICK_S)
-        at_tick()
+    await until(lambda: bool(stop) or not turns.num_under_way or time.monotonic() >= deadline)
     stop.signal_name = name
     if not task.cancel():
         task.result()  # what ended the work counts before the signal

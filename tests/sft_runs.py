@@ -22,8 +22,8 @@ def make_base(folder: Path, *, initializer_range: float = 0.08) -> Path:
     """Random weights. Where the head stays frozen a spread of 0.08 leaves 1.2 nats: it cannot say more."""
     tokenizer = build_tokenizer(folder, TARGETS, vocab_size=280)
     build_model(
-        folder, tokenizer, num_layers=2, width=64, num_heads=2, mlp_width=128, window=64,
-        initializer_range=initializer_range,
+        folder, tokenizer, num_hidden_layers=2, hidden_size=64, num_attention_heads=2, intermediate_size=128,
+        max_position_embeddings=64, initializer_range=initializer_range,
     )  # fmt: skip
     return folder
 

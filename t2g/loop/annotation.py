@@ -182,13 +182,11 @@ def summarize(records: Sequence[AnnotatedRecord]) -> dict[str, Any]:
 
 def _grouped(reasons: Iterable[str]) -> list[tuple[int, str]]:
     """How often each kind, and one example: reasons that differ in their numbers only are of one kind."""
-    examples: dict[str, str] = {}
-    counts: Counter[str] = Counter()
+    kinds: dict[str, list[str]] = {}
     for reason in reasons:
-        kind = re.sub(r"\d+", "#", reason)
-        examples.setdefault(kind, reason)
-        counts[kind] += 1
-    return [(count, examples[kind]) for kind, count in counts.most_common(MAX_REASONS)]
+        kinds.setdefault(re.sub(r"\d+", "#", reason), []).append(reason)
+    largest = sorted(kinds.values(), key=len, reverse=True)[:MAX_REASONS]
+    return [(len(alike), alike[0]) for alike in largest]
 
 
 def summary_words(summary: dict[str, Any]) -> str:

@@ -20,7 +20,10 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> PolicyJob:
     folder = tmp_path_factory.mktemp("world")
     paths = write_world(folder, WorldConfig(num_train=8, num_heldout=4, seed=1))
     tokenizer, _ = build_tokenizers(folder)
-    build_model(folder / "policy", tokenizer, num_layers=2, width=64, num_heads=2, mlp_width=96, window=1024)
+    build_model(
+        folder / "policy", tokenizer, num_hidden_layers=2, hidden_size=64, num_attention_heads=2, intermediate_size=96,
+        max_position_embeddings=1024,
+    )  # fmt: skip
     return PolicyJob.model_validate(
         {
             "run": {"root": folder / "runs"},

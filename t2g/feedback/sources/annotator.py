@@ -8,7 +8,7 @@ Answers are untrusted: parsed, bounded, never an exception. What is wrong with o
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import ConfigDict, ValidationError
@@ -47,25 +47,12 @@ class Request:
 
     messages: tuple[Message, ...]
     response_text: str
-    style: StyleConfig
-    critique: str | None = None  # given: only its spans are wanted
+    keys: tuple[str, ...]  # of the answer, in order
+    critique: str | None  # given: only its spans are wanted
 
     @property
     def with_phrases(self) -> bool:
-        return self.style.critique or self.critique is not None
-
-    @property
-    def pieces(self) -> str:
-        if self.critique is not None:
-            return "the pieces of the response that this person's critique speaks of"
-        if self.style.labels == "dense":
-            return "every piece of the response, so that nothing of it is left out"
-        return f"the pieces of the response that {'your critique speaks of' if self.style.critique else 'decide'}"
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Keys of the answer, in order."""
-        return ("reasoning", *(("critique",) if self.style.critique and self.critique is None else ()), "spans")
+        return "critique" in self.keys or self.critique is not None
 
 
 class _Entry(Quote):
@@ -93,17 +80,24 @@ def make_request(
     With a `critique` of somebody else the annotator is asked for the spans of that one.
     """
     *head, last = task.feedback_messages(prompt, response_text, style=style)
-    parts = [last["content"]]
-    notes = task.notes(prompt, response_text) if critique is None else None
-    if notes:
-        parts.append(notes[:MAX_NOTES_CHARS])
+    own = style.critique and critique is None  # the annotator writes one
+    pieces = f"the pieces of the response that {'your critique speaks of' if own else 'decide'}"
     if critique is not None:
-        parts.append(f"A person has written this critique of the response; keep to it:\n{critique}")
-    request = Request(messages=(), response_text=response_text, style=style, critique=critique)
-    spans = _SPANS.format(pieces=request.pieces, phrase=_PHRASE if request.with_phrases else "")
-    parts.append(_FORMAT + (_CRITIQUE if "critique" in request.keys else "") + spans)
-    messages = (*head, _message(last["role"], "\n\n".join(parts)))
-    return replace(request, messages=messages)
+        shown: str | None = f"A person has written this critique of the response; keep to it:\n{critique}"
+        pieces = "the pieces of the response that this person's critique speaks of"
+    else:
+        shown = (task.notes(prompt, response_text) or "")[:MAX_NOTES_CHARS]
+        if style.labels == "dense":
+            pieces = "every piece of the response, so that nothing of it is left out"
+    form = _FORMAT + (_CRITIQUE if own else "")
+    form += _SPANS.format(pieces=pieces, phrase=_PHRASE if own or critique is not None else "")
+    content = "\n\n".join(part for part in (last["content"], shown, form) if part)
+    return Request(
+        messages=(*head, _message(last["role"], content)),
+        response_text=response_text,
+        keys=("reasoning", "critique", "spans") if own else ("reasoning", "spans"),
+        critique=critique,
+    )
 
 
 def _message(role: str, content: str) -> Message:

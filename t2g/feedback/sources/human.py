@@ -13,7 +13,8 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,6 @@ FIELDS = ("prompt_id", "prompt", "response", "critique", "good", "poor", "spans"
 MARKS = ("good", "poor", "spans")
 LABELS = {"good": 1, "poor": -1}
 Key = tuple[str | None, str | None, str]  # prompt_id and prompt as far as the line gives them, response
-
-
-@dataclass(frozen=True)
-class _Judgement:
-    feedback: SpanFeedback
-    aligned: bool  # false: the critique alone is known
 
 
 class HumanFeedback(FeedbackSource):
@@ -61,8 +56,8 @@ class HumanFeedback(FeedbackSource):
         self._path, self._task = path, task
         self.aligner = aligner
         self._failures = FailureLog()
-        self._judgements: dict[Key, _Judgement] = {}
-        self._unaligned: list[str] = []  # places of critiques without spans
+        self._judgements: dict[Key, SpanFeedback] = {}
+        self._unaligned: dict[Key, str] = {}  # where the critique alone is known: its place
         lost: list[str] = []
         again: list[str] = []
         for where, row in read_file(path) if path.suffix in SUFFIXES else read_lines(path):
@@ -71,12 +66,10 @@ class HumanFeedback(FeedbackSource):
             if key is None:
                 lost.append(where)
                 continue
-            if key in self._judgements and self._judgements[key].feedback.status != "failed":
+            if key in self._judgements and self._judgements[key].status != "failed":
                 again.append(where)
                 continue
-            self._judgements[key] = judgement = self._judgement(where, row, key[2])
-            if not judgement.aligned:
-                self._unaligned.append(where)
+            self._judgements[key] = self._read(where, row, key)
         if again:
             places = ", ".join(first_few(again))
             logger.warning("not used: %d judgements of a response that an earlier line judged, %s", len(again), places)
@@ -90,18 +83,18 @@ class HumanFeedback(FeedbackSource):
         """UserError where a critique has no spans and there is nobody to find them."""
         if self._unaligned and self.aligner is None:
             raise UserError(
-                f"{len(self._unaligned)} critiques have no spans, the first at {self._unaligned[0]}; set annotate.align"
-                ' to llm or reward_model to find them, or write "good": [] where none are meant'
+                f"{len(self._unaligned)} critiques have no spans, the first at {next(iter(self._unaligned.values()))}; "
+                'set annotate.align to llm or reward_model to find them, or write "good": [] where none are meant'
             )
 
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
-        judgement = self._find(prompt, response_text)
-        if judgement is None:
+        key = self._find(prompt, response_text)
+        if key is None:
             sentence = f"{self._path} has no judgement of this response to prompt {prompt.prompt_id}"
             self._failures.say("missing", sentence)
             return no_feedback("failed", source=self.name, version="", reason=sentence)
-        said = judgement.feedback
-        if judgement.aligned:
+        said = self._judgements[key]
+        if key not in self._unaligned:
             return said
         assert self.aligner is not None, "see refuse_unaligned"
         found = await self.aligner.align(prompt, response_text, said.critique)
@@ -109,39 +102,32 @@ class HumanFeedback(FeedbackSource):
 
     def is_current(self, record: AnnotatedRecord) -> bool:
         """Whether the record still says what the file says."""
-        judgement = self._find(record.to_prompt(), record.response)
-        if judgement is None:
-            return False
-        version = judgement.feedback.version  # an aligner adds its own behind a comma, and a file's name may hold one
-        return record.version == version or record.version.startswith(f"{version}, ")
+        key = self._find(record.to_prompt(), record.response)
+        # An aligner adds its version behind a comma; a file's name may hold one, too.
+        return key is not None and f"{record.version}, ".startswith(f"{self._judgements[key].version}, ")
 
     def wants_aligner(self, prompt: Prompt, response_text: str) -> bool:
-        judgement = self._find(prompt, response_text)
-        return judgement is not None and not judgement.aligned
+        return self._find(prompt, response_text) in self._unaligned
 
-    def _find(self, prompt: Prompt, response_text: str) -> _Judgement | None:
+    def _find(self, prompt: Prompt, response_text: str) -> Key | None:
         asked = (prompt.prompt_id, prompt.prompt_text), (None, prompt.prompt_text), (prompt.prompt_id, None)
-        found = (self._judgements.get((*names, response_text)) for names in asked)
-        return next((judgement for judgement in found if judgement is not None), None)
+        return next((key for names in asked if (key := (*names, response_text)) in self._judgements), None)
 
-    def _judgement(self, where: str, row: Record, response: str) -> _Judgement:
-        version = self._version(row)
+    def _read(self, where: str, row: Record, key: Key) -> SpanFeedback:
+        # The file and a hash of the line: what changes in other lines makes no judgement stale.
+        digest = hashlib.blake2b(json.dumps(row, default=str).encode(errors="replace"), digest_size=4).hexdigest()
+        names = {"source": self.name, "version": f"{self._path.name}@{digest}"}
         try:
             critique, marks = _read_marks(row)
-            if marks is None:
-                said = make_feedback(critique, (), (), response, source=self.name, version=version)
-                return _Judgement(said, aligned=False)
-            names = {"prompt": "", "response": response, "critique": critique, "source": self.name, "version": version}
-            said = read_record({**names, **marks}, on_flaw=_refuse).to_feedback()
+            if marks is not None:
+                said = {"prompt": "", "response": key[2], "critique": critique, **names, **marks}
+                return read_record(said, on_flaw=_refuse).to_feedback()
+            self._unaligned[key] = where
+            return make_feedback(critique, (), (), key[2], **names)
         except ValueError as error:
-            said = no_feedback("failed", source=self.name, version=version, reason=f"{where}: {error}")
-            self._failures.say("line", said.reason)
-        return _Judgement(said, aligned=True)
-
-    def _version(self, row: Record) -> str:
-        """The file and a hash of the line: what changes in other lines makes no judgement stale."""
-        digest = hashlib.blake2b(json.dumps(row, default=str).encode(errors="replace"), digest_size=4).hexdigest()
-        return f"{self._path.name}@{digest}"
+            reason = f"{where}: {error}"
+            self._failures.say("line", reason)
+            return no_feedback("failed", reason=reason, **names)
 
 
 def _refuse(flaw: str) -> None:
@@ -150,7 +136,10 @@ def _refuse(flaw: str) -> None:
 
 def _key(row: Record, task: Task) -> Key | None:
     """What the row judges, as the task reads it or else under its plain names; None where it does not say."""
-    names = {field: value for field, value in _names(row).items() if isinstance(value, str)}
+    given: Record = row
+    with suppress(ValueError):  # said once the line is read
+        given = translate(row, FIELDS)[0]
+    names = {field: value for field, value in given.items() if isinstance(value, str)}
     response = _attempt(task.response, row) or names.get("response")
     text = _attempt(task.prompt_text, row) or names.get("prompt")
     prompt_id = task.prompt_id(row) or names.get("prompt_id")
@@ -162,14 +151,6 @@ def _attempt(read: Callable[[Record], str | None], row: Record) -> str | None:
         return read(row)
     except ValueError:
         return None
-
-
-def _names(row: Record) -> dict[str, Any]:
-    """The row under our names, published ones understood."""
-    try:
-        return translate(row, FIELDS)[0]
-    except ValueError:
-        return dict(row)
 
 
 def _read_marks(row: Record) -> tuple[str, dict[str, Any] | None]:

@@ -11,8 +11,6 @@ from t2g.feedback.sources.program import ProgramFeedback
 from t2g.interfaces import Aligner, FeedbackSource
 from t2g.tasks.base import Task
 
-__all__ = ["EndpointChat", "HumanFeedback", "LLMFeedback", "ProgramFeedback", "make_local_source"]
-
 
 def make_local_source(config: FeedbackConfig, task: Task, *, aligner: Aligner | None = None) -> FeedbackSource:
     """The source that `config.source` names; every one but those of engines of our own.
@@ -22,11 +20,11 @@ def make_local_source(config: FeedbackConfig, task: Task, *, aligner: Aligner | 
     """
     match config.source:
         case "llm":
-            return make_endpoint_source(config, task)
+            return LLMFeedback(EndpointChat(config.llm), config, task)
         case "human":
             assert config.human_file is not None  # FeedbackConfig checked it
             if aligner is None and config.model_asked == "llm":
-                aligner = make_endpoint_source(config, task)
+                aligner = LLMFeedback(EndpointChat(config.llm), config, task)
             human = HumanFeedback(Path(config.human_file), task, aligner, columns=config.human_columns)
             human.refuse_unaligned()
             return human
@@ -37,8 +35,3 @@ def make_local_source(config: FeedbackConfig, task: Task, *, aligner: Aligner | 
             return ProgramFeedback(critic, timeout_s=config.timeout_s, parallel=config.concurrency)
     assert config.source != "reward_model", "the reward model is served by actors.engines.reward"
     return ProgramFeedback(config.source, timeout_s=config.timeout_s)
-
-
-def make_endpoint_source(config: FeedbackConfig, task: Task) -> LLMFeedback:
-    """The annotator behind `llm.url`, which is an aligner, too."""
-    return LLMFeedback(EndpointChat(config.llm), config, task)

@@ -6,6 +6,7 @@ import inspect
 import threading
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.parse import no_feedback, read_judgement
@@ -102,17 +103,7 @@ async def _in_thread(timeout_s: float, call: Callable[[], SpanFeedback]) -> Span
 
     Raises TimeoutError; the call raises nothing.
     """
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[SpanFeedback] = loop.create_future()
-
-    def settle(feedback: SpanFeedback) -> None:
-        if not result.done():
-            result.set_result(feedback)
-
-    def run() -> None:
-        feedback = call()
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, feedback)
-
-    threading.Thread(target=run, name="critic", daemon=True).start()
-    return await asyncio.wait_for(result, timeout_s)
+    result: Future[SpanFeedback] = Future()
+    result.set_running_or_notify_cancel()  # else the thread of a call left behind could not set it
+    threading.Thread(target=lambda: result.set_result(call()), name="critic", daemon=True).start()
+    return await asyncio.wait_for(asyncio.wrap_future(result), timeout_s)

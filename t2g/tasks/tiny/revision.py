@@ -1,4 +1,4 @@
-"""Revision in the tiny world: how it is asked for, and what a writer who believes a critique would write.
+"""Revision in the tiny world: what a writer who believes a critique would write.
 
 The base policy of the tiny world never read a critique, so a reviser is taught by examples that this file makes. What
 it is not: a policy that learnt to revise by itself. Its corrections come from the world's own facts.
@@ -14,15 +14,8 @@ import numpy as np
 
 from t2g.tasks.tiny.world import MISSING, SLOTS, Facts, findings, write_clause
 
-REVISE_INSTRUCTION = "Mend the summary. Post: "
 DROPPED = 0.3  # share of a critique's sentences that an example leaves out
 _ORDER = list(SLOTS)
-
-
-def revise_messages(post: str, response: str, critique: str) -> list[dict[str, str]]:
-    """The chat that asks for a summary again."""
-    content = f"{REVISE_INSTRUCTION}{post}\nSummary: {response}\nCritique: {critique}"
-    return [{"role": "user", "content": content}]
 
 
 def sentences(critique: str) -> list[str]:

@@ -8,7 +8,7 @@ from t2g.config import StyleConfig
 from t2g.sandbox import SandboxConfig
 from t2g.tasks.base import SPARSE, Critic, Record, text_field
 from t2g.tasks.summarization import SummarizationTask
-from t2g.tasks.tiny import revision, world
+from t2g.tasks.tiny import world
 from t2g.text.tokenizer import Message
 from t2g.types import Prompt
 
@@ -47,7 +47,8 @@ class TinyTask(SummarizationTask):
     def revise_messages(
         self, prompt: Prompt, response_text: str, critique: str, input_limit: int | None = None
     ) -> list[Message]:
-        return revision.revise_messages(prompt.prompt_text[:input_limit], response_text, critique)
+        asked = f"Mend the summary. Post: {prompt.prompt_text[:input_limit]}"
+        return [{"role": "user", "content": f"{asked}\nSummary: {response_text}\nCritique: {critique}"}]
 
     def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float]:
         return world.measure(prompt.payload["facts"], response_text)

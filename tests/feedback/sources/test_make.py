@@ -8,7 +8,10 @@ import pytest
 
 from t2g.config import AnnotateConfig, FeedbackConfig
 from t2g.errors import UserError
-from t2g.feedback.sources.make import HumanFeedback, LLMFeedback, ProgramFeedback, make_local_source
+from t2g.feedback.sources.human import HumanFeedback
+from t2g.feedback.sources.llm import LLMFeedback
+from t2g.feedback.sources.make import make_local_source
+from t2g.feedback.sources.program import ProgramFeedback
 from t2g.tasks.base import get_task
 
 URL, KEY_VARIABLE = "http://127.0.0.1:9/v1", "T2G_TEST_ENDPOINT_KEY"

@@ -311,7 +311,8 @@ def test_model_folder_loads(tokenizers: Any, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     policy, _ = tokenizers
-    made = assets.build_model(tmp_path, policy, num_layers=1, width=64, num_heads=2, mlp_width=64, seed=3)
+    small = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 64}
+    made = assets.build_model(tmp_path, policy, seed=3, **small)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert loaded.num_parameters() == made.num_parameters()
     assert loaded.config.eos_token_id == policy.eos_token_id
