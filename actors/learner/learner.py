@@ -103,7 +103,7 @@ class LearnerWorker:
     def load(self, part: PartName, folder: Path, universal: bool) -> None:
         """What `save` wrote. universal: what `convert` made of it, and the RNG stays as this rank's seed made it.
 
-        Nothing draws from the RNG after `start`: there is no dropout.
+        PPO and DPO draw nothing after `start`, and supervised training seeds the dropout of each step.
         """
         zero3.load_checkpoint(self.parts[part].engine, folder, part, universal=universal)
         if not universal:

@@ -62,10 +62,10 @@ class LearnerSpec:
 def load_policy(spec: LearnerSpec, *, on_gpu: bool) -> tuple[Any, Any | None, Any]:
     """Policy, reference and tokenizer, see `load_for_training`.
 
-    No reference where the loss takes none, and none under LoRA: it is the policy itself.
+    No reference where the loss asks for none later on, and none under LoRA: it is the policy itself.
     """
     config = spec.learner
-    has_copy = spec.loss in ("ppo", "dpo") and config.lora is None
+    has_copy = spec.loss == "ppo" and config.lora is None
     classes = ["AutoModelForCausalLM"] * (2 if has_copy else 1)
     torch.manual_seed(spec.seed)  # of the adapters, and of weights that the model's folder lacks
     tokenizer, models = load_for_training(spec.model, *classes, dtype=config.dtype, on_gpu=on_gpu)
@@ -188,7 +188,7 @@ class CriticPart(Part):
 
 
 class PolicyPart(Part):
-    """The policy and its reference: a frozen copy, and under LoRA the same engine with its adapters off."""
+    """The policy and PPO's reference: a frozen copy, and under LoRA the same engine with its adapters off."""
 
     name = "policy"
 
@@ -215,8 +215,10 @@ class PolicyPart(Part):
 
     def _stats(self, rows: Rows) -> dict[str, torch.Tensor]:
         now = rows.token_outputs(self.engine, self.spec.temperature, entropy=True)
-        with self._reference() as reference:
-            ref_logprobs = rows.token_outputs(reference, self.spec.temperature).logprobs
+        ref_logprobs = now.logprobs  # of DPO, which asks once, before its first step: no second copy
+        if self.spec.loss == "ppo":
+            with self._reference() as reference:
+                ref_logprobs = rows.token_outputs(reference, self.spec.temperature).logprobs
         return {"old_logprobs": now.logprobs, "entropy": now.entropy, "ref_logprobs": ref_logprobs}
 
     def _loss(self, rows: Rows, kl_coef: float) -> tuple[torch.Tensor, Metrics]:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from actors.learner.dpo import train_dpo
 from actors.learner.parts import DPO_BETA
-from t2g.config import ClusterConfig, LearnerConfig, ModelConfig, OptimConfig
+from t2g.config import ClusterConfig, LearnerConfig, LoRAConfig, ModelConfig, OptimConfig
 from t2g.errors import LearnerLost, UserError
 
 CLUSTER = ClusterConfig(placement_timeout_s=5)
@@ -69,6 +69,20 @@ def test_it_trains_by_the_papers_loss_and_leaves_a_model_folder(base: Path, tmp_
     for name, weight in expected.state_dict().items():
         torch.testing.assert_close(found[name], weight, atol=2e-4, rtol=0, msg=name)
     assert {"tokenizer.json", "config.json"} <= {f.name for f in (tmp_path / "policy").iterdir()}
+
+
+def test_adapters_are_merged_into_what_is_written(base: Path, tmp_path: Path) -> None:
+    """With layers computed again. The reference is the model before its adapters have moved."""
+    metrics, _ = train(
+        base, tmp_path / "policy", workers=1, lora=LoRAConfig(r=4, alpha=64), gradient_checkpointing=True
+    )
+    assert metrics["margin"] > 0.01
+    before, after = (AutoModelForCausalLM.from_pretrained(folder) for folder in (base, tmp_path / "policy"))
+    changed = {n for n, w in after.state_dict().items() if not torch.equal(w, before.state_dict()[n])}
+    assert changed and all("proj" in name for name in changed)  # neither embedding, nor norms, nor head
+    with torch.no_grad():
+        gained = margins(after, make_pairs()).mean() - margins(before, make_pairs()).mean()
+    assert DPO_BETA * gained > metrics["margin"], "a step more"
 
 
 def test_a_stop_ends_it(base: Path, tmp_path: Path) -> None:

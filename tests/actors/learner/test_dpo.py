@@ -11,9 +11,10 @@ from models import random_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from actors.learner.dpo import paired_sequences
-from actors.learner.parts import DPO_BETA
+from actors.learner.parts import DPO_BETA, LearnerSpec, Loss, load_policy
 from t2g.algo.logprobs import Rows
 from t2g.algo.losses import dpo_loss
+from t2g.config import LearnerConfig, ModelConfig
 from t2g.data.batching import loss_shares
 from t2g.types import PairedSequence, TokenStats, TrainSequence
 
@@ -96,3 +97,12 @@ def test_value_is_that_of_trl(folders: tuple[Path, Path], tmp_path: Path) -> Non
     assert theirs["eval_loss"] == pytest.approx(loss.item(), rel=1e-4)
     assert theirs["eval_rewards/accuracies"] == pytest.approx(metrics["policy/accuracy"])
     assert theirs["eval_rewards/margins"] == pytest.approx(metrics["policy/margin"], rel=1e-3)
+
+
+@pytest.mark.parametrize(("loss", "copies"), [("ppo", 1), ("dpo", 0), ("supervised", 0), ("none", 0)])
+def test_only_ppo_asks_a_reference_while_it_trains(folders: tuple[Path, Path], loss: Loss, copies: int) -> None:
+    """DPO has its numbers from the policy, before the first step: a second copy would lie idle."""
+    model = ModelConfig(policy=str(folders[0]))
+    spec = LearnerSpec(model=model, learner=LearnerConfig(), loss=loss, num_updates=1, seed=1)
+    _, reference, _ = load_policy(spec, on_gpu=False)
+    assert (reference is not None) == bool(copies)
