@@ -168,7 +168,10 @@ class SFTOptions(RoleConfig):
     span_weight: float = Field(1.0, ge=1, description="loss weight of the target's decisive characters")
     lora: SFTLoRAConfig | None = Field(None, description="train adapters, export the merged model; none: all weights")
     packing: bool = Field(False, description="sequences one after the other in one row; slower on a CPU")
-    gradient_checkpointing: bool = False
-    offload: Literal["none", "cpu"] = Field("none", description="cpu: optimizer state and parameters in host memory")
+    # What a step computes is the same under either: a training that ran out of memory goes on with them.
+    gradient_checkpointing: MayDiffer[bool] = False
+    offload: MayDiffer[Literal["none", "cpu"]] = Field(
+        "none", description="cpu: optimizer state and parameters in host memory"
+    )
     checkpoint_every: MayDiffer[int | None] = Field(500, ge=1, description="optimizer steps between; none: never")
     timeout_s: MayDiffer[float] = Field(1800, gt=0, description="an optimizer step with its checkpoint; the start-up")

@@ -325,7 +325,9 @@ def test_the_resolved_config_reads_back_equal(tmp_path: Path) -> None:
         (PolicyJob, "learner.critic_ranks", True),
         (PolicyJob, "learner.critic_ranks.workers", True),
         (PolicyJob, "learner.tokens_per_microbatch", True),
-        (SFTJob, "sft.tokens_per_microbatch", False),
+        (SFTJob, "sft.tokens_per_microbatch", False),  # decides which units dropout meets
+        (SFTJob, "sft.gradient_checkpointing", True),
+        (SFTJob, "sft.offload", True),
         (PolicyJob, "learner.offload", False),
         (PolicyJob, "run.seed", False),
         (PolicyJob, "rollout.temperature", False),

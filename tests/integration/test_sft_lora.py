@@ -95,7 +95,7 @@ def test_killed_and_resumed_with_other_memory_options_gives_the_same_weights(
         (checkpoints / ".tmp-step-00000020").touch()
 
     with pytest.raises(RunStopped, match=r"rank 0: .*tmp-step-00000020"):
-        train(base, tmp_path / "model", cluster, stand_in_the_way, checkpoint_every=10, offload="cpu", **OPTIONS)
+        train(base, tmp_path / "model", cluster, stand_in_the_way, checkpoint_every=10, **OPTIONS)
     (checkpoints / ".tmp-step-00000020").unlink()
 
     train(base, tmp_path / "model", cluster, done.append, checkpoint_every=10, offload="cpu", **OPTIONS)

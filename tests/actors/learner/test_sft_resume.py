@@ -32,6 +32,8 @@ def test_the_last_whole_checkpoint_of_the_same_training(tmp_path: Path) -> None:
     assert _resume_point(part, MADE_OF) == (None, 0)
     folder = checkpoint(part, 500)
     assert _resume_point(part, MADE_OF) == (folder, 500)
+    less_memory = SFTOptions(workers=2, offload="cpu", gradient_checkpointing=True)
+    assert _resume_point(part, Identity.of(less_memory, weights="w", data="d")) == (folder, 500)
     assert _resume_point(part, Identity.of(SFTOptions(workers=2), weights="w", data="e")) == (None, 0)
     assert _resume_point(part, Identity.of(SFTOptions(workers=1), weights="w", data="d")) == (None, 0)
     (folder / "weights").write_text("torn")
