@@ -27,11 +27,10 @@ def submit(arguments: argparse.Namespace) -> int:
     """Upload the code, start the run, follow its log. Ctrl-C stops the run and waits for its checkpoint."""
     from actors.cluster.job_server import JobServer
     from t2g.deploy.submission import read_config, training, uploaded_path
-    from t2g.deploy.upload import files_to_upload
 
     root = Path.cwd()
     config = read_config(arguments.config, arguments.overrides, root)
-    job = training(config, uploaded_path(arguments.config, root, files_to_upload(root)), arguments.overrides)
+    job = training(config, uploaded_path(arguments.config, root), arguments.overrides)
     with JobServer.at(arguments.address) as server:
         for job_id in server.living(config.run.name):
             raise UserError(f"run {config.run.name} goes on as job {job_id}: stop it first, or take another run.name")
@@ -109,11 +108,10 @@ def _doctor_as_job(arguments: argparse.Namespace) -> int:
     """From outside of the cluster: the same command on its head."""
     from actors.cluster.job_server import JobServer
     from t2g.deploy.submission import Submission, uploaded_path
-    from t2g.deploy.upload import files_to_upload
 
     root, given = Path.cwd(), ["doctor"]
     if arguments.config:
-        given += ["--config", str(uploaded_path(arguments.config, root, files_to_upload(root)))]
+        given += ["--config", str(uploaded_path(arguments.config, root))]
     job = Submission(name="doctor", arguments=("jobs.deploy", *given, *arguments.overrides))
     with JobServer.at(arguments.address) as server:
         return server.follow(server.submit(job, root), job.stop_wait_s)

@@ -15,8 +15,7 @@ import requests
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobSubmissionClient
 
-from t2g.deploy.submission import Submission, is_attempt, stop_wait_s
-from t2g.deploy.upload import files_to_upload, refuse_large, write_package
+from t2g.deploy.submission import Submission, files_to_upload, is_attempt, refuse_large, stop_wait_s, write_package
 from t2g.errors import RunStopped, UserError
 
 REQUEST_TIMEOUT_S = 60.0  # one request; an upload of 50 MiB needs 7 Mbit/s

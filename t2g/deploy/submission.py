@@ -1,9 +1,13 @@
-"""Names, command and environment of a job that is handed to Ray's job server."""
+"""A job that is handed to Ray's job server: its name, command and environment, and what is uploaded with it: the code
+and the configs around it, never data, runs or secrets.
+"""
 
 import os
 import shlex
+import zipfile
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from t2g.config import PolicyJob, loading
@@ -13,6 +17,16 @@ RUN_KEY = "t2g_run"  # in a job's metadata: the run's name
 STOP_WAIT_KEY = "t2g_stop_wait_s"  # in a job's metadata: how long it may need once it is told to stop
 CALLS_TO_FINISH = 3  # of the learner, before a run that is told to stop has: update, sync, checkpoint
 MARGIN_S = 60
+
+MIB = 2**20
+MAX_BYTES = 50 * MIB  # Ray's own limit is 100 MiB, and every node fetches the package at its first start
+IGNORE_FILE = ".rayignore"
+EXCLUDED = (
+    "/runs", "/build", ".git", ".venv", "venv", "node_modules", "wandb", "*.egg-info", "__pycache__", "*.pyc",
+    ".pytest_cache", ".ruff_cache", ".mypy_cache", ".hypothesis", ".import_linter_cache", ".benchmarks",
+    ".env", ".env.*", ".netrc", ".ray",  # where secrets are kept
+)  # fmt: skip
+NUM_NAMED = 5  # largest files in the refusal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +72,10 @@ def read_config(file: Path, overrides: Sequence[str], root: Path) -> PolicyJob:
     return loading.load(PolicyJob, file, overrides, environ={**os.environ, loading.JOB_ENV: "{}"}, cwd=root)
 
 
-def uploaded_path(file: Path, root: Path, files: Container[Path]) -> Path:
-    """`file` relative to `root`, from where `files` are uploaded. UserError for one that is not among them."""
+def uploaded_path(file: Path, root: Path) -> Path:
+    """`file` relative to `root`. UserError for one that is not among the files that are uploaded from there."""
     path = file.resolve()
-    if path.is_relative_to(root) and path.relative_to(root) in files:
+    if path.is_relative_to(root) and path.relative_to(root) in files_to_upload(root):
         return path.relative_to(root)
     raise UserError(f"--config: {file} is not among the files that are uploaded from {root}; put it under configs/")
 
@@ -75,3 +89,65 @@ def stop_wait_s(metadata: Mapping[str, str] | None) -> float:
     """Of a job; MARGIN_S for one that was submitted without us, or whose metadata is none of ours."""
     text = (metadata or {}).get(STOP_WAIT_KEY, "")
     return float(text) if text.isascii() and text.isdigit() else float(MARGIN_S)
+
+
+def files_to_upload(root: Path) -> list[Path]:
+    """Files under `root`, sorted and relative to it, without those of EXCLUDED and of its .rayignore.
+
+    Links to folders are not followed. UserError for a line of .rayignore that is not understood.
+    """
+    patterns, found = (*EXCLUDED, *_ignored(root / IGNORE_FILE)), list[Path]()
+    for folder, folders, files in os.walk(root):
+        here = Path(folder).relative_to(root)
+        folders[:] = [name for name in folders if not _is_excluded(here / name, True, patterns)]
+        names = [here / name for name in files if not _is_excluded(here / name, False, patterns)]
+        found += [name for name in names if (root / name).is_file()]
+    return sorted(found)
+
+
+def refuse_large(root: Path, files: Sequence[Path]) -> None:
+    """UserError, naming the largest files, for more than MAX_BYTES."""
+    sizes = {file: (root / file).stat().st_size for file in files}
+    total = sum(sizes.values())
+    if total <= MAX_BYTES:
+        return
+    largest = sorted(sizes, key=lambda file: -sizes[file])[:NUM_NAMED]
+    named = ", ".join(f"{file} ({sizes[file] / MIB:.1f} MiB)" for file in largest)
+    raise UserError(
+        f"the upload has {total / MIB:.1f} MiB, and at most {MAX_BYTES / MIB:.0f} MiB are sent; the largest files: "
+        f"{named}. Name what the run does not need in {IGNORE_FILE}, and put data and models on the shared storage"
+    )
+
+
+def write_package(root: Path, files: Sequence[Path], target: Path) -> None:
+    """A zip file of `files`; the same files give the same bytes, so that a cluster that has them gets nothing again."""
+    with zipfile.ZipFile(target, "w") as package:
+        for file in files:
+            entry = zipfile.ZipInfo(file.as_posix())  # dated 1980: the time of a checkout is no part of it
+            entry.external_attr = ((root / file).stat().st_mode & 0o777) << 16
+            package.writestr(entry, (root / file).read_bytes(), zipfile.ZIP_DEFLATED)
+
+
+def _is_excluded(name: Path, is_folder: bool, patterns: Sequence[str]) -> bool:
+    """As git does: a pattern with a slash before its end is a path from the root, any other a name at any depth."""
+    for pattern in patterns:
+        path = pattern.rstrip("/")
+        if pattern.endswith("/") and not is_folder:
+            continue
+        if fnmatchcase(name.as_posix() if "/" in path else name.name, path.removeprefix("/")):
+            return True
+    return False
+
+
+def _ignored(file: Path) -> list[str]:
+    """Patterns of an ignore file. Those parts of git's language that are not understood here are refused."""
+    if not file.exists():
+        return []
+    patterns = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        pattern = line.strip()
+        if pattern.startswith("!") or "**" in pattern:
+            raise UserError(f"{file}:{number}: got {pattern!r}; needs names or paths with * and ?, without ! and **")
+        if pattern and not pattern.startswith("#"):
+            patterns.append(pattern)
+    return patterns

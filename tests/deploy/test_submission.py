@@ -54,11 +54,10 @@ def test_a_relative_run_root_is_refused_before_anything_is_sent() -> None:
 
 
 def test_a_config_that_is_not_uploaded_is_refused(tmp_path: Path) -> None:
-    files = {Path("configs/own/policy.yaml")}
-    assert uploaded_path(CONFIG, ROOT, files) == Path("configs/own/policy.yaml")
+    assert uploaded_path(CONFIG, ROOT) == Path("configs/own/policy.yaml")
     for other in (tmp_path / "policy.yaml", ROOT / "runs" / "own" / "config.yaml"):
         with pytest.raises(UserError, match="not among the files that are uploaded"):
-            uploaded_path(other, ROOT, files)
+            uploaded_path(other, ROOT)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t2g.deploy.upload import MAX_BYTES, files_to_upload, refuse_large, write_package
+from t2g.deploy.submission import MAX_BYTES, files_to_upload, refuse_large, write_package
 from t2g.errors import UserError
 
 REPOSITORY = Path(__file__).parents[2]
