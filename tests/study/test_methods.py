@@ -119,7 +119,7 @@ def test_a_method_of_ones_own_may_name_its_reward_model(tmp_path: Path) -> None:
             "compare.methods has bad: objective.rewards.placment is unknown; did you mean objective.rewards.placement?",
         ),
         ("about: A.\noverrides: {objective.kl_coef: much}\n", 'objective.kl_coef: got "much"'),
-        ("about: A.\noverrides: {num_steps.a: 1}\n", "compare.methods has bad: num_steps: got"),
+        ("about: A.\noverrides: {num_steps.a: 1}\n", "compare.methods has bad: num_steps.a=1: num_steps is a value"),
     ],
 )
 def test_a_broken_method_is_refused_by_name(tmp_path: Path, text: str, sentence: str) -> None:
