@@ -149,23 +149,23 @@ def read_judgement(answer: Any, response_text: str, *, source: str, version: str
     The pieces may be any iterables, which may raise or never end: at most MAX_QUOTES + 1 of each are taken, so that
     one too many still counts as not located.
     """
-    outcome: Any = {}
-    if isinstance(answer, dict):
-        if set(answer) - {"outcome"} != {"critique", "good", "poor"}:
+    match answer:
+        case {"critique": critique, "good": good, "poor": poor, **rest} if rest.keys() <= {"outcome"}:
+            outcome = rest.get("outcome", {})
+        case dict():
             raise ValueError(f"a dict with the keys {', '.join(map(str, answer))}; it needs critique, good and poor")
-        outcome = answer.get("outcome", {})
-        answer = (answer["critique"], answer["good"], answer["poor"])
-    if not isinstance(answer, tuple) or len(answer) != 3:
-        raise ValueError(f"{answer!r:.80}; it needs to be (critique, good pieces, poor pieces)")
-    critique, *sides = answer
+        case tuple((critique, good, poor)):
+            outcome = {}
+        case _:
+            raise ValueError(f"{answer!r:.80}; it needs to be (critique, good pieces, poor pieces)")
     if not isinstance(critique, str):
         raise ValueError(f"the critique is {critique!r:.80}; it needs to be a text")
     if len(critique) > MAX_ANSWER_CHARS:
         raise ValueError(f"the critique has {len(critique)} characters; it needs to be at most {MAX_ANSWER_CHARS}")
-    for side in sides:
+    for side in (good, poor):
         if isinstance(side, str) or not isinstance(side, Iterable):
             raise ValueError(f"the good or poor pieces are {side!r:.80}; they need to be a list")
-    good, poor = (list(islice(side, MAX_QUOTES + 1)) for side in sides)
+    good, poor = (list(islice(side, MAX_QUOTES + 1)) for side in (good, poor))
     return make_feedback(
         critique, good, poor, response_text, source=source, version=version, outcome=_plain_outcome(outcome)
     )

@@ -148,24 +148,19 @@ def describe(
 
 
 def _headline(outcome: Outcome, num_run: int, num_failed: int, sandbox: SandboxConfig) -> str:
-    match outcome.reason:
-        case "passed":
-            return f"The program passes {'its test' if num_run == 1 else f'all {num_run} tests'}."
-        case "syntax":
-            return "The program does not compile."
-        case "timeout":
-            return f"The program does not end within {sandbox.timeout_s:g} seconds."
-        case "exited" | "no_result":
-            return "The program ends its process in the middle of the tests."
-        case "killed":
-            return "The program's process is killed in the middle of the tests."
-        case "too_much_output":
-            return f"The program prints more than {sandbox.max_output_kib} KiB."
-        case "left_processes":
-            return "The program passes its tests, but leaves processes of its own behind."
-    if num_run == 1:
-        return "The program fails its test."
-    return f"The program fails {num_failed} of {num_run} tests."
+    one = num_run == 1
+    sentences = {
+        "passed": f"The program passes {'its test' if one else f'all {num_run} tests'}.",
+        "syntax": "The program does not compile.",
+        "timeout": f"The program does not end within {sandbox.timeout_s:g} seconds.",
+        "exited": "The program ends its process in the middle of the tests.",
+        "no_result": "The program ends its process in the middle of the tests.",
+        "killed": "The program's process is killed in the middle of the tests.",
+        "too_much_output": f"The program prints more than {sandbox.max_output_kib} KiB.",
+        "left_processes": "The program passes its tests, but leaves processes of its own behind.",
+    }
+    failed = f"The program fails {'its test' if one else f'{num_failed} of {num_run} tests'}."
+    return sentences.get(outcome.reason, failed)
 
 
 def _told(test: TestResult, lines: Mapping[int, tuple[int, str]]) -> str:

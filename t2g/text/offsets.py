@@ -92,7 +92,7 @@ def _byte_table() -> dict[str, int]:
 _BYTE_OF_CHARACTER = _byte_table()
 
 
-class _Vocabulary:
+class _Vocabulary(dict[int, bytes]):
     """Bytes of every token of one tokenizer, looked up when first asked for.
 
     Holds the backend and not the tokenizer, which is the weak key of the cache that holds this.
@@ -107,11 +107,11 @@ class _Vocabulary:
         self._backend = backend
         self._rules = _read_rules(backend, name)
         self._added = {token_id: token.content for token_id, token in added.items()}
-        self._bytes = dict.fromkeys(tokenizer.all_special_ids, b"")
-        self._bytes |= {token_id: b"" for token_id, token in added.items() if token.special}
+        special = (token_id for token_id, token in added.items() if token.special)
+        self.update(dict.fromkeys((*tokenizer.all_special_ids, *special), b""))
 
     def pieces(self, ids: list[int]) -> list[bytes]:
-        pieces = [self._piece(token_id) for token_id in ids]
+        pieces = [self[token_id] for token_id in ids]
         first = next((i for i, piece in enumerate(pieces) if piece), len(pieces))
         if self._rules.bare_first_token and first < len(pieces) and ids[first] not in self._added:
             pieces[first] = pieces[first].replace(b" ", b"")
@@ -122,11 +122,8 @@ class _Vocabulary:
             pieces[first] = pieces[first][1:]
         return pieces
 
-    def _piece(self, token_id: int) -> bytes:
-        piece = self._bytes.get(token_id)
-        if piece is None:
-            piece = self._bytes[token_id] = self._read(token_id)
-        return piece
+    def __missing__(self, token_id: int) -> bytes:
+        return self.setdefault(token_id, self._read(token_id))
 
     def _read(self, token_id: int) -> bytes:
         if token_id in self._added:

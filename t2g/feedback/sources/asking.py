@@ -1,12 +1,17 @@
-"""A language model that is asked for one answer: what the annotator needs of it, and how it may fail to answer."""
+"""Asking somebody else and waiting for the answer: a language model, and what every source that waits needs."""
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from t2g.text.tokenizer import Message
 
 BYTES_PER_TOKEN = 3  # UTF-8: English has about 4, other scripts 2 to 4, so an estimate by it is rather high
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,3 +63,29 @@ class Chat(Protocol):
 def estimate_tokens(text: str) -> int:
     """How many tokens a text is for a tokenizer that is not here: UTF-8 bytes / BYTES_PER_TOKEN, rounded up."""
     return -(-len(text.encode("utf-8", errors="replace")) // BYTES_PER_TOKEN)
+
+
+class PerLoop(Generic[T]):
+    """A semaphore or a client, made anew when another event loop runs: both belong to the loop they first wait in."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._of: tuple[asyncio.AbstractEventLoop, T] | None = None
+
+    def get(self) -> T:
+        loop = asyncio.get_running_loop()
+        if self._of is None or self._of[0] is not loop:
+            self._of = (loop, self._make())
+        return self._of[1]
+
+
+class FailureLog:
+    """Says each kind of failed judgement once, in a sentence; what counts failed feedback says how often."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def say(self, kind: str, sentence: str) -> None:
+        if kind not in self._said:
+            self._said.add(kind)
+            logger.warning("feedback failed: %s (said once, counted each time)", sentence)

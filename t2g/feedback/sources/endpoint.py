@@ -15,8 +15,7 @@ from pydantic import BaseModel, Field, ValidationError
 from t2g.config import LLMConfig
 from t2g.config.words import first_problem
 from t2g.errors import RunStopped, UserError
-from t2g.feedback.sources.asking import Chat, ChatFailed, Completion, Question, estimate_tokens
-from t2g.feedback.sources.waiting import PerLoop
+from t2g.feedback.sources.asking import Chat, ChatFailed, Completion, PerLoop, Question, estimate_tokens
 
 if TYPE_CHECKING:
     import openai

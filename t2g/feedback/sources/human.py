@@ -23,7 +23,7 @@ from t2g.data.published import translate
 from t2g.errors import UserError
 from t2g.feedback.parse import make_feedback, no_feedback
 from t2g.feedback.records import AnnotatedRecord, first_few, read_record
-from t2g.feedback.sources.waiting import FailureLog
+from t2g.feedback.sources.asking import FailureLog
 from t2g.interfaces import Aligner, FeedbackSource
 from t2g.tasks.base import Record, Task
 from t2g.types import Prompt, SpanFeedback

@@ -19,9 +19,8 @@ from t2g.config import FeedbackConfig
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.parse import no_feedback
 from t2g.feedback.sources.annotator import Reading, Request, answer_schema, follow_up, make_request, read_answer
-from t2g.feedback.sources.asking import Chat, ChatFailed, Completion, Question, estimate_tokens
+from t2g.feedback.sources.asking import Chat, ChatFailed, Completion, FailureLog, PerLoop, Question, estimate_tokens
 from t2g.feedback.sources.votes import vote
-from t2g.feedback.sources.waiting import FailureLog, PerLoop
 from t2g.interfaces import FeedbackSource
 from t2g.tasks.base import Task
 from t2g.text.tokenizer import Message

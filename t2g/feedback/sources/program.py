@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.parse import no_feedback, read_judgement
-from t2g.feedback.sources.waiting import FailureLog, PerLoop
+from t2g.feedback.sources.asking import FailureLog, PerLoop
 from t2g.interfaces import FeedbackSource
 from t2g.tasks.base import Critic
 from t2g.types import Prompt, SpanFeedback
