@@ -1,4 +1,4 @@
-"""The three baselines on the real stack: vLLM engines of base, reviser and result, Ray Train, TRL. Random weights."""
+"""The three baselines on the real stack: vLLM engines of base, reviser and result, trained ranks. Random weights."""
 
 from collections.abc import Iterator
 

@@ -21,7 +21,7 @@ from sft_runs import (
 )
 
 from actors.learner.sft import run_sft
-from actors.learner.sft_rank import SFTProgress
+from actors.learner.sft_rank import MODEL, SFTProgress
 from t2g.config import ClusterConfig, ModelConfig, OptimConfig
 from t2g.errors import RunStopped, UserError
 
@@ -50,6 +50,12 @@ class Trained:
     done: list[int]  # steps that each start found done
 
 
+def cut_off_export(part: Path) -> None:
+    """Where the ranks write the model: what lies there would be moved with it."""
+    (part / MODEL).mkdir(parents=True)
+    (part / MODEL / "half.safetensors").touch()
+
+
 @pytest.fixture(scope="module")
 def trained(base: Path, cluster: ClusterConfig, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("trained") / "model"
@@ -66,7 +72,7 @@ def trained(base: Path, cluster: ClusterConfig, tmp_path_factory: pytest.TempPat
         train(base, folder, cluster, stand_in_the_way, seen=before, **SETTINGS, workers=2)
     assert not folder.exists()
     obstacle.unlink()
-    (part / "half.safetensors").touch()  # of an export that was cut off
+    cut_off_export(part)
     metrics, after = train(base, folder, cluster, done.append, **SETTINGS, workers=2)
     assert not part.exists()
     return Trained(folder, metrics, before, after, done)
@@ -111,8 +117,7 @@ def test_a_finished_folder_is_kept_and_another_training_refused(
 def test_one_rank_gives_the_same_weights(trained: Trained, base: Path, cluster: ClusterConfig, tmp_path: Path) -> None:
     folder, seen_by_two = trained.folder, trained.before
     leftover = tmp_path / "one.part"
-    leftover.mkdir()
-    (leftover / "half.safetensors").touch()  # of a training that was killed: it starts again
+    cut_off_export(leftover)  # of a training that was killed: it starts again
     _, seen_by_one = train(base, tmp_path / "one", cluster, **SETTINGS, workers=1)
     assert not leftover.exists()
     assert not (tmp_path / "one" / "half.safetensors").exists()
