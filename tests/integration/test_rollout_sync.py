@@ -204,10 +204,6 @@ def test_prompts_that_do_not_fit_are_refused_with_their_name_and_length(fleet: R
         sample(fleet, [prompt(2, length=0)])
 
 
-def engine_cores() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children(recursive=True) if "EngineCore" in " ".join(p.cmdline())]
-
-
 def test_half_a_sync_is_refused_and_the_next_whole_one_mends_it(
     fleet: RolloutFleet, policies: tuple[LlamaForCausalLM, LlamaForCausalLM]
 ) -> None:
