@@ -1,5 +1,7 @@
 """The limits of a sandbox. pydantic only: the room knows nothing of t2g."""
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -10,7 +12,10 @@ class SandboxConfig(BaseModel):
 
     timeout_s: float = Field(10, gt=0, description="wall clock")
     cpu_s: int = Field(10, ge=1, description="processor time of each process")
-    memory_mib: int = Field(512, ge=64, description="address space of each process")
+    memory_mib: int = Field(512, ge=64, description="address space of each process, and what all hold together")
     max_processes: int = Field(16, ge=1)
     max_file_mib: int = Field(8, ge=1, description="each file that is written")
     max_output_kib: int = Field(64, ge=1, description="kept of what is printed")
+    require: tuple[Literal["processes", "files", "network"], ...] = Field(
+        ("processes", "files", "network"), description="isolated from the machine's own, or nothing runs"
+    )

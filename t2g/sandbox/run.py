@@ -13,11 +13,13 @@ import sys
 import sysconfig
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from t2g.sandbox.box.clock import KILL_S, START_S, TIMED_OUT
+from t2g.sandbox.box.isolation import MEANS, hide
 from t2g.sandbox.config import SandboxConfig
 
 MAX_VERDICT_BYTES = 2**22
@@ -66,13 +68,25 @@ class Outcome:
     passed: bool
     reason: str  # one of REASONS
     tests: tuple[TestResult, ...]
-    isolation: tuple[str, ...]  # of process_group, rlimits, user, pid, mount, network, ipc, throwaway_user
+    isolation: tuple[str, ...]  # what was in force, by the names in README.md
     output: str
     seconds: float  # wall clock, the start of the sandbox included
 
 
+class Refused(RuntimeError):
+    """This machine cannot isolate what `SandboxConfig.require` names: nothing ran. The sentence says how to get it."""
+
+
+def available(require: Iterable[str]) -> str:
+    """The sentence of `Refused`, or nothing where this machine can isolate all of `require`."""
+    return _lacking(require, run_solution("", "", SandboxConfig(require=())).isolation)
+
+
 def run_solution(code: str, tests: str, limits: SandboxConfig) -> Outcome:
-    """Runs pytest-style `tests` (`from solution import f`) against `code`. Never raises for what they do."""
+    """Runs pytest-style `tests` (`from solution import f`) against `code`. Never raises for what they do, but `Refused`
+    before they do anything. The calling process hides its memory and environment (`isolation.hide`).
+    """
+    hide()
     started = time.monotonic()
     stage = tempfile.mkdtemp(prefix="t2g-sandbox-")
     try:
@@ -85,14 +99,34 @@ def run_solution(code: str, tests: str, limits: SandboxConfig) -> Outcome:
             job = json.dumps({"code": code, "tests": tests}).encode()
             said = _converse(process, job, limits)
     finally:
-        shutil.rmtree(stage, ignore_errors=True)
+        _remove(stage)
     return _read(*said, limits, time.monotonic() - started)
+
+
+def _remove(stage: str) -> None:
+    """Whatever a solution that had no file system of its own has left there."""
+    try:
+        shutil.rmtree(stage)
+    except (OSError, RecursionError):  # folders without rights, or too deep
+        subprocess.run(["chmod", "-R", "u+rwx", stage], capture_output=True, check=False)
+        subprocess.run(["rm", "-rf", stage], capture_output=True, check=False)
+
+
+def _lacking(require: Iterable[str], isolation: Iterable[str]) -> str:
+    in_force = set(isolation)
+    missing = ", ".join(name for name in require if not MEANS[name] & in_force)
+    return missing and (
+        f"generated code cannot be isolated from this machine's {missing}: allow user namespaces (sysctl "
+        "user.max_user_namespaces), or run on Linux 5.13 or later with landlock in /sys/kernel/security/lsm, in a "
+        "container whose profile allows landlock and seccomp; sandbox.require names what a run may not do without"
+    )
 
 
 def _command(stage: str, limits: SandboxConfig) -> list[str]:
     paths = sysconfig.get_paths()
     packages = list(dict.fromkeys((paths["purelib"], paths["platlib"])))
     plan = {
+        "require": limits.require,
         "timeout_s": limits.timeout_s,
         "stage": stage,  # an empty folder: the working folder, or where a new root is built
         "visible": [*_SYSTEM, f"{sys.base_prefix}/lib", paths["stdlib"], paths["platstdlib"], *packages],
@@ -156,17 +190,18 @@ def _feed(stream: Any, job: bytes) -> bytes:
 def _read(verdict: bytes, output: bytes, reason: str, limits: SandboxConfig, seconds: float) -> Outcome:
     """The outcome; tests come from data sets, so that even the verdict is read as something that may be broken."""
     lines = verdict.split(b"\n")
-    isolation = _json(lines[0], list)
+    isolation = _json(lines[0], list)  # written before anything of theirs runs
+    if isolation and (sentence := _lacking(limits.require, map(_text, isolation))):
+        raise Refused(sentence)
     found = _json(lines[1] if len(lines) > 1 else b"", dict)
     reason = reason or (found.get("reason") if found.get("reason") in REASONS else "no_result")
-    results = found.get("tests")
-    tests = tuple(_result(item) for item in (results if isinstance(results, list) else []) if isinstance(item, dict))
-    text = f"{found.get('output', '')}{output.decode(errors='replace')}"[: limits.max_output_kib * 1024]
+    tests = tuple(_result(item) for item in _list(found.get("tests")) if isinstance(item, dict))
+    text = f"{_text(found.get('output'))}{output.decode(errors='replace')}"[: limits.max_output_kib * 1024]
     return Outcome(
         passed=reason == "passed",
         reason=reason,
         tests=_most_telling(tests),
-        isolation=tuple(str(name) for name in isolation),
+        isolation=tuple(map(_text, isolation)),
         output=text,
         seconds=seconds,
     )
@@ -180,10 +215,19 @@ def _json(line: bytes, kind: type) -> Any:
     return found if isinstance(found, kind) else kind()
 
 
+def _text(value: Any) -> str:
+    """What is text, without the halves of characters that no file can hold."""
+    return value.encode(errors="replace").decode() if isinstance(value, str) else ""
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
 def _result(item: dict[str, Any]) -> TestResult:
     texts = ("name", "error", "message", "statement", "expected", "got")
-    words = {key: " ".join(str(item.get(key, ""))[:MAX_TEXT].split()) for key in texts}
-    lines = {key: tuple(filter(_is_line, item.get(key) or ())) for key in ("trace", "lines")}
+    words = {key: " ".join(_text(item.get(key))[:MAX_TEXT].split()) for key in texts}
+    lines = {key: tuple(filter(_is_line, _list(item.get(key)))) for key in ("trace", "lines")}
     returned = item.get("returned")
     return TestResult(
         passed=item.get("passed") is True,

@@ -1,10 +1,13 @@
 """Solutions that attack the sandbox. As a program: runs them all and prints their outcomes as one line of JSON.
 
 python attacks.py FOLDER    FOLDER: writable for everybody; one attack tries to write into it from inside
+
+The environment of this program holds SECRET, and it listens at PORT of this machine and at an abstract Unix address.
 """
 
 import json
 import os
+import socket
 import sys
 import tempfile
 import time
@@ -25,6 +28,35 @@ def test_two():
     assert f(2) == 3
 """
 HONEST = "def f(x):\n    return x + 1\n"
+SECRET = "hush-hush"
+# Passes its tests where `reach` reaches something; N: numbers of processes that may be the caller's or the tests'.
+REACH = """
+import ctypes, os, resource, signal, socket
+libc = ctypes.CDLL(None, use_errno=True)
+try:
+    N = [int(n) for n in os.listdir('/proc') if n.isdigit()]
+except OSError:
+    N = range(2, os.getpid())
+def reach():
+BODY
+reached = reach()
+def f(x):
+    return x + 1 if reached else 0
+"""
+
+
+def reach(body: str) -> str:
+    return REACH.replace("BODY\n", "".join(f"    {line}\n" for line in body.splitlines()))
+
+
+def any_of(call: str, over: str = "N", made: str = "") -> str:
+    """The body of a `reach`: whether `call` succeeds for an n of `over`, which is not this process."""
+    return (
+        f"{made}\nfor n in {over}:\n    try:\n        if n != os.getpid() and {call}:\n            return True\n"
+        "    except (OSError, ValueError):\n        pass\n"
+    )
+
+
 # name -> (solution, reason of the outcome, error of its last test or ""); "*": any, they depend on the machine
 ATTACKS: dict[str, tuple[str, str, str]] = {
     "endless loop": ("def f(x):\n    while True:\n        pass\n", "timeout", "OutOfTime"),
@@ -138,6 +170,56 @@ ATTACKS: dict[str, tuple[str, str, str]] = {
         "*",
         "*",
     ),
+    # Reaching out: each passes where it reaches what it wants. All numbers of processes below its own are tried.
+    "environments": (
+        reach(any_of(f"{SECRET!r} in open(f'/proc/{{n}}/environ', errors='replace').read()")),
+        "failed", "*",
+    ),
+    "read outside": (reach(any_of("open(n).read() is not None", "['/etc/passwd', 'FOLDER/secret']")), "failed", "*"),
+    "kill everybody": (reach("os.kill(-1, 9)"), "*", "*"),
+    "signal another": (reach(any_of("os.kill(n, 0) is None", "range(2, os.getpid())")), "failed", "*"),
+    "be signalled about": (
+        reach(any_of("fcntl.fcntl(0, fcntl.F_SETOWN, n) is not None", "[os.getppid()] * bool(os.getppid())",
+                     "import fcntl")), "failed", "*",
+    ),
+    "trace the tests": (reach(any_of("libc.ptrace(16, n, 0, 0) == 0")), "failed", "*"),
+    "limits of the tests": (
+        reach(any_of("resource.prlimit(n, resource.RLIMIT_CPU, (1, 1))", "[os.getppid()] * bool(os.getppid())")),
+        "failed", "*",
+    ),
+    "the supervisor's pipe": (
+        reach(any_of("open(n, 'wb').write(b'[]\\n{\"reason\": \"passed\"}\\n')",
+                     "[f'/proc/{n}/fd/{end}' for n in N for end in range(16) if n != os.getpid()]")),
+        "failed", "*",
+    ),
+    "connect to this machine": (
+        reach(any_of("socket.create_connection(('127.0.0.1', n), 1)", "[PORT]")), "failed", "*",
+    ),
+    "connect to an abstract address": (
+        reach("end = socket.socket(socket.AF_UNIX)\nreturn end.connect('\\0t2g-attacks-PORT') is None"), "failed", "*",
+    ),
+    "send a datagram": (
+        reach("return socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', PORT))"), "failed", "*",
+    ),
+    "shared memory of System V": (reach("return libc.shmget(0, 2**27, 0o1600) >= 0"), "failed", "*"),
+    "memory in a file of none": (reach("return os.memfd_create('x') >= 0"), "failed", "*"),
+    "io_uring": (reach("return libc.syscall(425, 8, ctypes.create_string_buffer(128)) >= 0"), "failed", "*"),
+    "nested namespace": (reach("return libc.unshare(0x10000000) == 0"), "failed", "*"),
+    "key ring": (reach("return libc.syscall(250 if os.uname().machine == 'x86_64' else 219, 0, -3, 1) >= 0"),
+                 "failed", "*"),
+    "mode of a file": (
+        reach("os.chmod('FOLDER/mine', 0o777)\nreturn os.stat('FOLDER/mine').st_mode & 0o777 == 0o777"), "failed", "*",
+    ),
+    "folders that cannot be removed": (
+        reach("os.makedirs('a/b')\nos.mkdir('a/b/c', 0)\nos.chmod('a', 0)\n"
+              "for _ in range(1500):\n    os.mkdir('d')\n    os.chdir('d')"), "failed", "*",
+    ),
+    "memory in all": (
+        reach("ends = []\nfor _ in range(5):\n    out, into = os.pipe()\n    child = os.fork()\n    if child == 0:\n"
+              "        held = b'x' * (150 * 2**20)\n        os.write(into, b'x')\n        signal.pause()\n"
+              "    os.close(into)\n    ends.append((out, child))\nheld = [os.read(out, 1) for out, _ in ends]\n"
+              "for _, child in ends:\n    os.kill(child, 9)\n    os.waitpid(child, 0)\nreturn all(held)"), "*", "*",
+    ),
     "second answer": (
         "import gc, json, struct\nfrom socket import socket\n"
         "ends = [o for o in gc.get_objects() if type(o) is socket]\n"
@@ -186,7 +268,16 @@ def attack(name: str, code: str) -> dict[str, Any]:
 
 
 def main(folder: str) -> None:
-    codes = {name: code.replace("FOLDER", folder) for name, (code, _, _) in ATTACKS.items()} | {"honest": HONEST}
+    assert os.environ["SECRET"] == SECRET
+    port, abstract = socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_UNIX)
+    number = str(port.getsockname()[1])
+    abstract.bind(f"\0t2g-attacks-{number}")
+    abstract.listen()
+    for name in ("secret", "mine"):
+        Path(folder, name).write_text(SECRET)
+        Path(folder, name).chmod(0o600)
+    codes = {name: code.replace("FOLDER", folder).replace("PORT", number) for name, (code, _, _) in ATTACKS.items()}
+    codes["honest"] = HONEST
     with ThreadPoolExecutor(2) as pool:
         outcomes = dict(zip(codes, pool.map(attack, codes, codes.values()), strict=True))
     limited = any(test["error"] == "ValueError" for test in outcomes["count of processes"]["tests"])

@@ -468,6 +468,115 @@ def test_an_object_that_agrees_with_everybody_passes_nothing(base: str, result: 
     assert len(outcome.tests) == len(FORGED)
 
 
+# A set that becomes what it is compared with, or makes that what it is, and hands itself over again.
+REFILLS = """
+class S(set):
+    def become(self, other):
+        set.clear(self)
+        set.update(self, other)
+        return self
+    __le__ = __lt__ = __ge__ = __gt__ = __sub__ = __and__ = __or__ = __xor__ = __rsub__ = __ror__ = become
+class E(S):
+    def become(self, other):
+        other.clear()
+        other.update(self)
+        return self
+    __le__ = __lt__ = __ge__ = __gt__ = __sub__ = __and__ = __or__ = __xor__ = __rsub__ = __ror__ = become
+ONE, OTHER = S({9}), E({9})
+def f(x): return ONE
+def g(x): return OTHER
+"""
+REFILLED = (
+    "assert F(2) <= {1, 2}", "assert F(2) >= {1, 2}", "assert {1, 2} <= F(2)", "assert not F(2) - {1, 2}",
+    "assert F(2) & {1, 2} == {1, 2}", "assert F(2) | {1, 2} == {1, 2}", "assert F(2) ^ {1, 2} == set()",
+    "x = F(2); x - {1, 2}; assert x == {1, 2}", "x = F(2); {1, 2} - x; assert x == {1, 2}",
+    "F(2) - {1, 2}; assert F(2) == {1, 2}", "y = {1, 2}; F(2) - y; assert F(2) == y",
+    "case.assertLessEqual(F(2), {1, 2})", "y = {1, 2}; assert F(2) <= y and F(2) == y",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("function", ["f", "g"])
+def test_a_set_that_refills_itself_passes_nothing(function: str) -> None:
+    tests = "import unittest\nfrom solution import f, g\ncase = unittest.TestCase()\n"
+    statements = [statement.replace("F(", f"{function}(") for statement in REFILLED]
+    tests += "".join(f"def test_{n}():\n    {statement}\n" for n, statement in enumerate(statements))
+    outcome = run_solution(REFILLS, tests, LIMITS)
+    assert [statements[n] for n, test in enumerate(outcome.tests) if test.passed] == []
+    assert len(outcome.tests) == len(REFILLED)
+
+
+# A number whose process says of it what it was compared with, in the middle of the comparison and with the answer.
+PATCHED = """
+import gc, sys
+Peer = sys.modules['t2g.sandbox.box.peer'].Peer
+peer = next(found for found in gc.get_objects() if type(found) is Peer)
+said = 0.0
+class F(BASE):
+    def tell(self, other):
+        global said
+        said = other
+        try:
+            peer.request('call', self)
+        except BaseException:
+            pass
+        return ANSWER
+    __sub__ = __rsub__ = __lt__ = __gt__ = __le__ = __ge__ = __truediv__ = __rtruediv__ = tell
+export = Peer.export
+def lie(self, value, exchange):
+    found = export(self, value, exchange)
+    if type(value) is F and 'plain' in found:
+        found['plain'] = said
+    return found
+Peer.export = lie
+one = F()
+def f(x): return one
+"""
+
+
+@pytest.mark.parametrize("base", ["float", "int", "object"])
+@pytest.mark.parametrize("answer", ["0.0", "self", "True"])
+def test_a_number_that_changes_passes_nothing(base: str, answer: str) -> None:
+    tests = "import pytest, unittest\nfrom solution import f\ncase = unittest.TestCase()\n"
+    statements = [*FORGED, "f(2) - 4.5; assert f(2) == 4.5", "x = f(2); x < 4.5; assert x == 4.5"]
+    tests += "".join(f"def test_{n}():\n    {statement}\n" for n, statement in enumerate(statements))
+    outcome = run_solution(PATCHED.replace("BASE", base).replace("ANSWER", answer), tests, LIMITS)
+    assert [statements[n] for n, test in enumerate(outcome.tests) if test.passed] == []
+    assert len(outcome.tests) == len(statements)
+
+
+def test_a_star_replaces_nothing_that_means_something_already() -> None:
+    code = "def abs(x): return 0\ndef isclose(*a): return True\nall = any = abs\nclass pytest:\n    approx = dict\n"
+    tests = "import pytest\nfrom math import isclose\nfrom solution import *\n"
+    tests += "def test_a():\n    assert abs(3) == 3 and f(1) == 2\ndef test_b():\n    assert not isclose(1, 2)\n"
+    tests += "def test_c():\n    assert not all([0]) and 3 != pytest.approx(4)\n"
+    outcome = run_solution(f"{code}def f(x):\n    return x + 1\n", tests, LIMITS)
+    assert [test.message for test in outcome.tests if not test.passed] == [] and outcome.passed
+
+
+CASES["containers that change"] = (
+    """
+class Log(list): pass
+class Bag(dict):
+    def put(self, key): self[key] = 1
+LOG = Log()
+def note(x): LOG.append(x)
+""",
+    """
+from solution import LOG, Bag, Log, note
+def test():
+    b, seen = Bag(), Log([1])
+    assert b == {} and LOG == [] and seen == [1] and Bag(a=1) == {'a': 1}
+    b.put('x')
+    b['y'] = 1
+    note(3)
+    seen.append(2)
+    seen += [3]
+    assert b == {'x': 1, 'y': 1} and LOG == [3] and seen == [1, 2, 3] and not seen == [1]
+    assert b | {'z': 1} == {'x': 1, 'y': 1, 'z': 1} and seen < [2]
+""",
+)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_tests_pass_that_would_pass_in_one_process(name: str) -> None:
     outcome = run_solution(*CASES[name], LIMITS)

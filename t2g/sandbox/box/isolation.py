@@ -1,4 +1,5 @@
 """Namespaces, a small file system of its own, and limits, for the calling process and what it starts. Linux only.
+What needs no namespaces is in t2g.sandbox.box.confine.
 
 Each step says whether it worked; nothing here raises because the machine does not allow something.
 """
@@ -8,6 +9,10 @@ import os
 import resource
 from collections.abc import Iterable
 
+from t2g.sandbox.box.confine import DEVICES
+
+# What a sandbox may be required to isolate, and what each is met by; the names are those of Outcome.isolation.
+MEANS = {"processes": {"pid", "signals"}, "files": {"mount", "landlock"}, "network": {"network", "seccomp"}}
 USER, PID, NETWORK = 0x10000000, 0x20000000, 0x40000000
 MOUNT, IPC, UTS = 0x00020000, 0x08000000, 0x04000000
 FIRST_THROWAWAY_UID, NUM_THROWAWAY_UIDS = 61184, 4000  # in the range that systemd keeps for users that it makes up
@@ -18,7 +23,6 @@ _SYS_MOUNT_SETATTR = 442  # the same number on every architecture
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 _libc = ctypes.CDLL(None, use_errno=True)
-_DEVICES = ("null", "zero", "full", "random", "urandom")
 _READINGS = 20  # of /proc, each some milliseconds
 
 
@@ -82,8 +86,8 @@ def small_root(stage: str, visible: Iterable[str], tmp_bytes: int) -> bool:
         for path in paths:
             if not os.path.lexists(stage + path) and os.path.lexists(path):
                 _show(stage, path)
-        for name in _DEVICES:
-            _show(stage, f"/dev/{name}", _ATTR_NOSUID)
+        for device in DEVICES:
+            _show(stage, device, _ATTR_NOSUID)
         os.mkdir(stage + room)
         _mount("tmpfs", stage + room, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={tmp_bytes},nr_inodes=4096,mode=1777")
         _set_attributes(stage, _ATTR_RDONLY | _ATTR_NOSUID, 0)
@@ -129,11 +133,15 @@ def _check(result: int) -> None:
 
 
 def give_up_privileges() -> None:
-    """No capability is left and none can come back, by a set-uid program neither; other processes of the same user
-    can no longer look into the memory of this one."""
+    """No capability is left and none can come back, by a set-uid program neither; and `hide`."""
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     header, nothing = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     _check(_libc.capset(ctypes.byref(header), ctypes.byref(nothing)))
+    hide()
+
+
+def hide() -> None:
+    """Other processes of the same user can no longer look into the memory, environment and open files of this one."""
     _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
@@ -182,13 +190,26 @@ def count_tasks(uid: int) -> int:
     return count
 
 
-def children(parent: int) -> list[int]:
-    """Processes whose parent is `parent`, those that ended and wait to be reaped included."""
-    proc = os.open("/proc", os.O_RDONLY)
+def descendants(parent: int) -> list[int]:
+    """Processes below `parent`, those that ended and wait to be reaped included; [] where the kernel does not list
+    them (it does by default)."""
+    found = []
     try:
-        return [process for process, (above, _) in _processes(proc).items() if above == parent]
-    finally:
-        os.close(proc)
+        for task in os.listdir(f"/proc/{parent}/task"):
+            with open(f"/proc/{parent}/task/{task}/children", encoding="ascii") as file:
+                found += [int(name) for name in file.read().split()]
+    except OSError:  # it ended meanwhile
+        pass
+    return found + [below for process in found for below in descendants(process)]
+
+
+def memory_of(process: int) -> int:
+    """Bytes that only this process and its forks hold; files that it reads are not counted. 0: it ended."""
+    try:
+        with open(f"/proc/{process}/status", encoding="utf-8", errors="replace") as file:
+            return sum(int(line.split()[1]) for line in file if line.startswith(("RssAnon:", "RssShmem:"))) * 1024
+    except OSError:
+        return 0
 
 
 def descendants_run(proc: int) -> bool:

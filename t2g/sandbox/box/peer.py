@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from t2g.sandbox.box.remote import FORWARDED, Gone, Numbered, Remote, Unsupported, is_remote, proxy_class
+from t2g.sandbox.box.remote import FORWARDED, QUIET, Gone, Numbered, Remote, Unsupported, is_remote, proxy_class
 from t2g.sandbox.box.values import Codec, Exchange, Json, known_exception, refill
 
 MAX_MESSAGE_BYTES = 2**25
@@ -28,6 +28,7 @@ class Peer(Codec):
         self._proxies: dict[int, Any] = {}  # theirs
         self._classes: dict[tuple[str, ...], type[Remote]] = {}
         self._serial = 0
+        self.num_changes = 0  # requests that may have changed an object of theirs
         self.gone = False
         self.before_reply: Callable[[], Json] = lambda: None
         self.on_note: Callable[[Json], None] = lambda note: None
@@ -52,6 +53,8 @@ class Peer(Codec):
             raise Gone("the process has ended")
         self._serial += 1
         serial, exchange = self._serial, Exchange()
+        quiet = operation == "method" and args[0] in QUIET
+        self.num_changes += not quiet and operation not in ("get", "plain")
         parts = [self.encode(part, exchange) for part in (target, list(args), kwargs)]
         self._send({"ask": serial, "operation": operation, "parts": parts})
         while True:
@@ -59,7 +62,7 @@ class Peer(Codec):
             if "ask" in message:
                 self._answer(message)
             elif message.get("reply") == serial:
-                return self._read_reply(message, exchange)
+                return self._read_reply(message, exchange, quiet)
             else:
                 self._lost("it answered what was not asked")
 
@@ -68,10 +71,10 @@ class Peer(Codec):
         while True:
             self._answer(self._receive())
 
-    def _read_reply(self, message: Json, exchange: Exchange) -> Any:
-        self.on_note(message["note"])
+    def _read_reply(self, message: Json, exchange: Exchange, quiet: bool) -> Any:
         try:
-            for number, items in message["changed"]:
+            self.on_note(message["note"])
+            for number, items in [] if quiet else message["changed"]:
                 container = exchange.known[number]
                 refill(container, self.decode_items(container, items, exchange))
             if "error" not in message:
@@ -115,6 +118,8 @@ class Peer(Codec):
                 return setattr(target, *args)
             case "delete":
                 return delattr(target, name)
+            case "plain":
+                return _plain_part(target)
             case "method":
                 if name == "__call__":
                     return target(*args[1:], **kwargs)
@@ -175,12 +180,11 @@ class Peer(Codec):
         if isinstance(value, BaseException):
             args = [self.encode(part, exchange) for part in value.args]
             return {"exception": self.encode(type(value), exchange), "number": self._number(value), "args": args}
-        plain = next((kind for kind in _PLAIN if isinstance(value, kind)), None)
         return {
             "object": self._number(value),
             "of": type(value).__name__,
             "methods": [name for name in FORWARDED if hasattr(type(value), name)],
-            "plain": None if plain is None else self.encode(_base_value(value, plain), Exchange()),
+            "plain": self.encode(_plain_part(value), Exchange()),
         }
 
     def _export_exception_class(self, value: type[BaseException], exchange: Exchange) -> Json:
@@ -215,11 +219,9 @@ class Peer(Codec):
             key = (str(message["of"]), *message["methods"])
             if key not in self._classes:
                 self._classes[key] = proxy_class(key[0], key[1:])
-            self._proxies[number] = self._classes[key](self, number)
-        proxy = self._proxies[number]
-        plain = None if message["plain"] is None else self.decode(message["plain"], Exchange())
-        proxy.__dict__["_plain"] = plain
-        return proxy
+            proxy = self._proxies[number] = self._classes[key](self, number)
+            proxy.__dict__["_plain"] = self.decode(message["plain"], Exchange())
+        return self._proxies[number]
 
     def _mirror(self, message: Json, exchange: Exchange) -> type:
         """A class here for an exception class there, so that `pytest.raises` and `except` know it."""
@@ -279,8 +281,11 @@ def _check_exception(kind: Any) -> None:
         raise ValueError(f"{kind!r:.40} is no exception")
 
 
-def _base_value(value: Any, kind: type) -> Any:
-    """The plain value under an instance of a subclass, by the base type's own methods."""
+def _plain_part(value: Any) -> Any:
+    """The plain value under an instance of a subclass, by the base type's own methods; None: there is none."""
+    kind = next((kind for kind in _PLAIN if isinstance(value, kind)), None)
+    if kind is None:
+        return None
     if kind is dict:
         return dict(dict.items(value))
     if kind in (int, float, complex, str):

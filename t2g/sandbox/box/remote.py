@@ -16,12 +16,17 @@ _ORDER = {"__lt__", "__le__", "__gt__", "__ge__"}
 _NUMBERS = "int float index complex abs neg pos invert bool round trunc floor ceil"
 _NUMERIC = {f"__{name}__" for name in _NUMBERS.split()}
 _CONTENT = {"__len__", "__contains__", "__getitem__"}
+_CHANGING = (list, dict, set, bytearray)
 _OPERATORS: dict[str, Callable[..., Any]] = {}  # by special method: what it does to (object, other)
 for _name in _BINARY.split():
     _OPERATORS[f"__{_name}__"] = getattr(builtins, _name, None) or getattr(operator, f"__{_name}__")
 for _name in _BINARY.split():
     _OPERATORS[f"__i{_name}__"] = _OPERATORS[f"__{_name}__"]
     _OPERATORS[f"__r{_name}__"] = lambda a, b, *c, op=_OPERATORS[f"__{_name}__"]: op(b, a, *c)
+_OPERATORS |= {name: getattr(operator, name) for name in _ORDER}
+_IN_PLACE = {f"__i{name}__" for name in _BINARY.split()}
+_SHOWN = {"__eq__", "__hash__", "__repr__", "__str__", "__dir__", "__iter__", "__format__"}
+QUIET = (_NUMERIC | _CONTENT | _OPERATORS.keys() | _SHOWN) - _IN_PLACE  # these change neither object nor argument
 
 
 class Gone(BaseException):
@@ -39,12 +44,23 @@ class Remote:
     """Stands for an object of the other process. Compared with plain data it is what its plain base type says it is
     (a named tuple is a tuple); an object of no such type never equals plain data, whatever its `__eq__` says. `_settle`
     does the same for the other operators.
+
+    `_plain` is what the other end said when the object came here first: it must not see what it is compared with and
+    say then what it is. Only what a container holds is asked anew, after something ran that may have changed it.
     """
 
     _mixed = False  # made by an operator from an object of the other process and plain data
 
     def __init__(self, peer: Any, number: int) -> None:
-        self.__dict__.update(_peer=peer, _number=number, _plain=None)
+        self.__dict__.update(_peer=peer, _number=number, _plain=None, _as_of=peer.num_changes)
+
+    def _now(self) -> Any:
+        """The plain data that it is now; None: it is none."""
+        if isinstance(self._plain, _CHANGING) and self._as_of != self._peer.num_changes:
+            plain = self._peer.request("plain", self)
+            if type(plain) is type(self._plain):
+                self.__dict__.update(_plain=plain, _as_of=self._peer.num_changes)
+        return self._plain
 
     @property
     def __class__(self) -> type:
@@ -68,7 +84,7 @@ class Remote:
             return NotImplemented
         if self._mixed:
             raise Unsupported(_TAKES_NO_ANSWER)
-        return self._plain == other
+        return self._now() == other
 
     def __ne__(self, other: object) -> Any:
         same = self.__eq__(other)
@@ -102,34 +118,40 @@ def _forward(name: str) -> Callable[..., Any]:
     def method(self: Remote, *args: Any, **kwargs: Any) -> Any:
         if name == "__exit__":
             args = (args[0], args[1], None)  # tracebacks stay at home
+        plain = self._now() if name in _OPERATORS else self._plain
+        alone = not self._mixed and not any(map(is_remote, args))
+        if alone and name in _OPERATORS and isinstance(plain, _CHANGING) and name not in _IN_PLACE:
+            return _OPERATORS[name](plain, *args)
         answer = self._peer.request("method", self, name, *args, **kwargs)
-        return _settle(self, name, args, answer)
+        return _settle(self, plain, name, args, answer)
 
     return method
 
 
-def _settle(proxy: Remote, name: str, args: tuple[Any, ...], answer: Any) -> Any:
+def _settle(proxy: Remote, plain: Any, name: str, args: tuple[Any, ...], answer: Any) -> Any:
     """What an operator gives. With plain data, what the plain value under the proxy gives, where there is one, unless
     the answer is another object. No other answer decides anything: `abs(f(2) - 4.5) < 1e-6` would hold for an object
     whose difference to everything is 0. So such a difference is `_mixed`, and so is what is made of it, and a plain
     value of it is Unsupported. An operator between two objects of the other process is theirs to answer.
+
+    plain: of the proxy, before the other end saw `args`.
     """
-    if name not in _ORDER | _NUMERIC | _CONTENT | _OPERATORS.keys():
+    if name not in _NUMERIC | _CONTENT | _OPERATORS.keys():
         return answer
     remotes = [value for value in args if is_remote(value)]
     mixed = proxy._mixed or any(value._mixed for value in remotes)
-    if proxy._plain is not None and not remotes and not mixed:
-        changes = isinstance(proxy._plain, list | dict | set | bytearray)  # what it holds now, only the other end knows
+    if plain is not None and not remotes and not mixed:
+        changes = isinstance(plain, _CHANGING)  # what it holds now, only the other end knows
         if name in _ORDER or (not is_remote(answer) and not (changes and name in _CONTENT | {"__bool__"})):
-            return _plain_answer(proxy._plain, name, args, answer)
-        mixed = name in _OPERATORS and not _same(proxy._plain, name, args, answer)
+            return _plain_answer(plain, name, args, answer)
+        mixed = name in _OPERATORS and not _same(plain, name, args, answer)
     elif len(remotes) < len(args):
         mixed |= name in _OPERATORS
     if answer is NotImplemented:
         return answer
     if name in _ORDER and len(remotes) < len(args):
         raise Unsupported(_TAKES_NO_ANSWER)
-    if mixed and name in _NUMERIC | _OPERATORS.keys():
+    if mixed and name in _NUMERIC | (_OPERATORS.keys() - _ORDER):
         if not is_remote(answer):
             raise Unsupported(_TAKES_NO_ANSWER)
         answer.__dict__["_mixed"] = True
@@ -139,7 +161,7 @@ def _settle(proxy: Remote, name: str, args: tuple[Any, ...], answer: Any) -> Any
 def _same(plain: Any, name: str, args: tuple[Any, ...], answer: Remote) -> bool:
     """Whether the object `answer` has the plain value that the operator gives."""
     try:
-        return answer._plain is not None and answer._plain == _OPERATORS[name](plain, *args)
+        return answer._plain is not None and answer._now() == _OPERATORS[name](plain, *args)
     except TypeError:
         return False
 
@@ -148,8 +170,6 @@ def _plain_answer(plain: Any, name: str, args: tuple[Any, ...], answer: Any) -> 
     """Of the plain value; `answer` where its type knows no such method."""
     if name in _OPERATORS:
         return _OPERATORS[name](plain, *args)
-    if name in _ORDER:
-        return getattr(operator, name)(plain, *args)
     method = getattr(type(plain), name, None)
     return answer if method is None else method(plain, *args)
 
@@ -158,7 +178,7 @@ def as_plain(value: Any) -> Any:
     """The plain data that a value is. Raises TypeError for an object of no plain type."""
     if is_remote(value) and (value._plain is None or value._mixed):
         raise TypeError("an object of the solution's own class is no plain data")
-    return value._plain if is_remote(value) else value
+    return value._now() if is_remote(value) else value
 
 
 _METHODS = {name: _forward(name) for name in FORWARDED}

@@ -8,6 +8,7 @@ Standard output of the supervisor gets two lines of JSON: what isolates the run,
 verdict. Standard error gets what tests and solution write past `sys.stdout`.
 """
 
+import contextlib
 import json
 import os
 import select
@@ -17,8 +18,10 @@ import sys
 import time
 from typing import Any
 
-from t2g.sandbox.box import isolation, tester, worker
+from t2g.sandbox.box import confine, isolation, tester, worker
 from t2g.sandbox.box.clock import KILL_S, START_S, TIMED_OUT
+
+_LOOK_S = 0.02  # between two looks at the memory in all
 
 
 def main(plan: dict[str, Any]) -> None:
@@ -26,6 +29,8 @@ def main(plan: dict[str, Any]) -> None:
     isolation.adopt_orphans()
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     in_force = ["process_group"]
+    with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+        file.write("1000")  # before anything else on this machine
     if not isolation.unshare(isolation.PID):
         if os.geteuid() == 0 and isolation.become_nobody(os.getpid(), plan["visible"]):
             in_force.append("throwaway_user")
@@ -44,22 +49,29 @@ def main(plan: dict[str, Any]) -> None:
             _tester(plan, in_force, mark, proc)
         finally:
             os._exit(1)
+    isolation.hide()
     for file in (0, 1, 2, mark):
         os.close(file)
-    in_time = _wait(inner, alive, plan["timeout_s"] + KILL_S)
+    in_time = _wait(inner, alive, plan["timeout_s"] + KILL_S, plan["limits"]["memory_mib"] * 2**20)
     if "pid" not in in_force:
         _sweep()
     os._exit(0 if in_time else TIMED_OUT)
 
 
-def _wait(process: int, alive: int, seconds: float) -> bool:
-    """Whether it ends in time; else it is killed, and with it its process namespace.
+def _wait(process: int, alive: int, seconds: float, memory: int) -> bool:
+    """Whether it ends in time; else it is killed, and with it its process namespace. memory: bytes of all that it
+    started; what goes beyond is killed, but the tests live and say so.
 
     alive: a pipe; `process` writes a byte when its time begins, and its end closes it.
     """
     in_time = True
     for limit in (START_S, seconds):
-        if not select.select([alive], [], [], limit)[0]:
+        deadline = time.monotonic() + limit
+        while not (ready := select.select([alive], [], [], _LOOK_S)[0]) and time.monotonic() < deadline:
+            below = [other for other in isolation.descendants(os.getpid()) if other != process]
+            if sum(map(isolation.memory_of, below)) > memory:
+                _kill(below)
+        if not ready:
             os.kill(process, signal.SIGKILL)
             in_time = False
             break
@@ -72,13 +84,17 @@ def _wait(process: int, alive: int, seconds: float) -> bool:
 def _sweep() -> None:
     """Kills what came to us when its parent died, until nothing comes any more."""
     deadline = time.monotonic() + 1
-    while (left := isolation.children(os.getpid())) and time.monotonic() < deadline:
+    while (left := isolation.descendants(os.getpid())) and time.monotonic() < deadline:
+        _kill(left)
         for process in left:
-            try:
-                os.kill(process, signal.SIGKILL)
+            with contextlib.suppress(OSError):
                 os.waitpid(process, 0)
-            except OSError:
-                continue
+
+
+def _kill(processes: list[int]) -> None:
+    for process in processes:
+        with contextlib.suppress(OSError):
+            os.kill(process, signal.SIGKILL)
 
 
 def _tester(plan: dict[str, Any], in_force: list[str], mark: int, proc: int) -> None:
@@ -92,14 +108,17 @@ def _tester(plan: dict[str, Any], in_force: list[str], mark: int, proc: int) -> 
     isolation.limit_processes(most)  # only now: other sandboxes of this user must not keep ours from starting
     if inner == 0:
         try:
-            _worker(plan, theirs, ours)
+            _worker(plan, in_force, theirs, ours)
         finally:
             os._exit(1)
     theirs.close()
     verdict_file = os.dup(1)
     os.dup2(2, 1)
-    job = json.loads(sys.stdin.buffer.read())
+    _confine(plan, in_force, "/proc")  # where the processes are looked for that the solution leaves
     os.write(verdict_file, json.dumps(in_force).encode() + b"\n")
+    if any(not isolation.MEANS[name] & set(in_force) for name in plan["require"]):
+        os._exit(0)
+    job = json.loads(sys.stdin.buffer.read())
     os.write(mark, b"+")
     deadline = time.monotonic() + plan["timeout_s"]
     verdict = tester.run(ours, inner, proc, job["code"], job["tests"], deadline, plan["max_output"])
@@ -128,9 +147,25 @@ def _isolate(plan: dict[str, Any], proc: int, owner: int, in_force: list[str]) -
         in_force.append("user")
     isolation.set_limits(**plan["limits"])
     in_force.append("rlimits")
+    if confine.landlock_abi() > 0 and "mount" not in in_force:
+        in_force.append("landlock")
+    if confine.has_seccomp():
+        in_force.append("seccomp")
+        if "pid" not in in_force:
+            in_force.append("signals")
 
 
-def _worker(plan: dict[str, Any], end: socket.socket, other: socket.socket) -> None:
+def _confine(plan: dict[str, Any], in_force: list[str], *readable: str) -> None:
+    """Each process for itself: within one Landlock domain the solution could signal the tests."""
+    landlock = "landlock" in in_force
+    if landlock:
+        confine.restrict_files([*plan["visible"], *readable], [os.getcwd(), *confine.DEVICES])
+    if "seccomp" in in_force:
+        scoped = landlock and confine.landlock_abi() >= confine.SIGNAL_ABI
+        confine.filter_calls(keep_modes=landlock, own_signals="signals" in in_force and not scoped)
+
+
+def _worker(plan: dict[str, Any], in_force: list[str], end: socket.socket, other: socket.socket) -> None:
     """No file is left but the socket, and standard output and error, which are the same pipe."""
     isolation.die_with_parent()
     isolation.adopt_orphans()
@@ -142,5 +177,5 @@ def _worker(plan: dict[str, Any], end: socket.socket, other: socket.socket) -> N
     kept = end.fileno()
     os.closerange(3, kept)
     os.closerange(kept + 1, 4096)
+    _confine(plan, in_force)
     worker.main(end, plan["max_output"])
-

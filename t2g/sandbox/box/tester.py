@@ -114,7 +114,7 @@ class _Session:
             return "syntax" if getattr(error, "solution_name", "") == "BadSyntax" else "failed"
         try:
             compiled = self.asserts.compile(tests)
-        except (SyntaxError, ValueError, RecursionError):
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
             return "bad_tests"
         module = types.ModuleType("tests")
         sys.modules["tests"] = module
@@ -139,6 +139,12 @@ class _Session:
         remote, names = self.peer.root("load", code, lambda prompt="": builtins.input(prompt), self._deadline)
 
         class Solution(types.ModuleType):
+            @property
+            def __all__(self) -> list[str]:
+                """Nothing that already means something in the tests: no `abs`, no `pytest` of the solution's."""
+                taken = {"pytest", "unittest", *dir(builtins), *vars(sys.modules["tests"])}
+                return [name for name in names if name not in taken]
+
             def __getattr__(self, name: str) -> Any:
                 if name.startswith("__"):
                     raise AttributeError(name)
@@ -147,9 +153,10 @@ class _Session:
             def __setattr__(self, name: str, value: Any) -> None:
                 setattr(remote, name, value)
 
-        module = Solution("solution")
-        vars(module)["__all__"] = names
-        sys.modules["solution"] = module
+            def __delattr__(self, name: str) -> None:
+                delattr(remote, name)
+
+        sys.modules["solution"] = Solution("solution")
 
     def _one(self, name: str, test: Callable[[], None]) -> Json:
         self.running = name

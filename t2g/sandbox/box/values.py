@@ -61,7 +61,7 @@ class Exchange:
 
 def contents(container: Any) -> list[Any]:
     """What a mutable container holds: its elements, or the (key, value) pairs of a dictionary."""
-    return list(dict.items(container)) if isinstance(container, dict) else list(container)
+    return list(container.items()) if isinstance(container, dict) else list(container)
 
 
 def refill(container: Any, items: list[Any]) -> None:
@@ -69,7 +69,7 @@ def refill(container: Any, items: list[Any]) -> None:
     container.clear()
     if isinstance(container, dict):
         for key, value in items:
-            dict.__setitem__(container, key, value)
+            container[key] = value
     elif isinstance(container, set):
         container.update(items)
     else:
