@@ -92,9 +92,10 @@ def doctor(arguments: argparse.Namespace) -> int:
 
     config = load(PolicyJob, arguments.config, arguments.overrides) if arguments.config else None
     shared = config.run.root if config else None
+    require = config.feedback.sandbox.require if config and config.task == "code" else ()
     connect(ClusterConfig(address=address), {})
     try:
-        nodes = look_at_nodes(shared, timeout_s=LOOK_TIMEOUT_S)
+        nodes = look_at_nodes(shared, require, timeout_s=LOOK_TIMEOUT_S)
         found = findings(nodes, pending_groups(), roles(config) if config else {}, shared)
     finally:
         ray.shutdown()

@@ -1,6 +1,7 @@
 """Looks at every node of a live cluster: one tiny task each, no actor, no model."""
 
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -15,12 +16,14 @@ from actors.cluster.fanout import first_line
 from t2g.deploy.doctor import Node, PendingGroup
 from t2g.errors import UserError
 from t2g.runs.versions import versions
+from t2g.sandbox import available
 
 WAITING = ("PENDING", "RESCHEDULING")
 
 
-def look_at_nodes(shared: Path | None, *, timeout_s: float) -> list[Node]:
-    """Every living node, with its versions, and whether it sees a file that this process writes into `shared`.
+def look_at_nodes(shared: Path | None, require: Sequence[str], *, timeout_s: float) -> list[Node]:
+    """Every living node, with its versions, whether it sees a file that this process writes into `shared`, and whether
+    a sandbox there isolates all of `require`.
 
     UserError when this process cannot write there. A node that does not answer in time is one with a fault.
     """
@@ -33,7 +36,7 @@ def look_at_nodes(shared: Path | None, *, timeout_s: float) -> list[Node]:
                 probe = Path(until_then.enter_context(NamedTemporaryFile(dir=shared, prefix=".doctor-")).name)
             except OSError as error:
                 raise UserError(f"{shared}: a run could not write there: {error.strerror}") from None
-        refs = [_examine_on(node["NodeID"], probe) for node in alive]
+        refs = [_examine_on(node["NodeID"], probe, require) for node in alive]
         deadline = time.monotonic() + timeout_s
         return [_node(node, ref, deadline, timeout_s) for node, ref in zip(alive, refs, strict=True)]
 
@@ -51,21 +54,24 @@ def pending_groups() -> list[PendingGroup]:
     ]
 
 
-def examine(path: Path | None) -> tuple[dict[str, str], bool | None]:
-    """Versions here, and whether `path` is seen here."""
-    return versions(), None if path is None else path.exists()
+def examine(path: Path | None, require: Sequence[str]) -> dict[str, Any]:
+    """Fields of a `Node`."""
+    return {
+        "versions": versions(),
+        "sees_file": None if path is None else path.exists(),
+        "sandbox": available(require) if require else "",
+    }
 
 
-def _examine_on(node_id: str, path: Path | None) -> Any:
+def _examine_on(node_id: str, path: Path | None, require: Sequence[str]) -> Any:
     here = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
-    return ray.remote(examine).options(num_cpus=0, max_retries=0, scheduling_strategy=here).remote(path)
+    return ray.remote(examine).options(num_cpus=0, max_retries=0, scheduling_strategy=here).remote(path, require)
 
 
 def _node(node: dict[str, Any], ref: Any, deadline: float, timeout_s: float) -> Node:
     found: dict[str, Any] = {"versions": {}}
     try:
-        package_versions, sees_file = ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
-        found = {"versions": package_versions, "sees_file": sees_file}
+        found = ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
     except ray.exceptions.GetTimeoutError:
         ray.cancel(ref, force=True)
         found["fault"] = f"it did not answer within {timeout_s:g} s"

@@ -23,6 +23,7 @@ from t2g.deploy.memory import (
 )
 from t2g.deploy.pods import ROLE_LABEL, PodGroup, most_per_pod, pod_groups, satisfies
 from t2g.errors import UserError
+from t2g.sandbox import available
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "gathered", "logits", "cache", "other")
 MIN_PLACEMENT_S = 600  # a new node, an image of some GB, a Ray that starts
@@ -47,6 +48,8 @@ def check_config(config: PolicyJob, *, gpu: str = "A100-80GB") -> tuple[list[str
     policy = shapes.get("learner")
     problems = list(_problems(config, policy, fits, gpu))
     warnings = [*_group_warnings(groups), *_cluster_warnings(config, policy), *_path_warnings(config)]
+    if config.task == "code" and (lacking := available(config.feedback.sandbox.require)):
+        warnings.append(f"on this machine {lacking}")
     lines = [*map(_pod_line, groups), _total_line(groups), "", *_memory_lines(fits, gpu), *remarks, ""]
     found = [*(f"problem: {text}" for text in problems), *(f"warning: {text}" for text in warnings)]
     return problems, "\n".join([*lines, *(found or ["no problems found"])])

@@ -19,6 +19,7 @@ class Node:
     resources: Mapping[str, float]  # all it has, as Ray names them; memory in bytes
     versions: Mapping[str, str]  # package -> version, see t2g.runs.versions
     sees_file: bool | None = None  # whether the file that another node wrote is there; None: not looked for
+    sandbox: str = ""  # why generated code could not run there
     fault: str = ""  # why it could not be looked at
 
 
@@ -37,6 +38,7 @@ def findings(
     """One sentence for each thing that is wrong. `shared`: the root of all runs."""
     return [
         *(f"node {node.name} could not be looked at: {node.fault}" for node in nodes if node.fault),
+        *(f"node {node.name}: {node.sandbox}" for node in nodes if node.sandbox),
         *_different_versions(nodes),
         *_missing_labels(nodes, roles),
         *(f"placement group {group.name} is pending: {why_pending(group, nodes)}" for group in pending),

@@ -25,6 +25,7 @@ from t2g.sandbox.config import SandboxConfig
 MAX_VERDICT_BYTES = 2**22
 MAX_TESTS = 100  # results that an outcome keeps
 MAX_TEXT = 300  # characters of one text in a result
+TESTS_MIB = 64  # of the tests' process, beside the solution's memory
 REASONS = (
     "passed", "failed", "syntax", "bad_tests", "timeout", "exited", "killed", "too_much_output", "left_processes",
     "no_result",
@@ -89,9 +90,10 @@ def run_solution(code: str, tests: str, limits: SandboxConfig) -> Outcome:
     hide()
     started = time.monotonic()
     stage = tempfile.mkdtemp(prefix="t2g-sandbox-")
+    cgroup = _make_cgroup(Path(stage).name, (limits.memory_mib + TESTS_MIB) * 2**20)
     try:
         process = subprocess.Popen(
-            _command(stage, limits),
+            _command(stage, cgroup, limits),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             cwd=stage, env=_ENVIRONMENT, start_new_session=True,
         )  # fmt: skip
@@ -100,7 +102,42 @@ def run_solution(code: str, tests: str, limits: SandboxConfig) -> Outcome:
             said = _converse(process, job, limits)
     finally:
         _remove(stage)
+        if cgroup:
+            _remove_cgroup(cgroup)
     return _read(*said, limits, time.monotonic() - started)
+
+
+def _make_cgroup(name: str, memory: int) -> str:
+    """The folder of a cgroup that holds so many bytes; "" where this user may make none: the supervisor watches."""
+    for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+        number, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            root, file = "/sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        elif number == "0":
+            root, file = "/sys/fs/cgroup", "memory.max"
+        else:
+            continue
+        folder = Path(f"{root}{path}", name)
+        try:
+            folder.mkdir()
+        except OSError:
+            continue
+        try:
+            (folder / file).write_text(str(memory), encoding="ascii")
+            return str(folder)
+        except OSError:  # this one does not divide its memory
+            folder.rmdir()
+    return ""
+
+
+def _remove_cgroup(folder: str) -> None:
+    """Once the last process in it has ended."""
+    deadline = time.monotonic() + _SPARE_S
+    while os.path.isdir(folder) and time.monotonic() < deadline:
+        try:
+            os.rmdir(folder)
+        except OSError:
+            time.sleep(0.001)
 
 
 def _remove(stage: str) -> None:
@@ -122,11 +159,12 @@ def _lacking(require: Iterable[str], isolation: Iterable[str]) -> str:
     )
 
 
-def _command(stage: str, limits: SandboxConfig) -> list[str]:
+def _command(stage: str, cgroup: str, limits: SandboxConfig) -> list[str]:
     paths = sysconfig.get_paths()
     packages = list(dict.fromkeys((paths["purelib"], paths["platlib"])))
     plan = {
         "require": limits.require,
+        "cgroup": cgroup,
         "timeout_s": limits.timeout_s,
         "stage": stage,  # an empty folder: the working folder, or where a new root is built
         "visible": [*_SYSTEM, f"{sys.base_prefix}/lib", paths["stdlib"], paths["platstdlib"], *packages],

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from t2g.config import StyleConfig
-from t2g.sandbox import Outcome, SandboxConfig, TestResult, run_solution
+from t2g.errors import UserError
+from t2g.sandbox import Outcome, SandboxConfig, TestResult, available, run_solution
 from t2g.tasks.base import Critic
 from t2g.tasks.code import extract_code
 from t2g.types import Span
@@ -35,8 +36,11 @@ def make_critic(sandbox: SandboxConfig, style: StyleConfig) -> Critic:
     """critic(prompt_text, response_text, *, payload) -> {"critique", "good", "poor", "outcome"}, pieces as spans.
 
     payload["test"] holds the tests. The critic raises ValueError where they cannot judge: there are none, they do not
-    compile, or no sandbox could be started. It may be called from several threads at once.
+    compile, or no sandbox could be started. It may be called from several threads at once. UserError where this
+    machine cannot isolate what `sandbox.require` names.
     """
+    if lacking := available(sandbox.require):
+        raise UserError(lacking)
 
     def critic(prompt_text: str, response_text: str, *, payload: Mapping[str, Any]) -> dict[str, Any]:
         tests = payload.get("test")

@@ -119,3 +119,9 @@ def test_what_goes_wrong_on_pods_is_a_warning(override: str, words: str) -> None
 def test_an_unknown_gpu_is_refused() -> None:
     with pytest.raises(UserError, match="--gpu: got 'H1000', but needs one of"):
         check(gpu="H1000")
+
+
+def test_a_machine_without_a_sandbox_is_warned_of_where_the_task_is_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("t2g.deploy.check.available", lambda require: f"no {', '.join(require)}")
+    assert "on this machine no processes, files, network" in warnings(check(file="kodcode")[1])
+    assert not any("on this machine" in line for line in warnings(check()[1]))

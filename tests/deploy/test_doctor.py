@@ -1,3 +1,4 @@
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -58,10 +59,12 @@ def test_each_fault_is_one_sentence() -> None:
         name="old", labels={}, resources={"CPU": 4}, versions={"python": "3.11.9", "ray": "2.59.0"}, sees_file=False
     )
     deaf = Node(name="deaf", labels={}, resources={"CPU": 4}, versions={}, fault="it did not answer within 60 s")
+    bare = dataclasses.replace(HEAD, name="bare", sandbox="generated code cannot be isolated")
     role = RoleConfig(labels={"rl/role": "rollout"})
-    assert findings((*NODES, old, deaf), [group({"CPU": 99})], {"rollout": role}, Path("/mnt/runs")) == [
+    assert findings((*NODES, old, deaf, bare), [group({"CPU": 99})], {"rollout": role}, Path("/mnt/runs")) == [
         "node deaf could not be looked at: it did not answer within 60 s",
-        "ray differs between nodes: 2.59.0 on old; 2.60.0 on head, learner-0; give them the same image",
+        "node bare: generated code cannot be isolated",
+        "ray differs between nodes: 2.59.0 on old; 2.60.0 on head, learner-0, bare; give them the same image",
         "no node has the labels {'rl/role': 'rollout'} of rollout.labels: start one with `ray start --labels`, "
         "or see whether the autoscaler adds one when a run asks for it",
         "placement group x is pending: a bundle needs 99 CPU, and the largest node has 16 CPU",

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from t2g.config import StyleConfig
+from t2g.errors import UserError
 from t2g.feedback.parse import quote_of, read_judgement
 from t2g.sandbox import Outcome, SandboxConfig, TestResult
+from t2g.tasks import code_critic
 from t2g.tasks.code_critic import blamed_lines, code_lines, make_critic, ochiai, praised_lines
 from t2g.types import Span, SpanFeedback
 
@@ -170,3 +172,9 @@ def test_lines_that_only_passing_tests_ran_are_praised() -> None:
 
 def test_code_lines_are_those_of_the_compiler() -> None:
     assert code_lines("a\r\n\r\n  b \rc", 10) == {1: (10, "a"), 3: (17, "b"), 4: (20, "c")}
+
+
+def test_a_machine_that_cannot_isolate_what_is_required_has_no_critic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code_critic, "available", lambda require: f"no {' and '.join(require)}")
+    with pytest.raises(UserError, match="no files and network"):
+        make_critic(LIMITS.model_copy(update={"require": ("files", "network")}), StyleConfig())

@@ -31,6 +31,8 @@ def main(plan: dict[str, Any]) -> None:
     in_force = ["process_group"]
     with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("1000")  # before anything else on this machine
+    if plan["cgroup"]:
+        cgroup = os.open(f"{plan['cgroup']}/cgroup.procs", os.O_WRONLY)  # while this user may
     if not isolation.unshare(isolation.PID):
         if os.geteuid() == 0 and isolation.become_nobody(os.getpid(), plan["visible"]):
             in_force.append("throwaway_user")
@@ -45,6 +47,10 @@ def main(plan: dict[str, Any]) -> None:
     if inner == 0:
         try:
             os.close(alive)
+            if plan["cgroup"]:
+                with contextlib.suppress(OSError):
+                    os.write(cgroup, b"0")
+                    in_force.append("cgroup")
             _isolate(plan, proc, owner, in_force)
             _tester(plan, in_force, mark, proc)
         finally:
