@@ -5,6 +5,8 @@ import builtins
 import traceback
 from typing import Any
 
+from t2g.sandbox.box.remote import super_of, type_of
+
 MAX_TEXT = 300
 FILE = "tests.py"
 
@@ -26,8 +28,12 @@ class Asserts:
                 for line in range(node.lineno, (node.end_lineno or node.lineno) + 1):
                     self._statements[line] = text
                 self._rewrite(node)
+            elif isinstance(node, ast.Call) and _is_name(node.func, "type") and len(node.args) == 1:
+                node.func, node.args = ast.Name("box_type", ast.Load()), [node.func, *node.args]
+            elif isinstance(node, ast.FunctionDef) and node.args.args:
+                _pass_on_super(node, node.args.args[0].arg)
         ast.fix_missing_locations(tree)
-        builtins.box_note = self._note  # type: ignore[attr-defined]
+        vars(builtins).update(box_note=self._note, box_type=type_of, box_super=super_of)
         return compile(tree, FILE, "exec", dont_inherit=True)
 
     def _note(self, side: str, value: Any, *expected: bool) -> Any:
@@ -72,6 +78,18 @@ class Asserts:
 
 def _noted(side: str, *values: ast.expr) -> ast.expr:
     return ast.Call(ast.Name("box_note", ast.Load()), [ast.Constant(side), *values], [])
+
+
+def _is_name(node: ast.expr, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def _pass_on_super(function: ast.FunctionDef, first: str) -> None:
+    """`super()` to `box_super(__class__, self)`."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call) and _is_name(node.func, "super") and not node.args:
+            names = [ast.Name(name, ast.Load()) for name in ("box_super", "__class__", first)]
+            node.func, node.args = names[0], names[1:]
 
 
 def _calls(node: ast.expr) -> bool:

@@ -30,8 +30,6 @@ class Fixtures:
                 function = test if instance is None else getattr(instance, test)
                 if getattr(function, "box_skip", False):
                     raise Skipped
-                if inspect.iscoroutinefunction(function):
-                    raise NotImplementedError("asynchronous tests are not supported")
                 made: dict[str, Any] = {}
                 for name, value in self._all(instance).items():
                     if value.box_fixture.get("autouse"):
@@ -39,7 +37,11 @@ class Fixtures:
                 wanted = [name for name in inspect.signature(function).parameters if name not in arguments]
                 if inspect.ismethod(function) or instance is None:
                     arguments.update({name: self._fixture(name, instance, made, stack) for name in wanted})
-                function(**arguments)
+                result = function(**arguments)
+                if inspect.iscoroutine(result):
+                    import asyncio
+
+                    asyncio.run(result)
 
         return call
 

@@ -29,7 +29,9 @@ class Peer(Codec):
         self._classes: dict[tuple[str, ...], type[Remote]] = {}
         self._serial = 0
         self.num_changes = 0  # requests that may have changed an object of theirs
+        self._stand_ins: dict[int, int] = {}  # coroutines here for awaitables there: id -> number
         self.gone = False
+        self.lends_awaitables = False  # ours are finished here when the other end awaits them
         self.before_reply: Callable[[], Json] = lambda: None
         self.on_note: Callable[[Json], None] = lambda note: None
 
@@ -171,6 +173,10 @@ class Peer(Codec):
     def export(self, value: Any, exchange: Exchange) -> Json:
         if is_remote(value):
             return {"yours": value._number}
+        if id(value) in self._stand_ins:
+            return {"yours": self._stand_ins[id(value)]}
+        if self.lends_awaitables and hasattr(type(value), "__await__"):
+            return {"awaitable": self._number(value)}
         if isinstance(value, BaseException) and getattr(value, "remote_number", None) is not None:
             return {"yours": value.remote_number}
         if isinstance(value, type) and "remote_number" in vars(value):
@@ -204,6 +210,8 @@ class Peer(Codec):
             return self._objects[message["yours"]]
         if tag == "object":
             return self._proxy(message, exchange)
+        if tag == "awaitable":
+            return self._coroutine(message["awaitable"])
         if tag == "known":
             found = known_exception(*message["known"])
             return found or type(str(message["known"][1]), (Exception,), {})
@@ -221,6 +229,15 @@ class Peer(Codec):
                 self._classes[key] = proxy_class(key[0], key[1:])
             proxy = self._proxies[number] = self._classes[key](self, number)
             proxy.__dict__["_plain"] = self.decode(message["plain"], Exchange())
+        return self._proxies[number]
+
+    def _coroutine(self, number: int) -> Any:
+        async def finish() -> Any:
+            return self.root("finish", Numbered(number))
+
+        if number not in self._proxies:
+            self._proxies[number] = finish()
+            self._stand_ins[id(self._proxies[number])] = number
         return self._proxies[number]
 
     def _mirror(self, message: Json, exchange: Exchange) -> type:

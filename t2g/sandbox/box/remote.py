@@ -2,12 +2,14 @@
 
 import builtins
 import operator
+import types
 from collections.abc import Callable
 from typing import Any
 
 _UNARY = (
     "lt le gt ge len getitem setitem delitem contains iter next reversed enter exit call int float index complex abs "
-    "neg pos invert bool round trunc floor ceil format bytes length_hint instancecheck subclasscheck"
+    "neg pos invert bool round trunc floor ceil format bytes length_hint instancecheck subclasscheck "
+    "aiter anext aenter aexit"
 )
 _BINARY = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and or xor"
 FORWARDED = [f"__{name}__" for name in _UNARY.split()]
@@ -108,15 +110,69 @@ class Remote:
         return self._peer.request("method", self, "__dir__")
 
     def __mro_entries__(self, bases: object) -> tuple[type, ...]:
-        raise Unsupported("a class of the tests derives from a class of the solution")
+        return (_Derived,)
 
     def __reduce_ex__(self, protocol: object) -> str:
         raise Unsupported("the tests copy or pickle an object of the solution")
 
 
+class _Deriving(type):
+    """Makes a class of the tests under classes of the solution where those are; its methods stay here."""
+
+    def __new__(cls, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> Any:
+        if "__orig_bases__" not in body:
+            return super().__new__(cls, name, bases, body)
+        originals = body.pop("__orig_bases__")
+        peer = next(base for base in originals if is_remote(base))._peer
+        cell = body.pop("__classcell__", None)
+        parts = {key: _parts(value) for key, value in body.items() if key not in ("__module__", "__qualname__")}
+        made = peer.root("derive", name, list(originals), parts)
+        if cell is not None:
+            cell.cell_contents = made
+        return made
+
+
+class _Derived(metaclass=_Deriving):
+    pass
+
+
+def _parts(value: Any) -> tuple[str, list[Any]]:
+    """How the other process makes the same of a class's attribute; see Worker.derive."""
+    if isinstance(value, classmethod | staticmethod):
+        return type(value).__name__, [value.__func__]
+    if isinstance(value, property):
+        return "property", [value.fget, value.fset, value.fdel]
+    return "function" if isinstance(value, types.FunctionType) else "value", [value]
+
+
+class _Above:
+    """super() in a method of such a class."""
+
+    def __init__(self, owner: Remote, target: Any) -> None:
+        object.__setattr__(self, "of", (owner, target))
+
+    def __getattribute__(self, name: str) -> Any:
+        owner, target = object.__getattribute__(self, "of")
+        return owner._peer.root("above", owner, target, name)
+
+
+def super_of(owner: Any, target: Any) -> Any:
+    """What the tests' `super()` is."""
+    return _Above(owner, target) if is_remote(owner) else super(owner, target)
+
+
+def type_of(asked: Any, value: Any) -> Any:
+    """What the tests' `type(value)` is: of an object of the solution's own class that class."""
+    if asked is type and is_remote(value):
+        found = value._peer.request("get", value, "__class__")
+        if is_remote(found):
+            return found
+    return asked(value)
+
+
 def _forward(name: str) -> Callable[..., Any]:
     def method(self: Remote, *args: Any, **kwargs: Any) -> Any:
-        if name == "__exit__":
+        if name in ("__exit__", "__aexit__"):
             args = (args[0], args[1], None)  # tracebacks stay at home
         plain = self._now() if name in _OPERATORS else self._plain
         alone = not self._mixed and not any(map(is_remote, args))

@@ -28,6 +28,7 @@ class Worker:
         self._lines: set[int] = set()
         self._room = 0
         self._returned = 0  # line of the last return from the solution
+        self._loop: Any = None
 
     def load(self, code: str, ask: Any, deadline: float) -> tuple[types.ModuleType, list[str]]:
         """The module, executed, and its public names. ask: the tests' `input`; deadline: of time.monotonic."""
@@ -44,6 +45,35 @@ class Worker:
         module.__dict__["input"] = lambda prompt="": ask(prompt)
         exec(compiled, module.__dict__)  # noqa: S102 the purpose of this process
         return module, [name for name in vars(module) if not name.startswith("_")]
+
+    def derive(self, name: str, bases: list[Any], parts: dict[str, tuple[str, list[Any]]]) -> type:
+        """A class of the tests under classes of the solution. parts: by attribute, see t2g.sandbox.box.remote."""
+
+        def own(function: Any) -> Any:
+            return function and (lambda *args, **kwargs: function(*args, **kwargs))  # a function is bound to its object
+
+        makers: dict[str, Any] = {
+            "function": own,
+            "classmethod": lambda function: classmethod(own(function)),
+            "staticmethod": lambda function: staticmethod(own(function)),
+            "property": lambda *functions: property(*map(own, functions)),
+            "value": lambda value: value,
+        }
+        body = {key: makers[kind](*values) for key, (kind, values) in parts.items()}
+        return types.new_class(name, tuple(bases), exec_body=lambda space: space.update(body))
+
+    def above(self, owner: type, target: Any, name: str) -> Any:
+        return getattr(super(owner, target), name)
+
+    def finish(self, awaitable: Any) -> Any:
+        """What an awaitable of the solution comes to; all have one event loop."""
+        import asyncio
+
+        async def wait() -> Any:
+            return await awaitable
+
+        self._loop = self._loop or asyncio.new_event_loop()
+        return self._loop.run_until_complete(wait())
 
     def begin(self) -> None:
         """A test begins: forget the lines of the last one."""
@@ -100,6 +130,7 @@ def main(end: socket.socket, max_output: int) -> None:
     sys.stdout = printed
     peer = Peer(end, allow=lambda operation, target, name: True)
     peer.before_reply = printed.take
+    peer.lends_awaitables = True
     peer.offer(Worker())
     with contextlib.suppress(Gone):
         peer.serve()
