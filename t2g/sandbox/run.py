@@ -3,6 +3,7 @@
 What this proves and what not, what right solutions lose, and what isolates a run: README.md.
 """
 
+import contextlib
 import json
 import os
 import selectors
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from t2g.sandbox.box.clock import KILL_S, START_S, TIMED_OUT
-from t2g.sandbox.box.isolation import MEANS, hide
+from t2g.sandbox.box.isolation import hide, lacking
 from t2g.sandbox.config import SandboxConfig
 
 MAX_VERDICT_BYTES = 2**22
@@ -80,7 +81,7 @@ class Refused(RuntimeError):
 
 def available(require: Iterable[str]) -> str:
     """The sentence of `Refused`, or nothing where this machine can isolate all of `require`."""
-    return _lacking(require, run_solution("", "", SandboxConfig(require=())).isolation)
+    return _refusal(lacking(require, run_solution("", "", SandboxConfig(require=())).isolation))
 
 
 def run_solution(code: str, tests: str, limits: SandboxConfig) -> Outcome:
@@ -111,22 +112,15 @@ def _make_cgroup(name: str, memory: int) -> str:
     """The folder of a cgroup that holds so many bytes; "" where this user may make none: the supervisor watches."""
     for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
         number, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            root, file = "/sys/fs/cgroup/memory", "memory.limit_in_bytes"
-        elif number == "0":
-            root, file = "/sys/fs/cgroup", "memory.max"
-        else:
-            continue
-        folder = Path(f"{root}{path}", name)
-        try:
-            folder.mkdir()
-        except OSError:
-            continue
-        try:
-            (folder / file).write_text(str(memory), encoding="ascii")
-            return str(folder)
-        except OSError:  # this one does not divide its memory
-            folder.rmdir()
+        old = "memory" in controllers.split(",")
+        if old or number == "0":
+            folder = Path("/sys/fs/cgroup", "memory" if old else "", path.strip("/"), name)
+            with contextlib.suppress(OSError):
+                folder.mkdir()
+                limit = folder / ("memory.limit_in_bytes" if old else "memory.max")
+                limit.write_text(str(memory), encoding="ascii")
+                return str(folder)
+            _remove_cgroup(str(folder))
     return ""
 
 
@@ -149,11 +143,11 @@ def _remove(stage: str) -> None:
         subprocess.run(["rm", "-rf", stage], capture_output=True, check=False)
 
 
-def _lacking(require: Iterable[str], isolation: Iterable[str]) -> str:
-    in_force = set(isolation)
-    missing = ", ".join(name for name in require if not MEANS[name] & in_force)
-    return missing and (
-        f"generated code cannot be isolated from this machine's {missing}: allow user namespaces (sysctl "
+def _refusal(missing: list[str]) -> str:
+    if not missing:
+        return ""
+    return (
+        f"generated code cannot be isolated from this machine's {', '.join(missing)}: allow user namespaces (sysctl "
         "user.max_user_namespaces), or run on Linux 5.13 or later with landlock in /sys/kernel/security/lsm, in a "
         "container whose profile allows landlock and seccomp; sandbox.require names what a run may not do without"
     )
@@ -228,9 +222,9 @@ def _feed(stream: Any, job: bytes) -> bytes:
 def _read(verdict: bytes, output: bytes, reason: str, limits: SandboxConfig, seconds: float) -> Outcome:
     """The outcome; tests come from data sets, so that even the verdict is read as something that may be broken."""
     lines = verdict.split(b"\n")
-    isolation = _json(lines[0], list)  # written before anything of theirs runs
-    if isolation and (sentence := _lacking(limits.require, map(_text, isolation))):
-        raise Refused(sentence)
+    isolation = list(map(_text, _json(lines[0], list)))  # written before anything of theirs runs
+    if isolation and (missing := lacking(limits.require, isolation)):
+        raise Refused(_refusal(missing))
     found = _json(lines[1] if len(lines) > 1 else b"", dict)
     reason = reason or (found.get("reason") if found.get("reason") in REASONS else "no_result")
     tests = tuple(_result(item) for item in _list(found.get("tests")) if isinstance(item, dict))
@@ -239,7 +233,7 @@ def _read(verdict: bytes, output: bytes, reason: str, limits: SandboxConfig, sec
         passed=reason == "passed",
         reason=reason,
         tests=_most_telling(tests),
-        isolation=tuple(map(_text, isolation)),
+        isolation=tuple(isolation),
         output=text,
         seconds=seconds,
     )

@@ -408,17 +408,16 @@ READINGS: dict[str, tuple[list[dict[int, str]], bool]] = {
 
 @pytest.mark.parametrize("case", READINGS)
 def test_who_is_left_is_read_until_two_readings_agree(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process has the worker 6, whose children, in these states, are what a solution has left."""
+    """4 has the tests in 5, these the worker in 6, whose children, in these states, are what a solution has left."""
     readings, left = READINGS[case]
     each = iter(readings)
-    me = os.getpid()
+    states: dict[int, str] = {}
 
-    def processes(proc: int) -> dict[int, tuple[int, str]]:
-        return {me: (1, "R"), 6: (me, "S")} | {process: (6, state) for process, state in next(each).items()}
+    def descendants(parent: int) -> list[int]:
+        states.update(next(each))
+        return [5, 6, *states]
 
-    monkeypatch.setattr(isolation, "_processes", processes)
-    proc = os.open("/proc", os.O_RDONLY)
-    try:
-        assert isolation.descendants_run(proc) is left
-    finally:
-        os.close(proc)
+    monkeypatch.setattr(isolation, "children", lambda parent: [6])
+    monkeypatch.setattr(isolation, "descendants", descendants)
+    monkeypatch.setattr(isolation, "_state", lambda process: states[process])
+    assert isolation.left_running(4, 5) is left

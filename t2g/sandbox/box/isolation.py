@@ -4,6 +4,7 @@ What needs no namespaces is in t2g.sandbox.box.confine.
 Each step says whether it worked; nothing here raises because the machine does not allow something.
 """
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -24,6 +25,11 @@ _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 _libc = ctypes.CDLL(None, use_errno=True)
 _READINGS = 20  # of /proc, each some milliseconds
+
+
+def lacking(require: Iterable[str], in_force: Iterable[str]) -> list[str]:
+    """Names of MEANS that are required, and met by nothing that is in force."""
+    return [name for name in require if MEANS[name].isdisjoint(in_force)]
 
 
 def unshare(flag: int) -> bool:
@@ -190,17 +196,61 @@ def count_tasks(uid: int) -> int:
     return count
 
 
-def descendants(parent: int) -> list[int]:
-    """Processes below `parent`, those that ended and wait to be reaped included; [] where the kernel does not list
-    them (it does by default)."""
+def lists_children() -> bool:
+    """Whether this kernel says whose child a process is (CONFIG_PROC_CHILDREN)."""
+    return os.path.exists(f"/proc/self/task/{os.getpid()}/children")
+
+
+def children(parent: int) -> list[int]:
+    """Processes that `parent` started or adopted, those that ended and wait to be reaped included."""
     found = []
-    try:
-        for task in os.listdir(f"/proc/{parent}/task"):
-            with open(f"/proc/{parent}/task/{task}/children", encoding="ascii") as file:
-                found += [int(name) for name in file.read().split()]
-    except OSError:  # it ended meanwhile
-        pass
+    for task in _entries(f"/proc/{parent}/task"):
+        with contextlib.suppress(OSError), open(f"/proc/{parent}/task/{task}/children", encoding="ascii") as file:
+            found += [int(name) for name in file.read().split()]
+    return found
+
+
+def descendants(parent: int) -> list[int]:
+    """`children`, and theirs."""
+    found = children(parent)
     return found + [below for process in found for below in descendants(process)]
+
+
+def left_running(own: int, tests: int) -> bool:
+    """Whether something still runs that the solution started; by the kernel's word, not the solution's.
+
+    own: this process; tests: its child, whose own children are the solution's process and what the tests started. Both
+    may have adopted what a process of the solution orphaned.
+
+    /proc is read one process after the other: one that forks and ends meanwhile is read as ended, and its child was
+    not in the list yet. So two readings must agree on who has ended; where none do, something is born all the time.
+    """
+    before = None
+    for _ in range(_READINGS):
+        known = {own, tests, *children(tests)}
+        states = {process: _state(process) for process in descendants(own) if process not in known}
+        if any(state not in "ZX" for state in states.values()):
+            return True
+        if states.keys() == before:
+            return False
+        before = states.keys()
+    return True
+
+
+def _state(process: int) -> str:
+    """As in /proc: Z or X once it has ended."""
+    try:
+        with open(f"/proc/{process}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0].decode()
+    except OSError:
+        return "X"
+
+
+def _entries(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
 
 
 def memory_of(process: int) -> int:
@@ -210,54 +260,3 @@ def memory_of(process: int) -> int:
             return sum(int(line.split()[1]) for line in file if line.startswith(("RssAnon:", "RssShmem:"))) * 1024
     except OSError:
         return 0
-
-
-def descendants_run(proc: int) -> bool:
-    """Whether something that a child of this process started still runs; by the kernel's word, not the child's.
-
-    proc: /proc, open, and maybe of an outer process namespace. Where this one's children have no namespace, what they
-    orphan may come to this one's parent instead, which is looked at, too. Raises OSError where /proc hides a child.
-
-    /proc is read one process after the other: one that forks and ends meanwhile is read as ended, and its child was
-    not in the list yet. So two readings must agree on who has ended; where none do, something is born all the time.
-    """
-    before = None
-    for _ in range(_READINGS):
-        running, ended = _descendants(proc)
-        if running:
-            return True
-        if ended == before:
-            return False
-        before = ended
-    return True
-
-
-def _descendants(proc: int) -> tuple[bool, set[int]]:
-    """Of one reading of `proc`: whether any runs, and those that ended and wait to be reaped."""
-    me = int(os.readlink("self", dir_fd=proc))
-    known = _processes(proc)
-    own = [process for process, (above, _) in known.items() if above == me]
-    if not own:
-        raise OSError("/proc does not show the processes of the sandbox")
-    reapers = {known[me][0], *own} - {0}
-    states = {process: state for process, (above, state) in known.items() if above in reapers and process != me}
-    ended = {process for process, state in states.items() if state in "ZX"}
-    return len(ended) < len(states), ended
-
-
-def _processes(proc: int) -> dict[int, tuple[int, str]]:
-    """{process: (its parent, its state)} of all that `proc`, /proc that is open, shows."""
-    found = {}
-    for name in filter(str.isdigit, os.listdir(proc)):
-        try:
-            file = os.open(f"{name}/stat", os.O_RDONLY, dir_fd=proc)
-        except OSError:  # it ended meanwhile
-            continue
-        try:
-            state, parent = os.read(file, 4096).rpartition(b")")[2].split()[:2]
-        except OSError:
-            continue
-        finally:
-            os.close(file)
-        found[int(name)] = int(parent), state.decode()
-    return found

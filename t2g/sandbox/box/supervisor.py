@@ -42,49 +42,54 @@ def main(plan: dict[str, Any]) -> None:
             in_force.append("pid")
     else:
         in_force.append("pid")
-    owner, (alive, mark) = os.getpid(), os.pipe()
+    owner, (end, mark), watched = os.getpid(), socket.socketpair(), isolation.lists_children()
     inner = os.fork()
     if inner == 0:
         try:
-            os.close(alive)
+            end.close()
             if plan["cgroup"]:
                 with contextlib.suppress(OSError):
                     os.write(cgroup, b"0")
                     in_force.append("cgroup")
             _isolate(plan, proc, owner, in_force)
-            _tester(plan, in_force, mark, proc)
+            if not watched:
+                in_force = [name for name in in_force if name not in isolation.MEANS["processes"]]
+            _tester(plan, in_force, mark)
         finally:
             os._exit(1)
     isolation.hide()
-    for file in (0, 1, 2, mark):
+    mark.close()
+    for file in (0, 1, 2):
         os.close(file)
-    in_time = _wait(inner, alive, plan["timeout_s"] + KILL_S, plan["limits"]["memory_mib"] * 2**20)
+    in_time = _wait(inner, end, plan["timeout_s"] + KILL_S, plan["limits"]["memory_mib"] * 2**20)
     if "pid" not in in_force:
         _sweep()
     os._exit(0 if in_time else TIMED_OUT)
 
 
-def _wait(process: int, alive: int, seconds: float, memory: int) -> bool:
-    """Whether it ends in time; else it is killed, and with it its process namespace. memory: bytes of all that it
-    started; what goes beyond is killed, but the tests live and say so.
+def _wait(tests: int, end: socket.socket, seconds: float, memory: int) -> bool:
+    """Whether the tests' process ends in time; else it is killed, and with it its process namespace. memory: bytes of
+    all that it started; what goes beyond is killed, but the tests live and say so.
 
-    alive: a pipe; `process` writes a byte when its time begins, and its end closes it.
+    end: gets "+" when the time of the run begins, and "?" for whether anything of the solution's still runs.
     """
-    in_time = True
-    for limit in (START_S, seconds):
-        deadline = time.monotonic() + limit
-        while not (ready := select.select([alive], [], [], _LOOK_S)[0]) and time.monotonic() < deadline:
-            below = [other for other in isolation.descendants(os.getpid()) if other != process]
-            if sum(map(isolation.memory_of, below)) > memory:
-                _kill(below)
-        if not ready:
-            os.kill(process, signal.SIGKILL)
-            in_time = False
-            break
-        if not os.read(alive, 1):
-            break
-    os.waitpid(process, 0)
-    return in_time
+    deadline = time.monotonic() + START_S
+    while (rest := deadline - time.monotonic()) > 0:
+        if select.select([end], [], [], min(rest, _LOOK_S))[0]:
+            match end.recv(1):
+                case b"+":
+                    deadline = time.monotonic() + seconds
+                case b"?":
+                    end.send(b"+" if isolation.left_running(os.getpid(), tests) else b"-")
+                case _:
+                    os.waitpid(tests, 0)
+                    return True
+        below = [process for process in isolation.descendants(os.getpid()) if process != tests]
+        if sum(map(isolation.memory_of, below)) > memory:
+            _kill(below)
+    os.kill(tests, signal.SIGKILL)
+    os.waitpid(tests, 0)
+    return False
 
 
 def _sweep() -> None:
@@ -103,7 +108,7 @@ def _kill(processes: list[int]) -> None:
             os.kill(process, signal.SIGKILL)
 
 
-def _tester(plan: dict[str, Any], in_force: list[str], mark: int, proc: int) -> None:
+def _tester(plan: dict[str, Any], in_force: list[str], mark: socket.socket) -> None:
     isolation.unshare(isolation.PID)  # of the worker: it cannot even name the tester
     isolation.give_up_privileges()
     ours, theirs = socket.socketpair()
@@ -120,14 +125,14 @@ def _tester(plan: dict[str, Any], in_force: list[str], mark: int, proc: int) -> 
     theirs.close()
     verdict_file = os.dup(1)
     os.dup2(2, 1)
-    _confine(plan, in_force, "/proc")  # where the processes are looked for that the solution leaves
+    _confine(plan, in_force)
     os.write(verdict_file, json.dumps(in_force).encode() + b"\n")
-    if any(not isolation.MEANS[name] & set(in_force) for name in plan["require"]):
+    if isolation.lacking(plan["require"], in_force):
         os._exit(0)
     job = json.loads(sys.stdin.buffer.read())
-    os.write(mark, b"+")
+    mark.send(b"+")
     deadline = time.monotonic() + plan["timeout_s"]
-    verdict = tester.run(ours, inner, proc, job["code"], job["tests"], deadline, plan["max_output"])
+    verdict = tester.run(ours, inner, mark, job["code"], job["tests"], deadline, plan["max_output"])
     data = json.dumps(verdict).encode() + b"\n"
     while data:
         data = data[os.write(verdict_file, data) :]
@@ -161,11 +166,11 @@ def _isolate(plan: dict[str, Any], proc: int, owner: int, in_force: list[str]) -
             in_force.append("signals")
 
 
-def _confine(plan: dict[str, Any], in_force: list[str], *readable: str) -> None:
+def _confine(plan: dict[str, Any], in_force: list[str]) -> None:
     """Each process for itself: within one Landlock domain the solution could signal the tests."""
     landlock = "landlock" in in_force
     if landlock:
-        confine.restrict_files([*plan["visible"], *readable], [os.getcwd(), *confine.DEVICES])
+        confine.restrict_files(plan["visible"], [os.getcwd(), *confine.DEVICES])
     if "seccomp" in in_force:
         scoped = landlock and confine.landlock_abi() >= confine.SIGNAL_ABI
         confine.filter_calls(keep_modes=landlock, own_signals="signals" in in_force and not scoped)

@@ -13,7 +13,6 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from t2g.sandbox.box import isolation
 from t2g.sandbox.box import pytest_shim as shim
 from t2g.sandbox.box.asserts import Asserts
 from t2g.sandbox.box.clock import AGAIN_S, TESTS_RING_S, OutOfTime, set_alarm
@@ -41,17 +40,17 @@ class Tail(io.StringIO):
         return len(text)
 
 
-def run(end: socket.socket, worker: int, proc: int, code: str, tests: str, deadline: float, max_output: int) -> Json:
-    """proc: /proc, open, that shows this process and the worker.
-
-    The verdict: {"reason": ..., "tests": [result, ...], "output": ...}; passed means the reason "passed".
+def run(
+    end: socket.socket, worker: int, supervisor: socket.socket, code: str, tests: str, deadline: float, max_output: int
+) -> Json:
+    """The verdict: {"reason": ..., "tests": [result, ...], "output": ...}; passed means the reason "passed".
 
     reason: passed, failed, syntax (of the solution), bad_tests (they do not compile, or hold no test), timeout,
     exited or killed (the solution's process, in the middle), too_much_output, left_processes (all tests passed).
     A run that ends past the deadline (seconds of time.monotonic) is a timeout, whoever noticed it first.
     """
     output = sys.stdout = Tail(max_output)
-    session = _Session(end, deadline, proc)
+    session = _Session(end, deadline, supervisor)
     results: list[Json] = []
     reason = "failed"
     set_alarm(_Session.run, deadline + TESTS_RING_S, AGAIN_S)
@@ -80,8 +79,8 @@ def _ended(worker: int) -> str:
 
 
 class _Session:
-    def __init__(self, end: socket.socket, deadline: float, proc: int) -> None:
-        self._deadline, self._proc = deadline, proc
+    def __init__(self, end: socket.socket, deadline: float, supervisor: socket.socket) -> None:
+        self._deadline, self._supervisor = deadline, supervisor
         self.peer = Peer(end, self._allow)
         self.peer.on_note = self._note
         self.flood = False
@@ -133,7 +132,8 @@ class _Session:
         if not ran or not all(result["passed"] for result in ran):
             return "failed"
         self.running = "search for processes that are left"
-        return "left_processes" if isolation.descendants_run(self._proc) else "passed"
+        self._supervisor.send(b"?")
+        return "passed" if self._supervisor.recv(1) == b"-" else "left_processes"
 
     def _load(self, code: str) -> None:
         remote, names = self.peer.root("load", code, lambda prompt="": builtins.input(prompt), self._deadline)
