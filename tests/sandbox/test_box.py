@@ -493,6 +493,16 @@ def test_derived():
     r.w = 5
     assert r.area() == 15
 
+def test_inside_a_function(tmp_path):
+    class Inner(Square):
+        def __init__(self):
+            super().__init__('inner')
+        def area(self):
+            class Deeper(Square):
+                def area(self): return super().area() + 1
+            return super().area() * Deeper().area()
+    assert Inner().describe() == 'inner: 20m 0'
+
 def test_abstract():
     with pytest.raises(TypeError):
         Half()

@@ -171,6 +171,15 @@ def test_what_cannot_be_isolated_is_refused_in_one_sentence() -> None:
     assert (found["weak"], set(found["isolation"])) == ("passed", {"process_group", "rlimits"})
 
 
+def test_who_starts_a_sandbox_can_no_longer_be_looked_into() -> None:
+    code = (
+        "from t2g.sandbox import available\nimport ctypes\navailable([])\nprint(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))"
+    )
+    command, env = [sys.executable, "-c", code], {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "0\n"
+
+
 def test_what_can_be_isolated_is_not_refused() -> None:
     found = asked_in(become_ordinary_without_namespaces, "files", "processes", "network")
     assert found["available"] == "" and "refused" not in found

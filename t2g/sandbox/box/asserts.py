@@ -22,7 +22,7 @@ class Asserts:
     def compile(self, tests: str) -> Any:
         tree = ast.parse(tests, FILE)
         self._lines = tests.split("\n")
-        for node in ast.walk(tree):
+        for node in reversed(list(ast.walk(tree))):  # an inner function before the one around it: its self is another
             if isinstance(node, ast.Assert):
                 text = " ".join((ast.get_source_segment(tests, node) or "").split())
                 for line in range(node.lineno, (node.end_lineno or node.lineno) + 1):
