@@ -55,8 +55,9 @@ def in_pytest(folder: Path, code: str, tests: str) -> tuple[int, int]:
     folder.mkdir()
     (folder / "solution.py").write_text(code, encoding="utf-8")
     (folder / "test_it.py").write_text(tests, encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:anyio", "--junitxml=said.xml"]
-    done = subprocess.run([*command, "test_it.py"], cwd=folder, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml=said.xml", "test_it.py"]
+    env = {"PATH": os.environ["PATH"], "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
     said = (folder / "said.xml").read_text(encoding="utf-8") if done.returncode in (0, 1) else "<testcase<failure"
     ran = said.count("<testcase") - said.count("<skipped")
     return ran - said.count("<failure") - said.count("<error"), ran

@@ -171,6 +171,21 @@ def test_what_cannot_be_isolated_is_refused_in_one_sentence() -> None:
     assert (found["weak"], set(found["isolation"])) == ("passed", {"process_group", "rlimits"})
 
 
+@pytest.mark.parametrize(
+    ("in_force", "missing"),
+    [
+        (["pid", "mount", "network"], []),
+        (["landlock", "seccomp", "signals"], []),
+        (["pid", "network"], ["processes", "files"]),
+        (["seccomp", "signals"], ["processes", "files"]),
+        (["mount", "seccomp"], ["processes"]),
+        (["mount", "pid"], ["network"]),
+    ],
+)
+def test_what_meets_what_is_required(in_force: list[str], missing: list[str]) -> None:
+    assert isolation.lacking(("processes", "files", "network"), in_force) == missing
+
+
 def test_who_starts_a_sandbox_can_no_longer_be_looked_into() -> None:
     code = (
         "from t2g.sandbox import available\nimport ctypes\navailable([])\nprint(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))"
