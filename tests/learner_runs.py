@@ -100,8 +100,9 @@ class LocalRank:
 
     def __getattr__(self, name: str) -> Any:
         def remote(*args: Any) -> Any:
+            given = [ray.get(arg) if isinstance(arg, ray.ObjectRef) else arg for arg in args]  # as Ray does
             with as_a_rank():
-                return ray.put(getattr(self.worker, name)(*args))
+                return ray.put(getattr(self.worker, name)(*given))
 
         return SimpleNamespace(remote=remote)
 
@@ -147,7 +148,8 @@ class SharedGroup(LearnerGroup):
     on ranks of its own has real ones."""
 
     def __init__(self, spec: LearnerSpec, hosts: Sequence[Any] = ()) -> None:
-        super().__init__(spec, placement_timeout_s=30, actor=Processes(hosts))
+        self.actor = Processes(hosts)
+        super().__init__(spec, placement_timeout_s=30)
 
     def stream_weights(self, dtype: Any, *, full: bool = False, meeting: Any = None) -> Iterator[Any]:
         first = self.parts["policy"].workers[0]

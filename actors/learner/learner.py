@@ -122,6 +122,8 @@ class LearnerGroup:
     After an exception the ranks may be out of step with each other: `close` and start again from a checkpoint.
     """
 
+    actor: Any = LearnerActor  # what a rank is
+
     def __init__(self, spec: LearnerSpec, *, placement_timeout_s: float) -> None:
         """Start all ranks and wait for them. UserError when they find no place or the model cannot be loaded."""
         self.spec = spec
@@ -140,7 +142,7 @@ class LearnerGroup:
                 who = "learner rank" if section == "learner" else "critic rank"
                 self.groups.append(
                     Ranks(
-                        LearnerActor, spec, names,
+                        self.actor, spec, names,
                         section=section, role=role, who=who, placement_timeout_s=placement_timeout_s,
                     )
                 )  # fmt: skip

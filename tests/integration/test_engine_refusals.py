@@ -31,7 +31,7 @@ def refuse(folder: Path, max_model_len: int = 64, kv_cache_gib: float = 0.1) -> 
 
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
-    assert refuse(tmp_path).startswith(f"vLLM cannot serve the model {tmp_path}: ")
+    assert str(tmp_path) in refuse(tmp_path)
 
 
 def test_an_architecture_that_nobody_knows(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from models import random_model
 
-import jobs.common.fleets
+import jobs.common.reward_models
 from actors.engines.reward import RewardFleet
 from jobs.common.reward_models import as_trained, connected_model, evaluate_reward, usable_records
 from jobs.common.run_folder import begin_folder
@@ -66,7 +66,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> EvaluateJob:
 @pytest.fixture(scope="module")
 def fleet(job: EvaluateJob, cluster: None) -> Iterator[RewardFleet]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jobs.common.fleets, "on_cluster", lambda *asked: nullcontext())  # it is connected
+        patch.setattr(jobs.common.reward_models, "on_cluster", lambda *asked: nullcontext())  # it is connected
         with connected_model(job) as fleet:
             yield fleet
 
