@@ -62,7 +62,7 @@ class Task:
 
     name: str  # goes into Prompt.task
     score_name = ""  # key of `measure` that decides which checkpoint is best; "" for a task without a measure
-    step_pattern = r"[.!?]+(?=\s|$)|\n"  # where a step of a response ends (rewards.placement=step): sentences
+    step_pattern = r"[.!?](?=\s|$)|\n"  # where a step of a response ends (rewards.placement=step): sentences
     input_fields: tuple[str, ...]  # fields that the prompt holds, so that the payload need not
     review: Review
 

@@ -20,8 +20,11 @@ POLICY_INSTRUCTION = (
     "without tests and without examples of its use.\n\n"
 )
 MAX_NOTE_CHARS = 2000  # a log and the tests are shown up to here, each
-_FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n`]*\n(.*?)(?=^[ \t]*```|\Z)(?:[ \t]*```)?", re.MULTILINE | re.DOTALL)
-_IMPORTED = re.compile(r"^\s*from\s+solution\s+import\s+(\([^)]*\)|[^\n#]+)", re.MULTILINE)
+# Possessive, and no piece runs into where the next match may begin: else time grows with the square of the text.
+_FENCE = re.compile(
+    r"^[ \t]*+```[ \t]*+(\w*+)[^\n`]*+\n(.*?)(?=^[ \t]*+```|\Z)(?:[ \t]*+```)?", re.MULTILINE | re.DOTALL
+)
+_IMPORTED = re.compile(r"^[^\S\n]*+from\s++solution\s++import\s++(\([^()]*+\)|[^\n#]++)", re.MULTILINE)
 
 
 class CodeTask(Task):

@@ -228,7 +228,7 @@ def measure(facts: Facts, response: str) -> dict[str, float]:
 
 # -------------------------------------------------------------------------------------------------------------- target
 _VERDICT = re.compile(rf"(?<=[: ])({'|'.join(VERDICTS)})(?=\.)")
-_RARE_SENTENCE = re.compile(r"It says [^.]*: invented\.|The [^.]*: repeated\.")
+_RARE_SENTENCE = re.compile(r"It says [^.]{0,200}: invented\.|The [^.]{0,200}: repeated\.")
 
 
 def decisive_ranges(target: str) -> list[tuple[int, int]]:

@@ -1,0 +1,61 @@
+"""Text that nobody vouches for is read in time that grows with its length, not with the square of it."""
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from t2g.feedback.parse import sentence_about
+from t2g.feedback.rewards import step_ids
+from t2g.tasks import code_critic
+from t2g.tasks.base import Task
+from t2g.tasks.code import _imported_names, extract_code
+from t2g.tasks.tiny import revision, world
+from t2g.text.quotes import locate
+
+LENGTH = 8_000  # characters; then doubled twice
+
+
+def steps(text: str) -> None:
+    step_ids(np.zeros((1, 2)), text, Task.step_pattern)
+
+
+def rare_sentences(text: str) -> None:
+    list(world._RARE_SENTENCE.finditer(text))
+
+
+def drastic(text: str) -> None:
+    for pattern in code_critic._DRASTIC.values():
+        pattern.search(text)
+
+
+READERS: list[tuple[Callable[[str], object], str, str]] = [  # what reads, how the text begins, what it repeats
+    *((extract_code, "```", piece) for piece in (" ", "a", " a", "\n", " \n", "`", "\n```")),
+    *((_imported_names, "", piece) for piece in ("\n", "from solution import (\n", "from solution import\n", "from\n")),
+    *((steps, "", piece) for piece in (".", ".\n", "?! ")),
+    *((rare_sentences, "", piece) for piece in ("It says ", "The ", "It says : invented")),
+    *((drastic, "", piece) for piece in ("spawn", "_exit", "kill")),
+    *((world.split_clauses, "", piece) for piece in ("by ", ",", " ")),
+    (revision.sentences, "", ". "),
+    (lambda text: sentence_about(text, text[-9:]), "", ".a"),
+    (lambda text: locate(text, text[: LENGTH // 2] + "?"), "", "a"),
+]
+
+
+def seconds(read: Callable[[str], object], text: str) -> float:
+    """Processor time, which other programs do not lengthen much; the best of several, which they seldom lengthen."""
+    best = float("inf")
+    for _ in range(5):
+        started = time.process_time()
+        read(text)
+        best = min(best, time.process_time() - started)
+    return best
+
+
+@pytest.mark.parametrize(("read", "start", "repeated"), READERS)
+def test_reading_takes_time_in_proportion(read: Callable[[str], object], start: str, repeated: str) -> None:
+    """Twice the text takes twice the time, so four times as long a text four times: the square would be sixteen."""
+    short, long = (start + (repeated * length)[:length] + "a" for length in (LENGTH, 4 * LENGTH))
+    needed_s, allowed_s = seconds(read, long), 9 * seconds(read, short)
+    assert needed_s < max(allowed_s, 2e-3)
