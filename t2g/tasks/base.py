@@ -17,6 +17,7 @@ Record = Mapping[str, Any]  # one row of a data file, columns already mapped
 Critic = Callable[..., Any]  # (prompt_text, response_text, *, payload) -> a judgement of t2g.feedback.parse
 SPARSE = StyleConfig()  # the default style
 
+_SEVERE = '{"quote": "...", "severity": 3}'
 ID_FIELDS = ("prompt_id", "question_id", "id")
 
 
@@ -28,7 +29,9 @@ class Review:
     input_name: str  # heading of the input: "Post"
     subject: str  # what the response is: "summary"
     sparse: str  # how many pieces are quoted, and of what size
-    severity: str = ""  # how much a poor piece weighs, where the task tells them apart
+    labels: str = ""  # what makes a piece good or poor, a sentence
+    severity: str = ""  # what 1, 2 and 3 of a poor piece mean, where the task tells them apart; RL pays by them
+    questions: tuple[str, ...] = ()  # that an annotator answers for itself before it judges, in this order
 
     def instructions(self, style: StyleConfig) -> str:
         """What is asked for in this style, and the JSON that `t2g.feedback.parse` reads."""
@@ -38,8 +41,10 @@ class Review:
             what = f"the whole {self.subject} piece by piece, in order, each piece as good or as poor; leave none out."
         else:
             what = f"the pieces of the {self.subject} {blamed}: {self.sparse}."
-        severity = f" {self.severity}" if self.severity else ""
-        return f"{self.opening} {first} {what}{severity} {_answer_format(style)}"
+        parts = [self.opening, first, what, self.labels]
+        if self.severity:
+            parts.append(f"Severity of a poor piece: {self.severity}. 1 is a plain quote, 3 is {_SEVERE}.")
+        return " ".join(part for part in (*parts, _answer_format(style)) if part)
 
 
 def _answer_format(style: StyleConfig) -> str:
@@ -97,10 +102,14 @@ class Task:
     def feedback_messages(
         self, prompt: Prompt, response_text: str, input_limit: int | None = None, *, style: StyleConfig = SPARSE
     ) -> list[Message]:
-        """The chat that annotator and reward model answer. Must do with an empty payload."""
+        """The chat that the reward model answers. Must do with an empty payload."""
+        content = f"{self.review.instructions(style)}\n\n{self.material(prompt, response_text, input_limit)}"
+        return [{"role": "user", "content": content}]
+
+    def material(self, prompt: Prompt, response_text: str, input_limit: int | None = None) -> str:
+        """What is to be judged, under headings: input and response."""
         asked, subject = prompt.prompt_text[:input_limit], self.review.subject.capitalize()
-        content = f"{self.review.instructions(style)}\n\n{self.review.input_name}:\n{asked}\n\n{subject}:\n"
-        return [{"role": "user", "content": content + response_text}]
+        return f"{self.review.input_name}:\n{asked}\n\n{subject}:\n{response_text}"
 
     def notes(self, prompt: Prompt, response_text: str) -> str | None:
         """What an annotator is shown of a response and a reward model is not: a human's feedback, the log of a test.

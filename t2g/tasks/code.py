@@ -37,8 +37,14 @@ class CodeTask(Task):
         input_name="Problem",
         subject="solution",
         sparse="none or a few of each, single statements or expressions, not whole functions",
-        severity='A poor piece that is wrong gets severity 3, {"quote": "...", "severity": 3}; one that works and '
-        "could be improved has severity 1, a plain quote.",
+        severity="3 is wrong, 2 is wrong in rare cases only, 1 works and could be improved",
+        questions=(
+            "What is the program meant to do?",
+            "Which algorithm does it use, and does that solve the problem?",
+            "Where is its logic wrong? Which lines make a test fail?",
+            "Which edge cases does it not handle, and where does it waste time?",
+            "What works and could be improved?",
+        ),
     )
 
     def policy_messages(self, record: Record, input_limit: int | None = None) -> list[Message]:

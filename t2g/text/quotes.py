@@ -8,7 +8,6 @@ compatible (NFKD). Letters, case and word order are never forgiven, and no word 
 import unicodedata
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import islice
 from typing import NamedTuple
 
 # Without these bounds one quote of a repetitive text takes seconds: the work grows with the square of its length.
@@ -20,44 +19,53 @@ _MARKS = {**dict.fromkeys("\u2018\u2019\u201a\u201b", "'"), **dict.fromkeys("\u2
 def locate(text: str, quote: str, occurrence: int = 1) -> tuple[int, int] | None:
     """Half-open character range of the `occurrence`-th (from 1) place of `quote` in `text`, or None.
 
-    Places may overlap: "aa" stands twice in "aaa". Where the exact quote stands at least once, only exact places
-    count; else the tolerance of this module holds and the range still is one of `text` as it is. None for an empty
-    quote, an occurrence below 1 or above MAX_PLACES, and a quote that stands fewer than `occurrence` times.
+    Places that cut no word come first, the others after them: "n" is the variable before it is a letter of "return".
+    Places may overlap: "aa" stands twice in "aaa". Where the exact quote stands at least once, only exact places count;
+    else the tolerance of this module holds and the range still is one of `text` as it is. None for an empty quote, an
+    occurrence below 1 or above MAX_PLACES, and a quote that stands fewer than `occurrence` times.
 
         locate("the cat sat on the mat", "the", 2) == (15, 18)
+        locate("with it", "it") == (5, 7), and its second place is (1, 3)
         locate("so  “good”", 'so "good"') == (0, 10)
     """
     if not quote or not 1 <= occurrence <= MAX_PLACES:
         return None
     if quote in text:
-        start = _nth(_find_all(text, quote), occurrence)
-        return None if start is None else (start, start + len(quote))
+        starts = _places(text, quote)
+        return (starts[occurrence - 1], starts[occurrence - 1] + len(quote)) if occurrence <= len(starts) else None
     folded, key = _fold(text), _fold(quote).text.strip(" ")
     if not key:
         return None
     # A match must begin and end between two whole characters of the text: "cafe" is no part of "café".
-    whole = (at for at in _find_all(folded.text, key) if at in folded.begins and at + len(key) in folded.ends)
-    at = _nth(whole, occurrence)
-    return None if at is None else (folded.begins[at], folded.ends[at + len(key)])
+    whole = [at for at in _places(folded.text, key) if at in folded.begins and at + len(key) in folded.ends]
+    if occurrence > len(whole):
+        return None
+    at = whole[occurrence - 1]
+    return folded.begins[at], folded.ends[at + len(key)]
 
 
 def occurrence_at(text: str, quote: str, start: int) -> int:
-    """Which place of `quote` in `text` begins at `start`, from 1, overlapping ones counted."""
-    return sum(text.startswith(quote, at) for at in range(start + 1))
+    """Which place of `quote` in `text` begins at `start`, as `locate` counts them; 1 past MAX_PLACES for none."""
+    places = _places(text, quote)
+    return places.index(start) + 1 if start in places else MAX_PLACES + 1
 
 
-def _find_all(text: str, quote: str) -> Iterator[int]:
-    """The first MAX_PLACES places."""
-    at = -1
-    for _ in range(MAX_PLACES):
+def _places(text: str, quote: str) -> list[int]:
+    """Where the first MAX_PLACES places of `quote` begin: in order, those inside a word after the others."""
+    found, at = [], text.find(quote)
+    while at >= 0 and len(found) < MAX_PLACES:
+        found.append(at)
         at = text.find(quote, at + 1)
-        if at < 0:
-            return
-        yield at
+    return sorted(found, key=lambda at: _inside_word(text, at) or _inside_word(text, at + len(quote)))
 
 
-def _nth(places: Iterator[int], n: int) -> int | None:
-    return next(islice(places, n - 1, None), None)
+def _inside_word(text: str, at: int) -> bool:
+    """Whether the characters on both sides of a position belong to one word."""
+    return 0 < at < len(text) and _in_words(text[at - 1]) and _in_words(text[at])
+
+
+def _in_words(char: str) -> bool:
+    return char.isalnum() or char == "_" or _combines(char)
 
 
 class _Folded(NamedTuple):

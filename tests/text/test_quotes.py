@@ -1,5 +1,6 @@
 """locate: exact places, the bounded tolerance, and nothing else."""
 
+import re
 import time
 import unicodedata
 
@@ -8,14 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from t2g.feedback import locate
-from t2g.text.quotes import MAX_MARKS, MAX_PLACES
+from t2g.text.quotes import MAX_MARKS, MAX_PLACES, occurrence_at
 
 SIZE = 65_536  # characters of the longest answer that is read
 TEXT = st.text("ab é“\"'\u0301\n\u00a0ﬁ", max_size=30) | st.text(max_size=30)
 
 
 def places(text: str, quote: str) -> list[int]:
-    return [i for i in range(len(text)) if text[i : i + len(quote)] == quote]
+    """Whole words first, told by the words of the text, not by characters beside the quote."""
+    found = [i for i in range(len(text)) if text[i : i + len(quote)] == quote]
+    words = [match.span() for match in re.finditer(r"(\w|[\u0300-\u036f])+", text)]
+    cuts = {i for i in found if any(start < edge < end for start, end in words for edge in (i, i + len(quote)))}
+    return [i for i in found if i not in cuts] + [i for i in found if i in cuts]
 
 
 @given(text=TEXT, bounds=st.tuples(st.integers(0, 30), st.integers(0, 30)), occurrence=st.integers(1, 4))
@@ -90,7 +95,17 @@ def test_a_range_is_within_the_text_and_says_the_same(text: str, quote: str, occ
         ("the cat sat on the mat", "the", 2, (15, 18)),
         ("the cat sat on the mat", "the", 3, None),
         ("aaa", "aa", 2, (1, 3)),  # places may overlap
-        ("party art", "art", 2, (6, 9)),  # characters, not words
+        ("party art", "art", 1, (6, 9)),  # a word before a part of one
+        ("party art", "art", 2, (1, 4)),
+        ("party", "art", 1, (1, 4)),
+        ("return n", "n", 1, (7, 8)),
+        ("with it, it is", "it", 2, (9, 11)),
+        ("n_1 + n", "n", 1, (6, 7)),
+        ("naïve na", "na", 1, (6, 8)),
+        ("max(x)", "x)", 1, (4, 6)),
+        ("3xx = x + x", "x + x", 1, (6, 11)),
+        ("a.items() tems()", "tems()", 1, (10, 16)),
+        ("with  it: it ’s", "it 's", 1, (10, 15)),  # in the tolerance as well
         ("a", "", 1, None),
         ("a", "a", 0, None),
         ("a", "a", -1, None),
@@ -125,6 +140,13 @@ def test_a_range_is_within_the_text_and_says_the_same(text: str, quote: str, occ
 )
 def test_by_hand(text: str, quote: str, occurrence: int, expected: tuple[int, int] | None) -> None:
     assert locate(text, quote, occurrence) == expected
+
+
+@given(text=st.text("an _é.", max_size=20), bounds=st.tuples(st.integers(0, 20), st.integers(0, 20)))
+def test_every_place_has_an_occurrence_that_leads_back_to_it(text: str, bounds: tuple[int, int]) -> None:
+    quote, start = text[min(bounds) : max(bounds)], min(bounds)
+    if quote:
+        assert locate(text, quote, occurrence_at(text, quote, start)) == (start, start + len(quote))
 
 
 def test_no_place_beyond_the_last_that_is_looked_at() -> None:

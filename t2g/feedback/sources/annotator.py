@@ -28,16 +28,17 @@ MAX_FAULTS = 8  # that are told to the model at once
 MAX_REPEATED_CHARS = 4000  # the model is shown its answer again up to here
 
 _FORMAT = (
-    "Answer in another form than the one asked for above: one JSON object with these keys in this order.\n"
-    '"reasoning": think step by step. Go through the response piece by piece and check each piece.\n'
+    "Answer with one JSON object with these keys in this order.\n"
+    '"reasoning": think step by step. Go through the response piece by piece and check each piece.{questions}\n'
 )
-_CRITIQUE = '"critique": then write the critique that is asked for above.\n'
+_CRITIQUE = '"critique": then a short critique: what is right, what is wrong and what is missing.\n'
 _SPANS = (
     '"spans": last, {pieces}, each as an object. "quote": the piece, exactly as it stands in the response, character '
     'by character. "occurrence": 1, or 2, 3 ... where the same text stands earlier too and a later place is meant. '
-    '"label": "good" or "poor". "severity": 1, or 2 or 3 for a poor piece that does more harm.{phrase} '
+    '"label": "good" or "poor". "severity": of a poor piece: {severity}; of a good one 1.{phrase} '
     "Pieces do not overlap. What is missing from the response has no piece."
 )
+_SEVERITY = "1, or 2 or 3 where it does more harm"
 _PHRASE = ' "phrase": the words of the critique that speak of this piece, exactly as they stand in the critique.'
 
 
@@ -75,25 +76,30 @@ class Reading:
 def make_request(
     task: Task, prompt: Prompt, response_text: str, style: StyleConfig, critique: str | None = None
 ) -> Request:
-    """The task's own question, what only annotators are shown, and the form of the answer.
+    """What the task judges by, the response, what only annotators are shown, and the form of the answer.
 
     With a `critique` of somebody else the annotator is asked for the spans of that one.
     """
-    *head, last = task.feedback_messages(prompt, response_text, style=style)
+    review = task.review
     own = style.critique and critique is None  # the annotator writes one
-    pieces = f"the pieces of the response that {'your critique speaks of' if own else 'decide'}"
+    pieces, questions = f"the pieces of the response that {'your critique speaks of' if own else 'decide'}", ""
     if critique is not None:
         shown: str | None = f"A person has written this critique of the response; keep to it:\n{critique}"
         pieces = "the pieces of the response that this person's critique speaks of"
     else:
         shown = (task.notes(prompt, response_text) or "")[:MAX_NOTES_CHARS]
+        questions = "".join(f"\n- {question}" for question in review.questions)
         if style.labels == "dense":
             pieces = "every piece of the response, so that nothing of it is left out"
-    form = _FORMAT + (_CRITIQUE if own else "")
-    form += _SPANS.format(pieces=pieces, phrase=_PHRASE if own or critique is not None else "")
-    content = "\n\n".join(part for part in (last["content"], shown, form) if part)
+        else:
+            pieces += f" ({review.sparse})"
+    form = _FORMAT.format(questions=questions) + (_CRITIQUE if own else "")
+    phrase = _PHRASE if own or critique is not None else ""
+    form += _SPANS.format(pieces=pieces, severity=review.severity or _SEVERITY, phrase=phrase)
+    opening = f"{review.opening} {review.labels}".strip()
+    parts = (opening, task.material(prompt, response_text), shown, form)
     return Request(
-        messages=(*head, _message(last["role"], content)),
+        messages=(_message("user", "\n\n".join(part for part in parts if part)),),
         response_text=response_text,
         keys=("reasoning", "critique", "spans") if own else ("reasoning", "spans"),
         critique=critique,

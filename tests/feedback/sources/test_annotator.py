@@ -8,7 +8,8 @@ import pytest
 from annotators import GOOD, MISS, RESPONSE, ScriptedChat, annotator, ask, judge, prompt, spans
 from fake_endpoint import answer, span
 
-from t2g.config import StyleConfig
+from t2g.config import PolicyJob, StyleConfig
+from t2g.feedback.sources.annotator import make_request
 from t2g.feedback.sources.asking import Completion
 from t2g.tasks.base import get_task
 
@@ -34,9 +35,44 @@ def test_the_model_reasons_first_and_spans_come_last() -> None:
     entry = schema["properties"]["spans"]["items"]
     assert entry["required"] == ["quote", "occurrence", "label", "severity", "phrase"]
     ((message,),) = chat.asked
-    task = get_task("summarization").feedback_messages(prompt(), RESPONSE)
-    assert message["content"].startswith(task[0]["content"])
-    assert message["content"].index("step by step") < message["content"].index('"critique": then')
+    task = get_task("summarization")
+    assert message["content"].startswith(task.review.opening)
+    order = [task.material(prompt(), RESPONSE), "step by step", *task.review.questions, '"critique": then', '"spans"']
+    places = [message["content"].index(part) for part in order]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("name", ["summarization", "qa", "code", "prompts", "tiny"])
+@pytest.mark.parametrize("critique", [None, "The bag is wrong."])
+def test_one_form_of_the_answer_is_asked_for(name: str, critique: str | None) -> None:
+    """The reward model's form, two lists of quotes, contradicts the annotator's."""
+    for labels in ("sparse", "dense"):
+        request = make_request(get_task(name), prompt(), RESPONSE, StyleConfig(labels=labels), critique)
+        (message,) = request.messages
+        assert message["content"].count("Answer with") == 1
+        assert '"good": [' not in message["content"] and "another form" not in message["content"]
+        assert all(f'"{key}":' in message["content"] for key in request.keys)
+
+
+def test_redundancy_is_poor_and_asked_about() -> None:
+    review = get_task("summarization").review
+    assert "says something again" in review.instructions(StyleConfig())
+    asked = make_request(get_task("summarization"), prompt(), RESPONSE, StyleConfig()).messages[0]["content"]
+    assert "says something again" in asked and "said twice" in asked
+
+
+def test_a_severity_means_the_same_to_annotator_reward_model_and_pay() -> None:
+    """A wrong line of code is paid for; one that works and could be improved is free."""
+    task = get_task("code")
+    meaning = task.review.severity
+    asked = make_request(task, prompt(), RESPONSE, StyleConfig()).messages[0]["content"]
+    assert meaning in asked and meaning in task.feedback_messages(prompt(), RESPONSE)[0]["content"]
+    assert "more harm" not in asked and "3 is wrong" in meaning and "1 works" in meaning
+    job = PolicyJob(task="code", model={"policy": "m"}, data={"path": "p"}, feedback={"source": "program"})
+    said = answer("So.", span("bag", "poor", severity=3, phrase="So"), span("phone", "poor", severity=1, phrase="So"))
+    judged, _ = ask(said)
+    paid = {RESPONSE[s.start : s.end]: job.objective.rewards.poor[s.severity - 1] for s in judged.spans}
+    assert paid == {"bag": -1.0, "phone": 0.0}
 
 
 def test_without_a_critique_there_is_none_and_no_phrase() -> None:
