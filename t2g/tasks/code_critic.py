@@ -2,7 +2,9 @@
 
 A failing test blames the innermost line of its traceback. A test that fails without one blames by spectrum-based fault
 localisation: the lines that ran most in failing and least in passing tests (Ochiai; Abreu et al. 2007, "On the accuracy
-of spectrum-based fault localization", section 3).
+of spectrum-based fault localization", section 3). A case that is missing has no line: where failing tests got their
+value from a line that is right for others, because no condition before it held, the critique says so and nothing is
+blamed.
 """
 
 import math
@@ -25,6 +27,8 @@ MAX_DESCRIBED = 3  # failing tests that the critique tells of
 MAX_LISTED = 20  # tests in the outcome
 MAX_QUOTED = 60  # good or poor lines in the dense style
 _LINE_END = re.compile(r"\r\n|\r|\n")
+_CONDITION = re.compile(r"(if|elif)\b|case\b(?!\s+_\s*:)")
+_OTHERWISE = re.compile(r"else\s*:|case\s+_\s*:")
 _DRASTIC = {
     "exited": re.compile(r"\b(_exit|exit|quit|abort|kill)\b"),
     "killed": re.compile(r"\b(kill|abort|ctypes|string_at)\b"),
@@ -60,17 +64,19 @@ def make_critic(sandbox: SandboxConfig, style: StyleConfig) -> Critic:
 def judge(outcome: Outcome, code: str, start: int, style: StyleConfig, sandbox: SandboxConfig) -> dict[str, Any]:
     """The judgement of an outcome. start: where the code begins in the response."""
     lines = code_lines(code, start)
-    poor = blamed_lines(outcome, lines)
+    fallen = omissions(outcome, default_lines(code))
+    poor = blamed_lines(outcome, lines, fallen)
     good = praised_lines(outcome, poor)
     if style.labels == "sparse":
         returned = {test.returned for test in outcome.tests if test.passed}
         good = [line for line in good if line in returned][:MAX_GOOD] or good[:1]
     else:
+        good += fallen
         executed = {line for test in outcome.tests for line in test.lines}
         poor = sorted({*poor, *(line for line in executed if line not in good)})
     good, poor = ([line for line in side if line in lines][:MAX_QUOTED] for side in (good, poor))
     return {
-        "critique": describe(outcome, lines, good, poor, sandbox) if style.critique else "",
+        "critique": describe(outcome, lines, good, poor, sandbox, fallen) if style.critique else "",
         "good": [_span(*lines[line], label=1, severity=1) for line in good],
         "poor": [_span(*lines[line], label=-1, severity=WRONG) for line in poor],
         "outcome": {
@@ -93,11 +99,49 @@ def code_lines(code: str, start: int) -> dict[int, tuple[int, str]]:
     return found
 
 
-def blamed_lines(outcome: Outcome, lines: Mapping[int, Any]) -> list[int]:
-    """Lines at fault, in order; at least one for a program that did not pass, wherever it has a line at all."""
+def default_lines(code: str) -> set[int]:
+    """Lines, from 1, that run where no condition of their block held: after its `if`, or under `else` or `case _`.
+
+    By indentation: what a model wrote may be too much for a parser.
+    """
+    found: set[int] = set()
+    blocks: list[list[int]] = []  # indentation, 1 once a condition came, of the blocks that are open
+    otherwise = False  # the line before opened a block for the rest
+    for number, line in enumerate(_LINE_END.split(code), start=1):
+        text = line.strip()
+        if not text:
+            continue
+        indent = len(line) - len(line.lstrip())
+        while blocks and blocks[-1][0] > indent:
+            blocks.pop()
+        if not blocks or blocks[-1][0] < indent:
+            blocks.append([indent, int(otherwise)])
+        if _CONDITION.match(text):
+            blocks[-1][1] = 1
+        elif blocks[-1][1]:
+            found.add(number)
+        otherwise = bool(_OTHERWISE.match(text))
+    return found
+
+
+def omissions(outcome: Outcome, defaults: Iterable[int]) -> list[int]:
+    """Default lines that gave failing tests their value, and passing tests too, while others passed on another line."""
+    ends = {test.returned for test in outcome.tests if test.passed and test.returned}
+    fell = {test.returned for test in outcome.tests if not test.passed and not test.skipped and not test.trace}
+    return sorted(fell & ends & set(defaults)) if len(ends) > 1 else []
+
+
+def blamed_lines(outcome: Outcome, lines: Mapping[int, Any], fallen: Iterable[int] = ()) -> list[int]:
+    """Lines at fault, in order; at least one for a program that did not pass, wherever it has a line at all.
+
+    fallen: its `omissions`; tests that ended there blame nothing, and where all did nothing is blamed.
+    """
     if outcome.passed:
         return []
-    failed = [test for test in outcome.tests if not test.passed and not test.skipped]
+    ended = [test for test in outcome.tests if not test.passed and not test.skipped]
+    failed = [test for test in ended if test.trace or test.returned not in fallen]
+    if ended and not failed:
+        return []
     blamed = {test.trace[-1] for test in failed if test.trace and test.trace[-1] in lines}
     untraced = [test for test in failed if not test.trace and test.lines]
     if untraced:
@@ -135,7 +179,12 @@ def praised_lines(outcome: Outcome, blamed: Iterable[int]) -> list[int]:
 
 
 def describe(
-    outcome: Outcome, lines: Mapping[int, tuple[int, str]], good: list[int], poor: list[int], sandbox: SandboxConfig
+    outcome: Outcome,
+    lines: Mapping[int, tuple[int, str]],
+    good: list[int],
+    poor: list[int],
+    sandbox: SandboxConfig,
+    fallen: Iterable[int] = (),
 ) -> str:
     """The critique: what became of the tests, then the lines that it praises and blames. One sentence a line."""
     failed = [test for test in outcome.tests if not test.passed and not test.skipped]
@@ -147,6 +196,9 @@ def describe(
     told = {test.trace[-1] for test in failed[:MAX_DESCRIBED] if test.trace}
     blamed = [line for line in poor if line not in told][:MAX_DESCRIBED]
     said += [f"The fault seems to lie in line {line}: {lines[line][1]}" for line in blamed]
+    said += [
+        f"A case is missing before line {line}, where such inputs end with others: {lines[line][1]}" for line in fallen
+    ]
     said += [f"Line {line} does what it should: {lines[line][1]}" for line in good[:MAX_GOOD]]
     return "\n".join(said)
 

@@ -11,7 +11,7 @@ from t2g.errors import UserError
 from t2g.feedback.parse import quote_of, read_judgement
 from t2g.sandbox import Outcome, SandboxConfig, TestResult
 from t2g.tasks import code_critic
-from t2g.tasks.code_critic import blamed_lines, code_lines, make_critic, ochiai, praised_lines
+from t2g.tasks.code_critic import blamed_lines, code_lines, default_lines, make_critic, ochiai, omissions, praised_lines
 from t2g.types import Span, SpanFeedback
 
 RECORDS = [
@@ -124,6 +124,52 @@ def test_programs_that_do_not_come_to_an_end(code: str, reason: str, words: str,
 def test_tests_that_cannot_judge(payload: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         make_critic(LIMITS, StyleConfig())("question", "x = 1\n", payload=payload)
+
+
+RULES = """from solution import f
+
+def test_red():
+    assert f("red", 5) == 7
+
+def test_blue():
+    assert f("blue", 5) == 15
+
+def test_other():
+    assert f("green", 5) == 5
+"""
+
+
+def test_a_missing_case_blames_no_neighbour() -> None:
+    """The line to which such inputs fall through is right: an omission has words and no span."""
+    response = 'def f(word, x):\n    if word == "red":\n        return x + 2\n    return x\n'
+    judgement = judged(response, RULES)
+    assert judgement["poor"] == [] and quotes(response, judgement["good"]) == ["return x + 2"]
+    assert "test_blue fails" in judgement["critique"] and "missing before line 4" in judgement["critique"]
+    dense = feedback(response, judged(response, RULES, labels="dense"))
+    assert {text for _, text in quoted(response, dense, 1)} == {"return x + 2", "return x"}
+
+
+def test_beside_a_missing_case_a_wrong_line_is_blamed() -> None:
+    response = 'def f(word, x):\n    if word == "red":\n        return x - 2\n    else:\n        return x\n'
+    tests = (
+        RULES + '\ndef test_pink():\n    assert f("pink", 1) == 1\n\ndef test_nought():\n    assert f("red", 1) == -1\n'
+    )
+    assert quotes(response, judged(response, tests)["poor"]) == [{"quote": "return x - 2", "severity": 3}]
+
+
+def test_a_wrong_line_after_a_condition_that_gave_no_value_is_blamed() -> None:
+    """Every test ends there: that some pass does not make it right."""
+    tests = result(True, "134", returned=4), result(False, "1234", returned=4), result(False, "134", returned=4)
+    assert omissions(outcome(*tests), {4}) == []
+    other = result(True, "12", returned=2)
+    assert omissions(outcome(*tests, other), {4}) == [4] and omissions(outcome(*tests, other), {5}) == []
+    assert blamed_lines(outcome(*tests, other), LINES, [4]) == []
+
+
+def test_default_lines_by_hand() -> None:
+    code = "def f():\n  y = 1\n  if x:\n    return 1\n\n  elif y: return 2\n  else:\n    y = 2\n    y = 3\n  return 4\n"
+    assert default_lines(code) == {7, 8, 9, 10}
+    assert default_lines("match x:\n  case 1:\n    y\n  case _:\n    z\nw\n") == {4, 5}
 
 
 # -- lines of an outcome, by hand
