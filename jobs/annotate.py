@@ -106,7 +106,7 @@ def annotate_samples(
 def known_records(config: AnnotateJob, samples: Sequence[Sample]) -> Records:
     """What the journal has of these samples; of human feedback only what the human file still says."""
     options = config.annotate
-    records = read_journal(config.run.folder / JOURNAL_FILE)
+    records = read_journal(config.run.folder / JOURNAL_FILE, AnnotatedRecord)
     if records and options.source == "human":
         human = _human(config)
         records = [record for record in records if human.is_current(record)]

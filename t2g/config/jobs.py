@@ -40,7 +40,7 @@ class AnyJob(Section):
 class JobConfig(AnyJob):
     """A job on a task."""
 
-    task: str = Field("prompts", description="summarization, qa, code, prompts, tiny, or pkg.mod:Class")
+    task: str = Field("prompts", description="summarization, qa, code, human_eval, prompts, tiny, or pkg.mod:Class")
 
 
 class SyncedJob(AnyJob):
@@ -85,7 +85,7 @@ class PolicyJob(SyncedJob, JobConfig):
     @classmethod
     def _improvable_code_is_free(cls, objective: ObjectiveConfig, info: ValidationInfo) -> ObjectiveConfig:
         """In the task code severity 1 means works, but could be improved; the paper's release pays nothing for it."""
-        if info.data.get("task") != "code" or "poor" in objective.rewards.model_fields_set:
+        if info.data.get("task") not in ("code", "human_eval") or "poor" in objective.rewards.model_fields_set:
             return objective
         return with_overrides(objective, {"rewards.poor": (0.0, -1.0, -1.0)})
 

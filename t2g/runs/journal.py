@@ -1,20 +1,22 @@
-"""The journal of an annotation: one line for each judgement as it is made, appended, never changed.
+"""A journal: one line for each judgement, or response, as it is made; appended, never changed.
 
 A process that is killed loses no line; a cut of the power costs those since the last `sync`.
 """
 
 import os
 from pathlib import Path
+from typing import TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from t2g.config.words import first_problem
 from t2g.errors import UserError
-from t2g.feedback.records import AnnotatedRecord
 from t2g.files import full_disk_in_words
 
+Record = TypeVar("Record", bound=BaseModel)
 
-def read_journal(path: Path) -> list[AnnotatedRecord]:
+
+def read_journal(path: Path, schema: type[Record]) -> list[Record]:
     """The records of a journal, without a last line that was cut off; [] for no file.
 
     UserError with the number of the line for any other line that is no record.
@@ -25,9 +27,9 @@ def read_journal(path: Path) -> list[AnnotatedRecord]:
     records = []
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(AnnotatedRecord.model_validate_json(line))
+            records.append(schema.model_validate_json(line))
         except ValidationError as error:
-            raise UserError(f"{path}:{number} is no annotated record: {first_problem(error)}") from error
+            raise UserError(f"{path}:{number} is no line of this journal: {first_problem(error)}") from error
     return records
 
 
@@ -40,9 +42,9 @@ class Journal:
         self._size = 0  # bytes of whole lines
         self._synced = 0
 
-    def append(self, record: AnnotatedRecord) -> None:
+    def append(self, record: BaseModel) -> None:
         """One more line, whole or not at all. UserError when the disk is full."""
-        rest = memoryview(record.line().encode())
+        rest = memoryview(f"{record.model_dump_json()}\n".encode())
         size = len(rest)
         with full_disk_in_words(self._path):
             file = self._file = self._open() if self._file is None else self._file

@@ -24,7 +24,7 @@ class Draws:
     """Resamples of N prompts, and of which policy gave which of two responses: the same for every figure."""
 
     def __init__(self, num_prompts: int, *, seed: int, num_draws: int = NUM_DRAWS) -> None:
-        """Three bytes a draw and prompt. num_draws: a multiple of 1,000."""
+        """Three bytes a draw and prompt. num_prompts: 2 or more; num_draws: a multiple of 1,000."""
         rng = np.random.default_rng(seed)
         blocks, share = range(num_draws // _BLOCK), np.full(num_prompts, 1 / num_prompts)
         self.num_prompts, self.num_draws = num_prompts, num_draws
@@ -51,10 +51,7 @@ def interval(drawn: np.ndarray, num_prompts: int) -> tuple[np.ndarray, np.ndarra
 
     Percentiles, a little further out than 2.5 and 97.5: a resample of few prompts varies less than a new sample would
     (Hesterberg, "What teachers should know about the bootstrap", 2015, section 3.1: the expanded percentile interval).
-    NaN for fewer than two prompts.
     """
-    if num_prompts < 2:
-        return np.full(drawn.shape[1:], np.nan), np.full(drawn.shape[1:], np.nan)
     tail = NormalDist().cdf(-sqrt(num_prompts / (num_prompts - 1)) * t_quantile(num_prompts - 1))
     low, high = np.quantile(drawn, [tail, 1 - tail], axis=0)
     return low, high
@@ -99,10 +96,8 @@ def compare(one: np.ndarray, other: np.ndarray, figure: Figure, draws: Draws) ->
 def resolvable(drawn: np.ndarray, num_prompts: int) -> np.ndarray:
     """The true difference that a test at 5 % finds in 4 of 5 evaluations: (t + 0.84) x its standard error, about 2.8.
 
-    drawn: of a difference, over resamples, [B, ...] -> [...]; NaN for fewer than two prompts.
+    drawn: of a difference, over resamples, [B, ...] -> [...]
     """
-    if num_prompts < 2:
-        return np.full(drawn.shape[1:], np.nan)
     error = drawn.std(0) * sqrt(num_prompts / (num_prompts - 1))
     return (t_quantile(num_prompts - 1) + NormalDist().inv_cdf(_POWER)) * error
 

@@ -85,14 +85,16 @@ class CodeTask(Task):
     def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float] | None:
         """1 for a program that passes all its tests within the sandbox's limits, else 0: the mean is the pass rate.
 
-        None without tests.
+        None without tests. What the problem imports stands before the program.
         """
         tests = prompt.payload.get("test")
         if not isinstance(tests, str):
             return None
         from t2g.sandbox import run_solution
 
-        return {"passed": float(run_solution(extract_code(response_text)[0], tests, sandbox).passed)}
+        code, imports = extract_code(response_text)[0], prompt.payload.get("imports")
+        given = f"{imports}\n\n" if isinstance(imports, str) else ""
+        return {"passed": float(run_solution(given + code, tests, sandbox).passed)}
 
 
 def extract_code(response_text: str) -> tuple[str, int]:

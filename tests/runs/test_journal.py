@@ -24,14 +24,14 @@ def written(path: Path, *numbers: int) -> None:
 
 
 def ids(path: Path) -> list[str]:
-    return [record.prompt_id for record in read_journal(path)]
+    return [record.prompt_id for record in read_journal(path, AnnotatedRecord)]
 
 
 def test_a_journal_goes_on_after_a_line_that_was_cut_off_anywhere(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
-    assert read_journal(path) == []
+    assert read_journal(path, AnnotatedRecord) == []
     written(path, 1, 2)
-    assert read_journal(path) == [record(1), record(2)]
+    assert read_journal(path, AnnotatedRecord) == [record(1), record(2)]
     whole = path.read_bytes()
     first = whole.index(b"\n") + 1
     for end in (0, 1, first - 1, first, first + 1, len(whole) - 1, len(whole)):
@@ -51,8 +51,8 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     written(path, 1)
     path.write_bytes(path.read_bytes() + b'{"prompt_id": 3}\n')
-    with pytest.raises(UserError, match=r"journal\.jsonl:2 is no annotated record: "):
-        read_journal(path)
+    with pytest.raises(UserError, match=r"journal\.jsonl:2 is no line of this journal: "):
+        read_journal(path, AnnotatedRecord)
 
 
 FULL_DISK = """

@@ -90,11 +90,6 @@ def test_a_figure_of_several_sums_is_resampled_as_a_whole() -> None:
     assert found["wins"] is None and found["p"] < 0.001
 
 
-def test_one_prompt_has_no_interval() -> None:
-    low, high = interval(Draws(1, seed=1).resampled(np.ones((1, 1))), 1)
-    assert np.isnan([low, high]).all()
-
-
 def test_holm_keeps_order_and_never_falls() -> None:
     p = [0.04, 0.001, 0.03, 0.8]
     assert holm(p) == pytest.approx([0.09, 0.004, 0.09, 0.8])

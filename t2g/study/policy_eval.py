@@ -1,0 +1,158 @@
+"""What is measured of a policy's responses, and how policies differ on the same prompts.
+
+A measure is a row of numbers for each prompt, [N, K], which its samples share, and a figure of the sums of all rows: a
+mean (K 1), or corpus BLEU (K 10). What needs neither a model nor a program is counted here; ROUGE, facts and tests come
+from `Task.measure`.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import combinations
+from math import comb
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel
+
+from t2g.study.paired import Draws, Figure, compare, holm, interval, mean_of
+
+BLEU, PASSED = "bleu", "passed"
+REFERENCED = "rougeL"  # a task that is measured so is measured by BLEU as well
+NGRAM = 4  # words whose second use counts as repetition
+MEANINGS = {
+    "rouge1": "words shared with the reference, F1 (Lin, 2004; Porter's stemmer)",
+    "rouge2": "pairs of words shared with the reference, F1",
+    "rougeL": "longest common subsequence with the reference, F1",
+    "bertscore": "F1 of words matched by their embeddings (Zhang et al., 2020); 0 for an empty response",
+    "bleu": "corpus BLEU against the references, 0 to 100",
+    "words": "of a response, mean",
+    "cut": "share of responses that the limit of tokens ended",
+    "empty": "share of responses without a character that is not blank",
+    "repetition": f"share of {NGRAM}-word pieces that the same response said before (Welleck et al., 2020)",
+}
+GENERAL = ("words", "cut", "empty", "repetition")  # described, not tested: neither side of them is better
+
+Columns = Mapping[str, np.ndarray]  # measure -> [N, K]
+
+
+class Response(BaseModel):
+    text: str
+    finish_reason: Literal["stop", "length", "refusal"]
+
+
+class Answers(BaseModel):
+    """A policy's responses to one prompt, by sample_index."""
+
+    prompt_id: str
+    responses: tuple[Response, ...]
+
+
+class Scores(BaseModel):
+    """What the task measures of them, in the same order."""
+
+    prompt_id: str
+    scores: tuple[dict[str, float], ...]
+
+
+def general(response: Response) -> dict[str, float]:
+    """
+    >>> general(Response(text="a b c d a b c d", finish_reason="stop"))
+    {'words': 8.0, 'cut': 0.0, 'empty': 0.0, 'repetition': 0.2}
+    """
+    words = response.text.split()
+    pieces = [tuple(words[i : i + NGRAM]) for i in range(len(words) - NGRAM + 1)]
+    values = {
+        "words": len(words),
+        "cut": response.finish_reason == "length",
+        "empty": not words,
+        "repetition": 1 - len(set(pieces)) / len(pieces) if pieces else 0,
+    }
+    return {name: float(value) for name, value in values.items()}
+
+
+def pass_at(k: int, num_samples: int, num_passed: int) -> float:
+    """The chance that one of k samples passes, without bias from the num_samples >= k that were drawn.
+
+    1 - C(n - c, k) / C(n, k), Chen et al., arXiv 2107.03374, equation 1.
+
+    >>> pass_at(1, 4, 1), pass_at(2, 4, 1), pass_at(2, 4, 3)
+    (0.25, 0.5, 1.0)
+    """
+    return 1 - comb(num_samples - num_passed, k) / comb(num_samples, k)
+
+
+@lru_cache(maxsize=1)
+def _bleu() -> Any:
+    from sacrebleu import metrics
+
+    return metrics.BLEU()
+
+
+def bleu_counts(text: str, reference: str) -> np.ndarray:
+    """Of one response: matched and all n-grams of 1 to 4 words, its words, the reference's words. -> [10]"""
+    score = _bleu().corpus_score([text], [[reference]])
+    return np.array([*score.counts, *score.totals, score.sys_len, score.ref_len], float)
+
+
+def bleu(sums: np.ndarray) -> np.ndarray:
+    """Corpus BLEU of summed counts, [..., 10] -> [...], 0 to 100; the same as sacrebleu's of the texts."""
+    rows = np.rint(sums.reshape(-1, 10)).astype(int).tolist()
+    scores = [_bleu().compute_bleu(row[:4], row[4:8], *row[8:], smooth_method="exp").score for row in rows]
+    return np.array(scores).reshape(sums.shape[:-1])
+
+
+def bleu_signature() -> str:
+    """What sacrebleu asks to be told with every number."""
+    _bleu().corpus_score([""], [[""]])
+    return str(_bleu().get_signature())
+
+
+def figure_of(measure: str, num_prompts: int) -> Figure:
+    return bleu if measure == BLEU else mean_of(num_prompts)
+
+
+def columns(
+    answers: Sequence[Answers], scores: Sequence[Scores], references: Sequence[str | None], ks: Sequence[int]
+) -> dict[str, np.ndarray]:
+    """Every measure of one policy, the task's own first. All by prompt, in one order; ks: of pass@k."""
+    found: dict[str, np.ndarray] = {}
+    for name in scores[0].scores[0]:
+        values = np.array([[sample[name] for sample in row.scores] for row in scores])  # [N, S]
+        if name == PASSED:
+            passed = [(values.shape[1], int(num)) for num in values.sum(1)]
+            found |= {f"pass@{k}": np.array([[pass_at(k, *counts)] for counts in passed]) for k in ks}
+        else:
+            found[name] = values.mean(1, keepdims=True)
+    if REFERENCED in found:
+        pairs = zip(answers, references, strict=True)
+        found[BLEU] = np.stack([sum(bleu_counts(r.text, str(wanted)) for r in row.responses) for row, wanted in pairs])
+    told = [[general(response) for response in row.responses] for row in answers]
+    return found | {name: np.array([[np.mean([one[name] for one in row])] for row in told]) for name in GENERAL}
+
+
+def summarise(policies: Mapping[str, Columns], *, seed: int) -> dict[str, Any]:
+    """Each policy's figures with intervals, and every pair's differences; JSON values. Intervals of 95 %.
+
+    A pair is (later, earlier) in the order of `policies`; p_holm: of `p` among all pairs and tested measures.
+    """
+    num_prompts = len(next(iter(next(iter(policies.values())).values())))
+    draws = Draws(num_prompts, seed=seed)
+
+    def told(name: str, values: np.ndarray) -> dict[str, float]:
+        figure = figure_of(name, num_prompts)
+        low, high = interval(figure(draws.resampled(values))[:, None], num_prompts)
+        return {"value": float(figure(values.sum(0))), "low": float(low[0]), "high": float(high[0])}
+
+    pairs = [
+        {"policy": other, "against": one, "measure": name}
+        | compare(values, policies[one][name], figure_of(name, num_prompts), draws)
+        for one, other in combinations(policies, 2)
+        for name, values in policies[other].items()
+    ]
+    tested = [pair for pair in pairs if pair["measure"] not in GENERAL]
+    for pair, adjusted in zip(tested, holm([pair["p"] for pair in tested]), strict=True):
+        pair["p_holm"] = adjusted
+    return {
+        "policies": {p: {name: told(name, values) for name, values in of.items()} for p, of in policies.items()},
+        "pairs": pairs,
+    }

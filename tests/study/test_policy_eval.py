@@ -1,0 +1,98 @@
+"""Measures of responses against oracles: enumeration, sacrebleu on whole texts, and figures by hand."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from sacrebleu.metrics import BLEU
+
+from t2g.study.policy_eval import (
+    Answers,
+    Response,
+    Scores,
+    bleu,
+    bleu_counts,
+    bleu_signature,
+    columns,
+    general,
+    pass_at,
+    summarise,
+)
+
+WORDS = ["the", "cat", "sat", "on", "a", "mat", ",", "and", "then", "it", "slept", "all", "day", "long", "."]
+
+
+def answers(*texts: str, cut: bool = False) -> Answers:
+    reason = "length" if cut else "stop"
+    return Answers(prompt_id="p", responses=tuple(Response(text=text, finish_reason=reason) for text in texts))
+
+
+def texts(num: int, seed: int) -> list[str]:
+    """Sentences of 3 to 30 words, then an empty one and a huge one."""
+    rng = np.random.default_rng(seed)
+    some = [" ".join(rng.choice(WORDS, rng.integers(3, 30))) for _ in range(num - 2)]
+    return [*some, "", " ".join(WORDS * 300)]
+
+
+def test_pass_at_k_is_the_share_of_all_choices_with_a_pass() -> None:
+    for num, k in ((1, 1), (5, 2), (6, 6), (8, 3)):
+        for passed in range(num + 1):
+            choices = [*combinations([i < passed for i in range(num)], k)]
+            assert pass_at(k, num, passed) == pytest.approx(sum(map(any, choices)) / len(choices), abs=1e-12)
+
+
+def test_bleu_of_summed_counts_is_sacrebleus_of_all_texts() -> None:
+    hypotheses, references = texts(50, 1), [f"{text} and a cat slept ." for text in texts(50, 1)]
+    counts = np.stack([bleu_counts(h, r) for h, r in zip(hypotheses, references, strict=True)])
+    corpus = BLEU().corpus_score(hypotheses, [references])
+    assert bleu(counts.sum(0)) == pytest.approx(corpus.score, abs=1e-9) and corpus.score > 5
+    assert bleu(np.stack([counts.sum(0), counts[:9].sum(0)]))[1] == pytest.approx(
+        BLEU().corpus_score(hypotheses[:9], [references[:9]]).score, abs=1e-9
+    )
+    assert {"tok:13a", "smooth:exp"} < set(bleu_signature().split("|"))
+
+
+@pytest.mark.parametrize("text", ["", " \n", "one", "a a a a a a", "ü" * 9000])
+def test_any_text_has_general_measures(text: str) -> None:
+    found = general(Response(text=text, finish_reason="length"))
+    assert found["cut"] == 1 and found["empty"] == float(not text.strip()) and 0 <= found["repetition"] < 1
+    assert found["repetition"] == pytest.approx(2 / 3 if text == "a a a a a a" else 0)
+
+
+def test_columns_have_a_row_for_each_prompt() -> None:
+    rows = [answers("a b c d e", "x"), answers("", "a", cut=True)]
+    scores = [Scores(prompt_id="p", scores=({"passed": 1.0}, {"passed": 0.0}))] * 2
+    found = columns(rows, scores, [None, None], [1, 2])
+    assert list(found) == ["pass@1", "pass@2", "words", "cut", "empty", "repetition"]
+    assert found["pass@1"].tolist() == [[0.5]] * 2 and found["pass@2"].tolist() == [[1.0]] * 2
+    assert found["words"].tolist() == [[3], [0.5]] and found["cut"].tolist() == [[0], [1]]
+    rouge = [Scores(prompt_id="p", scores=({"rougeL": 1.0}, {"rougeL": 0.5}))] * 2
+    found = columns(rows, rouge, ["a b c d e", "z"], [1])
+    assert found["rougeL"].tolist() == [[0.75]] * 2
+    assert found["bleu"][0].tolist() == [5, 4, 3, 2, 6, 4, 3, 2, 6, 10]  # x, too; its reference counts again
+
+
+def policy(texts: list[str], references: list[str]) -> dict[str, np.ndarray]:
+    rows = [answers(text) for text in texts]
+    scores = [Scores(prompt_id="p", scores=({"rougeL": float(len(t) > 9)},)) for t in texts]
+    return columns(rows, scores, references, [1])
+
+
+def test_every_pair_is_compared_on_the_same_draws() -> None:
+    references = [f"{text} ." for text in texts(40, 3)]
+    whole, cut = texts(40, 3), [" ".join(text.split()[:8]) for text in texts(40, 3)]
+    measured = {name: policy(said, references) for name, said in (("a", whole), ("b", cut), ("same", whole))}
+    found = summarise(measured, seed=1)
+    assert {name: round(of["bleu"]["value"]) > 50 for name, of in found["policies"].items()} == {
+        "a": True, "b": False, "same": True,
+    }  # fmt: skip
+    pairs = {(pair["policy"], pair["against"], pair["measure"]): pair for pair in found["pairs"]}
+    assert len(pairs) == 3 * len(measured["a"])
+    worse, same = pairs["b", "a", "bleu"], pairs["same", "a", "bleu"]
+    assert worse["high"] < 0 and worse["p_holm"] >= worse["p"] and worse["p"] < 0.01 and worse["wins"] is None
+    assert worse["difference"] == pytest.approx(
+        found["policies"]["b"]["bleu"]["value"] - found["policies"]["a"]["bleu"]["value"]
+    )
+    assert (same["difference"], same["low"], same["high"], same["p"], same["resolvable"]) == (0, 0, 0, 1, 0)
+    assert pairs["b", "a", "words"]["high"] < 0 and "p_holm" not in pairs["b", "a", "words"]
+    assert pairs["b", "a", "rougeL"]["test"] == "exact McNemar"

@@ -1,0 +1,60 @@
+"""HumanEval's format: what is asked, that its own solutions pass, and what an answer need not say again."""
+
+from typing import Any
+
+import pytest
+
+from t2g.sandbox import SandboxConfig
+from t2g.tasks.base import get_task
+from t2g.types import Prompt
+
+TASK = get_task("human_eval")
+RECORD = {
+    "task_id": "HumanEval/50",
+    "prompt": (
+        "from typing import List\n\n\ndef encode(values: List[int]) -> List[int]:\n    return [v + 1 for v in values]"
+        '\n\n\ndef decode(values: List[int]) -> List[int]:\n    """The inverse of encode."""\n'
+    ),
+    "canonical_solution": "    return [v - 1 for v in values]\n",
+    "test": (
+        "METADATA = {}\n\n\ndef check(candidate):\n    for values in ([1], [2, 3], []):\n"
+        "        assert candidate(encode(values)) == values\n"
+    ),
+    "entry_point": "decode",
+}
+
+
+def passed(response: str, record: dict[str, Any] = RECORD) -> float:
+    prompt = Prompt(prompt_id="1", prompt_text="p", task="human_eval", payload=TASK.payload(record))
+    return TASK.measure(prompt, response, sandbox=SandboxConfig(require=()))["passed"]
+
+
+def test_a_record_is_read_as_published() -> None:
+    assert TASK.prompt_id(RECORD) == "HumanEval/50"
+    text = TASK.prompt_text(RECORD)
+    assert text.startswith("from typing") and text.endswith("import from your program: encode, decode")
+    payload = TASK.payload(RECORD)
+    assert payload["imports"] == "from typing import List" and "question" not in payload
+    assert TASK.reference(RECORD) == TASK.reference(payload) and "return [v - 1" in TASK.reference(RECORD)
+    assert TASK.response(RECORD) == RECORD["prompt"] + RECORD["canonical_solution"]
+    assert TASK.response({**RECORD, "response": "x"}) == "x"
+
+
+def test_its_own_solution_passes_and_a_wrong_one_does_not() -> None:
+    assert passed(TASK.reference(RECORD)) == 1
+    assert passed(TASK.reference(RECORD).replace("v - 1", "v - 2")) == 0
+
+
+def test_an_answer_need_not_repeat_the_prompts_imports() -> None:
+    answer = TASK.reference(RECORD).replace("from typing import List\n", "")
+    assert "import" not in answer and passed(answer) == 1
+    assert passed("def decode(values): return [v - 1 for v in values]") == 0  # encode was given, and is not there
+
+
+@pytest.mark.parametrize(
+    ("changed", "fact"),
+    [({"entry_point": "os.system"}, "entry_point"), ({"test": ""}, "test"), ({"prompt": 3}, "prompt")],
+)
+def test_a_broken_record_is_refused_by_its_field(changed: dict[str, Any], fact: str) -> None:
+    with pytest.raises(ValueError, match=f"field {fact} "):
+        TASK.prompt_text({**RECORD, **changed})
