@@ -37,7 +37,7 @@ class ChatWorker(Engine):
             temperature=question.temperature,
             max_new_tokens=question.max_output_tokens,
             seed=question.seed if question.temperature > 0 else None,
-            guide={"json": dict(question.schema)},
+            guide={"json": dict(question.schema)} if question.schema else None,
         )
         return Completion(
             text=done.text, finish_reason=done.finish_reason, prompt_tokens=len(ids), output_tokens=len(done.ids)

@@ -65,7 +65,9 @@ class EndpointChat(Chat):
                 response_format={
                     "type": "json_schema",
                     "json_schema": {"name": "feedback", "strict": True, "schema": dict(question.schema)},
-                },
+                }
+                if question.schema
+                else openai.omit,
                 max_completion_tokens=question.max_output_tokens,
                 temperature=question.temperature,
                 seed=question.seed,

@@ -9,25 +9,19 @@ import hashlib
 import json
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from aiolimiter import AsyncLimiter
-
 from t2g.config import FeedbackConfig
-from t2g.errors import RunStopped, UserError
+from t2g.errors import UserError
 from t2g.feedback.parse import no_feedback
 from t2g.feedback.sources.annotator import Reading, Request, answer_schema, follow_up, make_request, read_answer
-from t2g.feedback.sources.asking import Chat, ChatFailed, Completion, FailureLog, PerLoop, Question, estimate_tokens
+from t2g.feedback.sources.asking import Asker, Chat, ChatFailed, Completion, PerLoop, Question, prompt_tokens
 from t2g.feedback.sources.votes import vote
 from t2g.interfaces import FeedbackSource
 from t2g.tasks.base import Task
 from t2g.text.tokenizer import Message
 from t2g.types import Prompt, SpanFeedback
-
-MAX_LOST = 20  # annotators in a row that got no answer: nobody will
-MESSAGE_TOKENS = 8  # what a message takes beside its text
 
 
 def cost_words(items: Iterable[tuple[Prompt, str]], config: FeedbackConfig, task: Task) -> str:
@@ -36,7 +30,7 @@ def cost_words(items: Iterable[tuple[Prompt, str]], config: FeedbackConfig, task
     """
     llm = config.llm
     requests = (make_request(task, prompt, response_text, config.style) for prompt, response_text in items)
-    sizes = [_prompt_tokens(request.messages, answer_schema(request)) for request in requests]
+    sizes = [prompt_tokens(request.messages, answer_schema(request)) for request in requests]
     num_requests, prompts = llm.num_annotators * len(sizes), llm.num_annotators * sum(sizes)
     answers = num_requests * llm.max_output_tokens
     words = (
@@ -57,16 +51,12 @@ class LLMFeedback(FeedbackSource):
     name = "llm"
 
     def __init__(self, chat: Chat, config: FeedbackConfig, task: Task) -> None:
-        self.chat, self._config, self._llm, self._task = chat, config, config.llm, task
+        self.asker = Asker(chat, config.llm, config.timeout_s)
+        self._config, self._llm, self._task = config, config.llm, task
         votes = f"x{self._llm.num_annotators}" if self._llm.num_annotators > 1 else ""
         self.version = f"{chat.model}{votes}#{self._prompt_version()}"
         # Judgements under way, each with several requests one after the other: a run that is killed loses these.
         self._turn = PerLoop(lambda: asyncio.Semaphore(self._llm.concurrency))
-        self._place = PerLoop(lambda: asyncio.Semaphore(self._llm.concurrency))  # for one request
-        self._pace = PerLoop(self._make_pace)
-        self._failures = FailureLog()
-        self._num_lost = 0  # annotators in a row that got no answer
-        self.num_tokens = 0  # spent so far, prompts and answers
         self.fleet = chat.fleet
 
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
@@ -99,13 +89,6 @@ class LLMFeedback(FeedbackSource):
         reason = f"{len(usable)} of {num_annotators} annotators gave a usable answer; one did not: {without.reason}"
         return replace(without, critique="", reason=reason)
 
-    def _make_pace(self) -> AbstractAsyncContextManager[None]:
-        """Requests so far apart that no minute has more than its share; tries again by the endpoint's client, which
-        heeds what the server says, come on top.
-        """
-        per_minute = self._llm.requests_per_minute
-        return AsyncLimiter(1, 60 / per_minute) if per_minute else nullcontext()
-
     async def _annotator(self, request: Request, seed: int) -> SpanFeedback:
         """The feedback of one annotator, who is told what was wrong with an answer and asked again."""
         left_s = self._config.timeout_s  # for all tries; waiting for a turn does not count: a slow pace is no failure
@@ -113,7 +96,7 @@ class LLMFeedback(FeedbackSource):
         readings: list[Reading] = []
         failed: ChatFailed | None = None  # the last try
         for _ in range(self._llm.max_tries):
-            async with self._place.get(), self._pace.get():
+            async with self.asker.turn():
                 started = time.monotonic()
                 try:
                     completion, failed = await self._complete(messages, schema, seed, left_s), None
@@ -135,11 +118,7 @@ class LLMFeedback(FeedbackSource):
     async def _complete(
         self, messages: Sequence[Message], schema: dict[str, Any], seed: int, limit_s: float
     ) -> Completion:
-        """An answer. Raises ChatFailed at the cap and for a refusal, too: asked again the model would refuse again."""
-        cap = self._llm.max_total_tokens
-        if cap is not None and self.num_tokens >= cap:
-            sentence = f"{self.num_tokens} tokens are spent, and llm.max_total_tokens={cap}; raise it to go on"
-            raise ChatFailed("cap", sentence)
+        """An answer. Raises ChatFailed for a refusal, too: asked again the model would refuse again."""
         question = Question(
             messages=messages,
             schema=schema,
@@ -147,27 +126,14 @@ class LLMFeedback(FeedbackSource):
             temperature=self._llm.temperature,
             seed=seed,
         )
-        try:
-            async with asyncio.timeout(limit_s):
-                completion = await self.chat.complete(question)
-        except TimeoutError:
-            # It may have cost something all the same, and nobody will say how much.
-            self.num_tokens += _prompt_tokens(messages, schema)
-            sentence = f"{self.chat.name} gave no answer within timeout_s={self._config.timeout_s:g}, all tries"
-            raise ChatFailed("timeout", sentence) from None
-        self._num_lost = 0
-        self.num_tokens += completion.prompt_tokens + completion.output_tokens
+        completion = await self.asker.complete(question, limit_s)
         if completion.finish_reason == "refusal":
-            raise ChatFailed("refusal", f"{self.chat.name} refused: {completion.text:.200}")
+            raise ChatFailed("refusal", f"{self.asker.chat.name} refused: {completion.text:.200}")
         return completion
 
     def _failed(self, failed: ChatFailed) -> SpanFeedback:
         """Failed feedback, said once of each kind. RunStopped when nobody gets an answer any more."""
-        self._failures.say(failed.kind, str(failed))
-        if failed.kind not in ("cap", "refusal"):
-            self._num_lost += 1
-            if self._num_lost >= MAX_LOST:
-                raise RunStopped(f"{MAX_LOST} annotators in a row got no answer, the last because: {failed}")
+        self.asker.failed(failed)
         return no_feedback("failed", source=self.name, version=self.version, reason=str(failed))
 
 
@@ -184,9 +150,3 @@ def settle(readings: Sequence[Reading]) -> SpanFeedback:
         return best.feedback
     reason = f"{len(readings)} answers, none without faults: {' '.join(best.faults)[:300]}"
     return replace(best.feedback, status="unparsable", reason=reason)
-
-
-def _prompt_tokens(messages: Sequence[Message], schema: dict[str, Any]) -> int:
-    """Estimate of a request; many servers write the schema into the prompt."""
-    texts = sum(estimate_tokens(message["content"]) + MESSAGE_TOKENS for message in messages)
-    return texts + estimate_tokens(json.dumps(schema))

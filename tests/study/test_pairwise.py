@@ -1,0 +1,107 @@
+"""A judge in both orders: position bias recovered and kept out of the win rate, rubbish counted, judges compared."""
+
+import numpy as np
+import pytest
+
+from t2g.config import LLMConfig
+from t2g.study.pairwise import SCHEMA, Judgement, judge_version, question, read_verdict, win_rates
+from t2g.tasks.base import get_task
+
+POLICIES = ("base", "new")
+LENGTHS = {"base": {}, "new": {}}
+
+
+def said(prompt_id: int, first: str, verdict: str, judge: str = "j") -> Judgement:
+    second = next(name for name in POLICIES if name != first)
+    return Judgement(
+        judge=judge, version="v", prompt_id=str(prompt_id), first=first, second=second, verdict=verdict, reason=""
+    )
+
+
+def judged(*verdicts: tuple[str, str], judge: str = "j") -> list[Judgement]:
+    """Of each prompt the verdict when `new` comes first, then when `base` does."""
+    return [
+        said(i, first, verdict, judge)
+        for i, both in enumerate(verdicts)
+        for first, verdict in zip(("new", "base"), both, strict=True)
+    ]
+
+
+def rates(judgements: list[Judgement], new_words: float = 10) -> dict:
+    ids = {one.prompt_id for one in judgements}
+    words = {"base": dict.fromkeys(ids, 10.0), "new": dict.fromkeys(ids, new_words)}
+    return win_rates(judgements, POLICIES, words, seed=1)
+
+
+@pytest.mark.parametrize(("quality", "win_rate"), [(0.5, 0.5), (0.8, 0.5 + 0.7 * 0.3)])
+def test_position_bias_is_recovered_and_stays_out_of_the_win_rate(quality: float, win_rate: float) -> None:
+    """A judge that says "the first" in 3 of 10 answers, whatever is there; else what is true of the prompt."""
+    rng = np.random.default_rng(2)
+
+    def verdict(new_is_first: bool, new_is_better: bool) -> str:
+        return "A" if rng.random() < 0.3 or new_is_first == new_is_better else "B"
+
+    better = rng.random(400) < quality
+    (pair,) = rates(judged(*((verdict(True, b), verdict(False, b)) for b in better)))["pairs"]
+    assert pair["policy"] == "new" and pair["first_bias"]["low"] < 0.3 < pair["first_bias"]["high"]
+    assert pair["first_bias"]["high"] - pair["first_bias"]["low"] < 0.15
+    assert pair["win_rate"]["low"] < win_rate < pair["win_rate"]["high"]
+    assert pair["consistency"] == pytest.approx(0.7, abs=0.05)
+
+
+def test_by_hand() -> None:
+    verdicts = [("A", "B"), ("A", "A"), ("tie", "tie"), ("B", "A"), ("A", "tie"), ("unparsable", "B")]
+    (pair,) = rates(judged(*verdicts))["pairs"]
+    assert (pair["answers"], pair["prompts"]) == (12, 5)
+    assert pair["win_rate"]["value"] == pytest.approx((1 + 0.5 + 0.5 + 0 + 0.5) / 5)
+    assert pair["first_bias"]["value"] == pytest.approx((0 + 1 + 0 + 0 + 0.5) / 5)
+    assert (pair["consistency"], pair["tie_share"], pair["unparsable_share"]) == (3 / 5, 3 / 12, 1 / 12)
+
+
+def test_rubbish_is_counted_and_scores_nothing() -> None:
+    (pair,) = rates(judged(*[("unparsable", "A")] * 9))["pairs"]
+    assert pair["win_rate"] is None and pair["unparsable_share"] == 0.5 and pair["prompts"] == 0
+
+
+def test_win_rate_by_difference_of_length() -> None:
+    wins = judged(("A", "B"), ("A", "B"), ("B", "A"))
+    for new_words, name in ((10.5, "as long"), (12, "longer"), (5, "shorter")):
+        (pair,) = rates(wins, new_words)["pairs"]
+        assert pair["by_length"][name] == {"win_rate": pytest.approx(2 / 3), "prompts": 3}
+
+
+def test_two_judges_agree_on_outcomes() -> None:
+    both = judged(("A", "B"), ("A", "B"), ("A", "A")) + judged(("A", "B"), ("B", "A"), ("tie", "tie"), judge="k")
+    (agreement,) = rates(both)["agreements"]
+    assert agreement == {"judges": ["j", "k"], "share": pytest.approx(2 / 3), "of": 3}
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        ('{"reason": "r", "verdict": "tie"}', "tie"),
+        ('```json\n{"reason": "r", "verdict": "A"}\n```', "A"),
+        ('{"verdict": "A"}', "unparsable"),
+        ('{"reason": "r", "verdict": "C"}', "unparsable"),
+        ('{"reason": "cut', "unparsable"),
+        ("", "unparsable"),
+        ("}{", "unparsable"),
+        ('{"reason": "\\ud800", "verdict": "A"}', "unparsable"),
+    ],
+)
+def test_what_a_judge_answers(text: str, verdict: str) -> None:
+    assert read_verdict(text).verdict == verdict
+
+
+def test_a_long_answer_is_bounded() -> None:
+    assert len(read_verdict("x" * 9999).reason) == 300
+    assert len(read_verdict('{"reason": "' + "x" * 9999 + '", "verdict": "A"}').reason) == 1000
+
+
+def test_the_reason_is_asked_for_first_and_another_question_is_another_version() -> None:
+    llm, task = LLMConfig(model="m"), get_task("summarization")
+    asked = question(task, "the post", "one", "two", llm)
+    text = asked.messages[0]["content"]
+    assert text.index("the post") < text.index("Answer A:\none") < text.index("Answer B:\ntwo")
+    assert [*SCHEMA["properties"]] == ["reason", "verdict"]
+    assert judge_version(task, llm) != judge_version(get_task("qa"), llm) != judge_version(task, LLMConfig(model="n"))
