@@ -46,9 +46,12 @@ def load(
     """
     values, lines = _read_yaml(file)
     merged: Any = values
-    given = [_override(text) for text in overrides]
-    for keys, value in given:
-        merged = laid_over(merged, keys, value)
+    try:
+        given = [_override(text) for text in overrides]
+        for keys, value in given:
+            merged = laid_over(merged, keys, value)
+    except UserError as error:
+        raise UserError(f"command line: {error}") from None
     cwd = cwd or Path.cwd()
     uploaded = any(part.startswith(UPLOAD_PREFIX) for part in cwd.parts)
     here = Here(cwd, is_ray_job=uploaded or JOB_ENV in environ, uploaded=uploaded)
@@ -140,8 +143,8 @@ def _override(text: str) -> tuple[Keys, Any]:
     """ "rollout.temperature=0.6" -> ("rollout", "temperature"), 0.6"""
     name, equals, value = text.partition("=")
     if not equals or not all(name.split(".")):
-        raise UserError(f"command line: got {text!r}, but an override has the form section.key=value")
+        raise UserError(f"got {text!r}, but an override has the form section.key=value")
     try:
         return tuple(name.split(".")), yaml.safe_load(value)
     except (yaml.YAMLError, ValueError):
-        raise UserError(f"command line: {name}: {value!r} is no YAML value; put quotes around text") from None
+        raise UserError(f"{name}: {value!r} is no YAML value; put quotes around text") from None

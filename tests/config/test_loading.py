@@ -130,7 +130,7 @@ def test_what_is_missing_is_named_with_its_meaning(tmp_path: Path) -> None:
         ("temperature", "command line: got 'temperature', but an override has the form section.key=value"),
         ("rollout..x=1", "command line: got 'rollout..x=1', but an override has the form section.key=value"),
         ("data.limit=[1", "command line: data.limit: '[1' is no YAML value; put quotes around text"),
-        ("data.path.x=1", "data.path.x=1: data.path is a value, not a section"),
+        ("data.path.x=1", "command line: data.path.x=1: data.path is a value, not a section"),
     ],
 )
 def test_malformed_overrides(tmp_path: Path, override: str, sentence: str) -> None:
