@@ -266,7 +266,7 @@ def load_all(arms: Arms, chosen: dict[str, float]) -> tuple[dict[str, dict[int, 
         return {seed: load_run(arms.arm(name, seed, chosen.get(name), noise)) for seed in config.seeds}
 
     runs = {name: load(name) for name in arms.methods} if config.seeds else {}
-    return runs, {noise: {name: load(name, noise) for name in NOISY} for noise in config.noise}
+    return runs, {noise: {name: load(name, noise) for name in NOISY} for noise in config.noise if runs}
 
 
 def finish(arms: Arms, search: dict[str, Any], rewards: dict[str, Any]) -> None:

@@ -224,8 +224,11 @@ def test_the_files_of_a_finished_comparison(tmp_path: Path, capsys: pytest.Captu
     assert (folder / "curves.svg").read_text().startswith('<svg xmlns="http://www.w3.org/2000/svg"')
 
 
-def test_reward_models_alone_leave_a_table_and_no_curves(tmp_path: Path) -> None:
-    arms = arms_of(tmp_path, config="reward_study.yaml")
+@pytest.mark.parametrize(
+    ("config", "overrides"), [("reward_study.yaml", []), ("compare_more.yaml", ["compare.seeds=[]"])]
+)  # the second asks for noise, of which nothing is left without policies
+def test_reward_models_alone_leave_a_table_and_no_curves(tmp_path: Path, config: str, overrides: list[str]) -> None:
+    arms = arms_of(tmp_path, *overrides, config=config)
     begin_folder(arms.job)
     rewards = {"plain": {seed: dict.fromkeys(REWARD_COLUMNS, seed / 10) for seed in (1, 2, 3)}}
     finish(arms, {"grid": [], "seeds": [], "scores": {}, "chosen": {}}, rewards)
