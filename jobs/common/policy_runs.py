@@ -105,7 +105,8 @@ def train(
     rollouts: engines of the same model. after: called once all steps are done, while the learner lives and the engines
     have its weights; a run whose `after` did not return is not finished. more: see `Identity.of`.
     """
-    attempt = partial(one_learner, config, data, rollouts, feedback, stop, after)
+    steering = Steering(config, rollouts, feedback)  # one for all learners: its picture of the run stays
+    attempt = partial(one_learner, config, data, rollouts, feedback, steering, stop, after)
     with run_folder.sole_process(config.run.folder):
         run_folder.begin_folder(config, **more)
         state = with_restarts(attempt, config.learner.max_restarts, stop)
@@ -136,6 +137,7 @@ def one_learner(
     data: PolicyData,
     rollouts: RolloutFleet,
     feedback: FeedbackSource,
+    steering: Steering,
     stop: StopFlag,
     after: After,
     lost_at: float | None,
@@ -144,7 +146,6 @@ def one_learner(
     folder, placement_timeout_s = config.run.folder, config.cluster.placement_timeout_s
     if lost_at is not None:  # with its node, perhaps: another takes minutes to come
         placement_timeout_s = max(placement_timeout_s, config.learner.step_timeout_s)
-    steering = Steering(config, rollouts, feedback)
     group = LearnerGroup(learner_spec(config), placement_timeout_s=placement_timeout_s)
     log = RunLog(folder, config.log, [RayMetrics(config.run.name)])
     with closing(group) as learner, closing(log), ExitStack() as engines:

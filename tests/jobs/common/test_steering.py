@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
+from jobs.common import policy_runs
+from jobs.common.cli import StopFlag
 from jobs.common.steering import Steering
 from t2g.config import PolicyJob, loading
-from t2g.errors import RunStopped
+from t2g.errors import LearnerLost, RunStopped, Stopped
+from t2g.loop.trainer import TrainerState
 from t2g.runs.control import Wanted, read_status, write_wanted
 
 STARVED = {"samples": 32.0, "idle/learner": 0.6, "buffer/samples": 0.0, "time/step_s": 2.0}
@@ -122,3 +125,27 @@ def test_a_floor_that_is_lost_ends_the_duty(tmp_path: Path) -> None:
 
     with pytest.raises(RunStopped, match=r"^no rollout worker is left$"):
         asyncio.run(run())
+
+
+def test_a_learner_that_is_lost_takes_no_step_out_of_the_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = job(tmp_path)
+    (config.run.folder / loading.FILE_NAME).unlink()
+    shown: list[int] = []
+
+    def one_learner(*given: Any) -> TrainerState:
+        steering = next(one for one in given if isinstance(one, Steering))
+        if not shown:
+            steering.on_step(3, STARVED)
+        else:
+            steering.write_status()
+        shown.append(read_status(config.run.folder).step)
+        if len(shown) == 1:
+            raise LearnerLost("a rank has died")
+        return TrainerState(step=3, kl_coef=0.0)
+
+    monkeypatch.setattr(policy_runs, "one_learner", one_learner)
+    with pytest.raises(Stopped):
+        policy_runs.train(config, None, FakeFleet("rollout", 1), SimpleNamespace(fleet=None), StopFlag())  # type: ignore[arg-type]
+    assert shown == [3, 3]
