@@ -7,7 +7,7 @@
      "agreement": null, "num_quotes": 1, "num_located": 1, "task": "prompts", "sample_index": 0,
      "payload": {"facts": {"thing": "phone"}}}
 
-prompt, response and critique are needed. Spans are what counts: the quotes of a record without `spans` are located when
+prompt, response and critique are needed. Spans are what counts: the quotes of a record without any are located when
 it is read, and its quotes are then those of its spans. Files that others published are read as they are
 (`t2g.data.published`).
 """
@@ -129,7 +129,7 @@ def read_record(
     if "status" not in given and not (record.critique.strip() or quotes or record.spans):
         raise ValueError("has no feedback: the critique is empty, and there are neither quotes nor spans")
     spans, counts = record.spans, {}
-    if "spans" not in given:
+    if quotes and not record.spans:
         said = make_feedback(record.critique, record.good, record.poor, record.response, source="", version="")
         spans = said.spans
         counts = {"num_quotes": said.num_quotes, "num_located": said.num_located}
@@ -137,7 +137,7 @@ def read_record(
         counts = dict.fromkeys(("num_quotes", "num_located"), len(spans))
     status = given.get("status", "ok" if spans else "empty")
     update = {"spans": spans, "status": status, **counts, **_quotes_of(record.response, spans)}
-    for flaw in _flaws(() if "spans" in given else quotes, spans, record.response):
+    for flaw in _flaws(() if record.spans else quotes, spans, record.response):
         on_flaw(flaw)
     return record.model_copy(update=update)
 

@@ -57,8 +57,9 @@ def test_a_file_is_read_back_as_it_was(tmp_path: Path) -> None:
     assert (tmp_path / "r.jsonl").read_text().count("\n") == 3
 
 
-def test_quotes_without_spans_are_located() -> None:
-    record = read_record(ROW | {"poor": [{"quote": "phone", "occurrence": 2}, "laptop"], "extra": 3})
+@pytest.mark.parametrize("without", [{}, {"spans": None}, {"spans": []}])
+def test_quotes_without_spans_are_located(without: dict[str, Any]) -> None:
+    record = read_record(ROW | {"poor": [{"quote": "phone", "occurrence": 2}, "laptop"], "extra": 3} | without)
     judged = record.to_feedback()
     assert [(s.start, s.end, s.label) for s in judged.spans] == [(11, 16, -1)]
     assert (judged.num_quotes, judged.num_located, judged.source) == (2, 1, "human")
