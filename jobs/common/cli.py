@@ -54,7 +54,7 @@ def main(
         # An error that crossed a Ray actor carries the remote traceback in its own text, and the original as `cause`.
         print(f"{parser.prog}: {getattr(error, 'cause', error)}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 3
-    except ValidationError as error:  # of a config that the job made from its own
+    except ValidationError as error:  # the job made a config from its own
         print("\n".join(f"{parser.prog}: {sentence}" for sentence in problems(schema, error)), file=sys.stderr)
         return 2
     except Stopped:

@@ -67,7 +67,7 @@ class Target:
         def make() -> dict[str, Any]:
             rollouts, feedback = fleets.for_policy(job, data.task)
             judged = asyncio.run(targeting.sample_and_judge(prompts, rollouts, feedback, self._sampling))
-            shutil.rmtree(samples, ignore_errors=True)  # of a start that was cut short
+            shutil.rmtree(samples, ignore_errors=True)  # left by a start that was cut short
             job.run.folder.mkdir(parents=True, exist_ok=True)
             write_groups(samples, {0: [Group(prompt=p, samples=((r, f),)) for p, r, f in judged]})
             return {}

@@ -118,7 +118,7 @@ def make_reviser(demo: DemoJob) -> dict[str, Any]:
 
 
 def reviser_job(demo: DemoJob) -> SFTJob:
-    window = demo.rollout.max_model_len + demo.reward_engine.max_model_len  # as jobs.common.policy_runs serves it
+    window = demo.rollout.max_model_len + demo.reward_engine.max_model_len  # as `study.baselines.revising_rollout`
     return SFTJob(
         **_stage(demo, REVISER),
         model=base_model(demo),

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 CONTROL_S = 1.0  # between two looks at control.json
 STATUS_EVERY = 3  # looks between two pictures in status.json
-IDLE = "idle/"  # of a metric: before who idled
+IDLE = "idle/"  # begins a metric; who idled follows
 FIELDS = {"rollout": "rollouts", "reward": "rewards"}  # role -> field of control.json
 
 

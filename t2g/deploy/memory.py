@@ -139,8 +139,8 @@ class Estimate:
     """Of one GPU of a role."""
 
     parts: dict[str, float]  # bytes, by name; of an engine the cache is what the wanted sequences need at full length
-    wanted: int = 0  # of an engine: sequences at once
-    fitting: int = 0  # of an engine: sequences of max_model_len that the cache has room for
+    wanted: int = 0  # an engine's sequences at once
+    fitting: int = 0  # sequences of max_model_len that an engine's cache has room for
 
     @property
     def total(self) -> float:

@@ -22,7 +22,7 @@ class PodGroup:
     name: str  # learner, critic, rollout or reward
     section: str  # of the config
     role: ProcessConfig
-    workers: WorkersConfig  # of a gang all three are equal
+    workers: WorkersConfig  # a gang has all three equal
     per_pod: int
 
     @property

@@ -15,7 +15,7 @@ from t2g.errors import UserError
 
 RUN_KEY = "t2g_run"  # in a job's metadata: the run's name
 STOP_WAIT_KEY = "t2g_stop_wait_s"  # in a job's metadata: how long it may need once it is told to stop
-CALLS_TO_FINISH = 3  # of the learner, before a run that is told to stop has: update, sync, checkpoint
+CALLS_TO_FINISH = 3  # that the learner may yet have when a run is told to stop: update, sync, checkpoint
 MARGIN_S = 60
 
 MIB = 2**20

@@ -36,7 +36,7 @@ class Producer:
         self._config, self._prompts, self._rollouts, self._feedback = config, prompts, rollouts, feedback
         self._restored = dict(finished or {})
         self._steps: dict[int, list[asyncio.Task[Group]]] = {}
-        self._sampled_at: dict[int, float] = {}  # of a step's last response
+        self._sampled_at: dict[int, float] = {}  # when a step's last response came
 
     async def __aenter__(self) -> Self:
         return self

@@ -55,7 +55,7 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | sync/missed                                | workers that were sent the weights and did not get them                |
 | sft/<name>                                 | supervised jobs: loss, gradient norm, speed; `step` is the optimizer's |
 | dpo/{pairs,ties_share}                     | pairs learnt from; share left out since both are worth the same        |
-| dpo/{loss,accuracy,margin,grad_norm,steps} | of the last optimizer step, see `learner.dpo`                           |
+| dpo/{loss,accuracy,margin,grad_norm,steps} | of the last optimizer step, see `actors.learner.dpo`                   |
 | ilf/{loss,revised_share}                   | of the fine-tuning; responses of which there is a revision             |
 | reflection/{revised_share,revise_s}        | held-out responses that were answered again; the seconds it took       |
 | eval/<name>                                | held-out metric of the task, only in steps that evaluate               |

@@ -2,7 +2,7 @@
 
 The same base policy, prompts, seeds, feedback source, number of samples and evaluation:
 
-    dpo         the samples of all steps, from the base; of each prompt the better against the worse; `learner.dpo`
+    dpo         the samples of all steps of the base; of each prompt the better against the worse, by `actors.learner`
     ilf         imitation learning from language feedback (Scheurer et al., arXiv 2303.16755): of the samples of a
                 prompt one is a response and the others are revisions of it, written with its critique in view; the
                 base is fine-tuned on the best of these

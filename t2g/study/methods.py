@@ -139,7 +139,7 @@ class Arms:
             return with_overrides(self._itself, changes)
         except ValidationError as error:
             raise UserError("\n".join(problems(PolicyJob, error, lambda _: f"compare.methods has {name}: "))) from None
-        except UserError as error:  # of a key below a value
+        except UserError as error:  # a key stands below a value
             raise UserError(f"compare.methods has {name}: {error}") from None
 
     def check(self, score_name: str) -> None:
