@@ -42,10 +42,11 @@ class Reviser:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.asked: list[tuple[str, Sampling]] = []
+        self.texts = ["aaaa", "aaab", "aabb"]
 
     async def sample(self, prompt: Prompt, sampling: Sampling) -> list[Rollout]:
         self.asked.append((self.tokenizer.decode(prompt.prompt_ids), sampling))
-        texts = ["a" * (4 - i) + "b" * i for i in range(sampling.num_samples)]
+        texts = self.texts[: sampling.num_samples]
         return [
             Rollout(
                 prompt_id=prompt.prompt_id,
@@ -168,6 +169,13 @@ def test_ilf_imitates_the_best_revision_within_ppos_samples(world: World) -> Non
     assert [example.response_ids.tolist() for example in world.learnt] == [target] * NUM_PROMPTS
     assert (metrics["reward/response_mean"], metrics["ilf/loss"], metrics["ilf/revised_share"]) == (4, 0.5, 1)
     assert world.served == [("base", 64), ("reviser", 64 + 2048), ("policy", 64)]
+
+
+def test_of_revisions_worth_the_same_the_first_is_imitated(world: World) -> None:
+    world.reviser.texts = ["abab", "bbaa"]
+    ilf(world.arm)
+    targets = {world.arm.tokenizer.decode(example.response_ids[:-1]) for example in world.learnt}
+    assert targets == {"abab"}
 
 
 def test_the_reviser_sees_the_response_and_its_critique(world: World) -> None:

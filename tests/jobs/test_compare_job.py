@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -162,6 +163,18 @@ def test_a_finished_comparison_is_read_again_without_a_run(tmp_path: Path) -> No
     assert (lr, scores) == (0.2, {0.1: {101: pytest.approx(0.3)}, 0.2: {101: pytest.approx(0.8)}})
     assert found.find_lr("scalar")[1] == 0.1
     found.run_arms(["scalar", "span"], {"scalar": 0.1, "span": 0.2}, SimpleNamespace(measure=lambda *_: None))
+
+
+@pytest.mark.parametrize("name", ["span", "dpo", "ilf", "reflection"])
+def test_a_finished_run_is_kept_whoever_made_its_policy(tmp_path: Path, name: str) -> None:
+    arms = arms_of(tmp_path, f"compare.methods=[{name}]")
+    arm = arms.arm(name, 1, 0.1)
+    begin_folder(arm, **arms.made_of(name))  # as `train` and `run_baseline` do
+    (arm.run.folder / "summary.json").write_text(json.dumps({"steps": arm.num_steps}))
+    session(arms).run(name, arm)
+    other = arms_of(tmp_path, f"compare.methods=[{name}]", "compare.reviser=other")
+    with pytest.raises(UserError, match="reviser") if arms.methods[name].is_baseline else nullcontext():
+        session(other).run(name, arm)
 
 
 def test_one_rate_is_not_searched(tmp_path: Path) -> None:
