@@ -47,7 +47,6 @@ class LearnerSpec:
     num_updates: int  # calls of `update` in the whole run: the length of the learning-rate schedules
     seed: int
     dropout: float = 0.0  # of adapters; under the supervised loss the model keeps its own dropout as well
-    packing: bool = False  # a microbatch is one row
 
     @property
     def warmup_updates(self) -> int:
@@ -148,13 +147,12 @@ class Part:
             rank=self.engine.global_rank,
             num_ranks=self.engine.world_size,
             token_budget=self.spec.learner.tokens_per_microbatch,
-            packed=self.spec.packing,
             together=2 if self.spec.loss == "dpo" else 1,
         )
 
     def _rows(self, sequences: Sequence[Rollout | TrainSequence]) -> Rows:
         is_supervised = self.spec.loss == "supervised"  # its prompts are long, and its head is not chunked
-        return Rows(sequences, self.engine.device, packed=self.spec.packing, targets_only=is_supervised)
+        return Rows(sequences, self.engine.device, targets_only=is_supervised)
 
     def _stats(self, rows: Rows) -> dict[str, torch.Tensor]:
         """[N] each."""

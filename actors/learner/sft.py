@@ -112,7 +112,7 @@ def _learner_spec(model: ModelConfig, options: SFTOptions, num_steps: int, seed:
     )
     return LearnerSpec(
         model=model, learner=learner, loss="supervised", num_updates=num_steps, seed=seed,
-        dropout=lora.dropout if lora else 0.0, packing=options.packing,
+        dropout=lora.dropout if lora else 0.0,
     )  # fmt: skip
 
 

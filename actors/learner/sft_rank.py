@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import ray
 import ray.train
@@ -19,8 +18,7 @@ from actors.learner.learner import LearnerWorker
 from actors.learner.parts import LearnerSpec
 from t2g.algo.losses import Metrics
 from t2g.config import SFTOptions
-from t2g.data.batching import EMPTY_TOKENS, draw_steps, loss_shares
-from t2g.errors import UserError
+from t2g.data.batching import draw_steps, loss_shares
 from t2g.runs.checkpoint import CheckpointStore
 from t2g.types import TrainBatch, TrainSequence
 
@@ -28,8 +26,6 @@ LABEL = "supervised training"  # how messages call it
 REPORT_EVERY = 10  # optimizer steps between two reports
 CHECKPOINTS, MODEL = "checkpoints", "model"  # in the folder of an unfinished training
 ENGINE = "engine"  # what `LearnerWorker.save` wrote, in a checkpoint
-# What rounding may come to, as a share of the logits' deviation: 0 in most models, 5e-7 where experts share a row.
-LEAK = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +61,6 @@ def train_loop(config: dict[str, RankJob]) -> None:
     rank = ray.train.get_context().get_world_rank()
     worker = LearnerWorker(job.spec, ["policy"], options, rank)
     worker.start(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    if options.packing:
-        refuse_leaks(worker.parts["policy"].engine, job.spec.model.policy)
     if job.checkpoint is not None:
         worker.load("policy", job.checkpoint / ENGINE, universal=False)
     examples: list[TrainSequence] = ray.get(job.examples)
@@ -97,28 +91,6 @@ def train_loop(config: dict[str, RankJob]) -> None:
             _checkpoint(worker, job.folder, step)
     worker.export(job.folder / MODEL)
     ray.train.report({})
-
-
-@torch.no_grad()
-def refuse_leaks(model: Any, name: str) -> None:
-    """UserError when an example in a packed row changes with the one before it, as in an architecture with a state.
-
-    model: an engine or a plain transformers model, called on every rank.
-    """
-    model.eval()
-    positions = torch.arange(EMPTY_TOKENS, device=model.device).repeat(2)[None]
-
-    def second(neighbour: int) -> torch.Tensor:
-        ids = positions.clone()
-        ids[:, :EMPTY_TOKENS] = neighbour
-        return model(input_ids=ids, position_ids=positions, use_cache=False).logits[:, EMPTY_TOKENS:]
-
-    one, other = second(0), second(1)
-    if (one - other).abs().max() > LEAK[one.dtype] * one.std():
-        raise UserError(
-            f"sft.packing is on, but model.policy={name!r} mixes the examples of a row: its layers do not take their "
-            "borders from position_ids; switch it off"
-        )
 
 
 def _checkpoint(worker: LearnerWorker, folder: Path, step: int) -> None:

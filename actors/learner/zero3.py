@@ -26,6 +26,8 @@ from t2g.config import Dtype, OptimConfig
 from t2g.errors import RunStopped
 
 Engine = Any  # deepspeed.DeepSpeedEngine
+log = logging.getLogger(__name__)
+
 LossFunction = Callable[[Engine, Any], tuple[torch.Tensor, dict[str, float]]]
 
 EXPORT_BUCKET_BYTES = 256 * 2**20
@@ -57,8 +59,9 @@ def init_distributed(
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # DeepSpeed's calls
-    # Used by DeepSpeed's inference collectives only; left on, its first start compiles C++ for half a minute.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if backend == "gloo":
+        # Else DeepSpeed tries the compilers of all its ops, and compiles for half a minute what inference alone needs.
+        deepspeed.ops.__compatible_ops__ = {}
     deepspeed.init_distributed(
         backend, auto_mpi_discovery=False, verbose=False, timeout=timedelta(seconds=timeout_s),
         rank=rank, world_size=world_size,
@@ -80,7 +83,7 @@ def lr_factor(step: int, optim: OptimConfig, num_steps: int) -> float:
 
 
 def _config(model: torch.nn.Module, dtype: Dtype, world_size: int, *, offload: bool = False) -> dict[str, Any]:
-    home = {"device": "cpu" if offload else "none"}
+    home = {"device": "cpu" if offload else "none", "pin_memory": offload}
     numel = min(BUCKET_NUMEL, max(1, sum(p.numel() for p in model.parameters())))
     return {
         "train_micro_batch_size_per_gpu": 1,
@@ -88,6 +91,9 @@ def _config(model: torch.nn.Module, dtype: Dtype, world_size: int, *, offload: b
         "train_batch_size": world_size,
         "steps_per_print": 10**9,
         "bf16": {"enabled": dtype == "bfloat16"},
+        # In bfloat16 a sum of many microbatches would lose the small ones: 256 + 1 is 256.
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
             "stage": 3,
@@ -108,6 +114,26 @@ def _gather_whole_layers(model: torch.nn.Module) -> None:
     layers = {type(module) for module in model.modules() if type(module).__name__ in names}
     if layers:
         set_z3_leaf_modules(model, list(layers))
+
+
+def _on_gpu() -> bool:
+    from deepspeed.accelerator import get_accelerator
+
+    return get_accelerator().device_name() != "cpu"
+
+
+def _adamw(model: torch.nn.Module, optim: OptimConfig, *, offload: bool) -> torch.optim.Optimizer:
+    """Of a rank on a GPU: one kernel for all weights, or DeepSpeed's where the states lie in the host's memory."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    options: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "weight_decay": optim.weight_decay}
+    if offload and _on_gpu():
+        try:
+            return DeepSpeedCPUAdam(trainable, **options)
+        except RuntimeError as error:  # it is compiled at its first use
+            log.warning("%s; torch's AdamW takes its place, at a fraction of the speed", error)
+    return torch.optim.AdamW(trainable, **options, fused=_on_gpu() and not offload)
 
 
 def build_engine(
@@ -136,10 +162,9 @@ def build_engine(
         engine, *_ = deepspeed.initialize(model=model, config=config)
         engine.eval()
         return engine
-    trainable = [p for p in model.parameters() if p.requires_grad]
     engine, *_ = deepspeed.initialize(
         model=model,
-        optimizer=torch.optim.AdamW(trainable, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay),
+        optimizer=_adamw(model, optim, offload=offload),
         config=config | {"gradient_clipping": optim.max_grad_norm},
         lr_scheduler=lambda wrapped: torch.optim.lr_scheduler.LambdaLR(
             wrapped, lambda step: lr_factor(step, optim, num_steps)
@@ -228,7 +253,8 @@ def save_checkpoint(engine: Engine, folder: Path, tag: str) -> None:
     for flat in engine.optimizer.fp32_partitioned_groups_flat:
         if not adam.state[flat]:  # no step yet: what Adam begins with, without which nothing can be converted
             moments = {name: torch.zeros_like(flat) for name in ("exp_avg", "exp_avg_sq")}
-            adam.state[flat] = {"step": torch.zeros(()), **moments}
+            adam.state[flat] = {"step": 0, **moments}
+    _type_steps(engine)
     engine.save_checkpoint(str(folder), tag=tag, save_latest=False, exclude_frozen_parameters=True)
 
 
@@ -265,9 +291,16 @@ def load_checkpoint(engine: Engine, folder: Path, tag: str, *, universal: bool =
     path, _ = engine.load_checkpoint(str(source), tag=tag, custom_load_fn=_load_trained)
     if path is None:
         raise FileNotFoundError(f"{source / tag} holds no ZeRO-3 checkpoint of {engine.world_size} ranks")
-    if universal:
-        for state in engine.optimizer.optimizer.state.values():
-            state["step"] = state["step"].clone()  # all sub-groups were given one tensor, and each would count it up
+    _type_steps(engine)
+
+
+def _type_steps(engine: Engine) -> None:
+    """A count of steps for each sub-group, as its optimizer keeps it; loaded ones are another's, or one for all."""
+    adam = engine.optimizer.optimizer
+    for flat, state in adam.state.items():
+        count = int(state["step"])
+        of_torch = isinstance(adam, torch.optim.AdamW)
+        state["step"] = torch.tensor(float(count), device=flat.device) if of_torch else count
 
 
 def _load_trained(*, src: dict[str, torch.Tensor], dst: torch.nn.Module) -> None:

@@ -34,18 +34,15 @@ class Rows:
         sequences: Sequence[Rollout | TrainSequence],
         device: torch.device,
         *,
-        packed: bool = False,
         targets_only: bool = False,
     ) -> None:
-        """packed: see `make_rows`. targets_only: columns in which no row has a response have no logits."""
+        """targets_only: columns in which no row has a response have no logits."""
         self.sequences, self.device = sequences, device
-        ids, positions, index = make_rows(sequences, packed=packed)
+        ids, index = make_rows(sequences)
         next_ids = np.pad(ids[:, 1:], ((0, 0), (0, 1)))
         row, column = np.divmod(index - 1, ids.shape[1])  # where each response token is predicted
         columns = np.arange(ids.shape[1])
         self._inputs = {"input_ids": torch.from_numpy(ids).to(device)}  # [S, L]
-        if packed:
-            self._inputs["position_ids"] = torch.from_numpy(positions).to(device)
         if targets_only:
             columns = np.unique(column)
             if len(columns) < EMPTY_TOKENS:

@@ -121,7 +121,7 @@ class LearnerConfig(RoleConfig):
     offload: Literal["none", "cpu"] = Field("none", description="cpu: optimizer state and parameters in host memory")
     num_epochs: int = Field(4, ge=1, description="passes over a step's samples")
     minibatches_per_epoch: int = Field(1, ge=1, description="optimizer steps per pass")
-    tokens_per_microbatch: MayDiffer[int] = Field(4096, ge=16, description="budget of one packed forward and backward")
+    tokens_per_microbatch: MayDiffer[int] = Field(4096, ge=16, description="budget of one forward and backward")
     dtype: Dtype = "float32"
     critic_warmup_steps: int = Field(0, ge=0, description="first steps in which only the critic learns")
     sync_bucket_mib: MayDiffer[float] = Field(64, gt=0, description="weights gathered and sent at once")
@@ -167,7 +167,6 @@ class SFTOptions(RoleConfig):
     max_length: int = Field(1024, ge=16, description="prompt plus target; a longer prompt loses input text")
     span_weight: float = Field(1.0, ge=1, description="loss weight of the target's decisive characters")
     lora: SFTLoRAConfig | None = Field(None, description="train adapters, export the merged model; none: all weights")
-    packing: bool = Field(False, description="sequences one after the other in one row; slower on a CPU")
     # What a step computes is the same under either: a training that ran out of memory goes on with them.
     gradient_checkpointing: MayDiffer[bool] = False
     offload: MayDiffer[Literal["none", "cpu"]] = Field(

@@ -2,10 +2,10 @@
 
 Pure planning with numpy; a rank makes its own share.
 
-The learner's models run a microbatch as right-padded rows: dense attention over one packed row of 4,096 tokens costs a
-model of a million parameters on a CPU five times the time (2,100 tokens/s against 10,500). So the plan puts sequences
-of like length together and the token budget bounds rows x longest row. On a GPU `sft.packing` puts them one after the
-other instead, and the budget bounds the row.
+The learner's models run a microbatch as right-padded rows, and never several sequences in one row: for their borders
+transformers makes a mask of row x row, with which a GPU has no flash attention; and dense attention over one row of
+4,096 tokens costs a model of a million parameters on a CPU five times the time (2,100 tokens/s against 10,500). So the
+plan puts sequences of like length together and the token budget bounds rows x longest row.
 """
 
 from collections.abc import Sequence
@@ -23,32 +23,25 @@ AnySequence = TypeVar("AnySequence", bound=TrainSequence)
 Plan = list[list[list[int]]]  # [rank][microbatch] -> indices of sequences, ascending
 
 
-def plan_microbatches(lengths: Sequence[int], num_ranks: int, token_budget: int, *, packed: bool = False) -> Plan:
+def plan_microbatches(lengths: Sequence[int], num_ranks: int, token_budget: int) -> Plan:
     """Every sequence once; each rank gets the same number of microbatches, at least one, some perhaps empty.
 
-    lengths: tokens of each sequence. A microbatch has at most `token_budget` tokens: rows x longest row, or, when it is
-    packed into one row, the sum of its lengths; a longer sequence has one of its own. Deterministic; ranks differ by
-    about one microbatch's work.
+    lengths: tokens of each sequence. A microbatch has at most `token_budget` tokens, rows x longest row; a longer
+    sequence has one of its own. Deterministic; ranks differ by about one microbatch's work.
 
     >>> plan_microbatches([3, 9, 3, 8], num_ranks=2, token_budget=18)
     [[[1, 3]], [[0, 2]]]
-    >>> plan_microbatches([3, 9, 3, 8], num_ranks=2, token_budget=12, packed=True)
-    [[[0, 1]], [[2, 3]]]
     """
 
     def area(members: list[int]) -> int:
-        if packed or not members:
-            return sum(lengths[i] for i in members)
-        return len(members) * lengths[members[0]]  # they come by falling length: the first is the longest
+        return len(members) * lengths[members[0]] if members else 0  # by falling length: the first is the longest
 
     bins: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        within_reach = bins if packed else bins[-1:]
-        home = next((members for members in within_reach if area([*members, i]) <= token_budget), None)
-        if home is None:
-            bins.append([i])
+        if bins and area([*bins[-1], i]) <= token_budget:
+            bins[-1].append(i)
         else:
-            home.append(i)
+            bins.append([i])
 
     while not bins or len(bins) % num_ranks:
         largest = max((b for b in bins if len(b) > 1), key=area, default=None)
@@ -73,51 +66,40 @@ def microbatches(
     rank: int,
     num_ranks: int,
     token_budget: int,
-    packed: bool = False,
     together: int = 1,
 ) -> list[list[int]]:
     """A rank's microbatches as indices of `sequences`, see `plan_microbatches`; some may be empty.
 
-    together: so many that follow one another stay in one microbatch; with that they are padded, not packed.
+    together: so many that follow one another stay in one microbatch.
     """
     lengths = [len(s.prompt_ids) + len(s.response_ids) for s in sequences]
     groups = [max(lengths[i : i + together]) for i in range(0, len(lengths), together)]
-    plan = plan_microbatches(groups, num_ranks, token_budget // together, packed=packed)[rank]
+    plan = plan_microbatches(groups, num_ranks, token_budget // together)[rank]
     return [[group * together + i for group in members for i in range(together)] for members in plan]
 
 
-def make_rows(
-    sequences: Sequence[Rollout | TrainSequence], *, packed: bool = False
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Input ids and position ids [S, L] int64, and where in ids.flatten() each of the N response tokens is, [N].
+def make_rows(sequences: Sequence[Rollout | TrainSequence]) -> tuple[np.ndarray, np.ndarray]:
+    """Input ids [S, L] int64, and where in ids.flatten() each of the N response tokens is, [N].
 
-    A row for each sequence, 0 on the right; packed: one row, positions restart with each sequence. A causal model needs
-    no mask: nothing to the right of a token reaches it, and transformers tells packed sequences apart by position.
+    A row for each sequence, 0 on the right. A causal model needs no mask: nothing to the right of a token reaches it.
     Without sequences it is a row of zeros and N = 0: a rank that has none joins the collectives all the same.
 
     >>> two = [TrainSequence(prompt_ids=[5], response_ids=[6, 7], weights=[]),
     ...        TrainSequence(prompt_ids=[8], response_ids=[9], weights=[])]
-    >>> ids, positions, index = make_rows(two)
-    >>> ids.tolist(), positions.tolist(), index.tolist()
-    ([[5, 6, 7], [8, 9, 0]], [[0, 1, 2], [0, 1, 2]], [1, 2, 4])
-    >>> ids, positions, index = make_rows(two, packed=True)
-    >>> ids.tolist(), positions.tolist(), index.tolist()
-    ([[5, 6, 7, 8, 9]], [[0, 1, 2, 0, 1]], [1, 2, 4])
+    >>> ids, index = make_rows(two)
+    >>> ids.tolist(), index.tolist()
+    ([[5, 6, 7], [8, 9, 0]], [1, 2, 4])
     """
     lengths = [len(s.prompt_ids) + len(s.response_ids) for s in sequences]
-    width = (sum(lengths) if packed else max(lengths, default=0)) or EMPTY_TOKENS
-    num_rows = 1 if packed else len(lengths) or 1
-    ids = np.zeros((num_rows, width), np.int64)
-    positions = np.tile(np.arange(width), (num_rows, 1))
-    starts = np.cumsum([0, *lengths]) if packed else width * np.arange(len(lengths) + 1)
+    width = max(lengths, default=0) or EMPTY_TOKENS
+    ids = np.zeros((len(lengths) or 1, width), np.int64)
     index = [np.zeros(0, np.int64)]
-    for sequence, start, length in zip(sequences, starts, lengths, strict=False):
+    for start, sequence, length in zip(range(0, ids.size, width), sequences, lengths, strict=False):
         first, end = start + len(sequence.prompt_ids), start + length
         ids.flat[start:first] = sequence.prompt_ids
         ids.flat[first:end] = sequence.response_ids
-        positions.flat[start:end] = np.arange(length)
         index.append(np.arange(first, end))
-    return ids, positions, np.concatenate(index)
+    return ids, np.concatenate(index)
 
 
 def loss_shares(sequences: Sequence[AnySequence]) -> tuple[AnySequence, ...]:

@@ -167,12 +167,13 @@ def critic_models(shape: ModelShape) -> Models:
 def states_bytes(models: Models, *, ranks: int, b: int) -> dict[str, float]:
     """The share of one rank under ZeRO-3 of N parameters, of which n are trained.
 
-    Weights b N / R; gradients b n / R; AdamW's two moments 8 n / R, and in bfloat16 the float32 weights 4 n / R.
+    Weights b N / R; gradients, summed in float32, 4 n / R; AdamW's two moments 8 n / R, and in bfloat16 the float32
+    weights 4 n / R.
     """
     numel, trained = (sum(counts) for counts in zip(*models, strict=True))
     return {
         "weights": b * numel / ranks,
-        "gradients": b * trained / ranks,
+        "gradients": 4 * trained / ranks,
         "optimizer": (8 if b == 4 else 12) * trained / ranks,
     }
 
@@ -182,8 +183,8 @@ def rank_fit(
 ) -> Estimate:
     """A rank with these models in a forward and backward pass over a microbatch of `tokens`.
 
-    The optimizer's step, after the pass has given its memory back, needs less: float32 gradients and AdamW's
-    temporary of LIVE_NUMEL parameters are 8 GB at most.
+    The optimizer's step, after the pass has given its memory back, needs less: a copy of the gradients of
+    LIVE_NUMEL parameters, 4 GB at most.
     """
     b = BYTES[learner.dtype]
     states = states_bytes(models, ranks=ranks, b=b)
@@ -226,10 +227,15 @@ def activation_bytes(shape: ModelShape, tokens: int, *, b: int, checkpointing: b
 
 
 def gathered_bytes(shape: ModelShape, *, b: int) -> int:
-    """Whole weights that stand on a rank while it computes: up to LIVE_NUMEL and the largest module, whose whole
-    gradient comes beside it, and one bucket of gradients."""
-    largest = max(shape.layer_numel, shape.embedding_numel)
-    return b * (min(shape.numel, LIVE_NUMEL) + 2 * largest + BUCKET_NUMEL)
+    """What stands whole on a rank while it computes: weights, up to LIVE_NUMEL and the largest module, whose gradient
+    comes beside it. Gradients are reduced in float32: a bucket of them, and of the largest at once a copy, in order and
+    in the order of the ranks.
+
+    Llama 3 8B in bfloat16: 2 x (10^9 + 2 x 525,336,576) + 4 x (50,000,000 + 2 x 525,336,576) = 7.92 GiB.
+    """
+    module = max(shape.layer_numel, shape.embedding_numel)
+    weight = max(shape.embedding_numel, shape.hidden_size * shape.intermediate_size, BUCKET_NUMEL)
+    return b * (min(shape.numel, LIVE_NUMEL) + 2 * module) + 4 * (BUCKET_NUMEL + 2 * weight)
 
 
 def engine_fit(shape: ModelShape, engine: EngineConfig, *, sequences: int, gpu_bytes: float) -> Estimate:

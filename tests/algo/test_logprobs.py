@@ -36,12 +36,11 @@ def ids_of(sequence: TrainSequence) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("targets_only", [True, False])
-@pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("chunked", [True, False])
-def test_sequences_together_are_as_alone(chunked: bool, packed: bool, targets_only: bool) -> None:
+def test_sequences_together_are_as_alone(chunked: bool, targets_only: bool) -> None:
     """Value and gradient of one microbatch of four sequences = one plain forward of each of them."""
     model, reference = tiny_model(seed=1), tiny_model(seed=2)
-    rows = Rows(sequences(), CPU, packed=packed, targets_only=targets_only)
+    rows = Rows(sequences(), CPU, targets_only=targets_only)
     weights = torch.linspace(-1, 1, 30).unflatten(0, (3, 10))
 
     expected: list[list[torch.Tensor]] = [[], [], []]

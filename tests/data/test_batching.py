@@ -34,10 +34,9 @@ def sample(prompt: int, response: int, first: int = 1) -> TrainSample:
     )
 
 
-def tokens(lengths: list[int], members: list[int], packed: bool) -> int:
+def tokens(lengths: list[int], members: list[int]) -> int:
     """What a forward of these sequences computes."""
-    chosen = [lengths[i] for i in members]
-    return sum(chosen) if packed else len(chosen) * max(chosen, default=0)
+    return len(members) * max((lengths[i] for i in members), default=0)
 
 
 @settings(max_examples=200)
@@ -45,33 +44,25 @@ def tokens(lengths: list[int], members: list[int], packed: bool) -> int:
     lengths=st.lists(st.integers(1, 60), max_size=40),
     num_ranks=st.integers(1, 4),
     token_budget=st.integers(1, 100),
-    packed=st.booleans(),
 )
-def test_plan(lengths: list[int], num_ranks: int, token_budget: int, packed: bool) -> None:
-    plan = plan_microbatches(lengths, num_ranks, token_budget, packed=packed)
+def test_plan(lengths: list[int], num_ranks: int, token_budget: int) -> None:
+    plan = plan_microbatches(lengths, num_ranks, token_budget)
     assert sorted(chain.from_iterable(chain.from_iterable(plan))) == list(range(len(lengths)))
     assert len(plan) == num_ranks
     assert len({len(rank) for rank in plan}) == 1
     assert len(plan[0]) >= 1
     for members in chain.from_iterable(plan):
-        assert len(members) <= 1 or tokens(lengths, members, packed) <= token_budget
+        assert len(members) <= 1 or tokens(lengths, members) <= token_budget
     if len(lengths) >= num_ranks:
         assert all(any(members for members in rank) for rank in plan)
-    assert plan == plan_microbatches(lengths, num_ranks, token_budget, packed=packed)
+    assert plan == plan_microbatches(lengths, num_ranks, token_budget)
 
 
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=40))
-def test_packed_rows_are_more_than_half_full(lengths: list[int]) -> None:
-    """First fit: two rows of which each is at most half full would have been one."""
-    (rows,) = plan_microbatches(lengths, 1, 100, packed=True)
-    assert sum(tokens(lengths, members, packed=True) <= 50 for members in rows) <= 1
-
-
-@given(lengths=st.lists(st.integers(1, 60), min_size=8, max_size=60), num_ranks=st.integers(2, 4), packed=st.booleans())
-def test_ranks_are_balanced(lengths: list[int], num_ranks: int, packed: bool) -> None:
+@given(lengths=st.lists(st.integers(1, 60), min_size=8, max_size=60), num_ranks=st.integers(2, 4))
+def test_ranks_are_balanced(lengths: list[int], num_ranks: int) -> None:
     """Tokens of the busiest and the idlest rank differ by at most one microbatch."""
-    plan = plan_microbatches(lengths, num_ranks, 120, packed=packed)
-    areas = [[tokens(lengths, members, packed) for members in rank] for rank in plan]
+    plan = plan_microbatches(lengths, num_ranks, 120)
+    areas = [[tokens(lengths, members) for members in rank] for rank in plan]
     loads = [sum(rank) for rank in areas]
     assert max(loads) - min(loads) <= max(chain.from_iterable(areas))
 
@@ -96,25 +87,19 @@ def test_pairs_stay_together(pairs: list[int], num_ranks: int, token_budget: int
         assert len(members) <= 2 or len(members) * max(lengths) <= token_budget
 
 
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=6), st.booleans())
-def test_rows_hold_each_sequence(shapes: list[tuple[int, int]], packed: bool) -> None:
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=6))
+def test_rows_hold_each_sequence(shapes: list[tuple[int, int]]) -> None:
     samples = [sample(p, r, first=100 * (i + 1)) for i, (p, r) in enumerate(shapes)]
-    ids, positions, index = make_rows(samples, packed=packed)
+    ids, index = make_rows(samples)
     whole = [[*s.prompt_ids.tolist(), *s.response_ids.tolist()] for s in samples]
-    if packed:
-        assert ids.tolist() == [list(chain.from_iterable(whole))]
-        assert positions.tolist() == [[place for row in whole for place in range(len(row))]]
-    else:
-        width = max(len(row) for row in whole)
-        assert ids.tolist() == [row + [0] * (width - len(row)) for row in whole]
-        assert positions.tolist() == [list(range(width))] * len(whole)  # a restart would be a packed row
+    width = max(len(row) for row in whole)
+    assert ids.tolist() == [row + [0] * (width - len(row)) for row in whole]
     assert ids.flatten()[index].tolist() == [i for s in samples for i in s.response_ids.tolist()]
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_rank_without_sequences_gets_a_row_in_which_nothing_counts(packed: bool) -> None:
-    ids, positions, index = make_rows([], packed=packed)
-    assert ids.shape == positions.shape == (1, EMPTY_TOKENS)
+def test_a_rank_without_sequences_gets_a_row_in_which_nothing_counts() -> None:
+    ids, index = make_rows([])
+    assert ids.shape == (1, EMPTY_TOKENS)
     assert index.size == 0
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, masking_utils
 
 from actors.learner import zero3
 from t2g.algo import head
@@ -68,20 +69,21 @@ def test_parameters_are_those_of_the_real_model(config: Any) -> None:
     assert memory.shape_of(config.to_dict()).numel == sum(p.numel() for p in model.parameters())
 
 
-def saved_bytes(layers: int, dtype: torch.dtype, *, checkpointing: bool) -> int:
-    """What autograd keeps of 128 tokens, weights left out."""
-    model = AutoModelForCausalLM.from_config(small(LlamaConfig, layers), dtype=dtype).train()
+def saved_bytes(config: Any, dtype: torch.dtype, *, checkpointing: bool, tokens: int = 128) -> int:
+    """What autograd keeps of `tokens` tokens, weights left out."""
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    weights = {p.untyped_storage()._cdata for p in model.parameters()}
     kept: dict[int, torch.Tensor] = {}  # by storage, which lives as long as the tensor is here
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor
+        kept[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = model.model(input_ids=torch.zeros(2, 64, dtype=torch.long), use_cache=False)
+        ids = torch.zeros(2, tokens // 2, dtype=torch.long, device=model.device)
+        output = model.model(input_ids=ids, use_cache=False)
     assert output.last_hidden_state.requires_grad
     return sum(t.untyped_storage().nbytes() for pointer, t in kept.items() if pointer not in weights)
 
@@ -89,10 +91,53 @@ def saved_bytes(layers: int, dtype: torch.dtype, *, checkpointing: bool) -> int:
 @pytest.mark.parametrize(("dtype", "b"), [(torch.bfloat16, 2), (torch.float32, 4)])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_activations_are_what_autograd_keeps(dtype: torch.dtype, b: int, checkpointing: bool) -> None:
-    found = saved_bytes(3, dtype, checkpointing=checkpointing) - saved_bytes(1, dtype, checkpointing=checkpointing)
-    shapes = [memory.shape_of(small(LlamaConfig, layers).to_dict()) for layers in (3, 1)]
+    configs = [small(LlamaConfig, layers) for layers in (3, 1)]
+    three, one = (saved_bytes(config, dtype, checkpointing=checkpointing) for config in configs)
+    found = three - one
+    shapes = [memory.shape_of(config.to_dict()) for config in configs]
     three, one = (memory.activation_bytes(s, 128, b=b, checkpointing=checkpointing) for s in shapes)
     assert found == pytest.approx(three - one, rel=0.02)
+
+
+LLAMA_70B = LlamaConfig(
+    hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8, intermediate_size=28672,
+    vocab_size=128256,
+)  # fmt: skip
+QWEN_1_5B = Qwen2Config(
+    hidden_size=1536, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2, intermediate_size=8960,
+    vocab_size=151936, tie_word_embeddings=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "numel", "token_bytes"),
+    [
+        # 2 x 8 x h + 4 x (q + kv) + 8 x i: of a token and a layer in bfloat16
+        (LlamaConfig(**LLAMA_3_8B.model_dump()), 8_030_261_248, 65_536 + 20_480 + 114_688),
+        (QWEN_1_5B, 1_543_714_304, 24_576 + 7_168 + 71_680),
+        (LLAMA_70B, 70_553_706_496, 131_072 + 36_864 + 229_376),
+    ],
+    ids=["llama-8b", "qwen-1.5b", "llama-70b"],
+)
+def test_the_shapes_that_are_used(
+    config: Any, numel: int, token_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shapes alone: every weight, and what autograd keeps of 64 tokens in one layer."""
+    shape = memory.shape_of(config.to_dict())
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert sum(p.numel() for p in model.parameters()) == shape.numel == numel
+    states = memory.states_bytes([(numel, numel)], ranks=8, b=2)
+    assert states == {"weights": numel / 4, "gradients": numel / 2, "optimizer": 1.5 * numel}
+
+    config._attn_implementation = "sdpa"
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda _: None)  # it would ask for values
+    kept = []
+    for config.num_hidden_layers in (2, 1):
+        with FakeTensorMode():
+            kept.append(saved_bytes(config, torch.bfloat16, checkpointing=False, tokens=64))
+    assert shape.saved_bytes(2) == token_bytes
+    assert kept[0] - kept[1] == pytest.approx(64 * token_bytes, rel=0.02)
 
 
 def test_constants_are_those_of_the_learner() -> None:
@@ -102,7 +147,7 @@ def test_constants_are_those_of_the_learner() -> None:
 
 def test_states_under_zero_3() -> None:
     whole = [(1000, 1000)]
-    assert memory.states_bytes(whole, ranks=4, b=2) == {"weights": 500, "gradients": 500, "optimizer": 3000}
+    assert memory.states_bytes(whole, ranks=4, b=2) == {"weights": 500, "gradients": 1000, "optimizer": 3000}
     assert memory.states_bytes(whole, ranks=4, b=4) == {"weights": 1000, "gradients": 1000, "optimizer": 2000}
     assert memory.states_bytes([(1000, 0)], ranks=2, b=2) == {"weights": 1000, "gradients": 0, "optimizer": 0}
     assert memory.states_bytes([*whole, (1000, 0)], ranks=2, b=2)["weights"] == 2000
@@ -127,7 +172,7 @@ def test_a_pass_over_a_microbatch() -> None:
 
     one = 2 * 8 * 8 + 4 * (8 + 4) + 8 * 16  # of a token and a layer
     assert parts(learner)["activations"] == 10 * 2 * one
-    assert parts(learner)["gathered"] == 2 * (2792 + 2 * 800 + 50_000_000)
+    assert parts(learner)["gathered"] == 2 * (2792 + 2 * 800) + 4 * 3 * 50_000_000
     assert parts(learner)["optimizer"] == 12 * 2792
     checkpointed = with_overrides(learner, {"gradient_checkpointing": True})
     assert parts(checkpointed)["activations"] == 10 * (2 * 16 + one)

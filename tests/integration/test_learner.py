@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from actors.learner import zero3
 from actors.learner.learner import LearnerGroup
 from actors.learner.parts import load_critic, load_policy
-from t2g.config import RoleConfig
+from t2g.config import OptimConfig, RoleConfig
 from t2g.errors import LearnerLost, RunStopped, UserError
 from t2g.types import Rollout
 
@@ -241,15 +241,29 @@ def test_another_number_of_ranks_goes_on(
         assert np.linalg.norm(moved[key] - value) < 1e-5 * np.linalg.norm(value), key
 
 
-def step_counts(folder: Path) -> list[float]:
+def test_microbatches_are_summed_in_float32() -> None:
+    """Gradients 256 + 64 x 1, of each of four weights: in bfloat16 256 + 1 is 256."""
+    with as_a_rank():
+        zero3.init_distributed(0, 1, "127.0.0.1", free_port(), "gloo", timeout_s=60)
+        model = torch.nn.Linear(4, 1, bias=False).to(torch.bfloat16)
+        engine = zero3.build_engine(model, OptimConfig(), dtype="bfloat16", world_size=1)
+
+        def loss(model: Any, gradient: int) -> tuple[torch.Tensor, dict[str, float]]:
+            return model(torch.full((1, 4), gradient, dtype=torch.bfloat16)).sum().float(), {}
+
+        assert zero3.train_step(engine, [256] + 64 * [1], loss, label="sum").grad_norm == 2 * 320
+
+
+def step_counts(folder: Path, *, offload: bool) -> list[float]:
     """Of Adam, by sub-group (a part of 10^9 weights), after a step, a converted load and a step more."""
     import deepspeed
 
     zero3.init_distributed(0, 1, "127.0.0.1", free_port(), "gloo", timeout_s=60)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
-    config = zero3._config(model, "float32", 1)
+    config = zero3._config(model, "float32", 1, offload=offload)
     config["zero_optimization"]["sub_group_size"] = 64
-    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
+    optimizer = zero3._adamw(model, OptimConfig(), offload=offload)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
     def step() -> None:
         zero3.train_step(engine, [torch.ones(1, 8)], lambda model, x: (model(x).sum(), {}), label="step")
@@ -264,7 +278,15 @@ def step_counts(folder: Path) -> list[float]:
 
 def test_each_sub_group_counts_its_own_steps(tmp_path: Path) -> None:
     with as_a_rank():
-        assert step_counts(tmp_path) == [2.0, 2.0, 2.0]
+        assert step_counts(tmp_path, offload=False) == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.slow  # DeepSpeed compiles its AdamW for two minutes
+def test_states_in_host_memory_as_on_a_rank_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zero3, "_on_gpu", lambda: True)
+    with as_a_rank():
+        assert step_counts(tmp_path, offload=True) == [2.0, 2.0, 2.0]
+        assert type(zero3._adamw(torch.nn.Linear(1, 1), OptimConfig(), offload=True)).__name__ == "DeepSpeedCPUAdam"
 
 
 def test_a_critic_without_a_place_takes_the_policy_with_it(groups: dict[str, LearnerGroup], base: Path) -> None:

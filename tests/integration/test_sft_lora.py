@@ -1,4 +1,4 @@
-"""What real models need, on the real stack: adapters, packed rows, gradient checkpointing, offload, bfloat16."""
+"""What real models need, on the real stack: adapters, gradient checkpointing, offload, bfloat16."""
 
 import socket
 from pathlib import Path
@@ -21,7 +21,6 @@ LR = 1e-2
 RESUMED = 3e-4  # after 30 steps: host memory sums in another order, which came to 3e-5
 OPTIONS: dict[str, Any] = {
     "lora": SFTLoRAConfig(r=32, alpha=64, dropout=0.05),
-    "packing": True,
     "workers": 2,
     "optim": OptimConfig(lr=LR, schedule="cosine", warmup_ratio=0.25, betas=(0.9, 0.98)),
 }
@@ -121,7 +120,7 @@ def bfloat16_training(base: str, examples: list[Any], scratch: str) -> dict[str,
         port = probe.getsockname()[1]
     zero3.init_distributed(0, 1, "127.0.0.1", port, "gloo", timeout_s=60)
     source, folder = ModelConfig(policy=base), Path(scratch)
-    rows = Rows(loss_shares(examples), torch.device("cpu"), packed=True, targets_only=True)
+    rows = Rows(loss_shares(examples), torch.device("cpu"), targets_only=True)
 
     def loss_fn(engine: Any, rows: Rows) -> tuple[torch.Tensor, dict[str, float]]:
         return supervised_loss(logprobs=rows.token_outputs(engine, 1.0).logprobs, weights=rows.numbers("weights"))
