@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
-
 from jobs.annotate import DONE_FILE
 from jobs.common.fleets import Fleets, on_cluster
 from jobs.common.supervised import MODEL, supervise
@@ -61,20 +59,14 @@ def read_data(config: RewardJob) -> RewardData:
     return RewardData(tokenizer=tokenizer, examples=examples, heldout=heldout[: config.eval_records])
 
 
-class _Summary(BaseModel):
-    """What is read of an annotated.json."""
-
-    style: StyleConfig
-
-
 def check_style(name: str, path: str, style: StyleConfig) -> None:
     """UserError when the annotated.json beside `path` names a style whose records cannot teach `style`.
 
     Records with a critique teach a model that writes none, too. Without such a file nobody can tell.
     """
     try:
-        made = _Summary.model_validate_json((Path(path).parent / DONE_FILE).read_bytes()).style
-    except (OSError, ValidationError):  # a file of that name may be anybody's
+        made = StyleConfig.model_validate(json.loads((Path(path).parent / DONE_FILE).read_bytes())["style"])
+    except (OSError, ValueError, KeyError, TypeError):  # a file of that name may be anybody's
         return
     if made.labels != style.labels or (style.critique and not made.critique):
         raise UserError(

@@ -82,10 +82,6 @@ class Arms:
         """By name, which is that of the file."""
         return {Path(entry).stem: read_method(entry) for entry in self.job.compare.methods}
 
-    @cached_property
-    def _itself(self) -> PolicyJob:
-        return PolicyJob(**{field: getattr(self.job, field) for field in PolicyJob.model_fields})
-
     @property
     def trained(self) -> list[str]:
         return [name for name, method in self.methods.items() if method.trained]
@@ -135,8 +131,9 @@ class Arms:
             model = self.reward_folder(self.reward_model(name), self.job.compare.rewards.seeds[0]) / "model"
             changes["feedback.reward_model"] = str(model)
         changes |= self.methods.get(name, ITSELF).overrides | (more or {})
+        policy_job = PolicyJob(**{field: getattr(self.job, field) for field in PolicyJob.model_fields})
         try:
-            return with_overrides(self._itself, changes)
+            return with_overrides(policy_job, changes)
         except ValidationError as error:
             raise UserError("\n".join(problems(PolicyJob, error, lambda _: f"compare.methods has {name}: "))) from None
         except UserError as error:  # a key stands below a value
