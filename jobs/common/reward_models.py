@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jobs.annotate import DONE_FILE
+from jobs.common.annotation_runs import DONE_FILE
 from jobs.common.fleets import Fleets, on_cluster
 from jobs.common.supervised import MODEL, supervise
 from t2g.config import DataConfig, EvaluateJob, FeedbackConfig, RewardJob, ScoreJob, StyleConfig, with_overrides

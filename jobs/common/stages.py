@@ -18,11 +18,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jobs.annotate import annotate_data
+from jobs.common.annotation_runs import annotate_data
 from jobs.common.fleets import Fleets
 from jobs.common.reward_models import read_data, train_reward
-from jobs.common.supervised import supervise
-from jobs.train_sft import TITLE, read_examples
+from jobs.common.supervised import read_examples, supervise
 from t2g.config import (
     AnnotateConfig,
     AnnotateJob,
@@ -70,7 +69,7 @@ def make_stages(demo: DemoJob, fleets: Fleets, *, reward: bool = True) -> dict[s
     base, annotated, last = sft_job(demo), annotate_job(demo), reward_job(demo)
     made = {
         WORLD: once(demo.run.folder / WORLD, demo.world, lambda: _write_world(demo)),
-        BASE: once(base.run.folder, base, lambda: supervise(base, read_examples(base), title=TITLE)),
+        BASE: once(base.run.folder, base, lambda: supervise(base, read_examples(base))),
         ANNOTATED: once(annotated.run.folder, annotated, lambda: annotate_data(annotated, fleets)),
     }
     if reward:

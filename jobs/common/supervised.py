@@ -9,15 +9,27 @@ from actors.learner.sft_rank import SFTProgress
 from jobs.common.run_folder import SMOKE_STEPS, begin_folder
 from t2g.config import SFTJob, with_overrides
 from t2g.data.batching import count_steps
+from t2g.data.load import load_records
+from t2g.feedback.examples import policy_examples
 from t2g.runs.log import RunLog
 from t2g.runs.progress import Stage, duration, stage
+from t2g.tasks.base import get_task
+from t2g.text.tokenizer import load_tokenizer
 from t2g.types import TrainSequence
 
 MODEL = "model"
 LEFTOVERS = (MODEL, f"{MODEL}.part")  # what a training leaves, finished or not
 
 
-def supervise(config: SFTJob, examples: Sequence[TrainSequence], *, title: str) -> dict[str, float]:
+def read_examples(config: SFTJob) -> list[TrainSequence]:
+    """What a policy learns from, read before any process is started. UserError for what cannot be used."""
+    task, tokenizer = get_task(config.task), load_tokenizer(config.model.policy, config.model.revision)
+    return policy_examples(load_records(config.data), task, tokenizer, max_length=config.sft.max_length)
+
+
+def supervise(
+    config: SFTJob, examples: Sequence[TrainSequence], *, title: str = "supervised fine-tuning"
+) -> dict[str, float]:
     """Train `config.model` on `examples` into `model` in the run folder, with a progress bar and metrics.jsonl.
 
     Goes on after the last checkpoint of an earlier start; a finished model is kept. Returns the last metrics.

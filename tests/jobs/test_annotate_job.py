@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from fakes import FakeFeedback, FakeRollouts
 
-from jobs.annotate import (
+from jobs.annotate import describe
+from jobs.common.annotation_runs import (
     ANNOTATED_FILE,
     DONE_FILE,
     HELDOUT_FILE,
@@ -20,7 +21,6 @@ from jobs.annotate import (
     TRAIN_FILE,
     annotate_data,
     annotate_samples,
-    describe,
     read_samples,
 )
 from jobs.common.cli import StopFlag

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jobs.annotate import DONE_FILE
+from jobs.common.annotation_runs import DONE_FILE
 from jobs.common.reward_models import read_data
 from t2g.config import RewardJob, StyleConfig
 from t2g.errors import UserError

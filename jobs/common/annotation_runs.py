@@ -1,0 +1,244 @@
+"""One run of annotation: what wants feedback, what the journal of its folder has already, and the files made of all.
+
+`jobs.annotate` makes one run, `jobs.demo` one as a stage.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jobs.common.cli import StopFlag
+from jobs.common.run_folder import begin_folder, check_folder, sole_process
+from t2g.config import AnnotateConfig, AnnotateJob
+from t2g.data.load import load_records
+from t2g.data.prompts import make_prompts
+from t2g.errors import RunStopped, Stopped, UserError
+from t2g.feedback.records import AnnotatedRecord, write_annotated
+from t2g.feedback.sources.asking import BYTES_PER_TOKEN
+from t2g.feedback.sources.human import HumanFeedback
+from t2g.feedback.sources.llm import cost_words
+from t2g.feedback.sources.make import make_local_source
+from t2g.files import write_atomic
+from t2g.interfaces import FeedbackSource, Sampling
+from t2g.loop import annotation
+from t2g.loop.annotation import Sample, Turns, Write
+from t2g.runs.journal import Journal, read_journal
+from t2g.runs.progress import duration, stage
+from t2g.tasks.base import get_task
+from t2g.text.tokenizer import load_tokenizer
+from t2g.types import Prompt
+
+if TYPE_CHECKING:
+    from jobs.common.fleets import Fleets
+
+JOURNAL_FILE, ANNOTATED_FILE, DONE_FILE = "journal.jsonl", "annotated.jsonl", "annotated.json"
+TRAIN_FILE, HELDOUT_FILE = "train.jsonl", "heldout.jsonl"
+SMOKE_PROMPTS = 8
+DRAIN_S = 5.0  # that a stopped run waits for judgements under way, where no request to a language model is at stake
+TICK_S = 0.2  # between looks at signals; a cut of the power may cost the records of one tick
+Records = dict[str, AnnotatedRecord]  # by Sample.key
+
+
+def annotate_data(config: AnnotateJob, fleets: "Fleets") -> dict[str, Any]:
+    """All records into the run folder; returns what annotated.json holds. See `annotate_samples`."""
+    return annotate_samples(config, read_samples(config), fleets, StopFlag())
+
+
+def read_samples(config: AnnotateJob) -> list[Sample]:
+    """What wants feedback. UserError for data that cannot be used."""
+    task, rows = get_task(config.task), load_records(config.data)
+    if config.model is None or config.annotate.responses == "data":
+        samples = annotation.given_samples(rows, task)
+        if all(sample.problem for sample in samples):
+            raise UserError(f"data.path={config.data.path}: no record can be judged; {samples[0].problem}")
+        return samples
+    tokenizer = load_tokenizer(config.model.policy, config.model.revision)
+    prompts = make_prompts(rows, task, tokenizer, config.rollout.max_prompt_tokens)
+    return [Sample(prompt, index) for prompt in prompts for index in range(config.rollout.samples_per_prompt)]
+
+
+def annotate_samples(
+    config: AnnotateJob, samples: Sequence[Sample], fleets: "Fleets | None", stop: StopFlag
+) -> dict[str, Any]:
+    """Ask for the judgements that the journal lacks, then write the files; returns what annotated.json holds.
+
+    fleets: needed where the job has `roles`. UserError for a source that cannot be used; Stopped when `stop` is
+    set before the end; RunStopped when more than `annotate.max_failed_share` has no usable feedback, after
+    annotated.jsonl is written.
+    """
+    options, smoke = config.annotate, config.run.smoke
+    with sole_process(config.run.folder):
+        check_folder(config, JOURNAL_FILE)
+        num_smoke = SMOKE_PROMPTS * (config.rollout.samples_per_prompt if options.responses == "policy" else 1)
+        asked = samples[:num_smoke] if smoke else samples
+        records = {} if smoke else known_records(config, asked)
+        missing = missing_samples(asked, records)
+        if not missing:
+            return write_files(config, begin_folder(config, JOURNAL_FILE), asked, records)
+        task = get_task(config.task)
+        source = fleets.feedback(options, task, config) if fleets else make_local_source(options, task)
+        tell_tokens(config, missing)
+        write = _writer(config, fleets) if options.responses == "policy" else None
+        folder = begin_folder(config, JOURNAL_FILE)
+        started = time.monotonic()
+        collect(options, missing, source, write, folder / JOURNAL_FILE, records, stop)
+        pace = len(missing) / (time.monotonic() - started)
+        summary = write_files(config, folder, asked, records)
+        if smoke:
+            left = duration(len(samples) / pace)
+            print(f"smoke run done: {pace:.1f} samples/s; {len(samples)} samples will take about {left}")
+        return summary
+
+
+def known_records(config: AnnotateJob, samples: Sequence[Sample]) -> Records:
+    """What the journal has of these samples; of human feedback only what the human file still says."""
+    options = config.annotate
+    records = read_journal(config.run.folder / JOURNAL_FILE, AnnotatedRecord)
+    if records and options.source == "human":
+        human = _human(config)
+        records = [record for record in records if human.is_current(record)]
+    by_key = {annotation.record_key(record, sampled=options.responses == "policy"): record for record in records}
+    return {sample.key: by_key[sample.key] for sample in samples if sample.key in by_key}
+
+
+def missing_samples(samples: Sequence[Sample], records: Records) -> list[Sample]:
+    """One sample for each judgement that is yet to be asked for: equal responses to one prompt share theirs."""
+    return list({s.key: s for s in samples if s.key not in records and not s.problem}.values())
+
+
+def collect(
+    options: AnnotateConfig,
+    samples: Sequence[Sample],
+    source: FeedbackSource,
+    write: Write | None,
+    journal_path: Path,
+    records: Records,
+    stop: StopFlag,
+) -> None:
+    """Adds a record for each sample to `records`, and those that somebody answered to the journal.
+
+    Stopped when `stop` is set before the last: then nothing new is asked, and what is under way, which may be paid for,
+    has some seconds to come in.
+    """
+    done = len(records)
+    with closing(Journal(journal_path)) as journal, stage("annotate", done + len(samples), done=done) as bar:
+
+        def on_record(sample: Sample, record: AnnotatedRecord) -> None:
+            if record.status != "failed":  # nobody answered: the next start asks again
+                journal.append(record)
+            records[sample.key] = record
+            bar.advance()
+
+        turns = Turns(_at_once(options))
+        patience_s = options.llm.request_timeout_s if options.model_asked == "llm" else DRAIN_S
+        work = annotation.annotate(samples, source, on_record, turns, write=write)
+        asyncio.run(_attended(work, turns, journal.sync, stop, patience_s))
+
+
+def _at_once(options: AnnotateConfig) -> int:
+    """Judgements that keep the source busy."""
+    match options.model_asked or options.source:
+        case "llm":
+            return options.llm.concurrency
+        case "reward_model":
+            return 2 * options.engine.workers.initial * options.engine.max_num_seqs
+        case "program":
+            return options.concurrency
+    return 1
+
+
+async def _attended(
+    work: Coroutine[Any, Any, None], turns: Turns, at_tick: Callable[[], None], stop: StopFlag, patience_s: float
+) -> None:
+    """`stop` closes `turns`; `work` is cancelled when none is under way, after patience_s, or by a second signal."""
+    task = asyncio.ensure_future(work)
+
+    async def until(over: Callable[[], bool]) -> None:
+        while not task.done() and not over():
+            await asyncio.wait([task], timeout=TICK_S)
+            at_tick()
+
+    await until(lambda: bool(stop))
+    if task.done():
+        return task.result()
+    turns.close()
+    name, stop.signal_name = stop.signal_name, None  # a second signal sets it again
+    waits = f"waiting up to {patience_s:g} s for {turns.num_under_way} judgements under way"
+    print(f"{name}: {waits}; once more to stop at once", file=sys.stderr)
+    deadline = time.monotonic() + patience_s
+    await until(lambda: bool(stop) or not turns.num_under_way or time.monotonic() >= deadline)
+    stop.signal_name = name
+    if not task.cancel():
+        task.result()  # what ended the work counts before the signal
+    raise Stopped
+
+
+def write_files(config: AnnotateJob, folder: Path, samples: Sequence[Sample], records: Records) -> dict[str, Any]:
+    """annotated.jsonl; then, unless too much failed, the two parts and the summary, which is returned."""
+    (folder / DONE_FILE).unlink(missing_ok=True)
+    made = [
+        annotation.refused(s, config.annotate.source)
+        if s.problem
+        else records[s.key].model_copy(update={"sample_index": s.sample_index})
+        for s in samples
+    ]
+    write_annotated(folder / ANNOTATED_FILE, made)
+    summary = annotation.summarize(made)
+    words, limit = annotation.summary_words(summary), config.annotate.max_failed_share
+    usable = [record for record in made if record.usable]
+    if not usable or summary["failed_share"] > limit:
+        raise RunStopped(
+            f"{summary['failed_share']:.0%} of {len(made)} responses got no usable feedback from annotate.source="
+            f"{config.annotate.source}; annotate.max_failed_share allows {limit:.0%}. The others are kept in "
+            f"{JOURNAL_FILE}: the same command asks again for those that failed\n{words}"
+        )
+    heldout = annotation.heldout_prompts((record.prompt for record in usable), config.annotate.heldout_share)
+    for name, held in ((TRAIN_FILE, False), (HELDOUT_FILE, True)):
+        part = [record for record in usable if (record.prompt in heldout) is held]
+        write_annotated(folder / name, part)
+        summary["heldout_records" if held else "train_records"] = len(part)
+    summary["style"] = config.annotate.style.model_dump()  # jobs.train_reward refuses another
+    write_atomic(folder / DONE_FILE, json.dumps(summary, indent=1, ensure_ascii=False).encode())
+    print(words if heldout else f"{words}\n  of one prompt: nothing is held out, and {HELDOUT_FILE} is empty")
+    return summary
+
+
+def _writer(config: AnnotateJob, fleets: "Fleets | None") -> Write:
+    """The policy's engines, serving."""
+    assert fleets is not None and config.model is not None, "see roles and AnnotateJob"
+    rollouts = fleets.rollouts(config.model, config.rollout, config)
+    sampling = Sampling(
+        num_samples=config.rollout.samples_per_prompt,
+        temperature=config.rollout.temperature,
+        max_new_tokens=config.rollout.max_new_tokens,
+        seed=config.run.seed,
+    )
+
+    async def write(prompt: Prompt) -> list[str]:
+        return [rollout.response_text for rollout in await rollouts.sample(prompt, sampling)]
+
+    return write
+
+
+def _human(config: AnnotateJob) -> HumanFeedback:
+    """The file of judgements, without an aligner."""
+    options = config.annotate
+    assert options.human_file is not None, "see AnnotateJob"
+    return HumanFeedback(Path(options.human_file), get_task(config.task), columns=options.human_columns)
+
+
+def tell_tokens(config: AnnotateJob, samples: Sequence[Sample]) -> None:
+    """Say what a language model will be asked for. UserError when that is above llm.max_total_tokens."""
+    if config.annotate.model_asked != "llm":
+        return
+    longest = "x" * (BYTES_PER_TOKEN * config.rollout.max_new_tokens)  # stands for a response that is yet to be sampled
+    items = [(s.prompt, s.response or longest) for s in samples]
+    if config.annotate.source == "human":
+        human = _human(config)
+        items = [item for item in items if human.wants_aligner(*item)]
+    print(cost_words(items, config.annotate, get_task(config.task)))
