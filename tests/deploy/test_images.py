@@ -55,11 +55,12 @@ def test_the_base_is_pinned_and_the_same_in_all_stages(kind: str) -> None:
 @by_kind
 def test_packages_are_those_of_the_constraints(kind: str, install: ModuleType) -> None:
     (tools,) = [words for words in runs(kind) if "pip install --no-cache-dir" in words]
-    assert f" {install.UV} " in tools
-    packages, own = [shlex.split(words) for words in runs(kind) if words.startswith("uv pip install")]
+    uv, _, rest = tools.partition(" && ")
+    assert uv.endswith(f" --require-hashes --requirement {Path(install.UV_PINS).name}")
+    packages, own = (shlex.split(words) for words in (rest, *runs(kind)) if words.startswith("uv pip install"))
     pins = [Path(file).name for file in install.pin_files(kind)]
     given = [packages[i + 1] for i, word in enumerate(packages) if word in ("--constraints", "--overrides")]
-    assert given == pins
+    assert [*given, Path(install.UV_PINS).name] == pins and "--require-hashes" in packages
     extras = [packages[i + 1] for i, word in enumerate(packages) if word == "--extra"]
     assert extras == [kind, "wandb"]
     assert packages[packages.index("--requirements") + 1] == "pyproject.toml"

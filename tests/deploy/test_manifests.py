@@ -239,8 +239,8 @@ def test_an_image_of_your_own_is_every_pods() -> None:
 
 
 def test_versions_are_those_of_the_project() -> None:
-    pins = (ROOT / "docker" / "constraints-gpu.txt").read_text().splitlines()
-    assert f"ray=={manifests.RAY_VERSION}" in pins
+    pins = (ROOT / "docker" / "constraints-gpu.txt").read_text()
+    assert f"\nray=={manifests.RAY_VERSION} " in pins
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert (manifests.IMAGES[False], manifests.IMAGES[True]) == (f"t2g:{version}", f"t2g-cpu:{version}")
 
