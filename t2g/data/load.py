@@ -3,6 +3,8 @@
 import csv
 import json
 from collections.abc import Iterable, Iterator
+from datetime import date, time, timedelta
+from decimal import Decimal
 from io import StringIO
 from itertools import islice
 from pathlib import Path
@@ -14,6 +16,8 @@ from t2g.errors import UserError
 NEWLINE = b"\n"
 _LINES = (".jsonl", ".ndjson")
 SUFFIXES = (".json", *_LINES, ".csv", ".parquet")
+MAX_DEPTH = 100  # of lists and objects in each other: what reads a journal gives up at some 200
+_PLAIN = (str, int, float, Decimal, date, time, timedelta, type(None))
 
 
 class _TwoObjects(UserError):
@@ -24,7 +28,8 @@ def load_records(config: DataConfig) -> list[dict[str, Any]]:
     """The first `config.limit` records, with `config.columns` renamed to our names.
 
     A JSON object of records, as the paper's authors publish SLF5K, gives each record its key as `id`.
-    Raises UserError with file and line for a file that is missing, empty or broken, and for a missing column.
+    Raises UserError with file and line for a file that is missing, empty or broken, for a missing column, and for a
+    value that no journal can hold, see `why_not_kept`.
     """
     path = Path(config.path)
     if path.is_file():
@@ -39,7 +44,24 @@ def load_records(config: DataConfig) -> list[dict[str, Any]]:
     return records
 
 
+def why_not_kept(value: Any, depth: int = MAX_DEPTH) -> str:
+    """Why a journal could not hold this value and be read again, as the end of a sentence; "" where it can.
+
+    >>> why_not_kept({"image": b"GIF"})
+    'holds bytes; text and numbers, and lists and objects of them, can be kept'
+    """
+    if isinstance(value, dict | list | tuple):
+        inner = value.values() if isinstance(value, dict) else value
+        deeper = (why_not_kept(item, depth - 1) for item in inner)
+        return next(filter(None, deeper), "") if depth else f"is nested more than {MAX_DEPTH} deep"
+    kept = isinstance(value, _PLAIN)
+    return "" if kept else f"holds {type(value).__name__}; text and numbers, and lists and objects of them, can be kept"
+
+
 def _rename(row: dict[str, Any], number: int, config: DataConfig) -> dict[str, Any]:
+    for name, value in row.items():
+        if reason := why_not_kept(value):
+            raise UserError(f"record {number} of {config.path}: field {name} {reason}")
     missing = [theirs for theirs in config.columns.values() if theirs not in row]
     if missing:
         raise UserError(
@@ -152,12 +174,18 @@ def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
     from pyarrow import ArrowException, OSFile
     from pyarrow.parquet import ParquetFile
 
+    name = ""
     try:
         with OSFile(str(path)) as file:
             for batch in ParquetFile(file).iter_batches():
-                yield from batch.to_pylist()
+                columns = {}
+                for name in batch.schema.names:
+                    columns[name] = batch[name].to_pylist()
+                yield from (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
     except (ArrowException, OSError) as error:
         raise UserError(f"{path}: no Parquet file: {str(error).splitlines()[0]}") from error
+    except (ValueError, OverflowError) as error:  # no UTF-8, a date that no calendar has
+        raise UserError(f"{path}: column {name} holds what cannot be read: {error}") from error
 
 
 def _read_hub(config: DataConfig) -> Iterator[dict[str, Any]]:

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from t2g.config import StyleConfig
 from t2g.config.words import first_problem
+from t2g.data.load import why_not_kept
 from t2g.tasks.base import SPARSE
 from t2g.text.quotes import locate, occurrence_at
 from t2g.types import FinishReason, Severity, Span, SpanFeedback
@@ -175,6 +176,8 @@ def _plain_outcome(outcome: Any) -> dict[str, Any]:
     """A copy that a JSON file can hold. ValueError for anything else."""
     if not isinstance(outcome, dict):
         raise ValueError(f"the outcome is {outcome!r:.80}; it needs to be a dict of plain JSON")
+    if reason := why_not_kept(outcome):
+        raise ValueError(f"the outcome needs to be plain JSON: it {reason}")
     try:
         text = _whole(json.dumps(outcome, ensure_ascii=False, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:

@@ -9,8 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from t2g.config import DataConfig
-from t2g.data.load import load_records
+from t2g.data.load import MAX_DEPTH, load_records
 from t2g.errors import UserError
+from t2g.feedback.parse import no_feedback
+from t2g.feedback.records import AnnotatedRecord, annotated_record
+from t2g.types import Prompt
 
 ROWS = [{"prompt": "é", "n": 1}, {"prompt": "b", "n": 2}, {"prompt": "c", "n": 3}]
 HERE = Path(__file__).parent
@@ -94,6 +97,47 @@ def test_broken_files_are_told_with_their_line(tmp_path: Path, name: str, conten
     path = write(tmp_path / name, content)
     with pytest.raises(UserError, match=reason) as error:
         load(path)
+    assert "\n" not in str(error.value)
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def test_what_could_not_be_read_again_from_a_journal_is_refused(tmp_path: Path) -> None:
+    for depth in (MAX_DEPTH, MAX_DEPTH + 1, 200, 900):
+        path = write(tmp_path / "d.jsonl", json.dumps({"prompt": "p", "deep": nested(depth)}))
+        if depth == MAX_DEPTH:
+            (row,) = load(path)
+            prompt = Prompt(prompt_id="1", prompt_text="p", task="prompts", payload=row)
+            line = annotated_record(prompt, "r", no_feedback("unparsable", source="s", version="")).line()
+            assert AnnotatedRecord.model_validate_json(line).payload == row
+        else:
+            with pytest.raises(UserError, match=r"record 1 of .*d\.jsonl: field deep is nested more than 100 deep"):
+                load(path)
+
+
+NO_UTF8 = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0"), pa.py_buffer(b"\xff")])
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        (pa.array([b"\xff\x00"]), "record 1 of .*: field x holds bytes"),
+        (pa.array([{"path": "a", "bytes": b"a"}]), "record 1 of .*: field x holds bytes"),
+        (NO_UTF8, "column x holds what cannot be read: 'utf-8' codec"),
+        (pa.array([2**62], pa.timestamp("us")), "column x holds what cannot be read: date value out of range"),
+        (pa.array([2**52], pa.timestamp("s")), "column x holds what cannot be read"),
+        (pa.array([2**30], pa.date32()), "column x holds what cannot be read"),
+    ],
+)
+def test_a_column_that_no_record_can_hold_is_named(tmp_path: Path, values: pa.Array, reason: str) -> None:
+    pq.write_table(pa.table({"prompt": ["p"], "x": values}), tmp_path / "d.parquet")
+    with pytest.raises(UserError, match=reason) as error:
+        load(tmp_path / "d.parquet")
     assert "\n" not in str(error.value)
 
 

@@ -311,6 +311,11 @@ def test_the_outcome_of_a_program_is_a_copy_that_a_file_can_hold() -> None:
     assert make("c", [], []).outcome == {}
 
 
+def deep() -> dict[str, Any]:
+    """What json.loads reads, and a journal does not."""
+    return json.loads('{"a": ' * 300 + "1" + "}" * 300)
+
+
 def endless() -> dict[str, Any]:
     outcome: dict[str, Any] = {}
     outcome["again"] = outcome
@@ -318,7 +323,8 @@ def endless() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "outcome", [None, True, [], {"at": object()}, {"loss": float("nan")}, {"log": "x" * MAX_ANSWER_CHARS}, endless()]
+    "outcome",
+    [None, True, [], {"at": object()}, {"loss": float("nan")}, {"log": "x" * MAX_ANSWER_CHARS}, deep(), endless()],
 )
 def test_an_outcome_that_is_no_plain_json_is_refused(outcome: Any) -> None:
     with pytest.raises(ValueError, match=r"the outcome .*needs to be"):
