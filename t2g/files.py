@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written at once, hashed, brought to the disk; a full disk in one sentence."""
+"""Files that are whole or not there: written at once, hashed, brought to the disk; in words why they cannot be."""
 
 import errno
 import os
@@ -14,16 +14,22 @@ import xxhash
 from t2g.errors import UserError
 
 TEMPORARY = ".tmp-"  # begins the name of what is not whole yet
-FULL = (errno.ENOSPC, errno.EDQUOT)
+_REMEDIES = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space",
+    errno.EFBIG: "allow larger files (ulimit -f)",
+    errno.EROFS: "make it writable, or take another folder",
+    errno.EACCES: "give this user the right to it, or take another folder",
+}
 
 
 def write_atomic(path: Path, data: bytes) -> None:
     """Replace `path` by `data` at once: a reader, or a crash, finds the old content or the new one, never a part.
 
-    Raises UserError when the disk is full; the old content then stands.
+    Raises UserError for what `unwritable` knows; the old content then stands.
     """
     temporary = path.with_name(f"{TEMPORARY}{path.name}")
-    with full_disk_in_words(path):
+    with unwritable_in_words(path):
         try:
             with temporary.open("wb") as file:
                 file.write(data)
@@ -37,18 +43,35 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def full_disk_in_words(path: Path) -> Iterator[None]:
-    """What the block writes to `path` does not fit on the disk: UserError with file, folder and what is left."""
+def unwritable_in_words(path: Path) -> Iterator[None]:
+    """What the block writes to `path` cannot be written: UserError with file, folder, reason and what is left."""
     try:
         yield
     except OSError as error:
-        if error.errno not in FULL:
+        if not (reason := unwritable(error)):
             raise
-        free = shutil.disk_usage(path.parent).free
-        raise UserError(
-            f"{path.name} does not fit on the disk of {path.parent} ({free / 2**20:.0f} MiB left; what was written "
-            "before is kept): free some space, then start the same command again"
-        ) from error
+        raise cannot_write(path.name, path.parent, reason, "what was written before is kept") from error
+
+
+def cannot_write(what: str, folder: Path, reason: str, kept: str) -> UserError:
+    """reason: see `unwritable`. kept: what the user need not fear for."""
+    said, _, remedy = reason.partition(": ")
+    free = f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB left"
+    return UserError(
+        f"{what} cannot be written to {folder}: {said} ({free}; {kept}); {remedy}, then start the same command again"
+    )
+
+
+def unwritable(error: BaseException | None) -> str:
+    """What keeps a file from being written, and what helps: "No space left on device: free some space". "" for another
+    error. Another process may have met it: then only the words of the error cross.
+    """
+    while error is not None:
+        for number, remedy in _REMEDIES.items():
+            if getattr(error, "errno", None) == number or os.strerror(number) in str(error):
+                return f"{os.strerror(number)}: {remedy}"
+        error = error.__cause__ or error.__context__
+    return ""
 
 
 def weights_version(model: str, revision: str | None) -> str:
@@ -70,6 +93,7 @@ def _hash_of(files: tuple[tuple[Path, int, int], ...]) -> str:
 
 
 def entry(path: Path) -> dict[str, Any]:
+    """What a manifest says of a file."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while block := file.read(1 << 22):

@@ -22,6 +22,7 @@ from t2g.config import loading
 from t2g.config.describe import describe
 from t2g.config.words import problems, section_type
 from t2g.errors import RunStopped, Stopped, UserError
+from t2g.files import unwritable
 
 Config = TypeVar("Config", bound=BaseModel)
 
@@ -56,6 +57,11 @@ def main(
         return 2 if isinstance(error, UserError) else 3
     except ValidationError as error:  # the job made a config from its own
         print("\n".join(f"{parser.prog}: {sentence}" for sentence in problems(schema, error)), file=sys.stderr)
+        return 2
+    except OSError as error:
+        if not (reason := unwritable(error)):
+            raise
+        print(f"{parser.prog}: {getattr(error, 'filename', None) or 'a file'}: {reason}", file=sys.stderr)
         return 2
     except Stopped:
         name = str(StopFlag.installed.signal_name)

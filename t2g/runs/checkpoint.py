@@ -10,13 +10,13 @@ import logging
 import math
 import os
 import re
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from t2g.errors import UserError
-from t2g.files import FULL, TEMPORARY, entry, sync_path, write_atomic
+from t2g.files import TEMPORARY, cannot_write, entry, sync_path, unwritable, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +32,7 @@ class CheckpointStore:
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder = folder
         self.keep = keep
+        self._best: tuple[Path, float] | None = None  # was whole when this process last looked
 
     def write(self, step: int, fill: Callable[[Path], None], state: dict[str, Any]) -> Path:
         """Checkpoint of `step`; a step that already stands intact is returned as it is and not written again.
@@ -39,27 +40,30 @@ class CheckpointStore:
         `fill` writes model and optimizer into the existing empty folder it is given; `state` is everything else a
         resume needs and must be JSON. Until the rename the former checkpoints stand untouched.
 
-        Raises UserError when the disk is full; whatever else `fill` raises passes through, temporary folder removed.
+        Raises UserError when it cannot be written, see `t2g.files.unwritable`; whatever else `fill` raises passes
+        through, temporary folder removed.
         """
         final = self.folder / f"step-{step:08d}"
-        if final.exists():
-            if _fault(final) is None:
+        if os.path.lexists(final):
+            if not isinstance(_read_sealed(final, STATE), str):
                 return final
-            shutil.rmtree(final)
+            _remove(final)
 
         self._write_sealed(final, fill, STATE, state, f"the checkpoint of step {step}")
         # A newer one is torn, or the run would not have come to write this one: it is not among those that are kept.
         for old in [folder for folder in self._steps() if folder <= final][self.keep :]:
-            shutil.rmtree(old)
+            _remove(old)
         return final
 
     def latest(self) -> tuple[Path, dict[str, Any]] | None:
-        """Newest intact checkpoint and its state; a torn one is skipped with a warning. None when there is none."""
+        """Newest intact checkpoint and its state; one that is torn or cannot be read is skipped with a warning. None
+        when there is none.
+        """
         for folder in self._steps():
-            fault = _fault(folder)
-            if fault is None:
-                return folder, json.loads((folder / STATE).read_text(encoding="utf-8"))
-            log.warning("checkpoint %s is torn (%s) and is skipped", folder, fault)
+            state = _read_sealed(folder, STATE)
+            if not isinstance(state, str):
+                return folder, state
+            log.warning("checkpoint %s is torn (%s) and is skipped", folder, state)
         return None
 
     def keep_best(self, step: int, export: Callable[[Path], None], score: float) -> bool:
@@ -67,32 +71,39 @@ class CheckpointStore:
 
         The first of equal scores stays; a score that is no number is never the best. Raises as `write` does.
         """
-        best = self.best()
+        best = self._best = self._best or self.best()
         if not math.isfinite(score) or (best is not None and score <= best[1]):
             return False
 
         number = int(best[0].name.removeprefix("best-")) + 1 if best else 1
         final = self.folder / f"best-{number:04d}"
-        if final.exists():
-            shutil.rmtree(final)  # sealed, but the run ended before the link was moved
+        _remove(final)  # sealed, but the run ended before the link was moved; or torn
         self._write_sealed(final, export, SCORE, {"step": step, "score": score}, f"the best policy of step {step}")
         link = self.folder / f"{TEMPORARY}best-link"
-        link.unlink(missing_ok=True)
+        _remove(link)
         link.symlink_to(final.name)
         link.replace(self.folder / "best")
         sync_path(self.folder)
         for old in self.folder.glob("best-*"):
             if old != final:
-                shutil.rmtree(old)
+                _remove(old)
+        self._best = final, score
         return True
 
     def best(self) -> tuple[Path, float] | None:
-        """Folder of the best exported policy and its score."""
+        """Folder of the best exported policy and its score. None when there is none; or, with a warning, when it is
+        torn or cannot be read.
+        """
         link = self.folder / "best"
-        if not link.exists():
+        if not link.is_symlink():
             return None
-        folder = self.folder / os.readlink(link)
-        return folder, json.loads((folder / SCORE).read_text(encoding="utf-8"))["score"]
+        folder = self.folder / link.readlink()
+        said = _read_sealed(folder, SCORE) if re.fullmatch(r"best-\d{4,}", folder.name) else "no name of ours"
+        score = said if isinstance(said, str) else said.get("score")
+        if isinstance(score, float | int):
+            return folder, score
+        log.warning("the best policy %s is torn (%s) and is passed over", folder, score)
+        return None
 
     def _steps(self) -> list[Path]:
         """Folders of checkpoints, newest first, torn ones too."""
@@ -106,8 +117,7 @@ class CheckpointStore:
         """`fill` a sibling of `final`, with `content` as JSON; bring it to the disk with a manifest, then rename it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for left_over in self.folder.glob(f"{TEMPORARY}*-*"):
-            if left_over.is_dir() and not left_over.is_symlink():
-                shutil.rmtree(left_over)
+            _remove(left_over)
         temporary = self.folder / f"{TEMPORARY}{final.name}"
         temporary.mkdir()
         try:
@@ -115,15 +125,12 @@ class CheckpointStore:
             (temporary / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
             _seal(temporary)
         except BaseException as error:
-            free = shutil.disk_usage(self.folder).free
+            reason = unwritable(error) or _hidden_reason(temporary)
             shutil.rmtree(temporary)
-            if isinstance(error, Exception) and (free < _FULL_BELOW_BYTES or _says_full(error)):
+            if isinstance(error, Exception) and reason:
                 last = self.latest()
                 kept = f"the last good one, {last[0].name}, is kept" if last else "there is none before it"
-                raise UserError(
-                    f"{what} does not fit on the disk of {self.folder} ({free / 2**20:.0f} MiB left; {kept}): "
-                    "free some space or lower checkpoint.keep, then start the same command again"
-                ) from error
+                raise cannot_write(what, self.folder, reason, kept) from error
             raise
         temporary.rename(final)
         sync_path(self.folder)
@@ -137,24 +144,38 @@ def _seal(folder: Path) -> None:
     write_atomic(folder / MANIFEST, json.dumps({"files": files}, indent=1).encode())
 
 
-def _fault(folder: Path) -> str | None:
-    """Why the checkpoint cannot be trusted, or None."""
+def _read_sealed(folder: Path, content: str) -> dict[str, Any] | str:
+    """What the file `content` of a sealed folder holds; or, in words, why the folder cannot be trusted."""
     try:
         files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
         for name, expected in files.items():
-            if entry(folder / name) != expected:
+            path = folder / name
+            if path.exists() and not path.is_file():
+                return f"{name} is no file"  # a pipe would never end
+            if path.stat().st_size != expected["bytes"] or entry(path) != expected:
                 return f"{name} differs from {MANIFEST}"
+        held = json.loads((folder / content).read_text(encoding="utf-8")) if content in files else None
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except OSError as error:
+        return f"{error.filename or folder}: {error.strerror}"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"{MANIFEST} is not readable"
-    return None if STATE in files else f"{STATE} is missing"
+    return held if isinstance(held, dict) else f"{content} is missing"
 
 
-def _says_full(error: BaseException | None) -> bool:
-    """A full disk, also when another process met it: then only the words of the error cross."""
-    while error is not None:
-        if getattr(error, "errno", None) in FULL or os.strerror(errno.ENOSPC) in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+def _hidden_reason(folder: Path) -> str:
+    """Why what wrote here could not go on, as `unwritable` has it, where its error does not say so; "" if not known."""
+    if shutil.disk_usage(folder).free < _FULL_BELOW_BYTES:
+        return unwritable(OSError(errno.ENOSPC, ""))
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    cut = limit != resource.RLIM_INFINITY and any(path.stat().st_size >= limit for path in folder.rglob("*"))
+    return unwritable(OSError(errno.EFBIG, "")) if cut else ""
+
+
+def _remove(path: Path) -> None:
+    """Whatever stands there: a folder, a file, a link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

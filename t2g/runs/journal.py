@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from t2g.config.words import first_problem
 from t2g.errors import UserError
-from t2g.files import full_disk_in_words
+from t2g.files import unwritable_in_words
 
 Record = TypeVar("Record", bound=BaseModel)
 
@@ -43,10 +43,10 @@ class Journal:
         self._synced = 0
 
     def append(self, record: BaseModel) -> None:
-        """One more line, whole or not at all. UserError when the disk is full."""
+        """One more line, whole or not at all. UserError where it cannot be written."""
         rest = memoryview(f"{record.model_dump_json()}\n".encode())
         size = len(rest)
-        with full_disk_in_words(self._path):
+        with unwritable_in_words(self._path):
             file = self._file = self._open() if self._file is None else self._file
             try:
                 while rest:
@@ -59,7 +59,7 @@ class Journal:
     def sync(self) -> None:
         """Bring what was appended to the disk."""
         if self._file is not None and self._synced < self._size:
-            with full_disk_in_words(self._path):
+            with unwritable_in_words(self._path):
                 os.fsync(self._file)
             self._synced = self._size
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 from t2g.config import LogConfig
 from t2g.errors import UserError
 from t2g.feedback import token_offsets
-from t2g.files import full_disk_in_words, write_atomic
+from t2g.files import unwritable_in_words, write_atomic
 from t2g.runs.metrics import STEP
 from t2g.types import FinishReason, Prompt, Rollout, ScoredRollout, SpanFeedback
 
@@ -141,7 +141,7 @@ class TensorBoardSink:
         self._writer = SummaryWriter(str(folder), purge_step=first_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        with full_disk_in_words(self._folder):
+        with unwritable_in_words(self._folder):
             for name, value in metrics.items():
                 self._writer.add_scalar(name, value, step)
             self._writer.flush()
@@ -198,7 +198,7 @@ def _drop_steps(path: Path, first_step: int) -> list[dict[str, Any]]:
 
 def _append(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     """Add lines and bring them to the disk; json.dumps escapes what is not ASCII, lone surrogates included."""
-    with full_disk_in_words(path), path.open("a", encoding="ascii") as file:
+    with unwritable_in_words(path), path.open("a", encoding="ascii") as file:
         file.writelines(f"{json.dumps(record)}\n" for record in records)
         file.flush()
         os.fsync(file.fileno())

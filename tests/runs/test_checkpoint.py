@@ -2,13 +2,20 @@ import errno
 import json
 import logging
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from t2g.errors import UserError
-from t2g.files import weights_version, write_atomic
-from t2g.runs.checkpoint import MANIFEST, STATE, CheckpointStore
+from t2g.feedback.records import AnnotatedRecord
+from t2g.files import entry, weights_version, write_atomic
+from t2g.runs.checkpoint import MANIFEST, SCORE, STATE, CheckpointStore
+from t2g.runs.journal import read_journal
+
+ROOT = Path(__file__).parents[2]
 
 
 def weights(text: str) -> object:
@@ -87,6 +94,40 @@ def break_no_manifest(path: Path) -> None:
     (path / MANIFEST).unlink()
 
 
+def break_no_file(path: Path) -> None:
+    break_missing(path)
+    (path / "learner" / "rank0.pt").mkdir()
+
+
+def break_pipe(path: Path) -> None:
+    break_missing(path)
+    os.mkfifo(path / "learner" / "rank0.pt")
+
+
+def break_endless(path: Path) -> None:
+    break_missing(path)
+    (path / "learner" / "rank0.pt").symlink_to("/dev/zero")
+
+
+def break_loop(path: Path) -> None:
+    break_missing(path)
+    (path / "learner" / "rank0.pt").symlink_to("rank0.pt")
+
+
+def break_deep_manifest(path: Path) -> None:
+    (path / MANIFEST).write_text("[" * 100_000)
+
+
+def break_no_folder(path: Path) -> None:
+    shutil.rmtree(path)
+    path.write_text("a file in its place")
+
+
+def break_link(path: Path) -> None:
+    shutil.rmtree(path)
+    path.symlink_to(path.name)
+
+
 @pytest.mark.parametrize(
     ("damage", "word"),
     [
@@ -96,6 +137,13 @@ def break_no_manifest(path: Path) -> None:
         (break_manifest, "manifest.json is not readable"),
         (break_manifest_shape, "manifest.json is not readable"),
         (break_no_manifest, "manifest.json is missing"),
+        (break_no_file, "rank0.pt is no file"),
+        (break_pipe, "rank0.pt is no file"),
+        (break_endless, "rank0.pt is no file"),
+        (break_loop, "Too many levels of symbolic links"),
+        (break_deep_manifest, "manifest.json is not readable"),
+        (break_no_folder, "Not a directory"),
+        (break_link, "Too many levels of symbolic links"),
     ],
 )
 def test_torn_checkpoint_is_skipped_and_written_again(
@@ -111,6 +159,22 @@ def test_torn_checkpoint_is_skipped_and_written_again(
     assert word in caplog.text
     assert store.write(10, weights("ten again"), {"step": 10}) == torn
     assert store.latest() == (torn, {"step": 10})
+
+
+def test_a_disk_that_gives_a_checkpoint_back_no_more_is_one_to_skip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    good, bad = (store.write(step, weights(str(step)), {"step": step}) for step in (5, 10))
+
+    def broken(path: Path) -> dict[str, object]:
+        if bad in path.parents:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return entry(path)
+
+    monkeypatch.setattr("t2g.runs.checkpoint.entry", broken)
+    assert store.latest() == (good, {"step": 5})
+    assert "Input/output error" in caplog.text
 
 
 def test_weights_have_another_version_once_they_are_trained_again(tmp_path: Path) -> None:
@@ -140,12 +204,56 @@ def test_a_step_that_stands_intact_is_not_written_twice(tmp_path: Path) -> None:
     assert store.latest() == (path, {"step": 4})
 
 
+LIMITED = """
+import resource, sys
+from pathlib import Path
+import torch
+from t2g.errors import UserError
+from t2g.files import write_atomic
+from t2g.runs.checkpoint import CheckpointStore
+from t2g.runs.journal import Journal
+from t2g.feedback.records import AnnotatedRecord
+
+folder = Path(sys.argv[1])
+store, journal = CheckpointStore(folder / "checkpoints", keep=2), Journal(folder / "journal.jsonl")
+store.write(1, lambda to: (to / "w").write_text("one"), {"step": 1})
+write_atomic(folder / "summary.json", b"old")
+resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
+record = AnnotatedRecord(prompt_id="1", prompt="p" * 1000, response="r", critique="c")
+for write in (
+    lambda: write_atomic(folder / "summary.json", b"n" * 2**17),
+    lambda: store.write(2, lambda to: (to / "w").write_bytes(b"w" * 2**17), {"step": 2}),
+    lambda: store.write(2, lambda to: torch.save({"w": torch.zeros(2**17)}, to / "w.pt"), {"step": 2}),
+    lambda: [journal.append(record) for _ in range(1000)],
+):
+    try:
+        write()
+    except UserError as error:
+        print(error)
+"""
+
+
+def test_a_limit_of_a_files_size_is_one_sentence_and_leaves_what_was(tmp_path: Path) -> None:
+    """Python ignores SIGXFSZ, so that the write fails; torch's own writer hides why."""
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(tmp_path)],
+        capture_output=True, text=True, timeout=120, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    said = done.stdout.splitlines()
+    whats = ["summary.json", "the checkpoint of step 2", "the checkpoint of step 2", "journal.jsonl"]
+    assert [line.partition(" cannot be written to ")[0] for line in said] == whats
+    assert all("File too large" in line and "ulimit -f" in line for line in said)
+    assert (tmp_path / "summary.json").read_bytes() == b"old"
+    assert CheckpointStore(tmp_path / "checkpoints", keep=2).latest()[1] == {"step": 1}
+    assert names(tmp_path / "checkpoints") == {"step-00000001"} and len(read_journal(tmp_path / "journal.jsonl", AnnotatedRecord)) > 50
+
+
 @pytest.mark.parametrize("fill", [full_disk, remote_full_disk])
 def test_full_disk_is_one_sentence_and_keeps_the_last_good_one(tmp_path: Path, fill: object) -> None:
     store = CheckpointStore(tmp_path, keep=1)
     good = store.write(5, weights("five"), {"step": 5})
     with pytest.raises(
-        UserError, match=r"the checkpoint of step 6 does not fit .* the last good one, step-00000005, is kept"
+        UserError, match=r"the checkpoint of step 6 cannot be written .* the last good one, step-00000005, is kept"
     ):
         store.write(6, fill, {"step": 6})
     assert names(tmp_path) == {good.name}
@@ -161,9 +269,9 @@ def test_other_errors_pass_through_and_leave_nothing(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=1)
 
     def broken(folder: Path) -> None:
-        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    with pytest.raises(PermissionError):
+    with pytest.raises(OSError, match="Input/output"):
         store.write(1, broken, {})
     with pytest.raises(KeyboardInterrupt):
         store.write(1, killed, {})
@@ -201,10 +309,47 @@ def test_best_moves_only_upwards(tmp_path: Path) -> None:
     assert CheckpointStore(tmp_path, keep=1).keep_best(10, export("the step again, after a resume"), 0.75)
 
 
+def break_score(best: Path) -> None:
+    (best / SCORE).write_text('{"step": 1, "sco')
+
+
+def break_score_kind(best: Path) -> None:
+    (best / SCORE).write_text('{"step": 1, "score": "high"}')
+    manifest = json.loads((best / MANIFEST).read_text())
+    manifest["files"][SCORE] = entry(best / SCORE)
+    (best / MANIFEST).write_text(json.dumps(manifest))
+
+
+def break_weights(best: Path) -> None:
+    (best / "w").write_text("two")
+
+
+def break_best_link(best: Path) -> None:
+    (best.parent / "best").unlink()
+    (best.parent / "best").symlink_to("best")
+
+
+def break_best_name(best: Path) -> None:
+    (best.parent / "best").unlink()
+    (best.parent / "best").symlink_to(best.rename(best.parent / "elsewhere").name)
+
+
+@pytest.mark.parametrize("damage", [break_score, break_score_kind, break_weights, break_best_link, break_best_name])
+def test_a_torn_best_is_none_and_the_next_one_takes_its_place(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: object
+) -> None:
+    CheckpointStore(tmp_path, keep=1).keep_best(1, lambda folder: (folder / "w").write_text("one"), 0.75)
+    damage((tmp_path / "best").resolve())
+    store = CheckpointStore(tmp_path, keep=1)
+    assert store.best() is None and "is torn" in caplog.text
+    assert store.keep_best(2, lambda folder: (folder / "w").write_text("two"), 0.5)
+    assert store.best() == ((tmp_path / "best").resolve(), 0.5)
+
+
 def test_best_survives_a_failed_export(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=1)
     store.keep_best(1, lambda folder: (folder / "w").write_text("one"), 0.5)
-    with pytest.raises(UserError, match="the best policy of step 2 does not fit"):
+    with pytest.raises(UserError, match="the best policy of step 2 cannot be written"):
         store.keep_best(2, full_disk, 0.75)
     assert store.best()[1] == 0.5
     assert (tmp_path / "best" / "w").read_text() == "one"
@@ -222,7 +367,9 @@ def test_a_file_that_does_not_fit_keeps_its_old_content(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
     write_atomic(path, b"old")
     (tmp_path / ".tmp-summary.json").symlink_to("/dev/full")
-    with pytest.raises(UserError, match=r"^summary\.json does not fit on the disk of .* free some space"):
+    with pytest.raises(
+        UserError, match=r"^summary\.json cannot be written to .*: No space left on device .* free some space"
+    ):
         write_atomic(path, b"new")
     assert path.read_bytes() == b"old"
     assert names(tmp_path) == {"summary.json"}

@@ -125,7 +125,7 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path, name: str) -> None:
         SAMPLES_FILE: lambda: log.samples(1, "eval", [judged(0)]),
         DROPPED_FILE: lambda: log.dropped(1, [{"prompt_id": "p"}]),
     }
-    with pytest.raises(UserError, match=rf"^{name} does not fit on the disk of "):
+    with pytest.raises(UserError, match=rf"^{name} cannot be written to "):
         write[name]()
 
 

@@ -57,6 +57,36 @@ def test_a_dry_run_prints_config_and_words_and_runs_nothing(
     assert load(DemoJob, file) == load(DemoJob, Path(config))
 
 
+BEGIN = """
+from jobs.common.cli import main
+from jobs.common.run_folder import sole_process
+from t2g.config import DemoJob
+
+def run(config):
+    with sole_process(config.run.folder):
+        pass
+
+raise SystemExit(main(DemoJob, run))
+"""
+
+
+def test_a_run_root_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    """On a file system of its own that is read-only."""
+    (tmp_path / "disk").mkdir()
+    file = tmp_path / "demo.yaml"
+    file.write_text(f"run: {{root: {tmp_path / 'disk'}}}\n")
+    commands = f"mount -t tmpfs -o ro none {tmp_path / 'disk'} && {sys.executable} -c '{BEGIN}' --config {file}"
+    done = subprocess.run(
+        ["unshare", "-Urm", "sh", "-c", commands],
+        capture_output=True, text=True, timeout=60, check=False, cwd=Path(__file__).parents[3],
+    )  # fmt: skip
+    if "unshare:" in done.stderr or "mount:" in done.stderr:
+        pytest.skip(f"no file system of one's own on this machine: {done.stderr.strip()}")
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, line.startswith(f"python -m jobs.demo: {tmp_path / 'disk'}")) == (2, True)
+    assert "Read-only file system: make it writable" in line
+
+
 def failing(error: BaseException) -> Callable[[DemoJob], int]:
     def run(_config: DemoJob) -> int:
         raise error
