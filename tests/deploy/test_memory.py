@@ -119,9 +119,7 @@ QWEN_1_5B = Qwen2Config(
     ],
     ids=["llama-8b", "qwen-1.5b", "llama-70b"],
 )
-def test_the_shapes_that_are_used(
-    config: Any, numel: int, token_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_shapes_that_are_used(config: Any, numel: int, token_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes alone: every weight, and what autograd keeps of 64 tokens in one layer."""
     shape = memory.shape_of(config.to_dict())
     with torch.device("meta"):

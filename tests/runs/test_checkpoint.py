@@ -245,7 +245,8 @@ def test_a_limit_of_a_files_size_is_one_sentence_and_leaves_what_was(tmp_path: P
     assert all("File too large" in line and "ulimit -f" in line for line in said)
     assert (tmp_path / "summary.json").read_bytes() == b"old"
     assert CheckpointStore(tmp_path / "checkpoints", keep=2).latest()[1] == {"step": 1}
-    assert names(tmp_path / "checkpoints") == {"step-00000001"} and len(read_journal(tmp_path / "journal.jsonl", AnnotatedRecord)) > 50
+    assert names(tmp_path / "checkpoints") == {"step-00000001"}
+    assert len(read_journal(tmp_path / "journal.jsonl", AnnotatedRecord)) > 50
 
 
 @pytest.mark.parametrize("fill", [full_disk, remote_full_disk])
