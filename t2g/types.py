@@ -97,7 +97,8 @@ class ScoredRollout:
 
     rollout: Rollout
     feedback: SpanFeedback
-    token_rewards: np.ndarray  # [R] float32, the paper's delta where the spans are: before placement, weight and KL
+    deltas: np.ndarray  # [R] float32, the paper's: the value of the spans that cover token t
+    token_rewards: np.ndarray  # [R] float32, what objective.rewards.unit pays of it: before placement, weight and KL
     step_ids: np.ndarray  # [R] int32, 0, 1, ...: which sentence, or line of code, token t belongs to
     end_reward: float = 0.0  # the task's own measure of the response; 0 where objective.w_end is 0
 

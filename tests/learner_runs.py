@@ -45,7 +45,7 @@ def learner_spec(model: Path, objective: ObjectiveConfig | None = None, **change
     return LearnerSpec(
         model=ModelConfig(policy=str(model)),
         learner=LEARNER.model_copy(update=changes),
-        objective=objective or ObjectiveConfig(),
+        objective=objective or ObjectiveConfig(advantages="gae"),
         temperature=TEMPERATURE,
         num_updates=10,
         seed=1,

@@ -83,11 +83,19 @@ class PolicyJob(SyncedJob, JobConfig):
 
     @field_validator("objective")
     @classmethod
-    def _improvable_code_is_free(cls, objective: ObjectiveConfig, info: ValidationInfo) -> ObjectiveConfig:
-        """In the task code severity 1 means works, but could be improved; the paper's release pays nothing for it."""
-        if info.data.get("task") not in ("code", "human_eval") or "poor" in objective.rewards.model_fields_set:
-            return objective
-        return with_overrides(objective, {"rewards.poor": (0.0, -1.0, -1.0)})
+    def _fits_task_and_samples(cls, objective: ObjectiveConfig, info: ValidationInfo) -> ObjectiveConfig:
+        """In the task code severity 1 means works, but could be improved; the paper's release pays nothing for it. One
+        sample of a prompt has no others to be compared with, and who provides for a critic wants one.
+        """
+        rollout, learner = info.data.get("rollout"), info.data.get("learner")  # none where that section is wrong
+        changes: dict[str, Any] = {}
+        if info.data.get("task") in ("code", "human_eval") and "poor" not in objective.rewards.model_fields_set:
+            changes["rewards.poor"] = (0.0, -1.0, -1.0)
+        alone = rollout is not None and rollout.samples_per_prompt == 1
+        critic = learner is not None and (learner.critic_ranks or learner.critic_warmup_steps)
+        if (alone or critic) and "advantages" not in objective.model_fields_set:
+            changes["advantages"] = "gae"
+        return with_overrides(objective, changes)
 
     @model_validator(mode="after")
     def _a_group_has_others(self) -> "PolicyJob":

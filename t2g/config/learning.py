@@ -1,8 +1,8 @@
 """Optimizers, the objective, the learner, supervised training."""
 
-from typing import Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, ModelWrapValidatorHandler, model_validator
 
 from t2g.config.common import Dtype, RoleConfig, Section
 from t2g.config.marks import MayDiffer
@@ -26,12 +26,17 @@ class OptimConfig(Section):
 
 
 class RewardRuleConfig(Section):
-    """How spans become token rewards (the paper's delta)."""
+    """How spans become token rewards."""
 
+    unit: Literal["span", "token"] = Field(
+        "span",
+        description="span: a span's value once, at the last token that it covers; token: at each of them (the paper's "
+        "delta), so that a word of eight tokens is worth eight times one of a single token",
+    )
     placement: Placement = Field(
         "span",
-        description="span: on its tokens; step: summed per sentence (line of code), at its last token; scalar: summed "
-        "at the last token; shuffled: at random tokens",
+        description="span: where the unit says; step: summed per sentence (line of code), at its last token; scalar: "
+        "summed at the last token; shuffled: at random tokens",
     )
     good: float = 1.0
     poor: tuple[float, float, float] = Field(
@@ -39,10 +44,16 @@ class RewardRuleConfig(Section):
     )
     cover: Literal["any", "half", "all"] = Field("any", description="non-blank characters of a token in a span")
     overlap: Literal["poor", "good", "sum"] = Field("poor", description="which label wins where good and poor overlap")
+    cut: float = Field(
+        0.0, le=0, description="paid at the last token of a response that max_new_tokens cut, as of a span"
+    )
 
 
 class ObjectiveConfig(Section):
-    """What the policy is moved by (method.md, stage 3): rewards -> advantages -> loss."""
+    """What the policy is moved by (method.md, stage 3): rewards -> advantages -> loss.
+
+    Defaults that hang together follow `advantages`; the paper's own settings are configs/methods/paper.yaml.
+    """
 
     rewards: RewardRuleConfig = RewardRuleConfig()
     w_span: float = Field(1.0, ge=0, description="weight of the token rewards")
@@ -50,14 +61,17 @@ class ObjectiveConfig(Section):
     gamma: float = Field(1.0, gt=0, le=1)
     lam: float = Field(0.95, ge=0, le=1, description="of GAE")
     advantages: Literal["gae", "group", "group_normalised"] = Field(
-        "gae",
-        description="gae: with a critic; group: token returns less those of the prompt's other samples (RLOO where the "
-        "reward is scalar); group_normalised: less the group's mean, by its standard deviation (GRPO). Both of these "
-        "with whiten=none; and with k1 a group of equal rewards would be moved by its KL alone: take k3",
+        "group",
+        description="group: token returns less those of the prompt's other samples (RLOO where the reward is scalar); "
+        "group_normalised: less the group's mean, by its standard deviation (GRPO there); gae: with a critic, the "
+        "default where rollout.samples_per_prompt=1",
     )
-    whiten: Literal["full", "scale_only", "none"] = "full"
+    whiten: Literal["full", "scale_only", "none"] = Field(
+        default_factory=lambda given: "none" if given.get("advantages") == "group_normalised" else "full",
+        description="over the tokens of the step; by default full, and none with group_normalised, which has scaled",
+    )
     clip_eps: float = Field(0.2, gt=0, lt=1)
-    value_clip: float = Field(0.2, gt=0)
+    value_clip: float | None = Field(0.2, gt=0, description="of the critic's loss; none: its plain squared error")
     vf_coef: float = Field(
         0.1,
         gt=0,
@@ -66,22 +80,38 @@ class ObjectiveConfig(Section):
     )
     entropy_coef: float = Field(0.0, ge=0, description="of the entropy bonus in the loss")
     loss_mean: Literal["token", "sequence"] = Field(
-        "token", description="token: every token counts alike; sequence: every response does, its tokens sharing it"
+        default_factory=lambda given: "sequence" if given.get("advantages") == "group_normalised" else "token",
+        description="token: every token counts alike; sequence: every response does, its tokens sharing it, the "
+        "default with group_normalised (eq. 3 of GRPO)",
     )
     kl_estimator: Literal["k1", "k3", "full"] = Field(
-        "k1",
-        description="k1: paid in the reward; k3, and full, over the whole vocabulary: a term of the loss. full holds "
-        "the logits of a microbatch at once",
+        default_factory=lambda given: "k1" if given.get("advantages") == "gae" else "k3",
+        description="k1: paid in the reward, the default with gae; k3, and full, over the whole vocabulary: a term of "
+        "the loss, the default without a critic, where k1 would move a group of equal rewards by its KL alone. full "
+        "holds the logits of a microbatch at once",
     )
     kl_coef: float = Field(0.05, ge=0, description="initial coefficient of the KL penalty")
     kl_target: float | None = Field(6.0, gt=0, description="nats per sequence; none keeps the coefficient fixed")
-    kl_horizon: int = Field(10_000, ge=1, description="samples over which the coefficient adapts")
+    kl_horizon: int = Field(
+        10_000,
+        ge=1,
+        description="samples over which the coefficient adapts: N samples multiply it by exp(.2 N / this) at most, so "
+        "that a run of a few thousand leaves it where it was",
+    )
     importance: Literal["token", "sequence", "masked", "none"] = Field(
         "token",
         description="correction between engine and learner, r = exp(old - rollout): token: min(r, cap); sequence: "
         "min(product of r, cap); masked: r, and 0 outside [1 / cap, cap]",
     )
     importance_cap: float = Field(2.0, ge=1)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _only_what_was_given(cls, values: Any, check: ModelWrapValidatorHandler[Self]) -> Self:
+        """A section that is validated again, with other advantages perhaps, finds its defaults anew."""
+        if isinstance(values, cls):
+            values = {name: getattr(values, name) for name in values.model_fields_set}
+        return check(values)
 
     @property
     def uses_critic(self) -> bool:

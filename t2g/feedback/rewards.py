@@ -1,30 +1,37 @@
-"""Spans to token rewards: the paper's delta (arXiv 2505.22338, eq. 6) and where it is paid."""
+"""Spans to token rewards: the paper's delta (arXiv 2505.22338, eq. 6), a span's value once, and where it is paid."""
 
 import hashlib
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from t2g.config import Placement, RewardRuleConfig
 from t2g.types import Span
 
-_DEFAULT_RULE = RewardRuleConfig()
+PER_TOKEN = RewardRuleConfig(unit="token")
 
 
 def token_rewards(
-    offsets: np.ndarray, spans: Sequence[Span], *, text: str, rule: RewardRuleConfig = _DEFAULT_RULE
+    offsets: np.ndarray, spans: Sequence[Span], *, text: str, rule: RewardRuleConfig = PER_TOKEN
 ) -> np.ndarray:
-    """delta_t of every token: `rule.good` in a good span, `rule.poor[severity - 1]` in a poor one, 0 elsewhere.
+    """What the spans pay at every token: `rule.good` for a good one, `rule.poor[severity - 1]` for a poor one.
 
     offsets: [R, 2], half-open character ranges of `text`. -> [R] float32, before any placement.
     A token is covered by a span when they share at least one (`cover` any), half or all of the token's non-blank
-    characters; a token of blanks or without characters (EOS) is never covered. Two spans of one label count once; of
-    several poor ones the most severe does. Where labels overlap `rule.overlap` says which wins, or that they add up.
+    characters; a token of blanks or without characters (EOS) is never covered.
 
-        text "so good, so bad", spans good (3, 7), poor (12, 15), tokens "so" " good" "," " so" " bad"
-        -> [0, 1, 0, 0, -1]
+    unit token, the paper's delta_t: each covered token is paid. Two spans of one label count once; of several poor ones
+    the most severe does. Where labels overlap `rule.overlap` says which wins, or that they add up.
+    unit span: each span is paid once, at the last token that it covers. Spans of one label that share characters are
+    one, as severe as the most severe; of two with other labels that do `rule.overlap` says which is paid.
+
+        text "so good, so bad", spans good (0, 7), poor (12, 15), tokens "so" " good" "," " so" " bad"
+        -> [1, 1, 0, 0, -1] by token, [0, 1, 0, 0, -1] by span
     """
+    if rule.unit == "span":
+        return _once(offsets, spans, text, rule)
     good = covered(offsets, [span for span in spans if span.label == 1], text=text, cover=rule.cover)
     severity = np.zeros(len(offsets), np.int64)  # 0: no poor span
     for level in (1, 2, 3):
@@ -35,6 +42,33 @@ def token_rewards(
     elif rule.overlap == "good":
         severity[good] = 0
     return (rule.good * good + np.array([0.0, *rule.poor])[severity]).astype(np.float32)
+
+
+def _once(offsets: np.ndarray, spans: Sequence[Span], text: str, rule: RewardRuleConfig) -> np.ndarray:
+    merged = {label: _merged([span for span in spans if span.label == label]) for label in (1, -1)}
+    paid = np.zeros(len(offsets), np.float32)
+    for label, units in merged.items():
+        loses = rule.overlap == ("poor" if label == 1 else "good")
+        for unit in units:
+            at = np.flatnonzero(covered(offsets, [unit], text=text, cover=rule.cover))
+            if at.size and not (loses and any(_share(unit, other) for other in merged[-label])):
+                paid[at[-1]] += rule.good if label == 1 else rule.poor[unit.severity - 1]
+    return paid
+
+
+def _merged(spans: Sequence[Span]) -> list[Span]:
+    """Spans of one label, those that share characters as one."""
+    units: list[Span] = []
+    for span in sorted(spans, key=lambda span: span.start):
+        if units and _share(units[-1], span):
+            last = units.pop()
+            span = replace(last, end=max(last.end, span.end), severity=max(last.severity, span.severity))
+        units.append(span)
+    return units
+
+
+def _share(one: Span, other: Span) -> bool:
+    return one.start < other.end and other.start < one.end
 
 
 def covered(offsets: np.ndarray, spans: Sequence[Span], *, text: str, cover: str) -> np.ndarray:

@@ -109,9 +109,10 @@ async def held_out_metrics(
     *,
     step: int,
 ) -> dict[str, float]:
-    """Means over held-out responses: `eval/score` is the task's own measure, else the mean of good minus poor spans.
+    """Means over held-out responses: `eval/score` is the task's own measure.
 
-    A task without a measure of its own is scored by the feedback. The first ones go into samples.jsonl with theirs.
+    A task without one is scored by the feedback: good less poor spans by their number, -1 to 1 and 0 where there is
+    none. A rate and no count, which would grow with the response. The first ones go into samples.jsonl with theirs.
     """
     turn = asyncio.Semaphore(config.feedback.concurrency)
     measured = await together(measure(task, *pair, config.feedback.sandbox, turn) for pair in pairs)
@@ -125,6 +126,7 @@ async def held_out_metrics(
         metrics |= {f"eval/{name}": float(np.mean([row[name] for row in rows])) for name in rows[0]}
         return metrics | {"eval/score": metrics[f"eval/{task.score_name}"]}
     rules, kept = config.objective.rewards, [f for f in said if f.usable]
-    values = [sum(rules.good if s.label > 0 else rules.poor[s.severity - 1] for s in f.spans) for f in kept]
-    score = float(np.mean(values)) if values else float("-inf")
+    values = [[rules.good if s.label > 0 else rules.poor[s.severity - 1] for s in f.spans] for f in kept]
+    shares = [sum(row) / sum(map(abs, row)) if any(row) else 0.0 for row in values]
+    score = float(np.mean(shares)) if shares else float("-inf")
     return metrics | {"eval/score": score, "eval/failed_share": 1 - len(kept) / len(said)}

@@ -104,15 +104,18 @@ def advantage_samples(
     Advantages are whitened over all response tokens; returns come from the unwhitened ones (method.md, stage 3).
     """
     mask = pad([np.ones(len(s.rollout.response_ids)) for s in scored])
+    rules = objective.rewards
     old, ref = pad([t.old_logprobs for t in stats]), pad([t.ref_logprobs for t in stats])
-    placement = objective.rewards.placement
     paid = [
         place(
-            s.token_rewards, placement, step_ids=s.step_ids,
+            s.token_rewards, rules.placement, step_ids=s.step_ids,
             seed=seed, prompt_id=s.rollout.prompt_id, sample_index=s.rollout.sample_index,
         )
         for s in scored
     ]  # fmt: skip
+    for row, s in zip(paid, scored, strict=True):
+        if s.rollout.finish_reason == "length":
+            row[-1:] += rules.cut
     rewards = step_rewards(
         pad(paid),
         torch.tensor([s.end_reward for s in scored]),
@@ -164,7 +167,7 @@ def step_metrics(
     kl_coef: float,
 ) -> dict[str, float]:
     """What the driver knows of a step; the names are those of `runs.metrics`. Shares are of tokens or of samples."""
-    deltas = np.concatenate([s.token_rewards for s in scored])
+    deltas, paid = (np.concatenate([getattr(s, name) for s in scored]) for name in ("deltas", "token_rewards"))
     gaps = np.concatenate([t.old_logprobs - s.rollout.rollout_logprobs for s, t in zip(scored, stats, strict=True)])
     quotes = sum(f.num_quotes for _, _, f in pairs)
     sources = [f.source for _, _, f in pairs]
@@ -173,7 +176,7 @@ def step_metrics(
     if objective.w_end:
         shares["reward/end_mean"] = float(np.mean([s.end_reward for s in scored]))
     return shares | {
-        "reward/token_mean": float(deltas.mean()),
+        "reward/token_mean": float(paid.mean()),
         "reward/response_mean": float(np.mean([s.token_rewards.sum() for s in scored])),
         "policy/kl": kl,
         "policy/kl_coef": kl_coef,

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from t2g.algo.kl import adapt_kl_coef
 from t2g.concurrency import unless_stopped
-from t2g.config import PolicyJob
+from t2g.config import PolicyJob, with_overrides
 from t2g.data.batching import make_train_batch
 from t2g.data.buffer import Group, read_groups, write_groups
 from t2g.errors import LearnerLost, RunStopped, Stopped, UserError
@@ -222,11 +222,16 @@ class Trainer:
                 )
             end_reward = measured[self.task.score_name]
         offsets = token_offsets(self.tokenizer, rollout.response_ids)
-        deltas = token_rewards(offsets, feedback.spans, text=rollout.response_text, rule=self.config.objective.rewards)
+        rule = self.config.objective.rewards
+        by_token = with_overrides(rule, {"unit": "token"})
+        paid, deltas = (
+            token_rewards(offsets, feedback.spans, text=rollout.response_text, rule=unit) for unit in (rule, by_token)
+        )
         return ScoredRollout(
             rollout=rollout,
             feedback=feedback,
-            token_rewards=deltas,
+            deltas=deltas,
+            token_rewards=paid,
             step_ids=step_ids(offsets, rollout.response_text, self.task.step_pattern),
             end_reward=end_reward,
         )

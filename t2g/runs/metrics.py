@@ -6,10 +6,10 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | ------------------------------------------ | ---------------------------------------------------------------------- |
 | step                                       | number of the step, from 1; step 0 is the policy before any update     |
 | samples                                    | responses sampled for training so far, all steps                       |
-| reward/token_mean                          | mean token reward (delta) over the step's response tokens              |
+| reward/token_mean                          | mean of what the spans pay over the step's response tokens             |
 | reward/response_mean                       | mean over responses of the sum of their token rewards                  |
 | reward/end_mean                            | mean measure of the task, where objective.w_end pays it                |
-| tokens/{good,poor,unlabelled}_share        | response tokens with delta > 0, < 0, = 0                               |
+| tokens/{good,poor,unlabelled}_share        | response tokens in spans worth > 0, < 0, and all others                |
 | policy/kl                                  | to the reference, nats per sequence: mean of the sum over tokens       |
 | policy/kl_coef                             | beta of this step                                                      |
 | policy/entropy                             | nats per token                                                         |

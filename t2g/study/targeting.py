@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from t2g.config import RewardRuleConfig
 from t2g.feedback import token_offsets
 from t2g.feedback.rewards import token_rewards
 from t2g.interfaces import FeedbackSource, RolloutSource, Sampling
@@ -19,7 +18,6 @@ from t2g.loop.sampling import JudgedResponse
 from t2g.types import Prompt, Rollout, SpanFeedback
 
 MENTIONS = {-1: "criticised", 1: "praised", 0: "unmentioned"}
-_RULE = RewardRuleConfig()  # the job's own may pay nothing for some spans; they are criticism all the same
 
 
 async def sample_and_judge(
@@ -65,7 +63,8 @@ async def measure(
 def mentions(tokenizer: Any, rollout: Rollout, feedback: SpanFeedback) -> np.ndarray:
     """-> [R] int8: -1 criticised (also where it is praised as well), 1 praised, 0 never mentioned (EOS always)."""
     offsets = token_offsets(tokenizer, rollout.response_ids)
-    deltas = token_rewards(offsets, feedback.spans, text=rollout.response_text, rule=_RULE)
+    # The job's own rule may pay nothing for some spans; they are criticism all the same.
+    deltas = token_rewards(offsets, feedback.spans, text=rollout.response_text)
     return np.sign(deltas).astype(np.int8)
 
 

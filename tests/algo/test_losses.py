@@ -169,3 +169,13 @@ def test_kl_loss_worked_by_hand() -> None:
     assert loss.item() == metrics["policy/kl_loss"]
     assert loss.item() == pytest.approx(0.25 * (math.log(2) - 0.5) + 0.75 * (1 - math.log(2)))
     assert torch.autograd.grad(loss, logprobs)[0].tolist() == pytest.approx([0.25 * 0.5, -0.75])
+
+
+def test_a_value_loss_without_a_clip_is_the_plain_squared_error() -> None:
+    values, old, returns = torch.tensor([1.0, -3.0]), torch.tensor([0.0, 0.0]), torch.tensor([2.0, 1.0])
+    weights = torch.tensor([0.25, 0.75])
+    given = {"values": values, "old_values": old, "returns": returns, "weights": weights}
+    loss, metrics = value_loss(**given, value_clip=None)
+    assert loss.item() == pytest.approx((0.25 * 1 + 0.75 * 16) / 2)
+    assert metrics["critic/clip_share"] == 0
+    assert value_loss(**given, value_clip=0.2)[0].item() > loss.item()

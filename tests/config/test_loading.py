@@ -87,7 +87,8 @@ def test_all_wrong_values_are_reported_at_once(tmp_path: Path) -> None:
         "job.yaml:8: num_steps: got 0, needs greater than or equal to 1",
         "command line: rollout.workers.initial: got 0, needs greater than or equal to 1 (engines at the start)",
         'job.yaml:7: rollout.temperature: got "hot", needs a valid number, unable to parse string as a number',
-        "command line: objective.whiten: got \"most\", needs 'full', 'scale_only' or 'none'",
+        "command line: objective.whiten: got \"most\", needs 'full', 'scale_only' or 'none' "
+            "(over the tokens of the step; by default full, and none with group_normalised, which has scaled)",
         "command line: learner.critic.lr: got NaN, needs a finite number",
     }
 
@@ -402,3 +403,28 @@ def test_a_derived_config_is_checked_whole(tmp_path: Path) -> None:
     unchecked = job.rollout.model_copy(update={"temperature": -1.0})
     with pytest.raises(ValidationError, match=r"rollout\.temperature"):
         PolicyJob(model=job.model, data=job.data, feedback=job.feedback, rollout=unchecked)
+
+
+def test_defaults_of_the_objective_follow_its_advantages() -> None:
+    """Alone, under an override of a job that was read, and through a method file's dotted keys."""
+
+    def resolved(job: PolicyJob) -> tuple[str, ...]:
+        o = job.objective
+        return o.advantages, o.whiten, o.kl_estimator, o.loss_mean, o.rewards.unit, o.rewards.placement
+
+    base = PolicyJob(model={"policy": "m"}, data={"path": "d"}, feedback={"source": "program"})  # type: ignore[arg-type]
+    assert base.rollout.samples_per_prompt >= 4
+    assert resolved(base) == ("group", "full", "k3", "token", "span", "span")
+    for name, expected in (
+        ("gae", ("gae", "full", "k1", "token", "span", "span")),
+        ("group_normalised", ("group_normalised", "none", "k3", "sequence", "span", "span")),
+    ):
+        changed = with_overrides(base, {"objective.advantages": name})
+        assert resolved(changed) == expected
+        assert resolved(with_overrides(changed, {"objective.advantages": "group"})) == resolved(base)
+    given = with_overrides(base, {"objective.kl_estimator": "k1", "objective.advantages": "group_normalised"})
+    assert resolved(given)[:3] == ("group_normalised", "none", "k1")
+    for alone in ({"rollout.samples_per_prompt": 1}, {"learner.critic_warmup_steps": 2}):
+        assert resolved(with_overrides(base, alone))[:3] == ("gae", "full", "k1")
+    code = with_overrides(base, {"task": "code", "objective.advantages": "gae"})
+    assert (code.objective.rewards.poor, code.objective.kl_estimator) == ((0.0, -1.0, -1.0), "k1")

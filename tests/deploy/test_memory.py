@@ -30,7 +30,7 @@ TOY = ModelShape(
 # A layer of TOY: q and o 8 x 8 each, k and v 8 x 4 each, MLP 3 x 8 x 16, norms 2 x 8.
 TOY_LAYER = 2 * 64 + 2 * 32 + 384 + 16
 TOY_BACKBONE = 800 + 2 * TOY_LAYER + 8
-CRITIC, NO_CRITIC = ObjectiveConfig(), ObjectiveConfig(advantages="group")
+CRITIC, NO_CRITIC = ObjectiveConfig(advantages="gae"), ObjectiveConfig(advantages="group")
 
 
 def small(family: type, layers: int, **changes: Any) -> Any:
@@ -175,7 +175,7 @@ def test_a_pass_over_a_microbatch() -> None:
     checkpointed = with_overrides(learner, {"gradient_checkpointing": True})
     assert parts(checkpointed)["activations"] == 10 * (2 * 16 + one)
     assert memory.logits_bytes(TOY, learner, CRITIC, tokens=10) == 16 * 1024 * 100
-    full = ObjectiveConfig(kl_estimator="full")
+    full = ObjectiveConfig(advantages="gae", kl_estimator="full")
     assert memory.logits_bytes(TOY, learner, full, tokens=10) == 16 * 1024 * 100 + 2 * 10 * 100
 
 

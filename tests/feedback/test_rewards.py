@@ -23,7 +23,7 @@ def span(start: int, end: int, label: int, severity: int = 1) -> Span:
 
 
 def rewards(*spans: Span, **rule: object) -> list[float]:
-    return token_rewards(OFFSETS, spans, text=TEXT, rule=RewardRuleConfig(**rule)).tolist()  # type: ignore[arg-type]
+    return token_rewards(OFFSETS, spans, text=TEXT, rule=RewardRuleConfig(**{"unit": "token"} | rule)).tolist()  # type: ignore[arg-type]
 
 
 def test_by_hand() -> None:
@@ -120,8 +120,91 @@ def test_agrees_with_a_loop_over_characters(
         if len(labels) == 2 and overlap != "sum":
             del labels[{"poor": 1, "good": -1}[overlap]]
         expected.append(sum(1 if label == 1 else values[severity - 1] for label, severity in labels.items()))
-    rule = RewardRuleConfig(cover=cover, overlap=overlap, poor=values)  # type: ignore[arg-type]
+    rule = RewardRuleConfig(unit="token", cover=cover, overlap=overlap, poor=values)  # type: ignore[arg-type]
     assert token_rewards(offsets, made, text=text, rule=rule).tolist() == expected
+
+
+# -- unit span
+
+
+def test_a_span_is_paid_once_at_the_last_token_that_it_covers() -> None:
+    assert rewards(span(0, 7, 1), span(8, 15, -1), unit="span") == [0, 1, 0, 0, -1, 0, 0]
+    assert rewards(span(0, 16, 1), unit="span") == [0, 0, 0, 0, 1, 0, 0]  # neither the line end nor EOS
+    assert rewards(span(2, 3, 1), unit="span") == [0] * 7  # a blank covers no token
+    assert rewards(span(3, 12, 1), unit="span", cover="all") == [
+        0,
+        0,
+        0,
+        1,
+        0,
+        0,
+        0,
+    ]  # of " bad" it has the blank alone
+    assert rewards(span(0, 2, -1, 2), span(8, 15, -1, 3), unit="span", poor=(0, -0.5, -2)) == [-0.5, 0, 0, 0, -2, 0, 0]
+
+
+def test_how_many_tokens_a_span_has_does_not_matter() -> None:
+    """Eight tokens of one letter each, and one token: the same word is worth the same."""
+    word = "Zuerich,"
+    letters = np.array([[i, i + 1] for i in range(8)], np.int32)
+    one = np.array([[0, 8]], np.int32)
+    rule = RewardRuleConfig()
+    for offsets in (letters, one):
+        assert token_rewards(offsets, [span(0, 8, 1)], text=word, rule=rule).sum() == 1
+    assert token_rewards(letters, [span(0, 8, 1)], text=word).sum() == 8  # the paper's
+
+
+def test_spans_of_one_label_that_share_characters_are_one() -> None:
+    assert rewards(span(0, 7, 1), span(3, 7, 1), span(0, 7, 1), unit="span") == [0, 1, 0, 0, 0, 0, 0]
+    assert rewards(span(0, 5, -1, 1), span(3, 11, -1, 3), unit="span", poor=(0, 0, -2)) == [0, 0, 0, -2, 0, 0, 0]
+    assert rewards(span(0, 3, 1), span(3, 5, 1), unit="span") == [1, 1, 0, 0, 0, 0, 0]  # side by side
+    assert rewards(span(3, 5, 1), span(5, 7, 1), unit="span") == [0, 2, 0, 0, 0, 0, 0]  # two in one token
+
+
+def test_where_labels_share_characters_the_rule_decides() -> None:
+    both = span(3, 7, 1), span(5, 15, -1)
+    assert rewards(*both, unit="span") == [0, 0, 0, 0, -1, 0, 0]
+    assert rewards(*both, unit="span", overlap="good") == [0, 1, 0, 0, 0, 0, 0]
+    assert rewards(*both, unit="span", overlap="sum") == [0, 1, 0, 0, -1, 0, 0]
+    assert rewards(span(3, 5, 1), span(5, 7, -1), unit="span") == [0] * 7  # in one token, sharing none: 1 - 1
+
+
+@given(
+    text=st.text("ab \n", min_size=1, max_size=16),
+    cuts=st.lists(st.integers(0, 16), max_size=6),
+    spans=st.lists(
+        st.tuples(st.integers(0, 15), st.integers(1, 16), st.sampled_from([1, -1]), st.integers(1, 3)), max_size=6
+    ),
+    cover=st.sampled_from(["any", "half", "all"]),
+    overlap=st.sampled_from(["poor", "good", "sum"]),
+)
+def test_a_span_once_agrees_with_sets_of_characters(
+    text: str, cuts: list[int], spans: list[tuple[int, int, int, int]], cover: str, overlap: str
+) -> None:
+    bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    offsets = np.array([*itertools.pairwise(bounds), (len(text), len(text))], np.int32)
+    made = [span(start, end, label, severity) for start, end, label, severity in spans if start < end]
+    values = (-0.25, -0.5, -2)
+    units: list[tuple[int, set[int], int]] = []  # label, characters, severity
+    for s in made:
+        characters, severity = set(range(s.start, s.end)), s.severity
+        for unit in [u for u in units if u[0] == s.label and u[1] & characters]:
+            units.remove(unit)
+            characters, severity = characters | unit[1], max(severity, unit[2])
+        units.append((s.label, characters, severity))
+    expected = np.zeros(len(offsets))
+    for label, characters, severity in units:
+        rival = any(other[0] != label and other[1] & characters for other in units)
+        if rival and overlap == ("poor" if label == 1 else "good"):
+            continue
+        for t in reversed(range(len(offsets))):
+            ink = {i for i in range(*offsets[t]) if not text[i].isspace()}
+            shared = ink & characters
+            if shared and len(shared) >= {"any": 1, "half": len(ink) / 2, "all": len(ink)}[cover]:
+                expected[t] += 1 if label == 1 else values[severity - 1]
+                break
+    rule = RewardRuleConfig(cover=cover, overlap=overlap, poor=values)  # type: ignore[arg-type]
+    assert token_rewards(offsets, made, text=text, rule=rule).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize(

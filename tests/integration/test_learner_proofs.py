@@ -40,7 +40,7 @@ from t2g.types import Prompt, Rollout, ScoredRollout, Span, SpanFeedback, TrainB
 ADAM_EPS, TINY_NORM, LR = 1e-8, 1e-14, 1e8
 READABLE = OptimConfig(lr=LR, max_grad_norm=TINY_NORM, schedule="constant")
 NO_LR = OptimConfig(lr=1e-30)  # far below the last bit of any weight, float32 copies of bfloat16 ones included
-OBJECTIVE = ObjectiveConfig(kl_estimator="k3", entropy_coef=0.1, loss_mean="sequence")
+OBJECTIVE = ObjectiveConfig(advantages="gae", kl_estimator="k3", entropy_coef=0.1, loss_mean="sequence")
 KL_COEF = 0.3
 ONE_STEP = {"policy": READABLE, "num_epochs": 1, "minibatches_per_epoch": 1, "critic_warmup_steps": 0}
 VARIANTS = {
@@ -173,7 +173,7 @@ def test_a_masked_token_has_exactly_no_gradient(name: str, learners: dict[str, S
 def test_one_span_moves_what_came_before_it(learners: dict[str, Started], base: Path) -> None:
     """method.md: V = 0, beta = 0, unwhitened, one labelled token at s: A_t = delta (gamma lambda)^(s - t), 0 after."""
     gamma, lam = 0.9, 0.8
-    objective = ObjectiveConfig(gamma=gamma, lam=lam, whiten="none", kl_coef=0)
+    objective = ObjectiveConfig(advantages="gae", gamma=gamma, lam=lam, whiten="none", kl_coef=0)
     tokenizer, text = AutoTokenizer.from_pretrained(base), "Nobody saw it."
     prompt_ids, response_ids = (np.array(tokenizer.encode(t), np.int32) for t in ("Say what is wrong.", text))
     offsets = token_offsets(tokenizer, response_ids)
@@ -188,6 +188,7 @@ def test_one_span_moves_what_came_before_it(learners: dict[str, Started], base: 
     scored = ScoredRollout(
         rollout=rollout,
         feedback=SpanFeedback(critique="", spans=(span,), status="ok", source="test", version="1"),
+        deltas=token_rewards(offsets, [span], text=text),
         token_rewards=token_rewards(offsets, [span], text=text),
         step_ids=np.zeros(len(response_ids), np.int32),
     )

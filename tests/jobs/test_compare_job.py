@@ -36,7 +36,7 @@ def arms_of(root: Path, *overrides: str, config: str = "compare.yaml") -> Arms:
 
 def test_methods_are_grouped_by_the_engines_that_they_need(tmp_path: Path) -> None:
     assert engine_groups(arms_of(tmp_path, config="compare_more.yaml")) == [
-        ["reflection", "scalar", "dpo", "ilf", "group", "span"], ["no_critique"], ["dense"],
+        ["reflection", "scalar", "dpo", "ilf", "span"], ["no_critique"], ["dense"],
     ]  # fmt: skip
 
 
@@ -67,7 +67,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, override: str, sente
     ("overrides", "sentence"),
     [
         (["compare.methods=[sft, reflection]"], "none that is trained"),
-        (["compare.methods=[spam]"], "compare.methods has spam; there are dense, dpo, group, "),
+        (["compare.methods=[spam]"], "compare.methods has spam; there are dense, dpo, grpo, "),
         (["compare.methods=[span, dense]"], "has dense, which needs a reward model of its own: give compare.rewards"),
         (["compare.methods=[span, weighted]"], "has weighted, which needs a reward model of its own"),
         (
@@ -75,11 +75,11 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, override: str, sente
             "has no_critique, and feedback.source=program does not read the style",
         ),
         (
-            ["compare.methods=[span, grpo]", "rollout.samples_per_prompt=1"],
+            ["compare.methods=[paper, grpo]", "rollout.samples_per_prompt=1"],
             "compare.methods has grpo: objective.advantages=group_normalised compares the samples of a prompt",
         ),
         (
-            ["compare.methods=[span, dpo]", "rollout.samples_per_prompt=1"],
+            ["compare.methods=[paper, dpo]", "rollout.samples_per_prompt=1"],
             "dpo needs two responses to compare: rollout.samples_per_prompt is 1",
         ),
         (["compare.methods=[span, step]", "compare.noise={some: {flip: 0.1}}"], "needs span and scalar among"),
@@ -107,10 +107,10 @@ def test_a_source_that_is_changed_does_not_give_the_marks(tmp_path: Path) -> Non
 
 def test_the_dry_run_counts_the_runs_and_says_what_the_methods_are(tmp_path: Path) -> None:
     said = describe(the_job(tmp_path))
-    assert "55 runs: 30 to choose learning rates, 25 that are compared, 0 under noise" in said
+    assert "66 runs: 36 to choose learning rates, 30 that are compared, 0 under noise" in said
     assert "span: Text2Grad" in said
     more = describe(the_job(tmp_path, config="compare_more.yaml"))
-    assert "70 runs: 28 to choose learning rates, 24 that are compared, 18 under noise" in more
+    assert "63 runs: 24 to choose learning rates, 21 that are compared, 18 under noise" in more
     assert "reward models: dense, no_critique, plain, each with seeds 1\n" in more
     study = describe(the_job(tmp_path, config="reward_study.yaml"))
     assert "plain, weighted, each with seeds 1, 2, 3\n" in study and "\n0 runs: " in study

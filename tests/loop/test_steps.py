@@ -79,6 +79,7 @@ def scored_pair(
     return letter_prompts(1)[0], ScoredRollout(
         rollout=rollout,
         feedback=feedback,
+        deltas=np.array(deltas, np.float32),
         token_rewards=np.array(deltas, np.float32),
         step_ids=np.array(steps or [0] * len(deltas), np.int32),
         end_reward=end_reward,
@@ -115,7 +116,7 @@ def stats(length: int, *, old: float = -1.0, ref: float = -1.0, value: float = 0
 
 
 def test_one_labelled_token_gives_the_identity_of_the_method() -> None:
-    objective = ObjectiveConfig(lam=0.5, whiten="none")
+    objective = ObjectiveConfig(advantages="gae", lam=0.5, whiten="none")
     _, scored = scored_pair([0.0, 0.0, -1.0, 0.0])
     samples, kl = advantage_samples([scored], [stats(4)], objective, kl_coef=0.3, seed=1)
     np.testing.assert_allclose(samples[0].advantages, [-0.25, -0.5, -1.0, 0.0])
@@ -123,7 +124,7 @@ def test_one_labelled_token_gives_the_identity_of_the_method() -> None:
 
 
 def test_scalar_placement_pays_the_sum_at_the_end_and_the_kl_where_it_arises() -> None:
-    objective = ObjectiveConfig(lam=1.0, whiten="none", rewards={"placement": "scalar"})
+    objective = ObjectiveConfig(advantages="gae", lam=1.0, whiten="none", rewards={"placement": "scalar"})
     _, scored = scored_pair([1.0, -1.0, 1.0])
     samples, kl = advantage_samples([scored], [stats(3, old=-1.0, ref=-1.5)], objective, kl_coef=0.2, seed=1)
     # rewards -.1, -.1, 1 - .1; lambda 1 and no values: the sum from here to the end
@@ -132,7 +133,9 @@ def test_scalar_placement_pays_the_sum_at_the_end_and_the_kl_where_it_arises() -
 
 
 def test_step_placement_pays_each_step_at_its_end_and_the_end_reward_at_the_last_token() -> None:
-    objective = ObjectiveConfig(lam=0.0, whiten="none", w_span=0.5, w_end=2.0, rewards={"placement": "step"})
+    objective = ObjectiveConfig(
+        advantages="gae", lam=0.0, whiten="none", w_span=0.5, w_end=2.0, rewards={"placement": "step"}
+    )
     _, scored = scored_pair([1.0, 1.0, -1.0, 0.0], steps=[0, 0, 1, 1], end_reward=0.25)
     samples, _ = advantage_samples([scored], [stats(4)], objective, kl_coef=0.0, seed=1)
     assert samples[0].advantages.tolist() == [0, 1, 0, -0.5 + 0.5]
@@ -140,12 +143,24 @@ def test_step_placement_pays_each_step_at_its_end_and_the_end_reward_at_the_last
 
 @pytest.mark.parametrize("estimator", ["k3", "full"])
 def test_a_penalty_in_the_loss_is_not_paid_in_the_reward_as_well(estimator: str) -> None:
-    objective = ObjectiveConfig(lam=1.0, whiten="none", kl_estimator=estimator)
+    objective = ObjectiveConfig(advantages="gae", lam=1.0, whiten="none", kl_estimator=estimator)
     _, scored = scored_pair([0.0, 1.0])
     samples, kl = advantage_samples([scored], [stats(2, ref=-1.5)], objective, kl_coef=0.2, seed=1)
     assert samples[0].advantages.tolist() == [1, 1]
     assert samples[0].ref_logprobs.tolist() == [-1.5, -1.5]
     assert kl == 1.0  # the controller sees it
+
+
+def test_a_cut_response_pays_its_penalty_at_its_last_token_in_any_placement() -> None:
+    for placement, expected in (("span", [1.0, 0.0, -0.5]), ("scalar", [0.0, 0.0, 0.5])):
+        objective = ObjectiveConfig(
+            advantages="gae", lam=0.0, whiten="none", rewards={"placement": placement, "cut": -0.5}
+        )
+        _, scored = scored_pair([1.0, 0.0, 0.0])
+        cut = replace(scored, rollout=replace(scored.rollout, finish_reason="length"))
+        whole, short = advantage_samples([scored, cut], [stats(3)] * 2, objective, kl_coef=0.0, seed=1)[0]
+        assert short.advantages.tolist() == expected
+        assert whole.advantages.sum() == 1 and scored.token_rewards.tolist() == [1, 0, 0]
 
 
 def test_groups_are_the_samples_of_one_prompt() -> None:
@@ -159,7 +174,7 @@ def test_groups_are_the_samples_of_one_prompt() -> None:
 
 
 def test_padding_of_a_short_response_takes_no_part_in_whitening() -> None:
-    objective = ObjectiveConfig(lam=0.0, whiten="full")
+    objective = ObjectiveConfig(advantages="gae", lam=0.0, whiten="full")
     pairs = [scored_pair([1.0, 1.0, 0.0, 0.0])[1], scored_pair([1.0, 0.0])[1]]
     samples, _ = advantage_samples(pairs, [stats(4), stats(2)], objective, kl_coef=0.0, seed=1)
     # six tokens 1 1 0 0 1 0: mean .5, deviation .5
@@ -173,6 +188,12 @@ def test_step_metrics_by_hand() -> None:
     pairs = [(prompt, s.rollout, s.feedback) for s in (one, two, two)]  # the last one's feedback was dropped
     told = [stats(4), stats(2, old=-1.2)]
     metrics = step_metrics(pairs, [one, two], told, ObjectiveConfig(w_end=1.0), kl=0.4, kl_coef=0.1)
+    once = replace(two, token_rewards=np.array([0, 1], np.float32))  # of a span of two tokens
+    by_span = step_metrics(pairs, [one, once], told, ObjectiveConfig(), kl=0.4, kl_coef=0.1)
+    assert (by_span["tokens/good_share"], by_span["reward/response_mean"]) == (
+        pytest.approx(3 / 6),
+        pytest.approx(1 / 2),
+    )
     assert metrics["reward/end_mean"] == pytest.approx(0.25)
     assert "reward/end_mean" not in step_metrics(pairs, [one, two], told, ObjectiveConfig(), kl=0.4, kl_coef=0.1)
     assert metrics["reward/token_mean"] == pytest.approx(2 / 6)

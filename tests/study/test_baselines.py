@@ -72,17 +72,18 @@ def job(**changes: Any) -> PolicyJob:
 
 # --------------------------------------------------------------------------------------------------------------- deltas
 def test_a_response_is_worth_the_sum_of_its_token_rewards(tmp_path: Path) -> None:
-    """Spans "aa" good and "b" poor of severity 2 (-0.5) over the tokens a, a, b, c: 1 + 1 - 0.5."""
+    """Spans "aa" good and "b" poor of severity 2 (-0.5) over the tokens a, a, b, c: 1 - 0.5, by token 1 + 1 - 0.5."""
     tokenizer = letter_tokenizer(tmp_path)
     ids = [tokenizer.convert_tokens_to_ids(letter) for letter in "aabc"]
     judged = make_feedback("x", ["aa"], [{"quote": "b", "severity": 2}], "aabc", source="program", version="v")
     rule = {"poor": (-1.0, -0.5, -1.0)}
-    arm = SimpleNamespace(job=job(objective={"rewards": rule}), feedback=SimpleNamespace(name="program"))
     pairs = ((prompt(), rollout(ids, text="aabc"), judged), (prompt("q"), rollout(ids[1:], text="abc"), judged))
     steps = [Judged(pairs=pairs, generate_s=0, feedback_s=0)] * 2
-    groups = score(arm, steps, tokenizer)
-    assert [(group[0].prompt.prompt_id, len(group)) for group in groups] == [("p", 1), ("q", 1)] * 2  # step by step
-    assert groups[0][0].delta == groups[2][0].delta == 1.5
+    for unit, worth in (("span", 0.5), ("token", 1.5)):
+        own = job(objective={"rewards": rule | {"unit": unit}})
+        groups = score(SimpleNamespace(job=own, feedback=SimpleNamespace(name="program")), steps, tokenizer)
+        assert [(group[0].prompt.prompt_id, len(group)) for group in groups] == [("p", 1), ("q", 1)] * 2  # step by step
+        assert groups[0][0].delta == groups[2][0].delta == worth
 
 
 # ---------------------------------------------------------------------------------------------------------------- pairs

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from configs import differing
-from t2g.config import CompareJob, PolicyJob, StyleConfig, loading
+from t2g.config import CompareJob, PolicyJob, StyleConfig, loading, with_overrides
 from t2g.errors import UserError
 from t2g.study.methods import Arms, choose_lr, read_method
 
@@ -25,20 +25,31 @@ def plain(job: CompareJob) -> PolicyJob:
 
 
 def test_each_method_changes_what_makes_it_and_nothing_else(tmp_path: Path) -> None:
+    """Beside the default, which is span; settings that repeat a default change nothing."""
     arms = arms_of(tmp_path, f"compare.methods=[{', '.join(SHIPPED)}]", config="compare_more.yaml")
     always = {"run.root", "run.name", "run.seed", "stages", "learner.policy.lr", "feedback.reward_model"}
-    placement = "objective.rewards.placement"
+    placement, unit = "objective.rewards.placement", "objective.rewards.unit"
+    grpo = {f"objective.{key}" for key in ("advantages", "whiten", "loss_mean")}
+    critic = {"objective.advantages", "objective.kl_estimator"}
     more: dict[str, set[str]] = {
         "sft": set(),
         "reflection": set(),
-        "span": set(),
         "dpo": set(),
         "ilf": set(),
+        "span": set(),
+        "span_critic": critic,
+        "span_grpo": grpo,
+        "span_token": {unit},
+        "span_token_grpo": {unit} | grpo,
         "scalar": {placement},
+        "scalar_critic": {placement} | critic,
+        "grpo": {placement} | grpo,
+        "scalar_token": {placement, unit},
+        "scalar_token_critic": {placement, unit} | critic,
+        "scalar_token_grpo": {placement, unit} | grpo,
+        "paper": {unit, "objective.vf_coef"} | critic,
         "step": {placement},
         "shuffled": {placement},
-        "grpo": {placement, *(f"objective.{key}" for key in ("advantages", "whiten", "kl_estimator", "loss_mean"))},
-        "group": {"objective.advantages"},
         "no_critique": {"feedback.style.critique"},
         "dense": {"feedback.style.labels"},
         "weighted": set(),
@@ -46,11 +57,17 @@ def test_each_method_changes_what_makes_it_and_nothing_else(tmp_path: Path) -> N
     assert sorted(more) == SHIPPED
     for name, keys in more.items():
         assert differing(plain(arms.job), arms.arm(name, 2, 7e-4)) == always | keys, name
-    grpo = arms.arm("grpo", 2, 7e-4)
-    assert (grpo.objective.advantages, grpo.objective.whiten) == ("group_normalised", "none")
-    assert grpo.objective.rewards.placement == "scalar" and not grpo.objective.uses_critic
-    assert (grpo.run.folder, grpo.run.seed) == (tmp_path / "compare-more" / "arms" / "grpo-2", 2)
-    assert grpo.learner.policy.lr == 7e-4
+    arm = arms.arm("grpo", 2, 7e-4)
+    assert (arm.objective.advantages, arm.objective.whiten) == ("group_normalised", "none")
+    assert arm.objective.rewards.placement == "scalar" and not arm.objective.uses_critic
+    assert (arm.run.folder, arm.run.seed) == (tmp_path / "compare-more" / "arms" / "grpo-2", 2)
+    assert arm.learner.policy.lr == 7e-4
+
+
+@pytest.mark.parametrize("task", ["slf5k", "kodcode", "ultrafeedback"])
+def test_the_configs_of_the_paper_are_its_preset(task: str) -> None:
+    job = loading.load(PolicyJob, ROOT / "configs" / task / "policy.yaml", environ={})
+    assert with_overrides(job, read_method("paper").overrides) == job
 
 
 def test_who_makes_the_policy_is_said_in_the_file() -> None:

@@ -1,0 +1,61 @@
+"""How held-out responses are scored where the task has no measure of its own."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import LetterTask, letter_prompts
+
+from t2g.config import PolicyJob
+from t2g.feedback.parse import make_feedback, no_feedback
+from t2g.loop.sampling import held_out_metrics
+from t2g.types import Rollout, SpanFeedback
+
+CONFIG = PolicyJob(
+    model={"policy": "m"},  # type: ignore[arg-type]
+    data={"path": "d"},  # type: ignore[arg-type]
+    feedback={"source": "program"},  # type: ignore[arg-type]
+    objective={"rewards": {"poor": (0, -0.5, -2)}},  # type: ignore[arg-type]
+)
+
+
+def rollout(prompt_id: str, text: str) -> Rollout:
+    ids = np.zeros(len(text), np.int32)
+    return Rollout(
+        prompt_id=prompt_id, sample_index=0, prompt_ids=ids[:1], response_ids=ids, rollout_logprobs=ids * 0.0,
+        response_text=text, finish_reason="stop", policy_versions=((0, len(text), 0),),
+    )  # fmt: skip
+
+
+def score(*said: SpanFeedback) -> float:
+    task, answers = LetterTask(), iter(said)
+    task.unmeasured = {f"p{i}" for i in range(len(said))}
+
+    async def judge(prompt: Any, response_text: str) -> SpanFeedback:
+        return next(answers)
+
+    pairs = [(p, rollout(p.prompt_id, "ggpp")) for p in letter_prompts(len(said))]
+    log: Any = SimpleNamespace(samples=lambda *_: None)
+    metrics = held_out_metrics(CONFIG, task, pairs, SimpleNamespace(judge=judge), log, step=0)  # type: ignore[arg-type]
+    return asyncio.run(metrics)["eval/score"]
+
+
+def said(good: int, *severities: int) -> SpanFeedback:
+    text = "g" * good + "p" * len(severities)
+    poor = [{"quote": "p", "occurrence": i + 1, "severity": severity} for i, severity in enumerate(severities)]
+    pieces = [("g", i + 1) for i in range(good)]
+    return make_feedback("c", pieces, poor, text, source="s", version="v")
+
+
+def test_the_score_is_a_rate_that_more_of_the_same_does_not_raise() -> None:
+    assert score(said(1)) == score(said(9)) == 1.0
+    assert score(said(2, 3)) == pytest.approx((2 - 2) / (2 + 2))
+    assert score(said(1, 2), said(3, 3)) == pytest.approx(((1 - 0.5) / 1.5 + (3 - 2) / 5) / 2)
+
+
+def test_nothing_marked_and_nothing_that_costs_is_neither_good_nor_poor() -> None:
+    assert score(said(0)) == score(said(0, 1)) == 0.0
+    assert score(said(2), no_feedback("failed", source="s", version="v")) == 1.0
+    assert score(no_feedback("failed", source="s", version="v")) == float("-inf")
