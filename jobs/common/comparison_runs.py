@@ -24,7 +24,7 @@ from jobs.common import reward_models
 from jobs.common.cli import StopFlag
 from jobs.common.fleets import Fleets
 from jobs.common.policy_runs import PolicyData, finished, learner_spec, run_baseline, train
-from jobs.common.stages import base_model, once, reward_job
+from jobs.common.stages import base_model, once, positions, reward_job
 from t2g.config import DemoJob, ModelConfig, PolicyJob, RewardJob, RunConfig, StyleConfig, with_overrides
 from t2g.data.buffer import Group, read_groups, write_groups
 from t2g.errors import RunStopped, Stopped
@@ -222,7 +222,8 @@ def arm_job(arms: Arms, demo: DemoJob, method: str, seed: int) -> RewardJob:
 def run_arm(demo: DemoJob, job: RewardJob) -> dict[str, float]:
     """Train and measure one model. Its engine ends with it: twelve would not fit into memory."""
     given = reward_job(demo)
-    build_reward_model(job.model.policy, load_tokenizer(given.model.policy), seed=job.run.seed)
+    tokenizer = load_tokenizer(given.model.policy)
+    build_reward_model(job.model.policy, tokenizer, seed=job.run.seed, **positions(demo))
     if job.style.labels == "dense":
         write_dense(job, given)
     data = reward_models.read_data(job)

@@ -36,6 +36,7 @@ from t2g.config import (
     loading,
     with_overrides,
 )
+from t2g.config.jobs import WINDOWS
 from t2g.config.marks import paths
 from t2g.data.load import load_records
 from t2g.errors import UserError
@@ -55,6 +56,7 @@ from t2g.types import TrainSequence
 AnyJob = TypeVar("AnyJob", bound=PolicyJob)
 
 PLACEHOLDER = "${stages}"
+ENGINE = "feedback.engine"
 STAGE_FILE = "stage.json"
 REVISER_EPOCHS = 5.0
 CRITIC = "t2g.tasks.tiny.task:critic"
@@ -143,12 +145,19 @@ def demo_of(config: PolicyJob) -> DemoJob | None:
 
 
 def resolve_stages(config: AnyJob, demo: DemoJob | None) -> AnyJob:
-    """`config` with the stages' folder for `${stages}` in every path."""
+    """`config` with the stages' folder for `${stages}` in every path, and their windows where it gives none."""
 
     if demo is None:
         return config
     named = {key: str(path) for key, path in paths(config) if PLACEHOLDER in str(path)}
-    return with_overrides(config, {key: path.replace(PLACEHOLDER, str(demo.run.folder)) for key, path in named.items()})
+    changes: dict[str, Any] = {key: path.replace(PLACEHOLDER, str(demo.run.folder)) for key, path in named.items()}
+    for section, own, name in (
+        ("rollout", config.rollout, "rollout"),
+        (ENGINE, config.feedback.engine, "reward_engine"),
+    ):
+        missing = WINDOWS[name].keys() - own.model_fields_set
+        changes |= {f"{section}.{key}": getattr(getattr(demo, name), key) for key in missing}
+    return with_overrides(config, changes)
 
 
 def _stage(demo: DemoJob, name: str) -> dict[str, Any]:
@@ -170,12 +179,17 @@ def once(folder: Path, settings: Section, make: Callable[[], Mapping[str, Any]])
     return metrics
 
 
+def positions(demo: DemoJob) -> dict[str, int]:
+    """The longest that a model of the stages reads is what a reviser does: a response with its post and critique."""
+    return {"max_position_embeddings": max(512, demo.rollout.max_model_len + demo.reward_engine.max_model_len)}
+
+
 def _write_world(demo: DemoJob) -> dict[str, Any]:
     world, folder = demo.world, demo.run.folder / WORLD
     write_world(folder, world)
-    policy, reward = build_tokenizers(folder)
-    build_model(folder / "policy", policy, seed=world.seed)
-    build_reward_model(folder / "reward", reward, seed=world.seed)
+    policy, reward = build_tokenizers(folder, world.num_facts)
+    build_model(folder / "policy", policy, seed=world.seed, **positions(demo))
+    build_reward_model(folder / "reward", reward, seed=world.seed, **positions(demo))
     references = [
         measure(record["facts"], record["tldr_human_reference_summary"])["fact_f1"]
         for record in load_records(DataConfig(path=str(folder / "heldout.jsonl")))

@@ -156,6 +156,9 @@ class ModelConfig(Section):
 class WorldConfig(Section):
     """The tiny world of t2g.tasks.tiny.world."""
 
+    num_facts: int = Field(
+        5, ge=1, le=20, description="of each post; windows and lengths that are not given are as long as they need"
+    )
     num_train: int = Field(4000, ge=1)
     num_heldout: int = Field(256, ge=1)
     wrong: float = Field(0.3, ge=0, le=1)

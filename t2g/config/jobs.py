@@ -1,5 +1,6 @@
 """Schema of every job, made of the sections of `t2g.config`. Imports no torch; `t2g.config.loading` reads the files."""
 
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -154,6 +155,15 @@ class RewardJob(SFTJob):
     eval_records: int = Field(200, ge=1, description="held-out records in the report")
 
 
+# What five facts need: posts of 30 to 40 tokens, summaries of 15 to 25, answers of the reward model of about 110.
+WINDOWS = {
+    "policy_sft": {"max_length": 192},
+    "reward_sft": {"max_length": 320},
+    "rollout": {"max_new_tokens": 48, "max_model_len": 128},
+    "reward_engine": {"max_model_len": 384, "max_new_tokens": 256, "max_critique_chars": 600, "max_spans": 12},
+}
+
+
 class DemoJob(SyncedJob):
     """jobs.demo: the whole pipeline on the tiny world, three arms on shared stages 1 and 2."""
 
@@ -167,6 +177,23 @@ class DemoJob(SyncedJob):
     eval: EvalConfig = EvalConfig()
     num_steps: MayDiffer[int] = Field(20, ge=1)
     arms: tuple[Placement, ...] = Field(("span", "scalar", "shuffled"), min_length=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _long_enough(cls, values: Any) -> Any:
+        """Windows and lengths that were not given grow with the facts of a post."""
+        match values:
+            case {"world": {"num_facts": int(num_facts)}}:
+                scale = max(1, num_facts / 5)
+            case dict():
+                scale = 1.0
+            case _:
+                return values
+        for section, windows in WINDOWS.items():
+            given = values.get(section, {})
+            if isinstance(given, dict):
+                values = {**values, section: {key: ceil(scale * n) for key, n in windows.items()} | given}
+        return values
 
 
 def _transport_fits(rollout: RolloutConfig, learner: LearnerConfig) -> None:

@@ -12,10 +12,9 @@ import re
 
 import numpy as np
 
-from t2g.tasks.tiny.world import MISSING, SLOTS, Facts, findings, write_clause
+from t2g.tasks.tiny.world import MISSING, Facts, findings, write_clause
 
 DROPPED = 0.3  # share of a critique's sentences that an example leaves out
-_ORDER = list(SLOTS)
 
 
 def sentences(critique: str) -> list[str]:
@@ -42,9 +41,10 @@ def corrected(facts: Facts, response: str, critique: str) -> str:
             if (clause.slot, text) in clauses:
                 continue
         clauses.append((clause.slot, text))
-    for slot in SLOTS:
+    order = list(facts)
+    for slot in order:
         if MISSING.format(slot) in said and all(slot != other for other, _ in clauses):
-            later = (i for i, (other, _) in enumerate(clauses) if other and _ORDER.index(other) > _ORDER.index(slot))
+            later = (i for i, (other, _) in enumerate(clauses) if other and order.index(other) > order.index(slot))
             clauses.insert(next(later, len(clauses)), (slot, write_clause(slot, facts[slot])))
     return ", ".join(text for _, text in clauses) + "."
 

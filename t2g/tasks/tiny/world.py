@@ -1,4 +1,4 @@
-"""The built-in tiny world: posts that state five facts, summaries with planted faults, a critic and a measure.
+"""The built-in tiny world: posts that state K facts, summaries with planted faults, a critic and a measure.
 
 What it is: a task small enough to be learnt from random weights in minutes on two cores, written in the SLF5K
 record format, so that it walks the path that real data walks. What it is not: a benchmark.
@@ -10,6 +10,8 @@ record format, so that it walks the path that real data walks. What it is not: a
              The place is missing.
     good     José, hums, Monday        poor  laptop
 
+K is 5, or what `world.num_facts` says, up to 20: the first K slots. A record's `facts` tell which.
+
 The critic sees the facts and serves annotation only; the measure sees the facts and nothing of the critic's words.
 """
 
@@ -18,6 +20,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -42,6 +45,27 @@ POST_TEMPLATES: dict[str, tuple[str, ...]] = {
     "place": ("I live in {}.", "I write from {}."),
 }
 CLAUSE_LEADS: dict[str, str] = {"name": "by", "thing": "about a", "fault": "it", "day": "since", "place": "in"}
+_FURTHER = {  # slot -> lead of its clause, how posts begin to state it, values
+    "colour": ("painted", ("Its colour is", "I chose it in"), "teal blue green black white brown purple yellow"),
+    "price": ("for", ("It cost", "The bill says"), "20 30 40 50 60 70 80 90"),
+    "shop": ("from", ("I got it at", "The shop was"), "Acme Globex Initech Hooli Umbra Vandelay Wonka Soylent"),
+    "month": ("delivered in", ("It came in", "The invoice is of"), "January February March April May June July August"),
+    "owner": ("shared with my", ("I share it with my", "I lend it my"), "aunt uncle sister mother father niece boss"),
+    "room": ("kept in the", ("It stands in the", "It is in the"), "kitchen cellar attic garage hall den porch shed"),
+    "size": ("sized", ("Its size is", "They call it"), "tiny small medium large huge narrow tall wide"),
+    "part": ("with a broken", ("What broke is the", "I glued the"), "hinge screen cable button wheel handle lid cap"),
+    "smell": ("smelling of", ("It smells of", "It gives off"), "rubber soap vinegar petrol mint onion cheese coffee"),
+    "hour": ("at", ("It happens at", "I hear it at"), "noon midnight dawn dusk breakfast lunch dinner bedtime"),
+    "trade": ("written by a", ("I work as a", "My trade is"), "baker farmer nurse pilot tailor teacher welder waiter"),
+    "pet": ("scaring a", ("It scares my", "At home waits my"), "cat dog parrot rabbit turtle hamster goldfish pony"),
+    "wish": ("asking for a", ("I want a", "Please send a"), "refund repair voucher apology discount manual visit call"),
+    "week": ("after week", ("It failed in week", "It was fine until week"), "11 12 13 14 15 16 17 18"),
+    "contact": ("reached by", ("Reach me by", "I answer by"), "letter pager fax radio text email courier pigeon"),
+}  # fmt: skip
+for _slot, (_lead, _begun, _values) in _FURTHER.items():
+    SLOTS[_slot] = tuple(_values.split())
+    POST_TEMPLATES[_slot] = tuple(f"{words} {{}}." for words in _begun)
+    CLAUSE_LEADS[_slot] = _lead
 INVENTIONS = ("sells honey", "likes opera", "plays chess", "hates rain", "met a wizard", "saw a ghost")
 MISSING = "The {} is missing."
 VERDICTS = ("right", "wrong", "repeated", "invented", "missing")
@@ -86,21 +110,26 @@ class Finding(NamedTuple):
 
 
 # ------------------------------------------------------------------------------------------------ posts and summaries
-def sample_facts(rng: np.random.Generator, *, heldout: bool) -> dict[str, str]:
-    """One value a slot, uniform over the combinations of the asked split, which is a hash of the facts, without a seed:
-    no held-out post shares its combination with a training post of any seed.
+def sample_facts(rng: np.random.Generator, *, heldout: bool, num_facts: int = 5) -> dict[str, str]:
+    """One value for each of the first slots, uniform over the combinations of the asked split, which is a hash of the
+    facts, without a seed: no held-out post shares its combination with a training post of any seed.
     """
     while True:
-        facts = {slot: values[rng.integers(len(values))] for slot, values in SLOTS.items()}
+        facts = {slot: SLOTS[slot][rng.integers(len(SLOTS[slot]))] for slot in first_slots(num_facts)}
         digest = hashlib.blake2b("\x1f".join(facts.values()).encode(), digest_size=4).digest()
         if (int.from_bytes(digest) % HELDOUT_ONE_IN == 0) == heldout:
             return facts
 
 
+def first_slots(num_facts: int) -> tuple[str, ...]:
+    """Those that a world of so many facts has."""
+    return tuple(SLOTS)[:num_facts]
+
+
 def write_post(facts: Facts, rng: np.random.Generator) -> str:
     """The facts in template sentences, in a random order, one space between them."""
     sentences = [
-        templates[rng.integers(len(templates))].format(facts[slot]) for slot, templates in POST_TEMPLATES.items()
+        POST_TEMPLATES[slot][rng.integers(len(POST_TEMPLATES[slot]))].format(fact) for slot, fact in facts.items()
     ]
     return " ".join(sentences[i] for i in rng.permutation(len(sentences)))
 
@@ -112,7 +141,7 @@ def write_clause(slot: str, value: str) -> str:
 
 def ideal_summary(facts: Facts) -> str:
     """Every fact, right, in the order of the slots."""
-    return ", ".join(write_clause(slot, facts[slot]) for slot in SLOTS) + "."
+    return ", ".join(write_clause(slot, fact) for slot, fact in facts.items()) + "."
 
 
 def write_summary(facts: Facts, rates: WorldConfig, rng: np.random.Generator) -> str:
@@ -124,12 +153,11 @@ def write_summary(facts: Facts, rates: WorldConfig, rng: np.random.Generator) ->
     """
     clauses: list[str] = []
     while not clauses:
-        for slot, values in SLOTS.items():
+        for slot, value in facts.items():
             if rng.random() < rates.missing:
                 continue
-            value = facts[slot]
             if rng.random() < rates.wrong:
-                others = [other for other in values if other != value]
+                others = [other for other in SLOTS[slot] if other != value]
                 value = others[rng.integers(len(others))]
             clauses.append(write_clause(slot, value))
     if rng.random() < rates.repeated:
@@ -142,11 +170,16 @@ def write_summary(facts: Facts, rates: WorldConfig, rng: np.random.Generator) ->
 
 # ------------------------------------------------------------------------------------------------------ critic, measure
 _SLOT_OF_LEAD = {lead: slot for slot, lead in CLAUSE_LEADS.items()}
-_LEAD = re.compile(rf"({'|'.join(map(re.escape, sorted(_SLOT_OF_LEAD, key=len, reverse=True)))})\s+(?=\S)")
 _CLAUSE = re.compile(r"[^,.;\n]+")
 
 
-def split_clauses(response: str) -> list[Clause]:
+@lru_cache
+def _lead_of(num_facts: int) -> re.Pattern[str]:
+    leads = sorted((CLAUSE_LEADS[slot] for slot in first_slots(num_facts)), key=len, reverse=True)
+    return re.compile(rf"({'|'.join(map(re.escape, leads))})\s+(?=\S)")
+
+
+def split_clauses(response: str, num_facts: int = 5) -> list[Clause]:
     """The clauses of any text, in order: the non-blank stretches between `,`, `.`, `;` and line ends.
 
     `split_clauses("by Zoë, la la.") == [Clause(0, 6, "name", 3), Clause(8, 13, None, 8)]`
@@ -157,7 +190,7 @@ def split_clauses(response: str) -> list[Clause]:
         start, end = match.start() + len(text) - len(text.lstrip()), match.start() + len(text.rstrip())
         if start >= end:
             continue
-        lead = _LEAD.match(response, start, end)
+        lead = _lead_of(num_facts).match(response, start, end)
         slot = _SLOT_OF_LEAD[lead.group(1)] if lead else None
         clauses.append(Clause(start, end, slot, lead.end() if lead else start))
     return clauses
@@ -165,9 +198,11 @@ def split_clauses(response: str) -> list[Clause]:
 
 def findings(facts: Facts, response: str) -> list[Finding]:
     """The verdict on each clause, in order, and how the critic says it. KeyError where the facts lack a slot."""
+    if missing := set(first_slots(len(facts))) - set(facts):
+        raise KeyError(min(missing))
     found = []
     right: set[str] = set()
-    for clause in split_clauses(response):
+    for clause in split_clauses(response, len(facts)):
         text = response[clause.value_start : clause.end]
         if clause.slot is None:
             found.append(Finding(clause, "invented", f"It says {text}: invented."))
@@ -201,7 +236,7 @@ def critic(facts: Facts, response: str, *, dense: bool = False) -> Judgement:
         (good if label == 1 else poor).append(span)
         position += len(sentence) + 1
     spoken = {clause.slot for clause, _, _ in found}
-    missing = [MISSING.format(slot) for slot in SLOTS if slot not in spoken]
+    missing = [MISSING.format(slot) for slot in facts if slot not in spoken]
     return Judgement(" ".join([*(sentence for _, _, sentence in found), *missing]), good, poor)
 
 
@@ -216,8 +251,8 @@ def measure(facts: Facts, response: str) -> dict[str, float]:
     found, num_clauses = counts["right"], counts.total()
     return {
         "fact_precision": found / num_clauses if num_clauses else 0.0,
-        "fact_recall": found / len(SLOTS),
-        "fact_f1": 2 * found / (num_clauses + len(SLOTS)),
+        "fact_recall": found / len(facts),
+        "fact_f1": 2 * found / (num_clauses + len(facts)),
         "repeated": float(counts["repeated"]),
         "wrong": float(counts["wrong"]),
         "invented": float(counts["invented"]),
@@ -253,7 +288,7 @@ def make_records(*, count: int, heldout: bool, rates: WorldConfig, seed: int) ->
     rng = np.random.default_rng([seed, int(heldout)])
     split = "heldout" if heldout else "train"
     for index in range(count):
-        facts = sample_facts(rng, heldout=heldout)
+        facts = sample_facts(rng, heldout=heldout, num_facts=rates.num_facts)
         post, reference, generated = (
             write_post(facts, rng),
             write_summary(facts, rates, rng),
@@ -283,19 +318,21 @@ def write_world(folder: Path, world: WorldConfig) -> dict[str, Path]:
     return paths
 
 
-def tokenizer_pieces(*, reward: bool) -> list[str]:
+def tokenizer_pieces(*, reward: bool, num_facts: int = 5) -> list[str]:
     """The words, phrases and values that a tokenizer is trained on: BPE learns merges inside a piece, never across two.
 
     Single words come far more often than phrases, so their merges rank first and a phrase is a run of whole words.
     Values outside ASCII are left out, so they stay several tokens long, as rare words do under a real tokenizer.
     """
-    phrases = [template.removesuffix(" {}.") for templates in POST_TEMPLATES.values() for template in templates]
+    slots = first_slots(num_facts)
+    leads = [CLAUSE_LEADS[slot] for slot in slots]
+    phrases = [template.removesuffix(" {}.") for slot in slots for template in POST_TEMPLATES[slot]]
     phrases += [f". {phrase}" for phrase in phrases]
-    phrases += [text for lead in (*CLAUSE_LEADS.values(), *INVENTIONS) for text in (lead, f", {lead}")]
+    phrases += [text for lead in (*leads, *INVENTIONS) for text in (lead, f", {lead}")]
     if reward:
         phrases += [FEEDBACK_INSTRUCTION.rstrip(), FEEDBACK_SUMMARY_HEADER.rstrip(), ", it says", "It says", " It says"]
-        phrases += [f" {lead}" for lead in CLAUSE_LEADS.values()]
-        phrases += [f"{gap}The {slot} is" for slot in SLOTS for gap in ("", " ")]
+        phrases += [f" {lead}" for lead in leads]
+        phrases += [f"{gap}The {slot} is" for slot in slots for gap in ("", " ")]
         phrases += [": right.", ": wrong.", ": repeated.", ": invented.", " missing."]
         phrases += [
             '{"critique": "', '", "good": ["', '", "good": []', '", "', '"], "poor": ["', '"]}', ', "poor": []}',
@@ -303,7 +340,7 @@ def tokenizer_pieces(*, reward: bool) -> list[str]:
         ]  # fmt: skip
     else:
         phrases.append(POLICY_INSTRUCTION.rstrip())
-    values = [value for options in SLOTS.values() for value in options if value.isascii()]
+    values = [value for slot in slots for value in SLOTS[slot] if value.isascii()]
     words = [word for phrase in phrases for word in re.findall(r" ?\w+|[^\w\s]", phrase)]
     words += [f" {value}" for value in values] + (values if reward else [])
     return sorted(set(words)) * 50 + phrases * 2

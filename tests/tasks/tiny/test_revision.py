@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from t2g.config import WorldConfig
 from t2g.tasks.tiny.revision import corrected, sentences, thinned
-from t2g.tasks.tiny.world import SLOTS, critic, measure, sample_facts, write_clause, write_summary
+from t2g.tasks.tiny.world import critic, measure, sample_facts, write_clause, write_summary
 
 FACTS = {"name": "Zoë", "thing": "phone", "fault": "hums", "day": "Monday", "place": "Oslo"}
 RESPONSE = "by Zoë, about a laptop, sells honey, by Zoë, since Friday."
@@ -65,7 +65,7 @@ def test_whole_critiques_lead_to_every_fact_and_thinned_ones_never_further_away(
     assert set(sentences(part)) <= set(sentences(critique))
     revised = corrected(facts, response, part)
     assert measure(facts, revised)["fact_f1"] >= measure(facts, response)["fact_f1"]
-    for slot in SLOTS:
+    for slot in facts:
         if f"The {slot} is" not in part:
             clause = write_clause(slot, facts[slot])
             assert (clause in revised) == (clause in response)
