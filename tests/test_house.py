@@ -54,6 +54,9 @@ SCHEMAS: dict[str, type[BaseModel]] = {
     "score": ScoreJob,
     "compare": CompareJob,
     "compare_more": CompareJob,
+    "compare_facts": CompareJob,
+    "facts10": DemoJob,
+    "facts20": DemoJob,
     "sync": BenchmarkJob,
 }
 # Not `methods`, see study/test_methods, and not what a user keeps beside them.
