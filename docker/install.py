@@ -26,6 +26,13 @@ STAMP = VENV / "t2g-stamp"  # "<edition> <hash>": the environment is whole
 BUILDING = VENV / "t2g-building"  # stands while pip and uv write: found at the start, the last set-up was cut
 UV_PINS = "docker/constraints-uv.txt"
 LOCK_TIMEOUT_S = 1800
+# Compiled at once, by all cores: else the first actors of the first run would each compile torch and vLLM. But for a
+# third of all files, of which no run of ours imports one, or a few.
+SELDOM = (
+    "/site-packages/((transformers|vllm(/model_executor)?)/models/(?!auto)|(pandas|networkx|numba|sympy)/.*tests/"
+    "|ray/(llm|rllib|serve)/|(anthropic|nltk|pip)/)"
+)
+COMPILE = f"import compileall, re; compileall.compile_dir('.venv/lib', quiet=2, workers=0, rx=re.compile({SELDOM!r}))"
 IMPORTS = "import torch, ray, deepspeed, transformers, vllm; from vllm.platforms import current_platform as p; "
 CHECK = {
     "cpu": "import os; os.environ['DS_ACCELERATOR'] = 'cpu'; " + IMPORTS + "assert p.is_cpu(), p",
@@ -65,8 +72,7 @@ def install_command(kind: str, find_links: str, vllm_wheel: str) -> list[str]:
     """uv's arguments. It refuses a file whose sha256 does not stand in the pins; what another vLLM needs beyond them
     has none.
     """
-    # Compiled now, by all cores: else the first actors of the first run would each compile torch and vLLM.
-    command = ["pip", "install", "--compile-bytecode", "--python", ".venv/bin/python"]
+    command = ["pip", "install", "--python", ".venv/bin/python"]
     command += ["--requirements", "pyproject.toml", "--extra", "dev", *(() if vllm_wheel else ("--extra", kind))]
     command += ["--constraints", ".venv/constraints.txt", "--build-constraints", ".venv/constraints.txt"]
     command.append(vllm_wheel or "--require-hashes")
@@ -134,6 +140,7 @@ def build(kind: str, vllm_wheel: str) -> None:
     # By itself: nothing that is being worked on has a hash. Its build needs setuptools alone, which lies in .venv now.
     own = ("pip", "install", "--python", ".venv/bin/python", "--no-deps", "--no-build-isolation", "--editable", ".")
     run("installing this project", ".venv/bin/uv", *own)
+    run("compiling", ".venv/bin/python", "-c", COMPILE)
     run("importing what was installed", ".venv/bin/python", "-c", CHECK[kind])
 
 
