@@ -6,6 +6,9 @@ ARGS ?=
 RUN := PATH="$(CURDIR)/.venv/bin:$$PATH"
 # Ours alone: a user's own files may lie about.
 LIGHT := $(RUN) ruff check actors docker jobs t2g tests && $(RUN) lint-imports
+# By file: what a module's fixture made is made once. The longest first: so they are done together.
+UNIT := $(RUN) python -m pytest tests --ignore=tests/integration -n 3 --dist loadfile
+REAL := $(RUN) python -m pytest tests/integration -n 2 --no-loadscope-reorder
 
 # Nothing here reports to anybody, and without a network nothing waits for an answer.
 export DO_NOT_TRACK := 1
@@ -36,10 +39,9 @@ lint: setup
 
 test: setup
 	@$(LIGHT)
-	@$(RUN) python -m pytest tests --ignore=tests/integration -m "not slow" -n 3 $(ARGS)
-	@$(RUN) python -m pytest tests/integration -m "not slow" $(ARGS)
+	@$(UNIT) -m "not slow" $(ARGS)
+	@$(REAL) -m "not slow" $(ARGS)
 
-test-all: setup
-	@$(LIGHT)
-	@$(RUN) python -m pytest tests --ignore=tests/integration -n 3 $(ARGS)
-	@$(RUN) python -m pytest tests/integration $(ARGS)
+test-all: test
+	@$(UNIT) -m slow $(ARGS)
+	@$(RUN) python -m pytest tests/integration -m slow $(ARGS)

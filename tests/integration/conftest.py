@@ -1,4 +1,4 @@
-"""One Ray cluster for all tests that need no cluster of their own, and how the process of these tests ends.
+"""One Ray cluster for all tests that need no cluster of their own, which of two processes has it, and how they end.
 
 Ray's threads outlive `ray.shutdown`: a driver that killed an actor while it started, or lost a node, keeps its core
 worker and the gRPC threads behind it. Beneath them the interpreter's end may die of SIGSEGV, after the last test has
@@ -18,6 +18,7 @@ import ray
 from heads import Head, started_head
 from learner_runs import start_hosts
 from models import byte_llama
+from xdist.scheduler import LoadScopeScheduling
 
 from actors.cluster.placement import connect
 from actors.engines.rollout import RolloutFleet
@@ -25,12 +26,40 @@ from t2g.config import ClusterConfig, HealthConfig, RolloutConfig
 
 status = pytest.StashKey[int]()
 NUM_CPUS = 4  # in Ray's books: most of what tests share waits most of the time
+# Files whose tests share nothing, in the order in which the process takes them that has not the cluster: the longest
+# first, and no long one second, since a process takes the next file while it is in the one before.
+ALONE = (
+    "test_demo_job", "test_vllm_plugin", "test_deploy_live", "test_end_to_end", "test_transports",
+    "test_engine_refusals",
+)  # fmt: skip
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Who starts a cluster of its own in this process comes before the one that stays."""
-    items.sort(key=lambda item: "cluster" in getattr(item, "fixturenames", ()))
+
+    def place(item: pytest.Item) -> int:
+        if item.path.stem in ALONE:
+            return 1 + ALONE.index(item.path.stem)
+        return 0 if "cluster" in getattr(item, "fixturenames", ()) else -1
+
+    items.sort(key=place)
+
+
+class Together(LoadScopeScheduling):
+    """All that share a cluster go to one process.
+
+    By file, since `--dist=loadgroup` of xdist 3.8 makes no groups under pytest 9.2: the name of a test, to which it
+    adds that of its group, is no field any more.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return file if Path(file).stem in ALONE else "shared"
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Together:
+    return Together(config, log)
 
 
 @pytest.fixture(scope="session")

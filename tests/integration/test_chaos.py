@@ -22,6 +22,7 @@ import pytest
 import ray
 from breakable_rollout import BreakableRollout
 from models import random_model
+from processes import title
 from ray.cluster_utils import Cluster
 from stub_engines import BREAK_SYNC, SLOW, StubReward, StubRollout
 
@@ -103,19 +104,12 @@ def make_job(folder: Path, num_steps: int, **overrides: object) -> PolicyJob:
     return loading.load(PolicyJob, ROOT / "configs/own/policy.yaml", [f"{k}={v}" for k, v in values.items()])
 
 
-def victims(stage: Stage, title: str, *names: str) -> list[psutil.Process]:
+def victims(stage: Stage, role: str, *names: str) -> list[psutil.Process]:
     """Processes of this cluster, or of these nodes, whose title begins so."""
     nodes = [stage.nodes[name] for name in names or stage.nodes]
     roots = [psutil.Process(info.process.pid) for node in nodes for info in raylets(node)]
     found = [child for root in roots if root.is_running() for child in root.children(recursive=True)]
-    return [process for process in found if titled(process).startswith(f"ray::{title}")]
-
-
-def titled(process: psutil.Process) -> str:
-    try:
-        return "".join(process.cmdline()[:1])
-    except psutil.NoSuchProcess:  # ended, or a zombie
-        return ""
+    return [process for process in found if title(process).startswith(f"ray::{role}")]
 
 
 def raylets(node: Any) -> list[Any]:

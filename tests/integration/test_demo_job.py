@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 from heads import Head
+from processes import title
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -52,13 +53,6 @@ def kill_the_engine(head: Head, metrics: Path, done: threading.Event, died: list
     cores = [p for p in engine.children(recursive=True) if "EngineCore" in title(p)]
     engine.kill()
     died.extend([engine, *cores])
-
-
-def title(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.NoSuchProcess:
-        return ""
 
 
 def test_the_demo_runs_as_a_ray_job_and_outlives_the_loss_of_its_engine(head: Head, tmp_path: Path) -> None:

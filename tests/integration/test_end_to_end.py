@@ -102,7 +102,7 @@ def test_what_cannot_work_is_said_in_a_sentence(
     assert sentence in said and "Traceback" not in said
 
 
-def test_the_command_says_it_within_a_minute(folder: Path, tmp_path: Path) -> None:
+def test_the_command_says_it(folder: Path, tmp_path: Path) -> None:
     """Side by side, since most of each is the import of everything, and the start of Ray."""
     logs = [tmp_path / f"log{i}.txt" for i in range(len(REFUSED_ON_RAY))]
     begun = [
@@ -110,6 +110,6 @@ def test_the_command_says_it_within_a_minute(folder: Path, tmp_path: Path) -> No
         for i, (overrides, _) in enumerate(REFUSED_ON_RAY)
     ]
     for process, log, (_, sentence) in zip(begun, logs, REFUSED_ON_RAY, strict=True):
-        assert process.wait(timeout=60) == 2, log.read_text()[-4000:]
+        assert process.wait(timeout=DEADLINE_S) == 2, log.read_text()[-4000:]
         said = log.read_text()
         assert sentence in said and "Traceback" not in said, said

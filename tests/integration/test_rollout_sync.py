@@ -18,6 +18,7 @@ import ray
 import torch
 from gloo_group import GlooSender, GlooWorker, cpu_streams
 from models import BYTE_EOS, BYTE_VOCABULARY, byte_llama
+from processes import title
 from transformers import LlamaForCausalLM
 
 from actors.engines.engine import engine_environment
@@ -327,7 +328,7 @@ def test_a_real_engine_takes_a_broadcast_and_after_half_a_sync_the_next(
 
 def test_an_actor_dies_with_its_core(fleet: RolloutFleet) -> None:
     """Last: nobody can use the engine any more. That a core dies with its actor is in test_demo_job."""
-    (core,) = [p for p in psutil.Process().children(recursive=True) if "EngineCore" in " ".join(p.cmdline())]
+    (core,) = [p for p in psutil.Process().children(recursive=True) if "EngineCore" in title(p)]
     actor = core.parent()
     core.kill()
     assert not psutil.wait_procs([actor], timeout=10)[1]

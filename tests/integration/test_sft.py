@@ -10,6 +10,7 @@ import pytest
 import torch
 from heads import free_port
 from learner_runs import as_a_rank
+from processes import title
 from safetensors.torch import load_file
 from sft_runs import (
     MEMORISED,
@@ -178,7 +179,7 @@ def test_a_training_that_is_given_up_leaves_no_process(base: Path, cluster: Clus
     def give_up(progress: SFTProgress) -> None:
         names = ("ray::TrainController", "ray::RayTrainWorker")
         started = psutil.Process().children(recursive=True)
-        seen.extend(process for process in started if "".join(process.cmdline()).startswith(names))
+        seen.extend(process for process in started if title(process).startswith(names))
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
