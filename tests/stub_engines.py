@@ -47,18 +47,15 @@ class StubRolloutWorker:
 
     async def probe(self) -> None: ...
 
-    async def sample(self, prompt: Prompt, sampling: Sampling) -> list[Rollout]:
+    async def sample(self, prompt_id: str, prompt_ids: np.ndarray, sampling: Sampling, index: int) -> Rollout:
         await asyncio.sleep(SLOW_S if (self._folder / SLOW).exists() else WORK_S)
         await self._paused.wait()
-        return [self._one(prompt, sampling, index) for index in range(sampling.num_samples)]
-
-    def _one(self, prompt: Prompt, sampling: Sampling, index: int) -> Rollout:
-        rng = np.random.default_rng([sampling.seed, index, *prompt.prompt_id.encode()])
+        rng = np.random.default_rng([sampling.seed, index, *prompt_id.encode()])
         ids = rng.choice([*self._letters], LENGTH).astype(np.int32)
         return Rollout(
-            prompt_id=prompt.prompt_id,
+            prompt_id=prompt_id,
             sample_index=index,
-            prompt_ids=prompt.prompt_ids,
+            prompt_ids=prompt_ids,
             response_ids=ids,
             rollout_logprobs=np.full(LENGTH, -np.log(VOCABULARY), np.float32),
             response_text="".join(self._letters[int(number)] for number in ids),

@@ -69,7 +69,7 @@ class ChatFleet(Fleet):
         """Raises ChatFailed for a question that does not fit and for late workers, RunStopped when none is left."""
         try:
             return await self.call(
-                lambda worker: worker.complete.remote(question), load=1, timeout_s=self._timeout_s, what="a chat"
+                lambda worker: worker.complete.remote(question), timeout_s=self._timeout_s, what="a chat"
             )
         except UserError as error:
             raise ChatFailed("refused", str(error)) from None

@@ -156,7 +156,6 @@ class RewardFleet(Fleet):
         try:
             return await self.call(
                 lambda worker: worker.judge.remote(prompt, response_text, **how),
-                load=1,
                 timeout_s=self._timeout_s,
                 what=f"the feedback on prompt {prompt.prompt_id}",
             )

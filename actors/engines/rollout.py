@@ -3,10 +3,10 @@
 `RolloutWorker` is the remote side, `RolloutFleet` the driver's, which implements `t2g.interfaces.RolloutSource`.
 """
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import ray
 import xxhash
 from ray.exceptions import ObjectLostError, RayTaskError
@@ -46,20 +46,18 @@ def check_window(prompt: Prompt, max_new_tokens: int, max_model_len: int) -> Non
 class RolloutWorker(Engine, Intake):
     """One policy engine. `start` first."""
 
-    async def sample(self, prompt: Prompt, sampling: Sampling) -> list[Rollout]:
-        return list(await asyncio.gather(*(self._one(prompt, sampling, i) for i in range(sampling.num_samples))))
-
-    async def _one(self, prompt: Prompt, sampling: Sampling, index: int) -> Rollout:
+    async def sample(self, prompt_id: str, prompt_ids: np.ndarray, sampling: Sampling, index: int) -> Rollout:
+        """Response `index` of those to a prompt, [P] int32."""
         done = await self.generate(
-            prompt.prompt_ids,
+            prompt_ids,
             temperature=sampling.temperature,
             max_new_tokens=sampling.max_new_tokens,
-            seed=sample_seed(sampling.seed, prompt.prompt_id, index),
+            seed=sample_seed(sampling.seed, prompt_id, index),
         )
         return Rollout(
-            prompt_id=prompt.prompt_id,
+            prompt_id=prompt_id,
             sample_index=index,
-            prompt_ids=prompt.prompt_ids,
+            prompt_ids=prompt_ids,
             response_ids=done.ids,
             rollout_logprobs=done.logprobs,
             response_text=done.text,
@@ -96,15 +94,15 @@ class RolloutFleet(Fleet):
         return self.started_with
 
     async def sample(self, prompt: Prompt, sampling: Sampling) -> list[Rollout]:
-        """All responses to one prompt, on one worker, so that they share its prefix cache.
+        """All responses to one prompt, on one worker, so that they share its prefix cache; each as it finds room.
 
         Raises UserError for a prompt that is empty or too long, SamplingFailed when no worker could answer it,
         RunStopped when none is left.
         """
         check_window(prompt, sampling.max_new_tokens, self.config.max_model_len)
-        return await self.call(
-            lambda worker: worker.sample.remote(prompt, sampling),
-            load=sampling.num_samples,
+        asked = prompt.prompt_id, prompt.prompt_ids, sampling
+        return await self.calls(
+            [lambda worker, i=i: worker.sample.remote(*asked, i) for i in range(sampling.num_samples)],
             timeout_s=self.config.request_timeout_s,
             what=f"prompt {prompt.prompt_id}",
         )

@@ -1,4 +1,5 @@
 """Workers that come, go, hang and die: requests in, answers out, whoever gives them.
 
-`health` decides what becomes of a worker, `member` is one, `fleet` all of them. Knows nothing of vLLM.
+`health` decides what becomes of a worker, `admission` what is sent to it, `member` is one, `fleet` all of them. Knows
+nothing of vLLM.
 """

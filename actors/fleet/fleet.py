@@ -7,9 +7,10 @@ becomes of it. All of it runs on the driver's event loop: nothing here needs a l
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, ClassVar
 
 import ray
@@ -17,8 +18,9 @@ from ray.exceptions import RayTaskError
 
 from actors.cluster import placement
 from actors.cluster.fanout import first_line
+from actors.fleet.admission import QUEUE, Admission
 from actors.fleet.health import Event, State, after, overdue
-from actors.fleet.member import DIED, UNREACHABLE, Bell, Interrupted, Member, cause, fate, why
+from actors.fleet.member import DIED, UNREACHABLE, Interrupted, Member, cause, fate, why
 from t2g.config import EngineConfig
 from t2g.errors import RunStopped, SamplingFailed, UserError
 
@@ -51,12 +53,12 @@ class Fleet:
         self._history: deque[str] = deque(maxlen=MAX_WORDS)  # the last losses, for the sentence that ends a run
         self._failure: RunStopped | None = None  # of a catch-up, for the next round of care to raise
         self._numbers = iter(range(1_000_000))
-        self._freed = Bell()  # a worker serves, or has finished a request
+        room = math.ceil((1 + QUEUE) * config.max_num_seqs)
+        self._admission = Admission(self._members, room=room, care=self._mind)
         self._ticked_at = 0.0
         self._refused: Exception | None = None  # by a worker that said why it cannot start
         self._proved = False  # that a worker can start: one that cannot, later, is replaced as any that is lost
         self._short_since: float | None = None  # since when fewer workers than the floor have started
-        self._idle = IdleClock()
         self._recoveries: list[float] = []  # seconds from a loss to its successor's service, not yet reported
         self._restarts = 0
         for place in placement.reserve({self.role: config}, timeout_s=placement_timeout_s):
@@ -121,72 +123,87 @@ class Fleet:
         if self._recoveries:
             found["recovery_s"] = max(self._recoveries)
         self._recoveries, self._restarts = [], 0
-        return found | {"idle": self._idle.share(self.started(), time.monotonic())}
+        return found | {"idle": self._admission.idle.share(self._members, time.monotonic())}
 
     def close(self) -> None:
         """End every worker; their engine cores end with them."""
         for member in self._members:
             member.remove()
-        self._members = []
+        self._members.clear()
 
     # ------------------------------------------------------------------------------------------------- for requests
-    async def call(self, submit: Callable[[Any], Any], *, load: int, timeout_s: float, what: str) -> Any:
-        """`submit(worker)` on the least loaded worker, and on others when that one dies, is late or loses its weights.
-        A worker that failed is passed over until it answers something. A request that finds all engines full waits
-        here, before its deadline starts.
+    async def call(self, submit: Callable[[Any], Any], *, timeout_s: float, what: str) -> Any:
+        """`submit(worker)`: `calls` of one."""
+        (answer,) = await self.calls([submit], timeout_s=timeout_s, what=what)
+        return answer
+
+    async def calls(self, submits: Sequence[Callable[[Any], Any]], *, timeout_s: float, what: str) -> list[Any]:
+        """Each `submit(worker)` on the least loaded worker, in their order; on others what that one does not answer
+        because it dies, is late or loses its weights. A worker that failed is passed over until it answers something.
+
+        They enter together, where one has room, and each gives its room back when it ends. Who finds no room waits
+        here, before the deadline starts.
 
         Raises SamplingFailed after TRIES tries, RunStopped when no worker is left, and the worker's own UserError.
         """
+        answers: dict[int, Any] = {}
         reasons: list[str] = []
         member: Member | None = None
         for _ in range(TRIES):
-            member = await self._enter(load, avoid=member)
-            try:
-                answer = await member.answer(submit, timeout_s)
-            except RayTaskError as error:
-                raised = cause(error)
-                if isinstance(raised, UserError | RunStopped):
-                    raise raised from None
-                reasons.append(f"{member.name} failed: {first_line(raised)}")
-            except DIED as error:
-                self.failed(member, error)
-                reasons.append(f"{member.name} {fate(error)}")
-            except TimeoutError:
-                logger.warning("%s has not answered %s within %g s", member.name, what, timeout_s)
-                self._tell(member, "request_failed", f"did not answer within {timeout_s:g} s")
-                reasons.append(f"no answer by {member.name} within {timeout_s:g} s")
-            except Interrupted:
-                reasons.append(f"{member.name} {member.health.reason or 'stopped serving'}")
-            else:
-                self._tell(member, "request_answered")
-                return answer
-            finally:
-                self._leave(member, load)
-        raise SamplingFailed(f"{what}: {'; '.join(reasons)}")
-
-    async def _enter(self, load: int, *, avoid: Member | None) -> Member:
-        """Waits end: each request inside has a deadline and wakes all who wait by leaving; and a fleet in which nobody
-        comes to serve stops the run."""
-        deadline = time.monotonic() + self._patience_s
-        while True:
             if time.monotonic() - self._ticked_at >= TICK_S:  # nobody else may: not every job supervises
                 self.tick()
-            reachable = [m for m in self.serving() if m.health.reachable]
-            member = min(reachable, key=lambda m: (m.health.suspect, m is avoid, m.load), default=None)
-            if member is not None and (member.load == 0 or member.load + load <= self.config.max_num_seqs):
-                self._idle.account(self.started(), time.monotonic())
-                member.load += load
-                return member
-            if member is not None:
-                deadline = time.monotonic() + self._patience_s
-            elif time.monotonic() > deadline:
-                raise RunStopped(f"no {self.role} worker came to serve within {self._patience_s:g} s: {self._words()}")
-            await self._freed.wait(timeout_s=TICK_S)
+            left = [number for number in range(len(submits)) if number not in answers]
+            member = await self._admission.enter(len(left), avoid=member)
+            try:
+                found = await member.answers([submits[number] for number in left], timeout_s, self._admission.leave)
+            except Interrupted:
+                reasons.append(f"{member.name} {member.health.reason or 'stopped serving'}")
+                continue
+            failures = [self._why_not(member, answer, timeout_s) for answer in found]
+            answers |= {n: a.result() for n, a, why_not in zip(left, found, failures, strict=True) if not why_not}
+            if len(answers) == len(submits):
+                self._tell(member, "request_answered")
+                return [answers[number] for number in range(len(submits))]
+            reasons.append(next(filter(None, failures)))
+            if any(answer.cancelled() for answer in found):  # however many are late, the worker was so once
+                logger.warning("%s: %s", what, reasons[-1])
+                self._tell(member, "request_failed", f"did not answer within {timeout_s:g} s")
+        raise SamplingFailed(f"{what}: {'; '.join(reasons)}")
 
-    def _leave(self, member: Member, load: int) -> None:
-        self._idle.account(self.started(), time.monotonic())
-        member.load -= load
-        self._freed.ring()
+    def _why_not(self, member: Member, answer: "asyncio.Future[Any]", timeout_s: float) -> str:
+        """Why there is no answer; "" where there is one. Raises what the worker says to the user."""
+        if answer.cancelled():
+            return f"no answer by {member.name} within {timeout_s:g} s"
+        error = answer.exception()
+        if isinstance(error, RayTaskError):
+            raised = cause(error)
+            if isinstance(raised, UserError | RunStopped):
+                raise raised from None
+            return f"{member.name} failed: {first_line(raised)}"
+        if isinstance(error, DIED):
+            self.failed(member, error)
+            return f"{member.name} {fate(error)}"
+        if error is not None:
+            raise error
+        return ""
+
+    async def _mind(self) -> None:
+        """While requests wait, what no answer tells: workers that come, are well again, or do not come at all."""
+        reached_at = time.monotonic()
+        while self._admission.waiting:
+            await asyncio.sleep(TICK_S)
+            now = time.monotonic()
+            try:
+                if now - self._ticked_at >= TICK_S:
+                    self.tick()
+                self._admission.admit()
+                if any(m.health.reachable for m in self.serving()):
+                    reached_at = now
+                elif now - reached_at > self._patience_s:
+                    patience = f"within {self._patience_s:g} s"
+                    raise RunStopped(f"no {self.role} worker came to serve {patience}: {self._words()}")
+            except Exception as error:  # noqa: BLE001 - whoever waits raises it
+                self._admission.refuse(error)
 
     # ------------------------------------------------------------------------------------------------------- care
     def tick(self) -> None:
@@ -194,7 +211,7 @@ class Fleet:
         if self._failure is not None:
             raise self._failure
         now = self._ticked_at = time.monotonic()
-        self._idle.account(self.started(), now)
+        self._admission.idle.account(self._members, now)
         for member in list(self._members):
             self._care(member, now)
         self._resize()
@@ -268,7 +285,7 @@ class Fleet:
             if member.lost_at is not None:
                 self._recoveries.append(now - member.lost_at)
                 member.lost_at = None
-            self._freed.ring()
+            self._admission.admit()
         if state in (State.STALE, State.DEAD) and before is not State.STARTING:
             member.interrupt()
         if state is State.DEAD:
@@ -346,24 +363,3 @@ class Fleet:
         """Who was lost and why, and what the others do."""
         living = [f"{m.name} is {m.health.state}" for m in self._members]
         return "; ".join([*self._history, *living])
-
-
-class IdleClock:
-    """Share of the workers' time in which they had no request."""
-
-    def __init__(self) -> None:
-        self._at = time.monotonic()
-        self._idle_s = self._all_s = 0.0
-
-    def account(self, members: list[Member], now: float) -> None:
-        """The time since the last call, with the loads as they were all that time."""
-        passed, self._at = now - self._at, now
-        self._all_s += passed * len(members)
-        self._idle_s += passed * sum(m.load == 0 for m in members)
-
-    def share(self, members: list[Member], now: float) -> float:
-        """Since the last call of `share`; 0 where there was no worker."""
-        self.account(members, now)
-        share = self._idle_s / self._all_s if self._all_s else 0.0
-        self._idle_s = self._all_s = 0.0
-        return share

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Literal
 
 import ray
@@ -117,29 +117,43 @@ class Member:
             raise TimeoutError
         return False
 
-    async def answer(self, submit: Callable[[Any], Any], timeout_s: float) -> Any:
-        """What it answers, once no weight sync is under way: the weights that made it may be refused.
+    async def answers(
+        self, submits: Sequence[Callable[[Any], Any]], timeout_s: float, leave: "Callable[[Member], None]"
+    ) -> list["asyncio.Future[Any]"]:
+        """What it answers to each, once no weight sync is under way: the weights that made it may be refused. Of those
+        that are late, a cancelled future. leave(self): as soon as one ends.
 
-        Raises Interrupted, TimeoutError, and as `ray.get`.
+        Raises Interrupted.
         """
         deadline, num_interrupts = time.monotonic() + timeout_s, self._num_interrupts
-        ref = submit(self.handle)
-        answer = asyncio.wrap_future(ref.future())
+        asked: list[tuple[Any, asyncio.Future[Any]]] = []
         try:
+            for submit in submits:
+                ref = submit(self.handle)
+                asked.append((ref, asyncio.wrap_future(ref.future())))
+                asked[-1][1].add_done_callback(lambda _: leave(self))
+            answers = [answer for _, answer in asked]
+            all_done = asyncio.gather(*answers, return_exceptions=True)
             while self._num_interrupts == num_interrupts:
-                if not answer.done():
-                    if not await self._changed.wait(answer, timeout_s=max(0.0, deadline - time.monotonic())):
-                        raise TimeoutError
-                elif self.syncing:  # the sync has the deadline
+                if not all_done.done():
+                    if await self._changed.wait(all_done, timeout_s=max(0.0, deadline - time.monotonic())):
+                        continue
+                    if not self.syncing:
+                        return answers
+                    break
+                if self.syncing:  # the sync has the deadline
                     await self._changed.wait()
                 else:
-                    return answer.result()
+                    return answers
             raise Interrupted
         finally:
-            if not answer.done():
-                answer.cancel()
-                with contextlib.suppress(RayActorError):
-                    ray.cancel(ref)
+            for ref, answer in asked:
+                if not answer.done():
+                    answer.cancel()
+                    with contextlib.suppress(RayActorError):
+                        ray.cancel(ref)
+            for _ in submits[len(asked) :]:
+                leave(self)
 
     def interrupt(self) -> None:
         """Whoever waits for it asks somebody else."""

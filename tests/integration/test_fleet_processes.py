@@ -53,7 +53,7 @@ def fleet(begin: Callable[..., Fleet]) -> Fleet:
 
 
 def work(fleet: Fleet) -> Coroutine[Any, Any, str]:
-    return fleet.call(lambda w: w.work.remote(), load=1, timeout_s=20.0, what="work")
+    return fleet.call(lambda w: w.work.remote(), timeout_s=20.0, what="work")
 
 
 async def until(fleet: Fleet, holds: Callable[[], bool]) -> None:
@@ -84,11 +84,11 @@ def test_a_dead_workers_requests_go_elsewhere_and_another_takes_its_place(fleet:
 
 def test_what_a_worker_raises_reaches_whoever_asked(fleet: Fleet, begin: Callable[..., Fleet]) -> None:
     with pytest.raises(SamplingFailed, match=r"^x: (test worker \d failed: .*cannot do it.*){3}$"):
-        asyncio.run(fleet.call(lambda w: w.stumble.remote(), load=1, timeout_s=20, what="x"))
+        asyncio.run(fleet.call(lambda w: w.stumble.remote(), timeout_s=20, what="x"))
     with pytest.raises(UserError, match=r"^prompt 7 is rubbish$"):
-        asyncio.run(fleet.call(lambda w: w.refuse.remote(), load=1, timeout_s=20, what="x"))
+        asyncio.run(fleet.call(lambda w: w.refuse.remote(), timeout_s=20, what="x"))
     with pytest.raises(SamplingFailed, match=r"^late: (no answer by test worker \d within 0\.3 s.*){3}$"):
-        asyncio.run(fleet.call(lambda w: w.work.remote(60), load=1, timeout_s=0.3, what="late"))
+        asyncio.run(fleet.call(lambda w: w.work.remote(60), timeout_s=0.3, what="late"))
     with pytest.raises(UserError, match=r"^model\.policy is no model$"):
         begin(actor=Unwilling).wait_ready()
 

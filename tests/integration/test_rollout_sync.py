@@ -289,7 +289,8 @@ async def broadcast_thrice(worker: GlooWorker, old: LlamaForCausalLM, new: Llama
     assert (await WeightSync(GlooLearner(old), fleet, config).push(3)).probe_gap < 1e-4
     assert fleet.heard == [1, "got half a sync, which broke off: learner rank 0 died during stream_weights", 3]
     sampling = Sampling(num_samples=4, temperature=TEMPERATURE, max_new_tokens=32, seed=1)
-    rollouts = await worker.sample(prompt(0), sampling)
+    asked = prompt(0).prompt_id, prompt(0).prompt_ids, sampling
+    rollouts = await asyncio.gather(*(worker.sample(*asked, index) for index in range(sampling.num_samples)))
     assert largest_gap(old, rollouts) < 1e-4
     assert all(r.policy_versions == ((0, len(r.response_ids), 3),) for r in rollouts)
     return rollouts

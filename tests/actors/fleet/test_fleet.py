@@ -12,8 +12,9 @@ from fleet_worker import Unwilling, Worker, make_fleet
 from ray.exceptions import ActorUnavailableError, ObjectLostError
 
 from actors.engines.rollout import RolloutFleet
-from actors.fleet.fleet import Fleet, IdleClock
-from actors.fleet.health import State
+from actors.fleet.admission import IdleClock
+from actors.fleet.fleet import Fleet
+from actors.fleet.health import Health, State
 from actors.fleet.member import Member
 from t2g.config import EngineConfig, HealthConfig, WorkersConfig
 from t2g.errors import LearnerLost, RunStopped, SamplingFailed, UserError
@@ -79,7 +80,7 @@ def become(member: Member, name: str, mood: str = "") -> None:
 
 
 def work(fleet: Fleet, *, seconds: float = 0.0, timeout_s: float = 20.0) -> Coroutine[Any, Any, str]:
-    return fleet.call(lambda w: w.work.remote(seconds), load=1, timeout_s=timeout_s, what="work")
+    return fleet.call(lambda w: w.work.remote(seconds), timeout_s=timeout_s, what="work")
 
 
 async def until(fleet: Fleet, holds: Callable[[], bool]) -> None:
@@ -90,14 +91,14 @@ async def until(fleet: Fleet, holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.05)
 
 
-def test_load_is_spread_and_never_above_what_an_engine_takes(fleet: Fleet) -> None:
+def test_load_is_spread_and_never_above_what_an_engine_decodes_and_a_quarter_more(fleet: Fleet) -> None:
     async def run() -> list[str]:
         return await asyncio.gather(*(work(fleet, seconds=0.1) for _ in range(20)))
 
     answers = asyncio.run(run())
     assert sorted(set(answers)) == ["test worker 0", "test worker 1"]
     assert len(answers) == 20 and min(answers.count(name) for name in set(answers)) >= 5
-    assert max(m.handle.instance.most for m in fleet.started()) <= 4
+    assert max(m.handle.instance.most for m in fleet.started()) == 5
 
 
 def test_a_worker_that_dies_again_and_again_is_given_up_and_the_floor_stops_the_run(
@@ -121,9 +122,9 @@ def test_a_request_that_nobody_answers_has_failed_and_says_with_whom(fleet: Flee
     with pytest.raises(SamplingFailed, match=r"^work: no answer by test worker \d within 0\.3 s; no answer by test w"):
         asyncio.run(work(fleet, seconds=60, timeout_s=0.3))
     with pytest.raises(SamplingFailed, match=r"^x: (test worker \d failed: .*cannot do it.*){3}$"):
-        asyncio.run(fleet.call(lambda w: w.stumble.remote(), load=1, timeout_s=20, what="x"))
+        asyncio.run(fleet.call(lambda w: w.stumble.remote(), timeout_s=20, what="x"))
     with pytest.raises(UserError, match=r"^prompt 7 is rubbish$"):
-        asyncio.run(fleet.call(lambda w: w.refuse.remote(), load=1, timeout_s=20, what="x"))
+        asyncio.run(fleet.call(lambda w: w.refuse.remote(), timeout_s=20, what="x"))
 
 
 def test_a_late_worker_is_passed_over_until_it_answers(begin: Callable[..., Fleet]) -> None:
@@ -250,7 +251,7 @@ class LostAnswer:
 
 def test_an_answer_that_is_lost_is_asked_for_elsewhere_and_costs_no_worker(fleet: Fleet) -> None:
     answers = iter([lambda worker: LostAnswer(), lambda worker: worker.work.remote()])
-    answer = asyncio.run(fleet.call(lambda worker: next(answers)(worker), load=1, timeout_s=5, what="work"))
+    answer = asyncio.run(fleet.call(lambda worker: next(answers)(worker), timeout_s=5, what="work"))
     first, second = fleet.serving()
     assert answer == second.name and first.health.suspect and first.restarts == second.restarts == 0
 
@@ -387,8 +388,9 @@ def test_what_a_worker_says_of_its_start_reaches_the_user_and_a_late_start_is_to
 
 
 def test_idle_time_is_the_share_of_the_workers_without_a_request() -> None:
-    clock, busy, idle = IdleClock(), Member.__new__(Member), Member.__new__(Member)
+    clock, busy, idle = IdleClock(), Member("busy", None, CONFIG), Member("idle", None, CONFIG)
     busy.load, idle.load = 3, 0
+    busy.health = idle.health = Health(since=0, state=State.SERVING)
     start = clock._at
     clock.account([busy, idle], start + 2)
     clock.account([idle], start + 3)
