@@ -128,7 +128,7 @@ def reserve(roles: Mapping[str, ProcessConfig], *, timeout_s: float) -> list[Pla
     )
     raise UserError(
         f"no place within {timeout_s:g} s for {missing}; the cluster has {have}, of which {left} are left beside the "
-        "others; lower workers, cpus, gpus or memory_gib"
+        f"others, and no node has more than {_most_gpus():g} GPUs; lower workers, cpus, gpus or memory_gib"
     )
 
 
@@ -136,6 +136,11 @@ def wish(config: ProcessConfig) -> str:
     """What a place must have, in words."""
     labels = f" on a node with labels {dict(config.labels)}" if config.labels else ""
     return f"{config.cpus:g} CPUs, {config.gpus:g} GPUs and {config.memory_gib:g} GiB{labels}"
+
+
+def _most_gpus() -> float:
+    """Of one node: a worker's are all on one."""
+    return max(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"])
 
 
 def _amounts(resources: Mapping[str, float]) -> str:

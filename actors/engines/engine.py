@@ -7,8 +7,10 @@ import asyncio
 import itertools
 import math
 import os
-from collections.abc import AsyncIterator, Awaitable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -20,6 +22,7 @@ from t2g.text.tokenizer import load_tokenizer
 
 WARM_UP_TOKENS = 48  # a first bfloat16 forward of at most 4 tokens is an illegal instruction on CPUs with AMX
 MIN_BATCHED_TOKENS = 4096  # of one step of a CPU engine
+GPU_BATCHED_TOKENS = 8192  # of one step of a GPU engine; vLLM's own number for an engine made in code is 2,048
 PLUGIN = "t2g_store"  # the entry point of actors.weights.vllm_plugin
 CORE_POLL_S = 1.0
 T = TypeVar("T")
@@ -52,7 +55,7 @@ def engine_environment(config: EngineConfig, *, owner: int, receives_weights: bo
         "VLLM_PLUGINS": PLUGIN,  # what else is installed has no part in this engine
     }
     if config.gpus:
-        return common
+        return common | compile_cache()
     environment = common | {
         # 0: model and scheduler share the core process. As two processes each loads torch and vLLM, and the scheduler
         # polls for the model's answer.
@@ -66,6 +69,17 @@ def engine_environment(config: EngineConfig, *, owner: int, receives_weights: bo
         "KMP_BLOCKTIME": "0",
     }
     return environment | KEEP_MEMORY if receives_weights else environment
+
+
+def compile_cache() -> dict[str, str]:
+    """Where vLLM keeps what it compiles: beside the models, so that it outlives a pod and is there for the next one.
+
+    HF_HOME=/mnt/t2g/huggingface -> {"VLLM_CACHE_ROOT": "/mnt/t2g/vllm"}; {} where that is set, or cannot be written.
+    """
+    beside = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser().parent
+    if "VLLM_CACHE_ROOT" in os.environ or not os.access(beside, os.W_OK):
+        return {}
+    return {"VLLM_CACHE_ROOT": str(beside / "vllm")}
 
 
 class Engine:
@@ -101,6 +115,8 @@ class Engine:
         self._stop_ids = stop_token_ids(self._model, self._tokenizer, self._revision)
         self.check_tokenizer()
         from vllm.engine.arg_utils import AsyncEngineArgs
+
+        refuse_unknown(self._config.engine_args, [field.name for field in fields(AsyncEngineArgs)])
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -172,6 +188,9 @@ class Engine:
         if config.gpus:
             arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
             arguments["tensor_parallel_size"] = config.tensor_parallel
+            # Inside a placement group vLLM would choose ray, which wants a bundle for each GPU.
+            arguments["distributed_executor_backend"] = "uni" if config.tensor_parallel == 1 else "mp"
+            arguments["max_num_batched_tokens"] = GPU_BATCHED_TOKENS
         else:
             arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
             arguments["distributed_executor_backend"] = "uni"
@@ -184,7 +203,7 @@ class Engine:
         if self._guided:
             # A model may write white space between the tokens of JSON until its answer is cut.
             arguments["structured_outputs_config"] = {"backend": "xgrammar", "disable_any_whitespace": True}
-        return arguments
+        return arguments | config.engine_args
 
     async def probe(self) -> None:
         """Answered by a core whose loop turns, also while its engine is paused or has no room for a request."""
@@ -282,6 +301,15 @@ def stop_token_ids(model: str, tokenizer: Any, revision: str | None) -> list[int
         listed = None  # the file is optional
     ids = listed if isinstance(listed, list) else [listed]
     return sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None})
+
+
+def refuse_unknown(arguments: Iterable[str], known: Sequence[str]) -> None:
+    """UserError for an engine argument that this vLLM does not have."""
+    for name in arguments:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            raise UserError(f"engine_args.{name}: vLLM has no such argument{meant}")
 
 
 def kv_cache_bytes(*, num_tokens: int, block_size: int, token_bytes: int) -> int:

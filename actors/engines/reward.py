@@ -118,7 +118,8 @@ class RewardFleet(Fleet):
         weights = weights_version(config.reward_model, config.reward_revision)
         self.version = f"{config.reward_model}@{weights}/{card.prompt_version}"
         self._model, self._writes_critiques = config.reward_model, config.style.critique
-        self._timeout_s = min(config.engine.request_timeout_s, config.timeout_s / TRIES)
+        engine = config.engine
+        self._timeout_s = min(engine.deadline_s, engine.patience * config.timeout_s / TRIES)
         # By what is judged, prompt, response and a critique that was given: ids are no key, held-out prompts may have
         # those of others.
         self._judged: dict[tuple[str, str, str | None], SpanFeedback] = {}

@@ -103,7 +103,7 @@ class RolloutFleet(Fleet):
         asked = prompt.prompt_id, prompt.prompt_ids, sampling
         return await self.calls(
             [lambda worker, i=i: worker.sample.remote(*asked, i) for i in range(sampling.num_samples)],
-            timeout_s=self.config.request_timeout_s,
+            timeout_s=self.config.deadline_s,
             what=f"prompt {prompt.prompt_id}",
         )
 

@@ -80,8 +80,8 @@ def overdue(health: Health, *, now: float, config: EngineConfig) -> str:
     waited = now - health.since
     if health.state is State.STARTING and waited > config.start_timeout_s:
         return f"did not start within {config.start_timeout_s:g} s"
-    if health.state is State.DRAINING and waited > config.request_timeout_s:
-        return f"did not finish its requests within {config.request_timeout_s:g} s"
+    if health.state is State.DRAINING and waited > config.deadline_s:
+        return f"did not finish its requests within {config.deadline_s:g} s"
     return ""
 
 

@@ -25,6 +25,7 @@ from t2g.feedback.sources.llm import LLMFeedback
 from t2g.feedback.sources.make import make_local_source
 from t2g.interfaces import FeedbackSource
 from t2g.tasks.base import Task
+from t2g.text.positions import check_heads
 from t2g.text.tokenizer import lacks_folder
 
 
@@ -84,6 +85,7 @@ class Fleets(ExitStack):
         engine = config.model_dump_json(include=set(EngineConfig.model_fields))  # how it is sampled makes no other one
         transport = job.learner.sync_transport if isinstance(job, PolicyJob) else "store"
         how = {"revision": model.revision, "transport": transport}
+        check_heads(model.policy, model.revision, "rollout.gpus", config.tensor_parallel)
         key = ("rollout", model.policy, *how.values(), engine)
         return self._one(key, job, lambda **at: RolloutFleet(model.policy, config, **how, **at))
 
@@ -93,6 +95,8 @@ class Fleets(ExitStack):
         model = str(config.llm.model if of_llm else config.reward_model)
         if lacks_folder(model):  # the engine would look for it on the hub
             raise UserError(f"{'llm.model' if of_llm else 'reward_model'}={model}: there is no folder of that name")
+        revision = config.llm.revision if of_llm else config.reward_revision
+        check_heads(model, revision, "engine.gpus", config.engine.tensor_parallel)
         if of_llm:
             key = ("chat", config.model_dump_json(include={"llm", "engine"}))
             return self._one(key, job, lambda **at: ChatFleet(config, **at))

@@ -49,7 +49,7 @@ from t2g.runs.versions import versions
 from t2g.study import baselines
 from t2g.study.baselines import METHODS, POLICY, Arm, Metrics, PreferencePair
 from t2g.tasks.base import Task, get_task
-from t2g.text.positions import check_positions
+from t2g.text.positions import check_heads, check_positions
 from t2g.text.tokenizer import load_tokenizer
 from t2g.types import Prompt, TrainSequence
 
@@ -75,9 +75,11 @@ class PolicyData:
 def read_data(config: PolicyJob) -> PolicyData:
     """Tokenizer, prompts and held-out prompts. UserError for what cannot be used."""
     task = get_task(config.task)
-    check_positions(config.model.policy, config.model.revision, "rollout.max_model_len", config.rollout.max_model_len)
+    model, rollout = (config.model.policy, config.model.revision), config.rollout
+    check_positions(*model, "rollout.max_model_len", rollout.max_model_len)
+    check_heads(*model, "rollout.gpus", rollout.tensor_parallel)
     tokenizer = load_tokenizer(config.model.policy, config.model.revision)
-    room = config.rollout.max_prompt_tokens
+    room = rollout.max_prompt_tokens
     prompts = make_prompts(load_records(config.data), task, tokenizer, room)
     refuse_unmeasured(task, prompts, config.objective.w_end)
     # Refuses a file with fewer prompts than a step takes now, and not when all engines have started.

@@ -108,6 +108,13 @@ class ProcessConfig(Section):
     memory_gib: MayDiffer[float] = Field(1.5, gt=0, description="memory each will use; checked before the start")
     labels: MayDiffer[dict[str, str]] = Field({}, description="Ray label selector of the nodes for this role")
 
+    @field_validator("gpus")
+    @classmethod
+    def _whole_or_part_of_one(cls, gpus: float) -> float:
+        if gpus > 1 and gpus != int(gpus):
+            raise ValueError(f"got {gpus:g}, needs a part of one GPU or whole ones")
+        return gpus
+
     @property
     def num_processes(self) -> int:
         """At the start."""

@@ -1,5 +1,6 @@
 """Engines and sources: how responses are sampled, and who judges them."""
 
+from fnmatch import fnmatchcase
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
@@ -44,6 +45,32 @@ class HealthConfig(Section):
     max_restarts: int = Field(3, ge=0, description="replacements of one worker")
 
 
+# Arguments of vLLM's engine that a config may not give, and why; a star stands for any ending.
+TAKEN_ARGUMENTS = {
+    "it has a key of its own": (
+        "model", "revision", "tokenizer*", "dtype", "max_model_len", "max_num_seqs", "enforce_eager", "seed",
+        "gpu_memory_utilization", "kv_cache_memory_bytes", "tensor_parallel_size",
+    ),
+    "what is sampled, and its logprobs, would not be what is trained": (
+        "logprobs_mode", "generation_config", "override_generation_config", "logits_processors", "spec*",
+        "watermark_config", "diffusion_config", "runner", "convert",
+    ),
+    "weights of the learner would not be what is served": (
+        "weight_transfer_config", "load_format", "hf_overrides", "hf_config_path", "model_weights", "enable_lora",
+        "model_class_overrides", "enable_sleep_mode",
+    ),
+    "each engine is one process on one node, and rollout.workers are many": (
+        "data_parallel*", "pipeline_parallel_size", "nnodes", "node_rank", "master_*", "distributed_executor_backend",
+        "device_ids",
+    ),
+    "this program sees to it": (
+        "trust_remote_code", "skip_tokenizer_init", "structured_outputs_config", "disable_log_stats",
+        "enable_chunked_prefill", "worker_*", "scheduler_cls",
+    ),
+}  # fmt: skip
+ANSWER_TOKENS = 256  # that a deadline is meant for
+
+
 class EngineConfig(ProcessConfig):
     """A vLLM engine and its process."""
 
@@ -51,12 +78,33 @@ class EngineConfig(ProcessConfig):
     health: MayDiffer[HealthConfig] = HealthConfig()
     dtype: Dtype = "float32"
     max_model_len: int = Field(1024, ge=16, description="longest prompt plus response, tokens")
-    max_num_seqs: int = Field(64, ge=1, description="sequences decoded together")
+    max_num_seqs: int = Field(
+        default_factory=lambda given: 512 if given.get("gpus") else 64, ge=1,
+        description="sequences decoded together; by default 64, and 512 on GPUs",
+    )  # fmt: skip
     kv_cache_gib: MayDiffer[float] = Field(0.25, gt=0, description="KV cache of a CPU engine, GiB")
     gpu_memory_utilization: MayDiffer[float] = Field(0.85, gt=0, le=1)
     enforce_eager: bool = True
-    start_timeout_s: MayDiffer[float] = Field(240, gt=0)
-    request_timeout_s: MayDiffer[float] = Field(180, gt=0, description="one request; past it the worker counts as late")
+    engine_args: dict[str, Any] = Field(
+        {},
+        description="more arguments of vLLM's engine, {quantization: fp8}; refused are those that the loop relies on",
+    )
+    start_timeout_s: MayDiffer[float] = Field(
+        default_factory=lambda given: 1200 if given.get("gpus") else 240, gt=0,
+        description="by default 240, and 1200 on GPUs, where a first start compiles",
+    )  # fmt: skip
+    request_timeout_s: MayDiffer[float] = Field(
+        180, gt=0, description="one request; past it the worker counts as late. For answers of up to 256 tokens, of "
+        "longer ones in proportion",
+    )  # fmt: skip
+
+    @field_validator("engine_args")
+    @classmethod
+    def _loop_keeps_its_own(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        for why, patterns in TAKEN_ARGUMENTS.items():
+            if taken := [name for name in arguments if any(fnmatchcase(name, pattern) for pattern in patterns)]:
+                raise ValueError(f"{taken[0]} cannot be given: {why}; leave it out")
+        return arguments
 
     @property
     def num_processes(self) -> int:
@@ -67,6 +115,16 @@ class EngineConfig(ProcessConfig):
         """GPUs that one engine spreads its model over."""
         return max(1, int(self.gpus))
 
+    @property
+    def patience(self) -> float:
+        """Factor of a request's deadline."""
+        return 1.0
+
+    @property
+    def deadline_s(self) -> float:
+        """Of a request."""
+        return self.patience * self.request_timeout_s
+
 
 class _AnsweringConfig(EngineConfig):
     """An engine with a field `max_new_tokens`: a prompt may have the rest of the window."""
@@ -74,6 +132,10 @@ class _AnsweringConfig(EngineConfig):
     @property
     def max_prompt_tokens(self) -> int:
         return self.max_model_len - self.max_new_tokens
+
+    @property
+    def patience(self) -> float:
+        return max(1.0, self.max_new_tokens / ANSWER_TOKENS)
 
     @model_validator(mode="after")
     def _has_room(self) -> Self:
@@ -186,7 +248,10 @@ class FeedbackConfig(Section):
     human_columns: dict[str, str] = Field({}, description="our field -> the human file's, e.g. {critique: comment}")
     sandbox: SandboxConfig = SandboxConfig()
     concurrency: MayDiffer[int] = Field(2, ge=1, description="sandboxes at once, in evaluation as well")
-    timeout_s: float = Field(120, gt=0, description="one judgement, all tries; decides which samples are judged")
+    timeout_s: float = Field(
+        120, gt=0, description="one judgement, all tries; decides which samples are judged. A reward model with "
+        "engine.max_new_tokens above 256 has longer in proportion",
+    )  # fmt: skip
     max_failed_share: float = Field(0.5, ge=0, le=1, description="a step with more failed feedback stops the run")
     noise: NoiseConfig | None = Field(None, description="errors put into training feedback; evaluation has none")
 

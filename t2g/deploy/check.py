@@ -1,6 +1,6 @@
 """What a run needs of a cluster, and what cannot work there, before anything is asked of one."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from t2g.config import PolicyJob
@@ -24,6 +24,7 @@ from t2g.deploy.memory import (
 from t2g.deploy.pods import ROLE_LABEL, PodGroup, most_per_pod, pod_groups, satisfies
 from t2g.errors import UserError
 from t2g.sandbox import available
+from t2g.text.positions import uneven_heads
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "gathered", "logits", "cache", "other")
 MIN_PLACEMENT_S = 600  # a new node, an image of some GB, a Ray that starts
@@ -46,7 +47,7 @@ def check_config(config: PolicyJob, *, gpu: str = "A100-80GB") -> tuple[list[str
     known = [group for group in groups if group.role.gpus and group.name in shapes]
     fits = [(group, _fit(config, group, shapes[group.name], GPUS[gpu] * GIB)) for group in known]
     policy = shapes.get("learner")
-    problems = list(_problems(config, policy, fits, gpu))
+    problems = list(_problems(config, shapes, fits, gpu))
     warnings = [*_group_warnings(groups), *_cluster_warnings(config, policy), *_path_warnings(config)]
     if config.task in ("code", "human_eval") and (lacking := available(config.feedback.sandbox.require)):
         warnings.append(f"on this machine {lacking}")
@@ -124,12 +125,15 @@ def _memory_lines(fits: Fits, gpu: str) -> Iterator[str]:
             )
 
 
-def _problems(config: PolicyJob, policy: ModelShape | None, fits: Fits, gpu: str) -> Iterator[str]:
-    learner = config.learner
+def _problems(config: PolicyJob, shapes: Mapping[str, ModelShape], fits: Fits, gpu: str) -> Iterator[str]:
+    learner, policy = config.learner, shapes.get("learner")
     for group, fit in fits:
         section = group.section
         if group.elastic and fit.fitting == 0:
             yield f"{section}: not one sequence fits beside the weights; raise {section}.gpus or lower max_model_len"
+        heads = shapes[group.name].num_attention_heads, shapes[group.name].num_key_value_heads
+        if group.elastic and (why := uneven_heads(*heads, group.role.tensor_parallel)):
+            yield f"{section}.gpus is {group.role.gpus:g}, and the model has {why}; take a number that divides them"
         if not group.elastic and fit.total > GPUS[gpu] * GIB:
             checkpointing = "" if learner.gradient_checkpointing else "set learner.gradient_checkpointing=true, or "
             yield (

@@ -1,7 +1,10 @@
-"""Whether a model knows as many positions as its engine is to hold."""
+"""Whether an engine can hold a model: as many positions, and its heads on several GPUs."""
 
 import os
 from pathlib import Path
+from typing import Any
+
+from t2g.errors import UserError
 
 ALLOWED = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 
@@ -13,14 +16,8 @@ def check_positions(model: str, revision: str | None, key: str, max_model_len: i
     Silent where the config is not on this machine, stretches its positions or names another maximum: that arithmetic is
     vLLM's; and where its own switch allows more.
     """
-    from transformers import AutoConfig
-
-    from t2g.errors import UserError
-
-    source = {"revision": None if Path(model).is_dir() else revision, "local_files_only": True}
-    try:
-        config = AutoConfig.from_pretrained(model, **source, trust_remote_code=False).get_text_config()
-    except (OSError, ValueError):
+    config = _text_config(model, revision)
+    if config is None:
         return
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     known = getattr(config, "max_position_embeddings", None)
@@ -29,3 +26,35 @@ def check_positions(model: str, revision: str | None, key: str, max_model_len: i
         return
     if max_model_len > known:
         raise UserError(f"{key}={max_model_len}, and {model} knows {known} positions; lower it")
+
+
+def check_heads(model: str, revision: str | None, key: str, gpus: int) -> None:
+    """UserError, naming `key`, for a number of GPUs over which vLLM cannot spread an engine of the model. Silent where
+    the config is not on this machine."""
+    config = _text_config(model, revision) if gpus > 1 else None
+    if config is not None:
+        heads = config.num_attention_heads
+        if why := uneven_heads(heads, getattr(config, "num_key_value_heads", None) or heads, gpus):
+            raise UserError(f"{key}={gpus}: {model} has {why}; take a number that divides them")
+
+
+def uneven_heads(heads: int, kv_heads: int, gpus: int) -> str:
+    """What cannot be cut into `gpus` equal parts; "" where all can. A key-value head may be on several GPUs.
+
+    >>> uneven_heads(32, 8, 3), uneven_heads(32, 8, 16)
+    ('32 attention heads', '')
+    """
+    if heads % gpus:
+        return f"{heads} attention heads"
+    return f"{kv_heads} key-value heads" if kv_heads % gpus and gpus % kv_heads else ""
+
+
+def _text_config(model: str, revision: str | None) -> Any:
+    """Of the files on this machine; None where there are none."""
+    from transformers import AutoConfig
+
+    source = {"revision": None if Path(model).is_dir() else revision, "local_files_only": True}
+    try:
+        return AutoConfig.from_pretrained(model, **source, trust_remote_code=False).get_text_config()
+    except (OSError, ValueError):
+        return None

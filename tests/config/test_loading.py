@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from configs import differing
-from t2g.config import AnnotateJob, CompareJob, DemoJob, PolicyJob, Section, SFTJob, loading, with_overrides
+from t2g.config import (
+    AnnotateJob,
+    CompareJob,
+    DemoJob,
+    PolicyJob,
+    RewardEngineConfig,
+    Section,
+    SFTJob,
+    loading,
+    with_overrides,
+)
 from t2g.config.marks import may_differ
 from t2g.config.words import show
 from t2g.errors import UserError
@@ -93,9 +103,39 @@ def test_all_wrong_values_are_reported_at_once(tmp_path: Path) -> None:
     }
 
 
+def test_an_engine_on_gpus_has_other_defaults(tmp_path: Path) -> None:
+    def of(*overrides: str) -> tuple[int, float]:
+        rollout = load(tmp_path, GOOD, *overrides).rollout
+        return rollout.max_num_seqs, rollout.start_timeout_s
+
+    assert of() == (64, 240)
+    assert of("rollout.gpus=1") == of("rollout.gpus=0.6") == (512, 1200)
+    assert of("rollout.gpus=1", "rollout.max_num_seqs=96", "rollout.start_timeout_s=60") == (96, 60)
+
+
+def test_vllms_own_arguments_pass_through(tmp_path: Path) -> None:
+    job = load(tmp_path, GOOD, "rollout.engine_args={quantization: fp8}", "rollout.engine_args.block_size=32")
+    assert job.rollout.engine_args == {"quantization": "fp8", "block_size": 32}
+
+
+@pytest.mark.parametrize(("tokens", "deadline_s"), [(16, 90), (256, 90), (1024, 360)])
+def test_who_may_write_more_has_longer(tokens: int, deadline_s: float) -> None:
+    engine = RewardEngineConfig(max_new_tokens=tokens, request_timeout_s=90)
+    assert engine.deadline_s == deadline_s
+
+
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
+        (["rollout.gpus=1.5"], "command line: rollout.gpus: got 1.5, needs a part of one GPU or whole ones"),
+        (
+            ["rollout.engine_args={block_size: 32, seed: 3}"],
+            "command line: rollout.engine_args: seed cannot be given: it",
+        ),
+        (
+            ["rollout.engine_args.logprobs_mode=raw"],
+            "command line: rollout.engine_args: logprobs_mode cannot be given: ",
+        ),
         # The file has lines for these sections, and is right.
         (["rollout.max_new_tokens=5000"], "command line: rollout: max_new_tokens=5000 leaves no room"),
         (["feedback.source=human"], "command line: feedback: source=human needs human_file"),

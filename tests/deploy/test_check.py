@@ -48,6 +48,11 @@ def test_the_plan_in_words() -> None:
     ]
 
 
+def test_an_engine_of_three_gpus_cannot_have_32_heads() -> None:
+    problems, _ = check(*GOOD, "rollout.gpus=3", "feedback.engine.gpus=2")
+    assert problems == ["rollout.gpus is 3, and the model has 32 attention heads; take a number that divides them"]
+
+
 def test_a_run_without_faults() -> None:
     problems, lines = check(*GOOD)
     assert problems == []

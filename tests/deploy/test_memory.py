@@ -190,7 +190,7 @@ def test_offload_moves_the_states_to_the_host() -> None:
 
 
 def test_an_engine_by_hand() -> None:
-    engine = RolloutConfig(dtype="bfloat16", gpus=1, max_model_len=1536)
+    engine = RolloutConfig(dtype="bfloat16", gpus=1, max_model_len=1536, max_num_seqs=64)
     fit = memory.engine_fit(LLAMA_3_8B, engine, sequences=100, gpu_bytes=80 * GIB)
     assert fit.wanted == 64  # max_num_seqs
     assert fit.fitting == 266  # (68 - 14.957 - 3) GiB / .1875 GiB

@@ -1,17 +1,21 @@
-"""Models that vLLM does not serve: one sentence, before any engine process starts."""
+"""Models and arguments that vLLM does not serve: one sentence, before any engine process starts; and those it does."""
 
 import asyncio
+import fnmatch
 import json
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from models import random_model
 
-from actors.engines.engine import Engine
+from actors.engines.engine import Engine, engine_environment
 from t2g.config import EngineConfig
+from t2g.config.feedback import TAKEN_ARGUMENTS
 from t2g.errors import UserError
 
 
@@ -23,8 +27,8 @@ def _same_environment() -> Iterator[None]:
     os.environ.update(before)
 
 
-def refuse(folder: Path, max_model_len: int = 64, kv_cache_gib: float = 0.1) -> str:
-    config = EngineConfig(max_model_len=max_model_len, kv_cache_gib=kv_cache_gib)
+def refuse(folder: Path, **given: Any) -> str:
+    config = EngineConfig(**{"max_model_len": 64, "kv_cache_gib": 0.1} | given)
     with pytest.raises(UserError) as caught:
         asyncio.run(Engine(str(folder), config, seed=1).start())
     return str(caught.value)
@@ -65,3 +69,40 @@ def test_a_cache_smaller_than_one_sequence(tmp_path: Path) -> None:
         r"kv_cache_gib is 0\.0001, and one sequence of \S+ with max_model_len=64 needs 0\.01 GiB: raise the one .*",
         sentence,
     )
+
+
+def vllm_config(folder: Path, config: EngineConfig, **how: Any) -> Any:
+    """As `Engine.start` makes it, of vLLM's own classes; on this platform, whose GPUs nobody asks."""
+    os.environ.update(engine_environment(config, owner=os.getpid(), receives_weights=True))
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else the CPU's platform makes mp of uni
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    return AsyncEngineArgs(**Engine(str(folder), config, seed=3, **how)._arguments()).create_engine_config()
+
+
+@pytest.mark.parametrize(("gpus", "executor"), [(1, "uni"), (2, "mp")])
+def test_vllm_takes_every_argument_of_a_gpu_engine(tmp_path: Path, gpus: int, executor: str) -> None:
+    given = {"kv_cache_dtype": "auto", "block_size": 32, "watermark": 0.02}
+    config = EngineConfig(gpus=gpus, max_model_len=64, enforce_eager=False, engine_args=given)
+    made = vllm_config(random_model(tmp_path), config, transport="nccl", guided=True)
+    assert made.parallel_config.distributed_executor_backend == executor
+    assert made.parallel_config.tensor_parallel_size == made.parallel_config.world_size == gpus
+    assert (made.scheduler_config.max_num_seqs, made.scheduler_config.max_num_batched_tokens) == (512, 8192)
+    assert (made.cache_config.gpu_memory_utilization, made.cache_config.block_size) == (0.85, 32)
+    assert made.cache_config.enable_prefix_caching and not made.model_config.enforce_eager
+    assert (made.model_config.logprobs_mode, made.model_config.seed) == ("processed_logprobs", 3)
+    assert made.load_config.load_format == "safetensors" and made.weight_transfer_config.backend == "t2g_nccl"
+    assert made.structured_outputs_config.disable_any_whitespace
+
+
+def test_every_argument_that_is_refused_is_one_of_vllms() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    known = [field.name for field in fields(AsyncEngineArgs)]
+    assert [p for patterns in TAKEN_ARGUMENTS.values() for p in patterns if not fnmatch.filter(known, p)] == []
+
+
+def test_arguments_that_vllm_does_not_know_or_take(tmp_path: Path) -> None:
+    random_model(tmp_path)
+    assert "engine_args.quantisation: vLLM has no such argument" in refuse(tmp_path, engine_args={"quantisation": "x"})
+    assert "quantization" in refuse(tmp_path, engine_args={"quantization": "no_such_method"})

@@ -5,7 +5,7 @@ import pytest
 from models import random_model
 
 from t2g.errors import UserError
-from t2g.text.positions import check_positions
+from t2g.text.positions import check_heads, check_positions, uneven_heads
 
 
 def test_a_window_beyond_the_positions_is_refused_by_its_key(tmp_path: Path) -> None:
@@ -43,3 +43,22 @@ def test_a_model_that_is_not_here_is_not_looked_for(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("socket.socket.connect", connect)
     check_positions("somebody/elsewhere", None, "rollout.max_model_len", 10**6)
+
+
+def test_gpus_that_do_not_divide_the_heads_are_refused_by_their_key(tmp_path: Path) -> None:
+    model = str(random_model(tmp_path))  # 2 heads of attention, 2 of keys and values
+    check_heads(model, None, "rollout.gpus", 2)
+    check_heads("nobody/has-this", None, "rollout.gpus", 3)
+    with pytest.raises(UserError, match=rf"^rollout\.gpus=3: {model} has 2 attention heads; take a number"):
+        check_heads(model, None, "rollout.gpus", 3)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "gpus", "uneven"),
+    [
+        (32, 8, 8, ""), (32, 8, 16, ""), (32, 8, 3, "32 attention heads"), (24, 8, 6, "8 key-value heads"),
+        (28, 4, 2, ""), (28, 4, 7, "4 key-value heads"), (64, 8, 64, ""),
+    ],
+)  # fmt: skip
+def test_heads_are_cut_evenly_or_key_value_heads_are_copied(heads: int, kv_heads: int, gpus: int, uneven: str) -> None:
+    assert uneven_heads(heads, kv_heads, gpus) == uneven

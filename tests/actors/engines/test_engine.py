@@ -1,12 +1,22 @@
 """The parts of the engine that need no vLLM."""
 
 import tomllib
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from actors.engines.engine import PLUGIN, Engine, engine_environment, first_sentence, kv_cache_bytes, weight_version
+from actors.engines.engine import (
+    PLUGIN,
+    Engine,
+    engine_environment,
+    first_sentence,
+    kv_cache_bytes,
+    refuse_unknown,
+    weight_version,
+)
 from t2g.config import EngineConfig
+from t2g.errors import UserError
 
 
 def test_a_cpu_engine_keeps_to_its_threads_and_sleeps_when_it_waits() -> None:
@@ -21,6 +31,47 @@ def test_an_engine_spreads_over_its_gpus() -> None:
     arguments = Engine("m", EngineConfig(gpus=4), seed=1)._arguments()
     assert (arguments["tensor_parallel_size"], arguments["gpu_memory_utilization"]) == (4, 0.85)
     assert "tensor_parallel_size" not in Engine("m", EngineConfig(), seed=1)._arguments()
+
+
+@pytest.mark.parametrize(("gpus", "executor"), [(0, "uni"), (0.6, "uni"), (1, "uni"), (2, "mp"), (8, "mp")])
+def test_no_engine_has_an_executor_that_asks_ray_for_more(gpus: float, executor: str) -> None:
+    assert Engine("m", EngineConfig(gpus=gpus), seed=1)._arguments()["distributed_executor_backend"] == executor
+
+
+def test_a_gpu_engine_takes_large_steps_and_its_user_may_choose_others() -> None:
+    def batched(**given: int) -> object:
+        return Engine("m", EngineConfig(gpus=1, engine_args=given), seed=1)._arguments()["max_num_batched_tokens"]
+
+    assert (batched(), batched(max_num_batched_tokens=16384)) == (8192, 16384)
+
+
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_whatever_the_program_sets_nobody_else_may_but_two(gpus: float) -> None:
+    config = EngineConfig(gpus=gpus)
+    arguments = Engine("m", config, seed=1, transport="store", guided=True)._arguments()
+    free = {"max_num_batched_tokens", "enable_prefix_caching"}
+    EngineConfig(engine_args=dict.fromkeys(free & arguments.keys(), 1))
+    for name in arguments.keys() - free:
+        with pytest.raises(ValueError, match=rf"{name} cannot be given: "):
+            EngineConfig(engine_args={name: 1})
+
+
+def test_an_argument_that_vllm_does_not_know_is_refused_with_the_nearest_name() -> None:
+    refuse_unknown(["quantization"], ["quantization", "kv_cache_dtype"])
+    with pytest.raises(UserError, match=r"engine_args\.quantisation: .* no such argument; did you mean quantization\?"):
+        refuse_unknown(["quantisation"], ["quantization", "kv_cache_dtype"])
+
+
+def test_what_is_compiled_lies_beside_the_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("VLLM_CACHE_ROOT", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "huggingface"))
+    of = partial(engine_environment, owner=17, receives_weights=True)
+    assert of(EngineConfig(gpus=1))["VLLM_CACHE_ROOT"] == str(tmp_path / "vllm")
+    assert "VLLM_CACHE_ROOT" not in of(EngineConfig())
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "no" / "such"))
+    assert "VLLM_CACHE_ROOT" not in of(EngineConfig(gpus=1)), "it cannot be written"
+    monkeypatch.setenv("VLLM_CACHE_ROOT", "/elsewhere")
+    assert "VLLM_CACHE_ROOT" not in of(EngineConfig(gpus=1)), "the user's own stays"
 
 
 @pytest.mark.parametrize(
