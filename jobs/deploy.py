@@ -92,7 +92,7 @@ def doctor(arguments: argparse.Namespace) -> int:
 
     config = load(PolicyJob, arguments.config, arguments.overrides) if arguments.config else None
     shared = config.run.root if config else None
-    require = config.feedback.sandbox.require if config and config.task in ("code", "human_eval") else ()
+    require = config.feedback.sandbox.require if config and config.task == "code" else ()
     connect(ClusterConfig(address=address), {})
     try:
         nodes = look_at_nodes(shared, require, timeout_s=LOOK_TIMEOUT_S)

@@ -2,25 +2,36 @@
 
     python -m jobs.evaluate --what reward --config configs/own/evaluate.yaml \
         feedback.reward_model=runs/own-reward/model data.path=runs/own-annotated/heldout.jsonl
+    python -m jobs.evaluate --what policy --config configs/own/evaluate_policy.yaml \
+        policies.base.policy=my/model policies.span.policy=runs/own/policy data.path=my.jsonl
 
-Serves the reward model as PPO does and leaves evaluation.json and evaluation.html in the run folder. Spans are compared
-on the tokens of the reward model's own tokenizer. run.smoke=true does the same with three records.
+reward: serves the reward model as PPO does; spans are compared on the tokens of its own tokenizer. policy: samples all
+policies on the same prompts and seeds, measures and compares them; the same command goes on after any crash. Both leave
+evaluation.json and evaluation.html in the run folder. run.smoke=true does the same with three records.
 """
 
 import sys
-from collections.abc import Sequence
+from argparse import ArgumentParser
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
-from jobs.common.cli import main
+from jobs.common.cli import main, stop_flag
 from jobs.common.run_folder import begin_folder
-from t2g.config import EvaluateJob
+from t2g.config import EvaluateJob, ModelConfig, PolicyEvaluationJob
+
+WHAT = {"choices": ["reward", "policy"], "default": "reward", "help": "what is evaluated"}
 
 
 def evaluate(argv: Sequence[str] | None = None) -> int:
-    what = {"choices": ["reward"], "default": "reward", "help": "what is evaluated"}
-    return main(EvaluateJob, run, argv=argv, options={"--what": what})
+    first = ArgumentParser(add_help=False, allow_abbrev=False)  # decides what keys there are
+    first.add_argument("--what", default=WHAT["default"])
+    of_policies = first.parse_known_args(argv)[0].what == "policy"
+    schema, run = (PolicyEvaluationJob, run_policy) if of_policies else (EvaluateJob, run_reward)
+    return main(schema, run, argv=argv, options={"--what": WHAT})
 
 
-def run(config: EvaluateJob, what: str) -> None:
+def run_reward(config: EvaluateJob, what: str) -> None:
     from jobs.common.reward_models import as_trained, connected_model, evaluate_reward, usable_records
     from t2g.report.reward_page import JSON_FILE
     from t2g.text.tokenizer import load_tokenizer
@@ -32,6 +43,30 @@ def run(config: EvaluateJob, what: str) -> None:
     with connected_model(asked) as model:
         metrics = evaluate_reward(asked, records, model, tokenizer, folder)
     print(" ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+
+
+def run_policy(config: PolicyEvaluationJob, what: str) -> None:
+    from jobs.common.policy_evaluation import Evaluation, read_questions
+    from jobs.common.run_folder import sole_process
+
+    @contextmanager
+    def serve(model: ModelConfig) -> Iterator[Any]:
+        from jobs.common.fleets import Fleets
+
+        with Fleets() as fleets:
+            yield fleets.rollouts(model, config.rollout, config)
+
+    questions = read_questions(config)
+    with ExitStack() as opened:
+        opened.enter_context(sole_process(config.run.folder))
+        evaluation = Evaluation(config, questions)
+        if any(map(evaluation.missing, config.policies)):
+            from jobs.common.fleets import on_cluster
+
+            opened.enter_context(on_cluster(config))
+        evaluation.run(serve, stop_flag())
+    folder = config.run.folder
+    print(f"{(folder / 'evaluation.md').read_text()}\nreport: {folder / 'evaluation.html'}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
-from t2g.config import LoRAConfig, ModelConfig
+from actors.learner.models import load_for_training
+from t2g.config import Dtype, LoRAConfig, ModelConfig
+from t2g.errors import UserError
 
 ADAPTER = "default"  # peft's name of the only adapter
 FOLDER = "adapter"  # beside the merged model
@@ -113,3 +115,21 @@ def write_adapter(model: Any, weights: Mapping[str, torch.Tensor], folder: Path)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(dict(weights), folder / "adapter_model.safetensors", metadata={"format": "pt"})
     model.peft_config[ADAPTER].save_pretrained(folder)
+
+
+def merge_adapter(adapter: Path, folder: Path, dtype: Dtype) -> None:
+    """The model that an adapter names as its base, with it merged in, as a model folder with a tokenizer.
+
+    UserError for an adapter without safetensors (a pickle is not read) and for a base that cannot be loaded.
+    """
+    from peft import PeftConfig, PeftModel
+
+    if not (adapter / "adapter_model.safetensors").is_file():
+        raise UserError(f"{adapter} has no adapter_model.safetensors; save the adapter in that format")
+    config = PeftConfig.from_pretrained(adapter)
+    base = ModelConfig(policy=str(config.base_model_name_or_path), revision=config.revision)
+    tokenizer, (model,) = load_for_training(base, "AutoModelForCausalLM", dtype=dtype, on_gpu=False)
+    part = folder.with_name(f"{folder.name}.part")
+    PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(part)
+    tokenizer.save_pretrained(part)
+    part.rename(folder)

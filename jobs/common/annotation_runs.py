@@ -137,7 +137,7 @@ def collect(
         turns = Turns(_at_once(options))
         patience_s = options.llm.request_timeout_s if options.model_asked == "llm" else DRAIN_S
         work = annotation.annotate(samples, source, on_record, turns, write=write)
-        asyncio.run(_attended(work, turns, journal.sync, stop, patience_s))
+        asyncio.run(attended(work, turns, journal.sync, stop, patience_s))
 
 
 def _at_once(options: AnnotateConfig) -> int:
@@ -152,7 +152,7 @@ def _at_once(options: AnnotateConfig) -> int:
     return 1
 
 
-async def _attended(
+async def attended(
     work: Coroutine[Any, Any, None], turns: Turns, at_tick: Callable[[], None], stop: StopFlag, patience_s: float
 ) -> None:
     """`stop` closes `turns`; `work` is cancelled when none is under way, after patience_s, or by a second signal."""
@@ -168,7 +168,7 @@ async def _attended(
         return task.result()
     turns.close()
     name, stop.signal_name = stop.signal_name, None  # a second signal sets it again
-    waits = f"waiting up to {patience_s:g} s for {turns.num_under_way} judgements under way"
+    waits = f"waiting up to {patience_s:g} s for {turns.num_under_way} answers under way"
     print(f"{name}: {waits}; once more to stop at once", file=sys.stderr)
     deadline = time.monotonic() + patience_s
     await until(lambda: bool(stop) or not turns.num_under_way or time.monotonic() >= deadline)

@@ -21,6 +21,7 @@ from t2g.config.common import (
     WorldConfig,
     with_overrides,
 )
+from t2g.config.evaluation import PolicyEvaluationJob
 from t2g.config.feedback import (
     AnnotateConfig,
     EngineConfig,

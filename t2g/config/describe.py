@@ -3,6 +3,7 @@
 from math import ceil
 
 from t2g.config.common import ProcessConfig
+from t2g.config.evaluation import PolicyEvaluationJob
 from t2g.config.feedback import RolloutConfig
 from t2g.config.jobs import (
     AnnotateJob,
@@ -55,6 +56,10 @@ def _work(job: AnyJob) -> list[str]:
             aligner = f", aligned by {options.align}" if options.source == "human" and options.align else ""
             heldout = f"records of {options.heldout_share:.0%} of the prompts are held out"
             return [what, f"feedback: {options.source}{aligner}; {heldout}"]
+        case PolicyEvaluationJob():
+            each = f"{_count(job.rollout.samples_per_prompt, 'response')} to each prompt of {job.data.path}"
+            who = f"policies: {', '.join(job.names)}; judges: {', '.join(job.judges) or 'none'}"
+            return [who, f"{each}, {_sampling(job.rollout)}"]
         case BenchmarkJob():
             engines = " then ".join(str(number) for number in job.workers)
             return [f"{job.repeats} syncs with sync_verify=probe and as many with full, into {engines} rollout engines"]

@@ -41,7 +41,7 @@ class AnyJob(Section):
 class JobConfig(AnyJob):
     """A job on a task."""
 
-    task: str = Field("prompts", description="summarization, qa, code, human_eval, prompts, tiny, or pkg.mod:Class")
+    task: str = Field("prompts", description="summarization, qa, code, prompts, tiny, or pkg.mod:Class")
 
 
 class SyncedJob(AnyJob):
@@ -90,7 +90,7 @@ class PolicyJob(SyncedJob, JobConfig):
         """
         rollout, learner = info.data.get("rollout"), info.data.get("learner")  # none where that section is wrong
         changes: dict[str, Any] = {}
-        if info.data.get("task") in ("code", "human_eval") and "poor" not in objective.rewards.model_fields_set:
+        if info.data.get("task") == "code" and "poor" not in objective.rewards.model_fields_set:
             changes["rewards.poor"] = (0.0, -1.0, -1.0)
         alone = rollout is not None and rollout.samples_per_prompt == 1
         critic = learner is not None and (learner.critic_ranks or learner.critic_warmup_steps)

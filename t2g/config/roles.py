@@ -1,6 +1,7 @@
 """Which processes a job has, and what each of them needs."""
 
 from t2g.config.common import ProcessConfig
+from t2g.config.evaluation import PolicyEvaluationJob
 from t2g.config.feedback import FeedbackConfig
 from t2g.config.jobs import AnnotateJob, AnyJob, BenchmarkJob, DemoJob, PolicyJob, ScoreJob, SFTJob
 
@@ -23,6 +24,8 @@ def roles(job: AnyJob) -> dict[str, ProcessConfig]:
             return {**sampling, **_judge("annotate", job.annotate)}
         case SFTJob():  # a reward model's engine starts when the ranks have gone
             return {"sft": job.sft}
+        case PolicyEvaluationJob():  # one policy after the other
+            return {"rollout": job.rollout} if job.policies else {}
         case ScoreJob():
             return _judge("feedback", job.feedback)
         case BenchmarkJob():

@@ -15,7 +15,7 @@ from t2g.types import Prompt
 
 
 def make_prompts(records: Sequence[Record], task: Task, tokenizer: Any, max_prompt_tokens: int) -> list[Prompt]:
-    """One prompt for each record, in order, with the tokenizer's own chat template.
+    """One prompt for each record, in order, with the tokenizer's own chat template; without ids where it is None.
 
     A prompt of more than `max_prompt_tokens` tokens loses input text if the task cuts it, else it is refused.
     A record without an id gets a hash of its messages. The same messages under the same id again, as where a data set
@@ -23,7 +23,8 @@ def make_prompts(records: Sequence[Record], task: Task, tokenizer: Any, max_prom
     Raises UserError: no chat template; or, with the number of the record (from 1), a missing or wrong field, a prompt
     too long, an id that other messages have.
     """
-    check_chat_template(tokenizer)
+    if tokenizer is not None:
+        check_chat_template(tokenizer)
     prompts: dict[str, Prompt] = {}
     repeats: Counter[tuple[str, str]] = Counter()
     for number, record in enumerate(records, start=1):
@@ -36,12 +37,15 @@ def make_prompts(records: Sequence[Record], task: Task, tokenizer: Any, max_prom
                 prompt_id = f"{prompt_id}-{repeat}"
             if prompt_id in prompts:
                 raise ValueError(f"the id {prompt_id} was used before; ids must be unique in a data set")
+            asked = {}
+            if tokenizer is not None:
+                asked = {"prompt_ids": policy_prompt_ids(record, task, tokenizer, max_prompt_tokens)}
             prompts[prompt_id] = Prompt(
                 prompt_id=prompt_id,
-                prompt_ids=policy_prompt_ids(record, task, tokenizer, max_prompt_tokens),
                 prompt_text=task.prompt_text(record),
                 task=task.name,
                 payload=task.payload(record),
+                **asked,
             )
         except ValueError as error:
             raise UserError(f"data record {number}: {error}") from error

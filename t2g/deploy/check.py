@@ -49,7 +49,7 @@ def check_config(config: PolicyJob, *, gpu: str = "A100-80GB") -> tuple[list[str
     policy = shapes.get("learner")
     problems = list(_problems(config, shapes, fits, gpu))
     warnings = [*_group_warnings(groups), *_cluster_warnings(config, policy), *_path_warnings(config)]
-    if config.task in ("code", "human_eval") and (lacking := available(config.feedback.sandbox.require)):
+    if config.task == "code" and (lacking := available(config.feedback.sandbox.require)):
         warnings.append(f"on this machine {lacking}")
     lines = [*map(_pod_line, groups), _total_line(groups), "", *_memory_lines(fits, gpu), *remarks, ""]
     found = [*(f"problem: {text}" for text in problems), *(f"warning: {text}" for text in warnings)]

@@ -67,30 +67,27 @@ def t_quantile(freedom: int) -> float:
     return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
 
-def compare(one: np.ndarray, other: np.ndarray, figure: Figure, draws: Draws) -> dict[str, Any]:
-    """`figure` of one policy minus that of the other, on the same prompts. one, other: [N, K].
+def told(drawn: np.ndarray, value: np.ndarray, num_prompts: int) -> dict[str, float]:
+    """A figure and its 95 % interval as JSON values. drawn: over resamples, [B]; value: of all prompts, []."""
+    low, high = interval(drawn, num_prompts)
+    return {"value": float(value), "low": float(low), "high": float(high)}
 
-    low, high: of its interval. p: two-sided, of no difference; see `flip_p`, and `mcnemar_p` where the only column is
-    pass or fail. resolvable: the smallest true difference that this many prompts find in 4 of 5 evaluations.
-    wins, ties, losses: prompts where one's value is above, at and below the other's; None where no single column says.
+
+def compare(one: np.ndarray, other: np.ndarray, figure: Figure, draws: Draws) -> dict[str, Any]:
+    """`figure` of one policy minus that of the other, as `told`, on the same prompts. one, other: [N, K].
+
+    p: two-sided, of no difference; see `flip_p`, and `mcnemar_p` where the only column is pass or fail. resolvable: the
+    smallest true difference that this many prompts find in 4 of 5 evaluations. wins, ties, losses: prompts where one's
+    value is above, at and below the other's; None where no single column says.
     """
-    differences = (figure(draws.resampled(one)) - figure(draws.resampled(other)))[:, None]
-    low, high = interval(differences, draws.num_prompts)
-    alone = one.shape[1] == 1
-    passes = alone and np.isin([one, other], [0.0, 1.0]).all()
-    signs = np.sign(one - other) if alone else None
-    wins, ties, losses = (None,) * 3 if signs is None else (int((signs == sign).sum()) for sign in (1, 0, -1))
-    return {
-        "difference": float(figure(one.sum(0)) - figure(other.sum(0))),
-        "low": float(low[0]),
-        "high": float(high[0]),
-        "p": mcnemar_p(wins, losses) if passes else float(flip_p(one, other, figure, draws)),
-        "test": "exact McNemar" if passes else "sign flip",
-        "resolvable": float(resolvable(differences, draws.num_prompts)[0]),
-        "wins": wins,
-        "ties": ties,
-        "losses": losses,
-    }
+    drawn = figure(draws.resampled(one)) - figure(draws.resampled(other))
+    found = told(drawn, figure(one.sum(0)) - figure(other.sum(0)), draws.num_prompts)
+    signs = np.sign(one - other) if one.shape[1] == 1 else None
+    sides = {"wins": 1, "ties": 0, "losses": -1}
+    counts = {name: None if signs is None else int((signs == sign).sum()) for name, sign in sides.items()}
+    exact = signs is not None and bool(np.isin([one, other], [0.0, 1.0]).all())
+    p = mcnemar_p(counts["wins"], counts["losses"]) if exact else float(flip_p(one, other, figure, draws))
+    return {**found, **counts, "p": p, "exact": exact, "resolvable": float(resolvable(drawn, draws.num_prompts))}
 
 
 def resolvable(drawn: np.ndarray, num_prompts: int) -> np.ndarray:

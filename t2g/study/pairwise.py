@@ -11,40 +11,36 @@ from itertools import combinations
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from t2g.config import LLMConfig
 from t2g.feedback.sources.asking import Question
-from t2g.study.paired import Draws, interval, mean_of
+from t2g.study.paired import Draws, mean_of, told
 from t2g.tasks.base import Task
 
-FOR_FIRST = {"A": 1.0, "tie": 0.5, "B": 0.0}
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "reason": {"type": "string", "maxLength": 1000},
-        "verdict": {"type": "string", "enum": [*FOR_FIRST]},
-    },
-    "required": ["reason", "verdict"],
-    "additionalProperties": False,
-}
+FOR_FIRST = {"A": 1.0, "tie": 0.5, "B": 0.0, "unparsable": np.nan}
 AS_LONG = 0.1  # of the words: a smaller difference of length is none
-LENGTHS = ("longer", "as long", "shorter")
 
 
 class Verdict(BaseModel):
-    reason: str
-    verdict: Literal["A", "B", "tie", "unparsable"]
+    """What a judge answers."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    reason: str = Field(max_length=1000)
+    verdict: Literal["A", "B", "tie"]
 
 
-class Judgement(Verdict):
-    """One answer of a judge; A is `first`."""
+class Judgement(BaseModel):
+    """One answer of a judge: of two policies' first responses to a prompt, A by `first`."""
 
     judge: str
-    version: str  # of the judge: its model and what it is asked
+    version: str  # see `judge_version`
     prompt_id: str
     first: str
     second: str
+    verdict: Literal["A", "B", "tie", "unparsable"] = "unparsable"
+    reason: str = ""
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -61,7 +57,7 @@ def question(task: Task, prompt_text: str, first: str, second: str, llm: LLMConf
     )
     return Question(
         messages=[{"role": "user", "content": content}],
-        schema=SCHEMA,
+        schema=Verdict.model_json_schema(),
         max_output_tokens=llm.max_output_tokens,
         temperature=llm.temperature,
         seed=0,
@@ -74,95 +70,86 @@ def judge_version(task: Task, llm: LLMConfig) -> str:
     return f"{llm.model}#{hashlib.blake2b(asked.encode(), digest_size=4).hexdigest()}"
 
 
-def read_verdict(text: str) -> Verdict:
+def read_verdict(text: str) -> dict[str, str]:
     """
-    >>> read_verdict('Well: {"reason": "A is wrong.", "verdict": "B"}').verdict, read_verdict("B!").verdict
-    ('B', 'unparsable')
+    >>> read_verdict('Well: {"reason": "A is wrong.", "verdict": "B"}')
+    {'reason': 'A is wrong.', 'verdict': 'B'}
+    >>> read_verdict("B!")
+    {'reason': 'B!', 'verdict': 'unparsable'}
     """
     try:
-        found = Verdict.model_validate_json(text[text.find("{") : text.rfind("}") + 1])
+        return Verdict.model_validate_json(text[text.find("{") : text.rfind("}") + 1]).model_dump()
     except ValidationError:
-        return Verdict(reason=text[:300], verdict="unparsable")
-    return found.model_copy(update={"reason": found.reason[:1000]})
+        return {"reason": text[:300], "verdict": "unparsable"}
 
 
 def win_rates(
-    judgements: Iterable[Judgement], policies: Sequence[str], words: Mapping[str, Mapping[str, float]], *, seed: int
-) -> dict[str, Any]:
-    """What the judges say of every pair, and how often two of them agree; JSON values.
+    judgements: Iterable[Judgement], policies: Sequence[str], words: Mapping[str, Sequence[float]],
+    prompt_ids: Sequence[str], *, seed: int,
+) -> dict[str, Any]:  # fmt: skip
+    """What each judge says of every pair, and how often two of them agree; JSON values.
 
-    words: policy -> prompt_id -> length of its response. Pairs as in `policy_eval.summarise`.
+    words: of each policy's response to each prompt. Pairs as in `policy_eval.summarise`.
     """
-    said: dict[tuple[str, str, str], dict[tuple[str, str], str]] = {}  # judge, pair -> (prompt, first) -> verdict
-    for one in judgements:
-        policy, against = sorted((one.first, one.second), key=policies.index, reverse=True)
-        said.setdefault((one.judge, policy, against), {})[one.prompt_id, one.first] = one.verdict
-    wins = {key: _wins(verdicts, *key[1:]) for key, verdicts in said.items()}
-    pairs = [
-        {"judge": judge, "policy": policy, "against": against}
-        | _summary(said[judge, policy, against], both, seed)
-        | {"by_length": _by_length(both, words[policy], words[against])}
-        for (judge, policy, against), both in wins.items()
-    ]
+    said = {(one.judge, one.first, one.second, one.prompt_id): FOR_FIRST[one.verdict] for one in judgements}
+    judges, pairs = list(dict.fromkeys(judge for judge, *_ in said)), [*combinations(policies, 2)]
+
+    def answers(judge: str, first: str, second: str) -> np.ndarray:
+        return np.array([said.get((judge, first, second, prompt_id), np.nan) for prompt_id in prompt_ids])
+
+    rows, outcomes = [], {judge: [] for judge in judges}
+    for judge in judges:
+        for against, policy in pairs:
+            both = np.stack([answers(judge, policy, against), 1 - answers(judge, against, policy)])  # [2, N]
+            longer = np.array(words[policy]) - np.array(words[against])
+            sides = np.sign(longer) * (np.abs(longer) > AS_LONG * np.maximum(words[policy], words[against]))
+            rows.append({"judge": judge, "policy": policy, "against": against} | judged(both, sides, seed=seed))
+            outcomes[judge].append(outcome(both))
     agreements = []
-    for one, other in combinations(dict.fromkeys(judge for judge, *_ in wins), 2):
-        same = [
-            _outcome(mine[prompt_id]) == _outcome(wins[other, *pair][prompt_id])
-            for (judge, *pair), mine in wins.items()
-            if judge == one
-            for prompt_id in mine.keys() & wins.get((other, *pair), {}).keys()
-        ]
-        agreements.append({"judges": [one, other], "share": float(np.mean(same)) if same else None, "of": len(same)})
-    return {"pairs": pairs, "agreements": agreements}
+    for one, other in combinations(judges, 2):
+        mine, theirs = np.concatenate(outcomes[one]), np.concatenate(outcomes[other])
+        known = ~np.isnan(mine + theirs)
+        agreements.append({"judges": [one, other], "share": _mean((mine == theirs)[known]), "of": int(known.sum())})
+    return {"pairs": rows, "agreements": agreements}
 
 
-def _wins(verdicts: Mapping[tuple[str, str], str], policy: str, against: str) -> dict[str, tuple[float, float]]:
-    """prompt_id -> what the policy got when it came first and when second; of prompts with two usable answers."""
-    found = {}
-    for prompt_id in dict.fromkeys(prompt_id for prompt_id, _ in verdicts):
-        first, second = (FOR_FIRST.get(verdicts.get((prompt_id, name), "")) for name in (policy, against))
-        if first is not None and second is not None:
-            found[prompt_id] = (first, 1 - second)
-    return found
+def outcome(both: np.ndarray) -> np.ndarray:
+    """What a policy got in both orders, [2, N] -> its points [N]; NaN where an answer is unparsable."""
+    return np.where(both[0] == both[1], both[0], np.where(np.isnan(both.sum(0)), np.nan, 0.5))
 
 
-def _outcome(both: tuple[float, float]) -> float:
-    return both[0] if both[0] == both[1] else 0.5
+def judged(both: np.ndarray, sides: np.ndarray, *, seed: int) -> dict[str, Any]:
+    """One judge of one pair. both: what the policy got when it came first and when second, NaN for unparsable, [2, N];
+    sides: 1 where its response is the longer one, 0 where both are as long, -1, [N].
 
-
-def _summary(
-    verdicts: Mapping[tuple[str, str], str], wins: Mapping[str, tuple[float, float]], seed: int
-) -> dict[str, Any]:
-    """win_rate and first_bias (how much oftener the first is preferred than the second, -1 to 1) with intervals, None
-    for fewer than two prompts; shares of consistent prompts and, of all answers, of ties and unparsable ones.
+    win_rate and first_bias, how much oftener the first is preferred than the second (-1 to 1), as `told`, None for
+    fewer than two prompts; the share of `prompts` (with two usable answers) with the same outcome in both orders; of
+    all answers the shares of ties and of unparsable ones.
     """
-    given = [*verdicts.values()]
-    counts = {"answers": len(given), "prompts": len(wins)}
-    shares = {f"{name}_share": given.count(name) / len(given) for name in ("tie", "unparsable")}
-    if len(wins) < 2:
-        return counts | shares | dict.fromkeys(("win_rate", "first_bias", "consistency"))
-    both = np.array([*wins.values()])  # [N, 2]
-    outcomes, draws = np.array([_outcome(one) for one in wins.values()]), Draws(len(wins), seed=seed)
+    points, known = outcome(both), ~np.isnan(both.sum(0))
+    num = int(known.sum())
+    bias, consistent = both[0] - both[1], both[0] == both[1]
 
-    def told(values: np.ndarray) -> dict[str, float]:
-        low, high = interval(mean_of(len(wins))(draws.resampled(values[:, None]))[:, None], len(wins))
-        return {"value": float(values.mean()), "low": float(low[0]), "high": float(high[0])}
+    def rate(values: np.ndarray) -> dict[str, float] | None:
+        if num < 2:
+            return None
+        column, figure = values[known][:, None], mean_of(num)
+        return told(figure(Draws(num, seed=seed).resampled(column)), figure(column.sum(0)), num)
 
-    biases, consistent = both[:, 0] - both[:, 1], both[:, 0] == both[:, 1]
-    rates = {"win_rate": told(outcomes), "first_bias": told(biases), "consistency": float(consistent.mean())}
-    return counts | shares | rates
-
-
-def _by_length(
-    wins: Mapping[str, tuple[float, float]], words: Mapping[str, float], other_words: Mapping[str, float]
-) -> dict[str, Any]:
-    """Where the policy's response is longer than the other, as long (within a tenth), or shorter: win rate, prompts."""
-    groups: dict[str, list[float]] = {name: [] for name in LENGTHS}
-    for prompt_id, both in wins.items():
-        mine, theirs = words[prompt_id], other_words[prompt_id]
-        close = abs(mine - theirs) <= AS_LONG * max(mine, theirs)
-        groups["as long" if close else "longer" if mine > theirs else "shorter"].append(_outcome(both))
+    lengths = {"longer": 1, "as long": 0, "shorter": -1}
     return {
-        name: {"win_rate": float(np.mean(found)) if found else None, "prompts": len(found)}
-        for name, found in groups.items()
+        "prompts": num,
+        "win_rate": rate(points),
+        "first_bias": rate(bias),
+        "consistency": _mean(consistent[known]),
+        "tie_share": float((both == 0.5).mean()),
+        "unparsable_share": float(np.isnan(both).mean()),
+        "by_length": {
+            name: {"win_rate": _mean(points[known & (sides == side)]), "prompts": int((known & (sides == side)).sum())}
+            for name, side in lengths.items()
+        },
     }
+
+
+def _mean(values: np.ndarray) -> float | None:
+    return float(values.mean()) if len(values) else None

@@ -5,8 +5,8 @@ mean (K 1), or corpus BLEU (K 10). What needs neither a model nor a program is c
 from `Task.measure`.
 """
 
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from itertools import combinations
 from math import comb
 from typing import Any, Literal
@@ -14,22 +14,11 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel
 
-from t2g.study.paired import Draws, Figure, compare, holm, interval, mean_of
+from t2g.study.paired import Draws, Figure, compare, holm, mean_of, told
 
 BLEU, PASSED = "bleu", "passed"
 REFERENCED = "rougeL"  # a task that is measured so is measured by BLEU as well
-NGRAM = 4  # words whose second use counts as repetition
-MEANINGS = {
-    "rouge1": "words shared with the reference, F1 (Lin, 2004; Porter's stemmer)",
-    "rouge2": "pairs of words shared with the reference, F1",
-    "rougeL": "longest common subsequence with the reference, F1",
-    "bertscore": "F1 of words matched by their embeddings (Zhang et al., 2020); 0 for an empty response",
-    "bleu": "corpus BLEU against the references, 0 to 100",
-    "words": "of a response, mean",
-    "cut": "share of responses that the limit of tokens ended",
-    "empty": "share of responses without a character that is not blank",
-    "repetition": f"share of {NGRAM}-word pieces that the same response said before (Welleck et al., 2020)",
-}
+NGRAM = 4  # words whose second use counts as repetition (Welleck et al., arXiv 1908.04319)
 GENERAL = ("words", "cut", "empty", "repetition")  # described, not tested: neither side of them is better
 
 Columns = Mapping[str, np.ndarray]  # measure -> [N, K]
@@ -45,6 +34,11 @@ class Answers(BaseModel):
 
     prompt_id: str
     responses: tuple[Response, ...]
+
+
+def answers_of(prompt_id: str, responses: Iterable[tuple[str, str]]) -> Answers:
+    """responses: each with its finish_reason."""
+    return Answers(prompt_id=prompt_id, responses=[{"text": text, "finish_reason": why} for text, why in responses])
 
 
 class Scores(BaseModel):
@@ -81,7 +75,7 @@ def pass_at(k: int, num_samples: int, num_passed: int) -> float:
     return 1 - comb(num_samples - num_passed, k) / comb(num_samples, k)
 
 
-@lru_cache(maxsize=1)
+@cache
 def _bleu() -> Any:
     from sacrebleu import metrics
 
@@ -105,6 +99,20 @@ def bleu_signature() -> str:
     """What sacrebleu asks to be told with every number."""
     _bleu().corpus_score([""], [[""]])
     return str(_bleu().get_signature())
+
+
+@cache
+def _bert_scorer(folder: str, layer: int) -> Any:
+    from bert_score import BERTScorer
+
+    return BERTScorer(model_type=folder, num_layers=layer)
+
+
+def bert_score(text: str, reference: str, folder: str, layer: int) -> float:
+    """F1 of Zhang et al., arXiv 1904.09675; 0 for a blank text, which the package cannot take."""
+    if not (text.strip() and reference.strip()):
+        return 0.0
+    return float(_bert_scorer(folder, layer).score([text], [reference])[2][0])
 
 
 def figure_of(measure: str, num_prompts: int) -> Figure:
@@ -131,18 +139,17 @@ def columns(
 
 
 def summarise(policies: Mapping[str, Columns], *, seed: int) -> dict[str, Any]:
-    """Each policy's figures with intervals, and every pair's differences; JSON values. Intervals of 95 %.
+    """Each policy's figures with intervals, and every pair's differences; JSON values.
 
-    A pair is (later, earlier) in the order of `policies`; p_holm: of `p` among all pairs and tested measures.
+    A pair is (later, earlier) in the order of `policies`; p_holm: of `p` among all pairs and measures that are tested.
     """
     num_prompts = len(next(iter(next(iter(policies.values())).values())))
     draws = Draws(num_prompts, seed=seed)
-
-    def told(name: str, values: np.ndarray) -> dict[str, float]:
-        figure = figure_of(name, num_prompts)
-        low, high = interval(figure(draws.resampled(values))[:, None], num_prompts)
-        return {"value": float(figure(values.sum(0))), "low": float(low[0]), "high": float(high[0])}
-
+    figures: dict[str, dict[str, Any]] = {policy: {} for policy in policies}
+    for policy, measures in policies.items():
+        for name, values in measures.items():
+            figure = figure_of(name, num_prompts)
+            figures[policy][name] = told(figure(draws.resampled(values)), figure(values.sum(0)), num_prompts)
     pairs = [
         {"policy": other, "against": one, "measure": name}
         | compare(values, policies[one][name], figure_of(name, num_prompts), draws)
@@ -152,7 +159,4 @@ def summarise(policies: Mapping[str, Columns], *, seed: int) -> dict[str, Any]:
     tested = [pair for pair in pairs if pair["measure"] not in GENERAL]
     for pair, adjusted in zip(tested, holm([pair["p"] for pair in tested]), strict=True):
         pair["p_holm"] = adjusted
-    return {
-        "policies": {p: {name: told(name, values) for name, values in of.items()} for p, of in policies.items()},
-        "pairs": pairs,
-    }
+    return {"policies": figures, "pairs": pairs}

@@ -161,7 +161,6 @@ _TASKS = {
     "summarization": "t2g.tasks.summarization:SummarizationTask",
     "qa": "t2g.tasks.qa:QATask",
     "code": "t2g.tasks.code:CodeTask",
-    "human_eval": "t2g.tasks.human_eval:HumanEvalTask",
     "prompts": "t2g.tasks.prompts_only:PromptsTask",
     "tiny": "t2g.tasks.tiny.task:TinyTask",
 }

@@ -1,56 +1,43 @@
-"""HumanEval (Chen et al., arXiv 2107.03374): the code task on problems of that format, read as they are published.
+"""HumanEval (Chen et al., arXiv 2107.03374) as KodCode: one converter, for evaluations on problems of that format.
 
 Understood fields: task_id; prompt, the beginning of a module up to the docstring of the function that is asked for;
 entry_point, its name; test, with `check(candidate)`; canonical_solution, the rest of the module.
 """
 
 import re
-from typing import Any
+from collections.abc import Sequence
 
-from t2g.tasks.base import Record, text_field
-from t2g.tasks.code import CodeTask
+from t2g.errors import UserError
+from t2g.tasks.base import Record, optional_text, text_field
 
 _IMPORT = re.compile(r"^(?:import|from)\s.*$", re.MULTILINE)
 _FUNCTION = re.compile(r"^def\s+(\w+)", re.MULTILINE)
 
 
-class HumanEvalTask(CodeTask):
-    name = "human_eval"
-
-    def prompt_id(self, record: Record) -> str | None:
-        return super().prompt_id(as_kodcode(record))
-
-    def prompt_text(self, record: Record) -> str:
-        return super().prompt_text(as_kodcode(record))
-
-    def payload(self, record: Record) -> dict[str, Any]:
-        return super().payload(as_kodcode(record))
-
-    def reference(self, record: Record) -> str | None:
-        return super().reference(as_kodcode(record))
-
-    def response(self, record: Record) -> str | None:
-        return super().response(as_kodcode(record))
-
-
-def as_kodcode(record: Record) -> Record:
-    """A KodCode record, with `imports`: those of the prompt, which an answer need not say again. Another stays itself.
-
-    The tests import every function of the prompt: the one that is asked for may be the inverse of a given one.
+def as_kodcode(records: Sequence[Record]) -> list[Record]:
+    """KodCode records, with `imports`: those of the prompt, which an answer need not say again. Those of another format
+    stay themselves. UserError, with the number of the record (from 1), for a field that is missing or wrong.
     """
-    if "entry_point" not in record:
-        return record
+    converted = []
+    for number, record in enumerate(records, start=1):
+        try:
+            converted.append(_converted(record) if "entry_point" in record else record)
+        except ValueError as error:
+            raise UserError(f"data record {number}: {error}") from error
+    return converted
+
+
+def _converted(record: Record) -> Record:
+    """The tests import every function of the prompt: the one that is asked for may be the inverse of a given one."""
     prompt, test, entry = (text_field(record, name) for name in ("prompt", "test", "entry_point"))
     if not entry.isidentifier():
         raise ValueError(f"field entry_point is {entry!r:.80}; it needs the name of a function")
     names = ", ".join(dict.fromkeys([*_FUNCTION.findall(prompt), entry]))
-    converted = {
+    solution = optional_text(record, "canonical_solution")
+    return {
         "id": record.get("task_id"),
         "question": prompt,
         "test": f"from solution import {names}\n\n{test}\n\ndef test_{entry}():\n    check({entry})\n",
         "imports": "\n".join(_IMPORT.findall(prompt)),
-        "response": record.get("response"),
+        "solution": None if solution is None else prompt + solution,
     }
-    if record.get("canonical_solution") is not None:
-        converted["solution"] = prompt + text_field(record, "canonical_solution")
-    return converted

@@ -305,7 +305,7 @@ def test_a_signal_lets_in_what_is_under_way_and_begins_nothing(
     with pytest.raises(Stopped):
         annotate_samples(config, read_samples(config), fleets, fleets.stop)
     assert fleets.stop.signal_name == "SIGTERM"
-    assert f"SIGTERM: waiting up to {patience_s:g} s for 2 judgements under way" in capsys.readouterr().err
+    assert f"SIGTERM: waiting up to {patience_s:g} s for 2 answers under way" in capsys.readouterr().err
     assert prompt_ids(config.run.folder / JOURNAL_FILE) == [f"p{i}" for i in range(6)] and fleets.num_judged == 7
     rest = FakeFleets(config)
     assert annotate_data(config, rest)["ok"] == 20 and rest.num_judged == 14

@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 
+from t2g.errors import UserError
 from t2g.sandbox import SandboxConfig
 from t2g.tasks.base import get_task
+from t2g.tasks.human_eval import as_kodcode
 from t2g.types import Prompt
 
-TASK = get_task("human_eval")
+TASK = get_task("code")
 RECORD = {
     "task_id": "HumanEval/50",
     "prompt": (
@@ -24,29 +26,30 @@ RECORD = {
 }
 
 
-def passed(response: str, record: dict[str, Any] = RECORD) -> float:
-    prompt = Prompt(prompt_id="1", prompt_text="p", task="human_eval", payload=TASK.payload(record))
+(KODCODE,) = as_kodcode([RECORD])
+
+
+def passed(response: str, record: dict[str, Any] = KODCODE) -> float:
+    prompt = Prompt(prompt_id="1", prompt_text="p", task="code", payload=TASK.payload(record))
     return TASK.measure(prompt, response, sandbox=SandboxConfig(require=()))["passed"]
 
 
-def test_a_record_is_read_as_published() -> None:
-    assert TASK.prompt_id(RECORD) == "HumanEval/50"
-    text = TASK.prompt_text(RECORD)
+def test_a_record_becomes_one_of_kodcode() -> None:
+    assert TASK.prompt_id(KODCODE) == "HumanEval/50" and as_kodcode([KODCODE])[0] is KODCODE
+    text = TASK.prompt_text(KODCODE)
     assert text.startswith("from typing") and text.endswith("import from your program: encode, decode")
-    payload = TASK.payload(RECORD)
-    assert payload["imports"] == "from typing import List" and "question" not in payload
-    assert TASK.reference(RECORD) == TASK.reference(payload) and "return [v - 1" in TASK.reference(RECORD)
-    assert TASK.response(RECORD) == RECORD["prompt"] + RECORD["canonical_solution"]
-    assert TASK.response({**RECORD, "response": "x"}) == "x"
+    assert KODCODE["imports"] == "from typing import List"
+    assert KODCODE["solution"] == RECORD["prompt"] + RECORD["canonical_solution"]
+    assert as_kodcode([{**RECORD, "canonical_solution": None}])[0]["solution"] is None
 
 
 def test_its_own_solution_passes_and_a_wrong_one_does_not() -> None:
-    assert passed(TASK.reference(RECORD)) == 1
-    assert passed(TASK.reference(RECORD).replace("v - 1", "v - 2")) == 0
+    assert passed(TASK.reference(KODCODE)) == 1
+    assert passed(TASK.reference(KODCODE).replace("v - 1", "v - 2")) == 0
 
 
 def test_an_answer_need_not_repeat_the_prompts_imports() -> None:
-    answer = TASK.reference(RECORD).replace("from typing import List\n", "")
+    answer = TASK.reference(KODCODE).replace("from typing import List\n", "")
     assert "import" not in answer and passed(answer) == 1
     assert passed("def decode(values): return [v - 1 for v in values]") == 0  # encode was given, and is not there
 
@@ -56,5 +59,5 @@ def test_an_answer_need_not_repeat_the_prompts_imports() -> None:
     [({"entry_point": "os.system"}, "entry_point"), ({"test": ""}, "test"), ({"prompt": 3}, "prompt")],
 )
 def test_a_broken_record_is_refused_by_its_field(changed: dict[str, Any], fact: str) -> None:
-    with pytest.raises(ValueError, match=f"field {fact} "):
-        TASK.prompt_text({**RECORD, **changed})
+    with pytest.raises(UserError, match=f"record 2: field {fact} "):
+        as_kodcode([RECORD, {**RECORD, **changed}])

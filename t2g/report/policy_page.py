@@ -1,0 +1,109 @@
+"""What an evaluation of policies leaves: evaluation.json, .md and .html, and exports. Computes nothing itself."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from t2g.files import write_atomic
+from t2g.report.reward_page import HTML_FILE, JSON_FILE
+from t2g.report.segments import printable
+from t2g.report.templates import number, render_page
+from t2g.runs.versions import versions
+from t2g.study.policy_eval import BLEU, Answers, Columns, bleu_signature, general
+from t2g.study.tables import markdown
+from t2g.types import Prompt
+
+MD_FILE, EXPORTS = "evaluation.md", "exports"
+NUM_EXAMPLES = 6
+PROBLEMS = {"empty": 1.0, "cut": 1.0, "repetition": 0.5}  # general measure -> from where on a response is shown for it
+OF_A_PAIR = ("p", "p_holm", "wins", "ties", "losses", "resolvable")
+
+
+def write_policy_evaluation(
+    folder: Path,
+    about: Mapping[str, Any],
+    prompts: Sequence[Prompt],
+    answers: Mapping[str, Sequence[Answers]],
+    measured: Mapping[str, Columns],
+    summary: Mapping[str, Any],
+    judged: Mapping[str, Any],
+) -> dict[str, Any]:
+    """All files into `folder`; returns what evaluation.json holds.
+
+    answers, measured: policy -> by prompt. summary: of `policy_eval.summarise`; judged: of `pairwise.win_rates`.
+    """
+    names = [*summary["policies"]]
+    measures = [*summary["policies"][names[0]]]
+    result = {
+        **about,
+        **summary,
+        "judged": judged,
+        "problems": _problems(answers),
+        "examples": _examples(measured, measures[0]),
+        "bleu_signature": bleu_signature() if BLEU in measures else None,
+        "versions": versions(),
+    }
+    write_atomic(folder / JSON_FILE, json.dumps(result, indent=1).encode())
+    write_atomic(folder / MD_FILE, _markdown(result, measures).encode())
+    render_page(
+        folder / HTML_FILE,
+        "policy.html",
+        title="Policies compared",
+        about={name: printable(str(value)) for name, value in about.items()},
+        result=result,
+        names=names,
+        measures=measures,
+        prompts=prompts,
+        answers=answers,
+        measured=measured,
+        versions=result["versions"],
+    )
+    _export(folder / EXPORTS, prompts, answers)
+    return result
+
+
+def _examples(measured: Mapping[str, Columns], measure: str) -> list[int]:
+    """Places of the prompts on which the policies differ most."""
+    values = np.hstack([columns[measure] for columns in measured.values()])  # [N, policies]
+    return np.argsort(-np.ptp(values, axis=1), kind="stable")[:NUM_EXAMPLES].tolist()
+
+
+def _problems(answers: Mapping[str, Sequence[Answers]]) -> dict[str, Any]:
+    """Of each kind how many responses have it, and the first: [policy, place of the prompt, sample]."""
+
+    def found(kind: str, least: float) -> list[tuple[str, int, int]]:
+        return [
+            (policy, place, index)
+            for policy, rows in answers.items()
+            for place, row in enumerate(rows)
+            for index, response in enumerate(row.responses)
+            if general(response)[kind] >= least
+        ]
+
+    places = {kind: found(kind, least) for kind, least in PROBLEMS.items()}
+    return {kind: {"count": len(at), "examples": at[:NUM_EXAMPLES]} for kind, at in places.items()}
+
+
+def _markdown(result: Mapping[str, Any], measures: Sequence[str]) -> str:
+    def told(value: Mapping[str, float]) -> str:
+        return f"{number(value['value'])} ({number(value['low'])} to {number(value['high'])})"
+
+    policies = [[name, *map(told, of.values())] for name, of in result["policies"].items()]
+    pairs = [
+        [pair["policy"], pair["against"], pair["measure"], told(pair), *(number(pair.get(key)) for key in OF_A_PAIR)]
+        for pair in result["pairs"]
+    ]
+    head = ["policy", "against", "measure", "difference", *OF_A_PAIR]
+    return f"{markdown(['policy', *measures], policies)}\n\n{markdown(head, pairs)}\n"
+
+
+def _export(folder: Path, prompts: Sequence[Prompt], answers: Mapping[str, Sequence[Answers]]) -> None:
+    """The first responses of each policy as AlpacaEval's own tool reads them."""
+    folder.mkdir(exist_ok=True)
+    for name, rows in answers.items():
+        texts = zip(prompts, rows, strict=True)
+        outputs = [{"instruction": p.prompt_text, "output": r.responses[0].text, "generator": name} for p, r in texts]
+        write_atomic(folder / f"alpaca_eval_{name}.json", json.dumps(outputs, indent=1).encode())

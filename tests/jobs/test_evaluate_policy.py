@@ -1,0 +1,261 @@
+"""jobs.evaluate --what policy on fake engines and a fake server: what is asked, once, and what is left."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_endpoint import KEY, KEY_VARIABLE, FakeEndpoint, Reply, fake_endpoint, says
+
+from jobs.common.cli import StopFlag
+from jobs.common.policy_evaluation import Evaluation, read_questions
+from jobs.evaluate import evaluate
+from t2g.config import ModelConfig, PolicyEvaluationJob
+from t2g.errors import RunStopped, UserError
+from t2g.interfaces import Sampling
+from t2g.tasks.tiny.assets import build_tokenizer
+from t2g.types import Prompt, Rollout
+
+SENTENCES = [f"The {thing} that I bought in {town} broke after {n} days and the shop is rude about it ."
+             for n, (thing, town) in enumerate((t, c) for t in ("phone", "car", "lamp", "radio", "chair")
+                                               for c in ("Rome", "Bonn", "Oslo", "Lima"))]  # fmt: skip
+RECORDS = [{"id": str(i), "post": f"post {i}", "ideal_human_summary": text} for i, text in enumerate(SENTENCES)]
+
+
+class Engine:
+    """Copies the reference, up to so many words; answers at most `left` prompts before it is killed."""
+
+    def __init__(self, num_words: int, left: int = 10**6) -> None:
+        self.num_words, self.left = num_words, left
+        self.asked: list[str] = []
+
+    async def sample(self, prompt: Prompt, sampling: Sampling) -> list[Rollout]:
+        if self.left == 0:
+            raise KeyboardInterrupt
+        self.left -= 1
+        self.asked.append(prompt.prompt_id)
+        words = prompt.payload["ideal_human_summary"].split()
+        return [
+            Rollout(
+                prompt_id=prompt.prompt_id, sample_index=index, prompt_ids=prompt.prompt_ids,
+                response_ids=np.zeros(1, np.int32), rollout_logprobs=np.zeros(1, np.float32),
+                response_text=" ".join(words[: self.num_words]),
+                finish_reason="length" if self.num_words < len(words) else "stop",
+                policy_versions=((0, 1, 0),),
+            )
+            for index in range(sampling.num_samples)
+        ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two tokenizers: those of the policies differ."""
+    folder = tmp_path_factory.mktemp("models")
+    build_tokenizer(folder / "whole", ["x"], vocab_size=261)
+    build_tokenizer(folder / "cut", SENTENCES, vocab_size=400)
+    return folder
+
+
+def job(tmp_path: Path, models: Path, records: list[dict[str, Any]] = RECORDS, **fields: Any) -> PolicyEvaluationJob:
+    data = tmp_path / "heldout.jsonl"
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    given = {
+        "run": {"root": tmp_path / "runs", "name": "evaluation"},
+        "task": "summarization",
+        "policies": {name: {"policy": str(models / name)} for name in ("whole", "cut")},
+        "data": {"path": str(data)},
+    }
+    return PolicyEvaluationJob.model_validate(given | fields)
+
+
+def run(config: PolicyEvaluationJob, engines: dict[str, Engine]) -> dict[str, Any]:
+    @contextmanager
+    def serve(model: ModelConfig) -> Iterator[Engine]:
+        yield engines[Path(model.policy).name]
+
+    return Evaluation(config, read_questions(config)).run(serve, StopFlag())
+
+
+def pair(result: dict[str, Any], measure: str) -> dict[str, Any]:
+    return next(one for one in result["pairs"] if one["measure"] == measure)
+
+
+def test_a_policy_that_is_cut_to_8_words_is_found_worse(tmp_path: Path, models: Path) -> None:
+    config = job(tmp_path, models)
+    result = run(config, {"whole": Engine(100), "cut": Engine(8)})
+    for measure in ("rouge1", "rouge2", "rougeL", "bleu"):
+        found = pair(result, measure)
+        assert found["policy"] == "cut" and found["high"] < 0 and found["p_holm"] < 0.01
+        assert found["value"] < -found["resolvable"]
+    assert result["policies"]["whole"]["bleu"]["value"] == pytest.approx(100)
+    assert result["policies"]["cut"]["words"] == {"value": 8, "low": 8, "high": 8}
+    assert result["policies"]["cut"]["cut"]["value"] == 1 and result["problems"]["cut"]["count"] == len(RECORDS)
+    folder = config.run.folder
+    assert json.loads((folder / "evaluation.json").read_text())["prompts"] == len(RECORDS)
+    assert "| cut | whole | rougeL | -0." in (folder / "evaluation.md").read_text()
+    assert "The phone that I bought" in (folder / "evaluation.html").read_text()
+    (first, *_) = json.loads((folder / "exports" / "alpaca_eval_cut.json").read_text())
+    assert first == {"instruction": "post 0", "output": " ".join(SENTENCES[0].split()[:8]), "generator": "cut"}
+
+
+def test_rouge_and_bleu_of_the_saved_responses_are_the_reports(tmp_path: Path, models: Path) -> None:
+    """Recomputed from files alone, with the packages' own loops; one response is empty, one is huge."""
+    from rouge_score.rouge_scorer import RougeScorer
+    from sacrebleu.metrics import BLEU
+
+    records = [*RECORDS[:8], {"id": "x", "post": "p", "ideal_human_summary": "word " * 3000}]
+    config = job(tmp_path, models, records, policies={"cut": {"policy": str(models / "cut")}})
+    engine = Engine(6)
+    run(config, {"cut": engine})
+    lines = (config.run.folder / "responses" / "cut" / "responses.jsonl").read_text().splitlines()
+    texts = {row["prompt_id"]: row["responses"][0]["text"] for row in map(json.loads, lines)}
+    result = json.loads((config.run.folder / "evaluation.json").read_text())["policies"]["cut"]
+    scorer, references = RougeScorer(["rougeL"], use_stemmer=True), {r["id"]: r["ideal_human_summary"] for r in records}
+    rouge = [scorer.score(references[i], text)["rougeL"].fmeasure for i, text in texts.items()]
+    assert result["rougeL"]["value"] == pytest.approx(sum(rouge) / len(rouge), abs=1e-6)
+    bleu = BLEU().corpus_score([*texts.values()], [[references[i] for i in texts]]).score
+    assert result["bleu"]["value"] == pytest.approx(bleu, abs=1e-6)
+
+
+def test_killed_half_way_it_asks_for_the_rest_alone(tmp_path: Path, models: Path) -> None:
+    config = job(tmp_path, models, rollout={"max_num_seqs": 1})
+    first = {"whole": Engine(100), "cut": Engine(8, left=7)}
+    with pytest.raises(KeyboardInterrupt):
+        run(config, first)
+    second = {"whole": Engine(100), "cut": Engine(8)}
+    result = run(config, second)
+    assert second["whole"].asked == [] and result["policies"]["cut"]["words"]["value"] == 8
+    assert sorted(first["cut"].asked + second["cut"].asked) == sorted(record["id"] for record in RECORDS)
+    again = {"whole": Engine(0), "cut": Engine(0)}
+    assert run(config, again)["pairs"] == result["pairs"] and again["cut"].asked == []
+
+
+def test_a_policy_may_come_later_and_equal_ones_differ_by_nothing(tmp_path: Path, models: Path) -> None:
+    run(job(tmp_path, models, policies={"whole": {"policy": str(models / "whole")}}), {"whole": Engine(100)})
+    both = {"whole": {"policy": str(models / "whole")}, "twin": {"policy": str(models / "cut")}}
+    engines = {"whole": Engine(100), "cut": Engine(100)}
+    result = run(job(tmp_path, models, policies=both), engines)
+    assert engines["whole"].asked == []
+    assert all((one["value"], one["low"], one["high"], one["p"]) == (0, 0, 0, 1) for one in result["pairs"])
+
+
+def test_other_data_under_the_same_name_is_refused(tmp_path: Path, models: Path) -> None:
+    run(job(tmp_path, models), {"whole": Engine(9), "cut": Engine(9)})
+    with pytest.raises(UserError, match="what data"):
+        run(job(tmp_path, models, RECORDS[:5]), {})
+
+
+@pytest.mark.parametrize(
+    ("records", "fact"),
+    [
+        ([*RECORDS[:2], {"post": "p"}], "data record 3 of .* has no reference"),
+        (RECORDS[:1], "one record"),
+        ([{"ideal_human_summary": "s"}] * 2, "data record 1: "),
+    ],
+)
+def test_bad_data_is_refused_before_an_engine_starts(
+    tmp_path: Path, models: Path, records: list[dict[str, Any]], fact: str
+) -> None:
+    with pytest.raises(UserError, match=fact):
+        run(job(tmp_path, models, records), {})
+
+
+@pytest.mark.parametrize(
+    ("fields", "fact"),
+    [
+        ({"policies": {}}, "one name or more"),
+        ({"pass_at": [2]}, "pass_at"),
+        ({"judges": {"j": {"model": "m"}}}, "judges.j needs url and model"),
+        ({"policies": {"a": {"policy": "p"}}, "judges": {"j": {"model": "m", "url": "http://x"}}}, "there is one"),
+    ],
+)
+def test_a_config_that_makes_no_sense(tmp_path: Path, models: Path, fields: dict[str, Any], fact: str) -> None:
+    with pytest.raises(ValueError, match=fact):
+        job(tmp_path, models, **fields)
+
+
+def test_a_model_that_is_not_there_is_refused_before_an_engine_starts(tmp_path: Path, models: Path) -> None:
+    with pytest.raises(UserError, match="there is no folder"):
+        run(job(tmp_path, models, policies={"gone": {"policy": str(models / "gone")}}), {})
+
+
+# ------------------------------------------------------------------------------------------------------ servers, judges
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeEndpoint]:
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    with fake_endpoint() as found:
+        yield found
+
+
+def llm(server: FakeEndpoint) -> dict[str, Any]:
+    return {"url": server.url, "model": "judge", "key_env": KEY_VARIABLE}
+
+
+def verdict(word: str) -> Callable[[int, dict[str, Any]], Reply]:
+    return lambda number, body: says(json.dumps({"reason": "r", "verdict": word}))
+
+
+def prefers_long(number: int, body: dict[str, Any]) -> Reply:
+    _, first, second = body["messages"][0]["content"].rsplit("\n\nAnswer ", 2)
+    return verdict("A" if len(first) > len(second) else "B")(number, body)
+
+
+def test_a_judge_is_asked_in_both_orders_and_paid_once(tmp_path: Path, models: Path, server: FakeEndpoint) -> None:
+    config = job(tmp_path, models, RECORDS[:4], judges={"j": llm(server)})
+    server.reply = prefers_long
+    engines = {"whole": Engine(100), "cut": Engine(8)}
+    (judged,) = run(config, engines)["judged"]["pairs"]
+    assert judged["win_rate"]["value"] == 0 and judged["consistency"] == 1 and judged["first_bias"]["value"] == 0
+    assert judged["by_length"]["shorter"] == {"win_rate": 0, "prompts": 4}
+    assert len(server.requests) == 8
+    two = job(tmp_path, models, RECORDS[:4], judges={"j": llm(server), "k": llm(server) | {"temperature": 1.0}})
+    server.reply = verdict("A")
+    result = run(two, engines)
+    assert len(server.requests) == 16, "the first judge has said what it says"
+    assert result["judged"]["pairs"][1]["first_bias"]["value"] == 1
+    assert result["judged"]["agreements"] == [{"judges": ["j", "k"], "share": 0, "of": 4}]
+
+
+def test_rubbish_is_counted_and_a_server_that_fails_is_asked_again(
+    tmp_path: Path, models: Path, server: FakeEndpoint
+) -> None:
+    config = job(tmp_path, models, RECORDS[:4], judges={"j": llm(server)})
+    server.reply = lambda number, body: says("I like both!") if number % 2 else Reply(400, {"error": "no"})
+    engines = {"whole": Engine(100), "cut": Engine(8)}
+    with pytest.raises(RunStopped, match="judge j: 4 of 8 got no answer"):
+        run(config, engines)
+    server.reply = lambda number, body: says("I like both!")
+    (judged,) = run(config, engines)["judged"]["pairs"]
+    assert len(server.requests) == 12
+    assert judged["unparsable_share"] == 1 and judged["win_rate"] is None
+
+
+def test_a_policy_behind_a_server_answers_in_free_text(tmp_path: Path, models: Path, server: FakeEndpoint) -> None:
+    config = job(
+        tmp_path, models, RECORDS[:4], endpoints={"far": llm(server)}, policies={},
+        rollout={"samples_per_prompt": 2, "temperature": 0.5, "max_new_tokens": 7},
+    )  # fmt: skip
+    server.reply = lambda number, body: says("A summary.", finish_reason="length")
+    result = run(config, {})
+    assert result["policies"]["far"]["words"]["value"] == 2 and result["policies"]["far"]["cut"]["value"] == 1
+    assert len(server.requests) == 8 and len({body["seed"] for body in server.requests}) == 8
+    body = server.requests[0]
+    assert "response_format" not in body and (body["max_completion_tokens"], body["temperature"]) == (7, 0.5)
+    assert body["messages"][0]["content"].startswith("Summarize") and "post" in body["messages"][0]["content"]
+
+
+def test_without_a_key_nothing_starts(tmp_path: Path, models: Path, server: FakeEndpoint) -> None:
+    config = job(tmp_path, models, judges={"j": llm(server) | {"key_env": "T2G_NO_SUCH_KEY"}})
+    with pytest.raises(UserError, match="T2G_NO_SUCH_KEY"):
+        run(config, {})
+
+
+def test_the_command_line_has_the_keys_of_what_is_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "evaluate.yaml"
+    config.write_text("data: {path: my.jsonl}\npolicies: {base: {policy: my/model}}\n")
+    assert evaluate(["--what", "policy", "--config", str(config), "policies.new.policy=b", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "policies: base, new; judges: none" in out and "1 response to each prompt of my.jsonl" in out
