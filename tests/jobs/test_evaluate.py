@@ -113,8 +113,8 @@ def test_the_report_lies_in_the_run_folder(tmp_path: Path, model: Path, capsys: 
 
 def test_what_is_not_known_is_refused_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        evaluate(["--what", "policy", "--config", "x.yaml"])
-    assert caught.value.code == 2 and "invalid choice: 'policy'" in capsys.readouterr().err
+        evaluate(["--what", "data", "--config", "x.yaml"])
+    assert caught.value.code == 2 and "invalid choice: 'data'" in capsys.readouterr().err
 
 
 def test_the_rest_of_the_command_line_is_the_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
