@@ -13,14 +13,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from jobs.common.annotation_runs import (
-    ANNOTATED_FILE,
-    annotate_samples,
-    known_records,
-    missing_samples,
-    read_samples,
-    tell_tokens,
-)
+from jobs.common import annotation_runs as runs
 from jobs.common.cli import main, stop_flag
 from t2g.config import AnnotateJob
 from t2g.config.describe import describe as describe_config
@@ -28,24 +21,24 @@ from t2g.config.roles import roles
 
 
 def run(config: AnnotateJob) -> None:
-    samples = read_samples(config)
+    samples = runs.read_samples(config)
     with ExitStack() as opened:
         fleets = None
-        if roles(config) and (config.run.smoke or missing_samples(samples, known_records(config, samples))):
+        if roles(config) and (config.run.smoke or runs.missing_samples(samples, runs.known_records(config, samples))):
             from jobs.common.fleets import Fleets, on_cluster
 
             opened.enter_context(on_cluster(config))
             fleets = opened.enter_context(Fleets())
-        annotate_samples(config, samples, fleets, stop_flag())
-    print(f"records: {config.run.folder / ANNOTATED_FILE}")
+        runs.annotate_samples(config, samples, fleets, stop_flag())
+    print(f"records: {config.run.folder / runs.ANNOTATED_FILE}")
 
 
 def describe(config: AnnotateJob) -> str:
     """What it amounts to, and what an endpoint will be asked for where the data is at hand. Needs no key."""
     llm = config.annotate.model_asked == "llm"
     if llm and not roles(config) and Path(config.data.path).is_file():
-        samples = read_samples(config)
-        tell_tokens(config, missing_samples(samples, known_records(config, samples)))
+        samples = runs.read_samples(config)
+        runs.tell_tokens(config, runs.missing_samples(samples, runs.known_records(config, samples)))
     return describe_config(config)
 
 

@@ -21,7 +21,7 @@ def run(config: SFTJob) -> None:
     check_folder(config, *LEFTOVERS)
     examples = read_examples(config)
     with on_cluster(config):
-        supervise(config, examples)
+        supervise(config, examples, title="supervised fine-tuning")
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def make_stages(demo: DemoJob, fleets: Fleets, *, reward: bool = True) -> dict[s
     base, annotated, last = sft_job(demo), annotate_job(demo), reward_job(demo)
     made = {
         WORLD: once(demo.run.folder / WORLD, demo.world, lambda: _write_world(demo)),
-        BASE: once(base.run.folder, base, lambda: supervise(base, read_examples(base))),
+        BASE: once(base.run.folder, base, lambda: supervise(base, read_examples(base), title="base policy")),
         ANNOTATED: once(annotated.run.folder, annotated, lambda: annotate_data(annotated, fleets)),
     }
     if reward:

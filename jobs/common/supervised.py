@@ -27,9 +27,7 @@ def read_examples(config: SFTJob) -> list[TrainSequence]:
     return policy_examples(load_records(config.data), task, tokenizer, max_length=config.sft.max_length)
 
 
-def supervise(
-    config: SFTJob, examples: Sequence[TrainSequence], *, title: str = "supervised fine-tuning"
-) -> dict[str, float]:
+def supervise(config: SFTJob, examples: Sequence[TrainSequence], *, title: str) -> dict[str, float]:
     """Train `config.model` on `examples` into `model` in the run folder, with a progress bar and metrics.jsonl.
 
     Goes on after the last checkpoint of an earlier start; a finished model is kept. Returns the last metrics.
