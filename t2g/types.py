@@ -18,6 +18,7 @@ FeedbackStatus = Literal["ok", "empty", "unparsable", "failed"]
 FinishReason = Literal["stop", "length"]
 Severity = Annotated[int, Field(strict=True, ge=1, le=3)]
 USABLE = ("ok", "empty")
+LABELS: dict[str, Literal[-1, 1]] = {"good": 1, "poor": -1}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ from t2g.feedback.parse import Quote, format_answer, make_feedback, quote_of
 from t2g.files import write_atomic
 from t2g.tasks.base import SPARSE, Task, stable_id
 from t2g.text.quotes import locate
-from t2g.types import USABLE, FeedbackStatus, Prompt, Span, SpanFeedback
+from t2g.types import LABELS, USABLE, FeedbackStatus, Prompt, Span, SpanFeedback
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def annotated_record(
 def _quotes_of(response: str, spans: Iterable[Span]) -> dict[str, tuple[Quote, ...]]:
     """Fields good and poor: the pieces of the response that the spans cover."""
     quotes = [(span.label, quote_of(response, span)) for span in spans]
-    return {name: tuple(quote for of, quote in quotes if of == label) for name, label in (("good", 1), ("poor", -1))}
+    return {name: tuple(quote for of, quote in quotes if of == label) for name, label in LABELS.items()}
 
 
 def read_record(

@@ -13,9 +13,8 @@ import numpy as np
 
 from t2g.feedback.records import AnnotatedRecord
 from t2g.feedback.rewards import token_rewards
-from t2g.types import Prompt, Span, SpanFeedback
+from t2g.types import LABELS, Prompt, Span, SpanFeedback
 
-LABELS = {"good": 1, "poor": -1}
 CLASSES = LABELS | {"unlabelled": 0}
 NUM_RESAMPLES = 1000
 EXAMPLES_PER_KIND = 6

@@ -26,13 +26,12 @@ from t2g.feedback.records import AnnotatedRecord, first_few, read_record
 from t2g.feedback.sources.asking import FailureLog
 from t2g.interfaces import Aligner, FeedbackSource
 from t2g.tasks.base import Record, Task
-from t2g.types import Prompt, SpanFeedback
+from t2g.types import LABELS, Prompt, SpanFeedback
 
 logger = logging.getLogger(__name__)
 
 FIELDS = ("prompt_id", "prompt", "response", "critique", "good", "poor", "spans")
 MARKS = ("good", "poor", "spans")
-LABELS = {"good": 1, "poor": -1}
 Key = tuple[str | None, str | None, str]  # prompt_id and prompt as far as the line gives them, response
 
 
