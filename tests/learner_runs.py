@@ -147,9 +147,9 @@ class SharedGroup(LearnerGroup):
     """A group of one rank lives in this process, one of two ranks in two processes that it shares with others. A critic
     on ranks of its own has real ones."""
 
-    def __init__(self, spec: LearnerSpec, hosts: Sequence[Any] = ()) -> None:
+    def __init__(self, spec: LearnerSpec, hosts: Sequence[Any] = (), *, placement_timeout_s: float = 30) -> None:
         self.actor = Processes(hosts)
-        super().__init__(spec, placement_timeout_s=30)
+        super().__init__(spec, placement_timeout_s=placement_timeout_s)
 
     def stream_weights(self, dtype: Any, *, full: bool = False, meeting: Any = None) -> Iterator[Any]:
         first = self.parts["policy"].workers[0]

@@ -98,7 +98,7 @@ def test_all_wrong_values_are_reported_at_once(tmp_path: Path) -> None:
         "command line: rollout.workers.initial: got 0, needs greater than or equal to 1 (engines at the start)",
         'job.yaml:7: rollout.temperature: got "hot", needs a valid number, unable to parse string as a number',
         "command line: objective.whiten: got \"most\", needs 'full', 'scale_only' or 'none' "
-            "(over the tokens of the step; by default full, and none with group_normalised, which has scaled)",
+        "(over the tokens of the step; by default full, and none with group_normalised, which has scaled)",
         "command line: learner.critic.lr: got NaN, needs a finite number",
     }
 

@@ -1,14 +1,17 @@
 """DPO on learner ranks: the written-out training's weights; and it ends on a stop, a missed deadline, no place."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from dpo_pairs import make_pairs, margins
+from learner_runs import SharedGroup
 from sft_runs import make_base
 from transformers import AutoModelForCausalLM
 
+from actors.learner import dpo
 from actors.learner.dpo import train_dpo
 from actors.learner.parts import DPO_BETA
 from t2g.config import ClusterConfig, LearnerConfig, LoRAConfig, ModelConfig, OptimConfig
@@ -24,6 +27,11 @@ pytestmark = pytest.mark.usefixtures("cluster")
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture
+def _shared(hosts: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dpo, "LearnerGroup", partial(SharedGroup, hosts=hosts))
 
 
 def train(base: Path, out_folder: Path, *, stop: bool = False, **changes: Any) -> tuple[Any, list[int]]:
@@ -58,6 +66,7 @@ def dpo_written_out(base: Path) -> tuple[Any, list[float]]:
     return model, losses
 
 
+@pytest.mark.usefixtures("_shared")
 def test_it_trains_by_the_papers_loss_and_leaves_a_model_folder(base: Path, tmp_path: Path) -> None:
     """A step of AdamW moves a weight by up to 3e-3."""
     metrics, steps = train(base, tmp_path / "policy")
@@ -71,6 +80,7 @@ def test_it_trains_by_the_papers_loss_and_leaves_a_model_folder(base: Path, tmp_
     assert {"tokenizer.json", "config.json"} <= {f.name for f in (tmp_path / "policy").iterdir()}
 
 
+@pytest.mark.usefixtures("_shared")
 def test_adapters_are_merged_into_what_is_written(base: Path, tmp_path: Path) -> None:
     """With layers computed again. The reference is the model before its adapters have moved."""
     metrics, _ = train(
@@ -85,6 +95,7 @@ def test_adapters_are_merged_into_what_is_written(base: Path, tmp_path: Path) ->
     assert DPO_BETA * gained > metrics["margin"], "a step more"
 
 
+@pytest.mark.usefixtures("_shared")
 def test_a_stop_ends_it(base: Path, tmp_path: Path) -> None:
     assert train(base, tmp_path / "policy", stop=True, workers=1) == (None, [])
 
