@@ -1,7 +1,8 @@
 """A chat model behind an OpenAI-compatible server.
 
 What may pass (429, 5xx, no connection) `openai` tries again by itself: when the server's Retry-After says, else after
-pauses that double. `t2g.feedback.sources.llm` has the deadline of it all.
+pauses that double; not where the server asks for more than two minutes. `t2g.feedback.sources.llm` has the deadline of
+it all.
 
 The key goes into the request's header and nowhere else: what a server or a library says is scrubbed of it.
 """
