@@ -44,7 +44,10 @@ class Aligner(Protocol):
 
 class Learner(Protocol):
     def forward(self, rollouts: Sequence[Rollout]) -> list[TokenStats]:
-        """Old logprobs, reference logprobs, values (0 without a critic) and entropy, in the order of `rollouts`."""
+        """Old logprobs, reference logprobs, values (0 without a critic) and entropy, in the order of `rollouts`.
+
+        Old logprobs and entropy are 0 where nothing needs them before the update: its result then says them.
+        """
         ...
 
     def update(self, batch: TrainBatch) -> UpdateResult:

@@ -106,7 +106,7 @@ class ScoredRollout:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStats:
-    """The learner's view of one rollout before the update."""
+    """The learner's view of one rollout before the update. Of `forward`, 0 for what `UpdateResult.stats` will say."""
 
     old_logprobs: np.ndarray  # [R] float32, policy that will be updated
     ref_logprobs: np.ndarray  # [R] float32, frozen reference
@@ -160,6 +160,8 @@ class TrainBatch:
 class UpdateResult:
     policy_version: int  # number of updates behind these weights
     metrics: dict[str, float]
+    # What the update's own pass saw before its only step, in order of the batch; () where `forward` has said it.
+    stats: tuple[TokenStats, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,9 @@ class LearnerWorker:
 
     def update(self, part: PartName, batch: TrainBatch, label: str) -> Metrics:
         return self.parts[part].update(batch, label=label)
+
+    def seen(self, batch: TrainBatch) -> dict[int, dict[str, np.ndarray]]:
+        return self.parts["policy"].seen(batch)
 
     def announce(self) -> Shapes:
         return self.parts["policy"].announce()
@@ -194,12 +198,14 @@ class LearnerGroup:
         return self._on_parts(["policy"], call, lambda worker, part, rank: submit(worker))["policy"]
 
     def forward(self, sequences: Sequence[Rollout | TrainSequence]) -> list[TokenStats]:
-        """Old logprobs, reference logprobs, values and entropy, each [R], in the order of `sequences`."""
+        """Old logprobs, reference logprobs, values and entropy, each [R], in the order of `sequences`; 0 without a
+        critic, and where the update will say it (`LearnerSpec.old_is_current`)."""
         given = ray.put(list(sequences))
         results = self._on_parts(
             [*self.parts], "forward", lambda worker, part, rank: worker.forward.remote(part, given)
         )
-        found: list[dict[str, np.ndarray]] = [{"values": np.zeros(len(s.response_ids), np.float32)} for s in sequences]
+        silent = ["values", *(["old_logprobs", "entropy"] if self.spec.old_is_current else [])]
+        found = [{name: np.zeros(len(s.response_ids), np.float32) for name in silent} for s in sequences]
         for i, fields in chain.from_iterable(share.items() for by_rank in results.values() for share in by_rank):
             found[i] |= fields
         return [TokenStats(**fields) for fields in found]
@@ -222,6 +228,11 @@ class LearnerGroup:
         except BaseException:
             self.policy_version -= 1
             raise
+        stats: tuple[TokenStats, ...] = ()
+        if self.spec.old_is_current:
+            stats = self._seen(batch, given)
+            samples = zip(batch.minibatches[0], stats, strict=True)
+            batch = replace(batch, minibatches=(tuple(replace(s, old_logprobs=t.old_logprobs) for s, t in samples),))
         seconds = time.monotonic() - started
         metrics = {name: value for by_rank in results.values() for name, value in by_rank[0].items()}
         if self.spec.loss == "ppo":
@@ -229,7 +240,16 @@ class LearnerGroup:
         num_tokens = sum(len(sequence) for minibatch in batch.minibatches for sequence in minibatch)
         metrics["learner/optimizer_steps"] = float(len(batch.minibatches))
         metrics["learner/tokens_per_s"] = num_tokens / seconds
-        return UpdateResult(policy_version=self.policy_version, metrics=metrics)
+        return UpdateResult(policy_version=self.policy_version, metrics=metrics, stats=stats)
+
+    def _seen(self, batch: TrainBatch, given: "ray.ObjectRef[TrainBatch]") -> tuple[TokenStats, ...]:
+        """Of each sample of an update's only step."""
+        shares = self._on_policy("seen", lambda w: w.seen.remote(given))
+        found = {i: fields for share in shares for i, fields in share.items()}
+        samples: Any = batch.minibatches[0]
+        return tuple(
+            TokenStats(**found[i], ref_logprobs=s.ref_logprobs, values=s.values) for i, s in enumerate(samples)
+        )
 
     def announce(self) -> Shapes:
         """Names and shapes of the policy in the order of `stream_weights`; nothing is gathered."""

@@ -5,7 +5,7 @@ never spans.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -54,6 +54,15 @@ class LearnerSpec:
         return self.learner.critic_warmup_steps if self.objective.uses_critic else 0
 
     @property
+    def old_is_current(self) -> bool:
+        """Whether the forward pass of an update's only step can say the old logprobs, which nobody asks for before it:
+        no critic, and the KL is a term of the loss.
+        """
+        objective = self.objective
+        early = objective.uses_critic or not objective.kl_in_loss
+        return self.loss == "ppo" and not early and self.minibatches_per_update == 1
+
+    @property
     def minibatches_per_update(self) -> int:
         return self.learner.num_epochs * self.learner.minibatches_per_epoch if self.loss == "ppo" else 1
 
@@ -100,6 +109,18 @@ def _memory(spec: LearnerSpec, num_ranks: int) -> dict[str, Any]:
     return {"dtype": spec.learner.dtype, "world_size": num_ranks, "offload": spec.learner.offload == "cpu"}
 
 
+def by_place(
+    sequences: Sequence[Rollout | TrainSequence], members: Sequence[int], columns: Mapping[str, torch.Tensor]
+) -> dict[int, dict[str, np.ndarray]]:
+    """What a microbatch of these members said of all their response tokens, by their places: [N] -> [R] each."""
+    arrays = {name: column.cpu().numpy() for name, column in columns.items()}
+    found, end = dict[int, dict[str, np.ndarray]](), 0
+    for i in members:
+        start, end = end, end + len(sequences[i].response_ids)
+        found[i] = {name: array[start:end] for name, array in arrays.items()}
+    return found
+
+
 class Part:
     """A model on its ranks. Every call is a collective of them."""
 
@@ -114,12 +135,7 @@ class Part:
         self.engine.eval()
         found: dict[int, dict[str, np.ndarray]] = {}
         for members in self._microbatches(sequences):
-            stats = self._stats(self._rows([sequences[i] for i in members]))
-            columns = {name: column.cpu().numpy() for name, column in stats.items()}
-            end = 0
-            for i in members:
-                start, end = end, end + len(sequences[i].response_ids)
-                found[i] = {name: column[start:end] for name, column in columns.items()}
+            found |= by_place(sequences, members, self._stats(self._rows([sequences[i] for i in members])))
         return found
 
     def update(self, batch: TrainBatch, *, label: str) -> Metrics:
@@ -196,6 +212,7 @@ class PolicyPart(Part):
         num_steps = max(1, spec.num_updates - spec.warmup_updates) * spec.minibatches_per_update
         super().__init__(spec, zero3.build_engine(policy, optim, num_steps=num_steps, **memory))
         self.tokenizer = tokenizer
+        self._passes: list[dict[str, torch.Tensor]] = []  # of this update, where the old logprobs are the current ones
         self._copy = None if reference is None else zero3.build_engine(reference, None, **memory)
 
     @contextmanager
@@ -212,12 +229,25 @@ class PolicyPart(Part):
             self.engine.train(was_training)
 
     def _stats(self, rows: Rows) -> dict[str, torch.Tensor]:
-        now = rows.token_outputs(self.engine, self.spec.temperature, entropy=True)
-        ref_logprobs = now.logprobs  # of DPO, which asks once, before its first step: no second copy
+        found = {}
+        if not self.spec.old_is_current:
+            now = rows.token_outputs(self.engine, self.spec.temperature, entropy=True)
+            found = {"old_logprobs": now.logprobs, "entropy": now.entropy}
+            found["ref_logprobs"] = now.logprobs  # of DPO, which asks once, before its first step: no second copy
         if self.spec.loss == "ppo":
             with self._reference() as reference:
-                ref_logprobs = rows.token_outputs(reference, self.spec.temperature).logprobs
-        return {"old_logprobs": now.logprobs, "entropy": now.entropy, "ref_logprobs": ref_logprobs}
+                found["ref_logprobs"] = rows.token_outputs(reference, self.spec.temperature).logprobs
+        return found
+
+    def update(self, batch: TrainBatch, *, label: str) -> Metrics:
+        self._passes.clear()
+        return super().update(batch, label=label)
+
+    def seen(self, batch: TrainBatch) -> dict[int, dict[str, np.ndarray]]:
+        """Old logprobs and entropy, [R] each, of this rank's share of the batch that was the last update."""
+        (minibatch,) = batch.minibatches
+        shares = zip(self._microbatches(minibatch), self._passes, strict=True)
+        return {i: fields for share in shares for i, fields in by_place(minibatch, *share).items()}
 
     def _loss(self, rows: Rows, kl_coef: float) -> tuple[torch.Tensor, Metrics]:
         if self.spec.loss == "ppo":
@@ -237,11 +267,15 @@ class PolicyPart(Part):
     def _ppo_loss(self, rows: Rows, kl_coef: float) -> tuple[torch.Tensor, Metrics]:
         """L_pi + kl_coef * KL - entropy_coef * H, this microbatch's share of each (method.md, stage 3)."""
         objective, temperature = self.spec.objective, self.spec.temperature
-        old_logprobs, weights, ref_logits = rows.numbers("old_logprobs"), rows.numbers("weights"), None
+        weights, ref_logits, is_current = rows.numbers("weights"), None, self.spec.old_is_current
         if kl_coef > 0 and objective.kl_estimator == "full":
             with self._reference() as reference:
                 ref_logits = rows.logits(reference)
-        now = rows.token_outputs(self.engine, temperature, entropy=objective.entropy_coef > 0, ref_logits=ref_logits)
+        entropy = is_current or objective.entropy_coef > 0
+        now = rows.token_outputs(self.engine, temperature, entropy=entropy, ref_logits=ref_logits)
+        old_logprobs = now.logprobs.detach() if is_current else rows.numbers("old_logprobs")
+        if is_current:
+            self._passes.append({"old_logprobs": old_logprobs, "entropy": now.entropy.detach()})
         correction = importance_weights(
             old_logprobs, rows.numbers("rollout_logprobs"), rows.segment_ids, weights,
             objective.importance, objective.importance_cap,
@@ -256,7 +290,7 @@ class PolicyPart(Part):
         elif kl_coef > 0:
             kl, found = kl_loss(logprobs=now.logprobs, ref_logprobs=rows.numbers("ref_logprobs"), weights=weights)
             loss, metrics = loss + kl_coef * kl, metrics | found
-        if now.entropy is not None:
+        if objective.entropy_coef > 0:
             loss = loss - objective.entropy_coef * weighted_sum(now.entropy, weights)
         return loss, metrics
 

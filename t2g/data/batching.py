@@ -119,14 +119,15 @@ def make_train_batch(
 ) -> TrainBatch:
     """The optimizer steps of one update: num_epochs passes, each a fresh permutation cut into minibatches.
 
-    Parts of a permutation differ by at most one sample; a part in which no token counts is left out. The same
-    arguments give the same batch. kl_coef is that of the loss term. Raises ValueError when no token of any sample
-    counts.
+    Parts of a permutation differ by at most one sample; a part in which no token counts is left out. A single step has
+    all samples in their order. The same arguments give the same batch. kl_coef is that of the loss term. Raises
+    ValueError when no token of any sample counts.
     """
     rng = np.random.default_rng(seed)
     minibatches = []
     for _ in range(num_epochs):
-        for chosen in np.array_split(rng.permutation(len(samples)), minibatches_per_epoch):
+        order = rng.permutation(len(samples)) if num_epochs * minibatches_per_epoch > 1 else np.arange(len(samples))
+        for chosen in np.array_split(order, minibatches_per_epoch):
             part = [samples[i] for i in chosen]
             if any(s.weights.any() for s in part):
                 minibatches.append(loss_shares(part))

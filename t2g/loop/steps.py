@@ -98,8 +98,8 @@ def advantage_samples(
     *,
     kl_coef: float,
     seed: int,
-) -> tuple[list[TrainSample], float]:
-    """Rewards -> advantages -> whitening over the step, and the KL (nats per sequence) that the controller sees.
+) -> list[TrainSample]:
+    """Rewards -> advantages -> whitening over the step.
 
     Advantages are whitened over all response tokens; returns come from the unwhitened ones (method.md, stage 3).
     """
@@ -135,7 +135,7 @@ def advantage_samples(
         normalise = objective.advantages == "group_normalised"
         advantages, returns = group_advantages(rewards, mask, groups, objective.gamma, normalise=normalise)
     advantages = whiten(advantages, mask, objective.whiten)
-    samples = [
+    return [
         TrainSample(
             prompt_ids=s.rollout.prompt_ids,
             response_ids=s.rollout.response_ids,
@@ -149,7 +149,12 @@ def advantage_samples(
         )
         for row, (s, t) in enumerate(zip(scored, stats, strict=True))
     ]
-    return samples, sequence_kl(old, ref, mask)
+
+
+def step_kl(stats: Sequence[TokenStats]) -> float:
+    """The KL to the reference, nats per sequence, that the controller sees."""
+    mask = pad([np.ones_like(t.old_logprobs) for t in stats])
+    return sequence_kl(pad([t.old_logprobs for t in stats]), pad([t.ref_logprobs for t in stats]), mask)
 
 
 def _weights(length: int, objective: ObjectiveConfig) -> np.ndarray:

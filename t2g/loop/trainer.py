@@ -27,7 +27,7 @@ from t2g.interfaces import FeedbackSource, Learner, RolloutSource, WeightSync
 from t2g.loop.alarms import alarms
 from t2g.loop.producer import Producer
 from t2g.loop.sampling import dropped, held_out_metrics, measure, sample_held_out, training_feedback, usable
-from t2g.loop.steps import advantage_samples, refuse_not_finite, step_metrics, sync_metrics, token_staleness
+from t2g.loop.steps import advantage_samples, refuse_not_finite, step_kl, step_metrics, sync_metrics, token_staleness
 from t2g.runs import identity
 from t2g.runs.checkpoint import CheckpointStore
 from t2g.runs.identity import Identity, data_hash
@@ -183,11 +183,14 @@ class Trainer:
         return True
 
     async def _learn(self, step: int, scored: Sequence[ScoredRollout]) -> tuple[list[TokenStats], float, UpdateResult]:
-        """The update, with the learner's view before it and the KL (nats per sequence) to the reference."""
+        """The update, with the learner's view before it and the KL (nats per sequence) to the reference.
+
+        Where the update alone looks at the policy, that is its view.
+        """
         stats = await self._call(self.learner.forward, [s.rollout for s in scored])
         refuse_not_finite(step, scored, stats)
         objective, kl_coef, seed = self.config.objective, self.state.kl_coef, self.config.run.seed
-        samples, kl = advantage_samples(scored, stats, objective, kl_coef=kl_coef, seed=seed)
+        samples = advantage_samples(scored, stats, objective, kl_coef=kl_coef, seed=seed)
         batch = make_train_batch(
             samples,
             num_epochs=self.config.learner.num_epochs,
@@ -195,7 +198,9 @@ class Trainer:
             kl_coef=kl_coef if objective.kl_in_loss else 0.0,
             seed=seed + step,
         )
-        return stats, kl, await self._call(self.learner.update, batch)
+        result = await self._call(self.learner.update, batch)
+        stats = list(result.stats) or stats
+        return stats, step_kl(stats), result
 
     async def _call(self, call: Callable[..., Result], *args: Any) -> Result:
         """A call of the learner in a thread: requests go on meanwhile. Cancelled, it waits for the call's end all the

@@ -6,7 +6,7 @@ The oracle is the slow, obvious loop: whole logits, one response and one token a
 import asyncio
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from models import byte_llama, random_model
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from actors.engines.rollout import RolloutFleet
-from actors.learner.learner import LearnerGroup
+from actors.learner.learner import LearnerGroup, correction_metrics
 from actors.weights.sync import WeightSync
 from t2g.config import ObjectiveConfig, OptimConfig, RolloutConfig
 from t2g.feedback import token_offsets, token_rewards
@@ -151,6 +151,36 @@ def test_gradients_are_those_of_the_plain_loop(
     assert metrics["policy/clip_share"] > 0.1
 
 
+def test_the_only_pass_of_an_update_says_the_old_logprobs(
+    learners: dict[str, Started], base: Path, tmp_path: Path
+) -> None:
+    """Without a critic, with the KL in the loss: as with a pass before the update, which is spared."""
+    rollouts, learner = random_rollouts(), learners["one"]
+    learner.group.load(learner.folder)
+    told = learner.group.forward(rollouts)
+    batch = train_batch(learner.group, rollouts, kl_coef=KL_COEF)
+    expected, _ = plain_gradients(base, batch.minibatches[0])
+
+    objective = OBJECTIVE.model_copy(update={"advantages": "group", "whiten": "none"})
+    changes = ONE_STEP | {"tokens_per_microbatch": 40}
+    with closing(SharedGroup(learner_spec(base, objective, **changes))) as group:
+        asked = group.forward(rollouts)
+        assert not any(t.old_logprobs.any() or t.entropy.any() for t in asked)
+        unseen = tuple(replace(s, old_logprobs=np.full_like(s.old_logprobs, np.nan)) for s in batch.minibatches[0])
+        started = Started(group, tmp_path)
+        group.save(tmp_path)
+        gradient, metrics = started.gradient(replace(batch, minibatches=(unseen,)))
+        group.load(tmp_path)
+        seen = group.update(replace(batch, minibatches=(unseen,))).stats
+    for key, want in expected.items():
+        assert np.linalg.norm(gradient[key] - want) < 1e-4 * np.linalg.norm(want), key
+    for name in ("old_logprobs", "ref_logprobs", "entropy"):
+        for now, before in zip(seen, told, strict=True):
+            np.testing.assert_allclose(getattr(now, name), getattr(before, name), rtol=1e-4, atol=1e-5)
+    for name, value in correction_metrics(batch, objective).items():
+        assert metrics[name] == pytest.approx(value, rel=1e-4), name
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_masked_token_has_exactly_no_gradient(name: str, learners: dict[str, Started], batch: TrainBatch) -> None:
     """Whatever its numbers are, to the last bit of every weight: of policy, and of critic by the norm."""
@@ -194,7 +224,7 @@ def test_one_span_moves_what_came_before_it(learners: dict[str, Started], base: 
     )
     learner = learners["ranks"]
     learner.group.load(learner.folder)  # whose critic says 0
-    (sample,), _ = advantage_samples([scored], learner.group.forward([rollout]), objective, kl_coef=0.0, seed=1)
+    (sample,) = advantage_samples([scored], learner.group.forward([rollout]), objective, kl_coef=0.0, seed=1)
     expected = [-((gamma * lam) ** (labelled - t)) if t <= labelled else 0.0 for t in range(len(response_ids))]
     assert 2 < labelled < len(response_ids) - 2
     np.testing.assert_allclose(sample.advantages, expected, rtol=1e-5, atol=0)

@@ -17,6 +17,7 @@ from t2g.loop.steps import (
     prompt_indices,
     refuse_unmeasured,
     sampling_seed,
+    step_kl,
     step_metrics,
     sync_metrics,
     token_staleness,
@@ -118,18 +119,19 @@ def stats(length: int, *, old: float = -1.0, ref: float = -1.0, value: float = 0
 def test_one_labelled_token_gives_the_identity_of_the_method() -> None:
     objective = ObjectiveConfig(advantages="gae", lam=0.5, whiten="none")
     _, scored = scored_pair([0.0, 0.0, -1.0, 0.0])
-    samples, kl = advantage_samples([scored], [stats(4)], objective, kl_coef=0.3, seed=1)
+    samples = advantage_samples([scored], [stats(4)], objective, kl_coef=0.3, seed=1)
     np.testing.assert_allclose(samples[0].advantages, [-0.25, -0.5, -1.0, 0.0])
-    assert kl == 0.0
 
 
 def test_scalar_placement_pays_the_sum_at_the_end_and_the_kl_where_it_arises() -> None:
     objective = ObjectiveConfig(advantages="gae", lam=1.0, whiten="none", rewards={"placement": "scalar"})
     _, scored = scored_pair([1.0, -1.0, 1.0])
-    samples, kl = advantage_samples([scored], [stats(3, old=-1.0, ref=-1.5)], objective, kl_coef=0.2, seed=1)
+    told = [stats(3, old=-1.0, ref=-1.5)]
+    samples = advantage_samples([scored], told, objective, kl_coef=0.2, seed=1)
+    assert step_kl(told) == pytest.approx(1.5)
+    assert step_kl([*told, stats(1)]) == pytest.approx(0.75)
     # rewards -.1, -.1, 1 - .1; lambda 1 and no values: the sum from here to the end
     np.testing.assert_allclose(samples[0].advantages, [0.7, 0.8, 0.9], rtol=1e-6)
-    assert kl == pytest.approx(1.5)
 
 
 def test_step_placement_pays_each_step_at_its_end_and_the_end_reward_at_the_last_token() -> None:
@@ -137,7 +139,7 @@ def test_step_placement_pays_each_step_at_its_end_and_the_end_reward_at_the_last
         advantages="gae", lam=0.0, whiten="none", w_span=0.5, w_end=2.0, rewards={"placement": "step"}
     )
     _, scored = scored_pair([1.0, 1.0, -1.0, 0.0], steps=[0, 0, 1, 1], end_reward=0.25)
-    samples, _ = advantage_samples([scored], [stats(4)], objective, kl_coef=0.0, seed=1)
+    samples = advantage_samples([scored], [stats(4)], objective, kl_coef=0.0, seed=1)
     assert samples[0].advantages.tolist() == [0, 1, 0, -0.5 + 0.5]
 
 
@@ -145,10 +147,10 @@ def test_step_placement_pays_each_step_at_its_end_and_the_end_reward_at_the_last
 def test_a_penalty_in_the_loss_is_not_paid_in_the_reward_as_well(estimator: str) -> None:
     objective = ObjectiveConfig(advantages="gae", lam=1.0, whiten="none", kl_estimator=estimator)
     _, scored = scored_pair([0.0, 1.0])
-    samples, kl = advantage_samples([scored], [stats(2, ref=-1.5)], objective, kl_coef=0.2, seed=1)
+    samples = advantage_samples([scored], [stats(2, ref=-1.5)], objective, kl_coef=0.2, seed=1)
     assert samples[0].advantages.tolist() == [1, 1]
     assert samples[0].ref_logprobs.tolist() == [-1.5, -1.5]
-    assert kl == 1.0  # the controller sees it
+    assert step_kl([stats(2, ref=-1.5)]) == 1.0  # the controller sees it
 
 
 def test_a_cut_response_pays_its_penalty_at_its_last_token_in_any_placement() -> None:
@@ -168,7 +170,7 @@ def test_groups_are_the_samples_of_one_prompt() -> None:
     pairs = [("p", [1.0, 0.0]), ("q", [1.0]), ("p", [0.0]), ("p", [1.0, -1.0, 2.0])]
     scored = [scored_pair(deltas, prompt_id=prompt_id)[1] for prompt_id, deltas in pairs]
     told = [stats(len(deltas), value=9.0) for _, deltas in pairs]
-    samples, _ = advantage_samples(scored, told, objective, kl_coef=0.0, seed=1)
+    samples = advantage_samples(scored, told, objective, kl_coef=0.0, seed=1)
     # p: sums 1, 0, 2; each less the mean of the other two. q stands alone
     assert [s.advantages.tolist() for s in samples] == [[0, 0], [0], [-1.5], [1.5, 1.5, 1.5]]
 
@@ -176,7 +178,7 @@ def test_groups_are_the_samples_of_one_prompt() -> None:
 def test_padding_of_a_short_response_takes_no_part_in_whitening() -> None:
     objective = ObjectiveConfig(advantages="gae", lam=0.0, whiten="full")
     pairs = [scored_pair([1.0, 1.0, 0.0, 0.0])[1], scored_pair([1.0, 0.0])[1]]
-    samples, _ = advantage_samples(pairs, [stats(4), stats(2)], objective, kl_coef=0.0, seed=1)
+    samples = advantage_samples(pairs, [stats(4), stats(2)], objective, kl_coef=0.0, seed=1)
     # six tokens 1 1 0 0 1 0: mean .5, deviation .5
     np.testing.assert_allclose(samples[0].advantages, [1, 1, -1, -1], rtol=1e-6)
     np.testing.assert_allclose(samples[1].advantages, [1, -1], rtol=1e-6)

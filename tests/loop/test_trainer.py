@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ from fakes import LENGTH, letter_tokenizer
 from pydantic import ValidationError
 from trainer_bench import NUM_STEPS, Bench, chosen, job
 
+from t2g.config import with_overrides
 from t2g.errors import RunStopped, UserError
 from t2g.runs.checkpoint import CheckpointStore
 from t2g.sandbox import SandboxConfig
-from t2g.types import Prompt
+from t2g.types import Prompt, Rollout, TokenStats, TrainBatch, UpdateResult
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +175,30 @@ def test_groups_teach_without_a_critic(tokenizer: Any, tmp_path: Path, advantage
     bench.run()
     probabilities = bench.learner.logits.softmax(-1).mean(0)
     assert probabilities[0] > 0.6 and probabilities[1] < 0.15
+
+
+def test_what_an_updates_only_pass_saw_is_what_a_pass_before_it_sees(tokenizer: Any, tmp_path: Path) -> None:
+    config = with_overrides(
+        job(advantages="group", kl_estimator="k3"), {"learner.num_epochs": 1, "learner.minibatches_per_epoch": 1}
+    )
+    plain, blind = (Bench(tmp_path / name, tokenizer, config) for name in ("plain", "blind"))
+    forward, update = blind.learner.forward, blind.learner.update
+    told: list[TokenStats] = []
+
+    def silent_forward(rollouts: list[Rollout]) -> list[TokenStats]:
+        told[:] = forward(rollouts)
+        return [replace(t, old_logprobs=0 * t.old_logprobs, entropy=0 * t.entropy) for t in told]
+
+    def seeing_update(batch: TrainBatch) -> UpdateResult:
+        pairs = zip(batch.minibatches[0], told, strict=True)
+        minibatch = tuple(replace(sample, old_logprobs=t.old_logprobs) for sample, t in pairs)
+        return replace(update(replace(batch, minibatches=(minibatch,))), stats=tuple(told))
+
+    blind.learner.forward, blind.learner.update = silent_forward, seeing_update
+    plain.run()
+    blind.run()
+    assert blind.metrics() == plain.metrics()
+    assert plain.metrics()[-1]["policy/kl"] > 0
 
 
 @pytest.mark.parametrize("advantages", ["group", "group_normalised"])
