@@ -122,7 +122,7 @@ def check(arguments: argparse.Namespace) -> int:
     """Print what a run needs of a cluster, and what cannot work; exit code 2 if something cannot."""
     from t2g.deploy import check_config
 
-    problems, words = check_config(load(PolicyJob, arguments.config, arguments.overrides), gpu=arguments.gpu)
+    problems, words = check_config(load(PolicyJob, arguments.config, arguments.overrides, have=None), gpu=arguments.gpu)
     print(words)
     return 2 if problems else 0
 
@@ -132,7 +132,7 @@ def render(arguments: argparse.Namespace) -> int:
     from t2g.deploy import render_manifests
 
     manifests = render_manifests(
-        load(PolicyJob, arguments.config, arguments.overrides),
+        load(PolicyJob, arguments.config, arguments.overrides, have=None),
         config_path=str(arguments.config),
         target=arguments.target,
         cpu=arguments.cpu,

@@ -9,15 +9,31 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import psutil
 import ray
+import torch
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from t2g.config import ClusterConfig, ProcessConfig
 from t2g.errors import UserError
 
+logger = logging.getLogger(__name__)
+
 GIB = 2**30
 LAST_LOOK_S = 0.1  # at a place, once the deadline is over: another one may have taken all the time
+
+
+def resources(address: str | None) -> Mapping[str, float]:
+    """What there is for actors, as Ray names it: on the cluster of `connect`, or on this machine."""
+    address = address or os.environ.get("RAY_ADDRESS") or "local"
+    if address == "local":
+        return {"GPU": torch.cuda.device_count(), "memory": psutil.virtual_memory().available}
+    _join(address)
+    try:
+        return ray.cluster_resources()
+    finally:
+        ray.shutdown()
 
 
 def connect(config: ClusterConfig, roles: Mapping[str, ProcessConfig]) -> None:
@@ -32,6 +48,10 @@ def connect(config: ClusterConfig, roles: Mapping[str, ProcessConfig]) -> None:
         _start(config)
     else:
         _join(address)
+    gpus = ray.cluster_resources().get("GPU", 0)
+    if gpus and roles and not any(role.gpus for role in roles.values()):
+        section = next(iter(roles))
+        logger.warning("%g GPUs are there, and this job runs on CPUs: %s.gpus=auto takes them", gpus, section)
     try:
         if address != "local":
             check_places(roles, timeout_s=config.placement_timeout_s)

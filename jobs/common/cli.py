@@ -12,6 +12,7 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar, Self, TypeVar
@@ -45,7 +46,7 @@ def main(
     given = vars(parser.parse_intermixed_args(argv))
     file, overrides, dry_run = (given.pop(name) for name in ("config", "overrides", "dry_run"))
     try:
-        config = loading.load(schema, file, overrides)
+        config = loading.load(schema, file, overrides, have=_resources)
         if dry_run:
             print(loading.resolved(config))
             print(describe(config))
@@ -70,6 +71,10 @@ def main(
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted", file=sys.stderr)
         return 130
+
+
+def _resources(address: str | None) -> Mapping[str, float]:
+    return import_module("actors.cluster.placement").resources(address)  # heavy, and only `auto` asks for it
 
 
 class StopFlag:

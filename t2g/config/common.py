@@ -103,7 +103,12 @@ class ProcessConfig(Section):
     """Resources of one process."""
 
     cpus: MayDiffer[float] = Field(0.5, gt=0, description="logical CPUs that Ray reserves for each; 0.5 shares a core")
-    gpus: MayDiffer[float] = Field(0, ge=0, description="GPUs for each")
+    gpus: MayDiffer[float] = Field(
+        0,
+        ge=0,
+        description="GPUs for each; auto: one where there is one, "
+        "and then dtype, enforce_eager, threads, memory_gib and gpu_memory_utilization may be auto too",
+    )
     threads: MayDiffer[int] = Field(1, ge=1, description="compute threads of each on a CPU")
     memory_gib: MayDiffer[float] = Field(1.5, gt=0, description="memory each will use; checked before the start")
     labels: MayDiffer[dict[str, str]] = Field({}, description="Ray label selector of the nodes for this role")

@@ -7,8 +7,9 @@ Everything that is wrong is reported at once, one sentence a line:
     policy.yaml:7: rollout.temprature is unknown; did you mean rollout.temperature?
 """
 
+import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,11 +17,14 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from t2g.config.auto import asked, fill
 from t2g.config.common import laid_over
 from t2g.config.marks import Here, may_differ
 from t2g.config.words import Keys, dotted, problems, show
 from t2g.errors import UserError
 from t2g.files import write_atomic
+
+logger = logging.getLogger(__name__)
 
 Config = TypeVar("Config", bound=BaseModel)
 
@@ -36,13 +40,15 @@ def load(
     *,
     environ: Mapping[str, str] = os.environ,
     cwd: Path | None = None,
+    have: Callable[[str | None], Mapping[str, float]] | None = lambda address: {},
 ) -> Config:
     """The checked config of `file` with `overrides` (`dotted.key=YAML value`) laid over it.
 
     run.root is absolute, and so is each `PathOrName` of an existing file or folder; hub names stay. So do relative
     paths in a Ray job's uploaded working directory: in the job that resumes the run the copy has another name.
     Raises UserError with one sentence for each problem: of the command line where the file alone does not have it, else
-    of the line in the file. `environ` and `cwd` tell whether this is a Ray job.
+    of the line in the file. `environ` and `cwd` tell whether this is a Ray job. have: of a cluster by its address, see
+    `auto.fill`, for whom `auto` is in the config; by default there is no GPU, and none refuses the word.
     """
     values, lines = _read_yaml(file)
     merged: Any = values
@@ -52,6 +58,9 @@ def load(
             merged = laid_over(merged, keys, value)
     except UserError as error:
         raise UserError(f"command line: {error}") from None
+    if unknown := list(asked(merged)):
+        merged = _without_auto(merged, unknown, have)
+        values = fill(values, {})
     cwd = cwd or Path.cwd()
     uploaded = any(part.startswith(UPLOAD_PREFIX) for part in cwd.parts)
     here = Here(cwd, is_ray_job=uploaded or JOB_ENV in environ, uploaded=uploaded)
@@ -67,6 +76,22 @@ def load(
             return next((f"{file}:{lines[keys]}: " for keys in sections if keys in lines), f"{file}: ")
 
         raise UserError("\n".join(problems(schema, error, place))) from None
+
+
+def _without_auto(
+    merged: Mapping[str, Any],
+    unknown: Sequence[Keys],
+    have: Callable[[str | None], Mapping[str, float]] | None,
+) -> dict[str, Any]:
+    names = ", ".join(map(dotted, unknown))
+    if have is None:
+        raise UserError(f"{names}: got auto, and this needs values: nobody has seen where the processes will run")
+    cluster = merged.get("cluster")
+    filled = fill(merged, have(cluster.get("address") if isinstance(cluster, Mapping) else None))
+    chosen = flat(filled)
+    words = ", ".join(f"{key}={show(chosen.get(key, 'default'))}" for key in map(dotted, unknown))
+    logger.warning("auto is %s", words)
+    return filled
 
 
 def _errors(schema: type[BaseModel], values: Mapping[str, Any], here: Here) -> list[ErrorDetails]:

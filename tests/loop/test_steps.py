@@ -160,7 +160,7 @@ def test_a_cut_response_pays_its_penalty_at_its_last_token_in_any_placement() ->
         )
         _, scored = scored_pair([1.0, 0.0, 0.0])
         cut = replace(scored, rollout=replace(scored.rollout, finish_reason="length"))
-        whole, short = advantage_samples([scored, cut], [stats(3)] * 2, objective, kl_coef=0.0, seed=1)[0]
+        whole, short = advantage_samples([scored, cut], [stats(3)] * 2, objective, kl_coef=0.0, seed=1)
         assert short.advantages.tolist() == expected
         assert whole.advantages.sum() == 1 and scored.token_rewards.tolist() == [1, 0, 0]
 

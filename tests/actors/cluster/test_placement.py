@@ -53,6 +53,32 @@ def test_a_machine_too_small_is_refused_before_any_model_is_loaded_and_ray_ends(
     assert how["num_cpus"] in (None, len(os.sched_getaffinity(0)))
 
 
+def test_gpus_that_a_job_leaves_alone_are_said_first(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    have = {"CPU": 8, "GPU": 2, "memory": 64 * GIB}
+    ray = SimpleNamespace(init=lambda **how: None, cluster_resources=lambda: have, shutdown=lambda: None)
+    monkeypatch.setattr(placement, "ray", ray)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    connect(ClusterConfig(), {"rollout": RoleConfig(gpus=1)})
+    assert caplog.messages == []
+    connect(ClusterConfig(), ROLES)
+    assert caplog.messages == ["2 GPUs are there, and this job runs on CPUs: rollout.gpus=auto takes them"]
+
+
+def test_what_auto_is_told_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+    ray = SimpleNamespace(
+        init=lambda **how: said.append(how["address"]),
+        cluster_resources=lambda: {"GPU": 2.0},
+        shutdown=lambda: said.append("ended"),
+    )
+    monkeypatch.setattr(placement, "ray", ray)
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    assert placement.resources(None) == {"GPU": 2.0}
+    assert said == ["head:6379", "ended"]
+
+
 @pytest.mark.parametrize(
     ("address", "sentence"),
     [

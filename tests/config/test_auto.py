@@ -1,0 +1,74 @@
+"""`auto`: by hand, and through a shipped config to what a run keeps."""
+
+from pathlib import Path
+
+import pytest
+
+from t2g.config import PolicyJob, RewardJob, loading
+from t2g.config.auto import GIB, fill
+from t2g.errors import UserError
+from t2g.runs import identity
+from t2g.runs.identity import Identity
+
+ROOT = Path(__file__).resolve().parents[2]
+OWN = ROOT / "configs" / "own" / "policy.yaml"
+BOX = {"GPU": 8.0, "memory": 800.0 * GIB}
+
+
+def own(have: dict[str, float], *overrides: str) -> PolicyJob:
+    return loading.load(PolicyJob, OWN, overrides, environ={}, cwd=ROOT, have=lambda address: have)
+
+
+def test_a_config_of_ones_own_takes_the_gpus(caplog: pytest.LogCaptureFixture) -> None:
+    job = own(BOX, "learner.workers=2", "learner.cpus=6.5")
+    assert (job.rollout.gpus, job.rollout.dtype, job.rollout.enforce_eager) == (1, "bfloat16", False)
+    assert (job.learner.gpus, job.learner.dtype, job.learner.threads) == (1, "bfloat16", 6)
+    assert job.learner.memory_gib == job.rollout.memory_gib == 90  # of each GPU, a tenth spared
+    assert job.rollout.gpu_memory_utilization == 0.85
+    assert job.rollout.max_num_seqs == 512  # a default that follows
+    (said,) = caplog.messages
+    assert "rollout.gpus=1" in said and 'learner.dtype="bfloat16"' in said
+
+
+def test_processes_share_one_gpu() -> None:
+    job = own({"GPU": 1, "memory": 100 * GIB})
+    assert (job.rollout.gpus, job.learner.gpus, job.rollout.gpu_memory_utilization) == (0.5, 0.5, 0.42)
+    assert job.learner.memory_gib == 45
+
+
+def test_without_a_gpu_it_is_the_default() -> None:
+    assert own({"memory": 100 * GIB}) == loading.load(PolicyJob, OWN, environ={}, cwd=ROOT)
+    plain = PolicyJob.model_fields["learner"].default
+    job = own({})
+    for name in ("gpus", "dtype", "threads", "memory_gib"):
+        assert getattr(job.learner, name) == getattr(plain, name)
+
+
+def test_what_is_given_stays() -> None:
+    given = {"rollout": {"gpus": 2, "dtype": "float32"}, "learner": {"gpus": 0, "dtype": "auto"}, "name": "auto"}
+    assert fill(given, BOX) == given | {"learner": {"gpus": 0}}
+    assert fill({"x": {"gpus": 2, "dtype": "auto", "memory_gib": "auto"}}, BOX) == {
+        "x": {"gpus": 2, "dtype": "bfloat16", "memory_gib": 180}
+    }
+
+
+def test_another_machine_is_another_run(tmp_path: Path) -> None:
+    identity.keep(tmp_path, Identity.of(own(BOX)))
+    assert identity.changes(tmp_path, Identity.of(own(BOX))) == []
+    changes = " ".join(identity.changes(tmp_path, Identity.of(own({}))))
+    assert 'learner.dtype ("bfloat16" -> "float32")' in changes and "rollout.enforce_eager" in changes
+    kept = loading.load(PolicyJob, loading.write(own(BOX), tmp_path), environ={}, cwd=ROOT)
+    assert kept == own(BOX)
+
+
+def test_where_nobody_knows_the_machine_values_are_asked_for() -> None:
+    with pytest.raises(UserError, match=r"rollout\.gpus, .*learner\.dtype.*: got auto, and this needs values"):
+        loading.load(PolicyJob, OWN, environ={}, cwd=ROOT, have=None)
+    with pytest.raises(UserError, match=r"rollout\.max_new_tokens: got \"auto\""):
+        own(BOX, "rollout.max_new_tokens=auto")
+
+
+def test_a_reward_model_is_trained_and_served_on_gpus() -> None:
+    file = OWN.with_name("reward.yaml")
+    job = loading.load(RewardJob, file, environ={}, cwd=ROOT, have=lambda address: BOX)
+    assert (job.sft.gpus, job.sft.dtype, job.engine.gpus, job.engine.dtype) == (1, "bfloat16", 1, "bfloat16")
