@@ -23,14 +23,15 @@ class Section(BaseModel):
 Config = TypeVar("Config", bound=Section)
 
 
-def with_overrides(config: Config, overrides: Mapping[str, Any]) -> Config:
+def with_overrides(config: Config, overrides: Mapping[str, Any], here: Here | None = None) -> Config:
     """A copy with other values at these dotted keys, {"learner.policy.lr": 1e-5, "stages": None}, validated whole.
 
-    What was not given before and is not now stays not given (`model_fields_set`). Raises pydantic's ValidationError.
+    What was not given before and is not now stays not given (`model_fields_set`). here: of values that a user wrote,
+    whose paths become absolute as in `loading.load`. Raises pydantic's ValidationError.
     """
     for key, value in overrides.items():
         config = laid_over(config, key.split("."), value)
-    return type(config).model_validate(config)
+    return type(config).model_validate(config, context=here)
 
 
 def laid_over(section: Any, keys: Sequence[str], value: Any, depth: int = 0) -> Any:

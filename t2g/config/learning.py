@@ -11,7 +11,6 @@ Schedule = Literal["constant", "linear", "cosine"]
 Transport = Literal["store", "ipc", "nccl"]
 Placement = Literal["span", "step", "scalar", "shuffled"]
 
-FLOAT32_PROBE_TOLERANCE = 1e-3
 BFLOAT16_PROBE_TOLERANCE = 0.25
 
 
@@ -168,7 +167,7 @@ class LearnerConfig(RoleConfig):
         2, ge=0, description="times that lost ranks are started again from the last checkpoint"
     )
     probe_tolerance: float = Field(
-        FLOAT32_PROBE_TOLERANCE,
+        1e-3,
         gt=0,
         description="largest |engine - learner| logprob on the probe, nats; by default 0.001, and 0.25 where engine or "
         "learner is bfloat16, whose rounding alone puts them 0.06 apart in the mean",

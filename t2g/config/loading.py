@@ -61,13 +61,11 @@ def load(
     if unknown := list(asked(merged)):
         merged = _without_auto(merged, unknown, have)
         values = fill(values, {})
-    cwd = cwd or Path.cwd()
-    uploaded = any(part.startswith(UPLOAD_PREFIX) for part in cwd.parts)
-    here = Here(cwd, is_ray_job=uploaded or JOB_ENV in environ, uploaded=uploaded)
+    at = here(environ, cwd)
     try:
-        return schema.model_validate(merged, context=here)
+        return schema.model_validate(merged, context=at)
     except ValidationError as error:
-        of_file = [(detail["loc"], detail["msg"]) for detail in _errors(schema, values, here)]
+        of_file = [(detail["loc"], detail["msg"]) for detail in _errors(schema, values, at)]
 
         def place(detail: ErrorDetails) -> str:
             sections = [detail["loc"][:length] for length in range(len(detail["loc"]), 0, -1)]
@@ -94,9 +92,16 @@ def _without_auto(
     return filled
 
 
-def _errors(schema: type[BaseModel], values: Mapping[str, Any], here: Here) -> list[ErrorDetails]:
+def here(environ: Mapping[str, str] = os.environ, cwd: Path | None = None) -> Here:
+    """What relative paths mean in this process, or in one with that environment and working directory."""
+    cwd = cwd or Path.cwd()
+    uploaded = any(part.startswith(UPLOAD_PREFIX) for part in cwd.parts)
+    return Here(cwd, is_ray_job=uploaded or JOB_ENV in environ, uploaded=uploaded)
+
+
+def _errors(schema: type[BaseModel], values: Mapping[str, Any], at: Here) -> list[ErrorDetails]:
     try:
-        schema.model_validate(values, context=here)
+        schema.model_validate(values, context=at)
     except ValidationError as error:
         return error.errors()
     return []

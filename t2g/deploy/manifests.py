@@ -23,11 +23,9 @@ RAY_VERSION = "2.60.0"
 IMAGES = {False: "t2g:0.1.0", True: "t2g-cpu:0.1.0"}  # by `cpu`
 HOME = "/opt/t2g"  # of the code in the image: the driver's working directory
 SHARED = "/mnt/t2g"  # of the volume claim, in every pod
-RUNS = f"{SHARED}/runs"
 SECRETS = {"token": "t2g-ray-token", "hub": "t2g-huggingface"}
 MAX_NAME = 47  # the operator appends to it
 HEAD_STORE_GIB = 2
-TEMPLATE = "kuberay.yaml.j2"
 
 
 def render_manifests(
@@ -56,7 +54,7 @@ def render_manifests(
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True, autoescape=False
     )
-    text = templates.get_template(TEMPLATE).render(
+    text = templates.get_template("kuberay.yaml.j2").render(
         groups=groups, image=image, entrypoint=job.entrypoint, stop_wait_s=job.stop_wait_s,
         store_gib=config.cluster.object_store_gib, head_store_gib=HEAD_STORE_GIB,
         storage="20Gi" if cpu else "500Gi", claim="t2g-data", secrets=SECRETS,
@@ -88,7 +86,7 @@ def driver(config: PolicyJob, config_path: str, overrides: Sequence[str]) -> Sub
             f"--config {config_path}: no pod has this file; give a path in the repository, such as "
             f"configs/slf5k/policy.yaml, or one under {SHARED}"
         )
-    return training(config, Path(config_path), [*overrides, f"run.root={RUNS}"])
+    return training(config, Path(config_path), [*overrides, f"run.root={SHARED}/runs"])
 
 
 class _NoAliases(yaml.SafeDumper):

