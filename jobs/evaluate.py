@@ -46,7 +46,7 @@ def run_reward(config: EvaluateJob, what: str) -> None:
 
 
 def run_policy(config: PolicyEvaluationJob, what: str) -> None:
-    from jobs.common.policy_evaluation import Evaluation, read_questions
+    from jobs.common.policy_evaluation import Evaluation
     from jobs.common.run_folder import sole_process
 
     @contextmanager
@@ -56,10 +56,9 @@ def run_policy(config: PolicyEvaluationJob, what: str) -> None:
         with Fleets() as fleets:
             yield fleets.rollouts(model, config.rollout, config)
 
-    questions = read_questions(config)
     with ExitStack() as opened:
         opened.enter_context(sole_process(config.run.folder))
-        evaluation = Evaluation(config, questions)
+        evaluation = Evaluation(config)
         if any(map(evaluation.missing, config.policies)):
             from jobs.common.fleets import on_cluster
 

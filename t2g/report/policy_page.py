@@ -73,18 +73,14 @@ def _examples(measured: Mapping[str, Columns], measure: str) -> list[int]:
 
 def _problems(answers: Mapping[str, Sequence[Answers]]) -> dict[str, Any]:
     """Of each kind how many responses have it, and the first: [policy, place of the prompt, sample]."""
-
-    def found(kind: str, least: float) -> list[tuple[str, int, int]]:
-        return [
-            (policy, place, index)
-            for policy, rows in answers.items()
-            for place, row in enumerate(rows)
-            for index, response in enumerate(row.responses)
-            if general(response)[kind] >= least
-        ]
-
-    places = {kind: found(kind, least) for kind, least in PROBLEMS.items()}
-    return {kind: {"count": len(at), "examples": at[:NUM_EXAMPLES]} for kind, at in places.items()}
+    found: dict[str, list[tuple[str, int, int]]] = {kind: [] for kind in PROBLEMS}
+    for policy, rows in answers.items():
+        for place, row in enumerate(rows):
+            for index, response in enumerate(row.responses):
+                values = general(response)
+                for kind, least in PROBLEMS.items():
+                    found[kind] += [(policy, place, index)] * (values[kind] >= least)
+    return {kind: {"count": len(at), "examples": at[:NUM_EXAMPLES]} for kind, at in found.items()}
 
 
 def _markdown(result: Mapping[str, Any], measures: Sequence[str]) -> str:

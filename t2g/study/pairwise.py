@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from t2g.config import LLMConfig
 from t2g.feedback.sources.asking import Question
 from t2g.study.paired import Draws, mean_of, told
+from t2g.study.policy_eval import Answers
 from t2g.tasks.base import Task
 
 FOR_FIRST = {"A": 1.0, "tie": 0.5, "B": 0.0, "unparsable": np.nan}
@@ -83,34 +84,32 @@ def read_verdict(text: str) -> dict[str, str]:
         return {"reason": text[:300], "verdict": "unparsable"}
 
 
-def win_rates(
-    judgements: Iterable[Judgement], policies: Sequence[str], words: Mapping[str, Sequence[float]],
-    prompt_ids: Sequence[str], *, seed: int,
-) -> dict[str, Any]:  # fmt: skip
+def win_rates(rows: Iterable[Judgement], answers: Mapping[str, Sequence[Answers]], *, seed: int) -> dict[str, Any]:
     """What each judge says of every pair, and how often two of them agree; JSON values.
 
-    words: of each policy's response to each prompt. Pairs as in `policy_eval.summarise`.
+    answers: policy -> by prompt, in one order. Pairs as in `policy_eval.summarise`.
     """
-    said = {(one.judge, one.first, one.second, one.prompt_id): FOR_FIRST[one.verdict] for one in judgements}
-    judges, pairs = list(dict.fromkeys(judge for judge, *_ in said)), [*combinations(policies, 2)]
+    said = {(one.judge, one.first, one.second, one.prompt_id): FOR_FIRST[one.verdict] for one in rows}
+    judges, pairs = list(dict.fromkeys(judge for judge, *_ in said)), [*combinations(answers, 2)]
+    words = {name: np.array([len(row.responses[0].text.split()) for row in of]) for name, of in answers.items()}
 
-    def answers(judge: str, first: str, second: str) -> np.ndarray:
-        return np.array([said.get((judge, first, second, prompt_id), np.nan) for prompt_id in prompt_ids])
+    def points(judge: str, first: str, second: str) -> np.ndarray:
+        return np.array([said.get((judge, first, second, row.prompt_id), np.nan) for row in answers[first]])
 
-    rows, outcomes = [], {judge: [] for judge in judges}
+    found, outcomes = [], {judge: [] for judge in judges}
     for judge in judges:
         for against, policy in pairs:
-            both = np.stack([answers(judge, policy, against), 1 - answers(judge, against, policy)])  # [2, N]
-            longer = np.array(words[policy]) - np.array(words[against])
+            both = np.stack([points(judge, policy, against), 1 - points(judge, against, policy)])  # [2, N]
+            longer = words[policy] - words[against]
             sides = np.sign(longer) * (np.abs(longer) > AS_LONG * np.maximum(words[policy], words[against]))
-            rows.append({"judge": judge, "policy": policy, "against": against} | judged(both, sides, seed=seed))
+            found.append({"judge": judge, "policy": policy, "against": against} | judged(both, sides, seed=seed))
             outcomes[judge].append(outcome(both))
     agreements = []
     for one, other in combinations(judges, 2):
         mine, theirs = np.concatenate(outcomes[one]), np.concatenate(outcomes[other])
         known = ~np.isnan(mine + theirs)
         agreements.append({"judges": [one, other], "share": _mean((mine == theirs)[known]), "of": int(known.sum())})
-    return {"pairs": rows, "agreements": agreements}
+    return {"pairs": found, "agreements": agreements}
 
 
 def outcome(both: np.ndarray) -> np.ndarray:

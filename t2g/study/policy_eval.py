@@ -5,11 +5,11 @@ mean (K 1), or corpus BLEU (K 10). What needs neither a model nor a program is c
 from `Task.measure`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import combinations
 from math import comb
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from pydantic import BaseModel
@@ -26,7 +26,7 @@ Columns = Mapping[str, np.ndarray]  # measure -> [N, K]
 
 class Response(BaseModel):
     text: str
-    finish_reason: Literal["stop", "length", "refusal"]
+    cut: bool  # by the limit of tokens
 
 
 class Answers(BaseModel):
@@ -34,11 +34,6 @@ class Answers(BaseModel):
 
     prompt_id: str
     responses: tuple[Response, ...]
-
-
-def answers_of(prompt_id: str, responses: Iterable[tuple[str, str]]) -> Answers:
-    """responses: each with its finish_reason."""
-    return Answers(prompt_id=prompt_id, responses=[{"text": text, "finish_reason": why} for text, why in responses])
 
 
 class Scores(BaseModel):
@@ -50,14 +45,14 @@ class Scores(BaseModel):
 
 def general(response: Response) -> dict[str, float]:
     """
-    >>> general(Response(text="a b c d a b c d", finish_reason="stop"))
-    {'words': 8.0, 'cut': 0.0, 'empty': 0.0, 'repetition': 0.2}
+    >>> general(Response(text="no no no no no", cut=False))
+    {'words': 5.0, 'cut': 0.0, 'empty': 0.0, 'repetition': 0.5}
     """
     words = response.text.split()
     pieces = [tuple(words[i : i + NGRAM]) for i in range(len(words) - NGRAM + 1)]
     values = {
         "words": len(words),
-        "cut": response.finish_reason == "length",
+        "cut": response.cut,
         "empty": not words,
         "repetition": 1 - len(set(pieces)) / len(pieces) if pieces else 0,
     }
@@ -120,21 +115,21 @@ def figure_of(measure: str, num_prompts: int) -> Figure:
 
 
 def columns(
-    answers: Sequence[Answers], scores: Sequence[Scores], references: Sequence[str | None], ks: Sequence[int]
+    rows: Sequence[Answers], scores: Sequence[Scores], references: Sequence[str | None], ks: Sequence[int]
 ) -> dict[str, np.ndarray]:
-    """Every measure of one policy, the task's own first. All by prompt, in one order; ks: of pass@k."""
+    """Every measure of one policy, the task's own first. rows, scores, references: by prompt; ks: of pass@k."""
     found: dict[str, np.ndarray] = {}
     for name in scores[0].scores[0]:
-        values = np.array([[sample[name] for sample in row.scores] for row in scores])  # [N, S]
+        values = np.array([[sample[name] for sample in of.scores] for of in scores])  # [N, S]
         if name == PASSED:
             passed = [(values.shape[1], int(num)) for num in values.sum(1)]
             found |= {f"pass@{k}": np.array([[pass_at(k, *counts)] for counts in passed]) for k in ks}
         else:
             found[name] = values.mean(1, keepdims=True)
     if REFERENCED in found:
-        pairs = zip(answers, references, strict=True)
+        pairs = zip(rows, references, strict=True)
         found[BLEU] = np.stack([sum(bleu_counts(r.text, str(wanted)) for r in row.responses) for row, wanted in pairs])
-    told = [[general(response) for response in row.responses] for row in answers]
+    told = [[general(response) for response in row.responses] for row in rows]
     return found | {name: np.array([[np.mean([one[name] for one in row])] for row in told]) for name in GENERAL}
 
 

@@ -11,7 +11,7 @@ import pytest
 from fake_endpoint import KEY, KEY_VARIABLE, FakeEndpoint, Reply, fake_endpoint, says
 
 from jobs.common.cli import StopFlag
-from jobs.common.policy_evaluation import Evaluation, read_questions
+from jobs.common.policy_evaluation import Evaluation
 from jobs.evaluate import evaluate
 from t2g.config import ModelConfig, PolicyEvaluationJob
 from t2g.errors import RunStopped, UserError
@@ -76,7 +76,7 @@ def run(config: PolicyEvaluationJob, engines: dict[str, Engine]) -> dict[str, An
     def serve(model: ModelConfig) -> Iterator[Engine]:
         yield engines[Path(model.policy).name]
 
-    return Evaluation(config, read_questions(config)).run(serve, StopFlag())
+    return Evaluation(config).run(serve, StopFlag())
 
 
 def pair(result: dict[str, Any], measure: str) -> dict[str, Any]:

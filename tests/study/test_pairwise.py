@@ -5,6 +5,7 @@ import pytest
 
 from t2g.config import LLMConfig
 from t2g.study.pairwise import Judgement, Verdict, judge_version, question, read_verdict, win_rates
+from t2g.study.policy_eval import Answers, Response
 from t2g.tasks.base import get_task
 
 POLICIES = ("base", "new")
@@ -26,10 +27,14 @@ def judged(*verdicts: tuple[str, str], judge: str = "j") -> list[Judgement]:
     ]
 
 
-def rates(judgements: list[Judgement], new_words: float = 10) -> dict:
+def rates(judgements: list[Judgement], new_words: int = 10) -> dict:
     ids = list(dict.fromkeys(one.prompt_id for one in judgements))
-    words = {"base": [10.0] * len(ids), "new": [new_words] * len(ids)}
-    return win_rates(judgements, POLICIES, words, ids, seed=1)
+
+    def rows(num_words: int) -> list[Answers]:
+        response = Response(text="word " * num_words, cut=False)
+        return [Answers(prompt_id=prompt_id, responses=(response,)) for prompt_id in ids]
+
+    return win_rates(judgements, {"base": rows(10), "new": rows(new_words)}, seed=1)
 
 
 @pytest.mark.parametrize(("quality", "win_rate"), [(0.5, 0.5), (0.8, 0.5 + 0.7 * 0.3)])
@@ -64,7 +69,7 @@ def test_rubbish_is_counted_and_scores_nothing() -> None:
 
 def test_win_rate_by_difference_of_length() -> None:
     wins = judged(("A", "B"), ("A", "B"), ("B", "A"))
-    for new_words, name in ((10.5, "as long"), (12, "longer"), (5, "shorter")):
+    for new_words, name in ((11, "as long"), (12, "longer"), (5, "shorter")):
         (pair,) = rates(wins, new_words)["pairs"]
         assert pair["by_length"][name] == {"win_rate": pytest.approx(2 / 3), "prompts": 3}
 

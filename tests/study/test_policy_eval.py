@@ -23,8 +23,12 @@ WORDS = ["the", "cat", "sat", "on", "a", "mat", ",", "and", "then", "it", "slept
 
 
 def answers(*texts: str, cut: bool = False) -> Answers:
-    reason = "length" if cut else "stop"
-    return Answers(prompt_id="p", responses=tuple(Response(text=text, finish_reason=reason) for text in texts))
+    return Answers(prompt_id="p", responses=tuple(Response(text=text, cut=cut) for text in texts))
+
+
+def scores(**of_each: tuple[float, ...]) -> Scores:
+    rows = (dict(zip(of_each, one, strict=True)) for one in zip(*of_each.values(), strict=True))
+    return Scores(prompt_id="p", scores=tuple(rows))
 
 
 def texts(num: int, seed: int) -> list[str]:
@@ -54,28 +58,25 @@ def test_bleu_of_summed_counts_is_sacrebleus_of_all_texts() -> None:
 
 @pytest.mark.parametrize("text", ["", " \n", "one", "a a a a a a", "ü" * 9000])
 def test_any_text_has_general_measures(text: str) -> None:
-    found = general(Response(text=text, finish_reason="length"))
+    found = general(Response(text=text, cut=True))
     assert found["cut"] == 1 and found["empty"] == float(not text.strip()) and 0 <= found["repetition"] < 1
     assert found["repetition"] == pytest.approx(2 / 3 if text == "a a a a a a" else 0)
 
 
 def test_columns_have_a_row_for_each_prompt() -> None:
     rows = [answers("a b c d e", "x"), answers("", "a", cut=True)]
-    scores = [Scores(prompt_id="p", scores=({"passed": 1.0}, {"passed": 0.0}))] * 2
-    found = columns(rows, scores, [None, None], [1, 2])
+    found = columns(rows, [scores(passed=(1, 0)), scores(passed=(0, 1))], [None, None], [1, 2])
     assert list(found) == ["pass@1", "pass@2", "words", "cut", "empty", "repetition"]
     assert found["pass@1"].tolist() == [[0.5]] * 2 and found["pass@2"].tolist() == [[1.0]] * 2
     assert found["words"].tolist() == [[3], [0.5]] and found["cut"].tolist() == [[0], [1]]
-    rouge = [Scores(prompt_id="p", scores=({"rougeL": 1.0}, {"rougeL": 0.5}))] * 2
-    found = columns(rows, rouge, ["a b c d e", "z"], [1])
+    found = columns(rows, [scores(rougeL=(1, 0.5))] * 2, ["a b c d e", "z"], [1])
     assert found["rougeL"].tolist() == [[0.75]] * 2
     assert found["bleu"][0].tolist() == [5, 4, 3, 2, 6, 4, 3, 2, 6, 10]  # x, too; its reference counts again
 
 
 def policy(texts: list[str], references: list[str]) -> dict[str, np.ndarray]:
-    rows = [answers(text) for text in texts]
-    scores = [Scores(prompt_id="p", scores=({"rougeL": float(len(t) > 9)},)) for t in texts]
-    return columns(rows, scores, references, [1])
+    of_each = [scores(rougeL=(float(len(text) > 9),)) for text in texts]
+    return columns([answers(text) for text in texts], of_each, references, [1])
 
 
 def test_every_pair_is_compared_on_the_same_draws() -> None:

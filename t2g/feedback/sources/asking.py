@@ -148,6 +148,15 @@ class Asker:
         self.num_tokens += completion.prompt_tokens + completion.output_tokens
         return completion
 
+    async def ask(self, question: Question) -> Completion:
+        """`complete`, in its turn. Also raises as `failed`."""
+        async with self.turn():
+            try:
+                return await self.complete(question)
+            except ChatFailed as error:
+                self.failed(error)
+                raise
+
     def failed(self, failed: ChatFailed) -> None:
         """Says each kind once. RunStopped when nobody gets an answer any more."""
         self._failures.say(failed.kind, str(failed))
