@@ -16,13 +16,14 @@ import psutil
 import pytest
 import ray
 from heads import Head, started_head
-from learner_runs import start_hosts
-from models import byte_llama
+from learner_runs import random_rollouts, start_hosts
+from models import byte_llama, random_model
 from xdist.scheduler import LoadScopeScheduling
 
 from actors.cluster.placement import connect
 from actors.engines.rollout import RolloutFleet
 from t2g.config import ClusterConfig, HealthConfig, RolloutConfig
+from t2g.types import Rollout
 
 status = pytest.StashKey[int]()
 NUM_CPUS = 4  # in Ray's books: most of what tests share waits most of the time
@@ -86,6 +87,17 @@ def cluster() -> Iterator[None]:
 def hosts(cluster: None) -> list[Any]:
     """Two processes for the learner groups of two ranks."""
     return start_hosts()
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What learners train: a folder that nobody writes into."""
+    return random_model(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="session")
+def rollouts() -> list[Rollout]:
+    return random_rollouts()
 
 
 @pytest.fixture(scope="session")

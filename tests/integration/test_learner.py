@@ -17,7 +17,6 @@ from learner_runs import (
     SharedGroup,
     as_a_rank,
     learner_spec,
-    random_rollouts,
     saved_state,
     sent_weights,
     train_batch,
@@ -46,11 +45,6 @@ VARIANTS = {
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_model(tmp_path_factory.mktemp("base"))
-
-
-@pytest.fixture(scope="module")
 def groups(base: Path, hosts: list[Any]) -> Iterator[dict[str, LearnerGroup]]:
     """The same learner on one rank, on two, and on one each for policy and critic with less memory."""
     made = {name: SharedGroup(learner_spec(base, **changes), hosts) for name, changes in VARIANTS.items()}
@@ -66,11 +60,6 @@ def start(groups: dict[str, LearnerGroup], tmp_path_factory: pytest.TempPathFact
     for name, group in groups.items():
         group.save(folders[name])
     return folders
-
-
-@pytest.fixture(scope="module")
-def rollouts() -> list[Rollout]:
-    return random_rollouts()
 
 
 def test_forward_equals_the_plain_model(groups: dict[str, LearnerGroup], rollouts: list[Rollout], base: Path) -> None:

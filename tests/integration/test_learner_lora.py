@@ -12,12 +12,10 @@ from learner_runs import (
     TEMPERATURE,
     SharedGroup,
     learner_spec,
-    random_rollouts,
     saved_state,
     sent_weights,
     train_batch,
 )
-from models import random_model
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -46,20 +44,10 @@ CHANGES: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_model(tmp_path_factory.mktemp("base"))
-
-
-@pytest.fixture(scope="module")
 def group(base: Path, cluster: None) -> Iterator[LearnerGroup]:
     group = SharedGroup(learner_spec(base, OBJECTIVE, **CHANGES))
     yield group
     group.close()
-
-
-@pytest.fixture(scope="module")
-def rollouts() -> list[Rollout]:
-    return random_rollouts()
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from learner_runs import (
     sent_weights,
     train_batch,
 )
-from models import byte_llama, random_model
+from models import byte_llama
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from actors.engines.rollout import RolloutFleet
@@ -52,11 +52,6 @@ ENGINE_TEMPERATURE = 0.6
 # nats, over some 1,500 tokens; measured 2e-6 and .031 at most, 4e-7 and .007 in the mean
 MAX_GAP = {"float32": 2e-5, "bfloat16": 0.1}
 MEAN_GAP = {"float32": 2e-6, "bfloat16": 0.02}
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_model(tmp_path_factory.mktemp("base"))
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,12 @@ from typing import Any
 import pytest
 import ray
 from learner_runs import SharedGroup, learner_spec, random_rollouts
-from models import random_model
 
 from t2g.errors import LearnerLost
 
 
-def test_a_dead_rank_is_named(hosts: list[Any], tmp_path: Path) -> None:
-    group = SharedGroup(learner_spec(random_model(tmp_path), workers=2), hosts)
+def test_a_dead_rank_is_named(hosts: list[Any], base: Path) -> None:
+    group = SharedGroup(learner_spec(base, workers=2), hosts)
     ray.kill(hosts[1], no_restart=True)
     with pytest.raises(LearnerLost, match=r"^learner rank 1 died during stream_weights"):
         list(group.stream_weights("float32"))

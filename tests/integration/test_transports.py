@@ -2,7 +2,6 @@
 
 import asyncio
 import inspect
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from gloo_group import Fallible, GlooGroup, GlooSender, cpu_streams
+from heads import free_port
 from recorder import Recorder
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -52,12 +52,6 @@ def check(model: Recorder) -> None:
     assert set(model.loaded) == set(NAMES)
     for name, tensor in zip(NAMES, TENSORS, strict=True):
         assert model.loaded[name].dtype == torch.bfloat16 and torch.equal(model.loaded[name], tensor), name
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 @pytest.fixture
