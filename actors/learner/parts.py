@@ -56,10 +56,10 @@ class LearnerSpec:
     @property
     def old_is_current(self) -> bool:
         """Whether the forward pass of an update's only step can say the old logprobs, which nobody asks for before it:
-        no critic, and the KL is a term of the loss.
+        no critic, no teacher, and the KL is a term of the loss.
         """
         objective = self.objective
-        early = objective.uses_critic or not objective.kl_in_loss
+        early = objective.uses_critic or not objective.kl_in_loss or objective.teacher is not None
         return self.loss == "ppo" and not early and self.minibatches_per_update == 1
 
     @property

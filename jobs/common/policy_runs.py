@@ -78,6 +78,9 @@ def read_data(config: PolicyJob) -> PolicyData:
     model, rollout = (config.model.policy, config.model.revision), config.rollout
     check_positions(*model, "rollout.max_model_len", rollout.max_model_len)
     check_heads(*model, "rollout.gpus", rollout.tensor_parallel)
+    if config.objective.teacher is not None:
+        window = "rollout.max_model_len and feedback.engine.max_model_len together"
+        check_positions(*model, window, config.revision_window)
     tokenizer = load_tokenizer(config.model.policy, config.model.revision)
     room = rollout.max_prompt_tokens
     prompts = make_prompts(load_records(config.data), task, tokenizer, room)

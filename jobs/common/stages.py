@@ -39,13 +39,13 @@ from t2g.config import (
 from t2g.config.jobs import WINDOWS
 from t2g.config.marks import paths
 from t2g.data.load import load_records
+from t2g.data.prompts import revision_ids
 from t2g.errors import UserError
 from t2g.feedback.examples import sft_example
 from t2g.feedback.records import AnnotatedRecord, load_annotated
 from t2g.files import write_atomic
 from t2g.runs import identity
 from t2g.runs.identity import Identity
-from t2g.study.baselines import revision_ids
 from t2g.tasks.base import get_task
 from t2g.tasks.tiny.assets import build_model, build_reward_model, build_tokenizers
 from t2g.tasks.tiny.revision import corrected, thinned

@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+import numpy as np
 import torch
 
 from t2g.algo.kl import kl_k1
@@ -95,6 +96,22 @@ def group_advantages(
             difference = difference * len(rows) / max(len(rows) - 1, 1)  # from the others' mean, not from everybody's
         advantages[rows, : len(places)] = difference
     return torch.where(mask.bool(), advantages, 0).to(rewards.dtype), returns.to(rewards.dtype)
+
+
+def taught(
+    advantages: np.ndarray, teacher_logprobs: np.ndarray, logprobs: np.ndarray, where: np.ndarray, weight: float
+) -> np.ndarray:
+    """A_t = (1 - w) A_t + w where_t (log p_teacher,t - log p_t), all [R] of one response -> [R] float32.
+
+    The teacher is the policy with the critique in its prompt, p the policy without; both of the sampled tokens, before
+    the update. At w 1 the gradient of the policy loss is, at ratio 1, that of the reverse KL to the teacher on the
+    sampled tokens (SDPO, arXiv 2601.20802; TRL's `sampled_token`): no reward has a part in it.
+
+    >>> half, quarter = np.log([0.5, 0.5]), np.log([0.25, 1.0])
+    >>> taught(np.array([1.0, 1.0]), half, quarter, np.array([1, 0]), 0.5).round(3).tolist()
+    [0.847, 0.5]
+    """
+    return ((1 - weight) * advantages + weight * where * (teacher_logprobs - logprobs)).astype(np.float32)
 
 
 def whiten(advantages: torch.Tensor, mask: torch.Tensor, mode: Literal["full", "scale_only", "none"]) -> torch.Tensor:

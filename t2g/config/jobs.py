@@ -82,6 +82,11 @@ class PolicyJob(SyncedJob, JobConfig):
         None, description="a demo config whose stages are made first where missing; ${stages} in a path is their folder"
     )
 
+    @property
+    def revision_window(self) -> int:
+        """Tokens of a response with its prompt and a critique: as many as engines of the two would hold."""
+        return self.rollout.max_model_len + self.feedback.engine.max_model_len
+
     @field_validator("objective")
     @classmethod
     def _fits_task_and_samples(cls, objective: ObjectiveConfig, info: ValidationInfo) -> ObjectiveConfig:
@@ -97,6 +102,14 @@ class PolicyJob(SyncedJob, JobConfig):
         if (alone or critic) and "advantages" not in objective.model_fields_set:
             changes["advantages"] = "gae"
         return with_overrides(objective, changes)
+
+    @model_validator(mode="after")
+    def _a_teacher_reads_something(self) -> "PolicyJob":
+        if self.objective.teacher is not None and not self.feedback.style.critique:
+            raise ValueError(
+                "objective.teacher shows the critique to the policy, and feedback.style.critique=false has none"
+            )
+        return self
 
     @model_validator(mode="after")
     def _a_group_has_others(self) -> "PolicyJob":

@@ -48,6 +48,15 @@ class RewardRuleConfig(Section):
     )
 
 
+class TeacherConfig(Section):
+    """Self-distillation from feedback (SDPO, arXiv 2601.20802): the policy with the critique in its prompt teaches."""
+
+    weight: float = Field(1.0, gt=0, le=1, description="of the teacher's advantage; the rest is that of the rewards")
+    where: Literal["all", "spans"] = Field(
+        "all", description="all: on every token of a criticised response; spans: on those that the critique quotes"
+    )
+
+
 class ObjectiveConfig(Section):
     """What the policy is moved by (method.md, stage 3): rewards -> advantages -> loss.
 
@@ -64,6 +73,11 @@ class ObjectiveConfig(Section):
         description="group: token returns less those of the prompt's other samples (RLOO where the reward is scalar); "
         "group_normalised: less the group's mean, by its standard deviation (GRPO there); gae: with a critic, the "
         "default where rollout.samples_per_prompt=1",
+    )
+    teacher: TeacherConfig | None = Field(
+        None,
+        description="a token's advantage is its log-probability by the policy that reads the critique, less the one by "
+        "the policy itself, blended with the rewards' advantage; none: the rewards' alone",
     )
     whiten: Literal["full", "scale_only", "none"] = Field(
         default_factory=lambda given: "none" if given.get("advantages") == "group_normalised" else "full",

@@ -65,3 +65,14 @@ def policy_prompt_ids(record: Record, task: Task, tokenizer: Any, max_prompt_tok
             f"holds {max_prompt_tokens} beside the response; shorten it, or raise rollout.max_model_len"
         )
     return ids
+
+
+def revision_ids(
+    task: Task, prompt: Prompt, response_text: str, critique: str, tokenizer: Any, max_prompt_tokens: int
+) -> np.ndarray | None:
+    """What a model reads that is to write a response again, with a critique of it in view. -> [P] int32.
+
+    None for no room: a prompt too long loses input text, never the response or the critique.
+    """
+    build = partial(task.revise_messages, prompt, response_text, critique)
+    return fit_chat(build, tokenizer, max_prompt_tokens, input_chars=len(prompt.prompt_text))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from t2g.algo.advantages import gae, group_advantages, step_rewards, whiten
+from t2g.algo.advantages import gae, group_advantages, step_rewards, taught, whiten
 from t2g.algo.kl import sequence_kl
 from t2g.config import ObjectiveConfig
 from t2g.errors import RunStopped, UserError
@@ -98,10 +98,13 @@ def advantage_samples(
     *,
     kl_coef: float,
     seed: int,
+    teacher: Sequence[np.ndarray | None] = (),
 ) -> list[TrainSample]:
     """Rewards -> advantages -> whitening over the step.
 
     Advantages are whitened over all response tokens; returns come from the unwhitened ones (method.md, stage 3).
+    teacher: with `objective.teacher`, the teacher's log-probabilities [R] of each response, None where it has read no
+    critique; such a response is left out of the loss where nothing but the teacher counts.
     """
     mask = pad([np.ones(len(s.rollout.response_ids)) for s in scored])
     rules = objective.rewards
@@ -135,12 +138,16 @@ def advantage_samples(
         normalise = objective.advantages == "group_normalised"
         advantages, returns = group_advantages(rewards, mask, groups, objective.gamma, normalise=normalise)
     advantages = whiten(advantages, mask, objective.whiten)
+    blended = [
+        _blended(advantages[row, : len(s.rollout.response_ids)].numpy(), s, t, objective, *teacher[row : row + 1])
+        for row, (s, t) in enumerate(zip(scored, stats, strict=True))
+    ]
     return [
         TrainSample(
             prompt_ids=s.rollout.prompt_ids,
             response_ids=s.rollout.response_ids,
-            weights=_weights(len(s.rollout.response_ids), objective),
-            advantages=advantages[row, : len(s.rollout.response_ids)].numpy(),
+            weights=blended[row][1],
+            advantages=blended[row][0],
             returns=returns[row, : len(s.rollout.response_ids)].numpy(),
             values=t.values,
             old_logprobs=t.old_logprobs,
@@ -155,6 +162,23 @@ def step_kl(stats: Sequence[TokenStats]) -> float:
     """The KL to the reference, nats per sequence, that the controller sees."""
     mask = pad([np.ones_like(t.old_logprobs) for t in stats])
     return sequence_kl(pad([t.old_logprobs for t in stats]), pad([t.ref_logprobs for t in stats]), mask)
+
+
+def _blended(
+    advantages: np.ndarray,
+    scored: ScoredRollout,
+    stats: TokenStats,
+    objective: ObjectiveConfig,
+    teacher: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Advantages and loss weights of one response, [R] each, once the teacher has had its say."""
+    rule, weights = objective.teacher, _weights(len(advantages), objective)
+    if rule is None:
+        return advantages, weights
+    if teacher is None:
+        return (1 - rule.weight) * advantages, weights * np.float32(rule.weight < 1)
+    where = np.ones_like(scored.deltas) if rule.where == "all" else scored.deltas != 0
+    return taught(advantages, teacher, stats.old_logprobs, where, rule.weight), weights
 
 
 def _weights(length: int, objective: ObjectiveConfig) -> np.ndarray:
@@ -193,6 +217,15 @@ def step_metrics(
         "feedback/failed_share": 1 - len(scored) / len(pairs),
         "feedback/located_rate": sum(f.num_located for _, _, f in pairs) / quotes if quotes else 1.0,
     }
+
+
+def teacher_metrics(teacher: Sequence[np.ndarray | None], stats: Sequence[TokenStats]) -> dict[str, float]:
+    """How much of a step the teacher of `objective.teacher` taught, and how far from the policy it is."""
+    gaps = [row - t.old_logprobs for row, t in zip(teacher, stats, strict=False) if row is not None]
+    if not gaps:
+        return {}
+    gap = float(np.abs(np.concatenate(gaps)).mean())
+    return {"teacher/share": len(gaps) / len(stats), "teacher/gap_mean": gap}
 
 
 def sync_metrics(result: WeightSyncResult) -> dict[str, float]:

@@ -14,11 +14,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from t2g.algo.kl import adapt_kl_coef
 from t2g.concurrency import unless_stopped
 from t2g.config import PolicyJob, with_overrides
 from t2g.data.batching import make_train_batch
 from t2g.data.buffer import Group, read_groups, write_groups
+from t2g.data.prompts import revision_ids
 from t2g.errors import LearnerLost, RunStopped, Stopped, UserError
 from t2g.feedback import token_offsets, token_rewards
 from t2g.feedback.rewards import step_ids
@@ -27,7 +30,15 @@ from t2g.interfaces import FeedbackSource, Learner, RolloutSource, WeightSync
 from t2g.loop.alarms import alarms
 from t2g.loop.producer import Producer
 from t2g.loop.sampling import dropped, held_out_metrics, measure, sample_held_out, training_feedback, usable
-from t2g.loop.steps import advantage_samples, refuse_not_finite, step_kl, step_metrics, sync_metrics, token_staleness
+from t2g.loop.steps import (
+    advantage_samples,
+    refuse_not_finite,
+    step_kl,
+    step_metrics,
+    sync_metrics,
+    teacher_metrics,
+    token_staleness,
+)
 from t2g.runs import identity
 from t2g.runs.checkpoint import CheckpointStore
 from t2g.runs.identity import Identity, data_hash
@@ -149,7 +160,7 @@ class Trainer:
 
         self._learner_is_at_state = False
         learn_started = time.monotonic()
-        stats, kl, result = await self._learn(step, scored)
+        stats, kl, result = await self._learn(step, scored, [prompt for prompt, _, _ in kept])
         learn_s = time.monotonic() - learn_started
         synced = await self.sync.push(result.policy_version)
 
@@ -182,7 +193,9 @@ class Trainer:
             self._learner_is_at_state = True
         return True
 
-    async def _learn(self, step: int, scored: Sequence[ScoredRollout]) -> tuple[list[TokenStats], float, UpdateResult]:
+    async def _learn(
+        self, step: int, scored: Sequence[ScoredRollout], prompts: Sequence[Prompt]
+    ) -> tuple[list[TokenStats], float, UpdateResult]:
         """The update, with the learner's view before it and the KL (nats per sequence) to the reference.
 
         Where the update alone looks at the policy, that is its view.
@@ -190,7 +203,8 @@ class Trainer:
         stats = await self._call(self.learner.forward, [s.rollout for s in scored])
         refuse_not_finite(step, scored, stats)
         objective, kl_coef, seed = self.config.objective, self.state.kl_coef, self.config.run.seed
-        samples = advantage_samples(scored, stats, objective, kl_coef=kl_coef, seed=seed)
+        teacher = await self._teach(scored, prompts) if objective.teacher else ()
+        samples = advantage_samples(scored, stats, objective, kl_coef=kl_coef, seed=seed, teacher=teacher)
         batch = make_train_batch(
             samples,
             num_epochs=self.config.learner.num_epochs,
@@ -200,7 +214,24 @@ class Trainer:
         )
         result = await self._call(self.learner.update, batch)
         stats = list(result.stats) or stats
+        result = replace(result, metrics=result.metrics | teacher_metrics(teacher, stats))
         return stats, step_kl(stats), result
+
+    async def _teach(self, scored: Sequence[ScoredRollout], prompts: Sequence[Prompt]) -> list[np.ndarray | None]:
+        """Log-probabilities [R] of each response by the policy that reads its critique, None where none fits."""
+        room = self.config.revision_window - self.config.rollout.max_new_tokens
+        asked = [
+            revision_ids(self.task, prompt, s.rollout.response_text, s.feedback.critique, self.tokenizer, room)
+            if s.feedback.critique.strip()
+            else None
+            for s, prompt in zip(scored, prompts, strict=True)
+        ]
+        shown = [replace(s.rollout, prompt_ids=ids) for s, ids in zip(scored, asked, strict=True) if ids is not None]
+        if not shown:
+            raise RunStopped(f"no response has a critique for objective.teacher that fits into {room} tokens beside it")
+
+        said = iter(await self._call(self.learner.forward, shown))
+        return [None if ids is None else next(said).old_logprobs for ids in asked]
 
     async def _call(self, call: Callable[..., Result], *args: Any) -> Result:
         """A call of the learner in a thread: requests go on meanwhile. Cancelled, it waits for the call's end all the

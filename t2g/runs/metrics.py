@@ -21,6 +21,8 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | policy/clip_share                          | tokens whose ratio left [1 - eps, 1 + eps]                             |
 | policy/approx_kl                           | old to new policy, k3, nats per token                                  |
 | policy/ratio_max                           | largest probability ratio of a token, new by old                       |
+| teacher/share                              | responses whose critique objective.teacher has read                    |
+| teacher/gap_mean                           | of |teacher - policy| logprob, nats                                    |
 | critic/clip_share                          | tokens on which the clipped value error is the larger one              |
 | response/length_mean                       | sampled tokens, EOS included                                           |
 | response/cut_share                         | responses that stopped at max_new_tokens                               |

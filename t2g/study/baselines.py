@@ -26,6 +26,7 @@ import numpy as np
 
 from t2g.concurrency import unless_stopped
 from t2g.config import ModelConfig, PolicyJob, RoleConfig, RolloutConfig, SFTLoRAConfig, SFTOptions, with_overrides
+from t2g.data.prompts import revision_ids
 from t2g.errors import RunStopped, UserError
 from t2g.feedback import token_offsets, token_rewards
 from t2g.feedback.examples import target_ids
@@ -43,7 +44,6 @@ from t2g.loop.sampling import (
 from t2g.runs.log import RunLog
 from t2g.runs.progress import stage
 from t2g.tasks.base import Task
-from t2g.text.tokenizer import fit_chat
 from t2g.types import Prompt, Rollout, TrainSequence
 
 POLICY = "policy"  # folder of the result, where something was trained
@@ -306,14 +306,6 @@ def revision_prompt(task: Task, judged: JudgedResponse, tokenizer: Any, max_prom
     return None if ids is None else replace(prompt, prompt_id=prompt_id, prompt_ids=ids)
 
 
-def revision_ids(
-    task: Task, prompt: Prompt, response_text: str, critique: str, tokenizer: Any, max_prompt_tokens: int
-) -> np.ndarray | None:
-    """-> [P] int32, None for no room: a prompt too long loses input text, never the response or the critique."""
-    build = partial(task.revise_messages, prompt, response_text, critique)
-    return fit_chat(build, tokenizer, max_prompt_tokens, input_chars=len(prompt.prompt_text))
-
-
 # ------------------------------------------------------------------------------------------------------------- settings
 def batch_size(job: PolicyJob, num_items: int) -> int:
     """Items of one optimizer step: a pass over them has as many steps as PPO makes in a pass over its samples."""
@@ -335,5 +327,4 @@ def sft_options(job: PolicyJob, num_examples: int) -> SFTOptions:
 
 def revising_rollout(job: PolicyJob) -> RolloutConfig:
     """Engines with room for a critique beside prompt and response: as much as the feedback's engines have for all."""
-    window = job.rollout.max_model_len + job.feedback.engine.max_model_len
-    return with_overrides(job.rollout, {"max_model_len": window})
+    return with_overrides(job.rollout, {"max_model_len": job.revision_window})

@@ -31,6 +31,7 @@ def test_each_method_changes_what_makes_it_and_nothing_else(tmp_path: Path) -> N
     placement, unit = "objective.rewards.placement", "objective.rewards.unit"
     grpo = {f"objective.{key}" for key in ("advantages", "whiten", "loss_mean")}
     critic = {"objective.advantages", "objective.kl_estimator"}
+    teacher = {f"objective.teacher{key}" for key in ("", ".weight", ".where")}
     more: dict[str, set[str]] = {
         "sft": set(),
         "reflection": set(),
@@ -48,6 +49,9 @@ def test_each_method_changes_what_makes_it_and_nothing_else(tmp_path: Path) -> N
         "scalar_token_critic": {placement, unit} | critic,
         "scalar_token_grpo": {placement, unit} | grpo,
         "paper": {unit, "objective.vf_coef"} | critic,
+        "sdpo": {*teacher, "objective.loss_mean"},
+        "sdpo_group": teacher,
+        "sdpo_spans": {*teacher, "objective.loss_mean"},
         "step": {placement},
         "shuffled": {placement},
         "no_critique": {"feedback.style.critique"},
