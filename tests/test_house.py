@@ -12,6 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 from pydantic import BaseModel
 
+from configs import shipped
 from t2g.config import (
     AnnotateJob,
     BenchmarkJob,
@@ -61,9 +62,7 @@ SCHEMAS: dict[str, type[BaseModel]] = {
     "facts20": DemoJob,
     "sync": BenchmarkJob,
 }
-# Not `methods`, see study/test_methods, and not what a user keeps beside them.
-SHIPPED = ("benchmark", "kodcode", "own", "slf5k", "tiny", "ultrafeedback")
-CONFIGS = sorted(file for folder in SHIPPED for file in (ROOT / "configs" / folder).glob("*.yaml"))
+CONFIGS = [file for file in shipped() if file.parent.name != "methods"]  # for those see study/test_methods
 
 
 def modules(package: str) -> list[Path]:

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from configs import differing
+from configs import differing, shipped
 from t2g.config import CompareJob, PolicyJob, StyleConfig, loading, with_overrides
 from t2g.errors import UserError
 from t2g.study.methods import Arms, choose_lr, read_method
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = sorted(file.stem for file in (ROOT / "configs" / "methods").glob("*.yaml"))
+SHIPPED = sorted(file.stem for file in shipped() if file.parent.name == "methods")
 
 
 def arms_of(root: Path, *overrides: str, config: str = "compare.yaml") -> Arms:
