@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from t2g.types import Prompt, Rollout, SpanFeedback, TokenStats, TrainBatch, UpdateResult, WeightSyncResult
 
@@ -71,4 +71,13 @@ class WeightSync(Protocol):
 
         The caller makes no other call of the learner meanwhile.
         """
+        ...
+
+
+Turn = Literal["engines", "learner"]
+
+
+class Turns(Protocol):
+    async def take(self, turn: Turn) -> None:
+        """The GPUs are theirs from now on, until the others take their turn. Does nothing where they have it."""
         ...

@@ -12,7 +12,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from actors.engines.rollout import RolloutWorker
-from actors.weights.transports import Meeting, NcclSender
+from actors.weights import transports
 
 TIMEOUT = timedelta(seconds=20)
 
@@ -20,8 +20,7 @@ TIMEOUT = timedelta(seconds=20)
 class GlooGroup:
     """What is used of vLLM's PyNcclCommunicator."""
 
-    def __init__(self, host: str, port: int, rank: int, size: int) -> None:
-        store = TCPStore(host, port, size, is_master=rank == 0, timeout=TIMEOUT, wait_for_workers=False)
+    def __init__(self, store: TCPStore, rank: int, size: int, device: Any = None) -> None:
         self._group = ProcessGroupGloo(PrefixStore("weights", store), rank, size, TIMEOUT)
         self._store = store
         self.disabled = False
@@ -34,11 +33,6 @@ class GlooGroup:
 
     def destroy(self) -> None:
         self.disabled = True
-
-
-class GlooSender(NcclSender):
-    def join(self, meeting: Meeting) -> GlooGroup:
-        return GlooGroup(meeting.host, meeting.port, 0, meeting.size)
 
 
 class Stream:
@@ -54,27 +48,24 @@ def cpu_streams() -> Iterator[None]:
     """vLLM's packed broadcast asks for CUDA streams, in both of its ends; here they are ours."""
     from vllm.distributed.weight_transfer import packed_tensor
 
-    streams, index = packed_tensor._get_streams, torch.accelerator.current_device_index
-    _without_cuda(packed_tensor)
+    streams, index, communicator = (
+        packed_tensor._get_streams, torch.accelerator.current_device_index, transports.communicator
+    )  # fmt: skip
+    gloo_for_good()
     try:
         yield
     finally:
         packed_tensor._get_streams, torch.accelerator.current_device_index = streams, index
-
-
-def _without_cuda(packed_tensor: Any) -> None:
-    packed_tensor._get_streams = lambda device, num_buffers: (Stream(),) * num_buffers
-    torch.accelerator.current_device_index = lambda: 0
+        transports.communicator = communicator
 
 
 def gloo_for_good() -> None:
-    """In this process, an engine core, vLLM's nccl engine takes gloo."""
-    from vllm.distributed.weight_transfer import nccl_engine, packed_tensor
+    """In this process, perhaps an engine core, the members of a group meet in gloo."""
+    from vllm.distributed.weight_transfer import packed_tensor
 
-    _without_cuda(packed_tensor)
-    nccl_engine.worker_init_process_group = lambda info, parallel: GlooGroup(
-        info.master_address, info.master_port, info.rank_offset + parallel.rank, info.world_size
-    )
+    packed_tensor._get_streams = lambda device, num_buffers: (Stream(),) * num_buffers
+    torch.accelerator.current_device_index = lambda: 0
+    transports.communicator = GlooGroup
 
 
 class GlooWorker(RolloutWorker):

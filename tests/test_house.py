@@ -61,6 +61,8 @@ SCHEMAS: dict[str, type[BaseModel]] = {
     "facts10": DemoJob,
     "facts20": DemoJob,
     "sync": BenchmarkJob,
+    "one_gpu": PolicyJob,
+    "gpu_check": DemoJob,
 }
 CONFIGS = [file for file in shipped() if file.parent.name != "methods"]  # for those see study/test_methods
 

@@ -68,7 +68,7 @@ def _start(config: ClusterConfig) -> None:
     ray.init(
         address="local",
         num_cpus=cpus if cpus < (os.cpu_count() or 1) else None,  # Ray knows a container's limits, but no affinity
-        object_store_memory=int(config.object_store_gib * GIB),
+        object_store_memory=int((config.object_store_gib or 1) * GIB),
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.ERROR,

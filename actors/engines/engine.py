@@ -94,10 +94,11 @@ class Engine:
         revision: str | None = None,
         transport: Transport | None = None,
         guided: bool = False,
+        sleeps: bool = False,
     ) -> None:
-        """transport: of the weights that it receives, if any."""
+        """transport: of the weights that it receives, if any. sleeps: it may be asked to."""
         self._model, self._revision, self._config, self._seed = model, revision, config, seed
-        self._transport, self._guided = transport, guided
+        self._transport, self._guided, self._sleeps, self._resting = transport, guided, sleeps, False
         self._request_numbers = itertools.count()
         self._llm: Any = None
         self._watch: asyncio.Task[None] | None = None
@@ -191,6 +192,7 @@ class Engine:
             # Inside a placement group vLLM would choose ray, which wants a bundle for each GPU.
             arguments["distributed_executor_backend"] = "uni" if config.tensor_parallel == 1 else "mp"
             arguments["max_num_batched_tokens"] = GPU_BATCHED_TOKENS
+            arguments["enable_sleep_mode"] = self._sleeps
         else:
             arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
             arguments["distributed_executor_backend"] = "uni"
@@ -208,6 +210,13 @@ class Engine:
     async def probe(self) -> None:
         """Answered by a core whose loop turns, also while its engine is paused or has no room for a request."""
         await self._of_core(self._llm.is_sleeping())
+
+    async def rest(self, on: bool) -> None:
+        """Sleep, with the weights in host memory and the KV cache forgotten, once requests under way have ended; or
+        wake up. Nothing where it does so already."""
+        if on != self._resting:
+            await self._of_core(self._llm.sleep(level=1, mode="wait") if on else self._llm.wake_up())
+            self._resting = on
 
     async def generate(
         self,

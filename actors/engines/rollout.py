@@ -16,9 +16,10 @@ from actors.engines.engine import Engine
 from actors.fleet.fleet import Fleet
 from actors.fleet.member import DIED, Member, fate
 from actors.weights.intake import Intake
+from actors.weights.probe import Gap
 from t2g.config import RolloutConfig, Transport
 from t2g.errors import LearnerLost, MissedSync, UserError
-from t2g.interfaces import Sampling
+from t2g.interfaces import Sampling, Turn
 from t2g.types import Prompt, Rollout
 
 
@@ -74,6 +75,8 @@ class RolloutFleet(Fleet):
 
     role, actor = "rollout", RolloutActor
     config: RolloutConfig
+    agreed: Gap | None = None
+    turn: Turn = "engines"
 
     def __init__(
         self,
@@ -84,9 +87,11 @@ class RolloutFleet(Fleet):
         placement_timeout_s: float,
         revision: str | None = None,
         transport: Transport = "store",
+        sleeps: bool = False,
     ) -> None:
-        """transport: of the weights."""
+        """transport: of the weights. sleeps: its engines leave their GPUs to a learner, and take them again."""
         arguments = {"model": model, "config": config, "seed": seed, "revision": revision, "transport": transport}
+        arguments |= {"sleeps": True} if sleeps else {}
         super().__init__(arguments, config, placement_timeout_s=placement_timeout_s)
 
     @property

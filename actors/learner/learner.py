@@ -113,6 +113,9 @@ class LearnerWorker:
         if not universal:
             torch.set_rng_state(torch.load(self._rng_file(part, folder), weights_only=True))
 
+    def rest(self, part: PartName, on: bool) -> None:
+        zero3.rest(self.parts[part].engine, on)
+
     def _rng_file(self, part: PartName, folder: Path) -> Path:
         return folder / f"rng-{part}-{self.rank}.pt"
 
@@ -250,6 +253,11 @@ class LearnerGroup:
         return tuple(
             TokenStats(**found[i], ref_logprobs=s.ref_logprobs, values=s.values) for i, s in enumerate(samples)
         )
+
+    def rest(self, on: bool) -> None:
+        """On: gradients and the optimizers' states go into host memory. Before anything trains or is saved they must
+        come back; what sends, scores or exports the weights needs none of them."""
+        self._on_parts([*self.parts], "rest", lambda worker, part, rank: worker.rest.remote(part, on))
 
     def announce(self) -> Shapes:
         """Names and shapes of the policy in the order of `stream_weights`; nothing is gathered."""

@@ -317,7 +317,7 @@ class PolicyPart(Part):
         if sender is not None:
             where = {"device": self.engine.device, "everywhere": sender.everywhere}
             if meeting is not None and self.engine.global_rank == 0:
-                sender.meet(meeting)
+                sender.meet(meeting, self.engine.device)
         bucket_bytes, started = int(self.spec.learner.sync_bucket_mib * 2**20), time.monotonic()
         for index, bucket in enumerate(self._weights.buckets(bucket_bytes, dtype, **where)):
             if bucket:

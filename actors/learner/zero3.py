@@ -244,6 +244,23 @@ def _adapter(engine: Engine, weights: WholeWeights) -> dict[str, torch.Tensor]:
     return {name: whole(p, pieces[name]).to("cpu", copy=True) for name, p in factors.items()}
 
 
+def rest(engine: Engine, on: bool) -> None:
+    """Gradients, AdamW's moments and its float32 weights into host memory, or back; the model's weights stay."""
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
+
+    device = torch.device("cpu") if on else engine.device
+    moments = [state[name] for state in engine.optimizer.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    for tensor in (
+        *engine.optimizer.fp32_partitioned_groups_flat,
+        *moments,
+    ):  # DeepSpeed moves its own FusedAdam's only
+        tensor.data = tensor.data.to(device)
+    if on:
+        engine.offload_states(include=[State.lp_grads, State.contiguous_grad_buffer])  # and gives back what is cached
+    else:
+        engine.reload_states()
+
+
 def save_checkpoint(engine: Engine, folder: Path, tag: str) -> None:
     """Trained parameters, optimizer and schedule of every rank under folder/tag; on return all ranks have written.
 

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ class Intake:
     """Of `actors.engines.engine.Engine`, which it is mixed into: `open_update`, `load_bucket` for each bucket in any
     order and two at a time, `close_update`. Calls of an earlier round are refused.
 
-    With nccl `join_group` comes before the buckets, and they come one by one in their order.
+    With nccl `join_group` comes before the first buckets of a group, and all come one by one in their order.
 
     A round that broke off is mended by the next `open_update`, whose version comes whole.
     """
@@ -52,8 +53,7 @@ class Intake:
     async def join_group(self, round_id: str, meeting: Meeting, rank: int) -> None:
         """Have the engine core meet rank 0 of the learner and the other engines, all of them at once."""
         self._refuse_other_rounds(round_id)
-        where = {"master_address": meeting.host, "master_port": meeting.port, "world_size": meeting.size}
-        await self._tell_core(where | {"rank_offset": rank, "packed": True})
+        await self._tell_core({"meeting": asdict(meeting), "rank_offset": rank})
 
     async def _tell_core(self, info: dict[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest

@@ -1,7 +1,8 @@
 """One version of the weights on its way from the learner, or from what is held of it, to several workers at once.
 
 With the transports ipc and nccl (`transports`) nothing is held: the learner sends again, as long as it has that
-version. Each broadcast has a group of its own, so that nobody waits for an engine that has gone.
+version. A group of broadcasts is kept until somebody leaves it or joins, so that nobody waits for an engine that has
+gone.
 """
 
 import asyncio
@@ -16,10 +17,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from actors.weights.buckets import Shapes
+from actors.weights.probe import Gap, gap_between, is_stuck, why_refused
 from actors.weights.transports import Meeting
 from t2g.concurrency import end
 from t2g.config import LearnerConfig, RolloutConfig
 from t2g.errors import MissedSync
+from t2g.interfaces import Turn
 
 BUCKETS_ABOARD = 2  # in a worker at once: one is copied while the engine core loads the other
 GRACE_S = 30.0  # at the least
@@ -57,6 +60,7 @@ class Receiver(Protocol):
 
     name: str
     handle: Any
+    version: int | None  # of its weights; none: those that it loaded from the model's folder
     syncing: bool  # its engine is paused, until the fleet hears that it has the weights or missed them
 
 
@@ -65,6 +69,8 @@ class EngineFleet(Protocol):
 
     config: RolloutConfig
     vocab_size: int
+    turn: Turn  # whose the GPUs are, with cluster.colocate: a fleet outlives the learners of its runs
+    agreed: Gap | None  # of its engines and a learner on the checkpoint, for the runs that come after
 
     def receivers(self) -> Sequence[Receiver]:
         """The workers that have started and can be reached."""
@@ -90,6 +96,8 @@ class Version:
     shapes: Shapes
     probe: np.ndarray  # [N] int32, the tokens that a worker with these weights must score as the learner does
     probe_logprobs: np.ndarray | None = None  # [N - 1] float32, the learner's, once it was asked
+    scores: dict[str, np.ndarray] = field(default_factory=dict)  # of the probe, by the worker's name
+    before: "Version | None" = None  # the one that was sent last, without its buckets
     held: list[Any] = field(default_factory=list)  # references to its buckets; none with ipc and nccl
     proved: list[Receiver] = field(default_factory=list)  # who has it
     missed: dict[str, str] = field(default_factory=dict)  # name of a worker -> why it missed it the last time
@@ -98,6 +106,14 @@ class Version:
 
     def took(self, stage: str, seconds: float) -> None:
         self.stages[stage] = self.stages.get(stage, 0.0) + seconds
+
+
+@dataclass
+class Group:
+    """With nccl: who met the last time, and has not parted since."""
+
+    crew: Sequence[Receiver] = ()
+    meeting: Meeting | None = None
 
 
 @dataclass
@@ -110,6 +126,7 @@ class Round:
     version: Version
     crew: list[Receiver]  # that have all that was sent so far
     deadline: float  # of time.monotonic, for all of it
+    group: Group
     id: str = field(default_factory=lambda: uuid.uuid4().hex)  # what is of another is not loaded, however late it comes
 
     @property
@@ -182,12 +199,19 @@ class Round:
             self._drop_all(f"was sent version {version.number} when the learner went on")
 
     async def _meet(self) -> tuple[Meeting, list["asyncio.Future[Any]"]]:
-        """Where this round's group meets, and the engines on their way there; the learner must now go as well."""
+        """Where this round's group meets, and the engines on their way there; the learner must now go as well.
+
+        Those who are still together from the round before need not meet again.
+        """
+        if self.group.meeting is not None and self.group.crew == self.crew:
+            return self.group.meeting, []
         self.version.num_calls += 1
         host, port = await asyncio.to_thread(self.learner.address)
         gpus = self.fleet.config.tensor_parallel  # of an engine: each is a rank, and rank 0 the learner's
         ranks = {receiver.handle: 1 + index * gpus for index, receiver in enumerate(self.crew)}
-        meeting = Meeting(host=host, port=port, size=1 + len(ranks) * gpus)
+        members = ("the learner", *(receiver.name for receiver in self.crew for _ in range(gpus)))
+        meeting = Meeting(id=self.id, host=host, port=port, members=members)
+        self.group.crew, self.group.meeting = list(self.crew), meeting
         what = "the meeting with the learner"
         joining = self._each(lambda w: w.join_group.remote(self.id, meeting, ranks[w]), what)
         return meeting, [asyncio.ensure_future(joining)]
@@ -200,23 +224,36 @@ class Round:
         return self.version.probe_logprobs
 
     async def _prove(self, expected: "asyncio.Future[np.ndarray]") -> list[float]:
-        started, tolerance, gaps = time.monotonic(), self.config.probe_tolerance, []
+        started, gaps = time.monotonic(), []
         answers = await self._each(lambda w: w.score.remote(self.version.probe), "the probe")
         logprobs = await expected
         for receiver, scores in answers:
-            gap = probe_gap(scores, logprobs)
-            if gap <= tolerance:
-                gaps.append(gap)
-                self.version.proved.append(receiver)
-                self.fleet.has_weights(receiver, self.version.number)
-            else:
-                self._drop(
-                    receiver,
-                    f"does not compute what the learner computes: {gap:.3g} nats apart on the probe of "
-                    f"{len(self.version.probe)} tokens; at most learner.probe_tolerance={tolerance:g} is allowed",
-                )
+            gap = gap_between(scores, logprobs)
+            if wrong := self._wrong(receiver, scores, logprobs, gap):
+                self._drop(receiver, f"does not compute what the learner computes: {wrong}")
+                continue
+            gaps.append(gap.largest)
+            self.version.scores[receiver.name] = scores
+            self.version.proved.append(receiver)
+            self.fleet.has_weights(receiver, self.version.number)
         self.version.took("verify", time.monotonic() - started)
         return gaps
+
+    def _wrong(self, receiver: Receiver, scores: np.ndarray, logprobs: np.ndarray, gap: Gap) -> str:
+        agreed, before = self.fleet.agreed, self.version.before
+        wrong = why_refused(gap, floor=self.config.probe_floor(self.fleet.config.dtype), agreed=agreed)
+        if not wrong and agreed and before and receiver.name in before.scores:
+            assert before.probe_logprobs is not None
+            if is_stuck((before.scores[receiver.name], scores), (before.probe_logprobs, logprobs), agreed):
+                return f"it answers the probe as with version {before.number}, to the bit, and the learner does not"
+        return wrong and f"on the probe of {len(self.version.probe)} tokens {wrong}"
+
+    async def agree(self) -> Gap | None:
+        """How far apart a worker and the learner are on the checkpoint that both have loaded; None: nobody says."""
+        answers = await self._each(lambda w: w.score.remote(self.version.probe), "the probe of the checkpoint")
+        logprobs = await self._expected()
+        gaps = [gap_between(scores, logprobs) for _, scores in answers]
+        return max(gaps, key=lambda gap: gap.median, default=None)
 
     async def _each(
         self, submit: Callable[[Any], Any], what: str, *, timeout_s: float = math.inf
@@ -262,6 +299,7 @@ class Round:
         """Go on without it. A worker that has two buckets aboard fails twice and is dropped once."""
         if receiver in self.crew:
             self.crew.remove(receiver)
+            self.group.meeting = None
             self.version.missed[receiver.name] = reason
             self.fleet.missed(receiver, reason, late=late)
 
@@ -269,16 +307,6 @@ class Round:
 def grace_s(first_s: float) -> float:
     """Seconds that are left to the others when the first one took first_s."""
     return max(GRACE_S, GRACE_RATIO * first_s)
-
-
-def probe_gap(engine: np.ndarray, learner: np.ndarray) -> float:
-    """Largest |engine - learner| over the probe, nats; inf when a value is NaN or infinite: no bound would catch it.
-
-    >>> probe_gap(np.array([-1.0, -2.0]), np.array([-1.0, -2.5])), probe_gap(np.array([np.nan]), np.array([-1.0]))
-    (0.5, inf)
-    """
-    gap = float(np.max(np.abs(engine - learner)))
-    return gap if np.isfinite(gap) else float("inf")
 
 
 def _close(stream: Generator[Any, None, None]) -> None:

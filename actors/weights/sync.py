@@ -7,20 +7,23 @@ waits for it: it is STALE, and catches up in a round of its own.
 """
 
 import asyncio
+import json
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 
 from actors.weights.buckets import num_bytes
-from actors.weights.round import EngineFleet, Receiver, Round, Version, WeightOwner, grace_s
+from actors.weights.probe import PROBE_TOKENS, Gap, probe_ids
+from actors.weights.round import EngineFleet, Group, Receiver, Round, Version, WeightOwner, grace_s
 from t2g.config import LearnerConfig
 from t2g.errors import RunStopped
+from t2g.files import write_atomic
 from t2g.types import WeightSyncResult
 
-PROBE_TOKENS = 64
-PROBE_SEED = 20250522
 TRIES = 2  # of a version that nobody got
 RECEIVER_POLL_S = 0.2
 
@@ -28,11 +31,24 @@ RECEIVER_POLL_S = 0.2
 class WeightSync:
     """Implements `t2g.interfaces.WeightSync`."""
 
-    def __init__(self, learner: WeightOwner, fleet: EngineFleet, config: LearnerConfig) -> None:
-        self._learner, self._fleet, self._config = learner, fleet, config
-        self._probe = probe_ids(fleet.vocab_size, min(PROBE_TOKENS, fleet.config.max_model_len - 1))
+    def __init__(
+        self,
+        learner: WeightOwner,
+        fleet: EngineFleet,
+        config: LearnerConfig,
+        *,
+        prompts: Sequence[np.ndarray] = (),
+        kept: Path | None = None,
+    ) -> None:
+        """prompts: [P] int32 each, which the probe is made of. kept: a file of the run, for how far engines and learner
+        were apart on the checkpoint, which nobody can measure once there is another version."""
+        self._learner, self._fleet, self._config, self._kept = learner, fleet, config, kept
+        self._probe = probe_ids(prompts, fleet.vocab_size, min(PROBE_TOKENS, fleet.config.max_model_len - 1))
+        if kept is not None and kept.exists():
+            fleet.agreed = Gap(**json.loads(kept.read_bytes()))
         self._held: Version | None = None  # the last one that was sent
         self._held_s = 0.0  # that its push took
+        self._group = Group()
         self._lock = asyncio.Lock()  # of push and catch_up
         self._catching_up: tuple[Round, asyncio.Future[list[float]]] | None = None
 
@@ -43,12 +59,15 @@ class WeightSync:
         RunStopped when nobody has it within learner.step_timeout_s, or after two tries, with every worker's reason,
         and LearnerLost as `catch_up`.
         """
+        before = self._held and replace(self._held, held=[], before=None)
         self._held = None  # frees the object store for what comes, which whoever waits to catch up gets as well
         self._take_over()
         async with self._lock:
             started = time.monotonic()
             shapes, made_at = await asyncio.to_thread(self._learner.announce), self._learner.policy_version
-            version = Version(number=policy_version, made_at=made_at, shapes=shapes, probe=self._probe)
+            version = Version(number=policy_version, made_at=made_at, shapes=shapes, probe=self._probe, before=before)
+            if policy_version == 0:
+                await self._agree(version)
             for _ in range(TRIES):
                 gaps = await self._round(version, await self._some_receivers()).deliver()
                 self._held, self._held_s = version, time.monotonic() - started
@@ -64,6 +83,25 @@ class WeightSync:
                     )
         words = "; ".join(f"{name} {reason}" for name, reason in sorted(version.missed.items()))
         raise RunStopped(f"no rollout worker got version {policy_version} of the weights, sent twice: {words}")
+
+    async def _agree(self, version: Version) -> None:
+        """Measure how far engines and learner are apart before anything was sent, and keep it. Of engines that have
+        served another run, that run has.
+
+        Raises RunStopped where they are so far apart that they cannot have the same model.
+        """
+        fresh = [receiver for receiver in await self._some_receivers() if receiver.version is None]
+        if fresh:
+            gap, floor = await self._round(version, fresh).agree(), self._config.probe_floor(self._fleet.config.dtype)
+            if gap is not None and gap.median > floor:
+                raise RunStopped(
+                    f"engines and learner loaded model.policy, and are {gap.median:.3g} nats apart in the median of "
+                    f"{len(self._probe)} tokens before anything was sent; learner.probe_tolerance={floor:g} allows no "
+                    "more: they compute different models"
+                )
+            self._fleet.agreed = gap or self._fleet.agreed
+        if self._kept is not None and self._fleet.agreed is not None:
+            write_atomic(self._kept, json.dumps(asdict(self._fleet.agreed), indent=1).encode())
 
     def _take_over(self) -> None:
         """From a worker that catches up from what is held; where the learner sends, its ranks are in the middle of it.
@@ -101,7 +139,7 @@ class WeightSync:
 
     def _round(self, version: Version, crew: Sequence[Receiver], timeout_s: float = math.inf) -> Round:
         deadline = time.monotonic() + min(timeout_s, self._config.step_timeout_s)
-        return Round(self._learner, self._fleet, self._config, version, list(crew), deadline)
+        return Round(self._learner, self._fleet, self._config, version, list(crew), deadline, self._group)
 
     async def _some_receivers(self) -> Sequence[Receiver]:
         deadline = time.monotonic() + self._config.step_timeout_s
@@ -110,8 +148,3 @@ class WeightSync:
                 raise RunStopped(f"no rollout worker was up for weights within {self._config.step_timeout_s:g} s")
             await asyncio.sleep(RECEIVER_POLL_S)
         return receivers
-
-
-def probe_ids(vocab_size: int, num_tokens: int) -> np.ndarray:
-    """[N] int32: the same random tokens in every sync of every run with this vocabulary."""
-    return np.random.default_rng(PROBE_SEED).integers(0, vocab_size, num_tokens, dtype=np.int32)

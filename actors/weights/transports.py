@@ -1,35 +1,87 @@
 """How ranks on GPUs send a bucket without Ray's object store: learner.sync_transport ipc and nccl.
 
 ipc: every rank packs it into memory of its own GPU, from where the engine on that GPU copies it. nccl: rank 0
-broadcasts it to the engines of the round, with vLLM's packed broadcast. The engines' side is vLLM's own, see
-`vllm_plugin`. vLLM's trainer-side classes are not used: they drive all engines at once without a deadline.
-Nothing of what was sent remains: to send again is to gather again.
+broadcasts it to the engines of the round, with vLLM's packed broadcast, in a group that is kept as long as its members
+are the same. The engines' side is vLLM's own, see `vllm_plugin`. vLLM's trainer-side classes are not used: they drive
+all engines at once without a deadline. Nothing of what was sent remains: to send again is to gather again.
 """
 
 import logging
+import queue
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore
 
 from actors.weights.buckets import Bucket
 
 STALL_S = 30.0  # for one broadcast, and for its group to meet: past it somebody is taken to be gone
+JOIN_POLL_S = 0.05
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """Where rank 0 of the learner, which is rank 0 here too, meets the engines of one round."""
+    """Where the members of a group meet. Two are the same only if their ids are."""
 
+    id: str
     host: str
     port: int
-    size: int  # of the group: each GPU of an engine is a rank
+    members: tuple[str, ...]  # by rank: the learner, whose rank 0 is rank 0 here too, then the engines, each GPU a rank
+
+
+def join(meeting: Meeting, rank: int, device: torch.device, deadline_s: float = STALL_S) -> Any:
+    """The group, as vLLM's PyNcclCommunicator, once all have come.
+
+    Raises RuntimeError, which says who has not come within deadline_s, or that they came and NCCL found no way.
+    """
+    until = time.monotonic() + deadline_s
+    try:
+        store = TCPStore(
+            meeting.host, meeting.port, len(meeting.members), is_master=rank == 0,
+            timeout=timedelta(seconds=deadline_s), wait_for_workers=False,
+        )  # fmt: skip
+        store.set(f"here/{rank}", "")
+    except RuntimeError as error:
+        raise RuntimeError(f"{meeting.members[0]} did not open the meeting within {deadline_s:g} s") from error
+    while late := [who for i, who in enumerate(meeting.members) if not store.check([f"here/{i}"])]:
+        if time.monotonic() > until:
+            raise RuntimeError(f"{', '.join(dict.fromkeys(late))} did not come to the meeting within {deadline_s:g} s")
+        time.sleep(JOIN_POLL_S)
+    made: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def connect() -> None:
+        try:
+            made.put(communicator(store, rank, len(meeting.members), device))
+        except RuntimeError as error:  # raised below, where somebody hears of it
+            made.put(error)
+
+    threading.Thread(target=connect, name="t2g-join", daemon=True).start()  # NCCL's own start waits for ever
+    try:
+        group = made.get(timeout=deadline_s)
+    except queue.Empty:
+        group = f"NCCL did not connect them within {deadline_s:g} s (cluster.env.NCCL_SOCKET_IFNAME, firewalls)"
+    if isinstance(group, str | RuntimeError):
+        raise RuntimeError(f"{len(meeting.members)} members came to the meeting, and {group}")
+    return group
+
+
+def communicator(store: TCPStore, rank: int, size: int, device: torch.device) -> Any:
+    """In a thread of its own, whose current device would be the first one."""
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+    from vllm.distributed.utils import StatelessProcessGroup
+    from vllm.utils.nccl import unpinned_nccl_env
+
+    torch.accelerator.set_device_index(device)
+    with unpinned_nccl_env():
+        return PyNcclCommunicator(StatelessProcessGroup(rank=rank, world_size=size, store=store), device=device)
 
 
 class NcclSender:
@@ -37,28 +89,19 @@ class NcclSender:
 
     everywhere = False  # whether every rank needs the tensors of a bucket, or rank 0 alone
     _group: Any = None
+    _meeting: Meeting | None = None
 
-    def meet(self, meeting: Meeting) -> None:
-        """The group of a new round. That of the last one ends only here: an engine may still have read from it."""
-        if self._group is not None:
+    def meet(self, meeting: Meeting, device: torch.device) -> None:
+        """The group of a round: that of the one before where its members still are together."""
+        if meeting == self._meeting and self._group is not None and not self._group.disabled:
+            return
+        if self._group is not None:  # not sooner: an engine may still have read from it
             self._group.destroy()
-            self._group = None
+        self._group, self._meeting = None, meeting
         try:
-            self._group = self.join(meeting)
+            self._group = join(meeting, 0, device)
         except RuntimeError as error:
-            logger.warning("not all %d engines came to the group of the weight sync: %s", meeting.size - 1, error)
-
-    def join(self, meeting: Meeting) -> Any:
-        """The engines' group, as vLLM's PyNcclCommunicator. Raises RuntimeError when they do not all come."""
-        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
-        from vllm.distributed.utils import StatelessProcessGroup
-        from vllm.utils.nccl import unpinned_nccl_env
-
-        group = StatelessProcessGroup.create(
-            meeting.host, meeting.port, rank=0, world_size=meeting.size, store_timeout=int(STALL_S)
-        )
-        with unpinned_nccl_env():
-            return PyNcclCommunicator(group, device=torch.accelerator.current_device_index())
+            logger.warning("weights cannot be broadcast: %s", error)
 
     def send(
         self, index: int, names: Sequence[str], tensors: Sequence[torch.Tensor], started: float
@@ -120,7 +163,7 @@ class IpcSender:
         self._rank = rank
         self._shared: dict[int, Shared] = {}
 
-    def meet(self, meeting: Meeting) -> None:
+    def meet(self, meeting: Meeting, device: torch.device) -> None:
         raise AssertionError("memory is shared without a group")
 
     def send(

@@ -25,13 +25,12 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine, IPCWeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferEngine,
-    NCCLWeightTransferInitInfo,
     NCCLWeightTransferUpdateInfo,
 )
 
 from actors.weights.arena import Maps
 from actors.weights.buckets import ITEM_BYTES, hash_of
-from actors.weights.transports import ended_when_stalled, rebuild_arguments
+from actors.weights.transports import Meeting, ended_when_stalled, join, rebuild_arguments
 
 BACKENDS = {"store": "StoreWeightTransferEngine", "nccl": "NcclBroadcastEngine", "ipc": "IpcSharedEngine"}
 OWNER_ENV = "T2G_ENGINE_OWNER"  # pid of the actor process, set by actors.engines.engine
@@ -71,6 +70,14 @@ class Announcement(WeightTransferInitInfo):
     version: int
     dtype: str  # "float32" or "bfloat16", of every tensor
     shapes: dict[str, list[int]]  # by name
+
+
+@dataclass
+class Invitation(WeightTransferInitInfo):
+    """To a group of the learner and the engines that take a version."""
+
+    meeting: dict[str, Any]  # fields of a `Meeting`
+    rank_offset: int  # the rank of this engine's first GPU
 
 
 @dataclass
@@ -198,18 +205,25 @@ class StoreWeightTransferEngine(WholeVersion):
 
 
 class NcclBroadcastEngine(WholeVersion, NCCLWeightTransferEngine):
-    """vLLM's nccl engine, whose group is made anew for each round: its members are who opened the round."""
+    """vLLM's nccl engine, in a group that is kept from version to version until its members are others."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.packed = True
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
-        """An announcement, and later in the round where this engine meets the learner, in vLLM's words."""
-        return (NCCLWeightTransferInitInfo if "rank_offset" in init_dict else Announcement)(**init_dict)
+        """An announcement, or where this engine meets the learner."""
+        return (Invitation if "meeting" in init_dict else Announcement)(**init_dict)
 
     def init_transfer_engine(self, init_info: Any) -> None:
+        """Raises RuntimeError as `transports.join`."""
         if isinstance(init_info, Announcement):
-            NCCLWeightTransferEngine.shutdown(self)
             WholeVersion.init_transfer_engine(self, init_info)
-        else:
-            NCCLWeightTransferEngine.init_transfer_engine(self, init_info)
+            return
+        NCCLWeightTransferEngine.shutdown(self)
+        members = tuple(init_info.meeting["members"])
+        rank = init_info.rank_offset + self.parallel_config.rank
+        self.model_update_group = join(Meeting(**init_info.meeting | {"members": members}), rank, self.device)
 
     def _load(self, part: Part, shapes: list[list[int]], dtype: str) -> None:
         """Raises RuntimeError when the broadcast does not come in time, or was broken off."""

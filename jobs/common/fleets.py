@@ -18,8 +18,10 @@ from t2g.config import (
     ModelConfig,
     PolicyJob,
     RolloutConfig,
+    with_overrides,
 )
-from t2g.config.roles import roles
+from t2g.config.roles import roles, shared
+from t2g.deploy.memory import store_gib
 from t2g.errors import UserError
 from t2g.feedback.sources.llm import LLMFeedback
 from t2g.feedback.sources.make import make_local_source
@@ -32,7 +34,7 @@ from t2g.text.tokenizer import lacks_folder
 @contextmanager
 def on_cluster(job: AnyJob) -> Iterator[None]:
     """Ray, connected with room for the job's roles (see `placement.connect`); the connection ends with the block."""
-    connect(job.cluster, roles(job))
+    connect(with_overrides(job.cluster, {"object_store_gib": store_gib(job)}), roles(job))
     try:
         yield
     finally:
@@ -84,9 +86,11 @@ class Fleets(ExitStack):
     def _rollouts(self, model: ModelConfig, config: RolloutConfig, job: JobConfig) -> RolloutFleet:
         engine = config.model_dump_json(include=set(EngineConfig.model_fields))  # how it is sampled makes no other one
         transport = job.learner.sync_transport if isinstance(job, PolicyJob) else "store"
-        how = {"revision": model.revision, "transport": transport}
         check_heads(model.policy, model.revision, "rollout.gpus", config.tensor_parallel)
-        key = ("rollout", model.policy, *how.values(), engine)
+        how: dict[str, Any] = {"revision": model.revision, "transport": transport}
+        if isinstance(job, PolicyJob) and job.cluster.colocate:
+            config, how = shared(job)[0], how | {"sleeps": True}
+        key = ("rollout", model.policy, *map(str, how.values()), engine)
         return self._one(key, job, lambda **at: RolloutFleet(model.policy, config, **how, **at))
 
     def _judges(self, config: FeedbackConfig, task: Task, job: JobConfig) -> RewardFleet | ChatFleet:

@@ -24,7 +24,9 @@ from actors.cluster.telemetry import RayMetrics
 from actors.engines.rollout import RolloutFleet
 from actors.learner.learner import LearnerGroup
 from actors.learner.parts import LearnerSpec
+from actors.weights.probe import PROBE_TOKENS
 from actors.weights.sync import WeightSync
+from actors.weights.turns import Turns
 from jobs.common import run_folder
 from jobs.common.cli import StopFlag
 from jobs.common.fleets import Fleets
@@ -32,6 +34,7 @@ from jobs.common.steering import Steering
 from jobs.common.supervised import MODEL, supervise
 from t2g.concurrency import beside
 from t2g.config import ModelConfig, PolicyJob, RolloutConfig, RunConfig, SFTJob
+from t2g.config.roles import shared
 from t2g.data.batching import count_steps
 from t2g.data.load import load_records
 from t2g.data.prompts import make_prompts
@@ -151,11 +154,17 @@ def one_learner(
     folder, placement_timeout_s = config.run.folder, config.cluster.placement_timeout_s
     if lost_at is not None:  # with its node, perhaps: another takes minutes to come
         placement_timeout_s = max(placement_timeout_s, config.learner.step_timeout_s)
+    turns = Turns(rollouts, timeout_s=config.learner.step_timeout_s) if config.cluster.colocate else None
+    if turns is not None:
+        asyncio.run(turns.take("learner"))  # its models need the room
     group = LearnerGroup(learner_spec(config), placement_timeout_s=placement_timeout_s)
     log = RunLog(folder, config.log, [RayMetrics(config.run.name)])
     with closing(group) as learner, closing(log), ExitStack() as engines:
-        sync = WeightSync(learner, rollouts, config.learner)
+        probe = [prompt.prompt_ids for prompt in data.prompts[:PROBE_TOKENS]]
+        sync = WeightSync(learner, rollouts, config.learner, prompts=probe, kept=folder / "probe.json")
         rollouts.catch_up = sync.catch_up
+        if turns is not None:
+            turns.learner = learner
         engines.callback(setattr, rollouts, "catch_up", None)  # the ranks behind it end here
         trainer = Trainer(
             config=config,
@@ -168,6 +177,7 @@ def one_learner(
             checkpoints=CheckpointStore(folder / "checkpoints", config.checkpoint.keep),
             stop=lambda: bool(stop),
             extra_metrics=steering.metrics,
+            turns=turns,
             lost_at=lost_at,
         )
         done = trainer.resume().step
@@ -189,7 +199,7 @@ def one_learner(
 def learner_spec(config: PolicyJob) -> LearnerSpec:
     return LearnerSpec(
         model=config.model,
-        learner=config.learner,
+        learner=shared(config)[1],
         objective=config.objective,
         temperature=config.rollout.temperature,
         num_updates=config.num_steps,

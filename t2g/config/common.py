@@ -89,7 +89,17 @@ class RunConfig(Section):
 class ClusterConfig(Section):
     address: str | None = Field(None, description="Ray address; none: the cluster of the job, else a new local one")
     placement_timeout_s: float = Field(60, gt=0, description="how long actors may wait for CPUs, GPUs and memory")
-    object_store_gib: float = Field(1.0, gt=0, description="object store of a new local cluster or a rendered pod, GiB")
+    object_store_gib: float | None = Field(
+        None,
+        gt=0,
+        description="object store of a new local cluster or a rendered pod, GiB; none: what the weights need that "
+        "sync_transport=store keeps there, at least 1",
+    )
+    colocate: bool = Field(
+        False,
+        description="engines and ranks have the same GPUs in turn, one of each on a GPU: engines sleep while ranks "
+        "train, the ranks' optimizer waits in host memory while engines sample. rollout.max_staleness=0 only",
+    )
 
 
 class DataConfig(Section):

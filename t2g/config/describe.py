@@ -94,6 +94,8 @@ def _steps(job: PolicyJob | DemoJob) -> list[str]:
         f"{_count(updates, 'optimizer step')} a step, each of at most "
         f"{_count(max_microbatches(rollout, learner), 'microbatch')} of {learner.tokens_per_microbatch} tokens "
         f"on each of {_count(learner.workers, 'rank')}",
+        f"weights: by {learner.sync_transport}, into engines of {rollout.dtype}"
+        + ("; engines and ranks have the GPUs in turn" if job.cluster.colocate else ""),
         f"run: {_count(job.num_steps, 'step')}, {_count(job.num_steps * samples, 'sample')} in all",
     ]
 

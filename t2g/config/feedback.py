@@ -4,7 +4,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from t2g.config.common import Dtype, ProcessConfig, Section
 from t2g.config.marks import MayDiffer, PathOrName
@@ -83,7 +83,9 @@ class EngineConfig(ProcessConfig):
         description="sequences decoded together; by default 64, and 512 on GPUs",
     )  # fmt: skip
     kv_cache_gib: MayDiffer[float] = Field(0.25, gt=0, description="KV cache of a CPU engine, GiB")
-    gpu_memory_utilization: MayDiffer[float] = Field(0.85, gt=0, le=1)
+    gpu_memory_utilization: MayDiffer[float] = Field(
+        0.85, gt=0, le=1, description="share of a GPU's memory; at most that share of the GPU which gpus asks for"
+    )
     enforce_eager: bool = True
     engine_args: dict[str, Any] = Field(
         {},
@@ -105,6 +107,13 @@ class EngineConfig(ProcessConfig):
             if taken := [name for name in arguments if any(fnmatchcase(name, pattern) for pattern in patterns)]:
                 raise ValueError(f"{taken[0]} cannot be given: {why}; leave it out")
         return arguments
+
+    @field_validator("gpu_memory_utilization")
+    @classmethod
+    def _within_its_share(cls, share: float, info: ValidationInfo) -> float:
+        """An engine that starts beside others on its GPU, as a successor does, finds no more free."""
+        gpus = info.data.get("gpus", 0)
+        return min(share, gpus) if 0 < gpus < 1 else share
 
     @property
     def num_processes(self) -> int:

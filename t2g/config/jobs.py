@@ -27,7 +27,8 @@ from t2g.config.feedback import (
     RolloutConfig,
     StyleConfig,
 )
-from t2g.config.learning import BFLOAT16_PROBE_TOLERANCE, LearnerConfig, ObjectiveConfig, Placement, SFTOptions
+from t2g.config.gpus import check_gpus
+from t2g.config.learning import LearnerConfig, ObjectiveConfig, Placement, SFTOptions
 from t2g.config.marks import MayDiffer, PathOrName
 
 
@@ -52,16 +53,17 @@ class SyncedJob(AnyJob):
 
     @field_validator("learner")
     @classmethod
-    def _probe_tolerance(cls, learner: LearnerConfig, info: ValidationInfo) -> LearnerConfig:
-        rollout = info.data.get("rollout")  # none where that section is wrong
-        exact = rollout is None or rollout.dtype == learner.dtype == "float32"
-        if exact or "probe_tolerance" in learner.model_fields_set:
+    def _transport(cls, learner: LearnerConfig, info: ValidationInfo) -> LearnerConfig:
+        """ipc and nccl by themselves where the GPUs are for them; a hash of every tensor is with store alone."""
+        if not {"cluster", "rollout"} <= info.data.keys() or "sync_transport" in learner.model_fields_set:
             return learner
-        return with_overrides(learner, {"probe_tolerance": BFLOAT16_PROBE_TOLERANCE})
+        whole = min(info.data["rollout"].gpus, learner.gpus) >= 1 and learner.sync_verify == "probe"
+        transport = "ipc" if info.data["cluster"].colocate else "nccl" if whole else "store"
+        return learner if transport == "store" else with_overrides(learner, {"sync_transport": transport})
 
     @model_validator(mode="after")
     def _weights_find_their_way(self) -> Self:
-        _transport_fits(self.rollout, self.learner)
+        check_gpus(self.rollout, self.learner, colocate=self.cluster.colocate)
         return self
 
 
@@ -207,32 +209,6 @@ class DemoJob(SyncedJob):
             if isinstance(given, dict):
                 values = {**values, section: {key: ceil(scale * n) for key, n in windows.items()} | given}
         return values
-
-
-def _transport_fits(rollout: RolloutConfig, learner: LearnerConfig) -> None:
-    """Raises ValueError where learner.sync_transport cannot work on these GPUs."""
-    transport, engine, rank = learner.sync_transport, rollout.gpus, learner.gpus
-    if transport == "store":
-        return
-    got = f"got rollout.gpus={engine:g} and learner.gpus={rank:g}"
-    if min(engine, rank) == 0:
-        raise ValueError(f"learner.sync_transport={transport} needs GPUs on both sides, {got}; without them take store")
-    if learner.sync_verify == "full":
-        raise ValueError(f"learner.sync_verify=full needs sync_transport=store: vLLM's {transport} takes no hashes")
-    if transport == "nccl" and min(engine, rank) < 1:
-        raise ValueError(f"learner.sync_transport=nccl needs a whole GPU for each engine and rank, {got}; or take ipc")
-    workers = rollout.workers
-    if transport == "ipc" and not (
-        engine > 0.5
-        and abs(engine + rank - 1) < 1e-6
-        and workers.min == workers.max == learner.workers
-        and rollout.labels == learner.labels
-    ):
-        raise ValueError(
-            "learner.sync_transport=ipc needs one engine and one rank on each GPU: rollout.gpus above 0.5 and below 1, "
-            "learner.gpus the rest of 1, rollout.workers from min to max as many as learner.workers, the same labels; "
-            f"{got}, {workers.min} to {workers.max} engines and learner.workers={learner.workers}"
-        )
 
 
 def _without_repeats(names: tuple[Any, ...], info: ValidationInfo) -> tuple[Any, ...]:

@@ -11,8 +11,6 @@ Schedule = Literal["constant", "linear", "cosine"]
 Transport = Literal["store", "ipc", "nccl"]
 Placement = Literal["span", "step", "scalar", "shuffled"]
 
-BFLOAT16_PROBE_TOLERANCE = 0.25
-
 
 class OptimConfig(Section):
     lr: float = Field(1e-6, gt=0)
@@ -171,8 +169,8 @@ class LearnerConfig(RoleConfig):
     sync_transport: MayDiffer[Transport] = Field(
         "store",
         description="of the weights into the engines. store: Ray's object store, everywhere; ipc: memory of a GPU that "
-        "a rank and an engine share; nccl: broadcast between GPUs. Names and the probe are checked with each, bytes "
-        "by their hashes with store alone",
+        "a rank and an engine share; nccl: broadcast between GPUs, which a job takes by itself where both sides have "
+        "whole ones. Names and the probe are checked with each, bytes by their hashes with store alone",
     )
     sync_verify: MayDiffer[Literal["probe", "full"]] = Field(
         "probe", description="after each sync a scored probe; full: also every tensor's hash, as the learner had it"
@@ -180,11 +178,11 @@ class LearnerConfig(RoleConfig):
     max_restarts: MayDiffer[int] = Field(
         2, ge=0, description="times that lost ranks are started again from the last checkpoint"
     )
-    probe_tolerance: float = Field(
-        1e-3,
+    probe_tolerance: MayDiffer[float | None] = Field(
+        None,
         gt=0,
-        description="largest |engine - learner| logprob on the probe, nats; by default 0.001, and 0.25 where engine or "
-        "learner is bfloat16, whose rounding alone puts them 0.06 apart in the mean",
+        description="largest |engine - learner| logprob on the probe that is always allowed, nats, beside 3 x what "
+        "they were apart on the checkpoint; none: 0.001, and 0.25 where engine or learner is bfloat16",
     )
     step_timeout_s: MayDiffer[float] = Field(600, gt=0, description="one forward, update, sync or checkpoint")
 
@@ -192,6 +190,12 @@ class LearnerConfig(RoleConfig):
     def keeps_buckets(self) -> bool:
         """Whether weights that were sent can be sent again without the learner."""
         return self.sync_transport == "store"
+
+    def probe_floor(self, engine_dtype: Dtype) -> float:
+        """learner.probe_tolerance, or what rounding alone needs."""
+        if self.probe_tolerance is not None:
+            return self.probe_tolerance
+        return 0.25 if "bfloat16" in (engine_dtype, self.dtype) else 1e-3
 
     def roles(self, objective: ObjectiveConfig) -> dict[str, RoleConfig]:
         """The resources of its groups of ranks by config section; the critic's own comes last."""

@@ -2,8 +2,21 @@
 
 from t2g.config.common import ProcessConfig
 from t2g.config.evaluation import PolicyEvaluationJob
-from t2g.config.feedback import FeedbackConfig
+from t2g.config.feedback import FeedbackConfig, RolloutConfig
 from t2g.config.jobs import AnnotateJob, AnyJob, BenchmarkJob, DemoJob, PolicyJob, ScoreJob, SFTJob
+from t2g.config.learning import LearnerConfig
+
+ENGINE_SHARE = 0.6  # of a GPU in Ray's books, with cluster.colocate: above half, so that no two engines meet on one
+
+
+def shared(job: PolicyJob | DemoJob) -> tuple[RolloutConfig, LearnerConfig]:
+    """Engines and ranks as Ray is asked for their places."""
+    if not job.cluster.colocate:
+        return job.rollout, job.learner
+    return (  # not checked again: an engine whose turn it is may have more of the memory than its share of the books
+        job.rollout.model_copy(update={"gpus": ENGINE_SHARE}),
+        job.learner.model_copy(update={"gpus": 1 - ENGINE_SHARE}),
+    )
 
 
 def roles(job: AnyJob) -> dict[str, ProcessConfig]:
@@ -14,10 +27,12 @@ def roles(job: AnyJob) -> dict[str, ProcessConfig]:
     """
     match job:
         case PolicyJob():
-            own = {"rollout": job.rollout, **job.learner.roles(job.objective)}
+            rollout, learner = shared(job)
+            own = {"rollout": rollout, **learner.roles(job.objective)}
             return own | _judge("feedback", job.feedback)
         case DemoJob():
-            own = {"rollout": job.rollout, **job.learner.roles(job.objective)}
+            rollout, learner = shared(job)
+            own = {"rollout": rollout, **learner.roles(job.objective)}
             return own | {"reward_engine": job.reward_engine}
         case AnnotateJob():
             sampling = {"rollout": job.rollout} if job.annotate.responses == "policy" else {}

@@ -12,6 +12,7 @@ from t2g.deploy.memory import (
     GPUS,
     Estimate,
     ModelShape,
+    beside_bytes,
     critic_models,
     engine_fit,
     find_shape,
@@ -20,6 +21,7 @@ from t2g.deploy.memory import (
     logits_bytes,
     rank_fit,
     store_bytes,
+    store_gib,
 )
 from t2g.deploy.pods import ROLE_LABEL, PodGroup, most_per_pod, pod_groups, satisfies
 from t2g.errors import UserError
@@ -51,7 +53,7 @@ def check_config(config: PolicyJob, *, gpu: str = "A100-80GB") -> tuple[list[str
     warnings = [*_group_warnings(groups), *_cluster_warnings(config, policy), *_path_warnings(config)]
     if config.task == "code" and (lacking := available(config.feedback.sandbox.require)):
         warnings.append(f"on this machine {lacking}")
-    lines = [*map(_pod_line, groups), _total_line(groups), "", *_memory_lines(fits, gpu), *remarks, ""]
+    lines = [*map(_pod_line, groups), _total_line(config, groups), "", *_memory_lines(fits, gpu), *remarks, ""]
     found = [*(f"problem: {text}" for text in problems), *(f"warning: {text}" for text in warnings)]
     return problems, "\n".join([*lines, *(found or ["no problems found"])])
 
@@ -70,7 +72,9 @@ def _pod_line(group: PodGroup) -> str:
     return f"{group.name}: {kind} {size} -> {_count(pods.initial, 'pod')}{bounds}; a pod has {each} for them"
 
 
-def _total_line(groups: Sequence[PodGroup]) -> str:
+def _total_line(config: PolicyJob, groups: Sequence[PodGroup]) -> str:
+    if config.learner.sync_transport == "ipc":
+        groups = [group for group in groups if group.name != "rollout"]  # on the ranks' GPUs
     start, most = (sum(getattr(g.pods, when) * g.gpus for g in groups) for when in ("initial", "max"))
     return f"in all: {_count(start, 'GPU')}{f', at most {most}' if most > start else ''}, and a head without workers"
 
@@ -126,23 +130,36 @@ def _memory_lines(fits: Fits, gpu: str) -> Iterator[str]:
 
 
 def _problems(config: PolicyJob, shapes: Mapping[str, ModelShape], fits: Fits, gpu: str) -> Iterator[str]:
-    learner, policy = config.learner, shapes.get("learner")
+    learner, policy, rollout = config.learner, shapes.get("learner"), config.rollout
+    colocate, gpu_bytes = config.cluster.colocate, GPUS[gpu] * GIB
+    beside: dict[str, float] = {}
+    if learner.sync_transport == "ipc" and (of_rank := [fit for group, fit in fits if group.name == "learner"]):
+        beside = beside_bytes(of_rank[0], rollout, colocate=colocate, gpu_bytes=gpu_bytes)
     for group, fit in fits:
-        section = group.section
+        section, room = group.section, gpu_bytes - beside.get(group.name, 0.0)
         if group.elastic and fit.fitting == 0:
             yield f"{section}: not one sequence fits beside the weights; raise {section}.gpus or lower max_model_len"
         heads = shapes[group.name].num_attention_heads, shapes[group.name].num_key_value_heads
         if group.elastic and (why := uneven_heads(*heads, group.role.tensor_parallel)):
             yield f"{section}.gpus is {group.role.gpus:g}, and the model has {why}; take a number that divides them"
-        if not group.elastic and fit.total > GPUS[gpu] * GIB:
-            checkpointing = "" if learner.gradient_checkpointing else "set learner.gradient_checkpointing=true, or "
+        if group.name in beside and group.elastic and rollout.gpu_memory_utilization * gpu_bytes > room:
             yield (
-                f"{section}: about {fit.total / GIB:.0f} GiB on a GPU of {GPUS[gpu]:g}; lower "
+                f"{section}.gpu_memory_utilization is {rollout.gpu_memory_utilization:g}, and the rank on the same GPU "
+                f"leaves {room / gpu_bytes:.2f} of it; lower the one, or what the rank needs"
+            )
+        if not group.elastic and fit.total > room:
+            checkpointing = "" if learner.gradient_checkpointing else "set learner.gradient_checkpointing=true, or "
+            left = f" beside {beside[group.name] / GIB:.0f} of the engine there" if group.name in beside else ""
+            yield (
+                f"{section}: about {fit.total / GIB:.0f} GiB on a GPU of {GPUS[gpu]:g}{left}; lower "
                 f"learner.tokens_per_microbatch, {checkpointing}raise {section}.workers, or set learner.offload=cpu"
             )
-    need = host_bytes(policy, learner, config.objective) / GIB if policy else 0
+    need = host_bytes(policy, learner, config.objective, colocate=colocate) / GIB if policy else 0
     if need > learner.memory_gib:
         yield f"learner.memory_gib is {learner.memory_gib:g}: a rank that loads its models needs {need:.0f}"
+    asleep = BYTES[rollout.dtype] * policy.numel / GIB if policy and colocate else 0
+    if asleep > rollout.memory_gib:
+        yield f"rollout.memory_gib is {rollout.memory_gib:g}: the weights of an engine that sleeps need {asleep:.0f}"
 
 
 def _group_warnings(groups: Sequence[PodGroup]) -> Iterator[str]:
@@ -169,10 +186,11 @@ def _cluster_warnings(config: PolicyJob, shape: ModelShape | None) -> Iterator[s
             f"cluster.placement_timeout_s is {cluster.placement_timeout_s:g}: pods that an autoscaler adds take "
             "minutes; 1800 gives them time"
         )
-    need = store_bytes(shape, b=BYTES[config.rollout.dtype]) / GIB if shape else 0
-    if need > cluster.object_store_gib:
+    held = shape if config.learner.keeps_buckets else None
+    need, have = store_bytes(held, b=BYTES[config.rollout.dtype]) / GIB if held else 0, store_gib(config)
+    if need > have:
         yield (
-            f"cluster.object_store_gib is {cluster.object_store_gib:g}: the policy's weights, held for late "
+            f"cluster.object_store_gib is {have:g}: the policy's weights, held for late "
             f"engines, take {need:.0f}, and Ray writes to disk what it has no room for"
         )
 

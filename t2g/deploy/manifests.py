@@ -13,6 +13,7 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from t2g.config import PolicyJob
+from t2g.deploy.memory import store_gib
 from t2g.deploy.pods import pod_groups
 from t2g.deploy.submission import Submission, training
 from t2g.errors import UserError
@@ -56,7 +57,7 @@ def render_manifests(
     )
     text = templates.get_template("kuberay.yaml.j2").render(
         groups=groups, image=image, entrypoint=job.entrypoint, stop_wait_s=job.stop_wait_s,
-        store_gib=config.cluster.object_store_gib, head_store_gib=HEAD_STORE_GIB,
+        store_gib=store_gib(config), head_store_gib=HEAD_STORE_GIB,
         storage="20Gi" if cpu else "500Gi", claim="t2g-data", secrets=SECRETS,
         home=HOME, shared=SHARED, ray_version=RAY_VERSION,
     )  # fmt: skip

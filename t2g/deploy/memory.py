@@ -12,11 +12,11 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from t2g.config import Dtype, EngineConfig, LearnerConfig, ObjectiveConfig
+from t2g.config import AnyJob, Dtype, EngineConfig, LearnerConfig, ObjectiveConfig, PolicyJob
 
 GIB = 2**30
 # GiB as the driver reports them, by the names that `jobs.deploy check --gpu` takes.
-GPUS = {"A100-40GB": 40.0, "L40S": 45.0, "H100-80GB": 79.6, "A100-80GB": 80.0, "H200": 140.4, "B200": 179.0}
+GPUS = {"L4": 22.5, "A100-40GB": 40.0, "L40S": 45.0, "H100-80GB": 79.6, "A100-80GB": 80.0, "H200": 140.4, "B200": 179.0}
 BYTES: dict[Dtype, int] = {"bfloat16": 2, "float32": 4}
 OTHER_BYTES = 3 * GIB
 LIVE_NUMEL = 1_000_000_000  # DeepSpeed's max_live_parameters and sub_group_size
@@ -107,8 +107,19 @@ LLAMA_3_8B = ModelShape(
     intermediate_size=14336,
     vocab_size=128256,
 )
-# The gated models of the shipped configs, for machines that have no copy.
+QWEN_2_5_1_5B = ModelShape(
+    model_type="qwen2",
+    hidden_size=1536,
+    num_hidden_layers=28,
+    num_attention_heads=12,
+    num_key_value_heads=2,
+    intermediate_size=8960,
+    vocab_size=151936,
+    tie_word_embeddings=True,
+)
+# The models of the shipped configs, for machines that have no copy.
 SHAPES = dict.fromkeys(("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Meta-Llama-3-8B-Instruct"), LLAMA_3_8B)
+SHAPES["Qwen/Qwen2.5-1.5B-Instruct"] = QWEN_2_5_1_5B
 
 
 def shape_of(numbers: dict[str, Any]) -> ModelShape | None:
@@ -205,15 +216,30 @@ def logits_bytes(shape: ModelShape, learner: LearnerConfig, objective: Objective
     return 16 * CHUNK_TOKENS * shape.vocab_size + kept
 
 
-def host_bytes(shape: ModelShape, learner: LearnerConfig, objective: ObjectiveConfig) -> float:
+def host_bytes(
+    shape: ModelShape, learner: LearnerConfig, objective: ObjectiveConfig, *, colocate: bool = False
+) -> float:
     """Of one policy rank in the host's memory: it loads policy, reference and critic whole before they are parted, and
-    with offload=cpu their states stay there.
+    with offload=cpu their states stay there; with colocate all but the weights, while the engines have their turn.
 
     Llama 3 8B in bfloat16, with a critic: 2 x (2 x 8.03 + 7.50) x 10^9 = 43.9 GiB.
     """
     models, b = learner_models(shape, learner, objective), BYTES[learner.dtype]
-    stays = sum(states_bytes(models, ranks=learner.workers, b=b).values()) if learner.offload == "cpu" else 0
-    return b * sum(numel for numel, _ in models) + stays
+    states = states_bytes(models, ranks=learner.workers, b=b)
+    if learner.offload != "cpu":
+        states = states | {"weights": 0.0} if colocate else {}
+    return b * sum(numel for numel, _ in models) + sum(states.values())
+
+
+def beside_bytes(fit: Estimate, engine: EngineConfig, *, colocate: bool, gpu_bytes: float) -> dict[str, float]:
+    """With engines and ranks on the same GPUs, what the other one has of it while this one works, by this one's role.
+
+    fit: of the rank. A rank works beside an engine's share, or one that sleeps; an engine beside a whole rank, or with
+    colocate beside a rank's weights, which it goes on to hold.
+    """
+    if not colocate:
+        return {"learner": engine.gpu_memory_utilization * gpu_bytes, "rollout": fit.total}
+    return {"learner": OTHER_BYTES, "rollout": fit.parts["weights"] + OTHER_BYTES}
 
 
 def activation_bytes(shape: ModelShape, tokens: int, *, b: int, checkpointing: bool) -> int:
@@ -261,3 +287,12 @@ def store_bytes(shape: ModelShape, *, b: int) -> int:
     """Of the object store beside rank 0: the last version of the policy, held for engines that come late. It is let
     go before the next one is sent."""
     return b * shape.numel
+
+
+def store_gib(config: AnyJob) -> float:
+    """cluster.object_store_gib, or what `store_bytes` needs and a fifth, at least 1."""
+    if config.cluster.object_store_gib is not None:
+        return config.cluster.object_store_gib
+    held = isinstance(config, PolicyJob) and config.learner.keeps_buckets
+    shape = find_shape(config.model.policy, config.model.revision) if held else None
+    return max(1.0, 1.2 * store_bytes(shape, b=BYTES[config.rollout.dtype]) / GIB if shape else 0)

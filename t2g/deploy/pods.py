@@ -55,6 +55,8 @@ def pod_groups(config: PolicyJob) -> tuple[PodGroup, ...]:
     UserError for a worker that fits into no pod.
     """
     found = roles(config)
+    if config.learner.sync_transport == "ipc":  # each has a part of a GPU: an engine and a rank together have a whole
+        found |= {section: found[section].model_copy(update={"gpus": 1}) for section in ("rollout", "learner")}
     return tuple(_group(name, section, found[section]) for section, name in NAMES.items() if section in found)
 
 

@@ -26,7 +26,7 @@ from t2g.errors import LearnerLost, RunStopped, Stopped, UserError
 from t2g.feedback import token_offsets, token_rewards
 from t2g.feedback.rewards import step_ids
 from t2g.files import weights_version
-from t2g.interfaces import FeedbackSource, Learner, RolloutSource, WeightSync
+from t2g.interfaces import FeedbackSource, Learner, RolloutSource, Turn, Turns, WeightSync
 from t2g.loop.alarms import alarms
 from t2g.loop.producer import Producer
 from t2g.loop.sampling import dropped, held_out_metrics, measure, sample_held_out, training_feedback, usable
@@ -80,6 +80,7 @@ class Trainer:
     stop: Callable[[], bool]
     on_step: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
     extra_metrics: Callable[[], dict[str, float]] = dict  # what others know of a step, asked at its end
+    turns: Turns | None = None  # where engines and learner have the same GPUs
     lost_at: float | None = None  # on time.monotonic, when the learner was lost whose work this one takes up
 
     def __post_init__(self) -> None:
@@ -122,6 +123,7 @@ class Trainer:
         finished are kept, unless it is the learner that was lost; where somebody else has seen that first, which
         cancels this, it is asked in vain.
         """
+        await self._turn("engines")
         await self.sync.push(self.state.policy_version)
         recovered = {} if self.lost_at is None else {"recovery/learner_s": time.monotonic() - self.lost_at}
         if self.state.step == 0 and self.eval_prompts:
@@ -140,12 +142,18 @@ class Trainer:
                 raise
             if self.state.step > saved:
                 await self._checkpoint(producer)
+        await self._turn("engines")  # whoever comes after finds them serving
         return self.state
+
+    async def _turn(self, turn: Turn) -> None:
+        if self.turns is not None:
+            await self.turns.take(turn)
 
     async def _step(self, producer: Producer, recovered: dict[str, float]) -> bool:
         """One round. False if `stop()` came before the weights moved: the step then never happened."""
         started, self._busy_s = time.monotonic(), 0.0
         step, max_staleness = self.state.step + 1, self.config.rollout.max_staleness
+        await self._turn("engines")
         for admitted in range(step, min(step + max_staleness, self.config.num_steps) + 1):
             producer.admit(admitted)
         try:
@@ -160,8 +168,10 @@ class Trainer:
 
         self._learner_is_at_state = False
         learn_started = time.monotonic()
+        await self._turn("learner")
         stats, kl, result = await self._learn(step, scored, [prompt for prompt, _, _ in kept])
         learn_s = time.monotonic() - learn_started
+        await self._turn("engines")
         synced = await self.sync.push(result.policy_version)
 
         kl_coef = self.state.kl_coef
@@ -303,6 +313,7 @@ class Trainer:
         self.on_step(step, metrics)
 
     async def _checkpoint(self, producer: Producer) -> None:
+        await self._turn("learner")
         now = time.monotonic()
         self.state, self._since = replace(self.state, wall_s=self.state.wall_s + now - self._since), now
         groups = producer.finished()

@@ -52,6 +52,7 @@ def test_policy() -> None:
         "step: 12 prompts x 2 samples = 24 samples, temperature 1, at most 128 new tokens each",
         "update: 4 epochs x 3 minibatches = 12 optimizer steps a step, "
         "each of at most 2 microbatches of 1100 tokens on each of 2 ranks",
+        "weights: by store, into engines of float32",
         "run: 50 steps, 1,200 samples in all",
         "feedback: critics:critic",
         "evaluation: none, there is no eval_data",

@@ -14,6 +14,7 @@ from t2g.config import (
     AnnotateJob,
     CompareJob,
     DemoJob,
+    LearnerConfig,
     PolicyJob,
     RewardEngineConfig,
     Section,
@@ -22,6 +23,7 @@ from t2g.config import (
     with_overrides,
 )
 from t2g.config.marks import may_differ
+from t2g.config.roles import shared
 from t2g.config.words import show
 from t2g.errors import UserError
 
@@ -305,11 +307,12 @@ def test_the_probe_allows_for_the_rounding_of_either_side(
     tmp_path: Path, overrides: list[str], expected: float
 ) -> None:
     job = load(tmp_path, GOOD, *overrides)
-    assert job.learner.probe_tolerance == expected
+    assert job.learner.probe_floor(job.rollout.dtype) == expected
     assert loading.load(PolicyJob, loading.write(job, tmp_path / "run"), environ={}) == job
     (tmp_path / "demo.yaml").write_text("num_steps: 1\n")
     demo = loading.load(DemoJob, tmp_path / "demo.yaml", overrides, environ={}, cwd=tmp_path)
-    assert demo.learner.probe_tolerance == expected
+    assert demo.learner.probe_floor(demo.rollout.dtype) == expected
+    assert LearnerConfig(dtype="bfloat16").probe_floor("float32") == 0.25, "without a job as well"
 
 
 def test_a_wrong_learner_is_one_sentence(tmp_path: Path) -> None:
@@ -410,6 +413,48 @@ def test_weights_travel_only_where_the_gpus_are(tmp_path: Path, transport: str, 
         return
     (said,) = refused(tmp_path, GOOD, *chosen)
     assert sentence in said and transport in said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "transport"),
+    [
+        ("", "store"),
+        ("rollout.gpus=1 learner.gpus=2", "nccl"),
+        ("rollout.gpus=1", "store"),
+        ("rollout.gpus=0.6 learner.gpus=0.4", "store"),
+        ("rollout.gpus=1 learner.gpus=1 learner.sync_verify=full", "store"),
+        ("rollout.gpus=1 learner.gpus=1 cluster.colocate=true", "ipc"),
+    ],
+)
+def test_a_job_takes_the_transport_that_its_gpus_are_for(tmp_path: Path, overrides: str, transport: str) -> None:
+    job = load(tmp_path, GOOD, *overrides.split())
+    assert job.learner.sync_transport == transport
+    assert loading.load(PolicyJob, loading.write(job, tmp_path / "run"), environ={}) == job
+
+
+def test_an_engine_has_at_most_its_share_of_the_memory(tmp_path: Path) -> None:
+    assert load(tmp_path, GOOD, "rollout.gpus=0.6").rollout.gpu_memory_utilization == 0.6
+    assert load(tmp_path, GOOD, "rollout.gpus=1").rollout.gpu_memory_utilization == 0.85
+
+
+@pytest.mark.parametrize(
+    ("overrides", "need"),
+    [
+        ("rollout.gpus=2", "with cluster.colocate 1 and 1"),
+        ("learner.gpus=0.4", "with cluster.colocate 1 and 1"),
+        ("rollout.workers={min: 1, max: 2}", "rollout.workers from min to max as many"),
+        ("rollout.max_staleness=1", "rollout.max_staleness=0"),
+        ("learner.sync_transport=store", "learner.sync_transport=ipc"),
+        ("learner.offload=cpu", "learner.offload=none"),
+    ],
+)
+def test_turns_are_refused_where_they_cannot_be_taken(tmp_path: Path, overrides: str, need: str) -> None:
+    given = ("cluster.colocate=true", "rollout.gpus=1", "learner.gpus=1")
+    rollout, learner = shared(load(tmp_path, GOOD, *given))
+    assert 0.5 < rollout.gpus < 1 and rollout.gpus + learner.gpus == 1, "in Ray's books"
+    assert rollout.gpu_memory_utilization == 0.85, "in its turn an engine has the GPU to itself"
+    (said,) = refused(tmp_path, GOOD, *given, overrides)
+    assert "cluster.colocate" in said and need in said
 
 
 def test_shown_values_stay_on_one_line_and_short() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from t2g.config import PolicyJob, loading
 from t2g.deploy import check_config
+from t2g.deploy.memory import store_gib
 from t2g.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,7 +112,6 @@ def test_what_cannot_work_is_a_problem(overrides: list[str], gpu: str, words: st
         ("learner.labels={rl/role: reward}", "learner.labels is {'rl/role': 'reward'}: its workers may land on"),
         ("learner.workers=13", "learner.workers is 13, which no number from 2 to 8 divides"),
         ("cluster.placement_timeout_s=60", "cluster.placement_timeout_s is 60: pods that an autoscaler adds"),
-        ("cluster.object_store_gib=4", "object_store_gib is 4: the policy's weights, held for late engines, take 15"),
         ("data.path=my.jsonl", "data.path is my.jsonl: pods see /mnt/t2g"),
         ("feedback.reward_model=runs/slf5k-reward/model", "feedback.reward_model is runs/slf5k-reward/model"),
         ("model.policy=/home/me/model", "model.policy is /home/me/model"),
@@ -120,6 +120,20 @@ def test_what_cannot_work_is_a_problem(overrides: list[str], gpu: str, words: st
 def test_what_goes_wrong_on_pods_is_a_warning(override: str, words: str) -> None:
     _, lines = check(*GOOD, override)
     assert [warning for warning in warnings(lines) if words in warning], lines
+
+
+def test_the_object_store_is_sized_by_the_weights_that_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def said(*overrides: str) -> list[str]:
+        return [warning for warning in warnings(check(*GOOD, *overrides)[1]) if "object_store_gib" in warning]
+
+    store = "learner.sync_transport=store"
+    (words,) = said(store, "cluster.object_store_gib=4")
+    assert "object_store_gib is 4: the policy's weights, held for late engines, take 15" in words
+    assert said(store, "cluster.object_store_gib=null") == said("cluster.object_store_gib=4") == [], "nccl holds none"
+    path = ROOT / "configs/slf5k/policy.yaml"
+    for transport, size in (("store", 1.2 * 2 * 8_030_261_248 / 2**30), ("nccl", 1.0)):
+        job = loading.load(PolicyJob, path, [f"learner.sync_transport={transport}"], environ={}, cwd=ROOT)
+        assert store_gib(job) == pytest.approx(size)
 
 
 def test_an_unknown_gpu_is_refused() -> None:

@@ -137,6 +137,10 @@ def test_a_restored_group_makes_the_same_next_update(
     group.update(batch)
     group.load(tmp_path)
     assert group.policy_version == version
+    if group.spec.learner.offload == "none":
+        group.rest(True)  # as in a turn of the engines, in which weights are sent, scored and written
+        assert np.isfinite(group.probe_logprobs(np.arange(9, dtype=np.int32))).all() and sent_weights(group)
+        group.rest(False)
     second = group.update(batch)
     again = sent_weights(group)
     timing = {"learner/tokens_per_s": 0.0}

@@ -275,7 +275,7 @@ def pair(
         spec = replace(learner_spec(model, OBJECTIVE, **changes), temperature=ENGINE_TEMPERATURE)
         group = SharedGroup(spec)
         stack.callback(group.close)
-        asyncio.run(WeightSync(group, fleet, group.spec.learner).push(0))
+        asyncio.run(WeightSync(group, fleet, group.spec.learner).push(1))  # 0 is the checkpoint, which both would have
         yield Pair(dtype, fleet, group)
 
 

@@ -2,22 +2,34 @@
 
 import asyncio
 import inspect
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from gloo_group import Fallible, GlooGroup, GlooSender, cpu_streams
+from gloo_group import Fallible, cpu_streams
 from heads import free_port
 from recorder import Recorder
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from actors.weights import transports
 from actors.weights.intake import Intake
-from actors.weights.transports import IpcSender, Meeting, NcclSender, Shared, ended_when_stalled, rebuild_arguments
+from actors.weights.transports import (
+    IpcSender,
+    Meeting,
+    NcclSender,
+    Shared,
+    ended_when_stalled,
+    join,
+    rebuild_arguments,
+)
 from actors.weights.vllm_plugin import Announcement, IpcSharedEngine, NcclBroadcastEngine, Part
 
 NAMES = ("a.weight", "a.bias", "b.weight")
@@ -25,13 +37,13 @@ TENSORS = [torch.arange(6).reshape(2, 3), torch.tensor([7]), torch.arange(8, 12)
 TENSORS = [tensor.to(torch.bfloat16) for tensor in TENSORS]
 SHAPES = {name: list(tensor.shape) for name, tensor in zip(NAMES, TENSORS, strict=True)}
 BUCKETS = [slice(0, 2), slice(2, 3)]
-MEETING = Meeting(host="h", port=1, size=2)
+CPU = torch.device("cpu")
 
 
 def engine(kind: type[Any]) -> tuple[Any, Recorder]:
     """vLLM's engine with our checks, on the CPU, which has opened version 5."""
     model = Recorder()
-    config = SimpleNamespace(parallel_config=None, model_config=None)
+    config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0), model_config=None)
     transfer = kind(SimpleNamespace(), config, torch.device("cpu"), model)
     open_version(transfer)
     transfer.start_weight_update()
@@ -60,73 +72,112 @@ def _cpu() -> Iterator[None]:
         yield
 
 
+def meeting_of(*members: str, host: str = "127.0.0.1") -> Meeting:
+    port = free_port()
+    return Meeting(id=str(port), host=host, port=port, members=("the learner", *members))
+
+
+def invite(transfer: Any, meeting: Meeting, rank: int) -> None:
+    """As `Intake.join_group` tells the core."""
+    told = over_the_wire({"meeting": asdict(meeting), "rank_offset": rank})
+    transfer.init_transfer_engine(transfer.parse_init_info(told))
+
+
 @pytest.mark.usefixtures("_cpu")
-def test_a_broadcast_brings_every_engine_the_ranks_tensors() -> None:
-    meeting = Meeting(host="127.0.0.1", port=free_port(), size=3)
+def test_broadcasts_bring_every_engine_the_ranks_tensors_version_after_version_in_one_group() -> None:
+    meeting, versions = meeting_of("w0", "w1"), range(2)
     engines = [engine(NcclBroadcastEngine) for _ in range(2)]
-    parts: list[list[Part]] = [[], []]
-    told = [threading.Event(), threading.Event()]
-    failed: list[BaseException] = []
+    told: list[queue.SimpleQueue[Part]] = [queue.SimpleQueue() for _ in engines]
 
-    def receive(number: int) -> None:
-        transfer, _ = engines[number]
-        try:
-            transfer.model_update_group = GlooGroup(meeting.host, meeting.port, 1 + number, meeting.size)
-            transfer.packed = True
-            for index in range(len(BUCKETS)):
-                assert told[index].wait(10)
-                transfer.receive_weights(parts[number][index])
+    def receive(number: int) -> Any:
+        transfer, model = engines[number]
+        invite(transfer, meeting, 1 + number)
+        group = transfer.model_update_group
+        for version in versions:
+            if version:
+                open_version(transfer)
+                transfer.start_weight_update()
+                model.loaded.clear()
+            for _ in BUCKETS:
+                transfer.receive_weights(told[number].get(timeout=10))
             transfer.finish_weight_update()
-        except BaseException as error:  # noqa: BLE001 - shown by the test
-            failed.append(error)
+            check(model)
+        assert transfer.model_update_group is group and group.num_broadcasts == len(versions) * len(BUCKETS)
 
-    threads = [threading.Thread(target=receive, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    sender = GlooSender()
-    sender.meet(meeting)
-    group = sender._group
-    for index, part in enumerate(BUCKETS):
-        for bucket in sender.send(index, NAMES[part], TENSORS[part], time.monotonic()):
-            assert group.num_broadcasts == index, "an engine hears of a bucket before it is broadcast"
-            for number in range(2):
-                parts[number].append(Part(version=5, index=bucket.index, names=list(bucket.names), way=bucket.way))
-            told[index].set()
-    for thread in threads:
-        thread.join(20)
-    assert not failed, failed
-    assert group.num_broadcasts == len(BUCKETS)
-    for _, model in engines:
-        check(model)
+    sender = NcclSender()
+    with ThreadPoolExecutor() as pool:
+        receiving = [pool.submit(receive, number) for number in range(2)]
+        for version in versions:
+            sender.meet(meeting, CPU)
+            for index, part in enumerate(BUCKETS):
+                for bucket in sender.send(index, NAMES[part], TENSORS[part], time.monotonic()):
+                    sent = version * len(BUCKETS) + index
+                    assert sender._group.num_broadcasts == sent, "an engine hears of a bucket before it is broadcast"
+                    for inbox in told:
+                        inbox.put(Part(version=5, index=bucket.index, names=list(bucket.names), way=bucket.way))
+        for done in receiving:
+            done.result(20)
 
 
-class SenderTo(NcclSender):
+@pytest.mark.usefixtures("_cpu")
+def test_whoever_does_not_come_to_a_meeting_is_named_and_nobody_waits_longer() -> None:
+    meeting, started = meeting_of("w0", "w1", "w1"), time.monotonic()
+    with ThreadPoolExecutor() as pool:
+        waiting = [pool.submit(join, meeting, rank, CPU, 0.5) for rank in (0, 1)]
+        for here in waiting:
+            with pytest.raises(RuntimeError, match=r"^w1 did not come to the meeting within 0\.5 s$"):
+                here.result(10)
+    with pytest.raises(RuntimeError, match=r"^the learner did not open the meeting within 0\.5 s$"):
+        join(meeting_of("w0"), 1, CPU, 0.5)
+    assert time.monotonic() - started < 10
+
+
+def test_a_start_of_nccl_that_hangs_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All have come, and still no connection: a firewall, a wrong interface."""
+    never = threading.Event()
+    monkeypatch.setattr(transports, "communicator", lambda *given: never.wait(20))
+    with pytest.raises(RuntimeError, match=r"^1 members came to the meeting, and NCCL did not connect .* 0\.3 s"):
+        join(meeting_of(), 0, CPU, 0.3)
+    never.set()
+
+    def refused(*given: Any) -> None:
+        raise RuntimeError("NCCL error: unhandled system error")
+
+    monkeypatch.setattr(transports, "communicator", refused)
+    with pytest.raises(RuntimeError, match="came to the meeting, and NCCL error: unhandled"):
+        join(meeting_of(), 0, CPU, 0.3)
+
+
+def sender_to(*groups: Fallible | None, monkeypatch: pytest.MonkeyPatch) -> NcclSender:
     """Meets the next of these groups; None: nobody came."""
+    coming = iter(groups)
 
-    def __init__(self, *groups: Fallible | None) -> None:
-        self._groups = iter(groups)
-
-    def join(self, meeting: Meeting) -> Fallible:
-        group = next(self._groups)
+    def joined(*given: Any) -> Fallible:
+        group = next(coming)
         if group is None:
-            raise RuntimeError("timed out after 30 s")
+            raise RuntimeError("w0 did not come")
         return group
 
+    monkeypatch.setattr(transports, "join", joined)
+    return NcclSender()
 
-def test_the_group_of_a_round_ends_when_the_next_one_meets() -> None:
-    groups = [Fallible(hangs=False) for _ in range(2)]
-    sender = SenderTo(*groups)
-    sender.meet(MEETING)
-    sender.meet(MEETING)
-    assert [group.disabled for group in groups] == [True, False]
+
+def test_a_group_is_kept_for_the_same_meeting_and_ends_when_another_one_meets(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, meeting = [Fallible(hangs=False) for _ in range(3)], meeting_of("w0")
+    sender = sender_to(*groups, monkeypatch=monkeypatch)
+    for _ in range(2):
+        sender.meet(meeting, CPU)
+        assert sender._group is groups[0] and not groups[0].disabled
+    sender.meet(meeting_of("w0", "w1"), CPU)
+    assert sender._group is groups[1] and [group.disabled for group in groups] == [True, False, False]
 
 
 @pytest.mark.usefixtures("_cpu")
 @pytest.mark.parametrize("group", [None, Fallible(hangs=False)], ids=["nobody came", "an engine is gone"])
-def test_a_rank_goes_on_without_the_engines(group: Fallible | None) -> None:
+def test_a_rank_goes_on_without_the_engines(group: Fallible | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other ranks are in the next gather: an exception here would leave them there."""
-    sender = SenderTo(group)
-    sender.meet(MEETING)
+    sender = sender_to(group, monkeypatch=monkeypatch)
+    sender.meet(meeting_of("w0"), CPU)
     sent = [b.index for i, part in enumerate(BUCKETS) for b in sender.send(i, NAMES[part], TENSORS[part], 0.0)]
     assert sent == [0, 1]
     if group is not None:
@@ -152,18 +203,17 @@ def test_an_engine_refuses_a_broadcast_that_was_broken_off_and_takes_the_next_ro
     part = Part(version=5, index=0, names=list(NAMES), way={})
     with pytest.raises(RuntimeError, match="no group"):
         transfer.receive_weights(part)
-    transfer.model_update_group, transfer.packed = (broken := Fallible(hangs=True)), True
+    transfer.model_update_group = broken = Fallible(hangs=True)
     threading.Timer(0.1, broken.destroy).start()
     with pytest.raises(RuntimeError, match="broadcast of bucket 0 of version 5 was broken off"):
         transfer.receive_weights(part)
     open_version(transfer)
-    assert transfer.model_update_group is None, "a new round has a new group"
     with pytest.raises(ValueError, match="3 of 3 announced tensors never came"):
         transfer.finish_weight_update()
     assert model.loaded.keys() == set(NAMES), "what it loaded from the broken group was never committed"
 
 
-def test_an_engine_is_told_of_its_group_in_vllms_words() -> None:
+def test_an_engine_is_told_of_its_group_beside_the_announcements() -> None:
     transfer, _ = engine(NcclBroadcastEngine)
     told: list[dict[str, Any]] = []
 
@@ -171,10 +221,11 @@ def test_an_engine_is_told_of_its_group_in_vllms_words() -> None:
         async def _tell_core(self, info: dict[str, Any]) -> None:
             told.append(over_the_wire(info))
 
-    asyncio.run(Joining().join_group("", Meeting(host="10.0.0.1", port=4000, size=3), 2))
+    meeting = meeting_of("w0", "w1", host="10.0.0.1")
+    asyncio.run(Joining().join_group("", meeting, 2))
     info = transfer.parse_init_info(told[0])
-    assert (info.master_address, info.master_port, info.world_size, info.rank_offset) == ("10.0.0.1", 4000, 3, 2)
-    assert info.packed
+    assert info.rank_offset == 2 and tuple(info.meeting["members"]) == meeting.members
+    assert (info.meeting["host"], info.meeting["port"]) == ("10.0.0.1", meeting.port)
     announced = {"version": 1, "dtype": "float32", "shapes": {}}
     assert isinstance(transfer.parse_init_info(announced), Announcement)
 

@@ -238,3 +238,31 @@ def test_minibatches_are_weighted_as_asked(tokenizer: Any, tmp_path: Path, loss_
     assert all(len(batch.minibatches) == 4 * 2 for batch in bench.learner.batches)  # epochs x minibatches
     for minibatch in (m for batch in bench.learner.batches for m in batch.minibatches):  # 16 responses of LENGTH
         np.testing.assert_allclose([s.weights for s in minibatch], 1 / (16 * LENGTH), rtol=1e-6)
+
+
+def test_with_turns_the_learner_trains_and_saves_in_its_own_and_engines_sample_in_theirs(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    class Recorded:
+        turn, taken = "learner", 0
+
+        async def take(self, turn: str) -> None:
+            self.taken += turn != self.turn
+            self.turn = turn
+
+    plain = Bench(tmp_path / "plain", tokenizer, job())
+    plain.run()
+    turns = Recorded()
+    bench = Bench(tmp_path / "turns", tokenizer, job(), turns=turns)
+    allowed = {"forward": "learner", "update": "learner", "save": "learner", "push": "engines"}
+
+    def before_call(call: str) -> None:
+        assert turns.turn == allowed.get(call, turns.turn), call  # an export needs the weights alone
+
+    def before_sample(prompt: Prompt) -> None:
+        assert turns.turn == "engines"
+
+    bench.learner.before_call, bench.rollouts.before_sample = before_call, before_sample
+    assert bench.run().step == NUM_STEPS and bench.metrics() == plain.metrics()
+    assert turns.turn == "engines", "whoever samples next finds them awake"
+    assert turns.taken == 1 + 2 * (NUM_STEPS + NUM_STEPS // 2), "to and fro for a step, and for a checkpoint"

@@ -2,10 +2,12 @@
 
 import asyncio
 import itertools
+import json
 import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,8 +15,8 @@ import pytest
 
 from actors.weights import round as rounds
 from actors.weights.buckets import Bucket, Shapes, make_bucket
-from actors.weights.round import probe_gap
-from actors.weights.sync import WeightSync, probe_ids
+from actors.weights.probe import Gap
+from actors.weights.sync import WeightSync
 from actors.weights.transports import Meeting
 from t2g.config import HealthConfig, LearnerConfig, RolloutConfig
 from t2g.errors import LearnerLost, MissedSync, RunStopped
@@ -62,7 +64,7 @@ class FakeWorker:
     async def _join(self, round_id: str, meeting: Meeting, rank: int) -> None:
         """Returns once all are there, as NCCL does."""
         assert round_id == self.rounds[-1]
-        self.log.append(("join", meeting.port, rank, meeting.size))
+        self.log.append(("join", meeting.port, rank, len(meeting.members)))
         self.group = Group.at(meeting)
         await asyncio.to_thread(self.group.joined.wait, 5)
 
@@ -97,7 +99,7 @@ class FakeWorker:
 
 class Receiver:
     def __init__(self, name: str, handle: FakeWorker) -> None:
-        self.name, self.handle, self.syncing = name, handle, False
+        self.name, self.handle, self.syncing, self.version = name, handle, False, None
 
 
 class FakeFleet:
@@ -105,6 +107,7 @@ class FakeFleet:
 
     config = RolloutConfig(max_model_len=32, max_new_tokens=8, health=HealthConfig(probe_timeout_s=0.5, max_failures=2))
     vocab_size = 50
+    agreed: Gap | None = None
 
     def __init__(self, **workers: FakeWorker) -> None:
         self.members = [Receiver(name, worker) for name, worker in workers.items()]
@@ -121,6 +124,7 @@ class FakeFleet:
             raise MissedSync(f"refused {what}: {error}") from error
 
     def has_weights(self, receiver: Receiver, version: int) -> None:
+        receiver.version = version
         self.heard.append((receiver.name, version))
 
     def missed(self, receiver: Receiver, reason: str, *, late: bool = False) -> None:
@@ -139,7 +143,7 @@ class Group:
 
     @classmethod
     def at(cls, meeting: Meeting) -> "Group":
-        return cls.made.setdefault(meeting.port, cls(meeting.size))
+        return cls.made.setdefault(meeting.port, cls(len(meeting.members)))
 
 
 class FakeLearner:
@@ -157,7 +161,7 @@ class FakeLearner:
     ) -> None:
         """scored: the probe is not answered before a worker was asked for it too. lost_at NUM_BUCKETS: in the probe."""
         self.lost_at, self.calls, self.streaming, self.scored = lost_at, [], False, scored
-        self.policy_version, self.updates_after = 3, updates_after
+        self.policy_version, self.updates_after, self.met = 3, updates_after, ""
 
     def address(self) -> tuple[str, int]:
         self.calls.append("address")
@@ -171,7 +175,8 @@ class FakeLearner:
     def stream_weights(self, dtype: str, *, full: bool, meeting: Meeting | None) -> Iterator[Bucket]:
         self.calls.append("stream")
         self.streaming = True
-        if meeting is not None:
+        if meeting is not None and meeting.id != self.met:
+            self.met = meeting.id
             Group.at(meeting).joined.wait(5)
         try:
             for index, name in enumerate(SHAPES):
@@ -270,7 +275,7 @@ def test_when_nobody_got_it_the_whole_is_sent_once_more_without_the_learner() ->
 
 def test_a_run_whose_workers_are_all_wrong_twice_stops_with_their_reasons() -> None:
     fleet = FakeFleet(w0=FakeWorker(deaf=2), w1=FakeWorker(breaks=(2, 2), deaf=1))
-    words = r"sent twice: w0 does not compute .* 2 nats apart .*probe_tolerance=0\.001 is allowed; w1 refused a bucket"
+    words = r"sent twice: w0 does not compute .* 2 nats apart .*probe_tolerance=0\.001 .*; w1 refused a bucket"
     with pytest.raises(RunStopped, match=r"no rollout worker got version 3 of the weights, " + words):
         push(fleet)
 
@@ -452,7 +457,7 @@ def joins(worker: FakeWorker) -> list[tuple[int, int]]:
     return [entry[2:] for entry in worker.log if entry[0] == "join"]
 
 
-def test_with_nccl_every_round_has_a_group_of_the_learner_and_who_opened_it() -> None:
+def test_with_nccl_a_group_has_the_learner_and_who_opened_the_round() -> None:
     fleet, learner = FakeFleet(w0=FakeWorker(), w1=FakeWorker(), w2=FakeWorker(hangs_at_open=True)), FakeLearner()
     first, second, hung = (m.handle for m in fleet.members)
     result = push(fleet, learner, config=NCCL)
@@ -470,6 +475,26 @@ def test_each_gpu_of_an_engine_is_a_rank_of_the_meeting(monkeypatch: pytest.Monk
     monkeypatch.setattr(Group, "at", classmethod(lambda cls, meeting: cls.made.setdefault(meeting.port, cls(3))))
     assert push(fleet, config=NCCL).missed == ()
     assert [joins(member.handle) for member in fleet.members] == [[(1, 5)], [(3, 5)]]
+
+
+def test_with_nccl_the_same_crew_meets_once_and_another_one_anew() -> None:
+    fleet, learner = FakeFleet(w0=FakeWorker(), w1=FakeWorker()), FakeLearner()
+    first, second = (member.handle for member in fleet.members)
+
+    async def pushes() -> None:
+        sync = WeightSync(learner, fleet, NCCL)
+        await sync.push(3)
+        await sync.push(4)
+        assert joins(first) == [(1, 3)] and joins(second) == [(2, 3)] and learner.calls.count("address") == 1
+        fleet.members.append(Receiver("w2", FakeWorker()))
+        await sync.push(5)
+        assert joins(first) == [(1, 3), (1, 4)] and joins(fleet.members[2].handle) == [(3, 4)]
+        fleet.members[1] = Receiver("w1", FakeWorker())  # its successor, of the same name
+        await sync.push(6)
+        assert joins(first)[2:] == [(1, 4)] and joins(fleet.members[1].handle) == [(2, 4)]
+
+    asyncio.run(pushes())
+    assert [heard for heard in fleet.heard if heard[0] == "w0"] == [("w0", version) for version in (3, 4, 5, 6)]
 
 
 def test_with_nccl_an_engine_that_is_lost_costs_the_round_and_the_next_has_a_group_without_it() -> None:
@@ -578,14 +603,58 @@ def test_a_learner_that_is_lost_while_a_joiner_catches_up_is_told_and_leaves_no_
     assert not learner.streaming
 
 
-def test_the_probe_is_fixed_and_lies_in_the_vocabulary() -> None:
-    ids = probe_ids(300, 64)
-    np.testing.assert_array_equal(ids, probe_ids(300, 64))
-    assert ids.dtype == np.int32 and len(ids) == 64 and ids.min() >= 0 and ids.max() < 300
-    assert len(set(ids.tolist())) > 40
+class Loaded(FakeWorker):
+    """Has computed since its start what the learner computes, but for `off`."""
+
+    def __init__(self, off: float = 0.0) -> None:
+        super().__init__()
+        self.weights = [1.0, 2.0, 4.0 + off]
 
 
-def test_a_probe_with_nan_is_infinitely_far() -> None:
-    assert probe_gap(np.float32([-1, -2]), np.float32([-1, -2.5])) == 0.5
-    assert probe_gap(np.float32([-1, np.nan]), np.float32([-1, -2])) == float("inf")
-    assert probe_gap(np.float32([-np.inf]), np.float32([-1])) == float("inf")
+def first_push(kept: Path, worker: FakeWorker, version: int = 0) -> FakeFleet:
+    fleet = FakeFleet(w0=worker)
+    asyncio.run(WeightSync(FakeLearner(), fleet, CONFIG, kept=kept).push(version))
+    return fleet
+
+
+def test_the_gap_on_the_checkpoint_is_measured_before_anything_is_sent_and_kept_on_resume(tmp_path: Path) -> None:
+    kept, worker = tmp_path / "probe.json", Loaded()
+    learner, fleet = FakeLearner(), FakeFleet(w0=worker)
+    asyncio.run(WeightSync(learner, fleet, CONFIG, kept=kept).push(0))
+    assert learner.calls == ["announce", "probe", "stream"] and worker.log[1:] == ONCE[1:]
+    written = json.loads(kept.read_text())
+    assert set(written) == {"largest", "p95", "median"} and written["largest"] == pytest.approx(1e-4, rel=1e-2)
+    resumed = first_push(kept, FakeWorker(), version=3)
+    assert resumed.agreed == fleet.agreed and json.loads(kept.read_text()) == written
+
+
+def test_the_next_run_on_engines_that_have_served_takes_their_measure(tmp_path: Path) -> None:
+    fleet = first_push(tmp_path / "a.json", Loaded())
+    fleet.members[0].handle.weights[0] = 50.0  # what the first run trained
+    asyncio.run(WeightSync(FakeLearner(), fleet, CONFIG, kept=tmp_path / "b.json").push(0))
+    assert (tmp_path / "a.json").read_text() == (tmp_path / "b.json").read_text()
+
+
+def test_engines_of_another_model_are_refused_before_anything_is_sent(tmp_path: Path) -> None:
+    fleet = FakeFleet(w0=Loaded(off=0.5))
+    with pytest.raises(RunStopped, match=r"0\.5 nats apart in the median .*probe_tolerance=0\.001 .*different models"):
+        asyncio.run(WeightSync(FakeLearner(), fleet, CONFIG, kept=tmp_path / "probe.json").push(0))
+    assert fleet.members[0].handle.log == [] and not (tmp_path / "probe.json").exists()
+
+
+def test_an_engine_whose_update_never_arrived_is_told_from_one_that_is_merely_near(tmp_path: Path) -> None:
+    """The learner moves by a fifth of the tolerance: the gap alone would let version 0 pass for version 1."""
+
+    class Moving(FakeLearner):
+        def probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
+            return super().probe_logprobs(ids) + np.float32(0.75e-4 * self.calls.count("stream"))
+
+    fleet = FakeFleet(w0=Loaded())
+
+    async def twice() -> None:
+        sync = WeightSync(Moving(), fleet, CONFIG, kept=tmp_path / "probe.json")
+        await sync.push(0)
+        await sync.push(1)
+
+    with pytest.raises(RunStopped, match=r"w0 .* answers the probe as with version 0, to the bit"):
+        asyncio.run(twice())

@@ -1,0 +1,200 @@
+"""Says of this machine, item by item, whether the pipeline works on its GPU, and writes all figures as JSON.
+
+    python -m jobs.gpu_check --out <absolute folder>
+
+An item runs other jobs as a user would, each in a process of its own. Nothing is looked up: the inputs are
+configs/tiny/{policy,gpu_check}.yaml, from which the jobs make a world of posts, a policy and a reward model, and a
+model of half a billion random weights. Where there is no GPU, what can runs on the CPU, and the JSON says so.
+"""
+
+import argparse
+import asyncio
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from t2g.errors import RunStopped, UserError
+
+if TYPE_CHECKING:
+    from actors.engines.rollout import RolloutFleet
+    from t2g.types import Prompt
+
+POLICY, STAGES = Path("configs/tiny/policy.yaml"), Path("configs/tiny/gpu_check.yaml")
+BFLOAT16 = ("rollout.dtype=bfloat16", "learner.dtype=bfloat16")
+ONE_EACH = ("learner.workers=1", "rollout.workers={min: 1, max: 1}", "feedback.source=program")
+SHARED = ("rollout.gpus=0.6", "learner.gpus=0.4")
+FIGURES = re.compile(r"(sync|speed|time|learner|policy|critic|engine|sft|importance)/|feedback/failed_share")
+LOSS_RATIO = 2e-3  # of a float32 loss, summed in another order, after a few dozen updates
+ON_CPU = "no GPU: run on the CPU"
+
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    out: Path
+    gpus: int
+    timeout_s: float
+
+    def job(self, name: str, job: str, config: Path, *overrides: str) -> list[Figures]:
+        """Metrics of each step of that job in `out`/name. RunStopped with its last words, or when it is late."""
+        command = [sys.executable, "-m", f"jobs.{job}", "--config", str(config)]
+        command += [f"run.root={self.out}", f"run.name={name}", "run.resume=never", "log.tensorboard=false", *overrides]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=self.timeout_s, check=False)
+        except subprocess.TimeoutExpired as late:
+            raise RunStopped(f"jobs.{job} did not end within {self.timeout_s:g} s") from late
+        if done.returncode:
+            raise RunStopped((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+        lines = (self.out / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return [{key: value for key, value in json.loads(line).items() if FIGURES.match(key)} for line in lines]
+
+    def policy(self, name: str, *overrides: str) -> Figures:
+        """The last of two steps of PPO, and how far engine and learner are apart on the checkpoint."""
+        steps = self.job(
+            name, "train_policy", POLICY, f"stages={STAGES}", "num_steps=2", "eval.num_prompts=16", *overrides
+        )
+        return steps[-1] | {"probe_gap_nats": json.loads((self.out / name / "probe.json").read_bytes())}
+
+
+def world(machine: Machine) -> Figures:
+    """Stages, PPO, and a reward model that answers under guided decoding."""
+    share = ("rollout.gpus=0.3", "learner.gpus=0.4", "feedback.engine.gpus=0.3", "learner.workers=1", *BFLOAT16)
+    figures = machine.policy("world", "learner.sync_transport=store", *(share if machine.gpus else ()))
+    if figures["feedback/failed_share"] > 0.5:
+        raise RunStopped(f"guided answers: {figures['feedback/failed_share']:.0%} are no feedback")
+    return figures
+
+
+def rank(machine: Machine) -> Figures:
+    """Supervised losses of one rank in float32, against those of a rank on the CPU."""
+    stages = machine.out / "stages"
+    given = ("task=tiny", f"model.policy={stages / 'base/model'}", f"data.path={stages / 'world/train.jsonl'}")
+    given += ("data.limit=400", "sft.num_epochs=1", "sft.optim.lr=1e-3", "sft.max_length=192", "sft.batch_size=32")
+    runs = [
+        machine.job(f"rank-{gpus}-gpus", "train_sft", Path("configs/own/sft.yaml"), *given, f"sft.gpus={gpus}")
+        for gpus in (0, min(machine.gpus, 1))
+    ]
+    apart = [abs(here["sft/loss"] / there["sft/loss"] - 1) for there, here in zip(*runs, strict=True)]
+    if max(apart) > LOSS_RATIO:
+        raise RunStopped(f"a loss is {max(apart):.2g} of its size away from that on the CPU")
+    return {"losses_apart": max(apart), **runs[1][-1]}
+
+
+def engine(machine: Machine) -> Figures:
+    """Tokens/s of an engine asked without its fleet, and through it; then it is killed, and its successor serves."""
+    from contextlib import closing
+
+    from actors.engines.rollout import RolloutFleet
+    from jobs.common.fleets import on_cluster
+    from jobs.common.policy_runs import read_data
+    from t2g.concurrency import beside
+    from t2g.config import PolicyJob, loading
+
+    stages = machine.out / "stages"
+    given = (f"model.policy={stages / 'base/model'}", f"data.path={stages / 'world/train.jsonl'}", "eval_data=null")
+    on_gpu = ("rollout.gpus=1", "rollout.dtype=bfloat16") if machine.gpus else ()
+    job = loading.load(PolicyJob, POLICY, [*given, "stages=null", "feedback.source=program", *on_gpu])
+    place = {"seed": 1, "placement_timeout_s": job.cluster.placement_timeout_s}
+    with on_cluster(job), closing(RolloutFleet(job.model.policy, job.rollout, **place)) as fleet:
+        fleet.wait_ready()
+        return asyncio.run(beside(measure(fleet, read_data(job).prompts[:64]), fleet.supervise()))
+
+
+async def measure(fleet: "RolloutFleet", prompts: "Sequence[Prompt]") -> Figures:
+    import ray
+
+    from t2g.interfaces import Sampling
+
+    sampling = Sampling(num_samples=4, temperature=1.0, max_new_tokens=48, seed=1)
+
+    async def rate(ask: Callable[["Prompt"], Awaitable[Any]]) -> float:
+        started = time.monotonic()
+        groups = await asyncio.gather(*map(ask, prompts))
+        return sum(len(r.response_ids) for group in groups for r in group) / (time.monotonic() - started)
+
+    async def ask(prompt: "Prompt") -> Any:
+        return await fleet.sample(prompt, sampling)
+
+    async def ask_first(prompt: "Prompt") -> Any:
+        return await first.handle.sample.remote(prompt, sampling)
+
+    first = fleet.serving()[0]
+    await rate(ask_first)  # what is compiled at first
+    figures = {"bare_tokens_per_s": await rate(ask_first), "fleet_tokens_per_s": await rate(ask)}
+    killed = time.monotonic()
+    ray.kill(first.handle)
+    while not [member for member in fleet.serving() if member is not first]:
+        if time.monotonic() - killed > fleet.config.start_timeout_s:
+            raise RunStopped(f"no successor served within {fleet.config.start_timeout_s:g} s")
+        await asyncio.sleep(0.5)
+    figures["successor_s"] = time.monotonic() - killed
+    return figures | {"successor_tokens_per_s": await rate(ask)}
+
+
+def half_a_billion(machine: Machine) -> Figures:
+    """Weights by ipc, speeds and memory at a size that means something, beside what `t2g.deploy.memory` expects."""
+    from jobs.benchmark import make_model
+    from t2g.config import PolicyJob, ShapeConfig, loading
+    from t2g.deploy.check import check_config
+
+    model = make_model(ShapeConfig(), machine.out / "half-a-billion-model", seed=1)
+    sized = (*ONE_EACH, *SHARED, *BFLOAT16, "learner.sync_transport=ipc", f"model.policy={model}")
+    _, words = check_config(loading.load(PolicyJob, POLICY, [*sized, "stages=null"]), gpu="H100-80GB")
+    return machine.policy("half-a-billion", *sized) | {"expected": words.splitlines()}
+
+
+ITEMS: dict[str, tuple[int, Callable[[Machine], Figures]]] = {  # GPUs without which there is nothing to run
+    "world": (0, world),
+    "rank": (0, rank),
+    "engine": (0, engine),
+    "ipc": (1, lambda machine: machine.policy("ipc", *ONE_EACH, *SHARED, *BFLOAT16, "learner.sync_transport=ipc")),
+    "colocate": (1, lambda machine: machine.policy("colocate", *ONE_EACH, "rollout.gpus=1", "learner.gpus=1",
+                                                   "cluster.colocate=true", *BFLOAT16)),
+    "half_a_billion": (1, half_a_billion),
+    "nccl": (2, lambda machine: machine.policy("nccl", *ONE_EACH, "rollout.gpus=1", "learner.gpus=1", *BFLOAT16)),
+}  # fmt: skip
+
+
+def answer(item: str, machine: Machine) -> Figures:
+    needed, run = ITEMS[item]
+    if machine.gpus < needed:
+        return {"item": item, "answer": "not run", "why": f"needs {needed} GPUs, and {machine.gpus} are here"}
+    started = time.monotonic()
+    said: Figures = {"item": item, "on": "GPU" if machine.gpus else ON_CPU}
+    try:
+        said |= {"answer": "yes", "figures": run(machine)}
+    except (RunStopped, UserError, OSError) as error:
+        said |= {"answer": "no", "why": str(error)}
+    return said | {"seconds": round(time.monotonic() - started, 1)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the runs and of gpu_check.json")
+    parser.add_argument("--items", nargs="+", choices=ITEMS, default=[*ITEMS], help="by default all; world comes first")
+    parser.add_argument("--timeout-s", type=float, default=900, help="of each job")
+    given = parser.parse_args(argv)
+    import torch
+
+    from t2g.files import write_atomic
+    from t2g.runs.versions import versions
+
+    machine = Machine(out=given.out.absolute(), gpus=torch.cuda.device_count(), timeout_s=given.timeout_s)
+    gpus = [torch.cuda.get_device_name(i) for i in range(machine.gpus)]
+    said: Figures = {"gpus": gpus or ON_CPU, "versions": versions(), "date": time.strftime("%Y-%m-%d"), "items": []}
+    for item in given.items:
+        said["items"].append(found := answer(item, machine))
+        print(f"{item}: {found['answer']}, {found.get('why') or found.get('on')}", flush=True)
+        write_atomic(machine.out / "gpu_check.json", json.dumps(said, indent=1).encode())
+    return 0 if all(found["answer"] != "no" for found in said["items"]) else 3
+
+
+if __name__ == "__main__":
+    sys.exit(main())
