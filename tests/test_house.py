@@ -204,3 +204,9 @@ def test_no_job_loads_anything_heavy_before_it_runs(job: str) -> None:
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+
+
+def test_the_contract_of_what_programs_share_names_them_all() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (named,) = (one["forbidden_modules"] for one in contracts if one.get("source_modules") == ["jobs.common"])
+    assert named == [f"jobs.{job}" for job in JOBS]
