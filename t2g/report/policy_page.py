@@ -13,13 +13,12 @@ from t2g.report.segments import printable
 from t2g.report.templates import number, render_page
 from t2g.runs.versions import versions
 from t2g.study.policy_eval import BLEU, Answers, Columns, bleu_signature, general
-from t2g.study.tables import markdown
+from t2g.study.tables import figure, markdown
 from t2g.types import Prompt
 
 MD_FILE, EXPORTS = "evaluation.md", "exports"
 NUM_EXAMPLES = 6
 PROBLEMS = {"empty": 1.0, "cut": 1.0, "repetition": 0.5}  # general measure -> from where on a response is shown for it
-OF_A_PAIR = ("p", "p_holm", "wins", "ties", "losses", "resolvable")
 
 
 def write_policy_evaluation(
@@ -89,10 +88,12 @@ def _markdown(result: Mapping[str, Any], measures: Sequence[str]) -> str:
 
     policies = [[name, *map(told, of.values())] for name, of in result["policies"].items()]
     pairs = [
-        [pair["policy"], pair["against"], pair["measure"], told(pair), *(number(pair.get(key)) for key in OF_A_PAIR)]
+        [pair["policy"], pair["against"], pair["measure"], told(pair)]
+        + [figure(pair[key], ".4f") for key in ("p", "p_holm")]
+        + [number(pair[key]) for key in ("wins", "ties", "losses", "resolvable")]
         for pair in result["pairs"]
     ]
-    head = ["policy", "against", "measure", "difference", *OF_A_PAIR]
+    head = ["policy", "against", "measure", "difference", "p", "Holm", "wins", "ties", "losses", "resolvable"]
     return f"{markdown(['policy', *measures], policies)}\n\n{markdown(head, pairs)}\n"
 
 

@@ -136,7 +136,8 @@ def columns(
 def summarise(policies: Mapping[str, Columns], *, seed: int) -> dict[str, Any]:
     """Each policy's figures with intervals, and every pair's differences; JSON values.
 
-    A pair is (later, earlier) in the order of `policies`; p_holm: of `p` among all pairs and measures that are tested.
+    A pair is (later, earlier) in the order of `policies`; p_holm: of `p` among all pairs and tested measures, both None
+    for the general ones.
     """
     num_prompts = len(next(iter(next(iter(policies.values())).values())))
     draws = Draws(num_prompts, seed=seed)
@@ -152,6 +153,7 @@ def summarise(policies: Mapping[str, Columns], *, seed: int) -> dict[str, Any]:
         for name, values in policies[other].items()
     ]
     tested = [pair for pair in pairs if pair["measure"] not in GENERAL]
-    for pair, adjusted in zip(tested, holm([pair["p"] for pair in tested]), strict=True):
-        pair["p_holm"] = adjusted
+    adjusted = iter(holm([pair["p"] for pair in tested]))
+    for pair in pairs:
+        pair |= {"p_holm": next(adjusted)} if pair in tested else {"p": None, "p_holm": None}
     return {"policies": figures, "pairs": pairs}

@@ -1,0 +1,71 @@
+"""The evaluation of policies as a page: what stands in it, and that a model's words stay words."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+from test_html import ALLOWED, Page
+
+from t2g.report.policy_page import write_policy_evaluation
+from t2g.study.pairwise import Judgement, win_rates
+from t2g.study.policy_eval import Answers, Response, summarise
+from t2g.types import Prompt
+
+EVIL = "</div><script>alert(1)</script>\x1b[31m<img src=x onerror=alert(1)>"
+NUM = 12
+
+
+def written(folder: Path) -> tuple[dict, str]:
+    """`new` passes all but the last problem and `base` half of them; its last response is evil, its first is empty."""
+    texts = {"base": ["", *["words"] * (NUM - 2), EVIL], "new": ["better words"] * NUM}
+    passed = {"base": np.arange(NUM) % 2, "new": np.arange(NUM) < NUM - 1}
+    prompts = [Prompt(prompt_id=str(i), prompt_text=f"problem {i} {EVIL}", task="code") for i in range(NUM)]
+    answers = {
+        name: [Answers(prompt_id=str(i), responses=(Response(text=text, cut=i < 3),)) for i, text in enumerate(of)]
+        for name, of in texts.items()
+    }
+    measured = {name: {"pass@1": of[:, None].astype(float)} for name, of in passed.items()}
+    judgements = [
+        Judgement(judge="j", version="v", prompt_id=str(i), first=first, second=second, verdict="A", reason=EVIL)
+        for first, second in (("base", "new"), ("new", "base"))
+        for i in range(NUM)
+    ]
+    result = write_policy_evaluation(
+        folder, {"task": EVIL}, prompts, answers, measured, summarise(measured, seed=1),
+        win_rates(judgements, answers, seed=1),
+    )  # fmt: skip
+    assert json.loads((folder / "evaluation.json").read_text()) == json.loads(json.dumps(result))
+    return result, (folder / "evaluation.html").read_text()
+
+
+def test_the_page_has_differences_judges_examples_and_problems(tmp_path: Path) -> None:
+    result, html = written(tmp_path)
+    (pair,) = result["pairs"]
+    assert (pair["wins"], pair["ties"], pair["losses"], pair["exact"]) == (6, 5, 1, True)
+    page = Page(html)
+    assert set(page.tags) <= ALLOWED
+    assert "new − base" in page.text and f"{pair['p']:.4f}†" in page.text
+    assert result["judged"]["pairs"][0]["first_bias"]["value"] == 1 and "1.000 – 1.000" in page.text
+    assert {kind: found["count"] for kind, found in result["problems"].items()} == {
+        "empty": 1, "cut": 6, "repetition": 0,
+    }  # fmt: skip
+    assert result["examples"] == [0, 2, 4, 6, 8, 10]
+    assert "| new | base | pass@1 | 0.417 (" in (tmp_path / "evaluation.md").read_text()
+
+
+def test_nothing_on_the_page_runs_or_is_fetched(tmp_path: Path) -> None:
+    _, html = written(tmp_path)
+    page = Page(html)
+    assert set(page.tags) <= ALLOWED
+    assert {name for name, _ in page.attributes} <= {
+        "lang",
+        "charset",
+        "name",
+        "content",
+        "http-equiv",
+        "class",
+        "style",
+    }
+    assert "<script>alert(1)</script>␛[31m" in page.text and "\x1b" not in html
+    assert not re.search(r"https?:|url\(|@import", html)
