@@ -170,7 +170,7 @@ def test_every_package_has_a_door_sign_and_no_code_behind_it(package: str) -> No
 def test_constraints_pin_what_the_project_asks_for(kind: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras[kind], *extras["dev"], *extras["wandb"]]
+    wanted = [*project["dependencies"], *extras[kind], *extras["dev"], *extras["eval"], *extras["wandb"]]
     pinned = pins(kind)
     for text in wanted:
         requirement = Requirement(text)

@@ -201,5 +201,10 @@ def _read_hub(config: DataConfig) -> Iterator[dict[str, Any]]:
         rows = datasets.load_dataset(config.path, split=config.split, revision=None if folder else config.revision)
     except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"data.path={config.path}, split {config.split}, cannot be loaded: {reason}") from error
+        fetch = (
+            f"; where there is a network: hf download --repo-type dataset {config.path} --revision {config.revision}"
+        )
+        raise UserError(
+            f"data.path={config.path}, split {config.split}, cannot be loaded: {reason}{'' if folder else fetch}"
+        ) from error
     return iter(rows)

@@ -28,7 +28,8 @@ def load_tokenizer(model: str, revision: str | None = None) -> Any:
         return AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"no tokenizer can be loaded from {model}: {reason:.200}") from error
+        fetch = "" if Path(model).is_dir() else f"; where there is a network: hf download {model}"
+        raise UserError(f"no tokenizer can be loaded from {model}: {reason:.200}{fetch}") from error
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -152,6 +153,15 @@ def test_what_is_no_file() -> None:
         load("/nowhere/folder")
     with pytest.raises(UserError, match=r"set data\.revision to a commit"):
         load("owner/name")
+
+
+def test_a_data_set_that_cannot_be_reached_says_how_it_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*_: Any, **__: Any) -> None:
+        raise ConnectionError("the hub cannot be reached")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with pytest.raises(UserError, match="hf download --repo-type dataset owner/name --revision abc"):
+        load("owner/name", revision="abc")
 
 
 def test_a_folder_of_the_datasets_library(tmp_path: Path) -> None:

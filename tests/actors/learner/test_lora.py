@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from actors.learner import lora
 from t2g.config import LoRAConfig, ModelConfig
+from t2g.errors import UserError
 
 CONFIG = LoRAConfig(r=3, alpha=6)
 IDS = torch.arange(40).reshape(2, 20)
@@ -107,3 +108,19 @@ def test_a_bias_under_an_adapter_keeps_its_name() -> None:
         "q.weight": ("q.base_layer.weight", *factors),
         "q.bias": ("q.base_layer.bias",),
     }
+
+
+def test_an_adapter_is_merged_into_the_base_that_it_names(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    base = random_model(tmp_path / "base", "llama")
+    config = LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    model = get_peft_model(load(base), config)
+    model.save_pretrained(tmp_path / "adapter")
+    lora.merge_adapter(tmp_path / "adapter", tmp_path / "merged", "float32")
+    assert (logits(load(tmp_path / "merged")) - logits(model.eval())).abs().max() < 1e-4
+    assert (logits(model) - logits(load(base))).abs().max() > 1e-2
+    assert (tmp_path / "merged" / "tokenizer.json").exists()
+    (tmp_path / "adapter" / "adapter_model.safetensors").rename(tmp_path / "adapter" / "adapter_model.bin")
+    with pytest.raises(UserError, match="save the adapter in that format"):
+        lora.merge_adapter(tmp_path / "adapter", tmp_path / "again", "float32")
