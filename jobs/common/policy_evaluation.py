@@ -102,7 +102,7 @@ class Evaluation:
             data=data_hash((prompt.prompt_id, prompt.prompt_text) for prompt in self.prompts),
             model=model.policy if model else self.config.endpoints[name].model,
         )
-        if at.exists():
+        if self.answers(name):
             identity.check(at, made_of)
         identity.keep(at, made_of)
 

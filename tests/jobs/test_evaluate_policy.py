@@ -26,10 +26,11 @@ RECORDS = [{"id": str(i), "post": f"post {i}", "ideal_human_summary": text} for 
 
 
 class Engine:
-    """Copies the reference, up to so many words; answers at most `left` prompts before it is killed."""
+    """Copies the reference, up to so many words; answers at most `left` prompts before it is killed. `says` gives
+    another text, by prompt_id and number of the sample."""
 
-    def __init__(self, num_words: int, left: int = 10**6) -> None:
-        self.num_words, self.left = num_words, left
+    def __init__(self, num_words: int, left: int = 10**6, says: Callable[[str, int], str] | None = None) -> None:
+        self.num_words, self.left, self.says = num_words, left, says
         self.asked: list[str] = []
 
     async def sample(self, prompt: Prompt, sampling: Sampling) -> list[Rollout]:
@@ -37,12 +38,12 @@ class Engine:
             raise KeyboardInterrupt
         self.left -= 1
         self.asked.append(prompt.prompt_id)
-        words = prompt.payload["ideal_human_summary"].split()
+        words = prompt.payload.get("ideal_human_summary", "").split()
         return [
             Rollout(
                 prompt_id=prompt.prompt_id, sample_index=index, prompt_ids=prompt.prompt_ids,
                 response_ids=np.zeros(1, np.int32), rollout_logprobs=np.zeros(1, np.float32),
-                response_text=" ".join(words[: self.num_words]),
+                response_text=self.says(prompt.prompt_id, index) if self.says else " ".join(words[: self.num_words]),
                 finish_reason="length" if self.num_words < len(words) else "stop",
                 policy_versions=((0, 1, 0),),
             )
@@ -118,6 +119,37 @@ def test_rouge_and_bleu_of_the_saved_responses_are_the_reports(tmp_path: Path, m
     assert result["rougeL"]["value"] == pytest.approx(sum(rouge) / len(rouge), abs=1e-6)
     bleu = BLEU().corpus_score([*texts.values()], [[references[i] for i in texts]]).score
     assert result["bleu"]["value"] == pytest.approx(bleu, abs=1e-6)
+
+
+def test_pass_at_k_of_problems_of_both_formats(tmp_path: Path, models: Path) -> None:
+    """`whole` passes every time but in one sample of one problem; one fault is not resolvable."""
+    code = "def double(values: List[int]) -> List[int]:\n    return [2 * v for v in values]\n"
+    human_eval = {
+        "prompt": 'from typing import List\n\n\ndef double(values: List[int]) -> List[int]:\n    """Twice."""\n',
+        "entry_point": "double", "test": "def check(f):\n    assert f([1, 2]) == [2, 4]\n",
+    }  # fmt: skip
+    kodcode = {
+        "question": "Double them.", "question_id": "k",
+        "test": "from solution import double\n\ndef test_it():\n    assert double([3]) == [6]\n",
+    }  # fmt: skip
+    records = [human_eval | {"task_id": "HumanEval/0"}, human_eval | {"task_id": "HumanEval/1"}, kodcode]
+
+    def says(prompt_id: str, index: int) -> str:
+        typed = f"from typing import List\n{code}" if prompt_id == "k" else code  # the other prompts import it
+        return typed.replace("2 * v", "3 * v") if (prompt_id, index) == ("HumanEval/1", 1) else typed
+
+    config = job(
+        tmp_path, models, records, task="code", pass_at=[1, 2], sandbox={"require": []},
+        rollout={"samples_per_prompt": 2, "temperature": 1.0},
+    )  # fmt: skip
+    always = Engine(0, says=lambda prompt_id, index: says(prompt_id, 0))
+    result = run(config, {"whole": Engine(0, says=says), "cut": always})
+    figures = {name: of["pass@1"]["value"] for name, of in result["policies"].items()}
+    assert (
+        figures == {"whole": pytest.approx(2.5 / 3), "cut": 1} and result["policies"]["whole"]["pass@2"]["value"] == 1
+    )
+    one = pair(result, "pass@1")
+    assert (one["wins"], one["ties"], one["losses"]) == (1, 2, 0) and one["value"] < one["resolvable"]
 
 
 def test_killed_half_way_it_asks_for_the_rest_alone(tmp_path: Path, models: Path) -> None:
