@@ -1,0 +1,73 @@
+"""Engines and ranks on the same GPUs in turn: Ray's places and processes are real, the GPUs are numbers in its books,
+and whoever lives there only says what is asked of it."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from tenant import Tenant
+
+from actors.engines.rollout import RolloutFleet
+from actors.learner.learner import LearnerGroup
+from actors.learner.parts import LearnerSpec
+from actors.weights.turns import Turns
+from t2g.config import LearnerConfig, ModelConfig, RolloutConfig
+from t2g.config.roles import ENGINE_SHARE
+from t2g.errors import RunStopped
+
+NUM_GPUS = 2
+SMALL = {"cpus": 0.1, "memory_gib": 0.1}
+
+
+class Engines(RolloutFleet):
+    actor = ray.remote(Tenant)
+
+
+class Group(LearnerGroup):
+    actor = ray.remote(Tenant)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))  # of the helper that the actors are
+    ray.init(address="local", num_cpus=2, num_gpus=NUM_GPUS, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.usefixtures("gpus")
+def test_each_gpu_has_an_engine_and_a_rank_which_work_in_turn() -> None:
+    workers = {"initial": NUM_GPUS, "min": NUM_GPUS}
+    rollout = RolloutConfig(workers=workers, gpus=ENGINE_SHARE, **SMALL)
+    learner = LearnerConfig(workers=NUM_GPUS, gpus=1 - ENGINE_SHARE, sync_transport="ipc", **SMALL)
+    fleet = Engines("model", rollout, seed=1, placement_timeout_s=20, transport="ipc", sleeps=True)
+    fleet.wait_ready()
+    turns = Turns(fleet, timeout_s=10)
+    asyncio.run(turns.take("learner"))
+    spec = LearnerSpec(model=ModelConfig(policy="model"), learner=learner, num_updates=1, seed=1, loss="supervised")
+    turns.learner = group = Group(spec, placement_timeout_s=20)
+
+    async def rounds() -> None:
+        for turn in ("engines", "learner", "engines"):
+            await turns.take(turn)
+
+    asyncio.run(rounds())
+    engines, ranks = [member.handle for member in fleet.serving()], group.parts["policy"].workers
+    said = {who: ray.get([actor.said.remote() for actor in of]) for who, of in (("engine", engines), ("rank", ranks))}
+    for who in said:
+        assert {gpu for gpu, _ in said[who]} == {str(i) for i in range(NUM_GPUS)}, f"one {who} on each GPU"
+    events = sorted((at, f"{who} {what}") for who in said for _, log in said[who] for at, what in log)
+    order = ["engine rests", "rank rests", "engine works", "engine rests", "rank works", "rank rests", "engine works"]
+    assert [what for _, what in events] == [what for what in order for _ in range(NUM_GPUS)]
+
+    asyncio.run(turns.take("learner"))
+    ray.get(engines[1].nap.remote(60))
+    impatient = Turns(fleet, timeout_s=0.5)
+    impatient.learner = group
+    late = r"cannot take turns on their GPUs: rollout worker 1 is late: its waking took it more than 0\.5 s$"
+    with pytest.raises(RunStopped, match=late):
+        asyncio.run(impatient.take("engines"))
+    group.close()
+    fleet.close()

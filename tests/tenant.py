@@ -1,0 +1,35 @@
+"""Who lives on a GPU and does nothing with it, for tests of places and turns; imports little, so it starts at once."""
+
+import asyncio
+import time
+from typing import Any
+
+import ray
+
+
+class Tenant:
+    """An engine or a rank."""
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        self.log: list[tuple[float, str]] = []
+        self.naps_s = 0.0
+
+    async def start(self, *address: Any) -> int:
+        return 100
+
+    async def address(self) -> tuple[str, int]:
+        return "here", 1
+
+    async def probe(self) -> None: ...
+
+    async def rest(self, *given: Any) -> None:
+        """(on) of an engine, (part, on) of a rank."""
+        await asyncio.sleep(self.naps_s)
+        self.log.append((time.time(), "rests" if given[-1] else "works"))
+
+    async def said(self) -> tuple[str, list[tuple[float, str]]]:
+        """On which GPU, and what it did when."""
+        return ray.get_runtime_context().get_accelerator_ids()["GPU"][0], self.log
+
+    async def nap(self, seconds: float) -> None:
+        self.naps_s = seconds
