@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from actors.engines.rollout import RolloutFleet
     from t2g.types import Prompt
 
-POLICY, STAGES = Path("configs/tiny/policy.yaml"), Path("configs/tiny/gpu_check.yaml")
+POLICY, STAGES, SFT = (Path("configs") / name for name in ("tiny/policy.yaml", "tiny/gpu_check.yaml", "own/sft.yaml"))
 BFLOAT16 = ("rollout.dtype=bfloat16", "learner.dtype=bfloat16")
 ONE_EACH = ("learner.workers=1", "rollout.workers={min: 1, max: 1}", "feedback.source=program")
 SHARED = ("rollout.gpus=0.6", "learner.gpus=0.4")
@@ -78,8 +78,8 @@ def rank(machine: Machine) -> Figures:
     given = ("task=tiny", f"model.policy={stages / 'base/model'}", f"data.path={stages / 'world/train.jsonl'}")
     given += ("data.limit=400", "sft.num_epochs=1", "sft.optim.lr=1e-3", "sft.max_length=192", "sft.batch_size=32")
     runs = [
-        machine.job(f"rank-{gpus}-gpus", "train_sft", Path("configs/own/sft.yaml"), *given, f"sft.gpus={gpus}")
-        for gpus in (0, min(machine.gpus, 1))
+        machine.job(f"rank-{where}", "train_sft", SFT, *given, "sft.dtype=float32", f"sft.gpus={gpus}")
+        for where, gpus in (("cpu", 0), ("here", min(machine.gpus, 1)))
     ]
     apart = [abs(here["sft/loss"] / there["sft/loss"] - 1) for there, here in zip(*runs, strict=True)]
     if max(apart) > LOSS_RATIO:

@@ -1,0 +1,85 @@
+"""What the command says of a machine: its jobs are replaced by files, their command lines are read by schemas."""
+
+import json
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from jobs import gpu_check
+from t2g.config import PolicyJob, SFTJob, loading
+
+SCHEMAS: dict[str, Any] = {"jobs.train_policy": PolicyJob, "jobs.train_sft": SFTJob}
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Jobs:
+    """Each writes what a job leaves; `losses` are of supervised training, by its number of GPUs."""
+
+    def __init__(self, **losses: float) -> None:
+        self.configs: list[Any] = []
+        self.losses, self.fails, self.hangs = {"cpu": 1.0, "gpu": 1.0} | losses, False, False
+
+    def run(self, command: list[str], timeout: float, **how: Any) -> Any:
+        _, _, job, _, config, *overrides = command
+        if self.hangs:
+            raise subprocess.TimeoutExpired(command, timeout)
+        if self.fails:
+            return SimpleNamespace(returncode=3, stderr="a warning\njobs.train_policy: no rollout worker is left\n")
+        given = loading.load(SCHEMAS[job], ROOT / config, overrides, environ={}, cwd=ROOT)
+        self.configs.append(given)
+        given.run.folder.mkdir(parents=True)
+        loss = self.losses["gpu" if isinstance(given, SFTJob) and given.sft.gpus else "cpu"]
+        metrics = {"sft/loss": loss, "sync/load_s": 0.5, "feedback/failed_share": 0.1, "eval/score": 0.7}
+        (given.run.folder / "metrics.jsonl").write_text(json.dumps(metrics) + "\n")
+        (given.run.folder / "probe.json").write_text('{"largest": 0.1, "p95": 0.05, "median": 0.01}')
+        return SimpleNamespace(returncode=0, stderr="")
+
+
+def check(monkeypatch: pytest.MonkeyPatch, out: Path, jobs: Jobs, *items: str, gpus: int = 0) -> tuple[int, Any]:
+    monkeypatch.setattr(gpu_check.subprocess, "run", jobs.run)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    code = gpu_check.main(["--out", str(out), "--items", *items])
+    return code, json.loads((out / "gpu_check.json").read_text())
+
+
+def test_without_a_gpu_nothing_passes_on_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    code, said = check(monkeypatch, tmp_path, Jobs(), "world", "rank", "ipc", "colocate")
+    world, rank, *others = said["items"]
+    assert code == 0 and said["gpus"] == world["on"] == rank["on"] == "no GPU: run on the CPU"
+    assert world["answer"] == "yes" and world["figures"]["sync/load_s"] == 0.5
+    assert world["figures"]["probe_gap_nats"]["p95"] == 0.05
+    assert [item["answer"] for item in others] == ["not run", "not run"] and "on" not in others[0]
+
+
+def test_on_gpus_every_item_asks_for_what_it_is_about(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    jobs = Jobs(gpu=1.001)
+    code, said = check(monkeypatch, tmp_path, jobs, "world", "rank", "ipc", "colocate", "nccl", gpus=2)
+    assert code == 0 and {item["on"] for item in said["items"]} == {"GPU"} and said["gpus"] == ["a GPU"] * 2
+    world, on_cpu, on_gpu, *others = jobs.configs
+    assert (world.learner.sync_transport, world.feedback.source, world.feedback.engine.gpus) == (
+        "store", "reward_model", 0.3,
+    )  # fmt: skip
+    assert world.rollout.gpus + world.learner.gpus + world.feedback.engine.gpus == pytest.approx(1), "on one GPU"
+    assert (on_cpu.sft.gpus, on_gpu.sft.gpus) == (0, 1) and on_cpu.sft.dtype == on_gpu.sft.dtype == "float32"
+    assert [job.learner.sync_transport for job in others] == ["ipc", "ipc", "nccl"]
+    assert [job.cluster.colocate for job in others] == [False, True, False]
+    assert all(job.rollout.dtype == job.learner.dtype == "bfloat16" for job in (world, *others))
+
+
+def test_a_loss_that_is_another_one_is_a_no(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    code, said = check(monkeypatch, tmp_path, Jobs(gpu=1.01), "rank", gpus=1)
+    assert code == 3 and said["items"][0]["answer"] == "no" and "0.01 of its size" in said["items"][0]["why"]
+
+
+def test_a_job_that_fails_or_hangs_is_a_no_with_its_last_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    jobs = Jobs()
+    jobs.fails = True
+    code, said = check(monkeypatch, tmp_path, jobs, "world")
+    assert (code, said["items"][0]["why"]) == (3, "jobs.train_policy: no rollout worker is left")
+    jobs.hangs = True
+    assert "did not end within" in check(monkeypatch, tmp_path, jobs, "world")[1]["items"][0]["why"]
