@@ -119,23 +119,16 @@ async def measure(fleet: "RolloutFleet", prompts: "Sequence[Prompt]") -> Figures
         groups = await asyncio.gather(*map(ask, prompts))
         return sum(len(r.response_ids) for group in groups for r in group) / (time.monotonic() - started)
 
-    async def ask(prompt: "Prompt") -> Any:
-        return await fleet.sample(prompt, sampling)
-
-    async def ask_first(prompt: "Prompt") -> Any:
-        return await first.handle.sample.remote(prompt, sampling)
-
     first = fleet.serving()[0]
-    await rate(ask_first)  # what is compiled at first
-    figures = {"bare_tokens_per_s": await rate(ask_first), "fleet_tokens_per_s": await rate(ask)}
+    figures = {}
+    for figure in ("compiling_tokens_per_s", "bare_tokens_per_s"):
+        figures[figure] = await rate(lambda prompt: first.handle.sample.remote(prompt, sampling))
+    figures["fleet_tokens_per_s"] = await rate(lambda prompt: fleet.sample(prompt, sampling))
     killed = time.monotonic()
     ray.kill(first.handle)
     while not [member for member in fleet.serving() if member is not first]:
-        if time.monotonic() - killed > fleet.config.start_timeout_s:
-            raise RunStopped(f"no successor served within {fleet.config.start_timeout_s:g} s")
-        await asyncio.sleep(0.5)
-    figures["successor_s"] = time.monotonic() - killed
-    return figures | {"successor_tokens_per_s": await rate(ask)}
+        await asyncio.sleep(0.5)  # the fleet's care beside this has the deadline
+    return figures | {"successor_s": time.monotonic() - killed}
 
 
 def half_a_billion(machine: Machine) -> Figures:
