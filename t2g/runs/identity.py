@@ -64,7 +64,7 @@ def keep(folder: Path, identity: Identity) -> None:
 def check(folder: Path, identity: Identity) -> None:
     """UserError, naming what differs, unless what lies in `folder` was made of the same."""
     if changed := changes(folder, identity):
-        raise UserError(f"{folder} was made otherwise: {', '.join(changed)}; put this back, or take another run.name")
+        raise UserError(f"{folder} was made otherwise: {', '.join(changed)}; go back to that, or take another run.name")
 
 
 def changes(folder: Path, identity: Identity) -> list[str]:

@@ -42,7 +42,7 @@ def test_another_is_refused_in_a_sentence_that_names_the_part_and_what_to_do(
 ) -> None:
     keep(tmp_path, Identity.of(job(), **PARTS))
     assert len(changes(tmp_path, now)) == 1
-    with pytest.raises(UserError, match=r"put this back, or take another run\.name") as error:
+    with pytest.raises(UserError, match=r"go back to that, or take another run\.name") as error:
         check(tmp_path, now)
     assert f"{tmp_path} was made otherwise: {words}" in str(error.value)
 
@@ -52,7 +52,7 @@ def test_a_folder_of_the_layout_before_is_refused(tmp_path: Path, content: str |
     (tmp_path / "summary.json").write_text('{"steps": 3}')
     if content is not None:
         (tmp_path / IDENTITY_FILE).write_text(content)
-    with pytest.raises(UserError, match="by another version of this program"):
+    with pytest.raises(UserError, match=r"by another version of this program.*go back to that, or take another run"):
         finished(tmp_path, Identity.of(job()), "summary.json")
 
 
