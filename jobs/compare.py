@@ -33,8 +33,8 @@ def describe(job: CompareJob) -> str:
         models = sorted({arms.reward_model(name) for name in arms.methods})
         lines.append(f"reward models: {', '.join(models)}, each with seeds {', '.join(map(str, config.rewards.seeds))}")
     lines.append(
-        f"{searched + compared + noisy:,} runs: {searched} to choose learning rates, {compared} that are compared, "
-        f"{noisy} under noise\neach run:\n{indent(describe_config(job), '  ')}"
+        f"{searched + compared + noisy:,} runs: {searched} or more to choose learning rates, {compared} that are "
+        f"compared, {noisy} under noise\neach run:\n{indent(describe_config(job), '  ')}"
     )
     return "\n".join(lines)
 

@@ -1,6 +1,6 @@
 """The runs of a comparison, made where they are not there yet; then its figures, from what the runs wrote.
 
-Reward models are arms as well: one for each style and loss that the methods ask for, over seeds. All learn from the
+Reward models are arms as well: one for each style that the methods ask for, over seeds. All learn from the
 responses of the demo's stages, judged by the tiny world's critic, and are measured on the same held-out ones; a seed
 decides the initial weights and the order of the records. What the figures are is said in `t2g.study.reward_eval`, of
 policies in `t2g.study.comparison` and `t2g.study.targeting`.
@@ -12,7 +12,7 @@ import logging
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -25,8 +25,10 @@ from jobs.common.cli import StopFlag
 from jobs.common.fleets import Fleets
 from jobs.common.policy_runs import PolicyData, finished, learner_spec, run_baseline, train
 from jobs.common.stages import base_model, once, positions, reward_job
-from t2g.config import DemoJob, ModelConfig, PolicyJob, RewardJob, RunConfig, StyleConfig, with_overrides
+from t2g.config import CompareJob, DemoJob, ModelConfig, PolicyJob, RewardJob, RunConfig, StyleConfig, with_overrides
 from t2g.data.buffer import Group, read_groups, write_groups
+from t2g.data.load import load_records
+from t2g.data.prompts import make_prompts
 from t2g.errors import RunStopped, Stopped
 from t2g.feedback.parse import read_judgement
 from t2g.feedback.records import AnnotatedRecord, annotated_record, load_annotated, write_annotated
@@ -40,13 +42,14 @@ from t2g.sandbox import SandboxConfig
 from t2g.study import targeting
 from t2g.study.baselines import POLICY
 from t2g.study.comparison import Run, base_run, read_run, summarise, summarise_noise, tables
-from t2g.study.methods import NOISY, Arms, Scores, choose_lr
+from t2g.study.methods import MAX_WIDER, NOISY, Arms, Scores, choose_lr, next_lr
 from t2g.study.reward_eval import arm_metrics
 from t2g.tasks.tiny.assets import build_reward_model
 from t2g.tasks.tiny.task import TinyTask
 from t2g.text.tokenizer import load_tokenizer
 
 TARGETING_FILE = "targeting.json"
+SEARCH_POSTS = "others"  # than those that are reported on
 Hook = Callable[[RolloutFleet, FeedbackSource, LearnerGroup], None]
 
 logger = logging.getLogger(__name__)
@@ -106,11 +109,13 @@ class Session:
 
     arms: Arms
     data: PolicyData
+    search_data: PolicyData  # on which learning rates are chosen
     stop: StopFlag
     fleets: Fleets
 
-    def run(self, name: str, arm: PolicyJob, after: Hook = lambda *_: None) -> None:
-        method, made_of = self.arms.methods[name], self.arms.made_of(name)
+    def run(self, name: str, arm: PolicyJob, after: Hook = lambda *_: None, data: PolicyData | None = None) -> None:
+        method, made_of, data = self.arms.methods[name], self.arms.made_of(name), data or self.data
+        made_of |= {} if data is self.data else {"held_out": SEARCH_POSTS}
         if finished(arm, **made_of) is not None:
             return
         if self.stop:
@@ -118,17 +123,17 @@ class Session:
         self.fleets.forget_answers()
         if method.is_baseline:
             feedback = self.fleets.feedback(arm.feedback, self.data.task, arm)
-            run_baseline(arm, self.data, feedback, self.stop, **made_of)
+            run_baseline(arm, data, feedback, self.stop, **made_of)
         else:
             rollouts, feedback = self.fleets.for_policy(arm, self.data.task)
             hook = partial(after, rollouts, feedback)
-            train(arm, self.data, rollouts, feedback, self.stop, hook, **made_of)
+            train(arm, data, rollouts, feedback, self.stop, hook, **made_of)
         shutil.rmtree(arm.run.folder / "checkpoints", ignore_errors=True)  # tens of runs; the numbers stay
 
     def score(self, name: str, arm: PolicyJob) -> float | None:
         """None for a run that ended by itself: a rate that is too high must not end the comparison."""
         try:
-            self.run(name, arm)
+            self.run(name, arm, data=self.search_data)
         except RunStopped as error:
             logger.warning("%s ended by itself: %s", arm.run.folder, error)
             return None
@@ -140,10 +145,12 @@ class Session:
         config = self.arms.job.compare
         if len(config.lr_grid) == 1:
             return {}, config.lr_grid[0]
-        scores: Scores = {
-            lr: {seed: self.score(name, self.arms.search(name, seed, lr)) for seed in config.search_seeds}
-            for lr in config.lr_grid
-        }
+        scores: Scores = {}
+        rates = [*config.lr_grid]
+        for lr in rates:  # which grow
+            scores[lr] = {seed: self.score(name, self.arms.search(name, seed, lr)) for seed in config.search_seeds}
+            if len(scores) == len(rates) < len(config.lr_grid) + MAX_WIDER and (wider := next_lr(scores)):
+                rates.append(wider)
         return scores, choose_lr(scores)
 
     def run_arms(self, names: Sequence[str], chosen: dict[str, float], target: Target) -> None:
@@ -168,14 +175,30 @@ def engine_groups(arms: Arms) -> list[list[str]]:
     return [*groups.values()]
 
 
+def other_posts(job: CompareJob, data: PolicyData) -> PolicyData:
+    """With the held-out prompts behind those that are reported on, as many; with these where there are no others."""
+    assert job.eval_data is not None
+    records = load_records(job.eval_data)[job.eval.num_prompts : 2 * job.eval.num_prompts]
+    if not records:
+        logger.warning(
+            "eval_data.path=%s ends with the %d prompts of eval.num_prompts: learning rates are chosen on the prompts "
+            "that are reported", job.eval_data.path, job.eval.num_prompts,
+        )  # fmt: skip
+        return data
+    prompts = make_prompts(records, data.task, data.tokenizer, job.rollout.max_prompt_tokens)
+    return replace(data, eval_prompts=prompts)
+
+
 def run_all(arms: Arms, data: PolicyData, stop: StopFlag) -> dict[str, Any]:
     """Every run that is not there yet; what the search found. Raises Stopped."""
     config = arms.job.compare
+    search_data = other_posts(arms.job, data) if config.seeds and len(config.lr_grid) > 1 else data
     search: dict[str, Any] = {"grid": config.lr_grid, "seeds": config.search_seeds, "scores": {}, "chosen": {}}
+    search["posts"] = "reported" if search_data is data else SEARCH_POSTS
     target: Target | None = None
     for names in engine_groups(arms) if config.seeds else []:
         with Fleets() as fleets:
-            session = Session(arms=arms, data=data, stop=stop, fleets=fleets)
+            session = Session(arms=arms, data=data, search_data=search_data, stop=stop, fleets=fleets)
             target = target or Target(arms, data, fleets)
             for name in (name for name in names if arms.methods[name].trained):
                 scores, search["chosen"][name] = session.find_lr(name)
@@ -200,7 +223,7 @@ def make_reward_models(arms: Arms, demo: DemoJob) -> dict[str, dict[int, dict[st
 
 
 def arm_job(arms: Arms, demo: DemoJob, method: str, seed: int) -> RewardJob:
-    """The demo's reward job with weights of the seed, and the style, records and loss that a method asks for."""
+    """The demo's reward job with weights of the seed, and the style and records that a method asks for."""
     config, sparse = arms.job.compare.rewards, reward_job(demo)
     assert config is not None
     at = arms.reward_folder(arms.reward_model(method), seed)
@@ -216,7 +239,7 @@ def arm_job(arms: Arms, demo: DemoJob, method: str, seed: int) -> RewardJob:
         dense = arms.job.run.folder / "rewards" / "dense-records"
         changes["data.path"] = str(dense / Path(sparse.data.path).name)
         changes["eval_data.path"] = str(dense / Path(sparse.eval_data.path).name)
-    return with_overrides(sparse, changes | arms.methods[method].reward)
+    return with_overrides(sparse, changes)
 
 
 def run_arm(demo: DemoJob, job: RewardJob) -> dict[str, float]:

@@ -52,10 +52,7 @@ def read_data(config: RewardJob) -> RewardData:
             f"data.path={config.data.path}: style.critique is on, and no record that could be used has a critique; "
             "set style.critique=false, or take records that were annotated with one"
         )
-    examples = reward_examples(
-        records, task, tokenizer,
-        max_length=config.sft.max_length, span_weight=config.sft.span_weight, style=config.style,
-    )  # fmt: skip
+    examples = reward_examples(records, task, tokenizer, max_length=config.sft.max_length, style=config.style)
     return RewardData(tokenizer=tokenizer, examples=examples, heldout=heldout[: config.eval_records])
 
 

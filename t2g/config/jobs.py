@@ -223,8 +223,8 @@ MethodFile = Annotated[str, Field(pattern=r"^(.*/)?[a-z0-9_]{1,20}(\.yaml)?$")]
 
 
 class RewardArmsConfig(Section):
-    """Reward models of the tiny world, trained and measured for a comparison: one for each style and loss that its
-    methods ask for.
+    """Reward models of the tiny world, trained and measured for a comparison: one for each style that its methods ask
+    for.
     """
 
     seeds: tuple[int, ...] = Field(

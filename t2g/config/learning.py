@@ -212,7 +212,6 @@ class SFTOptions(RoleConfig):
     batch_size: int = Field(64, ge=1, description="examples per optimizer step, over all ranks")
     tokens_per_microbatch: int = Field(4096, ge=16)
     max_length: int = Field(1024, ge=16, description="prompt plus target; a longer prompt loses input text")
-    span_weight: float = Field(1.0, ge=1, description="loss weight of the target's decisive characters")
     lora: SFTLoRAConfig | None = Field(None, description="train adapters, export the merged model; none: all weights")
     # What a step computes is the same under either: a training that ran out of memory goes on with them.
     gradient_checkpointing: MayDiffer[bool] = False

@@ -1,4 +1,4 @@
-"""Supervised examples: a prompt, a target, and a loss weight per target token."""
+"""Supervised examples: a prompt and a target, every token of which weighs 1."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -13,10 +13,8 @@ from t2g.errors import UserError
 from t2g.feedback.records import AnnotatedRecord, first_few
 from t2g.feedback.reward_prompt import build_feedback_prompt
 from t2g.tasks.base import SPARSE, Record, Task
-from t2g.text.offsets import token_offsets
 from t2g.types import TrainSequence
 
-Ranges = Sequence[tuple[int, int]]  # half-open character ranges
 logger = logging.getLogger(__name__)
 
 
@@ -52,13 +50,12 @@ def reward_examples(
     tokenizer: Any,
     *,
     max_length: int,
-    span_weight: float,
     style: StyleConfig = SPARSE,
 ) -> list[TrainSequence]:
-    """Each judged response with [critique; span map] as the target; `task.decisive_ranges` weighs `span_weight`.
+    """Each judged response with [critique; span map] as the target.
 
-    In a style without a critique the target is the span map alone, which then weighs as a whole. `style.labels` chooses
-    the instructions only: whether the spans are sparse or dense was decided when the records were made.
+    In a style without a critique the target is the span map alone. `style.labels` chooses the instructions only:
+    whether the spans are sparse or dense was decided when the records were made.
 
     Records whose feedback failed or could not be parsed teach nothing and are left out; one with a critique and no span
     stays. Records that do not fit into `max_length` are left out, too, counted and named by their number in `records`
@@ -71,11 +68,8 @@ def reward_examples(
             continue
         target = record.target(style)
         build = partial(build_feedback_prompt, task, record.to_prompt(), record.response, tokenizer, style=style)
-        ranges = task.decisive_ranges(target)
         try:
-            examples.append(
-                sft_example(build, target, tokenizer, max_length=max_length, ranges=ranges, span_weight=span_weight)
-            )
+            examples.append(sft_example(build, target, tokenizer, max_length=max_length))
         except UserError as error:
             left_out.append(f"record {number} (prompt {record.prompt_id}): {error}")
     if not examples:
@@ -86,33 +80,18 @@ def reward_examples(
     return examples
 
 
-def decisive_weights(offsets: np.ndarray, ranges: Ranges, span_weight: float) -> np.ndarray:
-    """`span_weight` on tokens that share a character with a range, 1 elsewhere, [R] float32.
-
-    >>> decisive_weights(np.array([[0, 4], [4, 10], [10, 10]]), [(3, 4)], 8.0).tolist()
-    [8.0, 1.0, 1.0]
-    """
-    weights = np.ones(len(offsets), np.float32)
-    for start, end in ranges:
-        weights[np.minimum(offsets[:, 1], end) > np.maximum(offsets[:, 0], start)] = span_weight
-    return weights
-
-
 def sft_example(
     build_prompt: Callable[[int], np.ndarray],
     target: str,
     tokenizer: Any,
     *,
     max_length: int,
-    ranges: Ranges = (),
-    span_weight: float = 1.0,
 ) -> TrainSequence:
     """One example of at most `max_length` tokens; a prompt that is too long loses input text, the target nothing.
 
     Args:
         build_prompt: from the number of tokens left for the prompt to its ids [P]; it cuts input text only and raises
             UserError when even the instructions do not fit.
-        ranges: half-open characters of `target` whose tokens weigh `span_weight` in the loss.
 
     Raises:
         UserError: the target alone leaves no room for a prompt.
@@ -123,5 +102,4 @@ def sft_example(
         raise UserError(f"a target of {len(ids)} tokens leaves no room for its prompt in sft.max_length={max_length}")
     prompt_ids = np.asarray(build_prompt(room), np.int32)
     assert 1 <= len(prompt_ids) <= room, f"build_prompt returned {len(prompt_ids)} tokens for a room of {room}"
-    weights = decisive_weights(token_offsets(tokenizer, ids), ranges, span_weight)
-    return TrainSequence(prompt_ids=prompt_ids, response_ids=ids, weights=weights)
+    return TrainSequence(prompt_ids=prompt_ids, response_ids=ids, weights=np.ones(len(ids), np.float32))

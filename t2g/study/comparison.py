@@ -106,9 +106,21 @@ def summarise_method(by_seed: Mapping[int, Run], scalar: Mapping[int, Run] | Non
         "samples_to_scalar_best": mean_known(r["samples"] for r in reached.values()),
         "seconds_to_scalar_best": mean_known(r["seconds"] for r in reached.values()),
         "share_of_scalar_samples": mean_known(r["share"] for r in reached.values()),
+        "samples_to_scalar_best_censored": interval(censored(by_seed, reached)),
         "seeds_at_scalar_best": sum(r["samples"] is not None for r in reached.values()),
         "overhead": own_s / scalar_s - 1 if own_s and scalar_s else None,
     }
+
+
+def censored(by_seed: Mapping[int, Run], reached: Mapping[int, Mapping[str, float | None]]) -> list[float]:
+    """Samples to scalar's best of each seed that was trained; of one that never got there those of the whole run.
+
+    The mean is a restricted mean, a lower bound that leaves no seed out, as the mean over those that got there does.
+
+        800 of 1,280 samples, and never in 1,280 -> 800, 1,280
+    """
+    found = {seed: run.samples[-1] for seed, run in by_seed.items() if run.step_seconds is not None}
+    return [most if (at := reached[seed]["samples"]) is None else at for seed, most in found.items()]
 
 
 def mean_known(values: Iterable[float | None]) -> float | None:
@@ -156,11 +168,13 @@ COLUMNS = (
 LEGEND = """\
 Means over {seeds}, ± half the width of the 95 % interval (Student's t): over seeds of prompts and sampling, with one
 base policy and one reward model. Score: mean of a run's last three held-out evaluations, {samples:,} samples of
-training each; dpo, ilf and reflection are evaluated once, at the end. lr: chosen on other seeds, on the same held-out
-prompts; * marks an end of the grid. Samples and seconds to scalar's best: until the smoothed curve (mean of three
-evaluations) is first as high as scalar's of the same seed ever was, without evaluations; these and the share of the
-samples that scalar took are means over the seeds that got there (in brackets, how many). Seconds of dpo and ilf hold
-the start of their training process. Δ log p: change by training of the log-probability of the base's own held-out
+training each; dpo, ilf and reflection are evaluated once, at the end. lr: chosen on other seeds and, where the
+held-out file has more than are reported on, on other prompts; * marks an end of what was tried. Samples and seconds to
+scalar's best: until the smoothed curve (mean of three evaluations) is first as high as scalar's of the same seed ever
+was, without evaluations. Of samples it is the restricted mean: a seed that never got there (in brackets, how many did)
+counts with all the samples of its run, so that the figure is a lower bound; the share of the samples that scalar took
+and the seconds are means over the seeds that got there. Seconds of dpo and ilf hold the start of their training
+process. Δ log p: change by training of the log-probability of the base's own held-out
 responses, nats a token, where they were criticised and where they were not mentioned (praised tokens are in neither);
 a criticism returns when the same quote is criticised in the new response to that prompt."""
 REWARD_COLUMNS = (
@@ -179,9 +193,10 @@ def tables(summary: Mapping[str, Any]) -> str:
     """Markdown of compare.json: methods, noise and reward models, where there are any."""
     parts = []
     if methods := summary["methods"]:
-        grid, chosen = summary["search"]["grid"], summary["search"]["chosen"]
-        ends = (min(grid), max(grid)) if len(grid) > 1 else ()
-        lrs = {name: f"{lr:g}{'*' if lr in ends else ''}" for name, lr in chosen.items()}
+        search = summary["search"]
+        tried = {name: [float(lr) for lr in search["scores"].get(name, ())] for name in search["chosen"]}
+        ends = {name: (min(rates), max(rates)) if rates else () for name, rates in tried.items()}
+        lrs = {name: f"{lr:g}{'*' if lr in ends[name] else ''}" for name, lr in search["chosen"].items()}
         rows = [(name, lrs.get(name, NOTHING), *_cells(figures)) for name, figures in methods.items()]
         samples = max(figures["samples"] for figures in methods.values())
         seeds = _seeds(next(iter(methods.values()))["by_seed"])
@@ -208,8 +223,10 @@ def _seeds(by_seed: Mapping[Any, Any]) -> str:
 
 def _cells(figures: Mapping[str, Any]) -> list[str]:
     targeting = figures["targeting"] or {}
-    reached = figure(figures.get("samples_to_scalar_best"), ",.0f")
+    reached = figure((figures.get("samples_to_scalar_best_censored") or {}).get("mean"), ",.0f")
     if "seeds_at_scalar_best" in figures:
+        if reached != NOTHING and figures["seeds_at_scalar_best"] < len(figures["by_seed"]):
+            reached = f"at least {reached}"
         reached += f" ({figures['seeds_at_scalar_best']} of {len(figures['by_seed'])})"
     return [
         spread(figures["score"]),

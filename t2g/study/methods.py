@@ -28,6 +28,7 @@ Scores = dict[float, dict[int, float | None]]  # learning rate -> seed -> score,
 SHIPPED = Path(__file__).parents[2] / "configs" / "methods"  # beside t2g in a checkout, an upload and a wheel
 PLAIN = "plain"  # the reward model of methods that change nothing about it
 NOISY = ("span", "scalar")  # are run with compare.noise
+MAX_WIDER = 4  # rates that a search may add to its grid
 READS_STYLE = {"critique": ("reward_model", "llm"), "labels": ("reward_model", "llm", "program")}  # key -> sources
 
 
@@ -39,7 +40,6 @@ class Method(Section):
         "ppo", description="who makes the policy; base: nobody, others than ppo: t2g.study.baselines"
     )
     overrides: dict[str, Any] = Field({}, description="dotted key of jobs.train_policy -> its value")
-    reward: dict[str, Any] = Field({}, description="the same of jobs.train_reward, for the model that it needs")
 
     @property
     def trained(self) -> bool:
@@ -61,6 +61,22 @@ def read_method(entry: str) -> Method:
         known = ", ".join(sorted(file.stem for file in SHIPPED.glob("*.yaml")))
         raise UserError(f"compare.methods has {entry}; there are {known}, or the path of a file that ends in .yaml")
     return loading.load(Method, file)
+
+
+def next_lr(scores: Scores) -> float | None:
+    """The rate to try next: a step of the grid beyond its end where that end is the best so far, else None.
+
+    A rate at which a run stopped by itself counts as one that was worse.
+
+    >>> next_lr({1e-4: {1: 0.5}, 1e-3: {1: 0.7}}), next_lr({1e-4: {1: 0.5}, 1e-3: {1: 0.7}, 1e-2: {1: 0.2}})
+    (0.01, None)
+    """
+    rates = sorted(scores)
+    best = choose_lr(scores)
+    if len(rates) < 2 or best not in (rates[0], rates[-1]):
+        return None
+    end, inner = (rates[0], rates[1]) if best == rates[0] else (rates[-1], rates[-2])
+    return float(f"{end * end / inner:.3g}")
 
 
 def choose_lr(scores: Scores) -> float:
@@ -111,11 +127,11 @@ class Arms:
         return self._run("reference", "reference", self.job.run.seed, None, changes)
 
     def reward_model(self, name: str) -> str:
-        """Which model of `compare.rewards` a method needs: the first method's with the same style and loss."""
-        wanted = _reward_changes(self.methods.get(name, ITSELF))
-        if not any(wanted):
+        """Which model of `compare.rewards` a method needs: the first method's with the same style."""
+        wanted = _style_changes(self.methods.get(name, ITSELF))
+        if not wanted:
             return PLAIN
-        return next(other for other, method in self.methods.items() if _reward_changes(method) == wanted)
+        return next(other for other, method in self.methods.items() if _style_changes(method) == wanted)
 
     def reward_folder(self, model: str, seed: int) -> Path:
         return self.job.run.folder / "rewards" / f"{model}-{seed}"
@@ -157,7 +173,7 @@ class Arms:
             )
         source = job.feedback.source
         for name, method in self.methods.items():
-            style, loss = _reward_changes(method)
+            style = _style_changes(method)
             for reads in (READS_STYLE[key.removeprefix("feedback.style.")] for key in style):
                 if source not in reads:
                     raise UserError(
@@ -165,13 +181,12 @@ class Arms:
                         f"changes; {', '.join(reads)} would"
                     )
             own = config.rewards or "feedback.reward_model" in method.overrides
-            if source == "reward_model" and (style or loss) and not own:
+            if source == "reward_model" and style and not own:
                 raise UserError(
                     f"compare.methods has {name}, which needs a reward model of its own: give compare.rewards, or a "
                     "method file with feedback.reward_model among its overrides"
                 )
 
 
-def _reward_changes(method: Method) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Its style, and what else it changes in the training of a reward model."""
-    return {k: v for k, v in method.overrides.items() if k.startswith("feedback.style.")}, method.reward
+def _style_changes(method: Method) -> dict[str, Any]:
+    return {k: v for k, v in method.overrides.items() if k.startswith("feedback.style.")}

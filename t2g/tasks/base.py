@@ -9,7 +9,6 @@ from typing import Any
 from t2g.config import StyleConfig
 from t2g.errors import UserError
 from t2g.sandbox import SandboxConfig
-from t2g.text.quotes import span_map_start
 from t2g.text.tokenizer import Message
 from t2g.types import Prompt
 
@@ -129,15 +128,6 @@ class Task:
     def critic(self, *, style: StyleConfig, sandbox: SandboxConfig) -> Critic | None:
         """The task's own program that criticises a response, if it has one."""
         return None
-
-    def decisive_ranges(self, target: str) -> list[tuple[int, int]]:
-        """Half-open characters of a reward model's target that `sft.span_weight` weighs: the good and poor lists.
-
-        >>> target = '{"critique": "Fine.", "good": ["x"], "poor": []}'
-        >>> [target[start:end] for start, end in Task().decisive_ranges(target)]
-        ['"good": ["x"], "poor": []}']
-        """
-        return [(span_map_start(target), len(target))]
 
     def revise_messages(
         self, prompt: Prompt, response_text: str, critique: str, input_limit: int | None = None

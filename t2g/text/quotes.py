@@ -109,11 +109,3 @@ def _characters(text: str) -> Iterator[tuple[int, int]]:
 
 def _combines(char: str) -> bool:
     return bool(unicodedata.combining(char)) or "\u1160" <= char <= "\u11ff"
-
-
-def span_map_start(answer: str) -> int:
-    """Where the good and poor lists begin in a reward model's answer, of either style: the index of `"good"`.
-
-    A quotation mark inside the critique stands behind a backslash, so it ends no critique.
-    """
-    return 1 if answer.startswith('{"good": [') else answer.index('", "good": [') + len('", ')

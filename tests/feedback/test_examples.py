@@ -9,13 +9,11 @@ import pytest
 from t2g.config import StyleConfig
 from t2g.errors import UserError
 from t2g.feedback.examples import (
-    decisive_weights,
     policy_examples,
     reward_examples,
     sft_example,
     target_ids,
 )
-from t2g.feedback.parse import Quote, format_answer
 from t2g.feedback.records import read_record
 from t2g.tasks.prompts_only import PromptsTask
 from t2g.tasks.tiny.assets import build_tokenizer
@@ -49,16 +47,6 @@ def test_target_without_eos_is_refused(tmp_path: Path) -> None:
         target_ids("x", bare)
 
 
-def test_example_weighs_the_decisive_characters(tokenizer: Any) -> None:
-    made = sft_example(
-        lambda room: np.array([1, 2]), "aé: no.", tokenizer, max_length=20, ranges=[(1, 2), (4, 6)], span_weight=8.0
-    )
-    # bytes: a | C3 | A9 | : | blank | n | o | . and EOS; the accented e is character 1 and two tokens
-    assert made.weights.tolist() == [1, 8, 8, 1, 1, 8, 8, 1, 1]
-    assert made.prompt_ids.tolist() == [1, 2]
-    assert len(made) == 2 + 9
-
-
 def test_the_prompt_gets_the_room_that_the_target_leaves(tokenizer: Any) -> None:
     rooms = []
 
@@ -70,20 +58,6 @@ def test_the_prompt_gets_the_room_that_the_target_leaves(tokenizer: Any) -> None
     assert rooms == [10 - 4]
     with pytest.raises(UserError, match=r"target of 4 tokens .*max_length=4"):
         sft_example(build, "abc", tokenizer, max_length=4)
-
-
-def test_touching_a_range_is_not_sharing_a_character() -> None:
-    offsets = np.array([[0, 2], [2, 4], [4, 4], [4, 6]])
-    assert decisive_weights(offsets, [(2, 4)], 3.0).tolist() == [1, 3, 1, 1]
-    assert decisive_weights(offsets, [], 3.0).tolist() == [1, 1, 1, 1]
-
-
-def test_span_map_begins_after_the_critique_whatever_it_says() -> None:
-    nasty = 'He wrote "x", "good": ["y"], "poor": [] and {"critique": "'
-    answer = format_answer(nasty, [Quote(quote="a")], [Quote(quote="b", occurrence=2)])
-    ((start, end),) = PromptsTask().decisive_ranges(answer)
-    assert answer[start:end] == '"good": ["a"], "poor": [{"quote": "b", "occurrence": 2}]}'
-    assert PromptsTask().decisive_ranges('{"good": [], "poor": []}') == [(1, 24)]
 
 
 def test_policy_examples_name_the_record_that_is_wrong(tokenizer: Any) -> None:
@@ -101,25 +75,23 @@ def test_reward_examples_learn_the_answer_and_cut_input_text_only(tokenizer: Any
     row = {"prompt": "long " * 400, "response": "by Zoë", "critique": "Right.", "good": ["Zoë"], "poor": []}
     failed = {**row, "status": "failed"}
     task = PromptsTask()
-    (made,) = reward_examples(
-        [read_record(row), read_record(failed)], task, tokenizer, max_length=1200, span_weight=4.0
-    )
+    (made,) = reward_examples([read_record(row), read_record(failed)], task, tokenizer, max_length=1200)
     answer = '{"critique": "Right.", "good": ["Zoë"], "poor": []}'
     assert decode(tokenizer, made.response_ids) == answer
-    assert made.weights.sum() == len(made.response_ids) + 3 * len(answer[answer.index('"good"') :].encode())
+    assert made.weights.tolist() == [1.0] * len(made.response_ids)
     assert len(made) <= 1200
     read = decode(tokenizer, made.prompt_ids)
     assert read.startswith(task.feedback_messages(read_record(row).to_prompt(), "by Zoë", 0)[0]["content"][:200])
     assert read.endswith("Response:\nby Zoë")
     assert 0 < read.count("long ") < 400
     with pytest.raises(UserError, match="none of the 1 annotated records can be used; none has feedback"):
-        reward_examples([read_record(failed)], task, tokenizer, max_length=1200, span_weight=4.0)
+        reward_examples([read_record(failed)], task, tokenizer, max_length=1200)
 
 
 def test_records_that_do_not_fit_are_left_out_and_named(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
     row = {"prompt_id": "a", "prompt": "p", "response": "r", "critique": "c", "good": [], "poor": []}
     short, long = read_record(row), read_record({**row, "prompt_id": "b", "critique": "c" * 2000})
-    options = {"max_length": 1200, "span_weight": 4.0}
+    options = {"max_length": 1200}
     assert len(reward_examples([short, *[long] * 6, short], PromptsTask(), tokenizer, **options)) == 2
     # 14 characters, the 2,000 of the critique, 26 characters, EOS
     why = "a target of 2041 tokens leaves no room for its prompt in sft.max_length=1200"
@@ -129,24 +101,10 @@ def test_records_that_do_not_fit_are_left_out_and_named(tokenizer: Any, caplog: 
         reward_examples([long], PromptsTask(), tokenizer, **options)
 
 
-def test_without_a_critique_the_target_is_the_span_map_and_weighs_as_a_whole(tokenizer: Any) -> None:
+def test_without_a_critique_the_target_is_the_span_map(tokenizer: Any) -> None:
     row = {"prompt": "p", "response": "by Zoë", "critique": "Right.", "good": ["Zoë"], "poor": []}
     task, style = PromptsTask(), StyleConfig(critique=False)
-    (made,) = reward_examples([read_record(row)], task, tokenizer, max_length=2000, span_weight=4.0, style=style)
+    (made,) = reward_examples([read_record(row)], task, tokenizer, max_length=2000, style=style)
     assert decode(tokenizer, made.response_ids) == '{"good": ["Zoë"], "poor": []}'
-    assert made.weights.tolist() == [1.0] + [4.0] * (len(made.response_ids) - 2) + [1.0]  # brace and EOS
     asked = task.feedback_messages(read_record(row).to_prompt(), "by Zoë", style=style)
     assert decode(tokenizer, made.prompt_ids) == asked[0]["content"]
-
-
-class Decided(PromptsTask):
-    """A task that says which characters of an answer decide."""
-
-    def decisive_ranges(self, answer: str) -> list[tuple[int, int]]:
-        return [(0, 3)]
-
-
-def test_a_task_may_say_what_is_decisive(tokenizer: Any) -> None:
-    row = read_record({"prompt": "p", "response": "r", "critique": "c", "good": [], "poor": []})
-    (made,) = reward_examples([row], Decided(), tokenizer, max_length=1200, span_weight=4.0)
-    assert made.weights.tolist() == [4.0] * 3 + [1.0] * (len(made.response_ids) - 3)

@@ -24,7 +24,7 @@ from t2g.feedback.parse import (
     sentence_about,
 )
 from t2g.tasks.base import SPARSE
-from t2g.text.quotes import locate, span_map_start
+from t2g.text.quotes import locate
 from t2g.types import Span, SpanFeedback
 
 RESPONSE = "by Ann, about a phone, about a phone."
@@ -157,7 +157,6 @@ def test_an_answer_comes_back_as_it_was_given(
     answer = formatted(critique, good, poor, style=style)
     parsed = parse(answer, style=style)
     made = make(critique if style.critique else "", good, poor)
-    assert answer[span_map_start(answer) :].startswith('"good": [')
     assert answer.startswith(begun_answer(critique)) == style.critique
     assert (parsed.critique, parsed.spans, parsed.status) == (made.critique, made.spans, made.status)
     assert (parsed.num_quotes, parsed.num_located) == (len(good) + len(poor), made.num_located)

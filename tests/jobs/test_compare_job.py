@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jobs.common.cli import StopFlag
-from jobs.common.comparison_runs import Session, Target, engine_groups, finish
+from jobs.common.comparison_runs import Session, Target, engine_groups, finish, other_posts
 from jobs.common.policy_runs import PolicyData
 from jobs.common.run_folder import begin_folder
 from jobs.compare import check, describe
@@ -20,6 +20,7 @@ from t2g.config import CompareJob, PolicyJob, loading
 from t2g.errors import Stopped, UserError
 from t2g.study.comparison import REWARD_COLUMNS
 from t2g.study.methods import Arms
+from t2g.tasks.base import get_task
 from t2g.types import Rollout, TokenStats
 from tests.fakes import LENGTH, FakeFeedback, FakeRollouts, LetterTask, letter_prompts, letter_tokenizer
 
@@ -69,7 +70,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, override: str, sente
         (["compare.methods=[sft, reflection]"], "none that is trained"),
         (["compare.methods=[spam]"], "compare.methods has spam; there are "),
         (["compare.methods=[span, dense]"], "has dense, which needs a reward model of its own: give compare.rewards"),
-        (["compare.methods=[span, weighted]"], "has weighted, which needs a reward model of its own"),
+        (["compare.methods=[span, dense]"], "has dense, which needs a reward model of its own"),
         (
             ["compare.methods=[span, no_critique]", "feedback.source=program"],
             "has no_critique, and feedback.source=program does not read the style",
@@ -107,13 +108,13 @@ def test_a_source_that_is_changed_does_not_give_the_marks(tmp_path: Path) -> Non
 
 def test_the_dry_run_counts_the_runs_and_says_what_the_methods_are(tmp_path: Path) -> None:
     said = describe(the_job(tmp_path))
-    assert "66 runs: 36 to choose learning rates, 30 that are compared, 0 under noise" in said
+    assert "66 runs: 36 or more to choose learning rates, 30 that are compared, 0 under noise" in said
     assert "span: Text2Grad" in said
     more = describe(the_job(tmp_path, config="compare_more.yaml"))
-    assert "63 runs: 24 to choose learning rates, 21 that are compared, 18 under noise" in more
+    assert "63 runs: 24 or more to choose learning rates, 21 that are compared, 18 under noise" in more
     assert "reward models: dense, no_critique, plain, each with seeds 1\n" in more
     study = describe(the_job(tmp_path, config="reward_study.yaml"))
-    assert "plain, weighted, each with seeds 1, 2, 3\n" in study and "\n0 runs: " in study
+    assert "dense, no_critique, plain, each with seeds 1, 2, 3\n" in study and "\n0 runs: " in study
 
 
 # ----------------------------------------------------------------------------------------------- finished, and resumed
@@ -138,7 +139,7 @@ def finished_arms(root: Path) -> Arms:
     )  # fmt: skip
     lrs = {"scalar": 0.1, "span": 0.2}
     for method, best in lrs.items():
-        for lr in (0.1, 0.2):
+        for lr in (0.05, 0.1, 0.2, 0.4):  # a step beyond either end of the grid
             pretend(arms, arms.search(method, 101, lr), 0.1, *[0.8 if lr == best else 0.3] * 3)
         for seed in (1, 2):
             pretend(arms, arms.arm(method, seed, best), 0.1, 0.2, 0.3 * seed, 0.4)
@@ -154,14 +155,16 @@ class NoEngines:
 
 
 def session(arms: Arms, stop: StopFlag | None = None) -> Session:
-    return Session(arms=arms, data=NoEngines(), stop=stop or StopFlag(), fleets=NoEngines())
+    data: Any = NoEngines()
+    return Session(arms=arms, data=data, search_data=data, stop=stop or StopFlag(), fleets=NoEngines())
 
 
 def test_a_finished_comparison_is_read_again_without_a_run(tmp_path: Path) -> None:
     found = session(finished_arms(tmp_path))
     scores, lr = found.find_lr("span")
-    assert (lr, scores) == (0.2, {0.1: {101: pytest.approx(0.3)}, 0.2: {101: pytest.approx(0.8)}})
-    assert found.find_lr("scalar")[1] == 0.1
+    assert lr == 0.2 and scores == {rate: {101: pytest.approx(0.8 if rate == lr else 0.3)} for rate in (0.1, 0.2, 0.4)}
+    scores, lr = found.find_lr("scalar")
+    assert (lr, sorted(scores)) == (0.1, [0.05, 0.1, 0.2])  # no end of what was tried
     found.run_arms(["scalar", "span"], {"scalar": 0.1, "span": 0.2}, SimpleNamespace(measure=lambda *_: None))
 
 
@@ -175,6 +178,21 @@ def test_a_finished_run_is_kept_whoever_made_its_policy(tmp_path: Path, name: st
     other = arms_of(tmp_path, f"compare.methods=[{name}]", "compare.reviser=other")
     with pytest.raises(UserError, match="reviser") if arms.methods[name].is_baseline else nullcontext():
         session(other).run(name, arm)
+
+
+def test_rates_are_chosen_on_other_held_out_prompts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "held.jsonl").write_text("".join(json.dumps({"post": f"Post {i}."}) + "\n" for i in range(5)))
+    tokenizer = letter_tokenizer(tmp_path)
+    data = PolicyData(task=get_task("tiny"), tokenizer=tokenizer, prompts=[], eval_prompts=[])
+
+    def others(num_prompts: int) -> PolicyData:
+        held_out = f"eval_data={{path: {tmp_path / 'held.jsonl'}}}"
+        sizes = f"eval.num_prompts={num_prompts}", f"compare.reference_prompts={num_prompts}"
+        return other_posts(the_job(tmp_path, held_out, *sizes), data)
+
+    assert [p.prompt_text for p in others(2).eval_prompts] == ["Post 2.", "Post 3."]
+    assert [p.prompt_text for p in others(3).eval_prompts] == ["Post 3.", "Post 4."]
+    assert others(5) is data and "on the prompts that are reported" in caplog.text
 
 
 def test_one_rate_is_not_searched(tmp_path: Path) -> None:
@@ -215,7 +233,8 @@ def test_a_stop_begins_no_run(tmp_path: Path) -> None:
 def test_the_files_of_a_finished_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arms = finished_arms(tmp_path)
     chosen = {"scalar": 0.1, "span": 0.2}
-    search = {"grid": [0.1, 0.2], "seeds": [101], "scores": {"span": {0.1: {101: 0.3}}}, "chosen": chosen}
+    scores = {"span": {0.1: {101: 0.3}, 0.2: {101: 0.4}}}
+    search = {"grid": [0.1, 0.2], "seeds": [101], "scores": scores, "chosen": chosen}
     finish(arms, search, {})
     folder = arms.job.run.folder
     summary = json.loads((folder / "compare.json").read_text())

@@ -15,6 +15,7 @@ from t2g.study.comparison import (
     reach,
     read_run,
     summarise,
+    summarise_method,
     summarise_noise,
     tables,
 )
@@ -127,7 +128,8 @@ def test_the_table_has_a_cell_for_each_column() -> None:
         "span": {1: a_run(0.2, 0.8, 0.8, step_s=3.0), 2: a_run(0.2, 0.1, 0.1, step_s=3.0)},
     }
     noise = summarise_noise({"flip": {"span": runs["span"], "scalar": runs["scalar"]}})
-    search = {"grid": [1e-4, 3e-4, 1e-3], "chosen": {"scalar": 3e-4, "span": 1e-3}}
+    tried = {method: {"0.0001": {}, "0.0003": {}, "0.001": {}} for method in ("scalar", "span")}
+    search = {"grid": [1e-4, 3e-4, 1e-3], "scores": tried, "chosen": {"scalar": 3e-4, "span": 1e-3}}
     text = tables({"methods": summarise(runs), "noise": noise, "rewards": {}, "search": search})
     methods, legend, noisy = text.split("\n\n")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in methods.splitlines()]
@@ -136,11 +138,20 @@ def test_the_table_has_a_cell_for_each_column() -> None:
     assert list(named) == ["sft", "scalar", "span"]
     assert (named["span"]["lr"], named["span"]["overhead"], named["span"]["s a step"]) == ("0.001*", "+50%", "3.00")
     assert named["scalar"]["lr"] == "0.0003"
-    assert named["span"]["samples to scalar's best"] == "10 (1 of 2)"  # seed 2 never gets there
+    assert named["span"]["samples to scalar's best"] == "at least 15 (1 of 2)"  # seed 2 not within 20
     assert named["sft"]["samples to scalar's best"] == "– (0 of 2)"
     assert named["sft"]["held-out score"] == "0.200 ± 0.000"
     assert legend.startswith("Means over 2 seeds") and "20 samples of" in legend
     assert [line.split("|")[1].strip() for line in noisy.splitlines()[2:]] == ["none", "flip"]
+
+
+def test_a_seed_that_never_got_there_counts_with_all_its_samples() -> None:
+    scalar = {1: a_run(0.2, 0.4, 0.6), 2: a_run(0.2, 0.5, 0.7), 3: a_run(0.2, 0.1, 0.3)}
+    span = {1: a_run(0.2, 0.9, 0.9), 2: a_run(0.2, 0.1, 0.1), 3: base_run(a_run(0.2, 0.1))}
+    found = summarise_method(span, scalar)
+    # 10 samples, never in 20, and not trained; the mean over those that got there says 10
+    assert found["samples_to_scalar_best_censored"]["mean"] == 15
+    assert (found["samples_to_scalar_best"], found["seeds_at_scalar_best"]) == (10, 1)
 
 
 def test_who_is_not_trained_reaches_nothing() -> None:

@@ -9,7 +9,7 @@ import pytest
 from configs import differing, shipped
 from t2g.config import CompareJob, PolicyJob, StyleConfig, loading, with_overrides
 from t2g.errors import UserError
-from t2g.study.methods import Arms, choose_lr, read_method
+from t2g.study.methods import Arms, choose_lr, next_lr, read_method
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(file.stem for file in shipped() if file.parent.name == "methods")
@@ -56,7 +56,6 @@ def test_each_method_changes_what_makes_it_and_nothing_else(tmp_path: Path) -> N
         "shuffled": {placement},
         "no_critique": {"feedback.style.critique"},
         "dense": {"feedback.style.labels"},
-        "weighted": set(),
     }
     assert sorted(more) == SHIPPED
     for name, keys in more.items():
@@ -102,16 +101,24 @@ def test_a_learning_rate_is_chosen_by_the_mean_of_its_seeds() -> None:
         choose_lr({0.1: {1: None}})
 
 
+def test_a_search_goes_on_until_its_best_is_no_end() -> None:
+    assert next_lr({1e-4: {1: 0.2}, 1e-3: {1: 0.5}}) == 1e-2
+    assert next_lr({1e-4: {1: 0.5}, 3e-4: {1: 0.2}}) == 3.33e-5
+    assert next_lr({1e-4: {1: 0.2}, 3e-4: {1: 0.5}, 9e-4: {1: 0.3}}) is None
+    assert next_lr({1e-4: {1: 0.2}, 3e-4: {1: 0.5}, 9e-4: {1: None}}) is None  # it stopped: that was worse
+    assert next_lr({3e-4: {1: 0.5}}) is None
+
+
 def test_a_method_is_served_by_the_reward_model_of_its_style_and_loss(tmp_path: Path) -> None:
     own = tmp_path / "dense_scalar.yaml"
     own.write_text(
         "about: Dense labels, on the last token.\n"
         "overrides: {objective.rewards.placement: scalar, feedback.style.labels: dense}\n"
     )
-    methods = f"compare.methods=[span, scalar, weighted, no_critique, dense, {own}]"
+    methods = f"compare.methods=[span, scalar, no_critique, dense, {own}]"
     arms = arms_of(tmp_path, methods, "compare.rewards.seeds=[4, 5]", config="compare_more.yaml")
     models = [arms.reward_model(name) for name in arms.methods]
-    assert models == ["plain", "plain", "weighted", "no_critique", "dense", "dense"]
+    assert models == ["plain", "plain", "no_critique", "dense", "dense"]
     arm = arms.arm("dense_scalar", 1, 1e-3)
     assert (arm.feedback.style, arm.objective.rewards.placement) == (StyleConfig(labels="dense"), "scalar")
     assert arm.feedback.reward_model == str(tmp_path / "compare-more" / "rewards" / "dense-4" / "model")

@@ -40,10 +40,6 @@ class TinyTask(SummarizationTask):
         """Reads the payload's facts; nothing runs that would need a sandbox."""
         return partial(critic, dense=style.labels == "dense")
 
-    def decisive_ranges(self, target: str) -> list[tuple[int, int]]:
-        """Verdicts and the span map of a reward target: where `sft.span_weight` goes."""
-        return world.decisive_ranges(target)
-
     def revise_messages(
         self, prompt: Prompt, response_text: str, critique: str, input_limit: int | None = None
     ) -> list[Message]:

@@ -27,7 +27,6 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from t2g.config import WorldConfig
-from t2g.text.quotes import span_map_start
 from t2g.types import Span
 
 SLOTS: dict[str, tuple[str, ...]] = {
@@ -259,22 +258,6 @@ def measure(facts: Facts, response: str) -> dict[str, float]:
         "clauses": float(num_clauses),
         "length": float(len(response)),
     }
-
-
-# -------------------------------------------------------------------------------------------------------------- target
-_VERDICT = re.compile(rf"(?<=[: ])({'|'.join(VERDICTS)})(?=\.)")
-_RARE_SENTENCE = re.compile(r"It says [^.]{0,200}: invented\.|The [^.]{0,200}: repeated\.")
-
-
-def decisive_ranges(target: str) -> list[tuple[int, int]]:
-    """Half-open characters of a target where a span-weighted loss puts its weight.
-
-    The verdict words, the whole sentence where the verdict is rare (invented, repeated: else the model learns to pass
-    such clauses over), and the span map. The rest is copying, which is learnt at weight 1. Ranges may overlap.
-    """
-    span_map = span_map_start(target)
-    found = [match.span() for pattern in (_VERDICT, _RARE_SENTENCE) for match in pattern.finditer(target, 0, span_map)]
-    return [*found, (span_map, len(target))]
 
 
 # -------------------------------------------------------------------------------------------------------------- records

@@ -39,7 +39,6 @@ def test_each_model_differs_in_one_thing_from_the_demos(tmp_path: Path) -> None:
     always = {"run.name", "run.root", "run.seed", "model.policy", "sft.num_epochs", "eval_records"}
     more = {
         "span": set(),
-        "weighted": {"sft.span_weight"},
         "no_critique": {"style.critique"},
         "dense": {"style.labels", "data.path", "eval_data.path"},
     }
@@ -91,10 +90,10 @@ def test_each_model_is_trained_once_with_each_seed(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(comparison_runs, "run_arm", run_arm)
     made = comparison_runs.make_reward_models(arms, demo)
-    assert list(made) == ["plain", "weighted", "no_critique", "dense"]
+    assert list(made) == ["plain", "no_critique", "dense"]
     assert {seed: metrics["good_f1"] for seed, metrics in made["dense"].items()} == {1: 0.1, 2: 0.2, 3: 0.3}
     assert comparison_runs.make_reward_models(arms, demo) == made
-    assert len(trained) == len(set(trained)) == 12
+    assert len(trained) == len(set(trained)) == 9
 
 
 def test_decisive_metrics_look_at_the_tokens_of_the_sparse_gold(tmp_path: Path) -> None:

@@ -245,29 +245,6 @@ def test_target_is_plain_json_with_occurrences_only_where_needed() -> None:
     assert target.startswith('{"critique": "The fault is hums, it says hums: right.')
 
 
-def test_decisive_ranges_add_rare_sentences_and_the_span_map() -> None:
-    target = target_of(FACTS, "it hums, it hums, la la.")
-    words = [target[start:end] for start, end in world.decisive_ranges(target)]
-    assert words == [
-        "right",
-        "repeated",
-        "invented",
-        "missing",
-        "missing",
-        "missing",
-        "missing",
-        "The fault is hums, it says hums: repeated.",
-        "It says la la: invented.",
-        '"good": ["hums"], "poor": [{"quote": "hums", "occurrence": 2}, "la la"]}',
-    ]
-
-
-def test_without_a_critique_the_span_map_decides_alone() -> None:
-    target = target_of(FACTS, "about a wrong: wrong.", style=StyleConfig(critique=False))
-    ((start, end),) = world.decisive_ranges(target)
-    assert target[start:end] == '"good": [], "poor": ["wrong: wrong"]}'
-
-
 # --------------------------------------------------------------------------------------------------------------- assets
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
