@@ -23,7 +23,7 @@ from t2g.concurrency import together
 from t2g.config import ModelConfig, PolicyEvaluationJob
 from t2g.data.load import load_records
 from t2g.data.prompts import make_prompts
-from t2g.errors import RunStopped, UserError
+from t2g.errors import RunStopped, SamplingFailed, UserError
 from t2g.feedback.sources.asking import Asker, ChatFailed, Completion, Question
 from t2g.feedback.sources.endpoint import EndpointChat
 from t2g.files import weights_version
@@ -83,7 +83,8 @@ class Evaluation:
     """
 
     def __init__(self, config: PolicyEvaluationJob) -> None:
-        self.config, (self.task, self.records, self.prompts) = config, read_questions(config)
+        self.config, (self.task, records, self.prompts) = config, read_questions(config)
+        self._records = {prompt.prompt_id: record for prompt, record in zip(self.prompts, records, strict=True)}
         self.folder = begin_folder(config, RESPONSES)
         (self.folder / SCORES).mkdir(exist_ok=True)
         servers = [*config.endpoints.values(), *config.judges.values()]
@@ -122,7 +123,7 @@ class Evaluation:
         rollout = self.config.rollout
         check_positions(model.policy, model.revision, "rollout.max_model_len", rollout.max_model_len)
         tokenizer = load_tokenizer(model.policy, model.revision)
-        return make_prompts(self.records, self.task, tokenizer, rollout.max_prompt_tokens)
+        return make_prompts([*self._records.values()], self.task, tokenizer, rollout.max_prompt_tokens)
 
     def run(self, serve: Serve, stop: StopFlag) -> dict[str, Any]:
         """All that the journals lack, then the report; returns what evaluation.json holds.
@@ -174,9 +175,8 @@ class Evaluation:
         collect(path, f"responses of {name}", self.missing(name), ask, at_once, patience_s, stop)
 
     async def _from_server(self, name: str, prompt: Prompt, sampling: Sampling, index: int) -> Completion:
-        place = next(i for i, one in enumerate(self.prompts) if one.prompt_id == prompt.prompt_id)
         question = Question(
-            messages=self.task.policy_messages(self.records[place]),
+            messages=self.task.policy_messages(self._records[prompt.prompt_id]),
             schema={},
             max_output_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,
@@ -248,7 +248,8 @@ class Evaluation:
 def collect(
     path: Path, title: str, items: Sequence[Item], ask: Ask[Item], at_once: int, patience_s: float, stop: StopFlag
 ) -> None:
-    """Appends what `ask` says of each item to the journal at `path`. RunStopped for ChatFailed, after all are asked.
+    """Appends what `ask` says of each item to the journal at `path`. RunStopped, after all are asked, where some got no
+    answer.
 
     patience_s: that answers under way have after `stop` is set; then Stopped.
     """
@@ -261,7 +262,7 @@ def collect(
                 try:
                     journal.append(await ask(item))
                     bar.advance()
-                except ChatFailed:
+                except (ChatFailed, SamplingFailed):
                     num_lost += 1
 
     with closing(Journal(path)) as journal, stage(title, len(items)) as bar:

@@ -14,7 +14,7 @@ from jobs.common.cli import StopFlag
 from jobs.common.policy_evaluation import Evaluation
 from jobs.evaluate import evaluate
 from t2g.config import ModelConfig, PolicyEvaluationJob
-from t2g.errors import RunStopped, UserError
+from t2g.errors import RunStopped, SamplingFailed, UserError
 from t2g.interfaces import Sampling
 from t2g.tasks.tiny.assets import build_tokenizer
 from t2g.types import Prompt, Rollout
@@ -29,13 +29,15 @@ class Engine:
     """Copies the reference, up to so many words; answers at most `left` prompts before it is killed. `says` gives
     another text, by prompt_id and number of the sample."""
 
+    end: type[BaseException] = KeyboardInterrupt
+
     def __init__(self, num_words: int, left: int = 10**6, says: Callable[[str, int], str] | None = None) -> None:
         self.num_words, self.left, self.says = num_words, left, says
         self.asked: list[str] = []
 
     async def sample(self, prompt: Prompt, sampling: Sampling) -> list[Rollout]:
         if self.left == 0:
-            raise KeyboardInterrupt
+            raise self.end
         self.left -= 1
         self.asked.append(prompt.prompt_id)
         words = prompt.payload.get("ideal_human_summary", "").split()
@@ -163,6 +165,17 @@ def test_killed_half_way_it_asks_for_the_rest_alone(tmp_path: Path, models: Path
     assert sorted(first["cut"].asked + second["cut"].asked) == sorted(record["id"] for record in RECORDS)
     again = {"whole": Engine(0), "cut": Engine(0)}
     assert run(config, again)["pairs"] == result["pairs"] and again["cut"].asked == []
+
+
+def test_prompts_that_no_engine_answers_are_asked_again_by_the_next_start(tmp_path: Path, models: Path) -> None:
+    config = job(tmp_path, models, policies={"cut": {"policy": str(models / "cut")}})
+    engine = Engine(8, left=15)
+    engine.end = SamplingFailed
+    with pytest.raises(RunStopped, match="responses of cut: 5 of 20 got no answer"):
+        run(config, {"cut": engine})
+    engine = Engine(8)
+    run(config, {"cut": engine})
+    assert len(engine.asked) == 5
 
 
 def test_a_policy_may_come_later_and_equal_ones_differ_by_nothing(tmp_path: Path, models: Path) -> None:
