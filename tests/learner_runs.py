@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import ray
 import torch
 from ray.util.placement_group import remove_placement_group
@@ -188,7 +189,9 @@ def mask_as(loss_mean: str, mask: np.ndarray) -> np.ndarray:
 def train_batch(group: LearnerGroup, rollouts: list[Rollout], seed: int = 5, kl_coef: float = 0.0) -> TrainBatch:
     """An update on random advantages and returns, with the group's own old logprobs and values."""
     rng = np.random.default_rng(seed)
-    stats = group.forward(rollouts)
+    with pytest.MonkeyPatch.context() as patch:  # where its update says them, a group in this process says them here
+        patch.setattr(LearnerSpec, "old_is_current", False)
+        stats = group.forward(rollouts)
     samples = [
         TrainSample(
             prompt_ids=r.prompt_ids,

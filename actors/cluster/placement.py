@@ -168,9 +168,11 @@ def _amounts(resources: Mapping[str, float]) -> str:
     return f"{resources.get('CPU', 0):g} CPUs, {resources.get('GPU', 0):g} GPUs and {memory_gib:.1f} GiB"
 
 
-def actor_options(config: ProcessConfig, group: PlacementGroup) -> dict[str, Any]:
-    """Ray options of a worker in its reserved place."""
-    environment = {"OMP_NUM_THREADS": str(config.threads)}
+def actor_options(
+    config: ProcessConfig, group: PlacementGroup, environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Ray options of a worker in its reserved place; environment: more variables of its process."""
+    environment = {"OMP_NUM_THREADS": str(config.threads), **(environment or {})}
     if not config.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ""  # num_gpus=0 alone no longer hides the GPUs of others
     return {

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
 import numpy as np
@@ -25,17 +26,20 @@ import torch
 from actors.cluster.fanout import any_failed
 from actors.learner import zero3
 from actors.learner.parts import CriticPart, LearnerSpec, PartName, PolicyPart, load_critic, load_policy
-from actors.learner.ranks import Ranks
+from actors.learner.ranks import Ranks, rank_environment
 from actors.weights.buckets import Bucket, Shapes
 from actors.weights.transports import Meeting
 from t2g.algo.corrections import importance_metrics
 from t2g.algo.losses import Metrics
 from t2g.config import Dtype, ObjectiveConfig, RoleConfig
+from t2g.deploy.flops import peak_flops, train_flops
+from t2g.deploy.memory import shape_of
 from t2g.errors import LearnerLost
 from t2g.types import Rollout, TokenStats, TrainBatch, TrainSequence, UpdateResult
 
 STATE_FILE = "learner.json"
 LOOK_S = 5.0  # a rank that died without breaking the others' connections is seen within so long
+PEAK_MEMORY = "learner/peak_memory_gib"
 STREAM_AHEAD = 2  # buckets gathered before the first is taken: the next gather overlaps with the present send
 
 
@@ -75,7 +79,24 @@ class LearnerWorker:
         return self.parts[part].forward(sequences)
 
     def update(self, part: PartName, batch: TrainBatch, label: str) -> Metrics:
-        return self.parts[part].update(batch, label=label)
+        if self.role.gpus:
+            torch.cuda.reset_peak_memory_stats()
+        started = time.monotonic()
+        metrics = self.parts[part].update(batch, label=label)
+        seconds = time.monotonic() - started
+        return metrics | {PEAK_MEMORY: _peak_gib(self.role)} | self._utilisation(part, batch, seconds)
+
+    def _utilisation(self, part: PartName, batch: TrainBatch, seconds: float) -> Metrics:
+        """Nothing on a CPU, in float32, and for a model whose FLOPs no formula of ours gives."""
+        peak = peak_flops(torch.cuda.get_device_name()) if self.role.gpus else None
+        model: Any = self.parts[part].engine.module
+        shape = shape_of(getattr(model, "backbone", model).config.get_text_config().to_dict()) if peak else None
+        if peak is None or shape is None or self.spec.learner.dtype != "bfloat16":
+            return {}
+        lengths = [len(sequence) for minibatch in batch.minibatches for sequence in minibatch]
+        frozen = part == "policy" and self.spec.learner.lora is not None
+        flops = train_flops(shape, lengths, has_head=part == "policy", frozen=frozen)
+        return {f"{part}/mfu": flops / seconds / (peak * self.role.workers)}
 
     def seen(self, batch: TrainBatch) -> dict[int, dict[str, np.ndarray]]:
         return self.parts["policy"].seen(batch)
@@ -120,6 +141,12 @@ class LearnerWorker:
         return folder / f"rng-{part}-{self.rank}.pt"
 
 
+def _peak_gib(role: RoleConfig) -> float:
+    """What torch held of the GPU since it was last asked to count; of a CPU's process in its whole life."""
+    held = torch.cuda.max_memory_allocated() if role.gpus else 1024 * getrusage(RUSAGE_SELF).ru_maxrss
+    return held / 2**30
+
+
 LearnerActor = ray.remote(LearnerWorker)
 
 
@@ -151,6 +178,7 @@ class LearnerGroup:
                     Ranks(
                         self.actor, spec, names,
                         section=section, role=role, who=who, placement_timeout_s=placement_timeout_s,
+                        environment=rank_environment(role, shares=spec.learner.sync_transport == "ipc"),
                     )
                 )  # fmt: skip
                 self.parts |= dict.fromkeys(names, self.groups[-1])
@@ -238,6 +266,7 @@ class LearnerGroup:
             batch = replace(batch, minibatches=(tuple(replace(s, old_logprobs=t.old_logprobs) for s, t in samples),))
         seconds = time.monotonic() - started
         metrics = {name: value for by_rank in results.values() for name, value in by_rank[0].items()}
+        metrics[PEAK_MEMORY] = max(found[PEAK_MEMORY] for by_rank in results.values() for found in by_rank)
         if self.spec.loss == "ppo":
             metrics |= correction_metrics(batch, self.spec.objective)
         num_tokens = sum(len(sequence) for minibatch in batch.minibatches for sequence in minibatch)

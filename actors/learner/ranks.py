@@ -1,7 +1,7 @@
 """The driver's side of a group of ranks: their places, one call to all of them, their end."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -12,17 +12,32 @@ from actors.cluster.fanout import collect
 from t2g.config import RoleConfig
 
 
+def rank_environment(role: RoleConfig, *, shares: bool = False) -> dict[str, str]:
+    """Of a rank's process on a GPU: freed memory of one size serves another, for rows are of all lengths.
+
+    shares: its memory is lent to an engine (ipc), to which such memory cannot be handed everywhere.
+    """
+    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if role.gpus and not shares else {}
+
+
 class Ranks:
     """Processes that make every call together, one in each reserved place. `section` of the config describes them."""
 
     def __init__(
-        self, actor: Any, *args: Any, section: str, role: RoleConfig, who: str, placement_timeout_s: float
+        self,
+        actor: Any,
+        *args: Any,
+        section: str,
+        role: RoleConfig,
+        who: str,
+        placement_timeout_s: float,
+        environment: Mapping[str, str],
     ) -> None:
         """Start actor(*args, role, rank) in each place. UserError, naming section, when there is no place."""
         self.who = who
         self._places = placement.reserve({section: role}, timeout_s=placement_timeout_s)
         self.workers = [
-            actor.options(**placement.actor_options(role, place)).remote(*args, role, rank)
+            actor.options(**placement.actor_options(role, place, environment)).remote(*args, role, rank)
             for rank, place in enumerate(self._places)
         ]
 

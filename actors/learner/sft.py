@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors.cluster.fanout import collect, first_line
 from actors.cluster.placement import GIB, check_places
 from actors.learner.parts import LearnerSpec
+from actors.learner.ranks import rank_environment
 from actors.learner.sft_rank import CHECKPOINTS, LABEL, MODEL, REPORT_EVERY, RankJob, SFTProgress, train_loop
 from t2g.config import ClusterConfig, LearnerConfig, LoRAConfig, ModelConfig, SFTOptions
 from t2g.data.batching import count_steps
@@ -166,7 +167,7 @@ def _launch(job: RankJob, scratch: Path) -> None:
     resources = {"CPU": options.cpus, "memory": int(options.memory_gib * GIB)}
     if options.gpus:
         resources["GPU"] = options.gpus
-    env = {"OMP_NUM_THREADS": str(options.threads), "TOKENIZERS_PARALLELISM": "false"}
+    env = {"OMP_NUM_THREADS": str(options.threads), "TOKENIZERS_PARALLELISM": "false"} | rank_environment(options)
     if not options.gpus:
         env |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     trainer = ray.train.torch.TorchTrainer(

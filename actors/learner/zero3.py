@@ -84,7 +84,7 @@ def lr_factor(step: int, optim: OptimConfig, num_steps: int) -> float:
 
 def _config(model: torch.nn.Module, dtype: Dtype, world_size: int, *, offload: bool = False) -> dict[str, Any]:
     home = {"device": "cpu" if offload else "none", "pin_memory": offload}
-    numel = min(BUCKET_NUMEL, max(1, sum(p.numel() for p in model.parameters())))
+    numel = min(BUCKET_NUMEL, max(1, sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())))
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,  # we accumulate: DeepSpeed would divide by it
@@ -114,6 +114,22 @@ def _gather_whole_layers(model: torch.nn.Module) -> None:
     layers = {type(module) for module in model.modules() if type(module).__name__ in names}
     if layers:
         set_z3_leaf_modules(model, list(layers))
+
+
+def _part(model: torch.nn.Module, config: dict[str, Any]) -> None:
+    """Part the weights among the ranks one by one: DeepSpeed itself would first move the whole model to the device.
+
+    What `from_pretrained` has loaded in its files' own type are pages of those files, which the ranks of a node share.
+    """
+    import deepspeed
+
+    parting = deepspeed.zero.Init(module=torch.nn.Module(), config_dict_or_path=config)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()  # rank 0's are written over it: a page would be this rank's for good
+        parting._convert_to_zero_parameters([parameter])
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(parting.local_device)
 
 
 def _on_gpu() -> bool:
@@ -148,7 +164,7 @@ def build_engine(
     """A ZeRO-3 engine with AdamW, clipping by the global norm and the learning-rate schedule over `num_steps`.
 
     Frozen parameters are partitioned too, and have no optimizer state; of the others the optimizer of a bfloat16 model
-    holds float32 copies. Rank 0's parameters win: DeepSpeed broadcasts them before it partitions.
+    holds float32 copies. Rank 0's parameters win.
 
     optim: none freezes the model, for forward passes only. offload: partitions and optimizer state lie in the host's
     memory.
@@ -157,6 +173,7 @@ def build_engine(
 
     _gather_whole_layers(model)
     config = _config(model, dtype, world_size, offload=offload)
+    _part(model, config)
     if optim is None:
         model.requires_grad_(False)
         engine, *_ = deepspeed.initialize(model=model, config=config)

@@ -115,7 +115,7 @@ def test_ranks_microbatches_and_memory_do_not_change_an_update(
     for name in ("ranks", "apart"):
         assert results[name].metrics.keys() == whole.keys()
         for metric, value in whole.items():
-            if metric != "learner/tokens_per_s":
+            if metric not in ("learner/tokens_per_s", "learner/peak_memory_gib"):
                 assert results[name].metrics[metric] == pytest.approx(value, rel=1e-5, abs=1e-7), (name, metric)
         for key, value in moved["one"].items():
             assert np.abs(value - before[key]).max() > 1e-5, f"{key} did not learn"
@@ -143,7 +143,7 @@ def test_a_restored_group_makes_the_same_next_update(
         group.rest(False)
     second = group.update(batch)
     again = sent_weights(group)
-    timing = {"learner/tokens_per_s": 0.0}
+    timing = {"learner/tokens_per_s": 0.0, "learner/peak_memory_gib": 0.0}
     assert second.metrics | timing == first.metrics | timing
     assert all(np.array_equal(after[key], again[key]) for key in after)
 
@@ -227,7 +227,7 @@ def test_another_number_of_ranks_goes_on(
     batch = train_batch(first, rollouts, seed=7)
     expected, result = first.update(batch), second.update(batch)
     assert result.policy_version == expected.policy_version == updates + 1
-    for metric in expected.metrics.keys() - {"learner/tokens_per_s"}:
+    for metric in expected.metrics.keys() - {"learner/tokens_per_s", "learner/peak_memory_gib"}:
         assert result.metrics[metric] == pytest.approx(expected.metrics[metric], rel=1e-5, abs=1e-7), metric
     moved = sent_weights(second)
     for key, value in sent_weights(first).items():

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from actors.learner.learner import LearnerGroup
-from actors.learner.parts import load_policy
+from actors.learner.parts import LearnerSpec, load_policy
 from t2g.algo.logprobs import Rows
 from t2g.config import LoRAConfig, ObjectiveConfig
 from t2g.data.batching import microbatches
@@ -112,7 +112,9 @@ def test_the_reference_is_the_base_to_the_bit(
 ) -> None:
     """A second copy that never trained, given the same rows: the reference of a full fine-tuning."""
     _, frozen, _ = load_policy(learner_spec(base), on_gpu=False)
-    stats = group.forward(rollouts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LearnerSpec, "old_is_current", False)
+        stats = group.forward(rollouts)
     for members in microbatches(rollouts, rank=0, num_ranks=1, token_budget=group.spec.learner.tokens_per_microbatch):
         rows = Rows([rollouts[i] for i in members], torch.device("cpu"))
         with torch.no_grad():
@@ -189,7 +191,7 @@ def test_a_restored_learner_makes_the_same_next_update(
     group.update(batch)
     group.load(tmp_path)
     second, again = group.update(batch), sent_weights(group)
-    timing = {"learner/tokens_per_s": 0.0}
+    timing = {"learner/tokens_per_s": 0.0, "learner/peak_memory_gib": 0.0}
     assert second.policy_version == first.policy_version
     assert second.metrics | timing == first.metrics | timing
     assert all(np.array_equal(after[name], again[name]) for name in after)

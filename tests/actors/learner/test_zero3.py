@@ -2,8 +2,9 @@ import math
 
 import pytest
 
+from actors.learner.ranks import rank_environment
 from actors.learner.zero3 import lr_factor
-from t2g.config import OptimConfig
+from t2g.config import OptimConfig, RoleConfig
 
 
 @pytest.mark.parametrize(
@@ -30,3 +31,8 @@ def test_cosine_after_a_warm_up() -> None:
 
 def test_no_step_past_the_end_goes_below_the_final_rate() -> None:
     assert lr_factor(9, OptimConfig(final_lr_ratio=0.1), 4) == pytest.approx(0.1)
+
+
+def test_memory_of_a_gpu_that_is_lent_stays_in_one_piece() -> None:
+    assert rank_environment(RoleConfig(gpus=1)) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert rank_environment(RoleConfig(gpus=0.5), shares=True) == rank_environment(RoleConfig()) == {}

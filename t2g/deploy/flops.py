@@ -1,0 +1,32 @@
+"""How much of a GPU's arithmetic a training uses: model FLOPs utilisation (Chowdhery et al., arXiv 2204.02311, app. B).
+
+Of what the model's formulas need, not of what is computed: layers computed again for checkpointing do not count.
+"""
+
+from collections.abc import Sequence
+
+from t2g.deploy.memory import ModelShape
+
+# Dense bfloat16, FLOP/s, by what the driver's name of a device holds; of the SXM form where there are two.
+PEAK_FLOPS = {"A100": 312e12, "L40S": 362e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+
+
+def peak_flops(device_name: str) -> float | None:
+    """
+    >>> peak_flops("NVIDIA H100 80GB HBM3")
+    989000000000000.0
+    """
+    return next((peak for name, peak in PEAK_FLOPS.items() if name in device_name), None)
+
+
+def train_flops(shape: ModelShape, lengths: Sequence[int], *, has_head: bool, frozen: bool) -> float:
+    """Of a forward and a backward pass over sequences of these lengths.
+
+    A token takes 6 FLOPs for each weight of a matrix, 4 where that is frozen (LoRA); attention to t tokens before takes
+    12 per layer and value of the heads, and t is half a sequence in the mean. The embedding is looked up.
+
+    Llama 3 8B, one sequence of 1,000 tokens: 6 x 7,504,920,576 x 1000 + 6 x 32 x 4096 x 10^6 = 45.8 x 10^12
+    """
+    tokens, pairs = sum(lengths), sum(length * length for length in lengths)
+    weights = shape.num_hidden_layers * shape.layer_numel + (shape.embedding_numel if has_head else 0)
+    return (4 if frozen else 6) * weights * tokens + 6 * shape.num_hidden_layers * shape.heads_numel * pairs
