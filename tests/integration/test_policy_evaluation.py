@@ -1,6 +1,7 @@
 """Policies evaluated on real engines: greedy twice is the same to the last character, and the whole job by itself."""
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,12 @@ def data_of(tmp_path: Path) -> Path:
     return path
 
 
+def talking(folder: Path) -> Path:
+    """The model of `folder`, with a chat template."""
+    (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    return folder
+
+
 def responses(folder: Path, name: str) -> str:
     return (folder / "responses" / name / "responses.jsonl").read_text()
 
@@ -31,11 +38,12 @@ def responses(folder: Path, name: str) -> str:
 def test_two_greedy_policies_of_the_same_weights_differ_by_exactly_nothing(
     rollout_fleet: RolloutFleet, policy: Path, tmp_path: Path
 ) -> None:
+    model = talking(shutil.copytree(policy, tmp_path / "model"))
     config = PolicyEvaluationJob.model_validate(
         {
             "run": {"root": tmp_path, "name": "e"},
             "task": "summarization",
-            "policies": {name: {"policy": str(policy)} for name in ("once", "again")},
+            "policies": {name: {"policy": str(model)} for name in ("once", "again")},
             "data": {"path": str(data_of(tmp_path))},
             "rollout": {"max_model_len": 640, "max_new_tokens": 16},
         }
@@ -55,6 +63,7 @@ def test_two_greedy_policies_of_the_same_weights_differ_by_exactly_nothing(
 def test_the_job_serves_one_policy_after_the_other_and_generates_nothing_twice(tmp_path: Path) -> None:
     for seed, name in enumerate(("base", "new")):
         byte_llama(tmp_path / name, seed=seed)
+        talking(tmp_path / name)
     (tmp_path / "e.yaml").write_text("rollout: {max_model_len: 640, max_new_tokens: 16, kv_cache_gib: 0.1}")
     asked = [
         sys.executable, "-m", "jobs.evaluate", "--what", "policy", "--config", str(tmp_path / "e.yaml"),
