@@ -20,15 +20,16 @@ from t2g.study.policy_eval import Answers
 from t2g.tasks.base import Task
 
 FOR_FIRST = {"A": 1.0, "tie": 0.5, "B": 0.0, "unparsable": np.nan}
+MAX_REASON = 1000  # characters
 AS_LONG = 0.1  # of the words: a smaller difference of length is none
 
 
 class Verdict(BaseModel):
-    """What a judge answers."""
+    """What a judge answers. Its schema is strict, and what is read is not: a server may not heed it."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": False})
 
-    reason: str = Field(max_length=1000)
+    reason: str = Field(json_schema_extra={"maxLength": MAX_REASON})
     verdict: Literal["A", "B", "tie"]
 
 
@@ -79,9 +80,10 @@ def read_verdict(text: str) -> dict[str, str]:
     {'reason': 'B!', 'verdict': 'unparsable'}
     """
     try:
-        return Verdict.model_validate_json(text[text.find("{") : text.rfind("}") + 1]).model_dump()
+        found = Verdict.model_validate_json(text[text.find("{") : text.rfind("}") + 1])
     except ValidationError:
-        return {"reason": text[:300], "verdict": "unparsable"}
+        return {"reason": text[:MAX_REASON], "verdict": "unparsable"}
+    return {"reason": found.reason[:MAX_REASON], "verdict": found.verdict}
 
 
 def win_rates(rows: Iterable[Judgement], answers: Mapping[str, Sequence[Answers]], *, seed: int) -> dict[str, Any]:

@@ -98,8 +98,9 @@ def test_what_a_judge_answers(text: str, verdict: str) -> None:
 
 
 def test_a_long_answer_is_bounded() -> None:
-    assert len(read_verdict("x" * 9999)["reason"]) == 300
-    assert read_verdict('{"reason": "' + "x" * 9999 + '", "verdict": "A"}')["verdict"] == "unparsable"
+    assert len(read_verdict("x" * 9999)["reason"]) == 1000
+    found = read_verdict('{"reason": "' + "x" * 9999 + '", "verdict": "A", "sure": true}')
+    assert found == {"reason": "x" * 1000, "verdict": "A"}
 
 
 def test_the_reason_is_asked_for_first_and_another_question_is_another_version() -> None:
@@ -107,5 +108,7 @@ def test_the_reason_is_asked_for_first_and_another_question_is_another_version()
     asked = question(task, "the post", "one", "two", llm)
     text = asked.messages[0]["content"]
     assert text.index("the post") < text.index("Answer A:\none") < text.index("Answer B:\ntwo")
-    assert [*Verdict.model_json_schema()["properties"]] == ["reason", "verdict"]
+    schema = Verdict.model_json_schema()
+    assert [*schema["properties"]] == schema["required"] == ["reason", "verdict"]
+    assert schema["additionalProperties"] is False and schema["properties"]["reason"]["maxLength"] == 1000
     assert judge_version(task, llm) != judge_version(get_task("qa"), llm) != judge_version(task, LLMConfig(model="n"))
