@@ -227,6 +227,9 @@ class LetterTask:
         self.on_measure: Callable[[str], None] = lambda prompt_id: None
         self.sandboxes: list[SandboxConfig] = []  # that were asked for
 
+    def faults(self, prompt: Prompt, response_text: str) -> list[tuple[str, int, int]]:
+        return []
+
     def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float] | None:
         self.on_measure(prompt.prompt_id)
         self.sandboxes.append(sandbox)

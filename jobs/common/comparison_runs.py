@@ -180,10 +180,6 @@ def other_posts(job: CompareJob, data: PolicyData) -> PolicyData:
     assert job.eval_data is not None
     records = load_records(job.eval_data)[job.eval.num_prompts : 2 * job.eval.num_prompts]
     if not records:
-        logger.warning(
-            "eval_data.path=%s ends with the %d prompts of eval.num_prompts: learning rates are chosen on the prompts "
-            "that are reported", job.eval_data.path, job.eval.num_prompts,
-        )  # fmt: skip
         return data
     prompts = make_prompts(records, data.task, data.tokenizer, job.rollout.max_prompt_tokens)
     return replace(data, eval_prompts=prompts)

@@ -14,7 +14,8 @@ def alarms(history: Sequence[Step], config: AlarmConfig) -> list[str]:
     `history` holds the metrics of every step so far, those before a resume included: a resumed run repeats nothing.
     """
     sentences = []
-    for name in (m.KL, m.ENTROPY, m.LENGTH, m.FAILED_SHARE):
+    recalls = [name for name in history[-1] if name.startswith(m.RECALL)] if history else []
+    for name in (m.KL, m.ENTROPY, m.LENGTH, m.FAILED_SHARE, m.UNLABELLED_SHARE, *recalls):
         values = [step[name] for step in history if step.get(name) is not None]
         if not values or history[-1].get(name) is None:
             continue
@@ -43,6 +44,17 @@ def _alarm(name: str, value: float, first: float, config: AlarmConfig) -> str:
                 f"responses have {value:.1f} tokens on average, {value / first:.2f} times the first step's "
                 f"{first:.1f}, {direction} allows ({config.length_ratio:g}): read samples.jsonl for feedback that pays "
                 "for length, or raise objective.kl_coef"
+            )
+        case m.UNLABELLED_SHARE if value > 1 - config.min_labelled_share:
+            return (
+                f"{1 - value:.1%} of the tokens are labelled, below alarms.min_labelled_share="
+                f"{config.min_labelled_share:.1%}: hardly anything is paid; read the critiques in samples.jsonl"
+            )
+        case _ if name.startswith(m.RECALL) and value < config.min_fault_recall:
+            return (
+                f"the feedback calls {value:.0%} of the faults of class {name.removeprefix(m.RECALL)} poor, below "
+                f"alarms.min_fault_recall={config.min_fault_recall:.0%}: the policy will find out; annotate current "
+                "samples and train the reward model again"
             )
         case m.FAILED_SHARE if value > config.max_failed_share:
             return (

@@ -11,6 +11,7 @@ from t2g.algo.kl import sequence_kl
 from t2g.config import ObjectiveConfig
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.rewards import label_shares, place
+from t2g.runs.metrics import RECALL
 from t2g.sandbox import SandboxConfig
 from t2g.tasks.base import Task
 from t2g.types import Prompt, Rollout, ScoredRollout, SpanFeedback, TokenStats, TrainSample, WeightSyncResult
@@ -172,18 +173,14 @@ def _blended(
     teacher: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Advantages and loss weights of one response, [R] each, once the teacher has had its say."""
-    rule, weights = objective.teacher, _weights(len(advantages), objective)
+    share = 1 if objective.loss_mean == "token" else 1 / max(1, len(advantages))
+    rule, weights = objective.teacher, np.full(len(advantages), share, np.float32)
     if rule is None:
         return advantages, weights
     if teacher is None:
         return (1 - rule.weight) * advantages, weights * np.float32(rule.weight < 1)
     where = np.ones_like(scored.deltas) if rule.where == "all" else scored.deltas != 0
     return taught(advantages, teacher, stats.old_logprobs, where, rule.weight), weights
-
-
-def _weights(length: int, objective: ObjectiveConfig) -> np.ndarray:
-    """[R] float32: every token counts alike, or every response does."""
-    return np.full(length, 1 if objective.loss_mean == "token" else 1 / max(1, length), np.float32)
 
 
 def step_metrics(
@@ -217,6 +214,21 @@ def step_metrics(
         "feedback/failed_share": 1 - len(scored) / len(pairs),
         "feedback/located_rate": sum(f.num_located for _, _, f in pairs) / quotes if quotes else 1.0,
     }
+
+
+def fault_recall(task: Task, pairs: Sequence[tuple[Prompt, Rollout, SpanFeedback]]) -> dict[str, float]:
+    """What the feedback sees of the faults that the task itself knows: of each class the share that a poor span
+    touches, and of all the share that a good one does, which earns where it should cost.
+    """
+    seen: dict[str, list[bool]] = {}
+    praised = []
+    for prompt, rollout, feedback in pairs:
+        for kind, start, end in task.faults(prompt, rollout.response_text) if feedback.usable else ():
+            labels = {span.label for span in feedback.spans if span.start < end and start < span.end}
+            seen.setdefault(f"{RECALL}{kind}", []).append(-1 in labels)
+            praised.append(1 in labels)
+    shares = {name: float(np.mean(found)) for name, found in sorted(seen.items())}
+    return shares | ({"feedback/faults_praised": float(np.mean(praised))} if praised else {})
 
 
 def teacher_metrics(teacher: Sequence[np.ndarray | None], stats: Sequence[TokenStats]) -> dict[str, float]:

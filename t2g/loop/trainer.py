@@ -32,6 +32,7 @@ from t2g.loop.producer import Producer
 from t2g.loop.sampling import dropped, held_out_metrics, measure, sample_held_out, training_feedback, usable
 from t2g.loop.steps import (
     advantage_samples,
+    fault_recall,
     refuse_not_finite,
     step_kl,
     step_metrics,
@@ -177,7 +178,8 @@ class Trainer:
         kl_coef = self.state.kl_coef
         self._advance(step, result.policy_version, len(judged.pairs), kl)
         metrics = step_metrics(judged.pairs, scored, stats, self.config.objective, kl=kl, kl_coef=kl_coef)
-        metrics |= result.metrics | sync_metrics(synced) | recovered | self.extra_metrics()
+        metrics |= fault_recall(self.task, judged.pairs) | result.metrics | sync_metrics(synced) | recovered
+        metrics |= self.extra_metrics()
         step_s = time.monotonic() - started
         metrics |= {
             "samples": float(self.state.num_samples),

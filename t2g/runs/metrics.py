@@ -32,6 +32,8 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | importance/truncated_share                 | tokens whose weight objective.importance_cap changed                   |
 | feedback/failed_share                      | responses whose feedback is neither ok nor empty                       |
 | feedback/located_rate                      | quotes found in their response                                         |
+| feedback/recall_                           | and a class of faults that the task knows: how many are called poor    |
+| feedback/faults_praised                    | faults that it calls good                                              |
 | staleness/{mean,max}                       | updates between the weights that made a token and those it trains      |
 | buffer/samples                             | judged responses that wait for a later step                            |
 | dropped/samples                            | responses of the step not trained on: without feedback, or not sampled |
@@ -76,6 +78,7 @@ KL = "policy/kl"
 ENTROPY = "policy/entropy"
 LENGTH = "response/length_mean"
 FAILED_SHARE = "feedback/failed_share"
+RECALL = "feedback/recall_"  # prefix
 EVAL = "eval/"  # prefix
 
 _LINE = (  # parts of the line per step: metric and how it reads

@@ -2,7 +2,7 @@
 
 import hashlib
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,6 +141,10 @@ class Task:
             f"missing. Answer with the {subject} alone, in the same form."
         )
         return [{"role": "user", "content": content}]
+
+    def faults(self, prompt: Prompt, response_text: str) -> Sequence[tuple[str, int, int]]:
+        """Faults that the task knows without any feedback: class, and half-open characters of the response."""
+        return ()
 
     def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float] | None:
         """Metrics of one response that no feedback source has a part in, or None. sandbox: for what it runs."""

@@ -105,22 +105,15 @@ def default_lines(code: str) -> set[int]:
     By indentation: what a model wrote may be too much for a parser.
     """
     found: set[int] = set()
-    blocks: list[list[int]] = []  # indentation, 1 once a condition came, of the blocks that are open
+    for_the_rest: dict[int, bool] = {}  # by the indentation of the open blocks: a condition came before in it
     otherwise = False  # the line before opened a block for the rest
     for number, line in enumerate(_LINE_END.split(code), start=1):
-        text = line.strip()
-        if not text:
-            continue
-        indent = len(line) - len(line.lstrip())
-        while blocks and blocks[-1][0] > indent:
-            blocks.pop()
-        if not blocks or blocks[-1][0] < indent:
-            blocks.append([indent, int(otherwise)])
-        if _CONDITION.match(text):
-            blocks[-1][1] = 1
-        elif blocks[-1][1]:
-            found.add(number)
-        otherwise = bool(_OTHERWISE.match(text))
+        if text := line.strip():
+            indent, is_condition = len(line) - len(line.lstrip()), bool(_CONDITION.match(text))
+            for_the_rest = {depth: rest for depth, rest in for_the_rest.items() if depth <= indent}
+            rest = for_the_rest.get(indent, otherwise)
+            found |= {number} if rest and not is_condition else set()
+            for_the_rest[indent], otherwise = rest or is_condition, bool(_OTHERWISE.match(text))
     return found
 
 

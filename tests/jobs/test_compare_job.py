@@ -180,7 +180,7 @@ def test_a_finished_run_is_kept_whoever_made_its_policy(tmp_path: Path, name: st
         session(other).run(name, arm)
 
 
-def test_rates_are_chosen_on_other_held_out_prompts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_rates_are_chosen_on_other_held_out_prompts(tmp_path: Path) -> None:
     (tmp_path / "held.jsonl").write_text("".join(json.dumps({"post": f"Post {i}."}) + "\n" for i in range(5)))
     tokenizer = letter_tokenizer(tmp_path)
     data = PolicyData(task=get_task("tiny"), tokenizer=tokenizer, prompts=[], eval_prompts=[])
@@ -192,7 +192,7 @@ def test_rates_are_chosen_on_other_held_out_prompts(tmp_path: Path, caplog: pyte
 
     assert [p.prompt_text for p in others(2).eval_prompts] == ["Post 2.", "Post 3."]
     assert [p.prompt_text for p in others(3).eval_prompts] == ["Post 3.", "Post 4."]
-    assert others(5) is data and "on the prompts that are reported" in caplog.text
+    assert others(5) is data  # there are no others
 
 
 def test_one_rate_is_not_searched(tmp_path: Path) -> None:

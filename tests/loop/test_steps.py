@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from t2g.config import ObjectiveConfig
 from t2g.errors import RunStopped, UserError
-from t2g.feedback.parse import make_feedback
+from t2g.feedback.parse import make_feedback, no_feedback
 from t2g.loop.steps import (
     advantage_samples,
+    fault_recall,
     prompt_indices,
     refuse_unmeasured,
     sampling_seed,
@@ -22,6 +23,7 @@ from t2g.loop.steps import (
     sync_metrics,
     token_staleness,
 )
+from t2g.tasks.tiny.task import TinyTask
 from t2g.types import Prompt, Rollout, ScoredRollout, TokenStats, WeightSyncResult
 
 
@@ -182,6 +184,30 @@ def test_padding_of_a_short_response_takes_no_part_in_whitening() -> None:
     # six tokens 1 1 0 0 1 0: mean .5, deviation .5
     np.testing.assert_allclose(samples[0].advantages, [1, 1, -1, -1], rtol=1e-6)
     np.testing.assert_allclose(samples[1].advantages, [1, -1], rtol=1e-6)
+
+
+def test_what_the_feedback_sees_of_known_faults() -> None:
+    """One repeat of two is called poor; the invention is unlabelled, the wrong value praised; of an answer that failed
+    nothing is asked, and of what is right nothing is a fault."""
+    facts = {"name": "Mira", "thing": "phone", "fault": "hums", "day": "Monday", "place": "Oslo"}
+    prompt = Prompt(prompt_id="p", prompt_text="A post.", task="tiny", payload={"facts": facts})
+    told = [
+        ("it hums, it hums, it hums.", make_feedback, ["hums"], [("hums", 3)]),
+        ("plays chess, in Lima, by Mira.", make_feedback, ["Lima"], ["Mira"]),
+    ]
+    pairs = []
+    for text, make, good, poor in told:
+        rollout = replace(scored_pair([0.0])[1].rollout, response_text=text)
+        pairs.append((prompt, rollout, make("c", good, poor, text, source="s", version="v")))
+    silent = no_feedback("failed", source="s", version="v")
+    metrics = fault_recall(TinyTask(), [*pairs, (prompt, pairs[0][1], silent)])
+    assert metrics == {
+        "feedback/recall_invented": 0.0,
+        "feedback/recall_repeated": 0.5,
+        "feedback/recall_wrong": 0.0,
+        "feedback/faults_praised": 0.25,
+    }
+    assert fault_recall(LetterTask(), pairs) == {} == fault_recall(TinyTask(), [])
 
 
 def test_step_metrics_by_hand() -> None:

@@ -46,6 +46,10 @@ class TinyTask(SummarizationTask):
         asked = f"Mend the summary. Post: {prompt.prompt_text[:input_limit]}"
         return [{"role": "user", "content": f"{asked}\nSummary: {response_text}\nCritique: {critique}"}]
 
+    def faults(self, prompt: Prompt, response_text: str) -> list[tuple[str, int, int]]:
+        found = world.findings(prompt.payload["facts"], response_text) if "facts" in prompt.payload else ()
+        return [(one.verdict, one.clause.start, one.clause.end) for one in found if one.verdict != "right"]
+
     def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float]:
         return world.measure(prompt.payload["facts"], response_text)
 
