@@ -55,11 +55,18 @@ class Machine:
         lines = (self.out / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         return [{key: value for key, value in json.loads(line).items() if FIGURES.match(key)} for line in lines]
 
+    def stages(self) -> Path:
+        """What the world is made by: its engines are on the GPU where there is one."""
+        from t2g.config import DemoJob, loading, with_overrides
+
+        place = {"gpus": 0.4, "dtype": "bfloat16"} if self.gpus else {}
+        engines = {f"{role}.{key}": value for role in ("rollout", "reward_engine") for key, value in place.items()}
+        return loading.write(with_overrides(loading.load(DemoJob, STAGES), engines), self.out / "stages-config")
+
     def policy(self, name: str, *overrides: str) -> Figures:
         """The last of two steps of PPO, and how far engine and learner are apart on the checkpoint."""
-        steps = self.job(
-            name, "train_policy", POLICY, f"stages={STAGES}", "num_steps=2", "eval.num_prompts=16", *overrides
-        )
+        given = (f"stages={self.stages()}", "num_steps=2", "eval.num_prompts=16", *overrides)
+        steps = self.job(name, "train_policy", POLICY, *given)
         return steps[-1] | {"probe_gap_nats": json.loads((self.out / name / "probe.json").read_bytes())}
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from jobs import gpu_check
-from t2g.config import PolicyJob, SFTJob, loading
+from t2g.config import DemoJob, PolicyJob, SFTJob, loading
 
 SCHEMAS: dict[str, Any] = {"jobs.train_policy": PolicyJob, "jobs.train_sft": SFTJob}
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,6 +64,8 @@ def test_on_gpus_every_item_asks_for_what_it_is_about(monkeypatch: pytest.Monkey
     assert (world.learner.sync_transport, world.feedback.source, world.feedback.engine.gpus) == (
         "store", "reward_model", 0.3,
     )  # fmt: skip
+    stages = loading.load(DemoJob, world.stages, environ={})
+    assert stages.rollout.gpus == stages.reward_engine.gpus == 0.4, "vLLM for GPUs has no CPU engines"
     assert world.rollout.gpus + world.learner.gpus + world.feedback.engine.gpus == pytest.approx(1), "on one GPU"
     assert (on_cpu.sft.gpus, on_gpu.sft.gpus) == (0, 1) and on_cpu.sft.dtype == on_gpu.sft.dtype == "float32"
     assert [job.learner.sync_transport for job in others] == ["ipc", "ipc", "nccl"]
