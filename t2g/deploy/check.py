@@ -50,7 +50,8 @@ def check_config(config: PolicyJob, *, gpu: str = "A100-80GB") -> tuple[list[str
     fits = [(group, _fit(config, group, shapes[group.name], GPUS[gpu] * GIB)) for group in known]
     policy = shapes.get("learner")
     problems = list(_problems(config, shapes, fits, gpu))
-    warnings = [*_group_warnings(groups), *_cluster_warnings(config, policy), *_path_warnings(config)]
+    apart = [] if config.learner.sync_transport == "ipc" else _group_warnings(groups)
+    warnings = [*apart, *_cluster_warnings(config, policy), *_path_warnings(config)]
     if config.task == "code" and (lacking := available(config.feedback.sandbox.require)):
         warnings.append(f"on this machine {lacking}")
     lines = [*map(_pod_line, groups), _total_line(config, groups), "", *_memory_lines(fits, gpu), *remarks, ""]

@@ -225,10 +225,11 @@ def host_bytes(
     Llama 3 8B in bfloat16, with a critic: 2 x (2 x 8.03 + 7.50) x 10^9 = 43.9 GiB.
     """
     models, b = learner_models(shape, learner, objective), BYTES[learner.dtype]
+    loads = b * sum(numel for numel, _ in models)
     states = states_bytes(models, ranks=learner.workers, b=b)
-    if learner.offload != "cpu":
-        states = states | {"weights": 0.0} if colocate else {}
-    return b * sum(numel for numel, _ in models) + sum(states.values())
+    if learner.offload == "cpu":
+        return loads + sum(states.values())
+    return max(loads, states["gradients"] + states["optimizer"]) if colocate else loads
 
 
 def beside_bytes(fit: Estimate, engine: EngineConfig, *, colocate: bool, gpu_bytes: float) -> dict[str, float]:

@@ -136,6 +136,38 @@ def test_the_object_store_is_sized_by_the_weights_that_it_holds(monkeypatch: pyt
         assert store_gib(job) == pytest.approx(size)
 
 
+@pytest.mark.parametrize("gpu", ["L4", "A100-80GB"])
+def test_an_engine_and_a_rank_fit_on_one_gpu(gpu: str) -> None:
+    path = ROOT / "configs/own/one_gpu.yaml"
+
+    def problems(*overrides: str) -> list[str]:
+        return check_config(loading.load(PolicyJob, path, overrides, environ={}, cwd=ROOT), gpu=gpu)[0]
+
+    assert problems() == []
+    assert "in all: 1 GPU," in check_config(loading.load(PolicyJob, path, environ={}, cwd=ROOT), gpu=gpu)[1]
+    found = problems("learner.lora=null")  # all weights train: 23 GiB of gradients and optimizer
+    assert bool(found) is (gpu == "L4")
+    if found:
+        rank, engine = found
+        assert engine.startswith("rollout.gpu_memory_utilization is 0.35, and the rank on the same GPU leaves ")
+        assert " GiB on a GPU of 22.5 beside 8 of the engine there" in rank
+
+
+def test_engines_and_ranks_in_turn_are_counted_once_and_fit_by_halves() -> None:
+    turns = (*GOOD, "cluster.colocate=true", "rollout.workers={min: 8, max: 8}", "learner.workers=8",
+             "rollout.labels.rl/role=learner", "rollout.max_staleness=0")  # fmt: skip
+    problems, lines = check(*turns)
+    assert problems == [] and "in all: 9 GPUs, and a head without workers" in lines, (
+        "eight, and one of the reward model"
+    )
+    (wake,) = check(*turns, "rollout.gpu_memory_utilization=0.95")[0]
+    assert wake.startswith("rollout.gpu_memory_utilization is 0.95, and the rank on the same GPU leaves 0.89")
+    (asleep,) = check(*turns, "rollout.memory_gib=12")[0]
+    assert "weights of an engine that sleeps need 15" in asleep
+    (rank,) = check(*turns, "learner.workers=1", "rollout.workers=1")[0][:1]
+    assert "beside 3 of the engine there" in rank
+
+
 def test_an_unknown_gpu_is_refused() -> None:
     with pytest.raises(UserError, match="--gpu: got 'H1000', but needs one of"):
         check(gpu="H1000")
