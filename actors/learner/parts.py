@@ -196,7 +196,7 @@ class CriticPart(Part):
             old_values=rows.numbers("values"),
             returns=rows.numbers("returns"),
             weights=rows.numbers("weights"),
-            value_clip=self.spec.objective.value_clip,
+            value_clip=self.spec.objective.value_clip or float("inf"),
         )
         return self.spec.objective.vf_coef * loss, metrics
 

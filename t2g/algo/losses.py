@@ -64,18 +64,12 @@ def kl_loss(
 
 
 def value_loss(
-    *,
-    values: torch.Tensor,
-    old_values: torch.Tensor,
-    returns: torch.Tensor,
-    weights: torch.Tensor,
-    value_clip: float | None,
+    *, values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, weights: torch.Tensor, value_clip: float
 ) -> tuple[torch.Tensor, Metrics]:
     """L_V = sum_t weights_t max((V - ret)^2, (clip(V, V_old +- value_clip) - ret)^2) / 2, before vf_coef.
 
-    All arrays [N]. value_clip None: the first square alone.
+    All arrays [N]. value_clip inf: the first square alone.
     """
-    value_clip = float("inf") if value_clip is None else value_clip
     keep = weights > 0
     values, old_values, returns = (torch.where(keep, x, 0) for x in (values, old_values, returns))
     clipped = old_values + (values - old_values).clamp(-value_clip, value_clip)

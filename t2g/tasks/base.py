@@ -30,7 +30,7 @@ class Review:
     sparse: str  # how many pieces are quoted, and of what size
     labels: str = ""  # what makes a piece good or poor, a sentence
     severity: str = ""  # what 1, 2 and 3 of a poor piece mean, where the task tells them apart; RL pays by them
-    questions: tuple[str, ...] = ()  # that an annotator answers for itself before it judges, in this order
+    questions: str = ""  # that an annotator answers for itself before it judges, in this order
 
     def instructions(self, style: StyleConfig) -> str:
         """What is asked for in this style, and the JSON that `t2g.feedback.parse` reads."""

@@ -38,13 +38,9 @@ class CodeTask(Task):
         subject="solution",
         sparse="none or a few of each, single statements or expressions, not whole functions",
         severity="3 is wrong, 2 is wrong in rare cases only, 1 works and could be improved",
-        questions=(
-            "What is the program meant to do?",
-            "Which algorithm does it use, and does that solve the problem?",
-            "Where is its logic wrong? Which lines make a test fail?",
-            "Which edge cases does it not handle, and where does it waste time?",
-            "What works and could be improved?",
-        ),
+        questions="What is the program meant to do? Which algorithm does it use, and does it solve the problem? Where "
+        "is its logic wrong, and which lines make a test fail? Which edge cases does it miss? Where does it waste "
+        "time? What works and could be improved?",
     )
 
     def policy_messages(self, record: Record, input_limit: int | None = None) -> list[Message]:

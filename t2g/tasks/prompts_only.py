@@ -22,13 +22,9 @@ class PromptsTask(Task):
         input_name="Prompt",
         subject="response",
         sparse="a few of each at most, only what decides, and short",
-        questions=(
-            "What does the user ask for, and what does the user need without saying so?",
-            "Is the response accurate? Does it keep to the subject? Is it clear? Does it cover what is needed?",
-            "Which words of the response show each of these strengths and weaknesses?",
-            "How well are the needs met, said and unsaid?",
-            "Which of all these points matter most?",
-        ),
+        questions="What does the user ask for, and what does the user need but not say? Is the response accurate? "
+        "Does it keep to the subject? Is it clear? Does it cover what is needed? Which of its words show each of these "
+        "strengths and weaknesses? How well are the needs met, said and unsaid? Which of all these points matter most?",
     )
 
     def policy_messages(self, record: Record, input_limit: int | None = None) -> list[Message]:

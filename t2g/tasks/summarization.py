@@ -29,13 +29,9 @@ class SummarizationTask(Task):
         sparse="none, one or two short pieces each, never whole sentences where a few words will do",
         labels="Good is what states the point of the post or a key detail rightly and briefly; poor is what is "
         "inaccurate, says something again, is badly worded, or takes the place of something more important.",
-        questions=(
-            "What are the main points of the post?",
-            "Which of them does the summary state, and state rightly?",
-            "What that matters does it leave out?",
-            "What in it is inaccurate, misleading or said twice?",
-            "Which of its words help it most, and which harm it most?",
-        ),
+        questions="What are the main points of the post? Which of them does the summary state, and state rightly? What "
+        "that matters does it leave out? What in it is inaccurate, misleading or said twice? Which words help it most, "
+        "and which harm it most?",
     )
 
     def policy_messages(self, record: Record, input_limit: int | None = None) -> list[Message]:

@@ -88,7 +88,7 @@ def make_request(
         pieces = "the pieces of the response that this person's critique speaks of"
     else:
         shown = (task.notes(prompt, response_text) or "")[:MAX_NOTES_CHARS]
-        questions = "".join(f"\n- {question}" for question in review.questions)
+        questions = f" {review.questions}" if review.questions else ""
         if style.labels == "dense":
             pieces = "every piece of the response, so that nothing of it is left out"
         else:

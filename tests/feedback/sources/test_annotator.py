@@ -37,7 +37,7 @@ def test_the_model_reasons_first_and_spans_come_last() -> None:
     ((message,),) = chat.asked
     task = get_task("summarization")
     assert message["content"].startswith(task.review.opening)
-    order = [task.material(prompt(), RESPONSE), "step by step", *task.review.questions, '"critique": then', '"spans"']
+    order = [task.material(prompt(), RESPONSE), "step by step", task.review.questions, '"critique": then', '"spans"']
     places = [message["content"].index(part) for part in order]
     assert places == sorted(places)
 
