@@ -67,7 +67,9 @@ def join(meeting: Meeting, rank: int, device: torch.device, deadline_s: float = 
     try:
         group = made.get(timeout=deadline_s)
     except queue.Empty:
-        group = f"NCCL did not connect them within {deadline_s:g} s (cluster.env.NCCL_SOCKET_IFNAME, firewalls)"
+        group = (
+            f"NCCL did not connect them within {deadline_s:g} s (NCCL_SOCKET_IFNAME in their environment, a firewall)"
+        )
     if isinstance(group, str | RuntimeError):
         raise RuntimeError(f"{len(meeting.members)} members came to the meeting, and {group}")
     return group
