@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 Config = TypeVar("Config", bound=BaseModel)
 
+MAX_DEPTH, MAX_VALUES = 50, 10_000  # of a config
 FILE_NAME = "config.yaml"  # the resolved config in the run folder
 JOB_ENV = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray's job manager sets it for a driver
 UPLOAD_PREFIX = "_ray_pkg_"  # name of the folders into which Ray unpacks an uploaded working directory
@@ -142,8 +143,7 @@ def _read_yaml(file: Path) -> tuple[dict[str, Any], dict[Keys, int]]:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError(f"{file}: the config cannot be read: {reason}") from None
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        values = yaml.safe_load(text)
+        node, values = _parse(text)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise UserError(f"{file}:{line}: broken YAML: {error.problem}") from None
@@ -161,6 +161,28 @@ def _read_yaml(file: Path) -> tuple[dict[str, Any], dict[Keys, int]]:
     return values, lines
 
 
+def _parse(text: str) -> tuple[yaml.Node | None, Any]:
+    """Node and value of a YAML text. ValueError for one that would take for ever, or all the memory, to walk."""
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        height, size = _extent(node, {}) if node else (0, 0)
+    except RecursionError:  # also of an alias within what it stands for
+        height, size = MAX_DEPTH + 1, 0
+    if height > MAX_DEPTH or size > MAX_VALUES:
+        raise ValueError(f"more than {MAX_DEPTH} values in each other, or {MAX_VALUES} with aliases written out")
+    return node, yaml.safe_load(text)
+
+
+def _extent(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """How many values stand in each other at most, and how many there are, aliases written out."""
+    if id(node) not in known:
+        parts = node.value if isinstance(node, yaml.CollectionNode) else []
+        inner = [part for pair in parts for part in pair] if isinstance(node, yaml.MappingNode) else parts
+        extents = [_extent(part, known) for part in inner]
+        known[id(node)] = 1 + max((height for height, _ in extents), default=0), 1 + sum(size for _, size in extents)
+    return known[id(node)]
+
+
 def _key_lines(prefix: Keys, node: yaml.Node) -> Iterator[tuple[Keys, int]]:
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
@@ -175,6 +197,6 @@ def _override(text: str) -> tuple[Keys, Any]:
     if not equals or not all(name.split(".")):
         raise UserError(f"got {text!r}, but an override has the form section.key=value")
     try:
-        return tuple(name.split(".")), yaml.safe_load(value)
+        return tuple(name.split(".")), _parse(value)[1]
     except (yaml.YAMLError, ValueError):
         raise UserError(f"{name}: {value!r} is no YAML value; put quotes around text") from None

@@ -8,6 +8,8 @@ warning and never the end of a run.
 """
 
 import logging
+import os
+import stat
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -101,6 +103,9 @@ def read_wanted(folder: Path) -> Wanted | None:
     """What control.json holds; Wanted() and a warning where it is none of ours, None where there is nothing to read."""
     path = folder / CONTROL_FILE
     content = _bytes(path)
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        logger.warning("%s is passed over: it is no file, or a link to one", path)
+        return Wanted()
     try:
         return Wanted.model_validate_json(content) if content else None
     except ValidationError as error:
@@ -123,7 +128,7 @@ class Control:
         """
         path = self._folder / CONTROL_FILE
         try:
-            written_ns = path.stat().st_mtime_ns
+            written_ns = path.lstat().st_mtime_ns
         except OSError:
             return {}
         if written_ns == self._seen or (wanted := read_wanted(self._folder)) is None:
@@ -163,9 +168,10 @@ def now() -> datetime:
 
 
 def _bytes(path: Path) -> bytes:
-    """Nothing when it cannot be read, as while a mount is away."""
+    """Nothing when it cannot be read, as while a mount is away, or is no file: a pipe keeps its reader for ever."""
     try:
-        with path.open("rb") as file:
-            return file.read(MAX_BYTES)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as file:
+            return file.read(MAX_BYTES) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
     except OSError:
         return b""

@@ -180,6 +180,15 @@ def test_malformed_overrides(tmp_path: Path, override: str, sentence: str) -> No
     assert refused(tmp_path, GOOD, override) == [sentence]
 
 
+LAUGHS = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
+CHAIN = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 300))
+
+
+def test_aliases_within_reason_are_followed(tmp_path: Path) -> None:
+    job = load(tmp_path, GOOD.replace("data:", "data: &data") + "eval_data: *data\n")
+    assert job.eval_data == job.data
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -188,6 +197,11 @@ def test_malformed_overrides(tmp_path: Path, override: str, sentence: str) -> No
         ("- 1\n", r"job\.yaml:1: got \[1\], but a config is a mapping of keys to values"),
         ("a: \x00\n", r"job\.yaml: broken YAML: .*special characters are not allowed.*"),
         ("run: 2026-99-99\n", r"job\.yaml: broken YAML: month must be in 1\.\.12"),
+        ("a: " + "[" * 60 + "]" * 60, r"job\.yaml: broken YAML: more than 50 values in each other.*"),
+        ("[" * 100_000, r"job\.yaml: broken YAML: more than 50 values in each other.*"),
+        ("a: &a [*a]\n", r"job\.yaml: broken YAML: more than 50 values in each other.*"),
+        (LAUGHS, r"job\.yaml: broken YAML: .* or 10000 with aliases written out"),
+        (CHAIN, r"job\.yaml: broken YAML: more than 50 values in each other.*"),
     ],
 )
 def test_broken_files_are_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:

@@ -1,5 +1,6 @@
 import json
 import logging
+import os
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -106,6 +107,21 @@ def test_a_file_that_is_none_of_ours_is_one_warning(
     for _ in range(2):
         write_wanted(folder, Wanted(rollouts=2))
         assert control.news() == {"rollouts": 2}, "also when it is asked for again"
+
+
+@pytest.mark.parametrize("what", ["pipe", "folder", "link", "loop", "endless"])
+def test_what_is_no_file_is_one_warning_and_keeps_nobody_waiting(
+    folder: Path, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    control, path = Control(folder, scalable(job(folder))), folder / CONTROL_FILE
+    (folder / "elsewhere").write_text('{"rollouts": 3}')
+    targets = {"link": "elsewhere", "loop": CONTROL_FILE, "endless": "/dev/zero"}
+    if what in targets:
+        path.symlink_to(targets[what])
+    else:
+        os.mkfifo(path) if what == "pipe" else path.mkdir()
+    assert [control.news() for _ in range(3)] == [{}, {}, {}]
+    assert len(caplog.records) == 1 and CONTROL_FILE in caplog.text
 
 
 def test_numbers_out_of_bounds_are_brought_within_them_with_one_warning(

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from jobs.common.cli import main, stop_flag
+from jobs.common.run_folder import sole_process
 from t2g.config import DemoJob, PolicyJob, RunConfig
 from t2g.config.loading import load
 from t2g.errors import RunStopped, UserError
@@ -55,6 +56,16 @@ def test_a_dry_run_prints_config_and_words_and_runs_nothing(
     file = tmp_path / "printed.yaml"
     file.write_text(out.rsplit("\n\n", 1)[0])
     assert load(DemoJob, file) == load(DemoJob, Path(config))
+
+
+@pytest.mark.parametrize("what", ["link", "folder"])
+def test_a_lock_that_is_no_file_of_ours_is_not_followed(tmp_path: Path, what: str) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("kept")
+    (tmp_path / "lock").symlink_to(victim) if what == "link" else (tmp_path / "lock").mkdir()
+    with pytest.raises(UserError, match="lock is a link or a folder"), sole_process(tmp_path):
+        pass
+    assert victim.read_text() == "kept"
 
 
 BEGIN = """
