@@ -74,6 +74,13 @@ def unwritable(error: BaseException | None) -> str:
     return ""
 
 
+def readable_as_the_folder(folder: Path) -> None:
+    """Whoever may read the folder may read what lies in it: safetensors writes for the owner alone."""
+    mode = folder.stat().st_mode
+    for path in folder.rglob("*"):
+        path.chmod(mode & (0o777 if path.is_dir() else 0o666))
+
+
 def weights_version(model: str, revision: str | None) -> str:
     """A text that changes with a model's weights: its revision, else a hash of the safetensors in its folder.
 

@@ -1,12 +1,13 @@
 """Looks at every node of a live cluster: one tiny task each, no actor, no model."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -52,6 +53,17 @@ def pending_groups() -> list[PendingGroup]:
         )
         for group in groups
     ]
+
+
+def listening_environment(given: Mapping[str, str]) -> dict[str, str]:
+    """With which gloo, NCCL and vLLM listen on this node's address alone; what is `given` already stays as it is."""
+    address = ray.util.get_node_ip_address()
+    interfaces = psutil.net_if_addrs().items()
+    names = [name for name, addresses in interfaces if address in [one.address for one in addresses]][:1]
+    wanted = {"VLLM_HOST_IP": address}
+    for name in names:
+        wanted |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
+    return {key: value for key, value in wanted.items() if key not in given}
 
 
 def examine(path: Path | None, require: Sequence[str]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
+from actors.cluster.nodes import listening_environment
 from t2g.config import EngineConfig, Transport
 from t2g.errors import UserError
 from t2g.text.offsets import decode
@@ -112,6 +113,7 @@ class Engine:
         os.environ.update(
             engine_environment(self._config, owner=os.getpid(), receives_weights=self._transport is not None)
         )
+        os.environ.update(listening_environment(os.environ))
         self._tokenizer = load_tokenizer(self._model, self._revision)
         self._stop_ids = stop_token_ids(self._model, self._tokenizer, self._revision)
         self.check_tokenizer()

@@ -7,6 +7,7 @@ whether policy and critic share their ranks, and where they do not both work at 
 """
 
 import json
+import os
 import shutil
 import socket
 import threading
@@ -24,6 +25,7 @@ import ray
 import torch
 
 from actors.cluster.fanout import any_failed
+from actors.cluster.nodes import listening_environment
 from actors.learner import zero3
 from actors.learner.parts import CriticPart, LearnerSpec, PartName, PolicyPart, load_critic, load_policy
 from actors.learner.ranks import Ranks, rank_environment
@@ -55,8 +57,8 @@ class LearnerWorker:
     def address(self) -> tuple[str, int]:
         """Where this rank can hold a rendezvous: its node's address and a port, kept from others until then."""
         self._port = socket.socket()
-        self._port.bind(("", 0))
-        return ray.util.get_node_ip_address(), self._port.getsockname()[1]
+        self._port.bind((ray.util.get_node_ip_address(), 0))
+        return self._port.getsockname()
 
     def start(self, master_addr: str, master_port: int) -> None:
         """Join the group, load the models, partition them. UserError names model.policy when it cannot be loaded."""
@@ -65,6 +67,7 @@ class LearnerWorker:
         critic = load_critic(self.spec, on_gpu=on_gpu) if "critic" in self.names else None
         if self._port is not None:
             self._port.close()  # not before the models are loaded: engines that start beside us look for ports
+        os.environ.update(listening_environment(os.environ))
         zero3.init_distributed(
             self.rank, num_ranks, master_addr, master_port, "nccl" if on_gpu else "gloo",
             timeout_s=self.spec.learner.step_timeout_s,

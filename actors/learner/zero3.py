@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import shutil
+import socket
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from actors.learner import lora
 from actors.learner.whole_weights import WholeWeights, whole
 from t2g.config import Dtype, OptimConfig
 from t2g.errors import RunStopped
+from t2g.files import readable_as_the_folder
 
 Engine = Any  # deepspeed.DeepSpeedEngine
 log = logging.getLogger(__name__)
@@ -48,7 +50,8 @@ def init_distributed(
 ) -> None:
     """Join the process group as `rank` (a group that already exists, as under Ray Train, is used as it is).
 
-    backend: "gloo" on CPUs, "nccl" on GPUs. timeout_s bounds each collective.
+    backend: "gloo" on CPUs, "nccl" on GPUs. timeout_s bounds each collective. Rank 0 holds the rendezvous, on
+    master_addr alone, which is its own.
     """
     if backend == "gloo":
         os.environ["DS_ACCELERATOR"] = "cpu"  # else a node with GPUs would put a CPU rank on one
@@ -62,6 +65,17 @@ def init_distributed(
     if backend == "gloo":
         # Else DeepSpeed tries the compilers of all its ops, and compiles for half a minute what inference alone needs.
         deepspeed.ops.__compatible_ops__ = {}
+    if not torch.distributed.is_initialized():
+        timeout = timedelta(seconds=timeout_s)
+        # The store has no secret, and torch alone would have it listen on every address of the node.
+        held = socket.create_server((master_addr, master_port)).detach() if rank == 0 else None
+        store = torch.distributed.TCPStore(
+            master_addr, master_port, world_size, is_master=rank == 0, timeout=timeout, master_listen_fd=held
+        )
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if backend == "nccl" and world_size > 1 else None
+        torch.distributed.init_process_group(  # as DeepSpeed itself calls it
+            backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device
+        )
     deepspeed.init_distributed(
         backend, auto_mpi_discovery=False, verbose=False, timeout=timedelta(seconds=timeout_s),
         rank=rank, world_size=world_size,
@@ -250,6 +264,7 @@ def export(engine: Engine, tokenizer: Any, folder: Path) -> None:
         tokenizer.save_pretrained(folder)
         if adapter:
             lora.write_adapter(engine.module, adapter, folder / lora.FOLDER)
+        readable_as_the_folder(folder)
     torch.distributed.barrier()
 
 

@@ -38,7 +38,7 @@ def render_manifests(
     image: str | None = None,
     overrides: Sequence[str] = (),
 ) -> str:
-    """The volume claim and a RayJob (one shot, its retries resume) or RayCluster (for many `jobs.deploy submit`).
+    """The volume claim, a policy for the network and a RayJob (one shot, its retries resume) or RayCluster (for many `jobs.deploy submit`).
 
     config: of `config_path` with `overrides`, both of which the RayJob's driver reads again: config_path is relative to
     the repository, which the image holds, or lies on the claim. run.root is the claim's. cpu: nothing has a GPU.
@@ -59,14 +59,14 @@ def render_manifests(
         groups=groups, image=image, entrypoint=job.entrypoint, stop_wait_s=job.stop_wait_s,
         store_gib=store_gib(config), head_store_gib=HEAD_STORE_GIB,
         storage="20Gi" if cpu else "500Gi", claim="t2g-data", secrets=SECRETS,
-        home=HOME, shared=SHARED, ray_version=RAY_VERSION,
+        home=HOME, shared=SHARED, ray_version=RAY_VERSION, name=resource_name(config.run.name),
     )  # fmt: skip
     parts = yaml.safe_load(text)
     kind, spec = ("RayJob", parts["job"]) if target == "rayjob" else ("RayCluster", parts["cluster"])
-    name = {"name": resource_name(config.run.name)}
+    name = parts["network"]["metadata"]
     main = {"apiVersion": "ray.io/v1", "kind": kind, "metadata": name, "spec": spec}
     return _header(config_path, target, cpu, image, overrides) + yaml.dump_all(
-        [parts["claim"], main], Dumper=_NoAliases, sort_keys=False, width=120
+        [parts["claim"], parts["network"], main], Dumper=_NoAliases, sort_keys=False, width=120
     )
 
 

@@ -24,7 +24,7 @@ IGNORE_FILE = ".rayignore"
 EXCLUDED = (
     "/runs", "/build", ".git", ".venv", "venv", "node_modules", "wandb", "*.egg-info", "__pycache__", "*.pyc",
     ".pytest_cache", ".ruff_cache", ".mypy_cache", ".hypothesis", ".import_linter_cache", ".benchmarks",
-    ".env", ".env.*", ".netrc", ".ray",  # where secrets are kept
+    ".env", ".env.*", ".netrc", ".ray", ".ssh", ".aws", "*.pem", "*.key", "id_*", "credentials*",  # secrets
 )  # fmt: skip
 NUM_NAMED = 5  # largest files in the refusal
 

@@ -48,9 +48,9 @@ def made(file: Path) -> Made:
 
 
 def documents(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The claim, and the RayJob or RayCluster."""
-    claim, main = yaml.safe_load_all(text)
-    return claim, main
+    """The policy for the network, and the RayJob or RayCluster."""
+    _, network, main = yaml.safe_load_all(text)
+    return network, main
 
 
 def cluster_spec(main: dict[str, Any]) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def test_no_entrypoint_no_root_and_the_import_check_comes_last(kind: str, instal
     names = [name for name, _ in instructions(kind)]
     assert "ENTRYPOINT" not in names
     final = instructions(kind)[len(names) - names[::-1].index("FROM") :]
-    _, cluster = yaml.safe_load_all((FOLDER / "raycluster.yaml").read_text())
+    *_, cluster = yaml.safe_load_all((FOLDER / "raycluster.yaml").read_text())
     owner = cluster["spec"]["headGroupSpec"]["template"]["spec"]["securityContext"]
     assert ("USER", f"{owner['runAsUser']}:{owner['runAsGroup']}") in final
     assert [name for name, _ in final][-4:] == ["USER", "WORKDIR", "RUN", "CMD"]

@@ -265,7 +265,49 @@ def test_every_run_name_becomes_one_that_kubernetes_takes(run: str) -> None:
     assert len(name) <= 47
 
 
-def test_no_aliases_and_two_documents() -> None:
+Labels = dict[str, str]
+
+
+def admitted(policy: dict[str, Any], source: Labels, target: Labels, port: int, *, same_namespace: bool = True) -> bool:
+    """What Kubernetes makes of an ingress policy, as far as ours uses its language."""
+
+    def selects(selector: dict[str, Any], labels: Labels) -> bool:
+        assert selector.keys() == {"matchLabels"}
+        return selector["matchLabels"].items() <= labels.items()
+
+    spec = policy["spec"]
+    if not selects(spec["podSelector"], target):
+        return True  # no policy speaks of it
+    return any(
+        (same_namespace or peer.get("namespaceSelector") == {})
+        and selects(peer["podSelector"], source)
+        and ("ports" not in rule or {"protocol": "TCP", "port": port} in rule["ports"])
+        for rule in spec["ingress"]
+        for peer in rule["from"]
+    )
+
+
+@by_file
+def test_the_network_admits_this_clusters_pods_and_the_operator_to_the_dashboard(file: Path) -> None:
+    network, main = documents(file.read_text(encoding="utf-8"))
+    assert (network["apiVersion"], network["kind"]) == ("networking.k8s.io/v1", "NetworkPolicy")
+    assert network["spec"]["policyTypes"] == ["Ingress"] and network["metadata"] == main["metadata"]
+    cluster = cluster_spec(main)
+    templates = [cluster["headGroupSpec"]["template"], *(g["template"] for g in cluster["workerGroupSpecs"])]
+    templates += [main["spec"]["submitterPodTemplate"]] if main["kind"] == "RayJob" else []
+    labels = [template["metadata"]["labels"] for template in templates]
+    operator = {"app.kubernetes.io/component": "kuberay-operator"}
+    strangers: list[Labels] = [{}, {"t2g/cluster": "another"}, {"ray.io/node-type": "worker"}, operator]
+    for target in labels:
+        assert all(admitted(network, source, target, port) for source in labels for port in (6379, 8265, 29500))
+        assert not any(admitted(network, stranger, target, 29500) for stranger in strangers)
+        assert not admitted(network, target, target, 29500, same_namespace=False)
+        assert admitted(network, operator, target, 8265, same_namespace=False)
+
+
+def test_no_aliases_and_three_documents() -> None:
     text = (FOLDER / "rayjob.yaml").read_text(encoding="utf-8")
     assert "&id" not in text
-    assert [document["kind"] for document in yaml.safe_load_all(text)] == ["PersistentVolumeClaim", "RayJob"]
+    assert [document["kind"] for document in yaml.safe_load_all(text)] == [
+        "PersistentVolumeClaim", "NetworkPolicy", "RayJob",
+    ]  # fmt: skip

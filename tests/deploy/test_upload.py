@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t2g.deploy.submission import MAX_BYTES, files_to_upload, refuse_large, write_package
+from t2g.deploy.submission import EXCLUDED, MAX_BYTES, files_to_upload, refuse_large, write_package
 from t2g.errors import UserError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -27,11 +27,18 @@ def test_code_and_configs_go_and_runs_caches_secrets_and_environments_stay(tmp_p
     tree(
         tmp_path, "runs/own/metrics.jsonl", ".git/HEAD", ".venv/bin/python", "jobs/__pycache__/a.pyc", "build/lib.so",
         "t2g.egg-info/PKG-INFO", ".env", ".env.local", "t2g/.pytest_cache/x", "jobs/a.pyc", ".hypothesis/y",
-        ".ray/auth_token",
+        ".ray/auth_token", "ca.pem", "configs/own/tls.key", "id_rsa", "jobs/id_ed25519.pub", "credentials.json",
+        "t2g/credentials", ".aws/credentials", ".ssh/known_hosts",
     )  # fmt: skip
     assert sent(tmp_path) == [
         "README.md", "configs/own/policy.yaml", "jobs/a.py", "t2g/build/b.py", "t2g/runs/table.py",
     ]  # fmt: skip
+
+
+def test_secrets_stay_when_rays_own_upload_takes_the_folder(tmp_path: Path) -> None:
+    """It heeds .rayignore alone."""
+    ignored = (REPOSITORY / ".rayignore").read_text().splitlines()
+    assert {".env", ".netrc", "*.pem", "*.key", "id_*", "credentials*"} <= set(ignored) & set(EXCLUDED)
 
 
 def test_rayignore_is_heeded_as_git_would(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The learner on real Ray and ZeRO-3: what it computes does not depend on ranks, microbatches and memory options."""
 
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import ray
 import torch
@@ -154,7 +156,9 @@ def test_stream_announcement_and_export_agree(
     group = groups["ranks"]
     sent = sent_weights(group)
     assert [*group.announce().items()] == [(name, t.shape) for name, t in sent.items()]
+    (tmp_path / "policy").mkdir(mode=0o750)
     group.export(tmp_path / "policy")
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "policy").iterdir()} == {0o640}
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", use_safetensors=True)
     loaded = dict(model.named_parameters())
     assert {name: tuple(p.shape) for name, p in loaded.items()} == {name: t.shape for name, t in sent.items()}
@@ -234,10 +238,17 @@ def test_another_number_of_ranks_goes_on(
         assert np.linalg.norm(moved[key] - value) < 1e-5 * np.linalg.norm(value), key
 
 
+def listening() -> set[Any]:
+    return {found for found in psutil.Process().net_connections() if found.status == psutil.CONN_LISTEN}
+
+
 def test_microbatches_are_summed_in_float32() -> None:
     """Gradients 256 + 64 x 1, of each of four weights: in bfloat16 256 + 1 is 256."""
     with as_a_rank():
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        before = listening()
         zero3.init_distributed(0, 1, "127.0.0.1", free_port(), "gloo", timeout_s=60)
+        assert {connection.laddr.ip for connection in listening() - before} == {"127.0.0.1"}
         model = torch.nn.Linear(4, 1, bias=False).to(torch.bfloat16)
         engine = zero3.build_engine(model, OptimConfig(), dtype="bfloat16", world_size=1)
 
