@@ -38,7 +38,8 @@ def render_manifests(
     image: str | None = None,
     overrides: Sequence[str] = (),
 ) -> str:
-    """The volume claim, a policy for the network and a RayJob (one shot, its retries resume) or RayCluster (for many `jobs.deploy submit`).
+    """The volume claim, a policy for the network and a RayJob (one shot, its retries resume) or RayCluster (for many
+    `jobs.deploy submit`).
 
     config: of `config_path` with `overrides`, both of which the RayJob's driver reads again: config_path is relative to
     the repository, which the image holds, or lies on the claim. run.root is the claim's. cpu: nothing has a GPU.
