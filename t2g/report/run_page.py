@@ -4,10 +4,10 @@ arms. Deliberately no numbers of its own.
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from markupsafe import Markup
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 
 from t2g.config.words import first_problem
 from t2g.errors import UserError
@@ -22,7 +22,18 @@ MAX_EXAMPLES = 24
 Step = Mapping[str, Any]
 Example = Sequence[SampleRecord]  # the first response to a prompt and the last, or the only one
 _SAMPLE = TypeAdapter(SampleRecord)
-_OBJECT = TypeAdapter(dict[str, Any])
+_STEP = TypeAdapter(dict[str, FiniteFloat | None])
+
+
+class _Summary(BaseModel):
+    """Of summary.json what `write_report` reads by name; the rest is figures."""
+
+    model_config = ConfigDict(extra="allow")
+
+    base: dict[str, FiniteFloat | None] = {}
+    reward_model: dict[str, FiniteFloat | None] = {}
+    versions: dict[str, str] = {}
+    timing: dict[str, Annotated[FiniteFloat, Field(ge=0)]] = {}
 
 
 def report_run(folder: Path) -> Path:
@@ -31,7 +42,7 @@ def report_run(folder: Path) -> Path:
     Without a summary.json (the run goes on) the figures at the top are those of the last step.
     Raises UserError when the folder holds no finished step, or a file that no run wrote.
     """
-    steps = [step for _, step in read_records(folder / METRICS_FILE)]
+    steps = [step | {m.STEP: int(step[m.STEP])} for step in _read(folder / METRICS_FILE, _STEP)]
     if not steps:
         raise UserError(
             f"{folder / METRICS_FILE} holds no finished step: --run needs the folder of a run of jobs.train_policy"
@@ -41,9 +52,9 @@ def report_run(folder: Path) -> Path:
     summary = {"steps": steps[-1][m.STEP], "samples": int(steps[-1].get(m.SAMPLES, 0))}
     if path.exists():
         try:
-            summary = _OBJECT.validate_json(path.read_bytes())
+            summary = _Summary.model_validate_json(path.read_bytes()).model_dump(exclude_unset=True)
         except ValidationError as error:
-            raise UserError(f"{path} is no JSON object: {first_problem(error)}") from error
+            raise UserError(f"{path} is no summary as a run writes it ({first_problem(error)})") from error
     write_report(
         folder / REPORT_FILE,
         title=f"Text2Grad: {folder.resolve().name}",
@@ -59,16 +70,21 @@ def examples(path: Path) -> list[Example]:
     latest.
     """
     found: dict[tuple[str, str, str, int], list[SampleRecord]] = {}
-    for number, record in read_records(path):
-        try:
-            sample = _SAMPLE.validate_python(record)
-        except ValidationError as error:
-            raise UserError(f"{path}:{number} is no sample as a run writes it ({first_problem(error)})") from error
+    for sample in _read(path, _SAMPLE):
         # Ids are unique in one data set only, and the held-out one is another.
         responses = found.setdefault((sample.split, sample.prompt_id, sample.prompt, sample.sample_index), [])
         if not responses or sample.step > responses[-1].step:
             responses[1:] = [sample]
     return sorted(found.values(), key=lambda of: (len(of) == 1, of[-1].split != "eval", -of[-1].step))
+
+
+def _read(path: Path, schema: TypeAdapter[Any]) -> Iterator[Any]:
+    """The lines of a file that a RunLog wrote. UserError for one that it did not."""
+    for number, record in read_records(path):
+        try:
+            yield schema.validate_python(record)
+        except ValidationError as error:
+            raise UserError(f"{path}:{number} is no line as a run writes it ({first_problem(error)})") from error
 
 
 def write_report(

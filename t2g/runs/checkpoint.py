@@ -82,7 +82,9 @@ class CheckpointStore:
         link = self.folder / f"{TEMPORARY}best-link"
         _remove(link)
         link.symlink_to(final.name)
-        link.replace(self.folder / "best")
+        if not (best_link := self.folder / "best").is_symlink():
+            _remove(best_link)
+        link.replace(best_link)
         sync_path(self.folder)
         for old in self.folder.glob("best-*"):
             if old != final:
@@ -147,11 +149,9 @@ def _seal(folder: Path) -> None:
 def _read_sealed(folder: Path, content: str) -> dict[str, Any] | str:
     """What the file `content` of a sealed folder holds; or, in words, why the folder cannot be trusted."""
     try:
-        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        files = json.loads(_regular(folder / MANIFEST).read_text(encoding="utf-8"))["files"]
         for name, expected in files.items():
-            path = folder / name
-            if path.exists() and not path.is_file():
-                return f"{name} is no file"  # a pipe would never end
+            path = _regular(folder / name)
             if path.stat().st_size != expected["bytes"] or entry(path) != expected:
                 return f"{name} differs from {MANIFEST}"
         held = json.loads((folder / content).read_text(encoding="utf-8")) if content in files else None
@@ -162,6 +162,13 @@ def _read_sealed(folder: Path, content: str) -> dict[str, Any] | str:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"{MANIFEST} is not readable"
     return held if isinstance(held, dict) else f"{content} is missing"
+
+
+def _regular(path: Path) -> Path:
+    """`path`, unless a pipe or a device stands there, which would keep its reader for ever, or a folder. OSError."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "no file", str(path))
+    return path
 
 
 def _hidden_reason(folder: Path) -> str:

@@ -97,9 +97,9 @@ def test_report_of_a_running_and_of_a_finished_run(tmp_path: Path, capsys: pytes
     ("files", "words"),
     [
         ({}, "metrics.jsonl holds no finished step"),
-        ({"metrics.jsonl": '{"step": 1}\n', "summary.json": "{"}, "summary.json is no JSON object"),
-        ({"metrics.jsonl": '{"step": 1}\n', "summary.json": "[]"}, "summary.json is no JSON object"),
-        ({"metrics.jsonl": '{"step": 1}\n', "samples.jsonl": '{"step": 1}\n'}, "samples.jsonl:1 is no sample"),
+        ({"metrics.jsonl": '{"step": 1}\n', "summary.json": "{"}, "summary.json is no summary"),
+        ({"metrics.jsonl": '{"step": 1}\n', "summary.json": "[]"}, "summary.json is no summary"),
+        ({"metrics.jsonl": '{"step": 1}\n', "samples.jsonl": '{"step": 1}\n'}, "samples.jsonl:1 is no line"),
         ({"metrics.jsonl": "x\ny\n"}, "metrics.jsonl:1 is no JSON object with a step"),
     ],
 )

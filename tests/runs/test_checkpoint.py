@@ -118,6 +118,11 @@ def break_deep_manifest(path: Path) -> None:
     (path / MANIFEST).write_text("[" * 100_000)
 
 
+def break_manifest_pipe(path: Path) -> None:
+    break_no_manifest(path)
+    os.mkfifo(path / MANIFEST)
+
+
 def break_no_folder(path: Path) -> None:
     shutil.rmtree(path)
     path.write_text("a file in its place")
@@ -137,11 +142,12 @@ def break_link(path: Path) -> None:
         (break_manifest, "manifest.json is not readable"),
         (break_manifest_shape, "manifest.json is not readable"),
         (break_no_manifest, "manifest.json is missing"),
-        (break_no_file, "rank0.pt is no file"),
-        (break_pipe, "rank0.pt is no file"),
-        (break_endless, "rank0.pt is no file"),
+        (break_no_file, "rank0.pt: no file"),
+        (break_pipe, "rank0.pt: no file"),
+        (break_endless, "rank0.pt: no file"),
         (break_loop, "Too many levels of symbolic links"),
         (break_deep_manifest, "manifest.json is not readable"),
+        (break_manifest_pipe, "manifest.json: no file"),
         (break_no_folder, "Not a directory"),
         (break_link, "Too many levels of symbolic links"),
     ],
