@@ -24,7 +24,7 @@ from t2g.config import ModelConfig, PolicyEvaluationJob
 from t2g.data.load import load_records
 from t2g.data.prompts import make_prompts
 from t2g.errors import RunStopped, SamplingFailed, UserError
-from t2g.feedback.sources.asking import Asker, ChatFailed, Completion, Question
+from t2g.feedback.sources.asking import Asker, ChatFailed, Question
 from t2g.feedback.sources.endpoint import EndpointChat
 from t2g.files import weights_version
 from t2g.interfaces import RolloutSource, Sampling
@@ -164,7 +164,8 @@ class Evaluation:
             if source:
                 said = [(r.response_text, r.finish_reason) for r in await source.sample(prompt, sampling)]
             else:
-                asked = (self._from_server(name, prompt, sampling, i) for i in range(sampling.num_samples))
+                asker = self._askers[self.config.endpoints[name]]
+                asked = (asker.ask(self._to_server(prompt, sampling, i)) for i in range(sampling.num_samples))
                 said = [(answer.text, answer.finish_reason) for answer in await together(asked)]
             responses = tuple(Response(text=text, cut=reason == "length") for text, reason in said)
             return Answers(prompt_id=prompt.prompt_id, responses=responses)
@@ -174,15 +175,14 @@ class Evaluation:
         patience_s = config.timeout_s if far else DRAIN_S
         collect(path, f"responses of {name}", self.missing(name), ask, at_once, patience_s, stop)
 
-    async def _from_server(self, name: str, prompt: Prompt, sampling: Sampling, index: int) -> Completion:
-        question = Question(
+    def _to_server(self, prompt: Prompt, sampling: Sampling, index: int) -> Question:
+        return Question(
             messages=self.task.policy_messages(self._records[prompt.prompt_id]),
             schema={},
             max_output_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,
             seed=sample_seed(sampling.seed, prompt.prompt_id, index) & MAX_SEED,
         )
-        return await self._askers[self.config.endpoints[name]].ask(question)
 
     # -------------------------------------------------------------------------------------- scores, judgements, report
     def scores(self, name: str) -> dict[str, Scores]:
