@@ -20,6 +20,8 @@ _REMEDIES = {
     errno.EFBIG: "allow larger files (ulimit -f)",
     errno.EROFS: "make it writable, or take another folder",
     errno.EACCES: "give this user the right to it, or take another folder",
+    errno.ELOOP: "remove the link in its place",
+    errno.EISDIR: "remove the folder in its place",
 }
 
 
@@ -55,10 +57,9 @@ def unwritable_in_words(path: Path) -> Iterator[None]:
 
 def cannot_write(what: str, folder: Path, reason: str, kept: str) -> UserError:
     """reason: see `unwritable`. kept: what the user need not fear for."""
-    said, _, remedy = reason.partition(": ")
     free = f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB left"
     return UserError(
-        f"{what} cannot be written to {folder}: {said} ({free}; {kept}); {remedy}, then start the same command again"
+        f"{what} cannot be written to {folder} ({free}; {kept}): {reason}; then start the same command again"
     )
 
 

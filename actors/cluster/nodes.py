@@ -59,11 +59,9 @@ def listening_environment(given: Mapping[str, str]) -> dict[str, str]:
     """With which gloo, NCCL and vLLM listen on this node's address alone; what is `given` already stays as it is."""
     address = ray.util.get_node_ip_address()
     interfaces = psutil.net_if_addrs().items()
-    names = [name for name, addresses in interfaces if address in [one.address for one in addresses]][:1]
-    wanted = {"VLLM_HOST_IP": address}
-    for name in names:
-        wanted |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
-    return {key: value for key, value in wanted.items() if key not in given}
+    name = next((name for name, found in interfaces if address in [one.address for one in found]), None)
+    wanted = {"VLLM_HOST_IP": address, "GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name and f"={name}"}
+    return {key: value for key, value in wanted.items() if value and key not in given}
 
 
 def examine(path: Path | None, require: Sequence[str]) -> dict[str, Any]:

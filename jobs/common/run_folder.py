@@ -1,6 +1,5 @@
 """The folder of a run: whether this config may go on in it, what is finished there, and that one process has it."""
 
-import errno
 import fcntl
 import json
 import os
@@ -60,13 +59,7 @@ def finished(config: JobConfig, result_file: str, **more: Any) -> dict[str, Any]
 def sole_process(folder: Path) -> Iterator[None]:
     """The run folder for this process alone. UserError when another process has it."""
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.EISDIR):
-            raise
-        raise UserError(f"{folder / LOCK} is a link or a folder, where a file of ours belongs: remove it") from None
-    with os.fdopen(descriptor) as file:
+    with open(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)) as file:  # not where a link points
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given back by the kernel when this process ends
         except BlockingIOError:

@@ -48,14 +48,13 @@ def why_not_kept(value: Any, depth: int = MAX_DEPTH) -> str:
     """Why a journal could not hold this value and be read again, as the end of a sentence; "" where it can.
 
     >>> why_not_kept({"image": b"GIF"})
-    'holds bytes; text and numbers, and lists and objects of them, can be kept'
+    'holds bytes, which no journal can keep'
     """
     if isinstance(value, dict | list | tuple):
         inner = value.values() if isinstance(value, dict) else value
         deeper = (why_not_kept(item, depth - 1) for item in inner)
         return next(filter(None, deeper), "") if depth else f"is nested more than {MAX_DEPTH} deep"
-    kept = isinstance(value, _PLAIN)
-    return "" if kept else f"holds {type(value).__name__}; text and numbers, and lists and objects of them, can be kept"
+    return "" if isinstance(value, _PLAIN) else f"holds {type(value).__name__}, which no journal can keep"
 
 
 def _rename(row: dict[str, Any], number: int, config: DataConfig) -> dict[str, Any]:

@@ -137,14 +137,12 @@ class TensorBoardSink:
     def __init__(self, folder: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._folder = folder
         self._writer = SummaryWriter(str(folder), purge_step=first_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        with unwritable_in_words(self._folder):
-            for name, value in metrics.items():
-                self._writer.add_scalar(name, value, step)
-            self._writer.flush()
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()

@@ -375,7 +375,7 @@ def test_a_file_that_does_not_fit_keeps_its_old_content(tmp_path: Path) -> None:
     write_atomic(path, b"old")
     (tmp_path / ".tmp-summary.json").symlink_to("/dev/full")
     with pytest.raises(
-        UserError, match=r"^summary\.json cannot be written to .*: No space left on device .* free some space"
+        UserError, match=r"^summary\.json cannot be written to .*: No space left on device: free some space"
     ):
         write_atomic(path, b"new")
     assert path.read_bytes() == b"old"

@@ -59,12 +59,22 @@ def test_a_dry_run_prints_config_and_words_and_runs_nothing(
 
 
 @pytest.mark.parametrize("what", ["link", "folder"])
-def test_a_lock_that_is_no_file_of_ours_is_not_followed(tmp_path: Path, what: str) -> None:
+def test_a_lock_that_is_no_file_of_ours_is_not_followed(
+    tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     victim = tmp_path / "victim"
     victim.write_text("kept")
     (tmp_path / "lock").symlink_to(victim) if what == "link" else (tmp_path / "lock").mkdir()
-    with pytest.raises(UserError, match="lock is a link or a folder"), sole_process(tmp_path):
-        pass
+    file = tmp_path / "demo.yaml"
+    file.write_text("run: {name: own}\n")
+
+    def run(_job: DemoJob) -> None:
+        with sole_process(tmp_path):
+            pass
+
+    assert main(DemoJob, run, argv=["--config", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'lock'}: " in said and f"remove the {what} in its place" in said
     assert victim.read_text() == "kept"
 
 
