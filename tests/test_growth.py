@@ -8,7 +8,7 @@ import pytest
 
 from t2g.feedback.parse import sentence_about
 from t2g.feedback.rewards import step_ids
-from t2g.tasks import code_critic
+from t2g.tasks import code_critic, human_eval
 from t2g.tasks.base import Task
 from t2g.tasks.code import _imported_names, extract_code
 from t2g.tasks.tiny import revision, world
@@ -21,8 +21,9 @@ def steps(text: str) -> None:
     step_ids(np.zeros((1, 2)), text, Task.step_pattern)
 
 
-def rare_sentences(text: str) -> None:
-    list(world._RARE_SENTENCE.finditer(text))
+def program(text: str) -> None:
+    for pattern in (human_eval._IMPORT, human_eval._FUNCTION, code_critic._CONDITION, code_critic._OTHERWISE):
+        list(pattern.finditer(text))
 
 
 def drastic(text: str) -> None:
@@ -34,7 +35,7 @@ READERS: list[tuple[Callable[[str], object], str, str]] = [  # what reads, how t
     *((extract_code, "```", piece) for piece in (" ", "a", " a", "\n", " \n", "`", "\n```")),
     *((_imported_names, "", piece) for piece in ("\n", "from solution import (\n", "from solution import\n", "from\n")),
     *((steps, "", piece) for piece in (".", ".\n", "?! ")),
-    *((rare_sentences, "", piece) for piece in ("It says ", "The ", "It says : invented")),
+    *((program, "", piece) for piece in ("from\n", "def ", "def \n", "case ", "else ", "import ")),
     *((drastic, "", piece) for piece in ("spawn", "_exit", "kill")),
     *((world.split_clauses, "", piece) for piece in ("by ", ",", " ")),
     (revision.sentences, "", ". "),
