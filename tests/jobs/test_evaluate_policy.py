@@ -1,5 +1,6 @@
 """jobs.evaluate --what policy on fake engines and a fake server: what is asked, once, and what is left."""
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from jobs.common.cli import StopFlag
 from jobs.common.policy_evaluation import Evaluation
 from jobs.evaluate import evaluate
 from t2g.config import ModelConfig, PolicyEvaluationJob
-from t2g.errors import RunStopped, SamplingFailed, UserError
+from t2g.errors import RunStopped, SamplingFailed, Stopped, UserError
 from t2g.interfaces import Sampling
 from t2g.tasks.tiny.assets import build_tokenizer
 from t2g.types import Prompt, Rollout
@@ -74,12 +75,12 @@ def job(tmp_path: Path, models: Path, records: list[dict[str, Any]] = RECORDS, *
     return PolicyEvaluationJob.model_validate(given | fields)
 
 
-def run(config: PolicyEvaluationJob, engines: dict[str, Engine]) -> dict[str, Any]:
+def run(config: PolicyEvaluationJob, engines: dict[str, Engine], stop: StopFlag | None = None) -> dict[str, Any]:
     @contextmanager
     def serve(model: ModelConfig) -> Iterator[Engine]:
         yield engines[Path(model.policy).name]
 
-    return Evaluation(config).run(serve, StopFlag())
+    return Evaluation(config).run(serve, StopFlag() if stop is None else stop)
 
 
 def pair(result: dict[str, Any], measure: str) -> dict[str, Any]:
@@ -165,6 +166,26 @@ def test_killed_half_way_it_asks_for_the_rest_alone(tmp_path: Path, models: Path
     assert sorted(first["cut"].asked + second["cut"].asked) == sorted(record["id"] for record in RECORDS)
     again = {"whole": Engine(0), "cut": Engine(0)}
     assert run(config, again)["pairs"] == result["pairs"] and again["cut"].asked == []
+
+
+def test_a_signal_lets_what_is_under_way_come_in_and_the_same_command_goes_on(tmp_path: Path, models: Path) -> None:
+    config = job(tmp_path, models, policies={"cut": {"policy": str(models / "cut")}}, rollout={"max_num_seqs": 1})
+    stop = StopFlag()
+
+    class Slow(Engine):
+        async def sample(self, prompt: Prompt, sampling: Sampling) -> list[Rollout]:
+            said = await super().sample(prompt, sampling)
+            if len(self.asked) > 3:
+                stop.signal_name = "SIGTERM"
+                await asyncio.sleep(0.5)
+            return said
+
+    first, second = Slow(8), Engine(8)
+    with pytest.raises(Stopped):
+        run(config, {"cut": first}, stop)
+    assert 4 <= len(first.asked) <= 6, "two at once; nothing new is asked"
+    run(config, {"cut": second})
+    assert sorted(first.asked + second.asked) == sorted(record["id"] for record in RECORDS)
 
 
 def test_prompts_that_no_engine_answers_are_asked_again_by_the_next_start(tmp_path: Path, models: Path) -> None:
