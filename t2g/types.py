@@ -98,10 +98,15 @@ class ScoredRollout:
 
     rollout: Rollout
     feedback: SpanFeedback
-    deltas: np.ndarray  # [R] float32, the paper's: the value of the spans that cover token t
-    token_rewards: np.ndarray  # [R] float32, what objective.rewards.unit pays of it: before placement, weight and KL
+    token_rewards: np.ndarray  # [R] float32, what the spans pay, by objective.rewards: before placement, weight and KL
     step_ids: np.ndarray  # [R] int32, 0, 1, ...: which sentence, or line of code, token t belongs to
     end_reward: float = 0.0  # the task's own measure of the response; 0 where objective.w_end is 0
+    by_token: np.ndarray | None = None  # [R] float32, see `deltas`; none: token_rewards are by token
+
+    @property
+    def deltas(self) -> np.ndarray:
+        """[R] float32, the paper's delta: what the spans that cover a token are worth, whatever unit is paid."""
+        return self.token_rewards if self.by_token is None else self.by_token
 
 
 @dataclass(frozen=True, kw_only=True)

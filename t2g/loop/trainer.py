@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -271,15 +272,12 @@ class Trainer:
             end_reward = measured[self.task.score_name]
         offsets = token_offsets(self.tokenizer, rollout.response_ids)
         rule = self.config.objective.rewards
-        by_token = with_overrides(rule, {"unit": "token"})
-        paid, deltas = (
-            token_rewards(offsets, feedback.spans, text=rollout.response_text, rule=unit) for unit in (rule, by_token)
-        )
+        pay = partial(token_rewards, offsets, feedback.spans, text=rollout.response_text)
         return ScoredRollout(
             rollout=rollout,
             feedback=feedback,
-            deltas=deltas,
-            token_rewards=paid,
+            token_rewards=pay(rule=rule),
+            by_token=pay(rule=with_overrides(rule, {"unit": "token"})),
             step_ids=step_ids(offsets, rollout.response_text, self.task.step_pattern),
             end_reward=end_reward,
         )

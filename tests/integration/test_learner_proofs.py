@@ -213,7 +213,6 @@ def test_one_span_moves_what_came_before_it(learners: dict[str, Started], base: 
     scored = ScoredRollout(
         rollout=rollout,
         feedback=SpanFeedback(critique="", spans=(span,), status="ok", source="test", version="1"),
-        deltas=token_rewards(offsets, [span], text=text),
         token_rewards=token_rewards(offsets, [span], text=text),
         step_ids=np.zeros(len(response_ids), np.int32),
     )

@@ -82,7 +82,6 @@ def scored_pair(
     return letter_prompts(1)[0], ScoredRollout(
         rollout=rollout,
         feedback=feedback,
-        deltas=np.array(deltas, np.float32),
         token_rewards=np.array(deltas, np.float32),
         step_ids=np.array(steps or [0] * len(deltas), np.int32),
         end_reward=end_reward,
@@ -216,7 +215,7 @@ def test_step_metrics_by_hand() -> None:
     pairs = [(prompt, s.rollout, s.feedback) for s in (one, two, two)]  # the last one's feedback was dropped
     told = [stats(4), stats(2, old=-1.2)]
     metrics = step_metrics(pairs, [one, two], told, ObjectiveConfig(w_end=1.0), kl=0.4, kl_coef=0.1)
-    once = replace(two, token_rewards=np.array([0, 1], np.float32))  # of a span of two tokens
+    once = replace(two, token_rewards=np.array([0, 1], np.float32), by_token=two.deltas)  # a span of two tokens
     by_span = step_metrics(pairs, [one, once], told, ObjectiveConfig(), kl=0.4, kl_coef=0.1)
     assert (by_span["tokens/good_share"], by_span["reward/response_mean"]) == (
         pytest.approx(3 / 6),

@@ -143,7 +143,7 @@ def test_samples_hold_critique_spans_and_tokens(tmp_path: Path) -> None:
     triples = [judged(i, "failed" if i == 2 else "ok") for i in range(4)]
     rewards = np.array([0, -1, -1, 0], np.float32)  # h, two bytes of é, EOS
     scored = [
-        ScoredRollout(rollout=r, feedback=f, deltas=rewards, token_rewards=rewards, step_ids=np.zeros(4, np.int32))
+        ScoredRollout(rollout=r, feedback=f, token_rewards=rewards, step_ids=np.zeros(4, np.int32))
         for _, r, f in triples
         if f.status == "ok"
     ]
