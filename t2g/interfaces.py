@@ -54,8 +54,11 @@ class Learner(Protocol):
         """Every optimizer step of the batch; policy_version goes up by one, in the critic's warm-up as well."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Trained weights, optimizers, schedules and RNG of every rank, into an existing empty folder."""
+    def save(self, folder: Path) -> dict[str, dict[str, Any]]:
+        """Trained weights, optimizers, schedules and RNG of every rank, into an existing empty folder.
+
+        `t2g.files.entry` of the files that were hashed by who wrote them, by their names in the folder.
+        """
         ...
 
     def load(self, folder: Path) -> None: ...

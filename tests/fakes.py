@@ -19,6 +19,7 @@ from t2g.algo.corrections import importance_weights
 from t2g.algo.logprobs import Rows
 from t2g.algo.losses import kl_loss, policy_loss, value_loss
 from t2g.feedback.parse import make_feedback, no_feedback
+from t2g.files import entry
 from t2g.interfaces import FeedbackSource, Sampling
 from t2g.sandbox import SandboxConfig
 from t2g.tasks.tiny.assets import build_tokenizer
@@ -183,10 +184,11 @@ class FakeLearner:
         self.num_updates += 1
         return UpdateResult(policy_version=self.num_updates, metrics={"policy/loss": float(loss.detach())})
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> dict[str, Any]:
         with self.call("save"):
             state = {"table": [self.logits, self.critic], "optimizer": self.optimizer.state_dict()}
             torch.save({**state, "num_updates": self.num_updates}, folder / "fake.pt")
+            return {"fake.pt": entry(folder / "fake.pt")}
 
     def load(self, folder: Path) -> None:
         state = torch.load(folder / "fake.pt", weights_only=True)

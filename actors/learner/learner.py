@@ -37,6 +37,7 @@ from t2g.config import Dtype, ObjectiveConfig, RoleConfig
 from t2g.deploy.flops import peak_flops, train_flops
 from t2g.deploy.memory import shape_of
 from t2g.errors import LearnerLost
+from t2g.files import entry
 from t2g.types import Rollout, TokenStats, TrainBatch, TrainSequence, UpdateResult
 
 STATE_FILE = "learner.json"
@@ -118,10 +119,15 @@ class LearnerWorker:
     def export(self, folder: Path) -> None:
         self.parts["policy"].export(folder)
 
-    def save(self, part: PartName, folder: Path) -> None:
-        """The part, its optimizer and schedule, and the RNGs, into an existing folder; on return all have written."""
+    def save(self, part: PartName, folder: Path) -> dict[str, dict[str, Any]]:
+        """The part, its optimizer and schedule, and the RNGs, into an existing folder; on return all have written.
+
+        What `t2g.files.entry` says of the files of this rank, by their names in the folder.
+        """
         torch.save(torch.get_rng_state(), self._rng_file(part, folder))
         zero3.save_checkpoint(self.parts[part].engine, folder, part)
+        mine = [self._rng_file(part, folder), *(folder / part).glob(f"*zero_pp_rank_{self.rank}_*")]
+        return {str(file.relative_to(folder)): entry(file) for file in mine}
 
     def convert(self, part: PartName, folder: Path) -> None:
         """Before a `load` by another number of ranks; rank 0 does it."""
@@ -343,14 +349,15 @@ class LearnerGroup:
         """[N - 1] float32, at temperature 1: what a worker with the same weights must say of the same tokens."""
         return self._on_policy("probe_logprobs", lambda w: w.probe_logprobs.remote(ids))[0]
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> dict[str, dict[str, Any]]:
         """Model, optimizer, scheduler and RNG of every rank, into an existing empty folder that all ranks see.
 
         Under LoRA without the frozen weights: whoever goes on has them from model.policy.
         """
-        self._on_parts([*self.parts], "save", lambda worker, part, rank: worker.save.remote(part, folder))
+        found = self._on_parts([*self.parts], "save", lambda worker, part, rank: worker.save.remote(part, folder))
         state = {"num_updates": self.policy_version, "num_ranks": {part: len(r) for part, r in self.parts.items()}}
         (folder / STATE_FILE).write_text(json.dumps(state))
+        return {name: known for by_rank in found.values() for share in by_rank for name, known in share.items()}
 
     def load(self, folder: Path) -> None:
         """What `save` wrote; the next update is the one that would have followed.

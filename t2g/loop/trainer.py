@@ -42,7 +42,7 @@ from t2g.loop.steps import (
     token_staleness,
 )
 from t2g.runs import identity
-from t2g.runs.checkpoint import CheckpointStore
+from t2g.runs.checkpoint import CheckpointStore, Entries
 from t2g.runs.identity import Identity, data_hash
 from t2g.runs.log import RunLog
 from t2g.tasks.base import Task
@@ -99,6 +99,7 @@ class Trainer:
         self._measuring = asyncio.Semaphore(self.config.feedback.concurrency)
         self._since = time.monotonic()
         self._busy_s = 0.0  # of the learner, in this step
+        self._sealing: asyncio.Future[Path] | None = None
         self._learner_is_at_state = True  # False while the weights move: a checkpoint would be of half a step
 
     def resume(self) -> TrainerState:
@@ -125,6 +126,12 @@ class Trainer:
         finished are kept, unless it is the learner that was lost; where somebody else has seen that first, which
         cancels this, it is asked in vain.
         """
+        try:
+            return await self._run()
+        finally:
+            await self._sealed()
+
+    async def _run(self) -> TrainerState:
         await self._turn("engines")
         await self.sync.push(self.state.policy_version)
         recovered = {} if self.lost_at is None else {"recovery/learner_s": time.monotonic() - self.lost_at}
@@ -302,6 +309,7 @@ class Trainer:
         started = time.monotonic()
         pairs = await sample_held_out(self.config, self.eval_prompts, self.rollouts)
         metrics = await held_out_metrics(self.config, self.task, pairs, self.feedback, self.log, step=step)
+        await self._sealed()
         await self._call(self.checkpoints.keep_best, step, self.learner.export, metrics["eval/score"])
         return metrics | {"time/eval_s": time.monotonic() - started}
 
@@ -318,12 +326,21 @@ class Trainer:
         self.state, self._since = replace(self.state, wall_s=self.state.wall_s + now - self._since), now
         groups = producer.finished()
 
-        def fill(folder: Path) -> None:
+        def fill(folder: Path) -> Entries:
             identity.keep(folder, self.identity)
             (folder / "learner").mkdir()
-            self.learner.save(folder / "learner")
+            hashed = self.learner.save(folder / "learner")
             self.learner.export(folder / "policy")
             if groups:
                 write_groups(folder / "buffer", groups)
+            return {f"learner/{name}": known for name, known in hashed.items()}
 
-        await self._call(self.checkpoints.write, self.state.step, fill, asdict(self.state))
+        await self._sealed()
+        seal = await self._call(self.checkpoints.begin, self.state.step, fill, asdict(self.state))
+        self._sealing = asyncio.ensure_future(asyncio.to_thread(seal))
+
+    async def _sealed(self) -> None:
+        """The last checkpoint stands: it is hashed and brought to the disk while steps go on. UserError as `write`."""
+        sealing, self._sealing = self._sealing, None
+        if sealing is not None:
+            await asyncio.shield(sealing)

@@ -12,13 +12,17 @@ import os
 import re
 import resource
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from t2g.files import TEMPORARY, cannot_write, entry, sync_path, unwritable, write_atomic
 
 log = logging.getLogger(__name__)
+
+Entries = Mapping[str, dict[str, Any]]  # by the names of files in a folder, see `t2g.files.entry`
+Fill = Callable[[Path], Entries | Any]  # anything else tells no hashes
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -34,26 +38,37 @@ class CheckpointStore:
         self.keep = keep
         self._best: tuple[Path, float] | None = None  # was whole when this process last looked
 
-    def write(self, step: int, fill: Callable[[Path], None], state: dict[str, Any]) -> Path:
+    def write(self, step: int, fill: Fill, state: dict[str, Any]) -> Path:
         """Checkpoint of `step`; a step that already stands intact is returned as it is and not written again.
 
-        `fill` writes model and optimizer into the existing empty folder it is given; `state` is everything else a
-        resume needs and must be JSON. Until the rename the former checkpoints stand untouched.
+        `fill` writes model and optimizer into the existing empty folder it is given, and returns what it knows of their
+        hashes; `state` is everything else a resume needs and must be JSON. Until the rename the former checkpoints
+        stand untouched.
 
         Raises UserError when it cannot be written, see `t2g.files.unwritable`; whatever else `fill` raises passes
         through, temporary folder removed.
         """
+        return self.begin(step, fill, state)()
+
+    def begin(self, step: int, fill: Fill, state: dict[str, Any]) -> Callable[[], Path]:
+        """As `write`, but for the end, which is what it returns: until that is called and done there is no checkpoint.
+        It may be in another thread; nothing else is written to this folder meanwhile.
+        """
         final = self.folder / f"step-{step:08d}"
         if os.path.lexists(final):
             if not isinstance(_read_sealed(final, STATE), str):
-                return final
+                return lambda: final
             _remove(final)
+        seal = self._fill(final, fill, STATE, state, f"the checkpoint of step {step}")
 
-        self._write_sealed(final, fill, STATE, state, f"the checkpoint of step {step}")
-        # A newer one is torn, or the run would not have come to write this one: it is not among those that are kept.
-        for old in [folder for folder in self._steps() if folder <= final][self.keep :]:
-            _remove(old)
-        return final
+        def finish() -> Path:
+            seal()
+            # A newer one is torn, or the run would not have come to write this one: it is not among those to keep.
+            for old in [folder for folder in self._steps() if folder <= final][self.keep :]:
+                _remove(old)
+            return final
+
+        return finish
 
     def latest(self) -> tuple[Path, dict[str, Any]] | None:
         """Newest intact checkpoint and its state; one that is torn or cannot be read is skipped with a warning. None
@@ -66,7 +81,7 @@ class CheckpointStore:
             log.warning("checkpoint %s is torn (%s) and is skipped", folder, state)
         return None
 
-    def keep_best(self, step: int, export: Callable[[Path], None], score: float) -> bool:
+    def keep_best(self, step: int, export: Fill, score: float) -> bool:
         """Export the policy if `score` (higher is better) beats the best so far; `folder/best` then points at it.
 
         The first of equal scores stays; a score that is no number is never the best. Raises as `write` does.
@@ -78,7 +93,7 @@ class CheckpointStore:
         number = int(best[0].name.removeprefix("best-")) + 1 if best else 1
         final = self.folder / f"best-{number:04d}"
         _remove(final)  # sealed, but the run ended before the link was moved; or torn
-        self._write_sealed(final, export, SCORE, {"step": step, "score": score}, f"the best policy of step {step}")
+        self._fill(final, export, SCORE, {"step": step, "score": score}, f"the best policy of step {step}")()
         link = self.folder / f"{TEMPORARY}best-link"
         _remove(link)
         link.symlink_to(final.name)
@@ -113,19 +128,31 @@ class CheckpointStore:
             return []
         return sorted((p for p in self.folder.iterdir() if re.fullmatch(r"step-\d{8,}", p.name)), reverse=True)
 
-    def _write_sealed(
-        self, final: Path, fill: Callable[[Path], None], name: str, content: dict[str, Any], what: str
-    ) -> None:
-        """`fill` a sibling of `final`, with `content` as JSON; bring it to the disk with a manifest, then rename it."""
+    def _fill(self, final: Path, fill: Fill, name: str, content: dict[str, Any], what: str) -> Callable[[], None]:
+        """`fill` a sibling of `final`, with `content` as JSON. What is returned brings it to the disk with a manifest,
+        and renames it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for left_over in self.folder.glob(f"{TEMPORARY}*-*"):
             _remove(left_over)
         temporary = self.folder / f"{TEMPORARY}{final.name}"
         temporary.mkdir()
-        try:
-            fill(temporary)
+        with self._whole_or_not_there(temporary, what):
+            told = fill(temporary)
+            known = told if isinstance(told, Mapping) else {}
             (temporary / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
-            _seal(temporary)
+
+        def seal() -> None:
+            with self._whole_or_not_there(temporary, what):
+                _seal(temporary, known)
+            temporary.rename(final)
+            sync_path(self.folder)
+
+        return seal
+
+    @contextmanager
+    def _whole_or_not_there(self, temporary: Path, what: str) -> Iterator[None]:
+        try:
+            yield
         except BaseException as error:
             reason = unwritable(error) or _hidden_reason(temporary)
             shutil.rmtree(temporary)
@@ -134,13 +161,15 @@ class CheckpointStore:
                 kept = f"the last good one, {last[0].name}, is kept" if last else "there is none before it"
                 raise cannot_write(what, self.folder, reason, kept) from error
             raise
-        temporary.rename(final)
-        sync_path(self.folder)
 
 
-def _seal(folder: Path) -> None:
-    """Bring every file to the disk and write their sizes and hashes into the manifest, which comes last."""
-    files = {str(path.relative_to(folder)): entry(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+def _seal(folder: Path, known: Entries) -> None:
+    """Bring every file to the disk and write their sizes and hashes into the manifest, which comes last.
+
+    known: of files that their writer has hashed.
+    """
+    names = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
+    files = {name: known.get(name) or entry(folder / name) for name in names}
     for path in folder.rglob("*"):
         sync_path(path)
     write_atomic(folder / MANIFEST, json.dumps({"files": files}, indent=1).encode())

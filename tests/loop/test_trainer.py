@@ -1,6 +1,7 @@
 """The loop on fakes: it learns, it resumes to the same numbers, it stops with a reason."""
 
 import json
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from trainer_bench import NUM_STEPS, Bench, chosen, job
 
 from t2g.config import with_overrides
 from t2g.errors import RunStopped, UserError
+from t2g.runs import checkpoint
 from t2g.runs.checkpoint import CheckpointStore
 from t2g.sandbox import SandboxConfig
 from t2g.types import Prompt, Rollout, TokenStats, TrainBatch, UpdateResult
@@ -47,6 +49,29 @@ def test_a_run_stopped_between_steps_resumes_to_the_same_numbers(tokenizer: Any,
     assert second.run().step == NUM_STEPS
     assert second.metrics() == whole.metrics()
     np.testing.assert_array_equal(second.learner.logits.detach(), whole.learner.logits.detach())
+
+
+def test_the_next_step_goes_on_while_a_checkpoint_is_sealed(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, gone_on, seal = Bench(tmp_path, tokenizer, job()), threading.Event(), checkpoint._seal
+    waited: list[bool] = []
+
+    def slow_seal(folder: Path, known: Any) -> None:
+        if (folder / "learner").exists():  # no best policy
+            waited.append(gone_on.wait(20))
+        seal(folder, known)
+
+    def before_call(call: str) -> None:
+        if call == "forward" and bench.trainer.state.step == 2:  # whose checkpoint is under way
+            assert bench.checkpoint_step() is None
+            gone_on.set()
+
+    monkeypatch.setattr(checkpoint, "_seal", slow_seal)
+    bench.learner.before_call = before_call
+    bench.run()
+    assert waited == [True] * 3  # of steps 2, 4 and 6
+    assert bench.checkpoint_step() == NUM_STEPS
 
 
 def test_a_run_that_dies_after_its_checkpoint_repeats_only_the_steps_since(tokenizer: Any, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,6 +68,28 @@ def test_old_checkpoints_go_only_after_the_new_one_stands(tmp_path: Path) -> Non
     assert {"step-00000001", "step-00000002"} <= standing[2]
     assert names(tmp_path) == {"step-00000003", "step-100000000"}
     assert store.latest()[1] == {"step": 100_000_000}  # longer than eight digits and still the newest
+
+
+def test_a_crash_before_the_seal_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    first = store.write(1, weights("one"), {"step": 1})
+    store.begin(2, weights("two"), {"step": 2})  # and nobody ends it
+    assert store.latest() == (first, {"step": 1})
+    seal = CheckpointStore(tmp_path, keep=1).begin(3, weights("three"), {"step": 3})
+    assert names(tmp_path) == {"step-00000001", ".tmp-step-00000003"}
+    third = seal()
+    assert store.latest() == (third, {"step": 3})
+    assert names(tmp_path) == {"step-00000003"}
+
+
+def test_a_hash_that_the_writer_knows_is_taken(tmp_path: Path) -> None:
+    def fill(folder: Path) -> dict[str, Any]:
+        weights("one")(folder)
+        return {"learner/rank0.pt": entry(folder / "learner" / "rank0.pt") | {"by": "rank 0"}}
+
+    path = CheckpointStore(tmp_path, keep=1).write(1, fill, {"step": 1})
+    files = json.loads((path / MANIFEST).read_text())["files"]
+    assert files["learner/rank0.pt"]["by"] == "rank 0" and "by" not in files[STATE]
 
 
 def break_size(path: Path) -> None:
