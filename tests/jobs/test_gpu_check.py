@@ -82,6 +82,6 @@ def test_a_job_that_fails_or_hangs_is_a_no_with_its_last_words(monkeypatch: pyte
     jobs = Jobs()
     jobs.fails = True
     code, said = check(monkeypatch, tmp_path, jobs, "world")
-    assert (code, said["items"][0]["why"]) == (3, "jobs.train_policy: no rollout worker is left")
+    assert (code, said["items"][0]["why"]) == (3, "RunStopped: jobs.train_policy: no rollout worker is left")
     jobs.hangs = True
     assert "did not end within" in check(monkeypatch, tmp_path, jobs, "world")[1]["items"][0]["why"]
