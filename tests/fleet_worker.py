@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.fleet.fleet import Fleet
+from actors.fleet.meter import Measured
 from t2g.config import EngineConfig
 from t2g.errors import UserError
 
@@ -17,6 +18,7 @@ class Worker:
         """gate: a file without which it does not come to an end of its start."""
         self.gate, self.name, self.mood = gate, "", ""
         self.open = self.most = 0
+        self.cache_tokens = 640
 
     async def start(self) -> int:
         while self.gate is not None and not self.gate.exists():
@@ -29,6 +31,10 @@ class Worker:
     async def probe(self) -> None:
         while self.mood == "deaf":
             await asyncio.sleep(0.05)
+
+    async def measure(self) -> Measured:
+        await self.probe()
+        return Measured(busy_s=2.0, num_generated=100, num_steps=1, cache_tokens=self.cache_tokens)
 
     async def work(self, seconds: float = 0.0) -> str:
         self.open += 1

@@ -14,6 +14,7 @@ import numpy as np
 import ray
 from tokenizers import Tokenizer
 
+from actors.fleet.meter import Measured
 from actors.weights.buckets import Bucket
 from t2g.feedback.parse import make_feedback
 from t2g.interfaces import Sampling
@@ -46,6 +47,9 @@ class StubRolloutWorker:
         return VOCABULARY
 
     async def probe(self) -> None: ...
+
+    async def measure(self) -> Measured:
+        return Measured()
 
     async def sample(self, prompt_id: str, prompt_ids: np.ndarray, sampling: Sampling, index: int) -> Rollout:
         await asyncio.sleep(SLOW_S if (self._folder / SLOW).exists() else WORK_S)
@@ -95,6 +99,9 @@ class StubRewardWorker:
     async def start(self) -> None: ...
 
     async def probe(self) -> None: ...
+
+    async def measure(self) -> Measured:
+        return Measured()
 
     async def judge(
         self, prompt: Prompt, response_text: str, *, critique: str | None = None, guided: bool = True

@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import math
 import os
+import time
 from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -16,6 +17,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from actors.cluster.nodes import listening_environment
+from actors.fleet.meter import Measured, Meter
 from t2g.config import EngineConfig, Transport
 from t2g.errors import UserError
 from t2g.text.offsets import decode
@@ -101,6 +103,7 @@ class Engine:
         self._model, self._revision, self._config, self._seed = model, revision, config, seed
         self._transport, self._guided, self._sleeps, self._resting = transport, guided, sleeps, False
         self._request_numbers = itertools.count()
+        self._meter = Meter()
         self._llm: Any = None
         self._watch: asyncio.Task[None] | None = None
 
@@ -128,7 +131,9 @@ class Engine:
             vllm_config = AsyncEngineArgs(**self._arguments()).create_engine_config(UsageContext.ENGINE_CONTEXT)
             if not self._config.gpus:
                 self._check_kv_cache(vllm_config)
-            self._llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
+            self._llm = AsyncLLM.from_vllm_config(
+                vllm_config, disable_log_stats=True, stat_loggers=[stat_logger(self._meter)]
+            )
         except UserError:
             raise
         except (ValueError, OSError, RuntimeError) as error:
@@ -220,6 +225,11 @@ class Engine:
             await self._of_core(self._llm.sleep(level=1, mode="wait") if on else self._llm.wake_up())
             self._resting = on
 
+    async def measure(self) -> Measured:
+        """What vLLM did since the last call."""
+        cache = self._llm.vllm_config.cache_config
+        return self._meter.read(time.monotonic(), cache_tokens=(cache.num_gpu_blocks or 0) * cache.block_size)
+
     async def generate(
         self,
         prompt_ids: np.ndarray,
@@ -273,7 +283,11 @@ class Engine:
         params = SamplingParams(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, **sampling)
         prompt = TokensPrompt(prompt_token_ids=[int(i) for i in ids])
         stream = self._llm.generate(prompt, params, str(next(self._request_numbers)))
-        (output,) = await self._of_core(_collect(stream))
+        self._meter.enter(time.monotonic())
+        try:
+            (output,) = await self._of_core(_collect(stream))
+        finally:
+            self._meter.leave(time.monotonic())
         return output
 
     async def _of_core(self, answer: Awaitable[T]) -> T:
@@ -293,6 +307,29 @@ class Engine:
         while not self._llm.errored:
             await asyncio.sleep(CORE_POLL_S)
         os._exit(1)
+
+
+def stat_logger(meter: Meter) -> type:
+    """A class whose instances vLLM tells of each step of its scheduler."""
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+    class Tap(PrometheusStatLogger):  # of this kind: beside any other vLLM keeps its hundred Prometheus metrics
+        def __init__(self, vllm_config: Any, engine_indexes: list[int]) -> None: ...
+
+        def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+            if scheduler_stats is not None:
+                meter.step(
+                    generated=iteration_stats.num_generation_tokens if iteration_stats else 0,
+                    preempted=iteration_stats.num_preempted_reqs if iteration_stats else 0,
+                    queued=scheduler_stats.num_waiting_reqs,
+                    cache_use=scheduler_stats.kv_cache_usage,
+                )
+
+        def log_engine_initialized(self) -> None: ...
+        def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None: ...
+        def record_admission_rejection(self, reason: str) -> None: ...
+
+    return Tap
 
 
 async def _collect(stream: AsyncIterator[T]) -> list[T]:

@@ -44,8 +44,8 @@ class Admission:
         return bool(self._waiting)
 
     async def enter(self, load: int, *, avoid: Member | None) -> Member:
-        """The least loaded worker, once it has room for one; those who came first go first. Call `leave` for each of
-        `load`. avoid: the worker that is asked last, and so are those in which something failed."""
+        """The worker with the least load for its capacity, once it has room for one; those who came first go first.
+        Call `leave` for each of `load`. avoid: who is asked last, as are those in which something failed."""
         waiter = Waiter(load, avoid, asyncio.get_running_loop().create_future())
         self._waiting.append(waiter)
         if len(self._waiting) == 1:
@@ -76,7 +76,7 @@ class Admission:
         while self._waiting:
             waiter = self._waiting[0]
             able = [m for m in among or self._members if m.health.state is State.SERVING and m.health.reachable]
-            member = min(able, key=lambda m: (m.health.suspect, m is waiter.avoid, m.load), default=None)
+            member = min(able, key=lambda m: (m.health.suspect, m is waiter.avoid, m.load / m.capacity), default=None)
             if member is None or member.load >= self._room:
                 return
             self._waiting.popleft()

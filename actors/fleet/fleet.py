@@ -21,12 +21,14 @@ from actors.cluster.fanout import first_line
 from actors.fleet.admission import QUEUE, Admission
 from actors.fleet.health import Event, State, after, overdue
 from actors.fleet.member import DIED, UNREACHABLE, Interrupted, Member, cause, fate, why
+from actors.fleet.meter import summary
 from t2g.config import EngineConfig
 from t2g.errors import RunStopped, SamplingFailed, UserError
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.5  # between two rounds of care
+MEASURE_S = 2.0  # for the engines' numbers
 MAX_WORDS = 6  # losses that the last sentence of a run tells of
 CatchUp = Callable[[Member], Coroutine[Any, Any, None]]  # brings a STALE worker the current weights
 TRIES = 3  # of one request, each on another worker where there is one
@@ -35,7 +37,8 @@ TRIES = 3  # of one request, each on another worker where there is one
 class Fleet:
     """Starts `config.workers.initial` actors of one class. `wait_ready` before the first request; `close` at the end.
 
-    Of a worker's methods it calls `start`, and `probe`, whose answer says that the worker works.
+    Of a worker's methods it calls `start`, `probe`, whose answer says that the worker works, and `measure`, which
+    returns a `Measured`.
     """
 
     role: ClassVar[str]
@@ -124,6 +127,23 @@ class Fleet:
             found["recovery_s"] = max(self._recoveries)
         self._recoveries, self._restarts = [], 0
         return found | {"idle": self._admission.idle.share(self._members, time.monotonic())}
+
+    async def measured(self) -> dict[str, float]:
+        """What the engines themselves say of the time since the last call; who does not answer at once is left out.
+
+        Tells admission how much each has room for.
+        """
+        members = [m for m in self.serving() if m.health.reachable]
+        asked = [asyncio.wrap_future(m.handle.measure.remote().future()) for m in members]
+        if asked:
+            await asyncio.wait(asked, timeout=MEASURE_S)
+        for answer in asked:
+            answer.cancel()
+        answers = [(m, a.result()) for m, a in zip(members, asked, strict=True) if _answered(a)]
+        most = max((said.cache_tokens for _, said in answers), default=0)
+        for member, said in answers:
+            member.capacity = said.cache_tokens / most if said.cache_tokens else 1.0
+        return summary([said for _, said in answers])
 
     def close(self) -> None:
         """End every worker; their engine cores end with them."""
@@ -363,3 +383,7 @@ class Fleet:
         """Who was lost and why, and what the others do."""
         living = [f"{m.name} is {m.health.state}" for m in self._members]
         return "; ".join([*self._history, *living])
+
+
+def _answered(answer: "asyncio.Future[Any]") -> bool:
+    return not answer.cancelled() and answer.exception() is None

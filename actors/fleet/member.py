@@ -78,6 +78,7 @@ class Member:
         self.restarts = 0  # predecessors of the same name
         self.lost_at: float | None = None  # when its predecessor was lost, until it serves
         self.warned = False  # that it waits for a place
+        self.capacity = 1.0  # as a share of the largest of the fleet
         self.syncing = False  # its engine is paused, or has weights not proved yet: no probe, and no answer counts
         self._probe: Any = None
         self._probed_at = time.monotonic()

@@ -50,11 +50,11 @@ class Steering:
             looks += 1
             await asyncio.sleep(CONTROL_S)
 
-    def metrics(self) -> dict[str, float]:
-        """Of each fleet since the step before: idle share, workers, losses, the longest recovery."""
+    async def metrics(self) -> dict[str, float]:
+        """Of each fleet since the step before: idle share, workers, losses, the longest recovery, what engines say."""
         found = {}
         for role, fleet in self._fleets.items():
-            values = fleet.metrics()
+            values = fleet.metrics() | await fleet.measured()
             found[IDLE + role] = values.pop("idle")
             found |= {f"{role}/{name}": value for name, value in values.items()}
         return found

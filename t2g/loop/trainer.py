@@ -9,7 +9,7 @@ s steps behind the one being trained are made meanwhile; a checkpoint keeps thos
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -64,6 +64,10 @@ class TrainerState:
     wall_s: float = 0.0  # seconds of all sessions that led here
 
 
+async def nothing() -> dict[str, float]:
+    return {}
+
+
 @dataclass(kw_only=True, eq=False)
 class Trainer:
     """Owns nothing but the order of things. `run` returns the state it stopped in."""
@@ -81,7 +85,7 @@ class Trainer:
     checkpoints: CheckpointStore
     stop: Callable[[], bool]
     on_step: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
-    extra_metrics: Callable[[], dict[str, float]] = dict  # what others know of a step, asked at its end
+    extra_metrics: Callable[[], Awaitable[dict[str, float]]] = nothing  # what others know of a step, asked at its end
     turns: Turns | None = None  # where engines and learner have the same GPUs
     lost_at: float | None = None  # on time.monotonic, when the learner was lost whose work this one takes up
 
@@ -187,7 +191,7 @@ class Trainer:
         self._advance(step, result.policy_version, len(judged.pairs), kl)
         metrics = step_metrics(judged.pairs, scored, stats, self.config.objective, kl=kl, kl_coef=kl_coef)
         metrics |= fault_recall(self.task, judged.pairs) | result.metrics | sync_metrics(synced) | recovered
-        metrics |= self.extra_metrics()
+        metrics |= await self.extra_metrics()
         step_s = time.monotonic() - started
         metrics |= {
             "samples": float(self.state.num_samples),

@@ -43,6 +43,10 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | rollout/workers, reward/workers            | that serve, at the end of the step                                     |
 | rollout/restarts, reward/restarts          | workers that were lost since the step before                           |
 | rollout/recovery_s, reward/recovery_s      | the longest from a loss to the service of who took its place           |
+| rollout/tokens_per_s, reward/tokens_per_s  | that vLLM generated, by the seconds in which an engine had a request   |
+| {rollout,reward}/queued                    | requests inside an engine without a slot, mean over its own steps      |
+| {rollout,reward}/cache_use                 | largest share of an engine's KV cache in use                           |
+| {rollout,reward}/preemptions               | requests that lost their cache to others, and were computed again      |
 | recovery/learner_s                         | from the loss of the learner until another had its place and weights   |
 | speed/tokens_per_s                         | sampled tokens by seconds of the whole step                            |
 | learner/tokens_per_s                       | packed tokens of all passes, prompts included, by seconds of the update |

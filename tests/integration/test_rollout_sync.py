@@ -121,7 +121,13 @@ def test_samples_depend_on_the_seed_alone_and_logprobs_are_those_of_transformers
     fleet: RolloutFleet, policies: tuple[LlamaForCausalLM, LlamaForCausalLM]
 ) -> None:
     alone = sample(fleet, [prompt(0)])[0]
+    (engine,) = fleet.serving()
+    ray.get(engine.handle.measure.remote())
     batch = sample(fleet, [prompt(i) for i in range(16)])
+    measured = ray.get(engine.handle.measure.remote())
+    assert measured.num_generated == sum(len(r.response_ids) for group in batch for r in group)
+    assert measured.busy_s > 0 and measured.num_steps >= 32 and measured.num_preempted == 0
+    assert 0 < measured.cache_use <= 1 and measured.cache_tokens > 64 * 44
     other = sample(fleet, [prompt(0)], seed=2)[0]
     assert [r.sample_index for r in alone] == [0, 1, 2, 3]
     assert len({r.response_ids.tobytes() for r in alone}) == 4

@@ -396,3 +396,32 @@ def test_idle_time_is_the_share_of_the_workers_without_a_request() -> None:
     clock.account([idle], start + 3)
     assert clock.share([busy], start + 5) == pytest.approx((2 + 1) / (4 + 1 + 2))
     assert clock.share([busy], start + 6) == 0.0
+
+
+def test_engines_say_what_they_did_and_who_is_deaf_holds_nobody_up(
+    begin: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.fleet.fleet.MEASURE_S", 0.2)
+    fleet = ready(begin())
+    assert asyncio.run(fleet.measured()) == {"tokens_per_s": 50.0, "queued": 0, "cache_use": 0, "preemptions": 0}
+    become(fleet.serving()[0], "zero", "deaf")
+    assert asyncio.run(fleet.measured())["tokens_per_s"] == 50.0
+    become(fleet.serving()[1], "one", "deaf")
+    assert asyncio.run(fleet.measured()) == {}
+
+
+def test_an_engine_with_less_room_gets_less(fleet: Fleet) -> None:
+    """Half the cache, half the load: nine requests are three and six."""
+    small, large = fleet.serving()
+    small.handle.instance.cache_tokens = 320
+    asyncio.run(fleet.measured())
+    fleet._admission._room = 100
+
+    async def run() -> list[int]:
+        asked = [asyncio.ensure_future(work(fleet, seconds=0.2)) for _ in range(9)]
+        await asyncio.sleep(0.05)
+        loads = [small.load, large.load]
+        await asyncio.gather(*asked)
+        return loads
+
+    assert asyncio.run(run()) == [3, 6]

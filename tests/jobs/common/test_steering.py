@@ -42,6 +42,9 @@ class FakeFleet:
         worker = {"name": f"{self.role} worker 0", "state": "serving", "version": 3, "restarts": 1, "load": 2}
         return {"role": self.role, "wanted": self.wanted, "workers": [worker]}
 
+    async def measured(self) -> dict[str, float]:
+        return {"tokens_per_s": 800.0}
+
     def metrics(self) -> dict[str, float]:
         return {"workers": float(self.expected), "restarts": 1.0, "recovery_s": 4.0, "idle": 0.1}
 
@@ -84,11 +87,12 @@ def test_what_the_operator_wants_is_asked_of_the_fleets_and_the_picture_is_writt
 
     asyncio.run(run())
     assert set(rollouts.asked) == {3} and feedback.fleet.asked == []
-    assert steered.metrics() == {
+    assert asyncio.run(steered.metrics()) == {
         "idle/rollout": 0.1, "rollout/workers": 3.0, "rollout/restarts": 1.0, "rollout/recovery_s": 4.0,
+        "rollout/tokens_per_s": 800.0, "reward/tokens_per_s": 800.0,
         "idle/reward": 0.1, "reward/workers": 1.0, "reward/restarts": 1.0, "reward/recovery_s": 4.0,
     }  # fmt: skip
-    steered.on_step(4, STARVED | steered.metrics())
+    steered.on_step(4, STARVED | asyncio.run(steered.metrics()))
     status = read_status(config.run.folder)
     assert (status.step, status.samples, status.num_steps) == (4, 32, config.num_steps)
     assert [(f.role, f.wanted, f.workers[0].version) for f in status.fleets] == [("rollout", 3, 3), ("reward", 1, 3)]
@@ -100,7 +104,7 @@ def test_a_run_that_scales_itself_grows_when_its_learner_starves(tmp_path: Path)
     rollouts = FakeFleet("rollout", 1)
     steered = Steering(job(tmp_path, **{"rollout.autoscale": "true"}), rollouts, SimpleNamespace(fleet=None))  # type: ignore[arg-type]
     for step in range(1, 8):
-        steered.on_step(step, STARVED | steered.metrics())
+        steered.on_step(step, STARVED | asyncio.run(steered.metrics()))
     assert rollouts.wanted == 3  # once after three steps, and once after three more with the new size
 
 
@@ -109,7 +113,7 @@ def test_a_worker_that_was_given_up_does_not_stop_a_run_from_scaling_itself(tmp_
     rollouts.given_up = 1
     steered = Steering(job(tmp_path, **{"rollout.autoscale": "true"}), rollouts, SimpleNamespace(fleet=None))  # type: ignore[arg-type]
     for step in range(1, 5):
-        steered.on_step(step, STARVED | steered.metrics())
+        steered.on_step(step, STARVED | asyncio.run(steered.metrics()))
     assert rollouts.asked == [2], "one more than there are: the one given up gets its restarts again"
 
 
