@@ -84,7 +84,7 @@ def doctor(arguments: argparse.Namespace) -> int:
         return _doctor_as_job(arguments)
     import ray
 
-    from actors.cluster.nodes import look_at_nodes, pending_groups
+    from actors.cluster.nodes import barred, look_at_nodes, pending_groups
     from actors.cluster.placement import connect
     from t2g.config import ClusterConfig
     from t2g.config.roles import roles
@@ -96,7 +96,10 @@ def doctor(arguments: argparse.Namespace) -> int:
     connect(ClusterConfig(address=address), {})
     try:
         nodes = look_at_nodes(shared, require, timeout_s=LOOK_TIMEOUT_S)
-        found = findings(nodes, pending_groups(), roles(config) if config else {}, shared)
+        where = roles(config) if config else {}
+        found = findings(
+            nodes, pending_groups(), where, shared, barred(where, timeout_s=LOOK_TIMEOUT_S) if config else ()
+        )
     finally:
         ray.shutdown()
     print(f"{len(nodes)} nodes, {len(found)} findings{'' if config else '; labels and storage need --config'}")

@@ -5,6 +5,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from actors.fleet.fleet import Fleet
 from actors.fleet.meter import Measured
 from t2g.config import EngineConfig
@@ -53,6 +55,12 @@ class Worker:
 
     async def stumble(self) -> None:
         raise ValueError(f"{self.name} cannot do it")
+
+
+class Telling(Worker):
+    async def start(self) -> tuple[str, dict[str, str]]:  # type: ignore[override]
+        """The node that it is on, and its environment."""
+        return ray.get_runtime_context().get_node_id(), dict(os.environ)
 
 
 class Unwilling(Worker):

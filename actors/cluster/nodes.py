@@ -1,7 +1,8 @@
-"""Looks at every node of a live cluster: one tiny task each, no actor, no model."""
+"""Looks at every node of a live cluster, and from node to node: tiny tasks and listeners, no model."""
 
+import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -14,12 +15,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray.util.state import list_placement_groups
 
 from actors.cluster.fanout import first_line
-from t2g.deploy.doctor import Node, PendingGroup
+from t2g.config import ProcessConfig
+from t2g.deploy.doctor import Barred, Node, PendingGroup
+from t2g.deploy.pods import satisfies
 from t2g.errors import UserError
 from t2g.runs.versions import versions
 from t2g.sandbox import available
 
 WAITING = ("PENDING", "RESCHEDULING")
+CONNECT_S = 5.0
+Listening = Mapping[str, tuple[str, int]]  # by the name of a node: host and port
 
 
 def look_at_nodes(shared: Path | None, require: Sequence[str], *, timeout_s: float) -> list[Node]:
@@ -37,7 +42,7 @@ def look_at_nodes(shared: Path | None, require: Sequence[str], *, timeout_s: flo
                 probe = Path(until_then.enter_context(NamedTemporaryFile(dir=shared, prefix=".doctor-")).name)
             except OSError as error:
                 raise UserError(f"{shared}: a run could not write there: {error.strerror}") from None
-        refs = [_examine_on(node["NodeID"], probe, require) for node in alive]
+        refs = [_on(node["NodeID"], examine, probe, require) for node in alive]
         deadline = time.monotonic() + timeout_s
         return [_node(node, ref, deadline, timeout_s) for node, ref in zip(alive, refs, strict=True)]
 
@@ -73,9 +78,59 @@ def examine(path: Path | None, require: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _examine_on(node_id: str, path: Path | None, require: Sequence[str]) -> Any:
+class Listener:
+    """A port as rank 0 of a learner opens one for the meeting of a broadcast; open as long as this lives."""
+
+    def listen(self) -> tuple[str, int]:
+        self._socket = socket.create_server(("", 0))
+        return ray.util.get_node_ip_address(), self._socket.getsockname()[1]
+
+
+def barred(roles: Mapping[str, ProcessConfig], *, timeout_s: float) -> list[Barred]:
+    """Where a node that may hold a rank or an engine cannot reach one that may hold a rank. Nodes that do not answer
+    are left out: `look_at_nodes` has them."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    ranks, engines = ([n for n in alive if satisfies(n["Labels"], roles[s].labels)] for s in ("learner", "rollout"))
+    sources = {node["NodeID"]: node for node in [*ranks, *engines]}
+    deadline = time.monotonic() + timeout_s
+    listeners = [_on(node["NodeID"], Listener) for node in ranks] if len(sources) > 1 else []
+    try:
+        opened = [_answer(listener.listen.remote(), deadline) for listener in listeners]
+        open_ = {n["NodeName"]: at for n, at in zip(ranks, opened, strict=False) if at}
+        asked = {node_id: _on(node_id, reached, open_, CONNECT_S) for node_id in sources} if open_ else {}
+        found = {sources[node_id]["NodeName"]: _answer(ref, deadline) or {} for node_id, ref in asked.items()}
+    finally:
+        for listener in listeners:
+            ray.kill(listener)
+    return [Barred(source=name, target=to, reason=why) for name, failed in found.items() for to, why in failed.items()]
+
+
+def reached(listening: Listening, timeout_s: float) -> dict[str, str]:
+    """Name of each node that does not let this one in, and why."""
+    return dict(_refusals(listening, timeout_s))
+
+
+def _refusals(listening: Listening, timeout_s: float) -> Iterator[tuple[str, str]]:
+    for name, (host, port) in listening.items():
+        try:
+            socket.create_connection((host, port), timeout_s).close()
+        except OSError as error:
+            yield name, f"port {port} of {host}: {error.strerror or error}"
+
+
+def _answer(ref: Any, deadline: float) -> Any:
+    """None where none comes in time."""
+    try:
+        return ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
+    except RayError:
+        return None
+
+
+def _on(node_id: str, work: Any, *args: Any) -> Any:
+    """A task, or an actor, on that node."""
     here = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
-    return ray.remote(examine).options(num_cpus=0, max_retries=0, scheduling_strategy=here).remote(path, require)
+    once = {} if isinstance(work, type) else {"max_retries": 0}
+    return ray.remote(work).options(num_cpus=0, scheduling_strategy=here, **once).remote(*args)
 
 
 def _node(node: dict[str, Any], ref: Any, deadline: float, timeout_s: float) -> Node:

@@ -29,7 +29,7 @@ def resources(address: str | None) -> Mapping[str, float]:
     address = address or os.environ.get("RAY_ADDRESS") or "local"
     if address == "local":
         return {"GPU": torch.cuda.device_count(), "memory": psutil.virtual_memory().available}
-    _join(address)
+    _join(address, ClusterConfig())
     try:
         return ray.cluster_resources()
     finally:
@@ -47,7 +47,7 @@ def connect(config: ClusterConfig, roles: Mapping[str, ProcessConfig]) -> None:
     if address == "local":
         _start(config)
     else:
-        _join(address)
+        _join(address, config)
     gpus = ray.cluster_resources().get("GPU", 0)
     if gpus and roles and not any(role.gpus for role in roles.values()):
         section = next(iter(roles))
@@ -70,19 +70,24 @@ def _start(config: ClusterConfig) -> None:
         num_cpus=cpus if cpus < (os.cpu_count() or 1) else None,  # Ray knows a container's limits, but no affinity
         object_store_memory=int((config.object_store_gib or 1) * GIB),
         include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
+        **_quiet(config),
     )
 
 
-def _join(address: str) -> None:
+def _quiet(config: ClusterConfig) -> dict[str, Any]:
+    """How this process joins; what it starts has `config.env`, to which `actor_options` add."""
+    environment = {"runtime_env": {"env_vars": config.env}} if config.env else {}
+    return {"log_to_driver": False, "logging_level": logging.ERROR, **environment}
+
+
+def _join(address: str, config: ClusterConfig) -> None:
     if address.startswith(("http://", "https://")):
         raise UserError(
             f"cluster.address or RAY_ADDRESS is {address}, where jobs are submitted; a driver needs the cluster's own "
             "address (HOST:6379), or to be started by `ray job submit`"
         )
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address=address, **_quiet(config))
     except ConnectionError as error:
         raise UserError(f"cluster.address: no Ray cluster answers at {address}") from error
     except (ValueError, RuntimeError) as error:  # another version of Ray or Python, or no address at all

@@ -1,6 +1,7 @@
 """What every job has: where it runs, what it reads, what it keeps, and the resources of a process."""
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -86,8 +87,14 @@ class RunConfig(Section):
         return self.root / self.name / "smoke" if self.smoke else self.root / self.name
 
 
+OURS_OR_SECRET = re.compile(r"^(CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS|RAY_\w*|T2G_\w*)$|TOKEN|SECRET|PASSWORD|(^|_)KEY")
+
+
 class ClusterConfig(Section):
     address: str | None = Field(None, description="Ray address; none: the cluster of the job, else a new local one")
+    env: dict[str, str] = Field(
+        {}, description="environment of every engine and rank, {NCCL_SOCKET_IFNAME: eth0}; no secrets: runs keep it"
+    )
     placement_timeout_s: float = Field(60, gt=0, description="how long actors may wait for CPUs, GPUs and memory")
     object_store_gib: float | None = Field(
         None,
@@ -100,6 +107,16 @@ class ClusterConfig(Section):
         description="engines and ranks have the same GPUs in turn, one of each on a GPU: engines sleep while ranks "
         "train, the ranks' optimizer waits in host memory while engines sample. rollout.max_staleness=0 only",
     )
+
+    @field_validator("env", mode="before")
+    @classmethod
+    def _plain_and_not_ours(cls, env: Any) -> Any:
+        """NCCL_DEBUG_SUBSYS: ALL and NCCL_IB_HCA: 1 are texts and numbers in YAML; all are texts in an environment."""
+        if not isinstance(env, dict):
+            return env
+        if bad := [name for name in env if OURS_OR_SECRET.search(str(name).upper())]:
+            raise ValueError(f"{bad[0]} cannot be given: each process has its own, or it is a secret")
+        return {name: str(value) if type(value) in (int, float) else value for name, value in env.items()}
 
 
 class DataConfig(Section):

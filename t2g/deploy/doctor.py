@@ -32,8 +32,21 @@ class PendingGroup:
     selectors: tuple[Mapping[str, str], ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Barred:
+    """A node from which a port of another, on which somebody listens, cannot be reached."""
+
+    source: str
+    target: str
+    reason: str
+
+
 def findings(
-    nodes: Sequence[Node], pending: Sequence[PendingGroup], roles: Mapping[str, ProcessConfig], shared: Path | None
+    nodes: Sequence[Node],
+    pending: Sequence[PendingGroup],
+    roles: Mapping[str, ProcessConfig],
+    shared: Path | None,
+    barred: Sequence[Barred] = (),
 ) -> list[str]:
     """One sentence for each thing that is wrong. `shared`: the root of all runs."""
     return [
@@ -43,6 +56,11 @@ def findings(
         *_missing_labels(nodes, roles),
         *(f"placement group {group.name} is pending: {why_pending(group, nodes)}" for group in pending),
         *_not_shared(nodes, shared),
+        *(
+            f"node {b.source} does not reach node {b.target}: {b.reason}; ranks and engines meet on ports that the "
+            "system picks: open those above 1023 between these nodes"
+            for b in barred
+        ),
     ]
 
 

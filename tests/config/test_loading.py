@@ -120,6 +120,14 @@ def test_vllms_own_arguments_pass_through(tmp_path: Path) -> None:
     assert job.rollout.engine_args == {"quantization": "fp8", "block_size": 32}
 
 
+def test_the_environment_of_engines_and_ranks_is_text_without_secrets(tmp_path: Path) -> None:
+    cluster = load(tmp_path, GOOD, "cluster.env={NCCL_IB_HCA: mlx5, NCCL_IB_PKEY: 1}").cluster
+    assert cluster.env == {"NCCL_IB_HCA": "mlx5", "NCCL_IB_PKEY": "1"}
+    for name in ("HF_TOKEN", "aws_secret", "OPENAI_API_KEY", "CUDA_VISIBLE_DEVICES", "RAY_ADDRESS"):
+        (sentence,) = refused(tmp_path, GOOD, f"cluster.env.{name}=x")
+        assert sentence.startswith(f"command line: cluster.env: {name} cannot be given")
+
+
 @pytest.mark.parametrize(("tokens", "deadline_s"), [(16, 90), (256, 90), (1024, 360)])
 def test_who_may_write_more_has_longer(tokens: int, deadline_s: float) -> None:
     engine = RewardEngineConfig(max_new_tokens=tokens, request_timeout_s=90)

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from t2g.config import RoleConfig
-from t2g.deploy.doctor import Node, PendingGroup, findings, why_pending
+from t2g.deploy.doctor import Barred, Node, PendingGroup, findings, why_pending
 
 GIB = 2**30
 VERSIONS = {"python": "3.11.9", "ray": "2.60.0"}
@@ -71,6 +71,12 @@ def test_each_fault_is_one_sentence() -> None:
         "/mnt/runs is not shared: a file that one node writes there is not seen on old; "
         "mount the same volume on all nodes, or put run.root on one that is",
     ]
+
+
+def test_who_does_not_reach_whom_is_told() -> None:
+    barred = [Barred(source="gpu-0", target="learner-0", reason="port 4711 of 10.0.0.2: timed out")]
+    (sentence,) = findings(NODES, [], {}, None, barred)
+    assert sentence.startswith("node gpu-0 does not reach node learner-0: port 4711 of 10.0.0.2: timed out; ")
 
 
 def test_a_package_that_a_node_lacks_is_told() -> None:

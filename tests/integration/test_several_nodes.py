@@ -1,0 +1,68 @@
+"""Two nodes with GPUs that only Ray's books have: places, environment, and who reaches whom."""
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from fleet_worker import Telling, make_fleet
+from ray.cluster_utils import Cluster
+
+from actors.cluster.nodes import barred, reached
+from actors.cluster.placement import check_places, connect
+from t2g.config import ClusterConfig, EngineConfig, RoleConfig, WorkersConfig
+from t2g.errors import UserError
+
+GPUS = 2  # of a node
+TESTS = str(Path(__file__).parents[1])
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Cluster]:
+    with pytest.MonkeyPatch.context() as environ:
+        environ.delenv("RAY_ADDRESS", raising=False)
+        environ.setenv("PYTHONPATH", os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")]))
+        of_node = {"num_cpus": 4, "num_gpus": GPUS, "object_store_memory": 2**27, "include_dashboard": False}
+        cluster = Cluster(initialize_head=True, head_node_args=of_node | {"labels": {"rl/role": "learner"}})
+        cluster.add_node(**of_node, labels={"rl/role": "rollout"})
+        env = {"NCCL_SOCKET_IFNAME": "eth0"}
+        connect(ClusterConfig(address=cluster.address, env=env), {})
+        yield cluster
+        ray.shutdown()
+        cluster.global_state.disconnect()
+        cluster.shutdown()
+
+
+def engine(gpus: float, workers: int = 1, **given: Any) -> EngineConfig:
+    return EngineConfig(workers=WorkersConfig(initial=workers), gpus=gpus, cpus=0.5, threads=3, memory_gib=0.1, **given)
+
+
+def test_an_engine_has_all_its_gpus_in_one_process_on_one_node_and_the_clusters_environment(nodes: Cluster) -> None:
+    fleet = make_fleet(ray.remote(Telling), {}, engine(GPUS, workers=2), placement_timeout_s=30)
+    try:
+        fleet.wait_ready()
+        told = [ray.get(member.starting) for member in fleet.started()]
+    finally:
+        fleet.close()
+    expected = {"CUDA_VISIBLE_DEVICES": "0,1", "NCCL_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "3"}
+    assert [{name: environ.get(name) for name in expected} for _, environ in told] == [expected] * 2
+    assert len({node for node, _ in told}) == 2
+
+
+def test_no_engine_is_spread_over_nodes(nodes: Cluster) -> None:
+    with pytest.raises(UserError, match=r"1 rollout workers: each needs .* 3 GPUs .* no node has more than 2 GPUs"):
+        check_places({"rollout": engine(3)}, timeout_s=1)
+    check_places({"rollout": engine(1, workers=4)}, timeout_s=20)
+
+
+def test_every_node_reaches_the_ports_of_those_with_ranks(nodes: Cluster) -> None:
+    roles = {"learner": RoleConfig(labels={"rl/role": "learner"}), "rollout": engine(1, labels={"rl/role": "rollout"})}
+    assert barred(roles, timeout_s=60) == []
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+        refused = reached({"far": ("127.0.0.1", port)}, timeout_s=2)
+    assert refused == {"far": f"port {port} of 127.0.0.1: Connection refused"}
