@@ -82,8 +82,9 @@ class Listener:
     """A port as rank 0 of a learner opens one for the meeting of a broadcast; open as long as this lives."""
 
     def listen(self) -> tuple[str, int]:
-        self._socket = socket.create_server(("", 0))
-        return ray.util.get_node_ip_address(), self._socket.getsockname()[1]
+        host = ray.util.get_node_ip_address()
+        self._socket = socket.create_server((host, 0))
+        return host, self._socket.getsockname()[1]
 
 
 def barred(roles: Mapping[str, ProcessConfig], *, timeout_s: float) -> list[Barred]:
