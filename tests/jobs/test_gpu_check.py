@@ -1,16 +1,23 @@
 """What the command says of a machine: its jobs are replaced by files, their command lines are read by schemas."""
 
+import asyncio
+import inspect
 import json
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import ray
 import torch
 
+from actors.engines.rollout import RolloutWorker
 from jobs import gpu_check
 from t2g.config import DemoJob, PolicyJob, SFTJob, loading
+from t2g.interfaces import Sampling
+from t2g.types import Prompt
 
 SCHEMAS: dict[str, Any] = {"jobs.train_policy": PolicyJob, "jobs.train_sft": SFTJob}
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,3 +92,38 @@ def test_a_job_that_fails_or_hangs_is_a_no_with_its_last_words(monkeypatch: pyte
     assert (code, said["items"][0]["why"]) == (3, "RunStopped: jobs.train_policy: no rollout worker is left")
     jobs.hangs = True
     assert "did not end within" in check(monkeypatch, tmp_path, jobs, "world")[1]["items"][0]["why"]
+
+
+def test_an_engine_is_asked_as_it_can_be_asked_and_its_successor_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    class Handle:
+        def __init__(self) -> None:
+            self.sample = SimpleNamespace(remote=self._sample)
+
+        async def _sample(self, *given: Any) -> Any:
+            bound = inspect.signature(RolloutWorker.sample).bind(None, *given)
+            asked.append(bound.arguments["index"])
+            return SimpleNamespace(response_ids=[1, 2, 3])
+
+    class Fleet:
+        def __init__(self) -> None:
+            self.members = [SimpleNamespace(handle=Handle())]
+
+        def serving(self) -> list[Any]:
+            return self.members
+
+        async def sample(self, prompt: Prompt, sampling: Sampling) -> list[Any]:
+            return [await self.members[0].handle.sample.remote(prompt.prompt_id, prompt.prompt_ids, sampling, 0)] * 4
+
+    fleet = Fleet()
+
+    def kill(handle: Any) -> None:
+        assert handle is fleet.members[0].handle
+        fleet.members = [SimpleNamespace(handle=Handle())]
+
+    monkeypatch.setattr(ray, "kill", kill)
+    prompts = [Prompt(prompt_id=str(i), prompt_ids=np.arange(3, dtype=np.int32), prompt_text="", task="") for i in "ab"]
+    figures = asyncio.run(gpu_check.measure(fleet, prompts))  # type: ignore[arg-type]
+    assert figures.keys() == {"compiling_tokens_per_s", "bare_tokens_per_s", "fleet_tokens_per_s", "successor_s"}
+    assert sorted(asked[:8]) == [0, 0, 1, 1, 2, 2, 3, 3] and figures["bare_tokens_per_s"] > 0
