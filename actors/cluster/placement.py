@@ -6,7 +6,7 @@ Nothing waits for ever: what does not fit is a UserError that says what is neede
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -155,6 +155,11 @@ def reserve(roles: Mapping[str, ProcessConfig], *, timeout_s: float) -> list[Pla
         f"no place within {timeout_s:g} s for {missing}; the cluster has {have}, of which {left} are left beside the "
         f"others, and no node has more than {_most_gpus():g} GPUs; lower workers, cpus, gpus or memory_gib"
     )
+
+
+def by_node(places: Sequence[PlacementGroup]) -> list[PlacementGroup]:
+    """Ready places of one worker each; those of a node stand together: ranks that follow each other are neighbours."""
+    return sorted(places, key=lambda place: placement_group_table(place)["bundles_to_node_id"][0])
 
 
 def wish(config: ProcessConfig) -> str:

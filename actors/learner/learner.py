@@ -127,7 +127,9 @@ class LearnerWorker:
         torch.save(torch.get_rng_state(), self._rng_file(part, folder))
         zero3.save_checkpoint(self.parts[part].engine, folder, part)
         mine = [self._rng_file(part, folder), *(folder / part).glob(f"*zero_pp_rank_{self.rank}_*")]
-        return {str(file.relative_to(folder)): entry(file) for file in mine}
+        hashed = {str(file.relative_to(folder)): entry(file) for file in mine}
+        torch.distributed.barrier()  # whoever comes back may rename the folder
+        return hashed
 
     def convert(self, part: PartName, folder: Path) -> None:
         """Before a `load` by another number of ranks; rank 0 does it."""

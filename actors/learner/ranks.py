@@ -35,7 +35,7 @@ class Ranks:
     ) -> None:
         """Start actor(*args, role, rank) in each place. UserError, naming section, when there is no place."""
         self.who = who
-        self._places = placement.reserve({section: role}, timeout_s=placement_timeout_s)
+        self._places = placement.by_node(placement.reserve({section: role}, timeout_s=placement_timeout_s))
         self.workers = [
             actor.options(**placement.actor_options(role, place, environment)).remote(*args, role, rank)
             for rank, place in enumerate(self._places)

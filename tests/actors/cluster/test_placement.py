@@ -66,6 +66,12 @@ def test_gpus_that_a_job_leaves_alone_are_said_first(
     assert caplog.messages == ["2 GPUs are there, and this job runs on CPUs: rollout.gpus=auto takes them"]
 
 
+def test_ranks_of_a_node_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes: Any = {"p": "b", "q": "a", "r": "b", "s": "a"}
+    monkeypatch.setattr(placement, "placement_group_table", lambda place: {"bundles_to_node_id": {0: nodes[place]}})
+    assert placement.by_node([*nodes]) == ["q", "s", "p", "r"]
+
+
 def test_what_auto_is_told_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[Any] = []
     ray = SimpleNamespace(
