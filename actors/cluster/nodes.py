@@ -2,7 +2,7 @@
 
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -108,15 +108,13 @@ def barred(roles: Mapping[str, ProcessConfig], *, timeout_s: float) -> list[Barr
 
 def reached(listening: Listening, timeout_s: float) -> dict[str, str]:
     """Name of each node that does not let this one in, and why."""
-    return dict(_refusals(listening, timeout_s))
-
-
-def _refusals(listening: Listening, timeout_s: float) -> Iterator[tuple[str, str]]:
+    refused = {}
     for name, (host, port) in listening.items():
         try:
             socket.create_connection((host, port), timeout_s).close()
         except OSError as error:
-            yield name, f"port {port} of {host}: {error.strerror or error}"
+            refused[name] = f"port {port} of {host}: {error.strerror or error}"
+    return refused
 
 
 def _answer(ref: Any, deadline: float) -> Any:

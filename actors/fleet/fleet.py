@@ -139,7 +139,8 @@ class Fleet:
             await asyncio.wait(asked, timeout=MEASURE_S)
         for answer in asked:
             answer.cancel()
-        answers = [(m, a.result()) for m, a in zip(members, asked, strict=True) if _answered(a)]
+        here = [(m, a) for m, a in zip(members, asked, strict=True) if not a.cancelled()]
+        answers = [(m, a.result()) for m, a in here if a.exception() is None]
         most = max((said.cache_tokens for _, said in answers), default=0)
         for member, said in answers:
             member.capacity = said.cache_tokens / most if said.cache_tokens else 1.0
@@ -383,7 +384,3 @@ class Fleet:
         """Who was lost and why, and what the others do."""
         living = [f"{m.name} is {m.health.state}" for m in self._members]
         return "; ".join([*self._history, *living])
-
-
-def _answered(answer: "asyncio.Future[Any]") -> bool:
-    return not answer.cancelled() and answer.exception() is None

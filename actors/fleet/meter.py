@@ -1,12 +1,12 @@
 """What the engines of a fleet did since they were last asked: one counts, the driver adds up. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Measured:
-    """One engine. Preempted: had its cache taken, and is computed again."""
+    """One engine; it counts in it until it is read. Preempted: had its cache taken, and is computed again."""
 
     busy_s: float = 0.0  # with a request
     num_generated: int = 0  # tokens
@@ -36,25 +36,23 @@ class Meter:
 
     def step(self, *, generated: int, preempted: int, queued: int, cache_use: float) -> None:
         """One step of the scheduler."""
-        old = self._so_far
-        self._so_far = replace(
-            old,
-            num_generated=old.num_generated + generated,
-            num_preempted=old.num_preempted + preempted,
-            num_steps=old.num_steps + 1,
-            sum_queued=old.sum_queued + queued,
-            cache_use=max(old.cache_use, cache_use),
-        )
+        now = self._so_far
+        now.num_generated += generated
+        now.num_preempted += preempted
+        now.num_steps += 1
+        now.sum_queued += queued
+        now.cache_use = max(now.cache_use, cache_use)
 
     def read(self, now: float, *, cache_tokens: int) -> Measured:
         """Since the last call."""
         self._count_time(now)
         found, self._so_far = self._so_far, Measured()
-        return replace(found, cache_tokens=cache_tokens)
+        found.cache_tokens = cache_tokens
+        return found
 
     def _count_time(self, now: float) -> None:
         if self._open:
-            self._so_far = replace(self._so_far, busy_s=self._so_far.busy_s + now - self._since)
+            self._so_far.busy_s += now - self._since
             self._since = now
 
 
