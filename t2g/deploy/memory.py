@@ -221,7 +221,8 @@ def host_bytes(
 ) -> float:
     """Of one policy rank in the host's memory, at most: models whose files have another type than the learner are
     converted whole, policy, reference and critic, before they are parted; of others it reads pages of the files, which
-    the ranks of a node share. With offload=cpu their states stay there.
+    the ranks of a node share. With offload=cpu their states stay there; with
+    colocate all but the weights, while the engines have their turn.
 
     Llama 3 8B in bfloat16, with a critic: 2 x (2 x 8.03 + 7.50) x 10^9 = 43.9 GiB.
     """
