@@ -1,5 +1,7 @@
 """A tiny supervised training that ends in memory: eight prompts, eight targets, a random Llama."""
 
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,7 @@ import numpy as np
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from actors.learner.sft import run_sft
-from actors.learner.sft_rank import SFTProgress
+from actors.learner.sft_rank import CHECKPOINTS, SFTProgress
 from t2g.config import ClusterConfig, ModelConfig, OptimConfig, SFTOptions
 from t2g.feedback.examples import sft_example
 from t2g.tasks.tiny.assets import build_model, build_tokenizer
@@ -63,6 +65,24 @@ def train(
         cluster=cluster, out_folder=out_folder, seed=3, on_start=on_start, on_progress=seen.append,
     )  # fmt: skip
     return metrics, seen
+
+
+def stand_in_the_way(part: Path, step: int) -> None:
+    """Once the checkpoint of `step` stands, a file is where the folder was: rank 0 dies at the next, and it alone."""
+    folder, until = part / CHECKPOINTS, time.monotonic() + 300
+
+    def watch() -> None:
+        while not (folder / f"step-{step:08d}").exists() and time.monotonic() < until:
+            time.sleep(0.005)
+        folder.rename(part / "away")
+        folder.touch()
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def step_aside(part: Path) -> None:
+    (part / CHECKPOINTS).unlink()
+    (part / "away").rename(part / CHECKPOINTS)
 
 
 def assert_writes_the_targets(folder: Path) -> None:

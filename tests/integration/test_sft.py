@@ -18,6 +18,8 @@ from sft_runs import (
     make_base,
     make_examples,
     make_options,
+    stand_in_the_way,
+    step_aside,
     train,
 )
 
@@ -61,18 +63,15 @@ def cut_off_export(part: Path) -> None:
 def trained(base: Path, cluster: ClusterConfig, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("trained") / "model"
     part, before, done = folder.with_name("model.part"), list[SFTProgress](), list[int]()
-    obstacle = part / "checkpoints" / ".tmp-step-00000040"
 
-    def stand_in_the_way(steps: int) -> None:
-        """Of the checkpoint of step 40: rank 0 dies there, after that of step 20."""
+    def on_start(steps: int) -> None:
         done.append(steps)
-        obstacle.parent.mkdir()
-        obstacle.touch()
+        stand_in_the_way(part, 20)
 
-    with pytest.raises(RunStopped, match=r"rank 0: .*tmp-step-00000040"):
-        train(base, folder, cluster, stand_in_the_way, seen=before, **SETTINGS, workers=2)
+    with pytest.raises(RunStopped, match=r"rank 0: FileExistsError.*checkpoints"):
+        train(base, folder, cluster, on_start, seen=before, **SETTINGS, workers=2)
     assert not folder.exists()
-    obstacle.unlink()
+    step_aside(part)
     cut_off_export(part)
     metrics, after = train(base, folder, cluster, done.append, **SETTINGS, workers=2)
     assert not part.exists()

@@ -9,7 +9,15 @@ import ray
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from sft_runs import MEMORISED, assert_writes_the_targets, make_base, make_examples, train
+from sft_runs import (
+    MEMORISED,
+    assert_writes_the_targets,
+    make_base,
+    make_examples,
+    stand_in_the_way,
+    step_aside,
+    train,
+)
 from transformers import AutoModelForCausalLM
 
 from t2g.config import ClusterConfig, LoRAConfig, ModelConfig, OptimConfig, SFTLoRAConfig
@@ -85,17 +93,15 @@ def test_killed_and_resumed_with_other_memory_options_gives_the_same_weights(
     trained: Any, base: Path, cluster: ClusterConfig, tmp_path: Path
 ) -> None:
     """In host memory, without gradient checkpointing, after a start that died at the checkpoint of step 20."""
-    checkpoints = tmp_path / "model.part" / "checkpoints"
-    done: list[int] = []
+    part, done = tmp_path / "model.part", list[int]()
 
-    def stand_in_the_way(steps: int) -> None:
+    def on_start(steps: int) -> None:
         done.append(steps)
-        checkpoints.mkdir()
-        (checkpoints / ".tmp-step-00000020").touch()
+        stand_in_the_way(part, 10)
 
-    with pytest.raises(RunStopped, match=r"rank 0: .*tmp-step-00000020"):
-        train(base, tmp_path / "model", cluster, stand_in_the_way, checkpoint_every=10, **OPTIONS)
-    (checkpoints / ".tmp-step-00000020").unlink()
+    with pytest.raises(RunStopped, match=r"rank 0: FileExistsError.*checkpoints"):
+        train(base, tmp_path / "model", cluster, on_start, checkpoint_every=10, **OPTIONS)
+    step_aside(part)
 
     train(base, tmp_path / "model", cluster, done.append, checkpoint_every=10, offload="cpu", **OPTIONS)
     assert done == [0, 10]
