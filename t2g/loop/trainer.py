@@ -345,6 +345,7 @@ class Trainer:
 
     async def _sealed(self) -> None:
         """The last checkpoint stands: it is hashed and brought to the disk while steps go on. UserError as `write`."""
-        sealing, self._sealing = self._sealing, None
-        if sealing is not None:
-            await asyncio.shield(sealing)
+        if (sealing := self._sealing) is not None:
+            await asyncio.wait([sealing])  # who is cancelled here leaves it: the next checkpoint would remove its files
+            self._sealing = None
+            sealing.result()

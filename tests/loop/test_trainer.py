@@ -1,5 +1,6 @@
 """The loop on fakes: it learns, it resumes to the same numbers, it stops with a reason."""
 
+import asyncio
 import json
 import threading
 import time
@@ -72,6 +73,34 @@ def test_the_next_step_goes_on_while_a_checkpoint_is_sealed(
     bench.run()
     assert waited == [True] * 3  # of steps 2, 4 and 6
     assert bench.checkpoint_step() == NUM_STEPS
+
+
+def test_who_is_cancelled_while_a_checkpoint_is_sealed_leaves_it_whole(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, go_on, seal = Bench(tmp_path, tokenizer, job()), threading.Event(), checkpoint._seal
+
+    def slow_seal(folder: Path, known: Any) -> None:
+        if folder.name.endswith("step-00000002"):
+            assert go_on.wait(20)
+        seal(folder, known)
+
+    async def cancelled_in_step_3() -> None:
+        running = asyncio.create_task(bench.tidy())
+        while bench.trainer.state.step < 3:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)  # its evaluation waits for the checkpoint before
+        running.cancel()
+        await asyncio.sleep(0.1)
+        assert bench.checkpoint_step() is None
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    monkeypatch.setattr(checkpoint, "_seal", slow_seal)
+    asyncio.run(cancelled_in_step_3())
+    assert bench.checkpoint_step() == 3
+    assert sorted(p.name for p in (tmp_path / "checkpoints").glob("step-*")) == ["step-00000002", "step-00000003"]
 
 
 def test_a_run_that_dies_after_its_checkpoint_repeats_only_the_steps_since(tokenizer: Any, tmp_path: Path) -> None:
