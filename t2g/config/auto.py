@@ -6,6 +6,7 @@ It is replaced before anything is checked, so that a resolved config, and the id
 """
 
 from collections.abc import Iterator, Mapping
+from math import ceil
 from typing import Any
 
 from t2g.config.words import Keys
@@ -27,15 +28,16 @@ def asked(values: Mapping[str, Any], prefix: Keys = ()) -> Iterator[Keys]:
 def fill(values: Mapping[str, Any], have: Mapping[str, float]) -> dict[str, Any]:
     """`values` without `auto`; have: GPU, and memory in bytes, as Ray names them.
 
-    Where processes ask for more GPUs than there are, each gets an equal share of one.
+    Where processes ask for more GPUs than there are, each gets an equal share of one, with which all find a place.
 
     >>> fill({"rollout": {"gpus": "auto", "workers": 2}, "learner": {"gpus": "auto", "dtype": "auto"}}, {"GPU": 1})
     {'rollout': {'gpus': 0.33, 'workers': 2}, 'learner': {'gpus': 0.33, 'dtype': 'bfloat16'}}
     >>> fill({"rollout": {"gpus": "auto", "workers": 2}, "learner": {"gpus": "auto", "dtype": "auto"}}, {})
     {'rollout': {'workers': 2}, 'learner': {}}
     """
-    share = min(1.0, int(100 * have.get("GPU", 0) / max(1, _count(values))) / 100)
-    host_gib = SPARED * have.get("memory", 0) / GIB / max(1, have.get("GPU", 0))
+    gpus = int(have.get("GPU", 0))
+    share = int(100 / max(1, ceil(_count(values) / gpus))) / 100 if gpus else 0.0
+    host_gib = SPARED * have.get("memory", 0) / GIB / max(1, gpus)
     return _fill(values, share, host_gib)
 
 

@@ -36,6 +36,13 @@ def test_processes_share_one_gpu() -> None:
     assert job.learner.memory_gib == 45
 
 
+@pytest.mark.parametrize(("gpus", "ranks", "share"), [(2, 2, 0.5), (3, 3, 0.5), (8, 7, 1), (8, 8, 0.5), (2, 4, 0.33)])
+def test_no_share_is_left_without_a_gpu_to_be_on(gpus: int, ranks: int, share: float) -> None:
+    job = own({"GPU": gpus}, f"learner.workers={ranks}")
+    assert job.rollout.gpus == job.learner.gpus == share
+    assert int(1 / share) * gpus >= ranks + 1
+
+
 def test_without_a_gpu_it_is_the_default() -> None:
     assert own({"memory": 100 * GIB}) == loading.load(PolicyJob, OWN, environ={}, cwd=ROOT)
     plain = PolicyJob.model_fields["learner"].default
