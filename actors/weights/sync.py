@@ -49,7 +49,7 @@ class WeightSync:
         self._held: Version | None = None  # the last one that was sent
         self._held_s = 0.0  # that its push took
         self._group = Group()
-        self._lock = asyncio.Lock()  # of push and catch_up
+        self.sending = asyncio.Lock()  # of push and catch_up
         self._catching_up: tuple[Round, asyncio.Future[list[float]]] | None = None
 
     async def push(self, policy_version: int) -> WeightSyncResult:
@@ -62,7 +62,7 @@ class WeightSync:
         before = self._held and replace(self._held, held=[], before=None)
         self._held = None  # frees the object store for what comes, which whoever waits to catch up gets as well
         self._take_over()
-        async with self._lock:
+        async with self.sending:
             started = time.monotonic()
             shapes, made_at = await asyncio.to_thread(self._learner.announce), self._learner.policy_version
             version = Version(number=policy_version, made_at=made_at, shapes=shapes, probe=self._probe, before=before)
@@ -117,12 +117,12 @@ class WeightSync:
         """Bring a STALE worker the last version that was pushed; the fleet hears of the outcome.
 
         Does nothing before the first push, which reaches every worker, nor to a worker that a push has reached since,
-        nor where a push waits or the learner is needed and has gone on. What is held it gets with a push's grace.
-        Raises LearnerLost as the learner does, and when what is held was lost with the node of rank 0.
+        nor where a push waits, the engines sleep, or the learner is needed and has gone on. What is held it gets with a
+        push's grace. Raises LearnerLost as the learner does, and when what is held was lost with the node of rank 0.
         """
-        async with self._lock:
+        async with self.sending:
             version = self._held
-            if version is None or receiver in version.proved:
+            if version is None or receiver in version.proved or self._fleet.turn == "learner":
                 return
             if not version.held and self._learner.policy_version != version.made_at:
                 return

@@ -26,11 +26,15 @@ class Turns:
 
     def __init__(self, fleet: EngineFleet, *, timeout_s: float) -> None:
         self._fleet, self._timeout_s = fleet, timeout_s
+        self.sending = asyncio.Lock()  # that of the weight sync: no engine sleeps in the middle of a catch-up
 
     async def take(self, turn: Turn) -> None:
         """Returns when the others have left the GPUs to them. RunStopped with the name of an engine that does not."""
-        if turn == self._fleet.turn:
-            return
+        if turn != self._fleet.turn:
+            async with self.sending:
+                await self._take(turn)
+
+    async def _take(self, turn: Turn) -> None:
         if turn == "engines" and self.learner is not None:
             await asyncio.to_thread(self.learner.rest, True)
         said = await asyncio.gather(*(self._rest(receiver, turn == "learner") for receiver in self._fleet.receivers()))

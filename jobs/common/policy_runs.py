@@ -164,7 +164,7 @@ def one_learner(
         sync = WeightSync(learner, rollouts, config.learner, prompts=probe, kept=folder / "probe.json")
         rollouts.catch_up = sync.catch_up
         if turns is not None:
-            turns.learner = learner
+            turns.learner, turns.sending = learner, sync.sending
         engines.callback(setattr, rollouts, "catch_up", None)  # the ranks behind it end here
         trainer = Trainer(
             config=config,

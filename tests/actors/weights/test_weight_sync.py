@@ -18,6 +18,7 @@ from actors.weights.buckets import Bucket, Shapes, make_bucket
 from actors.weights.probe import Gap
 from actors.weights.sync import WeightSync
 from actors.weights.transports import Meeting
+from actors.weights.turns import Turns
 from t2g.config import HealthConfig, LearnerConfig, RolloutConfig
 from t2g.errors import LearnerLost, MissedSync, RunStopped
 
@@ -107,6 +108,7 @@ class FakeFleet:
 
     config = RolloutConfig(max_model_len=32, max_new_tokens=8, health=HealthConfig(probe_timeout_s=0.5, max_failures=2))
     vocab_size = 50
+    turn = "engines"
     agreed: Gap | None = None
 
     def __init__(self, **workers: FakeWorker) -> None:
@@ -359,6 +361,28 @@ def test_a_push_and_a_catch_up_take_turns_and_a_joiner_gets_the_newer_version() 
 
     asyncio.run(meet())
     assert joiner.handle.log[0] == ("open", 4, "float32", 3)
+
+
+def test_an_engine_that_sleeps_is_brought_nothing_and_none_sleeps_while_it_is() -> None:
+    fleet, joiner, slept = FakeFleet(w0=FakeWorker()), Receiver("w1", FakeWorker()), list[list[Any]]()
+
+    class Sleepers(FakeFleet):
+        def receivers(self) -> list[Receiver]:
+            slept.append(list(joiner.handle.log))
+            return []
+
+    async def meet() -> None:
+        sync, turns = WeightSync(FakeLearner(), fleet, CONFIG), Turns(sleepers := Sleepers(), timeout_s=5)
+        turns.sending = sync.sending
+        await sync.push(3)
+        fleet.turn = "learner"
+        await sync.catch_up(joiner)
+        assert joiner.handle.log == []
+        fleet.turn = "engines"
+        await asyncio.gather(sync.catch_up(joiner), turns.take("learner"))
+        assert sleepers.turn == "learner" and slept == [joiner.handle.log] and fleet.heard[-1] == ("w1", 3)
+
+    asyncio.run(meet())
 
 
 def test_a_push_takes_over_from_a_joiner_that_hangs_and_from_those_that_wait_behind_it(
