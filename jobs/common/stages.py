@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from actors.cluster import placement
 from jobs.common.annotation_runs import annotate_data
 from jobs.common.fleets import Fleets
 from jobs.common.reward_models import read_data, train_reward
@@ -137,11 +138,15 @@ def reward_model(demo: DemoJob) -> str:
 
 
 def demo_of(config: PolicyJob) -> DemoJob | None:
-    """The demo whose stages a job builds on, if it names one: under the job's own root, on its cluster."""
+    """The demo whose stages a job builds on, if it names one: under the job's own root, on its cluster, where nobody is
+    connected yet."""
     if config.stages is None:
         return None
     root = json.dumps(str(config.run.root))  # quoted: a path may hold what YAML reads otherwise
-    return with_overrides(loading.load(DemoJob, config.stages, [f"run.root={root}"]), {"cluster": config.cluster})
+    demo = loading.load(
+        DemoJob, config.stages, [f"run.root={root}"], have=lambda _: placement.resources(config.cluster.address)
+    )
+    return with_overrides(demo, {"cluster": config.cluster})
 
 
 def resolve_stages(config: AnyJob, demo: DemoJob | None) -> AnyJob:

@@ -5,9 +5,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from actors.cluster import placement
 from configs import differing
 from jobs.common.stages import demo_of, once, resolve_stages
 from jobs.demo import arm_job, check_sources, held_out_facts, table
@@ -41,6 +43,19 @@ def test_the_stages_of_a_job_need_no_root_of_their_own(tmp_path: Path) -> None:
         timeout=60,
     )  # fmt: skip
     assert printed.stdout.strip() == str(root / "demo")
+
+
+def test_stages_that_leave_it_open_are_made_on_the_gpus_that_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = tmp_path / "stages.yaml"
+    stages.write_text("policy_sft: {gpus: auto, dtype: auto}\n")
+    asked: list[Any] = []
+    monkeypatch.setattr(placement, "resources", lambda address: asked.append(address) or {"GPU": 1})
+    given = [f"run.root={tmp_path}", f"stages={stages}", "cluster.address=head:6379"]
+    demo = demo_of(loading.load(PolicyJob, TINY / "policy.yaml", given))
+    assert demo is not None and (demo.policy_sft.gpus, demo.policy_sft.dtype) == (1, "bfloat16")
+    assert asked == ["head:6379"]
 
 
 def test_a_stage_is_made_once_and_again_only_if_it_was_cut_short(tmp_path: Path) -> None:
