@@ -187,7 +187,8 @@ def _launch(job: RankJob, scratch: Path) -> None:
             storage_path=str(scratch),  # no Ray Train checkpoints: nothing but a marker is written there
             callbacks=[_Reports(scratch)],
             worker_runtime_env={"env_vars": env},
-            failure_config=ray.train.FailureConfig(max_failures=0, controller_failure_limit=0),
+            # A process that did not come up, on a node that was short of memory for a moment, is started once more.
+            failure_config=ray.train.FailureConfig(max_failures=0, controller_failure_limit=1),
             logging_config=ray.train.LoggingConfig(log_level="ERROR"),
         ),
     )
@@ -252,7 +253,9 @@ def _follow(
 def _explain(error: ray.train.TrainingFailedError) -> Exception:
     """Ray Train's error as one sentence: of several ranks' failures, one of ours comes first."""
     if isinstance(error, ray.train.ControllerError):
-        return RunStopped(f"Ray Train could not run {LABEL}: {first_line(error.controller_failure)}")
+        failure = error.controller_failure
+        _, *more = str(failure).strip().splitlines() or [""]
+        return RunStopped(" ".join([f"Ray Train could not run {LABEL}: {first_line(failure)}", *more[-1:]])[:600])
     failures = sorted(getattr(error, "worker_failures", {}).items())
     causes = {rank: getattr(failure, "_base_exc", failure) for rank, failure in failures}
     for cause in causes.values():

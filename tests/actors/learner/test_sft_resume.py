@@ -7,8 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from ray.train import ControllerError
 
-from actors.learner.sft import _follow, _resume_point
+from actors.learner.sft import _explain, _follow, _resume_point
 from actors.learner.sft_rank import SFTProgress
 from t2g.config import SFTOptions
 from t2g.errors import RunStopped
@@ -94,3 +95,10 @@ def test_ranks_that_fall_silent_are_late_in_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(RunStopped, match=r"late: nothing was heard .* for 0\.5 s.*stood at step 30 of 40"):
         _follow(lambda: ended(thread), tmp_path / "r", 0.5, lambda progress: None)
     end.set()
+
+
+def test_a_start_that_failed_is_told_with_what_happened_and_not_with_the_trace() -> None:
+    trace = "One of the worker actors failed to initialize due to error:\nTraceback\n  File\nActorDied: out of memory"
+    said = str(_explain(ControllerError(RuntimeError(trace))))
+    assert said.endswith("failed to initialize due to error: ActorDied: out of memory") and "File" not in said
+    assert str(_explain(ControllerError(ValueError("one line")))).endswith("ValueError: one line")
