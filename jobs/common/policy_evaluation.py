@@ -6,6 +6,7 @@ never live at one time.
 """
 
 import asyncio
+import shutil
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
@@ -105,6 +106,9 @@ class Evaluation:
         )
         if self.answers(name):
             identity.check(at, made_of)
+        else:  # what a start made that got no answer may be of other weights
+            shutil.rmtree(self.folder / MERGED / name, ignore_errors=True)
+            (self.folder / SCORES / f"{name}.jsonl").unlink(missing_ok=True)
         identity.keep(at, made_of)
 
     def _model(self, name: str) -> ModelConfig:

@@ -87,7 +87,9 @@ class RunConfig(Section):
         return self.root / self.name / "smoke" if self.smoke else self.root / self.name
 
 
-OURS_OR_SECRET = re.compile(r"^(CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS|RAY_\w*|T2G_\w*)$|TOKEN|SECRET|PASSWORD|(^|_)KEY")
+OURS_OR_SECRET = re.compile(
+    r"^(CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS|RAY_\w*|T2G_\w*)$|TOKEN|SECRET|PASSW|CREDENTIAL|(^|_)KEY"
+)
 
 
 class ClusterConfig(Section):

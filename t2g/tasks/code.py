@@ -24,6 +24,7 @@ MAX_NOTE_CHARS = 2000  # a log and the tests are shown up to here, each
 _FENCE = re.compile(
     r"^[ \t]*+```[ \t]*+(\w*+)[^\n`]*+\n(.*?)(?=^[ \t]*+```|\Z)(?:[ \t]*+```)?", re.MULTILINE | re.DOTALL
 )
+_FUTURE = re.compile(r"^from[ \t]+__future__[ \t]+import[^\n]+", re.MULTILINE)
 _IMPORTED = re.compile(r"^[^\S\n]*+from\s++solution\s++import\s++(\([^()]*+\)|[^\n#]++)", re.MULTILINE)
 
 
@@ -81,7 +82,7 @@ class CodeTask(Task):
     def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float] | None:
         """1 for a program that passes all its tests within the sandbox's limits, else 0: the mean is the pass rate.
 
-        None without tests. What the problem imports stands before the program.
+        None without tests. What the problem imports stands before the program, but for imports from __future__.
         """
         tests = prompt.payload.get("test")
         if not isinstance(tests, str):
@@ -89,8 +90,11 @@ class CodeTask(Task):
         from t2g.sandbox import run_solution
 
         code, imports = extract_code(response_text)[0], prompt.payload.get("imports")
-        given = f"{imports}\n\n" if isinstance(imports, str) else ""
-        return {"passed": float(run_solution(given + code, tests, sandbox).passed)}
+        if isinstance(imports, str):
+            future = _FUTURE.search(code)  # no other statement may stand before it
+            at = future.end() if future else 0
+            code = f"{code[:at]}\n{imports}\n\n{code[at:]}"
+        return {"passed": float(run_solution(code, tests, sandbox).passed)}
 
 
 def extract_code(response_text: str) -> tuple[str, int]:

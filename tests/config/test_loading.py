@@ -123,7 +123,7 @@ def test_vllms_own_arguments_pass_through(tmp_path: Path) -> None:
 def test_the_environment_of_engines_and_ranks_is_text_without_secrets(tmp_path: Path) -> None:
     cluster = load(tmp_path, GOOD, "cluster.env={NCCL_IB_HCA: mlx5, NCCL_IB_PKEY: 1}").cluster
     assert cluster.env == {"NCCL_IB_HCA": "mlx5", "NCCL_IB_PKEY": "1"}
-    for name in ("HF_TOKEN", "aws_secret", "OPENAI_API_KEY", "CUDA_VISIBLE_DEVICES", "RAY_ADDRESS"):
+    for name in ("HF_TOKEN", "aws_secret", "OPENAI_API_KEY", "DB_PASSWD", "CUDA_VISIBLE_DEVICES", "RAY_ADDRESS"):
         (sentence,) = refused(tmp_path, GOOD, f"cluster.env.{name}=x")
         assert sentence.startswith(f"command line: cluster.env: {name} cannot be given")
 

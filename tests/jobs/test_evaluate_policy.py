@@ -209,6 +209,20 @@ def test_a_policy_may_come_later_and_equal_ones_differ_by_nothing(tmp_path: Path
     assert {one["p"] for one in result["pairs"]} == {1, None}  # None: of measures that nobody tests
 
 
+def test_what_was_made_of_a_policy_that_never_answered_is_made_again(tmp_path: Path, models: Path) -> None:
+    """An adapter merged by a start that failed may have been trained on since; one that answered keeps its weights."""
+    config = job(tmp_path, models)
+    with pytest.raises(KeyboardInterrupt):
+        run(config, {"whole": Engine(100), "cut": Engine(8, left=0)})
+    left = [config.run.folder / "merged" / name for name in ("whole", "cut")]
+    for folder in left:
+        folder.mkdir(parents=True)
+    scores = config.run.folder / "scores" / "cut.jsonl"
+    scores.write_text("{}\n")
+    Evaluation(config)
+    assert [folder.exists() for folder in left] == [True, False] and not scores.exists()
+
+
 def test_other_data_under_the_same_name_is_refused(tmp_path: Path, models: Path) -> None:
     run(job(tmp_path, models), {"whole": Engine(9), "cut": Engine(9)})
     with pytest.raises(UserError, match="what data"):

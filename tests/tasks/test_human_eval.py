@@ -51,6 +51,7 @@ def test_its_own_solution_passes_and_a_wrong_one_does_not() -> None:
 def test_an_answer_need_not_repeat_the_prompts_imports() -> None:
     answer = TASK.reference(KODCODE).replace("from typing import List\n", "")
     assert "import" not in answer and passed(answer) == 1
+    assert passed(f"from __future__ import annotations\n{answer}") == 1
     assert passed("def decode(values): return [v - 1 for v in values]") == 0  # encode was given, and is not there
 
 
