@@ -81,10 +81,6 @@ class AnnotatedRecord(BaseModel):
         """The answer that the reward model learns to write: the critique where the style has one, then the quotes."""
         return format_answer(self.critique, self.good, self.poor, style=style)
 
-    def line(self) -> str:
-        """The record as one line of JSON with every field, line end included."""
-        return self.model_dump_json() + "\n"
-
 
 def annotated_record(
     prompt: Prompt, response_text: str, feedback: SpanFeedback, *, sample_index: int = 0
@@ -190,4 +186,4 @@ def first_few(items: list[str]) -> list[str]:
 
 def write_annotated(path: Path, records: Iterable[AnnotatedRecord]) -> None:
     """Write a file that `load_annotated` reads back as it was, whole or not at all."""
-    write_atomic(path, "".join(record.line() for record in records).encode())
+    write_atomic(path, "".join(f"{record.model_dump_json()}\n" for record in records).encode())

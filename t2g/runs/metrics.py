@@ -49,7 +49,7 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | {rollout,reward}/preemptions               | requests that lost their cache to others, and were computed again      |
 | recovery/learner_s                         | from the loss of the learner until another had its place and weights   |
 | speed/tokens_per_s                         | sampled tokens by seconds of the whole step                            |
-| learner/tokens_per_s                       | packed tokens of all passes, prompts included, by seconds of the update |
+| learner/tokens_per_s                       | tokens of all passes, prompts included, by seconds of the update       |
 | learner/peak_memory_gib                    | most of a rank: of its GPU in this update, of a process on a CPU       |
 | policy/mfu, critic/mfu                     | model FLOPs by those of the GPUs in bfloat16; not on a CPU             |
 | learner/optimizer_steps                    | minibatches of this step                                               |

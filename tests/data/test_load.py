@@ -114,7 +114,7 @@ def test_what_could_not_be_read_again_from_a_journal_is_refused(tmp_path: Path) 
         if depth == MAX_DEPTH:
             (row,) = load(path)
             prompt = Prompt(prompt_id="1", prompt_text="p", task="prompts", payload=row)
-            line = annotated_record(prompt, "r", no_feedback("unparsable", source="s", version="")).line()
+            line = annotated_record(prompt, "r", no_feedback("unparsable", source="s", version="")).model_dump_json()
             assert AnnotatedRecord.model_validate_json(line).payload == row
         else:
             with pytest.raises(UserError, match=r"record 1 of .*d\.jsonl: field deep is nested more than 100 deep"):

@@ -70,7 +70,7 @@ def test_quotes_without_spans_are_located(without: dict[str, Any]) -> None:
 
 def test_a_line_holds_every_field() -> None:
     judged = replace(feedback("a phone", ["a"], []), outcome={"passed": False}, agreement=0.5, reason="so")
-    line = json.loads(annotated_record(PROMPT, "a phone", judged, sample_index=2).line())
+    line = json.loads(annotated_record(PROMPT, "a phone", judged, sample_index=2).model_dump_json())
     assert line == {
         "prompt_id": "7", "prompt": "post", "response": "a phone", "critique": "The phone.", "good": ["a"], "poor": [],
         "spans": [{"start": 0, "end": 1, "label": 1, "severity": 1, "critique_range": None}],

@@ -83,7 +83,7 @@ def test_given_responses_are_judged_as_they_are() -> None:
 def test_a_record_is_known_again_by_what_was_judged(payload: dict[str, Any]) -> None:
     (sample,) = samples_of(ROWS[0])
     sample = replace(sample, prompt=replace(sample.prompt, payload=payload))
-    record = AnnotatedRecord.model_validate_json(judged([sample])[sample.key].line())
+    record = AnnotatedRecord.model_validate_json(judged([sample])[sample.key].model_dump_json())
     assert record_key(record, sampled=False) == sample.key
     assert record_key(record, sampled=True) == replace(sample, response=None).key
     for change in ({"response": "b a"}, {"prompt": "What?"}, {"prompt_id": "b"}, {"payload": {"x": 1}}):
@@ -178,7 +178,7 @@ def test_words_that_no_file_can_hold_do_not_end_the_run() -> None:
             return replace(await super().judge(prompt, response_text), reason='quote "\ud800" does not occur')
 
     heard = []
-    asyncio.run(annotate(samples_of(ROWS[0]), Rude(), lambda _, made: heard.append(made.line()), Turns(1)))
+    asyncio.run(annotate(samples_of(ROWS[0]), Rude(), lambda _, made: heard.append(made.model_dump_json()), Turns(1)))
     assert 'quote \\"?\\" does not occur' in heard[0]
 
 
