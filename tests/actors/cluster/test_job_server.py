@@ -2,7 +2,7 @@ import asyncio
 import os
 import signal
 import zipfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -123,15 +123,6 @@ def test_the_exit_code_is_the_runs(code: int) -> None:
     assert JobServer(client).follow("own", wait_s=5) == code
 
 
-@pytest.fixture
-def heeds_ctrl_c() -> Iterator[None]:
-    """A process that a shell has put into the background ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_ctrl_c_stops_the_job_and_waits_for_its_end(capsys: pytest.CaptureFixture[str]) -> None:
     client = FakeClient(log="step 1\n", ends=False, ctrl_c=True)
     client.add("own")
