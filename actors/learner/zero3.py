@@ -130,7 +130,7 @@ def _gather_whole_layers(model: torch.nn.Module) -> None:
         set_z3_leaf_modules(model, list(layers))
 
 
-def _part(model: torch.nn.Module, config: dict[str, Any]) -> None:
+def _part(model: torch.nn.Module, config: dict[str, Any], dtype: Dtype) -> None:
     """Part the weights among the ranks one by one: DeepSpeed itself would first move the whole model to the device.
 
     What `from_pretrained` has loaded in its files' own type are pages of those files, which the ranks of a node share.
@@ -139,7 +139,9 @@ def _part(model: torch.nn.Module, config: dict[str, Any]) -> None:
 
     parting = deepspeed.zero.Init(module=torch.nn.Module(), config_dict_or_path=config)
     for parameter in model.parameters():
-        parameter.data = parameter.data.clone()  # rank 0's are written over it: a page would be this rank's for good
+        # Of one type, as a critic's head is not: DeepSpeed casts only what is not parted. A copy, for rank 0's weights
+        # are written over it: a page would be this rank's for good.
+        parameter.data = parameter.data.to(getattr(torch, dtype), copy=True)
         parting._convert_to_zero_parameters([parameter])
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -187,7 +189,7 @@ def build_engine(
 
     _gather_whole_layers(model)
     config = _config(model, dtype, world_size, offload=offload)
-    _part(model, config)
+    _part(model, config, dtype)
     if optim is None:
         model.requires_grad_(False)
         engine, *_ = deepspeed.initialize(model=model, config=config)
@@ -282,10 +284,7 @@ def rest(engine: Engine, on: bool) -> None:
 
     device = torch.device("cpu") if on else engine.device
     moments = [state[name] for state in engine.optimizer.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    for tensor in (
-        *engine.optimizer.fp32_partitioned_groups_flat,
-        *moments,
-    ):  # DeepSpeed moves its own FusedAdam's only
+    for tensor in (*engine.optimizer.fp32_partitioned_groups_flat, *moments):  # DeepSpeed moves its FusedAdam's only
         tensor.data = tensor.data.to(device)
     if on:
         engine.offload_states(include=[State.lp_grads, State.contiguous_grad_buffer])  # and gives back what is cached

@@ -257,6 +257,11 @@ def test_microbatches_are_summed_in_float32() -> None:
 
         assert zero3.train_step(engine, [256] + 64 * [1], loss, label="sum").grad_norm == 2 * 320
 
+        # A critic's backbone has the type of its files, its head torch's own.
+        critic = torch.nn.Sequential(torch.nn.Linear(4, 4).to(torch.bfloat16), torch.nn.Linear(4, 1, bias=False))
+        zero3.build_engine(critic, OptimConfig(), dtype="bfloat16", world_size=1)
+        assert {weight.ds_tensor.dtype for weight in critic.parameters()} == {torch.bfloat16}
+
 
 def step_counts(folder: Path, *, offload: bool) -> list[float]:
     """Of Adam, by sub-group (a part of 10^9 weights), after a step, a converted load and a step more."""
