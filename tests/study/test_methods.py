@@ -67,6 +67,23 @@ def test_each_method_changes_what_makes_it_and_nothing_else(tmp_path: Path) -> N
     assert arm.learner.policy.lr == 7e-4
 
 
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("step", {"objective.rewards.placement"}),
+        ("shuffled", {"objective.rewards.placement"}),
+        ("dense", {"feedback.style.labels"}),
+        ("no_critique", {"feedback.style.critique"}),
+        ("sdpo_group", {"objective.teacher.weight", "objective.teacher.where"}),
+    ],
+)
+def test_what_is_held_against_span_differs_from_it_in_its_own_keys_whatever_the_job_says(
+    name: str, own: set[str]
+) -> None:
+    span, other = read_method("span").overrides, read_method(name).overrides
+    assert {key for key in span.keys() | other.keys() if span.get(key) != other.get(key)} == own
+
+
 @pytest.mark.parametrize("task", ["slf5k", "kodcode", "ultrafeedback"])
 def test_the_configs_of_the_paper_are_its_preset(task: str) -> None:
     job = loading.load(PolicyJob, ROOT / "configs" / task / "policy.yaml", environ={})
