@@ -123,21 +123,21 @@ def test_broadcasts_bring_every_engine_the_ranks_tensors_version_after_version_i
 def test_whoever_does_not_come_to_a_meeting_is_named_and_nobody_waits_longer() -> None:
     meeting, started = meeting_of("w0", "w1", "w1"), time.monotonic()
     with ThreadPoolExecutor() as pool:
-        waiting = [pool.submit(join, meeting, rank, CPU, 0.5) for rank in (0, 1)]
+        waiting = [pool.submit(join, meeting, rank, CPU, 3) for rank in (0, 1)]
         for here in waiting:
-            with pytest.raises(RuntimeError, match=r"^w1 did not come to the meeting within 0\.5 s$"):
+            with pytest.raises(RuntimeError, match=r"^w1 did not come to the meeting within 3 s$"):
                 here.result(10)
-    with pytest.raises(RuntimeError, match=r"^the learner did not open the meeting within 0\.5 s$"):
-        join(meeting_of("w0"), 1, CPU, 0.5)
-    assert time.monotonic() - started < 10
+    with pytest.raises(RuntimeError, match=r"^the learner did not open the meeting within 3 s$"):
+        join(meeting_of("w0"), 1, CPU, 3)
+    assert time.monotonic() - started < 20
 
 
 def test_a_start_of_nccl_that_hangs_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """All have come, and still no connection: a firewall, a wrong interface."""
     never = threading.Event()
     monkeypatch.setattr(transports, "communicator", lambda *given: never.wait(20))
-    with pytest.raises(RuntimeError, match=r"^1 members came to the meeting, and NCCL did not connect .* 0\.3 s"):
-        join(meeting_of(), 0, CPU, 0.3)
+    with pytest.raises(RuntimeError, match=r"^1 members came to the meeting, and NCCL did not connect .* 3 s"):
+        join(meeting_of(), 0, CPU, 3)
     never.set()
 
     def refused(*given: Any) -> None:
@@ -145,7 +145,7 @@ def test_a_start_of_nccl_that_hangs_has_a_deadline(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(transports, "communicator", refused)
     with pytest.raises(RuntimeError, match="came to the meeting, and NCCL error: unhandled"):
-        join(meeting_of(), 0, CPU, 0.3)
+        join(meeting_of(), 0, CPU, 3)
 
 
 def sender_to(*groups: Fallible | None, monkeypatch: pytest.MonkeyPatch) -> NcclSender:
