@@ -117,7 +117,9 @@ def test_two_steps(
     assert len(steps) == NUM_STEPS
     for step in steps:
         assert step[f"feedback/source/{source}"] == 1.0 and step["feedback/failed_share"] == 0.0
-        assert step["sync/probe_gap"] < 1e-3 and step["gap/logprob_mean"] < 1e-4
+        assert step["sync/probe_gap"] < 1e-3
+        # The shipped configs sample a step ahead: only the first step's samples are of the weights that it trains.
+        assert abs(step["gap/logprob_mean"]) < (1e-4 if step["step"] == 1 else 1e-1)
         assert math.isfinite(step["policy/loss"])
     assert any(step["tokens/unlabelled_share"] < 1 for step in steps)
     before, after = (
