@@ -92,15 +92,18 @@ def test_no_tokens() -> None:
     assert token_rewards(np.zeros((0, 2), np.int32), [span(0, 1, 1)], text="").shape == (0,)
 
 
-@given(
+SPANS = st.tuples(st.integers(0, 19), st.integers(1, 20), st.sampled_from([1, -1]), st.integers(1, 3))
+# Texts, where they are cut into tokens, and spans of them under every rule.
+marked_texts = given(
     text=st.text("ab \n", min_size=1, max_size=20),
     cuts=st.lists(st.integers(0, 20), max_size=6),
-    spans=st.lists(
-        st.tuples(st.integers(0, 19), st.integers(1, 20), st.sampled_from([1, -1]), st.integers(1, 3)), max_size=5
-    ),
+    spans=st.lists(SPANS, max_size=6),
     cover=st.sampled_from(["any", "half", "all"]),
     overlap=st.sampled_from(["poor", "good", "sum"]),
 )
+
+
+@marked_texts
 def test_agrees_with_a_loop_over_characters(
     text: str, cuts: list[int], spans: list[tuple[int, int, int, int]], cover: str, overlap: str
 ) -> None:
@@ -169,15 +172,7 @@ def test_where_labels_share_characters_the_rule_decides() -> None:
     assert rewards(span(3, 5, 1), span(5, 7, -1), unit="span") == [0] * 7  # in one token, sharing none: 1 - 1
 
 
-@given(
-    text=st.text("ab \n", min_size=1, max_size=16),
-    cuts=st.lists(st.integers(0, 16), max_size=6),
-    spans=st.lists(
-        st.tuples(st.integers(0, 15), st.integers(1, 16), st.sampled_from([1, -1]), st.integers(1, 3)), max_size=6
-    ),
-    cover=st.sampled_from(["any", "half", "all"]),
-    overlap=st.sampled_from(["poor", "good", "sum"]),
-)
+@marked_texts
 def test_a_span_once_agrees_with_sets_of_characters(
     text: str, cuts: list[int], spans: list[tuple[int, int, int, int]], cover: str, overlap: str
 ) -> None:
