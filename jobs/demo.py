@@ -14,7 +14,7 @@ from typing import Any
 
 from jobs.common.cli import main, stop_flag
 from t2g.config import DataConfig, DemoJob, FeedbackConfig, Placement, PolicyJob, RunConfig, with_overrides
-from t2g.errors import RunStopped
+from t2g.errors import RunStopped, UserError
 from t2g.study.tables import markdown
 
 ARMS = "arms"
@@ -97,6 +97,8 @@ def run(demo: DemoJob) -> None:
     from jobs.common.policy_runs import finished, read_data, train
     from jobs.common.stages import make_stages
 
+    if demo.task != "tiny":
+        raise UserError(f"task={demo.task} has no reward model to train arms with; jobs.compare compares methods on it")
     started = time.monotonic()
     jobs = {arm: arm_job(demo, arm) for arm in demo.arms}
     with on_cluster(demo), Fleets() as fleets:

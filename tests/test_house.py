@@ -58,6 +58,8 @@ SCHEMAS: dict[str, type[BaseModel]] = {
     "compare": CompareJob,
     "compare_more": CompareJob,
     "compare_facts": CompareJob,
+    "compare_code": CompareJob,
+    "code": DemoJob,
     "facts10": DemoJob,
     "facts20": DemoJob,
     "sync": BenchmarkJob,

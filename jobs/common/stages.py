@@ -1,10 +1,12 @@
-"""Stages 0 to 2 on the tiny world: posts, base policy, annotated records, reward model. Each is made once and kept.
+"""Stages 0 to 2 on a tiny world: posts, base policy, annotated records, reward model. Each is made once and kept.
 
     <run>/world/        train.jsonl, heldout.jsonl, tokenizers and random weights
     <run>/base/model/   the policy after supervised training on faulty references
     <run>/annotated/    train.jsonl, heldout.jsonl
     <run>/reward/model/ the span reward model, and reward.json beside it
     <run>/reviser/model/ the base policy, taught to follow a critique: for the baselines of jobs.compare that need one
+
+The world of code has the first two alone: its feedback is what the tests say, and no model learns to say it.
 
 `stage.json`, with settings, metrics and seconds, is written when a stage is whole. A second run reads that file, makes
 a stage without one again, and refuses other settings by name.
@@ -40,17 +42,19 @@ from t2g.config import (
 from t2g.config.jobs import WINDOWS
 from t2g.config.marks import paths
 from t2g.data.load import load_records
-from t2g.data.prompts import revision_ids
+from t2g.data.prompts import make_prompts, revision_ids
 from t2g.errors import UserError
 from t2g.feedback.examples import sft_example
 from t2g.feedback.records import AnnotatedRecord, load_annotated
 from t2g.files import write_atomic
 from t2g.runs import identity
 from t2g.runs.identity import Identity
+from t2g.sandbox import SandboxConfig
 from t2g.tasks.base import get_task
-from t2g.tasks.tiny.assets import build_model, build_reward_model, build_tokenizers
+from t2g.tasks.tiny import programs
+from t2g.tasks.tiny.assets import build_code_tokenizer, build_model, build_reward_model, build_tokenizers
 from t2g.tasks.tiny.revision import corrected, thinned
-from t2g.tasks.tiny.world import measure, write_world
+from t2g.tasks.tiny.world import write_world
 from t2g.text.tokenizer import load_tokenizer
 from t2g.types import TrainSequence
 
@@ -69,12 +73,15 @@ def make_stages(demo: DemoJob, fleets: Fleets, *, reward: bool = True) -> dict[s
 
     reward: whether the reward model is wanted as well.
     """
-    base, annotated, last = sft_job(demo), annotate_job(demo), reward_job(demo)
+    base = sft_job(demo)
     made = {
         WORLD: once(demo.run.folder / WORLD, demo.world, lambda: _write_world(demo)),
         BASE: once(base.run.folder, base, lambda: supervise(base, read_examples(base), title="base policy")),
-        ANNOTATED: once(annotated.run.folder, annotated, lambda: annotate_data(annotated, fleets)),
     }
+    if demo.task == "tiny_code":
+        return made
+    annotated, last = annotate_job(demo), reward_job(demo)
+    made[ANNOTATED] = once(annotated.run.folder, annotated, lambda: annotate_data(annotated, fleets))
     if reward:
         made[REWARD] = once(last.run.folder, last, lambda: _train_reward(demo, last, fleets))
     return made
@@ -168,7 +175,7 @@ def resolve_stages(config: AnyJob, demo: DemoJob | None) -> AnyJob:
 def _stage(demo: DemoJob, name: str) -> dict[str, Any]:
     """What the jobs of all stages share."""
     run = RunConfig(root=demo.run.folder, name=name, seed=demo.run.seed)
-    return {"run": run, "cluster": demo.cluster, "task": "tiny"}
+    return {"run": run, "cluster": demo.cluster, "task": demo.task}
 
 
 def once(folder: Path, settings: Section, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
@@ -190,16 +197,24 @@ def positions(demo: DemoJob) -> dict[str, int]:
 
 
 def _write_world(demo: DemoJob) -> dict[str, Any]:
-    world, folder = demo.world, demo.run.folder / WORLD
-    write_world(folder, world)
-    policy, reward = build_tokenizers(folder, world.num_facts)
+    """Records, tokenizers, random weights. What the references score is what a converged base policy reaches."""
+    world, folder, task = demo.world, demo.run.folder / WORLD, get_task(demo.task)
+    if demo.task == "tiny_code":
+        heldout = write_world(folder, world, programs.make_records)["heldout"]
+        policy = build_code_tokenizer(folder)
+    else:
+        heldout = write_world(folder, world)["heldout"]
+        policy, reward = build_tokenizers(folder, world.num_facts)
+        build_reward_model(folder / "reward", reward, seed=world.seed, **positions(demo))
     build_model(folder / "policy", policy, seed=world.seed, **positions(demo))
-    build_reward_model(folder / "reward", reward, seed=world.seed, **positions(demo))
-    references = [
-        measure(record["facts"], record["tldr_human_reference_summary"])["fact_f1"]
-        for record in load_records(DataConfig(path=str(folder / "heldout.jsonl")))
+    records = load_records(DataConfig(path=str(heldout)))
+    prompts = make_prompts(records, task, policy, demo.rollout.max_prompt_tokens)
+    measured = [
+        task.measure(prompt, str(task.reference(record)), sandbox=SandboxConfig())
+        for prompt, record in zip(prompts, records, strict=True)
     ]
-    return {"references_fact_f1": sum(references) / len(references)}  # what a converged base policy reaches
+    scores = [found[task.score_name] for found in measured if found]
+    return {f"references_{task.score_name}": sum(scores) / len(scores)}
 
 
 def _train_reviser(job: SFTJob) -> dict[str, Any]:

@@ -198,7 +198,7 @@ class ModelConfig(Section):
 
 
 class WorldConfig(Section):
-    """The tiny world of t2g.tasks.tiny.world."""
+    """The tiny worlds of t2g.tasks.tiny: posts (`world`) or rules for programs (`programs`)."""
 
     num_facts: int = Field(
         5, ge=1, le=20, description="of each post; windows and lengths that are not given are as long as they need"

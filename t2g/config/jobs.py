@@ -42,7 +42,7 @@ class AnyJob(Section):
 class JobConfig(AnyJob):
     """A job on a task."""
 
-    task: str = Field("prompts", description="summarization, qa, code, prompts, tiny, or pkg.mod:Class")
+    task: str = Field("prompts", description="summarization, qa, code, prompts, tiny, tiny_code, or pkg.mod:Class")
 
 
 class SyncedJob(AnyJob):
@@ -183,6 +183,9 @@ class DemoJob(SyncedJob):
     """jobs.demo: the whole pipeline on the tiny world, three arms on shared stages 1 and 2."""
 
     run: RunConfig = RunConfig(name="demo")
+    task: Literal["tiny", "tiny_code"] = Field(
+        "tiny", description="whose stages; tiny_code: world and base policy alone, for other jobs' `stages`"
+    )
     world: WorldConfig = WorldConfig()
     policy_sft: SFTOptions = SFTOptions()
     annotate: int = Field(4000, ge=1, description="responses sampled and criticised in stage 1")

@@ -157,6 +157,7 @@ _TASKS = {
     "code": "t2g.tasks.code:CodeTask",
     "prompts": "t2g.tasks.prompts_only:PromptsTask",
     "tiny": "t2g.tasks.tiny.task:TinyTask",
+    "tiny_code": "t2g.tasks.tiny.task:TinyCodeTask",
 }
 
 

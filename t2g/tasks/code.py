@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from t2g.config import StyleConfig
-from t2g.sandbox import SandboxConfig
+from t2g.sandbox import Outcome, SandboxConfig, run_solution
 from t2g.tasks.base import Critic, Record, Review, Task, optional_text, text_field
 from t2g.text.tokenizer import Message
 from t2g.types import Prompt
@@ -77,7 +77,7 @@ class CodeTask(Task):
         """Runs the tests of payload["test"] on the response, in a sandbox."""
         from t2g.tasks.code_critic import make_critic
 
-        return make_critic(sandbox, style)
+        return make_critic(sandbox, style, self.run)
 
     def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float] | None:
         """1 for a program that passes all its tests within the sandbox's limits, else 0: the mean is the pass rate.
@@ -87,14 +87,15 @@ class CodeTask(Task):
         tests = prompt.payload.get("test")
         if not isinstance(tests, str):
             return None
-        from t2g.sandbox import run_solution
-
         code, imports = extract_code(response_text)[0], prompt.payload.get("imports")
         if isinstance(imports, str):
             future = _FUTURE.search(code)  # no other statement may stand before it
             at = future.end() if future else 0
             code = f"{code[:at]}\n{imports}\n\n{code[at:]}"
-        return {"passed": float(run_solution(code, tests, sandbox).passed)}
+        return {"passed": float(self.run(code, tests, sandbox).passed)}
+
+    def run(self, code: str, tests: str, sandbox: SandboxConfig) -> Outcome:
+        return run_solution(code, tests, sandbox)
 
 
 def extract_code(response_text: str) -> tuple[str, int]:

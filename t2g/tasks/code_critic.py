@@ -10,7 +10,7 @@ blamed.
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from t2g.config import StyleConfig
@@ -20,6 +20,7 @@ from t2g.tasks.base import Critic
 from t2g.tasks.code import extract_code
 from t2g.types import Span
 
+RunTests = Callable[[str, str, SandboxConfig], Outcome]
 WRONG = 3  # severity of a line that is at fault
 MAX_TIED = 2  # lines that are equally suspicious and are all blamed; of more, the one that returned
 MAX_GOOD = 2  # good quotes in the sparse style
@@ -36,12 +37,12 @@ _DRASTIC = {
 }
 
 
-def make_critic(sandbox: SandboxConfig, style: StyleConfig) -> Critic:
+def make_critic(sandbox: SandboxConfig, style: StyleConfig, run: RunTests = run_solution) -> Critic:
     """critic(prompt_text, response_text, *, payload) -> {"critique", "good", "poor", "outcome"}, pieces as spans.
 
     payload["test"] holds the tests. The critic raises ValueError where they cannot judge: there are none, they do not
     compile, or no sandbox could be started. It may be called from several threads at once. UserError where this
-    machine cannot isolate what `sandbox.require` names.
+    machine cannot isolate what `sandbox.require` names. run: as `run_solution`.
     """
     if lacking := available(sandbox.require):
         raise UserError(lacking)
@@ -51,7 +52,7 @@ def make_critic(sandbox: SandboxConfig, style: StyleConfig) -> Critic:
         if not isinstance(tests, str) or not tests.strip():
             raise ValueError(f"the record's tests are {tests!r:.80}; field test needs a text")
         code, start = extract_code(response_text)
-        outcome = run_solution(code, tests, sandbox)
+        outcome = run(code, tests, sandbox)
         if outcome.reason == "bad_tests":
             raise ValueError("the record's tests do not compile, or hold no test")
         if outcome.reason == "no_result" and not outcome.isolation:

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from t2g.tasks.tiny import world
+from t2g.tasks.tiny import programs, world
+from t2g.tasks.tiny.task import TinyCodeTask
 
 PAD, END, USER, ASSISTANT, SYSTEM = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
 SPECIAL_TOKENS = (PAD, END, USER, ASSISTANT, SYSTEM)
@@ -67,6 +68,11 @@ def build_tokenizers(folder: Path, num_facts: int = 5) -> tuple[Any, Any]:
         build_tokenizer(folder / "policy", policy, vocab_size=900 + max(0, more)),
         build_tokenizer(folder / "reward", reward, vocab_size=1300 + max(0, more)),
     )
+
+
+def build_code_tokenizer(folder: Path) -> Any:
+    """The policy's of the world of code, in `folder/policy`."""
+    return build_tokenizer(folder / "policy", programs.tokenizer_pieces(TinyCodeTask.instruction), vocab_size=600)
 
 
 def build_reward_model(folder: Path | str, tokenizer: Any, *, seed: int, **shape: float) -> Any:

@@ -1,14 +1,16 @@
-"""The tiny world as a task: SLF5K records, short instructions that a model of a million parameters can learn."""
+"""The tiny worlds as tasks: SLF5K and KodCode records, instructions that a model of a million parameters can learn."""
 
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from t2g.config import StyleConfig
-from t2g.sandbox import SandboxConfig
+from t2g.sandbox import Outcome, SandboxConfig
 from t2g.tasks.base import SPARSE, Critic, Record, text_field
+from t2g.tasks.code import CodeTask
 from t2g.tasks.summarization import SummarizationTask
 from t2g.tasks.tiny import world
+from t2g.tasks.tiny.interpreter import interpret
 from t2g.text.tokenizer import Message
 from t2g.types import Prompt
 
@@ -57,3 +59,31 @@ class TinyTask(SummarizationTask):
 def critic(prompt_text: str, response_text: str, *, payload: Mapping[str, Any], dense: bool = False) -> world.Judgement:
     """The tiny world's programmatic critic (`world.critic`), which needs the facts in the payload."""
     return world.critic(payload["facts"], response_text, dense=dense)
+
+
+class TinyCodeTask(CodeTask):
+    """Truth by execution: critic and critique are those of the task code."""
+
+    name = "tiny_code"
+    instruction = "Write f:"
+
+    def policy_messages(self, record: Record, input_limit: int | None = None) -> list[Message]:
+        return [{"role": "user", "content": f"{self.instruction} {self.prompt_text(record)}"}]
+
+    def prompt_text(self, record: Record) -> str:
+        return text_field(record, "question")
+
+    def reference(self, record: Record) -> str | None:
+        """The program with planted faults: what the base policy learns."""
+        return text_field(record, "solution")
+
+    def run(self, code: str, tests: str, sandbox: SandboxConfig) -> Outcome:
+        return interpret(code, tests) or super().run(code, tests, sandbox)
+
+    def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float] | None:
+        """passed: all tests, hidden ones too where there are any; shown_only: none but those that feedback sees."""
+        shown, hidden = super().measure(prompt, response_text, sandbox=sandbox), prompt.payload.get("hidden_test")
+        if shown is None or hidden is None:
+            return shown
+        passed = shown["passed"] and float(self.run(response_text, hidden, sandbox).passed)
+        return {"passed": passed, "shown_only": shown["passed"] - passed}

@@ -19,7 +19,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -115,9 +115,14 @@ def sample_facts(rng: np.random.Generator, *, heldout: bool, num_facts: int = 5)
     """
     while True:
         facts = {slot: SLOTS[slot][rng.integers(len(SLOTS[slot]))] for slot in first_slots(num_facts)}
-        digest = hashlib.blake2b("\x1f".join(facts.values()).encode(), digest_size=4).digest()
-        if (int.from_bytes(digest) % HELDOUT_ONE_IN == 0) == heldout:
+        if is_heldout(facts.values()) == heldout:
             return facts
+
+
+def is_heldout(parts: Iterable[str]) -> bool:
+    """Which split a combination belongs to, in every world of every seed."""
+    digest = hashlib.blake2b("\x1f".join(parts).encode(), digest_size=4).digest()
+    return int.from_bytes(digest) % HELDOUT_ONE_IN == 0
 
 
 def first_slots(num_facts: int) -> tuple[str, ...]:
@@ -290,13 +295,15 @@ def make_records(*, count: int, heldout: bool, rates: WorldConfig, seed: int) ->
         }
 
 
-def write_world(folder: Path, world: WorldConfig) -> dict[str, Path]:
-    """Write `train.jsonl` and `heldout.jsonl` into `folder` and return their paths by split."""
+def write_world(
+    folder: Path, world: WorldConfig, make: Callable[..., Iterable[dict[str, Any]]] = make_records
+) -> dict[str, Path]:
+    """Write `train.jsonl` and `heldout.jsonl` into `folder` and return their paths by split. make: of which world."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = {}
     for split, count in (("train", world.num_train), ("heldout", world.num_heldout)):
         paths[split] = folder / f"{split}.jsonl"
-        rows = make_records(count=count, heldout=split == "heldout", rates=world, seed=world.seed)
+        rows = make(count=count, heldout=split == "heldout", rates=world, seed=world.seed)
         paths[split].write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return paths
 

@@ -1,0 +1,108 @@
+"""What the sandbox would say of the tiny world's programs, in under a millisecond: a walk over their syntax.
+
+It knows one function of two arguments with branches and returns, over integers and words: nothing that could loop or
+call. Of all else, of a program or of tests, it says that it does not know, and the sandbox is asked. Nothing is
+executed: programs come from a model.
+"""
+
+import ast
+import re
+
+from t2g.sandbox import Outcome, TestResult
+
+_CASE = r'\n\ndef (test_\w+)\(\):\n    (assert f\("(\w+)", (-?\d+)\) == (-?\d+))\n'
+_MODULE = re.compile(rf"from solution import f\n(?:{_CASE})+")
+_OPERATIONS = {ast.Add: int.__add__, ast.Sub: int.__sub__, ast.Mult: int.__mul__}
+Names = dict[str, int | str]
+
+
+class _Unknown(Exception):
+    """Raised where the program does what this interpreter does not."""
+
+
+def interpret(code: str, tests: str) -> Outcome | None:
+    """The outcome of the tests, None where it takes the sandbox to know."""
+    if not _MODULE.fullmatch(tests):
+        return None
+    try:
+        function = _function(ast.parse(code))
+        results = [_test(function, *case) for case in re.findall(_CASE, tests)]
+    except SyntaxError as error:
+        told = {"error": "SyntaxError", "message": error.msg[:200], "trace": (error.lineno or 1,)}
+        results = [TestResult(name="import of the solution", passed=False, **told)]
+        return _outcome("syntax", results)
+    except (_Unknown, ValueError, RecursionError, MemoryError):
+        return None
+    return _outcome("passed" if all(result.passed for result in results) else "failed", results)
+
+
+def _outcome(reason: str, results: list[TestResult]) -> Outcome:
+    passed = reason == "passed"
+    return Outcome(passed=passed, reason=reason, tests=tuple(results), isolation=("interpreted",), output="", seconds=0)
+
+
+def _function(module: ast.Module) -> ast.FunctionDef:
+    match module.body:
+        case [ast.FunctionDef(name="f", decorator_list=[], returns=None, type_comment=None) as function]:
+            arguments = function.args
+            plain = ast.arguments(posonlyargs=[], args=[ast.arg(one.arg) for one in arguments.args],
+                                  kwonlyargs=[], kw_defaults=[], defaults=[])  # fmt: skip
+            if len({one.arg for one in arguments.args}) == len(arguments.args) == 2 and _same(plain, arguments):
+                return function
+    raise _Unknown
+
+
+def _same(one: ast.AST, other: ast.AST) -> bool:
+    return ast.dump(one) == ast.dump(other)
+
+
+def _test(function: ast.FunctionDef, name: str, statement: str, word: str, n: str, expected: str) -> TestResult:
+    names: Names = dict(zip((one.arg for one in function.args.args), (word, int(n)), strict=True))
+    lines: list[int] = []
+    got = _run(function.body, names, lines)
+    ran = {"lines": tuple(sorted(set(lines))), "returned": lines[-1]}
+    if got == int(expected):
+        return TestResult(name=name, passed=True, **ran)
+    told = {"error": "AssertionError", "statement": statement, "expected": expected, "got": repr(got)}
+    return TestResult(name=name, passed=False, **told, **ran)
+
+
+def _run(body: list[ast.stmt], names: Names, lines: list[int]) -> int | str | None:
+    """What these statements return, None where they do not. lines: gets those that run, in order."""
+    for statement in body:
+        lines.append(statement.lineno)
+        match statement:
+            case ast.Return(value=ast.expr() as value):
+                return _value(value, names)
+            case ast.If(test=test):
+                chosen = statement.body if _holds(test, names) else statement.orelse
+                got = _run(chosen, names, lines)
+                if got is not None:
+                    return got
+            case _:
+                raise _Unknown
+    return None
+
+
+def _holds(test: ast.expr, names: Names) -> bool:
+    match test:
+        case ast.Compare(left=ast.Name() as left, ops=[ast.Eq()], comparators=[right]):
+            return _value(left, names) == _value(right, names)
+    raise _Unknown
+
+
+def _value(node: ast.expr, names: Names) -> int | str:
+    match node:
+        case ast.Name(id=name) if name in names:
+            return names[name]
+        case ast.Constant(value=int() | str() as value) if not isinstance(value, bool):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() as value)) if not isinstance(value, bool):
+            return -value
+        case ast.IfExp(test=test, body=body, orelse=orelse):
+            return _value(body if _holds(test, names) else orelse, names)
+        case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _OPERATIONS:
+            one, other = _value(left, names), _value(right, names)
+            if isinstance(one, int) and isinstance(other, int):
+                return _OPERATIONS[type(operator)](one, other)
+    raise _Unknown
