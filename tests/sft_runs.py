@@ -68,11 +68,11 @@ def train(
 
 
 def stand_in_the_way(part: Path, step: int) -> None:
-    """Once the checkpoint of `step` stands, a file is where the folder was: rank 0 dies at the next, and it alone."""
+    """Once the checkpoint of `step` stands alone, a file is where the folder was: rank 0 alone dies, at the next."""
     folder, until = part / CHECKPOINTS, time.monotonic() + 300
 
     def watch() -> None:
-        while not (folder / f"step-{step:08d}").exists() and time.monotonic() < until:
+        while [path.name for path in folder.glob("step-*")] != [f"step-{step:08d}"] and time.monotonic() < until:
             time.sleep(0.005)
         folder.rename(part / "away")
         folder.touch()
