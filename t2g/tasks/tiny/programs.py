@@ -2,7 +2,7 @@
 
 Records are KodCode's, so that the critic of the code task and its sandbox take them as they are.
 
-    question  red: add 2; blue: times 3; teal: minus 4.
+    question  "red": add 2; "blue": times 3; "teal": minus 4.
     program   def f(k, n):
                   if k == "red":
                       return n + 2
@@ -57,8 +57,8 @@ def sample_rules(rng: np.random.Generator, *, heldout: bool) -> list[Rule]:
 def write_question(rules: Iterable[Rule], wording: int) -> str:
     said = [(rule.word, OPERATORS[rule.operator][wording], rule.number) for rule in rules]
     if wording == 0:
-        return "; ".join(f"{word}: {operator} {number}" for word, operator, number in said) + "."
-    return " ".join(f"If {word}, {operator} {number}." for word, operator, number in said)
+        return "; ".join(f'"{word}": {operator} {number}' for word, operator, number in said) + "."
+    return " ".join(f'If "{word}", {operator} {number}.' for word, operator, number in said)
 
 
 def write_program(rules: Iterable[Rule], rates: WorldConfig, rng: np.random.Generator) -> str:

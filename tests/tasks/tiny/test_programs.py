@@ -48,8 +48,8 @@ def measured(record: dict[str, Any], program: str) -> dict[str, float] | None:
 
 
 def test_a_question_in_both_wordings() -> None:
-    assert programs.write_question(RULES, 0) == "red: add 2; blue: times 3; teal: minus 4."
-    assert programs.write_question(RULES, 1) == "If red, plus 2. If blue, by 3. If teal, less 4."
+    assert programs.write_question(RULES, 0) == '"red": add 2; "blue": times 3; "teal": minus 4.'
+    assert programs.write_question(RULES, 1) == 'If "red", plus 2. If "blue", by 3. If "teal", less 4.'
 
 
 def test_the_critic_blames_the_wrong_line_and_none_for_what_is_missing() -> None:
