@@ -52,6 +52,7 @@ def test_each_method_changes_what_makes_it_and_nothing_else(tmp_path: Path) -> N
         "sdpo": {*teacher, "objective.loss_mean"},
         "sdpo_group": teacher,
         "sdpo_spans": {*teacher, "objective.loss_mean"},
+        "outcome": {"objective.w_span", "objective.w_end"},
         "step": {placement},
         "shuffled": {placement},
         "no_critique": {"feedback.style.critique"},
@@ -70,6 +71,10 @@ def test_each_method_changes_what_makes_it_and_nothing_else(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "own"),
     [
+        (
+            "outcome",
+            {"objective.w_span", "objective.w_end", "objective.rewards.unit", "objective.rewards.placement"},
+        ),
         ("step", {"objective.rewards.placement"}),
         ("shuffled", {"objective.rewards.placement"}),
         ("dense", {"feedback.style.labels"}),
