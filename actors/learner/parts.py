@@ -167,8 +167,7 @@ class Part:
         )
 
     def _rows(self, sequences: Sequence[Rollout | TrainSequence]) -> Rows:
-        is_supervised = self.spec.loss == "supervised"  # its prompts are long, and its head is not chunked
-        return Rows(sequences, self.engine.device, targets_only=is_supervised)
+        return Rows(sequences, self.engine.device)
 
     def _stats(self, rows: Rows) -> dict[str, torch.Tensor]:
         """[N] each."""

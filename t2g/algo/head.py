@@ -23,6 +23,7 @@ CHUNK_TOKENS = 1024  # rows whose logits and float32 softmax exist at once
 class TokenRequest:
     """What is asked of each of N positions, whose distribution is softmax(logits / temperature)."""
 
+    places: torch.Tensor  # [N] int64, of the positions in a batch's states, flattened
     next_ids: torch.Tensor  # [N] int64, the token that came after it
     temperature: float
     entropy: bool
@@ -77,9 +78,10 @@ def entropy_of(logprobs: torch.Tensor) -> torch.Tensor:
 class ChunkedHead(torch.nn.Linear):
     """The linear layer it takes the place of, with the same parameters by the same names.
 
-    While a request stands, its forward of hidden states [S, L, H] returns the request's `token_columns` [S, L, C] and
-    the logits exist for one chunk of positions at a time. It is one call of the module all the same: under ZeRO-3 all
-    chunks share one fetch of the weight, in the forward and in the backward pass.
+    While a request stands, its forward of hidden states [S, L, H] returns the `token_columns` [1, N, C] of the
+    request's places; the logits of no other place are made, and these exist for one chunk at a time. It is one call of
+    the module all the same: under ZeRO-3 all chunks share one fetch of the weight, in the forward and in the backward
+    pass.
     """
 
     def __init__(self, linear: torch.nn.Linear) -> None:
@@ -90,7 +92,7 @@ class ChunkedHead(torch.nn.Linear):
 
     @contextmanager
     def answering(self, request: TokenRequest) -> Iterator[None]:
-        """Calls inside answer `request`, whose positions are [S * L]."""
+        """Calls inside answer `request`, whose places are in [S * L]."""
         self._request = request
         try:
             yield
@@ -100,7 +102,8 @@ class ChunkedHead(torch.nn.Linear):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self._request is None:
             return super().forward(hidden)
-        return token_columns(hidden.flatten(0, 1), self._request, super().forward).unflatten(0, hidden.shape[:2])
+        states = hidden.flatten(0, 1)[self._request.places]
+        return token_columns(states, self._request, super().forward)[None]
 
 
 def install_chunked_head(model: Any) -> bool:

@@ -29,28 +29,21 @@ class TokenOutputs:
 class Rows:
     """The sequences of a microbatch on a device; N: their response tokens, one sequence after the other."""
 
-    def __init__(
-        self,
-        sequences: Sequence[Rollout | TrainSequence],
-        device: torch.device,
-        *,
-        targets_only: bool = False,
-    ) -> None:
-        """targets_only: columns in which no row has a response have no logits."""
+    def __init__(self, sequences: Sequence[Rollout | TrainSequence], device: torch.device) -> None:
+        """Columns in which no row has a response have no logits, and a `ChunkedHead` makes those of responses alone."""
         self.sequences, self.device = sequences, device
         ids, index = make_rows(sequences)
-        next_ids = np.pad(ids[:, 1:], ((0, 0), (0, 1)))
-        row, column = np.divmod(index - 1, ids.shape[1])  # where each response token is predicted
-        columns = np.arange(ids.shape[1])
+        self._before = torch.from_numpy(index - 1).to(device)  # where each response token is predicted, in [S * L]
+        row, column = np.divmod(index - 1, ids.shape[1])
+        columns = np.unique(column)
+        if len(columns) < EMPTY_TOKENS:
+            columns = np.union1d(columns, np.arange(ids.shape[1])[:EMPTY_TOKENS])
         self._inputs = {"input_ids": torch.from_numpy(ids).to(device)}  # [S, L]
-        if targets_only:
-            columns = np.unique(column)
-            if len(columns) < EMPTY_TOKENS:
-                columns = np.union1d(columns, np.arange(ids.shape[1])[:EMPTY_TOKENS])
-            self._inputs["logits_to_keep"] = torch.from_numpy(columns).to(device)
-        self._next_ids = torch.from_numpy(next_ids[:, columns]).to(device).flatten()  # [S * C], C columns
+        self._inputs["logits_to_keep"] = torch.from_numpy(columns).to(device)
+        spare = (0, max(0, EMPTY_TOKENS - len(index)))  # a head has some rows where there is no response
         place = row * len(columns) + np.searchsorted(columns, column)
-        self._place = torch.from_numpy(place).to(device)  # [N], in [S * C]
+        self._places = torch.from_numpy(np.pad(place, spare)).to(device)  # in [S * C], C columns
+        self._next_ids = torch.from_numpy(np.pad(ids.flat[index], spare)).to(device)
 
     @property
     def segment_ids(self) -> torch.Tensor:
@@ -64,8 +57,8 @@ class Rows:
         return torch.tensor(np.concatenate([np.zeros(0), *arrays]), dtype=torch.float32, device=self.device)
 
     def logits(self, model: Any) -> torch.Tensor:
-        """[S * C, V] of the model's dtype, all at once."""
-        return model(**self._inputs, use_cache=False).logits.flatten(0, 1)
+        """[N, V] of the model's dtype, all at once; at least EMPTY_TOKENS rows."""
+        return model(**self._inputs, use_cache=False).logits.flatten(0, 1)[self._places]
 
     def token_outputs(
         self, model: Any, temperature: float, *, entropy: bool = False, ref_logits: torch.Tensor | None = None
@@ -74,14 +67,20 @@ class Rows:
 
         entropy asks for it; ref_logits, the reference's `logits`, for the full KL.
         """
-        request = TokenRequest(next_ids=self._next_ids, temperature=temperature, entropy=entropy, ref_logits=ref_logits)
+        request = TokenRequest(
+            places=self._places,
+            next_ids=self._next_ids,
+            temperature=temperature,
+            entropy=entropy,
+            ref_logits=ref_logits,
+        )
         head = model.get_output_embeddings()
         if isinstance(head, ChunkedHead):
             with head.answering(request):
-                columns = self.logits(model)
+                columns = model(**self._inputs, use_cache=False).logits[0]
         else:
             columns = token_columns(self.logits(model), request)
-        found = iter(columns[self._place].unbind(-1))
+        found = iter(columns[: len(self._before)].unbind(-1))
         return TokenOutputs(
             logprobs=next(found),
             entropy=next(found) if entropy else None,
@@ -90,4 +89,4 @@ class Rows:
 
     def values(self, critic: Any) -> torch.Tensor:
         """[N] float32, of the state before each response token."""
-        return critic(self._inputs["input_ids"]).flatten()[self._place]
+        return critic(self._inputs["input_ids"]).flatten()[self._before]

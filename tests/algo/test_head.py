@@ -160,9 +160,12 @@ def test_the_logits_of_a_batch_never_exist_at_once(frozen_head: bool) -> None:
 
 def test_a_request_ends_with_its_block() -> None:
     head = ChunkedHead(torch.nn.Linear(4, 6))
-    request = TokenRequest(next_ids=torch.zeros(6, dtype=torch.long), temperature=1.0, entropy=False, ref_logits=None)
+    next_ids = torch.zeros(4, dtype=torch.long)
+    request = TokenRequest(
+        places=torch.tensor([0, 3, 4, 5]), next_ids=next_ids, temperature=1.0, entropy=False, ref_logits=None
+    )
     with head.answering(request):
-        assert head(torch.zeros(2, 3, 4)).shape == (2, 3, 1)
+        assert head(torch.zeros(2, 3, 4)).shape == (1, 4, 1)  # of its places alone
     with pytest.raises(RuntimeError), head.answering(request):
         head(torch.zeros(2, 3, 5))  # fails in the middle of it
     assert head(torch.zeros(2, 3, 4)).shape == (2, 3, 6)

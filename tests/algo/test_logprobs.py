@@ -35,12 +35,11 @@ def ids_of(sequence: TrainSequence) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([sequence.prompt_ids, sequence.response_ids]))
 
 
-@pytest.mark.parametrize("targets_only", [True, False])
 @pytest.mark.parametrize("chunked", [True, False])
-def test_sequences_together_are_as_alone(chunked: bool, targets_only: bool) -> None:
+def test_sequences_together_are_as_alone(chunked: bool) -> None:
     """Value and gradient of one microbatch of four sequences = one plain forward of each of them."""
     model, reference = tiny_model(seed=1), tiny_model(seed=2)
-    rows = Rows(sequences(), CPU, targets_only=targets_only)
+    rows = Rows(sequences(), CPU)
     weights = torch.linspace(-1, 1, 30).unflatten(0, (3, 10))
 
     expected: list[list[torch.Tensor]] = [[], [], []]
@@ -68,13 +67,25 @@ def test_sequences_together_are_as_alone(chunked: bool, targets_only: bool) -> N
         assert (grad - want_grad).norm() < 1e-5 * want_grad.norm() + 1e-5
 
 
+class Heads:
+    """How many positions a head was asked for."""
+
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        self.seen: list[int] = []
+        model.lm_head.register_forward_pre_hook(lambda _, args: self.seen.append(args[0][..., 0].numel()))
+
+
 def test_logits_are_computed_where_a_response_is_predicted() -> None:
+    """By a plain head in the columns where any row has a response; of a chunked one see test_head."""
     long, short = ((60, 40), (50, 1))
     made = [
         TrainSequence(prompt_ids=np.ones(p), response_ids=np.full(r, 4), weights=np.ones(r)) for p, r in (long, short)
     ]
-    assert Rows(made, CPU, targets_only=True).logits(tiny_model()).shape == (2 * 41, 64)  # columns 49, 59 to 98
-    assert Rows(made[1:], CPU, targets_only=True).logits(tiny_model()).shape == (33, 64)  # few: EMPTY_TOKENS, and 49
+    model = tiny_model()
+    heads = Heads(model)
+    assert Rows(made, CPU).logits(model).shape == (41, 64)
+    assert Rows(made[1:], CPU).logits(model).shape == (32, 64)  # few: EMPTY_TOKENS
+    assert heads.seen == [2 * 41, 33]  # columns 49, 59 to 98; the first 32, and 49
 
 
 @pytest.mark.parametrize("chunked", [True, False])

@@ -9,7 +9,10 @@ from t2g.algo.head import CHUNK_TOKENS, TokenRequest, entropy_of, token_columns
 def request(
     next_ids: torch.Tensor, temperature: float, *, entropy: bool = False, ref_logits: torch.Tensor | None = None
 ) -> TokenRequest:
-    return TokenRequest(next_ids=next_ids, temperature=temperature, entropy=entropy, ref_logits=ref_logits)
+    places = torch.arange(len(next_ids))
+    return TokenRequest(
+        places=places, next_ids=next_ids, temperature=temperature, entropy=entropy, ref_logits=ref_logits
+    )
 
 
 def test_worked_by_hand() -> None:

@@ -135,7 +135,7 @@ def bfloat16_training(base: str, examples: list[Any], scratch: str) -> dict[str,
         port = probe.getsockname()[1]
     zero3.init_distributed(0, 1, "127.0.0.1", port, "gloo", timeout_s=60)
     source, folder = ModelConfig(policy=base), Path(scratch)
-    rows = Rows(loss_shares(examples), torch.device("cpu"), targets_only=True)
+    rows = Rows(loss_shares(examples), torch.device("cpu"))
 
     def loss_fn(engine: Any, rows: Rows) -> tuple[torch.Tensor, dict[str, float]]:
         return supervised_loss(logprobs=rows.token_outputs(engine, 1.0).logprobs, weights=rows.numbers("weights"))

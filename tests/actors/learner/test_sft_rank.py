@@ -36,7 +36,7 @@ def make_examples() -> list[TrainSequence]:
 
 
 def rows_of(examples: list[TrainSequence]) -> Rows:
-    return Rows(examples, torch.device("cpu"), targets_only=True)
+    return Rows(examples, torch.device("cpu"))
 
 
 def loss_of(model: Any, rows: Rows) -> torch.Tensor:
