@@ -23,6 +23,7 @@ from t2g.config import (
     PolicyJob,
     RewardJob,
     ScoreJob,
+    ServeJob,
     SFTJob,
     loading,
 )
@@ -55,6 +56,7 @@ SCHEMAS: dict[str, type[BaseModel]] = {
     "evaluate": EvaluateJob,
     "evaluate_policy": PolicyEvaluationJob,
     "score": ScoreJob,
+    "serve": ServeJob,
     "compare": CompareJob,
     "compare_more": CompareJob,
     "compare_facts": CompareJob,

@@ -128,7 +128,7 @@ class Engine:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
-            vllm_config = AsyncEngineArgs(**self._arguments()).create_engine_config(UsageContext.ENGINE_CONTEXT)
+            vllm_config = AsyncEngineArgs(**self.arguments()).create_engine_config(UsageContext.ENGINE_CONTEXT)
             if not self._config.gpus:
                 self._check_kv_cache(vllm_config)
             self._llm = AsyncLLM.from_vllm_config(
@@ -172,7 +172,8 @@ class Engine:
                 "or lower the other"
             )
 
-    def _arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
+        """Of vLLM's engine, by its own names."""
         config = self._config
         arguments: dict[str, Any] = {
             "model": self._model,

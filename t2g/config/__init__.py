@@ -59,3 +59,4 @@ from t2g.config.learning import (
     SFTOptions,
     Transport,
 )
+from t2g.config.serving import ServeJob

@@ -17,6 +17,7 @@ from t2g.config.jobs import (
 )
 from t2g.config.learning import LearnerConfig, SFTOptions
 from t2g.config.roles import roles
+from t2g.config.serving import ServeJob
 
 
 def describe(job: AnyJob) -> str:
@@ -63,6 +64,11 @@ def _work(job: AnyJob) -> list[str]:
         case BenchmarkJob():
             engines = " then ".join(str(number) for number in job.workers)
             return [f"{job.repeats} syncs with sync_verify=probe and as many with full, into {engines} rollout engines"]
+        case ServeJob():
+            return [
+                f"{job.serve.name}: {job.model.policy}, on {job.serve.host}",
+                f"then: {job.serve.then or 'nothing'}",
+            ]
         case EvaluateJob():
             records = f"{job.data.path}, each judged twice, with and without guided decoding"
             return [f"reward model: {job.feedback.reward_model}", f"held-out records: {records}"]

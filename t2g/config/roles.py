@@ -5,6 +5,7 @@ from t2g.config.evaluation import PolicyEvaluationJob
 from t2g.config.feedback import FeedbackConfig, RolloutConfig
 from t2g.config.jobs import AnnotateJob, AnyJob, BenchmarkJob, DemoJob, PolicyJob, ScoreJob, SFTJob
 from t2g.config.learning import LearnerConfig
+from t2g.config.serving import ServeJob
 
 ENGINE_SHARE = 0.6  # of a GPU in Ray's books, with cluster.colocate: above half, so that no two engines meet on one
 
@@ -41,6 +42,8 @@ def roles(job: AnyJob) -> dict[str, ProcessConfig]:
             return {"sft": job.sft}
         case PolicyEvaluationJob():  # one policy after the other
             return {"rollout": job.rollout} if job.policies else {}
+        case ServeJob():  # a process beside Ray
+            return {}
         case ScoreJob():
             return _judge("feedback", job.feedback)
         case BenchmarkJob():

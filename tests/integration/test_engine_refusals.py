@@ -77,7 +77,7 @@ def vllm_config(folder: Path, config: EngineConfig, **how: Any) -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else the CPU's platform makes mp of uni
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    return AsyncEngineArgs(**Engine(str(folder), config, seed=3, **how)._arguments()).create_engine_config()
+    return AsyncEngineArgs(**Engine(str(folder), config, seed=3, **how).arguments()).create_engine_config()
 
 
 @pytest.mark.parametrize(("gpus", "executor"), [(1, "uni"), (2, "mp")])

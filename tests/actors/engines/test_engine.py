@@ -28,19 +28,19 @@ def test_a_cpu_engine_keeps_to_its_threads_and_sleeps_when_it_waits() -> None:
 
 
 def test_an_engine_spreads_over_its_gpus() -> None:
-    arguments = Engine("m", EngineConfig(gpus=4), seed=1)._arguments()
+    arguments = Engine("m", EngineConfig(gpus=4), seed=1).arguments()
     assert (arguments["tensor_parallel_size"], arguments["gpu_memory_utilization"]) == (4, 0.85)
-    assert "tensor_parallel_size" not in Engine("m", EngineConfig(), seed=1)._arguments()
+    assert "tensor_parallel_size" not in Engine("m", EngineConfig(), seed=1).arguments()
 
 
 @pytest.mark.parametrize(("gpus", "executor"), [(0, "uni"), (0.6, "uni"), (1, "uni"), (2, "mp"), (8, "mp")])
 def test_no_engine_has_an_executor_that_asks_ray_for_more(gpus: float, executor: str) -> None:
-    assert Engine("m", EngineConfig(gpus=gpus), seed=1)._arguments()["distributed_executor_backend"] == executor
+    assert Engine("m", EngineConfig(gpus=gpus), seed=1).arguments()["distributed_executor_backend"] == executor
 
 
 def test_a_gpu_engine_takes_large_steps_and_its_user_may_choose_others() -> None:
     def batched(**given: int) -> object:
-        return Engine("m", EngineConfig(gpus=1, engine_args=given), seed=1)._arguments()["max_num_batched_tokens"]
+        return Engine("m", EngineConfig(gpus=1, engine_args=given), seed=1).arguments()["max_num_batched_tokens"]
 
     assert (batched(), batched(max_num_batched_tokens=16384)) == (8192, 16384)
 
@@ -48,7 +48,7 @@ def test_a_gpu_engine_takes_large_steps_and_its_user_may_choose_others() -> None
 @pytest.mark.parametrize("gpus", [0, 2])
 def test_whatever_the_program_sets_nobody_else_may_but_two(gpus: float) -> None:
     config = EngineConfig(gpus=gpus)
-    arguments = Engine("m", config, seed=1, transport="store", guided=True)._arguments()
+    arguments = Engine("m", config, seed=1, transport="store", guided=True).arguments()
     free = {"max_num_batched_tokens", "enable_prefix_caching"}
     EngineConfig(engine_args=dict.fromkeys(free & arguments.keys(), 1))
     for name in arguments.keys() - free:

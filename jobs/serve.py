@@ -1,0 +1,60 @@
+"""A policy behind an OpenAI-compatible server, for other people's harnesses.
+
+    python -m jobs.serve --config configs/own/serve.yaml model.policy=runs/own/policy
+    python -m jobs.serve --config configs/own/serve.yaml model.policy=runs/own/policy serve.then="lm_eval run \
+        --model local-chat-completions --model_args model={model},base_url={url}/chat/completions ..."
+
+Without serve.then it stays until Ctrl-C or SIGTERM. With it the server ends with the command, however that ends, and
+the command's exit code is the job's. What the server says stands in server.log of the run folder.
+"""
+
+import shlex
+import sys
+import time
+from contextlib import ExitStack
+
+from jobs.common.cli import main, stop_flag
+from t2g.config import ServeJob, loading
+from t2g.errors import RunStopped, Stopped, UserError
+
+
+def command(then: str, *, url: str, model: str, tokenizer: str) -> list[str]:
+    """The words of serve.then.
+
+    >>> command("ask {url} --as '{model} 1'", url="http://h/v1", model="policy", tokenizer="runs/policy")
+    ['ask', 'http://h/v1', '--as', 'policy 1']
+    """
+    words = shlex.split(then)
+    for place, value in (("{url}", url), ("{model}", model), ("{tokenizer}", tokenizer)):
+        words = [word.replace(place, value) for word in words]
+    return words
+
+
+def run(config: ServeJob) -> int:
+    from actors.engines.server import POLL_S, ended, serving
+    from jobs.common.run_folder import sole_process
+
+    stop, folder, then = stop_flag(), config.run.folder, config.serve.then
+    with sole_process(folder), ExitStack() as started:
+        loading.write(config, folder)
+        log = folder / "server.log"
+        server, url = started.enter_context(serving(config, log, lambda: bool(stop)))
+        print(f"{config.serve.name} answers at {url}", flush=True)
+        harness = None
+        if then is not None:
+            words = command(then, url=url, model=config.serve.name, tokenizer=config.model.policy)
+            try:
+                harness = started.enter_context(ended(words))
+            except OSError as error:
+                raise UserError(f"serve.then: {words[0]} cannot be started: {error.strerror}") from error
+        while server.poll() is None and not stop:
+            if harness is not None and (code := harness.poll()) is not None:
+                return code if code >= 0 else 128 - code
+            time.sleep(POLL_S)
+    if stop:
+        raise Stopped
+    raise RunStopped(f"the server ended by itself with {server.returncode}; see {log}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(ServeJob, run))

@@ -1,0 +1,28 @@
+"""Schema of jobs.serve: which policy, on what kind of engine, where it listens, and who is asked to use it."""
+
+from pydantic import Field
+
+from t2g.config.common import ModelConfig, RunConfig, Section
+from t2g.config.feedback import EngineConfig
+from t2g.config.jobs import AnyJob
+from t2g.config.marks import MayDiffer
+
+
+class ServeConfig(Section):
+    host: str = Field("127.0.0.1", description="address that the server listens on; it asks nobody for a key")
+    port: int | None = Field(None, ge=1, le=65535, description="none: a free one")
+    name: str = Field("policy", min_length=1, description="of the model, as requests give it")
+    then: str | None = Field(
+        None,
+        description="command to run once it answers, with {url}, {model} and {tokenizer} in it; the server ends when "
+        "it does, with its exit code. None: the server stays until it is told to stop",
+    )
+
+
+class ServeJob(AnyJob):
+    """jobs.serve: a policy behind vLLM's OpenAI-compatible server."""
+
+    run: RunConfig = RunConfig(name="serve")
+    model: ModelConfig
+    engine: MayDiffer[EngineConfig] = EngineConfig()
+    serve: MayDiffer[ServeConfig] = ServeConfig()

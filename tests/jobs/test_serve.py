@@ -1,0 +1,109 @@
+"""jobs.serve around a stand-in for vLLM's server: exit codes are passed on, and nothing is left, whatever happens."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from actors.engines import server
+from jobs.common.cli import main
+from jobs.serve import run
+from t2g.config import ServeJob
+
+TESTS = Path(__file__).parents[1]
+ASKS = "import sys, urllib.request as r; r.urlopen(sys.argv[1].removesuffix('/v1')); sys.exit(int(sys.argv[2]))"
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(server, "MODULE", "stub_server")
+    monkeypatch.setattr(server, "END_S", 2.0)
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    numbers = (signal.SIGTERM, signal.SIGINT)  # the job has handlers of its own
+    handlers = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, handlers, strict=True):
+        signal.signal(number, handler)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return taken.getsockname()[1]
+
+
+def serve(folder: Path, port: int, then: str, model: str = "m") -> int:
+    config = {
+        "run": {"root": str(folder), "name": "s"},
+        "model": {"policy": model},
+        "engine": {"start_timeout_s": 20},
+        "serve": {"port": port, "then": then},
+    }
+    (folder / "serve.yaml").write_text(yaml.safe_dump(config))
+    return main(ServeJob, run, argv=["--config", str(folder / "serve.yaml")])
+
+
+def has_ended(pid: int) -> bool:
+    """Soon: a kill takes a moment."""
+    deadline = time.monotonic() + 5
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def assert_nothing_is_left(folder: Path, port: int) -> None:
+    child = int((folder / "s" / "server.log").read_text().split()[0])
+    assert has_ended(child)
+    with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port), timeout=5):
+        pass
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_the_commands_exit_code_is_the_jobs(code: int, tmp_path: Path) -> None:
+    port = free_port()
+    assert serve(tmp_path, port, f'{sys.executable} -c "{ASKS}" {{url}} {code}') == code
+    assert_nothing_is_left(tmp_path, port)
+
+
+def test_a_command_that_a_signal_ended(tmp_path: Path) -> None:
+    port = free_port()
+    assert serve(tmp_path, port, "sh -c 'kill -9 $$'") == 137
+    assert_nothing_is_left(tmp_path, port)
+
+
+def test_a_command_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    port = free_port()
+    assert serve(tmp_path, port, "no-such-harness {url}") == 2
+    assert "no-such-harness" in capsys.readouterr().err
+    assert_nothing_is_left(tmp_path, port)
+
+
+def test_a_server_that_ends_at_once_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve(tmp_path, free_port(), "true", model="refused") == 2
+    assert "ValueError: no such model" in capsys.readouterr().err
+
+
+def test_sigterm_ends_command_and_server(tmp_path: Path) -> None:
+    """In a process of its own, since it is told to stop; the command ends a harness of its own, too."""
+    port = free_port()
+    code = "import sys; from tests.jobs.test_serve import *; server.MODULE = 'stub_server'; server.END_S = 2.0; "
+    code += f"sys.exit(serve(Path({str(tmp_path)!r}), {port}, \"sh -c 'sleep 300 & wait'\"))"
+    environment = os.environ | {"PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
+    with subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        assert "answers at" in job.stdout.readline()
+        time.sleep(0.5)
+        sleeping = [p.pid for p in psutil.Process(job.pid).children(recursive=True) if "300" in p.cmdline()]
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(30) == 143
+    assert sleeping and all(map(has_ended, sleeping))
+    assert_nothing_is_left(tmp_path, port)
