@@ -15,10 +15,11 @@ export DO_NOT_TRACK := 1
 export VLLM_NO_USAGE_STATS := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help setup gpu demo test test-all lint
+.PHONY: help setup gpu demo real test test-all lint
 
 help:
 	@echo "make demo      the whole pipeline on the tiny world, three arms, a table and a report (ARGS=\"key=value ...\")"
+	@echo "make real      a real instruct model of 135 M on real texts: critiques, SFT, PPO from a critic's words, a table"
 	@echo "make test      lint, unit tests, then the real stack: Ray, vLLM, DeepSpeed ZeRO-3"
 	@echo "make test-all  the same with the slow suites"
 	@echo "make lint      ruff and the import contracts"
@@ -33,6 +34,15 @@ gpu:
 
 demo: setup
 	@$(RUN) python -m jobs.demo --config configs/tiny/demo.yaml $(ARGS)
+
+# Each goes on where it was, and what is finished is kept.
+real: setup
+	@$(RUN) python docker/real.py
+	@$(RUN) python -m jobs.annotate --config configs/smol/annotate.yaml run.name=critiques_once annotate.llm.max_tries=1
+	@$(RUN) python -m jobs.annotate --config configs/smol/annotate.yaml
+	@$(RUN) python -m jobs.train_sft --config configs/smol/sft.yaml
+	@$(RUN) python -m jobs.train_policy --config configs/smol/policy.yaml
+	@$(RUN) python -m jobs.evaluate --what policy --config configs/smol/evaluate_policy.yaml
 
 lint: setup
 	@$(LIGHT)

@@ -42,7 +42,9 @@ class AnyJob(Section):
 class JobConfig(AnyJob):
     """A job on a task."""
 
-    task: str = Field("prompts", description="summarization, qa, code, prompts, tiny, tiny_code, or pkg.mod:Class")
+    task: str = Field(
+        "prompts", description="summarization, qa, code, prompts, tiny, tiny_code, findings, or pkg.mod:Class"
+    )
 
 
 class SyncedJob(AnyJob):

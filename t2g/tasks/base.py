@@ -158,6 +158,7 @@ _TASKS = {
     "prompts": "t2g.tasks.prompts_only:PromptsTask",
     "tiny": "t2g.tasks.tiny.task:TinyTask",
     "tiny_code": "t2g.tasks.tiny.task:TinyCodeTask",
+    "findings": "t2g.tasks.findings:FindingsTask",
 }
 
 

