@@ -70,6 +70,7 @@ def _start(config: ClusterConfig) -> None:
         num_cpus=cpus if cpus < (os.cpu_count() or 1) else None,  # Ray knows a container's limits, but no affinity
         object_store_memory=int((config.object_store_gib or 1) * GIB),
         include_dashboard=False,
+        _system_config={"worker_niceness": 0},  # Ray's own 15 starves engines and ranks beside whatever else runs
         **_quiet(config),
     )
 

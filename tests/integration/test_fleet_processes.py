@@ -1,6 +1,7 @@
 """Fleets on real actors, where processes, places and lost objects matter; the rest is in tests/actors/fleet."""
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
@@ -50,6 +51,11 @@ def ready(fleet: Fleet) -> Fleet:
 @pytest.fixture
 def fleet(begin: Callable[..., Fleet]) -> Fleet:
     return ready(begin())
+
+
+def test_a_worker_of_our_own_cluster_is_as_important_as_its_driver() -> None:
+    niceness = ray.remote(num_cpus=0)(lambda: os.nice(0))
+    assert ray.get(niceness.remote(), timeout=PATIENCE_S) == os.nice(0)
 
 
 def work(fleet: Fleet) -> Coroutine[Any, Any, str]:
