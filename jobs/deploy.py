@@ -14,10 +14,14 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from t2g.config import PolicyJob
 from t2g.config.loading import load
 from t2g.errors import RunStopped, UserError
+
+if TYPE_CHECKING:
+    from t2g.deploy.preflight import Findings
 
 LOOK_TIMEOUT_S = 60.0  # for all nodes together
 JOB_SERVERS = ("http://", "https://")
@@ -26,11 +30,13 @@ JOB_SERVERS = ("http://", "https://")
 def submit(arguments: argparse.Namespace) -> int:
     """Upload the code, start the run, follow its log. Ctrl-C stops the run and waits for its checkpoint."""
     from actors.cluster.job_server import JobServer
-    from t2g.deploy.submission import read_config, training, uploaded_path
+    from t2g.deploy.preflight import preflight
+    from t2g.deploy.submission import read_config, submission, uploaded_path
 
     root = Path.cwd()
-    config = read_config(arguments.config, arguments.overrides, root)
-    job = training(config, uploaded_path(arguments.config, root), arguments.overrides)
+    config = read_config(arguments.stage, arguments.config, arguments.overrides, root)
+    refuse_wrong(preflight(config))
+    job = submission(arguments.stage, config, uploaded_path(arguments.config, root), arguments.overrides)
     with JobServer.at(arguments.address) as server:
         for job_id in server.living(config.run.name):
             raise UserError(f"run {config.run.name} goes on as job {job_id}: stop it first, or take another run.name")
@@ -122,28 +128,41 @@ def _doctor_as_job(arguments: argparse.Namespace) -> int:
 
 
 def check(arguments: argparse.Namespace) -> int:
-    """Print what a run needs of a cluster, and what cannot work; exit code 2 if something cannot."""
+    """Print what a run needs of a cluster, and what cannot work; exit code 1 if something cannot."""
     from t2g.deploy import check_config
+    from t2g.deploy.preflight import preflight
+    from t2g.deploy.submission import STAGES
 
-    problems, words = check_config(load(PolicyJob, arguments.config, arguments.overrides, have=None), gpu=arguments.gpu)
+    config = load(STAGES[arguments.stage].schema, arguments.config, arguments.overrides, have=None)
+    problems, words = check_config(config, gpu=arguments.gpu, found=preflight(config))
     print(words)
-    return 2 if problems else 0
+    return 1 if problems else 0
 
 
 def render(arguments: argparse.Namespace) -> int:
     """Print manifests for KubeRay, all documents, made from the run's config."""
     from t2g.deploy import render_manifests
+    from t2g.deploy.check import path_warnings
+    from t2g.deploy.manifests import mount_of
+    from t2g.deploy.preflight import preflight
+    from t2g.deploy.submission import STAGES, read_config
 
-    manifests = render_manifests(
-        load(PolicyJob, arguments.config, arguments.overrides, have=None),
-        config_path=str(arguments.config),
-        target=arguments.target,
-        cpu=arguments.cpu,
-        image=arguments.image,
-        overrides=arguments.overrides,
-    )
-    print(manifests, end="")
+    config = load(STAGES[arguments.stage].schema, arguments.config, arguments.overrides, have=None)
+    if "root" in config.run.model_fields_set:  # a relative one means nothing on a pod
+        config = read_config(arguments.stage, arguments.config, arguments.overrides, Path.cwd(), have=None)
+    found, nowhere = preflight(config), [*path_warnings(config, mount_of(config))]
+    if arguments.target != "claim":
+        refuse_wrong(found, *nowhere)
+    options = ("target", "stage", "cpu", "image", "overrides", "patch")
+    given = {name: getattr(arguments, name) for name in options}
+    print(render_manifests(config, config_path=str(arguments.config), **given), end="")
     return 0
+
+
+def refuse_wrong(found: "Findings", *more: str) -> None:
+    """UserError for what no machine can run; what this one lacks, a cluster may have."""
+    if wrong := [*found.wrong, *more]:
+        raise UserError("\n".join(wrong))
 
 
 def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
@@ -164,6 +183,9 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     for name in ("check", "render", "submit", "doctor"):
         made[name].add_argument("--config", type=Path, required=name != "doctor", metavar="FILE", help="the run's")
         made[name].add_argument("overrides", nargs="*", metavar="key=value", help="laid over the file")
+    stages = ("annotate", "sft", "reward", "policy", "evaluate", "evaluate_policy", "compare")
+    for name in ("check", "render", "submit"):
+        made[name].add_argument("--stage", choices=stages, default="policy", help="what the config is of; policy")
     for name in ("submit", "stop", "doctor"):
         made[name].add_argument("--address", metavar="URL", help="of the cluster: http://HOST:8265")
     for name in ("status", "scale", "stop"):
@@ -174,15 +196,22 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     made["status"].add_argument("--json", action="store_true", help="status.json as it is")
     made["scale"].add_argument("--rollouts", type=int, metavar="N", help="rollout workers")
     made["scale"].add_argument("--rewards", type=int, metavar="M", help="reward workers")
-    made["check"].add_argument("--gpu", default="A100-80GB", metavar="NAME", help="that the run will have; A100-80GB")
+    made["check"].add_argument(
+        "--gpu", default="A100-80GB", metavar="NAME", help="or GiB, that the run will have; A100-80GB"
+    )
     made["render"].add_argument("--image", metavar="NAME", help="other than the project's own")
-    made["render"].add_argument("--target", choices=("rayjob", "raycluster"), default="rayjob")
+    made["render"].add_argument("--target", choices=("rayjob", "raycluster", "claim"), default="rayjob")
+    made["render"].add_argument(
+        "--patch", type=Path, metavar="FILE", help="YAML, strategic merges: see docker/README.md"
+    )
     made["render"].add_argument("--cpu", action="store_true", help="for the CPU image, without GPUs")
     return top, made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 done, 2 the user's to mend, 3 something did not end in time, 130 stopped; else the run's own."""
+    """Exit codes: 0 done, 1 `check` found what cannot work, 2 the user's to mend, 3 something did not end in time, 130
+    stopped; else the run's own.
+    """
     given = list(sys.argv[1:] if argv is None else argv)
     top, commands = parsers()
     command = commands.get(given[0]) if given else None

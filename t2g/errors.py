@@ -5,6 +5,10 @@ class UserError(ValueError):
     """The user's to mend, exit code 2. Says which field or file and line, what it got and what it needs."""
 
 
+class NotHere(UserError):
+    """What this machine lacks, and another may have: a file, a folder, a key in the environment."""
+
+
 class Stopped(Exception):
     """A signal ended the work where it can go on: the same command does."""
 

@@ -16,6 +16,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from t2g.config import ClusterConfig, ProcessConfig
+from t2g.deploy.preflight import shortfall
 from t2g.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,8 @@ def resources(address: str | None) -> Mapping[str, float]:
     """What there is for actors, as Ray names it: on the cluster of `connect`, or on this machine."""
     address = address or os.environ.get("RAY_ADDRESS") or "local"
     if address == "local":
-        return {"GPU": torch.cuda.device_count(), "memory": psutil.virtual_memory().available}
+        cpus, memory = len(os.sched_getaffinity(0)), psutil.virtual_memory().available
+        return {"CPU": cpus, "GPU": torch.cuda.device_count(), "memory": memory}
     _join(address, ClusterConfig())
     try:
         return ray.cluster_resources()
@@ -55,8 +57,8 @@ def connect(config: ClusterConfig, roles: Mapping[str, ProcessConfig]) -> None:
     try:
         if address != "local":
             check_places(roles, timeout_s=config.placement_timeout_s)
-        elif shortfall := describe_shortfall(roles, ray.cluster_resources()):
-            raise UserError(f"this machine is too small: {shortfall}")
+        elif lacking := shortfall(roles, ray.cluster_resources()):
+            raise UserError(f"this machine is too small: {lacking}")
     except BaseException:
         ray.shutdown()
         raise
@@ -94,22 +96,6 @@ def _join(address: str, config: ClusterConfig) -> None:
     except (ValueError, RuntimeError) as error:  # another version of Ray or Python, or no address at all
         reason = " ".join(str(error).split())
         raise UserError(f"cluster.address: the Ray cluster at {address} cannot be joined: {reason:.300}") from error
-
-
-def describe_shortfall(roles: Mapping[str, ProcessConfig], resources: Mapping[str, float]) -> str | None:
-    """One sentence about the first resource of which the roles together need more than there is, None if they fit.
-
-    resources: as Ray names them, memory in bytes. 2 rollout workers of 1.5 GiB and one learner of 3 GiB on 4 GiB:
-    "6 GiB of memory needed (rollout 2 x 1.5, learner 1 x 3), 4 free; lower workers or memory_gib"
-    """
-    have = {"cpus": resources.get("CPU", 0), "gpus": resources.get("GPU", 0)}
-    have["memory_gib"] = resources.get("memory", 0) / GIB
-    for field, unit in (("cpus", "CPUs"), ("gpus", "GPUs"), ("memory_gib", "GiB of memory")):
-        need = sum(role.num_processes * getattr(role, field) for role in roles.values())
-        if need > have[field] + 1e-6:
-            parts = ", ".join(f"{name} {r.num_processes} x {getattr(r, field):g}" for name, r in roles.items())
-            return f"{need:g} {unit} needed ({parts}), {have[field]:.3g} free; lower workers or {field}"
-    return None
 
 
 def check_places(roles: Mapping[str, ProcessConfig], *, timeout_s: float) -> None:

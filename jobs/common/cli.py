@@ -9,23 +9,25 @@ Imports nothing heavy.
 
 import argparse
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from textwrap import indent
 from types import FrameType
 from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from t2g.config import loading
+from t2g.config import AnyJob, loading
 from t2g.config.describe import describe
 from t2g.config.words import problems, section_type
 from t2g.errors import RunStopped, Stopped, UserError
 from t2g.files import unwritable
 
-Config = TypeVar("Config", bound=BaseModel)
+Config = TypeVar("Config", bound=AnyJob)
 
 
 def main(
@@ -35,7 +37,10 @@ def main(
     argv: Sequence[str] | None = None,
     options: Mapping[str, Mapping[str, Any]] = {},
 ) -> int:
-    """Read the config, then `run(config)`; with --dry-run only print it and `describe(config)`. Gives the exit code.
+    """Read the config, look for what would stop the job, then `run(config)`. Gives the exit code.
+
+    With --dry-run only print, as one YAML text, `describe(config)`, what would stop it, and the config; exit code 2 for
+    what no machine could run.
 
     argv: without the program's name; None: that of this process. options: of this job alone, as argparse takes them,
     {"--text": {"required": True}}; `run` gets their values by name.
@@ -47,10 +52,12 @@ def main(
     file, overrides, dry_run = (given.pop(name) for name in ("config", "overrides", "dry_run"))
     try:
         config = loading.load(schema, file, overrides, have=_resources)
+        found = _preflight(config)
         if dry_run:
-            print(loading.resolved(config))
-            print(describe(config))
-            return 0
+            print(indent("\n".join([describe(config), *found.words]), "# "))
+            print(loading.resolved(config), end="")
+            return 2 if found.wrong else 0
+        found.refuse()
         return run(config, **given) or 0
     except (UserError, RunStopped) as error:
         # An error that crossed a Ray actor carries the remote traceback in its own text, and the original as `cause`.
@@ -75,6 +82,12 @@ def main(
 
 def _resources(address: str | None) -> Mapping[str, float]:
     return import_module("actors.cluster.placement").resources(address)  # heavy, and only `auto` asks for it
+
+
+def _preflight(config: AnyJob) -> Any:
+    cluster = config.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
+    have = _resources(cluster) if cluster == "local" else None
+    return import_module("t2g.deploy.preflight").preflight(config, have)  # heavy: --help answers without it
 
 
 class StopFlag:
@@ -118,7 +131,7 @@ def job_parser(schema: type[BaseModel]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="YAML file with the config")
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the resolved config and what it amounts to; reads no data"
+        "--dry-run", action="store_true", help="print what it amounts to, what would stop it, and the resolved config"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the file: rollout.temperature=0.6")
     return parser

@@ -22,13 +22,10 @@ from t2g.config import (
 )
 from t2g.config.roles import roles, shared
 from t2g.deploy.memory import store_gib
-from t2g.errors import UserError
 from t2g.feedback.sources.llm import LLMFeedback
 from t2g.feedback.sources.make import make_local_source
 from t2g.interfaces import FeedbackSource
 from t2g.tasks.base import Task
-from t2g.text.positions import check_heads
-from t2g.text.tokenizer import lacks_folder
 
 
 @contextmanager
@@ -86,7 +83,6 @@ class Fleets(ExitStack):
     def _rollouts(self, model: ModelConfig, config: RolloutConfig, job: JobConfig) -> RolloutFleet:
         engine = config.model_dump_json(include=set(EngineConfig.model_fields))  # how it is sampled makes no other one
         transport = job.learner.sync_transport if isinstance(job, PolicyJob) else "store"
-        check_heads(model.policy, model.revision, "rollout.gpus", config.tensor_parallel)
         how: dict[str, Any] = {"revision": model.revision, "transport": transport}
         if isinstance(job, PolicyJob) and job.cluster.colocate:
             config, how = shared(job)[0], how | {"sleeps": True}
@@ -95,13 +91,7 @@ class Fleets(ExitStack):
 
     def _judges(self, config: FeedbackConfig, task: Task, job: JobConfig) -> RewardFleet | ChatFleet:
         """Engines of the model that is asked for feedback."""
-        of_llm = config.model_asked == "llm"
-        model = str(config.llm.model if of_llm else config.reward_model)
-        if lacks_folder(model):  # the engine would look for it on the hub
-            raise UserError(f"{'llm.model' if of_llm else 'reward_model'}={model}: there is no folder of that name")
-        revision = config.llm.revision if of_llm else config.reward_revision
-        check_heads(model, revision, "engine.gpus", config.engine.tensor_parallel)
-        if of_llm:
+        if config.model_asked == "llm":
             key = ("chat", config.model_dump_json(include={"llm", "engine"}))
             return self._one(key, job, lambda **at: ChatFleet(config, **at))
         chosen = config.model_dump_json(include={"reward_model", "reward_revision", "timeout_s", "style", "engine"})

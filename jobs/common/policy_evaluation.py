@@ -36,12 +36,10 @@ from t2g.runs import identity
 from t2g.runs.identity import Identity, data_hash
 from t2g.runs.journal import Journal, read_journal
 from t2g.runs.progress import stage
-from t2g.sandbox import available
 from t2g.study.pairwise import Judgement, judge_version, question, read_verdict, win_rates
 from t2g.study.policy_eval import PASSED, Answers, Response, Scores, bert_score, columns, summarise
 from t2g.tasks.base import Record, Task, get_task
 from t2g.tasks.human_eval import as_kodcode
-from t2g.text.positions import check_positions
 from t2g.text.tokenizer import load_tokenizer
 from t2g.types import Prompt
 
@@ -57,14 +55,12 @@ Serve = Callable[[ModelConfig], AbstractContextManager[RolloutSource]]  # engine
 
 def read_questions(config: PolicyEvaluationJob) -> tuple[Task, Sequence[Record], Sequence[Prompt]]:
     """What every policy is asked: records and prompts, which have nobody's token ids, in one order. UserError for data
-    that cannot be used, and for a machine that cannot run what is measured.
+    that cannot be used.
     """
     task = get_task(config.task)
     records: Sequence[Record] = load_records(config.data)[: SMOKE_PROMPTS if config.run.smoke else None]
     if task.score_name == PASSED:
         records = as_kodcode(records)
-        if lacking := available(config.sandbox.require):
-            raise UserError(lacking)
     prompts = make_prompts(records, task, None, 0)
     if len(prompts) < 2:
         raise UserError(f"data.path={config.data.path} has one record; an interval needs two prompts or more")
@@ -125,7 +121,6 @@ class Evaluation:
     def _encoded(self, model: ModelConfig) -> Sequence[Prompt]:
         """The prompts with the token ids of the model's own tokenizer and chat template."""
         rollout = self.config.rollout
-        check_positions(model.policy, model.revision, "rollout.max_model_len", rollout.max_model_len)
         tokenizer = load_tokenizer(model.policy, model.revision)
         return make_prompts([*self._records.values()], self.task, tokenizer, rollout.max_prompt_tokens)
 

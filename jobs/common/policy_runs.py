@@ -52,7 +52,6 @@ from t2g.runs.versions import versions
 from t2g.study import baselines
 from t2g.study.baselines import METHODS, POLICY, Arm, Metrics, PreferencePair
 from t2g.tasks.base import Task, get_task
-from t2g.text.positions import check_heads, check_positions
 from t2g.text.tokenizer import load_tokenizer
 from t2g.types import Prompt, TrainSequence
 
@@ -78,14 +77,8 @@ class PolicyData:
 def read_data(config: PolicyJob) -> PolicyData:
     """Tokenizer, prompts and held-out prompts. UserError for what cannot be used."""
     task = get_task(config.task)
-    model, rollout = (config.model.policy, config.model.revision), config.rollout
-    check_positions(*model, "rollout.max_model_len", rollout.max_model_len)
-    check_heads(*model, "rollout.gpus", rollout.tensor_parallel)
-    if config.objective.teacher is not None:
-        window = "rollout.max_model_len and feedback.engine.max_model_len together"
-        check_positions(*model, window, config.revision_window)
     tokenizer = load_tokenizer(config.model.policy, config.model.revision)
-    room = rollout.max_prompt_tokens
+    room = config.rollout.max_prompt_tokens
     prompts = make_prompts(load_records(config.data), task, tokenizer, room)
     refuse_unmeasured(task, prompts, config.objective.w_end)
     # Refuses a file with fewer prompts than a step takes now, and not when all engines have started.

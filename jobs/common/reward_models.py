@@ -21,7 +21,7 @@ from t2g.report.reward_page import HTML_FILE, JSON_FILE, write_evaluation
 from t2g.runs.progress import stage
 from t2g.study.reward_eval import JudgedRecord, ServedModel, judge_records, reward_metrics
 from t2g.tasks.base import get_task
-from t2g.text.tokenizer import lacks_folder, load_tokenizer
+from t2g.text.tokenizer import load_tokenizer
 from t2g.types import TrainSequence
 
 Served = TypeVar("Served", bound=ScoreJob)
@@ -125,17 +125,8 @@ def evaluate_reward(
 
 
 def as_trained(config: Served) -> Served:
-    """`config` with the task and the style that the reward model was trained for, where it does not give its own.
-
-    UserError for a model that is no folder here and cannot be a name on the hub.
-    """
-    model = str(config.feedback.reward_model)
-    if lacks_folder(model):
-        raise UserError(
-            f"feedback.reward_model={model}: there is no such folder; it needs `model` in the run folder of a "
-            "jobs.train_reward (`make demo` leaves a tiny one in runs/demo/reward/model)"
-        )
-    card = read_card(Path(model))
+    """`config` with the task and the style that the reward model was trained for, where it does not give its own."""
+    card = read_card(Path(str(config.feedback.reward_model)))
     if card is None:
         return config
     trained = {} if "style" in config.feedback.model_fields_set else {"feedback.style": card.style}

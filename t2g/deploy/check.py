@@ -1,9 +1,10 @@
 """What a run needs of a cluster, and what cannot work there, before anything is asked of one."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import inf
 from pathlib import Path
 
-from t2g.config import PolicyJob
+from t2g.config import EngineConfig, JobConfig, PolicyJob, SFTJob
 from t2g.config.marks import paths
 from t2g.deploy.manifests import SHARED
 from t2g.deploy.memory import (
@@ -16,14 +17,15 @@ from t2g.deploy.memory import (
     critic_models,
     engine_fit,
     find_shape,
-    host_bytes,
     learner_models,
     logits_bytes,
     rank_fit,
+    sft_models,
     store_bytes,
     store_gib,
 )
-from t2g.deploy.pods import ROLE_LABEL, PodGroup, most_per_pod, pod_groups, satisfies
+from t2g.deploy.pods import ROLE_LABEL, PodGroup, most_per_pod, pod_groups, satisfies, shares_gpus
+from t2g.deploy.preflight import Findings, judges, models
 from t2g.errors import UserError
 from t2g.sandbox import available
 from t2g.text.positions import uneven_heads
@@ -35,28 +37,41 @@ DATA_FILES = (".json", ".jsonl", ".csv", ".parquet")
 Fits = Sequence[tuple[PodGroup, Estimate]]
 
 
-def check_config(config: PolicyJob, *, gpu: str = "A100-80GB") -> tuple[list[str], str]:
+def check_config(config: JobConfig, *, gpu: str = "A100-80GB", found: Findings | None = None) -> tuple[list[str], str]:
     """What cannot work, a sentence each; and all in words: pods, memory by role on that GPU, those problems, and
     warnings of what goes wrong on several nodes or on pods only.
 
-    Looks up the models' sizes on this machine, and asks nobody. UserError for a GPU without a number in `memory.GPUS`,
-    and for a worker that fits into no pod.
+    gpu: a name of `memory.GPUS`, or GiB. found: of a preflight, which is told with the rest. Looks up the models' sizes
+    on this machine, and asks nobody. UserError for a GPU that is neither, and for a worker that fits into no pod.
     """
-    if gpu not in GPUS:
-        raise UserError(f"--gpu: got {gpu!r}, but needs one of {', '.join(GPUS)}")
+    found, gpu_gib = found or Findings(), gib_of(gpu)
     groups = pod_groups(config)
     shapes, remarks = _shapes(config)
     known = [group for group in groups if group.role.gpus and group.name in shapes]
-    fits = [(group, _fit(config, group, shapes[group.name], GPUS[gpu] * GIB)) for group in known]
-    policy = shapes.get("learner")
-    problems = list(_problems(config, shapes, fits, gpu))
-    apart = [] if config.learner.sync_transport == "ipc" else _group_warnings(groups)
-    warnings = [*apart, *_cluster_warnings(config, policy), *_path_warnings(config)]
-    if config.task == "code" and (lacking := available(config.feedback.sandbox.require)):
+    fits = [(group, _fit(config, group, shapes[group.name], gpu_gib * GIB)) for group in known]
+    problems = [*found.wrong, *_problems(config, shapes, fits, gpu_gib)]
+    warnings = [] if shares_gpus(config) else [*_group_warnings(groups)]
+    warnings += [*_cluster_warnings(config, shapes.get("learner")), *path_warnings(config)]
+    sandboxes = [feedback.sandbox for _, feedback in judges(config)]
+    if config.task == "code" and sandboxes and (lacking := available(sandboxes[0].require)):
         warnings.append(f"on this machine {lacking}")
-    lines = [*map(_pod_line, groups), _total_line(config, groups), "", *_memory_lines(fits, gpu), *remarks, ""]
-    found = [*(f"problem: {text}" for text in problems), *(f"warning: {text}" for text in warnings)]
-    return problems, "\n".join([*lines, *(found or ["no problems found"])])
+    lines = [*map(_pod_line, groups), _total_line(config, groups), "", *_memory_lines(fits, gpu, gpu_gib), *remarks, ""]
+    told = [*(f"problem: {text}" for text in problems), *(f"warning: {text}" for text in warnings)]
+    told += [f"not here: {text}" for text in found.missing]
+    return problems, "\n".join([*lines, *(told or ["no problems found"])])
+
+
+def gib_of(gpu: str) -> float:
+    """Memory of a GPU that is named, or given in GiB."""
+    if gpu in GPUS:
+        return GPUS[gpu]
+    try:
+        gib = float(gpu)
+    except ValueError:
+        gib = 0.0
+    if not 1 <= gib < inf:
+        raise UserError(f"--gpu: got {gpu!r}, but needs one of {', '.join(GPUS)}, or GiB as a number")
+    return gib
 
 
 def _pod_line(group: PodGroup) -> str:
@@ -73,8 +88,8 @@ def _pod_line(group: PodGroup) -> str:
     return f"{group.name}: {kind} {size} -> {_count(pods.initial, 'pod')}{bounds}; a pod has {each} for them"
 
 
-def _total_line(config: PolicyJob, groups: Sequence[PodGroup]) -> str:
-    if config.learner.sync_transport == "ipc":
+def _total_line(config: JobConfig, groups: Sequence[PodGroup]) -> str:
+    if shares_gpus(config):
         groups = [group for group in groups if group.name != "rollout"]  # on the ranks' GPUs
     start, most = (sum(getattr(g.pods, when) * g.gpus for g in groups) for when in ("initial", "max"))
     return f"in all: {_count(start, 'GPU')}{f', at most {most}' if most > start else ''}, and a head without workers"
@@ -84,40 +99,51 @@ def _count(count: float, noun: str) -> str:
     return f"{count:g} {noun}{'' if count == 1 else 's'}"
 
 
-def _shapes(config: PolicyJob) -> tuple[dict[str, ModelShape], list[str]]:
+def _shapes(config: JobConfig) -> tuple[dict[str, ModelShape], list[str]]:
     """By the names of pod groups; and what is to be said about models whose size is not known here."""
-    policy, feedback = find_shape(config.model.policy, config.model.revision), config.feedback
-    if policy is None:
-        return {}, [f"model.policy={config.model.policy}: its size is not known on this machine"]
-    shapes = dict.fromkeys(("learner", "critic", "rollout", "reward"), policy)
-    if not feedback.own_engines:
-        return shapes, []
-    asked = {"reward_model": (feedback.reward_model, feedback.reward_revision)}
-    judge, revision = asked.get(str(feedback.model_asked), (feedback.llm.model, feedback.llm.revision))
-    if shape := find_shape(str(judge), revision):
-        return shapes | {"reward": shape}, []
-    return shapes, [f"reward: the size of {judge} is not known on this machine; taken to be the policy's"]
+    shapes, remarks = dict[str, ModelShape](), []
+    for model in models(config):
+        shape, of = find_shape(model.name, model.revision), ["reward"]
+        if model.key.endswith("policy"):
+            of = ["learner", "critic", "rollout", "reward"]
+        if shape is None and "reward" in shapes:
+            remarks.append(f"reward: the size of {model.name} is not known on this machine; taken to be the policy's")
+        elif shape is None:
+            remarks.append(f"{model.key}={model.name}: its size is not known on this machine")
+            return {}, remarks
+        else:
+            shapes |= dict.fromkeys(of, shape)
+    return shapes, remarks
 
 
-def _fit(config: PolicyJob, group: PodGroup, shape: ModelShape, gpu_bytes: float) -> Estimate:
-    learner, objective, rollout, workers = config.learner, config.objective, config.rollout, group.workers.initial
-    if group.elastic:
-        sequences = -(-rollout.prompts_per_step * rollout.samples_per_prompt // workers)
+def _fit(config: JobConfig, group: PodGroup, shape: ModelShape, gpu_bytes: float) -> Estimate:
+    workers = group.workers.initial
+    if isinstance(group.role, EngineConfig):
+        sequences = group.role.max_num_seqs
+        if isinstance(config, PolicyJob):
+            sequences = -(-config.rollout.prompts_per_step * config.rollout.samples_per_prompt // workers)
         return engine_fit(shape, group.role, sequences=sequences, gpu_bytes=gpu_bytes)
-    tokens = max(learner.tokens_per_microbatch, rollout.max_model_len)  # a longer sequence has a pass of its own
+    if isinstance(config, SFTJob):
+        held, logits = sft_models(shape, config.sft), logits_bytes(shape, config.sft)
+        tokens = max(config.sft.tokens_per_microbatch, config.sft.max_length)
+        return rank_fit(shape, held, config.sft, ranks=workers, tokens=tokens, logits=logits)
+    assert isinstance(config, PolicyJob)
+    learner, objective = config.learner, config.objective
+    # A longer sequence has a pass of its own.
+    tokens = max(learner.tokens_per_microbatch, config.rollout.max_model_len)
     if group.name == "critic":
         return rank_fit(shape, critic_models(shape), learner, ranks=workers, tokens=tokens)
-    logits = logits_bytes(shape, learner, objective, tokens=tokens)
-    models = learner_models(shape, learner, objective)
-    return rank_fit(shape, models, learner, ranks=workers, tokens=tokens, logits=logits)
+    logits = logits_bytes(shape, learner, kept=tokens if objective.kl_estimator == "full" else 0)
+    held = learner_models(shape, learner, objective)
+    return rank_fit(shape, held, learner, ranks=workers, tokens=tokens, logits=logits)
 
 
-def _memory_lines(fits: Fits, gpu: str) -> Iterator[str]:
+def _memory_lines(fits: Fits, gpu: str, gpu_gib: float) -> Iterator[str]:
     if not fits:
         yield "no estimate of GPU memory"
         return
     columns = [part for part in PARTS if any(part in fit.parts for _, fit in fits)]
-    yield f"estimated GiB on each GPU, of {GPUS[gpu]:g} ({gpu}):"
+    yield f"estimated GiB on each GPU, of {gpu_gib:g} ({gpu}):"
     yield f"  {'':<8}" + "".join(f"{name:>12}" for name in [*columns, "total"])
     for group, fit in fits:
         cells = [f"{fit.parts[part] / GIB:.1f}" if part in fit.parts else "-" for part in columns]
@@ -130,37 +156,43 @@ def _memory_lines(fits: Fits, gpu: str) -> Iterator[str]:
             )
 
 
-def _problems(config: PolicyJob, shapes: Mapping[str, ModelShape], fits: Fits, gpu: str) -> Iterator[str]:
-    learner, policy, rollout = config.learner, shapes.get("learner"), config.rollout
-    colocate, gpu_bytes = config.cluster.colocate, GPUS[gpu] * GIB
-    beside: dict[str, float] = {}
-    if learner.sync_transport == "ipc" and (of_rank := [fit for group, fit in fits if group.name == "learner"]):
-        beside = beside_bytes(of_rank[0], rollout, colocate=colocate, gpu_bytes=gpu_bytes)
+def _problems(config: JobConfig, shapes: Mapping[str, ModelShape], fits: Fits, gpu_gib: float) -> Iterator[str]:
+    beside, gpu_bytes = _beside(config, fits, gpu_gib * GIB), gpu_gib * GIB
     for group, fit in fits:
-        section, room = group.section, gpu_bytes - beside.get(group.name, 0.0)
-        if group.elastic and fit.fitting == 0:
-            yield f"{section}: not one sequence fits beside the weights; raise {section}.gpus or lower max_model_len"
-        heads = shapes[group.name].num_attention_heads, shapes[group.name].num_key_value_heads
-        if group.elastic and (why := uneven_heads(*heads, group.role.tensor_parallel)):
-            yield f"{section}.gpus is {group.role.gpus:g}, and the model has {why}; take a number that divides them"
-        if group.name in beside and group.elastic and rollout.gpu_memory_utilization * gpu_bytes > room:
-            yield (
-                f"{section}.gpu_memory_utilization is {rollout.gpu_memory_utilization:g}, and the rank on the same GPU "
-                f"leaves {room / gpu_bytes:.2f} of it; lower the one, or what the rank needs"
-            )
-        if not group.elastic and fit.total > room:
-            checkpointing = "" if learner.gradient_checkpointing else "set learner.gradient_checkpointing=true, or "
+        section, role, room = group.section, group.role, gpu_bytes - beside.get(group.name, 0.0)
+        if isinstance(role, EngineConfig):
+            if fit.fitting == 0:
+                raised = f"raise {section}.gpus or lower max_model_len"
+                yield f"{section}: not one sequence fits beside the weights; {raised}"
+            heads = shapes[group.name].num_attention_heads, shapes[group.name].num_key_value_heads
+            if why := uneven_heads(*heads, role.tensor_parallel):
+                yield f"{section}.gpus is {role.gpus:g}, and the model has {why}; take a number that divides them"
+            if group.name in beside and role.gpu_memory_utilization * gpu_bytes > room:
+                yield (
+                    f"{section}.gpu_memory_utilization is {role.gpu_memory_utilization:g}, and the rank on the same "
+                    f"GPU leaves {room / gpu_bytes:.2f} of it; lower the one, or what the rank needs"
+                )
+        elif fit.total > room:
+            name, options = ("sft", config.sft) if isinstance(config, SFTJob) else ("learner", config.learner)
+            checkpointing = "" if options.gradient_checkpointing else f"set {name}.gradient_checkpointing=true, or "
             left = f" beside {beside[group.name] / GIB:.0f} of the engine there" if group.name in beside else ""
             yield (
-                f"{section}: about {fit.total / GIB:.0f} GiB on a GPU of {GPUS[gpu]:g}{left}; lower "
-                f"learner.tokens_per_microbatch, {checkpointing}raise {section}.workers, or set learner.offload=cpu"
+                f"{section}: about {fit.total / GIB:.0f} GiB on a GPU of {gpu_gib:g}{left}; lower "
+                f"{name}.tokens_per_microbatch, {checkpointing}raise {section}.workers, or set {name}.offload=cpu"
             )
-    need = host_bytes(policy, learner, config.objective, colocate=colocate) / GIB if policy else 0
-    if need > learner.memory_gib:
-        yield f"learner.memory_gib is {learner.memory_gib:g}: a rank that loads its models needs {need:.0f}"
-    asleep = BYTES[rollout.dtype] * policy.numel / GIB if policy and colocate else 0
-    if asleep > rollout.memory_gib:
-        yield f"rollout.memory_gib is {rollout.memory_gib:g}: the weights of an engine that sleeps need {asleep:.0f}"
+    if isinstance(config, PolicyJob) and config.cluster.colocate and "learner" in shapes:
+        asleep = BYTES[config.rollout.dtype] * shapes["learner"].numel / GIB
+        if asleep > config.rollout.memory_gib:
+            had = f"rollout.memory_gib is {config.rollout.memory_gib:g}"
+            yield f"{had}: the weights of an engine that sleeps need {asleep:.0f}"
+
+
+def _beside(config: JobConfig, fits: Fits, gpu_bytes: float) -> dict[str, float]:
+    """What the other role has of a GPU that engines and ranks share."""
+    of_rank = [fit for group, fit in fits if group.name == "learner"]
+    if not (isinstance(config, PolicyJob) and shares_gpus(config) and of_rank):
+        return {}
+    return beside_bytes(of_rank[0], config.rollout, colocate=config.cluster.colocate, gpu_bytes=gpu_bytes)
 
 
 def _group_warnings(groups: Sequence[PodGroup]) -> Iterator[str]:
@@ -180,15 +212,16 @@ def _group_warnings(groups: Sequence[PodGroup]) -> Iterator[str]:
             )
 
 
-def _cluster_warnings(config: PolicyJob, shape: ModelShape | None) -> Iterator[str]:
+def _cluster_warnings(config: JobConfig, shape: ModelShape | None) -> Iterator[str]:
     cluster = config.cluster
     if cluster.placement_timeout_s < MIN_PLACEMENT_S:
         yield (
             f"cluster.placement_timeout_s is {cluster.placement_timeout_s:g}: pods that an autoscaler adds take "
             "minutes; 1800 gives them time"
         )
-    held = shape if config.learner.keeps_buckets else None
-    need, have = store_bytes(held, b=BYTES[config.rollout.dtype]) / GIB if held else 0, store_gib(config)
+    if not (isinstance(config, PolicyJob) and config.learner.keeps_buckets and shape):
+        return
+    need, have = store_bytes(shape, b=BYTES[config.rollout.dtype]) / GIB, store_gib(config)
     if need > have:
         yield (
             f"cluster.object_store_gib is {have:g}: the policy's weights, held for late "
@@ -196,11 +229,13 @@ def _cluster_warnings(config: PolicyJob, shape: ModelShape | None) -> Iterator[s
         )
 
 
-def _path_warnings(config: PolicyJob) -> Iterator[str]:
-    passed_on = {"stages"} | ({"feedback.llm.model"} if config.feedback.llm.url else set())
+def path_warnings(config: JobConfig, mount: str = SHARED) -> Iterator[str]:
+    """Of what no pod has, where the volume is at `mount`."""
+    served = {f"{section}.llm.model" for section, feedback in judges(config) if feedback.llm.url}
     for key, value in paths(config):
-        if isinstance(value, str) and key not in passed_on and not value.startswith(("${", SHARED)) and _is_path(value):
-            yield f"{key} is {value}: pods see {SHARED} and their image; put it there and give that path"
+        known = key in served | {"stages"} or not isinstance(value, str) or value.startswith(("${", f"{mount}/"))
+        if not known and _is_path(value):
+            yield f"{key} is {value}: pods see {mount} and their image; put it there and give that path"
 
 
 def _is_path(value: str) -> bool:

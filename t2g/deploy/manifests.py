@@ -1,74 +1,122 @@
-"""KubeRay manifests (operator 1.7) from the config of the run they are for. Strings in, strings out.
+"""KubeRay manifests (operator 1.7) from the config of the run they are for. Strings in, documents out.
 
 Not here: secrets, which manifests only name, and whether the cluster has room. `docker/README.md` tells how to apply.
 """
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from t2g.config import PolicyJob
+from t2g.config import JobConfig, LogConfig
 from t2g.deploy.memory import store_gib
-from t2g.deploy.pods import pod_groups
-from t2g.deploy.submission import Submission, training
+from t2g.deploy.patches import patched, read_patches
+from t2g.deploy.pods import pod_groups, shares_gpus
+from t2g.deploy.preflight import servers
+from t2g.deploy.submission import Submission, submission
 from t2g.errors import UserError
 
-Target = Literal["rayjob", "raycluster"]
+Target = Literal["rayjob", "raycluster", "claim"]
 
 RAY_VERSION = "2.60.0"
 IMAGES = {False: "t2g:0.1.0", True: "t2g-cpu:0.1.0"}  # by `cpu`
 HOME = "/opt/t2g"  # of the code in the image: the driver's working directory
-SHARED = "/mnt/t2g"  # of the volume claim, in every pod
-SECRETS = {"token": "t2g-ray-token", "hub": "t2g-huggingface"}
+SHARED = "/mnt/t2g"  # of the volume claim, in every pod whose run.root says nothing else
+SYSTEM_FOLDERS = (  # of the image: nothing is mounted over one
+    "bin", "boot", "dev", "etc", "lib", "lib64", "opt", "proc", "root", "run", "sbin", "sys", "tmp", "usr", "var",
+)  # fmt: skip
+SECRETS = {"token": "t2g-ray-token", "hub": "t2g-huggingface", "driver": "t2g-keys"}
 MAX_NAME = 47  # the operator appends to it
 HEAD_STORE_GIB = 2
 
 
 def render_manifests(
-    config: PolicyJob,
+    config: JobConfig,
     *,
     config_path: str,
     target: Target,
+    stage: str = "policy",
     cpu: bool = False,
     image: str | None = None,
     overrides: Sequence[str] = (),
+    patch: Path | None = None,
 ) -> str:
-    """The volume claim, a policy for the network and a RayJob (one shot, its retries resume) or RayCluster (for many
-    `jobs.deploy submit`).
+    """A RayJob (one shot, its retries resume) or a RayCluster (for many `jobs.deploy submit`) with its policies for the
+    network and for disruptions; or the volume claim that they mount, which outlives them.
 
     config: of `config_path` with `overrides`, both of which the RayJob's driver reads again: config_path is relative to
-    the repository, which the image holds, or lies on the claim. run.root is the claim's. cpu: nothing has a GPU.
+    the repository, which the image holds, or lies on the claim. run.root is kept, and the claim mounted above it; where
+    none is given, it is on the claim. cpu: nothing has a GPU. patch: see `t2g.deploy.patches`.
     Raises UserError for what pods cannot do.
     """
-    groups = pod_groups(config)
+    groups, mount = pod_groups(config), mount_of(config)
     if cpu and (on_gpu := [group.section for group in groups if group.gpus]):
         raise UserError(f"a CPU-only cluster has no GPUs, and {on_gpu[0]}.gpus is not 0")
-    if config.learner.sync_transport == "ipc":
+    if shares_gpus(config):
         raise UserError("learner.sync_transport=ipc: pods share no GPU, and engines have their own; take nccl or store")
-    image = image or IMAGES[cpu]
-    job = driver(config, config_path, overrides)
+    job = driver(stage, config, config_path, overrides)
     # YAML of values that were checked, not a page: nothing is to be escaped.
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True, autoescape=False
     )
     text = templates.get_template("kuberay.yaml.j2").render(
-        groups=groups, image=image, entrypoint=job.entrypoint, stop_wait_s=job.stop_wait_s,
-        store_gib=store_gib(config), head_store_gib=HEAD_STORE_GIB,
+        groups=groups, image=image or IMAGES[cpu], entrypoint=job.entrypoint, stop_wait_s=job.stop_wait_s,
+        store_gib=store_gib(config), head_store_gib=HEAD_STORE_GIB, keys=keys_of(config),
         storage="20Gi" if cpu else "500Gi", claim="t2g-data", secrets=SECRETS,
-        home=HOME, shared=SHARED, ray_version=RAY_VERSION, name=resource_name(config.run.name),
+        home=HOME, shared=mount, ray_version=RAY_VERSION, name=resource_name(config.run.name), metadata=job.metadata,
     )  # fmt: skip
     parts = yaml.safe_load(text)
     kind, spec = ("RayJob", parts["job"]) if target == "rayjob" else ("RayCluster", parts["cluster"])
-    name = parts["network"]["metadata"]
-    main = {"apiVersion": "ray.io/v1", "kind": kind, "metadata": name, "spec": spec}
-    return _header(config_path, target, cpu, image, overrides) + yaml.dump_all(
-        [parts["claim"], parts["network"], main], Dumper=_NoAliases, sort_keys=False, width=120
+    main = {"apiVersion": "ray.io/v1", "kind": kind, "metadata": parts["network"]["metadata"], "spec": spec}
+    documents = [parts["claim"]] if target == "claim" else [parts["network"], parts["disruptions"], main]
+    options = ["--target", target, *([] if stage == "policy" else ["--stage", stage]), *(["--cpu"] if cpu else [])]
+    options += [*(["--image", image] if image else []), *(["--patch", str(patch)] if patch else [])]
+    command = ["python", "-m", "jobs.deploy", "render", "--config", config_path, *options, *overrides]
+    lines = [f"Made by: {shlex.join(command)}", *_remarks(config, target)]
+    changed = patched(documents, read_patches(patch) if patch else ())
+    dumped = yaml.dump_all(changed, Dumper=_NoAliases, sort_keys=False, width=120)
+    return "".join(f"# {line}\n" for line in lines) + dumped
+
+
+def _remarks(config: JobConfig, target: Target) -> Iterator[str]:
+    """What must be there first, and how to end what the file starts."""
+    if target == "claim":
+        yield "Runs and models lie on this claim: whoever deletes it deletes them."
+        return
+    yield f"The token comes from the Secret {SECRETS['token']} (key auth_token), which must be there first."
+    if keys := keys_of(config):
+        yield f"So does the Secret {SECRETS['driver']}, with {', '.join(keys)}."
+    yield (
+        f"To end it: python -m jobs.deploy stop --run {config.run.name}, which waits for a checkpoint, then "
+        "kubectl delete -f of this file. The claim, of a file of its own (--target claim), stays."
     )
+
+
+def keys_of(config: JobConfig) -> list[str]:
+    """Variables with a secret that the driver needs."""
+    wandb = ["WANDB_API_KEY"] if getattr(config, "log", LogConfig()).wandb_project else []
+    return list(dict.fromkeys([*(server.key_env for server in servers(config)), *wandb]))
+
+
+def mount_of(config: JobConfig) -> str:
+    """Where pods see the volume claim: at SHARED where run.root is under it or not given, else at run.root's parent.
+
+    UserError where that would hide what the image has there.
+    """
+    root = config.run.root
+    if "root" not in config.run.model_fields_set or root.is_relative_to(SHARED):
+        return SHARED
+    mount = root.parent
+    if len(mount.parts) < 2 or mount.parts[1] in SYSTEM_FOLDERS:
+        raise UserError(
+            f"run.root={root}: the volume would be mounted at {mount}, over what the image has there; take a "
+            f"folder under {SHARED}, or one such as /data/runs"
+        )
+    return str(mount)
 
 
 def resource_name(run_name: str) -> str:
@@ -77,31 +125,21 @@ def resource_name(run_name: str) -> str:
     return (name if name[0].isalpha() else f"t2g-{name}")[:MAX_NAME].rstrip("-")
 
 
-def driver(config: PolicyJob, config_path: str, overrides: Sequence[str]) -> Submission:
+def driver(stage: str, config: JobConfig, config_path: str, overrides: Sequence[str]) -> Submission:
     """What the head runs: quoted for the submitter's shell, and `ray job submit` quotes it again for the head's.
 
     UserError for a config file that is on no pod.
     """
-    path = PurePosixPath(config_path)
-    if path.is_absolute() and not path.is_relative_to(SHARED):
+    path, mount = PurePosixPath(config_path), mount_of(config)
+    if path.is_absolute() and not path.is_relative_to(mount):
         raise UserError(
             f"--config {config_path}: no pod has this file; give a path in the repository, such as "
-            f"configs/slf5k/policy.yaml, or one under {SHARED}"
+            f"configs/slf5k/policy.yaml, or one under {mount}"
         )
-    return training(config, Path(config_path), [*overrides, f"run.root={SHARED}/runs"])
+    root = [] if "root" in config.run.model_fields_set else [f"run.root={mount}/runs"]
+    return submission(stage, config, Path(config_path), [*overrides, *root])
 
 
 class _NoAliases(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
-
-
-def _header(config_path: str, target: Target, cpu: bool, image: str, overrides: Sequence[str]) -> str:
-    options = ["--target", target, *(["--cpu"] if cpu else []), *([] if image == IMAGES[cpu] else ["--image", image])]
-    command = shlex.join(["python", "-m", "jobs.deploy", "render", "--config", config_path, *options, *overrides])
-    lines = [
-        f"Made by: {command}",
-        f"The token comes from the Secret {SECRETS['token']} (key auth_token), which must be there first.",
-        "The claim holds runs and models: `kubectl delete -f` of this file would delete them too.",
-    ]
-    return "".join(f"# {line}\n" for line in lines)

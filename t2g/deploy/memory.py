@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from t2g.config import AnyJob, Dtype, EngineConfig, LearnerConfig, ObjectiveConfig, PolicyJob
+from t2g.config import AnyJob, Dtype, EngineConfig, LearnerConfig, ObjectiveConfig, PolicyJob, SFTOptions
 
 GIB = 2**30
 # GiB as the driver reports them, by the names that `jobs.deploy check --gpu` takes.
@@ -171,6 +171,12 @@ def learner_models(shape: ModelShape, learner: LearnerConfig, objective: Objecti
     return models if apart or not objective.uses_critic else [*models, *critic_models(shape)]
 
 
+def sft_models(shape: ModelShape, options: SFTOptions) -> Models:
+    """Of supervised training, which has no reference."""
+    adapters = shape.lora_numel(options.lora.r) if options.lora else 0
+    return [(shape.numel + adapters, adapters or shape.numel)]
+
+
 def critic_models(shape: ModelShape) -> Models:
     return [(shape.backbone_numel, shape.backbone_numel)]
 
@@ -190,7 +196,13 @@ def states_bytes(models: Models, *, ranks: int, b: int) -> dict[str, float]:
 
 
 def rank_fit(
-    shape: ModelShape, models: Models, learner: LearnerConfig, *, ranks: int, tokens: int, logits: float = 0.0
+    shape: ModelShape,
+    models: Models,
+    learner: LearnerConfig | SFTOptions,
+    *,
+    ranks: int,
+    tokens: int,
+    logits: float = 0.0,
 ) -> Estimate:
     """A rank with these models in a forward and backward pass over a microbatch of `tokens`.
 
@@ -210,10 +222,11 @@ def rank_fit(
     )
 
 
-def logits_bytes(shape: ModelShape, learner: LearnerConfig, objective: ObjectiveConfig, *, tokens: int) -> float:
-    """Of a chunk in float32: logits, their log-softmax, and the gradients of both; kl_estimator=full keeps all."""
-    kept = BYTES[learner.dtype] * tokens * shape.vocab_size if objective.kl_estimator == "full" else 0
-    return 16 * CHUNK_TOKENS * shape.vocab_size + kept
+def logits_bytes(shape: ModelShape, learner: LearnerConfig | SFTOptions, *, kept: int = 0) -> float:
+    """Of a chunk in float32: logits, their log-softmax, and the gradients of both; and those of `kept` tokens, of all
+    with kl_estimator=full.
+    """
+    return (16 * CHUNK_TOKENS + BYTES[learner.dtype] * kept) * shape.vocab_size
 
 
 def host_bytes(

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, gcd
 
-from t2g.config import EngineConfig, PolicyJob, ProcessConfig, WorkersConfig
+from t2g.config import EngineConfig, JobConfig, PolicyJob, ProcessConfig, RewardJob, WorkersConfig
 from t2g.config.roles import roles
 from t2g.errors import UserError
 
@@ -12,7 +12,10 @@ GPUS_PER_POD = 8  # of one node: pods do not span nodes
 WORKERS_PER_POD = 8
 ROLE_LABEL = "rl/role"
 # Section of the config -> the role's name, on pods and in their labels.
-NAMES = {"learner": "learner", "learner.critic_ranks": "critic", "rollout": "rollout", "feedback.engine": "reward"}
+NAMES = {
+    "learner": "learner", "sft": "learner", "learner.critic_ranks": "critic", "rollout": "rollout",
+    "feedback.engine": "reward", "annotate.engine": "reward", "engine": "reward",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +27,7 @@ class PodGroup:
     role: ProcessConfig
     workers: WorkersConfig  # a gang has all three equal
     per_pod: int
+    later: bool = False  # when the others have gone: the autoscaler starts its pods
 
     @property
     def elastic(self) -> bool:
@@ -49,15 +53,23 @@ class PodGroup:
         return {ROLE_LABEL: self.name} | self.role.labels
 
 
-def pod_groups(config: PolicyJob) -> tuple[PodGroup, ...]:
-    """Learner, critic where it has ranks of its own, rollout, and reward where a model of ours gives the feedback.
+def pod_groups(config: JobConfig) -> tuple[PodGroup, ...]:
+    """Of a job: learner, critic where it has ranks of its own, rollout, and reward where a model of ours gives the
+    feedback.
 
     UserError for a worker that fits into no pod.
     """
     found = roles(config)
-    if config.learner.sync_transport == "ipc":  # each has a part of a GPU: an engine and a rank together have a whole
+    if isinstance(config, RewardJob):
+        found["engine"] = config.engine
+    if shares_gpus(config):  # each has a part of a GPU: an engine and a rank together have a whole
         found |= {section: found[section].model_copy(update={"gpus": 1}) for section in ("rollout", "learner")}
     return tuple(_group(name, section, found[section]) for section, name in NAMES.items() if section in found)
+
+
+def shares_gpus(config: JobConfig) -> bool:
+    """Whether engines are on the ranks' GPUs."""
+    return isinstance(config, PolicyJob) and config.learner.sync_transport == "ipc"
 
 
 def _group(name: str, section: str, role: ProcessConfig) -> PodGroup:
@@ -68,7 +80,8 @@ def _group(name: str, section: str, role: ProcessConfig) -> PodGroup:
             raise UserError(f"{section}.labels: {key} is {value!r}; pods need a plain value, without ! or in(...)")
     count = role.num_processes
     workers = role.workers if isinstance(role, EngineConfig) else WorkersConfig(initial=count, min=count, max=count)
-    return PodGroup(name=name, section=section, role=role, workers=workers, per_pod=workers_per_pod(workers, role.gpus))
+    per_pod = workers_per_pod(workers, role.gpus)
+    return PodGroup(name=name, section=section, role=role, workers=workers, per_pod=per_pod, later=section == "engine")
 
 
 def workers_per_pod(workers: WorkersConfig, gpus: float) -> int:

@@ -9,8 +9,19 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
-from t2g.config import PolicyJob, loading
+from t2g.config import (
+    AnnotateJob,
+    CompareJob,
+    EvaluateJob,
+    JobConfig,
+    PolicyEvaluationJob,
+    PolicyJob,
+    RewardJob,
+    SFTJob,
+    loading,
+)
 from t2g.errors import UserError
 
 RUN_KEY = "t2g_run"  # in a job's metadata: the run's name
@@ -27,6 +38,26 @@ EXCLUDED = (
     ".env", ".env.*", ".netrc", ".ray", ".ssh", ".aws", "*.pem", "*.key", "id_*", "credentials*",  # secrets
 )  # fmt: skip
 NUM_NAMED = 5  # largest files in the refusal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A program that runs on a cluster, and what its config is."""
+
+    module: str
+    schema: type[JobConfig]
+    options: tuple[str, ...] = ()
+
+
+STAGES = {
+    "annotate": Stage(module="jobs.annotate", schema=AnnotateJob),
+    "sft": Stage(module="jobs.train_sft", schema=SFTJob),
+    "reward": Stage(module="jobs.train_reward", schema=RewardJob),
+    "policy": Stage(module="jobs.train_policy", schema=PolicyJob),
+    "evaluate": Stage(module="jobs.evaluate", schema=EvaluateJob),
+    "evaluate_policy": Stage(module="jobs.evaluate", schema=PolicyEvaluationJob, options=("--what", "policy")),
+    "compare": Stage(module="jobs.compare", schema=CompareJob),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,20 +87,35 @@ class Submission:
         return name
 
 
-def training(config: PolicyJob, file: Path, overrides: Sequence[str]) -> Submission:
+def submission(stage: str, config: JobConfig, file: Path, overrides: Sequence[str]) -> Submission:
     """The run of `config`, which was read from `file` (relative to what is uploaded) and `overrides`."""
-    wait_s = int(CALLS_TO_FINISH * config.learner.step_timeout_s) + MARGIN_S
+    program, wait_s = STAGES[stage], int(seconds_to_stop(config)) + MARGIN_S
     return Submission(
         name=config.run.name,
-        arguments=("jobs.train_policy", "--config", str(file), *overrides),
+        arguments=(program.module, *program.options, "--config", str(file), *overrides),
         stop_wait_s=wait_s,
         metadata={RUN_KEY: config.run.name, STOP_WAIT_KEY: str(wait_s)},
     )
 
 
-def read_config(file: Path, overrides: Sequence[str], root: Path) -> PolicyJob:
-    """The config as the job will read it: run.root must be absolute. UserError as `loading.load` raises."""
-    return loading.load(PolicyJob, file, overrides, environ={**os.environ, loading.JOB_ENV: "{}"}, cwd=root)
+def seconds_to_stop(config: JobConfig) -> float:
+    """That a run may need, once it is told to stop, for what must not be lost."""
+    match config:
+        case PolicyJob():
+            return CALLS_TO_FINISH * config.learner.step_timeout_s
+        case SFTJob():
+            return config.sft.timeout_s
+        case AnnotateJob():
+            return config.annotate.llm.request_timeout_s
+        case PolicyEvaluationJob():
+            return config.timeout_s
+    return 0.0
+
+
+def read_config(stage: str, file: Path, overrides: Sequence[str], root: Path, **how: Any) -> Any:
+    """The config as the job will read it: run.root must be absolute. how, and UserError: see `loading.load`."""
+    environ = {**os.environ, loading.JOB_ENV: "{}"}
+    return loading.load(STAGES[stage].schema, file, overrides, environ=environ, cwd=root, **how)
 
 
 def uploaded_path(file: Path, root: Path) -> Path:

@@ -6,7 +6,6 @@ import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -54,11 +53,6 @@ class RunLog:
     """
 
     def __init__(self, folder: Path, config: LogConfig, extra_sinks: Sequence[Sink] = ()) -> None:
-        if config.wandb_project is not None and find_spec("wandb") is None:
-            raise UserError(
-                f"log.wandb_project={config.wandb_project!r} needs the package wandb, which is not installed: "
-                "install the extra `wandb`, or leave the field out"
-            )
         self._folder = folder
         self._config = config
         self._sinks = [*extra_sinks]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from t2g.config import StyleConfig
-from t2g.errors import UserError
+from t2g.errors import NotHere, UserError
 from t2g.sandbox import SandboxConfig
 from t2g.text.tokenizer import Message
 from t2g.types import Prompt
@@ -171,7 +171,8 @@ def get_task(name: str) -> Task:
     try:
         return getattr(importlib.import_module(module), attribute)()
     except Exception as error:  # the user's module may raise anything while it is imported, its class when made
-        raise UserError(f"task={name!r} cannot be loaded: {type(error).__name__}: {error}") from error
+        kind = NotHere if isinstance(error, ModuleNotFoundError) else UserError
+        raise kind(f"task={name!r} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 def stable_id(text: str) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from t2g.config import StyleConfig
-from t2g.errors import UserError
+from t2g.errors import NotHere
 from t2g.sandbox import Outcome, SandboxConfig, TestResult, available, run_solution
 from t2g.tasks.base import Critic
 from t2g.tasks.code import extract_code
@@ -45,7 +45,7 @@ def make_critic(sandbox: SandboxConfig, style: StyleConfig, run: RunTests = run_
     machine cannot isolate what `sandbox.require` names. run: as `run_solution`.
     """
     if lacking := available(sandbox.require):
-        raise UserError(lacking)
+        raise NotHere(lacking)
 
     def critic(prompt_text: str, response_text: str, *, payload: Mapping[str, Any]) -> dict[str, Any]:
         tests = payload.get("test")

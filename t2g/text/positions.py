@@ -6,6 +6,7 @@ from typing import Any
 
 from t2g.errors import UserError
 
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's CPU attention
 ALLOWED = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 
 
@@ -36,6 +37,17 @@ def check_heads(model: str, revision: str | None, key: str, gpus: int) -> None:
         heads = config.num_attention_heads
         if why := uneven_heads(heads, getattr(config, "num_key_value_heads", None) or heads, gpus):
             raise UserError(f"{key}={gpus}: {model} has {why}; take a number that divides them")
+
+
+def check_head_size(model: str, revision: str | None, key: str) -> None:
+    """UserError, naming `key`, for heads of a size that vLLM's CPU kernels do not have. Silent where the config is not
+    on this machine."""
+    config = _text_config(model, revision)
+    heads = getattr(config, "num_attention_heads", None)
+    size = getattr(config, "head_dim", None) or (heads and config.hidden_size // heads)
+    if size and size not in CPU_HEAD_SIZES:
+        sizes = ", ".join(map(str, CPU_HEAD_SIZES))
+        raise UserError(f"{key}={model}: its heads have a size of {size}, and on a CPU engines know {sizes}")
 
 
 def uneven_heads(heads: int, kv_heads: int, gpus: int) -> str:

@@ -6,24 +6,45 @@ from typing import Any
 
 import numpy as np
 
-from t2g.errors import UserError
+from t2g.errors import NotHere, UserError
 
 Message = dict[str, str]  # role: system, user or assistant; content
+CONFIG_FILE = "config.json"
+HUB_TIMEOUT_S = 5.0
 
 
-def lacks_folder(model: str) -> bool:
-    """Whether `model` can only be a folder, and there is none. A name on the hub is `name` or `owner/name`."""
-    return (model.startswith((".", "/", "~")) or model.count("/") > 1) and not Path(model).is_dir()
+def check_model(key: str, model: str, revision: str | None = None) -> None:
+    """UserError, naming `key`, for what is neither a model's folder nor in the hub's cache, unless the hub knows the
+    name: it is asked once, where the libraries would try for a minute.
+    """
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+    if Path(model).is_dir():
+        if not (Path(model) / CONFIG_FILE).is_file():
+            raise UserError(f"{key}={model}: this folder holds no model, there is no {CONFIG_FILE} in it")
+        return
+    nowhere = f"{key}={model}: there is no folder of that name"
+    if model.startswith((".", "/", "~")) or model.count("/") > 1:  # a name on the hub is `name` or `owner/name`
+        raise NotHere(nowhere)
+    if isinstance(try_to_load_from_cache(model, CONFIG_FILE, revision=revision), str):
+        return
+    try:
+        HfApi().model_info(model, revision=revision, timeout=HUB_TIMEOUT_S)
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise NotHere(f"{nowhere}, and the hub knows no such model, or shows it to others only") from error
+    except Exception as error:  # whatever its HTTP library raises
+        raise NotHere(f"{nowhere}, nor in the hub's cache, and the hub cannot be asked: {error!s:.200}") from error
 
 
 def load_tokenizer(model: str, revision: str | None = None) -> Any:
     """The tokenizer of a model folder or hub name. UserError in a sentence when there is none; no code is trusted."""
     from transformers import AutoTokenizer
 
-    if lacks_folder(model):  # a hub name is looked for a minute long
-        raise UserError(f"model {model}: there is no folder of that name")
     if Path(model).is_dir():
         revision = None
+    else:
+        check_model("model", model, revision)
     try:
         return AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:

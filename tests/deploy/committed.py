@@ -12,7 +12,7 @@ from t2g.deploy import render_manifests
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docker" / "kuberay"
-FILES = sorted(FOLDER.glob("*.yaml"))
+FILES = sorted(FOLDER.glob("ray*.yaml"))
 MADE_BY = "# Made by: python -m jobs.deploy render "
 
 
@@ -49,7 +49,7 @@ def made(file: Path) -> Made:
 
 def documents(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The policy for the network, and the RayJob or RayCluster."""
-    _, network, main = yaml.safe_load_all(text)
+    network, _, main = yaml.safe_load_all(text)
     return network, main
 
 

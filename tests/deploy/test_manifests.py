@@ -18,7 +18,7 @@ from jsonschema import Draft202012Validator
 
 from jobs import deploy
 from t2g.config import PolicyJob, loading
-from t2g.deploy import manifests, render_manifests
+from t2g.deploy import manifests, render_manifests, submission
 from t2g.deploy.manifests import resource_name
 from t2g.errors import UserError
 
@@ -226,6 +226,134 @@ def test_a_stopped_run_may_write_its_checkpoint() -> None:
     assert int(env["RAY_JOB_STOP_WAIT_TIME_S"]) >= 700
 
 
+@pytest.mark.parametrize(
+    ("root", "mount"), [("/mnt/t2g/mine", "/mnt/t2g"), ("/data/team/runs", "/data/team"), ("/data/runs", "/data")]
+)
+def test_a_run_root_that_is_given_is_kept_and_the_claim_is_mounted_above_it(root: str, mount: str) -> None:
+    main = render(policy(f"run.root={root}"), overrides=[f"run.root={root}"])
+    assert main["spec"]["entrypoint"].endswith(f"configs/tiny/policy.yaml run.root={root}")
+    for pod in [*pods(main)][:-1]:
+        mounts = {one["name"]: one["mountPath"] for one in pod["containers"][0]["volumeMounts"]}
+        assert mounts == {"shared-mem": "/dev/shm", "data": mount}
+        env = {entry["name"]: entry.get("value") for entry in pod["containers"][0]["env"]}
+        assert env["HF_HOME"] == f"{mount}/huggingface"
+
+
+@pytest.mark.parametrize("root", ["/runs", "/opt/t2g/runs", "/tmp/runs", "/usr/local/runs"])
+def test_a_run_root_whose_mount_would_hide_the_image_is_refused(root: str) -> None:
+    with pytest.raises(UserError, match=f"run.root={root}: the volume would be mounted at"):
+        render(policy(f"run.root={root}"))
+
+
+def test_a_relative_run_root_means_nothing_on_a_pod(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["render", "--config", str(ROOT / "configs/slf5k/policy.yaml"), "run.root=here"]
+    assert deploy.main(words) == 2
+    assert "run.root: got 'here', but a Ray job needs an absolute path" in capsys.readouterr().err
+
+
+STAGES: dict[str, tuple[str, list[str], list[tuple[str, int]]]] = {
+    "annotate": ("own/annotate.yaml", ["annotate.responses=policy", "model.policy=a/b"], [("rollout", 1)]),
+    "sft": ("own/sft.yaml", ["sft.workers=4"], [("learner", 1)]),
+    "reward": ("own/reward.yaml", [], [("learner", 1), ("reward", 0)]),
+    "policy": ("own/one_gpu.yaml", ["learner.sync_transport=store"], [("learner", 1), ("rollout", 1)]),
+    "evaluate": ("own/evaluate.yaml", [], [("reward", 1)]),
+    "evaluate_policy": ("own/evaluate_policy.yaml", [], [("rollout", 1)]),
+    "compare": ("tiny/compare.yaml", [], [("learner", 1), ("rollout", 1), ("reward", 1)]),
+}
+
+
+def test_every_stage_has_a_job_of_its_own_and_the_groups_that_it_needs() -> None:
+    assert STAGES.keys() == submission.STAGES.keys()
+    for stage, (name, overrides, groups) in STAGES.items():
+        file = f"configs/{name}"
+        have = {"GPU": 1, "memory": 64 * 2**30}
+        schema = submission.STAGES[stage].schema
+        config = loading.load(schema, ROOT / file, overrides, environ={}, cwd=ROOT, have=lambda _, have=have: have)
+        main = render(config, config_path=file, cpu=False, stage=stage)
+        assert schema_errors(main) == []
+        module, found = submission.STAGES[stage].module, cluster_spec(main)["workerGroupSpecs"]
+        assert f"exec python -m {module} " in main["spec"]["entrypoint"]
+        assert [(group["groupName"], group["replicas"]) for group in found] == groups, stage
+        assert all(group["minReplicas"] <= group["replicas"] <= group["maxReplicas"] for group in found)
+
+
+def test_the_drivers_secrets_come_from_one_secret() -> None:
+    llm = "feedback={source: llm, llm: {url: 'https://h/v1', model: m, key_env: TEAM_KEY}}"
+    config = policy(llm, "log.wandb_project=mine")
+    head, *workers, _ = pods(render(config))
+    env = {entry["name"]: entry for entry in head["containers"][0]["env"]}
+    for name in ("TEAM_KEY", "WANDB_API_KEY"):
+        assert env[name] == {"name": name, "valueFrom": {"secretKeyRef": {"name": "t2g-keys", "key": name}}}
+        assert all(name not in json.dumps(pod) for pod in workers), "only the driver asks"
+    text = render_manifests(config, config_path="c.yaml", target="rayjob", cpu=True)
+    assert "t2g-keys, with TEAM_KEY, WANDB_API_KEY" in text.splitlines()[2]
+
+
+def test_an_empty_node_takes_no_driver_and_no_rank() -> None:
+    _, budget, main = yaml.safe_load_all((FOLDER / "rayjob.yaml").read_text(encoding="utf-8"))
+    (chosen,) = budget["spec"]["selector"]["matchExpressions"]
+    groups = [group["groupName"] for group in cluster_spec(main)["workerGroupSpecs"]]
+    assert budget["spec"]["maxUnavailable"] == 0 and chosen["key"] == "ray.io/group"
+    assert [name for name in groups if name in chosen["values"]] == ["learner"] and "headgroup" in chosen["values"]
+    assert budget["spec"]["selector"]["matchLabels"] == {"t2g/cluster": main["metadata"]["name"]}
+
+
+PATCH = """
+metadata: {namespace: team-a}
+---
+kind: Pod
+spec:
+  nodeSelector: {pool: gpu}
+  imagePullSecrets: [{name: registry}]
+  priorityClassName: batch
+  tolerations: [{key: spot, operator: Exists}]
+---
+kind: RayJob
+metadata: {labels: {kueue.x-k8s.io/queue-name: team-a}}
+spec: {backoffLimit: null, rayClusterSpec: {workerGroupSpecs: [{groupName: rollout, idleTimeoutSeconds: 60}]}}
+---
+kind: PersistentVolumeClaim
+spec: {storageClassName: fast, resources: {requests: {storage: 2Ti}}}
+---
+kind: NetworkPolicy
+$patch: delete
+"""
+
+
+def test_an_operators_patch_is_merged(tmp_path: Path) -> None:
+    file = tmp_path / "patch.yaml"
+    file.write_text(PATCH)
+    config = policy("data.path=/mnt/t2g/x.json", file="configs/slf5k/policy.yaml")
+    given = {"config_path": "c.yaml", "patch": file}
+    budget, main = yaml.safe_load_all(render_manifests(config, target="rayjob", **given))
+    (claim,) = yaml.safe_load_all(render_manifests(config, target="claim", **given))
+    assert schema_errors(main) == []
+    assert {document["metadata"]["namespace"] for document in (claim, budget, main)} == {"team-a"}
+    assert main["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "team-a"} and "backoffLimit" not in main["spec"]
+    for pod in pods(main):
+        assert (pod["nodeSelector"], pod["imagePullSecrets"]) == ({"pool": "gpu"}, [{"name": "registry"}])
+        assert pod["priorityClassName"] == "batch" and pod["containers"][0]["image"] == "t2g:0.1.0"
+        assert pod["tolerations"][-1] == {"key": "spot", "operator": "Exists"}
+        on_gpu = "nvidia.com/gpu" in pod["containers"][0]["resources"]["limits"]
+        assert len(pod["tolerations"]) == 1 + on_gpu, "ours stays"
+    groups = {group["groupName"]: group for group in cluster_spec(main)["workerGroupSpecs"]}
+    assert groups["rollout"]["idleTimeoutSeconds"] == 60 and groups["reward"]["idleTimeoutSeconds"] == 600
+    assert len(groups) == 3 and groups["rollout"]["maxReplicas"] == 1
+    assert claim["spec"]["storageClassName"] == "fast" and claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    assert claim["spec"]["resources"] == {"requests": {"storage": "2Ti"}}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("kind: Deployment", "document 1 is a Deployment; it needs"), ("- a", "is a list"), ("a: [", "--patch")],
+)
+def test_a_patch_that_is_none_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "patch.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=re.escape(words)):
+        render_manifests(policy(), config_path="c.yaml", target="rayjob", cpu=True, patch=file)
+
+
 def test_a_config_that_no_pod_has_is_refused() -> None:
     with pytest.raises(UserError, match="no pod has this file"):
         render(policy(), config_path=str(ROOT / "configs" / "tiny" / "policy.yaml"))
@@ -309,5 +437,5 @@ def test_no_aliases_and_three_documents() -> None:
     text = (FOLDER / "rayjob.yaml").read_text(encoding="utf-8")
     assert "&id" not in text
     assert [document["kind"] for document in yaml.safe_load_all(text)] == [
-        "PersistentVolumeClaim", "NetworkPolicy", "RayJob",
+        "NetworkPolicy", "PodDisruptionBudget", "RayJob",
     ]  # fmt: skip

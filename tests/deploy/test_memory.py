@@ -174,9 +174,8 @@ def test_a_pass_over_a_microbatch() -> None:
     assert parts(learner)["optimizer"] == 12 * 2792
     checkpointed = with_overrides(learner, {"gradient_checkpointing": True})
     assert parts(checkpointed)["activations"] == 10 * (2 * 16 + one)
-    assert memory.logits_bytes(TOY, learner, CRITIC, tokens=10) == 16 * 1024 * 100
-    full = ObjectiveConfig(advantages="gae", kl_estimator="full")
-    assert memory.logits_bytes(TOY, learner, full, tokens=10) == 16 * 1024 * 100 + 2 * 10 * 100
+    assert memory.logits_bytes(TOY, learner) == 16 * 1024 * 100
+    assert memory.logits_bytes(TOY, learner, kept=10) == 16 * 1024 * 100 + 2 * 10 * 100
 
 
 def test_offload_moves_the_states_to_the_host() -> None:

@@ -12,7 +12,7 @@ from t2g.deploy.submission import (
     is_attempt,
     read_config,
     stop_wait_s,
-    training,
+    submission,
     uploaded_path,
 )
 from t2g.errors import UserError
@@ -37,8 +37,8 @@ def test_a_shell_reads_the_arguments_as_they_were_given(arguments: list[str]) ->
 
 def test_a_run_as_a_job() -> None:
     overrides = [*MODEL, "run.root=/mnt/runs", "run.name=own", "learner.step_timeout_s=100"]
-    config = read_config(CONFIG, overrides, ROOT)
-    job = training(config, Path("configs/own/policy.yaml"), overrides)
+    config = read_config("policy", CONFIG, overrides, ROOT)
+    job = submission("policy", config, Path("configs/own/policy.yaml"), overrides)
     assert job.name == "own"
     assert job.entrypoint.startswith("exec python -m jobs.train_policy --config configs/own/policy.yaml model.policy=")
     assert job.metadata == {RUN_KEY: "own", STOP_WAIT_KEY: "360"}  # 3 calls of 100 s and a minute
@@ -50,7 +50,7 @@ def test_a_run_as_a_job() -> None:
 
 def test_a_relative_run_root_is_refused_before_anything_is_sent() -> None:
     with pytest.raises(UserError, match=r"run\.root: got 'runs', but a Ray job needs an absolute path"):
-        read_config(CONFIG, [*MODEL, "run.root=runs"], ROOT)
+        read_config("policy", CONFIG, [*MODEL, "run.root=runs"], ROOT)
 
 
 def test_a_config_that_is_not_uploaded_is_refused(tmp_path: Path) -> None:

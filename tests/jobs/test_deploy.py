@@ -101,3 +101,28 @@ def test_every_subcommand_says_what_it_does(capsys: pytest.CaptureFixture[str]) 
 def test_no_cluster_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert command("stop", "--run", "own", "--address", "http://127.0.0.1:9") == 2
     assert "no Ray job server answers at http://127.0.0.1:9" in capsys.readouterr().err
+
+
+def test_check_fails_on_what_cannot_run_and_tells_it_from_what_is_elsewhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "check_critics.py").write_text("def critic(response): ...\n")
+    base = ["check", "--config", "configs/slf5k/policy.yaml", "data.path=/mnt/t2g/x.json", "model.policy=./no"]
+    assert command(*base, "feedback={source: program}") == 1
+    assert "problem: task summarization has no program of its own" in capsys.readouterr().out
+    assert command(*base, "feedback={source: 'check_critics:critic'}") == 1
+    assert "problem: feedback.source=check_critics:critic cannot be called with" in capsys.readouterr().out
+    assert command(*base, "feedback={source: 'nowhere_at_all:critic'}") == 0, "another machine may have it"
+    assert "not here: feedback.source=nowhere_at_all:critic cannot be imported" in capsys.readouterr().out
+    sft = ["check", "--stage", "sft", "--config", "configs/own/sft.yaml", "sft={gpus: 1, workers: 1}", "--gpu", "24"]
+    assert command(*sft, "model.policy=Qwen/Qwen2.5-1.5B-Instruct", "data.path=/mnt/t2g/x.jsonl") == 1
+    said = capsys.readouterr().out
+    assert "sft: about " in said and "GiB on a GPU of 24; lower sft.tokens_per_microbatch" in said
+
+
+def test_render_refuses_what_no_pod_has(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("render", "--config", "configs/slf5k/policy.yaml", "data.path=/home/me/x.json") == 2
+    error = capsys.readouterr().err
+    assert "data.path is /home/me/x.json: pods see /mnt/t2g" in error
+    assert "feedback.reward_model is runs/slf5k-reward/model: pods see /mnt/t2g" in error

@@ -1,7 +1,6 @@
 import json
 import re
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -229,12 +228,6 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("policy/kl")] == [(0, 0.5), (1, 0.5), (2, 0.25), (3, 0.25)]
-
-
-@pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed")
-def test_wandb_that_is_not_installed_is_named_at_once(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"log\.wandb_project='mine' needs the package wandb"):
-        RunLog(tmp_path, LogConfig(wandb_project="mine"))
 
 
 def documented() -> set[str]:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from t2g.config import LLMConfig
 from t2g.config.words import first_problem
-from t2g.errors import RunStopped, UserError
+from t2g.errors import NotHere, RunStopped, UserError
 from t2g.feedback.sources.asking import Chat, ChatFailed, Completion, PerLoop, Question, estimate_tokens
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class EndpointChat(Chat):
         assert config.url is not None and config.model is not None, "see FeedbackConfig"
         key = os.environ.get(config.key_env, "").strip()
         if not key:
-            raise UserError(
+            raise NotHere(
                 f"llm.key_env names {config.key_env}, which is not set; "
                 "export it (any word will do where the server asks for none)"
             )

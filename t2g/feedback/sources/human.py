@@ -20,7 +20,7 @@ from typing import Any
 
 from t2g.data.load import SUFFIXES, read_file, read_lines
 from t2g.data.published import translate
-from t2g.errors import UserError
+from t2g.errors import NotHere, UserError
 from t2g.feedback.parse import make_feedback, no_feedback
 from t2g.feedback.records import AnnotatedRecord, first_few, read_record
 from t2g.feedback.sources.asking import FailureLog
@@ -51,7 +51,7 @@ class HumanFeedback(FeedbackSource):
     ) -> None:
         """columns: our field -> the file's field. UserError for a file that is missing or judges nothing."""
         if not path.is_file():
-            raise UserError(f"human_file={path}: there is no such file")
+            raise NotHere(f"human_file={path}: there is no such file")
         self._path, self._task = path, task
         self.aligner = aligner
         self._failures = FailureLog()

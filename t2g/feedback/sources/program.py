@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from t2g.errors import RunStopped, UserError
+from t2g.errors import NotHere, RunStopped, UserError
 from t2g.feedback.parse import no_feedback, read_judgement
 from t2g.feedback.sources.asking import FailureLog, PerLoop
 from t2g.interfaces import FeedbackSource
@@ -34,8 +34,7 @@ class ProgramFeedback(FeedbackSource):
         self._critic = load_function(critic) if isinstance(critic, str) else critic
         self._path = critic if isinstance(critic, str) else _path_of(critic)
         self._timeout_s = timeout_s
-        parameters = inspect.signature(self._critic).parameters.values()
-        self._wants_payload = any(p.name == "payload" or p.kind is p.VAR_KEYWORD for p in parameters)
+        self._wants_payload = _wants_payload(self._critic)
         self._failures = FailureLog()
         self._num_timeouts = 0  # since the last answer
         self._turn = PerLoop(lambda: asyncio.Semaphore(parallel))
@@ -81,15 +80,28 @@ class ProgramFeedback(FeedbackSource):
 
 
 def load_function(import_path: str) -> Critic:
-    """The function at `pkg.mod:function`. UserError when there is none, or importing it fails."""
+    """The function at `pkg.mod:function`. UserError when there is none, or it cannot be imported or called."""
     module_name, _, attribute = import_path.partition(":")
     try:
         function = getattr(importlib.import_module(module_name), attribute)
     except Exception as error:  # the user's module may raise anything while it is imported
-        raise UserError(f"feedback.source={import_path} cannot be imported: {type(error).__name__}: {error}") from error
+        kind = NotHere if isinstance(error, ModuleNotFoundError) else UserError
+        raise kind(f"feedback.source={import_path} cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(function):
         raise UserError(f"feedback.source={import_path} is a {type(function).__name__}; it needs to be a function")
+    try:
+        inspect.signature(function).bind("prompt", "response", **({"payload": {}} if _wants_payload(function) else {}))
+    except TypeError as error:
+        raise UserError(
+            f"feedback.source={import_path} cannot be called with (prompt_text, response_text) and perhaps payload=, "
+            f"but is {function.__name__}{inspect.signature(function)}: {error}"
+        ) from None
     return function
+
+
+def _wants_payload(function: Critic) -> bool:
+    parameters = inspect.signature(function).parameters.values()
+    return any(p.name == "payload" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def _path_of(critic: Critic) -> str:

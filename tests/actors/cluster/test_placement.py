@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from actors.cluster import placement
-from actors.cluster.placement import GIB, connect, describe_shortfall
+from actors.cluster.placement import GIB, connect
 from t2g.config import ClusterConfig, RoleConfig
+from t2g.deploy.preflight import shortfall
 from t2g.errors import UserError
 
 ROLES = {
@@ -18,18 +19,18 @@ ROLES = {
 
 
 def test_roles_that_fit_exactly_fit() -> None:
-    assert describe_shortfall(ROLES, {"CPU": 2, "memory": 6 * GIB}) is None
+    assert shortfall(ROLES, {"CPU": 2, "memory": 6 * GIB}) is None
 
 
 def test_what_is_missing_is_said_with_every_part() -> None:
-    assert describe_shortfall(ROLES, {"CPU": 2, "memory": 4 * GIB}) == (
+    assert shortfall(ROLES, {"CPU": 2, "memory": 4 * GIB}) == (
         "6 GiB of memory needed (rollout 2 x 1.5, learner 1 x 3), 4 free; lower workers or memory_gib"
     )
-    assert describe_shortfall(ROLES, {"CPU": 1, "memory": 4 * GIB}) == (
+    assert shortfall(ROLES, {"CPU": 1, "memory": 4 * GIB}) == (
         "2 CPUs needed (rollout 2 x 0.5, learner 1 x 1), 1 free; lower workers or cpus"
     )
     roles = {"rollout": RoleConfig(gpus=1)}
-    assert describe_shortfall(roles, {"CPU": 9, "memory": 9 * GIB}) == (
+    assert shortfall(roles, {"CPU": 9, "memory": 9 * GIB}) == (
         "1 GPUs needed (rollout 1 x 1), 0 free; lower workers or gpus"
     )
 

@@ -1,0 +1,229 @@
+"""What would stop a job before its first step, all at once and in seconds: at a start, --dry-run and jobs.deploy.
+
+Reads the config's models (never their weights), its critic and its first record on this machine, and asks the hub once
+for a model that is not here. Starts nothing.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
+
+from t2g.config import (
+    AnnotateJob,
+    AnyJob,
+    CompareJob,
+    DataConfig,
+    EngineConfig,
+    FeedbackConfig,
+    JobConfig,
+    LLMConfig,
+    LogConfig,
+    ModelConfig,
+    PolicyEvaluationJob,
+    PolicyJob,
+    ProcessConfig,
+    RewardJob,
+    ScoreJob,
+    SFTJob,
+)
+from t2g.config.roles import roles
+from t2g.data.load import SUFFIXES, load_records
+from t2g.deploy.memory import BYTES, GIB, find_shape, host_bytes
+from t2g.errors import NotHere, UserError
+from t2g.feedback.card import check_card, make_card
+from t2g.feedback.sources.endpoint import EndpointChat
+from t2g.feedback.sources.make import make_local_source
+from t2g.sandbox import available
+from t2g.tasks.base import Task, get_task
+from t2g.text.positions import check_head_size, check_heads, check_positions
+from t2g.text.tokenizer import check_chat_template, check_model, load_tokenizer
+
+ADAPTER_FILE = "adapter_config.json"
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """Sentences: what no machine can run, and what this one lacks."""
+
+    wrong: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+    def of(self, check: Callable[..., Result], *arguments: Any, **options: Any) -> Result | None:
+        """What the check returns; None where it had to raise, and that is noted."""
+        try:
+            return check(*arguments, **options)
+        except UserError as error:
+            (self.missing if isinstance(error, NotHere) else self.wrong).append(str(error))
+            return None
+
+    @property
+    def words(self) -> list[str]:
+        return [*(f"problem: {text}" for text in self.wrong), *(f"not here: {text}" for text in self.missing)]
+
+    def refuse(self) -> None:
+        """UserError with all sentences, a line each, where there are any."""
+        if sentences := [*self.wrong, *self.missing]:
+            raise UserError("\n".join(sentences))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model that the config names: the key that does, and the engine that will hold it, by its section."""
+
+    key: str
+    name: str
+    revision: str | None = None
+    engine: tuple[str, EngineConfig] | None = None
+
+
+def preflight(job: AnyJob, have: Mapping[str, float] | None = None) -> Findings:
+    """have: what actors find on this machine, as Ray names it; None: they run on a cluster that nobody has asked.
+
+    What is yet to be made, a path with ${stages} or ${rewards} in it, is passed over.
+    """
+    found = Findings()
+    if have is not None and (lacking := shortfall(roles(job), have)):
+        found.missing.append(f"this machine is too small: {lacking}")
+    if not isinstance(job, JobConfig):
+        return found
+    task = found.of(get_task, job.task)
+    names = [model for model in models(job) if "${" not in model.name]
+    usable = {model.key for model in names if found.of(_check_model, model)}
+    for key in ("data", "eval_data"):
+        if (data := getattr(job, key, None)) is not None and "${" not in data.path:
+            found.of(_check_data, key, data)
+    if isinstance(job, PolicyJob | SFTJob) and "model.policy" in usable:
+        found.of(_check_memory, job)
+    if task is not None:
+        _check_sources(found, job, task, usable)
+    log = getattr(job, "log", LogConfig())
+    if log.wandb_project is not None and find_spec("wandb") is None:
+        found.missing.append(
+            f"log.wandb_project={log.wandb_project!r} needs the package wandb, which is not installed: "
+            "install the extra `wandb`, or leave the field out"
+        )
+    return found
+
+
+def models(job: AnyJob) -> Iterator[Model]:
+    """All that the config names, each where it is loaded."""
+    match job:
+        case PolicyJob() | AnnotateJob(model=ModelConfig()):
+            sampled = isinstance(job, PolicyJob) or job.annotate.responses == "policy"
+            engine = ("rollout", job.rollout) if sampled else None
+            yield Model(key="model.policy", name=job.model.policy, revision=job.model.revision, engine=engine)
+        case SFTJob():
+            engine = ("engine", job.engine) if isinstance(job, RewardJob) else None
+            yield Model(key="model.policy", name=job.model.policy, revision=job.model.revision, engine=engine)
+        case PolicyEvaluationJob():
+            for name, model in job.policies.items():
+                if not (Path(model.policy) / ADAPTER_FILE).exists():  # merged into its base first
+                    at = {"name": model.policy, "revision": model.revision, "engine": ("rollout", job.rollout)}
+                    yield Model(key=f"policies.{name}.policy", **at)
+    if isinstance(job, CompareJob) and job.compare.reviser:
+        yield Model(key="compare.reviser", name=job.compare.reviser)
+    for section, feedback in judges(job):
+        if feedback.own_engines:
+            asks_llm = feedback.model_asked == "llm"
+            name, revision = feedback.reward_model, feedback.reward_revision
+            if asks_llm:
+                name, revision = feedback.llm.model, feedback.llm.revision
+            key, engine = f"{section}.{'llm.model' if asks_llm else 'reward_model'}", feedback.engine
+            yield Model(key=key, name=str(name), revision=revision, engine=(f"{section}.engine", engine))
+
+
+def judges(job: AnyJob) -> Iterator[tuple[str, FeedbackConfig]]:
+    """Who judges, by the config's section."""
+    match job:
+        case AnnotateJob():
+            yield "annotate", job.annotate
+        case PolicyJob() | ScoreJob():
+            yield "feedback", job.feedback
+
+
+def servers(job: AnyJob) -> Iterator[LLMConfig]:
+    """Models behind servers, which want a key."""
+    if isinstance(job, PolicyEvaluationJob):
+        yield from (*job.endpoints.values(), *job.judges.values())
+    yield from (feedback.llm for _, feedback in judges(job) if feedback.model_asked == "llm" and feedback.llm.url)
+
+
+def shortfall(asked: Mapping[str, ProcessConfig], resources: Mapping[str, float]) -> str | None:
+    """One sentence about the first resource of which the roles together need more than there is, None if they fit.
+
+    resources: as Ray names them, memory in bytes. 2 rollout workers of 1.5 GiB and one learner of 3 GiB on 4 GiB:
+    "6 GiB of memory needed (rollout 2 x 1.5, learner 1 x 3), 4 free; lower workers or memory_gib"
+    """
+    have = {"cpus": resources.get("CPU", 0), "gpus": resources.get("GPU", 0)}
+    have["memory_gib"] = resources.get("memory", 0) / GIB
+    for name, unit in (("cpus", "CPUs"), ("gpus", "GPUs"), ("memory_gib", "GiB of memory")):
+        need = sum(role.num_processes * getattr(role, name) for role in asked.values())
+        if need > have[name] + 1e-6:
+            parts = ", ".join(f"{section} {r.num_processes} x {getattr(r, name):g}" for section, r in asked.items())
+            return f"{need:g} {unit} needed ({parts}), {have[name]:.3g} free; lower workers or {name}"
+    return None
+
+
+def _check_model(model: Model) -> bool:
+    """True; UserError for what no engine or rank can load."""
+    check_model(model.key, model.name, model.revision)
+    source = model.name, model.revision
+    check_chat_template(load_tokenizer(*source))
+    if model.engine is not None:
+        section, engine = model.engine
+        check_positions(*source, f"{section}.max_model_len", engine.max_model_len)
+        check_heads(*source, f"{section}.gpus", engine.tensor_parallel)
+        if not engine.gpus:
+            check_head_size(*source, model.key)
+            shape = find_shape(*source)
+            need = BYTES[engine.dtype] * shape.numel / GIB if shape else 0
+            if need > engine.memory_gib:
+                sizes = f"{section}.memory_gib is {engine.memory_gib:g}, and the weights of {model.name} alone have"
+                raise UserError(f"{sizes} {need:.1f} GiB")
+    return True
+
+
+def _check_data(key: str, data: DataConfig) -> None:
+    """The first record can be read, and has the columns. What is on the hub is read when the job starts."""
+    path = Path(data.path)
+    if not path.exists() and (path.suffix in SUFFIXES or path.is_absolute()):
+        raise NotHere(f"{key}.path={path}: there is no such file")
+    if path.is_file():
+        load_records(data.model_copy(update={"limit": 1}))
+
+
+def _check_memory(job: PolicyJob | SFTJob) -> None:
+    """A rank has room on the host for the models that it loads, and a prompt with a critique for the teacher's pass."""
+    source = job.model.policy, job.model.revision
+    if isinstance(job, PolicyJob) and job.objective.teacher is not None:
+        window = "rollout.max_model_len and feedback.engine.max_model_len together"
+        check_positions(*source, window, job.revision_window)
+    shape = find_shape(*source)
+    if shape is None:
+        return
+    section, ranks = ("sft", job.sft) if isinstance(job, SFTJob) else ("learner", job.learner)
+    need: float = BYTES[ranks.dtype] * shape.numel
+    if isinstance(job, PolicyJob):
+        need = host_bytes(shape, job.learner, job.objective, colocate=job.cluster.colocate)
+    if need / GIB > ranks.memory_gib:
+        raise UserError(
+            f"{section}.memory_gib is {ranks.memory_gib:g}: a rank that loads its models needs {need / GIB:.1f}"
+        )
+
+
+def _check_sources(found: Findings, job: JobConfig, task: Task, usable: set[str]) -> None:
+    """Whoever judges is there: a function that takes what it is given, a key, a file, a card that fits, a sandbox."""
+    for section, feedback in judges(job):
+        if feedback.source == "human" and not Path(str(feedback.human_file)).is_file():
+            found.missing.append(f"{section}.human_file={feedback.human_file}: there is no such file")
+        elif feedback.source == "program" or ":" in feedback.source:
+            found.of(make_local_source, feedback, task)
+        if f"{section}.reward_model" in usable and not isinstance(job, ScoreJob):  # which takes what the card says
+            found.of(check_card, Path(str(feedback.reward_model)), make_card(task, feedback.style))
+    for server in servers(job):
+        found.of(EndpointChat, server)
+    if isinstance(job, PolicyEvaluationJob) and job.task == "code" and (lack := available(job.sandbox.require)):
+        found.missing.append(lack)

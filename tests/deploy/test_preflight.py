@@ -1,0 +1,180 @@
+"""One broken example of each thing that stops a job, on a model of random weights; and what is not here, told apart."""
+
+import json
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import random_model
+
+from t2g.config import AnnotateJob, PolicyEvaluationJob, PolicyJob, RewardJob, ScoreJob
+from t2g.deploy.preflight import Findings, preflight
+from t2g.errors import UserError
+
+GIB = 2**30
+ROOMY = {"CPU": 8, "GPU": 0, "memory": 64 * GIB}
+CRITICS = """
+def critic(prompt, response): return "", [], []
+def with_payload(prompt, response, payload): return "", [], []
+def of_one(response): return "", [], []
+def of_three(prompt, response, style): return "", [], []
+table = {}
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def _critics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "preflight_critics.py").write_text(CRITICS)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("preflight_critics", None)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": "Why?"}) + "\n")
+    return str(path)
+
+
+def policy(model: Path | str, data: str, /, **sections: Any) -> PolicyJob:
+    given = {"model": {"policy": str(model)}, "data": {"path": data}, "feedback": critic("critic")}
+    return PolicyJob.model_validate(given | sections)
+
+
+def critic(name: str) -> dict[str, str]:
+    return {"source": f"preflight_critics:{name}"}
+
+
+def all_of(found: Findings) -> list[str]:
+    return [*found.wrong, *found.missing]
+
+
+def test_a_run_that_can_start(model: Path, data: str) -> None:
+    for name in ("critic", "with_payload"):
+        assert all_of(preflight(policy(model, data, feedback=critic(name)), ROOMY)) == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"feedback": critic("of_one")}, "preflight_critics:of_one cannot be called with (prompt_text, response_text)"),
+        ({"feedback": critic("of_three")}, "but is of_three(prompt, response, style)"),
+        ({"feedback": critic("table")}, "is a dict; it needs to be a function"),
+        ({"feedback": critic("nobody")}, "has no attribute 'nobody'"),
+        ({"feedback": {"source": "program"}}, "task prompts has no program of its own"),
+        ({"task": "summarisation"}, "task='summarisation' is none of"),
+        ({"rollout": {"max_model_len": 4096}}, "rollout.max_model_len=4096, and "),
+        ({"rollout": {"gpus": 3}}, "rollout.gpus=3"),
+        ({"rollout": {"memory_gib": 1e-4}}, "rollout.memory_gib is 0.0001, and the weights of "),
+        ({"learner": {"memory_gib": 1e-4}}, "learner.memory_gib is 0.0001: a rank that loads its models needs "),
+        ({"objective": {"teacher": {}}}, "rollout.max_model_len and feedback.engine.max_model_len together=5120"),
+    ],
+)
+def test_what_no_machine_can_run(model: Path, data: str, sections: dict[str, Any], words: str) -> None:
+    found = preflight(policy(model, data, **sections), None)
+    assert len(found.wrong) == 1 and words in found.wrong[0] and found.missing == [], found
+    with pytest.raises(UserError) as refused:
+        found.refuse()
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"feedback": {"source": "nowhere_at_all.critics:critic"}}, "No module named 'nowhere_at_all'"),
+        ({"task": "nowhere_at_all:Task"}, "No module named 'nowhere_at_all'"),
+        ({"data": {"path": "my.jsonl"}}, "data.path=my.jsonl: there is no such file"),
+        ({"eval_data": {"path": "/no/held.parquet"}}, "eval_data.path=/no/held.parquet: there is no such file"),
+        ({"model": {"policy": "./my-modle"}}, "model.policy=./my-modle: there is no folder of that name"),
+        ({"feedback": {"source": "human", "human_file": "h.csv"}}, "feedback.human_file=h.csv: there is no such file"),
+        (
+            {"feedback": {"source": "llm", "llm": {"url": "http://h/v1", "model": "m", "key_env": "T2G_NO_SUCH"}}},
+            "llm.key_env names T2G_NO_SUCH, which is not set",
+        ),
+        ({"feedback": {"source": "reward_model", "reward_model": "/no/reward"}}, "feedback.reward_model=/no/reward"),
+        pytest.param(
+            {"log": {"wandb_project": "mine"}},
+            "log.wandb_project='mine' needs the package wandb",
+            marks=pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed"),
+        ),
+    ],
+)
+def test_what_is_not_on_this_machine(model: Path, data: str, sections: dict[str, Any], words: str) -> None:
+    found = preflight(policy(model, data, **sections), None)
+    assert len(found.missing) == 1 and words in found.missing[0] and found.wrong == [], found
+
+
+def test_a_name_that_no_hub_knows_is_asked_for_once(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def unreachable(self: object, name: str, **how: Any) -> None:
+        asked.append((name, how["timeout"]))
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", unreachable)
+    (sentence,) = preflight(policy("somebody/elsewhere", data), None).missing
+    assert "model.policy=somebody/elsewhere: there is no folder of that name, nor in the hub's cache" in sentence
+    assert [name for name, timeout in asked if timeout <= 5] == ["somebody/elsewhere"]
+
+
+def test_all_faults_are_told_at_once_and_a_small_machine_too(tmp_path: Path) -> None:
+    job = policy(tmp_path / "no", "no.jsonl", feedback=critic("of_one"), task="nothing")
+    found = preflight(job, {"CPU": 0.5, "GPU": 0, "memory": 64 * GIB})
+    assert [words.partition(":")[0] for words in found.missing] == [
+        "this machine is too small", f"model.policy={tmp_path / 'no'}", "data.path=no.jsonl",
+    ]  # fmt: skip
+    assert len(found.wrong) == 1, "a task that is unknown has no critic"
+
+
+def test_heads_of_a_size_that_the_cpu_kernels_lack(model: Path, data: str, tmp_path: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    for file in model.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config | {"head_dim": 48}))
+    (words,) = preflight(policy(tmp_path, data), None).wrong
+    assert "heads have a size of 48" in words
+    assert all_of(preflight(policy(tmp_path, data, rollout={"gpus": 1}, learner={"gpus": 1}), None)) == []
+
+
+def test_a_folder_without_a_model_and_a_tokenizer_without_a_template(model: Path, data: str, tmp_path: Path) -> None:
+    empty, bare = tmp_path / "empty", tmp_path / "bare"
+    empty.mkdir(), bare.mkdir()
+    for file in model.iterdir():
+        if file.name != "chat_template.jinja":
+            (bare / file.name).symlink_to(file)
+    (words,) = preflight(policy(empty, data), None).wrong
+    assert "this folder holds no model" in words
+    (words,) = preflight(policy(bare, data), None).wrong
+    assert "has no chat template" in words
+
+
+def test_other_jobs_name_other_models(model: Path, data: str) -> None:
+    at, none = {"data": {"path": data}}, {"policy": "/no/model"}
+    reward = {"feedback": {"reward_model": "/no/model"}}
+    jobs = {
+        "policies.span.policy": PolicyEvaluationJob.model_validate({**at, "policies": {"span": none}}),
+        "annotate.reward_model": AnnotateJob.model_validate(
+            {**at, "annotate": {"source": "reward_model", "reward_model": "/no/model"}}
+        ),
+        "model.policy": RewardJob.model_validate({**at, "model": none, "eval_data": {"path": data}}),
+        "feedback.reward_model": ScoreJob.model_validate(reward),
+    }
+    for key, job in jobs.items():
+        assert preflight(job, None).missing == [f"{key}=/no/model: there is no folder of that name"]
+    given = AnnotateJob.model_validate({**at, "model": none, "annotate": {"source": "preflight_critics:of_one"}})
+    assert "of_one" in preflight(given, None).wrong[0]
+
+
+def test_what_is_yet_to_be_made_is_passed_over() -> None:
+    job = policy("${stages}/base/model", "${stages}/train.jsonl")
+    assert all_of(preflight(job, ROOMY)) == []
