@@ -35,7 +35,8 @@ def smoke_words(config: PolicyJob, summary: dict[str, Any]) -> str:
 def run(asked: PolicyJob) -> None:
     """Connect, start the fleets, train."""
     from jobs.common.fleets import Fleets, on_cluster
-    from jobs.common.policy_runs import finished, read_data, train
+    from jobs.common.policy_runs import finished, read_data
+    from jobs.common.rounds import train_in_rounds
     from jobs.common.run_folder import SMOKE_STEPS
     from jobs.common.stages import demo_of, make_stages, resolve_stages
 
@@ -50,9 +51,7 @@ def run(asked: PolicyJob) -> None:
                 with Fleets() as fleets:
                     make_stages(demo, fleets)
             data = data or read_data(config)
-            stop = stop_flag()
-            with Fleets() as fleets:
-                summary = train(config, data, *fleets.for_policy(config, data.task), stop)
+            summary = train_in_rounds(config, data, stop_flag())
     print(smoke_words(asked, summary) if asked.run.smoke else json.dumps(summary["policy"], indent=1))
     print(f"report: {config.run.folder / 'report.html'}")
 

@@ -43,6 +43,7 @@ from t2g.config.jobs import (
     EvaluateJob,
     JobConfig,
     PolicyJob,
+    RefreshConfig,
     RewardJob,
     ScoreJob,
     SFTJob,
