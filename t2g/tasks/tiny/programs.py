@@ -2,7 +2,7 @@
 
 Records are KodCode's, so that the critic of the code task and its sandbox take them as they are.
 
-    question  "red": add 2; "blue": times 3; "teal": minus 4.
+    question  red: add 2; blue: times 3; teal: minus 4.
     program   def f(k, n):
                   if k == "red":
                       return n + 2
@@ -57,8 +57,8 @@ def sample_rules(rng: np.random.Generator, *, heldout: bool) -> list[Rule]:
 def write_question(rules: Iterable[Rule], wording: int) -> str:
     said = [(rule.word, OPERATORS[rule.operator][wording], rule.number) for rule in rules]
     if wording == 0:
-        return "; ".join(f'"{word}": {operator} {number}' for word, operator, number in said) + "."
-    return " ".join(f'If "{word}", {operator} {number}.' for word, operator, number in said)
+        return "; ".join(f"{word}: {operator} {number}" for word, operator, number in said) + "."
+    return " ".join(f"If {word}, {operator} {number}." for word, operator, number in said)
 
 
 def write_program(rules: Iterable[Rule], rates: WorldConfig, rng: np.random.Generator) -> str:
@@ -138,9 +138,11 @@ def make_records(*, count: int, heldout: bool, rates: WorldConfig, seed: int) ->
 
 
 def tokenizer_pieces(instruction: str) -> list[str]:
-    """See `world.tokenizer_pieces`: words come more often than phrases, so that their merges rank first."""
-    said = [operator for wordings in OPERATORS.values() for operator in wordings]
-    words = ["If", *WORDS, *(f" {word}" for word in ("If", *WORDS, *said, *OPERATORS, *NUMBERS))]
+    """See `world.tokenizer_pieces`. Words come more often than phrases, so that their merges rank first; what follows a
+    word of a rule, with its comma or colon, is one token: the next token is what a small model learns to look for.
+    """
+    said = [f"{stop} {wordings[way]}" for wordings in OPERATORS.values() for way, stop in enumerate(":,")]
+    words = [*WORDS, *said, *(f" {word}" for word in ("If", "return", "n", "if", *WORDS, *OPERATORS, *NUMBERS))]
     return (
         words * 20 + [HEAD, LAST, '\n    if k == "', '":\n        return', " n", " if n ==", " else", instruction] * 2
     )

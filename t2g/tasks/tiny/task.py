@@ -65,7 +65,7 @@ class TinyCodeTask(CodeTask):
     """Truth by execution: critic and critique are those of the task code."""
 
     name = "tiny_code"
-    instruction = "Write f:"
+    instruction = "Write f."
 
     def policy_messages(self, record: Record, input_limit: int | None = None) -> list[Message]:
         return [{"role": "user", "content": f"{self.instruction} {self.prompt_text(record)}"}]

@@ -48,8 +48,8 @@ def measured(record: dict[str, Any], program: str) -> dict[str, float] | None:
 
 
 def test_a_question_in_both_wordings() -> None:
-    assert programs.write_question(RULES, 0) == '"red": add 2; "blue": times 3; "teal": minus 4.'
-    assert programs.write_question(RULES, 1) == 'If "red", plus 2. If "blue", by 3. If "teal", less 4.'
+    assert programs.write_question(RULES, 0) == "red: add 2; blue: times 3; teal: minus 4."
+    assert programs.write_question(RULES, 1) == "If red, plus 2. If blue, by 3. If teal, less 4."
 
 
 def test_the_critic_blames_the_wrong_line_and_none_for_what_is_missing() -> None:
@@ -158,6 +158,8 @@ def test_texts_come_back_from_the_tokenizer_and_fit_the_windows(tmp_path: Path) 
     assert all(tokenizer.decode(tokenizer(row["solution"]).input_ids) == row["solution"] for row in rows)
     assert max(len(tokenizer(row["solution"]).input_ids) for row in rows) < CONFIG.rollout.max_new_tokens
     assert max(len(tokenizer(row["question"]).input_ids) for row in rows) + 8 < CONFIG.rollout.max_prompt_tokens
+    rule = [tokenizer.decode([i]) for i in tokenizer(programs.write_question(RULES[:1], 1)).input_ids]
+    assert rule == ["If", " red", ", plus", " 2", "."]
     assert [tokenizer.decode([i]) for i in tokenizer("        return n + 2\n").input_ids][-4:] == [
         " n",
         " +",
