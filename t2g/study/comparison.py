@@ -15,7 +15,7 @@ from t2g.study.tables import NOTHING, Interval, figure, interval, markdown, spre
 
 WINDOW = 3  # evaluations in a score, and in a point of a smoothed curve
 SCALAR = "scalar"
-TARGETING = ("criticised", "praised", "unmentioned", "difference", "returns")
+TARGETING = ("criticised", "praised", "unmentioned", "difference", "matched", "returns")
 STEP, SAMPLES, SCORE, STEP_S = "step", "samples", "eval/score", "time/step_s"  # of t2g.runs.metrics
 
 
@@ -66,7 +66,7 @@ def read_run(records: Iterable[Mapping[str, Any]], targeting: Mapping[str, Any] 
 
 def base_run(run: Run) -> Run:
     """The policy before training, which every run measures first: no token has changed."""
-    still = {"criticised": 0.0, "praised": 0.0, "unmentioned": 0.0, "difference": 0.0, "returns": None}
+    still = {"criticised": 0.0, "praised": 0.0, "unmentioned": 0.0, "difference": 0.0, "matched": 0.0, "returns": None}
     return replace(
         run, samples=run.samples[:1], scores=run.scores[:1], seconds=run.seconds[:1], step_seconds=None, targeting=still
     )
@@ -146,7 +146,7 @@ def summarise_targeting(measured: Sequence[Mapping[str, Any] | None]) -> dict[st
     """Means over seeds of what t2g.study.targeting measured; None where a run was not measured."""
     if any(one is None for one in measured):
         return None
-    found = {name: [one[name] for one in measured if one and one[name] is not None] for name in TARGETING}
+    found = {name: [one[name] for one in measured if one and one.get(name) is not None] for name in TARGETING}
     return {name: interval(values) if values else None for name, values in found.items()}
 
 
@@ -163,7 +163,7 @@ def summarise_noise(runs: Mapping[str, Mapping[str, Mapping[int, Run]]]) -> dict
 # -------------------------------------------------------------------------------------------------------------- tables
 COLUMNS = (
     "method", "lr", "held-out score", "less scalar", "samples to scalar's best", "share of scalar's", "seconds to it",
-    "s a step", "overhead", "Δ log p criticised", "unmentioned", "difference", "criticism returns",
+    "s a step", "overhead", "Δ log p criticised", "unmentioned", "matched difference", "criticism returns",
 )  # fmt: skip
 LEGEND = """\
 Means over {seeds}, ± half the width of the 95 % interval (Student's t): over seeds of prompts and sampling, with one
@@ -174,9 +174,10 @@ scalar's best: until the smoothed curve (mean of three evaluations) is first as 
 was, without evaluations. Of samples it is the restricted mean: a seed that never got there (in brackets, how many did)
 counts with all the samples of its run, so that the figure is a lower bound; the share of the samples that scalar took
 and the seconds are means over the seeds that got there. Seconds of dpo and ilf hold the start of their training
-process. Δ log p: change by training of the log-probability of the base's own held-out
-responses, nats a token, where they were criticised and where they were not mentioned (praised tokens are in neither);
-a criticism returns when the same quote is criticised in the new response to that prompt."""
+process. Δ log p: change by training of the log-probability of the base's own held-out responses, nats a token, where
+they were criticised and where they were not mentioned (praised tokens are in neither). Matched difference: between
+those of the two that the base thought about as likely. A criticism returns when the same quote is criticised in the new
+response to that prompt."""
 REWARD_COLUMNS = (
     "labelled_share", "good_precision", "good_recall", "good_f1", "poor_precision", "poor_recall", "poor_f1",
     "decisive_good_f1", "decisive_poor_f1", "located_rate", "parse_rate",
@@ -236,5 +237,5 @@ def _cells(figures: Mapping[str, Any]) -> list[str]:
         figure(figures.get("seconds_to_scalar_best"), ",.0f"),
         figure(figures["step_seconds"], ",.2f"),
         figure(figures.get("overhead"), "+.0%"),
-        *(spread(targeting.get(key)) for key in ("criticised", "unmentioned", "difference", "returns")),
+        *(spread(targeting.get(key)) for key in ("criticised", "unmentioned", "matched", "returns")),
     ]

@@ -17,6 +17,7 @@ from t2g.interfaces import FeedbackSource, RolloutSource, Sampling
 from t2g.loop.sampling import JudgedResponse
 from t2g.types import Prompt, Rollout, SpanFeedback
 
+NUM_ALIKE = 10  # unmentioned tokens that a criticised one is held against
 MENTIONS = {-1: "criticised", 1: "praised", 0: "unmentioned"}
 
 
@@ -57,7 +58,8 @@ async def measure(
     )
     judged = [(r, f, new - r.rollout_logprobs) for (_, r, f), new in zip(reference, logprobs, strict=True) if f.usable]
     labels = [mentions(tokenizer, r, f) for r, f, _ in judged]
-    return changes_by_mention(labels, [change for _, _, change in judged]) | again
+    base = [r.rollout_logprobs for r, _, _ in judged]
+    return changes_by_mention(labels, [change for _, _, change in judged], base) | again
 
 
 def mentions(tokenizer: Any, rollout: Rollout, feedback: SpanFeedback) -> np.ndarray:
@@ -68,11 +70,15 @@ def mentions(tokenizer: Any, rollout: Rollout, feedback: SpanFeedback) -> np.nda
     return np.sign(deltas).astype(np.int8)
 
 
-def changes_by_mention(labels: Sequence[np.ndarray], changes: Sequence[np.ndarray]) -> dict[str, Any]:
+def changes_by_mention(
+    labels: Sequence[np.ndarray], changes: Sequence[np.ndarray], base: Sequence[np.ndarray]
+) -> dict[str, Any]:
     """Mean change of log-probability over the tokens of each kind, nats, with their number; None for a kind without.
 
-    labels, changes: [R] each, of the same responses. `difference` is criticised less unmentioned: below 0 where
-    training turned against what was criticised, and not against everything.
+    labels, changes, base (log-probabilities before): [R] each, of the same responses. `difference` is criticised less
+    unmentioned: below 0 where training turned against what was criticised, and not against everything. `matched` is
+    that among tokens that the base thought about as likely: faults are unlikelier than other tokens, which moves them
+    whatever is paid.
 
         labels [-1, 0, 0], changes [-2, .5, -.5] -> criticised -2, praised None, unmentioned 0, difference -2
     """
@@ -81,7 +87,27 @@ def changes_by_mention(labels: Sequence[np.ndarray], changes: Sequence[np.ndarra
     means = {name: float(part.mean()) if part.size else None for name, part in of.items()}
     criticised, unmentioned = means["criticised"], means["unmentioned"]
     difference = None if criticised is None or unmentioned is None else criticised - unmentioned
-    return {**means, "difference": difference, "tokens": {name: int(part.size) for name, part in of.items()}}
+    matched = matched_difference(label, change, np.concatenate(base))
+    return {
+        **means,
+        "difference": difference,
+        "matched": matched,
+        "tokens": {name: int(part.size) for name, part in of.items()},
+    }
+
+
+def matched_difference(label: np.ndarray, change: np.ndarray, base: np.ndarray) -> float | None:
+    """Mean over the criticised tokens of their change less the mean change of the NUM_ALIKE unmentioned tokens of the
+    nearest `base`; None without both kinds. label, change, base: [N].
+    """
+    criticised, unmentioned = label == -1, label == 0
+    if not (criticised.any() and unmentioned.any()):
+        return None
+    order = np.argsort(base[unmentioned], kind="stable")
+    sums, count = np.append(0, np.cumsum(change[unmentioned][order])), min(NUM_ALIKE, len(order))
+    place = np.searchsorted(base[unmentioned][order], base[criticised])
+    first = np.clip(place - count // 2, 0, len(order) - count)
+    return float((change[criticised] - (sums[first + count] - sums[first]) / count).mean())
 
 
 def criticisms(response_text: str, feedback: SpanFeedback) -> frozenset[str] | None:

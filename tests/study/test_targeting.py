@@ -47,18 +47,34 @@ def test_a_token_is_criticised_praised_or_not_mentioned(tmp_path: Path) -> None:
 def test_changes_are_means_over_tokens_not_over_responses() -> None:
     labels = [np.array([-1, 0, 0]), np.array([-1, -1, 1])]
     changes = [np.array([-2.0, 0.5, -1.5]), np.array([-4.0, 0.0, 3.0])]
-    assert changes_by_mention(labels, changes) == {
+    assert changes_by_mention(labels, changes, [np.zeros(3), np.zeros(3)]) == {
         "criticised": -2.0,
         "praised": 3.0,
         "unmentioned": -0.5,
         "difference": -1.5,
+        "matched": -1.5,
         "tokens": {"criticised": 3, "praised": 1, "unmentioned": 2},
     }
 
 
 def test_a_kind_without_tokens_has_no_mean() -> None:
-    found = changes_by_mention([np.array([1, 0])], [np.array([0.0, 0.0])])
-    assert (found["criticised"], found["difference"], found["tokens"]["criticised"]) == (None, None, 0)
+    found = changes_by_mention([np.array([1, 0])], [np.array([0.0, 0.0])], [np.zeros(2)])
+    assert (found["criticised"], found["difference"], found["matched"]) == (None, None, None)
+    assert found["tokens"]["criticised"] == 0
+
+
+def test_criticised_tokens_are_held_against_others_that_the_base_thought_as_likely() -> None:
+    """Unlikely tokens lose 2 and likely ones nothing, whoever mentions them; a criticised one half a nat more."""
+    rng = np.random.default_rng(0)
+    label = rng.choice([-1, 0], p=[0.2, 0.8], size=4000)
+    unlikely = rng.random(4000) < np.where(label == -1, 0.8, 0.1)
+    base = np.where(unlikely, -3.0, -0.1) + 0.01 * rng.standard_normal(4000)
+    change = np.where(unlikely, -2.0, 0.0) - 0.5 * (label == -1)
+    found = changes_by_mention([label], [change], [base])
+    assert found["difference"] == pytest.approx(-0.5 - 2 * 0.7, abs=0.1)
+    assert found["matched"] == pytest.approx(-0.5, abs=0.02)
+    apart = changes_by_mention([np.array([-1, 0])], [np.array([-1.0, 0.0])], [np.array([-3.0, -9.0])])
+    assert apart["matched"] == -1.0  # the nearest that there is
 
 
 def test_criticism_that_comes_again() -> None:
