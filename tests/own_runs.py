@@ -41,10 +41,10 @@ def command(folder: Path, **overrides: object) -> list[str]:
     ]  # fmt: skip
 
 
-def start(arguments: list[str], log: Path, **environ: str) -> "subprocess.Popen[bytes]":
+def start(arguments: list[str], log: Path, cwd: Path = ROOT, **environ: str) -> "subprocess.Popen[bytes]":
     """Output goes behind what `log` holds."""
     own = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | {"RAY_AUTH_MODE": "disabled"} | environ
-    return subprocess.Popen(arguments, cwd=ROOT, env=own, stdout=log.open("ab"), stderr=subprocess.STDOUT)
+    return subprocess.Popen(arguments, cwd=cwd, env=own, stdout=log.open("ab"), stderr=subprocess.STDOUT)
 
 
 def logged_steps(run: Path) -> list[int]:

@@ -26,6 +26,7 @@ from t2g.config import (
     ProcessConfig,
     RewardJob,
     ScoreJob,
+    ServeJob,
     SFTJob,
 )
 from t2g.config.roles import roles
@@ -87,9 +88,7 @@ def preflight(job: AnyJob, have: Mapping[str, float] | None = None) -> Findings:
     found = Findings()
     if have is not None and (lacking := shortfall(roles(job), have)):
         found.missing.append(f"this machine is too small: {lacking}")
-    if not isinstance(job, JobConfig):
-        return found
-    task = found.of(get_task, job.task)
+    task = found.of(get_task, job.task) if isinstance(job, JobConfig) else None
     names = [model for model in models(job) if "${" not in model.name]
     usable = {model.key for model in names if found.of(_check_model, model)}
     for key in ("data", "eval_data"):
@@ -97,7 +96,7 @@ def preflight(job: AnyJob, have: Mapping[str, float] | None = None) -> Findings:
             found.of(_check_data, key, data)
     if isinstance(job, PolicyJob | SFTJob) and "model.policy" in usable:
         found.of(_check_memory, job)
-    if task is not None:
+    if isinstance(job, JobConfig) and task is not None:
         _check_sources(found, job, task, usable)
     log = getattr(job, "log", LogConfig())
     if log.wandb_project is not None and find_spec("wandb") is None:
@@ -113,16 +112,15 @@ def models(job: AnyJob) -> Iterator[Model]:
     match job:
         case PolicyJob() | AnnotateJob(model=ModelConfig()):
             sampled = isinstance(job, PolicyJob) or job.annotate.responses == "policy"
-            engine = ("rollout", job.rollout) if sampled else None
-            yield Model(key="model.policy", name=job.model.policy, revision=job.model.revision, engine=engine)
+            yield _policy("model.policy", job.model, ("rollout", job.rollout) if sampled else None)
         case SFTJob():
-            engine = ("engine", job.engine) if isinstance(job, RewardJob) else None
-            yield Model(key="model.policy", name=job.model.policy, revision=job.model.revision, engine=engine)
+            yield _policy("model.policy", job.model, ("engine", job.engine) if isinstance(job, RewardJob) else None)
+        case ServeJob():
+            yield _policy("model.policy", job.model, ("engine", job.engine))
         case PolicyEvaluationJob():
             for name, model in job.policies.items():
                 if not (Path(model.policy) / ADAPTER_FILE).exists():  # merged into its base first
-                    at = {"name": model.policy, "revision": model.revision, "engine": ("rollout", job.rollout)}
-                    yield Model(key=f"policies.{name}.policy", **at)
+                    yield _policy(f"policies.{name}.policy", model, ("rollout", job.rollout))
     if isinstance(job, CompareJob) and job.compare.reviser:
         yield Model(key="compare.reviser", name=job.compare.reviser)
     for section, feedback in judges(job):
@@ -133,6 +131,10 @@ def models(job: AnyJob) -> Iterator[Model]:
                 name, revision = feedback.llm.model, feedback.llm.revision
             key, engine = f"{section}.{'llm.model' if asks_llm else 'reward_model'}", feedback.engine
             yield Model(key=key, name=str(name), revision=revision, engine=(f"{section}.engine", engine))
+
+
+def _policy(key: str, model: ModelConfig, engine: tuple[str, EngineConfig] | None) -> Model:
+    return Model(key=key, name=model.policy, revision=model.revision, engine=engine)
 
 
 def judges(job: AnyJob) -> Iterator[tuple[str, FeedbackConfig]]:

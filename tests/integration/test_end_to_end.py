@@ -2,12 +2,14 @@
 
 import json
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from own_runs import ROOT, command, logged_steps, make_folder, start
 
+from jobs import __main__ as console
 from jobs import train_policy
 from jobs.common.cli import main
 from t2g.config import PolicyJob
@@ -77,6 +79,20 @@ def test_a_run_killed_by_sigterm_goes_on_with_the_same_command(folder: Path) -> 
     changed = start(own_command(folder, **{"objective.lam": 0.5}), log)
     assert changed.wait(timeout=60) == 2
     assert "objective.lam (0.95 -> 0.5)" in log.read_text()
+
+
+@pytest.mark.slow  # a whole start; tests/jobs/test_console.py has what `init` writes
+def test_a_new_folder_makes_three_steps(folder: Path, tmp_path: Path) -> None:
+    assert console.main(["init", str(tmp_path / "mine")]) == 0
+    values = {"model.policy": folder / "policy", "rollout.max_model_len": 160, "rollout.max_new_tokens": 32}
+    words = ["train", "--config", "policy.yaml", "run.smoke=true", *(f"{key}={value}" for key, value in values.items())]
+    log = tmp_path / "log.txt"
+    process = start([sys.executable, "-m", "jobs", *words], log, cwd=tmp_path / "mine", PYTHONPATH=str(ROOT))
+    assert process.wait(timeout=DEADLINE_S) == 0, log.read_text()[-4000:]
+    run = tmp_path / "mine" / "runs" / "my-run" / "smoke"
+    assert logged_steps(run) == [1, 2, 3] and "smoke run done" in log.read_text()
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["samples"] == 3 * 8 * 4 and not summary["unlabelled"]
 
 
 REFUSED: list[tuple[dict[str, object], str]] = [

@@ -1,0 +1,90 @@
+"""One word for all jobs, a folder that runs, and a wheel that holds both."""
+
+import json
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from jobs import __main__ as console
+from jobs.starter.critics import critic
+from t2g.config import PolicyJob, loading
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_job_has_a_word_and_every_word_a_job() -> None:
+    files = {file.stem for file in (ROOT / "jobs").glob("*.py")} - {"__init__", "__main__"}
+    assert set(console.MODULES.values()) == files
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"t2g": "jobs.__main__:main"}
+
+
+def test_the_jobs_words_and_exit_code_are_its_own(tmp_path: Path) -> None:
+    asked = [sys.executable, "-m", "jobs", "report", "--run", str(tmp_path)]
+    done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2 and "holds no finished step" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("words", "code"), [(["--version"], 0), (["--help"], 0), (["fly"], 2), (["init"], 2), ([], 2)])
+def test_what_is_no_job_ends_at_once(words: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        console.main(words)
+    assert ended.value.code == code
+    said = capsys.readouterr()
+    assert "t2g" in said.out + said.err
+
+
+def test_a_new_folder_has_all_that_a_run_reads_and_a_full_one_is_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "mine"
+    assert console.main(["init", str(folder)]) == 0
+    assert {file.name for file in folder.iterdir()} == {"README.md", "critics.py", "policy.yaml", "prompts.jsonl"}
+    config = loading.load(PolicyJob, folder / "policy.yaml", environ={}, cwd=folder)
+    assert config.data.path == str(folder / "prompts.jsonl") and config.feedback.source == "critics:critic"
+    prompts = [json.loads(line)["prompt"] for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    assert len(set(prompts)) == len(prompts) >= config.rollout.prompts_per_step
+    (folder / "policy.yaml").write_text("mine")
+    assert console.main(["init", str(folder)]) == 2
+    assert "is not empty" in capsys.readouterr().err and (folder / "policy.yaml").read_text() == "mine"
+
+
+def test_the_first_critic_blames_what_says_nothing_and_what_was_said() -> None:
+    text = "It is very old. It hums. It hums."
+    critique, good, poor = critic("Why?", text)
+    assert [text[start:end] for start, end in poor] == ["very", " It hums."]
+    assert [text[start:end] for start, end in good] == ["It is very old.", " It hums."]
+    assert "'very', 'It hums.'" in critique
+    assert critic("Why?", " ") == ("It says nothing.", [], [])
+
+
+def test_the_wheel_holds_configs_and_starts_the_demo_from_an_empty_folder(tmp_path: Path) -> None:
+    source, empty, site = tmp_path / "source", tmp_path / "empty", tmp_path / "site"
+    empty.mkdir()
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    for name in listed.stdout.split("\0"):
+        if name.startswith(("t2g/", "actors/", "jobs/", "configs/", "pyproject", "README", "LICENSE")):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    build = "from setuptools import build_meta; print(build_meta.build_wheel('..'))"
+    done = subprocess.run(
+        [sys.executable, "-c", build], cwd=source, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    (wheel,) = tmp_path.glob("t2g-*.whl")
+    with zipfile.ZipFile(wheel) as package:
+        names = set(package.namelist())
+        package.extractall(site)
+    shipped = {str(file.relative_to(ROOT)) for file in (ROOT / "configs").rglob("*.yaml")}
+    starter = {f"jobs/starter/{name}" for name in ("critics.py", "policy.yaml", "prompts.jsonl", "README.md")}
+    assert shipped | starter | {"t2g/report/page.html", "t2g/deploy/kuberay.yaml.j2"} <= names
+    code = f"import sys; sys.path.insert(0, {str(site)!r}); from jobs.__main__ import main; main(['demo', '--dry-run'])"
+    command = [sys.executable, "-I", "-c", code]
+    done = subprocess.run(command, cwd=empty, **quiet)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "# world: 6,000 posts to train on, 512 held out" in done.stdout
+    assert f"# run folder: {empty}/runs/demo" in done.stdout and not (empty / "runs").exists()
