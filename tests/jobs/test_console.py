@@ -71,9 +71,8 @@ def test_the_wheel_holds_configs_and_starts_the_demo_from_an_empty_folder(tmp_pa
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
     build = "from setuptools import build_meta; print(build_meta.build_wheel('..'))"
-    done = subprocess.run(
-        [sys.executable, "-c", build], cwd=source, capture_output=True, text=True, check=False, timeout=120
-    )
+    quiet = {"capture_output": True, "text": True, "check": False, "timeout": 120}
+    done = subprocess.run([sys.executable, "-c", build], cwd=source, **quiet)
     assert done.returncode == 0, done.stderr[-2000:]
     (wheel,) = tmp_path.glob("t2g-*.whl")
     with zipfile.ZipFile(wheel) as package:
