@@ -37,20 +37,22 @@ def run(asked: PolicyJob) -> None:
     from jobs.common.fleets import Fleets, on_cluster
     from jobs.common.policy_runs import finished, read_data
     from jobs.common.rounds import train_in_rounds
-    from jobs.common.run_folder import SMOKE_STEPS
+    from jobs.common.run_folder import SMOKE_STEPS, sole_process
     from jobs.common.stages import demo_of, make_stages, resolve_stages
+    from t2g.runs.control import told
 
     demo = demo_of(asked)
     steps = {"num_steps": min(SMOKE_STEPS, asked.num_steps)} if asked.run.smoke else {}
     config = resolve_stages(with_overrides(asked, steps), demo)
     summary = finished(config)
     if summary is None:
-        data = None if demo else read_data(config)
-        with on_cluster(config):
+        data, folder = None if demo else read_data(config), config.run.folder
+        with sole_process(folder), told(folder, config.num_steps) as say, on_cluster(config):
             if demo:
                 with Fleets() as fleets:
                     make_stages(demo, fleets)
             data = data or read_data(config)
+            say("loading")
             summary = train_in_rounds(config, data, stop_flag())
     print(smoke_words(asked, summary) if asked.run.smoke else json.dumps(summary["policy"], indent=1))
     print(f"report: {config.run.folder / 'report.html'}")

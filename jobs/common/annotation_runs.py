@@ -58,7 +58,8 @@ def read_samples(config: AnnotateJob) -> list[Sample]:
             raise UserError(f"data.path={config.data.path}: no record can be judged; {samples[0].problem}")
         return samples
     tokenizer = load_tokenizer(config.model.policy, config.model.revision)
-    prompts = make_prompts(rows, task, tokenizer, config.rollout.max_prompt_tokens)
+    room, too_long = config.rollout.max_prompt_tokens, config.data.too_long
+    prompts = make_prompts(rows, task, tokenizer, room, too_long=too_long)
     return [Sample(prompt, index) for prompt in prompts for index in range(config.rollout.samples_per_prompt)]
 
 
@@ -81,7 +82,11 @@ def annotate_samples(
         if not missing:
             return write_files(config, begin_folder(config, JOURNAL_FILE), asked, records)
         task = get_task(config.task)
-        source = fleets.feedback(options, task, config) if fleets else make_local_source(options, task)
+        source = (
+            fleets.feedback(options, task, config)
+            if fleets
+            else make_local_source(options, task, folder=config.run.folder)
+        )
         tell_tokens(config, missing)
         write = _writer(config, fleets) if options.responses == "policy" else None
         folder = begin_folder(config, JOURNAL_FILE)

@@ -25,13 +25,15 @@ from t2g.deploy.memory import store_gib
 from t2g.feedback.sources.llm import LLMFeedback
 from t2g.feedback.sources.make import make_local_source
 from t2g.interfaces import FeedbackSource
+from t2g.runs.progress import begun
 from t2g.tasks.base import Task
 
 
 @contextmanager
 def on_cluster(job: AnyJob) -> Iterator[None]:
     """Ray, connected with room for the job's roles (see `placement.connect`); the connection ends with the block."""
-    connect(with_overrides(job.cluster, {"object_store_gib": store_gib(job)}), roles(job))
+    with begun("starting Ray"):
+        connect(with_overrides(job.cluster, {"object_store_gib": store_gib(job)}), roles(job))
     try:
         yield
     finally:
@@ -64,7 +66,7 @@ class Fleets(ExitStack):
     def feedback(self, config: FeedbackConfig, task: Task, job: JobConfig) -> FeedbackSource:
         """The source that `config.source` names; the engines that it needs are serving."""
         if not config.own_engines:
-            return make_local_source(config, task)
+            return make_local_source(config, task, folder=job.run.folder)
         model = self._serving(self._judges(config, task, job))
         if config.model_asked == "llm":
             model = LLMFeedback(model, config, task)
@@ -107,6 +109,7 @@ class Fleets(ExitStack):
     def _serving(self, fleet: Any) -> Any:
         """`fleet`, once its engines have started."""
         if fleet not in self._ready:
-            fleet.wait_ready()
+            with begun(f"loading and compiling: {fleet.role}"):
+                fleet.wait_ready()
             self._ready.add(fleet)
         return fleet

@@ -47,7 +47,7 @@ from t2g.report.run_page import SUMMARY_FILE, report_run
 from t2g.runs.checkpoint import CheckpointStore
 from t2g.runs.log import METRICS_FILE, RunLog, read_records
 from t2g.runs.metrics import UNLABELLED_SHARE, held_out, step_line
-from t2g.runs.progress import stage
+from t2g.runs.progress import begun, stage
 from t2g.runs.versions import versions
 from t2g.study import baselines
 from t2g.study.baselines import METHODS, POLICY, Arm, Metrics, PreferencePair
@@ -79,14 +79,14 @@ def read_data(config: PolicyJob) -> PolicyData:
     task = get_task(config.task)
     tokenizer = load_tokenizer(config.model.policy, config.model.revision)
     room = config.rollout.max_prompt_tokens
-    prompts = make_prompts(load_records(config.data), task, tokenizer, room)
+    prompts = make_prompts(load_records(config.data), task, tokenizer, room, too_long=config.data.too_long)
     refuse_unmeasured(task, prompts, config.objective.w_end)
     # Refuses a file with fewer prompts than a step takes now, and not when all engines have started.
     prompt_indices(num_prompts=len(prompts), per_step=config.rollout.prompts_per_step, step=1, seed=config.run.seed)
     eval_prompts: list[Prompt] = []
     if config.eval_data is not None:
         records = load_records(config.eval_data)[: config.eval.num_prompts]
-        eval_prompts = make_prompts(records, task, tokenizer, room)
+        eval_prompts = make_prompts(records, task, tokenizer, room, too_long=config.eval_data.too_long)
     return PolicyData(task=task, tokenizer=tokenizer, prompts=prompts, eval_prompts=eval_prompts)
 
 
@@ -153,7 +153,8 @@ def one_learner(
     turns = Turns(rollouts, timeout_s=config.learner.step_timeout_s) if config.cluster.colocate else None
     if turns is not None:
         asyncio.run(turns.take("learner"))  # its models need the room
-    group = LearnerGroup(learner_spec(config), placement_timeout_s=placement_timeout_s)
+    with begun("loading: learner"):
+        group = LearnerGroup(learner_spec(config), placement_timeout_s=placement_timeout_s)
     log = RunLog(folder, config.log, [RayMetrics(config.run.name)])
     with closing(group) as learner, closing(log), ExitStack() as engines:
         probe = [prompt.prompt_ids for prompt in data.prompts[:PROBE_TOKENS]]

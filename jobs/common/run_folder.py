@@ -16,6 +16,7 @@ from t2g.runs.identity import Identity
 
 LOCK = "lock"
 SMOKE_STEPS = 3
+_held: set[Path] = set()  # by this process
 
 
 def check_folder(config: JobConfig, *leftovers: str, **more: Any) -> None:
@@ -57,7 +58,10 @@ def finished(config: JobConfig, result_file: str, **more: Any) -> dict[str, Any]
 
 @contextmanager
 def sole_process(folder: Path) -> Iterator[None]:
-    """The run folder for this process alone. UserError when another process has it."""
+    """The run folder for this process alone. UserError when another process has it. A block within a block is free."""
+    if folder in _held:
+        yield
+        return
     folder.mkdir(parents=True, exist_ok=True)
     with open(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)) as file:  # not where a link points
         try:
@@ -65,4 +69,8 @@ def sole_process(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             sentence = f"another process works in {folder}: wait for it, or take another run.name"
             raise UserError(sentence) from None
-        yield
+        _held.add(folder)
+        try:
+            yield
+        finally:
+            _held.remove(folder)

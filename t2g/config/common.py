@@ -124,7 +124,13 @@ class ClusterConfig(Section):
 class DataConfig(Section):
     path: PathOrName[str] = Field(..., description="JSON, JSON lines, CSV or Parquet file, or a dataset on the hub")
     revision: str | None = Field(None, description="commit of the hub dataset; required for hub names")
+    subset: str | None = Field(None, description="of the hub dataset: main of gsm8k")
     split: str = "train"
+    too_long: Literal["error", "skip", "truncate"] = Field(
+        "error",
+        description="a prompt longer than its window: refuse the data, leave the record out, or cut the end of its "
+        "longest message. A task that cuts its own input does so first",
+    )
     columns: dict[str, str] = Field({}, description="our field -> the file's field, e.g. {prompt: question}")
     limit: int | None = Field(None, ge=1, description="use only the first so many records")
 

@@ -38,10 +38,16 @@ def load_records(config: DataConfig) -> list[dict[str, Any]]:
         raise UserError(f"data.path={config.path}: there is no such file")
     else:
         rows = _read_hub(config)
-    records = [_rename(row, number, config) for number, row in enumerate(islice(rows, config.limit), start=1)]
-    if not records:
+    read = list(islice(rows, config.limit))
+    if not read:
         raise UserError(f"data.path={config.path} holds no records")
-    return records
+    # An empty cell is missing from its row: that record lacks the field, and the others are as they are.
+    missing = [theirs for theirs in config.columns.values() if not any(theirs in row for row in read)]
+    if missing:
+        raise UserError(
+            f"data.columns names {', '.join(missing)}, and record 1 of {config.path} has only {', '.join(read[0])}"
+        )
+    return [_rename(row, number, config) for number, row in enumerate(read, start=1)]
 
 
 def why_not_kept(value: Any, depth: int = MAX_DEPTH) -> str:
@@ -61,12 +67,7 @@ def _rename(row: dict[str, Any], number: int, config: DataConfig) -> dict[str, A
     for name, value in row.items():
         if reason := why_not_kept(value):
             raise UserError(f"record {number} of {config.path}: field {name} {reason}")
-    missing = [theirs for theirs in config.columns.values() if theirs not in row]
-    if missing:
-        raise UserError(
-            f"data.columns names {', '.join(missing)}, and record {number} of {config.path} has only {', '.join(row)}"
-        )
-    renamed = {ours: row[theirs] for ours, theirs in config.columns.items()}
+    renamed = {ours: row[theirs] for ours, theirs in config.columns.items() if theirs in row}
     return {key: value for key, value in row.items() if key not in config.columns.values()} | renamed
 
 
@@ -197,7 +198,9 @@ def _read_hub(config: DataConfig) -> Iterator[dict[str, Any]]:
             "so that the run can be repeated"
         )
     try:
-        rows = datasets.load_dataset(config.path, split=config.split, revision=None if folder else config.revision)
+        rows = datasets.load_dataset(
+            config.path, config.subset, split=config.split, revision=None if folder else config.revision
+        )
     except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         fetch = (

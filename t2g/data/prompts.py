@@ -1,6 +1,7 @@
 """Records to prompts for the policy."""
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -10,14 +11,23 @@ import numpy as np
 
 from t2g.errors import UserError
 from t2g.tasks.base import Record, Task, stable_id
-from t2g.text.tokenizer import check_chat_template, encode_chat, fit_chat
+from t2g.text.tokenizer import Message, check_chat_template, encode_chat, fit_chat
 from t2g.types import Prompt
 
+logger = logging.getLogger(__name__)
 
-def make_prompts(records: Sequence[Record], task: Task, tokenizer: Any, max_prompt_tokens: int) -> list[Prompt]:
+
+class PromptTooLongError(ValueError):
+    """A prompt that does not fit, however it may be cut."""
+
+
+def make_prompts(
+    records: Sequence[Record], task: Task, tokenizer: Any, max_prompt_tokens: int, *, too_long: str = "error"
+) -> list[Prompt]:
     """One prompt for each record, in order, with the tokenizer's own chat template; without ids where it is None.
 
-    A prompt of more than `max_prompt_tokens` tokens loses input text if the task cuts it, else it is refused.
+    A prompt of more than `max_prompt_tokens` tokens loses input text if the task cuts it; else too_long, see
+    `DataConfig`, says what becomes of it.
     A record without an id gets a hash of its messages. The same messages under the same id again, as where a data set
     has several responses to a prompt, get a number after it: "7", "7-2", "7-3".
     Raises UserError: no chat template; or, with the number of the record (from 1), a missing or wrong field, a prompt
@@ -27,6 +37,7 @@ def make_prompts(records: Sequence[Record], task: Task, tokenizer: Any, max_prom
         check_chat_template(tokenizer)
     prompts: dict[str, Prompt] = {}
     repeats: Counter[tuple[str, str]] = Counter()
+    left_out: list[int] = []
     for number, record in enumerate(records, start=1):
         try:
             messages = task.policy_messages(record)
@@ -39,7 +50,8 @@ def make_prompts(records: Sequence[Record], task: Task, tokenizer: Any, max_prom
                 raise ValueError(f"the id {prompt_id} was used before; ids must be unique in a data set")
             asked = {}
             if tokenizer is not None:
-                asked = {"prompt_ids": policy_prompt_ids(record, task, tokenizer, max_prompt_tokens)}
+                cut = too_long == "truncate"
+                asked = {"prompt_ids": policy_prompt_ids(record, task, tokenizer, max_prompt_tokens, cut=cut)}
             prompts[prompt_id] = Prompt(
                 prompt_id=prompt_id,
                 prompt_text=task.prompt_text(record),
@@ -48,23 +60,43 @@ def make_prompts(records: Sequence[Record], task: Task, tokenizer: Any, max_prom
                 **asked,
             )
         except ValueError as error:
-            raise UserError(f"data record {number}: {error}") from error
+            if too_long != "skip" or not isinstance(error, PromptTooLongError):
+                raise UserError(f"data record {number}: {error}") from error
+            left_out.append(number)
+    if left_out:
+        said = f"{len(left_out)} of {len(records)} prompts have more than {max_prompt_tokens} tokens"
+        if not prompts:
+            raise UserError(f"{said}: nothing is left; raise rollout.max_model_len, or set data.too_long=truncate")
+        logger.warning("%s and are left out, the first is record %d", said, left_out[0])
     return list(prompts.values())
 
 
-def policy_prompt_ids(record: Record, task: Task, tokenizer: Any, max_prompt_tokens: int) -> np.ndarray:
+def policy_prompt_ids(
+    record: Record, task: Task, tokenizer: Any, max_prompt_tokens: int, *, cut: bool = False
+) -> np.ndarray:
     """What the policy reads, in sampling and in supervised training. -> [P] int32, P <= max_prompt_tokens.
 
-    Raises ValueError (UserError is one) with a sentence about the record when it cannot be made or does not fit.
+    cut: what is still too long loses the end of its longest message; else PromptTooLongError. Raises ValueError
+    (UserError is one) with a sentence about the record when it cannot be made.
     """
     build = partial(task.policy_messages, record)
     ids = fit_chat(build, tokenizer, max_prompt_tokens, input_chars=len(task.prompt_text(record)))
+    if ids is None and cut:
+        messages = task.policy_messages(record)
+        longest = max(messages, key=lambda message: len(message["content"]))
+        shorter = partial(_shortened, messages, longest)
+        ids = fit_chat(shorter, tokenizer, max_prompt_tokens, input_chars=len(longest["content"]))
     if ids is None:
-        raise ValueError(
+        raise PromptTooLongError(
             f"the prompt, cut as far as may be, has {len(encode_chat(tokenizer, build(0)))} tokens and the window "
-            f"holds {max_prompt_tokens} beside the response; shorten it, or raise rollout.max_model_len"
+            f"holds {max_prompt_tokens} beside the response; shorten it, raise rollout.max_model_len, or set "
+            "data.too_long to skip or truncate"
         )
     return ids
+
+
+def _shortened(messages: Sequence[Message], longest: Message, limit: int | None) -> list[Message]:
+    return [{**m, "content": m["content"][:limit]} if m is longest else m for m in messages]
 
 
 def revision_ids(

@@ -5,6 +5,7 @@ from datetime import datetime
 from t2g.runs.control import FleetStatus, Status
 from t2g.runs.progress import duration
 
+ENDED = ("stopped", "failed", "done")
 SILENT_S = 60.0  # the driver writes every few seconds: after so long it is not there, or hangs
 
 
@@ -24,6 +25,10 @@ def status_words(name: str, status: Status, *, done: bool, now: datetime) -> str
     if done and status.step >= status.num_steps:
         lines.append("it is done: policy/, summary.json and report.html are written")
         return "\n".join(lines)  # what it last wrote of its engines is no longer so
+    if status.phase != "running":
+        lines.append(f"{status.phase}{': ' if status.reason else ''}{_plain(status.reason)}")
+    if status.phase in ENDED:
+        return "\n".join(lines)
     if age_s > SILENT_S:
         lines.append("the driver has not written since: it has ended, or it hangs")
     if status.idle:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from t2g.config import StyleConfig
-from t2g.data.prompts import policy_prompt_ids
+from t2g.data.prompts import PromptTooLongError, policy_prompt_ids
 from t2g.errors import UserError
 from t2g.feedback.records import AnnotatedRecord, first_few
 from t2g.feedback.reward_prompt import build_feedback_prompt
@@ -29,18 +29,26 @@ def target_ids(text: str, tokenizer: Any) -> np.ndarray:
     return np.asarray([*ids, tokenizer.eos_token_id], np.int32)
 
 
-def policy_examples(records: Sequence[Record], task: Task, tokenizer: Any, *, max_length: int) -> list[TrainSequence]:
-    """Each record's prompt with its reference as the target. UserError with the record's number (from 1)."""
+def policy_examples(
+    records: Sequence[Record], task: Task, tokenizer: Any, *, max_length: int, too_long: str = "error"
+) -> list[TrainSequence]:
+    """Each record's prompt with its reference as the target. UserError with the record's number (from 1).
+
+    too_long: what becomes of a prompt without room, see `DataConfig`.
+    """
     examples = []
     for number, record in enumerate(records, start=1):
         try:
             reference = task.reference(record)
             if reference is None:
                 raise ValueError(f"task {task.name} finds no reference to learn from in it")
-            build = partial(policy_prompt_ids, record, task, tokenizer)
+            build = partial(policy_prompt_ids, record, task, tokenizer, cut=too_long == "truncate")
             examples.append(sft_example(build, reference, tokenizer, max_length=max_length))
         except ValueError as error:
-            raise UserError(f"data record {number}: {error}") from error
+            if too_long != "skip" or not isinstance(error, PromptTooLongError):
+                raise UserError(f"data record {number}: {error}") from error
+    if len(examples) < len(records):
+        logger.warning("%d of %d prompts are too long and are left out", len(records) - len(examples), len(records))
     return examples
 
 

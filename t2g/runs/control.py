@@ -10,15 +10,17 @@ warning and never the end of a run.
 import logging
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, ValidationError
 
 from t2g.config import PolicyJob, Section, WorkersConfig, loading
 from t2g.config.words import first_problem
-from t2g.errors import UserError
+from t2g.errors import Stopped, UserError
 from t2g.files import write_atomic
 
 logger = logging.getLogger(__name__)
@@ -51,9 +53,14 @@ class FleetStatus(Section):
     workers: tuple[WorkerStatus, ...]
 
 
+Phase = Literal["starting", "loading", "running", "stopped", "failed", "done"]
+
+
 class Status(Section):
     """A picture of a run: {"step": 12, "num_steps": 100, "samples": 768, "updated": "2026-11-21T12:00:00Z", ...}"""
 
+    phase: Phase = "running"
+    reason: str = ""  # why it failed
     step: int  # finished steps
     num_steps: int
     samples: int  # sampled for training so far
@@ -149,6 +156,34 @@ class Control:
 def write_status(folder: Path, status: Status) -> None:
     """Replace status.json."""
     write_atomic(folder / STATUS_FILE, status.model_dump_json(indent=1).encode())
+
+
+@contextmanager
+def told(folder: Path, num_steps: int) -> Iterator[Callable[[Phase], None]]:
+    """Status of a run from its start to its end: yields who says that a phase has begun; an error is its reason."""
+
+    def say(phase: Phase, reason: str = "") -> None:
+        try:
+            with suppress(UserError):  # there is none yet
+                write_status(
+                    folder, read_status(folder).model_copy(update={"phase": phase, "reason": reason, "updated": now()})
+                )
+                return
+            new = Status(phase=phase, reason=reason, step=0, num_steps=num_steps, samples=0, updated=now())
+            write_status(folder, new)
+        except (OSError, UserError) as error:
+            logger.warning("the status of the run was not written: %s", error)
+
+    say("starting")
+    try:
+        yield say
+    except (Stopped, KeyboardInterrupt):
+        say("stopped")
+        raise
+    except BaseException as error:
+        say("failed", f"{getattr(error, 'cause', error)}" or type(error).__name__)
+        raise
+    say("done")
 
 
 def read_status(folder: Path) -> Status:

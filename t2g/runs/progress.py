@@ -1,7 +1,10 @@
 """A progress bar per stage with time left; plain lines where there is no terminal."""
 
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from rich import get_console
 from rich.progress import MofNCompleteColumn, Progress
@@ -55,6 +58,15 @@ def stage(name: str, total: int, done: int = 0) -> Iterator[Stage]:
             shown.say(f"{name}: going on after {done} of {total}")
         yield shown
     shown.say(f"{name}: done in {duration(console.get_time() - begin)}")
+
+
+@contextmanager
+def begun(what: str) -> Iterator[None]:
+    """Say that something that takes its time begins, and how long it took."""
+    say, started = partial(print, file=sys.stderr, flush=True), time.monotonic()
+    say(f"{what} ...")
+    yield
+    say(f"{what}: {duration(time.monotonic() - started)}")
 
 
 def duration(seconds: float) -> str:

@@ -167,3 +167,16 @@ def test_a_data_set_that_cannot_be_reached_says_how_it_is_fetched(monkeypatch: p
 def test_a_folder_of_the_datasets_library(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", '{"prompt": "a"}\n')
     assert load(tmp_path) == [{"prompt": "a"}]
+
+
+def test_a_subset_of_a_hub_dataset_is_asked_for_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def loaded(*path: str | None, **how: str | None) -> list[dict[str, str]]:
+        asked.append((path, how))
+        return [{"question": "1 + 1?"}]
+
+    monkeypatch.setattr("datasets.load_dataset", loaded)
+    config = DataConfig(path="gsm8k", subset="main", revision="abc", split="test", columns={"prompt": "question"})
+    assert load_records(config) == [{"prompt": "1 + 1?"}]
+    assert asked == [(("gsm8k", "main"), {"split": "test", "revision": "abc"})]

@@ -32,3 +32,10 @@ def test_a_broken_table_is_named(tmp_path: Path, text: bytes, sentence: str) -> 
     (tmp_path / "a.csv").write_bytes(text)
     with pytest.raises(UserError, match=sentence):
         list(read_file(tmp_path / "a.csv"))
+
+
+def test_an_empty_cell_of_a_renamed_column_is_that_records_alone(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("question,note\n,first\nWhy?,second\n")
+    records = load_records(DataConfig(path=str(path), columns={"prompt": "question"}))
+    assert records == [{"note": "first"}, {"note": "second", "prompt": "Why?"}]

@@ -10,6 +10,7 @@ from t2g.config import DataConfig
 from t2g.data.load import load_records
 from t2g.data.prompts import make_prompts, policy_prompt_ids
 from t2g.errors import UserError
+from t2g.feedback.examples import policy_examples
 from t2g.tasks.base import get_task
 from t2g.tasks.tiny.assets import build_tokenizer
 from t2g.text.tokenizer import encode_chat, load_tokenizer
@@ -139,7 +140,7 @@ def test_a_tokenizer_that_is_not_there(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in (str(tmp_path / "none"), "./none", "~/none", "runs/demo/none"):
-        with pytest.raises(UserError, match=f"model {name}: there is no folder"):
+        with pytest.raises(UserError, match=f"model={name}: there is no folder"):
             load_tokenizer(name)
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="no tokenizer can be loaded from"):
@@ -156,3 +157,33 @@ def test_a_text_cannot_spell_a_token_that_is_special_in_the_vocabulary_only(tmp_
     start, end = tokenizer.convert_tokens_to_ids(["<|start_header_id|>", "<|end_header_id|>"])
     assert (ids.count(start), ids.count(end)) == (1, 1)  # those of the template
     assert "a< |start_header_id|>system< |end_header_id|>b" in tokenizer.decode(ids)
+
+
+def test_one_long_prompt_of_many_refuses_the_data_or_is_left_out_or_cut(
+    tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    records = [{"prompt": "a" * 10}, {"prompt": "b" * 500}, {"prompt": "c" * 20}]
+    with pytest.raises(UserError, match=r"data record 2: the prompt, .* set data\.too_long to skip or truncate"):
+        make_prompts(records, PROMPTS, tokenizer, 100)
+    left = make_prompts(records, PROMPTS, tokenizer, 100, too_long="skip")
+    assert [prompt.prompt_text for prompt in left] == ["a" * 10, "c" * 20]
+    assert "1 of 3 prompts have more than 100 tokens and are left out, the first is record 2" in caplog.text
+    with pytest.raises(UserError, match="1 of 1 prompts have more than 100 tokens: nothing is left"):
+        make_prompts(records[1:2], PROMPTS, tokenizer, 100, too_long="skip")
+    _, cut, _ = make_prompts(records, PROMPTS, tokenizer, 100, too_long="truncate")
+    assert len(cut.prompt_ids) == 100 and 50 < tokenizer.decode(cut.prompt_ids).count("b") < 100
+    assert cut.prompt_text == "b" * 500, "who judges sees all of it"
+
+
+def test_the_longest_message_is_cut_and_the_others_stay(tokenizer: Any) -> None:
+    messages = [{"role": "system", "content": "s" * 20}, {"role": "user", "content": "u" * 300}]
+    (prompt,) = make_prompts([{"messages": messages}], PROMPTS, tokenizer, 200, too_long="truncate")
+    text = tokenizer.decode(prompt.prompt_ids)
+    assert text.count("s" * 20) == 1 and "u" * 50 in text and len(prompt.prompt_ids) == 200
+
+
+def test_examples_that_are_too_long_are_left_out(tokenizer: Any) -> None:
+    records = [{"prompt": "a", "reference": "x"}, {"prompt": "b" * 500, "reference": "x"}]
+    assert len(policy_examples(records, PROMPTS, tokenizer, max_length=100, too_long="skip")) == 1
+    _, cut = policy_examples(records, PROMPTS, tokenizer, max_length=100, too_long="truncate")
+    assert len(cut) == 100

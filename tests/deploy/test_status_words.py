@@ -1,7 +1,11 @@
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
 
 from t2g.deploy.status import status_words
-from t2g.runs.control import FleetStatus, Status, WorkerStatus
+from t2g.errors import Stopped, UserError
+from t2g.runs.control import FleetStatus, Status, WorkerStatus, now, read_status, told, write_status
 
 THEN = datetime(2026, 11, 21, 12, tzinfo=UTC)
 WORKERS = (
@@ -55,3 +59,25 @@ def test_nothing_in_the_file_steers_the_terminal() -> None:
     words = status_words("own", status, done=False, now=THEN)
     assert all(c.isprintable() or c == "\n" for c in words)
     assert "a?b" in words and "?[2J?" in words
+
+
+def test_phases_are_told_with_the_reason_of_the_last(tmp_path: Path) -> None:
+    def words() -> str:
+        return status_words("own", read_status(tmp_path), done=False, now=now())
+
+    with pytest.raises(UserError), told(tmp_path, 9) as say:  # noqa: PT012 what is told between is what is tested
+        assert words().splitlines()[1] == "starting"
+        say("loading")
+        assert words().splitlines()[1] == "loading"
+        write_status(tmp_path, STATUS)  # the steering's pictures, while it goes on
+        assert "running" not in words()
+        raise UserError("no room\x1b[2J")
+    assert words().splitlines() == [
+        "run own: step 12 of 100, 768 samples, as of 0 s ago", "failed: no room?[2J",
+    ]  # fmt: skip
+    with pytest.raises(Stopped), told(tmp_path, 9):
+        raise Stopped
+    assert read_status(tmp_path).phase == "stopped" and read_status(tmp_path).step == 12
+    with told(tmp_path, 9):
+        pass
+    assert read_status(tmp_path).phase == "done"

@@ -12,11 +12,13 @@ from t2g.interfaces import Aligner, FeedbackSource
 from t2g.tasks.base import Task
 
 
-def make_local_source(config: FeedbackConfig, task: Task, *, aligner: Aligner | None = None) -> FeedbackSource:
+def make_local_source(
+    config: FeedbackConfig, task: Task, *, aligner: Aligner | None = None, folder: Path | None = None
+) -> FeedbackSource:
     """The source that `config.source` names; every one but those of engines of our own.
 
-    aligner: who finds the spans of human critiques that have none, where engines of ours do. UserError for a source
-    that cannot be used.
+    aligner: who finds the spans of human critiques that have none, where engines of ours do. folder: of the run, where
+    critic.log keeps what a function raises. UserError for a source that cannot be used.
     """
     match config.source:
         case "llm":
@@ -34,4 +36,5 @@ def make_local_source(config: FeedbackConfig, task: Task, *, aligner: Aligner | 
                 raise UserError(f"task {task.name} has no program of its own; name one as pkg.mod:function")
             return ProgramFeedback(critic, timeout_s=config.timeout_s, parallel=config.concurrency)
     assert config.source != "reward_model", "the reward model is served by actors.engines.reward"
-    return ProgramFeedback(config.source, timeout_s=config.timeout_s)
+    log = folder / "critic.log" if folder else None
+    return ProgramFeedback(config.source, timeout_s=config.timeout_s, log=log)

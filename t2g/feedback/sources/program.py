@@ -7,6 +7,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 
 from t2g.errors import NotHere, RunStopped, UserError
 from t2g.feedback.parse import no_feedback, read_judgement
@@ -16,6 +17,7 @@ from t2g.tasks.base import Critic
 from t2g.types import Prompt, SpanFeedback
 
 MAX_TIMEOUTS = 3  # in a row
+MAX_WORDS = 300  # of a reason
 
 
 class ProgramFeedback(FeedbackSource):
@@ -30,12 +32,15 @@ class ProgramFeedback(FeedbackSource):
 
     name = "program"
 
-    def __init__(self, critic: Critic | str, *, timeout_s: float = 120, parallel: int = 1) -> None:
+    def __init__(
+        self, critic: Critic | str, *, timeout_s: float = 120, parallel: int = 1, log: Path | None = None
+    ) -> None:
+        """log: a file for the first traceback of each kind; its folder may be there or not."""
         self._critic = load_function(critic) if isinstance(critic, str) else critic
         self._path = critic if isinstance(critic, str) else _path_of(critic)
         self._timeout_s = timeout_s
         self._wants_payload = _wants_payload(self._critic)
-        self._failures = FailureLog()
+        self._failures, self._log, self._kinds = FailureLog(), log, set[str]()
         self._num_timeouts = 0  # since the last answer
         self._turn = PerLoop(lambda: asyncio.Semaphore(parallel))
 
@@ -63,10 +68,24 @@ class ProgramFeedback(FeedbackSource):
             try:
                 return read_judgement(answer, response_text, source=self.name, version=self._path)
             except ValueError as error:
-                return self._failed(f"returned rubbish: {error!s:.300}")
+                return self._failed(f"returned rubbish: {_whole(str(error))}")
         except BaseException as error:  # noqa: BLE001 a critic that calls sys.exit must not end the run either
             words = traceback.format_exception_only(error)[-1].strip()  # an error's own __str__ may raise, too
-            return self._failed(f"raised {words:.300}")
+            return self._failed(f"raised {_whole(words)}{self._noted(error)}")
+
+    def _noted(self, error: BaseException) -> str:
+        """Where the traceback is, of the first error of its kind."""
+        kind = type(error).__name__
+        if self._log is None or kind in self._kinds:
+            return ""
+        self._kinds.add(kind)
+        try:
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            with self._log.open("a", encoding="utf-8", errors="replace") as file:
+                file.write("".join(traceback.format_exception(error)))
+        except OSError:
+            return ""
+        return f" (traceback in {self._log})"
 
     def _failed(self, sentence: str) -> SpanFeedback:
         return no_feedback("failed", source=self.name, version=self._path, reason=f"the critic {sentence}")
@@ -102,6 +121,11 @@ def load_function(import_path: str) -> Critic:
 def _wants_payload(function: Critic) -> bool:
     parameters = inspect.signature(function).parameters.values()
     return any(p.name == "payload" or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def _whole(words: str) -> str:
+    """At most MAX_WORDS characters, not cut within a word."""
+    return words if len(words) <= MAX_WORDS else f"{words[:MAX_WORDS].rpartition(' ')[0] or words[:MAX_WORDS]} …"
 
 
 def _path_of(critic: Critic) -> str:

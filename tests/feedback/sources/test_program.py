@@ -262,3 +262,15 @@ def test_a_module_that_breaks_while_it_is_imported(tmp_path: Path) -> None:
 def test_the_factory_makes_it() -> None:
     made = make_local_source(FeedbackConfig(source=f"{__name__}:plain"), PromptsTask())
     assert judge(made).status == "ok"  # type: ignore[arg-type]
+
+
+def test_the_traceback_of_each_kind_of_error_lies_in_the_run_folder(tmp_path: Path) -> None:
+    def critic(prompt: str, response: str) -> None:
+        raise KeyError("word " * 200) if response == "key" else ZeroDivisionError("by nothing")
+
+    source = ProgramFeedback(critic, log=tmp_path / "run" / "critic.log")
+    reasons = [asyncio.run(source.judge(PROMPT, text)).reason for text in ("key", "zero", "zero")]
+    kept = (tmp_path / "run" / "critic.log").read_text()
+    assert kept.count("ZeroDivisionError: by nothing") == 1 and kept.count("Traceback") == 2
+    assert "in critic" in kept and str(tmp_path) in reasons[0] and str(tmp_path) not in reasons[2]
+    assert "word …" in reasons[0], "no message is cut within a word"
