@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import ray
 import torch
-from ray.util.placement_group import remove_placement_group
 
 from actors.learner.learner import LearnerActor, LearnerGroup, LearnerWorker
 from actors.learner.parts import LearnerSpec
@@ -163,8 +162,6 @@ class SharedGroup(LearnerGroup):
         for ranks in self.groups:
             if ranks.workers and isinstance(ranks.workers[0], HostedRank | LocalRank):
                 ranks.workers.clear()
-            while len(ranks._places) > len(ranks.workers):
-                remove_placement_group(ranks._places.pop())
         super().close()
 
 

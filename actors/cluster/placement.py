@@ -1,21 +1,28 @@
-"""Where actors may run: joins or starts the Ray cluster, checks that the roles fit, reserves one place per worker.
+"""Where actors may run: joins or starts the Ray cluster, checks that the roles fit, reserves their places.
 
 Nothing waits for ever: what does not fit is a UserError that says what is needed and what there is.
 """
 
+import json
 import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import psutil
 import ray
 import torch
+from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
+from ray._private.utils import estimate_available_memory
+from ray.autoscaler.v2.sdk import get_cluster_status
+from ray.autoscaler.v2.utils import is_autoscaler_v2
+from ray.experimental.internal_kv import _internal_kv_get
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from t2g.config import ClusterConfig, ProcessConfig
+from actors.cluster.fanout import collect
+from t2g.config import ClusterConfig, ProcessConfig, RoleConfig
+from t2g.deploy.pods import satisfies
 from t2g.deploy.preflight import shortfall
 from t2g.errors import UserError
 
@@ -29,7 +36,7 @@ def resources(address: str | None) -> Mapping[str, float]:
     """What there is for actors, as Ray names it: on the cluster of `connect`, or on this machine."""
     address = address or os.environ.get("RAY_ADDRESS") or "local"
     if address == "local":
-        cpus, memory = len(os.sched_getaffinity(0)), psutil.virtual_memory().available
+        cpus, memory = len(os.sched_getaffinity(0)), estimate_available_memory()
         return {"CPU": cpus, "GPU": torch.cuda.device_count(), "memory": memory}
     _join(address, ClusterConfig())
     try:
@@ -42,8 +49,8 @@ def connect(config: ClusterConfig, roles: Mapping[str, ProcessConfig]) -> None:
     """Join the cluster of `config.address`, else of the surrounding `ray job`, else start one on this machine.
 
     `roles` maps a role's config section (such as "rollout") to its resources, for every role of the job. Raises
-    UserError when a new local cluster cannot hold them all at once, or one that was joined does not within
-    `placement_timeout_s`: before any model is loaded.
+    UserError, before any model is loaded, when this machine or a cluster without an autoscaler can never hold them all,
+    and when a cluster that was joined does not within `placement_timeout_s`.
     """
     address = config.address or os.environ.get("RAY_ADDRESS") or "local"
     if address == "local":
@@ -55,10 +62,9 @@ def connect(config: ClusterConfig, roles: Mapping[str, ProcessConfig]) -> None:
         section = next(iter(roles))
         logger.warning("%g GPUs are there, and this job runs on CPUs: %s.gpus=auto takes them", gpus, section)
     try:
+        refuse_hopeless(roles, None if address == "local" else address)
         if address != "local":
             check_places(roles, timeout_s=config.placement_timeout_s)
-        elif lacking := shortfall(roles, ray.cluster_resources()):
-            raise UserError(f"this machine is too small: {lacking}")
     except BaseException:
         ray.shutdown()
         raise
@@ -98,8 +104,39 @@ def _join(address: str, config: ClusterConfig) -> None:
         raise UserError(f"cluster.address: the Ray cluster at {address} cannot be joined: {reason:.300}") from error
 
 
+def refuse_hopeless(roles: Mapping[str, ProcessConfig], address: str | None) -> None:
+    """UserError for roles that this machine, or the cluster of that address, can never hold: by its books, whoever has
+    the resources now."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    misfit = shortfall(roles, ray.cluster_resources()) or describe_misfit(roles, alive)
+    if misfit and not (address and may_grow()):
+        where = f"the cluster at {address}, to which no autoscaler adds nodes," if address else "this machine"
+        raise UserError(f"{where} is too small: {misfit}")
+
+
+def describe_misfit(roles: Mapping[str, ProcessConfig], nodes: Sequence[Mapping[str, Any]]) -> str | None:
+    """One sentence about the first role of which no node can hold a worker. nodes: as `ray.nodes` has them."""
+    for section, role in roles.items():
+        fitting = (node["Resources"] for node in nodes if satisfies(node["Labels"], role.labels))
+        if not any(all(have.get(name, 0) >= need for name, need in _bundle(role).items()) for have in fitting):
+            return f"{section}: no node has {wish(role)}; lower what a worker needs"
+    return None
+
+
+def may_grow() -> bool:
+    """Whether an autoscaler may add nodes to the cluster, as far as it is known. Ray 2.60 gives nodes that were started
+    by hand types of their own, node_<id>; its first autoscaler tells types in a report, its second one of each node.
+    """
+    status = get_cluster_status(ray.get_runtime_context().gcs_address)
+    types = {node.ray_node_type_name for node in (*status.active_nodes, *status.idle_nodes)}
+    if not is_autoscaler_v2(fetch_from_server=True):
+        report = json.loads(_internal_kv_get(DEBUG_AUTOSCALING_STATUS) or "{}").get("autoscaler_report")
+        types |= set(report["active_nodes"]) if report else {"not known"}
+    return not types <= {f"node_{node['NodeID']}" for node in ray.nodes()}
+
+
 def check_places(roles: Mapping[str, ProcessConfig], *, timeout_s: float) -> None:
-    """Every worker of every role gets a place at the same time, and all are given back.
+    """All workers of all roles get their places at the same time, and give them back.
 
     Raises UserError when `timeout_s` is over: else the last role would hear of it after the others have loaded their
     models.
@@ -109,10 +146,21 @@ def check_places(roles: Mapping[str, ProcessConfig], *, timeout_s: float) -> Non
 
 
 def ask(config: ProcessConfig) -> PlacementGroup:
-    """A place for one worker, which may come later or never: what waits is what an autoscaler reacts to."""
+    """A place for one engine, or for all ranks of a role on as few nodes as there can be; it may come later or never:
+    what waits is what an autoscaler reacts to."""
+    size = _size(config)
+    selectors = [config.labels] * size if config.labels else None
+    return placement_group([_bundle(config)] * size, strategy="PACK", bundle_label_selector=selectors)
+
+
+def _size(config: ProcessConfig) -> int:
+    """Workers of one place: ranks come and go together, engines alone."""
+    return config.workers if isinstance(config, RoleConfig) else 1
+
+
+def _bundle(config: ProcessConfig) -> dict[str, float]:
     bundle = {"CPU": config.cpus, "GPU": config.gpus, "memory": int(config.memory_gib * GIB)}
-    bundle = {name: amount for name, amount in bundle.items() if amount}
-    return placement_group([bundle], bundle_label_selector=[config.labels] if config.labels else None)
+    return {name: amount for name, amount in bundle.items() if amount}
 
 
 def is_ready(place: PlacementGroup) -> bool:
@@ -121,12 +169,9 @@ def is_ready(place: PlacementGroup) -> bool:
 
 
 def reserve(roles: Mapping[str, ProcessConfig], *, timeout_s: float) -> list[PlacementGroup]:
-    """One placement group per worker, all ready. Raises UserError, and keeps none, when `timeout_s` is over.
-
-    One group each: a worker comes and goes without the others.
-    """
+    """The places of all workers, see `ask`, all ready. Raises UserError, and keeps none, when `timeout_s` is over."""
     deadline = time.monotonic() + timeout_s
-    asked = [(name, ask(role)) for name, role in roles.items() for _ in range(role.num_processes)]
+    asked = [(name, ask(role)) for name, role in roles.items() for _ in range(role.num_processes // _size(role))]
     # `wait` asks the cluster; `ready` would start a process in each place to ask.
     waiting = [name for name, group in asked if not group.wait(max(LAST_LOOK_S, deadline - time.monotonic()))]
     if not waiting:
@@ -135,18 +180,29 @@ def reserve(roles: Mapping[str, ProcessConfig], *, timeout_s: float) -> list[Pla
     for _, group in asked:
         remove_placement_group(group)
     missing = "; ".join(
-        f"{waiting.count(name)} of {roles[name].num_processes} {name} workers: each needs {wish(roles[name])}"
-        for name in dict.fromkeys(waiting)
+        f"{waiting.count(name) * _size(role)} of {role.num_processes} {name} workers: each needs {wish(role)}"
+        for name, role in roles.items()
+        if name in waiting
     )
     raise UserError(
         f"no place within {timeout_s:g} s for {missing}; the cluster has {have}, of which {left} are left beside the "
-        f"others, and no node has more than {_most_gpus():g} GPUs; lower workers, cpus, gpus or memory_gib"
+        "others; lower workers, cpus, gpus or memory_gib"
     )
 
 
-def by_node(places: Sequence[PlacementGroup]) -> list[PlacementGroup]:
-    """Ready places of one worker each; those of a node stand together: ranks that follow each other are neighbours."""
-    return sorted(places, key=lambda place: placement_group_table(place)["bundles_to_node_id"][0])
+def by_gpu(place: PlacementGroup, config: ProcessConfig, *, timeout_s: float) -> list[int]:
+    """Bundles of a ready place by node, and there by GPU: ranks that follow each other are neighbours.
+
+    Which GPU is whose only a process in the bundle knows. Raises LearnerLost where one does not say within timeout_s.
+    """
+    nodes: Mapping[int, str] = placement_group_table(place)["bundles_to_node_id"]
+    gpus: Sequence[Any] = [0] * len(nodes)
+    if config.gpus and len(nodes) > 1:
+        # A function of a module would import that first, for seconds.
+        look = ray.remote(lambda: [int(gpu) for gpu in ray.get_gpu_ids()])
+        asked = [look.options(**actor_options(config, place, bundle=i), max_retries=0).remote() for i in sorted(nodes)]
+        gpus = collect(asked, who="place", call="the look at its GPU", timeout_s=timeout_s)
+    return sorted(nodes, key=lambda bundle: (nodes[bundle], gpus[bundle]))
 
 
 def wish(config: ProcessConfig) -> str:
@@ -155,20 +211,15 @@ def wish(config: ProcessConfig) -> str:
     return f"{config.cpus:g} CPUs, {config.gpus:g} GPUs and {config.memory_gib:g} GiB{labels}"
 
 
-def _most_gpus() -> float:
-    """Of one node: a worker's are all on one."""
-    return max(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"])
-
-
 def _amounts(resources: Mapping[str, float]) -> str:
     memory_gib = resources.get("memory", 0) / GIB
     return f"{resources.get('CPU', 0):g} CPUs, {resources.get('GPU', 0):g} GPUs and {memory_gib:.1f} GiB"
 
 
 def actor_options(
-    config: ProcessConfig, group: PlacementGroup, environment: Mapping[str, str] | None = None
+    config: ProcessConfig, group: PlacementGroup, environment: Mapping[str, str] | None = None, *, bundle: int = 0
 ) -> dict[str, Any]:
-    """Ray options of a worker in its reserved place; environment: more variables of its process."""
+    """Ray options of a worker in a bundle of its reserved place; environment: more variables of its process."""
     environment = {"OMP_NUM_THREADS": str(config.threads), **(environment or {})}
     if not config.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ""  # num_gpus=0 alone no longer hides the GPUs of others
@@ -176,6 +227,6 @@ def actor_options(
         "num_cpus": config.cpus,
         "num_gpus": config.gpus,
         "memory": int(config.memory_gib * GIB),
-        "scheduling_strategy": PlacementGroupSchedulingStrategy(group),
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
         "runtime_env": {"env_vars": environment},
     }

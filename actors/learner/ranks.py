@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.util.placement_group import remove_placement_group
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from actors.cluster import placement
 from actors.cluster.fanout import collect
@@ -21,7 +21,7 @@ def rank_environment(role: RoleConfig, *, shares: bool = False) -> dict[str, str
 
 
 class Ranks:
-    """Processes that make every call together, one in each reserved place. `section` of the config describes them."""
+    """Processes that make every call together, in one reserved place. `section` of the config describes them."""
 
     def __init__(
         self,
@@ -33,13 +33,18 @@ class Ranks:
         placement_timeout_s: float,
         environment: Mapping[str, str],
     ) -> None:
-        """Start actor(*args, role, rank) in each place. UserError, naming section, when there is no place."""
+        """Start actor(*args, role, rank) for each rank. UserError, naming section, when there is no place."""
         self.who = who
-        self._places = placement.by_node(placement.reserve({section: role}, timeout_s=placement_timeout_s))
-        self.workers = [
-            actor.options(**placement.actor_options(role, place, environment)).remote(*args, role, rank)
-            for rank, place in enumerate(self._places)
-        ]
+        self.workers: list[Any] = []
+        self._place: PlacementGroup | None
+        (self._place,) = placement.reserve({section: role}, timeout_s=placement_timeout_s)
+        try:
+            for rank, bundle in enumerate(placement.by_gpu(self._place, role, timeout_s=placement_timeout_s)):
+                options = placement.actor_options(role, self._place, environment, bundle=bundle)
+                self.workers.append(actor.options(**options).remote(*args, role, rank))
+        except BaseException:
+            self.close()
+            raise
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -49,7 +54,9 @@ class Ranks:
         return collect(refs, who=self.who, call=call, timeout_s=max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
-        """Kill the ranks and give their places back. Safe to call twice."""
+        """Kill the ranks and give their place back. Safe to call twice."""
         while self.workers:
             ray.kill(self.workers.pop(), no_restart=True)
-            remove_placement_group(self._places.pop())
+        if self._place is not None:
+            remove_placement_group(self._place)
+            self._place = None

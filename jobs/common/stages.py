@@ -50,6 +50,7 @@ from t2g.files import write_atomic
 from t2g.runs import identity
 from t2g.runs.identity import Identity
 from t2g.sandbox import SandboxConfig
+from t2g.study.methods import PLACEHOLDER
 from t2g.tasks.base import get_task
 from t2g.tasks.tiny import programs
 from t2g.tasks.tiny.assets import build_code_tokenizer, build_model, build_reward_model, build_tokenizers
@@ -60,7 +61,6 @@ from t2g.types import TrainSequence
 
 AnyJob = TypeVar("AnyJob", bound=PolicyJob)
 
-PLACEHOLDER = "${stages}"
 ENGINE = "feedback.engine"
 STAGE_FILE = "stage.json"
 REVISER_EPOCHS = 5.0

@@ -4,9 +4,17 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from t2g.config.marks import Here, MayDiffer, PathOrName
 from t2g.config.words import dotted, show
@@ -21,6 +29,18 @@ class Section(BaseModel):
     )
 
 
+class FollowingSection(Section):
+    """Defaults follow other keys: whoever is validated again, with another value of one, finds them anew."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _only_what_was_given(cls, values: Any, check: ModelWrapValidatorHandler[Self]) -> Self:
+        """A section that is validated again, with another value of one key, finds anew the defaults that follow it."""
+        if isinstance(values, cls):
+            values = {name: getattr(values, name) for name in values.model_fields_set}
+        return check(values)
+
+
 Config = TypeVar("Config", bound=Section)
 
 
@@ -33,6 +53,12 @@ def with_overrides(config: Config, overrides: Mapping[str, Any], here: Here | No
     for key, value in overrides.items():
         config = laid_over(config, key.split("."), value)
     return type(config).model_validate(config, context=here)
+
+
+def derived(config: Config, changes: Mapping[str, Any]) -> Config:
+    """`with_overrides` of what follows from other sections: it counts as not given."""
+    changed = with_overrides(config, changes)
+    return type(config).model_construct(config.model_fields_set, **dict(changed))
 
 
 def laid_over(section: Any, keys: Sequence[str], value: Any, depth: int = 0) -> Any:
@@ -135,7 +161,7 @@ class DataConfig(Section):
     limit: int | None = Field(None, ge=1, description="use only the first so many records")
 
 
-class ProcessConfig(Section):
+class ProcessConfig(FollowingSection):
     """Resources of one process."""
 
     cpus: MayDiffer[float] = Field(0.5, gt=0, description="logical CPUs that Ray reserves for each; 0.5 shares a core")
@@ -166,6 +192,20 @@ class RoleConfig(ProcessConfig):
     """A gang of ranks: as many for the whole run."""
 
     workers: int = Field(1, ge=1, description="ranks of this role")
+
+    @property
+    def beside_engines(self) -> bool:
+        """Whether each rank is on the GPU of an engine, and so on one of its own."""
+        return False
+
+    @model_validator(mode="after")
+    def _a_gpu_for_each_rank(self) -> Self:
+        if self.workers > 1 and 0 < self.gpus <= 0.5 and not self.beside_engines:
+            raise ValueError(
+                f"gpus={self.gpus:g} with workers={self.workers} puts two ranks on one GPU, and NCCL connects no such "
+                "two (Duplicate GPU); take workers=1, or a GPU for each rank"
+            )
+        return self
 
     @property
     def num_processes(self) -> int:

@@ -17,7 +17,7 @@ from t2g.config.common import (
     RunConfig,
     Section,
     WorldConfig,
-    with_overrides,
+    derived,
 )
 from t2g.config.feedback import (
     AnnotateConfig,
@@ -61,7 +61,7 @@ class SyncedJob(AnyJob):
             return learner
         whole = min(info.data["rollout"].gpus, learner.gpus) >= 1 and learner.sync_verify == "probe"
         transport = "ipc" if info.data["cluster"].colocate else "nccl" if whole else "store"
-        return learner if transport == "store" else with_overrides(learner, {"sync_transport": transport})
+        return derived(learner, {"sync_transport": transport})
 
     @model_validator(mode="after")
     def _weights_find_their_way(self) -> Self:
@@ -117,7 +117,7 @@ class PolicyJob(SyncedJob, JobConfig):
         critic = learner is not None and (learner.critic_ranks or learner.critic_warmup_steps)
         if (alone or critic) and "advantages" not in objective.model_fields_set:
             changes["advantages"] = "gae"
-        return with_overrides(objective, changes)
+        return derived(objective, changes)
 
     @model_validator(mode="after")
     def _a_teacher_reads_something(self) -> "PolicyJob":

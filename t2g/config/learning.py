@@ -1,10 +1,10 @@
 """Optimizers, the objective, the learner, supervised training."""
 
-from typing import Any, Literal, Self
+from typing import Literal
 
-from pydantic import Field, ModelWrapValidatorHandler, model_validator
+from pydantic import Field
 
-from t2g.config.common import Dtype, RoleConfig, Section
+from t2g.config.common import Dtype, FollowingSection, RoleConfig, Section
 from t2g.config.marks import MayDiffer
 
 Schedule = Literal["constant", "linear", "cosine"]
@@ -55,7 +55,7 @@ class TeacherConfig(Section):
     )
 
 
-class ObjectiveConfig(Section):
+class ObjectiveConfig(FollowingSection):
     """What the policy is moved by (method.md, stage 3): rewards -> advantages -> loss.
 
     Defaults that hang together follow `advantages`; the paper's own settings are configs/methods/paper.yaml.
@@ -115,14 +115,6 @@ class ObjectiveConfig(Section):
         "min(product of r, cap); masked: r, and 0 outside [1 / cap, cap]",
     )
     importance_cap: float = Field(2.0, ge=1)
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _only_what_was_given(cls, values: Any, check: ModelWrapValidatorHandler[Self]) -> Self:
-        """A section that is validated again, with other advantages perhaps, finds its defaults anew."""
-        if isinstance(values, cls):
-            values = {name: getattr(values, name) for name in values.model_fields_set}
-        return check(values)
 
     @property
     def uses_critic(self) -> bool:
@@ -185,6 +177,10 @@ class LearnerConfig(RoleConfig):
         "they were apart on the checkpoint; none: 0.001, and 0.25 where engine or learner is bfloat16",
     )
     step_timeout_s: MayDiffer[float] = Field(600, gt=0, description="one forward, update, sync or checkpoint")
+
+    @property
+    def beside_engines(self) -> bool:
+        return self.sync_transport == "ipc"
 
     @property
     def keeps_buckets(self) -> bool:

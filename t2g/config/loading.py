@@ -66,6 +66,10 @@ def load(
     try:
         return schema.model_validate(merged, context=at)
     except ValidationError as error:
+        gaps = [detail["loc"] for detail in _errors(schema, values, at) if detail["type"] == "missing"]
+        for keys, value in given:
+            if any(keys == gap[: len(keys)] or gap == keys[: len(gap)] for gap in gaps):
+                values = laid_over(values, keys, value)  # without it the file would not be looked at as a whole
         of_file = [(detail["loc"], detail["msg"]) for detail in _errors(schema, values, at)]
 
         def place(detail: ErrorDetails) -> str:

@@ -22,6 +22,9 @@ OTHER_BYTES = 3 * GIB
 LIVE_NUMEL = 1_000_000_000  # DeepSpeed's max_live_parameters and sub_group_size
 BUCKET_NUMEL = 50_000_000  # of gradients under way, as actors.learner.zero3 sets it
 CHUNK_TOKENS = 1024  # whose logits exist at once, as t2g.algo.head has it
+# Bits of a value that vLLM 0.32 itself quantises, with its scales; those of a checkpoint are in its own config.json.
+ONLINE_BITS = {"fp8": 8, "fp8_per_tensor": 8, "fp8_per_block": 8, "fp8_per_channel": 8, "mxfp8": 8.25,
+               "int8_per_channel_weight_only": 8, "nvfp4_per_token": 4.5}  # fmt: skip
 OTHER_KINDS = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank")  # for which this would be wrong
 
 
@@ -41,6 +44,7 @@ class ModelShape(BaseModel):
     intermediate_size: int
     vocab_size: int
     tie_word_embeddings: bool = False
+    quantization_config: dict[str, Any] = {}
 
     @property
     def heads_numel(self) -> int:
@@ -280,17 +284,34 @@ def gathered_bytes(shape: ModelShape, *, b: int) -> int:
     return b * (min(shape.numel, LIVE_NUMEL) + 2 * module) + 4 * (BUCKET_NUMEL + 2 * weight)
 
 
+def layer_weight_bytes(shape: ModelShape, engine: EngineConfig) -> float:
+    """Of a value in the layers' matrices; embedding and head are never quantised. AWQ and GPTQ have for each group of
+    values a scale of 16 bits and a zero of their own: 4 bits in groups of 128 are (4 + 20 / 128) / 8 = .52 bytes.
+    """
+    found = shape.quantization_config
+    method = str(engine.engine_args.get("quantization") or found.get("quant_method"))
+    if method in ONLINE_BITS:
+        return ONLINE_BITS[method] / 8
+    if method.removeprefix("auto_").removesuffix("_marlin") in ("awq", "gptq"):
+        bits, group = found.get("bits", 4), found.get("group_size", 128)
+        return (bits + (16 + bits) / (group if group > 0 else shape.hidden_size)) / 8
+    return BYTES[engine.dtype]
+
+
 def engine_fit(shape: ModelShape, engine: EngineConfig, *, sequences: int, gpu_bytes: float) -> Estimate:
-    """vLLM takes gpu_memory_utilization of the GPU: weights, b N / TP, `OTHER_BYTES`, and the rest is cache.
+    """vLLM takes gpu_memory_utilization of the GPU: weights, b N / TP unless quantised, `OTHER_BYTES`, and the
+    rest is cache.
 
     sequences: that would run at once if there were room; never more than max_num_seqs.
     Llama 3 8B in bfloat16 on 80 GiB, .85, 1536 tokens: 68 - 14.96 - 3 = 50.04 GiB of cache; a sequence takes
-    1536 x 128 KiB = .1875 GiB, so 266 fit.
+    1536 x 128 KiB = .1875 GiB, so 266 fit. With quantization=fp8 its weights are 8.46 GiB.
     """
     b, parallel = BYTES[engine.dtype], engine.tensor_parallel
     wanted = min(sequences, engine.max_num_seqs)
-    one = engine.max_model_len * shape.kv_bytes(b) / min(parallel, shape.num_key_value_heads)
-    weights = b * shape.numel / parallel
+    kv = 1 if str(engine.engine_args.get("kv_cache_dtype")).startswith("fp8") else b
+    one = engine.max_model_len * shape.kv_bytes(kv) / min(parallel, shape.num_key_value_heads)
+    layers = shape.num_hidden_layers * shape.layer_numel
+    weights = (b * (shape.numel - layers) + layer_weight_bytes(shape, engine) * layers) / parallel
     room = engine.gpu_memory_utilization * gpu_bytes - weights - OTHER_BYTES
     return Estimate(
         parts={"weights": weights, "cache": wanted * one, "other": OTHER_BYTES},

@@ -26,6 +26,7 @@ from t2g.errors import UserError
 Scores = dict[float, dict[int, float | None]]  # learning rate -> seed -> score, None for a run that stopped
 
 SHIPPED = Path(__file__).parents[2] / "configs" / "methods"  # beside t2g in a checkout, an upload and a wheel
+PLACEHOLDER = "${stages}"  # in a path: the folder of the demo that a job builds on
 PLAIN = "plain"  # the reward model of methods that change nothing about it
 NOISY = ("span", "scalar")  # are run with compare.noise
 MAX_WIDER = 4  # rates that a search may add to its grid
@@ -92,6 +93,7 @@ class Arms:
     """The runs of a comparison as configs. UserError for a method that is unknown or cannot be."""
 
     job: CompareJob
+    stages: Path | None = None  # what ${stages} stands for in the methods' own files
 
     @cached_property
     def methods(self) -> dict[str, Method]:
@@ -136,6 +138,13 @@ class Arms:
     def reward_folder(self, model: str, seed: int) -> Path:
         return self.job.run.folder / "rewards" / f"{model}-{seed}"
 
+    def _overrides(self, name: str) -> dict[str, Any]:
+        given = self.methods.get(name, ITSELF).overrides
+        if self.stages is None:
+            return given
+        named = {key: value for key, value in given.items() if isinstance(value, str)}
+        return given | {key: value.replace(PLACEHOLDER, str(self.stages)) for key, value in named.items()}
+
     def _run(
         self, name: str, folder: str, seed: int, lr: float | None, more: dict[str, Any] | None = None
     ) -> PolicyJob:
@@ -146,7 +155,7 @@ class Arms:
         if self.job.compare.rewards:
             model = self.reward_folder(self.reward_model(name), self.job.compare.rewards.seeds[0]) / "model"
             changes["feedback.reward_model"] = str(model)
-        changes |= self.methods.get(name, ITSELF).overrides | (more or {})
+        changes |= self._overrides(name) | (more or {})
         policy_job = PolicyJob(**{field: getattr(self.job, field) for field in PolicyJob.model_fields})
         try:
             return with_overrides(policy_job, changes, loading.here())

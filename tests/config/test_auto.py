@@ -38,9 +38,24 @@ def test_processes_share_one_gpu() -> None:
 
 @pytest.mark.parametrize(("gpus", "ranks", "share"), [(2, 2, 0.5), (3, 3, 0.5), (8, 7, 1), (8, 8, 0.5), (2, 4, 0.33)])
 def test_no_share_is_left_without_a_gpu_to_be_on(gpus: int, ranks: int, share: float) -> None:
-    job = own({"GPU": gpus}, f"learner.workers={ranks}")
-    assert job.rollout.gpus == job.learner.gpus == share
+    filled = fill({"rollout": {"gpus": "auto"}, "learner": {"gpus": "auto", "workers": ranks}}, {"GPU": gpus})
+    assert filled["rollout"]["gpus"] == filled["learner"]["gpus"] == share
     assert int(1 / share) * gpus >= ranks + 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["learner.workers=2", "learner.gpus=0.5"], "learner"),
+        (["objective.advantages=gae", "learner.critic_ranks={workers: 3, gpus: 0.3}"], "learner.critic_ranks"),
+        (["learner.workers=2"], "learner"),  # and half of the one GPU for each process
+    ],
+)
+def test_no_two_ranks_that_nccl_connects_share_a_gpu(overrides: list[str], key: str) -> None:
+    with pytest.raises(UserError, match=rf"{key}: gpus=0\.\d+ with workers=\d puts two ranks .*Duplicate GPU"):
+        own({"GPU": 1}, *overrides)
+    for fine in ("learner.gpus=0.6", "learner.gpus=0", "learner={workers: 1, gpus: 0.5}"):
+        assert own({"GPU": 1}, "learner.workers=2", fine)
 
 
 def test_without_a_gpu_it_is_the_default() -> None:

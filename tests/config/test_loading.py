@@ -17,6 +17,7 @@ from t2g.config import (
     LearnerConfig,
     PolicyJob,
     RewardEngineConfig,
+    RolloutConfig,
     Section,
     SFTJob,
     loading,
@@ -166,6 +167,12 @@ def test_the_file_is_blamed_for_its_own_fault_whatever_is_laid_over_its_section(
     sentences = refused(tmp_path, text, "rollout.temperature=0.9", "learner.cpus=2")
     assert sentences[0].startswith("job.yaml:6: rollout: max_new_tokens=5000 leaves no room")
     assert refused(tmp_path, GOOD + "  temperature: hot\n", "num_steps=3")[0].startswith("job.yaml:8: rollout.temp")
+    # Whole only with the command line, and then wrong by itself.
+    gap = "model: {policy: m}\nfeedback: {source: program}\nlearner: {sync_transport: nccl}\n"
+    (said,) = refused(tmp_path, gap, "data.path=d")
+    assert said.startswith("job.yaml: learner.sync_transport=nccl needs GPUs")
+    (said,) = refused(tmp_path, gap, "data.path=d", "learner.sync_transport=ipc")
+    assert said.startswith("command line: learner.sync_transport=ipc needs GPUs")
 
 
 def test_what_is_missing_is_named_with_its_meaning(tmp_path: Path) -> None:
@@ -536,3 +543,18 @@ def test_defaults_of_the_objective_follow_its_advantages() -> None:
         assert resolved(with_overrides(base, alone))[:3] == ("gae", "full", "k1")
     code = with_overrides(base, {"task": "code", "objective.advantages": "gae"})
     assert (code.objective.rewards.poor, code.objective.kl_estimator) == ((0.0, -1.0, -1.0), "k1")
+
+
+def test_what_follows_from_other_sections_goes_when_they_do() -> None:
+    base = PolicyJob(model={"policy": "m"}, data={"path": "d"}, feedback={"source": "program"})  # type: ignore[arg-type]
+    alone = with_overrides(base, {"rollout.samples_per_prompt": 1})
+    assert (alone.objective.advantages, alone.objective.kl_estimator) == ("gae", "k1")
+    again = with_overrides(alone, {"rollout.samples_per_prompt": 4})
+    assert again.objective == base.objective
+    on_gpus = with_overrides(base, {"rollout.gpus": 1, "learner.gpus": 1})
+    assert (on_gpus.learner.sync_transport, on_gpus.rollout.max_num_seqs) == ("nccl", 512)
+    assert with_overrides(on_gpus, {"rollout.gpus": 0, "learner.gpus": 0}) == base
+    engine = with_overrides(RolloutConfig(), {"gpus": 1})
+    assert (engine.max_num_seqs, engine.start_timeout_s) == (512, 1200)
+    assert with_overrides(RolloutConfig(max_num_seqs=64), {"gpus": 1}).max_num_seqs == 64
+    assert with_overrides(DemoJob(), {"run.name": "other"}).rollout == DemoJob().rollout

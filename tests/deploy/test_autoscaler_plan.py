@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,7 +27,8 @@ by_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def asked(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What `actors.cluster.placement` asks Ray for: bundles and their label selectors."""
 
-    def note(bundles: Any, bundle_label_selector: Any = None) -> Place:
+    def note(bundles: Any, strategy: str, bundle_label_selector: Any = None) -> Place:
+        assert strategy == "PACK"
         return bundles, bundle_label_selector or [{} for _ in bundles]
 
     monkeypatch.setattr(placement, "placement_group", note)  # Ray itself would want a cluster
@@ -58,6 +60,13 @@ def plan(spec: dict[str, Any], places: Sequence[Place]) -> tuple[Counter[str], i
     return started, len(reply.infeasible_gang_resource_requests)
 
 
+def places(asked: Any, group: PodGroup, workers: int) -> list[Place]:
+    """What so many workers of a role ask for: engines one by one, ranks as a gang."""
+    if group.elastic:
+        return [asked(group.role) for _ in range(workers)]
+    return [asked(with_overrides(group.role, {"workers": workers}))]
+
+
 def least(groups: Sequence[PodGroup]) -> Counter[str]:
     return Counter({group.name: group.pods.min for group in groups})
 
@@ -65,8 +74,8 @@ def least(groups: Sequence[PodGroup]) -> Counter[str]:
 @by_file
 def test_all_workers_fit(file: Any, asked: Any) -> None:
     groups = pod_groups(made(file).config)
-    places = [asked(group.role) for group in groups for _ in range(group.workers.max)]
-    started, refused = plan(cluster_spec(documents(file.read_text())[1]), places)
+    needed = [place for group in groups for place in places(asked, group, group.workers.max)]
+    started, refused = plan(cluster_spec(documents(file.read_text())[1]), needed)
     assert refused == 0
     assert started == Counter({group.name: group.pods.max for group in groups})
 
@@ -77,8 +86,7 @@ def test_workers_land_on_their_own_group_and_one_more_than_max_does_not(file: An
     for group in groups:
         expected = least(groups) | Counter({group.name: group.pods.max})
         for extra in (0, 1):
-            places = [asked(group.role) for _ in range(group.workers.max + extra)]
-            assert plan(spec, places) == (expected, extra), group.name
+            assert plan(spec, places(asked, group, group.workers.max + extra)) == (expected, extra), group.name
 
 
 @by_file
@@ -99,4 +107,4 @@ def test_a_label_that_no_group_has_is_never_served(asked: Any) -> None:
     (file,) = [file for file in FILES if file.stem == "rayjob"]
     spec, groups = cluster_spec(documents(file.read_text())[1]), pod_groups(made(file).config)
     stray = with_overrides(groups[1].role, {"labels": {"rl/role": "rolout"}})
-    assert plan(spec, [asked(stray)]) == (least(groups), 1)
+    assert plan(spec, places(asked, replace(groups[1], role=stray), 1)) == (least(groups), 1)

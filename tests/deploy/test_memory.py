@@ -201,6 +201,31 @@ def test_an_engine_by_hand() -> None:
     assert small_gpu.fitting == 0
 
 
+@pytest.mark.parametrize(
+    ("arguments", "checkpoint", "layer_bytes"),
+    [
+        ({"quantization": "fp8"}, {}, 1.0),
+        ({"quantization": "nvfp4_per_token"}, {}, 0.5625),
+        ({}, {"quant_method": "fp8"}, 1.0),
+        ({"quantization": "awq_marlin"}, {"quant_method": "awq", "bits": 4, "group_size": 128}, 0.51953125),
+        ({}, {"quant_method": "gptq", "bits": 8, "group_size": -1}, 1 + 24 / 4096 / 8),
+        ({"quantization": "nobody_knows"}, {}, 2.0),
+    ],
+)
+def test_quantised_weights_of_an_engine(arguments: Any, checkpoint: Any, layer_bytes: float) -> None:
+    engine = RolloutConfig(dtype="bfloat16", gpus=1, max_model_len=1536, engine_args=arguments)
+    shape = LLAMA_3_8B.model_copy(update={"quantization_config": checkpoint})
+    fit = memory.engine_fit(shape, engine, sequences=1, gpu_bytes=80 * GIB)
+    layers = 32 * 218_112_000
+    assert fit.parts["weights"] == 2 * (8_030_261_248 - layers) + layer_bytes * layers
+    assert fit.fitting == int((0.85 * 80 - fit.parts["weights"] / GIB - 3) / 0.1875)
+
+
+def test_a_cache_of_fp8_holds_twice_as_much() -> None:
+    engine = RolloutConfig(dtype="bfloat16", gpus=1, max_model_len=1536, engine_args={"kv_cache_dtype": "fp8_e5m2"})
+    assert memory.engine_fit(LLAMA_3_8B, engine, sequences=1, gpu_bytes=80 * GIB).fitting == 533
+
+
 def test_one_version_of_the_weights_lies_in_the_object_store() -> None:
     assert memory.store_bytes(TOY, b=2) == 2 * 2792
 
@@ -210,6 +235,11 @@ def test_shapes_are_found_without_a_network(tmp_path: Path) -> None:
     found = memory.find_shape(str(tmp_path))
     assert found is not None
     assert (found.num_hidden_layers, found.hidden_size, found.num_key_value_heads) == (3, 256, 2)
+    kept = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}
+    numbers = {"model_type": "llama", "num_hidden_layers": 3, "quantization_config": kept, **SMALL}
+    (tmp_path / "config.json").write_text(json.dumps(numbers))
+    found = memory.find_shape(str(tmp_path))
+    assert found is not None and found.quantization_config["group_size"] == 64
     assert memory.find_shape("meta-llama/Llama-3.1-8B-Instruct") == LLAMA_3_8B
     assert memory.find_shape("nobody/has-this") is None
 

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ import pytest
 import ray
 from fleet_worker import Telling, make_fleet
 from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group_table, remove_placement_group
 
 from actors.cluster.nodes import barred, reached
-from actors.cluster.placement import check_places, connect
+from actors.cluster.placement import check_places, connect, may_grow, refuse_hopeless, reserve
+from actors.learner.ranks import Ranks
 from t2g.config import ClusterConfig, EngineConfig, RoleConfig, WorkersConfig
 from t2g.errors import UserError
 
@@ -53,9 +56,55 @@ def test_an_engine_has_all_its_gpus_in_one_process_on_one_node_and_the_clusters_
 
 
 def test_no_engine_is_spread_over_nodes(nodes: Cluster) -> None:
-    with pytest.raises(UserError, match=r"1 rollout workers: each needs .* 3 GPUs .* no node has more than 2 GPUs"):
+    with pytest.raises(UserError, match=r"1 of 1 rollout workers: each needs 0\.5 CPUs, 3 GPUs and 0\.1 GiB"):
         check_places({"rollout": engine(3)}, timeout_s=1)
     check_places({"rollout": engine(1, workers=4)}, timeout_s=20)
+
+
+def test_ranks_are_a_gang_in_order_of_node_and_gpu(nodes: Cluster) -> None:
+    class Rank:
+        def __init__(self, role: Any, rank: int) -> None:
+            self.rank = rank
+
+        def where(self) -> tuple[int, str, list[int]]:
+            return self.rank, ray.get_runtime_context().get_node_id(), [int(gpu) for gpu in ray.get_gpu_ids()]
+
+    def gang(workers: int) -> RoleConfig:
+        return RoleConfig(workers=workers, gpus=1, cpus=0.5, memory_gib=0.1)
+
+    (place,) = reserve({"learner": gang(GPUS)}, timeout_s=30)
+    assert len({*placement_group_table(place)["bundles_to_node_id"].values()}) == 1, (
+        "of two nodes with room it takes one"
+    )
+    remove_placement_group(place)
+    ranks = Ranks(
+        ray.remote(Rank),
+        section="learner",
+        role=gang(GPUS + 1),
+        who="rank",
+        placement_timeout_s=60,
+        environment={},
+    )
+    try:
+        told = ray.get([rank.where.remote() for rank in ranks.workers], timeout=60)
+    finally:
+        ranks.close()
+    assert [rank for rank, _, _ in told] == [0, 1, 2] and len({node for _, node, _ in told}) == 2
+    assert [place[1:] for place in told] == sorted(place[1:] for place in told)
+
+
+def test_what_no_node_will_ever_have_is_refused_at_once(nodes: Cluster) -> None:
+    deadline = time.monotonic() + 30
+    while may_grow():  # Ray's monitor tells of the nodes some seconds after the cluster's start
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    five = {"learner": RoleConfig(workers=2 * GPUS + 1, gpus=1)}
+    started = time.monotonic()
+    with pytest.raises(UserError, match=r"no autoscaler adds nodes, is too small: 5 GPUs needed \(learner 5 x 1\)"):
+        refuse_hopeless(five, nodes.address)
+    with pytest.raises(UserError, match=r"is too small: rollout: no node has 0\.5 CPUs, 3 GPUs"):
+        refuse_hopeless({"rollout": engine(GPUS + 1)}, nodes.address)
+    assert time.monotonic() - started < 5
 
 
 def test_every_node_reaches_the_ports_of_those_with_ranks(nodes: Cluster) -> None:

@@ -52,8 +52,9 @@ class TinyTask(SummarizationTask):
         found = world.findings(prompt.payload["facts"], response_text) if "facts" in prompt.payload else ()
         return [(one.verdict, one.clause.start, one.clause.end) for one in found if one.verdict != "right"]
 
-    def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float]:
-        return world.measure(prompt.payload["facts"], response_text)
+    def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float] | None:
+        facts = prompt.payload.get("facts")
+        return world.measure(facts, response_text) if facts else None
 
 
 def critic(prompt_text: str, response_text: str, *, payload: Mapping[str, Any], dense: bool = False) -> world.Judgement:

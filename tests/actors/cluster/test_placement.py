@@ -1,6 +1,8 @@
 """Does it fit? Numbers by hand."""
 
+import json
 import os
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,7 +43,10 @@ def test_a_machine_too_small_is_refused_before_any_model_is_loaded_and_ray_ends(
     said: list[Any] = []
     here = {"CPU": 1, "memory": 4 * GIB}
     ray = SimpleNamespace(
-        init=lambda **how: said.append(how), cluster_resources=lambda: here, shutdown=lambda: said.append("ended")
+        init=lambda **how: said.append(how),
+        cluster_resources=lambda: here,
+        shutdown=lambda: said.append("ended"),
+        nodes=list,
     )
     monkeypatch.setattr(placement, "ray", ray)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -58,7 +63,8 @@ def test_gpus_that_a_job_leaves_alone_are_said_first(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     have = {"CPU": 8, "GPU": 2, "memory": 64 * GIB}
-    ray = SimpleNamespace(init=lambda **how: None, cluster_resources=lambda: have, shutdown=lambda: None)
+    node = {"Alive": True, "Resources": have, "Labels": {}}
+    ray = SimpleNamespace(init=lambda **how: None, cluster_resources=lambda: have, nodes=lambda: [node])
     monkeypatch.setattr(placement, "ray", ray)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     connect(ClusterConfig(), {"rollout": RoleConfig(gpus=1)})
@@ -68,9 +74,51 @@ def test_gpus_that_a_job_leaves_alone_are_said_first(
 
 
 def test_ranks_of_a_node_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes: Any = {"p": "b", "q": "a", "r": "b", "s": "a"}
-    monkeypatch.setattr(placement, "placement_group_table", lambda place: {"bundles_to_node_id": {0: nodes[place]}})
-    assert placement.by_node([*nodes]) == ["q", "s", "p", "r"]
+    nodes: Any = {"bundles_to_node_id": {0: "b", 1: "a", 2: "b", 3: "a"}}
+    monkeypatch.setattr(placement, "placement_group_table", lambda place: nodes)
+    place: Any = None
+    assert placement.by_gpu(place, RoleConfig(workers=4), timeout_s=1) == [1, 3, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("role", "sentence"),
+    [
+        (RoleConfig(gpus=2, memory_gib=4), None),
+        (RoleConfig(gpus=3, memory_gib=4), "learner: no node has 0.5 CPUs, 3 GPUs and 4 GiB; "),
+        (RoleConfig(gpus=2, cpus=5, memory_gib=4), "learner: no node has 5 CPUs, 2 GPUs and 4 GiB; "),
+        (RoleConfig(gpus=2, memory_gib=4, labels={"a": "b"}), "learner: no node has .* on a node with labels"),
+    ],
+)
+def test_a_worker_needs_one_node_that_has_all_of_it(role: RoleConfig, sentence: str | None) -> None:
+    few_gpus = {"Resources": {"CPU": 8, "GPU": 1, "memory": 64 * GIB}, "Labels": {"a": "b"}}
+    more = {"Resources": {"CPU": 4, "GPU": 2, "memory": 8 * GIB}, "Labels": {}}
+    found = placement.describe_misfit({"learner": role}, [few_gpus, more])
+    assert found is None if sentence is None else re.match(sentence, str(found))
+
+
+@pytest.mark.parametrize(
+    ("types", "second", "report", "grows"),
+    [
+        (["node_1", "node_2"], True, None, False),
+        (["head", "workers"], True, None, True),
+        (["node_1", "node_2"], False, {"node_1": 1, "node_2": 1}, False),
+        (["node_1", "node_2"], False, {"head": 1, "workers": 1}, True),
+        (["node_1", "node_2"], False, None, True),
+    ],
+    ids=["by hand", "second autoscaler", "by hand, first", "first autoscaler", "not known"],
+)
+def test_who_adds_nodes(monkeypatch: pytest.MonkeyPatch, types: Any, second: bool, report: Any, grows: bool) -> None:
+    nodes = [SimpleNamespace(ray_node_type_name=name) for name in types]
+    context = SimpleNamespace(gcs_address="head:6379")
+    ray = SimpleNamespace(get_runtime_context=lambda: context, nodes=lambda: [{"NodeID": "1"}, {"NodeID": "2"}])
+    status = json.dumps({"time": 1, **({"autoscaler_report": {"active_nodes": report}} if report else {})})
+    monkeypatch.setattr(placement, "ray", ray)
+    monkeypatch.setattr(
+        placement, "get_cluster_status", lambda address: SimpleNamespace(active_nodes=nodes[:1], idle_nodes=nodes[1:])
+    )
+    monkeypatch.setattr(placement, "is_autoscaler_v2", lambda fetch_from_server: second)
+    monkeypatch.setattr(placement, "_internal_kv_get", lambda key: status.encode())
+    assert placement.may_grow() is grows
 
 
 def test_what_auto_is_told_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jobs.common.stages import demo_of, resolve_stages
 from t2g.config import CompareJob, DemoJob, WorldConfig, loading
 from t2g.feedback.parse import format_answer, quote_of
+from t2g.sandbox import SandboxConfig
 from t2g.tasks.tiny import assets, world
 from t2g.tasks.tiny.task import TinyTask
 from t2g.types import Prompt
@@ -16,6 +18,11 @@ TINY = Path(__file__).parents[3] / "configs" / "tiny"
 
 def demo(num_facts: int, **sections: dict[str, int]) -> DemoJob:
     return DemoJob.model_validate({"world": {"num_facts": num_facts}} | sections)
+
+
+def test_a_record_without_facts_has_no_measure() -> None:
+    bare = Prompt(prompt_id="p", prompt_ids=np.zeros(1, np.int32), prompt_text="x", task="tiny", payload={"post": "x"})
+    assert TinyTask().measure(bare, "by Mira.", sandbox=SandboxConfig()) is None
 
 
 @pytest.mark.parametrize("num_facts", [3, 10, 20])
