@@ -8,6 +8,7 @@ the round in which it was.
 
 import asyncio
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,8 @@ from jobs.common.supervised import MODEL, supervise
 from t2g.config import DataConfig, ModelConfig, PolicyJob, RefreshConfig, RunConfig, SFTJob, with_overrides
 from t2g.feedback.card import make_card, write_card
 from t2g.feedback.examples import reward_examples
-from t2g.feedback.records import annotated_record, load_annotated, write_annotated
+from t2g.feedback.records import AnnotatedRecord, annotated_record, load_annotated, write_annotated
+from t2g.interfaces import FeedbackSource, RolloutSource
 from t2g.loop.sampling import sampling_of
 from t2g.study.targeting import sample_and_judge
 from t2g.text.tokenizer import load_tokenizer
@@ -62,18 +64,15 @@ def _refresh(
     stop: StopFlag,
 ) -> dict[str, float]:
     """Train until that step, let the annotator judge samples of the policy as it is then, teach the reward model."""
+    if not Path(job.data.path).exists():
+        with Fleets() as fleets:
+            rollouts, feedback = fleets.for_policy(served, data.task)
+            train(config, data, rollouts, feedback, stop, until=until)
+            asked = with_overrides(refresh.annotator, {"style": config.feedback.style})
+            records = _judged(config, data, rollouts, fleets.feedback(asked, data.task, config), refresh.samples, until)
+        job.run.folder.mkdir(parents=True, exist_ok=True)
+        write_annotated(Path(job.data.path), records)
     style = config.feedback.style
-    with Fleets() as fleets:
-        rollouts, feedback = fleets.for_policy(served, data.task)
-        train(config, data, rollouts, feedback, stop, until=until)
-        annotator = fleets.feedback(with_overrides(refresh.annotator, {"style": style}), data.task, config)
-        order = np.random.default_rng([config.run.seed, until]).permutation(len(data.prompts))
-        prompts = [data.prompts[place] for place in order[: refresh.samples]]
-        sampling = sampling_of(config, "refresh", until, num_samples=1)
-        judged = asyncio.run(sample_and_judge(prompts, rollouts, annotator, sampling))
-    job.run.folder.mkdir(parents=True, exist_ok=True)
-    records = [annotated_record(prompt, rollout.response_text, said) for prompt, rollout, said in judged]
-    write_annotated(job.run.folder / "records.jsonl", records)
     examples = reward_examples(
         load_annotated(job.data, data.task), data.task, load_tokenizer(job.model.policy, job.model.revision),
         max_length=job.sft.max_length, style=style,
@@ -81,3 +80,14 @@ def _refresh(
     metrics = supervise(job, examples, title=f"reward model of round {job.run.name}")
     write_card(job.run.folder / MODEL, make_card(data.task, style))
     return metrics
+
+
+def _judged(
+    config: PolicyJob, data: PolicyData, rollouts: RolloutSource, annotator: FeedbackSource, count: int, step: int
+) -> list[AnnotatedRecord]:
+    """Responses to some of the training prompts, one each."""
+    order = np.random.default_rng([config.run.seed, step]).permutation(len(data.prompts))
+    prompts = [data.prompts[place] for place in order[:count]]
+    sampling = sampling_of(config, "refresh", step, num_samples=1)
+    judged = asyncio.run(sample_and_judge(prompts, rollouts, annotator, sampling))
+    return [annotated_record(prompt, rollout.response_text, said) for prompt, rollout, said in judged]

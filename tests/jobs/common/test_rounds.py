@@ -10,7 +10,7 @@ from jobs.common import rounds
 from jobs.common.policy_runs import PolicyData
 from jobs.common.rounds import train_in_rounds
 from t2g.config import DataConfig, PolicyJob, SFTJob
-from t2g.feedback.card import read_card
+from t2g.feedback.card import CARD_FILE, read_card
 from t2g.feedback.parse import make_feedback
 from t2g.feedback.records import load_annotated
 from t2g.tasks.base import get_task
@@ -102,6 +102,11 @@ def test_each_round_has_the_reward_model_that_learnt_from_the_one_before(tmp_pat
     assert read_card(second / "model") is not None
     assert train_in_rounds(config, data(), STOP) == {"steps": 10}
     assert calls[5:] == [expected[-1]]  # what was learnt is kept
+    (second / "stage.json").unlink()
+    (second / "model" / CARD_FILE).unlink()
+    (second / "model").rmdir()
+    train_in_rounds(config, data(), STOP)
+    assert calls[6:] == [("first", 5), expected[-1]]  # what was judged as well: the first round is over
 
 
 def test_without_refresh_there_is_one_round(tmp_path: Path, calls: list[Any]) -> None:
