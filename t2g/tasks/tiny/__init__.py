@@ -1,4 +1,5 @@
-"""The built-in tiny world: posts that state facts, summaries with planted faults, a critic, a measure, small models.
+"""The built-in tiny worlds: posts that state facts, with faulty summaries; rules in words, with faulty programs. Each
+with what judges and what measures, and small models.
 
 What `make demo` and the tests learn on. May import what `t2g.tasks` may.
 """

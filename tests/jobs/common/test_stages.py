@@ -11,8 +11,10 @@ import pytest
 
 from actors.cluster import placement
 from configs import differing
-from jobs.common.stages import demo_of, once, resolve_stages
-from jobs.demo import arm_job, check_sources, held_out_facts, table
+from jobs.common import stages
+from jobs.common.fleets import Fleets
+from jobs.common.stages import demo_of, make_stages, once, resolve_stages
+from jobs.demo import arm_job, check_sources, held_out_facts, run, table
 from t2g.config import DemoJob, PolicyJob, WorldConfig, loading
 from t2g.errors import RunStopped, UserError
 
@@ -28,6 +30,18 @@ def test_the_tiny_policy_job_is_the_span_arm_of_the_demo(tmp_path: Path) -> None
     arm = arm_job(loading.load(DemoJob, TINY / "demo.yaml", [root]), "span")
     assert differing(resolved, arm) == {"run.name", "run.root", "stages"}
     assert resolved.feedback.reward_model == str(tmp_path / "demo" / "reward" / "model")
+
+
+def test_the_world_of_code_has_a_world_and_a_base_policy_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "supervise", lambda job, examples, title: {"examples": len(examples)})
+    given = [f"run.root={tmp_path}", "world.num_train=8", "world.num_heldout=200"]
+    demo = loading.load(DemoJob, TINY / "code.yaml", given)
+    made = make_stages(demo, Fleets())  # which starts none
+    assert list(made) == ["world", "base"] and made["base"]["examples"] == 8
+    assert 0.05 < made["world"]["references_passed"] < 0.25  # .13 of a thousand
+    assert (tmp_path / "code" / "world" / "policy" / "model.safetensors").exists()
+    with pytest.raises(UserError, match="task=tiny_code has no reward model"):
+        run(demo)
 
 
 def test_the_stages_of_a_job_need_no_root_of_their_own(tmp_path: Path) -> None:
