@@ -1,5 +1,6 @@
 """jobs.serve around a stand-in for vLLM's server: exit codes are passed on, and nothing is left, whatever happens."""
 
+import json
 import os
 import signal
 import socket
@@ -12,11 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from models import SENTENCES, SHARED
 
 from actors.engines import server
 from jobs.common.cli import main
 from jobs.serve import run
 from t2g.config import ServeJob
+from t2g.tasks.tiny.assets import build_tokenizer
 
 TESTS = Path(__file__).parents[1]
 ASKS = "import sys, urllib.request as r; r.urlopen(sys.argv[1].removesuffix('/v1')); sys.exit(int(sys.argv[2]))"
@@ -42,10 +45,13 @@ def free_port() -> int:
 def serve(folder: Path, port: int, then: str, model: str = "m") -> int:
     config = {
         "run": {"root": str(folder), "name": "s"},
-        "model": {"policy": model},
+        "model": {"policy": str(folder / model)},
         "engine": {"start_timeout_s": 20},
         "serve": {"port": port, "then": then},
     }
+    build_tokenizer(folder / model, SENTENCES, vocab_size=320)
+    shape = {"model_type": "llama", "vocab_size": 320, **SHARED}
+    (folder / model / "config.json").write_text(json.dumps(shape))
     (folder / "serve.yaml").write_text(yaml.safe_dump(config))
     return main(ServeJob, run, argv=["--config", str(folder / "serve.yaml")])
 
