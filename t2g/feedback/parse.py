@@ -22,7 +22,7 @@ from t2g.config import StyleConfig
 from t2g.config.words import first_problem
 from t2g.data.load import why_not_kept
 from t2g.tasks.base import SPARSE
-from t2g.text.quotes import locate, occurrence_at
+from t2g.text.quotes import locate, occurrence_at, places
 from t2g.types import FinishReason, Severity, Span, SpanFeedback
 
 MAX_ANSWER_CHARS = 65_536  # an answer, a critique or an outcome that is longer is not looked at
@@ -205,6 +205,7 @@ def make_feedback(
     critique = _whole(critique)
     num_located = 0
     spans: dict[tuple[int, int, int], Span] = {}
+    claimed: dict[tuple[int, int], int] = {}  # sentence of the critique -> label of the spans that it speaks of
     for label, items in ((1, good), (-1, poor)):
         for item in items[:MAX_QUOTES]:
             piece = None if item is None else read_piece(item, label)
@@ -214,7 +215,7 @@ def make_feedback(
             num_located += 1
             if span.critique_range is None or not 0 <= span.critique_range[0] < span.critique_range[1] <= len(critique):
                 quote = piece if isinstance(piece, Quote) else quote_of(response_text, span)
-                span = replace(span, critique_range=sentence_about(critique, quote.quote, quote.occurrence))
+                span = replace(span, critique_range=_unclaimed(critique, quote, label, claimed))
             spans.setdefault((span.start, span.end, label), span)
     return SpanFeedback(
         critique=critique,
@@ -251,20 +252,37 @@ def _whole(text: str) -> str:
 
 
 def sentence_about(critique: str, quote: str, occurrence: int = 1) -> tuple[int, int] | None:
-    """Half-open characters of the critique's sentence that contains the quote, or None.
+    """Half-open characters of the critique's sentence that speaks of the quote, or None.
 
-    A critique that quotes the same words several times speaks of their places in order: the `occurrence`-th mention is
-    taken, or the first where there are fewer.
+    A critique that speaks of several places of the same words does so in order, a sentence each, whatever else a
+    sentence says of them: the `occurrence`-th sentence that contains them is taken, or the first where there are fewer.
     """
-    place = locate(critique, quote, occurrence) or locate(critique, quote)
-    if place is None:
-        return None
-    ends = _sentence_ends(critique)
-    before, after = bisect_right(ends, place[0]), bisect_left(ends, place[1])
-    start = ends[before - 1] if before else 0
-    stop = ends[after] if after < len(ends) else len(critique)
-    text = critique[start:stop]
-    return start + len(text) - len(text.lstrip()), stop - (len(text) - len(text.rstrip()))
+    found = _sentences_with(critique, quote)
+    return (found[occurrence - 1] if occurrence <= len(found) else found[0]) if found else None
+
+
+def _unclaimed(critique: str, quote: Quote, label: int, claimed: dict[tuple[int, int], int]) -> tuple[int, int] | None:
+    """`sentence_about`; a later one, where there is, for words that are blamed if that one praises them."""
+    first = sentence_about(critique, quote.quote, quote.occurrence)
+    later = _sentences_with(critique, quote.quote)[quote.occurrence :]
+    free = (one for one in (first, *later) if one is not None and claimed.get(one, label) == label)
+    chosen = next(free, first)
+    if chosen is not None:
+        claimed.setdefault(chosen, label)
+    return chosen
+
+
+@lru_cache(maxsize=64)  # the quotes of an answer, each asked for twice
+def _sentences_with(critique: str, quote: str) -> tuple[tuple[int, int], ...]:
+    """Those that contain the quote, in order, each once."""
+    ends, found = _sentence_ends(critique), {}
+    for first, last in places(critique, quote):
+        before, after = bisect_right(ends, first), bisect_left(ends, last)
+        start, stop = ends[before - 1] if before else 0, ends[after] if after < len(ends) else len(critique)
+        if (start, stop) not in found:
+            text = critique[start:stop]
+            found[start, stop] = start + len(text) - len(text.lstrip()), stop - (len(text) - len(text.rstrip()))
+    return tuple(found.values())
 
 
 @lru_cache(maxsize=1)  # all quotes of an answer ask about one critique

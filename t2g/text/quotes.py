@@ -28,20 +28,22 @@ def locate(text: str, quote: str, occurrence: int = 1) -> tuple[int, int] | None
         locate("with it", "it") == (5, 7), and its second place is (1, 3)
         locate("so  “good”", 'so "good"') == (0, 10)
     """
-    if not quote or not 1 <= occurrence <= MAX_PLACES:
-        return None
+    found = places(text, quote) if occurrence >= 1 else []
+    return found[occurrence - 1] if occurrence <= len(found) else None
+
+
+def places(text: str, quote: str) -> list[tuple[int, int]]:
+    """All that `locate` finds, MAX_PLACES at most, in its order."""
+    if not quote:
+        return []
     if quote in text:
-        starts = _places(text, quote)
-        return (starts[occurrence - 1], starts[occurrence - 1] + len(quote)) if occurrence <= len(starts) else None
+        return [(start, start + len(quote)) for start in _places(text, quote)]
     folded, key = _fold(text), _fold(quote).text.strip(" ")
     if not key:
-        return None
+        return []
     # A match must begin and end between two whole characters of the text: "cafe" is no part of "café".
     whole = [at for at in _places(folded.text, key) if at in folded.begins and at + len(key) in folded.ends]
-    if occurrence > len(whole):
-        return None
-    at = whole[occurrence - 1]
-    return folded.begins[at], folded.ends[at + len(key)]
+    return [(folded.begins[at], folded.ends[at + len(key)]) for at in whole]
 
 
 def occurrence_at(text: str, quote: str, start: int) -> int:

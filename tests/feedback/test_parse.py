@@ -339,6 +339,12 @@ def test_an_outcome_that_is_no_plain_json_is_refused(outcome: Any) -> None:
         ("It costs 3.50 euro. Fine.", "3.50", 1, "It costs 3.50 euro."),
         ("First phone: right. Second phone: repeated.", "phone", 2, "Second phone: repeated."),
         ("First phone: right.", "phone", 2, "First phone: right."),
+        (
+            "It is Mira, it says Mira: right. It is Mira, it says Mira: repeated.",
+            "Mira",
+            2,
+            "It is Mira, it says Mira: repeated.",
+        ),
         ("A. by Ann. For B! C", "Ann. For", 1, "by Ann. For B!"),  # a quote that runs on
         ("良い。電話は違う。終わり", "電話", 1, "電話は違う。"),
         ("a\n - phone is bad\n b", "phone", 1, "- phone is bad"),
@@ -375,6 +381,14 @@ def test_the_longest_critique_with_the_most_quotes_takes_no_time(critique: str) 
     )
     assert time.process_time() - started < 1.0  # looking for sentences once for each quote takes seconds
     assert feedback.num_located == 2 * MAX_QUOTES
+
+
+def test_the_sentence_that_praises_a_word_is_not_the_one_that_blames_it() -> None:
+    critique = "The place is Paris, it says Paris: right. The name is Nadia, it says Paris: wrong."
+    text = "in Paris, by Nadia."
+    good, poor = make_feedback(critique, ["Paris"], ["Paris"], text, source="program", version="v").spans
+    assert critique[slice(*good.critique_range)].endswith("right.")
+    assert critique[slice(*poor.critique_range)].endswith("wrong.")
 
 
 def test_a_program_knows_its_sentences_better() -> None:
