@@ -117,7 +117,7 @@ def run(demo: DemoJob) -> None:
 def finish(demo: DemoJob, summary: dict[str, Any]) -> None:
     """summary.json, report.html and the table."""
     from t2g.files import write_atomic
-    from t2g.report.run_page import REPORT_FILE, SUMMARY_FILE, examples, write_report
+    from t2g.report.run_page import REPORT_FILE, SUMMARY_FILE, examples, how_made, write_report
     from t2g.runs.log import METRICS_FILE, SAMPLES_FILE, read_records
 
     folder = demo.run.folder
@@ -128,6 +128,7 @@ def finish(demo: DemoJob, summary: dict[str, Any]) -> None:
         summary=summary,
         arms={arm: [r for _, r in read_records(folder / ARMS / arm / METRICS_FILE)] for arm in demo.arms},
         examples=examples(folder / ARMS / demo.arms[0] / SAMPLES_FILE),
+        made=how_made(folder / ARMS / demo.arms[0]),
     )
     print(table(summary))
     print(f"report: {folder / REPORT_FILE}\nnumbers: {folder / SUMMARY_FILE}")

@@ -6,6 +6,7 @@
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from jobs.common.cli import main, stop_flag
@@ -32,6 +33,21 @@ def smoke_words(config: PolicyJob, summary: dict[str, Any]) -> str:
     return words
 
 
+def show_one(folder: Path) -> None:
+    """One response with its spans in colour: of the last step, with feedback if any has."""
+    from rich.console import Console
+
+    from t2g.report.run_page import examples
+    from t2g.report.terminal import show_feedback
+    from t2g.runs.log import SAMPLES_FILE
+
+    judged = [of[-1] for of in examples(folder / SAMPLES_FILE) if of[-1].feedback is not None]
+    if judged:
+        one = max(judged, key=lambda sample: (bool(sample.feedback.spans), sample.step))
+        print(f"\none response, of step {one.step}:")
+        show_feedback(Console(), one.response, one.feedback)
+
+
 def run(asked: PolicyJob) -> None:
     """Connect, start the fleets, train."""
     from jobs.common.fleets import Fleets, on_cluster
@@ -55,6 +71,8 @@ def run(asked: PolicyJob) -> None:
             say("loading")
             summary = train_in_rounds(config, data, stop_flag())
     print(smoke_words(asked, summary) if asked.run.smoke else json.dumps(summary["policy"], indent=1))
+    if asked.run.smoke:
+        show_one(config.run.folder)
     print(f"report: {config.run.folder / 'report.html'}")
 
 

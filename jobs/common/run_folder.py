@@ -3,7 +3,9 @@
 import fcntl
 import json
 import os
+import shlex
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +14,9 @@ from typing import Any
 from t2g.config import JobConfig, loading
 from t2g.errors import UserError
 from t2g.runs import identity
+from t2g.runs.control import now
 from t2g.runs.identity import Identity
+from t2g.runs.log import COMMANDS_FILE
 
 LOCK = "lock"
 SMOKE_STEPS = 3
@@ -46,6 +50,8 @@ def begin_folder(config: JobConfig, *leftovers: str, **more: Any) -> Path:
                 path.unlink()
     identity.keep(folder, Identity.of(config, **more))
     loading.write(config, folder)
+    with (folder / COMMANDS_FILE).open("a", encoding="utf-8", errors="replace") as file:
+        file.write(f"{now().isoformat()} {shlex.join(sys.orig_argv)}\n")
     return folder
 
 

@@ -16,6 +16,8 @@ from t2g.sandbox import SandboxConfig
 from t2g.tasks.base import Task
 from t2g.types import Prompt, Rollout, ScoredRollout, SpanFeedback, TokenStats, TrainSample, WeightSyncResult
 
+MAX_LOG_RATIO = 20.0  # nats: beyond, a probability is none
+
 
 def prompt_indices(*, num_prompts: int, per_step: int, step: int, seed: int) -> list[int]:
     """The prompts of step 1, 2, ...: one permutation per epoch, cut into whole steps; what is left over is left out.
@@ -157,6 +159,15 @@ def advantage_samples(
         )
         for row, (s, t) in enumerate(zip(scored, stats, strict=True))
     ]
+
+
+def token_columns(samples: Sequence[TrainSample], stats: Sequence[TokenStats]) -> dict[str, list[np.ndarray]]:
+    """What samples.jsonl keeps of each token [R]: its advantage, and its probability by the learner before the update
+    over that by the engine that wrote it, bounded.
+    """
+    both = zip(samples, stats, strict=True)
+    ratios = [np.exp(np.clip(t.old_logprobs - s.rollout_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)) for s, t in both]
+    return {"token_advantages": [s.advantages for s in samples], "token_ratios": ratios}
 
 
 def step_kl(stats: Sequence[TokenStats]) -> float:

@@ -39,6 +39,7 @@ from t2g.loop.steps import (
     step_metrics,
     sync_metrics,
     teacher_metrics,
+    token_columns,
     token_staleness,
 )
 from t2g.runs import identity
@@ -46,7 +47,7 @@ from t2g.runs.checkpoint import CheckpointStore, Entries
 from t2g.runs.identity import Identity, data_hash
 from t2g.runs.log import RunLog
 from t2g.tasks.base import Task
-from t2g.types import Prompt, Rollout, ScoredRollout, SpanFeedback, TokenStats, UpdateResult
+from t2g.types import Prompt, Rollout, ScoredRollout, SpanFeedback, TokenStats, TrainSample, UpdateResult
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +191,7 @@ class Trainer:
         self._learner_is_at_state = False
         learn_started = time.monotonic()
         await self._turn("learner")
-        stats, kl, result = await self._learn(step, scored, [prompt for prompt, _, _ in kept])
+        samples, stats, kl, result = await self._learn(step, scored, [prompt for prompt, _, _ in kept])
         learn_s = time.monotonic() - learn_started
         await self._turn("engines")
         synced = await self.sync.push(result.policy_version)
@@ -219,7 +220,7 @@ class Trainer:
             if self.eval_prompts and (step % self.config.eval.every == 0 or step == self.config.num_steps):
                 metrics |= await self._evaluate(step=step)
         finally:  # the step is done, whatever becomes of its evaluation
-            self.log.samples(step, "train", judged.pairs, scored, self.tokenizer)
+            self.log.samples(step, "train", judged.pairs, scored, self.tokenizer, token_columns(samples, stats))
             self.log.dropped(step, dropped(judged))
             self._log(step, metrics)
             self._learner_is_at_state = True
@@ -227,8 +228,8 @@ class Trainer:
 
     async def _learn(
         self, step: int, scored: Sequence[ScoredRollout], prompts: Sequence[Prompt]
-    ) -> tuple[list[TokenStats], float, UpdateResult]:
-        """The update, with the learner's view before it and the KL (nats per sequence) to the reference.
+    ) -> tuple[list[TrainSample], list[TokenStats], float, UpdateResult]:
+        """The update of these samples, with the learner's view before it and the KL (nats a sequence) to the reference.
 
         Where the update alone looks at the policy, that is its view.
         """
@@ -247,7 +248,7 @@ class Trainer:
         result = await self._call(self.learner.update, batch)
         stats = list(result.stats) or stats
         result = replace(result, metrics=result.metrics | teacher_metrics(teacher, stats))
-        return stats, step_kl(stats), result
+        return samples, stats, step_kl(stats), result
 
     async def _teach(self, scored: Sequence[ScoredRollout], prompts: Sequence[Prompt]) -> list[np.ndarray | None]:
         """Log-probabilities [R] of each response by the policy that reads its critique, None where none fits."""

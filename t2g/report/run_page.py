@@ -9,19 +9,40 @@ from typing import Annotated, Any
 from markupsafe import Markup
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 
+from t2g.config.loading import FILE_NAME
 from t2g.config.words import first_problem
 from t2g.errors import UserError
 from t2g.report.curves import DASHES, Series, line_chart
+from t2g.report.segments import printable
 from t2g.report.templates import render_page
+from t2g.report.token_strips import LEVELS, NAMES, LoggedSample, strips
 from t2g.runs import metrics as m
-from t2g.runs.log import METRICS_FILE, SAMPLES_FILE, SampleRecord, read_records
+from t2g.runs.log import COMMANDS_FILE, METRICS_FILE, SAMPLES_FILE, SampleRecord, read_records
 
 REPORT_FILE = "report.html"
 SUMMARY_FILE = "summary.json"
 MAX_EXAMPLES = 24
+MAX_CONFIG_CHARS = 40_000
+TOTALS = ("stages_and_arms_s", "wall_s")  # of the other entries of `timing`
+ABOUT = {
+    "span": "Each span that the critique speaks of pays at its own tokens. What it does not mention is paid nothing.",
+    "step": "The rewards of a sentence's spans are summed at its last token. Where in the sentence they stood is lost.",
+    "scalar": "The same rewards, summed at the response's last token. The policy hears how good it was, not where.",
+    "shuffled": "The same rewards, at random tokens: the control. What it gains, it gains without knowing where.",
+}
+OVER_STEPS = (  # title, what the axis counts, metrics
+    ("Mean token reward", "mean token reward", (m.TOKEN_REWARD,)),
+    ("Labelled tokens", "share of tokens", ("tokens/poor_share", "tokens/good_share")),
+    ("KL to the reference", "nats per sequence", (m.KL,)),
+    ("Entropy of the policy", "nats per token", (m.ENTROPY,)),
+    ("Clipped tokens", "share of tokens", ("policy/clip_share",)),
+    ("Response length", "tokens", (m.LENGTH,)),
+    ("Idle", "share of the step", ("idle/learner", "idle/rollout", "idle/reward")),
+    ("Time", "seconds", ("time/step_s", "time/generate_s", "time/feedback_s", "time/learn_s", "time/sync_s")),
+)
 Step = Mapping[str, Any]
-Example = Sequence[SampleRecord]  # the first response to a prompt and the last, or the only one
-_SAMPLE = TypeAdapter(SampleRecord)
+Example = Sequence[SampleRecord]  # the responses to a prompt, by step
+_SAMPLE = TypeAdapter(LoggedSample)
 _STEP = TypeAdapter(dict[str, FiniteFloat | None])
 
 
@@ -61,21 +82,34 @@ def report_run(folder: Path) -> Path:
         summary={"base": base} | summary,
         arms={"policy": steps},
         examples=examples(folder / SAMPLES_FILE),
+        made=how_made(folder),
     )
     return folder / REPORT_FILE
 
 
 def examples(path: Path) -> list[Example]:
-    """One for each sample of a prompt. Prompts answered at two steps come first, among them held-out ones, then the
-    latest.
+    """One for each sample of a prompt, by step. Prompts answered at two steps come first, among them held-out ones,
+    then the latest.
     """
     found: dict[tuple[str, str, str, int], list[SampleRecord]] = {}
     for sample in _read(path, _SAMPLE):
         # Ids are unique in one data set only, and the held-out one is another.
         responses = found.setdefault((sample.split, sample.prompt_id, sample.prompt, sample.sample_index), [])
         if not responses or sample.step > responses[-1].step:
-            responses[1:] = [sample]
+            responses.append(sample)
     return sorted(found.values(), key=lambda of: (len(of) == 1, of[-1].split != "eval", -of[-1].step))
+
+
+def how_made(folder: Path) -> dict[str, str]:
+    """The last command, when it was given, and the resolved config; what of them is there."""
+    made = {}
+    if (commands := folder / COMMANDS_FILE).is_file():
+        made["date"], _, made["command"] = (
+            commands.read_text(errors="replace").strip().rpartition("\n")[2].partition(" ")
+        )
+    if (config := folder / FILE_NAME).is_file():
+        made["config"] = config.read_text(errors="replace")
+    return {name: printable(text[:MAX_CONFIG_CHARS]) for name, text in made.items()}
 
 
 def _read(path: Path, schema: TypeAdapter[Any]) -> Iterator[Any]:
@@ -94,15 +128,19 @@ def write_report(
     summary: Mapping[str, Any],
     arms: Mapping[str, Sequence[Step]],
     examples: Sequence[Example],
+    made: Mapping[str, str] = {},
 ) -> None:
     """Write the report of one run or of several arms, replacing an older one at once.
 
-    summary: its plain values (no mappings) become the figures at the top. Read of it, where it has them: `base`,
-    held-out metrics of the policy before training, without `eval/`; `reward_model`, name -> share; `timing`, stage ->
-    seconds; `versions`. arms: name -> metrics by step, as in metrics.jsonl. The first chart is of the held-out metric
-    that eval/score repeats.
+    summary: its plain values (no mappings, no yes or no) become the figures at the top. Read of it, where it has them:
+    `base`, held-out metrics of the policy before training, without `eval/`, beside those of an arm's step 0;
+    `reward_model`, name -> share; `timing`, stage -> seconds, those in TOTALS apart; `versions`. arms: name -> metrics
+    by step, as in metrics.jsonl. examples: see `examples`; made: see `how_made`. The first chart is of the
+    held-out metric that eval/score repeats.
     """
-    base, timing = summary.get("base", {}), summary.get("timing", {})
+    first = next((m.held_out(steps[0]) for steps in arms.values() if steps and not steps[0].get(m.STEP)), {})
+    base, timing = first | summary.get("base", {}), summary.get("timing", {})
+    parts = {name: value for name, value in timing.items() if name not in TOTALS}
     finals = {name: last_held_out(steps) for name, steps in arms.items()}
     metric = headline(base, finals)
     render_page(
@@ -110,39 +148,50 @@ def write_report(
         "template.html",
         title=title,
         dashes=DASHES,
-        figures={name: value for name, value in summary.items() if not isinstance(value, Mapping | list | tuple)},
+        figures={name: v for name, v in summary.items() if not isinstance(v, Mapping | list | tuple | bool)},
+        about={name: ABOUT[name] for name in arms if name in ABOUT},
+        made=made,
         metric=metric,
         base=base,
         finals=finals,
         rows=metric_rows(base, finals, first=metric),
         charts=list(charts(arms, base, metric)),
-        examples=examples[:MAX_EXAMPLES],
+        examples=[(of[0], of[-1])[: len(of)] for of in examples[:MAX_EXAMPLES]],
+        timeline=max(examples, key=len, default=()),
+        strips=strips([one for of in examples for one in of]),
+        names=NAMES,
+        levels=LEVELS,
         num_left_out=max(0, len(examples) - MAX_EXAMPLES),
         reward_model=summary.get("reward_model", {}),
         versions=summary.get("versions", {}),
-        timing=timing,
-        longest_s=max(timing.values(), default=0) or 1,
+        timing=parts,
+        total_s=next((timing[name] for name in TOTALS if name in timing), None),
+        longest_s=max(parts.values(), default=0) or 1,
     )
 
 
 def charts(
     arms: Mapping[str, Sequence[Step]], base: Mapping[str, float], metric: str | None
-) -> Iterator[tuple[str, Markup, str | None]]:
-    """Title, picture and name of the dashed line: the held-out metric against samples, then token reward, KL and length
-    against steps; those that have points.
+) -> Iterator[tuple[str, Markup, str | None, list[str]]]:
+    """Title, picture, name of the dashed line and names of the others: the held-out metric against samples, then what
+    OVER_STEPS names against steps, a line for each arm, or for each of several metrics of a single arm; those that have
+    points.
     """
-    wanted = [
-        ("Mean token reward", m.STEP, m.TOKEN_REWARD, "step", "mean token reward"),
-        ("KL to the reference", m.STEP, m.KL, "step", "nats per sequence"),
-        ("Response length", m.STEP, m.LENGTH, "step", "tokens"),
-    ]
     if metric is not None:
-        wanted.insert(0, (f"Held-out {metric}", m.SAMPLES, m.EVAL + metric, "samples", metric))
-    for title, x, y, x_label, y_label in wanted:
-        level = base.get(metric) if y == m.EVAL + str(metric) else None
-        svg = line_chart([series(n, s, x, y) for n, s in arms.items()], x_label=x_label, y_label=y_label, level=level)
-        if svg:
-            yield title, svg, None if level is None else "base"
+        level = base.get(metric)
+        lines = [series(name, steps, m.SAMPLES, m.EVAL + metric) for name, steps in arms.items()]
+        if svg := line_chart(lines, x_label="samples of training", y_label=metric, level=level):
+            yield f"Held-out {metric}", svg, None if level is None else "base", [*arms]
+    for title, y_label, keys in OVER_STEPS:
+        several = len(keys) > 1
+        lines = [
+            series(key.partition("/")[2] if several and len(arms) == 1 else name, steps, m.STEP, key)
+            for name, steps in arms.items()
+            for key in (keys if len(arms) == 1 else keys[:1])
+        ]
+        lines = [line for line in lines if line.y]
+        if svg := line_chart(lines, x_label="step", y_label=y_label):
+            yield title, svg, None, [line.name for line in lines]
 
 
 def series(name: str, steps: Sequence[Step], x: str, y: str) -> Series:

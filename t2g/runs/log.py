@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import numpy as np
+
 from t2g.config import LogConfig
 from t2g.errors import UserError
 from t2g.feedback import token_offsets
@@ -19,6 +21,7 @@ from t2g.types import FinishReason, Prompt, Rollout, ScoredRollout, SpanFeedback
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 DROPPED_FILE = "dropped.jsonl"
+COMMANDS_FILE = "commands.log"  # when each start was, and its command
 
 Split = Literal["train", "eval"]
 
@@ -90,10 +93,14 @@ class RunLog:
         judged: Sequence[tuple[Prompt, Rollout, SpanFeedback | None]],
         scored: Sequence[ScoredRollout] = (),
         tokenizer: Any = None,
+        columns: Mapping[str, Sequence[np.ndarray]] = {},
     ) -> None:
-        """`log.num_samples` responses, evenly over those given; with their tokens where they are among `scored`."""
+        """`log.num_samples` responses, evenly over those given; with their tokens where they are among `scored`.
+
+        columns: name -> for each of `scored` a number [R] for each token.
+        """
         count = min(self._config.num_samples, len(judged))
-        rewards = {(s.rollout.prompt_id, s.rollout.sample_index): s.token_rewards for s in scored}
+        places = {(s.rollout.prompt_id, s.rollout.sample_index): place for place, s in enumerate(scored)}
         records = []
         for prompt, rollout, feedback in [judged[i * len(judged) // count] for i in range(count)]:
             sample = SampleRecord(
@@ -107,13 +114,17 @@ class RunLog:
                 feedback=feedback,
             )
             records.append(asdict(sample))
-            if (prompt.prompt_id, rollout.sample_index) in rewards:
+            place = places.get((prompt.prompt_id, rollout.sample_index))
+            if place is not None:
                 ranges = token_offsets(tokenizer, rollout.response_ids).tolist()
-                records[-1] |= {  # lists of length R: character range, text and reward (delta) of each response token
-                    "token_ranges": ranges,
-                    "token_texts": [rollout.response_text[start:end] for start, end in ranges],
-                    "token_rewards": rewards[prompt.prompt_id, rollout.sample_index].tolist(),
-                }
+                records[-1] |= (
+                    {  # lists of length R: character range, text and reward (delta) of each response token
+                        "token_ranges": ranges,
+                        "token_texts": [rollout.response_text[start:end] for start, end in ranges],
+                        "token_rewards": scored[place].token_rewards.tolist(),
+                    }
+                    | {name: [round(float(value), 5) for value in values[place]] for name, values in columns.items()}
+                )
         _append(self._folder / SAMPLES_FILE, records)
 
     def dropped(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:

@@ -1,8 +1,10 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from jobs.common.policy_runs import write_summary
-from jobs.train_policy import smoke_words
+from jobs.train_policy import show_one, smoke_words
 from t2g.config import PolicyJob
 
 UNLABELLED = "tokens/unlabelled_share"
@@ -38,3 +40,20 @@ def test_a_smoke_run_of_a_critic_that_quotes_nothing_says_so(tmp_path: Path) -> 
     job, summary = summary_of(tmp_path, LINES)
     sentence = "no token of these responses was labelled: feedback.source=my_pkg.critics:critic quoted nothing"
     assert sentence in smoke_words(job, summary)
+
+
+def test_a_smoke_run_shows_one_response_with_its_spans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    span = {"start": 6, "end": 12, "label": -1, "severity": 1, "critique_range": [0, 4]}
+    said = {"critique": "Bad.", "spans": [span], "status": "ok", "source": "program", "version": "v"}
+    about = {"split": "train", "sample_index": 0, "prompt": "p", "finish_reason": "stop"}
+    lines = [
+        {"step": 3, "prompt_id": "mute", "response": "mute", "feedback": said | {"spans": []}},
+        {"step": 2, "prompt_id": "told", "response": "about laptop", "feedback": said},
+    ]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(about | line) + "\n" for line in lines))
+    show_one(tmp_path)
+    out = capsys.readouterr().out
+    assert "one response, of step 2:" in out and "about [-laptop-]" in out and "Bad." in out
+    (tmp_path / "samples.jsonl").write_text("")
+    show_one(tmp_path)
+    assert capsys.readouterr().out == ""

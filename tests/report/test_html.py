@@ -14,6 +14,7 @@ from t2g.types import Span, SpanFeedback
 
 VOID = {"meta"}  # SVG elements close themselves or have an end tag
 ALLOWED = {
+    *("dl", "dt", "dd", "details", "summary", "pre", "label", "input", "i"),
     "html",
     "head",
     "meta",

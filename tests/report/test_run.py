@@ -1,4 +1,5 @@
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,12 @@ def test_examples_pair_the_first_and_last_response_to_a_prompt(tmp_path: Path) -
     write_lines(path, records)
     found = examples(path)
     assert [[one.response for one in example] for example in found] == [
-        ["held first", "held last"],
+        ["held first", "held middle", "held last"],
         ["first", "last"],
         ["single and late"],
         ["single"],
     ]
-    before, after = found[0]
+    before, *_, after = found[0]
     assert before.feedback is None
     (span,) = after.feedback.spans
     assert (span.start, span.end, span.label, span.severity, tuple(span.critique_range)) == (0, 2, -1, 2, (0, 3))
@@ -114,3 +115,52 @@ def test_a_folder_that_no_run_wrote_is_one_sentence(
     error = capsys.readouterr().err
     assert words in error
     assert error.count("\n") == 1
+
+
+def test_a_page_tells_what_was_done_and_what_each_token_was_paid(tmp_path: Path) -> None:
+    folder = tmp_path / "my-run"
+    folder.mkdir()
+    steps = [
+        {"step": 0, "eval/f1": 0.5, "eval/wrong": 1.26},
+        {"step": 1, "samples": 8, "tokens/poor_share": 0.25, "tokens/good_share": 0.5, "policy/entropy": 1.5,
+         "policy/clip_share": 0.1, "idle/learner": 0.5, "time/sync_s": 0.2, "eval/f1": 0.75, "eval/wrong": 0.29},
+    ]  # fmt: skip
+    write_lines(folder / "metrics.jsonl", steps)
+    tokens = {"token_ranges": [[0, 2], [2, 5], [5, 5]], "token_texts": ["It", " is", ""], "token_rewards": [0, -1, 0.5]}
+    tokens |= {"token_advantages": [0.5, -2, 2], "token_ratios": [1, 1.2, 0.9]}
+    write_lines(
+        folder / "samples.jsonl",
+        [
+            *(sample(step, "held", f"answer {step}", split="eval") for step in (0, 1, 2)),
+            sample(1, "paid", "It is") | tokens,
+        ],
+    )
+    (folder / "summary.json").write_text(json.dumps({"base": {"f1": 0.5}, "unlabelled": False, "steps": 1}))
+    (folder / "commands.log").write_text("2026-11-22T10:00:00Z first\n2026-11-22T11:00:00Z python -m x a=<b>\n")
+    (folder / "config.yaml").write_text("run: {seed: 7}\n")
+    page = report_run(folder).read_text()
+    assert '<i class="q1p1" title="reward +0.00, advantage +0.50, ratio 1.000">It</i>' in page
+    assert '<i class="q0m4 q1m4 q2p4" title="reward -1.00, advantage -2.00, ratio 1.200"> is</i>' in page
+    assert '<i class="q0p2 q1p4 q2m2" title="reward +0.50, advantage +2.00, ratio 0.900">∎</i>' in page
+    assert page.count('name="by"') == 3 and "script" not in page
+    assert [f">Step {step}<" in page for step in (0, 1, 2)] == [True] * 3 and "One prompt, step by step" in page
+    assert "2026-11-22T11:00:00Z" in page and "python -m x a=&lt;b&gt;" in page and "run: {seed: 7}" in page
+    assert "1.260</td>" in page, "the base stands in every row"
+    assert "unlabelled" not in page
+    for title in ("Labelled tokens", "Entropy of the policy", "Clipped tokens", "Idle", "Time"):
+        assert f"<figcaption>{title}</figcaption>" in page
+
+
+def test_tokens_that_do_not_fit_their_text_are_shown_as_far_as_they_go(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    odd = sample(1, "odd", "ab") | {"token_ranges": [[0, 9], [-3, 99], [5, 2]], "token_rewards": [1.0]}
+    write_lines(tmp_path / "samples.jsonl", [odd])
+    assert 'title="reward +1.00">ab</i>' in report_run(tmp_path).read_text()
+
+
+def test_five_thousand_samples_are_a_page_within_seconds(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    write_lines(tmp_path / "samples.jsonl", [sample(i // 8, f"p{i % 500}", "word " * 50) for i in range(5000)])
+    started = time.process_time()
+    size = report_run(tmp_path).stat().st_size
+    assert time.process_time() - started < 10 and size < 1_000_000

@@ -146,7 +146,8 @@ def test_samples_hold_critique_spans_and_tokens(tmp_path: Path) -> None:
         for _, r, f in triples
         if f.status == "ok"
     ]
-    log.samples(7, "train", triples, scored, tokenizer())
+    advantages = [np.array([0.5, i, 1 / 3, 0], np.float32) for i in range(len(scored))]
+    log.samples(7, "train", triples, scored, tokenizer(), {"token_advantages": advantages})
     first, second = lines(tmp_path / SAMPLES_FILE)  # two of four, evenly: p0 and p2
     assert first == {
         "step": 7,
@@ -171,6 +172,7 @@ def test_samples_hold_critique_spans_and_tokens(tmp_path: Path) -> None:
         "token_ranges": [[0, 1], [1, 2], [1, 2], [2, 2]],
         "token_texts": ["h", "é", "é", ""],
         "token_rewards": [0.0, -1.0, -1.0, 0.0],
+        "token_advantages": [0.5, 0.0, 0.33333, 0.0],
     }
     assert second["prompt_id"] == "p2"
     assert second["feedback"]["status"] == "failed"
