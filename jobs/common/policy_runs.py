@@ -43,6 +43,7 @@ from t2g.files import write_atomic
 from t2g.interfaces import FeedbackSource, RolloutSource
 from t2g.loop.steps import prompt_indices, refuse_unmeasured
 from t2g.loop.trainer import Trainer, TrainerState
+from t2g.report.model_card import write_model_card
 from t2g.report.run_page import SUMMARY_FILE, report_run
 from t2g.runs.checkpoint import CheckpointStore
 from t2g.runs.log import METRICS_FILE, RunLog, read_records
@@ -312,5 +313,7 @@ def write_summary(config: PolicyJob, *, seconds: float) -> dict[str, Any]:
         "versions": versions(),
     }
     write_atomic(folder / SUMMARY_FILE, json.dumps(summary, indent=1).encode())
+    if (folder / POLICY).is_dir():
+        write_model_card(folder / POLICY, config, summary["base"], summary["policy"])
     report_run(folder)
     return summary

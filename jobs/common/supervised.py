@@ -11,6 +11,7 @@ from t2g.config import SFTJob, with_overrides
 from t2g.data.batching import count_steps
 from t2g.data.load import load_records
 from t2g.feedback.examples import policy_examples
+from t2g.report.model_card import write_model_card
 from t2g.runs.log import RunLog
 from t2g.runs.progress import Stage, duration, stage
 from t2g.tasks.base import get_task
@@ -56,6 +57,7 @@ def supervise(config: SFTJob, examples: Sequence[TrainSequence], *, title: str) 
             model=config.model, examples=examples, options=options, cluster=config.cluster,
             out_folder=folder / MODEL, seed=config.run.seed, on_start=on_start, on_progress=on_progress,
         )  # fmt: skip
+    write_model_card(folder / MODEL, config)
     line = f"loss {metrics['loss']:.4f} after {metrics['step']:.0f} steps, {metrics['tokens_per_s']:.0f} tokens/s"
     if config.run.smoke:
         left = duration(metrics["train_s"] / metrics["step"] * whole)

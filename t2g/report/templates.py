@@ -14,7 +14,9 @@ from t2g.types import Span, SpanFeedback
 
 MAX_TEXT_CHARS = 4000
 
-environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined)
+_loader = FileSystemLoader(Path(__file__).parent)
+environment = Environment(loader=_loader, autoescape=True, undefined=StrictUndefined)
+plain = Environment(loader=_loader, autoescape=False, undefined=StrictUndefined)  # for texts that are no pages
 
 
 def render(template: str, **values: Any) -> Markup:

@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from jobs.common.policy_runs import write_summary
 from jobs.train_policy import show_one, smoke_words
@@ -40,6 +41,16 @@ def test_a_smoke_run_of_a_critic_that_quotes_nothing_says_so(tmp_path: Path) -> 
     job, summary = summary_of(tmp_path, LINES)
     sentence = "no token of these responses was labelled: feedback.source=my_pkg.critics:critic quoted nothing"
     assert sentence in smoke_words(job, summary)
+
+
+def test_an_exported_policy_says_what_it_is(tmp_path: Path) -> None:
+    job, _ = summary_of(tmp_path, LINES)
+    (job.run.folder / "policy").mkdir()
+    write_summary(job, seconds=30.0)
+    card = (job.run.folder / "policy" / "README.md").read_text()
+    front = yaml.safe_load(card.split("---")[1])
+    assert front == {"base_model": "m", "library_name": "transformers", "tags": ["text2grad", "t2g"]}
+    assert "| fact_f1 | 0.250 | 0.500 |" in card and "`summarization` on `d.jsonl`, seed 1" in card
 
 
 def test_a_smoke_run_shows_one_response_with_its_spans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
