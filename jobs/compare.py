@@ -59,7 +59,7 @@ def run(asked: CompareJob) -> None:
 
     demo = demo_of(asked)
     job = resolve_stages(asked, demo)
-    check(arms := Arms(job, demo.run.folder if demo else None))
+    check(arms := Arms(job, str(demo.run.folder)) if demo else Arms(job))
     revises = any(method.procedure in ("reflection", "ilf") for method in arms.methods.values())
     data, rewards = None if demo else read_data(job), {}
     with sole_process(job.run.folder):

@@ -118,7 +118,7 @@ def describe_misfit(roles: Mapping[str, ProcessConfig], nodes: Sequence[Mapping[
     """One sentence about the first role of which no node can hold a worker. nodes: as `ray.nodes` has them."""
     for section, role in roles.items():
         fitting = (node["Resources"] for node in nodes if satisfies(node["Labels"], role.labels))
-        if not any(all(have.get(name, 0) >= need for name, need in _bundle(role).items()) for have in fitting):
+        if not any(all(have.get(name, 0) >= need for name, need in bundle(role).items()) for have in fitting):
             return f"{section}: no node has {wish(role)}; lower what a worker needs"
     return None
 
@@ -150,7 +150,7 @@ def ask(config: ProcessConfig) -> PlacementGroup:
     what waits is what an autoscaler reacts to."""
     size = _size(config)
     selectors = [config.labels] * size if config.labels else None
-    return placement_group([_bundle(config)] * size, strategy="PACK", bundle_label_selector=selectors)
+    return placement_group([bundle(config)] * size, strategy="PACK", bundle_label_selector=selectors)
 
 
 def _size(config: ProcessConfig) -> int:
@@ -158,7 +158,7 @@ def _size(config: ProcessConfig) -> int:
     return config.workers if isinstance(config, RoleConfig) else 1
 
 
-def _bundle(config: ProcessConfig) -> dict[str, float]:
+def bundle(config: ProcessConfig) -> dict[str, float]:
     bundle = {"CPU": config.cpus, "GPU": config.gpus, "memory": int(config.memory_gib * GIB)}
     return {name: amount for name, amount in bundle.items() if amount}
 
@@ -216,17 +216,19 @@ def _amounts(resources: Mapping[str, float]) -> str:
     return f"{resources.get('CPU', 0):g} CPUs, {resources.get('GPU', 0):g} GPUs and {memory_gib:.1f} GiB"
 
 
+def process_environment(config: ProcessConfig) -> dict[str, str]:
+    """num_gpus=0 alone no longer hides the GPUs of others."""
+    return {"OMP_NUM_THREADS": str(config.threads), **({} if config.gpus else {"CUDA_VISIBLE_DEVICES": ""})}
+
+
 def actor_options(
     config: ProcessConfig, group: PlacementGroup, environment: Mapping[str, str] | None = None, *, bundle: int = 0
 ) -> dict[str, Any]:
     """Ray options of a worker in a bundle of its reserved place; environment: more variables of its process."""
-    environment = {"OMP_NUM_THREADS": str(config.threads), **(environment or {})}
-    if not config.gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = ""  # num_gpus=0 alone no longer hides the GPUs of others
     return {
         "num_cpus": config.cpus,
         "num_gpus": config.gpus,
         "memory": int(config.memory_gib * GIB),
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
-        "runtime_env": {"env_vars": environment},
+        "runtime_env": {"env_vars": process_environment(config) | {**(environment or {})}},
     }

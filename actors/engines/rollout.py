@@ -17,7 +17,7 @@ from actors.fleet.fleet import Fleet
 from actors.fleet.member import DIED, Member, fate
 from actors.weights.intake import Intake
 from actors.weights.probe import Gap
-from t2g.config import RolloutConfig, Transport
+from t2g.config import RolloutConfig
 from t2g.errors import LearnerLost, MissedSync, UserError
 from t2g.interfaces import Sampling, Turn
 from t2g.types import Prompt, Rollout
@@ -78,20 +78,9 @@ class RolloutFleet(Fleet):
     agreed: Gap | None = None
     turn: Turn = "engines"
 
-    def __init__(
-        self,
-        model: str,
-        config: RolloutConfig,
-        *,
-        seed: int,
-        placement_timeout_s: float,
-        revision: str | None = None,
-        transport: Transport = "store",
-        sleeps: bool = False,
-    ) -> None:
-        """transport: of the weights. sleeps: its engines leave their GPUs to a learner, and take them again."""
-        arguments = {"model": model, "config": config, "seed": seed, "revision": revision, "transport": transport}
-        arguments |= {"sleeps": True} if sleeps else {}
+    def __init__(self, model: str, config: RolloutConfig, *, placement_timeout_s: float, **how: Any) -> None:
+        """how: seed, revision, transport, sleeps of `Engine`; weights come by store where nothing is said."""
+        arguments = {"model": model, "config": config, "transport": "store", **how}
         super().__init__(arguments, config, placement_timeout_s=placement_timeout_s)
 
     @property

@@ -21,7 +21,7 @@ import ray.train.torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.cluster.fanout import collect, first_line
-from actors.cluster.placement import GIB, check_places
+from actors.cluster.placement import bundle, check_places, process_environment
 from actors.learner.parts import LearnerSpec
 from actors.learner.ranks import rank_environment
 from actors.learner.sft_rank import CHECKPOINTS, LABEL, MODEL, REPORT_EVERY, RankJob, SFTProgress, train_loop
@@ -164,12 +164,7 @@ def _ended(running: "ray.ObjectRef[None]") -> bool:
 def _launch(job: RankJob, scratch: Path) -> None:
     """Ray Train's driver, in a process of its own that can be ended from outside, and may take its time to leave."""
     options = job.options
-    resources = {"CPU": options.cpus, "memory": int(options.memory_gib * GIB)}
-    if options.gpus:
-        resources["GPU"] = options.gpus
-    env = {"OMP_NUM_THREADS": str(options.threads), "TOKENIZERS_PARALLELISM": "false"} | rank_environment(options)
-    if not options.gpus:
-        env |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    env = process_environment(options) | rank_environment(options) | {"TOKENIZERS_PARALLELISM": "false"}
     trainer = ray.train.torch.TorchTrainer(
         train_loop,
         train_loop_config={"job": job},
@@ -179,7 +174,7 @@ def _launch(job: RankJob, scratch: Path) -> None:
         scaling_config=ray.train.ScalingConfig(
             num_workers=options.workers,
             use_gpu=options.gpus > 0,
-            resources_per_worker=resources,
+            resources_per_worker=bundle(options),
             label_selector=options.labels or None,
         ),
         run_config=ray.train.RunConfig(

@@ -93,7 +93,7 @@ class Arms:
     """The runs of a comparison as configs. UserError for a method that is unknown or cannot be."""
 
     job: CompareJob
-    stages: Path | None = None  # what ${stages} stands for in the methods' own files
+    stages: str = PLACEHOLDER  # what ${stages} stands for in the methods' own files
 
     @cached_property
     def methods(self) -> dict[str, Method]:
@@ -138,13 +138,6 @@ class Arms:
     def reward_folder(self, model: str, seed: int) -> Path:
         return self.job.run.folder / "rewards" / f"{model}-{seed}"
 
-    def _overrides(self, name: str) -> dict[str, Any]:
-        given = self.methods.get(name, ITSELF).overrides
-        if self.stages is None:
-            return given
-        named = {key: value for key, value in given.items() if isinstance(value, str)}
-        return given | {key: value.replace(PLACEHOLDER, str(self.stages)) for key, value in named.items()}
-
     def _run(
         self, name: str, folder: str, seed: int, lr: float | None, more: dict[str, Any] | None = None
     ) -> PolicyJob:
@@ -155,7 +148,8 @@ class Arms:
         if self.job.compare.rewards:
             model = self.reward_folder(self.reward_model(name), self.job.compare.rewards.seeds[0]) / "model"
             changes["feedback.reward_model"] = str(model)
-        changes |= self._overrides(name) | (more or {})
+        given = self.methods.get(name, ITSELF).overrides | (more or {})
+        changes |= {k: v.replace(PLACEHOLDER, self.stages) if isinstance(v, str) else v for k, v in given.items()}
         policy_job = PolicyJob(**{field: getattr(self.job, field) for field in PolicyJob.model_fields})
         try:
             return with_overrides(policy_job, changes, loading.here())

@@ -169,7 +169,7 @@ def test_a_path_in_a_method_means_what_it_means_in_a_config(tmp_path: Path, monk
     arm = arms.arm("mine", 1)
     assert (arm.feedback.reward_model, arm.model.policy) == (str(tmp_path / "trained"), "org/model")
     own.write_text("about: Mine.\noverrides: {feedback.reward_model: '${stages}/other', num_steps: 3}\n")
-    arm = Arms(arms.job, Path("/demo")).arm("mine", 1)
+    arm = Arms(arms.job, "/demo").arm("mine", 1)
     assert (arm.feedback.reward_model, arm.num_steps) == ("/demo/other", 3)
 
 
