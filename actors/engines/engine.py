@@ -8,9 +8,8 @@ import itertools
 import math
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
-from dataclasses import dataclass, fields
-from difflib import get_close_matches
+from collections.abc import AsyncIterator, Awaitable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -18,7 +17,8 @@ import numpy as np
 
 from actors.cluster.nodes import listening_environment
 from actors.fleet.meter import Measured, Meter
-from t2g.config import EngineConfig, Transport
+from actors.weights.adapters import engine_arguments
+from t2g.config import EngineConfig, LoRAConfig, Transport
 from t2g.errors import UserError
 from t2g.text.offsets import decode
 from t2g.text.tokenizer import load_tokenizer
@@ -96,11 +96,13 @@ class Engine:
         seed: int,
         revision: str | None = None,
         transport: Transport | None = None,
+        lora: LoRAConfig | None = None,
         guided: bool = False,
         sleeps: bool = False,
     ) -> None:
-        """transport: of the weights that it receives, if any. sleeps: it may be asked to."""
+        """transport: of the weights that it receives, if any; lora: they are adapters. sleeps: it may be asked to."""
         self._model, self._revision, self._config, self._seed = model, revision, config, seed
+        self._lora, self._adapter = lora, None
         self._transport, self._guided, self._sleeps, self._resting = transport, guided, sleeps, False
         self._request_numbers = itertools.count()
         self._meter = Meter()
@@ -121,8 +123,6 @@ class Engine:
         self._stop_ids = stop_token_ids(self._model, self._tokenizer, self._revision)
         self.check_tokenizer()
         from vllm.engine.arg_utils import AsyncEngineArgs
-
-        refuse_unknown(self._config.engine_args, [field.name for field in fields(AsyncEngineArgs)])
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -136,7 +136,7 @@ class Engine:
             )
         except UserError:
             raise
-        except (ValueError, OSError, RuntimeError) as error:
+        except (TypeError, ValueError, OSError, RuntimeError) as error:  # TypeError: of an argument that it lacks
             raise UserError(f"vLLM cannot serve the model {self._model}: {first_sentence(error)}") from error
         try:
             await self.score(np.zeros(WARM_UP_TOKENS, np.int32)[: self._config.max_model_len - 1])
@@ -208,7 +208,9 @@ class Engine:
             # which a CPU generator does not have.
             arguments["enable_chunked_prefill"] = False
             arguments["max_num_batched_tokens"] = max(MIN_BATCHED_TOKENS, config.max_model_len)
-        if self._transport is not None:
+        if self._lora is not None:
+            arguments |= engine_arguments(self._lora, self._model, self._revision)
+        elif self._transport is not None:
             arguments["weight_transfer_config"] = {"backend": f"t2g_{self._transport}"}  # of actors.weights.vllm_plugin
         if self._guided:
             # A model may write white space between the tokens of JSON until its answer is cut.
@@ -283,7 +285,7 @@ class Engine:
 
         params = SamplingParams(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, **sampling)
         prompt = TokensPrompt(prompt_token_ids=[int(i) for i in ids])
-        stream = self._llm.generate(prompt, params, str(next(self._request_numbers)))
+        stream = self._llm.generate(prompt, params, str(next(self._request_numbers)), lora_request=self._adapter)
         self._meter.enter(time.monotonic())
         try:
             (output,) = await self._of_core(_collect(stream))
@@ -350,15 +352,6 @@ def stop_token_ids(model: str, tokenizer: Any, revision: str | None) -> list[int
         listed = None  # the file is optional
     ids = listed if isinstance(listed, list) else [listed]
     return sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None})
-
-
-def refuse_unknown(arguments: Iterable[str], known: Sequence[str]) -> None:
-    """UserError for an engine argument that this vLLM does not have."""
-    for name in arguments:
-        if name not in known:
-            near = get_close_matches(name, known, n=1)
-            meant = f"; did you mean {near[0]}?" if near else ""
-            raise UserError(f"engine_args.{name}: vLLM has no such argument{meant}")
 
 
 def kv_cache_bytes(*, num_tokens: int, block_size: int, token_bytes: int) -> int:

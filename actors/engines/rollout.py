@@ -79,9 +79,9 @@ class RolloutFleet(Fleet):
     turn: Turn = "engines"
 
     def __init__(self, model: str, config: RolloutConfig, *, placement_timeout_s: float, **how: Any) -> None:
-        """how: seed, revision, transport, sleeps of `Engine`; weights come by store where nothing is said."""
-        arguments = {"model": model, "config": config, "transport": "store", **how}
-        super().__init__(arguments, config, placement_timeout_s=placement_timeout_s)
+        """how: seed, revision, transport, lora, sleeps of `Engine`; weights come by store where nothing is said."""
+        how = {"model": model, "config": config, "transport": "store", **how}
+        super().__init__(how, config, placement_timeout_s=placement_timeout_s)
 
     @property
     def vocab_size(self) -> int:

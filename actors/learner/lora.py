@@ -57,12 +57,15 @@ def adapters_off(model: torch.nn.Module) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def sources(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+def sources(names: Iterable[str], *, adapters: bool = False) -> dict[str, tuple[str, ...]]:
     """From a checkpoint's name of each weight to the model's: (its own,), or (frozen weight, A, B) under an adapter.
+    adapters: of the adapters' weights alone, by `adapter_name`.
 
     >>> sources(["q.base_layer.weight", "q.lora_A.default.weight", "q.lora_B.default.weight"])
     {'q.weight': ('q.base_layer.weight', 'q.lora_A.default.weight', 'q.lora_B.default.weight')}
     """
+    if adapters:
+        return {renamed: (name,) for name in names if (renamed := adapter_name(name))}
     found: dict[str, tuple[str, ...]] = {}
     for name in names:
         if name.endswith(_FACTORS):

@@ -294,17 +294,17 @@ class PolicyPart(Part):
         return loss, metrics
 
     def announce(self) -> Shapes:
-        """Names and shapes of the policy, in the order of `stream_weights`. No collective."""
-        return metadata(self.engine)
+        """Names and shapes of what is sent, the policy or its adapters, in that order. No collective."""
+        return metadata(self.engine, adapters=self.spec.learner.sends_adapters)
 
     @cached_property
     def _weights(self) -> WholeWeights:
-        return WholeWeights(self.engine)
+        return WholeWeights(self.engine, adapters=self.spec.learner.sends_adapters)
 
     @cached_property
     def _sender(self) -> Sender | None:
-        transport = self.spec.learner.sync_transport
-        return None if transport == "store" else make_sender(transport, self.engine.global_rank)
+        learner = self.spec.learner
+        return None if learner.keeps_buckets else make_sender(learner.sync_transport, self.engine.global_rank)
 
     def stream_weights(self, dtype: Dtype, full: bool, meeting: Meeting | None = None) -> Iterator[Bucket]:
         """The policy's weights, bucket by bucket on rank 0; the other ranks join the gathers and yield nothing.

@@ -4,6 +4,7 @@
 and changes the parameters' state. This reads the ranks' partitions and leaves the parameters as they are.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,13 +15,15 @@ from actors.weights.buckets import Shapes, plan_buckets
 from t2g.config import Dtype
 
 
-def metadata(engine: Any) -> Shapes:
+def metadata(engine: Any, *, adapters: bool = False) -> Shapes:
     """Every weight in the order of `WholeWeights.buckets`. Tied weights appear once, adapters are merged.
+
+    adapters: theirs alone.
 
     engine: a deepspeed.DeepSpeedEngine. No collective.
     """
     shapes = {name: tuple(p.ds_shape) for name, p in engine.module.named_parameters()}
-    return {name: shapes[own] for name, (own, *_) in lora.sources(shapes).items()}
+    return {name: shapes[own] for name, (own, *_) in lora.sources(shapes, adapters=adapters).items()}
 
 
 class WholeWeights:
@@ -30,8 +33,9 @@ class WholeWeights:
     kept: 2 + 1 / num_ranks times the largest bucket, which may be one module larger than `bucket_bytes`.
     """
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+    def __init__(self, engine: Any, *, adapters: bool = False) -> None:
+        """adapters: of LoRA alone, by their own names, instead of merged weights."""
+        self._engine, self._adapters = engine, adapters
         self._memory: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
@@ -43,16 +47,15 @@ class WholeWeights:
         Under LoRA they are the merged weights by their checkpoint names. Cut by `plan_buckets`.
         """
         named = dict(self._engine.module.named_parameters())
-        sources = lora.sources(named)
-        for names in plan_buckets(metadata(self._engine), dtype=dtype, bucket_bytes=bucket_bytes):
+        sources, shapes = lora.sources(named, adapters=self._adapters), metadata(self._engine, adapters=self._adapters)
+        for names in plan_buckets(shapes, dtype=dtype, bucket_bytes=bucket_bytes):
             pieces = self.gather({source: named[source] for name in names for source in sources[name]})
             if not everywhere and self._engine.global_rank != 0:
                 yield []
                 continue
             merged = {name: self._merged(name, sources[name], named, pieces) for name in names}
-            shapes = [named[sources[name][0]].ds_shape for name in names]
             flat = self._in_order(list(merged.values()), getattr(torch, dtype), torch.device(device))
-            yield [(n, w[: s.numel()].view(s)) for n, w, s in zip(names, flat, shapes, strict=True)]
+            yield [(n, w[: math.prod(shapes[n])].view(shapes[n])) for n, w in zip(names, flat, strict=True)]
 
     def gather(self, parameters: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """[num_ranks, n] of each parameter, in its own type on the engine's device, for `whole`."""

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from actors.learner import lora
-from actors.learner.whole_weights import WholeWeights, whole
+from actors.learner.whole_weights import WholeWeights
 from t2g.config import Dtype, OptimConfig
 from t2g.errors import RunStopped
 from t2g.files import readable_as_the_folder
@@ -258,24 +258,17 @@ def export(engine: Engine, tokenizer: Any, folder: Path) -> None:
     Under LoRA the model is merged, and the adapter alone lies in the folder `adapter` in it.
     """
     dtype = "bfloat16" if engine.bfloat16_enabled() else "float32"
-    weights = WholeWeights(engine)
-    state = {name: tensor.clone() for bucket in weights.buckets(EXPORT_BUCKET_BYTES, dtype) for name, tensor in bucket}
-    adapter = _adapter(engine, weights)
+    merged, adapter = (
+        {n: t.clone() for bucket in weights.buckets(EXPORT_BUCKET_BYTES, dtype) for n, t in bucket}
+        for weights in (WholeWeights(engine), WholeWeights(engine, adapters=True))
+    )
     if engine.global_rank == 0:
-        engine.module.save_pretrained(folder, state_dict=state)
+        engine.module.save_pretrained(folder, state_dict=merged)
         tokenizer.save_pretrained(folder)
         if adapter:
             lora.write_adapter(engine.module, adapter, folder / lora.FOLDER)
         readable_as_the_folder(folder)
     torch.distributed.barrier()
-
-
-def _adapter(engine: Engine, weights: WholeWeights) -> dict[str, torch.Tensor]:
-    """The adapters' weights as `lora.write_adapter` takes them, in one gather: about a hundredth of the model."""
-    named = ((lora.adapter_name(name), p) for name, p in engine.module.named_parameters())
-    factors = {name: p for name, p in named if name is not None}
-    pieces = weights.gather(factors)
-    return {name: whole(p, pieces[name]).to("cpu", copy=True) for name, p in factors.items()}
 
 
 def rest(engine: Engine, on: bool) -> None:

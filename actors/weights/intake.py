@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from actors.weights.adapters import Adapters
 from actors.weights.arena import Arena
 from actors.weights.buckets import Bucket, Shapes
 from actors.weights.transports import Meeting
@@ -21,12 +22,14 @@ class Intake:
     """Of `actors.engines.engine.Engine`, which it is mixed into: `open_update`, `load_bucket` for each bucket in any
     order and two at a time, `close_update`. Calls of an earlier round are refused.
 
-    With nccl `join_group` comes before the first buckets of a group, and all come one by one in their order.
+    With nccl `join_group` comes before the first buckets of a group, and all come one by one in their order. Adapters
+    take the place of those before at the end of a round, whole (`actors.weights.adapters`).
 
     A round that broke off is mended by the next `open_update`, whose version comes whole.
     """
 
-    _llm: Any  # an AsyncLLM
+    _llm: Any  # an AsyncLLM; `_lora` and `_adapter`, what its requests name, are the engine's own as well
+    _adapters: Adapters | None = None  # of the open round
     _round_id, _version = "", 0
     _updating = False  # as vLLM's worker sees it: it refuses to start an update within another
 
@@ -45,6 +48,9 @@ class Intake:
         """Freeze running requests where they are, drop their KV and prefix caches, and announce a version."""
         self._round_id, self._version = round_id, version
         await self._of_core(self._llm.pause_generation(mode="keep", clear_cache=True))
+        if self._lora is not None:
+            self._adapters = Adapters(self._lora, shapes, dtype, version)
+            return
         await self._tell_core({"version": version, "dtype": dtype, "shapes": dict(shapes)})
         if not self._updating:
             await self._of_core(self._llm.start_weight_update())
@@ -65,6 +71,9 @@ class Intake:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         self._refuse_other_rounds(round_id)
+        if self._adapters is not None:
+            self._adapters.add(bucket)  # loaded by `close_update`
+            return {"gather": bucket.gather_s, "hand_over": 0.0, "load": 0.0}
         async with self._mapped(bucket.tensors) as (place, started):
             handed_over = time.monotonic()
             self._refuse_other_rounds(round_id)
@@ -95,8 +104,12 @@ class Intake:
     async def close_update(self, round_id: str) -> None:
         """Refuse or commit the version, then let the frozen requests go on with the new weights."""
         self._refuse_other_rounds(round_id)
-        await self._of_core(self._llm.finish_weight_update(weight_version=str(self._version)))
-        self._updating = False
+        if self._adapters is not None:
+            self._adapter = await self._of_core(self._adapters.load(self._llm))
+            await self._of_core(self._llm.update_weight_version(str(self._version)))
+        else:
+            await self._of_core(self._llm.finish_weight_update(weight_version=str(self._version)))
+            self._updating = False
         if not await self._of_core(self._llm.reset_prefix_cache()):
             raise RuntimeError("the engine kept a prefix cache of the old weights")
         await self._of_core(self._llm.resume_generation())

@@ -132,7 +132,7 @@ class Round:
     @property
     def _broadcasts(self) -> bool:
         """So that nobody finishes when one has refused."""
-        return self.config.sync_transport == "nccl"
+        return self.config.sync_transport == "nccl" and not self.config.keeps_buckets
 
     async def deliver(self) -> list[float]:
         """All buckets to the crew; returns the probe gap of each worker that proved to have them."""

@@ -86,6 +86,8 @@ class Fleets(ExitStack):
         engine = config.model_dump_json(include=set(EngineConfig.model_fields))  # how it is sampled makes no other one
         transport = job.learner.sync_transport if isinstance(job, PolicyJob) else "store"
         how: dict[str, Any] = {"revision": model.revision, "transport": transport}
+        if isinstance(job, PolicyJob) and job.learner.sends_adapters and model == job.model:
+            how["lora"] = job.learner.lora
         if isinstance(job, PolicyJob) and job.cluster.colocate:
             config, how = shared(job)[0], how | {"sleeps": True}
         key = ("rollout", model.policy, *map(str, how.values()), engine)

@@ -193,14 +193,10 @@ class RoleConfig(ProcessConfig):
 
     workers: int = Field(1, ge=1, description="ranks of this role")
 
-    @property
-    def beside_engines(self) -> bool:
-        """Whether each rank is on the GPU of an engine, and so on one of its own."""
-        return False
-
     @model_validator(mode="after")
     def _a_gpu_for_each_rank(self) -> Self:
-        if self.workers > 1 and 0 < self.gpus <= 0.5 and not self.beside_engines:
+        # With ipc each is on the GPU of an engine, and so on one of its own.
+        if self.workers > 1 and 0 < self.gpus <= 0.5 and getattr(self, "sync_transport", "store") != "ipc":
             raise ValueError(
                 f"gpus={self.gpus:g} with workers={self.workers} puts two ranks on one GPU, and NCCL connects no such "
                 "two (Duplicate GPU); take workers=1, or a GPU for each rank"

@@ -164,6 +164,11 @@ class LearnerConfig(RoleConfig):
         "a rank and an engine share; nccl: broadcast between GPUs, which a job takes by itself where both sides have "
         "whole ones. Names and the probe are checked with each, bytes by their hashes with store alone",
     )
+    sync_adapters: MayDiffer[bool] = Field(
+        True,
+        description="with lora engines get the adapters, by Ray's object store, and add them to the weights that they "
+        "have; false: merged weights by sync_transport, for models whose adapters vLLM cannot take",
+    )
     sync_verify: MayDiffer[Literal["probe", "full"]] = Field(
         "probe", description="after each sync a scored probe; full: also every tensor's hash, as the learner had it"
     )
@@ -179,13 +184,13 @@ class LearnerConfig(RoleConfig):
     step_timeout_s: MayDiffer[float] = Field(600, gt=0, description="one forward, update, sync or checkpoint")
 
     @property
-    def beside_engines(self) -> bool:
-        return self.sync_transport == "ipc"
+    def sends_adapters(self) -> bool:
+        return self.lora is not None and self.sync_adapters
 
     @property
     def keeps_buckets(self) -> bool:
         """Whether weights that were sent can be sent again without the learner."""
-        return self.sync_transport == "store"
+        return self.sends_adapters or self.sync_transport == "store"
 
     def probe_floor(self, engine_dtype: Dtype) -> float:
         """learner.probe_tolerance, or what rounding alone needs."""

@@ -221,7 +221,7 @@ def _cluster_warnings(config: JobConfig, shape: ModelShape | None) -> Iterator[s
         )
     if not (isinstance(config, PolicyJob) and config.learner.keeps_buckets and shape):
         return
-    need, have = store_bytes(shape, b=BYTES[config.rollout.dtype]) / GIB, store_gib(config)
+    need, have = store_bytes(shape, config.learner, b=BYTES[config.rollout.dtype]) / GIB, store_gib(config)
     if need > have:
         yield (
             f"cluster.object_store_gib is {have:g}: the policy's weights, held for late "

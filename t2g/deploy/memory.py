@@ -22,9 +22,7 @@ OTHER_BYTES = 3 * GIB
 LIVE_NUMEL = 1_000_000_000  # DeepSpeed's max_live_parameters and sub_group_size
 BUCKET_NUMEL = 50_000_000  # of gradients under way, as actors.learner.zero3 sets it
 CHUNK_TOKENS = 1024  # whose logits exist at once, as t2g.algo.head has it
-# Bits of a value that vLLM 0.32 itself quantises, with its scales; those of a checkpoint are in its own config.json.
-ONLINE_BITS = {"fp8": 8, "fp8_per_tensor": 8, "fp8_per_block": 8, "fp8_per_channel": 8, "mxfp8": 8.25,
-               "int8_per_channel_weight_only": 8, "nvfp4_per_token": 4.5}  # fmt: skip
+ONE_BYTE = ("fp8", "mxfp8", "int8")  # how vLLM 0.32's names begin of what it quantises itself to 8 bits a value
 OTHER_KINDS = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank")  # for which this would be wrong
 
 
@@ -290,8 +288,8 @@ def layer_weight_bytes(shape: ModelShape, engine: EngineConfig) -> float:
     """
     found = shape.quantization_config
     method = str(engine.engine_args.get("quantization") or found.get("quant_method"))
-    if method in ONLINE_BITS:
-        return ONLINE_BITS[method] / 8
+    if method.startswith(ONE_BYTE):
+        return 1.0
     if method.removeprefix("auto_").removesuffix("_marlin") in ("awq", "gptq"):
         bits, group = found.get("bits", 4), found.get("group_size", 128)
         return (bits + (16 + bits) / (group if group > 0 else shape.hidden_size)) / 8
@@ -320,10 +318,10 @@ def engine_fit(shape: ModelShape, engine: EngineConfig, *, sequences: int, gpu_b
     )
 
 
-def store_bytes(shape: ModelShape, *, b: int) -> int:
-    """Of the object store beside rank 0: the last version of the policy, held for engines that come late. It is let
-    go before the next one is sent."""
-    return b * shape.numel
+def store_bytes(shape: ModelShape, learner: LearnerConfig, *, b: int) -> int:
+    """Of the object store beside rank 0: the last version of the policy or its adapters, held for engines that come
+    late. It is let go before the next one is sent."""
+    return b * (shape.lora_numel(learner.lora.r) if learner.lora and learner.sends_adapters else shape.numel)
 
 
 def store_gib(config: AnyJob) -> float:
@@ -332,4 +330,4 @@ def store_gib(config: AnyJob) -> float:
         return config.cluster.object_store_gib
     held = isinstance(config, PolicyJob) and config.learner.keeps_buckets
     shape = find_shape(config.model.policy, config.model.revision) if held else None
-    return max(1.0, 1.2 * store_bytes(shape, b=BYTES[config.rollout.dtype]) / GIB if shape else 0)
+    return max(1.0, 1.2 * store_bytes(shape, config.learner, b=BYTES[config.rollout.dtype]) / GIB if shape else 0)

@@ -205,7 +205,7 @@ def test_an_engine_by_hand() -> None:
     ("arguments", "checkpoint", "layer_bytes"),
     [
         ({"quantization": "fp8"}, {}, 1.0),
-        ({"quantization": "nvfp4_per_token"}, {}, 0.5625),
+        ({"quantization": "int8_per_channel_weight_only"}, {}, 1.0),
         ({}, {"quant_method": "fp8"}, 1.0),
         ({"quantization": "awq_marlin"}, {"quant_method": "awq", "bits": 4, "group_size": 128}, 0.51953125),
         ({}, {"quant_method": "gptq", "bits": 8, "group_size": -1}, 1 + 24 / 4096 / 8),
@@ -227,7 +227,10 @@ def test_a_cache_of_fp8_holds_twice_as_much() -> None:
 
 
 def test_one_version_of_the_weights_lies_in_the_object_store() -> None:
-    assert memory.store_bytes(TOY, b=2) == 2 * 2792
+    learner = LearnerConfig(lora=LoRAConfig(r=3))
+    assert memory.store_bytes(TOY, LearnerConfig(), b=2) == 2 * 2792
+    assert memory.store_bytes(TOY, learner, b=2) == 2 * TOY.lora_numel(3)
+    assert memory.store_bytes(TOY, with_overrides(learner, {"sync_adapters": False}), b=2) == 2 * 2792
 
 
 def test_shapes_are_found_without_a_network(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from actors.learner.learner import LearnerGroup
 from actors.learner.parts import LearnerSpec, load_policy
+from actors.learner.whole_weights import WholeWeights, metadata
 from t2g.algo.logprobs import Rows
 from t2g.config import LoRAConfig, ObjectiveConfig
 from t2g.data.batching import microbatches
@@ -36,6 +37,7 @@ OBJECTIVE = ObjectiveConfig(
 )  # fmt: skip
 CHANGES: dict[str, Any] = {
     "lora": LoRAConfig(r=4, alpha=4 * SCALING),
+    "sync_adapters": False,
     "gradient_checkpointing": True,
     "num_epochs": 1,
     "minibatches_per_epoch": 1,
@@ -142,6 +144,11 @@ def test_frozen_weights_never_move_and_the_others_are_merged_as_peft_does(
     assert len(adapted) == 2 * 7
     assert sent.keys() == expected.keys() == start.keys() == exported.keys()
     assert [*group.announce().items()] == [(name, w.shape) for name, w in sent.items()]
+    engine = group.parts["policy"].workers[0].worker.parts["policy"].engine
+    factors = {n: t.clone() for b in WholeWeights(engine, adapters=True).buckets(2**12, "float32") for n, t in b}
+    alone = load_file(tmp_path / "policy" / "adapter" / "adapter_model.safetensors")
+    assert factors.keys() == alone.keys() == metadata(engine, adapters=True).keys()
+    assert all(torch.equal(factors[name], weight) for name, weight in alone.items())
     for name, weight in sent.items():
         assert torch.equal(weight, exported[name])
         torch.testing.assert_close(weight, expected[name].detach(), atol=1e-6, rtol=0)

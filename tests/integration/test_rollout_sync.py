@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,10 +24,11 @@ from transformers import LlamaForCausalLM
 
 from actors.engines.engine import engine_environment
 from actors.engines.rollout import RolloutFleet
+from actors.learner import lora
 from actors.weights.buckets import Bucket, Shapes, make_bucket, plan_buckets
 from actors.weights.sync import WeightSync
 from actors.weights.transports import Meeting, NcclSender
-from t2g.config import LearnerConfig, RolloutConfig
+from t2g.config import LearnerConfig, LoRAConfig, ModelConfig, RolloutConfig
 from t2g.errors import LearnerLost, RunStopped, UserError
 from t2g.interfaces import Sampling
 from t2g.types import Prompt, Rollout, WeightSyncResult
@@ -189,6 +191,62 @@ def test_responses_under_way_go_on_with_the_new_weights_and_say_which_tokens_are
         for model, part in ((new, slice(0, switch)), (old, slice(switch, end))):
             want = logprobs_of(model, ids, temperature=TEMPERATURE)[prefix:]
             np.testing.assert_allclose(r.rollout_logprobs[part], want[part], atol=1e-3)  # 600 tokens of float32
+
+
+class AdapterLearner(TorchLearner):
+    """Sends adapters alone, and computes with them, unmerged."""
+
+    def __init__(self, folder: Path, config: LoRAConfig) -> None:
+        super().__init__(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
+        lora.add_adapters(self.model, config, ModelConfig(policy=str(folder)), dropout=0.0)
+        named = ((lora.adapter_name(name), p.detach()) for name, p in self.model.named_parameters())
+        self.weights = self.sent = {name: p for name, p in named if name is not None}
+
+    def train(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for name, factor in self.weights.items():
+            if ".lora_B." in name:
+                factor.normal_(std=0.3, generator=generator)
+        self.sent = dict(self.weights)
+
+
+def test_adapters_are_sent_instead_of_weights_also_under_a_response(cluster: None, policy: Path) -> None:
+    config = RolloutConfig(
+        workers=1, cpus=0.1, max_model_len=640, max_new_tokens=32, kv_cache_gib=0.1, start_timeout_s=600
+    )  # fmt: skip
+    low_rank = LoRAConfig(r=4, alpha=12)
+    learner = AdapterLearner(policy, low_rank)
+    with closing(RolloutFleet(str(policy), config, seed=1, placement_timeout_s=30, lora=low_rank)) as fleet:
+        fleet.wait_ready()
+        sync = WeightSync(learner, fleet, LearnerConfig(lora=low_rank))
+        assert asyncio.run(sync.push(0)).probe_gap < 1e-4
+        learner.train(seed=1)
+        first, learner.policy_version = asyncio.run(sync.push(1)), 1
+        assert first.probe_gap < 1e-4
+        num_bytes = 4 * sum(p.numel() for p in learner.weights.values())
+        assert first.bytes == num_bytes < 4 * sum(p.numel() for p in learner.model.parameters()) / 5
+        old = [logprobs_of(learner.model, prompt(9, 64).prompt_ids, temperature=1.0)]
+        with ThreadPoolExecutor() as pool:
+            under_way = pool.submit(sample, fleet, [prompt(i) for i in range(4)], 3, 600)
+            time.sleep(0.5)
+            learner.train(seed=2)
+            assert asyncio.run(sync.push(2)).probe_gap < 1e-4
+            rollouts = [r for group in under_way.result() for r in group]
+        assert np.abs(logprobs_of(learner.model, prompt(9, 64).prompt_ids, temperature=1.0) - old).max() > 0.1
+        for r in (crossed := [r for r in rollouts if len(r.policy_versions) == 2]):
+            (_, switch, before), (_, end, after) = r.policy_versions
+            want = logprobs_of(learner.model, np.concatenate([r.prompt_ids, r.response_ids]), temperature=TEMPERATURE)
+            gaps = np.abs(want[len(r.prompt_ids) - 1 :] - r.rollout_logprobs)
+            assert (before, after) == (1, 2) and gaps[switch:end].max() < 1e-3 < gaps[:switch].max()
+        assert crossed
+        now = sample(fleet, [prompt(0)])[0]
+        assert largest_gap(learner.model, now) < 1e-4 and now[0].policy_versions[0][2] == 2
+        learner.train(seed=3)
+        learner.sent["base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"] = torch.zeros(128, 4)
+        with pytest.raises(RunStopped, match=r"version 3 of the weights, sent twice: .* does not compute what"):
+            asyncio.run(sync.push(3))
+        learner.train(seed=3)
+        assert asyncio.run(sync.push(4)).probe_gap < 1e-4
 
 
 def test_the_probe_catches_a_tensor_that_was_not_updated(

@@ -12,11 +12,9 @@ from actors.engines.engine import (
     engine_environment,
     first_sentence,
     kv_cache_bytes,
-    refuse_unknown,
     weight_version,
 )
 from t2g.config import EngineConfig
-from t2g.errors import UserError
 
 
 def test_a_cpu_engine_keeps_to_its_threads_and_sleeps_when_it_waits() -> None:
@@ -54,12 +52,6 @@ def test_whatever_the_program_sets_nobody_else_may_but_two(gpus: float) -> None:
     for name in arguments.keys() - free:
         with pytest.raises(ValueError, match=rf"{name} cannot be given: "):
             EngineConfig(engine_args={name: 1})
-
-
-def test_an_argument_that_vllm_does_not_know_is_refused_with_the_nearest_name() -> None:
-    refuse_unknown(["quantization"], ["quantization", "kv_cache_dtype"])
-    with pytest.raises(UserError, match=r"engine_args\.quantisation: .* no such argument; did you mean quantization\?"):
-        refuse_unknown(["quantisation"], ["quantization", "kv_cache_dtype"])
 
 
 def test_what_is_compiled_lies_beside_the_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
