@@ -10,15 +10,11 @@ def critic(prompt: str, response: str) -> tuple[str, list, list]:
     """A critique in words, good pieces, poor pieces: each a text of the response, (text, 2) for its second place, or a
     range (start, end).
     """
-    poor = [match.span() for match in EMPTY.finditer(response)]
-    good, said = [], set()
+    good, poor, said = [], [match.span() for match in EMPTY.finditer(response)], set()
     for match in SENTENCE.finditer(response):
-        words = " ".join(match.group().lower().split())
-        if len(words) < 3:
-            continue
-        (poor if words in said else good).append(match.span())
-        said.add(words)
-    if not response.strip():
-        return "It says nothing.", [], []
+        words = match.group().strip()
+        if words:
+            (poor if words in said else good).append(match.span())
+            said.add(words)
     blamed = ", ".join(repr(response[start:end].strip()) for start, end in poor) or "nothing"
     return f"It should say something new in every sentence, in plain words. To be mended: {blamed}.", good, poor

@@ -27,6 +27,7 @@ from t2g.errors import UserError
 RUN_KEY = "t2g_run"  # in a job's metadata: the run's name
 STOP_WAIT_KEY = "t2g_stop_wait_s"  # in a job's metadata: how long it may need once it is told to stop
 CALLS_TO_FINISH = 3  # that the learner may yet have when a run is told to stop: update, sync, checkpoint
+LONGEST_ANSWER_S = 300  # of a model that was asked, and paid
 MARGIN_S = 60
 
 MIB = 2**20
@@ -100,16 +101,9 @@ def submission(stage: str, config: JobConfig, file: Path, overrides: Sequence[st
 
 def seconds_to_stop(config: JobConfig) -> float:
     """That a run may need, once it is told to stop, for what must not be lost."""
-    match config:
-        case PolicyJob():
-            return CALLS_TO_FINISH * config.learner.step_timeout_s
-        case SFTJob():
-            return config.sft.timeout_s
-        case AnnotateJob():
-            return config.annotate.llm.request_timeout_s
-        case PolicyEvaluationJob():
-            return config.timeout_s
-    return 0.0
+    if isinstance(config, PolicyJob):
+        return CALLS_TO_FINISH * config.learner.step_timeout_s
+    return config.sft.timeout_s if isinstance(config, SFTJob) else LONGEST_ANSWER_S
 
 
 def read_config(stage: str, file: Path, overrides: Sequence[str], root: Path, **how: Any) -> Any:

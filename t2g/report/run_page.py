@@ -24,12 +24,6 @@ SUMMARY_FILE = "summary.json"
 MAX_EXAMPLES = 24
 MAX_CONFIG_CHARS = 40_000
 TOTALS = ("stages_and_arms_s", "wall_s")  # of the other entries of `timing`
-ABOUT = {
-    "span": "Each span that the critique speaks of pays at its own tokens. What it does not mention is paid nothing.",
-    "step": "The rewards of a sentence's spans are summed at its last token. Where in the sentence they stood is lost.",
-    "scalar": "The same rewards, summed at the response's last token. The policy hears how good it was, not where.",
-    "shuffled": "The same rewards, at random tokens: the control. What it gains, it gains without knowing where.",
-}
 OVER_STEPS = (  # title, what the axis counts, metrics
     ("Mean token reward", "mean token reward", (m.TOKEN_REWARD,)),
     ("Labelled tokens", "share of tokens", ("tokens/poor_share", "tokens/good_share")),
@@ -149,7 +143,6 @@ def write_report(
         title=title,
         dashes=DASHES,
         figures={name: v for name, v in summary.items() if not isinstance(v, Mapping | list | tuple | bool)},
-        about={name: ABOUT[name] for name in arms if name in ABOUT},
         made=made,
         metric=metric,
         base=base,

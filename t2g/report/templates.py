@@ -57,5 +57,6 @@ def phrases(feedback: SpanFeedback) -> list[Span]:
 
 
 environment.filters |= {"number": number, "seconds": duration}
+plain.filters["number"] = number
 environment.tests["figure"] = is_figure
 environment.globals |= {"shown": shown, "phrases": phrases, "max_chars": MAX_TEXT_CHARS}

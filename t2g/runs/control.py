@@ -163,14 +163,11 @@ def told(folder: Path, num_steps: int) -> Iterator[Callable[[Phase], None]]:
     """Status of a run from its start to its end: yields who says that a phase has begun; an error is its reason."""
 
     def say(phase: Phase, reason: str = "") -> None:
+        status = Status(step=0, num_steps=num_steps, samples=0, updated=now())
+        with suppress(UserError):  # there is none yet
+            status = read_status(folder)
         try:
-            with suppress(UserError):  # there is none yet
-                write_status(
-                    folder, read_status(folder).model_copy(update={"phase": phase, "reason": reason, "updated": now()})
-                )
-                return
-            new = Status(phase=phase, reason=reason, step=0, num_steps=num_steps, samples=0, updated=now())
-            write_status(folder, new)
+            write_status(folder, status.model_copy(update={"phase": phase, "reason": reason, "updated": now()}))
         except (OSError, UserError) as error:
             logger.warning("the status of the run was not written: %s", error)
 

@@ -4,7 +4,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 from rich import get_console
 from rich.progress import MofNCompleteColumn, Progress
@@ -63,10 +62,10 @@ def stage(name: str, total: int, done: int = 0) -> Iterator[Stage]:
 @contextmanager
 def begun(what: str) -> Iterator[None]:
     """Say that something that takes its time begins, and how long it took."""
-    say, started = partial(print, file=sys.stderr, flush=True), time.monotonic()
-    say(f"{what} ...")
+    started = time.monotonic()
+    print(f"{what} ...", file=sys.stderr, flush=True)
     yield
-    say(f"{what}: {duration(time.monotonic() - started)}")
+    print(f"{what}: {duration(time.monotonic() - started)}", file=sys.stderr, flush=True)
 
 
 def duration(seconds: float) -> str:
