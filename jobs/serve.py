@@ -1,8 +1,8 @@
 """A policy behind an OpenAI-compatible server, for other people's harnesses.
 
     python -m jobs.serve --config configs/own/serve.yaml model.policy=runs/own/policy
-    python -m jobs.serve --config configs/own/serve.yaml model.policy=runs/own/policy serve.then="lm_eval run --tasks my \
-        --model local-completions --model_args model={model},base_url={url}/completions,tokenizer={tokenizer} ..."
+    python -m jobs.serve --config configs/own/serve.yaml model.policy=runs/own/policy \
+        serve.then="python my_harness.py {url} {model} {tokenizer}"  # for lm-eval see t2g/README.md
 
 Without serve.then it stays until Ctrl-C or SIGTERM. With it the server ends with the command, however that ends, and
 the command's exit code is the job's. What the server says stands in server.log of the run folder.
