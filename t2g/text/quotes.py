@@ -28,8 +28,8 @@ def locate(text: str, quote: str, occurrence: int = 1) -> tuple[int, int] | None
         locate("with it", "it") == (5, 7), and its second place is (1, 3)
         locate("so  “good”", 'so "good"') == (0, 10)
     """
-    found = places(text, quote) if occurrence >= 1 else []
-    return found[occurrence - 1] if occurrence <= len(found) else None
+    found = places(text, quote)
+    return found[occurrence - 1] if 1 <= occurrence <= len(found) else None
 
 
 def places(text: str, quote: str) -> list[tuple[int, int]]:

@@ -4,6 +4,7 @@ What a kill of the real process leaves is in test_annotate_kill.py.
 """
 
 import asyncio
+import fcntl
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,7 @@ from jobs.common.annotation_runs import (
     read_samples,
 )
 from jobs.common.cli import StopFlag
-from jobs.common.run_folder import sole_process
+from jobs.common.run_folder import LOCK
 from t2g.config import AnnotateJob, with_overrides
 from t2g.config.loading import load
 from t2g.config.roles import roles
@@ -312,8 +313,11 @@ def test_a_signal_lets_in_what_is_under_way_and_begins_nothing(
 
 
 def test_two_processes_do_not_write_one_folder(given: AnnotateJob) -> None:
-    with sole_process(given.run.folder), pytest.raises(UserError, match=r"another process works in .*annotated: wait"):
-        annotate_data(given, FakeFleets(given))
+    given.run.folder.mkdir()
+    with (given.run.folder / LOCK).open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match=r"another process works in .*annotated: wait"):
+            annotate_data(given, FakeFleets(given))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from jobs.common.supervised import LEFTOVERS
 from t2g.config import SFTJob, loading
 from t2g.errors import UserError
 from t2g.runs.identity import IDENTITY_FILE
+from t2g.runs.log import COMMANDS_FILE
 
 
 def job(root: Path, *, run: dict[str, Any] | None = None, **sft: Any) -> SFTJob:
@@ -43,7 +44,7 @@ def test_a_smoke_run_starts_from_nothing_in_a_folder_of_its_own(tmp_path: Path) 
     for batch_size in (8, 16):
         smoke = begin_folder(job(tmp_path, run={"smoke": True}, batch_size=batch_size), *LEFTOVERS)
         assert smoke == folder / "smoke"
-        assert {path.name for path in smoke.iterdir()} == {loading.FILE_NAME, IDENTITY_FILE}
+        assert {path.name for path in smoke.iterdir()} == {loading.FILE_NAME, IDENTITY_FILE, COMMANDS_FILE}
         (smoke / "model").mkdir()
     assert loading.load(SFTJob, folder / loading.FILE_NAME).sft.batch_size == 64
 
