@@ -1,24 +1,19 @@
 """What `make real` is made of: wheels by their hashes, texts parted by their questions."""
 
 import hashlib
-import importlib
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from docker_programs import load_program
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")
 def real() -> ModuleType:
-    sys.path.insert(0, str(ROOT / "docker"))
-    try:
-        return importlib.import_module("real")
-    finally:
-        sys.path.pop(0)
+    return load_program("real")
 
 
 def pinned(root: Path, content: bytes) -> Path:

@@ -1,7 +1,6 @@
 """The set-up's decisions, and the whole of it in a folder of its own with stand-ins for python, uv and the packages."""
 
 import fcntl
-import importlib
 import re
 import subprocess
 import sys
@@ -10,26 +9,19 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from docker_programs import load_program
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")
 def preflight() -> ModuleType:
-    sys.path.insert(0, str(ROOT / "docker"))
-    try:
-        return importlib.import_module("preflight")
-    finally:
-        sys.path.pop(0)
+    return load_program("preflight")
 
 
 @pytest.fixture(scope="module")
 def install(preflight: ModuleType) -> ModuleType:
-    sys.path.insert(0, str(ROOT / "docker"))
-    try:
-        return importlib.import_module("install")
-    finally:
-        sys.path.pop(0)
+    return load_program("install")
 
 
 HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")

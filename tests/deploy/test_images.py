@@ -1,10 +1,8 @@
 """The images: pinned as the project is, unprivileged, checked by their own last step. Read as text; none is built."""
 
-import importlib
 import re
 import shlex
 import subprocess
-import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +10,7 @@ from types import ModuleType
 import pytest
 import yaml
 from committed import FOLDER, ROOT
+from docker_programs import load_program
 
 from t2g.config import PolicyJob, loading
 from t2g.deploy import check_config, manifests
@@ -24,11 +23,7 @@ Instruction = tuple[str, str]
 
 @pytest.fixture(scope="module")
 def install() -> ModuleType:
-    sys.path.insert(0, str(ROOT / "docker"))
-    try:
-        return importlib.import_module("install")
-    finally:
-        sys.path.pop(0)
+    return load_program("install")
 
 
 def instructions(kind: str) -> list[Instruction]:
