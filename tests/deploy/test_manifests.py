@@ -266,7 +266,7 @@ def test_every_stage_has_a_job_of_its_own_and_the_groups_that_it_needs() -> None
     assert STAGES.keys() == submission.STAGES.keys()
     for stage, (name, overrides, groups) in STAGES.items():
         file = f"configs/{name}"
-        have = {"GPU": 1, "memory": 64 * 2**30}
+        have = {"GPU": 4, "memory": 256 * 2**30}
         schema = submission.STAGES[stage].schema
         config = loading.load(schema, ROOT / file, overrides, environ={}, cwd=ROOT, have=lambda _, have=have: have)
         main = render(config, config_path=file, cpu=False, stage=stage)
