@@ -21,9 +21,11 @@ MAX_GAP = 2e-4  # nats, float32, between the engine on the export and transforme
 
 
 def critic(prompt: str, response: str) -> tuple[str, list[str], list[str]]:
-    """The first letter is good, the last one poor: every response that has two moves some weight."""
+    """The first letter is good and the last one poor, each in half of the responses: equal ones would move nothing."""
     letters = response.strip()
-    return "mixed", [letters[:1]] if letters else [], [letters[-1:]] if len(letters) > 1 else []
+    good = letters[:1] if letters and ord(letters[0]) % 2 else ""
+    poor = letters[-1:] if len(letters) > 1 and ord(letters[-1]) % 2 else ""
+    return "mixed", [good] if good else [], [poor] if poor else []
 
 
 ADAPTERS = {
@@ -41,7 +43,7 @@ def job(folder: Path, learner: dict[str, Any]) -> PolicyJob:
             "model": {"policy": str(folder / "model")},
             "data": {"path": str(folder / "prompts.jsonl")},
             "num_steps": 1,
-            "rollout": {"prompts_per_step": 4, "samples_per_prompt": 2, "max_model_len": 96, "max_new_tokens": 12},
+            "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_model_len": 96, "max_new_tokens": 12},
             "feedback": {"source": f"{__name__}:critic"},
             "learner": {"policy": {"lr": 1e-3}, "num_epochs": 1, **learner},
             "log": {"tensorboard": False},
