@@ -14,7 +14,9 @@ from pathlib import Path
 from runpy import run_module
 
 NAMES = {"train": "train_policy", "sft": "train_sft", "reward": "train_reward"}
-OTHERS = ("annotate", "benchmark", "compare", "demo", "deploy", "evaluate", "gpu_check", "report", "score", "serve")
+OTHERS = (
+    "annotate", "benchmark", "compare", "demo", "deploy", "evaluate", "gpu_check", "mark", "report", "score", "serve",
+)  # fmt: skip
 MODULES = NAMES | {name: name for name in OTHERS}
 HERE = Path(__file__).parent
 DEMO = HERE.parent / "configs" / "tiny" / "demo.yaml"  # beside jobs in a checkout and in a wheel

@@ -43,6 +43,18 @@ def agreement(labels: np.ndarray) -> float | None:
     return sum(scores) / len(scores) if scores else None
 
 
+def kappa(a: np.ndarray, b: np.ndarray) -> float | None:
+    """Cohen's kappa (1960) of two annotators' labels, [C] each: (p - e) / (1 - e), where p is the share of characters
+    with the same label and e what chance would give people who use the labels as often as these. None where e is 1:
+    both gave all characters one label.
+
+    kappa([1, 1, -1, 0], [1, 0, -1, 0]) == (3/4 - 5/16) / (1 - 5/16)
+    """
+    same = float(np.mean(np.asarray(a) == b))
+    chance = sum(float(np.mean(np.asarray(a) == label) * np.mean(np.asarray(b) == label)) for label in (-1, 0, 1))
+    return None if chance == 1 else (same - chance) / (1 - chance)
+
+
 def labelled_runs(labels: np.ndarray, text: str) -> list[tuple[int, int, int]]:
     """(start, end, label) of the longest stretches of one label in `labels` [C], without blanks at their ends.
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t2g.feedback.sources.votes import agreement, character_labels, f1, labelled_runs, majority, vote
+from t2g.feedback.sources.votes import agreement, character_labels, f1, kappa, labelled_runs, majority, vote
 from t2g.types import Span, SpanFeedback
 
 TEXT = "the red cat sat"  # the: 0-3, red: 4-7, cat: 8-11, sat: 12-15
@@ -109,3 +109,12 @@ def test_every_written_character_has_the_label_that_most_gave_it(lists: list[lis
             assert got == ([expected] if expected else [])
     assert all(s.start < s.end and TEXT[s.start : s.end].strip() == TEXT[s.start : s.end] for s in voted.spans)
     assert voted.agreement is None if len(lists) == 1 else 0 <= voted.agreement <= 1  # type: ignore[operator]
+
+
+def test_kappa_by_hand() -> None:
+    # 3 of 4 alike; by chance 2/4 x 1/4 good, 1/4 x 1/4 poor, 1/4 x 2/4 none: 5/16
+    assert kappa(np.array([1, 1, -1, 0]), np.array([1, 0, -1, 0])) == pytest.approx((3 / 4 - 5 / 16) / (1 - 5 / 16))
+    assert kappa(np.array([1, 0]), np.array([1, 0])) == 1
+    assert kappa(np.array([1, 0]), np.array([0, 1])) == -1
+    assert kappa(np.array([1, 1, 0, 0]), np.array([1, 0, 1, 0])) == 0
+    assert kappa(np.zeros(3), np.zeros(3)) is None

@@ -1,0 +1,136 @@
+"""What one person says of responses: a line of a journal for each change, a file of annotated records of what is
+finished, and how far two people agree.
+
+    FOLDER/ann/journal.jsonl     {"key": "4b1c...", "critique": "It was a phone.", "spans": [...], "done": true}
+    FOLDER/ann/annotated.jsonl   the records of `t2g.feedback.records`, in the order of the data
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from t2g.errors import UserError
+from t2g.feedback.parse import MAX_ANSWER_CHARS, MAX_QUOTES, make_feedback
+from t2g.feedback.records import annotated_record, write_annotated
+from t2g.feedback.sources.votes import character_labels, kappa
+from t2g.loop.annotation import Sample
+from t2g.runs.journal import Journal, read_journal
+from t2g.types import Span, SpanFeedback
+
+JOURNAL_FILE, RECORDS_FILE = "journal.jsonl", "annotated.jsonl"
+
+
+class Mark(BaseModel):
+    """What somebody has said of a response by now."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    key: str = ""  # of `Sample`
+    critique: str = Field("", max_length=MAX_ANSWER_CHARS)
+    spans: tuple[Span, ...] = Field((), max_length=MAX_QUOTES)
+    done: bool = False  # finished: it becomes a record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """Of two people, over the characters that are not blank of all responses that both finished."""
+
+    other: str
+    num_responses: int
+    num_characters: int
+    share: float  # of characters with the same label: good, poor or none
+    kappa: float | None
+
+    def __str__(self) -> str:
+        chance = "" if self.kappa is None else f", kappa {self.kappa:.2f}"
+        return (
+            f"with {self.other}: {self.num_responses} responses that both marked, the same label on {self.share:.0%} "
+            f"of {self.num_characters} characters{chance}"
+        )
+
+
+class Marks:
+    """The responses of `samples` that can be judged, each once, and what `by` says of them. Several threads may ask."""
+
+    def __init__(self, folder: Path, by: str, samples: Sequence[Sample]) -> None:
+        """UserError for data without a response, and for a journal that is none."""
+        self.samples = list({sample.key: sample for sample in samples if not sample.problem}.values())
+        if not self.samples:
+            raise UserError(f"no record can be judged; {samples[0].problem}")
+        self.by, self._all, self._folder = by, folder, folder / by
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._marks = self._said_by(by)
+        self._journal, self._lock = Journal(self._folder / JOURNAL_FILE), Lock()
+        self._write()
+
+    def __getitem__(self, place: int) -> Mark:
+        key = self.samples[place].key
+        return self._marks.get(key, Mark(key=key))
+
+    def put(self, place: int, mark: Mark) -> None:
+        """On the disk when it returns. ValueError for what does not fit the response; UserError for a full disk."""
+        mark = mark.model_copy(update={"key": self.samples[place].key})
+        self._feedback(self.samples[place], mark)
+        with self._lock:
+            self._journal.append(mark)
+            self._journal.sync()
+            changed = mark.done or self[place].done
+            self._marks[mark.key] = mark
+            if changed:
+                self._write()
+
+    @property
+    def finished(self) -> list[bool]:
+        return [self[place].done for place in range(len(self.samples))]
+
+    def agreements(self) -> list[Agreement]:
+        """With each of the others who finished some of the same responses."""
+        others = sorted({file.parent.name for file in self._all.glob(f"*/{JOURNAL_FILE}")} - {self.by})
+        return [found for other in others if (found := self._agreement(other))]
+
+    def close(self) -> None:
+        with self._lock:
+            self._journal.close()
+
+    def _agreement(self, other: str) -> Agreement | None:
+        theirs = self._said_by(other)
+        pairs = [
+            [_labels(sample.response or "", mark.spans) for mark in (mine, theirs[sample.key])]
+            for sample, mine in ((sample, self[place]) for place, sample in enumerate(self.samples))
+            if mine.done and sample.key in theirs and theirs[sample.key].done
+        ]
+        if not pairs:
+            return None
+        a, b = (np.concatenate(labels) for labels in zip(*pairs, strict=True))
+        share = float(np.mean(a == b))
+        return Agreement(other=other, num_responses=len(pairs), num_characters=len(a), share=share, kappa=kappa(a, b))
+
+    def _said_by(self, name: str) -> dict[str, Mark]:
+        return {mark.key: mark for mark in read_journal(self._all / name / JOURNAL_FILE, Mark)}
+
+    def _feedback(self, sample: Sample, mark: Mark) -> SpanFeedback:
+        response, sides = sample.response or "", {1: list[Any](), -1: list[Any]()}
+        for span in mark.spans:
+            sides[span.label].append(span)
+        said = make_feedback(mark.critique, sides[1], sides[-1], response, source="human", version=self.by)
+        if said.num_located < said.num_quotes:
+            raise ValueError(f"a span is blank, or not within the {len(response)} characters of the response")
+        return said
+
+    def _write(self) -> None:
+        records = [
+            annotated_record(s.prompt, s.response or "", self._feedback(s, self[place]), sample_index=s.sample_index)
+            for place, s in enumerate(self.samples)
+            if self[place].done
+        ]
+        write_annotated(self._folder / RECORDS_FILE, records)
+
+
+def _labels(response: str, spans: Sequence[Span]) -> np.ndarray:
+    written = np.array([not character.isspace() for character in response], bool)
+    return character_labels(spans, len(response))[written]

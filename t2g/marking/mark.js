@@ -1,0 +1,193 @@
+// One response after the other. Places are counted in characters, as Python does, and not in JavaScript's halves.
+"use strict";
+const at = (id) => document.getElementById(id);
+const names = { 1: "good", [-1]: "poor" };
+let state, place, item, characters;
+let moving = false;
+let before = []; // the marks before each change of this response
+let last = null; // the mark that 1, 2, 3 and x mean where none is selected
+let sent = Promise.resolve(); // the last save
+let queued = null; // one that has not begun
+let typing, caret;
+
+async function ask(path, body) {
+  const headers = { "Content-Type": "application/json" };
+  const asked = fetch(path, body && { method: "POST", headers, body: JSON.stringify(body) });
+  const answer = await asked.catch(() => { throw new Error("t2g mark does not answer: start it again and take its new address"); });
+  if (!answer.ok) throw new Error(await answer.text());
+  return answer.json();
+}
+
+function say(problem) {
+  at("problem").textContent = problem;
+  at("problem").hidden = !problem;
+}
+
+// One after the other; what changes meanwhile goes with the next. Whoever leaves the response waits for `sent`.
+function save() {
+  clearTimeout(typing);
+  at("saved").textContent = "saving";
+  const mine = sent = queued ??= sent.catch(() => {}).then(() => {
+    queued = null;
+    return ask(`item/${place}`, { critique: at("critique").value, spans: item.spans, done: item.done });
+  });
+  return mine.then(() => { say(""); if (sent === mine) at("saved").textContent = "saved"; });
+}
+
+function told(promise) {
+  promise.catch((error) => say(error.message));
+}
+
+async function show(next) {
+  const fresh = await ask("state"), there = next ?? Math.max(0, fresh.finished.indexOf(false));
+  const found = await ask(`item/${there}`);
+  [state, place, item] = [fresh, there, found];
+  characters = [...item.response];
+  before = [];
+  last = null;
+  at("prompt").textContent = item.prompt;
+  at("prompt").scrollTop = 0;
+  at("response").textContent = item.response;
+  at("critique").value = item.critique;
+  const count = state.finished.filter(Boolean).length, total = state.finished.length;
+  at("progress").textContent = `${state.by}: response ${place + 1} of ${total}, ${count} finished`;
+  at("saved").textContent = "";
+  at("finished").textContent = item.done ? "(finished)" : "";
+  at("agreements").textContent = state.agreements.join("; ");
+  draw();
+  at("response").focus();
+  getSelection().collapse(at("response").firstChild, 0);
+  caret = getSelection().getRangeAt(0).cloneRange();
+}
+
+function draw() {
+  CSS.highlights.clear();
+  const unit = (character) => characters.slice(0, character).join("").length;
+  at("spans").replaceChildren();
+  for (const span of item.spans) {
+    const range = new StaticRange({
+      startContainer: at("response").firstChild, startOffset: unit(span.start),
+      endContainer: at("response").firstChild, endOffset: unit(span.end),
+    });
+    const name = names[span.label], group = name + span.severity, line = document.createElement("li");
+    if (!CSS.highlights.has(group)) CSS.highlights.set(group, new Highlight());
+    CSS.highlights.get(group).add(range);
+    line.textContent = `${name} ${span.severity}: ${characters.slice(span.start, span.end).join("")}`;
+    line.className = span === last ? `${name} active` : name;
+    at("spans").append(line);
+  }
+}
+
+// Half-open characters of the response, without blanks at the ends; null where the selection is elsewhere.
+function selected() {
+  const selection = getSelection(), response = at("response");
+  if (!selection.rangeCount || !response.contains(selection.getRangeAt(0).commonAncestorContainer)) return null;
+  const range = selection.getRangeAt(0), head = document.createRange();
+  head.selectNodeContents(response);
+  head.setEnd(range.startContainer, range.startOffset);
+  let start = [...head.toString()].length;
+  let end = start + [...range.toString()].length;
+  while (start < end && !characters[start].trim()) start++;
+  while (start < end && !characters[end - 1].trim()) end--;
+  return { start, end };
+}
+
+function change(spans, now) {
+  before.push(item.spans);
+  item.spans = spans.sort((a, b) => a.start - b.start);
+  last = now;
+  draw();
+  told(save());
+}
+
+// A mark takes the place of those that it lies over.
+function mark(label) {
+  const range = selected();
+  if (!range || range.start === range.end) return say("select some words of the response first");
+  const others = item.spans.filter((span) => span.end <= range.start || range.end <= span.start);
+  const span = { ...range, label, severity: 1 };
+  change([...others, span], span);
+  getSelection().collapseToEnd();
+}
+
+function meant() {
+  const range = selected();
+  const under = range && item.spans.filter((span) => span.start <= range.start && range.end <= span.end);
+  return under?.length ? under[0] : last;
+}
+
+function weigh(severity) {
+  const old = meant();
+  if (!old) return say("mark something first, or put the caret into a mark");
+  const span = { ...old, severity };
+  change(item.spans.map((one) => (one === old ? span : one)), span);
+}
+
+function remove() {
+  const old = meant();
+  if (!old) return say("put the caret into a mark");
+  change(item.spans.filter((span) => span !== old), null);
+}
+
+function undo() {
+  if (!before.length) return say("nothing to undo");
+  item.spans = before.pop();
+  last = null;
+  draw();
+  told(save());
+}
+
+async function finish() {
+  item.done = true;
+  await save();
+  state.finished[place] = true;
+  const open = [...state.finished.keys()].filter((other) => !state.finished[other]);
+  await show(open.find((other) => other > place) ?? open[0] ?? (place + 1) % state.finished.length);
+  if (!open.length) at("progress").textContent += ": that was the last one";
+}
+
+async function go(step) {
+  await sent;
+  await show((place + step + state.finished.length) % state.finished.length);
+}
+
+// To the response, where the caret was.
+function back() {
+  at("response").focus();
+  getSelection().removeAllRanges();
+  getSelection().addRange(caret);
+}
+
+// To another response: not twice at once.
+function move(action) {
+  if (moving) return;
+  moving = true;
+  told(action().finally(() => { moving = false; }));
+}
+
+const keys = {
+  g: () => mark(1), p: () => mark(-1), 1: () => weigh(1), 2: () => weigh(2), 3: () => weigh(3), x: remove, u: undo,
+  c: () => { caret = getSelection().getRangeAt(0).cloneRange(); at("critique").focus(); }, n: () => move(finish), enter: () => move(finish),
+  s: () => move(() => go(1)), b: () => move(() => go(-1)),
+};
+
+document.addEventListener("keydown", (event) => {
+  const key = event.key.toLowerCase(), ours = Object.hasOwn(keys, key);
+  if (event.target === at("critique")) {
+    if (key === "escape") back();
+    if (key === "enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); keys.n(); }
+  } else if (ours && !event.ctrlKey && !event.metaKey && !event.altKey && event.target.tagName !== "BUTTON") {
+    event.preventDefault();
+    keys[key]();
+  }
+});
+for (const kind of ["beforeinput", "paste", "cut", "drop", "dragstart"])
+  at("response").addEventListener(kind, (event) => event.preventDefault());
+at("critique").addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(() => told(save()), 300); });
+at("critique").addEventListener("change", () => told(save()));
+for (const button of document.querySelectorAll("#keys button")) {
+  button.addEventListener("mousedown", (event) => event.preventDefault()); // the selection stays
+  button.addEventListener("click", () => keys[button.dataset.key]());
+}
+addEventListener("beforeunload", (event) => { if (at("saved").textContent === "saving") event.preventDefault(); });
+told(show());

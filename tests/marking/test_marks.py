@@ -1,0 +1,105 @@
+"""What is said of responses lies in the journal at once, becomes records, and is compared between people."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from t2g.config import DataConfig
+from t2g.errors import UserError
+from t2g.feedback.records import load_annotated
+from t2g.feedback.sources.human import HumanFeedback
+from t2g.loop.annotation import Sample, given_samples
+from t2g.marking.by_hand import JOURNAL_FILE, RECORDS_FILE, Mark, Marks
+from t2g.tasks.base import get_task
+from t2g.types import Span
+
+ROWS = [
+    {"prompt": "What?", "response": "ab cd", "prompt_id": "x"},
+    {"prompt": "What?", "response": "ef"},
+    {"prompt": "What?", "response": "ab cd", "prompt_id": "x"},  # said of the first already
+    {"prompt": "No response"},
+]
+
+
+def samples() -> list[Sample]:
+    return given_samples(ROWS, get_task("prompts"))
+
+
+def mark(*spans: tuple[int, int, int], critique: str = "", done: bool = True) -> Mark:
+    return Mark(critique=critique, spans=tuple(Span(start=a, end=b, label=c) for a, b, c in spans), done=done)  # type: ignore[arg-type]
+
+
+def test_a_start_after_a_kill_has_every_change_and_the_finished_are_records(tmp_path: Path) -> None:
+    marks = Marks(tmp_path, "ann", samples())
+    assert [sample.response for sample in marks.samples] == ["ab cd", "ef"] and marks.finished == [False, False]
+    spans = (Span(start=0, end=2, label=1), Span(start=3, end=5, label=-1, severity=3))
+    marks.put(0, Mark(critique="ab is right. cd is wrong.", spans=spans, done=True))
+    marks.put(1, mark((0, 1, -1), critique="not yet", done=False))  # and no close
+    with (tmp_path / "ann" / JOURNAL_FILE).open("a") as file:
+        file.write('{"key": "cut o')
+    again = Marks(tmp_path, "ann", samples())
+    assert again.finished == [True, False] and again[0].spans == spans
+    assert again[1].critique == "not yet" and again[1].spans[0].end == 1
+    again.put(1, mark())
+    third = Marks(tmp_path, "ann", samples())
+    assert third.finished == [True, True] and third[1].spans == ()
+
+
+def test_its_file_is_read_as_what_annotate_writes(tmp_path: Path) -> None:
+    marks = Marks(tmp_path, "ann", samples())
+    spans = (Span(start=3, end=5, label=-1, severity=3), Span(start=0, end=2, label=1))
+    marks.put(0, Mark(critique="ab is right. cd is wrong.", spans=spans, done=True))
+    marks.put(1, mark(critique="nothing to say", done=True))
+    path = tmp_path / "ann" / RECORDS_FILE
+    records = load_annotated(DataConfig(path=str(path)))
+    assert [(record.response, record.status) for record in records] == [("ab cd", "ok"), ("ef", "empty")]
+    good, poor = records[0].spans
+    assert (good.start, good.end, good.label, good.critique_range) == (0, 2, 1, (0, 12))
+    assert (poor.start, poor.end, poor.label, poor.severity, poor.critique_range) == (3, 5, -1, 3, (13, 25))
+    assert records[0].target() == (
+        '{"critique": "ab is right. cd is wrong.", "good": ["ab"], "poor": [{"quote": "cd", "severity": 3}]}'
+    )
+    assert (records[0].source, records[0].version, records[0].prompt_id) == ("human", "ann", "x")
+    source = HumanFeedback(path, get_task("prompts"))  # whom annotate and train_policy ask with source=human
+    said = asyncio.run(source.judge(records[0].to_prompt(), "ab cd"))
+    assert (said.critique, said.spans, said.status) == (records[0].critique, records[0].spans, "ok")
+
+
+def test_people_are_compared_on_what_both_finished(tmp_path: Path) -> None:
+    ann, bea = (Marks(tmp_path, by, samples()) for by in ("ann", "bea"))
+    ann.put(0, mark((0, 2, 1), (3, 4, -1)))
+    ann.put(1, mark((0, 2, 1)))
+    assert ann.agreements() == []
+    bea.put(0, mark((0, 1, 1), (3, 4, -1)))
+    bea.put(1, mark((0, 2, -1), done=False))  # not finished: not compared
+    (found,) = ann.agreements()
+    # a, b, c, d: good good poor none against good none poor none; the blank is nobody's
+    assert (found.other, found.num_responses, found.num_characters, found.share) == ("bea", 1, 4, 0.75)
+    assert found.kappa == pytest.approx((3 / 4 - 5 / 16) / (1 - 5 / 16))
+    assert "with bea: 1 responses" in str(found) and "75% of 4 characters, kappa 0.64" in str(found)
+    assert bea.agreements()[0].kappa == found.kappa
+
+
+@pytest.mark.parametrize("spans", [((0, 6, 1),), ((2, 3, 1),), ((4, 3, 1),), ((-1, 2, -1),)])
+def test_a_span_that_does_not_fit_is_refused_and_nothing_is_kept(
+    tmp_path: Path, spans: tuple[tuple[int, int, int], ...]
+) -> None:
+    marks = Marks(tmp_path, "ann", samples())
+    with pytest.raises(ValueError, match="not within the 5 characters"):
+        marks.put(0, mark(*spans))
+    assert marks[0].spans == () and not (tmp_path / "ann" / JOURNAL_FILE).exists()
+
+
+def test_data_without_responses_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="data record 1 has no response"):
+        Marks(tmp_path, "ann", given_samples(ROWS[3:], get_task("prompts")))
+
+
+def test_a_changed_response_is_marked_anew(tmp_path: Path) -> None:
+    marks = Marks(tmp_path, "ann", samples())
+    marks.put(1, mark((0, 2, 1)))
+    rows = [ROWS[0], ROWS[1] | {"response": "eg"}]
+    assert Marks(tmp_path, "ann", given_samples(rows, get_task("prompts"))).finished == [False, False]
+    assert json.loads((tmp_path / "ann" / JOURNAL_FILE).read_text())["critique"] == ""
