@@ -142,7 +142,7 @@ async def measure(fleet: "RolloutFleet", prompts: "Sequence[Prompt]") -> Figures
 
 def half_a_billion(machine: Machine) -> Figures:
     """Weights by ipc, speeds and memory at a size that means something, beside what `t2g.deploy.memory` expects."""
-    from jobs.benchmark import make_model
+    from jobs.stopwatch.random_models import make_model
     from t2g.config import PolicyJob, ShapeConfig, loading
     from t2g.deploy.check import check_config
 

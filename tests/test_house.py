@@ -65,6 +65,7 @@ SCHEMAS: dict[str, type[BaseModel]] = {
     "facts10": DemoJob,
     "facts20": DemoJob,
     "sync": BenchmarkJob,
+    "all": BenchmarkJob,
     "one_gpu": PolicyJob,
     "gpu_check": DemoJob,
 }

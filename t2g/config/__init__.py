@@ -37,7 +37,6 @@ from t2g.config.feedback import (
 from t2g.config.jobs import (
     AnnotateJob,
     AnyJob,
-    BenchmarkJob,
     CompareJob,
     DemoJob,
     EvaluateJob,
@@ -47,7 +46,6 @@ from t2g.config.jobs import (
     RewardJob,
     ScoreJob,
     SFTJob,
-    ShapeConfig,
 )
 from t2g.config.learning import (
     LearnerConfig,
@@ -61,3 +59,4 @@ from t2g.config.learning import (
     Transport,
 )
 from t2g.config.serving import ServeJob
+from t2g.config.stopwatch import BenchmarkJob, ShapeConfig

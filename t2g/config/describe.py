@@ -8,7 +8,6 @@ from t2g.config.feedback import RolloutConfig
 from t2g.config.jobs import (
     AnnotateJob,
     AnyJob,
-    BenchmarkJob,
     DemoJob,
     EvaluateJob,
     PolicyJob,
@@ -18,6 +17,7 @@ from t2g.config.jobs import (
 from t2g.config.learning import LearnerConfig, SFTOptions
 from t2g.config.roles import roles
 from t2g.config.serving import ServeJob
+from t2g.config.stopwatch import BenchmarkJob
 
 
 def describe(job: AnyJob) -> str:
@@ -68,8 +68,8 @@ def _work(job: AnyJob) -> list[str]:
             who = f"policies: {', '.join(job.names)}; judges: {', '.join(job.judges) or 'none'}"
             return [who, f"{each}, {_sampling(job.rollout)}"]
         case BenchmarkJob():
-            engines = " then ".join(str(number) for number in job.workers)
-            return [f"{job.repeats} syncs with sync_verify=probe and as many with full, into {engines} rollout engines"]
+            phases = ", ".join(job.phases) or "all that were not measured yet"
+            return [f"phases: {phases}; {job.repeats} turns of each side, after one that is discarded"]
         case ServeJob():
             return [
                 f"{job.serve.name}: {job.model.policy}, on {job.serve.host}",

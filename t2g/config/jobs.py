@@ -338,45 +338,6 @@ class CompareJob(PolicyJob):
         return self
 
 
-class ShapeConfig(Section):
-    """Of a model with random weights; by default Qwen2.5-0.5B's."""
-
-    architecture: Literal["qwen2", "llama"] = "qwen2"
-    vocab_size: int = Field(151_936, ge=320)
-    hidden_size: int = Field(896, ge=32)
-    intermediate_size: int = Field(4864, ge=32)
-    num_hidden_layers: int = Field(24, ge=1)
-    num_attention_heads: int = Field(14, ge=1)
-    num_key_value_heads: int = Field(2, ge=1)
-    tie_word_embeddings: bool = True
-
-
-class BenchmarkJob(SyncedJob):
-    """jobs.benchmark: what a weight sync costs, beside a plain copy of the same bytes in the same run."""
-
-    run: RunConfig = RunConfig(name="sync-benchmark")
-    shape: ShapeConfig = ShapeConfig()
-    workers: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-        (1, 2), min_length=1, description="numbers of rollout engines to measure, one after the other, rising"
-    )
-    repeats: int = Field(5, ge=1, description="syncs of each kind; the one of median time is reported")
-
-    @model_validator(mode="after")
-    def _engines_join(self) -> "BenchmarkJob":
-        if not self.learner.keeps_buckets:
-            raise ValueError(
-                f"learner.sync_transport={self.learner.sync_transport}: the learner of this job is on CPUs; take store"
-            )
-        if list(self.workers) != sorted(set(self.workers)):
-            raise ValueError(f"workers={list(self.workers)} needs to rise: engines join and none leaves")
-        if self.rollout.workers.initial != self.workers[0] or self.rollout.workers.max < self.workers[-1]:
-            raise ValueError(
-                f"rollout.workers needs initial={self.workers[0]} and max={self.workers[-1]}, the first and last of "
-                f"workers, got {self.rollout.workers.initial} and {self.rollout.workers.max}"
-            )
-        return self
-
-
 class ScoreJob(JobConfig):
     """jobs.score: ask a trained span reward model about one prompt and response."""
 

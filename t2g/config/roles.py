@@ -3,9 +3,10 @@
 from t2g.config.common import ProcessConfig
 from t2g.config.evaluation import PolicyEvaluationJob
 from t2g.config.feedback import FeedbackConfig, RolloutConfig
-from t2g.config.jobs import AnnotateJob, AnyJob, BenchmarkJob, DemoJob, PolicyJob, ScoreJob, SFTJob
+from t2g.config.jobs import AnnotateJob, AnyJob, DemoJob, PolicyJob, ScoreJob, SFTJob
 from t2g.config.learning import LearnerConfig
 from t2g.config.serving import ServeJob
+from t2g.config.stopwatch import BenchmarkJob
 
 ENGINE_SHARE = 0.6  # of a GPU in Ray's books, with cluster.colocate: above half, so that no two engines meet on one
 

@@ -4,6 +4,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -73,17 +74,22 @@ def _share(one: Span, other: Span) -> bool:
 
 def covered(offsets: np.ndarray, spans: Sequence[Span], *, text: str, cover: str) -> np.ndarray:
     """Which tokens at least one of `spans` covers. -> [R] bool."""
-    # ink[i]: non-blank characters in text[:i]
-    ink = np.append(0, np.cumsum([not character.isspace() for character in text], dtype=np.int64))
-    starts, ends = offsets[:, 0], offsets[:, 1]
-    of_token = ink[ends] - ink[starts]
+    ink, starts, ends = _ink(text), offsets[:, 0], offsets[:, 1]
     result = np.zeros(len(offsets), bool)
     for span in spans:
-        low, high = np.maximum(starts, span.start), np.minimum(ends, span.end)
-        shared = np.where(high > low, ink[np.clip(high, 0, len(text))] - ink[np.clip(low, 0, len(text))], 0)
+        touched = np.flatnonzero((starts < span.end) & (ends > span.start))
+        start, end = starts[touched], ends[touched]
+        shared = ink[np.minimum(end, span.end)] - ink[np.maximum(start, span.start)]
+        of_token = ink[end] - ink[start]
         needed = {"any": 1, "half": of_token / 2, "all": of_token}[cover]
-        result |= (shared > 0) & (shared >= needed)
+        result[touched] |= (shared > 0) & (shared >= needed)
     return result
+
+
+@lru_cache(maxsize=4)  # one text is asked about for each of its spans
+def _ink(text: str) -> np.ndarray:
+    """[characters + 1] int64: non-blank characters in text[:i]."""
+    return np.append(0, np.cumsum([not character.isspace() for character in text], dtype=np.int64))
 
 
 def step_ids(offsets: np.ndarray, text: str, pattern: str) -> np.ndarray:

@@ -1,40 +1,140 @@
-"""The arithmetic of the sync benchmark's tables."""
+"""The benchmark's arithmetic: who runs when, what is kept of the turns, what is held against what, and its models."""
+
+import asyncio
+import math
+import os
+import time
+from pathlib import Path
 
 import numpy as np
+import pytest
+import torch
 
-from jobs.benchmark import STAGES, tables, timed_copy
+from jobs.stopwatch.race_driver import samples
+from jobs.stopwatch.random_models import make_model
+from jobs.stopwatch.results import FILE, HEAD, TABLE_FILE, Results
+from jobs.stopwatch.watch import (
+    Bench,
+    Done,
+    Race,
+    Record,
+    cpu_seconds,
+    cpu_since,
+    peak_gib,
+    refuse_busy,
+    summary,
+    turns,
+)
+from t2g.config import BenchmarkJob, ShapeConfig
+from t2g.errors import RunStopped, UserError
 
-SYNC = {
-    "workers": 2, "verify": "probe", "seconds": 2.0, "num_calls": 35, "probe_gap": 1.5e-4, "cpu_s": 4.5,
-    "stages": {"open": 0.1, "hand_over": 0.25, "load": 1.0, "close": 0.05, "verify": 0.4},
+SHAPE = {
+    "architecture": "llama", "vocab_size": 320, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "tie_word_embeddings": False,
 }  # fmt: skip
-RESULTS = {
-    "bytes": 1_000_000_000, "dtype": "bfloat16", "bucket_mib": 64.0, "copy_s": 0.1, "hash_s": 0.04, "gather_s": 0.06,
-    "put_s": 0.34, "syncs": [SYNC],
-}  # fmt: skip
 
 
-def cells(text: str, line: str) -> list[str]:
-    """Of the first row that begins so."""
-    row = next(row for row in text.splitlines() if row.startswith(line))
-    return [cell.strip() for cell in row.strip("|").split("|")]
+def job(folder: Path, **changes: object) -> BenchmarkJob:
+    return BenchmarkJob.model_validate({"run": {"root": folder}, "shape": SHAPE, "repeats": 2, **changes})
 
 
-def test_rates_count_the_bytes_in_all_engines_and_ratios_are_to_the_copy() -> None:
-    text = tables(RESULTS)
-    assert "a plain copy of them takes 0.100 s (10.00 GB/s)" in text
-    # 2 GB in 2 s are 1 GB/s, a tenth of the copy's; without .4 s of the probe 2 GB in 1.6 s
-    assert cells(text, "| 2 |") == ["2", "probe", "2.000", "1.000", "0.100", "0.125", "4.50", "35", "0.00015"]
+def sides(**rates: float) -> Record:
+    return {
+        name: {"seconds": 100 / rate, "spread": 0.1, "cpu_s": 3.0, "peak_gib": 1.5, "amount": 100.0, "rate": rate}
+        for name, rate in rates.items()
+    }
 
 
-def test_stages_are_summed_and_held_against_the_whole() -> None:
-    rows = [cells(row, "|") for row in tables(RESULTS).splitlines() if row.startswith("| 2 |")]
-    by_name = dict(zip(["engines", "sync_verify", *STAGES, "sum", "sum / seconds"], rows[1], strict=True))
-    assert (by_name["gather"], by_name["put"], by_name["load"]) == ("0.060", "0.340", "1.000")
-    assert by_name["sum"] == "2.200" and by_name["sum / seconds"] == "1.100"
+def test_sides_take_turns_forth_and_back() -> None:
+    assert turns(["a", "b"], 4) == [*"abbaabba"]
+    assert turns(["a", "b", "c"], 2) == [*"abccba"]
 
 
-def test_the_copy_that_syncs_are_held_against_copies() -> None:
-    source, target = np.arange(1000, dtype=np.uint8), np.zeros(1000, np.uint8)
-    seconds = timed_copy(source, target)
-    assert (source == target).all() and min(seconds["copy_s"], seconds["hash_s"]) > 0
+def test_a_summary_is_of_medians_and_half_the_range() -> None:
+    rows = [{"seconds": 2.0, "cpu_s": 9.0}, {"seconds": 1.0, "cpu_s": 1.0, "late": 4.0}, {"seconds": 4.0, "cpu_s": 2.0}]
+    assert summary(rows[1:]) == {"seconds": 2.5, "cpu_s": 1.5, "late": 4.0, "spread": 0.6}
+    assert summary(rows)["seconds"] == 2.0 and summary(rows)["spread"] == 0.75
+
+
+def test_the_first_turn_of_each_side_is_discarded_and_the_rest_is_timed(tmp_path: Path) -> None:
+    called: list[str] = []
+
+    def side(name: str, seconds: float) -> object:
+        async def run() -> Done:
+            called.append(name)
+            await asyncio.sleep(10 * seconds if len(called) <= 2 else seconds)
+            return Done(amount=6, more={"turn": len(called)})
+
+        return run
+
+    race = Race(name="r", unit="t", sides={"a": side("a", 0.02), "b": side("b", 0.04)}, limit="a")  # type: ignore[dict-item]
+    found = asyncio.run(Bench(job(tmp_path)).race(race))
+    assert called == [*"abbaab"]
+    a, b = found["sides"]["a"], found["sides"]["b"]
+    assert 0.02 <= a["seconds"] < 0.2 and 0.04 <= b["seconds"] < 0.4, "the slow first turn is not among them"
+    assert a["turn"] == 4.5 and b["turn"] == 4.5  # turns 4 and 5, 3 and 6
+    assert a["rate"] == pytest.approx(6 / a["seconds"], rel=0.5)
+
+
+def test_a_side_that_does_not_end_is_named(tmp_path: Path) -> None:
+    async def late() -> Done:
+        await asyncio.sleep(60)
+        return Done(amount=1)
+
+    with pytest.raises(RunStopped, match=r"slow race, late.*deadline_s=0\.05"):
+        asyncio.run(Bench(job(tmp_path, deadline_s=0.05)).race(Race(name="slow race", unit="t", sides={"late": late})))
+
+
+def test_seconds_of_the_processor_and_memory_are_those_of_the_tree() -> None:
+    before, until = cpu_seconds(), time.process_time() + 0.2
+    while time.process_time() < until:
+        pass
+    assert 0.15 <= cpu_since(before) < 2 and os.getpid() in before
+    assert peak_gib() > 0.05
+
+
+def test_a_busy_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs.stopwatch.watch.LOOK_S", 0.1)
+    refuse_busy(1.0)
+    with pytest.raises(UserError, match="max_busy"):
+        refuse_busy(-1.0)
+
+
+def test_results_are_kept_by_phase_and_held_against_the_limit(tmp_path: Path) -> None:
+    race = {"name": "rollout", "unit": "tokens", "limit": "bare", "aim": 0.95, "sides": sides(bare=50.0, fleet=40.0)}
+    Results(job(tmp_path)).add("rollout", [race])
+    Results(job(tmp_path)).add("learner", [{**race, "name": "learner", "limit": "", "sides": sides(here=7.0)}])
+    again = Results(job(tmp_path))
+    again.add("rollout", [{**race, "sides": sides(bare=50.0, fleet=45.0)}])
+    assert [*again.phases] == ["rollout", "learner"]
+    rows = [
+        dict(zip(HEAD, (cell.strip() for cell in line.strip("|").split("|")), strict=True))
+        for line in (tmp_path / "run" / TABLE_FILE).read_text().splitlines()[2:]
+    ]
+    assert [(row["side"], row["of the limit"], row["aim"]) for row in rows] == [
+        ("bare", "–", "–"), ("fleet", "0.900", "0.95"), ("here", "–", "–"),
+    ]  # fmt: skip
+    assert rows[0]["seconds"] == "2.000 ± 10%" and rows[0]["CPU s / 1,000"] == "30"
+    with pytest.raises(UserError, match=r"shape\.hidden_size"):
+        Results(job(tmp_path, shape={**SHAPE, "hidden_size": 128}))
+    assert (tmp_path / "run" / FILE).is_file()
+
+
+@pytest.mark.parametrize(("mean_length", "probability"), [(None, 0.0), (64.0, 1 / 64)])
+def test_models_end_their_responses_as_often_as_asked(
+    tmp_path: Path, mean_length: float | None, probability: float
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = make_model(ShapeConfig.model_validate(SHAPE), tmp_path, seed=1, mean_length=mean_length)
+    model, end = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder).eos_token_id
+    ids = torch.from_numpy(np.random.default_rng(1).integers(5, 300, (4, 50)))
+    with torch.no_grad():
+        said = model(ids).logits.float().softmax(-1)[..., end].mean().item()
+    assert math.isclose(said, probability, rel_tol=0.15, abs_tol=1e-9)
+
+
+def test_the_driver_hands_out_samples_without_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs.stopwatch.race_driver.SAMPLES", 2048)
+    done = asyncio.run(samples(8))
+    assert done.amount == 2048 and 0 < done.more["CPU us a sample"] < 10_000

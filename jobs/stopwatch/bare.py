@@ -1,0 +1,89 @@
+"""The limits: vLLM, torch and TRL as they are, each in a process of its own with the settings that ours have there."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+
+from actors.cluster.placement import process_environment
+from t2g.algo.head import install_chunked_head
+from t2g.algo.logprobs import Rows
+from t2g.config import EngineConfig, LearnerConfig, ProcessConfig
+from t2g.data.batching import microbatches
+from t2g.types import TrainSample
+
+
+def begin(plain: type, role: ProcessConfig, *args: Any) -> Any:
+    """An actor of the class that takes no place from ours."""
+    options = {"num_cpus": 0, "num_gpus": role.gpus, "runtime_env": {"env_vars": process_environment(role)}}
+    return ray.remote(plain).options(**options).remote(*args)
+
+
+class BareEngine:
+    """`vllm.LLM` with the arguments of our engine."""
+
+    def __init__(self, model: str, config: EngineConfig, seed: int, guided: bool = False) -> None:
+        from actors.engines.engine import Engine, engine_environment
+
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+        os.environ.update(engine_environment(config, owner=os.getpid(), receives_weights=False))
+        from vllm import LLM
+
+        self._llm = LLM(**Engine(model, config, seed=seed, guided=guided).arguments())
+
+    def generate(
+        self,
+        prompts: Sequence[np.ndarray],
+        *,
+        seeds: Sequence[int] = (),
+        guide: dict[str, Any] | None = None,
+        **how: Any,
+    ) -> int:
+        """Tokens of one response to each. how: of SamplingParams, for all."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
+
+        guided = StructuredOutputsParams(**guide) if guide else None
+        params = [
+            SamplingParams(detokenize=False, seed=seed, structured_outputs=guided, **how)
+            for seed in seeds or [None] * len(prompts)
+        ]
+        asked = [{"prompt_token_ids": ids.tolist()} for ids in prompts]
+        return sum(len(said.outputs[0].token_ids) for said in self._llm.generate(asked, params, use_tqdm=False))
+
+
+class BareLearner:
+    """Reference, forward, backward, one step of torch's fused AdamW on the same rows: no ZeRO-3, no float32 copies."""
+
+    def __init__(self, model: str, config: LearnerConfig) -> None:
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(config.threads)
+        self._device = torch.device("cuda" if config.gpus else "cpu")
+        self._config, dtype = config, getattr(torch, config.dtype)
+        self._policy, self._reference = (
+            AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(self._device) for _ in range(2)
+        )
+        for loaded in (self._policy, self._reference):
+            install_chunked_head(loaded)
+        optim = config.policy
+        self._adamw = torch.optim.AdamW(self._policy.parameters(), lr=optim.lr, betas=optim.betas, fused=True)
+
+    def step(self, samples: Sequence[TrainSample]) -> int:
+        """Tokens that it trained on."""
+        budget = self._config.tokens_per_microbatch
+        for members in microbatches(samples, rank=0, num_ranks=1, token_budget=budget):
+            rows = Rows([samples[i] for i in members], self._device)
+            with torch.no_grad():
+                reference = rows.token_outputs(self._reference, 1.0).logprobs
+            now, weights = rows.token_outputs(self._policy, 1.0).logprobs, rows.numbers("weights")
+            gap = reference - now
+            loss = -(now - now.detach()).exp() * rows.numbers("advantages") + 0.05 * (gap.exp() - gap - 1)
+            (loss * weights).sum().backward()
+        torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._config.policy.max_grad_norm)
+        self._adamw.step()
+        self._adamw.zero_grad()
+        return sum(len(sample) for sample in samples)

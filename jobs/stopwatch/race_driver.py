@@ -1,0 +1,62 @@
+"""What the driver's own process takes for a sample: a fleet whose engines answer at once and compute nothing."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from actors.fleet.fleet import Fleet
+from actors.fleet.health import Health, State
+from actors.fleet.member import Member
+from jobs.stopwatch.watch import Bench, Done, Race, Record
+from t2g.config import EngineConfig
+
+ENGINES = (8, 64, 256)
+SAMPLES, GROUP = 65_536, 8
+ANSWER_S = 0.05
+
+
+async def measure(bench: Bench) -> list[Record]:
+    sides = {f"{engines} engines": partial(samples, engines) for engines in ENGINES}
+    return [await bench.race(Race(name="driver", unit="samples", sides=sides))]
+
+
+async def samples(engines: int) -> Done:
+    fleet = StubFleet(engines)
+    before = time.process_time()
+
+    async def group() -> None:
+        asked: list[Callable[[Any], Any]] = [lambda engine: engine.sample.remote()] * GROUP
+        await fleet.calls(asked, timeout_s=600, what="a group")
+
+    await asyncio.gather(*(group() for _ in range(SAMPLES // GROUP)))
+    return Done(amount=SAMPLES, more={"CPU us a sample": 1e6 * (time.process_time() - before) / SAMPLES})
+
+
+class StubFleet(Fleet):
+    """Its members serve without a process."""
+
+    role = "stub"
+    actor = None
+
+    def __init__(self, engines: int) -> None:
+        config = EngineConfig.model_validate({"workers": engines, "health": {"probe_every_s": 1e9}})
+        super().__init__({}, config, placement_timeout_s=1)
+        loop = asyncio.get_running_loop()
+        for number in range(engines):
+            member: Any = Member(f"stub {number}", None, config)  # type: ignore[arg-type]
+            member.handle = SimpleNamespace(sample=SimpleNamespace(remote=partial(answer, loop)))
+            member.health = Health(since=0, state=State.SERVING)
+            self._members.append(member)
+
+    def _begin_all(self) -> None: ...
+
+
+def answer(loop: asyncio.AbstractEventLoop) -> Any:
+    """As a Ray reference: it has a future."""
+    said: Future[None] = Future()
+    loop.call_later(ANSWER_S, said.set_result, None)
+    return SimpleNamespace(future=lambda: said)

@@ -1,0 +1,50 @@
+"""From a reward model's answer to token rewards, on one core: parse, locate, project, by the length of the response."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from jobs.stopwatch.watch import Bench, Done, Race, Record
+from t2g.config import RewardRuleConfig
+from t2g.feedback import token_offsets, token_rewards
+from t2g.feedback.parse import Quote, format_answer, parse_answer
+from t2g.feedback.rewards import step_ids
+from t2g.tasks.base import Task
+from t2g.text.offsets import decode
+
+TOKENS = (2_000, 8_000, 32_000)
+SPANS = 200  # of the longest, of the others in proportion
+CHARACTERS = 12  # of a quote
+LEAST_TOKENS = 32_000  # of a turn, in as many responses as that takes
+
+
+async def measure(bench: Bench) -> list[Record]:
+    tokenizer, rng = bench.models.tokenizer, np.random.default_rng(bench.config.run.seed)
+    words = np.asarray(tokenizer(" ".join("aeiou" * 4_000))["input_ids"])
+    found = []
+    for size in TOKENS:
+        spans, rounds = SPANS * size // max(TOKENS), LEAST_TOKENS // size
+        asked = [rng.choice(words, size).astype(np.int32) for _ in range(rounds)]
+        answers = [answer_about(decode(tokenizer, ids), spans) for ids in asked]
+        side = partial(rewards_of, tokenizer, asked, answers)
+        found.append(await bench.race(Race(name=f"feedback, {size:,} tokens", unit="tokens", sides={"here": side})))
+    return found
+
+
+def answer_about(text: str, spans: int) -> str:
+    starts = np.linspace(0, len(text) - CHARACTERS, spans).astype(int)
+    quotes = [Quote(quote=text[start : start + CHARACTERS]) for start in starts]
+    return format_answer("Some of it is good, and some of it is poor.", quotes[::2], quotes[1::2])
+
+
+async def rewards_of(tokenizer: Any, asked: Sequence[np.ndarray], answers: Sequence[str]) -> Done:
+    paid = 0
+    for ids, answer in zip(asked, answers, strict=True):
+        text = decode(tokenizer, ids)
+        feedback = parse_answer(answer, text, source="benchmark", version="")
+        offsets = token_offsets(tokenizer, ids)
+        paid += np.count_nonzero(token_rewards(offsets, feedback.spans, text=text, rule=RewardRuleConfig()))
+        step_ids(offsets, text, Task.step_pattern)
+    return Done(amount=sum(map(len, asked)), more={"tokens paid": paid})

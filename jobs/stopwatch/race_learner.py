@@ -1,0 +1,63 @@
+"""Learning: ZeRO-3 ranks beside plain torch on the same rows, reference, forward, backward and one AdamW step."""
+
+import asyncio
+from contextlib import ExitStack, closing
+from functools import partial
+
+import numpy as np
+
+from actors.learner.learner import LearnerGroup
+from actors.learner.parts import LearnerSpec
+from jobs.stopwatch.bare import BareLearner, begin
+from jobs.stopwatch.race_step import MOST_STEPS, loop_job, random_samples
+from jobs.stopwatch.watch import Bench, Done, Race, Record, Side
+from t2g.data.batching import make_train_batch, microbatches
+from t2g.types import Rollout, TrainSample
+
+AIM = 0.85
+
+
+async def measure(bench: Bench) -> list[Record]:
+    config, samples = bench.config, random_samples(bench)
+    bare = begin(BareLearner, config.learner, str(bench.models.fixed), config.learner)
+
+    async def limit() -> Done:
+        return Done(amount=await bare.step.remote(samples))
+
+    with ExitStack() as stack:
+        sides: dict[str, Side] = {"plain torch": limit}
+        ranks = {"1 rank": config.learner.threads, "2 ranks": max(1, config.learner.threads // 2)}
+        for number, (name, threads) in enumerate(ranks.items(), start=1):
+            group = stack.enter_context(closing(make_group(bench, number, threads)))
+            sides[name] = partial(update, group, samples)
+        return [await bench.race(Race(name="learner", unit="tokens", sides=sides, limit="plain torch", aim=AIM))]
+
+
+def make_group(bench: Bench, ranks: int, threads: int) -> LearnerGroup:
+    job = loop_job(bench, {"learner.workers": ranks, "learner.threads": threads})
+    spec = LearnerSpec(
+        model=job.model, learner=job.learner, objective=job.objective, num_updates=MOST_STEPS, seed=job.run.seed
+    )
+    return LearnerGroup(spec, placement_timeout_s=job.cluster.placement_timeout_s)
+
+
+async def update(group: LearnerGroup, samples: list[TrainSample]) -> Done:
+    """What a step asks of the learner, with the share of its rows that is padding and the microbatches of a rank."""
+    rollouts = [rollout_of(sample) for sample in samples]
+    await asyncio.to_thread(group.forward, rollouts)
+    batch = make_train_batch(samples, num_epochs=1, minibatches_per_epoch=1, kl_coef=0.05, seed=1)
+    await asyncio.to_thread(group.update, batch)
+    learner, tokens = group.spec.learner, sum(map(len, samples))
+    plan = partial(microbatches, samples, num_ranks=learner.workers, token_budget=learner.tokens_per_microbatch)
+    shares = [share for rank in range(learner.workers) for share in plan(rank=rank)]
+    area = sum(len(share) * max((len(samples[i]) for i in share), default=0) for share in shares)
+    return Done(amount=tokens, more={"padding": 1 - tokens / area, "microbatches": len(shares) / learner.workers})
+
+
+def rollout_of(sample: TrainSample) -> Rollout:
+    length = len(sample.response_ids)
+    return Rollout(
+        prompt_id="p", sample_index=0, prompt_ids=sample.prompt_ids, response_ids=sample.response_ids,
+        rollout_logprobs=np.zeros(length, np.float32), response_text="", finish_reason="length",
+        policy_versions=((0, length, 0),),
+    )  # fmt: skip

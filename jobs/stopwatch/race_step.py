@@ -1,0 +1,173 @@
+"""A whole step of the loop, real engines, ranks and sync, beside its floor: bare vLLM and plain torch in turn."""
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from functools import partial
+from typing import Any, Self
+
+import numpy as np
+
+from actors.engines.rollout import RolloutFleet
+from actors.learner.learner import LearnerGroup
+from actors.learner.parts import LearnerSpec
+from actors.weights.sync import WeightSync
+from jobs.stopwatch.bare import BareEngine, BareLearner, begin
+from jobs.stopwatch.watch import Bench, Done, Race, Record
+from t2g.concurrency import beside
+from t2g.config import PolicyJob, with_overrides
+from t2g.feedback.parse import make_feedback
+from t2g.interfaces import FeedbackSource
+from t2g.loop.trainer import Trainer
+from t2g.runs.checkpoint import CheckpointStore
+from t2g.runs.log import RunLog
+from t2g.tasks.base import get_task
+from t2g.types import Prompt, SpanFeedback, TrainSample
+
+AIM = 1 / 1.15
+PARTS = {"generate_s": "time/generate_s", "learn_s": "time/learn_s", "sync_s": "time/sync_s"}
+MOST_STEPS = 10_000
+
+
+async def measure(bench: Bench) -> list[Record]:
+    async with LoopOfOurs(bench, loop_job(bench)) as ours:
+        sides = {"floor": floor(bench), "here": ours.step}
+        race = Race(name="step", unit="response tokens", sides=sides, limit="floor", aim=AIM)
+        found = [await bench.race(race)]
+    for name, changes in {
+        "step, max_staleness=1": {"rollout.max_staleness": 1},
+        "step, with a critic": {"objective.advantages": "gae"},
+    }.items():
+        async with LoopOfOurs(bench, loop_job(bench, changes)) as ours:
+            found.append(await bench.race(Race(name=name, unit="response tokens", sides={"here": ours.step})))
+    return found
+
+
+def floor(bench: Bench) -> Any:
+    """A side: the samples of a step by bare vLLM, and then the update by plain torch."""
+    config, prompts = bench.config, bench.models.prompts
+    engine = begin(BareEngine, config.rollout, str(bench.models.fixed), config.rollout, config.run.seed)
+    learner = begin(BareLearner, config.learner, str(bench.models.fixed), config.learner)
+    asked = [p for p in prompts[: config.rollout.prompts_per_step] for _ in range(config.rollout.samples_per_prompt)]
+    samples = random_samples(bench)
+
+    async def side() -> Done:
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        tokens = await engine.generate.remote(
+            [p.prompt_ids for p in asked], logprobs=0, max_tokens=config.rollout.max_new_tokens, temperature=1.0
+        )
+        sampled = loop.time()
+        await learner.step.remote(samples)
+        return Done(amount=tokens, more={"generate_s": sampled - started, "learn_s": loop.time() - sampled})
+
+    return side
+
+
+def random_samples(bench: Bench) -> list[TrainSample]:
+    """Of the length that those of a step have."""
+    rollout, rng = bench.config.rollout, np.random.default_rng(bench.config.run.seed)
+    number, length = rollout.prompts_per_step * rollout.samples_per_prompt, rollout.max_new_tokens
+    column = partial(np.zeros, length, np.float32)
+    return [
+        TrainSample(
+            prompt_ids=bench.models.prompts[0].prompt_ids,
+            response_ids=rng.integers(5, 300, length).astype(np.int32),
+            weights=np.full(length, 1 / (number * length), np.float32),
+            advantages=rng.normal(size=length).astype(np.float32),
+            returns=column(), values=column(), old_logprobs=column(), rollout_logprobs=column(), ref_logprobs=column(),
+        )
+        for _ in range(number)
+    ]  # fmt: skip
+
+
+def loop_job(bench: Bench, changes: Mapping[str, Any] | None = None) -> PolicyJob:
+    """A run of the loop on the benchmark's models, with other values at these dotted keys."""
+    config = bench.config
+    job = PolicyJob.model_validate(
+        {
+            "run": {"root": config.run.folder, "name": "steps", "seed": config.run.seed},
+            "model": {"policy": str(bench.models.fixed)},
+            "data": {"path": "none"},
+            "num_steps": MOST_STEPS,
+            "feedback": {"source": "pkg:critic"},
+            "rollout": config.rollout,
+            "learner": config.learner,
+            "checkpoint": {"every": MOST_STEPS},
+        }
+    )
+    return with_overrides(job, changes or {})
+
+
+class Counted(FeedbackSource):
+    """Praises each a: a source that costs nothing, as TRL's reward function here."""
+
+    name = "program"
+
+    async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
+        places = [("a", k + 1) for k in range(min(8, response_text.count("a")))]
+        return make_feedback("a", places, [], response_text, source=self.name, version="")
+
+
+class LoopOfOurs:
+    """The trainer on real parts, which makes one step when it is told to: it waits at each step's end."""
+
+    def __init__(self, bench: Bench, job: PolicyJob) -> None:
+        self._job, self._models = job, bench.models
+        self._go, self._ended = asyncio.Semaphore(0), asyncio.Semaphore(0)
+        self._running: asyncio.Task[Any] | None = None
+        self._parts = ExitStack()
+        self._seen: dict[str, float] = {}
+
+    async def __aenter__(self) -> Self:
+        job, timeout_s = self._job, self._job.cluster.placement_timeout_s
+        spec = LearnerSpec(
+            model=job.model, learner=job.learner, objective=job.objective, num_updates=MOST_STEPS, seed=job.run.seed
+        )
+        enter = self._parts.enter_context
+        self.fleet = fleet = enter(
+            closing(RolloutFleet(job.model.policy, job.rollout, seed=job.run.seed, placement_timeout_s=timeout_s))
+        )
+        learner = enter(closing(LearnerGroup(spec, placement_timeout_s=timeout_s)))
+        fleet.wait_ready()
+        folder = job.run.folder
+        self._trainer = Trainer(
+            config=job, task=get_task("prompts"), tokenizer=self._models.tokenizer,
+            prompts=self._models.prompts, eval_prompts=(),
+            rollouts=fleet, feedback=Counted(), learner=learner,
+            sync=WeightSync(learner, fleet, job.learner, prompts=[p.prompt_ids for p in self._models.prompts]),
+            log=enter(closing(RunLog(folder, job.log))), checkpoints=CheckpointStore(folder / "checkpoints", 1),
+            stop=lambda: False, extra_metrics=self._pause, on_step=self._note,
+        )  # fmt: skip
+        self._trainer.log.truncate(0)
+        return self
+
+    async def step(self) -> Done:
+        """All its responses have max_new_tokens. What it says of its parts is of the step before."""
+        if self._running is None:
+            self._running = asyncio.ensure_future(beside(self._trainer.run(), self.fleet.supervise()))
+        else:
+            self._go.release()
+        ended = asyncio.ensure_future(self._ended.acquire())
+        await asyncio.wait([ended, self._running], return_when=asyncio.FIRST_COMPLETED)
+        if self._running.done():
+            self._running.result()
+        rollout = self._job.rollout
+        return Done(
+            amount=rollout.prompts_per_step * rollout.samples_per_prompt * rollout.max_new_tokens,
+            more={name: self._seen[metric] for name, metric in PARTS.items() if metric in self._seen},
+        )
+
+    async def _pause(self) -> dict[str, float]:
+        self._ended.release()
+        await self._go.acquire()
+        return {}
+
+    def _note(self, step: int, metrics: dict[str, float]) -> None:
+        self._seen = metrics
+
+    async def __aexit__(self, *error: object) -> None:
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait([self._running])
+        self._parts.close()

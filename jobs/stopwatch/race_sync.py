@@ -1,0 +1,104 @@
+"""A weight sync by stage, beside a plain copy of the same bytes; the rank has no optimizer, which no sync touches."""
+
+import asyncio
+import itertools
+import time
+from contextlib import closing
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import numpy as np
+import ray
+
+from actors.engines.rollout import RolloutFleet
+from actors.learner.learner import LearnerGroup, LearnerSpec
+from actors.weights.buckets import num_bytes
+from actors.weights.sync import WeightSync
+from jobs.stopwatch.watch import Bench, Done, Race, Record
+from t2g.concurrency import beside
+from t2g.config import ModelConfig, with_overrides
+from t2g.errors import RunStopped
+
+AIM = 0.15
+POLL_S = 0.5
+GB = 1e9
+
+
+async def measure(bench: Bench) -> list[Record]:
+    config, model = bench.config, str(bench.models.fixed)
+    timeout_s = config.cluster.placement_timeout_s
+    spec = LearnerSpec(
+        model=ModelConfig(policy=model), learner=config.learner, loss="none", num_updates=0, seed=config.run.seed
+    )
+    with (
+        closing(RolloutFleet(model, config.rollout, seed=config.run.seed, placement_timeout_s=timeout_s)) as fleet,
+        closing(LearnerGroup(spec, placement_timeout_s=timeout_s)) as learner,
+    ):
+        fleet.wait_ready()
+        return await beside(races(bench, learner, fleet), fleet.supervise())
+
+
+async def races(bench: Bench, learner: LearnerGroup, fleet: RolloutFleet) -> list[Record]:
+    config, found, versions = bench.config, [], itertools.count(1)
+    dtype, most = config.rollout.dtype, fleet.config.workers.max
+    for workers in (number for number in config.workers if number <= most):
+        fleet.want(workers)
+        await until_started(fleet, workers, timeout_s=config.rollout.start_timeout_s)
+        pushes = {
+            f"push, {verify}": partial(
+                push,
+                WeightSync(learner, fleet, with_overrides(config.learner, {"sync_verify": verify})),
+                fleet,
+                versions,
+            )
+            for verify in ("probe", "full")
+        }
+        sides = {"copy": copies(num_bytes(learner.announce(), dtype), workers), **pushes}
+        if workers == config.workers[0]:
+            sides["learner alone"] = partial(learner_alone, learner, dtype)
+        name = f"sync, {workers} engine{'s' if workers > 1 else ''}"
+        found.append(await bench.race(Race(name=name, unit="GB", sides=sides, limit="copy", aim=AIM)))
+    return found
+
+
+def copies(size: int, workers: int) -> Any:
+    """A side: the bytes for each engine, by numpy in one thread."""
+    source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)  # touched before they are copied
+
+    async def side() -> Done:
+        for _ in range(workers):
+            target[:] = source
+        return Done(amount=workers * size / GB)
+
+    return side
+
+
+async def push(sync: WeightSync, fleet: RolloutFleet, versions: "itertools.count[int]") -> Done:
+    result = await sync.push(next(versions))
+    if result.missed:
+        raise RunStopped(f"version {result.policy_version} of the weights was missed by {', '.join(result.missed)}")
+    known = asdict(result)
+    stages = {f"{stage}_s": seconds for stage, seconds in known["stages"].items()}
+    amount = result.bytes * len(fleet.serving()) / GB
+    return Done(amount=amount, more=stages | {"calls": result.num_calls, "probe_gap": result.probe_gap})
+
+
+async def learner_alone(learner: LearnerGroup, dtype: Any) -> Done:
+    """Gathering with its hash, and the rest of the way into the object store, when nobody loads it."""
+
+    def stream() -> tuple[float, float]:
+        refs = list(learner.stream_weights(dtype))
+        return sum(ray.get(ref).gather_s for ref in refs), num_bytes(learner.announce(), dtype) / GB
+
+    started = time.monotonic()
+    gather_s, amount = await asyncio.to_thread(stream)
+    return Done(amount=amount, more={"gather_s": gather_s, "put_s": time.monotonic() - started - gather_s})
+
+
+async def until_started(fleet: RolloutFleet, number: int, *, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while len(fleet.started()) < number:
+        if time.monotonic() > deadline:
+            raise RunStopped(f"{len(fleet.started())} of {number} rollout engines started within {timeout_s:g} s")
+        await asyncio.sleep(POLL_S)

@@ -1,0 +1,113 @@
+"""GRPO of TRL with Hugging Face's own `generate`, beside our step: one optimizer step on the same number of tokens.
+
+The same model, prompts, samples, forward passes (policy once, reference once), beta, dtype, threads and niceness.
+"""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from jobs.stopwatch.bare import begin
+from jobs.stopwatch.race_step import LoopOfOurs, loop_job
+from jobs.stopwatch.watch import Bench, Done, Race, Record
+from t2g.config import BenchmarkJob
+from t2g.errors import UserError
+
+AIM = 1.4  # of TRL's response tokens per second
+
+
+async def measure(bench: Bench) -> list[Record]:
+    """UserError without TRL."""
+    from importlib.util import find_spec
+
+    if find_spec("trl") is None:
+        raise UserError("the phase trl needs the package trl, which is not installed: install the extra `dev`")
+    config = bench.config
+    texts = [prompt.prompt_text for prompt in bench.models.prompts]
+    trl = begin(Grpo, config.learner, str(bench.models.fixed), texts, config)
+    async with LoopOfOurs(bench, loop_job(bench)) as ours:
+
+        async def theirs() -> Done:
+            tokens, more = await trl.step.remote(config.deadline_s)
+            return Done(amount=tokens, more=more)
+
+        sides = {"TRL": theirs, "here": ours.step}
+        return [await bench.race(Race(name="GRPO step", unit="response tokens", sides=sides, limit="TRL", aim=AIM))]
+
+
+class Grpo:
+    """TRL's trainer, which makes one step when it is told to."""
+
+    def __init__(self, model: str, texts: list[str], config: BenchmarkJob) -> None:
+        import torch
+
+        torch.set_num_threads(config.learner.threads)
+        self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
+        self._generate_s, self._tokens, self._error = 0.0, 0, ""
+        self._trainer = self._made(model, texts, config)
+        self._thread: threading.Thread | None = None
+
+    def step(self, timeout_s: float) -> tuple[int, dict[str, float]]:
+        """Response tokens, and the parts of its time."""
+        self._generate_s, self._tokens, started = 0.0, 0, time.monotonic()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+        self._go.release()
+        if not self._done.acquire(timeout=timeout_s):
+            raise TimeoutError("a step of TRL")
+        if self._error:
+            raise RuntimeError(self._error)
+        update_s = time.monotonic() - started - self._generate_s
+        return self._tokens, {"generate_s": self._generate_s, "learn_s": update_s}
+
+    def _run(self) -> None:
+        try:
+            self._go.acquire()
+            self._trainer.train()
+        except Exception as error:  # noqa: BLE001 - whoever waits for the step raises it
+            self._error = f"{type(error).__name__}: {error}"
+            self._done.release()
+
+    def _made(self, model: str, texts: list[str], config: BenchmarkJob) -> Any:
+        import torch
+        from datasets import Dataset
+        from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+        from trl import GRPOConfig, GRPOTrainer
+
+        rollout, optim = config.rollout, config.learner.policy
+        go, done = self._go, self._done
+
+        class Pace(TrainerCallback):
+            def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+                done.release()
+                go.acquire()
+
+        settings = GRPOConfig(
+            output_dir=str(Path(model).parent / "trl"), report_to="none", save_strategy="no", disable_tqdm=True,
+            use_cpu=not config.learner.gpus, bf16=False, gradient_checkpointing=False, max_steps=10_000,
+            per_device_train_batch_size=rollout.prompts_per_step * rollout.samples_per_prompt,
+            num_generations=rollout.samples_per_prompt, max_completion_length=rollout.max_new_tokens,
+            temperature=rollout.temperature, beta=0.05, num_iterations=1, learning_rate=optim.lr,
+            max_grad_norm=optim.max_grad_norm, optim="adamw_torch_fused", seed=config.run.seed,
+        )  # fmt: skip
+        trainer = GRPOTrainer(
+            AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, config.learner.dtype)),
+            reward_funcs=lambda completions, **_: [float(text.count("a")) for text in completions],
+            args=settings,
+            train_dataset=Dataset.from_dict({"prompt": texts}),
+            processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
+            callbacks=[Pace()],
+        )
+        generate = trainer._generate_single_turn
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started = time.monotonic()
+            found = generate(*args, **kwargs)
+            self._generate_s += time.monotonic() - started
+            self._tokens += sum(len(ids) for ids in found[0])
+            return found
+
+        trainer._generate_single_turn = timed
+        return trainer

@@ -1,0 +1,100 @@
+"""Models with random weights whose responses are as long as the benchmark wants, and their prompts.
+
+A channel of the residual stream holds one number that no layer changes; the output head reads from it how likely the
+end of a response is. So bare engines, the fleet and TRL all write responses of the same lengths, and none needs a
+setting that another lacks.
+"""
+
+import math
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from t2g.config import BenchmarkJob, ShapeConfig
+from t2g.types import Prompt
+
+if TYPE_CHECKING:
+    pass
+
+WORDS = 2000  # of random letters, from which the tokenizer learns its pieces
+NEVER = -30.0  # logit of an end that does not come
+CONSTANT = 1.0
+
+
+class Models:
+    """Made once for a run folder."""
+
+    def __init__(self, config: BenchmarkJob) -> None:
+        self._config = config
+
+    @cached_property
+    def fixed(self) -> Path:
+        """Whose responses end with max_new_tokens."""
+        return make_model(self._config.shape, self._config.run.folder / "model", seed=self._config.run.seed)
+
+    @cached_property
+    def exponential(self) -> Path:
+        """Whose responses end at each token with the same probability, after half of max_new_tokens in the mean."""
+        length = self._config.rollout.max_new_tokens / 2
+        folder = self._config.run.folder / "model-exponential"
+        return make_model(self._config.shape, folder, seed=self._config.run.seed, mean_length=length)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        from t2g.text.tokenizer import load_tokenizer
+
+        return load_tokenizer(str(self.fixed), None)
+
+    @cached_property
+    def prompts(self) -> list[Prompt]:
+        """Of `prompt_tokens` letters each, which no piece of the tokenizer joins."""
+        rng = np.random.default_rng(self._config.run.seed)
+        texts = ["".join(row) for row in rng.choice([*"BCDFGHJK"], (64, self._config.prompt_tokens))]
+        ids = [np.asarray(self.tokenizer(text)["input_ids"], np.int32) for text in texts]
+        return [
+            Prompt(prompt_id=f"p{number}", prompt_text=text, task="prompts", prompt_ids=row)
+            for number, (text, row) in enumerate(zip(texts, ids, strict=True))
+        ]
+
+
+def make_model(shape: ShapeConfig, folder: Path, *, seed: int, mean_length: float | None = None) -> Path:
+    """Random bfloat16 weights in a Hugging Face folder with its tokenizer; returns `folder`.
+
+    mean_length: tokens of a response, exponentially distributed; none: a response never ends by itself.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from t2g.tasks.tiny.assets import build_tokenizer
+
+    letters = np.random.default_rng(0).choice([*"aeioudlmnrst"], (WORDS, 6))
+    tokenizer = build_tokenizer(folder, ["".join(word) for word in letters], vocab_size=min(shape.vocab_size, 1024))
+    fields = shape.model_dump(exclude={"architecture"})
+    config = AutoConfig.for_model(
+        shape.architecture, **fields, max_position_embeddings=2048, dtype=torch.bfloat16,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    if not shape.tie_word_embeddings:
+        wanted = NEVER if mean_length is None else math.log((shape.vocab_size - 1) / (mean_length - 1))
+        set_end(model, tokenizer.eos_token_id, wanted)
+    model.save_pretrained(folder)
+    return folder
+
+
+def set_end(model: Any, end: int, logit: float) -> None:
+    """Have the model give its end-of-sequence token about that logit everywhere, where all others have about 0."""
+    import torch
+
+    with torch.no_grad():
+        head: torch.Tensor = model.get_output_embeddings().weight
+        model.get_input_embeddings().weight[:, 0] = CONSTANT
+        for name, weight in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                weight[0] = 0
+        head[:, 0] = 0
+        head[end] = 0
+        head[end, 0] = logit / math.sqrt(head.shape[1])  # what the last norm makes of the channel, beside small ones

@@ -1,0 +1,69 @@
+"""What was measured: benchmark.json, phase by phase, and the table that it makes."""
+
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from jobs.stopwatch.watch import Record
+from t2g.config import BenchmarkJob
+from t2g.files import write_atomic
+from t2g.runs import identity
+from t2g.runs.identity import Identity
+from t2g.runs.versions import versions
+from t2g.study.tables import NOTHING, markdown
+
+FILE, TABLE_FILE = "benchmark.json", "benchmark.md"
+OWN_COLUMNS = {"seconds", "spread", "cpu_s", "peak_gib", "amount", "rate", "others_cpu_s"}
+HEAD = (
+    "race", "side", "seconds", "a second", "of the limit", "aim", "CPU s", "CPU s / 1,000", "GiB", "beside it",
+)  # fmt: skip
+
+
+class Results:
+    """Of a run folder, which keeps what was measured there before."""
+
+    def __init__(self, config: BenchmarkJob) -> None:
+        """UserError for a folder in which another config was measured."""
+        self._folder = config.run.folder
+        made_of = Identity.of(config)
+        if (self._folder / FILE).is_file() and config.run.resume == "auto":
+            identity.check(self._folder, made_of)
+            self.phases: dict[str, Any] = json.loads((self._folder / FILE).read_bytes())["phases"]
+        else:
+            identity.keep(self._folder, made_of)
+            self.phases = {}
+
+    def add(self, phase: str, records: Sequence[Record]) -> None:
+        """Keep a phase's records in place of earlier ones, and write both files."""
+        self.phases[phase] = {"at": datetime.now(UTC).isoformat(timespec="seconds"), "races": list(records)}
+        known = {"versions": versions(), "phases": self.phases}
+        write_atomic(self._folder / FILE, json.dumps(known, indent=1).encode())
+        write_atomic(self._folder / TABLE_FILE, self.table().encode())
+
+    def table(self) -> str:
+        """Markdown, a row for each side of each race, in the order in which they were measured."""
+        races = [race for phase in self.phases.values() for race in phase["races"]]
+        return markdown(HEAD, [row for race in races for row in _rows(race)]) + "\n"
+
+
+def _rows(race: Record) -> list[Sequence[str]]:
+    limit = race["sides"].get(race["limit"])
+    return [_row(race, name, side, limit) for name, side in race["sides"].items()]
+
+
+def _row(race: Record, name: str, side: dict[str, float], limit: dict[str, float] | None) -> Sequence[str]:
+    others = {key: value for key, value in side.items() if key not in OWN_COLUMNS}
+    held = limit is not None and side is not limit
+    return (
+        race["name"],
+        name,
+        f"{side['seconds']:.3f} ± {side['spread']:.0%}",
+        f"{side['rate']:,.4g} {race['unit']}",
+        f"{side['rate'] / limit['rate']:.3f}" if held and limit else NOTHING,
+        f"{race['aim']:.2f}" if held and race["aim"] else NOTHING,
+        f"{side['cpu_s']:.2f}",
+        f"{1000 * side['cpu_s'] / side['amount']:.3g}",
+        f"{side['peak_gib']:.1f}",
+        ", ".join(f"{key} {value:.3g}" for key, value in others.items()) or NOTHING,
+    )

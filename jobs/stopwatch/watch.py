@@ -1,0 +1,146 @@
+"""The stopwatch: sides of a race in turns, ABBA, the first of each discarded; medians, spread, CPU seconds, memory.
+
+Time is that of the wall. CPU seconds are of this process and all its descendants, Ray's and the engines' included, and
+what others took of the machine meanwhile stands beside them.
+"""
+
+import asyncio
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from jobs.stopwatch.random_models import Models
+from t2g.config import BenchmarkJob
+from t2g.errors import RunStopped, UserError
+
+LOOK_S = 3.0  # at who else is busy, before anything starts
+GIB = 2**30
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """What one turn did."""
+
+    amount: float  # in units of the race
+    more: Mapping[str, float] = field(default_factory=dict)  # what else is worth a median
+
+
+Side = Callable[[], Awaitable[Done]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Race:
+    """Sides that do the same work."""
+
+    name: str
+    unit: str  # of which a side does `Done.amount`
+    sides: Mapping[str, Side]
+    limit: str = ""  # the side that the others are held against
+    aim: float | None = None  # of the limit's rate
+
+
+def turns(sides: Sequence[str], repeats: int) -> list[str]:
+    """Who runs when: forth and back, so that a drift of the machine meets all alike.
+
+    >>> turns(["a", "b"], 3)
+    ['a', 'b', 'b', 'a', 'a', 'b']
+    """
+    return [side for turn in range(repeats) for side in (sides if turn % 2 == 0 else reversed(sides))]
+
+
+def summary(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Median of each field, and how far `seconds` spreads: half of its range, as a share of its median.
+
+    >>> summary([{"seconds": 1.0}, {"seconds": 2.0}, {"seconds": 4.0}])
+    {'seconds': 2.0, 'spread': 0.75}
+    """
+    seconds = [row["seconds"] for row in rows]
+    found = {name: statistics.median(row[name] for row in rows if name in row) for name in {**rows[-1], **rows[0]}}
+    return found | {"spread": (max(seconds) - min(seconds)) / 2 / found["seconds"]}
+
+
+def tree() -> list[psutil.Process]:
+    """This process and its descendants."""
+    own = psutil.Process()
+    return [own, *own.children(recursive=True)]
+
+
+def cpu_seconds() -> dict[int, float]:
+    """Of each process of the tree, by its id."""
+    found = {}
+    for process in tree():
+        with suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            found[process.pid] = times.user + times.system
+    return found
+
+
+def cpu_since(before: Mapping[int, float]) -> float:
+    """CPU seconds of those that live now, whoever ended meanwhile."""
+    return sum(now - before.get(pid, 0.0) for pid, now in cpu_seconds().items())
+
+
+def machine_seconds() -> float:
+    """That all cores have worked since the machine started, for whatever."""
+    times = psutil.cpu_times()
+    return times.user + times.nice + times.system
+
+
+def peak_gib() -> float:
+    """The sum over the tree of what each process held at most; pages that several share count for each."""
+    total = 0
+    for process in tree():
+        with suppress(OSError, StopIteration):
+            status = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+            total += 1024 * int(next(line for line in status if line.startswith("VmHWM")).split()[1])
+    return total / GIB
+
+
+def refuse_busy(most: float) -> None:
+    """UserError where other programs take more than that share of the machine."""
+    own, everyone = cpu_seconds(), machine_seconds()
+    time.sleep(LOOK_S)
+    busy = (machine_seconds() - everyone - cpu_since(own)) / LOOK_S / (psutil.cpu_count() or 1)
+    if busy > most:
+        raise UserError(
+            f"other programs take {busy:.0%} of this machine, and max_busy={most:g} allows {most:.0%}: times would "
+            "be theirs; wait for their end, or raise max_busy"
+        )
+
+
+class Bench:
+    """What every phase is given."""
+
+    def __init__(self, config: BenchmarkJob) -> None:
+        self.config = config
+        self.models = Models(config)
+
+    async def race(self, race: Race) -> Record:
+        """RunStopped for a side that is not done within `deadline_s`."""
+        rows: dict[str, list[dict[str, float]]] = {name: [] for name in race.sides}
+        for number, name in enumerate(turns([*race.sides], self.config.repeats + 1)):
+            row = await self._turn(race, name)
+            print(f"  {race.name}, {name}: {row['seconds']:.2f} s, {row['cpu_s']:.2f} CPU s", flush=True)
+            if number >= len(race.sides):
+                rows[name].append(row)
+        sides = {name: summary(found) for name, found in rows.items()}
+        return {"name": race.name, "unit": race.unit, "limit": race.limit, "aim": race.aim, "sides": sides}
+
+    async def _turn(self, race: Race, name: str) -> dict[str, float]:
+        own, everyone, started = cpu_seconds(), machine_seconds(), time.monotonic()
+        try:
+            done = await asyncio.wait_for(race.sides[name](), self.config.deadline_s)
+        except TimeoutError:
+            raise RunStopped(f"{race.name}, {name}: not done within deadline_s={self.config.deadline_s:g}") from None
+        seconds, cpu_s = time.monotonic() - started, cpu_since(own)
+        others_s = max(0.0, machine_seconds() - everyone - cpu_s)
+        times = {"seconds": seconds, "cpu_s": cpu_s, "others_cpu_s": others_s, "peak_gib": peak_gib()}
+        found = times | {"amount": done.amount, "rate": done.amount / seconds} | dict(done.more)
+        return {key: float(value) for key, value in found.items()}

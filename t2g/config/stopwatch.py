@@ -1,0 +1,59 @@
+"""Schema of jobs.benchmark."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from t2g.config.common import RunConfig, Section
+from t2g.config.feedback import RewardEngineConfig
+from t2g.config.jobs import SyncedJob
+from t2g.config.marks import MayDiffer
+
+
+class ShapeConfig(Section):
+    """Of a model with random weights; by default Qwen2.5-0.5B's."""
+
+    architecture: Literal["qwen2", "llama"] = "qwen2"
+    vocab_size: int = Field(151_936, ge=320)
+    hidden_size: int = Field(896, ge=32)
+    intermediate_size: int = Field(4864, ge=32)
+    num_hidden_layers: int = Field(24, ge=1)
+    num_attention_heads: int = Field(14, ge=1)
+    num_key_value_heads: int = Field(2, ge=1)
+    tie_word_embeddings: bool = True
+
+
+PHASES = ("machine", "rollout", "reward", "learner", "feedback", "sync", "step", "driver", "trl")
+
+
+class BenchmarkJob(SyncedJob):
+    """jobs.benchmark: every phase of a step beside its limit and beside TRL, by one stopwatch."""
+
+    run: RunConfig = RunConfig(name="benchmark")
+    phases: MayDiffer[tuple[Literal[PHASES], ...]] = Field(
+        (), description="measured anew; none: those that benchmark.json of the run folder lacks"
+    )
+    shape: ShapeConfig = ShapeConfig()
+    reward_engine: RewardEngineConfig = RewardEngineConfig()
+    prompt_tokens: int = Field(16, ge=1, description="of each prompt")
+    workers: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (1,),
+        min_length=1,
+        description="numbers of rollout engines that weights are sent to, one after the other, rising",
+    )
+    repeats: int = Field(5, ge=2, description="turns of each side of a race, after one that is discarded")
+    max_busy: MayDiffer[float] = Field(
+        0.1, ge=0, le=1, description="share of the machine that other programs may take at the start; more is refused"
+    )
+    deadline_s: MayDiffer[float] = Field(300, gt=0, description="of one turn")
+
+    @model_validator(mode="after")
+    def _engines_join(self) -> "BenchmarkJob":
+        if list(self.workers) != sorted(set(self.workers)):
+            raise ValueError(f"workers={list(self.workers)} needs to rise: engines join and none leaves")
+        if self.rollout.workers.initial != self.workers[0] or self.rollout.workers.max < self.workers[-1]:
+            raise ValueError(
+                f"rollout.workers needs initial={self.workers[0]} and max={self.workers[-1]}, the first and last of "
+                f"workers, got {self.rollout.workers.initial} and {self.rollout.workers.max}"
+            )
+        return self
