@@ -1,6 +1,7 @@
-"""Write report.html of a run of jobs.train_policy again, also while it goes on.
+"""Write report.html of a run of jobs.train_policy again, also while it goes on; of several runs, one beside the other.
 
-python -m jobs.report --run runs/my-run
+t2g report runs/my-run
+t2g report runs/my-run runs/another        # into runs/my-run/report_beside.html
 """
 
 import argparse
@@ -8,14 +9,19 @@ import sys
 from pathlib import Path
 
 from t2g.errors import UserError
-from t2g.report.run_page import report_run
+from t2g.report.run_page import report_beside, report_run
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jobs.report", description=__doc__.splitlines()[0])
-    parser.add_argument("--run", type=Path, required=True, metavar="FOLDER", help="the run's folder")
+    parser.add_argument("runs", type=Path, nargs="*", metavar="RUN", help="a run's folder")
+    parser.add_argument("--run", type=Path, metavar="FOLDER", help="the same")
+    given = parser.parse_args(arguments)
+    folders = [*given.runs, *([given.run] if given.run else [])]
+    if not folders:
+        parser.error("a run's folder is missing")
     try:
-        print(report_run(parser.parse_args(arguments).run))
+        print(report_run(folders[0]) if len(folders) == 1 else report_beside(folders))
     except UserError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2

@@ -329,7 +329,9 @@ class Trainer:
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         self.log.step(step, metrics)
         self.history.append(metrics)
-        for sentence in alarms(self.history, self.config.alarms):
+        said = alarms(self.history, self.config.alarms)
+        self.log.alarms(step, said)
+        for sentence in said:
             logger.warning("step %d: %s", step, sentence)
         self.on_step(step, metrics)
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from markupsafe import Markup
 
@@ -16,6 +17,7 @@ DASHES = ("none", "8 4", "2 4", "10 3 2 3", "4 3", "12 5", "1 3", "6 2 1 2")  # 
 STYLES = len(DASHES)
 
 Point = tuple[float, float]
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,11 +101,11 @@ def nice_ticks(low: float, high: float) -> list[float]:
     return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
 
 
-def thinned(points: list[Point]) -> list[Point]:
-    """At most MAX_POINTS of them, evenly chosen, first and last kept."""
-    if len(points) <= MAX_POINTS:
-        return points
-    return [points[round(i * (len(points) - 1) / (MAX_POINTS - 1))] for i in range(MAX_POINTS)]
+def thinned(points: Sequence[Item], most: int = MAX_POINTS) -> list[Item]:
+    """At most so many of them, evenly chosen, first and last kept."""
+    if len(points) <= most:
+        return [*points]
+    return [points[round(i * (len(points) - 1) / (most - 1))] for i in range(most)]
 
 
 def _tick_text(value: float, step: float) -> str:

@@ -3,25 +3,31 @@ arms. Deliberately no numbers of its own.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import yaml
 from markupsafe import Markup
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
-from t2g.config.loading import FILE_NAME
+from t2g.config.loading import FILE_NAME, flat
 from t2g.config.words import first_problem
 from t2g.errors import UserError
-from t2g.report.curves import DASHES, Series, line_chart
+from t2g.report.curves import DASHES, Series, line_chart, thinned
 from t2g.report.segments import printable
 from t2g.report.templates import render_page
 from t2g.report.token_strips import LEVELS, NAMES, LoggedSample, strips
 from t2g.runs import metrics as m
-from t2g.runs.log import COMMANDS_FILE, METRICS_FILE, SAMPLES_FILE, SampleRecord, read_records
+from t2g.runs.log import ALARMS_FILE, COMMANDS_FILE, METRICS_FILE, SAMPLES_FILE, SampleRecord, read_records
 
 REPORT_FILE = "report.html"
 SUMMARY_FILE = "summary.json"
+BESIDE_FILE = "report_beside.html"
 MAX_EXAMPLES = 24
+MAX_ALARMS = 50
+MAX_TIMELINE = 12  # steps at which one prompt is shown
 MAX_CONFIG_CHARS = 40_000
 TOTALS = ("stages_and_arms_s", "wall_s")  # of the other entries of `timing`
 OVER_STEPS = (  # title, what the axis counts, metrics
@@ -40,6 +46,14 @@ _SAMPLE = TypeAdapter(LoggedSample)
 _STEP = TypeAdapter(dict[str, FiniteFloat | None])
 
 
+class _Alarm(TypedDict):
+    step: int
+    alarm: str
+
+
+_ALARM = TypeAdapter(_Alarm)
+
+
 class _Summary(BaseModel):
     """Of summary.json what `write_report` reads by name; the rest is figures."""
 
@@ -51,16 +65,68 @@ class _Summary(BaseModel):
     timing: dict[str, Annotated[FiniteFloat, Field(ge=0)]] = {}
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """What the files of a run folder hold."""
+
+    steps: list[Step]
+    summary: dict[str, Any]
+    examples: list[Example]
+    alarms: list[tuple[str, str]]  # when, sentence
+    made: dict[str, str]
+
+
 def report_run(folder: Path) -> Path:
     """Write `folder`/report.html and return its path.
 
     Without a summary.json (the run goes on) the figures at the top are those of the last step.
     Raises UserError when the folder holds no finished step, or a file that no run wrote.
     """
+    run, path = _read_run(folder), folder / REPORT_FILE
+    title, arms = f"Text2Grad: {folder.resolve().name}", {"policy": run.steps}
+    write_report(
+        path, title=title, summary=run.summary, arms=arms, examples=run.examples, made=run.made, alarms=run.alarms
+    )
+    return path
+
+
+def report_beside(folders: Sequence[Path]) -> Path:
+    """The same page of several runs, in the folder of the first: their curves in one picture, their figures and what
+    differs of their configs in a column each, their last responses to the same prompts.
+    """
+    short = [folder.resolve().name for folder in folders]
+    names = short if len(set(short)) == len(short) else [str(folder) for folder in folders]
+    runs = [_read_run(folder) for folder in folders]
+    latest = [{(s.split, s.prompt, s.sample_index): s for *_, s in run.examples} for run in runs]
+    shared = [key for key in latest[0] if all(key in found for found in latest)]
+    figures = [flat(run.summary | {"config": _settings(folder)}) for run, folder in zip(runs, folders, strict=True)]
+    rows = {key: [found.get(key) for found in figures] for key in dict.fromkeys(k for found in figures for k in found)}
+    told = ("base.", "policy.")  # in the table of held-out results
+    path = folders[0] / BESIDE_FILE
+    write_report(
+        path,
+        title=" and ".join(names),
+        summary={},
+        arms=dict(zip(names, (run.steps for run in runs), strict=True)),
+        examples=[[found[key] for found in latest] for key in sorted(shared, key=lambda key: key[0] != "eval")],
+        alarms=[(f"{name}, {when}", text) for name, run in zip(names, runs, strict=True) for when, text in run.alarms],
+        beside={key: row for key, row in rows.items() if row[1:] != row[:-1] and not key.startswith(told)},
+    )
+    return path
+
+
+def _settings(folder: Path) -> Any:
+    try:
+        return yaml.safe_load((folder / FILE_NAME).read_bytes()) if (folder / FILE_NAME).is_file() else None
+    except yaml.YAMLError as error:
+        raise UserError(f"{folder / FILE_NAME} is no config as a run writes it ({error})") from error
+
+
+def _read_run(folder: Path) -> _Run:
     steps = [step | {m.STEP: int(step[m.STEP])} for step in _read(folder / METRICS_FILE, _STEP)]
     if not steps:
         raise UserError(
-            f"{folder / METRICS_FILE} holds no finished step: --run needs the folder of a run of jobs.train_policy"
+            f"{folder / METRICS_FILE} holds no finished step: the folder of a run of jobs.train_policy is needed"
         )
     base = next((m.held_out(step) for step in steps if step[m.STEP] == 0), {})
     path = folder / SUMMARY_FILE
@@ -70,15 +136,13 @@ def report_run(folder: Path) -> Path:
             summary = _Summary.model_validate_json(path.read_bytes()).model_dump(exclude_unset=True)
         except ValidationError as error:
             raise UserError(f"{path} is no summary as a run writes it ({first_problem(error)})") from error
-    write_report(
-        folder / REPORT_FILE,
-        title=f"Text2Grad: {folder.resolve().name}",
+    return _Run(
+        steps=steps,
         summary={"base": base} | summary,
-        arms={"policy": steps},
         examples=examples(folder / SAMPLES_FILE),
+        alarms=[(f"step {line[m.STEP]}", printable(line["alarm"])) for line in _read(folder / ALARMS_FILE, _ALARM)],
         made=how_made(folder),
     )
-    return folder / REPORT_FILE
 
 
 def examples(path: Path) -> list[Example]:
@@ -123,16 +187,20 @@ def write_report(
     arms: Mapping[str, Sequence[Step]],
     examples: Sequence[Example],
     made: Mapping[str, str] = {},
+    alarms: Sequence[tuple[str, str]] = (),
+    beside: Mapping[str, Sequence[Any]] | None = None,
 ) -> None:
     """Write the report of one run or of several arms, replacing an older one at once.
 
     summary: its plain values (no mappings, no yes or no) become the figures at the top. Read of it, where it has them:
     `base`, held-out metrics of the policy before training, without `eval/`, beside those of an arm's step 0;
     `reward_model`, name -> share; `timing`, stage -> seconds, those in TOTALS apart; `versions`. arms: name -> metrics
-    by step, as in metrics.jsonl. examples: see `examples`; made: see `how_made`. The first chart is of the
-    held-out metric that eval/score repeats.
+    by step, as in metrics.jsonl. examples: see `examples`; made: see `how_made`; alarms: when, sentence. The first
+    chart is of the held-out metric that eval/score repeats. beside: the arms are runs of their own, whose examples are
+    a response of each, and in which this differs: name -> a value for each.
     """
-    first = next((m.held_out(steps[0]) for steps in arms.values() if steps and not steps[0].get(m.STEP)), {})
+    bases = [m.held_out(steps[0]).items() for steps in arms.values() if steps and not steps[0].get(m.STEP)]
+    first = dict(item for item in next(iter(bases), ()) if beside is None or all(item in base for base in bases))
     base, timing = first | summary.get("base", {}), summary.get("timing", {})
     parts = {name: value for name, value in timing.items() if name not in TOTALS}
     finals = {name: last_held_out(steps) for name, steps in arms.items()}
@@ -149,9 +217,12 @@ def write_report(
         finals=finals,
         rows=metric_rows(base, finals, first=metric),
         charts=list(charts(arms, base, metric)),
-        examples=[(of[0], of[-1])[: len(of)] for of in examples[:MAX_EXAMPLES]],
-        timeline=max(examples, key=len, default=()),
-        strips=strips([one for of in examples for one in of]),
+        examples=[(of[0], of[-1])[: len(of)] if beside is None else of for of in examples[:MAX_EXAMPLES]],
+        sides=["Before", "After"] if beside is None else [*arms],
+        timeline=thinned(max(examples, key=len, default=()), MAX_TIMELINE) if beside is None else (),
+        strips=strips([one for of in examples for one in of]) if beside is None else [],
+        alarms=alarms[-MAX_ALARMS:],
+        beside=beside or {},
         names=NAMES,
         levels=LEVELS,
         num_left_out=max(0, len(examples) - MAX_EXAMPLES),
@@ -183,6 +254,7 @@ def charts(
             for key in (keys if len(arms) == 1 else keys[:1])
         ]
         lines = [line for line in lines if line.y]
+        title += f": {keys[0].partition('/')[2]}" if several and len(arms) > 1 else ""
         if svg := line_chart(lines, x_label="step", y_label=y_label):
             yield title, svg, None, [line.name for line in lines]
 

@@ -36,12 +36,15 @@ def number(value: Any) -> str:
     """
     >>> number(0.71234), number(38.42), number(12800), number(1.0), number(None), number("span")
     ('0.712', '38.4', '12,800', '1.000', '–', 'span')
+    >>> number(975.0), number(975.5)
+    ('975', '975.5')
     """
     if value is None:
         return "–"
     if not is_figure(value):
         return str(value)
-    decimals = 0 if isinstance(value, int) else 3 if abs(value) < 10 else 1
+    whole = isinstance(value, int) or (abs(value) >= 100 and value % 1 == 0)
+    decimals = 0 if whole else 3 if abs(value) < 10 else 1
     return f"{value:,.{decimals}f}"
 
 

@@ -1,4 +1,4 @@
-"""What a run writes down: metrics.jsonl, samples.jsonl, dropped.jsonl and dashboards."""
+"""What a run writes down: metrics.jsonl, samples.jsonl, dropped.jsonl, alarms.jsonl and dashboards."""
 
 import json
 import math
@@ -21,6 +21,7 @@ from t2g.types import FinishReason, Prompt, Rollout, ScoredRollout, SpanFeedback
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 DROPPED_FILE = "dropped.jsonl"
+ALARMS_FILE = "alarms.jsonl"
 COMMANDS_FILE = "commands.log"  # when each start was, and its command
 
 Split = Literal["train", "eval"]
@@ -49,7 +50,7 @@ class Sink(Protocol):
 
 
 class RunLog:
-    """metrics.jsonl, samples.jsonl, dropped.jsonl and the dashboards of one run folder; durable when a call returns.
+    """The files that stand above and the dashboards of one run folder; durable when a call returns.
 
     `truncate` comes first. A number that is not finite stands as null in metrics.jsonl. UserError when the disk is
     full; the lines before are kept.
@@ -68,7 +69,7 @@ class RunLog:
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         history = _drop_steps(self._folder / METRICS_FILE, first_step)
-        for name in (SAMPLES_FILE, DROPPED_FILE):
+        for name in (SAMPLES_FILE, DROPPED_FILE, ALARMS_FILE):
             _drop_steps(self._folder / name, first_step)
         self._last_step = first_step - 1
         if self._config.tensorboard:
@@ -130,6 +131,10 @@ class RunLog:
     def dropped(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         """What of the step was not trained on; see `t2g.loop.sampling.dropped`."""
         _append(self._folder / DROPPED_FILE, [{STEP: step, **record} for record in records])
+
+    def alarms(self, step: int, sentences: Sequence[str]) -> None:
+        """What `t2g.loop.alarms` says of the step."""
+        _append(self._folder / ALARMS_FILE, [{STEP: step, "alarm": sentence} for sentence in sentences])
 
     def close(self) -> None:
         for sink in self._sinks:

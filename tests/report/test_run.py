@@ -151,6 +151,51 @@ def test_a_page_tells_what_was_done_and_what_each_token_was_paid(tmp_path: Path)
         assert f"<figcaption>{title}</figcaption>" in page
 
 
+def make_run(folder: Path, *, f1: float, config: str, response: str) -> Path:
+    folder.mkdir(parents=True)
+    after = {"step": 1, "samples": 8, "eval/f1": f1, "eval/wrong": 0.25}
+    write_lines(folder / "metrics.jsonl", [{"step": 0, "eval/f1": 0.5, "eval/wrong": f1}, after])
+    (folder / "config.yaml").write_text(config)
+    write_lines(folder / "samples.jsonl", [sample(0, "p", "long ago"), sample(1, "p", response), sample(1, response, "x")])
+    (folder / "summary.json").write_text(json.dumps({"steps": 1, "timing": {"ppo": 10 * f1}}))
+    return folder
+
+
+def test_two_runs_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = "objective: {rewards: {placement: %s}}\nrun: {seed: 7}\n"
+    one = make_run(tmp_path / "one", f1=0.75, config=config % "span", response="one says <b>")
+    two = make_run(tmp_path / "two", f1=0.625, config=config % "scalar", response="two says")
+    write_lines(two / "alarms.jsonl", [{"step": 1, "alarm": "the KL is <high>"}])
+    assert main([str(one), str(two)]) == 0
+    path = one / "report_beside.html"
+    assert capsys.readouterr().out.strip() == str(path) and not (one / "report.html").exists()
+    page = path.read_text()
+    assert "<h1>one and two</h1>" in page and page.count("<polyline") == 2
+    # the base that both had, and none where they had another
+    assert "<td>0.500</td><td>0.750" in page and "+0.250" in page and "+0.125" in page
+    assert "<td>–</td><td>0.250</td><td>0.250</td>" in page
+    assert "<tr><td>config.objective.rewards.placement</td>" in page and "config.run.seed" not in page
+    assert '<td>timing.ppo</td><td class="value">7.500</td><td class="value">6.250</td>' in page
+    assert page.index(">one</div>") < page.index("e says &lt;b&gt;") < page.index(">two</div>")
+    assert "long ago" not in page and page.count("prompt of p") == 1, "the last of both, and of the prompts that both had"
+    assert "<dt>two, step 1</dt><dd>the KL is &lt;high&gt;</dd>" in page
+    twin = make_run(tmp_path / "more" / "one", f1=0.75, config=config % "span", response="one says <b>")
+    assert main(["--run", str(twin), str(one)]) == 0
+    assert "What differs" not in (one / "report_beside.html").read_text()
+    (two / "config.yaml").write_text("{")
+    assert main([str(one), str(two)]) == 2 and "is no config as a run writes it" in capsys.readouterr().err
+
+
+def test_alarms_of_a_run_stand_on_its_page(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", f1=0.75, config="{}", response="x")
+    assert "Alarms" not in report_run(run).read_text()
+    write_lines(run / "alarms.jsonl", [{"step": 1, "alarm": "the KL is high"}])
+    assert "<dt>step 1</dt><dd>the KL is high</dd>" in report_run(run).read_text()
+    write_lines(run / "alarms.jsonl", [{"step": 1}])
+    with pytest.raises(UserError, match=r"alarms.jsonl:1 is no line"):
+        report_run(run)
+
+
 def test_tokens_that_do_not_fit_their_text_are_shown_as_far_as_they_go(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     odd = sample(1, "odd", "ab") | {"token_ranges": [[0, 9], [-3, 99], [5, 2]], "token_rewards": [1.0]}

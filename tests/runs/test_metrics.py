@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from t2g.config import LogConfig
 from t2g.errors import UserError
 from t2g.runs import metrics
-from t2g.runs.log import DROPPED_FILE, METRICS_FILE, SAMPLES_FILE, RunLog, read_records
+from t2g.runs.log import ALARMS_FILE, DROPPED_FILE, METRICS_FILE, SAMPLES_FILE, RunLog, read_records
 from t2g.runs.metrics import held_out, step_line
 from t2g.types import Prompt, Rollout, ScoredRollout, Span, SpanFeedback
 
@@ -69,6 +69,7 @@ def test_every_step_stands_once_after_a_resume(tmp_path: Path) -> None:
         log.step(step, {"policy/kl": step / 4})
         log.samples(step, "eval", [judged(0)])
         log.dropped(step, [{"prompt_id": "p", "sample_index": None, "reason": "why"}] * 2)
+        log.alarms(step, ["high"] if step % 2 else [])
     resumed = RunLog(tmp_path, PLAIN)
     history = resumed.truncate(4)  # the last checkpoint was that of step 3
     assert history == [{"step": s, "policy/kl": s / 4} for s in range(4)]
@@ -79,6 +80,7 @@ def test_every_step_stands_once_after_a_resume(tmp_path: Path) -> None:
         *((s, -1.0) for s in (4, 5, 6)),
     ]
     assert [r["step"] for r in lines(tmp_path / SAMPLES_FILE)] == [0, 1, 2, 3]
+    assert lines(tmp_path / ALARMS_FILE) == [{"step": 1, "alarm": "high"}, {"step": 3, "alarm": "high"}]
     assert [r["step"] for r in lines(tmp_path / DROPPED_FILE)] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert lines(tmp_path / DROPPED_FILE)[0] == {"step": 0, "prompt_id": "p", "sample_index": None, "reason": "why"}
 
