@@ -156,7 +156,8 @@ def make_run(folder: Path, *, f1: float, config: str, response: str) -> Path:
     after = {"step": 1, "samples": 8, "eval/f1": f1, "eval/wrong": 0.25}
     write_lines(folder / "metrics.jsonl", [{"step": 0, "eval/f1": 0.5, "eval/wrong": f1}, after])
     (folder / "config.yaml").write_text(config)
-    write_lines(folder / "samples.jsonl", [sample(0, "p", "long ago"), sample(1, "p", response), sample(1, response, "x")])
+    samples = [sample(0, "p", "long ago"), sample(1, "p", response), sample(1, response, "x")]
+    write_lines(folder / "samples.jsonl", samples)
     (folder / "summary.json").write_text(json.dumps({"steps": 1, "timing": {"ppo": 10 * f1}}))
     return folder
 
@@ -177,7 +178,7 @@ def test_two_runs_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "<tr><td>config.objective.rewards.placement</td>" in page and "config.run.seed" not in page
     assert '<td>timing.ppo</td><td class="value">7.500</td><td class="value">6.250</td>' in page
     assert page.index(">one</div>") < page.index("e says &lt;b&gt;") < page.index(">two</div>")
-    assert "long ago" not in page and page.count("prompt of p") == 1, "the last of both, and of the prompts that both had"
+    assert "long ago" not in page and page.count("prompt of p") == 1, "the last, to what both were asked"
     assert "<dt>two, step 1</dt><dd>the KL is &lt;high&gt;</dd>" in page
     twin = make_run(tmp_path / "more" / "one", f1=0.75, config=config % "span", response="one says <b>")
     assert main(["--run", str(twin), str(one)]) == 0
