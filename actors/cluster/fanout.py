@@ -44,9 +44,9 @@ def any_failed(refs: Sequence["ray.ObjectRef[Any]"]) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception says, in one line of at most 300 characters."""
+    """What an exception says, in its first line."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _outcome(ref: "ray.ObjectRef[Any]") -> tuple[Any, RayError | None]:

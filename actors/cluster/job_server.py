@@ -49,14 +49,14 @@ class JobServer:
             raise
         except AuthenticationError as error:
             raise UserError(
-                f"the cluster refuses: {' '.join(str(error).split()):.200}; set RAY_AUTH_MODE=token, and its token as "
+                f"the cluster refuses: {' '.join(str(error).split())}; set RAY_AUTH_MODE=token, and its token as "
                 "RAY_AUTH_TOKEN or in the file that RAY_AUTH_TOKEN_PATH names"
             ) from None
         except (ConnectionError, requests.exceptions.RequestException) as error:
             where = address or "RAY_ADDRESS or on this machine"
             raise UserError(f"no Ray job server answers at {where} ({type(error).__name__}); see --address") from None
         except RuntimeError as error:  # what Ray's client makes of an answer other than 200
-            raise UserError(f"the job server of the cluster: {' '.join(str(error).split()):.500}") from None
+            raise UserError(f"the job server of the cluster: {' '.join(str(error).split())}") from None
 
     def submit(self, job: Submission, root: Path) -> str:
         """Upload the code under `root` and start the job; returns its id. UserError for an upload that is too large."""

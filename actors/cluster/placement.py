@@ -101,7 +101,7 @@ def _join(address: str, config: ClusterConfig) -> None:
         raise UserError(f"cluster.address: no Ray cluster answers at {address}") from error
     except (ValueError, RuntimeError) as error:  # another version of Ray or Python, or no address at all
         reason = " ".join(str(error).split())
-        raise UserError(f"cluster.address: the Ray cluster at {address} cannot be joined: {reason:.300}") from error
+        raise UserError(f"cluster.address: the Ray cluster at {address} cannot be joined: {reason}") from error
 
 
 def refuse_hopeless(roles: Mapping[str, ProcessConfig], address: str | None) -> None:

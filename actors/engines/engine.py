@@ -374,4 +374,4 @@ def first_sentence(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if lines and "validation error" in lines[0]:
         lines = [line.removeprefix("Value error, ") for line in lines[1:]]
-    return (lines or [type(error).__name__])[0].split(" [type=")[0].split(". ")[0][:300]
+    return (lines or [type(error).__name__])[0].split(" [type=")[0].split(". ")[0]

@@ -30,7 +30,7 @@ def why(error: Exception) -> str:
     its constructor did."""
     lines = str(error).strip().splitlines()
     if "creation task" in str(error):
-        return f"{type(error).__name__}: {lines[-1][:300]}"
+        return f"{type(error).__name__}: {lines[-1]}"
     return first_line(cause(error))
 
 

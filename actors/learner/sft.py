@@ -250,7 +250,7 @@ def _explain(error: ray.train.TrainingFailedError) -> Exception:
     if isinstance(error, ray.train.ControllerError):
         failure = error.controller_failure
         _, *more = str(failure).strip().splitlines() or [""]
-        return RunStopped(" ".join([f"Ray Train could not run {LABEL}: {first_line(failure)}", *more[-1:]])[:600])
+        return RunStopped(" ".join([f"Ray Train could not run {LABEL}: {first_line(failure)}", *more[-1:]]))
     failures = sorted(getattr(error, "worker_failures", {}).items())
     causes = {rank: getattr(failure, "_base_exc", failure) for rank, failure in failures}
     for cause in causes.values():

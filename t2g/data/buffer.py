@@ -58,7 +58,7 @@ def read_groups(folder: Path, prompts: Mapping[str, Prompt]) -> dict[int, list[G
             groups.setdefault(int(record["step"]), []).append(Group(prompt=prompt, samples=samples))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{folder} holds no sample buffer of this run ({type(error).__name__}: {error!s:.200}): remove the "
+            f"{folder} holds no sample buffer of this run ({type(error).__name__}: {error}): remove the "
             "checkpoint it is in; the run then goes on from the one before"
         ) from error
     return groups

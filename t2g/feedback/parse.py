@@ -181,7 +181,7 @@ def _plain_outcome(outcome: Any) -> dict[str, Any]:
     try:
         text = _whole(json.dumps(outcome, ensure_ascii=False, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"the outcome needs to be plain JSON: {error!s:.100}") from error
+        raise ValueError(f"the outcome needs to be plain JSON: {error}") from error
     if len(text) > MAX_ANSWER_CHARS:
         raise ValueError(f"the outcome has {len(text)} characters of JSON; it needs to be at most {MAX_ANSWER_CHARS}")
     return json.loads(text)

@@ -34,7 +34,7 @@ def check_model(key: str, model: str, revision: str | None = None) -> None:
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise NotHere(f"{nowhere}, and the hub knows no such model, or shows it to others only") from error
     except Exception as error:  # whatever its HTTP library raises
-        raise NotHere(f"{nowhere}, nor in the hub's cache, and the hub cannot be asked: {error!s:.200}") from error
+        raise NotHere(f"{nowhere}, nor in the hub's cache, and the hub cannot be asked: {error}") from error
 
 
 def load_tokenizer(model: str, revision: str | None = None) -> Any:
@@ -50,7 +50,7 @@ def load_tokenizer(model: str, revision: str | None = None) -> Any:
     except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         fetch = "" if Path(model).is_dir() else f"; where there is a network: hf download {model}"
-        raise UserError(f"no tokenizer can be loaded from {model}: {reason:.200}{fetch}") from error
+        raise UserError(f"no tokenizer can be loaded from {model}: {reason}{fetch}") from error
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:

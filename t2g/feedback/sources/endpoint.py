@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import openai
 
 MAX_BODY_BYTES = 4 * 2**20  # a response is read up to here
+MAX_WORDS = 2000  # characters of an error that are told
 MAX_RETRIES = 10  # a minute of pauses for one request; the deadline of the judgement may end them before
 
 
@@ -108,7 +109,7 @@ class EndpointChat(Chat):
         """In one printable line, without the key (servers like to repeat it), and only then cut."""
         for key in (self._key, self._key.replace("/", r"\/")):  # as some write it in JSON
             words = words.replace(key, "***")
-        line = " ".join(words.split())[:300]
+        line = " ".join(words.split())[:MAX_WORDS]
         return "".join(character if character.isprintable() else "?" for character in line)
 
 

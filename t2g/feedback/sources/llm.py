@@ -128,7 +128,7 @@ class LLMFeedback(FeedbackSource):
         )
         completion = await self.asker.complete(question, limit_s)
         if completion.finish_reason == "refusal":
-            raise ChatFailed("refusal", f"{self.asker.chat.name} refused: {completion.text:.200}")
+            raise ChatFailed("refusal", f"{self.asker.chat.name} refused: {completion.text:.2000}")
         return completion
 
     def _failed(self, failed: ChatFailed) -> SpanFeedback:
@@ -148,5 +148,5 @@ def settle(readings: Sequence[Reading]) -> SpanFeedback:
     best = max(enumerate(readings), key=lambda item: (item[1].feedback.num_located, -len(item[1].faults), item[0]))[1]
     if best.feedback.spans:
         return best.feedback
-    reason = f"{len(readings)} answers, none without faults: {' '.join(best.faults)[:300]}"
+    reason = f"{len(readings)} answers, none without faults: {' '.join(best.faults)}"
     return replace(best.feedback, status="unparsable", reason=reason)
