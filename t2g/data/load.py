@@ -188,15 +188,20 @@ def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
         raise UserError(f"{path}: column {name} holds what cannot be read: {error}") from error
 
 
+def check_revision(key: str, config: DataConfig) -> None:
+    """UserError for a data set on the hub that may change."""
+    if config.revision is None and not Path(config.path).is_dir():
+        raise UserError(
+            f"{key}.path={config.path} is no file here; for a data set on the hub set {key}.revision to a commit, "
+            "so that the run can be repeated"
+        )
+
+
 def _read_hub(config: DataConfig) -> Iterator[dict[str, Any]]:
     import datasets
 
     folder = Path(config.path).is_dir()
-    if config.revision is None and not folder:
-        raise UserError(
-            f"data.path={config.path} is no file here; for a data set on the hub set data.revision to a commit, "
-            "so that the run can be repeated"
-        )
+    check_revision("data", config)
     try:
         rows = datasets.load_dataset(
             config.path, config.subset, split=config.split, revision=None if folder else config.revision

@@ -4,6 +4,7 @@ Reads the config's models (never their weights), its critic and its first record
 for a model that is not here. Starts nothing.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -30,7 +31,7 @@ from t2g.config import (
     SFTJob,
 )
 from t2g.config.roles import roles
-from t2g.data.load import SUFFIXES, load_records
+from t2g.data.load import SUFFIXES, check_revision, load_records
 from t2g.deploy.memory import BYTES, GIB, find_shape, host_bytes
 from t2g.errors import NotHere, UserError
 from t2g.feedback.card import check_card, make_card
@@ -39,7 +40,7 @@ from t2g.feedback.sources.make import make_local_source
 from t2g.sandbox import available
 from t2g.tasks.base import Task, get_task
 from t2g.text.positions import check_head_size, check_heads, check_positions
-from t2g.text.tokenizer import check_chat_template, check_model, load_tokenizer
+from t2g.text.tokenizer import ask_hub, check_chat_template, check_model, load_tokenizer
 
 ADAPTER_FILE = "adapter_config.json"
 Result = TypeVar("Result")
@@ -191,12 +192,19 @@ def _check_model(model: Model) -> bool:
 
 
 def _check_data(key: str, data: DataConfig) -> None:
-    """The first record can be read, and has the columns. What is on the hub is read when the job starts."""
+    """The first record can be read, and has the columns. Of what is on the hub only the name is looked at."""
+    from huggingface_hub.constants import HF_HOME, HF_HUB_CACHE
+
     path = Path(data.path)
-    if not path.exists() and (path.suffix in SUFFIXES or path.is_absolute()):
-        raise NotHere(f"{key}.path={path}: there is no such file")
     if path.is_file():
         load_records(data.model_copy(update={"limit": 1}))
+    elif not path.exists():
+        if path.suffix in SUFFIXES or path.is_absolute():
+            raise NotHere(f"{key}.path={path}: there is no such file")
+        check_revision(key, data)
+        read = Path(os.environ.get("HF_DATASETS_CACHE", f"{HF_HOME}/datasets"), data.path.replace("/", "___"))
+        fetched = Path(HF_HUB_CACHE, f"datasets--{data.path.replace('/', '--')}")
+        ask_hub(f"{key}.path", data.path, data.revision, "dataset", lambda: read.is_dir() or fetched.is_dir())
 
 
 def _check_memory(job: PolicyJob | SFTJob) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -11,28 +11,36 @@ from t2g.errors import NotHere, UserError
 Message = dict[str, str]  # role: system, user or assistant; content
 CONFIG_FILE = "config.json"
 HUB_TIMEOUT_S = 5.0
+Check = Callable[[], bool]
 
 
 def check_model(key: str, model: str, revision: str | None = None) -> None:
     """UserError, naming `key`, for what is neither a model's folder nor in the hub's cache, unless the hub knows the
     name: it is asked once, where the libraries would try for a minute.
     """
-    from huggingface_hub import HfApi, try_to_load_from_cache
-    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub import try_to_load_from_cache
 
     if Path(model).is_dir():
         if not (Path(model) / CONFIG_FILE).is_file():
             raise UserError(f"{key}={model}: this folder holds no model, there is no {CONFIG_FILE} in it")
         return
-    nowhere = f"{key}={model}: there is no folder of that name"
-    if model.startswith((".", "/", "~")) or model.count("/") > 1:  # a name on the hub is `name` or `owner/name`
+    ask_hub(key, model, revision, "model", lambda: bool(try_to_load_from_cache(model, CONFIG_FILE, revision=revision)))
+
+
+def ask_hub(key: str, name: str, revision: str | None, kind: Literal["model", "dataset"], cached: Check) -> None:
+    """NotHere, naming `key`, unless the name is `cached` or the hub knows it."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+    nowhere = f"{key}={name}: there is no folder of that name"
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:  # a name on the hub is `name` or `owner/name`
         raise NotHere(nowhere)
-    if isinstance(try_to_load_from_cache(model, CONFIG_FILE, revision=revision), str):
+    if cached():
         return
     try:
-        HfApi().model_info(model, revision=revision, timeout=HUB_TIMEOUT_S)
+        HfApi().repo_info(name, repo_type=kind, revision=revision, timeout=HUB_TIMEOUT_S)
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-        raise NotHere(f"{nowhere}, and the hub knows no such model, or shows it to others only") from error
+        raise NotHere(f"{nowhere}, and the hub knows no such {kind}, or shows it to others only") from error
     except Exception as error:  # whatever its HTTP library raises
         raise NotHere(f"{nowhere}, nor in the hub's cache, and the hub cannot be asked: {error}") from error
 

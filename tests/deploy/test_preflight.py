@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from httpx import Request, Response
+from huggingface_hub.errors import RepositoryNotFoundError
 from models import random_model
 
 from t2g.config import AnnotateJob, PolicyEvaluationJob, PolicyJob, RewardJob, ScoreJob
@@ -124,6 +126,34 @@ def test_a_name_that_no_hub_knows_is_asked_for_once(data: str, monkeypatch: pyte
     (sentence,) = preflight(policy("somebody/elsewhere", data), None).missing
     assert "model.policy=somebody/elsewhere: there is no folder of that name, nor in the hub's cache" in sentence
     assert [name for name, timeout in asked if timeout <= 5] == ["somebody/elsewhere"]
+
+
+ANSWER = Response(404, request=Request("GET", "http://hub"))
+
+
+@pytest.mark.parametrize("error", [ConnectionError("no network"), RepositoryNotFoundError("404", response=ANSWER)])
+def test_a_data_set_that_no_hub_knows_is_asked_for_once(
+    model: Path, error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = []
+
+    def unknown(self: object, name: str, **how: Any) -> None:
+        asked.append((name, how["revision"], how["timeout"]))
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", unknown)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    mistyped = {"path": "openai/gsm8kk", "revision": "abc", "subset": "main"}
+    found = preflight(policy(model, "unused", data=mistyped), None)
+    (sentence,) = found.missing
+    assert "data.path=openai/gsm8kk: there is no folder of that name" in sentence and found.wrong == []
+    assert asked == [("openai/gsm8kk", "abc", 5)]
+    (tmp_path / "datasets--openai--gsm8kk").mkdir()  # fetched before
+    assert preflight(policy(model, "unused", data=mistyped), None).words == [] and len(asked) == 1
+    (sentence,) = preflight(policy(model, "unused", data={"path": "openai/gsm8k"}), None).wrong
+    assert "set data.revision to a commit" in sentence
+    (sentence,) = preflight(policy(model, "unused", data={"path": "./no/folder", "revision": "abc"}), None).missing
+    assert sentence.endswith("there is no folder of that name")
 
 
 def test_all_faults_are_told_at_once_and_a_small_machine_too(tmp_path: Path) -> None:
