@@ -123,6 +123,7 @@ class Engine:
         self._tokenizer = load_tokenizer(self._model, self._revision)
         self._stop_ids = stop_token_ids(self._model, self._tokenizer, self._revision)
         self.check_tokenizer()
+        from vllm import envs
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -146,6 +147,7 @@ class Engine:
                 f"vLLM loaded the model {self._model} and died in its first forward: its kernels may not know this "
                 "shape (on a CPU the head dimension must be 32 or more); the worker's log in Ray's folder says which"
             ) from error
+        envs.enable_envs_cache()  # as its core does; here each token would read the environment twice
         self._watch = asyncio.create_task(self._end_with_core())
         return self._llm.model_config.get_vocab_size()
 
@@ -257,11 +259,13 @@ class Engine:
             seed=seed,
             stop_token_ids=self._stop_ids,
             logprobs=0,
+            flat_logprobs=True,  # three lists, not a dict and an object for each token
             structured_outputs=StructuredOutputsParams(**guide) if guide else None,
         )
         output = finished.outputs[0]
         ids = np.asarray(output.token_ids, np.int32)
-        logprobs = [entry[token].logprob for entry, token in zip(output.logprobs, output.token_ids, strict=True)]
+        logprobs = output.logprobs.logprobs  # of the sampled tokens alone
+        assert len(logprobs) == len(ids)
         return Completion(
             ids=ids,
             text=decode(self._tokenizer, ids),
