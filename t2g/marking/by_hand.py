@@ -75,6 +75,8 @@ class Marks:
     def put(self, place: int, mark: Mark) -> None:
         """On the disk when it returns. ValueError for what does not fit the response; UserError for a full disk."""
         mark = mark.model_copy(update={"key": self.samples[place].key})
+        if mark.done and not mark.critique.strip():  # no source of feedback would take it
+            raise ValueError("a critique is missing: what is right, what is wrong?")
         self._feedback(self.samples[place], mark)
         with self._lock:
             self._journal.append(mark)

@@ -138,6 +138,7 @@ function undo() {
 }
 
 async function finish() {
+  if (!at("critique").value.trim()) return say("a critique is missing: c goes there");
   item.done = true;
   await save();
   state.finished[place] = true;

@@ -187,6 +187,10 @@ def test_some_failed_feedback_is_dropped_and_counted(tokenizer: Any, tmp_path: P
     bench.run()
     shares = [m["feedback/failed_share"] for m in bench.metrics()[1:]]
     assert sum(shares) * 8 == pytest.approx(len([i for s in range(1, 7) for i in chosen(s) if i in failing]))
+    limit = bench.trainer.config.alarms.max_failed_share
+    first = next(step for step, share in enumerate(shares, start=1) if share > limit)
+    alarm = json.loads((tmp_path / "alarms.jsonl").read_text().splitlines()[0])
+    assert alarm["step"] == first and f"{shares[first - 1]:.0%} of the responses have no usable" in alarm["alarm"]
 
 
 def test_a_number_that_is_not_finite_names_step_sample_and_token(tokenizer: Any, tmp_path: Path) -> None:

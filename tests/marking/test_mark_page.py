@@ -115,6 +115,8 @@ def test_two_people_mark_by_keys_reload_go_on_and_are_compared(browser: Browser,
         browser.press("Right", "Right")
         words(browser, 3)
         browser.press("g", "n")
+        browser.wait(f"{SHOWN.format('problem')}.startsWith('a critique is missing')")
+        browser.press("c", "fine", "Control+Enter")
         at(browser, 2, 1)
         # 16 written characters; phone is poor to one and good to the other: 11/16, by chance (4 x 9 + 7 x 7) / 16^2
         share = "with ann: 1 responses that both marked, the same label on 69% of 16 characters, kappa 0.53"

@@ -101,6 +101,7 @@ def test_another_page_changes_nothing(server: MarkServer, origin: str) -> None:
         ("item/0", b'{"critique": "\\ud800"}', 400),
         ("item/0", {"critique": 1}, 400),
         ("item/0", {"severity": 1}, 400),
+        ("item/0", {"done": True}, 400),
         ("item/0", {"spans": [{"start": 0, "end": 99, "label": 1}]}, 400),
         ("item/0", {"spans": [{"start": 0, "end": 1, "label": 1, "severity": 4}]}, 400),
     ],

@@ -27,7 +27,7 @@ def samples() -> list[Sample]:
     return given_samples(ROWS, get_task("prompts"))
 
 
-def mark(*spans: tuple[int, int, int], critique: str = "", done: bool = True) -> Mark:
+def mark(*spans: tuple[int, int, int], critique: str = "so", done: bool = True) -> Mark:
     return Mark(critique=critique, spans=tuple(Span(start=a, end=b, label=c) for a, b, c in spans), done=done)  # type: ignore[arg-type]
 
 
@@ -92,6 +92,13 @@ def test_a_span_that_does_not_fit_is_refused_and_nothing_is_kept(
     assert marks[0].spans == () and not (tmp_path / "ann" / JOURNAL_FILE).exists()
 
 
+def test_nothing_is_finished_without_a_critique(tmp_path: Path) -> None:
+    marks = Marks(tmp_path, "ann", samples())
+    with pytest.raises(ValueError, match="a critique is missing"):
+        marks.put(0, mark((0, 2, 1), critique=" "))
+    assert marks.finished == [False, False]
+
+
 def test_data_without_responses_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="data record 1 has no response"):
         Marks(tmp_path, "ann", given_samples(ROWS[3:], get_task("prompts")))
@@ -102,4 +109,4 @@ def test_a_changed_response_is_marked_anew(tmp_path: Path) -> None:
     marks.put(1, mark((0, 2, 1)))
     rows = [ROWS[0], ROWS[1] | {"response": "eg"}]
     assert Marks(tmp_path, "ann", given_samples(rows, get_task("prompts"))).finished == [False, False]
-    assert json.loads((tmp_path / "ann" / JOURNAL_FILE).read_text())["critique"] == ""
+    assert json.loads((tmp_path / "ann" / JOURNAL_FILE).read_text())["critique"] == "so"
