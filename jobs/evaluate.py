@@ -59,7 +59,7 @@ def run_policy(config: PolicyEvaluationJob, what: str) -> None:
     with ExitStack() as opened:
         opened.enter_context(sole_process(config.run.folder))
         evaluation = Evaluation(config)
-        if any(map(evaluation.missing, config.policies)):
+        if any(map(evaluation.missing, config.served)):
             from jobs.common.fleets import on_cluster
 
             opened.enter_context(on_cluster(config))

@@ -67,9 +67,7 @@ def serving(job: ServeJob, log: Path, stop: Callable[[], bool]) -> Iterator[tupl
         while not _answers(f"{url}/health"):
             if process.poll() is not None:
                 words = log.read_text(errors="replace").strip().splitlines() or ["nothing"]
-                raise UserError(
-                    f"the server of {job.model.policy} ended before it answered: {words[-1]}; see {log}"
-                )
+                raise UserError(f"the server of {job.model.policy} ended before it answered: {words[-1]}; see {log}")
             if stop() or time.monotonic() > deadline:
                 late = f"has not answered within engine.start_timeout_s={job.engine.start_timeout_s:g}"
                 raise RunStopped(f"the server of {job.model.policy} {'was stopped' if stop() else late}; see {log}")

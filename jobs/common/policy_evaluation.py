@@ -38,6 +38,7 @@ from t2g.runs.journal import Journal, read_journal
 from t2g.runs.progress import stage
 from t2g.study.pairwise import Judgement, judge_version, question, read_verdict, win_rates
 from t2g.study.policy_eval import PASSED, Answers, Response, Scores, bert_score, columns, summarise
+from t2g.study.reflection import Reflecting
 from t2g.tasks.base import Record, Task, get_task
 from t2g.tasks.human_eval import as_kodcode
 from t2g.text.tokenizer import load_tokenizer
@@ -88,17 +89,18 @@ class Evaluation:
         self._askers = {llm: Asker(EndpointChat(llm), llm, config.timeout_s) for llm in servers}
         for name in config.names:
             self._claim(name)
-        self._models = {name: self._model(name) for name in config.policies}
+        self._models = {name: self._model(name) for name in config.served}
         self._own_prompts = {name: self._encoded(model) for name, model in self._models.items()}
 
     def _claim(self, name: str) -> None:
         """The folder of a policy's responses is this policy's, and these prompts'."""
-        at, model = self.folder / RESPONSES / name, self.config.policies.get(name)
+        at, model = self.folder / RESPONSES / name, self.config.served.get(name)
         made_of = Identity.of(
             self.config,
             weights=weights_version(model.policy, model.revision) if model else "",
             data=data_hash((prompt.prompt_id, prompt.prompt_text) for prompt in self.prompts),
             model=model.policy if model else self.config.endpoints[name].model,
+            **({"reflects": True} if name in self.config.reflections else {}),
         )
         if self.answers(name):
             identity.check(at, made_of)
@@ -109,7 +111,7 @@ class Evaluation:
 
     def _model(self, name: str) -> ModelConfig:
         """What engines load: an adapter is merged into its base first."""
-        model, merged = self.config.policies[name], self.folder / MERGED / name
+        model, merged = self.config.served[name], self.folder / MERGED / name
         if not (Path(model.policy) / ADAPTER_FILE).exists():
             return model
         if not merged.exists():
@@ -132,7 +134,7 @@ class Evaluation:
         """
         for name in filter(self.missing, self.config.names):
             with serve(self._models[name]) if name in self._models else nullcontext() as source:
-                self._sample(name, source, stop)
+                self._sample(name, self._reflecting(name, source), stop)
         for name in self.config.names:
             self._score(name, stop)
         for name in self.config.judges:
@@ -148,6 +150,14 @@ class Evaluation:
         """What this policy has not answered."""
         known, prompts = self.answers(name), self._own_prompts.get(name, self.prompts)
         return [prompt for prompt in prompts if prompt.prompt_id not in known]
+
+    def _reflecting(self, name: str, source: RolloutSource | None) -> RolloutSource | None:
+        """`source` as it is, but for a policy that reflects."""
+        if source is None or name not in self.config.reflections:
+            return source
+        model, room = self._models[name], self.config.rollout.max_prompt_tokens
+        tokenizer = load_tokenizer(model.policy, model.revision)
+        return Reflecting(rollouts=source, task=self.task, tokenizer=tokenizer, max_prompt_tokens=room)
 
     def _sample(self, name: str, source: RolloutSource | None, stop: StopFlag) -> None:
         """source: engines; None: the policy is behind a server."""

@@ -25,6 +25,11 @@ class PolicyEvaluationJob(JobConfig):
     policies: MayDiffer[dict[RunPart, ModelConfig]] = Field(
         {}, description="name -> folder, hub name or adapter; a pair is the later one against the earlier"
     )
+    reflections: MayDiffer[dict[RunPart, ModelConfig]] = Field(
+        {},
+        description="name -> model as in policies, after them: it answers, criticises its answer and answers again, "
+        "in rollout.max_model_len, which needs room for answer and critique beside the prompt",
+    )
     endpoints: MayDiffer[dict[RunPart, LLMConfig]] = Field(
         {}, description="name -> a policy behind a server, after the others; rollout says how it is sampled"
     )
@@ -43,7 +48,12 @@ class PolicyEvaluationJob(JobConfig):
     @property
     def names(self) -> tuple[str, ...]:
         """Of all that are evaluated, in the order of pairs."""
-        return *self.policies, *self.endpoints
+        return *self.served, *self.endpoints
+
+    @property
+    def served(self) -> dict[str, ModelConfig]:
+        """Those that our engines serve."""
+        return self.policies | self.reflections
 
     @field_validator("endpoints", "judges")
     @classmethod
@@ -55,8 +65,8 @@ class PolicyEvaluationJob(JobConfig):
 
     @model_validator(mode="after")
     def _can_be_measured(self) -> "PolicyEvaluationJob":
-        if not self.names or self.policies.keys() & self.endpoints.keys():
-            raise ValueError("policies and endpoints need one name or more, and none of them twice")
+        if not self.names or len(self.names) < len(self.policies) + len(self.reflections) + len(self.endpoints):
+            raise ValueError("policies, reflections and endpoints need one name or more, and none of them twice")
         if max(self.pass_at) > self.rollout.samples_per_prompt:
             raise ValueError(
                 f"pass_at={list(self.pass_at)} needs as many samples of a prompt, and rollout.samples_per_prompt="

@@ -42,7 +42,7 @@ def roles(job: AnyJob) -> dict[str, ProcessConfig]:
         case SFTJob():  # a reward model's engine starts when the ranks have gone
             return {"sft": job.sft}
         case PolicyEvaluationJob():  # one policy after the other
-            return {"rollout": job.rollout} if job.policies else {}
+            return {"rollout": job.rollout} if job.served else {}
         case ServeJob():  # a process beside Ray
             return {}
         case ScoreJob():

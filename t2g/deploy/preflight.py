@@ -119,9 +119,10 @@ def models(job: AnyJob) -> Iterator[Model]:
         case ServeJob():
             yield _policy("model.policy", job.model, ("engine", job.engine))
         case PolicyEvaluationJob():
-            for name, model in job.policies.items():
+            for name, model in job.served.items():
                 if not (Path(model.policy) / ADAPTER_FILE).exists():  # merged into its base first
-                    yield _policy(f"policies.{name}.policy", model, ("rollout", job.rollout))
+                    section = "policies" if name in job.policies else "reflections"
+                    yield _policy(f"{section}.{name}.policy", model, ("rollout", job.rollout))
     if isinstance(job, CompareJob) and job.compare.reviser:
         yield Model(key="compare.reviser", name=job.compare.reviser)
     for section, feedback in judges(job):

@@ -129,6 +129,11 @@ class Task:
         """The task's own program that criticises a response, if it has one."""
         return None
 
+    def critique_messages(self, prompt: Prompt, response_text: str, input_limit: int | None = None) -> list[Message]:
+        """The chat that asks for a critique in plain words, as a policy that reflects on its own response is asked."""
+        wanted = f"Write a short critique of the {self.review.subject}: what is right, what is wrong, what is missing."
+        return [{"role": "user", "content": f"{self.material(prompt, response_text, input_limit)}\n\n{wanted}"}]
+
     def revise_messages(
         self, prompt: Prompt, response_text: str, critique: str, input_limit: int | None = None
     ) -> list[Message]:

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,50 @@ def test_a_policy_that_is_cut_to_8_words_is_found_worse(tmp_path: Path, models: 
     assert "The phone that I bought" in (folder / "evaluation.html").read_text()
     (first, *_) = json.loads((folder / "exports" / "alpaca_eval_cut.json").read_text())
     assert first == {"instruction": "post 0", "output": " ".join(SENTENCES[0].split()[:8]), "generator": "cut"}
+
+
+class Reflective(Engine):
+    """Answers with half of the reference, or with all of it once it has read its own critique."""
+
+    critique = "It leaves out what the shop did."
+
+    async def sample(self, prompt: Prompt, sampling: Sampling) -> list[Rollout]:
+        what = prompt.prompt_id.rpartition("/")[2]
+        words = prompt.payload["ideal_human_summary"].split()
+        text = {"critique": self.critique, "again": " ".join(words)}.get(what, " ".join(words[:5]))
+        return [replace(r, response_text=text) for r in await super().sample(prompt, sampling)]
+
+
+def test_a_policy_that_reflects_answers_again_with_its_critique_in_view(tmp_path: Path, models: Path) -> None:
+    model = {"policy": str(models / "cut")}
+    sampled = {"max_model_len": 400, "max_new_tokens": 40, "samples_per_prompt": 2}
+    config = job(tmp_path, models, policies={"cut": model}, reflections={"again": model}, rollout=sampled)
+    engine = Reflective(100)
+    result = run(config, {"cut": engine})
+    assert result["policies"]["cut"]["words"]["value"] == 5
+    assert result["policies"]["again"]["rougeL"]["value"] == pytest.approx(1)
+    assert pair(result, "rougeL")["policy"] == "again" and pair(result, "rougeL")["low"] > 0
+    asked = sorted(i for i in engine.asked if i.startswith("3/"))
+    assert asked == ["3/0/again", "3/0/critique", "3/1/again", "3/1/critique"]
+    line = json.loads((config.run.folder / "responses/again/responses.jsonl").read_text().splitlines()[0])
+    assert line.keys() == {"prompt_id", "responses"} and len(line["responses"]) == 2
+
+
+@pytest.mark.parametrize(("critique", "max_model_len"), [(" ", 400), ("short", 100)], ids=["empty", "no room"])
+def test_an_answer_without_a_critique_stays(tmp_path: Path, models: Path, critique: str, max_model_len: int) -> None:
+    sampled = {"max_model_len": max_model_len, "max_new_tokens": 40}
+    reflections = {"again": {"policy": str(models / "cut")}}
+    config = job(tmp_path, models, policies={}, reflections=reflections, rollout=sampled)
+    engine = Reflective(100)
+    engine.critique = critique
+    assert run(config, {"cut": engine})["policies"]["again"]["words"]["value"] == 5
+
+
+def test_what_reflects_is_not_what_did_not(tmp_path: Path, models: Path) -> None:
+    model = {"policy": str(models / "cut")}
+    run(job(tmp_path, models, policies={"cut": model}), {"cut": Engine(5)})
+    with pytest.raises(UserError, match="reflects"):
+        run(job(tmp_path, models, policies={}, reflections={"cut": model}), {"cut": Engine(5)})
 
 
 def test_rouge_and_bleu_of_the_saved_responses_are_the_reports(tmp_path: Path, models: Path) -> None:
