@@ -31,7 +31,7 @@ function save() {
     queued = null;
     return ask(`item/${place}`, { critique: at("critique").value, spans: item.spans, done: item.done });
   });
-  return mine.then(() => { say(""); if (sent === mine) at("saved").textContent = "saved"; });
+  return mine.then(() => { if (sent === mine) at("saved").textContent = "saved"; });
 }
 
 function told(promise) {
@@ -172,23 +172,29 @@ const keys = {
   s: () => move(() => go(1)), b: () => move(() => go(-1)),
 };
 
+// What was wrong with the key before is over.
+function act(key) {
+  say("");
+  keys[key]();
+}
+
 document.addEventListener("keydown", (event) => {
   const key = event.key.toLowerCase(), ours = Object.hasOwn(keys, key);
   if (event.target === at("critique")) {
     if (key === "escape") back();
-    if (key === "enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); keys.n(); }
+    if (key === "enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); act("n"); }
   } else if (ours && !event.ctrlKey && !event.metaKey && !event.altKey && event.target.tagName !== "BUTTON") {
     event.preventDefault();
-    keys[key]();
+    act(key);
   }
 });
 for (const kind of ["beforeinput", "paste", "cut", "drop", "dragstart"])
   at("response").addEventListener(kind, (event) => event.preventDefault());
-at("critique").addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(() => told(save()), 300); });
+at("critique").addEventListener("input", () => { say(""); clearTimeout(typing); typing = setTimeout(() => told(save()), 300); });
 at("critique").addEventListener("change", () => told(save()));
 for (const button of document.querySelectorAll("#keys button")) {
   button.addEventListener("mousedown", (event) => event.preventDefault()); // the selection stays
-  button.addEventListener("click", () => keys[button.dataset.key]());
+  button.addEventListener("click", () => act(button.dataset.key));
 }
 addEventListener("beforeunload", (event) => { if (at("saved").textContent === "saving") event.preventDefault(); });
 told(show());

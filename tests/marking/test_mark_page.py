@@ -140,6 +140,7 @@ def test_the_page_fits_its_window(browser: Browser, tmp_path: Path, dark: bool, 
         browser.open(url)
         browser.wait(f"{SHOWN.format('progress')} !== ''")
         browser.press("Control+Shift+Right", "p")
+        browser.wait(SAVED)
         assert browser.ask("document.documentElement.scrollWidth") <= width
         browser.picture(tmp_path / "page.png")
         assert (tmp_path / "page.png").stat().st_size > 10_000
