@@ -1,8 +1,10 @@
 """Learning: ZeRO-3 ranks beside plain torch on the same rows, reference, forward, backward and one AdamW step."""
 
 import asyncio
+import time
 from contextlib import ExitStack, closing
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -12,25 +14,46 @@ from jobs.stopwatch.bare import BareLearner, begin
 from jobs.stopwatch.race_step import MOST_STEPS, loop_job, random_samples
 from jobs.stopwatch.watch import Bench, Done, Race, Record, Side
 from t2g.data.batching import make_train_batch, microbatches
+from t2g.deploy.flops import train_flops
+from t2g.deploy.memory import find_shape
 from t2g.types import Rollout, TrainSample
 
 AIM = 0.85
 
 
 async def measure(bench: Bench) -> list[Record]:
-    config, samples = bench.config, random_samples(bench)
-    bare = begin(BareLearner, config.learner, str(bench.models.fixed), config.learner)
-
-    async def limit() -> Done:
-        return Done(amount=await bare.step.remote(samples))
-
+    config, model = bench.config, str(bench.models.fixed)
+    bare = begin(BareLearner, config.learner, model, config.learner)
+    shape = find_shape(model, None)
+    ranks = {"1 rank": config.learner.threads, "2 ranks": max(1, config.learner.threads // 2)}
+    found = []
     with ExitStack() as stack:
-        sides: dict[str, Side] = {"plain torch": limit}
-        ranks = {"1 rank": config.learner.threads, "2 ranks": max(1, config.learner.threads // 2)}
-        for number, (name, threads) in enumerate(ranks.items(), start=1):
-            group = stack.enter_context(closing(make_group(bench, number, threads)))
-            sides[name] = partial(update, group, samples)
-        return [await bench.race(Race(name="learner", unit="tokens", sides=sides, limit="plain torch", aim=AIM))]
+        groups = {
+            name: stack.enter_context(closing(make_group(bench, number, threads)))
+            for number, (name, threads) in enumerate(ranks.items(), start=1)
+        }
+        for name, samples in {
+            "learner, one length": random_samples(bench),
+            "learner, exponential": random_samples(bench, exponential=True),
+        }.items():
+            # The reference's forward pass is a third of the policy's two.
+            gflop = (
+                4 / 3 * train_flops(shape, [*map(len, samples)], has_head=True, frozen=False) / 1e9 if shape else 0.0
+            )
+            sides = {"plain torch": bare_side(bare, samples, gflop)}
+            sides |= {who: partial(update, group, samples, gflop) for who, group in groups.items()}
+            race = Race(name=name, unit="tokens", sides=sides, limit="plain torch", aim=AIM)
+            found.append(await bench.race(race))
+    return found
+
+
+def bare_side(bare: Any, samples: list[TrainSample], gflop: float) -> Side:
+    async def side() -> Done:
+        started = time.monotonic()
+        tokens = await bare.step.remote(samples)
+        return Done(amount=tokens, more={"GFLOP/s": gflop / (time.monotonic() - started)})
+
+    return side
 
 
 def make_group(bench: Bench, ranks: int, threads: int) -> LearnerGroup:
@@ -41,17 +64,22 @@ def make_group(bench: Bench, ranks: int, threads: int) -> LearnerGroup:
     return LearnerGroup(spec, placement_timeout_s=job.cluster.placement_timeout_s)
 
 
-async def update(group: LearnerGroup, samples: list[TrainSample]) -> Done:
+async def update(group: LearnerGroup, samples: list[TrainSample], gflop: float) -> Done:
     """What a step asks of the learner, with the share of its rows that is padding and the microbatches of a rank."""
+    started = time.monotonic()
     rollouts = [rollout_of(sample) for sample in samples]
     await asyncio.to_thread(group.forward, rollouts)
     batch = make_train_batch(samples, num_epochs=1, minibatches_per_epoch=1, kl_coef=0.05, seed=1)
     await asyncio.to_thread(group.update, batch)
+    rate = gflop / (time.monotonic() - started)
     learner, tokens = group.spec.learner, sum(map(len, samples))
     plan = partial(microbatches, samples, num_ranks=learner.workers, token_budget=learner.tokens_per_microbatch)
     shares = [share for rank in range(learner.workers) for share in plan(rank=rank)]
     area = sum(len(share) * max((len(samples[i]) for i in share), default=0) for share in shares)
-    return Done(amount=tokens, more={"padding": 1 - tokens / area, "microbatches": len(shares) / learner.workers})
+    return Done(
+        amount=tokens,
+        more={"GFLOP/s": rate, "padding": 1 - tokens / area, "microbatches": len(shares) / learner.workers},
+    )
 
 
 def rollout_of(sample: TrainSample) -> Rollout:

@@ -64,21 +64,23 @@ def floor(bench: Bench) -> Any:
     return side
 
 
-def random_samples(bench: Bench) -> list[TrainSample]:
-    """Of the length that those of a step have."""
+def random_samples(bench: Bench, *, exponential: bool = False) -> list[TrainSample]:
+    """As many as a step has, as long as max_new_tokens allows, or exponentially, half of that in the mean."""
     rollout, rng = bench.config.rollout, np.random.default_rng(bench.config.run.seed)
-    number, length = rollout.prompts_per_step * rollout.samples_per_prompt, rollout.max_new_tokens
+    number, most = rollout.prompts_per_step * rollout.samples_per_prompt, rollout.max_new_tokens
+    drawn = np.clip(rng.exponential(most / 2, number), 1, most).astype(int) if exponential else [most] * number
+    return [random_sample(bench, int(length), 1 / sum(drawn), rng) for length in drawn]
+
+
+def random_sample(bench: Bench, length: int, weight: float, rng: np.random.Generator) -> TrainSample:
     column = partial(np.zeros, length, np.float32)
-    return [
-        TrainSample(
-            prompt_ids=bench.models.prompts[0].prompt_ids,
-            response_ids=rng.integers(5, 300, length).astype(np.int32),
-            weights=np.full(length, 1 / (number * length), np.float32),
-            advantages=rng.normal(size=length).astype(np.float32),
-            returns=column(), values=column(), old_logprobs=column(), rollout_logprobs=column(), ref_logprobs=column(),
-        )
-        for _ in range(number)
-    ]  # fmt: skip
+    return TrainSample(
+        prompt_ids=bench.models.prompts[0].prompt_ids,
+        response_ids=rng.integers(5, 300, length).astype(np.int32),
+        weights=np.full(length, weight, np.float32),
+        advantages=rng.normal(size=length).astype(np.float32),
+        returns=column(), values=column(), old_logprobs=column(), rollout_logprobs=column(), ref_logprobs=column(),
+    )  # fmt: skip
 
 
 def loop_job(bench: Bench, changes: Mapping[str, Any] | None = None) -> PolicyJob:

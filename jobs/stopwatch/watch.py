@@ -107,7 +107,8 @@ def refuse_busy(most: float) -> None:
     """UserError where other programs take more than that share of the machine."""
     own, everyone = cpu_seconds(), machine_seconds()
     time.sleep(LOOK_S)
-    busy = (machine_seconds() - everyone - cpu_since(own)) / LOOK_S / (psutil.cpu_count() or 1)
+    others_s = machine_seconds() - everyone - cpu_since(own)
+    busy = min(1.0, others_s / LOOK_S / (psutil.cpu_count() or 1))  # the system counts in hundredths of a second
     if busy > most:
         raise UserError(
             f"other programs take {busy:.0%} of this machine, and max_busy={most:g} allows {most:.0%}: times would "

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from jobs.stopwatch.race_driver import samples
+from jobs.stopwatch.race_driver import answer, samples
 from jobs.stopwatch.random_models import make_model
 from jobs.stopwatch.results import FILE, HEAD, TABLE_FILE, Results
 from jobs.stopwatch.watch import (
@@ -136,5 +136,14 @@ def test_models_end_their_responses_as_often_as_asked(
 
 def test_the_driver_hands_out_samples_without_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jobs.stopwatch.race_driver.SAMPLES", 2048)
+    asked = 0
+
+    def counted(loop: asyncio.AbstractEventLoop) -> object:
+        nonlocal asked
+        asked += 1
+        return answer(loop)
+
+    monkeypatch.setattr("jobs.stopwatch.race_driver.answer", counted)
     done = asyncio.run(samples(8))
-    assert done.amount == 2048 and 0 < done.more["CPU us a sample"] < 10_000
+    assert done.amount == asked == 2048, "one request for each sample"
+    assert 0 < done.more["CPU us a sample"] < 10_000
