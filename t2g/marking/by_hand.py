@@ -16,11 +16,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from t2g.errors import UserError
 from t2g.feedback.parse import MAX_ANSWER_CHARS, MAX_QUOTES, make_feedback
-from t2g.feedback.records import annotated_record, write_annotated
+from t2g.feedback.records import AnnotatedRecord, annotated_record, write_annotated
 from t2g.feedback.sources.votes import character_labels, kappa
 from t2g.loop.annotation import Sample
 from t2g.runs.journal import Journal, read_journal
-from t2g.types import Span, SpanFeedback
+from t2g.types import Span
 
 JOURNAL_FILE, RECORDS_FILE = "journal.jsonl", "annotated.jsonl"
 
@@ -66,6 +66,8 @@ class Marks:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._marks = self._said_by(by)
         self._journal, self._lock = Journal(self._folder / JOURNAL_FILE), Lock()
+        done = (place for place, finished in enumerate(self.finished) if finished)
+        self._records = {place: self._record(place, self[place]) for place in done}
         self._write()
 
     def __getitem__(self, place: int) -> Mark:
@@ -77,13 +79,15 @@ class Marks:
         mark = mark.model_copy(update={"key": self.samples[place].key})
         if mark.done and not mark.critique.strip():  # no source of feedback would take it
             raise ValueError("a critique is missing: what is right, what is wrong?")
-        self._feedback(self.samples[place], mark)
+        record = self._record(place, mark)
         with self._lock:
             self._journal.append(mark)
             self._journal.sync()
-            changed = mark.done or self[place].done
             self._marks[mark.key] = mark
-            if changed:
+            before = self._records.pop(place, None)
+            if mark.done:
+                self._records[place] = record
+            if mark.done or before:
                 self._write()
 
     @property
@@ -115,22 +119,18 @@ class Marks:
     def _said_by(self, name: str) -> dict[str, Mark]:
         return {mark.key: mark for mark in read_journal(self._all / name / JOURNAL_FILE, Mark)}
 
-    def _feedback(self, sample: Sample, mark: Mark) -> SpanFeedback:
-        response, sides = sample.response or "", {1: list[Any](), -1: list[Any]()}
+    def _record(self, place: int, mark: Mark) -> AnnotatedRecord:
+        sample, sides = self.samples[place], {1: list[Any](), -1: list[Any]()}
+        response = sample.response or ""
         for span in mark.spans:
             sides[span.label].append(span)
         said = make_feedback(mark.critique, sides[1], sides[-1], response, source="human", version=self.by)
         if said.num_located < said.num_quotes:
             raise ValueError(f"a span is blank, or not within the {len(response)} characters of the response")
-        return said
+        return annotated_record(sample.prompt, response, said, sample_index=sample.sample_index)
 
     def _write(self) -> None:
-        records = [
-            annotated_record(s.prompt, s.response or "", self._feedback(s, self[place]), sample_index=s.sample_index)
-            for place, s in enumerate(self.samples)
-            if self[place].done
-        ]
-        write_annotated(self._folder / RECORDS_FILE, records)
+        write_annotated(self._folder / RECORDS_FILE, [record for _, record in sorted(self._records.items())])
 
 
 def _labels(response: str, spans: Sequence[Span]) -> np.ndarray:

@@ -26,6 +26,7 @@ function say(problem) {
 // One after the other; what changes meanwhile goes with the next. Whoever leaves the response waits for `sent`.
 function save() {
   clearTimeout(typing);
+  typing = null;
   at("saved").textContent = "saving";
   const mine = sent = queued ??= sent.catch(() => {}).then(() => {
     queued = null;
@@ -148,7 +149,7 @@ async function finish() {
 }
 
 async function go(step) {
-  await sent;
+  await (typing ? save() : sent); // a click on a button leaves the critique without a change event
   await show((place + step + state.finished.length) % state.finished.length);
 }
 
@@ -190,7 +191,14 @@ document.addEventListener("keydown", (event) => {
 });
 for (const kind of ["beforeinput", "paste", "cut", "drop", "dragstart"])
   at("response").addEventListener(kind, (event) => event.preventDefault());
-at("critique").addEventListener("input", () => { say(""); clearTimeout(typing); typing = setTimeout(() => told(save()), 300); });
+// Of what an input method writes into the response nothing can be prevented.
+at("response").addEventListener("input", () => { at("response").textContent = item.response; draw(); });
+at("critique").addEventListener("input", () => {
+  say("");
+  at("saved").textContent = "saving";
+  clearTimeout(typing);
+  typing = setTimeout(() => told(save()), 300);
+});
 at("critique").addEventListener("change", () => told(save()));
 for (const button of document.querySelectorAll("#keys button")) {
   button.addEventListener("mousedown", (event) => event.preventDefault()); // the selection stays

@@ -107,6 +107,16 @@ def test_two_people_mark_by_keys_reload_go_on_and_are_compared(browser: Browser,
         assert "finished" in browser.ask(SHOWN.format("finished"))
         browser.press("s")
         at(browser, 3, 2)
+        typed = "critique = document.getElementById('critique'), critique.value = 'typed', critique"
+        skip = "document.querySelector('[data-key=b]').click()"
+        browser.ask(f"({typed}.dispatchEvent(new Event('input')), {skip})")  # at once, and without a blur
+        at(browser, 2, 2)
+        browser.press("s")
+        at(browser, 3, 2)
+        assert browser.ask("document.getElementById('critique').value") == "typed"
+        changed = "response = document.getElementById('response'), response.textContent = 'another', response"
+        browser.ask(f"({changed}.dispatchEvent(new Event('input')))")  # as an input method does, which asks nobody
+        assert browser.ask(SHOWN.format("response")) == "Yes."
         assert browser.complaints() == []
     assert "2 of 3 responses are marked" in said[0]
     with serving(data, "bea") as (url, said):

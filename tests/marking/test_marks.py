@@ -47,6 +47,15 @@ def test_a_start_after_a_kill_has_every_change_and_the_finished_are_records(tmp_
     assert third.finished == [True, True] and third[1].spans == ()
 
 
+def test_what_is_finished_no_more_is_no_record(tmp_path: Path) -> None:
+    marks, path = Marks(tmp_path, "ann", samples()), tmp_path / "ann" / RECORDS_FILE
+    marks.put(1, mark())
+    marks.put(0, mark((0, 2, 1)))
+    assert [json.loads(line)["response"] for line in path.read_text().splitlines()] == ["ab cd", "ef"]
+    marks.put(1, mark(critique="", done=False))
+    assert [json.loads(line)["response"] for line in path.read_text().splitlines()] == ["ab cd"]
+
+
 def test_its_file_is_read_as_what_annotate_writes(tmp_path: Path) -> None:
     marks = Marks(tmp_path, "ann", samples())
     spans = (Span(start=3, end=5, label=-1, severity=3), Span(start=0, end=2, label=1))
