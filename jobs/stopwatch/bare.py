@@ -9,16 +9,25 @@ import ray
 import torch
 
 from actors.cluster.placement import process_environment
+from actors.engines.engine import Engine, engine_environment
 from t2g.algo.head import install_chunked_head
 from t2g.algo.logprobs import Rows
-from t2g.config import EngineConfig, LearnerConfig, ProcessConfig
+from t2g.config import EngineConfig, LearnerConfig, ProcessConfig, RolloutConfig
 from t2g.data.batching import microbatches
 from t2g.types import TrainSample
 
 
+def environment(role: ProcessConfig) -> dict[str, str]:
+    """Of a rank of ours, or of our engine's core, from the start: what threads do is read when torch is imported."""
+    known = process_environment(role)
+    if isinstance(role, EngineConfig):
+        known |= engine_environment(role, owner=0, receives_weights=isinstance(role, RolloutConfig))
+    return known
+
+
 def begin(plain: type, role: ProcessConfig, *args: Any) -> Any:
-    """An actor of the class that takes no place from ours."""
-    options = {"num_cpus": 0, "num_gpus": role.gpus, "runtime_env": {"env_vars": process_environment(role)}}
+    """An actor of the class that takes no cores from ours."""
+    options = {"num_cpus": 0, "num_gpus": role.gpus, "runtime_env": {"env_vars": environment(role)}}
     return ray.remote(plain).options(**options).remote(*args)
 
 
@@ -26,8 +35,6 @@ class BareEngine:
     """`vllm.LLM` with the arguments of our engine."""
 
     def __init__(self, model: str, config: EngineConfig, seed: int, guided: bool = False) -> None:
-        from actors.engines.engine import Engine, engine_environment
-
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
         os.environ.update(engine_environment(config, owner=os.getpid(), receives_weights=False))
         from vllm import LLM

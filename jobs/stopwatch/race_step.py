@@ -122,13 +122,22 @@ class LoopOfOurs:
         self._seen: dict[str, float] = {}
 
     async def __aenter__(self) -> Self:
+        try:
+            self._begin()
+        except BaseException:
+            self._parts.close()  # nobody else would, and the next phases need the places
+            raise
+        return self
+
+    def _begin(self) -> None:
         job, timeout_s = self._job, self._job.cluster.placement_timeout_s
         spec = LearnerSpec(
             model=job.model, learner=job.learner, objective=job.objective, num_updates=MOST_STEPS, seed=job.run.seed
         )
         enter = self._parts.enter_context
+        how: dict[str, Any] = {"seed": job.run.seed, "transport": job.learner.sync_transport}
         self.fleet = fleet = enter(
-            closing(RolloutFleet(job.model.policy, job.rollout, seed=job.run.seed, placement_timeout_s=timeout_s))
+            closing(RolloutFleet(job.model.policy, job.rollout, placement_timeout_s=timeout_s, **how))
         )
         learner = enter(closing(LearnerGroup(spec, placement_timeout_s=timeout_s)))
         fleet.wait_ready()
@@ -142,7 +151,6 @@ class LoopOfOurs:
             stop=lambda: False, extra_metrics=self._pause, on_step=self._note,
         )  # fmt: skip
         self._trainer.log.truncate(0)
-        return self
 
     async def step(self) -> Done:
         """All its responses have max_new_tokens. What it says of its parts is of the step before."""

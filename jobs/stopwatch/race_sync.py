@@ -31,8 +31,9 @@ async def measure(bench: Bench) -> list[Record]:
     spec = LearnerSpec(
         model=ModelConfig(policy=model), learner=config.learner, loss="none", num_updates=0, seed=config.run.seed
     )
+    how: dict[str, Any] = {"seed": config.run.seed, "transport": config.learner.sync_transport}
     with (
-        closing(RolloutFleet(model, config.rollout, seed=config.run.seed, placement_timeout_s=timeout_s)) as fleet,
+        closing(RolloutFleet(model, config.rollout, placement_timeout_s=timeout_s, **how)) as fleet,
         closing(LearnerGroup(spec, placement_timeout_s=timeout_s)) as learner,
     ):
         fleet.wait_ready()
@@ -42,6 +43,7 @@ async def measure(bench: Bench) -> list[Record]:
 async def races(bench: Bench, learner: LearnerGroup, fleet: RolloutFleet) -> list[Record]:
     config, found, versions = bench.config, [], itertools.count(1)
     dtype, most = config.rollout.dtype, fleet.config.workers.max
+    store = config.learner.sync_transport == "store"  # the others take no hashes, and need somebody who receives
     for workers in (number for number in config.workers if number <= most):
         fleet.want(workers)
         await until_started(fleet, workers, timeout_s=config.rollout.start_timeout_s)
@@ -52,10 +54,10 @@ async def races(bench: Bench, learner: LearnerGroup, fleet: RolloutFleet) -> lis
                 fleet,
                 versions,
             )
-            for verify in ("probe", "full")
+            for verify in (("probe", "full") if store else ("probe",))
         }
         sides = {"copy": copies(num_bytes(learner.announce(), dtype), workers), **pushes}
-        if workers == config.workers[0]:
+        if store and workers == config.workers[0]:
             sides["learner alone"] = partial(learner_alone, learner, dtype)
         name = f"sync, {workers} engine{'s' if workers > 1 else ''}"
         found.append(await bench.race(Race(name=name, unit="GB", sides=sides, limit="copy", aim=AIM)))

@@ -8,15 +8,13 @@ setting that another lacks.
 import math
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from t2g.config import BenchmarkJob, ShapeConfig
+from t2g.errors import UserError
 from t2g.types import Prompt
-
-if TYPE_CHECKING:
-    pass
 
 WORDS = 2000  # of random letters, from which the tokenizer learns its pieces
 NEVER = -30.0  # logit of an end that does not come
@@ -62,13 +60,16 @@ class Models:
 def make_model(shape: ShapeConfig, folder: Path, *, seed: int, mean_length: float | None = None) -> Path:
     """Random bfloat16 weights in a Hugging Face folder with its tokenizer; returns `folder`.
 
-    mean_length: tokens of a response, exponentially distributed; none: a response never ends by itself.
+    mean_length: tokens of a response, exponentially distributed; none: a response never ends by itself, or with tied
+    embeddings, which hold no such number, once in a vocabulary. UserError for a mean_length with those.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from t2g.tasks.tiny.assets import build_tokenizer
 
+    if mean_length is not None and shape.tie_word_embeddings:
+        raise UserError("shape.tie_word_embeddings needs to be false, so that responses have a mean length")
     letters = np.random.default_rng(0).choice([*"aeioudlmnrst"], (WORDS, 6))
     tokenizer = build_tokenizer(folder, ["".join(word) for word in letters], vocab_size=min(shape.vocab_size, 1024))
     fields = shape.model_dump(exclude={"architecture"})

@@ -36,9 +36,9 @@ class Results:
 
     def add(self, phase: str, records: Sequence[Record]) -> None:
         """Keep a phase's records in place of earlier ones, and write both files."""
-        self.phases[phase] = {"at": datetime.now(UTC).isoformat(timespec="seconds"), "races": list(records)}
-        known = {"versions": versions(), "phases": self.phases}
-        write_atomic(self._folder / FILE, json.dumps(known, indent=1).encode())
+        at = datetime.now(UTC).isoformat(timespec="seconds")
+        self.phases[phase] = {"at": at, "versions": versions(), "races": list(records)}
+        write_atomic(self._folder / FILE, json.dumps({"phases": self.phases}, indent=1).encode())
         write_atomic(self._folder / TABLE_FILE, self.table().encode())
 
     def table(self) -> str:

@@ -83,8 +83,8 @@ def cpu_seconds() -> dict[int, float]:
 
 
 def cpu_since(before: Mapping[int, float]) -> float:
-    """CPU seconds of those that live now, whoever ended meanwhile."""
-    return sum(now - before.get(pid, 0.0) for pid, now in cpu_seconds().items())
+    """CPU seconds of those that live now, whoever ended meanwhile: what is ending may be told with less than it had."""
+    return sum(max(0.0, now - before.get(pid, 0.0)) for pid, now in cpu_seconds().items())
 
 
 def machine_seconds() -> float:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from jobs.stopwatch.bare import environment
 from jobs.stopwatch.race_driver import answer, samples
 from jobs.stopwatch.random_models import make_model
 from jobs.stopwatch.results import FILE, HEAD, TABLE_FILE, Results
@@ -25,7 +26,7 @@ from jobs.stopwatch.watch import (
     summary,
     turns,
 )
-from t2g.config import BenchmarkJob, ShapeConfig
+from t2g.config import BenchmarkJob, LearnerConfig, RolloutConfig, ShapeConfig
 from t2g.errors import RunStopped, UserError
 
 SHAPE = {
@@ -93,6 +94,18 @@ def test_seconds_of_the_processor_and_memory_are_those_of_the_tree() -> None:
     assert peak_gib() > 0.05
 
 
+def test_a_process_that_is_told_with_less_takes_nothing_back() -> None:
+    before = cpu_seconds()
+    assert 0 <= cpu_since(before | {os.getpid(): before[os.getpid()] + 100}) < 2
+
+
+def test_a_limit_has_the_environment_of_what_it_limits() -> None:
+    engine, rank = environment(RolloutConfig(threads=2)), environment(LearnerConfig(threads=2))
+    assert engine["OMP_NUM_THREADS"] == rank["OMP_NUM_THREADS"] == "2"
+    assert engine["OMP_WAIT_POLICY"] == "PASSIVE" and int(engine["GOMP_SPINCOUNT"]) > 0
+    assert "OMP_WAIT_POLICY" not in rank
+
+
 def test_a_busy_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jobs.stopwatch.watch.LOOK_S", 0.1)
     refuse_busy(1.0)
@@ -132,6 +145,11 @@ def test_models_end_their_responses_as_often_as_asked(
     with torch.no_grad():
         said = model(ids).logits.float().softmax(-1)[..., end].mean().item()
     assert math.isclose(said, probability, rel_tol=0.15, abs_tol=1e-9)
+
+
+def test_tied_embeddings_have_no_mean_length(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="tie_word_embeddings"):
+        make_model(ShapeConfig.model_validate({**SHAPE, "tie_word_embeddings": True}), tmp_path, seed=1, mean_length=64)
 
 
 def test_the_driver_hands_out_samples_without_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
