@@ -17,7 +17,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("runs", type=Path, nargs="*", metavar="RUN", help="a run's folder")
     parser.add_argument("--run", type=Path, metavar="FOLDER", help="the same")
     given = parser.parse_args(arguments)
-    folders = [*given.runs, *([given.run] if given.run else [])]
+    folders = [*dict.fromkeys([*given.runs, *([given.run] if given.run else [])])]
     if not folders:
         parser.error("a run's folder is missing")
     try:

@@ -222,7 +222,7 @@ def write_report(
         timeline=thinned(max(examples, key=len, default=()), MAX_TIMELINE) if beside is None else (),
         strips=strips([one for of in examples for one in of]) if beside is None else [],
         alarms=alarms[-MAX_ALARMS:],
-        beside=beside or {},
+        beside=beside,
         names=NAMES,
         levels=LEVELS,
         num_left_out=max(0, len(examples) - MAX_EXAMPLES),

@@ -206,6 +206,8 @@ def _drop_steps(path: Path, first_step: int) -> list[dict[str, Any]]:
 
 def _append(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     """Add lines and bring them to the disk; json.dumps escapes what is not ASCII, lone surrogates included."""
+    if not records:
+        return
     with unwritable_in_words(path), path.open("a", encoding="ascii") as file:
         file.writelines(f"{json.dumps(record)}\n" for record in records)
         file.flush()

@@ -182,7 +182,9 @@ def test_two_runs_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "<dt>two, step 1</dt><dd>the KL is &lt;high&gt;</dd>" in page
     twin = make_run(tmp_path / "more" / "one", f1=0.75, config=config % "span", response="one says <b>")
     assert main(["--run", str(twin), str(one)]) == 0
-    assert "What differs" not in (one / "report_beside.html").read_text()
+    page = (one / "report_beside.html").read_text()
+    assert "What differs" not in page and "The last responses to the same prompts" in page
+    assert main([str(one), str(one)]) == 0 and (one / "report.html").exists(), "one run is not beside itself"
     (two / "config.yaml").write_text("{")
     assert main([str(one), str(two)]) == 2 and "is no config as a run writes it" in capsys.readouterr().err
 
