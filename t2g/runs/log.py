@@ -134,7 +134,8 @@ class RunLog:
 
     def alarms(self, step: int, sentences: Sequence[str]) -> None:
         """What `t2g.loop.alarms` says of the step."""
-        _append(self._folder / ALARMS_FILE, [{STEP: step, "alarm": sentence} for sentence in sentences])
+        if sentences:
+            _append(self._folder / ALARMS_FILE, [{STEP: step, "alarm": sentence} for sentence in sentences])
 
     def close(self) -> None:
         for sink in self._sinks:
@@ -206,8 +207,6 @@ def _drop_steps(path: Path, first_step: int) -> list[dict[str, Any]]:
 
 def _append(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     """Add lines and bring them to the disk; json.dumps escapes what is not ASCII, lone surrogates included."""
-    if not records:
-        return
     with unwritable_in_words(path), path.open("a", encoding="ascii") as file:
         file.writelines(f"{json.dumps(record)}\n" for record in records)
         file.flush()
