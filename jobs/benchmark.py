@@ -38,7 +38,8 @@ def run(config: BenchmarkJob) -> int:
                 results.add(phase, records)
             except Exception as error:  # noqa: BLE001 - the others are measured all the same
                 failed = 3
-                print(f"phase {phase} was not measured: {error}", file=sys.stderr)
+                reason = f"{type(error).__name__}: {error}"  # some have no words
+                print(f"phase {phase} was not measured: {reason}", file=sys.stderr)
     print(results.table())
     return failed
 

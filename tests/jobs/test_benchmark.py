@@ -1,6 +1,7 @@
 """The benchmark's arithmetic: who runs when, what is kept of the turns, what is held against what, and its models."""
 
 import asyncio
+import itertools
 import math
 import os
 import time
@@ -107,10 +108,14 @@ def test_a_limit_has_the_environment_of_what_it_limits() -> None:
 
 
 def test_a_busy_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of all cores have worked while this process did not."""
+    worked = itertools.count(0, 0.1 / 2 * (os.cpu_count() or 1))
     monkeypatch.setattr("jobs.stopwatch.watch.LOOK_S", 0.1)
-    refuse_busy(1.0)
-    with pytest.raises(UserError, match="max_busy"):
-        refuse_busy(-1.0)
+    monkeypatch.setattr("jobs.stopwatch.watch.machine_seconds", lambda: next(worked))
+    monkeypatch.setattr("jobs.stopwatch.watch.cpu_since", lambda before: 0.0)
+    refuse_busy(0.51)
+    with pytest.raises(UserError, match="50% of this machine, and max_busy=0.49"):
+        refuse_busy(0.49)
 
 
 def test_results_are_kept_by_phase_and_held_against_the_limit(tmp_path: Path) -> None:
