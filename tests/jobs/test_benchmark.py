@@ -114,7 +114,7 @@ def test_a_busy_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jobs.stopwatch.watch.machine_seconds", lambda: next(worked))
     monkeypatch.setattr("jobs.stopwatch.watch.cpu_since", lambda before: 0.0)
     refuse_busy(0.51)
-    with pytest.raises(UserError, match="50% of this machine, and max_busy=0.49"):
+    with pytest.raises(UserError, match=r"50% of this machine, and max_busy=0\.49"):
         refuse_busy(0.49)
 
 
