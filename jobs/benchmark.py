@@ -1,7 +1,7 @@
 """Every phase of a step beside its limit and beside TRL, by one stopwatch.
 
     python -m jobs.benchmark --config configs/benchmark/all.yaml
-    python -m jobs.benchmark --config configs/benchmark/all.yaml 'phases=[step, trl]'    # these again
+    python -m jobs.benchmark --config configs/benchmark/all.yaml 'phases=[step]'    # this again
 
 Real Ray, ZeRO-3 and vLLM on models with random weights, which it makes. benchmark.json keeps each phase as soon as it
 is measured, benchmark.md is the table; the same command measures what is missing. What is measured and how:

@@ -66,7 +66,7 @@ def run(asked: PolicyJob) -> None:
         with sole_process(folder), told(folder, config.num_steps) as say, on_cluster(config):
             if demo:
                 with Fleets() as fleets:
-                    make_stages(demo, fleets)
+                    make_stages(demo, fleets, reward=config.feedback.source == "reward_model")
             data = data or read_data(config)
             say("loading")
             summary = train_in_rounds(config, data, stop_flag())

@@ -1,9 +1,11 @@
-"""A whole step of the loop, real engines, ranks and sync, beside its floor: bare vLLM and plain torch in turn."""
+"""A whole step of the loop, real engines, ranks and sync, beside its floor, bare vLLM and plain torch in turn, and
+beside TRL's GRPO: one optimizer step on the same number of tokens."""
 
 import asyncio
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, Self
 
 import numpy as np
@@ -13,7 +15,8 @@ from actors.learner.learner import LearnerGroup
 from actors.learner.parts import LearnerSpec
 from actors.weights.sync import WeightSync
 from jobs.stopwatch.bare import BareEngine, BareLearner, begin
-from jobs.stopwatch.watch import Bench, Done, Race, Record
+from jobs.stopwatch.bare_trl import Grpo
+from jobs.stopwatch.watch import Bench, Done, Race, Record, Side
 from t2g.concurrency import beside
 from t2g.config import PolicyJob, with_overrides
 from t2g.feedback.parse import make_feedback
@@ -24,27 +27,51 @@ from t2g.runs.log import RunLog
 from t2g.tasks.base import get_task
 from t2g.types import Prompt, SpanFeedback, TrainSample
 
-AIM = 1 / 1.15
+AIM = 1 / 1.15  # of the floor
+AIM_TRL = 1.4
 PARTS = {"generate_s": "time/generate_s", "learn_s": "time/learn_s", "sync_s": "time/sync_s"}
 MOST_STEPS = 10_000
+UNIT = "response tokens"
+VARIANTS: dict[str, dict[str, Any]] = {
+    "here, max_staleness=1": {"rollout.max_staleness": 1},
+    "here, with a critic": {"objective.advantages": "gae"},
+}
 
 
 async def measure(bench: Bench) -> list[Record]:
+    """The same turns held against both; TRL has no side where it is not installed. The variants run by themselves:
+    what samples ahead would do so in the others' turns."""
+    rivals = {"TRL": trl(bench)} if find_spec("trl") else {}
     async with LoopOfOurs(bench, loop_job(bench)) as ours:
-        sides = {"floor": floor(bench), "here": ours.step}
-        race = Race(name="step", unit="response tokens", sides=sides, limit="floor", aim=AIM)
-        found = [await bench.race(race)]
-    for name, changes in {
-        "step, max_staleness=1": {"rollout.max_staleness": 1},
-        "step, with a critic": {"objective.advantages": "gae"},
-    }.items():
+        sides = {"floor": floor(bench), **rivals, "here": ours.step}
+        found = await bench.race(Race(name="step", unit=UNIT, sides=sides))
+    measured = found["sides"]
+    for name, changes in VARIANTS.items():
         async with LoopOfOurs(bench, loop_job(bench, changes)) as ours:
-            found.append(await bench.race(Race(name=name, unit="response tokens", sides={"here": ours.step})))
-    return found
+            measured |= (await bench.race(Race(name="step", unit=UNIT, sides={name: ours.step})))["sides"]
+    beside_floor = {name: side for name, side in measured.items() if name != "TRL"}
+    records = [{**found, "limit": "floor", "aim": AIM, "sides": beside_floor}]
+    if rivals:
+        beside_trl = {name: side for name, side in measured.items() if name != "floor"}
+        records.append({**found, "name": "GRPO step", "limit": "TRL", "aim": AIM_TRL, "sides": beside_trl})
+    return records
 
 
-def floor(bench: Bench) -> Any:
-    """A side: the samples of a step by bare vLLM, and then the update by plain torch."""
+def trl(bench: Bench) -> Side:
+    """The same model, prompts, samples, forward passes (policy once, reference once), beta, dtype and threads."""
+    config = bench.config
+    texts = [prompt.prompt_text for prompt in bench.models.prompts]
+    actor = begin(Grpo, config.learner, str(bench.models.fixed), texts, config)
+
+    async def side() -> Done:
+        tokens, more = await actor.step.remote(config.deadline_s)
+        return Done(amount=tokens, more=more)
+
+    return side
+
+
+def floor(bench: Bench) -> Side:
+    """The samples of a step by bare vLLM, and then the update by plain torch."""
     config, prompts = bench.config, bench.models.prompts
     engine = begin(BareEngine, config.rollout, str(bench.models.fixed), config.rollout, config.run.seed)
     learner = begin(BareLearner, config.learner, str(bench.models.fixed), config.learner)

@@ -23,7 +23,7 @@ class ShapeConfig(Section):
     tie_word_embeddings: bool = True
 
 
-PHASES = ("machine", "rollout", "reward", "learner", "feedback", "sync", "step", "driver", "trl")
+PHASES = ("machine", "rollout", "reward", "learner", "feedback", "sync", "step", "driver")
 
 
 class BenchmarkJob(SyncedJob):

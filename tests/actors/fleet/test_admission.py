@@ -171,3 +171,49 @@ def test_who_is_cancelled_between_its_place_and_its_turn_gives_the_place_back() 
         assert member.load == 1 and not admission.waiting
 
     asyncio.run(run())
+
+
+def test_a_place_that_becomes_free_wakes_one_who_waits_and_looks_at_one_worker() -> None:
+    """With 256 workers and a thousand who wait, each end of a request would else cost a walk over all of either. (One
+    who has nothing left to do is an idle worker, which is counted.)"""
+    looked: list[str] = []
+
+    class Watched(Member):
+        @property
+        def health(self) -> Health:
+            looked.append(self.name)
+            return self.__dict__["health"]
+
+        @health.setter
+        def health(self, value: Health) -> None:
+            self.__dict__["health"] = value
+
+    members: list[Member] = [Watched(f"w{k}", None, EngineConfig()) for k in range(256)]  # type: ignore[arg-type]
+    for member in members:
+        member.health = Health(since=0, state=State.SERVING)
+
+    async def care() -> None:
+        await asyncio.sleep(60)
+
+    async def run() -> None:
+        admission, woken = Admission(members, room=2, care=care), []
+
+        async def one(number: int) -> None:
+            await admission.enter(1, avoid=None)
+            woken.append(number)
+
+        tasks = [asyncio.ensure_future(one(number)) for number in range(512 + 1000)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert len(woken) == 512 and admission.waiting
+        for step in range(3):
+            looked.clear()
+            admission.leave(members[7])
+            await asyncio.sleep(0)
+            assert len(woken) == 513 + step, "first come, first served, and nobody else wakes"
+            assert woken[-1] == 512 + step
+            assert {*looked} == {"w7"}
+        for task in tasks:
+            task.cancel()
+
+    asyncio.run(run())

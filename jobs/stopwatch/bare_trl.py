@@ -1,39 +1,11 @@
-"""GRPO of TRL with Hugging Face's own `generate`, beside our step: one optimizer step on the same number of tokens.
-
-The same model, prompts, samples, forward passes (policy once, reference once), beta, dtype, threads and niceness.
-"""
+"""GRPO of TRL with Hugging Face's own `generate`: a step when it is told to."""
 
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from jobs.stopwatch.bare import begin
-from jobs.stopwatch.race_step import LoopOfOurs, loop_job
-from jobs.stopwatch.watch import Bench, Done, Race, Record
 from t2g.config import BenchmarkJob
-from t2g.errors import UserError
-
-AIM = 1.4  # of TRL's response tokens per second
-
-
-async def measure(bench: Bench) -> list[Record]:
-    """UserError without TRL."""
-    from importlib.util import find_spec
-
-    if find_spec("trl") is None:
-        raise UserError("the phase trl needs the package trl, which is not installed: install the extra `dev`")
-    config = bench.config
-    texts = [prompt.prompt_text for prompt in bench.models.prompts]
-    trl = begin(Grpo, config.learner, str(bench.models.fixed), texts, config)
-    async with LoopOfOurs(bench, loop_job(bench)) as ours:
-
-        async def theirs() -> Done:
-            tokens, more = await trl.step.remote(config.deadline_s)
-            return Done(amount=tokens, more=more)
-
-        sides = {"TRL": theirs, "here": ours.step}
-        return [await bench.race(Race(name="GRPO step", unit="response tokens", sides=sides, limit="TRL", aim=AIM))]
 
 
 class Grpo:
