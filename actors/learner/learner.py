@@ -189,7 +189,7 @@ class LearnerGroup:
                     Ranks(
                         self.actor, spec, names,
                         section=section, role=role, who=who, placement_timeout_s=placement_timeout_s,
-                        environment=rank_environment(role, shares=spec.learner.sync_transport == "ipc"),
+                        environment=rank_environment(role, lends=spec.learner.lends),
                     )
                 )  # fmt: skip
                 self.parts |= dict.fromkeys(names, self.groups[-1])

@@ -192,6 +192,11 @@ class LearnerConfig(RoleConfig):
         """Whether weights that were sent can be sent again without the learner."""
         return self.sends_adapters or self.sync_transport == "store"
 
+    @property
+    def lends(self) -> bool:
+        """Whether engines copy weights out of its ranks' own memory."""
+        return self.sync_transport == "ipc" and not self.sends_adapters
+
     def probe_floor(self, engine_dtype: Dtype) -> float:
         """learner.probe_tolerance, or what rounding alone needs."""
         if self.probe_tolerance is not None:

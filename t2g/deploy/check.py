@@ -18,6 +18,7 @@ from t2g.deploy.memory import (
     engine_fit,
     find_shape,
     learner_models,
+    lent_bytes,
     logits_bytes,
     rank_fit,
     sft_models,
@@ -30,7 +31,7 @@ from t2g.errors import UserError
 from t2g.sandbox import available
 from t2g.text.positions import uneven_heads
 
-PARTS = ("weights", "gradients", "optimizer", "activations", "gathered", "logits", "cache", "other")
+PARTS = ("weights", "gradients", "optimizer", "activations", "gathered", "logits", "lent", "cache", "other")
 MIN_PLACEMENT_S = 600  # a new node, an image of some GB, a Ray that starts
 DATA_FILES = (".json", ".jsonl", ".csv", ".parquet")
 
@@ -135,7 +136,8 @@ def _fit(config: JobConfig, group: PodGroup, shape: ModelShape, gpu_bytes: float
         return rank_fit(shape, critic_models(shape), learner, ranks=workers, tokens=tokens)
     logits = logits_bytes(shape, learner, kept=tokens if objective.kl_estimator == "full" else 0)
     held = learner_models(shape, learner, objective)
-    return rank_fit(shape, held, learner, ranks=workers, tokens=tokens, logits=logits)
+    lent = lent_bytes(shape, learner, b=BYTES[config.rollout.dtype])
+    return rank_fit(shape, held, learner, ranks=workers, tokens=tokens, logits=logits, lent=lent)
 
 
 def _memory_lines(fits: Fits, gpu: str, gpu_gib: float) -> Iterator[str]:

@@ -154,6 +154,7 @@ class Estimate:
     parts: dict[str, float]  # bytes, by name; of an engine the cache is what the wanted sequences need at full length
     wanted: int = 0  # an engine's sequences at once
     fitting: int = 0  # sequences of max_model_len that an engine's cache has room for
+    cache: float = 0.0  # bytes that an engine has for it
 
     @property
     def total(self) -> float:
@@ -205,6 +206,7 @@ def rank_fit(
     ranks: int,
     tokens: int,
     logits: float = 0.0,
+    lent: float = 0.0,
 ) -> Estimate:
     """A rank with these models in a forward and backward pass over a microbatch of `tokens`.
 
@@ -220,8 +222,17 @@ def rank_fit(
             "gathered": gathered_bytes(shape, b=b),
             "other": OTHER_BYTES,
             **({"logits": logits} if logits else {}),
+            **({"lent": lent} if lent else {}),
         }
     )
+
+
+def lent_bytes(shape: ModelShape, learner: LearnerConfig, *, b: int) -> float:
+    """For engines on a policy rank's GPU to copy from: two buckets in turn, which stay. A bucket is one module, where
+    that is more than sync_bucket_mib.
+    """
+    module = b * max(shape.layer_numel, shape.embedding_numel)
+    return 2 * max(learner.sync_bucket_mib * 2**20, module) if learner.lends else 0.0
 
 
 def logits_bytes(shape: ModelShape, learner: LearnerConfig | SFTOptions, *, kept: int = 0) -> float:
@@ -253,11 +264,12 @@ def beside_bytes(fit: Estimate, engine: EngineConfig, *, colocate: bool, gpu_byt
     """With engines and ranks on the same GPUs, what the other one has of it while this one works, by this one's role.
 
     fit: of the rank. A rank works beside an engine's share, or one that sleeps; an engine beside a whole rank, or with
-    colocate beside a rank's weights, which it goes on to hold.
+    colocate beside a rank's weights, which it goes on to hold and gathers for a push: two buckets that it lends, and
+    two that it makes them of.
     """
     if not colocate:
         return {"learner": engine.gpu_memory_utilization * gpu_bytes, "rollout": fit.total}
-    return {"learner": OTHER_BYTES, "rollout": fit.parts["weights"] + OTHER_BYTES}
+    return {"learner": OTHER_BYTES, "rollout": fit.parts["weights"] + 2 * fit.parts.get("lent", 0) + OTHER_BYTES}
 
 
 def activation_bytes(shape: ModelShape, tokens: int, *, b: int, checkpointing: bool) -> int:
@@ -315,6 +327,7 @@ def engine_fit(shape: ModelShape, engine: EngineConfig, *, sequences: int, gpu_b
         parts={"weights": weights, "cache": wanted * one, "other": OTHER_BYTES},
         wanted=wanted,
         fitting=max(0, int(room // one)),
+        cache=room,
     )
 
 

@@ -194,6 +194,7 @@ def test_an_engine_by_hand() -> None:
     assert fit.wanted == 64  # max_num_seqs
     assert fit.fitting == 266  # (68 - 14.957 - 3) GiB / .1875 GiB
     assert fit.parts["cache"] == 64 * 0.1875 * GIB
+    assert fit.cache == pytest.approx((68 - 14.957 - 3) * GIB, rel=1e-4)
     two = memory.engine_fit(LLAMA_3_8B, with_overrides(engine, {"gpus": 2}), sequences=1, gpu_bytes=80 * GIB)
     assert (two.wanted, two.parts["weights"]) == (1, 8_030_261_248)
     assert two.fitting == 613  # (68 - 7.479 - 3) GiB / .09375 GiB
@@ -231,6 +232,21 @@ def test_one_version_of_the_weights_lies_in_the_object_store() -> None:
     assert memory.store_bytes(TOY, LearnerConfig(), b=2) == 2 * 2792
     assert memory.store_bytes(TOY, learner, b=2) == 2 * TOY.lora_numel(3)
     assert memory.store_bytes(TOY, with_overrides(learner, {"sync_adapters": False}), b=2) == 2 * 2792
+
+
+def test_two_buckets_are_lent_by_ipc_alone() -> None:
+    """The embedding of an 8B is a bucket of its own, 128256 x 4096."""
+    shared = LearnerConfig(sync_transport="ipc", gpus=0.4)
+    assert memory.lent_bytes(LLAMA_3_8B, shared, b=2) == 2 * 2 * 525_336_576
+    assert memory.lent_bytes(TOY, shared, b=2) == 2 * 64 * 2**20
+    for others in ({"sync_transport": "nccl"}, {"sync_transport": "store"}, {"lora": LoRAConfig(r=3)}):
+        assert memory.lent_bytes(LLAMA_3_8B, with_overrides(shared, others), b=2) == 0
+    turns = memory.rank_fit(TOY, [(2792, 2792)], shared, ranks=1, tokens=10, lent=7)
+    engine = RolloutConfig(gpus=1)
+    assert turns.parts["lent"] == 7
+    assert memory.beside_bytes(turns, engine, colocate=True, gpu_bytes=80 * GIB)["rollout"] == (
+        4 * 2792 + 2 * 7 + memory.OTHER_BYTES
+    )
 
 
 def test_shapes_are_found_without_a_network(tmp_path: Path) -> None:
