@@ -19,6 +19,7 @@ from actors.cluster.nodes import listening_environment
 from actors.fleet.meter import Measured, Meter
 from actors.weights.adapters import engine_arguments
 from t2g.config import EngineConfig, LoRAConfig, Transport
+from t2g.deploy.memory import engine_fit, find_shape
 from t2g.errors import UserError
 from t2g.text.offsets import decode
 from t2g.text.tokenizer import load_tokenizer
@@ -28,6 +29,7 @@ MIN_BATCHED_TOKENS = 4096  # of one step of a CPU engine
 GPU_BATCHED_TOKENS = 8192  # of one step of a GPU engine; vLLM's own number for an engine made in code is 2,048
 PLUGIN = "t2g_store"  # the entry point of actors.weights.vllm_plugin
 CORE_POLL_S = 1.0
+LOG = "the worker's log in Ray's folder"
 T = TypeVar("T")
 
 
@@ -125,6 +127,7 @@ class Engine:
         self.check_tokenizer()
         from vllm import envs
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -133,19 +136,23 @@ class Engine:
             vllm_config = AsyncEngineArgs(**self.arguments()).create_engine_config(UsageContext.ENGINE_CONTEXT)
             if not self._config.gpus:
                 self._check_kv_cache(vllm_config)
+            elif self._config.gpus < 1 and not self._sleeps:
+                self._fix_kv_cache(vllm_config, gpu_bytes=current_platform.get_device_total_memory())
             self._llm = AsyncLLM.from_vllm_config(
                 vllm_config, disable_log_stats=True, stat_loggers=[stat_logger(self._meter)]
             )
         except UserError:
             raise
         except (TypeError, ValueError, OSError, RuntimeError) as error:  # TypeError: of an argument that it lacks
-            raise UserError(f"vLLM cannot serve the model {self._model}: {first_sentence(error)}") from error
+            in_core = self._config.gpus and isinstance(error, RuntimeError)  # a process of its own, which says it there
+            log = f"; {LOG} says why" if in_core else ""
+            raise UserError(f"vLLM cannot serve the model {self._model}: {first_sentence(error)}{log}") from error
         try:
             await self.score(np.zeros(WARM_UP_TOKENS, np.int32)[: self._config.max_model_len - 1])
         except EngineDeadError as error:
             raise UserError(
                 f"vLLM loaded the model {self._model} and died in its first forward: its kernels may not know this "
-                "shape (on a CPU the head dimension must be 32 or more); the worker's log in Ray's folder says which"
+                f"shape (on a CPU the head dimension must be 32 or more); {LOG} says which"
             ) from error
         envs.enable_envs_cache()  # as its core does; here each token would read the environment twice
         self._watch = asyncio.create_task(self._end_with_core())
@@ -174,6 +181,16 @@ class Engine:
                 f"max_model_len={model.max_model_len} needs {math.ceil(need / 2**30 * 100) / 100:g} GiB: raise the one "
                 "or lower the other"
             )
+
+    def _fix_kv_cache(self, vllm_config: Any, *, gpu_bytes: int) -> None:
+        """To what its part of the GPU has room for. vLLM would measure it, and count what others on that GPU take or
+        give back meanwhile as its own: two engines that start side by side would each miss what the other has.
+
+        Where the model's shape is not known, or an estimate leaves no room, it measures.
+        """
+        shape = find_shape(self._model, self._revision)
+        if shape and (fit := engine_fit(shape, self._config, sequences=1, gpu_bytes=gpu_bytes)).fitting:
+            vllm_config.cache_config.kv_cache_memory_bytes = int(fit.cache)
 
     def arguments(self) -> dict[str, Any]:
         """Of vLLM's engine, by its own names."""

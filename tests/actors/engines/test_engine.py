@@ -3,6 +3,7 @@
 import tomllib
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from actors.engines.engine import (
     weight_version,
 )
 from t2g.config import EngineConfig
+from t2g.deploy.memory import GIB, LLAMA_3_8B, ModelShape
 
 
 def test_a_cpu_engine_keeps_to_its_threads_and_sleeps_when_it_waits() -> None:
@@ -52,6 +54,22 @@ def test_whatever_the_program_sets_nobody_else_may_but_two(gpus: float) -> None:
     for name in arguments.keys() - free:
         with pytest.raises(ValueError, match=rf"{name} cannot be given: "):
             EngineConfig(engine_args={name: 1})
+
+
+def test_engines_on_parts_of_a_gpu_do_not_measure_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has what the estimate of `jobs.deploy check` says, whoever starts beside it."""
+
+    def fixed(shape: ModelShape | None, gpus: float, gpu_gib: float) -> float | None:
+        monkeypatch.setattr("actors.engines.engine.find_shape", lambda model, revision: shape)
+        cache = SimpleNamespace(kv_cache_memory_bytes=None)
+        engine = Engine("m", EngineConfig(gpus=gpus, dtype="bfloat16"), seed=1)
+        engine._fix_kv_cache(SimpleNamespace(cache_config=cache), gpu_bytes=int(gpu_gib * GIB))
+        return cache.kv_cache_memory_bytes
+
+    weights = 2 * LLAMA_3_8B.numel / GIB
+    assert fixed(LLAMA_3_8B, 0.6, 80) == int((0.6 * 80 - weights - 3) * GIB)
+    assert fixed(LLAMA_3_8B, 0.3, 80) == int((0.3 * 80 - weights - 3) * GIB)
+    assert fixed(LLAMA_3_8B, 0.3, 24) is fixed(None, 0.6, 80) is None, "where it cannot be known, vLLM measures"
 
 
 def test_what_is_compiled_lies_beside_the_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
