@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ ONE_EACH = ("learner.workers=1", "rollout.workers={min: 1, max: 1}", "feedback.s
 SHARED = ("rollout.gpus=0.6", "learner.gpus=0.4")
 FIGURES = re.compile(r"(sync|speed|time|learner|policy|critic|engine|sft|importance)/|feedback/failed_share")
 LOSS_RATIO = 2e-3  # of a float32 loss, summed in another order, after a few dozen updates
+LAST_LINES = 60
 ON_CPU = "no GPU: run on the CPU"
 
 Figures = dict[str, Any]
@@ -46,12 +47,15 @@ class Machine:
         """Metrics of each step of that job in `out`/name. RunStopped with its last words, or when it is late."""
         command = [sys.executable, "-m", f"jobs.{job}", "--config", str(config)]
         command += [f"run.root={self.out}", f"run.name={name}", "run.resume=never", "log.tensorboard=false", *overrides]
+        log = self.out / f"{name}.log"
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=self.timeout_s, check=False)
+            with log.open("w") as words:
+                how: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": words, "timeout": self.timeout_s}
+                code = subprocess.run(command, check=False, **how).returncode
         except subprocess.TimeoutExpired as late:
             raise RunStopped(f"jobs.{job} did not end within {self.timeout_s:g} s") from late
-        if done.returncode:
-            raise RunStopped((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+        if code:
+            raise RunStopped((log.read_text(errors="replace").strip().splitlines() or [f"exit code {code}"])[-1])
         lines = (self.out / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         return [{key: value for key, value in json.loads(line).items() if FIGURES.match(key)} for line in lines]
 
@@ -68,6 +72,12 @@ class Machine:
         given = (f"stages={self.stages()}", "num_steps=2", "eval.num_prompts=16", *overrides)
         steps = self.job(name, "train_policy", POLICY, *given)
         return steps[-1] | {"probe_gap_nats": json.loads((self.out / name / "probe.json").read_bytes())}
+
+
+def last_words(logs: Path = Path("/tmp/ray/session_latest/logs")) -> Iterator[str]:
+    """Of each process of the last Ray: why an engine did not start stands nowhere else."""
+    for file in sorted(logs.glob("worker-*.err")):
+        yield from (f"{file.name}:", *file.read_text(errors="replace").splitlines()[-LAST_LINES:])
 
 
 def world(machine: Machine) -> Figures:
@@ -142,13 +152,17 @@ async def measure(fleet: "RolloutFleet", prompts: "Sequence[Prompt]") -> Figures
 
 def half_a_billion(machine: Machine) -> Figures:
     """Weights by ipc, speeds and memory at a size that means something, beside what `t2g.deploy.memory` expects."""
+    import torch
+
     from jobs.stopwatch.random_models import make_model
     from t2g.config import PolicyJob, ShapeConfig, loading
     from t2g.deploy.check import check_config
 
     model = make_model(ShapeConfig(), machine.out / "half-a-billion-model", seed=1)
     sized = (*ONE_EACH, *SHARED, *BFLOAT16, "learner.sync_transport=ipc", f"model.policy={model}")
-    _, words = check_config(loading.load(PolicyJob, POLICY, [*sized, "stages=null"]), gpu="H100-80GB")
+    sized += ("learner.memory_gib=6", "rollout.memory_gib=6")
+    gpu_gib = torch.cuda.get_device_properties(0).total_memory / 2**30
+    _, words = check_config(loading.load(PolicyJob, POLICY, [*sized, "stages=null"]), gpu=f"{gpu_gib:.1f}")
     return machine.policy("half-a-billion", *sized) | {"expected": words.splitlines()}
 
 
@@ -174,6 +188,7 @@ def answer(item: str, machine: Machine) -> Figures:
         said |= {"answer": "yes", "figures": run(machine)}
     except Exception as error:  # noqa: BLE001 - whatever is wrong with one item, the others are asked
         said |= {"answer": "no", "why": f"{type(error).__name__}: {error}"}
+        (machine.out / f"{item}-workers.log").write_text("\n".join(last_words()))
     return said | {"seconds": round(time.monotonic() - started, 1)}
 
 
@@ -188,6 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from t2g.files import write_atomic
     from t2g.runs.versions import versions
 
+    given.out.mkdir(parents=True, exist_ok=True)
     machine = Machine(out=given.out.absolute(), gpus=torch.cuda.device_count(), timeout_s=given.timeout_s)
     gpus = [torch.cuda.get_device_name(i) for i in range(machine.gpus)]
     said: Figures = {"gpus": gpus or ON_CPU, "versions": versions(), "date": time.strftime("%Y-%m-%d"), "items": []}

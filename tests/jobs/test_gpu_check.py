@@ -12,13 +12,17 @@ import numpy as np
 import pytest
 import ray
 import torch
+from transformers import PreTrainedModel
 
 from actors.engines.rollout import RolloutWorker
 from jobs import gpu_check
-from t2g.config import DemoJob, PolicyJob, SFTJob, loading
+from jobs.stopwatch import random_models
+from t2g.config import DemoJob, PolicyJob, SFTJob, ShapeConfig, loading
+from t2g.deploy.preflight import preflight
 from t2g.interfaces import Sampling
 from t2g.types import Prompt
 
+MACHINE = {"CPU": 16.0, "GPU": 2.0, "memory": 120 * 2**30}
 SCHEMAS: dict[str, Any] = {"jobs.train_policy": PolicyJob, "jobs.train_sft": SFTJob}
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,20 +34,22 @@ class Jobs:
         self.configs: list[Any] = []
         self.losses, self.fails, self.hangs = {"cpu": 1.0, "gpu": 1.0} | losses, False, False
 
-    def run(self, command: list[str], timeout: float, **how: Any) -> Any:
+    def run(self, command: list[str], timeout: float, stderr: Any, **how: Any) -> Any:
         _, _, job, _, config, *overrides = command
         if self.hangs:
             raise subprocess.TimeoutExpired(command, timeout)
         if self.fails:
-            return SimpleNamespace(returncode=3, stderr="a warning\njobs.train_policy: no rollout worker is left\n")
+            stderr.write("a warning\njobs.train_policy: no rollout worker is left\n")
+            return SimpleNamespace(returncode=3)
         given = loading.load(SCHEMAS[job], ROOT / config, overrides, environ={}, cwd=ROOT)
+        assert preflight(given, MACHINE).wrong == [], "the job itself would not start"
         self.configs.append(given)
         given.run.folder.mkdir(parents=True)
         loss = self.losses["gpu" if isinstance(given, SFTJob) and given.sft.gpus else "cpu"]
         metrics = {"sft/loss": loss, "sync/load_s": 0.5, "feedback/failed_share": 0.1, "eval/score": 0.7}
         (given.run.folder / "metrics.jsonl").write_text(json.dumps(metrics) + "\n")
         (given.run.folder / "probe.json").write_text('{"largest": 0.1, "p95": 0.05, "median": 0.01}')
-        return SimpleNamespace(returncode=0, stderr="")
+        return SimpleNamespace(returncode=0)
 
 
 def check(monkeypatch: pytest.MonkeyPatch, out: Path, jobs: Jobs, *items: str, gpus: int = 0) -> tuple[int, Any]:
@@ -80,6 +86,22 @@ def test_on_gpus_every_item_asks_for_what_it_is_about(monkeypatch: pytest.Monkey
     assert all(job.rollout.dtype == job.learner.dtype == "bfloat16" for job in (world, *others))
 
 
+def test_half_a_billion_has_the_memory_that_it_asks_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def without_weights(shape: ShapeConfig, folder: Path, *, seed: int) -> Path:
+        with torch.device("meta"):
+            monkeypatch.setattr(PreTrainedModel, "save_pretrained", lambda model, to: model.config.save_pretrained(to))
+            return make_model(shape, folder, seed=seed)
+
+    make_model = random_models.make_model
+    monkeypatch.setattr(random_models, "make_model", without_weights)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=24 * 2**30))
+    jobs = Jobs()
+    code, said = check(monkeypatch, tmp_path, jobs, "half_a_billion", gpus=1)
+    (item,), (job,) = said["items"], jobs.configs
+    assert code == 0 and job.learner.sync_transport == "ipc"
+    assert "estimated GiB on each GPU, of 24 (24.0):" in item["figures"]["expected"]
+
+
 def test_a_loss_that_is_another_one_is_a_no(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     code, said = check(monkeypatch, tmp_path, Jobs(gpu=1.01), "rank", gpus=1)
     assert code == 3 and said["items"][0]["answer"] == "no" and "0.01 of its size" in said["items"][0]["why"]
@@ -92,6 +114,21 @@ def test_a_job_that_fails_or_hangs_is_a_no_with_its_last_words(monkeypatch: pyte
     assert (code, said["items"][0]["why"]) == (3, "RunStopped: jobs.train_policy: no rollout worker is left")
     jobs.hangs = True
     assert "did not end within" in check(monkeypatch, tmp_path, jobs, "world")[1]["items"][0]["why"]
+
+
+def test_what_engines_said_last_stays_with_a_no(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "worker-1.err").write_text("".join(f"{i}\n" for i in range(100)) + "ValueError: no room for a cache\n")
+    (logs / "worker-2.out").write_text("of no interest\n")
+    last_words = gpu_check.last_words
+    monkeypatch.setattr(gpu_check, "last_words", lambda: last_words(logs))
+    jobs = Jobs()
+    jobs.fails = True
+    check(monkeypatch, tmp_path / "out", jobs, "world")
+    first, *others, last = (tmp_path / "out" / "world-workers.log").read_text().splitlines()
+    assert (first, last) == ("worker-1.err:", "ValueError: no room for a cache") and len(others) < 100
+    assert (tmp_path / "out" / "world.log").read_text().startswith("a warning")
 
 
 def test_an_engine_is_asked_as_it_can_be_asked_and_its_successor_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
