@@ -54,11 +54,9 @@ def _fill(section: Mapping[str, Any], share: float, host_gib: float) -> dict[str
     gpus = share if section.get("gpus") == "auto" else section.get("gpus", 0)
     chosen: dict[str, Any] = {}
     if isinstance(gpus, int | float) and gpus:
-        cpus = section.get("cpus", 0)
-        threads = max(1, int(cpus)) if isinstance(cpus, int | float) else 1
         size = {"memory_gib": round(host_gib * gpus, 1)} if host_gib else {}
         utilization = round(UTILIZATION * min(gpus, 1), 2)
-        chosen = {"gpus": gpus, "dtype": "bfloat16", "enforce_eager": False, "threads": threads} | size
+        chosen = {"gpus": gpus, "dtype": "bfloat16", "enforce_eager": False} | size
         chosen["gpu_memory_utilization"] = utilization
     filled = {}
     for name, value in section.items():

@@ -107,6 +107,16 @@ def test_all_wrong_values_are_reported_at_once(tmp_path: Path) -> None:
     }
 
 
+def test_what_is_beside_a_gpu_has_as_many_threads_as_cores() -> None:
+    """AdamW of DeepSpeed in host memory, offload=cpu, is as fast as its threads are many."""
+    assert [LearnerConfig(**given).threads for given in ({}, {"cpus": 8}, {"gpus": 1}, {"gpus": 0.4, "cpus": 6.5})] == [
+        1, 1, 1, 6,
+    ]  # fmt: skip
+    learner = LearnerConfig(gpus=1, cpus=8)
+    assert (learner.threads, with_overrides(learner, {"gpus": 0}).threads) == (8, 1)
+    assert with_overrides(learner, {"threads": 2}).threads == 2
+
+
 def test_an_engine_on_gpus_has_other_defaults(tmp_path: Path) -> None:
     def of(*overrides: str) -> tuple[int, float]:
         rollout = load(tmp_path, GOOD, *overrides).rollout
