@@ -144,8 +144,7 @@ class Engine:
         except UserError:
             raise
         except (TypeError, ValueError, OSError, RuntimeError) as error:  # TypeError: of an argument that it lacks
-            in_core = self._config.gpus and isinstance(error, RuntimeError)  # a process of its own, which says it there
-            log = f"; {LOG} says why" if in_core else ""
+            log = f"; {LOG} says why" if isinstance(error, RuntimeError) else ""  # of its core, a process of its own
             raise UserError(f"vLLM cannot serve the model {self._model}: {first_sentence(error)}{log}") from error
         try:
             await self.score(np.zeros(WARM_UP_TOKENS, np.int32)[: self._config.max_model_len - 1])
