@@ -83,7 +83,8 @@ def last_words(logs: Path = Path("/tmp/ray/session_latest/logs")) -> Iterator[st
 def world(machine: Machine) -> Figures:
     """Stages, PPO, and a reward model that answers under guided decoding."""
     share = ("rollout.gpus=0.3", "learner.gpus=0.4", "feedback.engine.gpus=0.3", "learner.workers=1", *BFLOAT16)
-    figures = machine.policy("world", "learner.sync_transport=store", *(share if machine.gpus else ()))
+    share = (*share, "feedback.engine.dtype=bfloat16") if machine.gpus else ()
+    figures = machine.policy("world", "learner.sync_transport=store", *share)
     if figures["feedback/failed_share"] > 0.5:
         raise RunStopped(f"guided answers: {figures['feedback/failed_share']:.0%} are no feedback")
     return figures
