@@ -53,6 +53,8 @@ def check_config(config: JobConfig, *, gpu: str = "A100-80GB", found: Findings |
     problems = [*found.wrong, *_problems(config, shapes, fits, gpu_gib)]
     warnings = [] if shares_gpus(config) else [*_group_warnings(groups)]
     warnings += [*_cluster_warnings(config, shapes.get("learner")), *path_warnings(config)]
+    slow = [group.section for group, _ in fits if getattr(group.role, "dtype", "") == "float32"]
+    warnings += [f"{name}.dtype is float32, for which GPUs have no fast attention: take bfloat16" for name in slow]
     sandboxes = [feedback.sandbox for _, feedback in judges(config)]
     if config.task == "code" and sandboxes and (lacking := available(sandboxes[0].require)):
         warnings.append(f"on this machine {lacking}")

@@ -114,6 +114,7 @@ def test_what_cannot_work_is_a_problem(overrides: list[str], gpu: str, words: st
         ("data.path=my.jsonl", "data.path is my.jsonl: pods see /mnt/t2g"),
         ("feedback.reward_model=runs/slf5k-reward/model", "feedback.reward_model is runs/slf5k-reward/model"),
         ("model.policy=/home/me/model", "model.policy is /home/me/model"),
+        ("rollout.dtype=float32", "rollout.dtype is float32, for which GPUs have no fast attention"),
     ],
 )
 def test_what_goes_wrong_on_pods_is_a_warning(override: str, words: str) -> None:

@@ -76,7 +76,7 @@ def test_on_gpus_every_item_asks_for_what_it_is_about(monkeypatch: pytest.Monkey
     world, on_cpu, on_gpu, *others = jobs.configs
     judge = world.feedback.engine
     assert (world.learner.sync_transport, world.feedback.source) == ("store", "reward_model")
-    assert (judge.gpus, judge.dtype, judge.max_new_tokens) == (0.3, "bfloat16", 256), "of the file what is not said here"
+    assert (judge.gpus, judge.dtype, judge.max_new_tokens) == (0.3, "bfloat16", 256), "the rest as in the file"
     stages = loading.load(DemoJob, world.stages, environ={})
     assert stages.rollout.gpus == stages.reward_engine.gpus == 0.4, "vLLM for GPUs has no CPU engines"
     assert world.rollout.gpus + world.learner.gpus + world.feedback.engine.gpus == pytest.approx(1), "on one GPU"
