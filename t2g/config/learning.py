@@ -53,6 +53,9 @@ class TeacherConfig(Section):
     where: Literal["all", "spans"] = Field(
         "all", description="all: on every token of a criticised response; spans: on those that the critique quotes"
     )
+    sibling: bool = Field(
+        False, description="it also reads the best paid response to the prompt, where that was paid more than this one"
+    )
 
 
 class ObjectiveConfig(FollowingSection):

@@ -242,6 +242,23 @@ def fault_recall(task: Task, pairs: Sequence[tuple[Prompt, Rollout, SpanFeedback
     return shares | ({"feedback/faults_praised": float(np.mean(praised))} if praised else {})
 
 
+def teachers_words(scored: Sequence[ScoredRollout], *, sibling: bool) -> list[str]:
+    """What the teacher is told of each response: its critique, and with `sibling` the best paid response to the same
+    prompt, where that was paid more (SDPO, arXiv 2601.20802)."""
+    best: dict[str, ScoredRollout] = {}
+    for one in scored:
+        known = best.setdefault(one.rollout.prompt_id, one)
+        if one.token_rewards.sum() > known.token_rewards.sum():
+            best[one.rollout.prompt_id] = one
+    told = []
+    for one in scored:
+        words, better = one.feedback.critique.strip(), best[one.rollout.prompt_id]
+        if sibling and better.token_rewards.sum() > one.token_rewards.sum():
+            words = f"{words}\nBetter: {better.rollout.response_text}".lstrip()
+        told.append(words)
+    return told
+
+
 def teacher_metrics(teacher: Sequence[np.ndarray | None], stats: Sequence[TokenStats]) -> dict[str, float]:
     """How much of a step the teacher of `objective.teacher` taught, and how far from the policy it is."""
     gaps = [row - t.old_logprobs for row, t in zip(teacher, stats, strict=False) if row is not None]

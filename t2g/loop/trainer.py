@@ -39,6 +39,7 @@ from t2g.loop.steps import (
     step_metrics,
     sync_metrics,
     teacher_metrics,
+    teachers_words,
     token_columns,
     token_staleness,
 )
@@ -253,11 +254,10 @@ class Trainer:
     async def _teach(self, scored: Sequence[ScoredRollout], prompts: Sequence[Prompt]) -> list[np.ndarray | None]:
         """Log-probabilities [R] of each response by the policy that reads its critique, None where none fits."""
         room = self.config.revision_window - self.config.rollout.max_new_tokens
+        words = teachers_words(scored, sibling=self.config.objective.teacher.sibling)
         asked = [
-            revision_ids(self.task, prompt, s.rollout.response_text, s.feedback.critique, self.tokenizer, room)
-            if s.feedback.critique.strip()
-            else None
-            for s, prompt in zip(scored, prompts, strict=True)
+            revision_ids(self.task, prompt, s.rollout.response_text, told, self.tokenizer, room) if told else None
+            for s, told, prompt in zip(scored, words, prompts, strict=True)
         ]
         shown = [replace(s.rollout, prompt_ids=ids) for s, ids in zip(scored, asked, strict=True) if ids is not None]
         if not shown:

@@ -16,8 +16,8 @@ from actors.learner.parts import LearnerSpec
 from t2g.algo.losses import policy_loss
 from t2g.config import LearnerConfig, ModelConfig, ObjectiveConfig
 from t2g.errors import RunStopped
-from t2g.loop.steps import advantage_samples
-from t2g.types import Prompt, Rollout, SpanFeedback
+from t2g.loop.steps import advantage_samples, teachers_words
+from t2g.types import Prompt, Rollout, ScoredRollout, SpanFeedback
 
 
 def samples(teacher: list[list[float] | None], **rule: Any) -> list[tuple[list[float], list[float]]]:
@@ -90,6 +90,20 @@ def test_the_loss_is_that_of_trls_trainer_on_the_same_ids() -> None:
         clip_eps=0.2,
     )
     torch.testing.assert_close(torch.autograd.grad(ours, student)[0], gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_the_teacher_reads_the_best_paid_response_of_the_group_where_that_is_another() -> None:
+    def one(prompt_id: str, text: str, paid: float, critique: str) -> ScoredRollout:
+        made = scored_pair([paid, 0.0])[1]
+        rollout = replace(made.rollout, prompt_id=prompt_id, response_text=text)
+        return replace(made, rollout=rollout, feedback=replace(made.feedback, critique=critique))
+
+    scored = [one("p", "poor", -1.0, "wrong "), one("p", "best", 2.0, "right"), one("p", "next", 1.0, "")]
+    scored += [one("q", "alone", -3.0, "all wrong"), one("r", "same", 1.0, "fine"), one("r", "equal", 1.0, " ")]
+    assert teachers_words(scored, sibling=False) == ["wrong", "right", "", "all wrong", "fine", ""]
+    assert teachers_words(scored, sibling=True) == [
+        "wrong\nBetter: best", "right", "Better: best", "all wrong", "fine", "",
+    ]  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------------- in the loop

@@ -31,7 +31,7 @@ def test_each_method_changes_what_makes_it_and_nothing_else(tmp_path: Path) -> N
     placement, unit = "objective.rewards.placement", "objective.rewards.unit"
     grpo = {f"objective.{key}" for key in ("advantages", "whiten", "loss_mean")}
     critic = {"objective.advantages", "objective.kl_estimator"}
-    teacher = {f"objective.teacher{key}" for key in ("", ".weight", ".where")}
+    teacher = {f"objective.teacher{key}" for key in ("", ".weight", ".where", ".sibling")}
     more: dict[str, set[str]] = {
         "sft": set(),
         "reflection": set(),
@@ -51,6 +51,7 @@ def test_each_method_changes_what_makes_it_and_nothing_else(tmp_path: Path) -> N
         "paper": {unit, "objective.vf_coef"} | critic,
         "sdpo": {*teacher, "objective.loss_mean"},
         "sdpo_group": teacher,
+        "sdpo_sibling": {*teacher, "objective.loss_mean"},
         "sdpo_spans": {*teacher, "objective.loss_mean"},
         "outcome": {"objective.w_span", "objective.w_end"},
         "step": {placement},
