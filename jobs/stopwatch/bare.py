@@ -26,10 +26,10 @@ def environment(role: ProcessConfig) -> dict[str, str]:
     return known
 
 
-def begin(plain: type, role: ProcessConfig, *args: Any) -> Any:
+def begin(plain: type, role: ProcessConfig, *args: Any, **named: Any) -> Any:
     """An actor of the class that takes no cores from ours."""
     options = {"num_cpus": 0, "num_gpus": role.gpus, "runtime_env": {"env_vars": environment(role)}}
-    return ray.remote(plain).options(**options).remote(*args)
+    return ray.remote(plain).options(**options).remote(*args, **named)
 
 
 class BareEngine:

@@ -1,5 +1,6 @@
-"""GRPO of TRL with Hugging Face's own `generate`: a step when it is told to."""
+"""GRPO of TRL with Hugging Face's own `generate`, or with vLLM in its own process: a step when it is told to."""
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -7,17 +8,24 @@ from typing import Any
 
 from t2g.config import BenchmarkJob
 
+IN_PROCESS = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.2}
+# What torchrun would say, and vLLM reads; and one process for its engine and core, as `bare.BareEngine` has.
+ALONE = {
+    "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
+}  # fmt: skip
+
 
 class Grpo:
     """TRL's trainer, which makes one step when it is told to."""
 
-    def __init__(self, model: str, texts: list[str], config: BenchmarkJob) -> None:
+    def __init__(self, model: str, texts: list[str], config: BenchmarkJob, *, vllm: bool = False) -> None:
         import torch
 
         torch.set_num_threads(config.learner.threads)
         self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
         self._generate_s, self._tokens, self._error = 0.0, 0, ""
-        self._trainer = self._made(model, texts, config)
+        self._trainer = self._made(model, texts, config, IN_PROCESS if vllm else {})
         self._thread: threading.Thread | None = None
 
     def step(self, timeout_s: float) -> tuple[int, dict[str, float]]:
@@ -42,7 +50,7 @@ class Grpo:
             self._error = f"{type(error).__name__}: {error}"
             self._done.release()
 
-    def _made(self, model: str, texts: list[str], config: BenchmarkJob) -> Any:
+    def _made(self, model: str, texts: list[str], config: BenchmarkJob, vllm: dict[str, Any]) -> Any:
         import torch
         from datasets import Dataset
         from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -50,6 +58,11 @@ class Grpo:
 
         rollout, optim = config.rollout, config.learner.policy
         go, done = self._go, self._done
+        if vllm:
+            os.environ.update(ALONE)
+            from vllm.utils.network_utils import get_open_port
+
+            os.environ["MASTER_PORT"] = str(get_open_port())
 
         class Pace(TrainerCallback):
             def on_step_end(self, *args: Any, **kwargs: Any) -> None:
@@ -62,7 +75,7 @@ class Grpo:
             per_device_train_batch_size=rollout.prompts_per_step * rollout.samples_per_prompt,
             num_generations=rollout.samples_per_prompt, max_completion_length=rollout.max_new_tokens,
             temperature=rollout.temperature, beta=0.05, num_iterations=1, learning_rate=optim.lr,
-            max_grad_norm=optim.max_grad_norm, optim="adamw_torch_fused", seed=config.run.seed,
+            max_grad_norm=optim.max_grad_norm, optim="adamw_torch_fused", seed=config.run.seed, **vllm,
         )  # fmt: skip
         trainer = GRPOTrainer(
             AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, config.learner.dtype)),
@@ -72,6 +85,8 @@ class Grpo:
             processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
             callbacks=[Pace()],
         )
+        if vllm and not config.learner.gpus:
+            trainer.vllm_generation.sync_weights = lambda: None  # vLLM's packed matrices of a CPU take no others
         generate = trainer._generate_single_turn
 
         def timed(*args: Any, **kwargs: Any) -> Any:

@@ -41,7 +41,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 async def measure(bench: Bench) -> list[Record]:
     """The same turns held against both; TRL has no side where it is not installed. The variants run by themselves:
     what samples ahead would do so in the others' turns."""
-    rivals = {"TRL": trl(bench)} if find_spec("trl") else {}
+    sends = "" if bench.config.learner.gpus else ", weights not sent"
+    names = {"TRL": False, f"TRL with vLLM{sends}": True} if find_spec("trl") else {}
+    rivals = {name: trl(bench, vllm=vllm) for name, vllm in names.items()}
     async with LoopOfOurs(bench, loop_job(bench)) as ours:
         sides = {"floor": floor(bench), **rivals, "here": ours.step}
         found = await bench.race(Race(name="step", unit=UNIT, sides=sides))
@@ -49,7 +51,7 @@ async def measure(bench: Bench) -> list[Record]:
     for name, changes in VARIANTS.items():
         async with LoopOfOurs(bench, loop_job(bench, changes)) as ours:
             measured |= (await bench.race(Race(name="step", unit=UNIT, sides={name: ours.step})))["sides"]
-    beside_floor = {name: side for name, side in measured.items() if name != "TRL"}
+    beside_floor = {name: side for name, side in measured.items() if name not in rivals}
     records = [{**found, "limit": "floor", "aim": AIM, "sides": beside_floor}]
     if rivals:
         beside_trl = {name: side for name, side in measured.items() if name != "floor"}
@@ -57,11 +59,13 @@ async def measure(bench: Bench) -> list[Record]:
     return records
 
 
-def trl(bench: Bench) -> Side:
-    """The same model, prompts, samples, forward passes (policy once, reference once), beta, dtype and threads."""
+def trl(bench: Bench, *, vllm: bool) -> Side:
+    """The same model, prompts, samples, forward passes (policy once, reference once), beta, dtype and threads; with
+    `generate`, or the engine's own environment and vLLM."""
     config = bench.config
     texts = [prompt.prompt_text for prompt in bench.models.prompts]
-    actor = begin(Grpo, config.learner, str(bench.models.fixed), texts, config)
+    role = config.rollout if vllm else config.learner
+    actor = begin(Grpo, role, str(bench.models.fixed), texts, config, vllm=vllm)
 
     async def side() -> Done:
         tokens, more = await actor.step.remote(config.deadline_s)
