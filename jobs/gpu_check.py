@@ -26,12 +26,11 @@ if TYPE_CHECKING:
     from t2g.types import Prompt
 
 POLICY, STAGES, SFT = (Path("configs") / name for name in ("tiny/policy.yaml", "tiny/gpu_check.yaml", "own/sft.yaml"))
-BFLOAT16 = ("rollout.dtype=bfloat16", "learner.dtype=bfloat16")
+BFLOAT16 = [f"{section}.dtype=bfloat16" for section in ("rollout", "feedback.engine", "learner")]
 ONE_EACH = ("learner.workers=1", "rollout.workers={min: 1, max: 1}", "feedback.source=program")
-SHARED = ("rollout.gpus=0.6", "learner.gpus=0.4")
+SHARED = ("rollout.gpus=0.6", "learner.gpus=0.4", "learner.memory_gib=6")
 FIGURES = re.compile(r"(sync|speed|time|learner|policy|critic|engine|sft|importance)/|feedback/failed_share")
 LOSS_RATIO = 2e-3  # of a float32 loss, summed in another order, after a few dozen updates
-LAST_LINES = 60
 ON_CPU = "no GPU: run on the CPU"
 
 Figures = dict[str, Any]
@@ -50,8 +49,8 @@ class Machine:
         log = self.out / f"{name}.log"
         try:
             with log.open("w") as words:
-                how: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": words, "timeout": self.timeout_s}
-                code = subprocess.run(command, check=False, **how).returncode
+                quiet = {"stdout": subprocess.DEVNULL, "stderr": words}
+                code = subprocess.run(command, timeout=self.timeout_s, check=False, **quiet).returncode
         except subprocess.TimeoutExpired as late:
             raise RunStopped(f"jobs.{job} did not end within {self.timeout_s:g} s") from late
         if code:
@@ -77,14 +76,13 @@ class Machine:
 def last_words(logs: Path = Path("/tmp/ray/session_latest/logs")) -> Iterator[str]:
     """Of each process of the last Ray: why an engine did not start stands nowhere else."""
     for file in sorted(logs.glob("worker-*.err")):
-        yield from (f"{file.name}:", *file.read_text(errors="replace").splitlines()[-LAST_LINES:])
+        yield from (f"{file.name}:", *file.read_text(errors="replace").splitlines()[-60:])
 
 
 def world(machine: Machine) -> Figures:
     """Stages, PPO, and a reward model that answers under guided decoding."""
     share = ("rollout.gpus=0.3", "learner.gpus=0.4", "feedback.engine.gpus=0.3", "learner.workers=1", *BFLOAT16)
-    share = (*share, "feedback.engine.dtype=bfloat16") if machine.gpus else ()
-    figures = machine.policy("world", "learner.sync_transport=store", *share)
+    figures = machine.policy("world", "learner.sync_transport=store", *(share if machine.gpus else ()))
     if figures["feedback/failed_share"] > 0.5:
         raise RunStopped(f"guided answers: {figures['feedback/failed_share']:.0%} are no feedback")
     return figures
@@ -161,7 +159,6 @@ def half_a_billion(machine: Machine) -> Figures:
 
     model = make_model(ShapeConfig(), machine.out / "half-a-billion-model", seed=1)
     sized = (*ONE_EACH, *SHARED, *BFLOAT16, "learner.sync_transport=ipc", f"model.policy={model}")
-    sized += ("learner.memory_gib=6", "rollout.memory_gib=6")
     gpu_gib = torch.cuda.get_device_properties(0).total_memory / 2**30
     _, words = check_config(loading.load(PolicyJob, POLICY, [*sized, "stages=null"]), gpu=f"{gpu_gib:.1f}")
     return machine.policy("half-a-billion", *sized) | {"expected": words.splitlines()}

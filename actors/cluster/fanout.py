@@ -49,6 +49,14 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
+def first_sentence(error: Exception) -> str:
+    """The first sentence of vLLM's or pydantic's message."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if lines and "validation error" in lines[0]:
+        lines = [line.removeprefix("Value error, ") for line in lines[1:]]
+    return (lines or [type(error).__name__])[0].split(" [type=")[0].split(". ")[0]
+
+
 def _outcome(ref: "ray.ObjectRef[Any]") -> tuple[Any, RayError | None]:
     try:
         return ray.get(ref), None

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
+from actors.cluster.fanout import first_sentence
 from actors.cluster.nodes import listening_environment
 from actors.fleet.meter import Measured, Meter
 from actors.weights.adapters import engine_arguments
@@ -132,6 +133,7 @@ class Engine:
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.engine.exceptions import EngineDeadError
 
+        self._check_build(for_cpus=current_platform.is_cpu())
         try:
             vllm_config = AsyncEngineArgs(**self.arguments()).create_engine_config(UsageContext.ENGINE_CONTEXT)
             if not self._config.gpus:
@@ -160,6 +162,12 @@ class Engine:
     def check_tokenizer(self) -> None:
         """UserError for a tokenizer that the worker has no use for."""
 
+    def _check_build(self, *, for_cpus: bool) -> None:
+        """UserError where the vLLM that is installed has no engines of this kind: its core would die without a word."""
+        if for_cpus == (self._config.gpus > 0):
+            other = "CPUs: gpus must be 0" if for_cpus else "GPUs: gpus must be more, or auto"
+            raise UserError(f"gpus={self._config.gpus:g} for {self._model}, and the vLLM installed is for {other}")
+
     def _check_kv_cache(self, vllm_config: Any) -> None:
         """UserError when not even one sequence fits: the engine core would die of it without a reason."""
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
@@ -182,10 +190,8 @@ class Engine:
             )
 
     def _fix_kv_cache(self, vllm_config: Any, *, gpu_bytes: int) -> None:
-        """To what its part of the GPU has room for. vLLM would measure it, and count what others on that GPU take or
-        give back meanwhile as its own: two engines that start side by side would each miss what the other has.
-
-        Where the model's shape is not known, or an estimate leaves no room, it measures.
+        """vLLM would measure it, and count what others on the GPU take or give back meanwhile as its own: two engines
+        that start side by side would end each other. So it does where the shape is not known, or nothing seems to fit.
         """
         shape = find_shape(self._model, self._revision)
         if shape and (fit := engine_fit(shape, self._config, sequences=1, gpu_bytes=gpu_bytes)).fitting:
@@ -387,11 +393,3 @@ def kv_cache_bytes(*, num_tokens: int, block_size: int, token_bytes: int) -> int
 def weight_version(label: str) -> int:
     """vLLM says "default" until the first weights are committed."""
     return 0 if label == "default" else int(label)
-
-
-def first_sentence(error: Exception) -> str:
-    """The first sentence of vLLM's or pydantic's message."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if lines and "validation error" in lines[0]:
-        lines = [line.removeprefix("Value error, ") for line in lines[1:]]
-    return (lines or [type(error).__name__])[0].split(" [type=")[0].split(". ")[0]

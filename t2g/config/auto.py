@@ -55,9 +55,8 @@ def _fill(section: Mapping[str, Any], share: float, host_gib: float) -> dict[str
     chosen: dict[str, Any] = {}
     if isinstance(gpus, int | float) and gpus:
         size = {"memory_gib": round(host_gib * gpus, 1)} if host_gib else {}
-        utilization = round(UTILIZATION * min(gpus, 1), 2)
-        chosen = {"gpus": gpus, "dtype": "bfloat16", "enforce_eager": False} | size
-        chosen["gpu_memory_utilization"] = utilization
+        part = round(UTILIZATION * min(gpus, 1), 2)
+        chosen = size | {"gpus": gpus, "dtype": "bfloat16", "enforce_eager": False, "gpu_memory_utilization": part}
     filled = {}
     for name, value in section.items():
         if isinstance(value, Mapping):

@@ -7,16 +7,17 @@ from types import SimpleNamespace
 
 import pytest
 
+from actors.cluster.fanout import first_sentence
 from actors.engines.engine import (
     PLUGIN,
     Engine,
     engine_environment,
-    first_sentence,
     kv_cache_bytes,
     weight_version,
 )
 from t2g.config import EngineConfig
 from t2g.deploy.memory import GIB, LLAMA_3_8B, ModelShape
+from t2g.errors import UserError
 
 
 def test_a_cpu_engine_keeps_to_its_threads_and_sleeps_when_it_waits() -> None:
@@ -54,6 +55,13 @@ def test_whatever_the_program_sets_nobody_else_may_but_two(gpus: float) -> None:
     for name in arguments.keys() - free:
         with pytest.raises(ValueError, match=rf"{name} cannot be given: "):
             EngineConfig(engine_args={name: 1})
+
+
+@pytest.mark.parametrize(("gpus", "for_cpus"), [(0, False), (1, True), (0.5, True)])
+def test_an_engine_that_this_vllm_has_not_is_refused_in_a_sentence(gpus: float, for_cpus: bool) -> None:
+    with pytest.raises(UserError, match=rf"gpus={gpus:g} for m, and the vLLM installed is for .*PUs: gpus must be "):
+        Engine("m", EngineConfig(gpus=gpus), seed=1)._check_build(for_cpus=for_cpus)
+    Engine("m", EngineConfig(gpus=gpus), seed=1)._check_build(for_cpus=not for_cpus)
 
 
 def test_engines_on_parts_of_a_gpu_do_not_measure_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
