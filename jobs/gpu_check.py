@@ -49,8 +49,7 @@ class Machine:
         log = self.out / f"{name}.log"
         try:
             with log.open("w") as words:
-                quiet = {"stdout": subprocess.DEVNULL, "stderr": words}
-                code = subprocess.run(command, timeout=self.timeout_s, check=False, **quiet).returncode
+                code = subprocess.call(command, stdout=subprocess.DEVNULL, stderr=words, timeout=self.timeout_s)
         except subprocess.TimeoutExpired as late:
             raise RunStopped(f"jobs.{job} did not end within {self.timeout_s:g} s") from late
         if code:

@@ -241,7 +241,7 @@ class Round:
 
     def _wrong(self, receiver: Receiver, scores: np.ndarray, logprobs: np.ndarray, gap: Gap) -> str:
         agreed, before = self.fleet.agreed, self.version.before
-        wrong = why_refused(gap, floor=self.config.probe_floor(self.fleet.config.dtype), agreed=agreed)
+        wrong = why_refused(gap, floor=self.config.probe_floor(self.fleet.config), agreed=agreed)
         if not wrong and agreed and before and receiver.name in before.scores:
             assert before.probe_logprobs is not None
             if is_stuck((before.scores[receiver.name], scores), (before.probe_logprobs, logprobs), agreed):

@@ -92,7 +92,7 @@ class WeightSync:
         """
         fresh = [receiver for receiver in await self._some_receivers() if receiver.version is None]
         if fresh:
-            gap, floor = await self._round(version, fresh).agree(), self._config.probe_floor(self._fleet.config.dtype)
+            gap, floor = await self._round(version, fresh).agree(), self._config.probe_floor(self._fleet.config)
             if gap is not None and gap.median > floor:
                 raise RunStopped(
                     f"engines and learner loaded model.policy, and are {gap.median:.3g} nats apart in the median of "

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from t2g.config.common import Dtype, FollowingSection, RoleConfig, Section
+from t2g.config.feedback import EngineConfig
 from t2g.config.marks import MayDiffer
 
 Schedule = Literal["constant", "linear", "cosine"]
@@ -182,7 +183,7 @@ class LearnerConfig(RoleConfig):
         None,
         gt=0,
         description="largest |engine - learner| logprob on the probe that is always allowed, nats, beside 3 x what "
-        "they were apart on the checkpoint; none: 0.001, and 0.25 where engine or learner is bfloat16",
+        "they were apart on the checkpoint; none: 0.001, 0.03 for engines on GPUs, 0.25 where one is bfloat16",
     )
     step_timeout_s: MayDiffer[float] = Field(600, gt=0, description="one forward, update, sync or checkpoint")
 
@@ -200,11 +201,12 @@ class LearnerConfig(RoleConfig):
         """Whether engines copy weights out of its ranks' own memory."""
         return self.sync_transport == "ipc" and not self.sends_adapters
 
-    def probe_floor(self, engine_dtype: Dtype) -> float:
+    def probe_floor(self, engine: EngineConfig) -> float:
         """learner.probe_tolerance, or what rounding alone needs."""
         if self.probe_tolerance is not None:
             return self.probe_tolerance
-        return 0.25 if "bfloat16" in (engine_dtype, self.dtype) else 1e-3
+        rounding = 0.03 if engine.gpus else 1e-3  # a GPU engine's attention multiplies float32 numbers as TF32
+        return 0.25 if "bfloat16" in (engine.dtype, self.dtype) else rounding
 
     def roles(self, objective: ObjectiveConfig) -> dict[str, RoleConfig]:
         """The resources of its groups of ranks by config section; the critic's own comes last."""

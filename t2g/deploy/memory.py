@@ -221,8 +221,7 @@ def rank_fit(
             "activations": activation_bytes(shape, tokens, b=b, checkpointing=learner.gradient_checkpointing),
             "gathered": gathered_bytes(shape, b=b),
             "other": OTHER_BYTES,
-            **({"logits": logits} if logits else {}),
-            **({"lent": lent} if lent else {}),
+            **{name: size for name, size in (("logits", logits), ("lent", lent)) if size},
         }
     )
 

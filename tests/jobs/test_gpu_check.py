@@ -34,13 +34,13 @@ class Jobs:
         self.configs: list[Any] = []
         self.losses, self.fails, self.hangs = {"cpu": 1.0, "gpu": 1.0} | losses, False, False
 
-    def run(self, command: list[str], timeout: float, stderr: Any, **how: Any) -> Any:
+    def run(self, command: list[str], timeout: float, stderr: Any, **how: Any) -> int:
         _, _, job, _, config, *overrides = command
         if self.hangs:
             raise subprocess.TimeoutExpired(command, timeout)
         if self.fails:
             stderr.write("a warning\njobs.train_policy: no rollout worker is left\n")
-            return SimpleNamespace(returncode=3)
+            return 3
         given = loading.load(SCHEMAS[job], ROOT / config, overrides, environ={}, cwd=ROOT)
         assert preflight(given, MACHINE).wrong == [], "the job itself would not start"
         self.configs.append(given)
@@ -49,11 +49,11 @@ class Jobs:
         metrics = {"sft/loss": loss, "sync/load_s": 0.5, "feedback/failed_share": 0.1, "eval/score": 0.7}
         (given.run.folder / "metrics.jsonl").write_text(json.dumps(metrics) + "\n")
         (given.run.folder / "probe.json").write_text('{"largest": 0.1, "p95": 0.05, "median": 0.01}')
-        return SimpleNamespace(returncode=0)
+        return 0
 
 
 def check(monkeypatch: pytest.MonkeyPatch, out: Path, jobs: Jobs, *items: str, gpus: int = 0) -> tuple[int, Any]:
-    monkeypatch.setattr(gpu_check.subprocess, "run", jobs.run)
+    monkeypatch.setattr(gpu_check.subprocess, "call", jobs.run)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
     code = gpu_check.main(["--out", str(out), "--items", *items])
