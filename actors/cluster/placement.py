@@ -34,14 +34,16 @@ LAST_LOOK_S = 0.1  # at a place, once the deadline is over: another one may have
 
 
 def resources(address: str | None) -> Mapping[str, float]:
-    """What there is for actors, as Ray names it: on the cluster of `connect`, or on this machine."""
+    """What there is for actors, as Ray names it: on the cluster of `connect`, or on this machine. CPU is that of its
+    largest node, since no process has threads on two."""
     address = address or os.environ.get("RAY_ADDRESS") or "local"
     if address == "local":
         cpus, memory = len(os.sched_getaffinity(0)), estimate_available_memory()
         return {"CPU": cpus, "GPU": torch.cuda.device_count(), "memory": memory}
     _join(address, ClusterConfig())
     try:
-        return ray.cluster_resources()
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        return ray.cluster_resources() | {"CPU": max(node.get("CPU", 0) for node in nodes)}
     finally:
         ray.shutdown()
 

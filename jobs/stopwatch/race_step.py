@@ -18,7 +18,7 @@ from jobs.stopwatch.bare import BareEngine, BareLearner, begin
 from jobs.stopwatch.bare_trl import Grpo
 from jobs.stopwatch.watch import Bench, Done, Race, Record, Side
 from t2g.concurrency import beside
-from t2g.config import PolicyJob, with_overrides
+from t2g.config import BenchmarkJob, PolicyJob, with_overrides
 from t2g.feedback.parse import make_feedback
 from t2g.interfaces import FeedbackSource
 from t2g.loop.trainer import Trainer
@@ -32,12 +32,6 @@ AIM_TRL = 1.4
 PARTS = {"generate_s": "time/generate_s", "learn_s": "time/learn_s", "sync_s": "time/sync_s"}
 MOST_STEPS = 10_000
 UNIT = "response tokens"
-VARIANTS: dict[str, dict[str, Any]] = {
-    "here, max_staleness=1": {"rollout.max_staleness": 1},
-    "here, with a critic": {"objective.advantages": "gae"},
-}
-
-
 async def measure(bench: Bench) -> list[Record]:
     """The same turns held against both; TRL has no side where it is not installed. The variants run by themselves:
     what samples ahead would do so in the others' turns."""
@@ -48,7 +42,7 @@ async def measure(bench: Bench) -> list[Record]:
         sides = {"floor": floor(bench), **rivals, "here": ours.step}
         found = await bench.race(Race(name="step", unit=UNIT, sides=sides))
     measured = found["sides"]
-    for name, changes in VARIANTS.items():
+    for name, changes in variants(bench.config).items():
         async with LoopOfOurs(bench, loop_job(bench, changes)) as ours:
             measured |= (await bench.race(Race(name="step", unit=UNIT, sides={name: ours.step})))["sides"]
     beside_floor = {name: side for name, side in measured.items() if name not in rivals}
@@ -57,6 +51,15 @@ async def measure(bench: Bench) -> list[Record]:
         beside_trl = {name: side for name, side in measured.items() if name != "floor"}
         records.append({**found, "name": "GRPO step", "limit": "TRL", "aim": AIM_TRL, "sides": beside_trl})
     return records
+
+
+def variants(config: BenchmarkJob) -> dict[str, dict[str, Any]]:
+    """Engines and ranks that work at once share the cores, as `threads=auto` would have it."""
+    shared = {f"{role}.threads": max(1, getattr(config, role).threads // 2) for role in ("rollout", "learner")}
+    return {
+        "here, max_staleness=1": {"rollout.max_staleness": 1, **shared},
+        "here, with a critic": {"objective.advantages": "gae"},
+    }
 
 
 def trl(bench: Bench, *, vllm: bool) -> Side:

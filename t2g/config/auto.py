@@ -1,6 +1,7 @@
 """The word `auto` in a config: what a process gets by what there is where it will run.
 
     rollout: {gpus: auto, dtype: auto}    # with a GPU {gpus: 1, dtype: bfloat16}, without one the schema's defaults
+    rollout: {threads: auto}              # without a GPU its share of the cores
 
 It is replaced before anything is checked, so that a resolved config, and the identity of a run, have the value.
 """
@@ -13,6 +14,7 @@ from t2g.config.words import Keys
 
 KEYS = ("gpus", "dtype", "enforce_eager", "threads", "memory_gib", "gpu_memory_utilization")
 UTILIZATION, SPARED = 0.85, 0.9  # of a GPU's memory, by an engine; of the hosts' memory, by all processes
+RANKS = ("learner", "sft")  # sections whose processes train
 GIB = 2**30
 
 
@@ -26,33 +28,45 @@ def asked(values: Mapping[str, Any], prefix: Keys = ()) -> Iterator[Keys]:
 
 
 def fill(values: Mapping[str, Any], have: Mapping[str, float]) -> dict[str, Any]:
-    """`values` without `auto`; have: GPU, and memory in bytes, as Ray names them.
+    """`values` without `auto`; have: GPU, CPU (cores of a node), and memory in bytes, as Ray names them.
 
-    Where processes ask for more GPUs than there are, each gets an equal share of one, with which all find a place.
+    Where processes ask for more GPUs than there are, each gets an equal share of one, with which all find a place. On
+    CPUs, engines and ranks that work in turn have all cores for their threads, and with `max_staleness` share them.
 
     >>> fill({"rollout": {"gpus": "auto", "workers": 2}, "learner": {"gpus": "auto", "dtype": "auto"}}, {"GPU": 1})
     {'rollout': {'gpus': 0.33, 'workers': 2}, 'learner': {'gpus': 0.33, 'dtype': 'bfloat16'}}
-    >>> fill({"rollout": {"gpus": "auto", "workers": 2}, "learner": {"gpus": "auto", "dtype": "auto"}}, {})
-    {'rollout': {'workers': 2}, 'learner': {}}
+    >>> fill({"rollout": {"gpus": "auto", "workers": 2}, "learner": {"gpus": "auto", "threads": "auto"}}, {"CPU": 4})
+    {'rollout': {'workers': 2}, 'learner': {'threads': 4}}
     """
     gpus = int(have.get("GPU", 0))
-    share = int(100 / max(1, ceil(_count(values) / gpus))) / 100 if gpus else 0.0
+    share = int(100 / max(1, ceil(_count(values, "gpus") / gpus))) / 100 if gpus else 0.0
     host_gib = SPARED * have.get("memory", 0) / GIB / max(1, gpus)
-    return _fill(values, share, host_gib)
+    rollout = values.get("rollout")
+    in_turn = not (isinstance(rollout, Mapping) and rollout.get("max_staleness"))
+
+    def threads(name: str) -> int:
+        """Of a process of this section: its part of the cores, which those share that work while it does."""
+        beside = {n: v for n, v in values.items() if not in_turn or (n in RANKS) == (name in RANKS)}
+        return max(1, int(have.get("CPU", 1)) // max(1, _count(beside, "threads")))
+
+    return {
+        name: _fill(value, share, host_gib, threads(name)) if isinstance(value, Mapping) else value
+        for name, value in values.items()
+    }
 
 
-def _count(section: Mapping[str, Any]) -> int:
-    """Processes at the start, of sections whose GPUs are asked for."""
+def _count(section: Mapping[str, Any], key: str) -> int:
+    """Processes at the start, of sections in which that is asked for."""
     workers = section.get("workers", 1)
     if isinstance(workers, Mapping):
         workers = workers.get("initial", workers.get("min", 1))
-    own = workers if section.get("gpus") == "auto" and isinstance(workers, int) else 0
-    return own + sum(_count(inner) for inner in section.values() if isinstance(inner, Mapping))
+    own = workers if section.get(key) == "auto" and isinstance(workers, int) else 0
+    return own + sum(_count(inner, key) for inner in section.values() if isinstance(inner, Mapping))
 
 
-def _fill(section: Mapping[str, Any], share: float, host_gib: float) -> dict[str, Any]:
+def _fill(section: Mapping[str, Any], share: float, host_gib: float, threads: int) -> dict[str, Any]:
     gpus = share if section.get("gpus") == "auto" else section.get("gpus", 0)
-    chosen: dict[str, Any] = {}
+    chosen: dict[str, Any] = {"threads": threads}
     if isinstance(gpus, int | float) and gpus:
         size = {"memory_gib": round(host_gib * gpus, 1)} if host_gib else {}
         part = round(UTILIZATION * min(gpus, 1), 2)
@@ -60,7 +74,7 @@ def _fill(section: Mapping[str, Any], share: float, host_gib: float) -> dict[str
     filled = {}
     for name, value in section.items():
         if isinstance(value, Mapping):
-            filled[name] = _fill(value, share, host_gib)
+            filled[name] = _fill(value, share, host_gib, threads)
         elif value != "auto" or name not in KEYS:
             filled[name] = value
         elif name in chosen:

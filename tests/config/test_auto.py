@@ -62,8 +62,34 @@ def test_without_a_gpu_it_is_the_default() -> None:
     assert own({"memory": 100 * GIB}) == loading.load(PolicyJob, OWN, environ={}, cwd=ROOT)
     plain = PolicyJob.model_fields["learner"].default
     job = own({})
-    for name in ("gpus", "dtype", "threads", "memory_gib"):
+    for name in ("gpus", "dtype", "memory_gib"):
         assert getattr(job.learner, name) == getattr(plain, name)
+
+
+def test_cores_are_for_those_who_work_and_shared_by_those_who_work_at_once() -> None:
+    values = {
+        "rollout": {"threads": "auto", "workers": {"initial": 2, "max": 9}},
+        "feedback": {"engine": {"threads": "auto"}},
+        "learner": {"threads": "auto", "workers": 2, "critic_ranks": {"threads": "auto", "workers": 1}},
+    }
+
+    def threads(cores: int, **rollout: object) -> tuple[int, int, int, int]:
+        filled = fill(values | {"rollout": values["rollout"] | rollout}, {"CPU": cores})
+        learner = filled["learner"]
+        return (
+            filled["rollout"]["threads"], filled["feedback"]["engine"]["threads"],
+            learner["threads"], learner["critic_ranks"]["threads"],
+        )  # fmt: skip
+
+    assert threads(16) == (5, 5, 5, 5)  # three engines, then three ranks
+    assert threads(16, max_staleness=0, workers=1) == (8, 8, 5, 5)
+    assert threads(16, max_staleness=1) == (2, 2, 2, 2)
+    assert threads(2, max_staleness=1) == threads(0) == (1, 1, 1, 1)
+    assert threads(16, threads=1) == (1, 16, 5, 5)  # who says how many does not ask for more
+    job = own({"CPU": 6}, "learner.workers=2")
+    assert (job.rollout.threads, job.learner.threads) == (6, 3)
+    job = own({"CPU": 6}, "rollout.max_staleness=1")
+    assert (job.rollout.threads, job.learner.threads) == (3, 3)
 
 
 def test_what_is_given_stays() -> None:

@@ -125,12 +125,13 @@ def test_what_auto_is_told_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None
     said: list[Any] = []
     ray = SimpleNamespace(
         init=lambda **how: said.append(how["address"]),
-        cluster_resources=lambda: {"GPU": 2.0},
+        cluster_resources=lambda: {"GPU": 2.0, "CPU": 12.0},
+        nodes=lambda: [{"Alive": k < 2, "Resources": {"CPU": cpus}} for k, cpus in enumerate([4.0, 8.0, 64.0])],
         shutdown=lambda: said.append("ended"),
     )
     monkeypatch.setattr(placement, "ray", ray)
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
-    assert placement.resources(None) == {"GPU": 2.0}
+    assert placement.resources(None) == {"GPU": 2.0, "CPU": 8.0}, "of the largest node that lives"
     assert said == ["head:6379", "ended"]
 
 
