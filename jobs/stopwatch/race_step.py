@@ -32,6 +32,8 @@ AIM_TRL = 1.4
 PARTS = {"generate_s": "time/generate_s", "learn_s": "time/learn_s", "sync_s": "time/sync_s"}
 MOST_STEPS = 10_000
 UNIT = "response tokens"
+
+
 async def measure(bench: Bench) -> list[Record]:
     """The same turns held against both; TRL has no side where it is not installed. The variants run by themselves:
     what samples ahead would do so in the others' turns."""
