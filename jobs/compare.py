@@ -61,14 +61,15 @@ def run(asked: CompareJob) -> None:
     job = resolve_stages(asked, demo)
     check(arms := Arms(job, str(demo.run.folder)) if demo else Arms(job))
     revises = any(method.procedure in ("reflection", "ilf") for method in arms.methods.values())
-    judged = job.feedback.source == "reward_model"
+    sources = {job.feedback.source, *(arms.arm(name, 0).feedback.source for name in arms.methods)}
+    reward = "reward_model" in sources and not job.compare.rewards
     data, rewards = None if demo else read_data(job), {}
     with sole_process(job.run.folder):
         begin_folder(job)
         with on_cluster(job):
             if demo:
                 with Fleets() as fleets:
-                    make_stages(demo, fleets, reward=judged and job.compare.rewards is None)
+                    make_stages(demo, fleets, reward=reward)
                 if revises and job.compare.reviser == str(reviser_job(demo).run.folder / "model"):
                     make_reviser(demo)
                 rewards = make_reward_models(arms, demo) if job.compare.rewards else {}

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jobs.common import fleets, stages
 from jobs.common.cli import StopFlag
 from jobs.common.comparison_runs import Session, Target, engine_groups, finish, other_posts
 from jobs.common.policy_runs import PolicyData
 from jobs.common.run_folder import begin_folder
-from jobs.compare import check, describe
+from jobs.compare import check, describe, run
 from t2g.config import CompareJob, PolicyJob, loading
 from t2g.errors import Stopped, UserError
 from t2g.study.comparison import REWARD_COLUMNS
@@ -104,6 +105,28 @@ def test_a_source_that_is_changed_does_not_give_the_marks(tmp_path: Path) -> Non
     with pytest.raises(UserError, match="no_critique, dense cannot be compared: task tiny has no measure"):
         arms_of(tmp_path, config="compare_more.yaml").check("")
     arms_of(tmp_path).check("")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        ([], True),
+        (["feedback.source=program"], False),
+        (["feedback.source=program", "compare.methods=[span, {folder}/asks.yaml]"], True),
+        (["compare.rewards={{seeds: [1]}}", "feedback.reward_model=${{rewards}}"], False),
+    ],
+)
+def test_the_stages_have_a_reward_model_where_a_run_asks_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], wanted: bool
+) -> None:
+    def made(demo: Any, fleets: Any, *, reward: bool) -> None:
+        raise Stopped(f"reward={reward}")
+
+    (tmp_path / "asks.yaml").write_text("about: A reward model.\noverrides: {feedback.source: reward_model}\n")
+    monkeypatch.setattr(stages, "make_stages", made)
+    monkeypatch.setattr(fleets, "on_cluster", lambda job: nullcontext())
+    with pytest.raises(Stopped, match=f"reward={wanted}"):
+        run(the_job(tmp_path, *(text.format(folder=tmp_path) for text in overrides)))
 
 
 def test_the_dry_run_counts_the_runs_and_says_what_the_methods_are(tmp_path: Path) -> None:
