@@ -62,7 +62,7 @@ def test_without_a_gpu_it_is_the_default() -> None:
     assert own({"memory": 100 * GIB}) == loading.load(PolicyJob, OWN, environ={}, cwd=ROOT)
     plain = PolicyJob.model_fields["learner"].default
     job = own({})
-    for name in ("gpus", "dtype", "memory_gib"):
+    for name in ("gpus", "dtype", "threads", "memory_gib"):
         assert getattr(job.learner, name) == getattr(plain, name)
 
 

@@ -1,7 +1,12 @@
 import math
+import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from actors.learner import zero3
 from actors.learner.ranks import rank_environment
 from actors.learner.zero3 import lr_factor
 from t2g.config import OptimConfig, RoleConfig
@@ -36,3 +41,43 @@ def test_no_step_past_the_end_goes_below_the_final_rate() -> None:
 def test_memory_of_a_gpu_that_is_lent_stays_in_one_piece() -> None:
     assert rank_environment(RoleConfig(gpus=1)) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert rank_environment(RoleConfig(gpus=0.5), lends=True) == rank_environment(RoleConfig()) == {}
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_adamw_is_one_kernel_on_a_gpu_and_deepspeeds_where_its_states_are_in_the_host(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, on_gpu: bool
+) -> None:
+    class OfHost:
+        compiles = True
+
+        def __init__(self, trainable: list[torch.nn.Parameter], **options: Any) -> None:
+            if not self.compiles:
+                raise RuntimeError("no compiler")
+            self.trainable, self.options = trainable, options
+
+    monkeypatch.setitem(sys.modules, "deepspeed.ops.adam", SimpleNamespace(DeepSpeedCPUAdam=OfHost))
+    monkeypatch.setattr(zero3, "_on_gpu", lambda: on_gpu)
+    model, optim = torch.nn.Linear(2, 3), OptimConfig(lr=0.5, betas=(0.8, 0.9), weight_decay=0.25)
+    model.bias.requires_grad_(False)
+
+    here: Any = zero3._adamw(model, optim, offload=False)
+    (group,) = here.param_groups
+    assert type(here) is torch.optim.AdamW and group["fused"] is on_gpu
+    assert group["params"] == [model.weight] and (group["lr"], group["betas"]) == (0.5, (0.8, 0.9))
+
+    host: Any = zero3._adamw(model, optim, offload=True)
+    assert isinstance(host, OfHost) is on_gpu
+    if on_gpu:
+        assert host.trainable == [model.weight]
+        assert host.options == {"lr": 0.5, "betas": (0.8, 0.9), "weight_decay": 0.25}
+        OfHost.compiles = False
+        host = zero3._adamw(model, optim, offload=True)
+        assert "no compiler; torch's AdamW takes its place" in caplog.text
+    assert type(host) is torch.optim.AdamW and not host.param_groups[0]["fused"]
+
+
+@pytest.mark.parametrize(("offload", "home"), [(False, ("none", False)), (True, ("cpu", True))])
+def test_what_lies_in_the_host_is_pinned(offload: bool, home: tuple[str, bool]) -> None:
+    zero = zero3._config(torch.nn.Linear(2, 3), "float32", 2, offload=offload)["zero_optimization"]
+    for what in ("offload_param", "offload_optimizer"):
+        assert (zero[what]["device"], zero[what]["pin_memory"]) == home
