@@ -1,4 +1,5 @@
-"""The limits: vLLM, torch and TRL as they are, each in a process of its own with the settings that ours have there."""
+"""vLLM and torch as they are, which are the limits, and our engine without its fleet: each in a process of its own with
+the settings that ours have in a run."""
 
 import asyncio
 import os

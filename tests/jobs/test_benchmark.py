@@ -6,11 +6,13 @@ import math
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from jobs.stopwatch import race_step
 from jobs.stopwatch.bare import environment
 from jobs.stopwatch.race_driver import answer, samples
 from jobs.stopwatch.random_models import make_model
@@ -20,6 +22,7 @@ from jobs.stopwatch.watch import (
     Done,
     Race,
     Record,
+    Side,
     cpu_seconds,
     cpu_since,
     peak_gib,
@@ -27,7 +30,7 @@ from jobs.stopwatch.watch import (
     summary,
     turns,
 )
-from t2g.config import BenchmarkJob, LearnerConfig, RolloutConfig, ShapeConfig
+from t2g.config import BenchmarkJob, LearnerConfig, PolicyJob, RolloutConfig, ShapeConfig
 from t2g.errors import RunStopped, UserError
 
 SHAPE = {
@@ -170,3 +173,50 @@ def test_the_driver_hands_out_samples_without_an_engine(monkeypatch: pytest.Monk
     done = asyncio.run(samples(8))
     assert done.amount == asked == 2048, "one request for each sample"
     assert 0 < done.more["CPU us a sample"] < 10_000
+
+
+@pytest.mark.parametrize("with_trl", [True, False])
+def test_the_step_is_held_against_its_floor_and_against_trl_by_the_same_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_trl: bool
+) -> None:
+    ran: list[str] = []
+    known = ("floor", "generate", "vllm", "critic", "ahead", "here")
+    rates = dict(zip(known, (8.0, 2.0, 6.0, 3.0, 5.0, 4.0), strict=True))
+
+    def side(name: str) -> Side:
+        async def turn() -> Done:
+            ran.append(name)
+            return Done(amount=rates[name])
+
+        return turn
+
+    class Ours:
+        def __init__(self, bench: Bench, job: PolicyJob) -> None:
+            critic, threads = job.objective.advantages == "gae", (job.rollout.threads, job.learner.threads)
+            assert threads == ((2, 1) if job.rollout.max_staleness else (4, 3)), "who works at once shares the cores"
+            self.step = side("critic" if critic else "ahead" if job.rollout.max_staleness else "here")
+
+        async def __aenter__(self) -> "Ours":
+            return self
+
+        async def __aexit__(self, *error: object) -> None:
+            ran.append("closed")
+
+    monkeypatch.setattr(race_step, "LoopOfOurs", Ours)
+    monkeypatch.setattr(race_step, "find_spec", lambda name: name if with_trl else None)
+    monkeypatch.setattr(race_step, "floor", lambda bench: side("floor"))
+    monkeypatch.setattr(race_step, "trl", lambda bench, vllm: side("vllm" if vllm else "generate"))
+    bench = Bench(job(tmp_path, rollout={"threads": 4}, learner={"threads": 3}))
+    bench.models = SimpleNamespace(fixed=tmp_path)  # type: ignore[assignment]
+    step, *grpo = asyncio.run(race_step.measure(bench))
+    turn = ["floor", *(["generate", "vllm"] if with_trl else []), "here"]
+    assert ran == [*turn, *turn[::-1], *turn, "closed", *["ahead"] * 3, "closed", *["critic"] * 3, "closed"]
+    variants = {"here, max_staleness=1": 5.0, "here, with a critic": 3.0}
+
+    def said(race: Record) -> tuple[str, str, dict[str, float]]:
+        return race["name"], race["limit"], {name: found["amount"] for name, found in race["sides"].items()}
+
+    assert said(step) == ("step", "floor", {"floor": 8.0, "here": 4.0, **variants}) and step["aim"] == 1 / 1.15
+    rivals = {"TRL": 2.0, "TRL with vLLM, weights not sent": 6.0}
+    expected = [("GRPO step", "TRL", {**rivals, "here": 4.0, **variants})] if with_trl else []
+    assert [said(race) for race in grpo] == expected and all(race["aim"] == 1.4 for race in grpo)
