@@ -1,12 +1,16 @@
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from jobs.common import fleets, stages
 from jobs.common.policy_runs import write_summary
-from jobs.train_policy import show_one, smoke_words
-from t2g.config import PolicyJob
+from jobs.train_policy import run, show_one, smoke_words
+from t2g.config import PolicyJob, loading
+from t2g.errors import Stopped
 
 UNLABELLED = "tokens/unlabelled_share"
 LINES = [
@@ -68,3 +72,17 @@ def test_a_smoke_run_shows_one_response_with_its_spans(tmp_path: Path, capsys: p
     (tmp_path / "samples.jsonl").write_text("")
     show_one(tmp_path)
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("source", ["reward_model", "program"])
+def test_the_stages_have_a_reward_model_where_it_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    def made(demo: Any, fleets: Any, *, reward: bool) -> None:
+        raise Stopped(f"reward={reward}")
+
+    monkeypatch.setattr(stages, "make_stages", made)
+    monkeypatch.setattr(fleets, "on_cluster", lambda job: nullcontext())
+    tiny = Path(__file__).parents[2] / "configs" / "tiny" / "policy.yaml"
+    with pytest.raises(Stopped, match=f"reward={source == 'reward_model'}"):
+        run(loading.load(PolicyJob, tiny, [f"run.root={tmp_path}", f"feedback.source={source}"], environ={}))
