@@ -173,7 +173,8 @@ class ProcessConfig(FollowingSection):
     )
     threads: MayDiffer[int] = Field(
         default_factory=lambda given: max(1, int(given.get("cpus", 1))) if given.get("gpus") else 1, ge=1,
-        description="compute threads of each on a CPU; by default 1, beside a GPU, for offload=cpu, as many as cpus",
+        description="compute threads of each on a CPU; by default 1, beside a GPU, for offload=cpu, as many as cpus; "
+        "auto: on CPUs its part of the cores",
     )  # fmt: skip
     memory_gib: MayDiffer[float] = Field(1.5, gt=0, description="memory each will use; checked before the start")
     labels: MayDiffer[dict[str, str]] = Field({}, description="Ray label selector of the nodes for this role")
