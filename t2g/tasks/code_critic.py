@@ -23,7 +23,7 @@ from t2g.types import Span
 RunTests = Callable[[str, str, SandboxConfig], Outcome]
 WRONG = 3  # severity of a line that is at fault
 MAX_TIED = 2  # lines that are equally suspicious and are all blamed; of more, the one that returned
-MAX_GOOD = 2  # good quotes in the sparse style
+MAX_GOOD = 8  # good quotes in the sparse style; of fewer than its cases, a program is paid nothing for one case more
 MAX_DESCRIBED = 3  # failing tests that the critique tells of
 MAX_LISTED = 20  # tests in the outcome
 MAX_QUOTED = 60  # good or poor lines in the dense style

@@ -40,6 +40,19 @@ def quoted(response: str, found: SpanFeedback, label: int) -> list[tuple[int, st
     return [(response.count("\n", 0, span.start) + 1, response[span.start : span.end]) for span in spans]
 
 
+def test_each_case_that_a_program_gets_right_is_praised() -> None:
+    """Else nothing that is paid would tell a program of four right cases from one that stops after two."""
+    tests = "from solution import f\n" + "".join(
+        f"\ndef test_{k}():\n    assert f({k}) == {10 * k}\n" for k in range(1, 6)
+    )
+    for cases in range(1, 6):
+        lines = [f"    if k == {k}:\n        return {10 * k}\n" for k in range(1, cases + 1)]
+        response = "def f(k):\n" + "".join(lines) + "    return 0\n"
+        judgement = judged(response, tests)
+        assert quotes(response, judgement["good"]) == [f"return {10 * k}" for k in range(1, cases + 1)]
+        assert [response[s.start : s.end] for s in judgement["poor"]] == (["return 0"] if cases < 5 else [])
+
+
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record["question_id"])
 def test_poor_spans_hit_the_seeded_lines(record: dict[str, Any]) -> None:
     response = record["solution"]
