@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from actors.engines.engine import engine_environment
 from t2g.config import BenchmarkJob
 
 IN_PROCESS = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.2}
@@ -59,7 +60,7 @@ class Grpo:
         rollout, optim = config.rollout, config.learner.policy
         go, done = self._go, self._done
         if vllm:
-            os.environ.update(ALONE)
+            os.environ.update(ALONE | engine_environment(rollout, owner=os.getpid(), receives_weights=False))
             from vllm.utils.network_utils import get_open_port
 
             os.environ["MASTER_PORT"] = str(get_open_port())
