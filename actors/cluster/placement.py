@@ -14,7 +14,7 @@ from typing import Any
 import ray
 import torch
 from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
-from ray._private.utils import estimate_available_memory
+from ray._private.utils import estimate_available_memory, get_num_cpus
 from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.autoscaler.v2.utils import is_autoscaler_v2
 from ray.experimental.internal_kv import _internal_kv_get
@@ -38,14 +38,18 @@ def resources(address: str | None) -> Mapping[str, float]:
     largest node, since no process has threads on two."""
     address = address or os.environ.get("RAY_ADDRESS") or "local"
     if address == "local":
-        cpus, memory = len(os.sched_getaffinity(0)), estimate_available_memory()
-        return {"CPU": cpus, "GPU": torch.cuda.device_count(), "memory": memory}
+        return {"CPU": _cores(), "GPU": torch.cuda.device_count(), "memory": estimate_available_memory()}
     _join(address, ClusterConfig())
     try:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         return ray.cluster_resources() | {"CPU": max(node.get("CPU", 0) for node in nodes)}
     finally:
         ray.shutdown()
+
+
+def _cores() -> int:
+    """Of this machine or container, for this process: Ray knows a container's quota, but no affinity."""
+    return max(1, min(len(os.sched_getaffinity(0)), int(get_num_cpus(override_docker_cpu_warning=True))))
 
 
 def connect(config: ClusterConfig, roles: Mapping[str, ProcessConfig]) -> None:
@@ -78,10 +82,9 @@ def connect(config: ClusterConfig, roles: Mapping[str, ProcessConfig]) -> None:
 
 def _start(config: ClusterConfig) -> None:
     """A cluster with the cores, GPUs and free memory of this machine or container, less the object store."""
-    cpus = len(os.sched_getaffinity(0))
     ray.init(
         address="local",
-        num_cpus=cpus if cpus < (os.cpu_count() or 1) else None,  # Ray knows a container's limits, but no affinity
+        num_cpus=_cores(),
         object_store_memory=int((config.object_store_gib or 1) * GIB),
         include_dashboard=False,
         _system_config={"worker_niceness": 0},  # Ray's own 15 starves engines and ranks beside whatever else runs

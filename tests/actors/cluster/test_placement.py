@@ -56,7 +56,7 @@ def test_a_machine_too_small_is_refused_before_any_model_is_loaded_and_ray_ends(
         connect(ClusterConfig(object_store_gib=0.5), ROLES)
     how, end = said
     assert how["object_store_memory"] == GIB // 2 and end == "ended"
-    assert how["num_cpus"] in (None, len(os.sched_getaffinity(0)))
+    assert 1 <= how["num_cpus"] <= len(os.sched_getaffinity(0))
 
 
 def test_gpus_that_a_job_leaves_alone_are_said_first(
@@ -119,6 +119,16 @@ def test_who_adds_nodes(monkeypatch: pytest.MonkeyPatch, types: Any, second: boo
     monkeypatch.setattr(placement, "is_autoscaler_v2", lambda fetch_from_server: second)
     monkeypatch.setattr(placement, "_internal_kv_get", lambda key: status.encode())
     assert placement.may_grow() is grows
+
+
+@pytest.mark.parametrize(("affinity", "quota", "cores"), [(64, 2.0, 2), (3, 8.0, 3), (4, 0.5, 1)])
+def test_cores_are_those_that_this_process_and_its_container_may_use(
+    monkeypatch: pytest.MonkeyPatch, affinity: int, quota: float, cores: int
+) -> None:
+    """With a thread for each core of a node, a pod of two cores would wait for its quota most of the time."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {*range(affinity)})
+    monkeypatch.setattr(placement, "get_num_cpus", lambda **how: quota)
+    assert placement.resources("local")["CPU"] == cores
 
 
 def test_what_auto_is_told_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
