@@ -90,6 +90,9 @@ def test_cores_are_for_those_who_work_and_shared_by_those_who_work_at_once() -> 
     assert (job.rollout.threads, job.learner.threads) == (6, 3)
     job = own({"CPU": 6}, "rollout.max_staleness=1")
     assert (job.rollout.threads, job.learner.threads) == (3, 3)
+    file = OWN.with_name("reward.yaml")
+    reward = loading.load(RewardJob, file, environ={}, cwd=ROOT, have=lambda address: {"CPU": 6})
+    assert (reward.sft.threads, reward.engine.threads) == (6, 6), "the engine measures what the rank has trained"
 
 
 def test_what_is_given_stays() -> None:
