@@ -9,7 +9,9 @@ from importlib.util import find_spec
 from typing import Any, Self
 
 import numpy as np
+from ray.exceptions import RayError
 
+from actors.cluster.fanout import first_line
 from actors.engines.rollout import RolloutFleet
 from actors.learner.learner import LearnerGroup
 from actors.learner.parts import LearnerSpec
@@ -39,7 +41,7 @@ async def measure(bench: Bench) -> list[Record]:
     what samples ahead would do so in the others' turns."""
     sends = "" if bench.config.learner.gpus else ", weights not sent"
     names = {"TRL": False, f"TRL with vLLM{sends}": True} if find_spec("trl") else {}
-    rivals = {name: trl(bench, vllm=vllm) for name, vllm in names.items()}
+    rivals = await able({name: trl(bench, vllm=vllm) for name, vllm in names.items()}, bench.config.deadline_s)
     async with LoopOfOurs(bench, loop_job(bench)) as ours:
         sides = {"floor": floor(bench), **rivals, "here": ours.step}
         found = await bench.race(Race(name="step", unit=UNIT, sides=sides))
@@ -53,6 +55,18 @@ async def measure(bench: Bench) -> list[Record]:
         beside_trl = {name: side for name, side in measured.items() if name != "floor"}
         records.append({**found, "name": "GRPO step", "limit": "TRL", "aim": AIM_TRL, "sides": beside_trl})
     return records
+
+
+async def able(rivals: Mapping[str, Side], deadline_s: float) -> dict[str, Side]:
+    """Those that can make a step; of the others it is said why, and ours is measured all the same."""
+    found = {}
+    for name, side in rivals.items():
+        try:
+            await asyncio.wait_for(side(), deadline_s)
+            found[name] = side
+        except (RayError, TimeoutError) as error:
+            print(f"  {name} has no side: {first_line(error)}", flush=True)
+    return found
 
 
 def variants(config: BenchmarkJob) -> dict[str, dict[str, Any]]:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from ray.exceptions import RayError
 
 from jobs.stopwatch import race_step
 from jobs.stopwatch.bare import environment
@@ -210,7 +211,8 @@ def test_the_step_is_held_against_its_floor_and_against_trl_by_the_same_turns(
     bench.models = SimpleNamespace(fixed=tmp_path)  # type: ignore[assignment]
     step, *grpo = asyncio.run(race_step.measure(bench))
     turn = ["floor", *(["generate", "vllm"] if with_trl else []), "here"]
-    assert ran == [*turn, *turn[::-1], *turn, "closed", *["ahead"] * 3, "closed", *["critic"] * 3, "closed"]
+    tried = ["generate", "vllm"] if with_trl else []
+    assert ran == [*tried, *turn, *turn[::-1], *turn, "closed", *["ahead"] * 3, "closed", *["critic"] * 3, "closed"]
     variants = {"here, max_staleness=1": 5.0, "here, with a critic": 3.0}
 
     def said(race: Record) -> tuple[str, str, dict[str, float]]:
@@ -220,3 +222,20 @@ def test_the_step_is_held_against_its_floor_and_against_trl_by_the_same_turns(
     rivals = {"TRL": 2.0, "TRL with vLLM, weights not sent": 6.0}
     expected = [("GRPO step", "TRL", {**rivals, "here": 4.0, **variants})] if with_trl else []
     assert [said(race) for race in grpo] == expected and all(race["aim"] == 1.4 for race in grpo)
+
+
+def test_a_rival_that_cannot_make_a_step_has_no_side_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    async def works() -> Done:
+        return Done(amount=1)
+
+    async def dies() -> Done:
+        raise RayError("its engine ended")
+
+    async def hangs() -> Done:
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    found = asyncio.run(race_step.able({"one": works, "two": dies, "three": hangs}, 0.05))
+    said = capsys.readouterr().out
+    assert [*found] == ["one"] and found["one"] is works
+    assert "two has no side: RayError: its engine ended" in said and "three has no side: TimeoutError" in said
