@@ -57,7 +57,8 @@ def test_where_the_spans_are_and_nowhere_else() -> None:
 
 def test_the_loss_is_that_of_trls_trainer_on_the_same_ids() -> None:
     """Value and gradient of `sampled_token` with the mean by sequence; one response has no teacher, and is masked."""
-    trl = pytest.importorskip("trl.experimental.sdpo.loss_utils")
+    from trl.experimental.sdpo import loss_utils as trl
+
     torch.manual_seed(0)
     lengths, width, vocabulary = [4, 2, 3], 4, 7
     student = torch.randn(3, width, vocabulary, dtype=torch.float64, requires_grad=True)
