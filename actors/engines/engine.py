@@ -29,6 +29,7 @@ WARM_UP_TOKENS = 48  # a first bfloat16 forward of at most 4 tokens is an illega
 MIN_BATCHED_TOKENS = 4096  # of one step of a CPU engine
 GPU_BATCHED_TOKENS = 8192  # of one step of a GPU engine; vLLM's own number for an engine made in code is 2,048
 PLUGIN = "t2g_store"  # the entry point of actors.weights.vllm_plugin
+SCHEDULERS = [f"actors.engines.scheduler.Keeping{kind}Scheduler" for kind in ("", "Async")]  # Async: plans a step ahead
 CORE_POLL_S = 1.0
 LOG = "the worker's log in Ray's folder"
 T = TypeVar("T")
@@ -119,9 +120,8 @@ class Engine:
         Raises UserError when vLLM refuses the model or the settings, and as `check_tokenizer`.
         """
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB only; it would win over kv_cache_memory_bytes
-        os.environ.update(
-            engine_environment(self._config, owner=os.getpid(), receives_weights=self._transport is not None)
-        )
+        receives = self._transport is not None
+        os.environ.update(engine_environment(self._config, owner=os.getpid(), receives_weights=receives))
         os.environ.update(listening_environment(os.environ))
         self._tokenizer = load_tokenizer(self._model, self._revision)
         self._stop_ids = stop_token_ids(self._model, self._tokenizer, self._revision)
@@ -140,6 +140,8 @@ class Engine:
                 self._check_kv_cache(vllm_config)
             elif self._config.gpus < 1 and not self._sleeps:
                 self._fix_kv_cache(vllm_config, gpu_bytes=current_platform.get_device_total_memory())
+            scheduling = vllm_config.scheduler_config
+            scheduling.scheduler_cls = scheduling.scheduler_cls or SCHEDULERS[bool(scheduling.async_scheduling)]
             self._llm = AsyncLLM.from_vllm_config(
                 vllm_config, disable_log_stats=True, stat_loggers=[stat_logger(self._meter)]
             )

@@ -1,7 +1,7 @@
 """vLLM loads this file in every process of an engine (entry point group `vllm.general_plugins`).
 
 It registers the engines' side of each learner.sync_transport, and lets an engine-core process end with the actor that
-owns it. The one file outside a worker's methods that imports vllm.
+owns it. With `actors.engines.scheduler` the one that imports vllm outside a worker's methods.
 """
 
 import math
