@@ -67,11 +67,11 @@ class BareEngine:
 class OurEngine:
     """Our engine and nobody who admits, counts or steers: vLLM's process in front of its core, and no fleet."""
 
-    def __init__(self, model: str, config: EngineConfig, seed: int) -> None:
-        self._engine, self._started = Engine(model, config, seed=seed), False
+    def __init__(self, model: str, config: EngineConfig, seed: int, guided: bool = False) -> None:
+        self._engine, self._started = Engine(model, config, seed=seed, guided=guided), False
 
-    async def generate(self, prompts: Sequence[np.ndarray], *, seeds: Sequence[int], **how: Any) -> int:
-        """Tokens of one response to each."""
+    async def generate(self, prompts: Sequence[np.ndarray], *, seeds: Sequence[int | None], **how: Any) -> int:
+        """Tokens of one response to each. how: of `Engine.generate`."""
         if not self._started:
             await self._engine.start()
             self._started = True

@@ -42,7 +42,7 @@ async def measure(bench: Bench) -> list[Record]:
             )
             sides = {"plain torch": bare_side(bare, samples, gflop)}
             sides |= {who: partial(update, group, samples, gflop) for who, group in groups.items()}
-            race = Race(name=name, unit="tokens", sides=sides, limit="plain torch", aim=AIM)
+            race = Race(name=name, unit="tokens", sides=sides, limit="plain torch", aims=dict.fromkeys(groups, AIM))
             found.append(await bench.race(race))
     return found
 

@@ -1,4 +1,5 @@
-"""The reward model: its fleet beside bare `LLM.generate` on the same prompts, with the grammar and without."""
+"""The reward model: its fleet, and one engine of it alone, beside bare `LLM.generate` on the same prompts, with the
+grammar and without."""
 
 import asyncio
 from contextlib import closing
@@ -7,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from actors.engines.reward import RewardFleet
-from jobs.stopwatch.bare import BareEngine, begin
+from jobs.stopwatch.bare import BareEngine, OurEngine, begin
 from jobs.stopwatch.watch import Bench, Done, Race, Record, Side
 from t2g.config import FeedbackConfig
 from t2g.feedback.card import make_card, write_card
@@ -32,7 +33,10 @@ async def measure(bench: Bench) -> list[Record]:
         max_critique_chars=engine.max_critique_chars, max_spans=engine.max_spans, max_quote_chars=engine.max_quote_chars
     )
     how = {"temperature": 0.0, "max_tokens": engine.max_new_tokens, "stop_token_ids": [tokenizer.eos_token_id]}
-    bare = begin(BareEngine, engine, str(model), engine, bench.config.run.seed, True)
+    ours = {"temperature": 0.0, "max_new_tokens": engine.max_new_tokens, "seeds": [None] * ANSWERS}
+    bare, alone = (
+        begin(kind, engine, str(model), engine, bench.config.run.seed, True) for kind in (BareEngine, OurEngine)
+    )
     timeout_s = bench.config.cluster.placement_timeout_s
     with closing(RewardFleet(config, task, seed=bench.config.run.seed, placement_timeout_s=timeout_s)) as fleet:
         fleet.wait_ready()
@@ -42,8 +46,12 @@ async def measure(bench: Bench) -> list[Record]:
             ("reward, without", None, fleet.judge_unguided),
         ):
             asked = partial(bare.generate.remote, ids, logprobs=0, guide=guide, **how)
-            sides = {"bare vLLM": bare_side(asked), "fleet": fleet_side(fleet, prompts, ask)}
-            race = Race(name=name, unit="answers", sides=sides, limit="bare vLLM", aim=AIM)
+            sides = {
+                "bare vLLM": bare_side(asked),
+                "engine alone": bare_side(partial(alone.generate.remote, ids, guide=guide, **ours)),
+                "fleet": fleet_side(fleet, prompts, ask),
+            }
+            race = Race(name=name, unit="answers", sides=sides, limit="bare vLLM", aims={"fleet": AIM})
             races.append(await bench.race(race))
         return races
 

@@ -38,7 +38,7 @@ async def race(bench: Bench, name: str, model: Path) -> Record:
             "engine alone": engine_side(bench, alone),
             "fleet": fleet_side(bench, fleet),
         }
-        return await bench.race(Race(name=name, unit="tokens", sides=sides, limit="bare vLLM", aim=AIM))
+        return await bench.race(Race(name=name, unit="tokens", sides=sides, limit="bare vLLM", aims={"fleet": AIM}))
 
 
 def requests(bench: Bench) -> tuple[list[np.ndarray], list[int]]:

@@ -60,7 +60,9 @@ async def races(bench: Bench, learner: LearnerGroup, fleet: RolloutFleet) -> lis
         if store and workers == config.workers[0]:
             sides["learner alone"] = partial(learner_alone, learner, dtype)
         name = f"sync, {workers} engine{'s' if workers > 1 else ''}"
-        found.append(await bench.race(Race(name=name, unit="GB", sides=sides, limit="copy", aim=AIM)))
+        found.append(
+            await bench.race(Race(name=name, unit="GB", sides=sides, limit="copy", aims=dict.fromkeys(pushes, AIM)))
+        )
     return found
 
 

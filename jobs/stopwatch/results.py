@@ -61,7 +61,7 @@ def _row(race: Record, name: str, side: dict[str, float], limit: dict[str, float
         f"{side['seconds']:.3f} ± {side['spread']:.0%}",
         f"{side['rate']:,.4g} {race['unit']}",
         f"{side['rate'] / limit['rate']:.3f}" if held and limit else NOTHING,
-        f"{race['aim']:.2f}" if held and race["aim"] else NOTHING,
+        f"{race['aims'][name]:.2f}" if name in race["aims"] else NOTHING,
         f"{side['cpu_s']:.2f}",
         f"{1000 * side['cpu_s'] / side['amount']:.3g}",
         f"{side['peak_gib']:.1f}",

@@ -43,7 +43,7 @@ class Race:
     unit: str  # of which a side does `Done.amount`
     sides: Mapping[str, Side]
     limit: str = ""  # the side that the others are held against
-    aim: float | None = None  # of the limit's rate
+    aims: Mapping[str, float] = field(default_factory=dict)  # of the limit's rate, by side
 
 
 def turns(sides: Sequence[str], repeats: int) -> list[str]:
@@ -132,7 +132,7 @@ class Bench:
             if number >= len(race.sides):
                 rows[name].append(row)
         sides = {name: summary(found) for name, found in rows.items()}
-        return {"name": race.name, "unit": race.unit, "limit": race.limit, "aim": race.aim, "sides": sides}
+        return {"name": race.name, "unit": race.unit, "limit": race.limit, "aims": dict(race.aims), "sides": sides}
 
     async def _turn(self, race: Race, name: str) -> dict[str, float]:
         own, everyone, started = cpu_seconds(), machine_seconds(), time.monotonic()

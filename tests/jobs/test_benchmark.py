@@ -123,9 +123,17 @@ def test_a_busy_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_results_are_kept_by_phase_and_held_against_the_limit(tmp_path: Path) -> None:
-    race = {"name": "rollout", "unit": "tokens", "limit": "bare", "aim": 0.95, "sides": sides(bare=50.0, fleet=40.0)}
+    race = {
+        "name": "rollout",
+        "unit": "tokens",
+        "limit": "bare",
+        "aims": {"fleet": 0.95},
+        "sides": sides(bare=50.0, fleet=40.0),
+    }
     Results(job(tmp_path)).add("rollout", [race])
-    Results(job(tmp_path)).add("learner", [{**race, "name": "learner", "limit": "", "sides": sides(here=7.0)}])
+    Results(job(tmp_path)).add(
+        "learner", [{**race, "name": "learner", "limit": "", "aims": {}, "sides": sides(here=7.0)}]
+    )
     again = Results(job(tmp_path))
     again.add("rollout", [{**race, "sides": sides(bare=50.0, fleet=45.0)}])
     assert [*again.phases] == ["rollout", "learner"]
@@ -218,10 +226,11 @@ def test_the_step_is_held_against_its_floor_and_against_trl_by_the_same_turns(
     def said(race: Record) -> tuple[str, str, dict[str, float]]:
         return race["name"], race["limit"], {name: found["amount"] for name, found in race["sides"].items()}
 
-    assert said(step) == ("step", "floor", {"floor": 8.0, "here": 4.0, **variants}) and step["aim"] == 1 / 1.15
+    assert said(step) == ("step", "floor", {"floor": 8.0, "here": 4.0, **variants})
+    assert step["aims"] == dict.fromkeys(["here", "here, max_staleness=1"], 1 / 1.15), "a critic is work of its own"
     rivals = {"TRL": 2.0, "TRL with vLLM, weights not sent": 6.0}
     expected = [("GRPO step", "TRL", {**rivals, "here": 4.0, **variants})] if with_trl else []
-    assert [said(race) for race in grpo] == expected and all(race["aim"] == 1.4 for race in grpo)
+    assert [said(race) for race in grpo] == expected and all([*race["aims"].values()] == [1.4, 1.4] for race in grpo)
 
 
 def test_a_rival_that_cannot_make_a_step_has_no_side_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
