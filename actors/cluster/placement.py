@@ -77,7 +77,7 @@ def connect(config: ClusterConfig, roles: Mapping[str, ProcessConfig]) -> None:
         raise
     # Tens of thousands of requests that wait are live objects: at Python's own pace its collector goes through all of
     # them again and again, and takes two thirds of the driver's time.
-    gc.set_threshold(20_000, 20, 20)
+    gc.set_threshold(100_000, 20, 20)
 
 
 def _start(config: ClusterConfig) -> None:
