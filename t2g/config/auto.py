@@ -14,7 +14,7 @@ from t2g.config.words import Keys
 
 KEYS = ("gpus", "dtype", "enforce_eager", "threads", "memory_gib", "gpu_memory_utilization")
 UTILIZATION, SPARED = 0.85, 0.9  # of a GPU's memory, by an engine; of the hosts' memory, by all processes
-RANKS = ("learner", "sft")  # sections whose processes train
+RANKS = ("learner", "sft", "policy_sft", "reward_sft")  # sections whose processes train
 GIB = 2**30
 
 

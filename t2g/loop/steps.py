@@ -242,9 +242,9 @@ def fault_recall(task: Task, pairs: Sequence[tuple[Prompt, Rollout, SpanFeedback
     return shares | ({"feedback/faults_praised": float(np.mean(praised))} if praised else {})
 
 
-def teachers_words(scored: Sequence[ScoredRollout], *, sibling: bool) -> list[str]:
-    """What the teacher is told of each response: its critique, and with `sibling` the best paid response to the same
-    prompt, where that was paid more (SDPO, arXiv 2601.20802)."""
+def teachers_words(scored: Sequence[ScoredRollout], *, sibling: bool) -> list[list[str]]:
+    """What the teacher may be told of each response, the fullest first: with `sibling` the best paid response to the
+    same prompt below its critique, where that was paid more; its critique (SDPO, arXiv 2601.20802)."""
     best: dict[str, ScoredRollout] = {}
     for one in scored:
         known = best.setdefault(one.rollout.prompt_id, one)
@@ -252,9 +252,10 @@ def teachers_words(scored: Sequence[ScoredRollout], *, sibling: bool) -> list[st
             best[one.rollout.prompt_id] = one
     told = []
     for one in scored:
-        words, better = one.feedback.critique.strip(), best[one.rollout.prompt_id]
+        critique, better = one.feedback.critique.strip(), best[one.rollout.prompt_id]
+        words = [critique] if critique else []
         if sibling and better.token_rewards.sum() > one.token_rewards.sum():
-            words = f"{words}\nBetter: {better.rollout.response_text}".lstrip()
+            words.insert(0, f"{critique}\nBetter: {better.rollout.response_text}".lstrip())
         told.append(words)
     return told
 

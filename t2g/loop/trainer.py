@@ -254,11 +254,12 @@ class Trainer:
     async def _teach(self, scored: Sequence[ScoredRollout], prompts: Sequence[Prompt]) -> list[np.ndarray | None]:
         """Log-probabilities [R] of each response by the policy that reads its critique, None where none fits."""
         room = self.config.revision_window - self.config.rollout.max_new_tokens
+        asked = []
         words = teachers_words(scored, sibling=self.config.objective.teacher.sibling)
-        asked = [
-            revision_ids(self.task, prompt, s.rollout.response_text, told, self.tokenizer, room) if told else None
-            for s, told, prompt in zip(scored, words, prompts, strict=True)
-        ]
+        for one, told, prompt in zip(scored, words, prompts, strict=True):
+            fits = partial(revision_ids, self.task, prompt, one.rollout.response_text)
+            tried = (fits(said, self.tokenizer, room) for said in told)
+            asked.append(next((ids for ids in tried if ids is not None), None))
         shown = [replace(s.rollout, prompt_ids=ids) for s, ids in zip(scored, asked, strict=True) if ids is not None]
         if not shown:
             raise RunStopped(f"no response has a critique for objective.teacher that fits into {room} tokens beside it")

@@ -101,9 +101,9 @@ def test_the_teacher_reads_the_best_paid_response_of_the_group_where_that_is_ano
 
     scored = [one("p", "poor", -1.0, "wrong "), one("p", "best", 2.0, "right"), one("p", "next", 1.0, "")]
     scored += [one("q", "alone", -3.0, "all wrong"), one("r", "same", 1.0, "fine"), one("r", "equal", 1.0, " ")]
-    assert teachers_words(scored, sibling=False) == ["wrong", "right", "", "all wrong", "fine", ""]
+    assert teachers_words(scored, sibling=False) == [["wrong"], ["right"], [], ["all wrong"], ["fine"], []]
     assert teachers_words(scored, sibling=True) == [
-        "wrong\nBetter: best", "right", "Better: best", "all wrong", "fine", "",
+        ["wrong\nBetter: best", "wrong"], ["right"], ["Better: best"], ["all wrong"], ["fine"], [],
     ]  # fmt: skip
 
 
@@ -155,6 +155,17 @@ def test_the_learner_says_the_old_logprobs_before_the_update_where_a_teacher_nee
         )
 
     assert spec().old_is_current and not spec(teacher={}).old_is_current
+
+
+def test_where_the_better_response_does_not_fit_the_critique_alone_is_shown(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = [["a yes, b no" + " and more" * 1000, "a yes, b no"]]
+    monkeypatch.setattr("t2g.loop.trainer.teachers_words", lambda scored, sibling: told * len(scored))
+    bench, shown = taught_bench(tokenizer, tmp_path, sibling=True)
+    bench.run()
+    assert shown and all("and more" not in tokenizer.decode(r.prompt_ids) for r in shown)
+    assert {m["teacher/share"] for m in bench.metrics()[1:]} == {1.0}
 
 
 def test_a_step_without_any_critique_stops_the_run(tokenizer: Any, tmp_path: Path) -> None:
