@@ -19,7 +19,8 @@ MOST = 64  # steps of a response that are kept: a response that is not taken any
 
 
 def joined(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
-    """One that says what these of one request say, in their order; at least one."""
+    """One that says what these of one request say, in their order; at least one. Of what requests of ours can ask for:
+    tokens, logprobs of one width, and a prompt's, which come with the first."""
     last = outputs[-1]
     if len(outputs) > 1:
         last.new_token_ids = [token for output in outputs for token in output.new_token_ids]
@@ -37,7 +38,6 @@ class _Keeps:
     """What a step gave is kept until its response ends, MOST steps are kept, or the engine is paused: vLLM says of a
     message, and not of a token, by which weights it was made, and changes weights while it is paused alone."""
 
-    requests: dict[str, Any]
     pause_state: PauseState
 
     def __init__(self, *args: Any, **named: Any) -> None:
@@ -63,7 +63,8 @@ class _Keeps:
 
     def finish_requests(self, *args: Any, **named: Any) -> Any:
         ended = super().finish_requests(*args, **named)  # type: ignore[misc]
-        self._kept = {request_id: kept for request_id, kept in self._kept.items() if request_id in self.requests}
+        for request in ended:
+            self._kept.pop(request.request_id, None)
         return ended
 
     def _must_send(self) -> bool:

@@ -54,14 +54,14 @@ def _rows(race: Record) -> list[Sequence[str]]:
 
 def _row(race: Record, name: str, side: dict[str, float], limit: dict[str, float] | None) -> Sequence[str]:
     others = {key: value for key, value in side.items() if key not in OWN_COLUMNS}
-    held = limit is not None and side is not limit
+    held, aims = limit is not None and side is not limit, race.get("aims", {})
     return (
         race["name"],
         name,
         f"{side['seconds']:.3f} ± {side['spread']:.0%}",
         f"{side['rate']:,.4g} {race['unit']}",
         f"{side['rate'] / limit['rate']:.3f}" if held and limit else NOTHING,
-        f"{race['aims'][name]:.2f}" if name in race["aims"] else NOTHING,
+        f"{aims[name]:.2f}" if name in aims else NOTHING,
         f"{side['cpu_s']:.2f}",
         f"{1000 * side['cpu_s'] / side['amount']:.3g}",
         f"{side['peak_gib']:.1f}",

@@ -44,9 +44,15 @@ def fill(values: Mapping[str, Any], have: Mapping[str, float]) -> dict[str, Any]
     rollout = values.get("rollout")
     in_turn = not (isinstance(rollout, Mapping) and rollout.get("max_staleness"))
 
+    def at_once(one: str, other: str) -> bool:
+        """Whether processes of both sections work at the same time; of the trainings only one does."""
+        if one in RANKS or other in RANKS:
+            return one == other or (not in_turn and (one in RANKS) != (other in RANKS))
+        return True
+
     def threads(name: str) -> int:
         """Of a process of this section: its part of the cores, which those share that work while it does."""
-        beside = {n: v for n, v in values.items() if not in_turn or (n in RANKS) == (name in RANKS)}
+        beside = {n: v for n, v in values.items() if at_once(name, n)}
         return max(1, int(have.get("CPU", 1)) // max(1, _count(beside, "threads")))
 
     return {

@@ -258,7 +258,7 @@ class Trainer:
         words = teachers_words(scored, sibling=self.config.objective.teacher.sibling)
         for one, told, prompt in zip(scored, words, prompts, strict=True):
             fits = partial(revision_ids, self.task, prompt, one.rollout.response_text)
-            tried = (fits(said, self.tokenizer, room) for said in told)
+            tried = (fits(said, self.tokenizer, room, whole=said is not told[-1]) for said in told)
             asked.append(next((ids for ids in tried if ids is not None), None))
         shown = [replace(s.rollout, prompt_ids=ids) for s, ids in zip(scored, asked, strict=True) if ids is not None]
         if not shown:

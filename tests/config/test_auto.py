@@ -95,6 +95,17 @@ def test_cores_are_for_those_who_work_and_shared_by_those_who_work_at_once() -> 
     assert (reward.sft.threads, reward.engine.threads) == (6, 6), "the engine measures what the rank has trained"
 
 
+def test_a_training_shares_its_cores_with_no_other_training() -> None:
+    asked = {"learner": {}, "policy_sft": {}, "reward_sft": {}, "rollout": {}, "feedback": {}}
+
+    def threads(**rollout: int) -> list[int]:
+        sections = {name: {"threads": "auto", **(rollout if name == "rollout" else {})} for name in asked}
+        return [found["threads"] for found in fill(sections, {"CPU": 6}).values()]
+
+    assert threads() == [6, 6, 6, 3, 3]
+    assert threads(max_staleness=1) == [2, 2, 2, 1, 1]
+
+
 def test_what_is_given_stays() -> None:
     given = {"rollout": {"gpus": 2, "dtype": "float32"}, "learner": {"gpus": 0, "dtype": "auto"}, "name": "auto"}
     assert fill(given, BOX) == given | {"learner": {"gpus": 0}}
