@@ -131,7 +131,7 @@ def test_the_stages_have_a_reward_model_where_a_run_asks_one(
 
 def test_the_dry_run_counts_the_runs_and_says_what_the_methods_are(tmp_path: Path) -> None:
     said = describe(the_job(tmp_path))
-    assert "56 runs: 24 or more to choose learning rates, 32 that are compared, 0 under noise" in said
+    assert "70 runs: 30 or more to choose learning rates, 40 that are compared, 0 under noise" in said
     assert "span: Text2Grad" in said
     more = describe(the_job(tmp_path, config="compare_more.yaml"))
     assert "63 runs: 24 or more to choose learning rates, 21 that are compared, 18 under noise" in more
