@@ -15,7 +15,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists
 
-MOST = 64  # steps of a response that are kept: a response that is not taken any more costs no memory
+MOST = 64  # steps of a response that are kept: what they take in the core is bounded
 
 
 def joined(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
