@@ -1,6 +1,7 @@
 """A cluster of one node for tests: `ray start --head`, token authentication on, dashboard on loopback."""
 
 import os
+import random
 import secrets
 import socket
 import subprocess
@@ -9,7 +10,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,9 +54,11 @@ class Head:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """On all addresses, and below those that outgoing connections take: else one may take it before its use."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with suppress(OSError), socket.create_server(("", port)):
+            return port
 
 
 def until(found: Callable[[], bool], what: str, *, timeout_s: float, log: Path | None = None) -> None:
