@@ -51,8 +51,7 @@ def show_one(folder: Path) -> None:
 def run(asked: PolicyJob) -> None:
     """Connect, start the fleets, train."""
     from jobs.common.fleets import Fleets, on_cluster
-    from jobs.common.policy_runs import finished, read_data
-    from jobs.common.rounds import train_in_rounds
+    from jobs.common.policy_runs import finished, read_data, train
     from jobs.common.run_folder import SMOKE_STEPS, sole_process
     from jobs.common.stages import demo_of, make_stages, resolve_stages
     from t2g.runs.control import told
@@ -69,7 +68,9 @@ def run(asked: PolicyJob) -> None:
                     make_stages(demo, fleets, reward=config.feedback.source == "reward_model")
             data = data or read_data(config)
             say("loading")
-            summary = train_in_rounds(config, data, stop_flag())
+            stop = stop_flag()  # before the engines start: a signal during their start ends the run as well
+            with Fleets() as fleets:
+                summary = train(config, data, *fleets.for_policy(config, data.task), stop)
     print(smoke_words(asked, summary) if asked.run.smoke else json.dumps(summary["policy"], indent=1))
     if asked.run.smoke:
         show_one(config.run.folder)

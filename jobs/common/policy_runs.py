@@ -99,24 +99,22 @@ def train(
     feedback: FeedbackSource,
     stop: StopFlag,
     after: After = lambda learner: None,
-    until: int | None = None,
     **more: Any,
 ) -> dict[str, Any]:
     """One run on fleets that are up; the learner group lives as long as this call. Returns the summary that it wrote.
     Raises Stopped when `stop` ended the run at a checkpoint: the same call goes on from there.
 
     rollouts: engines of the same model. after: called once all steps are done, while the learner lives and the engines
-    have its weights; a run whose `after` did not return is not finished. until: a step of the run after which this
-    call returns {}. more: see `Identity.of`.
+    have its weights; a run whose `after` did not return is not finished. more: see `Identity.of`.
     """
     steering = Steering(config, rollouts, feedback)  # one for all learners: its picture of the run stays
-    attempt = partial(one_learner, config, data, rollouts, feedback, steering, stop, after, until)
+    attempt = partial(one_learner, config, data, rollouts, feedback, steering, stop, after)
     with run_folder.sole_process(config.run.folder):
         run_folder.begin_folder(config, **more)
         state = with_restarts(attempt, config.learner.max_restarts, stop)
-    if state.step < (until or config.num_steps):
+    if state.step < config.num_steps:
         raise Stopped
-    return {} if until else write_summary(config, seconds=state.wall_s)
+    return write_summary(config, seconds=state.wall_s)
 
 
 def with_restarts(attempt: Callable[[float | None], Result], max_restarts: int, stop: StopFlag) -> Result:
@@ -144,7 +142,6 @@ def one_learner(
     steering: Steering,
     stop: StopFlag,
     after: After,
-    until: int | None,
     lost_at: float | None,
 ) -> TrainerState:
     """The run from its last checkpoint on, with a learner group of its own. Raises LearnerLost."""
@@ -176,7 +173,6 @@ def one_learner(
             stop=lambda: bool(stop),
             extra_metrics=steering.metrics,
             turns=turns,
-            until=until,
             lost_at=lost_at,
         )
         done = trainer.resume().step

@@ -42,7 +42,6 @@ from t2g.config.jobs import (
     EvaluateJob,
     JobConfig,
     PolicyJob,
-    RefreshConfig,
     RewardJob,
     ScoreJob,
     SFTJob,

@@ -32,13 +32,7 @@ def _work(job: AnyJob) -> list[str]:
             if job.eval_data is not None:
                 samples = f"{_count(job.eval.num_prompts, 'prompt')} x {_count(job.eval.samples_per_prompt, 'sample')}"
                 evaluation = f"every {_count(job.eval.every, 'step')}, {samples} of {job.eval_data.path}"
-            feedback = [f"feedback: {job.feedback.source}"]
-            if refresh := job.refresh:
-                feedback.append(
-                    f"{refresh.rounds} rounds; before each but the first the reward model learns from "
-                    f"{_count(refresh.samples, 'response')}, judged by {refresh.annotator.source}: {_sft(refresh.sft)}"
-                )
-            return [*_steps(job), *feedback, f"evaluation: {evaluation}"]
+            return [*_steps(job), f"feedback: {job.feedback.source}", f"evaluation: {evaluation}"]
         case DemoJob():
             return [
                 f"world: {_count(job.world.num_train, 'post')} to train on, {job.world.num_heldout} held out",

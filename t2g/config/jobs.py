@@ -69,17 +69,6 @@ class SyncedJob(AnyJob):
         return self
 
 
-class RefreshConfig(Section):
-    """The reward model learns anew from what the policy says by now, in between the rounds of a run."""
-
-    rounds: int = Field(
-        2, ge=2, description="parts of the run, as long as each other; each but the first has a new one"
-    )
-    samples: int = Field(500, ge=1, description="responses to as many training prompts that it learns from")
-    annotator: FeedbackConfig = Field(FeedbackConfig(source="program"), description="who judges them")
-    sft: SFTOptions = SFTOptions()
-
-
 class PolicyJob(SyncedJob, JobConfig):
     """jobs.train_policy: span-level PPO."""
 
@@ -89,7 +78,6 @@ class PolicyJob(SyncedJob, JobConfig):
     num_steps: MayDiffer[int] = Field(100, ge=1)
     feedback: FeedbackConfig
     objective: ObjectiveConfig = ObjectiveConfig()
-    refresh: RefreshConfig | None = Field(None, description="of the reward model; none: one for the whole run")
     eval: EvalConfig = EvalConfig()
     checkpoint: MayDiffer[CheckpointConfig] = CheckpointConfig()
     alarms: MayDiffer[AlarmConfig] = AlarmConfig()
@@ -125,14 +113,6 @@ class PolicyJob(SyncedJob, JobConfig):
             raise ValueError(
                 "objective.teacher shows the critique to the policy, and feedback.style.critique=false has none"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _there_is_a_reward_model_to_refresh(self) -> "PolicyJob":
-        if self.refresh is not None and self.feedback.source != "reward_model":
-            raise ValueError(f"refresh trains a reward model, and feedback.source={self.feedback.source} is none")
-        if self.refresh is not None and self.refresh.rounds > self.num_steps:
-            raise ValueError(f"refresh.rounds={self.refresh.rounds} are more than num_steps={self.num_steps}")
         return self
 
     @model_validator(mode="after")

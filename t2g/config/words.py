@@ -12,6 +12,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+REMOVED_KEYS = {  # key -> what does its work now
+    "refresh": "annotate responses of the last checkpoint with jobs.annotate, and train on them with jobs.train_reward"
+}
 Keys = tuple[str | int, ...]  # ("rollout", "temperature"); a whole number stands for a place in a list
 
 
@@ -41,6 +44,8 @@ def _sentence(schema: type[BaseModel], keys: Keys, detail: ErrorDetails) -> str:
     name, kind, needs = dotted(keys), detail["type"], detail["msg"]
     field = fields(schema).get(name)
     about = (field.description or "") if field else ""
+    if kind == "extra_forbidden" and name in REMOVED_KEYS:
+        return f"{name} was removed: {REMOVED_KEYS[name]}"
     if kind == "extra_forbidden":
         near = _nearest(schema, keys)
         return f"{name} is unknown" + (f"; did you mean {near}?" if near else "")

@@ -146,8 +146,6 @@ def judges(job: AnyJob) -> Iterator[tuple[str, FeedbackConfig]]:
             yield "annotate", job.annotate
         case PolicyJob() | ScoreJob():
             yield "feedback", job.feedback
-            if isinstance(job, PolicyJob) and job.refresh is not None:
-                yield "refresh.annotator", job.refresh.annotator
 
 
 def servers(job: AnyJob) -> Iterator[LLMConfig]:

@@ -53,8 +53,8 @@ def _alarm(name: str, value: float, first: float, config: AlarmConfig) -> str:
         case _ if name.startswith(m.RECALL) and value < config.min_fault_recall:
             return (
                 f"the feedback calls {value:.0%} of the faults of class {name.removeprefix(m.RECALL)} poor, below "
-                f"alarms.min_fault_recall={config.min_fault_recall:.0%}: the policy will find out; train the reward "
-                "model on current samples (refresh)"
+                f"alarms.min_fault_recall={config.min_fault_recall:.0%}: the policy will find out; annotate responses "
+                "of the last checkpoint with jobs.annotate, and train the reward model on them (jobs.train_reward)"
             )
         case m.FAILED_SHARE if value > config.max_failed_share:
             return (

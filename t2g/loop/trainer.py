@@ -89,7 +89,6 @@ class Trainer:
     on_step: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
     extra_metrics: Callable[[], Awaitable[dict[str, float]]] = nothing  # what others know of a step, asked at its end
     turns: Turns | None = None  # where engines and learner have the same GPUs
-    until: int | None = None  # the step after which it stops; none: num_steps
     lost_at: float | None = None  # on time.monotonic, when the learner was lost whose work this one takes up
 
     def __post_init__(self) -> None:
@@ -99,9 +98,8 @@ class Trainer:
             self.config,
             weights=weights_version(self.config.model.policy, self.config.model.revision),
             data=data_hash((prompt.prompt_id, prompt.prompt_ids) for prompt in self.prompts),
-            feedback=self._feedback_version(),
+            feedback=self.feedback.version,
         )
-        self._last = self.config.num_steps if self.until is None else self.until
         self.history: list[dict[str, float]] = []
         self._finished: dict[int, list[Group]] = {}  # by the checkpoint
         self._measuring = asyncio.Semaphore(self.config.feedback.concurrency)
@@ -109,12 +107,6 @@ class Trainer:
         self._busy_s = 0.0  # of the learner, in this step
         self._sealing: asyncio.Future[Path] | None = None
         self._learner_is_at_state = True  # False while the weights move: a checkpoint would be of half a step
-
-    def _feedback_version(self) -> str:
-        """That of the source; where it changes with the rounds of a run, that of the first reward model."""
-        if self.config.refresh is None:
-            return self.feedback.version
-        return weights_version(str(self.config.feedback.reward_model), self.config.feedback.reward_revision)
 
     def resume(self) -> TrainerState:
         """Load the last checkpoint, if there is one, and open the log after it. Comes before `run`.
@@ -134,7 +126,7 @@ class Trainer:
         return self.state
 
     async def run(self) -> TrainerState:
-        """Step until `until` or until `stop()`, and leave a checkpoint of the last finished step.
+        """Step until `num_steps` or until `stop()`, and leave a checkpoint of the last finished step.
 
         Raises RunStopped or UserError when the run must not go on. Then, and when it is cancelled, steps that were
         finished are kept, unless it is the learner that was lost; where somebody else has seen that first, which
@@ -154,7 +146,7 @@ class Trainer:
         async with Producer(self.config, self.prompts, self.rollouts, self.train_feedback, self._finished) as producer:
             saved = self.state.step
             try:
-                while self.state.step < self._last and await self._step(producer, recovered):
+                while self.state.step < self.config.num_steps and await self._step(producer, recovered):
                     recovered = {}
                     if self.state.step % self.config.checkpoint.every == 0:
                         await self._checkpoint(producer)
@@ -177,7 +169,7 @@ class Trainer:
         started, self._busy_s = time.monotonic(), 0.0
         step, max_staleness = self.state.step + 1, self.config.rollout.max_staleness
         await self._turn("engines")
-        for admitted in range(step, min(step + max_staleness, self._last) + 1):
+        for admitted in range(step, min(step + max_staleness, self.config.num_steps) + 1):
             producer.admit(admitted)
         try:
             judged = await producer.take(step, self.stop)

@@ -168,8 +168,6 @@ class Arms:
             raise UserError("compare.methods has none that is trained; sft is measured at step 0 of the others")
         if config.noise and not set(NOISY) <= set(self.methods):
             raise UserError("compare.noise needs span and scalar among compare.methods, whose learning rates it takes")
-        if any(self.arm(name, 0).refresh for name in self.methods):
-            raise UserError("refresh is of jobs.train_policy: the runs of a comparison share their reward model")
         changed = [name for name in self.methods if self.arm(name, 0).feedback != self.reference.feedback]
         if changed and config.seeds and not score_name:
             raise UserError(

@@ -87,11 +87,16 @@ def test_unknown_keys_are_refused_with_line_and_nearest_name(tmp_path: Path) -> 
     text = GOOD + "  temprature: 0.7\n  lr: 1\nzzz: 1\n"
     assert refused(tmp_path, text, "eval.num_promts=3") == [
         "job.yaml:8: rollout.temprature is unknown; did you mean rollout.temperature?",
-        "job.yaml:9: rollout.lr is unknown; did you mean learner.policy.lr or learner.critic.lr or "
-        "refresh.sft.optim.lr?",
+        "job.yaml:9: rollout.lr is unknown; did you mean learner.policy.lr or learner.critic.lr?",
         "command line: eval.num_promts is unknown; did you mean eval.num_prompts?",
         "job.yaml:10: zzz is unknown",
     ]
+
+
+def test_a_removed_key_is_refused_with_what_replaces_it(tmp_path: Path) -> None:
+    (sentence,) = refused(tmp_path, GOOD + "refresh: {rounds: 2, samples: 500}\n")
+    assert sentence.startswith("job.yaml:8: refresh was removed: ")
+    assert "jobs.annotate" in sentence and "jobs.train_reward" in sentence
 
 
 def test_all_wrong_values_are_reported_at_once(tmp_path: Path) -> None:

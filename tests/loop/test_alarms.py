@@ -24,7 +24,11 @@ def steps(name: str, *values: float | None) -> list[dict[str, float | None]]:
         ("response/length_mean", (40.0, 19.0), ["19.0 tokens", "0.47 times", "40.0", "shorter"]),
         ("feedback/failed_share", (0.0, 0.25), ["25% of the responses", "alarms.max_failed_share=10%", "timeout_s"]),
         ("tokens/unlabelled_share", (0.7, 0.995), ["0.5% of the tokens", "alarms.min_labelled_share=1.0%", "samples"]),
-        ("feedback/recall_repeated", (0.9, 0.16), ["16% of the faults of class repeated", "min_fault_recall=50%"]),
+        (
+            "feedback/recall_repeated",
+            (0.9, 0.16),
+            ["16% of the faults of class repeated", "min_fault_recall=50%", "last checkpoint with jobs.annotate"],
+        ),
     ],
 )
 def test_a_sentence_says_number_bound_and_what_to_try(name: str, values: tuple[float, ...], words: list[str]) -> None:

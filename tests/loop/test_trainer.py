@@ -52,27 +52,6 @@ def test_a_run_stopped_between_steps_resumes_to_the_same_numbers(tokenizer: Any,
     np.testing.assert_array_equal(second.learner.logits.detach(), whole.learner.logits.detach())
 
 
-def test_a_run_goes_on_with_a_reward_model_of_its_next_round(tokenizer: Any, tmp_path: Path) -> None:
-    def bench(name: str, version: str, until: int | None = None, **changes: Any) -> Bench:
-        judge = {"feedback.source": "reward_model", "feedback.reward_model": "judge", **changes}
-        made = Bench(tmp_path / name, tokenizer, with_overrides(job(max_staleness=1), judge), until=until)
-        made.feedback.version = version
-        made.trainer.__post_init__()  # which asks for the version
-        return made
-
-    refreshed = {"refresh": {"rounds": 2}}
-    whole = bench("whole", "one", **refreshed)
-    whole.run()
-    first = bench("rounds", "one", until=3, **refreshed)
-    assert first.run().step == 3 and first.metrics()[-1]["buffer/samples"] == 0  # none was judged for later steps
-    second = bench("rounds", "another", **refreshed)
-    assert second.run().step == NUM_STEPS
-    assert len(second.metrics()) == len(whole.metrics())
-    bench("one", "one", until=3).run()
-    with pytest.raises(UserError, match="the version of the feedback"):
-        bench("one", "another").run()
-
-
 def test_the_next_step_goes_on_while_a_checkpoint_is_sealed(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
