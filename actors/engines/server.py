@@ -4,6 +4,7 @@ It is vLLM's module, not its command: `vllm serve` asks for the metadata of a pa
 another name. Its arguments are those of our engines.
 """
 
+import errno
 import json
 import os
 import signal
@@ -16,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from actors.cluster.nodes import listening_environment
 from actors.engines.engine import Engine, engine_environment
@@ -50,12 +53,20 @@ def options(arguments: Mapping[str, Any]) -> list[str]:
 
 @contextmanager
 def serving(job: ServeJob, log: Path, stop: Callable[[], bool]) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """The server and its base URL, "http://127.0.0.1:8000/v1", once it answers; on return its processes are gone.
+    """Start the server, and end all its processes with the block.
 
-    log: the file for what it says. UserError, with its last words, where it ends instead; RunStopped when it is not up
-    within engine.start_timeout_s, or `stop` is set meanwhile.
+    Args:
+        log: File for the output of the server.
+        stop: Whether the job was told to stop.
+
+    Yields:
+        The process of the server and its base URL, "http://127.0.0.1:8000/v1", once the server answers there.
+
+    Raises:
+        UserError: The server ended, or another process listens on the port.
+        RunStopped: The server did not answer within engine.start_timeout_s, or `stop` was set.
     """
-    host, port = job.serve.host, job.serve.port or _free_port(job.serve.host)
+    host, port = job.serve.host, find_free_port(job.serve.host, job.serve.port)
     engine = Engine(job.model.policy, job.engine, seed=job.run.seed, revision=job.model.revision, guided=True)
     at = {"host": host, "port": port, "served_model_name": job.serve.name}
     environment = engine_environment(job.engine, owner=os.getpid(), receives_weights=False)
@@ -72,6 +83,9 @@ def serving(job: ServeJob, log: Path, stop: Callable[[], bool]) -> Iterator[tupl
                 late = f"has not answered within engine.start_timeout_s={job.engine.start_timeout_s:g}"
                 raise RunStopped(f"the server of {job.model.policy} {'was stopped' if stop() else late}; see {log}")
             time.sleep(POLL_S)
+        # vLLM binds the port long before it listens there, and until then another process can.
+        if not is_listening(process.pid, port):
+            raise UserError(f"serve.port={port}: another process answers at {url}; end it, or choose another port")
         yield process, f"{url}/v1"
 
 
@@ -91,12 +105,28 @@ def ended(
                 process.wait(END_S)
 
 
-def _free_port(host: str) -> int:
+def find_free_port(host: str, port: int | None) -> int:
+    """Return `port`, or any free port if it is None.
+
+    Raises:
+        UserError: A process uses the port, or `host` is no address of this machine.
+    """
     try:
-        with socket.create_server((host, 0)) as taken:
-            return taken.getsockname()[1]
+        with socket.create_server((host, port or 0)) as listener:
+            return listener.getsockname()[1]
     except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise UserError(f"serve.port={port}: another process uses it; end it, or choose another port") from error
         raise UserError(f"serve.host={host}: {error.strerror or error}; it needs an address of this machine") from error
+
+
+def is_listening(pid: int, port: int) -> bool:
+    """Return whether the process listens on the port. The kernel then lets no other process listen there."""
+    try:
+        sockets = psutil.Process(pid).net_connections("tcp")
+    except psutil.Error:  # the process ended
+        return False
+    return any(s.status == psutil.CONN_LISTEN and s.laddr.port == port for s in sockets)
 
 
 def _answers(url: str) -> bool:

@@ -6,14 +6,19 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from http.server import HTTPServer
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import yaml
 from models import SENTENCES, SHARED
+from stub_server import Answers
 
 from actors.engines import server
 from jobs.common.cli import main
@@ -78,6 +83,36 @@ def test_the_commands_exit_code_is_the_jobs(code: int, tmp_path: Path) -> None:
     port = free_port()
     assert serve(tmp_path, port, f'{sys.executable} -c "{ASKS}" {{url}} {code}') == code
     assert_nothing_is_left(tmp_path, port)
+
+
+@contextmanager
+def stranger(port: int) -> Iterator[None]:
+    """Another server, of this process, which answers every request with 200."""
+    with HTTPServer(("127.0.0.1", port), Answers) as other:
+        threading.Thread(target=other.serve_forever, args=(0.01,), daemon=True).start()
+        yield
+        other.shutdown()
+
+
+@pytest.mark.parametrize("start", ["before the job", "before its server"])
+def test_no_harness_runs_against_another_process_on_the_port(
+    start: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, start_command = free_port(), server.ended
+
+    @contextmanager
+    def start_late(command: list[str], *arguments: Any, **more: Any) -> Iterator[Any]:
+        """Start the other server once the job has looked at the port."""
+        other = stranger(port) if "stub_server" in command else nullcontext()
+        with other, start_command(command, *arguments, **more) as process:
+            yield process
+
+    if start == "before its server":
+        monkeypatch.setattr(server, "ended", start_late)
+    with stranger(port) if start == "before the job" else nullcontext():
+        code = serve(tmp_path, port, f"touch {tmp_path}/harness_ran")
+    assert code == 2 and f"serve.port={port}: another process" in capsys.readouterr().err
+    assert not (tmp_path / "harness_ran").exists()
 
 
 def test_a_command_that_a_signal_ended(tmp_path: Path) -> None:
