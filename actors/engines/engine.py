@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from t2g.deploy.memory import engine_fit, find_shape
 from t2g.errors import UserError
 from t2g.text.offsets import decode
 from t2g.text.tokenizer import load_tokenizer
+from t2g.types import FinishReason
 
 WARM_UP_TOKENS = 48  # a first bfloat16 forward of at most 4 tokens is an illegal instruction on CPUs with AMX
 MIN_BATCHED_TOKENS = 4096  # of one step of a CPU engine
@@ -42,7 +43,7 @@ class Completion:
     ids: np.ndarray  # [R] int32, the stop token included
     text: str  # our own decode of them
     logprobs: np.ndarray  # [R] float32, of softmax(logits / temperature)
-    finish_reason: Literal["stop", "length"]
+    finish_reason: FinishReason
     versions: tuple[tuple[int, int, int], ...]  # (start, end, weight version): adjoining ranges, all of ids
 
 
@@ -220,17 +221,16 @@ class Engine:
             "generation_config": "vllm",
             "disable_log_stats": True,
             "skip_tokenizer_init": not self._guided,
+            # Inside a placement group vLLM would choose ray, which wants a bundle for each GPU.
+            "distributed_executor_backend": "uni" if config.tensor_parallel == 1 else "mp",
         }
         if config.gpus:
             arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
             arguments["tensor_parallel_size"] = config.tensor_parallel
-            # Inside a placement group vLLM would choose ray, which wants a bundle for each GPU.
-            arguments["distributed_executor_backend"] = "uni" if config.tensor_parallel == 1 else "mp"
             arguments["max_num_batched_tokens"] = GPU_BATCHED_TOKENS
             arguments["enable_sleep_mode"] = self._sleeps
         else:
             arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
-            arguments["distributed_executor_backend"] = "uni"
             # A prompt prefilled in two steps kills the engine: vLLM rewinds the request's own generator by an offset,
             # which a CPU generator does not have.
             arguments["enable_chunked_prefill"] = False
@@ -249,8 +249,7 @@ class Engine:
         await self._of_core(self._llm.is_sleeping())
 
     async def rest(self, on: bool) -> None:
-        """Sleep, with the weights in host memory and the KV cache forgotten, once requests under way have ended; or
-        wake up. Nothing where it does so already."""
+        """Sleep, weights in host memory and KV cache forgotten, once no request is under way; or wake up."""
         if on != self._resting:
             await self._of_core(self._llm.sleep(level=1, mode="wait") if on else self._llm.wake_up())
             self._resting = on
@@ -269,8 +268,7 @@ class Engine:
         seed: int | None,
         guide: dict[str, Any] | None = None,
     ) -> Completion:
-        """Sample one response. temperature 0 is greedy; guide: a `grammar` (EBNF), or a schema as `json`, of which vLLM
-        admits no other text."""
+        """Sample one response; temperature 0 is greedy. guide: a `grammar` (EBNF) or `json` schema that it obeys."""
         from vllm.sampling_params import StructuredOutputsParams
 
         finished = await self._finished(
@@ -294,7 +292,7 @@ class Engine:
             ids=ids,
             text=decode(self._tokenizer, ids),
             logprobs=np.asarray(logprobs, np.float32),
-            finish_reason="length" if output.finish_reason == "length" else "stop",
+            finish_reason=output.finish_reason,
             versions=tuple((s.start, s.end, weight_version(s.version)) for s in output.weight_versions),
         )
 
@@ -308,7 +306,10 @@ class Engine:
         return np.asarray([entry[int(i)].logprob for entry, i in entries], np.float32)
 
     async def _finished(self, ids: np.ndarray, **sampling: Any) -> Any:
-        """vLLM's output for these tokens, whole."""
+        """Return vLLM's output for these tokens, once they are whole.
+
+        Raises RuntimeError for a request that vLLM aborted, failed or stopped for repetition: the fleet tries again.
+        """
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
@@ -320,11 +321,13 @@ class Engine:
             (output,) = await self._of_core(_collect(stream))
         finally:
             self._meter.leave(time.monotonic())
+        reason = output.outputs[0].finish_reason
+        if reason not in get_args(FinishReason):
+            raise RuntimeError(f"vLLM ended the request with finish_reason={reason}; stop or length is needed")
         return output
 
     async def _of_core(self, answer: Awaitable[T]) -> T:
-        """What the engine core answers. A core that died after the start takes this process with it: the driver then
-        sees a dead worker, and not one request that failed."""
+        """Return the core's answer. A core that died ends this process: the driver sees a dead worker, no failure."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:

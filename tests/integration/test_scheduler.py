@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from hypothesis import example, given, settings
@@ -19,6 +19,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from actors.engines.engine import SCHEDULERS
 from actors.engines.scheduler import MOST, KeepingAsyncScheduler, KeepingScheduler, _Keeps
+from t2g.types import FinishReason as OurFinishReason
 
 
 class Steps:
@@ -173,3 +174,9 @@ def test_they_are_vllms_schedulers() -> None:
     assert KeepingAsyncScheduler.update_from_output is KeepingScheduler.update_from_output is _Keeps.update_from_output
     classes = [KeepingScheduler, KeepingAsyncScheduler]
     assert [f"{kind.__module__}.{kind.__name__}" for kind in classes] == [*SCHEDULERS]
+
+
+def test_vllm_has_no_finish_reason_that_nobody_has_classified() -> None:
+    """A new one is a failure until somebody reads what it means; see `Engine._finished`."""
+    failures = {"abort", "error", "repetition"}
+    assert {str(reason) for reason in FinishReason} == {*get_args(OurFinishReason), *failures}
