@@ -82,17 +82,22 @@ class CodeTask(Task):
     def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float] | None:
         """1 for a program that passes all its tests within the sandbox's limits, else 0: the mean is the pass rate.
 
-        None without tests. What the problem imports stands before the program, but for imports from __future__.
+        None without tests.
         """
         tests = prompt.payload.get("test")
-        if not isinstance(tests, str):
-            return None
+        return {"passed": self.passed(prompt, response_text, tests, sandbox)} if isinstance(tests, str) else None
+
+    def passed(self, prompt: Prompt, response_text: str, tests: str, sandbox: SandboxConfig) -> float:
+        """Return 1 if the program in the response passes these tests, else 0.
+
+        The imports of the problem stand before the program, but after its imports from __future__.
+        """
         code, imports = extract_code(response_text)[0], prompt.payload.get("imports")
         if isinstance(imports, str):
             future = _FUTURE.search(code)  # no other statement may stand before it
             at = future.end() if future else 0
             code = f"{code[:at]}\n{imports}\n\n{code[at:]}"
-        return {"passed": float(self.run(code, tests, sandbox).passed)}
+        return float(self.run(code, tests, sandbox).passed)
 
     def run(self, code: str, tests: str, sandbox: SandboxConfig) -> Outcome:
         return run_solution(code, tests, sandbox)

@@ -86,5 +86,5 @@ class TinyCodeTask(CodeTask):
         shown, hidden = super().measure(prompt, response_text, sandbox=sandbox), prompt.payload.get("hidden_test")
         if shown is None or hidden is None:
             return shown
-        passed = shown["passed"] and float(self.run(response_text, hidden, sandbox).passed)
+        passed = shown["passed"] and self.passed(prompt, response_text, hidden, sandbox)
         return {"passed": passed, "shown_only": shown["passed"] - passed}

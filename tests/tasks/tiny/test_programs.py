@@ -70,6 +70,14 @@ def test_without_faults_a_program_passes_but_where_it_looks_at_n() -> None:
         assert measured(row, row["solution"]) == {"passed": float(not looks), "shown_only": float(looks)}
 
 
+def test_hidden_tests_judge_the_program_in_a_response_as_the_shown_ones_do() -> None:
+    found = []
+    for row in records(20, NO_FAULTS):
+        found.append(measured(row, f"Here it is:\n```python\n{row['solution']}```\nDone."))
+        assert found[-1] == measured(row, row["solution"])
+    assert found.count({"passed": 1.0, "shown_only": 0.0}) > 10  # the others look at n
+
+
 def test_each_fault_shows() -> None:
     """Wrong and missing fail the shown tests; a repeated branch never runs; an invented one may be seen or not."""
     for fault, fewest, most in (("wrong", 1, 1), ("missing", 1, 1), ("repeated", 0, 0), ("invented", 0.2, 0.7)):
