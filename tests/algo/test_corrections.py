@@ -125,3 +125,11 @@ def test_metrics_are_of_the_ratios_and_of_what_the_bound_changed(mode: Importanc
     assert metrics["importance/outside_share"] == pytest.approx(3 / 5)
     assert metrics["importance/p95"] == pytest.approx(1.2 + 0.8 * 2.8)  # 95 % of the way along 5 sorted: rank 3.8
     assert metrics["importance/truncated_share"] == pytest.approx(changed)
+
+
+def test_a_step_may_have_more_tokens_than_torchs_quantile_takes() -> None:
+    old = torch.zeros(2**24 + 1)
+    old[::10] = 1.0  # every tenth log-ratio, the first and the last too
+    metrics = importance_metrics(old, old.new_zeros(1).expand(len(old)), torch.zeros(1).long(), "none", 2.0)
+    assert metrics["importance/p95"] == pytest.approx(math.e)
+    assert metrics["importance/mean"] == pytest.approx(0.9 + math.e / 10, rel=1e-6)
