@@ -50,17 +50,22 @@ def annotate_data(config: AnnotateJob, fleets: "Fleets") -> dict[str, Any]:
 
 
 def read_samples(config: AnnotateJob) -> list[Sample]:
-    """What wants feedback. UserError for data that cannot be used."""
+    """Return the responses to annotate: given or yet to be sampled, then the planted ones.
+
+    Raises:
+        UserError: The data cannot be used, or the task plants no faults.
+    """
     task, rows = get_task(config.task), load_records(config.data)
     if config.model is None or config.annotate.responses == "data":
         samples = annotation.given_samples(rows, task)
         if all(sample.problem for sample in samples):
             raise UserError(f"data.path={config.data.path}: no record can be judged; {samples[0].problem}")
-        return samples
-    tokenizer = load_tokenizer(config.model.policy, config.model.revision)
-    room, too_long = config.rollout.max_prompt_tokens, config.data.too_long
-    prompts = make_prompts(rows, task, tokenizer, room, too_long=too_long)
-    return [Sample(prompt, index) for prompt in prompts for index in range(config.rollout.samples_per_prompt)]
+    else:
+        tokenizer = load_tokenizer(config.model.policy, config.model.revision)
+        room, too_long = config.rollout.max_prompt_tokens, config.data.too_long
+        prompts = make_prompts(rows, task, tokenizer, room, too_long=too_long)
+        samples = [Sample(prompt, index) for prompt in prompts for index in range(config.rollout.samples_per_prompt)]
+    return samples + annotation.plant_samples(samples, task, config.annotate.planted, seed=config.run.seed)
 
 
 def annotate_samples(
@@ -107,7 +112,7 @@ def known_records(config: AnnotateJob, samples: Sequence[Sample]) -> Records:
     if records and options.source == "human":
         human = _human(config)
         records = [record for record in records if human.is_current(record)]
-    by_key = {annotation.record_key(record, sampled=options.responses == "policy"): record for record in records}
+    by_key = {key: record for record in records for key in annotation.record_keys(record)}
     return {sample.key: by_key[sample.key] for sample in samples if sample.key in by_key}
 
 

@@ -94,13 +94,13 @@ def sft_job(demo: DemoJob) -> SFTJob:
 
 
 def annotate_job(demo: DemoJob) -> AnnotateJob:
-    """One response to each of the first `demo.annotate` training posts, criticised by program."""
+    """One response to each of the first `demo.annotate` training posts and planted ones, criticised by program."""
     return AnnotateJob(
         **_stage(demo, ANNOTATED),
         model=base_model(demo),
         data=DataConfig(path=str(demo.run.folder / WORLD / "train.jsonl"), limit=demo.annotate),
         rollout=with_overrides(demo.rollout, {"samples_per_prompt": 1}),
-        annotate=AnnotateConfig(source=CRITIC, responses="policy"),
+        annotate=AnnotateConfig(source=CRITIC, responses="policy", planted=demo.planted),
     )
 
 

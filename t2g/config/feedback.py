@@ -298,6 +298,10 @@ class AnnotateConfig(FeedbackConfig):
     responses: Literal["data", "policy"] = Field(
         "data", description="data: the response that each record holds; policy: sampled from model.policy"
     )
+    planted: float = Field(
+        0.0, ge=0, le=100, description="responses with planted faults beside the others, for each prompt: 0.5 is one "
+        "for every second prompt; the task needs a method plant_faults",
+    )  # fmt: skip
     align: Literal["llm", "reward_model"] | None = Field(
         None, description="who finds the spans of human critiques that have none; none: such critiques are refused"
     )
@@ -309,6 +313,14 @@ class AnnotateConfig(FeedbackConfig):
     max_failed_share: MayDiffer[float] = Field(
         0.5, ge=0, le=1, description="records with failed feedback; with more the job fails"
     )
+
+    @model_validator(mode="after")
+    def _check_planted(self) -> Self:
+        if self.planted and self.source == "human":
+            raise ValueError(
+                f"planted={self.planted:g} adds responses that source=human has no judgement of; set it to 0"
+            )
+        return self
 
     @field_validator("noise")
     @classmethod

@@ -54,7 +54,8 @@ def _alarm(name: str, value: float, first: float, config: AlarmConfig) -> str:
             return (
                 f"the feedback calls {value:.0%} of the faults of class {name.removeprefix(m.RECALL)} poor, below "
                 f"alarms.min_fault_recall={config.min_fault_recall:.0%}: the policy will find out; annotate responses "
-                "of the last checkpoint with jobs.annotate, and train the reward model on them (jobs.train_reward)"
+                "of the last checkpoint with jobs.annotate, with annotate.planted where the task can, and train the "
+                "reward model on them (jobs.train_reward)"
             )
         case m.FAILED_SHARE if value > config.max_failed_share:
             return (

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 from pydantic_core import to_json
 
+from t2g.errors import UserError
 from t2g.feedback.parse import no_feedback
 from t2g.feedback.records import AnnotatedRecord, annotated_record
 from t2g.interfaces import FeedbackSource
@@ -43,13 +45,16 @@ class Sample:
         return _key(self.prompt.prompt_id, self.prompt.prompt_text, self.prompt.payload, which)
 
 
-def record_key(record: AnnotatedRecord, *, sampled: bool) -> str:
-    """The key of the sample that the record is about. sampled: the policy wrote the response.
+def record_keys(record: AnnotatedRecord) -> tuple[str, str]:
+    """Return the keys of the samples that the record answers: with this response, and with this number and none.
 
-    A given response is known by its text, so that a changed one is judged anew wherever it stands in the file; a
-    sampled one by its number, since it is not known beforehand.
+    A given or planted response is known by its text, so that a changed one is judged anew wherever it stands in the
+    file. A sampled response is known by its number, since it is not known beforehand.
     """
-    return _key(record.prompt_id, record.prompt, record.payload, record.sample_index if sampled else record.response)
+    response, number = (
+        _key(record.prompt_id, record.prompt, record.payload, which) for which in (record.response, record.sample_index)
+    )
+    return response, number
 
 
 def _key(prompt_id: str, prompt_text: str, payload: dict[str, Any], which: str | int) -> str:
@@ -80,6 +85,30 @@ def given_samples(records: Sequence[Record], task: Task) -> list[Sample]:
         samples.append(Sample(prompt, seen[prompt_id], response, problem))
         seen[prompt_id] += 1
     return samples
+
+
+def plant_samples(samples: Sequence[Sample], task: Task, per_prompt: float, *, seed: int) -> list[Sample]:
+    """Return a sample with planted faults for every prompt of `samples`, or for a part of them.
+
+    Args:
+        per_prompt: Mean number per prompt: 0.5 plants one response for every second prompt, 2 plants two for each.
+
+    Raises:
+        UserError: The task plants no faults.
+    """
+    planted = []
+    last_of_prompt = {sample.prompt.prompt_id: sample for sample in samples if not sample.problem}
+    for number, last in enumerate(last_of_prompt.values()):
+        rng = np.random.default_rng(int(stable_id(f"{seed}/{last.prompt.prompt_id}"), 16))
+        for index in range(int((number + 1) * per_prompt) - int(number * per_prompt)):
+            response = task.plant_faults(last.prompt, rng)
+            if response is None:
+                raise UserError(
+                    f"annotate.planted={per_prompt:g}: task {task.name} plants no faults for prompt "
+                    f"{last.prompt.prompt_id}; set it to 0, or give the task a method plant_faults (task tiny has one)"
+                )
+            planted.append(Sample(last.prompt, last.sample_index + 1 + index, response))
+    return planted
 
 
 class Turns:

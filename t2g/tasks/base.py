@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from t2g.config import StyleConfig
 from t2g.errors import NotHere, UserError
 from t2g.sandbox import SandboxConfig
@@ -150,6 +152,10 @@ class Task:
     def faults(self, prompt: Prompt, response_text: str) -> Sequence[tuple[str, int, int]]:
         """Faults that the task knows without any feedback: class, and half-open characters of the response."""
         return ()
+
+    def plant_faults(self, prompt: Prompt, rng: np.random.Generator) -> str | None:
+        """Return a right response with random faults of each class planted into it; None where the task cannot."""
+        return None
 
     def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float] | None:
         """Metrics of one response that no feedback source has a part in, or None. sandbox: for what it runs."""

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fakes import FakeFeedback, FakeRollouts
+from pydantic import ValidationError
 
 from jobs.annotate import describe
 from jobs.common.annotation_runs import (
@@ -34,6 +36,7 @@ from t2g.feedback.sources.annotator import MAX_FAULTS, MAX_NOTES_CHARS, MAX_REPE
 from t2g.feedback.sources.asking import BYTES_PER_TOKEN, estimate_tokens
 from t2g.loop.annotation import heldout_prompts
 from t2g.tasks.base import get_task
+from t2g.tasks.tiny import world
 from t2g.tasks.tiny.assets import build_tokenizer
 from t2g.text.tokenizer import load_tokenizer
 from t2g.types import Prompt, SpanFeedback
@@ -127,6 +130,27 @@ def killer(after: int) -> Callable[[Prompt], None]:
             raise KeyboardInterrupt
 
     return before_judging
+
+
+def test_planted_responses_are_judged_beside_the_sampled_ones(sampled: AnnotateJob) -> None:
+    posts = (world.sample_facts(np.random.default_rng(i), heldout=False) for i in range(NUM_PROMPTS))
+    write_data(sampled, *({"id": f"p{i}", "post": f"Post {i}.", "facts": facts} for i, facts in enumerate(posts)))
+    config = with_overrides(sampled, {"task": "tiny", "annotate.planted": 0.5})
+    with pytest.raises(KeyboardInterrupt):
+        annotate_data(config, FakeFleets(config, killer(after=15)))
+    fleets = FakeFleets(config)
+    annotate_data(config, fleets)
+    assert fleets.num_judged == NUM_SAMPLES + NUM_PROMPTS // 2 - 15  # those in the journal are not judged again
+    records = read(config.run.folder / ANNOTATED_FILE)
+    planted = [record for record in records if record["sample_index"] == 2]
+    assert [record["prompt_id"] for record in planted] == [f"p{i}" for i in range(1, NUM_PROMPTS, 2)]
+    assert len(records) == NUM_SAMPLES + len(planted)
+    assert all(world.measure(record["payload"]["facts"], record["response"])["fact_recall"] > 0 for record in planted)
+
+
+def test_planted_responses_have_no_human_judgement(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match=r"planted=0.5 adds responses that source=human has no judgement of"):
+        job(tmp_path, source="human", human_file="judged.jsonl", planted=0.5)
 
 
 def test_a_killed_annotation_pays_for_no_record_twice(sampled: AnnotateJob) -> None:

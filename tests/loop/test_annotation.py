@@ -12,6 +12,7 @@ from fakes import FakeFeedback, FakeRollouts, letter_prompts, letter_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
+from t2g.errors import UserError
 from t2g.feedback.parse import Quote, make_feedback
 from t2g.feedback.records import AnnotatedRecord
 from t2g.interfaces import Sampling
@@ -21,12 +22,14 @@ from t2g.loop.annotation import (
     annotate,
     given_samples,
     heldout_prompts,
-    record_key,
+    plant_samples,
+    record_keys,
     refused,
     summarize,
     summary_words,
 )
 from t2g.tasks.prompts_only import PromptsTask
+from t2g.tasks.tiny.task import TinyTask
 from t2g.types import Prompt
 
 SAMPLING = Sampling(num_samples=2, temperature=1.0, max_new_tokens=4, seed=3)
@@ -84,12 +87,11 @@ def test_a_record_is_known_again_by_what_was_judged(payload: dict[str, Any]) -> 
     (sample,) = samples_of(ROWS[0])
     sample = replace(sample, prompt=replace(sample.prompt, payload=payload))
     record = AnnotatedRecord.model_validate_json(judged([sample])[sample.key].model_dump_json())
-    assert record_key(record, sampled=False) == sample.key
-    assert record_key(record, sampled=True) == replace(sample, response=None).key
+    assert record_keys(record) == (sample.key, replace(sample, response=None).key)
     for change in ({"response": "b a"}, {"prompt": "What?"}, {"prompt_id": "b"}, {"payload": {"x": 1}}):
-        assert record_key(record.model_copy(update=change), sampled=False) != sample.key
-    assert record_key(record.model_copy(update={"sample_index": 1}), sampled=False) == sample.key
-    assert record_key(record.model_copy(update={"sample_index": 1}), sampled=True) != replace(sample, response=None).key
+        assert sample.key not in record_keys(record.model_copy(update=change))
+    by_response, by_number = record_keys(record.model_copy(update={"sample_index": 1}))
+    assert by_response == sample.key and by_number != replace(sample, response=None).key
 
 
 def test_the_policy_is_asked_once_for_each_prompt_that_lacks_something(tmp_path: Path) -> None:
@@ -107,7 +109,25 @@ def test_the_policy_is_asked_once_for_each_prompt_that_lacks_something(tmp_path:
     assert [(r.prompt_id, r.sample_index) for r in records.values()] == [("p2", 0), ("p2", 1), ("p1", 0)]
     whole = judged(samples, write=write)
     assert {key: whole[key] for key in records} == records
-    assert {record_key(record, sampled=True) for record in whole.values()} == {sample.key for sample in samples}
+    assert {record_keys(record)[1] for record in whole.values()} == {sample.key for sample in samples}
+
+
+@pytest.mark.parametrize(("per_prompt", "counts"), [(0, [0, 0, 0, 0]), (0.5, [0, 1, 0, 1]), (1.5, [1, 2, 1, 2])])
+def test_planted_samples_stand_beside_the_others_of_their_prompt(per_prompt: float, counts: list[int]) -> None:
+    facts = {"name": "José", "thing": "phone", "fault": "hums", "day": "Monday", "place": "東京"}
+    prompts = [replace(prompt, payload={"facts": facts}) for prompt in letter_prompts(4)]
+    samples = [Sample(prompt, index) for prompt in prompts for index in range(2)]
+    samples.append(Sample(replace(prompts[0], prompt_id="bad"), 0, None, problem="data record 9 has no response"))
+    planted = plant_samples(samples, TinyTask(), per_prompt, seed=1)
+    assert [sum(sample.prompt == prompt for sample in planted) for prompt in prompts] == counts
+    assert {sample.sample_index for sample in planted} <= {2, 3}  # the prompt's own have 0 and 1
+    assert len(planted) == sum(counts) == len({sample.response for sample in planted})
+    assert plant_samples(samples[2:], TinyTask(), 2, seed=1)[-1] == plant_samples(samples, TinyTask(), 2, seed=1)[-1]
+
+
+def test_a_task_that_plants_no_faults_is_refused() -> None:
+    with pytest.raises(UserError, match=r"^annotate.planted=0.5: task prompts plants no faults for prompt d; set it"):
+        plant_samples(samples_of(ROWS[0], ROWS[2] | {"id": "d"}), PromptsTask(), 0.5, seed=1)
 
 
 def test_after_the_close_nothing_begins_and_what_is_under_way_goes_on() -> None:

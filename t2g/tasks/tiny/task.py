@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from t2g.config import StyleConfig
 from t2g.sandbox import Outcome, SandboxConfig
 from t2g.tasks.base import SPARSE, Critic, Record, text_field
@@ -51,6 +53,10 @@ class TinyTask(SummarizationTask):
     def faults(self, prompt: Prompt, response_text: str) -> list[tuple[str, int, int]]:
         found = world.findings(prompt.payload["facts"], response_text) if "facts" in prompt.payload else ()
         return [(one.verdict, one.clause.start, one.clause.end) for one in found if one.verdict != "right"]
+
+    def plant_faults(self, prompt: Prompt, rng: np.random.Generator) -> str | None:
+        facts = prompt.payload.get("facts")
+        return world.write_summary(facts, world.PLANTED, rng) if facts else None
 
     def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float] | None:
         facts = prompt.payload.get("facts")

@@ -78,6 +78,9 @@ FEEDBACK_INSTRUCTIONS = {
     (False, "dense"): "Quote every clause. Post: ",
 }
 FEEDBACK_SUMMARY_HEADER = "\nSummary: "
+# Rates of `plant_faults`. A policy that improves keeps repeats and inventions and seldom states a fact wrong: a reward
+# model that has read few of them praises them, and praised faults multiply.
+PLANTED = WorldConfig(wrong=0.15, missing=0.15, invented=0.5, repeated=0.5)
 HELDOUT_ONE_IN = 8  # the share of fact combinations that only held-out posts may use
 
 Facts = Mapping[str, str]

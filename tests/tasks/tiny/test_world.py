@@ -2,6 +2,8 @@
 
 import itertools
 import json
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from t2g.types import Prompt, Span
 
 FACTS = {"name": "José", "thing": "phone", "fault": "hums", "day": "Monday", "place": "東京"}
 POST = Prompt(prompt_id="1", prompt_ids=np.zeros(0, np.int32), prompt_text="A post.", task="tiny")
+TASK = TinyTask()
 NO_FAULTS = WorldConfig(wrong=0.0, missing=0.0, invented=0.0, repeated=0.0)
 
 
@@ -295,3 +298,16 @@ def test_model_folder_loads(tokenizers: Any, tmp_path: Path) -> None:
     assert loaded.config.eos_token_id == policy.eos_token_id
     assert float(loaded.lm_head.weight.detach().std()) == pytest.approx(0.08, rel=0.05)
     assert AutoTokenizer.from_pretrained(tmp_path).chat_template == assets.CHAT_TEMPLATE
+
+
+# ------------------------------------------------------------------------------------------------------ planted faults
+def test_planted_responses_hold_faults_of_each_class_and_follow_from_the_seed() -> None:
+    prompt = replace(POST, payload={"facts": FACTS})
+    planted = [TASK.plant_faults(prompt, np.random.default_rng(seed)) for seed in range(400)]
+    assert planted == [TASK.plant_faults(prompt, np.random.default_rng(seed)) for seed in range(400)]
+    responses = [response for response in planted if response]
+    counts = Counter(kind for response in responses for kind, _, _ in TASK.faults(prompt, response))
+    counts["missing"] = sum(world.critic(FACTS, response).critique.count("is missing.") for response in responses)
+    assert set(counts) == {"wrong", "repeated", "invented", "missing"}
+    assert min(counts.values()) > 0.3 * len(planted), counts  # each class stands in every third response at least
+    assert TASK.plant_faults(POST, np.random.default_rng(0)) is None  # its payload has no facts
