@@ -20,7 +20,7 @@ KEY = "sk-secret-1234"
 @dataclass(frozen=True)
 class Reply:
     status: int = 200
-    body: Any = ""  # a text is sent as HTML, anything else as JSON
+    body: Any = ""  # bytes are sent as they are, a text as HTML, anything else as JSON
     headers: dict[str, str] = field(default_factory=dict)
     delay_s: float = 0.0
     missing_bytes: int = 0  # fewer are sent than Content-Length says, and the connection is closed
@@ -99,7 +99,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, reply: Reply) -> None:
         html = isinstance(reply.body, str)
-        data = reply.body.encode() if html else json.dumps(reply.body).encode()
+        data = reply.body if isinstance(reply.body, bytes) else json.dumps(reply.body).encode()
+        data = reply.body.encode() if html else data
         self.send_response(reply.status)
         self.send_header("Content-Type", "text/html" if html else "application/json")
         self.send_header("Content-Length", str(len(data)))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from t2g.config import JobConfig, loading
+from t2g.config.texts import mask_secrets
 from t2g.errors import UserError
 from t2g.runs import identity
 from t2g.runs.control import now
@@ -51,7 +52,7 @@ def begin_folder(config: JobConfig, *leftovers: str, **more: Any) -> Path:
     identity.keep(folder, Identity.of(config, **more))
     loading.write(config, folder)
     with (folder / COMMANDS_FILE).open("a", encoding="utf-8", errors="replace") as file:
-        file.write(f"{now().isoformat()} {shlex.join(sys.orig_argv)}\n")
+        file.write(f"{now().isoformat()} {mask_secrets(shlex.join(sys.orig_argv))}\n")
     return folder
 
 

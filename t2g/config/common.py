@@ -17,6 +17,7 @@ from pydantic import (
 )
 
 from t2g.config.marks import Here, MayDiffer, PathOrName
+from t2g.config.texts import SECRET_NAME
 from t2g.config.words import dotted, show
 from t2g.errors import UserError
 
@@ -25,8 +26,9 @@ class Section(BaseModel):
     """Unknown keys are refused; a config never changes after it was read, and one made of another is checked whole."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, revalidate_instances="always", allow_inf_nan=False
-    )
+        extra="forbid", frozen=True, validate_default=True, revalidate_instances="always", allow_inf_nan=False,
+        hide_input_in_errors=True,
+    )  # fmt: skip
 
 
 class FollowingSection(Section):
@@ -113,9 +115,7 @@ class RunConfig(Section):
         return self.root / self.name / "smoke" if self.smoke else self.root / self.name
 
 
-OURS_OR_SECRET = re.compile(
-    r"^(CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS|RAY_\w*|T2G_\w*)$|TOKEN|SECRET|PASSW|CREDENTIAL|(^|_)KEY"
-)
+RESERVED_NAME = re.compile(r"^(CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS|TOKENIZERS_PARALLELISM|RAY_\w*|T2G_\w*)$")
 
 
 class ClusterConfig(Section):
@@ -142,8 +142,11 @@ class ClusterConfig(Section):
         """NCCL_DEBUG_SUBSYS: ALL and NCCL_IB_HCA: 1 are texts and numbers in YAML; all are texts in an environment."""
         if not isinstance(env, dict):
             return env
-        if bad := [name for name in env if OURS_OR_SECRET.search(str(name).upper())]:
-            raise ValueError(f"{bad[0]} cannot be given: each process has its own, or it is a secret")
+        for name in map(str, env):
+            if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+                raise ValueError(f"{name!r} is no name of an environment variable: letters, digits and _ are")
+            if RESERVED_NAME.search(name.upper()) or SECRET_NAME.search(name.upper()):
+                raise ValueError(f"{name} cannot be given: each process has its own, or it is a secret")
         return {name: str(value) if type(value) in (int, float) else value for name, value in env.items()}
 
 

@@ -1,8 +1,8 @@
 """Engines and sources: how responses are sampled, and who judges them."""
 
+import re
 from fnmatch import fnmatchcase
 from typing import Any, Literal, Self
-from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -187,6 +187,17 @@ class StyleConfig(Section):
     )
 
 
+# Fields into which a key is pasted by mistake: the pattern and the description of a right value.
+LLM_FORMS = {
+    "url": (
+        r"https?://(\[[\da-fA-F:.]+\]|[\w.-]+)(:\d{1,5})?(/[^\s?#]*)?",
+        "the form https://host/path, without a user, a password or a query",
+    ),
+    "model": (r"(?![A-Za-z0-9]{32,}$).+", "the name of a model"),
+    "key_env": (r"[A-Z_][A-Z0-9_]{0,99}", "the name of an environment variable, in capitals"),
+}
+
+
 class LLMConfig(Section):
     """A language model that annotates: behind an OpenAI-compatible server, or served by engines of our own."""
 
@@ -212,15 +223,15 @@ class LLMConfig(Section):
         "without second tries, is above",
     )
 
-    @field_validator("url")
+    @field_validator("url", "model", "key_env")
     @classmethod
-    def _no_key_in_the_url(cls, url: str | None) -> str | None:
-        if url is not None and "@" in urlsplit(url).netloc:
-            raise ValueError(
-                "llm.url has a name or password before its host, and config.yaml would keep it; "
-                "put the key into the environment variable that llm.key_env names"
-            )
-        return url
+    def check_no_secret(cls, value: str | None, info: ValidationInfo) -> str | None:
+        """Refuse, without printing it, a value that may be or hold a key: config.yaml would keep it."""
+        pattern, form = LLM_FORMS[str(info.field_name)]
+        if value is not None and not re.fullmatch(pattern, value):
+            where = "the key itself belongs in the environment variable that llm.key_env names"
+            raise ValueError(f"llm.{info.field_name} needs {form}; {where}")
+        return value
 
     @model_validator(mode="after")
     def _annotators_differ(self) -> "LLMConfig":

@@ -20,6 +20,7 @@ from pydantic_core import ErrorDetails
 from t2g.config.auto import asked, fill
 from t2g.config.common import laid_over
 from t2g.config.marks import Here, may_differ
+from t2g.config.texts import mask_secrets, text_problems
 from t2g.config.words import Keys, dotted, problems, show
 from t2g.errors import UserError
 from t2g.files import write_atomic
@@ -162,6 +163,8 @@ def _read_yaml(file: Path) -> tuple[dict[str, Any], dict[Keys, int]]:
         if keys in lines:
             raise UserError(f"{file}:{line}: {dotted(keys)} is given twice, first in line {lines[keys]}")
         lines[keys] = line
+    if found := [f"{file}:{lines.get(keys, 1)}: {sentence}" for keys, sentence in text_problems(values)]:
+        raise UserError("\n".join(found))
     return values, lines
 
 
@@ -198,9 +201,13 @@ def _key_lines(prefix: Keys, node: yaml.Node) -> Iterator[tuple[Keys, int]]:
 def _override(text: str) -> tuple[Keys, Any]:
     """ "rollout.temperature=0.6" -> ("rollout", "temperature"), 0.6"""
     name, equals, value = text.partition("=")
-    if not equals or not all(name.split(".")):
-        raise UserError(f"got {text!r}, but an override has the form section.key=value")
+    keys = tuple(name.split("."))
+    if not equals or not all(keys):
+        raise UserError(f"got {mask_secrets(text)!r}, but an override has the form section.key=value")
     try:
-        return tuple(name.split(".")), _parse(value)[1]
+        parsed = _parse(value)[1]
     except (yaml.YAMLError, ValueError):
-        raise UserError(f"{name}: {value!r} is no YAML value; put quotes around text") from None
+        raise UserError(f"{name}: {mask_secrets(value)!r} is no YAML value; put quotes around text") from None
+    for _, sentence in text_problems({name: parsed}):
+        raise UserError(sentence)
+    return keys, parsed

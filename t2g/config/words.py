@@ -12,6 +12,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from t2g.config.texts import mask_secrets
+
 REMOVED_KEYS = {  # key -> what does its work now
     "refresh": "annotate responses of the last checkpoint with jobs.annotate, and train on them with jobs.train_reward"
 }
@@ -26,7 +28,7 @@ def problems(
     `place` tells where it comes from, as the start of the sentence.
     """
     sentences = [
-        place(detail) + _sentence(schema, detail["loc"], detail)
+        place(detail) + mask_secrets(_sentence(schema, detail["loc"], detail))
         for detail in error.errors()
         if detail["type"] != "default_factory_not_called"  # only says that another field of the section is wrong
     ]
@@ -94,5 +96,5 @@ def dotted(keys: Keys) -> str:
 
 def show(value: object) -> str:
     """A value as the user wrote it, cut to one line."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
+    text = mask_secrets(json.dumps(value, ensure_ascii=False, default=str))
     return text if len(text) <= 80 else text[:77] + "..."

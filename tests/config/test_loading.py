@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -25,6 +25,7 @@ from t2g.config import (
 )
 from t2g.config.marks import may_differ
 from t2g.config.roles import shared
+from t2g.config.texts import mask_secrets
 from t2g.config.words import show
 from t2g.errors import UserError
 
@@ -367,11 +368,83 @@ def test_a_wrong_learner_is_one_sentence(tmp_path: Path) -> None:
     assert sentence.startswith("command line: learner.cpus: got 0, needs greater than 0")
 
 
-def test_a_key_in_the_url_never_reaches_the_run_folder(tmp_path: Path) -> None:
-    (sentence,) = refused(tmp_path, GOOD, "feedback.llm.url=https://me:secret@host/v1")
-    assert sentence.startswith("command line: feedback.llm.url: llm.url has a name or password before its host")
-    assert "secret" not in sentence
-    assert load(tmp_path, GOOD, "feedback.llm.url=https://host/v1/@x").feedback.llm.url is not None
+KEY = "sk-proj-4rT9secret"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *(f"feedback.llm.{field}={KEY}" for field in ("key_env", "model", "url", "api_key")),
+        "feedback.llm.key_env=9secret9secret9secret9secret9secret",
+        "feedback.llm.key_env=four.secret",
+        "feedback.llm.model=9secret9secret9secret9secret9secret",
+        f"feedback.llm={KEY}",
+        f"feedback.llm.concurrency={KEY}",
+        f"feedback.source={KEY}",
+        "feedback.llm.url=four-secret",
+        f"feedback.llm.url=https://host/{KEY}/v1",
+        "feedback.llm.url=https://me:secret@host/v1",
+        "feedback.llm.url=https://host/v1?api-version=secret",
+        "feedback.llm.url=https://host:secret/v1",
+        "data.path=https://host/data.jsonl?token=secret",
+        "cluster.env={HTTPS_PROXY: 'http://me:sec/ret-secret@proxy:80'}",
+        f"{KEY}=1",
+        KEY,
+        "model.policy=value-of-a-variable-with-a-secret",
+    ],
+)
+def test_a_key_in_a_wrong_field_is_refused_in_a_sentence_without_it(
+    tmp_path: Path, override: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTHER_API_KEY", "value-of-a-variable-with-a-secret")
+    (sentence,) = refused(tmp_path, GOOD, override)
+    assert "secret" not in sentence.partition(":")[2] and sentence.startswith("command line: ")
+    if "=" in override and KEY not in override.partition("=")[0]:
+        assert override.partition("=")[0] in sentence
+
+
+def test_a_key_in_the_file_is_refused_with_its_line(tmp_path: Path) -> None:
+    sentences = refused(tmp_path, GOOD + f"cluster:\n  env: {{A: {KEY}}}\n  address: ray://me:secret@head:10001\n")
+    assert [sentence.partition(" holds")[0] for sentence in sentences] == [
+        "job.yaml:9: cluster.env.A",
+        "job.yaml:10: cluster.address",
+    ]
+    assert "secret" not in str(sentences)
+
+
+def test_words_that_only_look_like_keys_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "EMPTY")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    monkeypatch.setenv("MY_KEY_FILE", "/home/me/keys.json")
+    names = ("task-12345678", "sklearn/sk-learn", "/models/hf_llama3-8b-instruct", "EMPTY", "/home/me/keys.json")
+    for name in names:
+        assert load(tmp_path, GOOD, f"model.policy={name}").model.policy == name
+    for url in ("https://host/v1/@x", "http://[::1]:8000/v1", "http://127.0.0.1:8000"):
+        assert load(tmp_path, GOOD, f"feedback.llm.url={url}").feedback.llm.url == url
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ('model.policy="a\\nb"', "command line: model.policy holds a line break, "),
+        ('rollout.labels={team: "a\\nb"}', "command line: rollout.labels.team holds a line break, "),
+        ('rollout.labels={"a\\u202eb": x}', r"command line: rollout.labels.a\u202eb holds a line break, "),
+        ('feedback.llm.model="a\\x1b[2J"', "command line: feedback.llm.model holds a line break, "),
+        ('cluster.env={"A\\nB": x}', r"command line: cluster.env.A\nB holds a line break, "),
+        ("cluster.env={A B: x}", "command line: cluster.env: 'A B' is no name of an environment variable"),
+    ],
+)
+def test_control_characters_in_names_and_values_are_one_sentence(tmp_path: Path, override: str, sentence: str) -> None:
+    (found,) = refused(tmp_path, GOOD, override)
+    assert found.startswith(sentence) and found.isprintable()
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.text())
+def test_a_masked_text_holds_no_secret(text: str) -> None:
+    masked = mask_secrets(f"{text} {KEY} {text}", {})
+    assert mask_secrets(masked, {}) == masked
+    assert KEY not in masked or text.endswith(("-", ".")) or KEY in text
 
 
 @pytest.mark.parametrize("override", ["arms=[]", "world.seed=-1"])

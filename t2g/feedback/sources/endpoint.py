@@ -1,19 +1,23 @@
 """A chat model behind an OpenAI-compatible server.
 
-What may pass (429, 5xx, no connection) `openai` tries again by itself: when the server's Retry-After says, else after
-pauses that double; not where the server asks for more than two minutes. `t2g.feedback.sources.llm` has the deadline of
-it all.
+`openai` retries what may pass (429, 5xx, no connection): when the server's Retry-After says, else after pauses that
+double. It does not retry an exhausted quota, nor where the server asks for more than two minutes.
+`t2g.feedback.sources.llm` has the deadline of all tries.
 
-The key goes into the request's header and nowhere else: what a server or a library says is scrubbed of it.
+The key and the prompt go to `llm.url` only: no redirect is followed. Every text of a server or a library is masked.
 """
 
 import os
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from pydantic import BaseModel, Field, ValidationError
 
 from t2g.config import LLMConfig
+from t2g.config.texts import mask_secrets
 from t2g.config.words import first_problem
 from t2g.errors import NotHere, RunStopped, UserError
 from t2g.feedback.sources.asking import Chat, ChatFailed, Completion, PerLoop, Question, estimate_tokens
@@ -21,7 +25,13 @@ from t2g.feedback.sources.asking import Chat, ChatFailed, Completion, PerLoop, Q
 if TYPE_CHECKING:
     import openai
 
-MAX_BODY_BYTES = 4 * 2**20  # a response is read up to here
+MAX_BODY_BYTES = 4 * 2**20  # of an answer; the rest is not read
+MAX_ERROR_BYTES = 64 * 2**10  # of the body of an error
+KEPT_HEADERS = ("location", "retry-after", "retry-after-ms", "x-should-retry")  # of an error
+QUOTA_CODES = (  # `code` or `type` of an error that another try cannot pass
+    "insufficient_quota", "exceeded_current_quota_error", "billing_hard_limit_reached", "billing_not_active",
+    "insufficient_balance", "insufficient_funds",
+)  # fmt: skip
 MAX_WORDS = 2000  # characters of an error that are told
 MAX_RETRIES = 10  # a minute of pauses for one request; the deadline of the judgement may end them before
 
@@ -39,6 +49,7 @@ class EndpointChat(Chat):
             )
         if not (key.isascii() and key.isprintable()):  # the HTTP library would refuse it with a message that holds it
             raise UserError(f"the environment variable {config.key_env} holds characters that no key has")
+        check_proxies()
         import openai  # noqa: F401 it takes a second, which is no request's
 
         self._config, self._key = config, key
@@ -50,11 +61,19 @@ class EndpointChat(Chat):
     def _open(self) -> "openai.AsyncOpenAI":
         import openai
 
+        class Client(openai.DefaultAsyncHttpxClient):
+            """Does not follow redirects, and bounds the bodies of errors, which `openai` reads whole."""
+
+            async def send(self, *arguments: Any, **options: Any) -> Any:
+                response = await super().send(*arguments, **options)
+                return response if response.is_success else await read_error(response)
+
         return openai.AsyncOpenAI(
             base_url=self._config.url,
             api_key=self._key,
             timeout=self._config.request_timeout_s,
             max_retries=MAX_RETRIES,
+            http_client=Client(follow_redirects=False),
         )
 
     async def complete(self, question: Question) -> Completion:
@@ -75,7 +94,7 @@ class EndpointChat(Chat):
                 seed=question.seed,
             ) as response:
                 self._key_works = True
-                body = await read_body(response)
+                body = await read_body(response.iter_bytes())
             said = read_completion(body, prompt="".join(message["content"] for message in question.messages))
         except openai.APIStatusError as error:
             raise self._refused(error) from None
@@ -93,13 +112,18 @@ class EndpointChat(Chat):
         """What an HTTP status above 399 means for this request and for all others."""
         status = error.status_code
         words = self._words(f"HTTP {status}: {error.message}")
+        if target := error.response.headers.get("location"):
+            return UserError(
+                f"llm.url={self._config.url} redirects to {self._words(target.partition('?')[0])}; no redirect is "
+                "followed, because it would carry the prompts there; set llm.url to the right address"
+            )
+        if is_quota_exhausted(status, error.response.content):
+            return RunStopped(f"the account of {self._config.key_env} has nothing left to spend: {words}")
         if status == 401 or (status == 403 and not self._key_works):  # some say 403 of an input that they do not like
             key = f"the key in the environment variable {self._config.key_env}"
             return UserError(f"llm.url={self._config.url} refuses {key}: {words}")
         if status == 404:
             return UserError(f"llm.url={self._config.url} does not know llm.model={self.model} or the path: {words}")
-        if error.code == "insufficient_quota":
-            return RunStopped(f"the account of {self._config.key_env} has nothing left to spend: {words}")
         return self._failed(f"HTTP {status}", words)
 
     def _failed(self, kind: str, words: str, *, passing: bool = False) -> ChatFailed:
@@ -109,21 +133,69 @@ class EndpointChat(Chat):
         """In one printable line, without the key (servers like to repeat it), and only then cut."""
         for key in (self._key, self._key.replace("/", r"\/")):  # as some write it in JSON
             words = words.replace(key, "***")
-        line = " ".join(words.split())[:MAX_WORDS]
+        line = " ".join(mask_secrets(words).split())[:MAX_WORDS]
         return "".join(character if character.isprintable() else "?" for character in line)
 
 
-async def read_body(response: Any) -> bytes:
-    """The response's first MAX_BODY_BYTES and little more. ConnectionError when it ends before it should."""
+def check_proxies() -> None:
+    """Raise NotHere for a proxy that the HTTP library would refuse with a message that holds its password."""
+    for scheme, url in getproxies().items():
+        try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
+            is_fine = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:
+            is_fine = False
+        if scheme in ("http", "https", "all") and not is_fine:
+            raise NotHere(f"the environment variable {scheme.upper()}_PROXY needs the form http://host:port")
+
+
+async def read_body(chunks: AsyncIterator[bytes], limit: int = MAX_BODY_BYTES) -> bytes:
+    """Return the first `limit` bytes and at most a chunk more. ConnectionError when the body ends before it should."""
     body = bytearray()
     try:
-        async for chunk in response.iter_bytes():
+        async for chunk in chunks:
             body += chunk
-            if len(body) > MAX_BODY_BYTES:
+            if len(body) > limit:
                 break
     except Exception as error:  # whatever HTTP library openai brings along
         raise ConnectionError(f"the answer broke off: {type(error).__name__}: {error}") from error
     return bytes(body)
+
+
+async def read_error(response: Any) -> Any:
+    """Return an HTTP response with the start of the body, and without a retry where the quota is exhausted."""
+    try:
+        body = await read_body(response.aiter_bytes(), MAX_ERROR_BYTES)
+    except ConnectionError:
+        body = b""  # the status is enough
+    await response.aclose()
+    headers = {name: response.headers[name] for name in KEPT_HEADERS if name in response.headers}
+    if is_quota_exhausted(response.status_code, body):
+        headers["x-should-retry"] = "false"
+    short = body[:MAX_ERROR_BYTES]
+    return type(response)(response.status_code, headers=headers, content=short, request=response.request)
+
+
+class _Error(BaseModel):
+    code: str | int | None = None
+    type: str | None = None
+
+
+class _ErrorBody(BaseModel):
+    error: _Error
+
+
+def is_quota_exhausted(status: int, body: bytes) -> bool:
+    """Return whether an error says that the account can pay for no request any more.
+
+    >>> is_quota_exhausted(429, b'{"error": {"code": "insufficient_quota"}}'), is_quota_exhausted(429, b"slow down")
+    (True, False)
+    """
+    try:
+        error = _ErrorBody.model_validate_json(body).error
+    except ValidationError:
+        return status == 402
+    return status == 402 or error.code in QUOTA_CODES or error.type in QUOTA_CODES
 
 
 class _Message(BaseModel):

@@ -1,9 +1,11 @@
 """One request to an OpenAI-compatible server, against a small server of our own."""
 
 import asyncio
+import gzip
 import json
 import os
 import threading
+import tracemalloc
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 from unittest.mock import patch
@@ -100,12 +102,71 @@ def test_a_wrong_model_or_path(server: FakeEndpoint) -> None:
         ask(chat(server))
 
 
-def test_an_empty_account(server: FakeEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "MAX_RETRIES", 0)
-    body = {"error": {"message": "You exceeded your quota", "code": "insufficient_quota"}}
-    server.reply = lambda number, request: Reply(429, body)
-    with pytest.raises(RunStopped, match=f"account of {KEY_VARIABLE} has nothing left"):
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        (429, {"message": "You exceeded your quota", "code": "insufficient_quota"}),
+        (429, {"message": "You exceeded your quota", "type": "exceeded_current_quota_error", "code": None}),
+        (403, {"message": "You exceeded your quota", "type": "insufficient_quota", "code": 7}),
+        (402, {"message": "You exceeded your quota"}),
+    ],
+)
+def test_an_exhausted_quota_ends_the_run_at_the_first_request(
+    server: FakeEndpoint, status: int, error: dict[str, Any]
+) -> None:
+    server.reply = lambda number, request: Reply(status, {"error": error}, {"x-should-retry": "true"})
+    with pytest.raises(RunStopped, match=f"account of {KEY_VARIABLE} has nothing left to spend: .*exceeded your quota"):
         ask(chat(server))
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("status", [301, 307, 308])
+def test_a_redirect_is_not_followed(server: FakeEndpoint, status: int) -> None:
+    with fake_endpoint() as other:
+        headers = {"Location": f"http://me:pass1234@127.0.0.1:{other.server_port}/v1/chat/completions?to=x"}
+        server.reply = lambda number, request: Reply(status, "", headers)
+        with pytest.raises(
+            UserError, match=r"llm\.url=.* redirects to http://\*\*\*@127\S+/completions; no redirect is"
+        ):
+            ask(chat(server))
+        assert len(server.requests) == 1 and other.requests == []
+
+
+@pytest.mark.parametrize("status", [200, 400, 503])
+@pytest.mark.parametrize("encoding", ["identity", "gzip"])
+def test_a_body_that_grows_is_bounded_in_memory(
+    server: FakeEndpoint, monkeypatch: pytest.MonkeyPatch, status: int, encoding: str
+) -> None:
+    monkeypatch.setattr(endpoint, "MAX_RETRIES", 0)
+    body = b"x" * (64 * 2**20)
+    sent = gzip.compress(body, 1) if encoding == "gzip" else body
+    server.reply = lambda number, request: Reply(status, sent, {"Content-Encoding": encoding})
+    asked = chat(server)
+    tracemalloc.start()
+    try:
+        assert refusal(asked).kind == ("answer" if status == 200 else f"HTTP {status}")
+        assert tracemalloc.get_traced_memory()[1] < 4 * MAX_BODY_BYTES
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("proxy", ["ftp://me:pass1234@proxy", "http://me:pa/ss1234@proxy:80", "http://me:pass1234@"])
+def test_a_proxy_that_cannot_be_is_named_without_its_password(
+    server: FakeEndpoint, monkeypatch: pytest.MonkeyPatch, proxy: str
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", proxy)
+    with pytest.raises(UserError, match="HTTP_PROXY needs the form http://host:port") as caught:
+        chat(server)
+    assert "1234" not in str(caught.value)
+
+
+def test_a_proxy_that_repeats_its_password_is_masked(server: FakeEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.reply = lambda number, request: Reply(400, {"error": {"message": "no to me:p%40ss1234 and p@ss1234"}})
+    monkeypatch.setenv("HTTP_PROXY", f"http://me:p%40ss1234@127.0.0.1:{server.server_port}")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    failed = refusal(chat(server, url="http://far.example/v1"))
+    assert "no to me:*** and ***" in str(failed) and "1234" not in str(failed)
 
 
 def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,12 +247,11 @@ def test_a_huge_body_is_refused_and_not_read_to_its_end(server: FakeEndpoint) ->
     failed = refusal(chat(server))
     assert not failed.passing and "more than" in str(failed)
 
-    class Endless:
-        async def iter_bytes(self) -> AsyncIterator[bytes]:
-            while True:
-                yield b"x" * 2**20
+    async def endless() -> AsyncIterator[bytes]:
+        while True:
+            yield b"x" * 2**20
 
-    assert MAX_BODY_BYTES < len(asyncio.run(read_body(Endless()))) <= MAX_BODY_BYTES + 2**20
+    assert MAX_BODY_BYTES < len(asyncio.run(read_body(endless()))) <= MAX_BODY_BYTES + 2**20
 
 
 def read(content: Any, finish_reason: str = "stop", **message: Any) -> Completion:
