@@ -1,13 +1,16 @@
 """Policies on the same prompts: sampled and measured, compared by judges, reported.
 
-Every answer is a line of a journal: responses/<policy>/responses.jsonl, scores/<policy>.jsonl, judgements.jsonl. A job
-that was killed asks for the missing ones, and for no other; a policy or a judge may come later. Engines of two policies
+Every answer is a line of a journal: responses/<policy>/responses.jsonl, scores/<policy>.jsonl, judgements.jsonl. Each
+line has a key, a hash of what it was made of; a line with another key is ignored, and its work is done anew. A job that
+was killed asks for the missing lines, and for no other; a policy or a judge may come later. Engines of two policies
 never live at one time.
 """
 
 import asyncio
+import inspect
+import json
 import shutil
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from itertools import permutations
@@ -32,12 +35,11 @@ from t2g.interfaces import RolloutSource, Sampling
 from t2g.loop.annotation import Turns
 from t2g.loop.steps import sampling_seed
 from t2g.report.policy_page import write_policy_evaluation
-from t2g.runs import identity
-from t2g.runs.identity import Identity, data_hash
 from t2g.runs.journal import Journal, read_journal
 from t2g.runs.progress import stage
-from t2g.study.pairwise import Judgement, judge_version, question, read_verdict, win_rates
-from t2g.study.policy_eval import PASSED, Answers, Response, Scores, bert_score, columns, summarise
+from t2g.runs.versions import versions
+from t2g.study.pairwise import Judgement, question, read_verdict, win_rates
+from t2g.study.policy_eval import PASSED, Answers, Response, Scores, bert_score, columns, content_key, summarise
 from t2g.study.reflection import Reflecting
 from t2g.tasks.base import Record, Task, get_task
 from t2g.tasks.human_eval import as_kodcode
@@ -50,6 +52,7 @@ SMOKE_PROMPTS = 3
 MAX_SEED = 2**31 - 1  # that every server takes
 
 Item = TypeVar("Item")
+Row = TypeVar("Row", Answers, Scores)
 Ask = Callable[[Item], Awaitable[BaseModel]]
 Serve = Callable[[ModelConfig], AbstractContextManager[RolloutSource]]  # engines of a model, as long as the block
 
@@ -75,48 +78,65 @@ def read_questions(config: PolicyEvaluationJob) -> tuple[Task, Sequence[Record],
     return task, records, prompts
 
 
+def model_version(model: ModelConfig) -> str:
+    """Return a key that changes with the name and weights of a model, and with those of an adapter's base."""
+    adapter, base = Path(model.policy) / ADAPTER_FILE, ""
+    if adapter.exists():
+        options = json.loads(adapter.read_text())
+        base = weights_version(str(options.get("base_model_name_or_path")), options.get("revision"))
+    return content_key(model.policy, weights_version(model.policy, model.revision), base)
+
+
+def measure_version(config: PolicyEvaluationJob, task: Task) -> str:
+    """Return a key that changes with the file of the task's class, the settings of its measures, and packages."""
+    encoder = weights_version(config.bertscore, None) if config.bertscore else ""
+    source = inspect.getsource(inspect.getmodule(type(task)) or type(task))
+    return content_key(source, config.sandbox, config.bertscore, encoder, config.bertscore_layer, versions())
+
+
+def read_rows(path: Path, schema: type[Row], keys: Mapping[str, str]) -> dict[str, Row]:
+    """Return the rows of a journal by prompt_id, without those of another key than the prompt has in `keys`."""
+    return {row.prompt_id: row for row in read_journal(path, schema) if row.key == keys.get(row.prompt_id)}
+
+
 class Evaluation:
     """One evaluation in its run folder, which it begins. UserError for what cannot be asked: data, a model, a prompt
-    that is too long, a server without a key, a folder with responses of something else.
+    that is too long, a server without a key, a folder with responses that were sampled otherwise.
     """
 
     def __init__(self, config: PolicyEvaluationJob) -> None:
         self.config, (self.task, records, self.prompts) = config, read_questions(config)
         self._records = {prompt.prompt_id: record for prompt, record in zip(self.prompts, records, strict=True)}
         self.folder = begin_folder(config, RESPONSES)
-        (self.folder / SCORES).mkdir(exist_ok=True)
         servers = [*config.endpoints.values(), *config.judges.values()]
         self._askers = {llm: Asker(EndpointChat(llm), llm, config.timeout_s) for llm in servers}
-        for name in config.names:
-            self._claim(name)
+        self._measure_version = measure_version(config, self.task)
         self._models = {name: self._model(name) for name in config.served}
         self._own_prompts = {name: self._encoded(model) for name, model in self._models.items()}
+        self._answer_keys = {name: self._keys_of_answers(name) for name in config.names}
+        for folder in (SCORES, *(f"{RESPONSES}/{name}" for name in config.names)):
+            (self.folder / folder).mkdir(parents=True, exist_ok=True)
 
-    def _claim(self, name: str) -> None:
-        """The folder of a policy's responses is this policy's, and these prompts'."""
-        at, model = self.folder / RESPONSES / name, self.config.served.get(name)
-        made_of = Identity.of(
-            self.config,
-            weights=weights_version(model.policy, model.revision) if model else "",
-            data=data_hash((prompt.prompt_id, prompt.prompt_text) for prompt in self.prompts),
-            model=model.policy if model else self.config.endpoints[name].model,
-            **({"reflects": True} if name in self.config.reflections else {}),
-        )
-        if self.answers(name):
-            identity.check(at, made_of)
-        else:  # what a start made that got no answer may be of other weights
-            shutil.rmtree(self.folder / MERGED / name, ignore_errors=True)
-            (self.folder / SCORES / f"{name}.jsonl").unlink(missing_ok=True)
-        identity.keep(at, made_of)
+    def _keys_of_answers(self, name: str) -> dict[str, str]:
+        """Return the key of a policy's responses by prompt_id: of its weights, and of what the policy reads."""
+        if name in self._models:
+            version = [model_version(self.config.served[name]), name in self.config.reflections]
+            asked = {p.prompt_id: p.prompt_ids.tolist() for p in self._own_prompts[name]}
+        else:
+            version = [self.config.endpoints[name].model]
+            asked = {i: self.task.policy_messages(record) for i, record in self._records.items()}
+        return {prompt_id: content_key(version, content) for prompt_id, content in asked.items()}
 
     def _model(self, name: str) -> ModelConfig:
         """What engines load: an adapter is merged into its base first."""
-        model, merged = self.config.served[name], self.folder / MERGED / name
+        model = self.config.served[name]
         if not (Path(model.policy) / ADAPTER_FILE).exists():
             return model
+        merged = self.folder / MERGED / name / model_version(model)
         if not merged.exists():
             from actors.learner.lora import merge_adapter
 
+            shutil.rmtree(merged.parent, ignore_errors=True)  # of other weights
             merge_adapter(Path(model.policy), merged, self.config.rollout.dtype)
         return ModelConfig(policy=str(merged))
 
@@ -135,16 +155,16 @@ class Evaluation:
         for name in filter(self.missing, self.config.names):
             with serve(self._models[name]) if name in self._models else nullcontext() as source:
                 self._sample(name, self._reflecting(name, source), stop)
-        for name in self.config.names:
-            self._score(name, stop)
-        for name in self.config.judges:
-            self._judge(name, stop)
-        return self._report()
+        scores = {name: self._score(name, stop) for name in self.config.names}
+        judgements = [row for name in self.config.judges for row in self._judge(name, stop)]
+        return self._report(scores, judgements)
 
     # ------------------------------------------------------------------------------------------------------- responses
     def answers(self, name: str) -> dict[str, Answers]:
-        path = self.folder / RESPONSES / name / "responses.jsonl"
-        return {row.prompt_id: row for row in read_journal(path, Answers)}
+        return read_rows(self._answers_file(name), Answers, self._answer_keys[name])
+
+    def _answers_file(self, name: str) -> Path:
+        return self.folder / RESPONSES / name / "responses.jsonl"
 
     def missing(self, name: str) -> list[Prompt]:
         """What this policy has not answered."""
@@ -177,9 +197,10 @@ class Evaluation:
                 asked = (asker.ask(self._to_server(prompt, sampling, i)) for i in range(sampling.num_samples))
                 said = [(answer.text, answer.finish_reason) for answer in await together(asked)]
             responses = tuple(Response(text=text, cut=reason == "length") for text, reason in said)
-            return Answers(prompt_id=prompt.prompt_id, responses=responses)
+            key = self._answer_keys[name][prompt.prompt_id]
+            return Answers(prompt_id=prompt.prompt_id, key=key, responses=responses)
 
-        far, path = config.endpoints.get(name), self.folder / RESPONSES / name / "responses.jsonl"
+        far, path = config.endpoints.get(name), self._answers_file(name)
         at_once = far.concurrency if far else 2 * rollout.workers.max * rollout.max_num_seqs
         patience_s = config.timeout_s if far else DRAIN_S
         collect(path, f"responses of {name}", self.missing(name), ask, at_once, patience_s, stop)
@@ -194,64 +215,67 @@ class Evaluation:
         )
 
     # -------------------------------------------------------------------------------------- scores, judgements, report
-    def scores(self, name: str) -> dict[str, Scores]:
-        return {row.prompt_id: row for row in read_journal(self.folder / SCORES / f"{name}.jsonl", Scores)}
+    def _score(self, name: str, stop: StopFlag) -> list[Scores]:
+        """Return what the task measures of a policy's responses, by prompt; measure what the journal lacks."""
+        config, path = self.config, self.folder / SCORES / f"{name}.jsonl"
+        texts = {i: [response.text for response in row.responses] for i, row in self.answers(name).items()}
+        keys = {
+            p.prompt_id: content_key(self._measure_version, p.prompt_text, p.payload, texts[p.prompt_id])
+            for p in self.prompts
+        }
 
-    def _score(self, name: str, stop: StopFlag) -> None:
-        """What the task measures of the responses."""
-        config, answers, known = self.config, self.answers(name), self.scores(name)
-
-        def measured(prompt: Prompt) -> Scores:
-            texts = [response.text for response in answers[prompt.prompt_id].responses]
-            scores = [self.task.measure(prompt, text, sandbox=config.sandbox) or {} for text in texts]
+        def measure(prompt: Prompt) -> Scores:
+            scores = [self.task.measure(prompt, t, sandbox=config.sandbox) or {} for t in texts[prompt.prompt_id]]
             if config.bertscore:
                 reference = self.task.reference(prompt.payload) or ""
-                for text, found in zip(texts, scores, strict=True):
+                for text, found in zip(texts[prompt.prompt_id], scores, strict=True):
                     found["bertscore"] = bert_score(text, reference, config.bertscore, config.bertscore_layer)
-            return Scores(prompt_id=prompt.prompt_id, scores=tuple(scores))
+            return Scores(prompt_id=prompt.prompt_id, key=keys[prompt.prompt_id], scores=tuple(scores))
 
-        missing, path = [p for p in self.prompts if p.prompt_id not in known], self.folder / SCORES / f"{name}.jsonl"
-        ask = partial(asyncio.to_thread, measured)
+        known = read_rows(path, Scores, keys)
+        missing = [p for p in self.prompts if p.prompt_id not in known]
+        ask = partial(asyncio.to_thread, measure)
         collect(path, f"scores of {name}", missing, ask, config.concurrency, DRAIN_S, stop)
+        rows = read_rows(path, Scores, keys)
+        return [rows[p.prompt_id] for p in self.prompts]
 
-    def _judgements(self) -> list[Judgement]:
-        """Of the judges as they are asked now."""
-        versions = {name: judge_version(self.task, llm) for name, llm in self.config.judges.items()}
-        rows = read_journal(self.folder / JUDGEMENTS, Judgement)
-        return [row for row in rows if versions.get(row.judge) == row.version]
+    def _judge(self, name: str, stop: StopFlag) -> list[Judgement]:
+        """Return a judge's verdicts on the first responses of every pair, in both orders; ask for missing ones."""
+        llm, path = self.config.judges[name], self.folder / JUDGEMENTS
+        answers = {policy: self.answers(policy) for policy in self.config.names}
+        requests: dict[str, tuple[Judgement, Question]] = {}
+        for first, second in permutations(self.config.names, 2):
+            for prompt in self.prompts:
+                texts = [answers[policy][prompt.prompt_id].responses[0].text for policy in (first, second)]
+                request = question(self.task, prompt.prompt_text, *texts, llm)
+                about = {"judge": name, "prompt_id": prompt.prompt_id, "first": first, "second": second}
+                key = content_key(about, llm.model, request)
+                requests[key] = Judgement(key=key, **about), request
 
-    def _judge(self, name: str, stop: StopFlag) -> None:
-        """What one judge says of the first responses of every pair, in both orders."""
-        llm, said = self.config.judges[name], {policy: self.answers(policy) for policy in self.config.names}
-        known, version = {row.key for row in self._judgements()}, judge_version(self.task, llm)
-        asked = [
-            (prompt, Judgement(judge=name, version=version, prompt_id=prompt.prompt_id, first=first, second=second))
-            for first, second in permutations(self.config.names, 2)
-            for prompt in self.prompts
-        ]
-
-        async def ask(item: tuple[Prompt, Judgement]) -> Judgement:
-            prompt, row = item
-            texts = [said[policy][row.prompt_id].responses[0].text for policy in (row.first, row.second)]
-            answer = await self._askers[llm].ask(question(self.task, prompt.prompt_text, *texts, llm))
+        async def ask(item: tuple[Judgement, Question]) -> Judgement:
+            row, request = item
+            answer = await self._askers[llm].ask(request)
             return row.model_copy(update=read_verdict(answer.text))
 
-        missing, path = [item for item in asked if item[1].key not in known], self.folder / JUDGEMENTS
+        known = {row.key for row in read_journal(path, Judgement)}
+        missing = [item for key, item in requests.items() if key not in known]
         collect(path, f"judge {name}", missing, ask, llm.concurrency, self.config.timeout_s, stop)
+        return [row for row in read_journal(path, Judgement) if row.key in requests]
 
-    def _report(self) -> dict[str, Any]:
+    def _report(self, scores: Mapping[str, Sequence[Scores]], judgements: Sequence[Judgement]) -> dict[str, Any]:
+        """Write the report of all policies. scores: policy -> by prompt."""
         config, prompts = self.config, self.prompts
-        ids, references = [p.prompt_id for p in prompts], [self.task.reference(p.payload) for p in prompts]
+        references = [self.task.reference(p.payload) for p in prompts]
         answers, measured = {}, {}
         for name in config.names:
-            said, scores = self.answers(name), self.scores(name)
-            answers[name] = [said[prompt_id] for prompt_id in ids]
-            measured[name] = columns(answers[name], [scores[i] for i in ids], references, config.pass_at)
+            rows = self.answers(name)
+            answers[name] = [rows[p.prompt_id] for p in prompts]
+            measured[name] = columns(answers[name], scores[name], references, config.pass_at)
         sampled = config.rollout.model_dump(include={"samples_per_prompt", "temperature", "max_new_tokens"})
-        about = {"task": config.task, "data": config.data.path, "prompts": len(ids), "seed": config.run.seed} | sampled
-        judged = win_rates(self._judgements(), answers, seed=config.run.seed)
+        about = {"task": config.task, "data": config.data.path, "prompts": len(prompts), "seed": config.run.seed}
+        judged = win_rates(judgements, answers, seed=config.run.seed)
         summary = summarise(measured, seed=config.run.seed)
-        return write_policy_evaluation(self.folder, about, prompts, answers, measured, summary, judged)
+        return write_policy_evaluation(self.folder, about | sampled, prompts, answers, measured, summary, judged)
 
 
 def collect(

@@ -21,7 +21,7 @@ class SampledConfig(RolloutConfig):
 class PolicyEvaluationJob(JobConfig):
     """jobs.evaluate --what policy: policies side by side on the same prompts, with intervals."""
 
-    # Each has a folder with an identity of its own: others may come later.
+    # The key of each journaled line says what it was made of: what changes here is sampled, measured or judged anew.
     policies: MayDiffer[dict[RunPart, ModelConfig]] = Field(
         {}, description="name -> folder, hub name or adapter; a pair is the later one against the earlier"
     )
@@ -33,12 +33,14 @@ class PolicyEvaluationJob(JobConfig):
     endpoints: MayDiffer[dict[RunPart, LLMConfig]] = Field(
         {}, description="name -> a policy behind a server, after the others; rollout says how it is sampled"
     )
-    data: DataConfig
+    data: MayDiffer[DataConfig]
     rollout: SampledConfig = SampledConfig()
-    sandbox: SandboxConfig = SandboxConfig()
+    sandbox: MayDiffer[SandboxConfig] = SandboxConfig()
     concurrency: MayDiffer[int] = Field(2, ge=1, description="responses measured at once")
-    bertscore: PathOrName[str | None] = Field(None, description="folder of an encoder; needs the extra `eval`")
-    bertscore_layer: int = Field(6, ge=1, description="of the encoder, whose embeddings are compared")
+    bertscore: MayDiffer[PathOrName[str | None]] = Field(
+        None, description="folder of an encoder; needs the extra `eval`"
+    )
+    bertscore_layer: MayDiffer[int] = Field(6, ge=1, description="of the encoder, whose embeddings are compared")
     pass_at: MayDiffer[tuple[Annotated[int, Field(ge=1)], ...]] = Field((1,), min_length=1, description="k of pass@k")
     judges: MayDiffer[dict[RunPart, LLMConfig]] = Field(
         {}, description="name -> model behind a server that compares the first responses of every pair, in both orders"

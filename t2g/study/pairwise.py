@@ -4,8 +4,6 @@ A prompt counts 1 for a policy that wins in both orders, 0 for one that loses in
 changes with the order says something of the judge alone. What a judge writes is untrusted: read, bounded, counted.
 """
 
-import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any, Literal
@@ -36,17 +34,13 @@ class Verdict(BaseModel):
 class Judgement(BaseModel):
     """One answer of a judge: of two policies' first responses to a prompt, A by `first`."""
 
+    key: str  # `content_key` of the judge's model, its request with both responses, and the names below
     judge: str
-    version: str  # see `judge_version`
     prompt_id: str
     first: str
     second: str
     verdict: Literal["A", "B", "tie", "unparsable"] = "unparsable"
     reason: str = ""
-
-    @property
-    def key(self) -> tuple[str, ...]:
-        return self.judge, self.version, self.prompt_id, self.first, self.second
 
 
 def question(task: Task, prompt_text: str, first: str, second: str, llm: LLMConfig) -> Question:
@@ -64,12 +58,6 @@ def question(task: Task, prompt_text: str, first: str, second: str, llm: LLMConf
         temperature=llm.temperature,
         seed=0,
     )
-
-
-def judge_version(task: Task, llm: LLMConfig) -> str:
-    """Changes with the model and with what it is asked."""
-    asked = json.dumps(question(task, "", "", "", llm).messages) + str(llm.temperature)
-    return f"{llm.model}#{hashlib.blake2b(asked.encode(), digest_size=4).hexdigest()}"
 
 
 def read_verdict(text: str) -> dict[str, str]:

@@ -5,6 +5,7 @@ mean (K 1), or corpus BLEU (K 10). What needs neither a model nor a program is c
 from `Task.measure`.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import combinations
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from pydantic import BaseModel
+from pydantic_core import to_json
 
 from t2g.study.paired import Draws, Figure, compare, holm, mean_of, told
 
@@ -33,6 +35,7 @@ class Answers(BaseModel):
     """A policy's responses to one prompt, by sample_index."""
 
     prompt_id: str
+    key: str  # `content_key` of weights and prompt
     responses: tuple[Response, ...]
 
 
@@ -40,7 +43,14 @@ class Scores(BaseModel):
     """What the task measures of them, in the same order."""
 
     prompt_id: str
+    key: str  # `content_key` of measure, prompt with references and tests, and responses
     scores: tuple[dict[str, float], ...]
+
+
+def content_key(*content: Any) -> str:
+    """Return a hash of plain values, models and dataclasses: equal content has the same key in every run."""
+    data = to_json(content, inf_nan_mode="constants", serialize_unknown=True)
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def general(response: Response) -> dict[str, float]:

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -130,7 +132,7 @@ def test_a_policy_that_reflects_answers_again_with_its_critique_in_view(tmp_path
     asked = sorted(i for i in engine.asked if i.startswith("3/"))
     assert asked == ["3/0/again", "3/0/critique", "3/1/again", "3/1/critique"]
     line = json.loads((config.run.folder / "responses/again/responses.jsonl").read_text().splitlines()[0])
-    assert line.keys() == {"prompt_id", "responses"} and len(line["responses"]) == 2
+    assert line.keys() == {"prompt_id", "key", "responses"} and len(line["responses"]) == 2
 
 
 @pytest.mark.parametrize(("critique", "max_model_len"), [(" ", 400), ("short", 100)], ids=["empty", "no room"])
@@ -143,11 +145,15 @@ def test_an_answer_without_a_critique_stays(tmp_path: Path, models: Path, critiq
     assert run(config, {"cut": engine})["policies"]["again"]["words"]["value"] == 5
 
 
-def test_what_reflects_is_not_what_did_not(tmp_path: Path, models: Path) -> None:
-    model = {"policy": str(models / "cut")}
-    run(job(tmp_path, models, policies={"cut": model}), {"cut": Engine(5)})
-    with pytest.raises(UserError, match="reflects"):
-        run(job(tmp_path, models, policies={}, reflections={"cut": model}), {"cut": Engine(5)})
+def test_a_policy_that_reflects_is_sampled_anew_under_the_name_of_one_that_did_not(
+    tmp_path: Path, models: Path
+) -> None:
+    model, rollout = {"policy": str(models / "cut")}, {"max_model_len": 400, "max_new_tokens": 40}
+    run(job(tmp_path, models, policies={"cut": model}, rollout=rollout), {"cut": Engine(5)})
+    result = run(
+        job(tmp_path, models, policies={}, reflections={"cut": model}, rollout=rollout), {"cut": Reflective(9)}
+    )
+    assert result["policies"]["cut"]["rougeL"]["value"] == pytest.approx(1)
 
 
 def test_rouge_and_bleu_of_the_saved_responses_are_the_reports(tmp_path: Path, models: Path) -> None:
@@ -254,24 +260,111 @@ def test_a_policy_may_come_later_and_equal_ones_differ_by_nothing(tmp_path: Path
     assert {one["p"] for one in result["pairs"]} == {1, None}  # None: of measures that nobody tests
 
 
-def test_what_was_made_of_a_policy_that_never_answered_is_made_again(tmp_path: Path, models: Path) -> None:
-    """An adapter merged by a start that failed may have been trained on since; one that answered keeps its weights."""
-    config = job(tmp_path, models)
-    with pytest.raises(KeyboardInterrupt):
-        run(config, {"whole": Engine(100), "cut": Engine(8, left=0)})
-    left = [config.run.folder / "merged" / name for name in ("whole", "cut")]
-    for folder in left:
-        folder.mkdir(parents=True)
-    scores = config.run.folder / "scores" / "cut.jsonl"
-    scores.write_text("{}\n")
-    Evaluation(config)
-    assert [folder.exists() for folder in left] == [True, False] and not scores.exists()
+def test_an_adapter_is_merged_again_for_other_weights_of_it_or_of_its_base(
+    tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from actors.learner import lora
+
+    base, adapter, merges = tmp_path / "base", tmp_path / "adapter", list[str]()
+
+    def merge(adapter: Path, folder: Path, dtype: str) -> None:
+        merges.append(folder.name)
+        shutil.copytree(models / "cut", folder)
+
+    monkeypatch.setattr(lora, "merge_adapter", merge)
+    for folder in (base, adapter):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"1")
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    config = job(tmp_path, models, RECORDS[:2], policies={"tuned": {"policy": str(adapter)}})
+    for changed, num_asked in ((None, 2), (None, 0), (adapter, 2), (base, 2)):
+        if changed:
+            (changed / "model.safetensors").write_bytes(b"22")
+        engine = Engine(8)
+
+        @contextmanager
+        def serve(model: ModelConfig, engine: Engine = engine) -> Iterator[Engine]:
+            yield engine
+
+        Evaluation(config).run(serve, StopFlag())
+        assert len(engine.asked) == num_asked
+    assert len(set(merges)) == len(merges) == 3
+    assert [path.name for path in (config.run.folder / "merged" / "tuned").iterdir()] == merges[-1:]
 
 
-def test_other_data_under_the_same_name_is_refused(tmp_path: Path, models: Path) -> None:
-    run(job(tmp_path, models), {"whole": Engine(9), "cut": Engine(9)})
-    with pytest.raises(UserError, match="what data"):
-        run(job(tmp_path, models, RECORDS[:5]), {})
+# ---------------------------------------------------------------------------------------- what changed under a run.name
+def num_lines(config: PolicyEvaluationJob, file: str) -> int:
+    return (config.run.folder / file).read_text().count("\n")
+
+
+def test_a_corrected_reference_is_measured_anew_and_nothing_else(tmp_path: Path, models: Path) -> None:
+    engines = {"whole": Engine(100), "cut": Engine(8)}
+    before = run(job(tmp_path, models), engines)
+    corrected = [*RECORDS[:3], RECORDS[3] | {"ideal_human_summary": "The shop is rude ."}, *RECORDS[4:]]
+    config = job(tmp_path, models, corrected)
+    after = run(config, {"whole": Engine(0, left=0), "cut": Engine(0, left=0)})
+    assert after["policies"]["whole"]["rougeL"]["value"] < before["policies"]["whole"]["rougeL"]["value"]
+    assert num_lines(config, "scores/whole.jsonl") == num_lines(config, "scores/cut.jsonl") == len(RECORDS) + 1
+    texts = {record["id"]: record["ideal_human_summary"] for record in RECORDS}
+    fresh = {
+        n: Engine(k, says=lambda i, _, k=k: " ".join(texts[i].split()[:k])) for n, k in (("whole", 100), ("cut", 8))
+    }
+    elsewhere = job(tmp_path, models, corrected, run={"root": tmp_path / "fresh", "name": "evaluation"})
+    expected = run(elsewhere, fresh)
+    assert after["policies"]["whole"]["rougeL"] == expected["policies"]["whole"]["rougeL"]
+    assert after["policies"]["cut"]["bleu"] == expected["policies"]["cut"]["bleu"]
+
+
+def test_a_corrected_test_is_run_on_the_same_responses(tmp_path: Path, models: Path) -> None:
+    def records(result: int) -> list[dict[str, Any]]:
+        test = "from solution import double\n\ndef test_it():\n    assert double(3) == {}\n"
+        return [
+            {"question": f"Double {i}.", "question_id": f"k{i}", "test": test.format(n)}
+            for i, n in enumerate((6, result))
+        ]
+
+    options = {"task": "code", "sandbox": {"require": []}, "policies": {"cut": {"policy": str(models / "cut")}}}
+    engine = Engine(0, says=lambda prompt_id, index: "def double(value):\n    return 2 * value\n")
+    for result, passed in ((5, 0.5), (6, 1)):
+        found = run(job(tmp_path, models, records(result), **options), {"cut": engine})
+        assert found["policies"]["cut"]["pass@1"]["value"] == passed
+    assert len(engine.asked) == 2
+    config = job(tmp_path, models, records(6), **options | {"sandbox": {"require": [], "timeout_s": 5}})
+    assert num_lines(config, "scores/cut.jsonl") == 3
+    run(config, {"cut": engine})
+    assert num_lines(config, "scores/cut.jsonl") == 5 and len(engine.asked) == 2, "other limits, the same responses"
+
+
+def test_another_measure_of_the_users_task_is_measured_anew(
+    tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    code = "from t2g.tasks.summarization import *\nclass Mine(SummarizationTask):\n" + (
+        "    def measure(self, prompt, response_text, *, sandbox):\n        return {'rougeL': %s}\n"
+    )
+    config = job(
+        tmp_path, models, RECORDS[:2], task="measured_task:Mine", policies={"cut": {"policy": str(models / "cut")}}
+    )
+    for value in (0.25, 0.125):
+        (tmp_path / "measured_task.py").write_text(code % value)
+        sys.modules.pop("measured_task", None)
+        result = run(config, {"cut": Engine(8)})
+        assert result["policies"]["cut"]["rougeL"]["value"] == value
+
+
+def test_more_prompts_are_sampled_and_known_ones_are_kept(tmp_path: Path, models: Path) -> None:
+    policies = {"cut": {"policy": str(models / "cut")}}
+    run(job(tmp_path, models, RECORDS[:5], policies=policies), {"cut": Engine(8)})
+    engine = Engine(8)
+    changed = [RECORDS[0] | {"post": "another post"}, *RECORDS[1:8]]
+    assert run(job(tmp_path, models, changed, policies=policies), {"cut": engine})["prompts"] == 8
+    assert sorted(engine.asked) == ["0", "5", "6", "7"]
+
+
+def test_other_sampling_under_the_same_name_is_refused(tmp_path: Path, models: Path) -> None:
+    run(job(tmp_path, models, RECORDS[:2]), {"whole": Engine(9), "cut": Engine(9)})
+    with pytest.raises(UserError, match=r"rollout\.temperature"):
+        run(job(tmp_path, models, RECORDS[:2], rollout={"temperature": 0.5}), {})
 
 
 @pytest.mark.parametrize(
@@ -343,6 +436,28 @@ def test_a_judge_is_asked_in_both_orders_and_paid_once(tmp_path: Path, models: P
     assert len(server.requests) == 16, "the first judge has said what it says"
     assert result["judged"]["pairs"][1]["first_bias"]["value"] == 1
     assert result["judged"]["agreements"] == [{"judges": ["j", "k"], "share": 0, "of": 4}]
+
+
+def test_other_weights_are_sampled_scored_and_judged_anew(tmp_path: Path, models: Path, server: FakeEndpoint) -> None:
+    policies = {}
+    for name in ("a", "b", "c"):
+        shutil.copytree(models / "cut", tmp_path / name)
+        (tmp_path / name / "model.safetensors").write_bytes(b"old")
+        policies[name] = {"policy": str(tmp_path / name)}
+    config = job(tmp_path, models, RECORDS[:4], policies=policies, judges={"j": llm(server)})
+    server.reply = prefers_long
+    run(config, {"a": Engine(4), "b": Engine(8), "c": Engine(12)})
+    assert len(server.requests) == 6 * 4
+    (tmp_path / "b" / "model.safetensors").write_bytes(b"new weights")
+    engines = {name: Engine(16) for name in policies}
+    result = run(config, engines)
+    assert {name: len(engine.asked) for name, engine in engines.items()} == {"a": 0, "b": 4, "c": 0}
+    assert len(server.requests) == 6 * 4 + 4 * 4, "a against c has its verdicts"
+    assert [num_lines(config, f"scores/{name}.jsonl") for name in policies] == [4, 8, 4]
+    rates = {(one["policy"], one["against"]): one["win_rate"]["value"] for one in result["judged"]["pairs"]}
+    assert rates == {("b", "a"): 1, ("c", "a"): 1, ("c", "b"): 0}
+    assert result["judged"]["pairs"][0]["prompts"] == 4
+    assert result["policies"]["b"]["words"]["value"] > result["policies"]["c"]["words"]["value"] == 12
 
 
 def test_rubbish_is_counted_and_a_server_that_fails_is_asked_again(

@@ -22,12 +22,14 @@ def written(folder: Path) -> tuple[dict, str]:
     passed = {"base": np.arange(NUM) % 2, "new": np.arange(NUM) < NUM - 1}
     prompts = [Prompt(prompt_id=str(i), prompt_text=f"problem {i} {EVIL}", task="code") for i in range(NUM)]
     answers = {
-        name: [Answers(prompt_id=str(i), responses=(Response(text=text, cut=i < 3),)) for i, text in enumerate(of)]
+        name: [
+            Answers(prompt_id=str(i), key="k", responses=(Response(text=text, cut=i < 3),)) for i, text in enumerate(of)
+        ]
         for name, of in texts.items()
     }
     measured = {name: {"pass@1": of[:, None].astype(float)} for name, of in passed.items()}
     judgements = [
-        Judgement(judge="j", version="v", prompt_id=str(i), first=first, second=second, verdict="A", reason=EVIL)
+        Judgement(key="k", judge="j", prompt_id=str(i), first=first, second=second, verdict="A", reason=EVIL)
         for first, second in (("base", "new"), ("new", "base"))
         for i in range(NUM)
     ]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from t2g.config import LLMConfig
-from t2g.study.pairwise import Judgement, Verdict, judge_version, question, read_verdict, win_rates
+from t2g.study.pairwise import Judgement, Verdict, question, read_verdict, win_rates
 from t2g.study.policy_eval import Answers, Response
 from t2g.tasks.base import get_task
 
@@ -14,7 +14,7 @@ POLICIES = ("base", "new")
 def said(prompt_id: int, first: str, verdict: str, judge: str = "j") -> Judgement:
     second = next(name for name in POLICIES if name != first)
     return Judgement(
-        judge=judge, version="v", prompt_id=str(prompt_id), first=first, second=second, verdict=verdict, reason=""
+        key="k", judge=judge, prompt_id=str(prompt_id), first=first, second=second, verdict=verdict, reason=""
     )
 
 
@@ -32,7 +32,7 @@ def rates(judgements: list[Judgement], new_words: int = 10) -> dict:
 
     def rows(num_words: int) -> list[Answers]:
         response = Response(text="word " * num_words, cut=False)
-        return [Answers(prompt_id=prompt_id, responses=(response,)) for prompt_id in ids]
+        return [Answers(prompt_id=prompt_id, key="k", responses=(response,)) for prompt_id in ids]
 
     return win_rates(judgements, {"base": rows(10), "new": rows(new_words)}, seed=1)
 
@@ -103,7 +103,7 @@ def test_a_long_answer_is_bounded() -> None:
     assert found == {"reason": "x" * 1000, "verdict": "A"}
 
 
-def test_the_reason_is_asked_for_first_and_another_question_is_another_version() -> None:
+def test_the_reason_is_asked_for_first() -> None:
     llm, task = LLMConfig(model="m"), get_task("summarization")
     asked = question(task, "the post", "one", "two", llm)
     text = asked.messages[0]["content"]
@@ -111,4 +111,3 @@ def test_the_reason_is_asked_for_first_and_another_question_is_another_version()
     schema = Verdict.model_json_schema()
     assert [*schema["properties"]] == schema["required"] == ["reason", "verdict"]
     assert schema["additionalProperties"] is False and schema["properties"]["reason"]["maxLength"] == 1000
-    assert judge_version(task, llm) != judge_version(get_task("qa"), llm) != judge_version(task, LLMConfig(model="n"))

@@ -14,6 +14,7 @@ from t2g.study.policy_eval import (
     bleu_counts,
     bleu_signature,
     columns,
+    content_key,
     general,
     pass_at,
     summarise,
@@ -23,12 +24,12 @@ WORDS = ["the", "cat", "sat", "on", "a", "mat", ",", "and", "then", "it", "slept
 
 
 def answers(*texts: str, cut: bool = False) -> Answers:
-    return Answers(prompt_id="p", responses=tuple(Response(text=text, cut=cut) for text in texts))
+    return Answers(prompt_id="p", key="k", responses=tuple(Response(text=text, cut=cut) for text in texts))
 
 
 def scores(**of_each: tuple[float, ...]) -> Scores:
     rows = (dict(zip(of_each, one, strict=True)) for one in zip(*of_each.values(), strict=True))
-    return Scores(prompt_id="p", scores=tuple(rows))
+    return Scores(prompt_id="p", key="k", scores=tuple(rows))
 
 
 def texts(num: int, seed: int) -> list[str]:
@@ -72,6 +73,16 @@ def test_columns_have_a_row_for_each_prompt() -> None:
     found = columns(rows, [scores(rougeL=(1, 0.5))] * 2, ["a b c d e", "z"], [1])
     assert found["rougeL"].tolist() == [[0.75]] * 2
     assert found["bleu"][0].tolist() == [5, 4, 3, 2, 6, 4, 3, 2, 6, 10]  # x, too; its reference counts again
+
+
+def test_a_key_is_of_the_content_alone() -> None:
+    response = Response(text="a", cut=False)
+    assert content_key({"a": 1}, response) == content_key({"a": 1}, Response(text="a", cut=False))
+    keys = {
+        content_key(*of) for of in (["ab", "c"], ["a", "bc"], [["ab"], "c"], [float("nan")], [float("inf")], [None])
+    }
+    assert len(keys) == 6
+    assert content_key("é") == "0e67ef9a80b88942b28a19b05ba1da01", "of another process as well"
 
 
 def policy(texts: list[str], references: list[str]) -> dict[str, np.ndarray]:
