@@ -4,11 +4,12 @@ ARGS ?=
 
 # DeepSpeed and torch look for ninja on PATH when they compile a kernel.
 RUN := PATH="$(CURDIR)/.venv/bin:$$PATH"
-# Ours alone: a user's own files may lie about.
-LIGHT := $(RUN) ruff check actors docker jobs t2g tests && $(RUN) lint-imports
+# A user's own files beside these folders, and a conftest.py, pytest.ini or ruff.toml among them, change nothing.
+LIGHT := $(RUN) ruff check --config pyproject.toml actors docker jobs t2g tests && $(RUN) lint-imports
+PYTEST := $(RUN) python -m pytest -c pyproject.toml --confcutdir=tests
 # By file: what a module's fixture made is made once. The longest first: so they are done together.
-UNIT := $(RUN) python -m pytest tests --ignore=tests/integration -n 3 --dist loadfile
-REAL := $(RUN) python -m pytest tests/integration -n 2 --no-loadscope-reorder
+UNIT := $(PYTEST) tests --ignore=tests/integration -n 3 --dist loadfile
+REAL := $(PYTEST) tests/integration -n 2 --no-loadscope-reorder
 
 # Nothing here reports to anybody, and without a network nothing waits for an answer.
 export DO_NOT_TRACK := 1
@@ -54,4 +55,4 @@ test: setup
 
 test-all: test
 	@$(UNIT) -m slow $(ARGS)
-	@$(RUN) python -m pytest tests/integration -m slow $(ARGS)
+	@$(PYTEST) tests/integration -m slow $(ARGS)

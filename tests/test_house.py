@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,7 @@ def eager_imports(tree: ast.Module) -> set[str]:
     return {name for node in found for name in imports(node)}
 
 
+@cache
 def parse(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"), str(file))
 
@@ -132,13 +134,83 @@ def test_heavy_packages_are_imported_late() -> None:
     assert wrong == {}
 
 
+def list_tracked_files() -> list[str]:
+    """Return the files of the repository; a user may keep others beside them."""
+    command = ["git", "ls-files"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    return listed.stdout.splitlines()
+
+
 def test_nothing_is_added_to_the_top_level() -> None:
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, text=True, check=True, timeout=60,
-    )  # fmt: skip
-    tops = {line.partition("/")[0] for line in listed.stdout.splitlines()}
+    tops = {line.partition("/")[0] for line in list_tracked_files()}
     assert {top for top in tops if not top.startswith(".")} <= TOP_LEVEL
+
+
+def docstrings(tree: ast.Module) -> Iterator[str]:
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    yield from (ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, documented))
+
+
+def find_missing_citations(docstring: str, folder: Path, known: set[str]) -> list[str]:
+    """Return the cited paths that do not exist: those below a folder of the repository, and documents and modules.
+
+    known: names that exist somewhere or that the code writes. A user's file begins with `my`, as `my_harness.py`.
+    """
+    cited = re.findall(r"[\w./-]+\.(?:md|py|yaml|toml|txt|json|jsonl|j2)\b", docstring)
+    in_repository = [name for name in cited if name.partition("/")[0] in TOP_LEVEL or name.endswith((".md", ".py"))]
+    return [
+        name
+        for name in in_repository
+        if not (ROOT / name).exists() and not (folder / name).exists()
+        if not ("/" not in name and name in known) and not Path(name).name.startswith("my")
+    ]
+
+
+def test_every_file_that_a_docstring_cites_exists() -> None:
+    files = [ROOT / name for name in list_tracked_files() if name.endswith(".py")]
+    trees = {file: parse(file) for file in files}
+    known = {file.name for file in files}
+    for tree in (tree for file, tree in trees.items() if ROOT / "tests" not in file.parents):
+        texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings among them
+        known |= {str(n.value) for n in ast.walk(tree) if isinstance(n, ast.Constant) and id(n) not in texts}
+    missing = {
+        f"{file.relative_to(ROOT)}: {name}"
+        for file, tree in trees.items()
+        for docstring in docstrings(tree)
+        for name in find_missing_citations(docstring, file.parent, known)
+    }
+    assert missing == set()
+    assert find_missing_citations("see method.md and t2g/no.py", ROOT, {"a.py"}) == ["method.md", "t2g/no.py"]
+
+
+USER_FILES = {
+    "my.py": "import os, sys\nfrom t2g import *\n",
+    "models.py": "",  # the names of modules of tests/
+    "fakes/__init__.py": "",
+    "conftest.py": "raise RuntimeError('a conftest.py of the user')\n",
+    "test_mine.py": "def test_mine():\n    assert False\n",
+    "pytest.ini": "[pytest]\naddopts = --no-such-option\n",
+    "ruff.toml": "line-length = 20\n",
+    "my.jsonl": "{}\n",
+    "configs/own/mine.yaml": "broken: [\n",
+    "data/notes.txt": "notes\n",
+}
+
+
+def test_files_of_a_user_change_neither_lint_nor_tests(tmp_path: Path) -> None:
+    for name in [*list_tracked_files(), *USER_FILES]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        content = USER_FILES[name].encode() if name in USER_FILES else (ROOT / name).read_bytes()
+        (tmp_path / name).write_bytes(content)
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True, timeout=60)
+    subprocess.run(["git", "add", "configs/tiny", "t2g", "tests", "Makefile"], cwd=tmp_path, check=True, timeout=60)
+    makefile = (ROOT / "Makefile").read_text()
+    (lint,) = re.findall(r"^LIGHT := \$\(RUN\) (.*?) &&", makefile, re.M)
+    (test,) = re.findall(r"^PYTEST := \$\(RUN\) (.*)$", makefile, re.M)
+    some = ["tests/test_house.py", "tests/config", "-k", "top_level or auto or config_loads"]
+    for command in (lint.split(), [*test.split(), *some]):
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("package", PACKAGES)

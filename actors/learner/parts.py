@@ -264,7 +264,7 @@ class PolicyPart(Part):
         )
 
     def _ppo_loss(self, rows: Rows, kl_coef: float) -> tuple[torch.Tensor, Metrics]:
-        """L_pi + kl_coef * KL - entropy_coef * H, this microbatch's share of each (method.md, stage 3)."""
+        """L_pi + kl_coef * KL - entropy_coef * H, this microbatch's share of each (arXiv 2505.22338, section 3.3)."""
         objective, temperature = self.spec.objective, self.spec.temperature
         weights, ref_logits, is_current = rows.numbers("weights"), None, self.spec.old_is_current
         if kl_coef > 0 and objective.kl_estimator == "full":

@@ -1,4 +1,4 @@
-"""Token rewards to advantages: the reward mix, GAE, group baselines, whitening (method.md, stage 3)."""
+"""Token rewards to advantages: the reward mix, GAE, group baselines, whitening (arXiv 2505.22338, section 3.3)."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""The gap between the engine that sampled and the learner that trains, as importance weights (method.md, stage 3)."""
+"""The gap between the engine that sampled and the learner that trains, as importance weights."""
 
 import math
 from typing import Literal

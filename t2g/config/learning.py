@@ -60,7 +60,7 @@ class TeacherConfig(Section):
 
 
 class ObjectiveConfig(FollowingSection):
-    """What the policy is moved by (method.md, stage 3): rewards -> advantages -> loss.
+    """Settings of the policy's loss (arXiv 2505.22338, section 3.3): rewards -> advantages -> loss.
 
     Defaults that hang together follow `advantages`; the paper's own settings are configs/methods/paper.yaml.
     """

@@ -105,7 +105,7 @@ def advantage_samples(
 ) -> list[TrainSample]:
     """Rewards -> advantages -> whitening over the step.
 
-    Advantages are whitened over all response tokens; returns come from the unwhitened ones (method.md, stage 3).
+    Advantages are whitened over all response tokens; returns come from the unwhitened ones.
     teacher: with `objective.teacher`, the teacher's log-probabilities [R] of each response, None where it has read no
     critique; such a response is left out of the loss where nothing but the teacher counts.
     """

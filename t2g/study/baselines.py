@@ -1,4 +1,4 @@
-"""The baselines of method.md, section 5, that are not PPO, on its harness: what is asked of whom, and in what order.
+"""Run the baselines of the paper (arXiv 2505.22338) that are not PPO on the harness of PPO.
 
 The same base policy, prompts, seeds, feedback source, number of samples and evaluation:
 

@@ -47,7 +47,7 @@ def test_lambda_zero_puts_the_credit_on_the_label_alone() -> None:
     lam=st.floats(0, 1),
 )
 def test_one_labelled_token(length: int, place: int, delta: float, gamma: float, lam: float) -> None:
-    """method.md: V = 0, beta = 0: A_t = delta (gamma lambda)^(s - t) for t <= s, 0 after."""
+    """V = 0, beta = 0: A_t = delta (gamma lambda)^(s - t) for t <= s, 0 after."""
     s = place % length
     rewards = torch.zeros(1, length, dtype=torch.float64)
     rewards[0, s] = delta

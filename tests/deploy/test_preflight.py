@@ -36,6 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _critics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "preflight_critics.py").write_text(CRITICS)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)  # a user's own files may lie in the repository's folder
     yield
     sys.modules.pop("preflight_critics", None)
 

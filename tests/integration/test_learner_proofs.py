@@ -196,7 +196,7 @@ def test_a_masked_token_has_exactly_no_gradient(name: str, learners: dict[str, S
 
 
 def test_one_span_moves_what_came_before_it(learners: dict[str, Started], base: Path) -> None:
-    """method.md: V = 0, beta = 0, unwhitened, one labelled token at s: A_t = delta (gamma lambda)^(s - t), 0 after."""
+    """V = 0, beta = 0, unwhitened, one labelled token at s: A_t = delta (gamma lambda)^(s - t), 0 after."""
     gamma, lam = 0.9, 0.8
     objective = ObjectiveConfig(advantages="gae", gamma=gamma, lam=lam, whiten="none", kl_coef=0)
     tokenizer, text = AutoTokenizer.from_pretrained(base), "Nobody saw it."

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fakes import LENGTH, FakeFeedback, FakeRollouts, LetterTask, letter_prompts, letter_tokenizer
 
 from jobs.common import fleets, stages
 from jobs.common.cli import StopFlag
@@ -23,7 +24,6 @@ from t2g.study.comparison import REWARD_COLUMNS
 from t2g.study.methods import Arms
 from t2g.tasks.base import get_task
 from t2g.types import Rollout, TokenStats
-from tests.fakes import LENGTH, FakeFeedback, FakeRollouts, LetterTask, letter_prompts, letter_tokenizer
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "tiny"
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from configs import shipped
 from jobs import __main__ as console
 from jobs.starter.critics import critic
 from t2g.config import PolicyJob, loading
@@ -78,9 +79,9 @@ def test_the_wheel_holds_configs_and_starts_the_demo_from_an_empty_folder(tmp_pa
     with zipfile.ZipFile(wheel) as package:
         names = set(package.namelist())
         package.extractall(site)
-    shipped = {str(file.relative_to(ROOT)) for file in (ROOT / "configs").rglob("*.yaml")}
+    configs = {str(file.relative_to(ROOT)) for file in shipped()}
     starter = {f"jobs/starter/{name}" for name in ("critics.py", "policy.yaml", "prompts.jsonl", "README.md")}
-    assert shipped | starter | {"t2g/report/page.html", "t2g/marking/mark.js", "t2g/deploy/kuberay.yaml.j2"} <= names
+    assert configs | starter | {"t2g/report/page.html", "t2g/marking/mark.js", "t2g/deploy/kuberay.yaml.j2"} <= names
     code = f"import sys; sys.path.insert(0, {str(site)!r}); from jobs.__main__ import main; main(['demo', '--dry-run'])"
     command = [sys.executable, "-I", "-c", code]
     done = subprocess.run(command, cwd=empty, **quiet)

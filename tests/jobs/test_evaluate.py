@@ -118,7 +118,10 @@ def test_what_is_not_known_is_refused_in_a_sentence(capsys: pytest.CaptureFixtur
     assert caught.value.code == 2 and "invalid choice: 'data'" in capsys.readouterr().err
 
 
-def test_the_rest_of_the_command_line_is_the_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_rest_of_the_command_line_is_the_jobs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     config = tmp_path / "evaluate.yaml"
     config.write_text("data: {path: my.jsonl}\nfeedback: {reward_model: my/model}\n")
     assert evaluate(["--config", str(config), "run.name=mine", "--what", "reward", "--dry-run"]) == 0

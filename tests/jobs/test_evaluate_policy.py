@@ -494,7 +494,10 @@ def test_without_a_key_nothing_starts(tmp_path: Path, models: Path, server: Fake
         run(config, {})
 
 
-def test_the_command_line_has_the_keys_of_what_is_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_has_the_keys_of_what_is_evaluated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     config = tmp_path / "evaluate.yaml"
     config.write_text("data: {path: my.jsonl}\npolicies: {base: {policy: my/model}}\n")
     assert evaluate(["--what", "policy", "--config", str(config), "policies.new.policy=b", "--dry-run"]) == 0

@@ -139,7 +139,8 @@ def test_sigterm_ends_command_and_server(tmp_path: Path) -> None:
     code = "import sys; from tests.jobs.test_serve import *; server.MODULE = 'stub_server'; server.END_S = 2.0; "
     code += f"sys.exit(serve(Path({str(tmp_path)!r}), {port}, \"sh -c 'sleep 300 & wait'\"))"
     environment = os.environ | {"PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
-    with subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True) as job:
+    command = [sys.executable, "-P", "-c", code]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as job:
         assert job.stdout is not None
         assert "answers at" in job.stdout.readline()
         time.sleep(0.5)
