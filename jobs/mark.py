@@ -65,8 +65,8 @@ def serve(data: Path, folder: Path, by: str, task: str, port: int) -> None:
         while not stop:
             server.handle_request()
         print(f"{sum(marks.finished)} of {len(marks.finished)} responses are marked: {folder / by / RECORDS_FILE}")
-        for words in marks.agreements():
-            print(words)
+        for message in marks.agreement_messages():
+            print(message)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from t2g.config import JobConfig, LogConfig
+from t2g.config.words import show
 from t2g.deploy.memory import store_gib
 from t2g.deploy.patches import patched, read_patches
 from t2g.deploy.pods import pod_groups, shares_gpus
@@ -53,6 +54,8 @@ def render_manifests(
     none is given, it is on the claim. cpu: nothing has a GPU. patch: see `t2g.deploy.patches`.
     Raises UserError for what pods cannot do.
     """
+    if image is not None and not re.fullmatch(r"[\w.:/@-]+", image, re.ASCII):
+        raise UserError(f"--image: got {show(image)}, needs the name of an image, such as registry.example/t2g:0.1.0")
     groups, mount = pod_groups(config), mount_of(config)
     if cpu and (on_gpu := [group.section for group in groups if group.gpus]):
         raise UserError(f"a CPU-only cluster has no GPUs, and {on_gpu[0]}.gpus is not 0")
@@ -79,7 +82,7 @@ def render_manifests(
     lines = [f"Made by: {shlex.join(command)}", *_remarks(config, target)]
     changed = patched(documents, read_patches(patch) if patch else ())
     dumped = yaml.dump_all(changed, Dumper=_NoAliases, sort_keys=False, width=120)
-    return "".join(f"# {line}\n" for line in lines) + dumped
+    return "".join(f"# {line}\n" for text in lines for line in text.splitlines()) + dumped
 
 
 def _remarks(config: JobConfig, target: Target) -> Iterator[str]:

@@ -19,6 +19,7 @@ from t2g.feedback.parse import MAX_ANSWER_CHARS, MAX_QUOTES, make_feedback
 from t2g.feedback.records import AnnotatedRecord, annotated_record, write_annotated
 from t2g.feedback.sources.votes import character_labels, kappa
 from t2g.loop.annotation import Sample
+from t2g.report.segments import printable
 from t2g.runs.journal import Journal, read_journal
 from t2g.types import Span
 
@@ -34,6 +35,11 @@ class Mark(BaseModel):
     critique: str = Field("", max_length=MAX_ANSWER_CHARS)
     spans: tuple[Span, ...] = Field((), max_length=MAX_QUOTES)
     done: bool = False  # finished: it becomes a record
+    version: int = Field(0, ge=0)  # changes of this response so far; sent with a change: those that the page knew
+
+
+class StaleMark(ValueError):
+    """A change of a version that is not the latest: another page changed the response in between."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,13 +80,21 @@ class Marks:
         key = self.samples[place].key
         return self._marks.get(key, Mark(key=key))
 
-    def put(self, place: int, mark: Mark) -> None:
-        """On the disk when it returns. ValueError for what does not fit the response; UserError for a full disk."""
-        mark = mark.model_copy(update={"key": self.samples[place].key})
+    def put(self, place: int, mark: Mark) -> int:
+        """Write a change to the disk and return its version.
+
+        Raises:
+            StaleMark: `mark.version` is not the version that `self[place]` has.
+            ValueError: the mark does not fit the response.
+            UserError: the disk is full.
+        """
+        mark = mark.model_copy(update={"key": self.samples[place].key, "version": mark.version + 1})
         if mark.done and not mark.critique.strip():  # no source of feedback would take it
             raise ValueError("a critique is missing: what is right, what is wrong?")
         record = self._record(place, mark)
         with self._lock:
+            if mark.version != self[place].version + 1:
+                raise StaleMark("another tab changed this response: reload this page; its last change is not saved")
             self._journal.append(mark)
             self._journal.sync()
             self._marks[mark.key] = mark
@@ -89,21 +103,31 @@ class Marks:
                 self._records[place] = record
             if mark.done or before:
                 self._write()
+        return mark.version
 
     @property
     def finished(self) -> list[bool]:
         return [self[place].done for place in range(len(self.samples))]
 
-    def agreements(self) -> list[Agreement]:
-        """With each of the others who finished some of the same responses."""
-        others = sorted({file.parent.name for file in self._all.glob(f"*/{JOURNAL_FILE}")} - {self.by})
-        return [found for other in others if (found := self._agreement(other))]
+    def agreement_messages(self) -> list[str]:
+        """Return a sentence for each other person who finished some of the same responses, or has a broken journal."""
+        messages = []
+        for other in sorted({file.parent.name for file in self._all.glob(f"*/{JOURNAL_FILE}")} - {self.by}):
+            try:
+                messages += [str(found)] if (found := self.agreement(other)) else []
+            except (UserError, OSError) as error:
+                messages.append(f"with {other}: not compared, because {error}")
+        return [printable(message) for message in messages]
 
     def close(self) -> None:
         with self._lock:
             self._journal.close()
 
-    def _agreement(self, other: str) -> Agreement | None:
+    def agreement(self, other: str) -> Agreement | None:
+        """Return the agreement over the responses that both finished, None without one.
+
+        UserError for a journal with a broken line.
+        """
         theirs = self._said_by(other)
         pairs = [
             [_labels(sample.response or "", mark.spans) for mark in (mine, theirs[sample.key])]

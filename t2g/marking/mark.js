@@ -30,8 +30,11 @@ function save() {
   at("saved").textContent = "saving";
   const mine = sent = queued ??= sent.catch(() => {}).then(() => {
     queued = null;
-    return ask(`item/${place}`, { critique: at("critique").value, spans: item.spans, done: item.done });
+    const changed = item, { spans, done, version } = item;
+    return ask(`item/${place}`, { critique: at("critique").value, spans, done, version })
+      .then((answer) => { changed.version = answer.version; });
   });
+  mine.catch(() => { if (sent === mine) at("saved").textContent = "not saved"; });
   return mine.then(() => { if (sent === mine) at("saved").textContent = "saved"; });
 }
 
@@ -204,5 +207,5 @@ for (const button of document.querySelectorAll("#keys button")) {
   button.addEventListener("mousedown", (event) => event.preventDefault()); // the selection stays
   button.addEventListener("click", () => act(button.dataset.key));
 }
-addEventListener("beforeunload", (event) => { if (at("saved").textContent === "saving") event.preventDefault(); });
+addEventListener("beforeunload", (event) => { if (["saving", "not saved"].includes(at("saved").textContent)) event.preventDefault(); });
 told(show());

@@ -16,7 +16,7 @@ from pydantic_core import to_json
 
 from t2g.config.words import first_problem
 from t2g.errors import UserError
-from t2g.marking.by_hand import Mark, Marks
+from t2g.marking.by_hand import Mark, Marks, StaleMark
 from t2g.report.segments import printable
 
 LOOPBACK = "127.0.0.1"
@@ -67,7 +67,7 @@ class _Handler(BaseHTTPRequestHandler):
         except ValidationError as error:
             code, answer = 400, ("text/plain", first_problem(error).encode())
         except (PermissionError, LookupError, ValueError) as error:
-            code = {PermissionError: 403, LookupError: 404}.get(type(error), 400)
+            code = {PermissionError: 403, LookupError: 404, StaleMark: 409}.get(type(error), 400)
             answer = "text/plain", str(error).encode(errors="replace")
         self.send_response(code)
         headers = {"Content-Type": f"{answer[0]}; charset=utf-8", "Content-Length": str(len(answer[1]))}
@@ -92,8 +92,7 @@ class _Handler(BaseHTTPRequestHandler):
             name, kind = PAGE[asked]
             return kind, (Path(__file__).parent / name).read_bytes()
         if asked == "state":
-            words = [str(one) for one in marks.agreements()]
-            return _json({"by": marks.by, "finished": marks.finished, "agreements": words})
+            return _json({"by": marks.by, "finished": marks.finished, "agreements": marks.agreement_messages()})
         place = self._place(asked)
         sample = marks.samples[place]
         texts = {"prompt": printable(sample.prompt.prompt_text), "response": printable(sample.response or "")}
@@ -103,8 +102,8 @@ class _Handler(BaseHTTPRequestHandler):
         size = int(self.headers.get("Content-Length", 0))
         if self.headers.get("Content-Type") != "application/json" or not 0 < size <= MAX_BYTES:
             raise ValueError(f"JSON of at most {MAX_BYTES} bytes is needed")
-        self.server.marks.put(self._place(asked), Mark.model_validate_json(self.rfile.read(size)))
-        return _json({})
+        mark = Mark.model_validate_json(self.rfile.read(size))
+        return _json({"version": self.server.marks.put(self._place(asked), mark)})
 
     def _place(self, asked: str) -> int:
         kind, _, number = asked.partition("/")

@@ -9,7 +9,6 @@ import numpy as np
 
 from t2g.files import write_atomic
 from t2g.report.reward_page import HTML_FILE, JSON_FILE
-from t2g.report.segments import printable
 from t2g.report.templates import number, render_page
 from t2g.runs.versions import versions
 from t2g.study.policy_eval import BLEU, Answers, Columns, bleu_signature, general
@@ -51,7 +50,7 @@ def write_policy_evaluation(
         folder / HTML_FILE,
         "policy.html",
         title="Policies compared",
-        about={name: printable(str(value)) for name, value in about.items()},
+        about=about,
         result=result,
         names=names,
         measures=measures,

@@ -8,7 +8,6 @@ from typing import Any
 
 from t2g.feedback.records import AnnotatedRecord
 from t2g.files import write_atomic
-from t2g.report.segments import printable
 from t2g.report.templates import render_page
 from t2g.runs.versions import versions
 from t2g.study import reward_eval
@@ -57,7 +56,7 @@ def write_evaluation(
         folder / HTML_FILE,
         "reward.html",
         title="Span reward model",
-        about={name: printable(str(value)) for name, value in about.items()},
+        about=about,
         result=result,
         labels=list(reward_eval.LABELS),
         of_labels=OF_A_LABEL,

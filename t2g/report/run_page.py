@@ -16,7 +16,6 @@ from t2g.config.loading import FILE_NAME, flat
 from t2g.config.words import first_problem
 from t2g.errors import UserError
 from t2g.report.curves import DASHES, Series, line_chart, thinned
-from t2g.report.segments import printable
 from t2g.report.templates import render_page
 from t2g.report.token_strips import LEVELS, NAMES, LoggedSample, strips
 from t2g.runs import metrics as m
@@ -140,7 +139,7 @@ def _read_run(folder: Path) -> _Run:
         steps=steps,
         summary={"base": base} | summary,
         examples=examples(folder / SAMPLES_FILE),
-        alarms=[(f"step {line[m.STEP]}", printable(line["alarm"])) for line in _read(folder / ALARMS_FILE, _ALARM)],
+        alarms=[(f"step {line[m.STEP]}", line["alarm"]) for line in _read(folder / ALARMS_FILE, _ALARM)],
         made=how_made(folder),
     )
 
@@ -167,7 +166,7 @@ def how_made(folder: Path) -> dict[str, str]:
         )
     if (config := folder / FILE_NAME).is_file():
         made["config"] = config.read_text(errors="replace")
-    return {name: printable(text[:MAX_CONFIG_CHARS]) for name, text in made.items()}
+    return {name: text[:MAX_CONFIG_CHARS] for name, text in made.items()}
 
 
 def _read(path: Path, schema: TypeAdapter[Any]) -> Iterator[Any]:

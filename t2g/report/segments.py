@@ -4,12 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from t2g.config.texts import CONTROL
 from t2g.types import Span
-
-_VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
-# Without pictures: C1 controls, which a terminal obeys; what turns the direction of writing; halves of characters.
-_UNSEEN = [*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A), *range(0xD800, 0xE000)]
-_VISIBLE |= dict.fromkeys(_UNSEEN, 0xFFFD)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +39,13 @@ def segments(text: str, spans: Sequence[Span]) -> list[Segment]:
 
 
 def printable(text: str) -> str:
-    """What a page or a terminal would obey and not show as pictures or U+FFFD, one for one, so that ranges stay right.
+    """Replace each character that a page or a terminal would obey by a picture or U+FFFD: ranges stay right.
 
     Tabs and line ends are kept.
     """
-    return text.translate(_VISIBLE)
+    return CONTROL.sub(lambda found: _picture(found[0]), text)
+
+
+def _picture(character: str) -> str:
+    code = ord(character)
+    return character if character in "\n\t" else chr(0x2400 + code) if code < 32 else "␡" if code == 0x7F else "\ufffd"

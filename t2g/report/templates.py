@@ -1,4 +1,4 @@
-"""The templates of this folder: no script, nothing fetched, every text escaped, for model output is untrusted."""
+"""The templates of this folder: no script, nothing fetched; each text is untrusted, so it is escaped and printable."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,10 @@ from t2g.types import Span, SpanFeedback
 MAX_TEXT_CHARS = 4000
 
 _loader = FileSystemLoader(Path(__file__).parent)
-environment = Environment(loader=_loader, autoescape=True, undefined=StrictUndefined)
+environment = Environment(
+    loader=_loader, autoescape=True, undefined=StrictUndefined,
+    finalize=lambda value: printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
+)  # fmt: skip
 plain = Environment(loader=_loader, autoescape=False, undefined=StrictUndefined)  # for texts that are no pages
 
 

@@ -368,6 +368,17 @@ def test_an_image_of_your_own_is_every_pods() -> None:
     assert "--image registry/t2g:7" in text.splitlines()[0]
 
 
+@pytest.mark.parametrize("image", ["a\nb", "a: b", "t2g:1\n# x", "", "a b", "\u202et2g"])
+def test_an_image_that_is_no_name_is_one_sentence(
+    image: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    options = ["--config", "configs/tiny/policy.yaml", "--cpu", "--image", image]
+    assert deploy.main(["render", *options]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and "--image: got" in err and "needs the name of an image" in err
+
+
 def test_versions_are_those_of_the_project() -> None:
     pins = (ROOT / "docker" / "constraints-gpu.txt").read_text()
     assert f"\nray=={manifests.RAY_VERSION} " in pins

@@ -141,6 +141,35 @@ def test_two_people_mark_by_keys_reload_go_on_and_are_compared(browser: Browser,
     assert (second.critique, len(second.spans), second.response) == ("no", 1, ROWS[1]["response"])
 
 
+def test_a_stale_tab_says_so_and_overwrites_nothing(browser: Browser, tmp_path: Path) -> None:
+    data = tmp_path / "my.jsonl"
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
+    journal = data.with_suffix(".marks") / "ann" / "journal.jsonl"
+    with serving(data, "ann") as (url, _):
+        browser.open(url)
+        at(browser, 1, 0)
+        browser.press("c", "one", "Escape")
+        browser.wait(SAVED)
+        first = json.loads(journal.read_text().splitlines()[-1])
+        change = json.dumps({"critique": "of another tab", "version": first["version"]})
+        options = f"{{method: 'POST', headers: {{'Content-Type': 'application/json'}}, body: JSON.stringify({change})}}"
+        browser.ask(f"void fetch('item/0', {options}).then(answer => window.code = answer.status)")
+        browser.wait("window.code === 200")
+        browser.press("c", " more")
+        browser.wait(f"{SHOWN.format('problem')}.startsWith('another tab changed this response')")
+        assert browser.ask(SHOWN.format("saved")) == "not saved"
+        assert json.loads(journal.read_text().splitlines()[-1])["critique"] == "of another tab"
+        browser.ask("document.getElementById('saved').textContent = ''")  # else the browser asks whether to leave
+        browser.open(url)
+        at(browser, 1, 0)
+        assert browser.ask("document.getElementById('critique').value") == "of another tab"
+        browser.press("c", ", gone on")
+        browser.wait(SAVED)
+        assert "of another tab" in json.loads(journal.read_text().splitlines()[-1])["critique"]
+        (conflict,) = browser.complaints()
+        assert "409" in conflict
+
+
 @pytest.mark.parametrize(("dark", "width"), [(False, 1200), (True, 1200), (False, 500)])
 def test_the_page_fits_its_window(browser: Browser, tmp_path: Path, dark: bool, width: int) -> None:
     data = tmp_path / "my.jsonl"

@@ -75,7 +75,24 @@ def test_what_is_saved_comes_back(server: MarkServer) -> None:
     assert ask(server, "item/0", body)[0] == 200
     span = {"start": 6, "end": 8, "label": -1, "severity": 2, "critique_range": None}
     assert json.loads(ask(server, "item/0")[1])["spans"] == [span]
+    assert json.loads(ask(server, "item/0")[1])["version"] == 1
     assert json.loads(ask(server, "state")[1]) == {"by": "ann", "finished": [True], "agreements": []}
+
+
+def test_a_tab_with_an_older_version_changes_nothing(server: MarkServer) -> None:
+    assert ask(server, "item/0", {"critique": "first tab", "version": 0})[:2] == (200, '{"version":1}')
+    code, words, _ = ask(server, "item/0", {"critique": "stale tab", "version": 0})
+    assert code == 409 and "another tab changed this response: reload this page" in words
+    assert ask(server, "item/0", {"critique": "reloaded", "version": 1})[:2] == (200, '{"version":2}')
+    assert server.marks[0].critique == "reloaded"
+
+
+def test_a_broken_journal_of_another_person_does_not_stop_the_page(server: MarkServer, tmp_path: Path) -> None:
+    (tmp_path / "bea").mkdir()
+    (tmp_path / "bea" / "journal.jsonl").write_text("broken\n")
+    code, text, _ = ask(server, "state")
+    (message,) = json.loads(text)["agreements"]
+    assert code == 200 and "with bea: not compared" in message and "journal.jsonl:1 is no line" in message
 
 
 @pytest.mark.parametrize("name", ["", "state", "item/0"])

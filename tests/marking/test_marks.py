@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from t2g.errors import UserError
 from t2g.feedback.records import load_annotated
 from t2g.feedback.sources.human import HumanFeedback
 from t2g.loop.annotation import Sample, given_samples
-from t2g.marking.by_hand import JOURNAL_FILE, RECORDS_FILE, Mark, Marks
+from t2g.marking.by_hand import JOURNAL_FILE, RECORDS_FILE, Mark, Marks, StaleMark
 from t2g.tasks.base import get_task
 from t2g.types import Span
 
@@ -27,8 +28,9 @@ def samples() -> list[Sample]:
     return given_samples(ROWS, get_task("prompts"))
 
 
-def mark(*spans: tuple[int, int, int], critique: str = "so", done: bool = True) -> Mark:
-    return Mark(critique=critique, spans=tuple(Span(start=a, end=b, label=c) for a, b, c in spans), done=done)  # type: ignore[arg-type]
+def mark(*spans: tuple[int, int, int], critique: str = "so", done: bool = True, version: int = 0) -> Mark:
+    found = tuple(Span(start=a, end=b, label=c) for a, b, c in spans)  # type: ignore[arg-type]
+    return Mark(critique=critique, spans=found, done=done, version=version)
 
 
 def test_a_start_after_a_kill_has_every_change_and_the_finished_are_records(tmp_path: Path) -> None:
@@ -42,7 +44,8 @@ def test_a_start_after_a_kill_has_every_change_and_the_finished_are_records(tmp_
     again = Marks(tmp_path, "ann", samples())
     assert again.finished == [True, False] and again[0].spans == spans
     assert again[1].critique == "not yet" and again[1].spans[0].end == 1
-    again.put(1, mark())
+    assert (again[0].version, again[1].version) == (1, 1)
+    assert again.put(1, mark(version=1)) == 2
     third = Marks(tmp_path, "ann", samples())
     assert third.finished == [True, True] and third[1].spans == ()
 
@@ -52,7 +55,7 @@ def test_what_is_finished_no_more_is_no_record(tmp_path: Path) -> None:
     marks.put(1, mark())
     marks.put(0, mark((0, 2, 1)))
     assert [json.loads(line)["response"] for line in path.read_text().splitlines()] == ["ab cd", "ef"]
-    marks.put(1, mark(critique="", done=False))
+    marks.put(1, mark(critique="", done=False, version=1))
     assert [json.loads(line)["response"] for line in path.read_text().splitlines()] == ["ab cd"]
 
 
@@ -80,15 +83,40 @@ def test_people_are_compared_on_what_both_finished(tmp_path: Path) -> None:
     ann, bea = (Marks(tmp_path, by, samples()) for by in ("ann", "bea"))
     ann.put(0, mark((0, 2, 1), (3, 4, -1)))
     ann.put(1, mark((0, 2, 1)))
-    assert ann.agreements() == []
+    assert ann.agreement("bea") is None and ann.agreement_messages() == []
     bea.put(0, mark((0, 1, 1), (3, 4, -1)))
     bea.put(1, mark((0, 2, -1), done=False))  # not finished: not compared
-    (found,) = ann.agreements()
+    found = ann.agreement("bea")
+    assert found is not None
     # a, b, c, d: good good poor none against good none poor none; the blank is nobody's
     assert (found.other, found.num_responses, found.num_characters, found.share) == ("bea", 1, 4, 0.75)
     assert found.kappa == pytest.approx((3 / 4 - 5 / 16) / (1 - 5 / 16))
     assert "with bea: 1 responses" in str(found) and "75% of 4 characters, kappa 0.64" in str(found)
-    assert bea.agreements()[0].kappa == found.kappa
+    assert bea.agreement("ann") == replace(found, other="ann") and ann.agreement_messages() == [str(found)]
+
+
+def test_a_broken_journal_of_another_person_is_a_sentence_and_the_rest_goes_on(tmp_path: Path) -> None:
+    ann, cem = (Marks(tmp_path, by, samples()) for by in ("ann", "cem"))
+    ann.put(0, mark((0, 2, 1)))
+    cem.put(0, mark((0, 2, 1)))
+    for name, line in (("bea\x1b", "{]"), ("eve", '{"key": 7}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / JOURNAL_FILE).write_text(f"{line}\n")
+    bea, same, eve = ann.agreement_messages()
+    assert bea.startswith("with bea␛: not compared, because ") and "journal.jsonl:1 is no line of this journal" in bea
+    assert "with cem: 1 responses" in same and "100%" in same
+    assert eve.endswith("journal.jsonl:1 is no line of this journal: key: Input should be a valid string")
+
+
+def test_a_change_of_an_older_version_is_refused_and_nothing_is_kept(tmp_path: Path) -> None:
+    marks, path = Marks(tmp_path, "ann", samples()), tmp_path / "ann" / JOURNAL_FILE
+    assert marks.put(0, mark((0, 2, 1))) == 1
+    kept = path.read_text()
+    for version in (0, 2):
+        with pytest.raises(StaleMark, match="another tab changed this response"):
+            marks.put(0, mark((3, 5, -1), version=version))
+    assert path.read_text() == kept and marks[0].spans[0].label == 1
+    assert marks.put(1, mark()) == 1, "each response has versions of its own"
 
 
 @pytest.mark.parametrize("spans", [((0, 6, 1),), ((2, 3, 1),), ((4, 3, 1),), ((-1, 2, -1),)])

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from t2g.config.texts import CONTROL
 from t2g.report.run_page import MAX_EXAMPLES, headline, last_held_out, metric_rows, write_report
 from t2g.report.templates import MAX_TEXT_CHARS, number
 from t2g.runs.log import SampleRecord
@@ -188,6 +189,22 @@ def test_untrusted_text_stays_text_everywhere(tmp_path: Path) -> None:
     assert_offline(page)
     assert "49" not in page.text
     assert page.text.count("alert(1)</script>") >= 12
+
+
+def test_control_and_bidirectional_characters_are_shown_everywhere(tmp_path: Path) -> None:
+    odd = "a\x1b\u202e\u2066\u200fb"
+    text = write(
+        tmp_path / "r.html",
+        title=odd,
+        summary={odd: odd, "base": {odd: 0.25}, "reward_model": {odd: odd}, "versions": {odd: odd}, "timing": {odd: 1}},
+        arms={odd: [{"step": 1, "samples": 8, f"eval/{odd}": 0.5}], odd + "2": [{"step": 1, f"eval/{odd}": 0.25}]},
+        examples=[[sample(odd, odd), sample(odd, odd, feedback(odd))]],
+        alarms=[(odd, odd)],
+        made={"date": odd, "command": odd, "config": odd},
+        beside={odd: [odd, 1]},
+    )
+    assert not CONTROL.search(text.replace("\n", ""))
+    assert text.count("a␛���b") >= 20
 
 
 def test_odd_texts(tmp_path: Path) -> None:
