@@ -61,9 +61,10 @@ def run(asked: CompareJob) -> None:
     job = resolve_stages(asked, demo)
     check(arms := Arms(job, str(demo.run.folder)) if demo else Arms(job))
     revises = any(method.procedure in ("reflection", "ilf") for method in arms.methods.values())
-    sources = {job.feedback.source, *(arms.arm(name, 0).feedback.source for name in arms.methods)}
+    policy_jobs = [arms.arm(name, 0) for name in arms.methods]
+    sources = {policy_job.feedback.source for policy_job in (job, *policy_jobs)}
     reward = "reward_model" in sources and not job.compare.rewards
-    data, rewards = None if demo else read_data(job), {}
+    data, rewards = None if demo else read_data(job, policy_jobs), {}
     with sole_process(job.run.folder):
         begin_folder(job)
         with on_cluster(job):
@@ -73,7 +74,7 @@ def run(asked: CompareJob) -> None:
                 if revises and job.compare.reviser == str(reviser_job(demo).run.folder / "model"):
                     make_reviser(demo)
                 rewards = make_reward_models(arms, demo) if job.compare.rewards else {}
-            search = run_all(arms, data or read_data(job), stop_flag())
+            search = run_all(arms, data or read_data(job, policy_jobs), stop_flag())
         finish(arms, search, rewards)
 
 

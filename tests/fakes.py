@@ -232,6 +232,9 @@ class LetterTask:
     def faults(self, prompt: Prompt, response_text: str) -> list[tuple[str, int, int]]:
         return []
 
+    def can_measure(self, prompt: Prompt) -> bool:
+        return prompt.prompt_id not in self.unmeasured
+
     def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float] | None:
         self.on_measure(prompt.prompt_id)
         self.sandboxes.append(sandbox)

@@ -41,7 +41,7 @@ from t2g.data.prompts import make_prompts
 from t2g.errors import LearnerLost, RunStopped, Stopped
 from t2g.files import write_atomic
 from t2g.interfaces import FeedbackSource, RolloutSource
-from t2g.loop.steps import prompt_indices, refuse_unmeasured
+from t2g.loop.steps import check_outcome_rewards, prompt_indices
 from t2g.loop.trainer import Trainer, TrainerState
 from t2g.report.model_card import write_model_card
 from t2g.report.run_page import SUMMARY_FILE, report_run
@@ -75,13 +75,20 @@ class PolicyData:
     eval_prompts: Sequence[Prompt]
 
 
-def read_data(config: PolicyJob) -> PolicyData:
-    """Tokenizer, prompts and held-out prompts. UserError for what cannot be used."""
+def read_data(config: PolicyJob, arms: Sequence[PolicyJob] = ()) -> PolicyData:
+    """Return the task, the tokenizer, the prompts and the held-out prompts.
+
+    Args:
+        arms: Runs that train on the same data with objectives of their own.
+
+    Raises:
+        UserError: The data, the tokenizer or the task cannot be used.
+    """
     task = get_task(config.task)
     tokenizer = load_tokenizer(config.model.policy, config.model.revision)
     room = config.rollout.max_prompt_tokens
     prompts = make_prompts(load_records(config.data), task, tokenizer, room, too_long=config.data.too_long)
-    refuse_unmeasured(task, prompts, config.objective.w_end)
+    check_outcome_rewards(task, prompts, max(job.objective.w_end for job in (config, *arms)))
     # Refuses a file with fewer prompts than a step takes now, and not when all engines have started.
     prompt_indices(num_prompts=len(prompts), per_step=config.rollout.prompts_per_step, step=1, seed=config.run.seed)
     eval_prompts: list[Prompt] = []

@@ -13,7 +13,7 @@ import numpy as np
 
 from t2g.concurrency import together
 from t2g.config import PolicyJob
-from t2g.errors import RunStopped
+from t2g.errors import RunStopped, UserError
 from t2g.feedback.sources.noise import NoisyFeedback
 from t2g.interfaces import FeedbackSource, RolloutSource, Sampling
 from t2g.loop.steps import sampling_seed
@@ -85,10 +85,20 @@ def dropped(judged: Judged) -> list[dict[str, Any]]:
 
 async def measure(
     task: Task, prompt: Prompt, rollout: Rollout, sandbox: SandboxConfig, turn: asyncio.Semaphore
-) -> dict[str, float] | None:
-    """What the task itself says of a response. In a thread: a task may run programs, for seconds each."""
+) -> dict[str, float]:
+    """Return the task's own metrics of a response, `score_name` among them. In a thread: a task may run programs.
+
+    Raises:
+        UserError: `Task.can_measure` accepted the prompt, and `Task.measure` does not measure the response.
+    """
     async with turn:
-        return await asyncio.to_thread(task.measure, prompt, rollout.response_text, sandbox=sandbox)
+        metrics = await asyncio.to_thread(task.measure, prompt, rollout.response_text, sandbox=sandbox)
+    if not metrics or task.score_name not in metrics:
+        raise UserError(
+            f"task {task.name}: measure gives no {task.score_name} for prompt {prompt.prompt_id}, and can_measure says "
+            "that it does; correct one of the two methods"
+        )
+    return metrics
 
 
 async def sample_held_out(
@@ -115,14 +125,14 @@ async def held_out_metrics(
     none. A rate and no count, which would grow with the response. The first ones go into samples.jsonl with theirs.
     """
     turn = asyncio.Semaphore(config.feedback.concurrency)
-    measured = await together(measure(task, *pair, config.feedback.sandbox, turn) for pair in pairs)
-    rows = [row for row in measured if row is not None]
+    measurable = pairs if all(task.can_measure(prompt) for prompt, _ in pairs) else ()
+    rows = await together(measure(task, *pair, config.feedback.sandbox, turn) for pair in measurable)
     first = pairs[: config.log.num_samples]  # of the same prompts each time: the report's before and after
-    asked = first if len(rows) == len(pairs) else pairs
+    asked = first if rows else pairs
     said = await together(feedback.judge(p, r.response_text) for p, r in asked)
     log.samples(step, "eval", [(*pair, judged) for pair, judged in zip(first, said, strict=False)])
     metrics = {"eval/length_mean": float(np.mean([len(r.response_ids) for _, r in pairs]))}
-    if len(rows) == len(pairs):
+    if rows:
         metrics |= {f"eval/{name}": float(np.mean([row[name] for row in rows])) for name in rows[0]}
         return metrics | {"eval/score": metrics[f"eval/{task.score_name}"]}
     rules, kept = config.objective.rewards, [f for f in said if f.usable]

@@ -12,7 +12,6 @@ from t2g.config import ObjectiveConfig
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.rewards import label_shares, place
 from t2g.runs.metrics import RECALL
-from t2g.sandbox import SandboxConfig
 from t2g.tasks.base import Task
 from t2g.types import Prompt, Rollout, ScoredRollout, SpanFeedback, TokenStats, TrainSample, WeightSyncResult
 
@@ -32,18 +31,27 @@ def prompt_indices(*, num_prompts: int, per_step: int, step: int, seed: int) -> 
     return order[place * per_step : (place + 1) * per_step].tolist()
 
 
-def refuse_unmeasured(task: Task, prompts: Sequence[Prompt], w_end: float) -> None:
-    """UserError where an end reward is asked for that the task cannot give; the first prompt stands for all."""
+def check_outcome_rewards(task: Task, prompts: Sequence[Prompt], w_end: float) -> None:
+    """Check that the task can measure the responses to every prompt; nothing is executed.
+
+    Args:
+        w_end: The weight of the measure (`objective.w_end`); nothing is checked where it is 0.
+
+    Raises:
+        UserError: The task has no measure, or a prompt has nothing to measure a response against.
+    """
     if w_end == 0:
         return
     if not task.score_name:
         raise UserError(
             f"objective.w_end={w_end:g} pays a measure of the task, and task {task.name} has none; set it to 0"
         )
-    if prompts and task.measure(prompts[0], "", sandbox=SandboxConfig()) is None:
+    missing = [prompt.prompt_id for prompt in prompts if not task.can_measure(prompt)]
+    if missing:
         raise UserError(
-            f"objective.w_end={w_end:g} pays {task.score_name}, and prompt {prompts[0].prompt_id} holds nothing to "
-            "measure a response against; data.path needs references or tests, or set it to 0"
+            f"objective.w_end={w_end:g} pays {task.score_name}, and {len(missing)} of {len(prompts)} prompts of "
+            f"data.path have no reference or tests to measure a response against, the first is prompt {missing[0]}; "
+            "complete or remove their records, or set objective.w_end=0"
         )
 
 

@@ -276,13 +276,8 @@ class Trainer:
     async def _scored(self, prompt: Prompt, rollout: Rollout, feedback: SpanFeedback) -> ScoredRollout:
         end_reward = 0.0
         if self.config.objective.w_end:
-            measured = await measure(self.task, prompt, rollout, self.config.feedback.sandbox, self._measuring)
-            if measured is None:
-                raise UserError(
-                    f"objective.w_end pays {self.task.score_name}, and prompt {prompt.prompt_id} holds nothing to "
-                    "measure its response against; take the record out of data.path, or set w_end to 0"
-                )
-            end_reward = measured[self.task.score_name]
+            metrics = await measure(self.task, prompt, rollout, self.config.feedback.sandbox, self._measuring)
+            end_reward = metrics[self.task.score_name]
         offsets = token_offsets(self.tokenizer, rollout.response_ids)
         rule = self.config.objective.rewards
         pay = partial(token_rewards, offsets, feedback.spans, text=rollout.response_text)

@@ -157,6 +157,10 @@ class Task:
         """Return a right response with random faults of each class planted into it; None where the task cannot."""
         return None
 
+    def can_measure(self, prompt: Prompt) -> bool:
+        """Return whether `measure` gives `score_name` for every response to this prompt. Must execute nothing."""
+        return bool(self.score_name)
+
     def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float] | None:
         """Metrics of one response that no feedback source has a part in, or None. sandbox: for what it runs."""
         return None

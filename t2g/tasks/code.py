@@ -79,13 +79,17 @@ class CodeTask(Task):
 
         return make_critic(sandbox, style, self.run)
 
+    def can_measure(self, prompt: Prompt) -> bool:
+        return isinstance(tests := prompt.payload.get("test"), str) and bool(tests.strip())
+
     def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float] | None:
         """1 for a program that passes all its tests within the sandbox's limits, else 0: the mean is the pass rate.
 
         None without tests.
         """
-        tests = prompt.payload.get("test")
-        return {"passed": self.passed(prompt, response_text, tests, sandbox)} if isinstance(tests, str) else None
+        if not self.can_measure(prompt):
+            return None
+        return {"passed": self.passed(prompt, response_text, prompt.payload["test"], sandbox)}
 
     def passed(self, prompt: Prompt, response_text: str, tests: str, sandbox: SandboxConfig) -> float:
         """Return 1 if the program in the response passes these tests, else 0.

@@ -56,6 +56,12 @@ class SummarizationTask(Task):
         feedback = _first_text(payload, "feedback")
         return f"A human's feedback on this summary:\n{feedback}" if feedback else None
 
+    def can_measure(self, prompt: Prompt) -> bool:
+        try:
+            return self.reference(prompt.payload) is not None
+        except ValueError:  # blank, or no text
+            return False
+
     def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float] | None:
         """ROUGE F1 against the reference (Lin, 2004; with Porter's stemmer), 0 to 1; None without a reference."""
         reference = self.reference(prompt.payload)

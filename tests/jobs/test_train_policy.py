@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import yaml
+from fakes import letter_tokenizer
 
 from jobs.common import fleets, stages
-from jobs.common.policy_runs import write_summary
+from jobs.common.policy_runs import read_data, write_summary
 from jobs.train_policy import run, show_one, smoke_words
-from t2g.config import PolicyJob, loading
-from t2g.errors import Stopped
+from t2g.config import PolicyJob, loading, with_overrides
+from t2g.errors import Stopped, UserError
+from t2g.tasks.code import CodeTask
 
 UNLABELLED = "tokens/unlabelled_share"
 LINES = [
@@ -86,3 +88,25 @@ def test_the_stages_have_a_reward_model_where_it_is_asked(
     tiny = Path(__file__).parents[2] / "configs" / "tiny" / "policy.yaml"
     with pytest.raises(Stopped, match=f"reward={source == 'reward_model'}"):
         run(loading.load(PolicyJob, tiny, [f"run.root={tmp_path}", f"feedback.source={source}"], environ={}))
+
+
+def test_a_late_record_without_tests_is_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CodeTask, "run", lambda *_: pytest.fail("a program was run"))
+    letter_tokenizer(tmp_path)
+    rows = [
+        {"id": f"q{i}", "question": "Write f."} | ({"test": "def test_f(): ..."} if i < 8 else {}) for i in range(9)
+    ]
+    (tmp_path / "data.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    job = PolicyJob.model_validate(
+        {
+            "task": "code", "model": {"policy": str(tmp_path)}, "data": {"path": str(tmp_path / "data.jsonl")},
+            "feedback": {"source": "program"}, "rollout": {"prompts_per_step": 2, "max_model_len": 1024},
+        }
+    )  # fmt: skip
+    pays = with_overrides(job, {"objective.w_end": 0.5})
+    assert len(read_data(job).prompts) == 9
+    for read in (lambda: read_data(pays), lambda: read_data(job, [job, pays])):  # of an arm of a comparison as well
+        with pytest.raises(UserError, match=r"w_end=0\.5 pays passed, and 1 of 9 prompts .* the first is prompt q8; "):
+            read()

@@ -14,9 +14,9 @@ from t2g.errors import RunStopped, UserError
 from t2g.feedback.parse import make_feedback, no_feedback
 from t2g.loop.steps import (
     advantage_samples,
+    check_outcome_rewards,
     fault_recall,
     prompt_indices,
-    refuse_unmeasured,
     sampling_seed,
     step_kl,
     step_metrics,
@@ -27,16 +27,17 @@ from t2g.tasks.tiny.task import TinyTask
 from t2g.types import Prompt, Rollout, ScoredRollout, TokenStats, WeightSyncResult
 
 
-def test_an_end_reward_needs_a_measure() -> None:
-    task, prompts = LetterTask(), letter_prompts(2)
-    refuse_unmeasured(task, prompts, 1.0)
-    task.unmeasured = {"p0"}
-    refuse_unmeasured(task, prompts, 0.0)
-    with pytest.raises(UserError, match=r"w_end=1 pays share_a, and prompt p0 holds nothing .* data.path needs"):
-        refuse_unmeasured(task, prompts, 1.0)
+def test_every_prompt_needs_a_measure_for_an_outcome_reward_and_none_is_measured() -> None:
+    task, prompts = LetterTask(), letter_prompts(4)
+    check_outcome_rewards(task, prompts, 1.0)
+    task.unmeasured = {"p2", "p3"}
+    check_outcome_rewards(task, prompts, 0.0)
+    with pytest.raises(UserError, match=r"w_end=1 pays share_a, and 2 of 4 prompts of data.path .* prompt p2;"):
+        check_outcome_rewards(task, prompts, 1.0)
+    assert task.sandboxes == [], "no response was measured"
     task.score_name = ""
     with pytest.raises(UserError, match=r"objective.w_end=0.5 pays a measure of the task, and task letters has none"):
-        refuse_unmeasured(task, prompts, 0.5)
+        check_outcome_rewards(task, prompts, 0.5)
 
 
 @given(num_prompts=st.integers(1, 30), per_step=st.integers(1, 30), seed=st.integers(0, 5))

@@ -187,11 +187,11 @@ def test_the_measure_of_the_task_alone_teaches_as_an_end_reward(tokenizer: Any, 
     assert rewards[-1] > rewards[0] + 0.2 and 0 < rewards[0] < 1
 
 
-def test_a_prompt_without_a_measure_is_named(tokenizer: Any, tmp_path: Path) -> None:
+def test_a_measure_that_gives_less_than_the_task_promised_names_the_task(tokenizer: Any, tmp_path: Path) -> None:
     bench = Bench(tmp_path, tokenizer, job(w_end=1.0))
-    bench.task.unmeasured = {"p5"}
+    bench.task.measure = lambda prompt, text, *, sandbox: {"other": 1.0} if prompt.prompt_id == "p5" else {"share_a": 0}
     step = next(step for step in range(1, 7) if "p5" in chosen(step))
-    with pytest.raises(UserError, match=r"objective.w_end pays share_a, and prompt p5 holds nothing to measure"):
+    with pytest.raises(UserError, match=r"task letters: measure gives no share_a for prompt p5, and can_measure says"):
         bench.run()
     assert bench.metrics()[-1]["step"] == step - 1
 

@@ -58,9 +58,11 @@ class TinyTask(SummarizationTask):
         facts = prompt.payload.get("facts")
         return world.write_summary(facts, world.PLANTED, rng) if facts else None
 
+    def can_measure(self, prompt: Prompt) -> bool:
+        return bool(prompt.payload.get("facts"))
+
     def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float] | None:
-        facts = prompt.payload.get("facts")
-        return world.measure(facts, response_text) if facts else None
+        return world.measure(prompt.payload["facts"], response_text) if self.can_measure(prompt) else None
 
 
 def critic(prompt_text: str, response_text: str, *, payload: Mapping[str, Any], dense: bool = False) -> world.Judgement:
