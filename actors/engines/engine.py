@@ -20,7 +20,7 @@ from actors.cluster.nodes import listening_environment
 from actors.fleet.meter import Measured, Meter
 from actors.weights.adapters import engine_arguments
 from t2g.config import EngineConfig, LoRAConfig, Transport
-from t2g.deploy.memory import engine_fit, find_shape
+from t2g.deploy.memory import GPU_BATCHED_TOKENS, engine_fit, find_shape
 from t2g.errors import UserError
 from t2g.text.offsets import decode
 from t2g.text.tokenizer import load_tokenizer
@@ -28,7 +28,6 @@ from t2g.types import FinishReason
 
 WARM_UP_TOKENS = 48  # a first bfloat16 forward of at most 4 tokens is an illegal instruction on CPUs with AMX
 MIN_BATCHED_TOKENS = 4096  # of one step of a CPU engine
-GPU_BATCHED_TOKENS = 8192  # of one step of a GPU engine; vLLM's own number for an engine made in code is 2,048
 PLUGIN = "t2g_store"  # the entry point of actors.weights.vllm_plugin
 SCHEDULERS = [f"actors.engines.scheduler.Keeping{kind}Scheduler" for kind in ("", "Async")]  # Async: plans a step ahead
 CORE_POLL_S = 1.0

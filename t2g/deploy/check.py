@@ -31,7 +31,7 @@ from t2g.errors import UserError
 from t2g.sandbox import available
 from t2g.text.positions import uneven_heads
 
-PARTS = ("weights", "gradients", "optimizer", "activations", "gathered", "logits", "lent", "cache", "other")
+PARTS = ("weights", "gradients", "optimizer", "activations", "gathered", "logits", "lent", "graphs", "cache", "other")
 MIN_PLACEMENT_S = 600  # a new node, an image of some GB, a Ray that starts
 DATA_FILES = (".json", ".jsonl", ".csv", ".parquet")
 

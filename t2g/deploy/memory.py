@@ -1,8 +1,8 @@
 """Estimates of GPU memory per role, in bytes, from a model's shape and the config. Arithmetic only.
 
 N parameters, R ranks, b bytes a weight (2 for bfloat16, 4 for float32). What no formula gives, the CUDA context,
-NCCL's buffers, CUDA graphs, fragments, is one allowance, `OTHER_BYTES`. Estimates, to be held against
-`torch.cuda.max_memory_allocated` once there is a run.
+NCCL's buffers and fragments, is one allowance, `OTHER_BYTES` of a rank and `ENGINE_OTHER_BYTES` of an engine. Nothing
+here was measured on a GPU: compare it with `torch.cuda.max_memory_allocated` of a first run.
 """
 
 from collections.abc import Sequence
@@ -19,6 +19,11 @@ GIB = 2**30
 GPUS = {"L4": 22.5, "A100-40GB": 40.0, "L40S": 45.0, "H100-80GB": 79.6, "A100-80GB": 80.0, "H200": 140.4, "B200": 179.0}
 BYTES: dict[Dtype, int] = {"bfloat16": 2, "float32": 4}
 OTHER_BYTES = 3 * GIB
+ENGINE_OTHER_BYTES = GIB
+GPU_BATCHED_TOKENS = 8192  # of one step of a GPU engine; vLLM's own number for an engine made in code is 2,048
+# Of the graphs of one size and one layer. vLLM logged .21 GiB for 35 sizes of Llama 3.2 1B, which has 16 layers
+# (vllm-project/vllm, pull request 11349).
+GRAPH_BYTES = 400 * 2**10
 LIVE_NUMEL = 1_000_000_000  # DeepSpeed's max_live_parameters and sub_group_size
 BUCKET_NUMEL = 50_000_000  # of gradients under way, as actors.learner.zero3 sets it
 CHUNK_TOKENS = 1024  # whose logits exist at once, as t2g.algo.head has it
@@ -307,23 +312,59 @@ def layer_weight_bytes(shape: ModelShape, engine: EngineConfig) -> float:
     return BYTES[engine.dtype]
 
 
-def engine_fit(shape: ModelShape, engine: EngineConfig, *, sequences: int, gpu_bytes: float) -> Estimate:
-    """vLLM takes gpu_memory_utilization of the GPU: weights, b N / TP unless quantised, `OTHER_BYTES`, and the
-    rest is cache.
+def profile_bytes(shape: ModelShape, engine: EngineConfig) -> float:
+    """Return the most that a forward pass of an engine needs beside its weights, as vLLM's profile run makes it.
 
-    sequences: that would run at once if there were room; never more than max_num_seqs.
-    Llama 3 8B in bfloat16 on 80 GiB, .85, 1536 tokens: 68 - 14.96 - 3 = 50.04 GiB of cache; a sequence takes
-    1536 x 128 KiB = .1875 GiB, so 266 fit. With quantization=fp8 its weights are 8.46 GiB.
+    A step of T tokens holds in one layer the residual twice and the layer's input, q, k, v and the attention's result,
+    gate, up and their product; the sampler of S sequences holds logits and three float32 copies of them.
+
+        b T (3 h + (2 q + 2 kv + 3 i) / TP) + S V (b + 12)
+
+    Llama 3 8B in bfloat16, T = 8192, S = 512: 1.00 + .86 = 1.86 GiB.
+    """
+    b, tokens = BYTES[engine.dtype], engine.engine_args.get("max_num_batched_tokens", GPU_BATCHED_TOKENS)
+    parted = 2 * (shape.heads_numel + shape.kv_numel) + 3 * shape.intermediate_size
+    layer = 3 * shape.hidden_size + parted / engine.tensor_parallel
+    return b * tokens * layer + engine.max_num_seqs * shape.vocab_size * (b + 12)
+
+
+def graph_bytes(shape: ModelShape, engine: EngineConfig) -> float:
+    """Return the memory of an engine's CUDA graphs; vLLM 0.32 captures 1, 2, 4, multiples of 8 below 256 and of 16
+    from there to the smaller of 512 and twice max_num_seqs.
+
+    Llama 3 8B with max_num_seqs=256 or more: 51 sizes x 32 layers x 400 KiB = .62 GiB.
+    """
+    if engine.enforce_eager:
+        return 0.0
+    largest = min(512, 2 * engine.max_num_seqs)
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+    return GRAPH_BYTES * shape.num_hidden_layers * sum(size <= largest for size in sizes)
+
+
+def engine_fit(shape: ModelShape, engine: EngineConfig, *, sequences: int, gpu_bytes: float) -> Estimate:
+    """Estimate an engine's memory: of gpu_memory_utilization of the GPU the cache gets what is left beside the weights,
+    b N / TP unless quantised, `profile_bytes`, `graph_bytes` and `ENGINE_OTHER_BYTES`.
+
+    Args:
+        sequences: that would run at once if there were room; never more than max_num_seqs.
+
+    Llama 3 8B in bfloat16 on 80 GiB, .85, 1536 tokens, eager: 68 - 14.96 - 1.86 - 1 = 50.19 GiB of cache; a sequence
+    takes 1536 x 128 KiB = .1875 GiB, so 267 fit. With quantization=fp8 its weights are 8.46 GiB.
     """
     b, parallel = BYTES[engine.dtype], engine.tensor_parallel
     wanted = min(sequences, engine.max_num_seqs)
     kv = 1 if str(engine.engine_args.get("kv_cache_dtype")).startswith("fp8") else b
     one = engine.max_model_len * shape.kv_bytes(kv) / min(parallel, shape.num_key_value_heads)
     layers = shape.num_hidden_layers * shape.layer_numel
-    weights = (b * (shape.numel - layers) + layer_weight_bytes(shape, engine) * layers) / parallel
-    room = engine.gpu_memory_utilization * gpu_bytes - weights - OTHER_BYTES
+    parts = {
+        "weights": (b * (shape.numel - layers) + layer_weight_bytes(shape, engine) * layers) / parallel,
+        "activations": profile_bytes(shape, engine),
+        "graphs": graph_bytes(shape, engine),
+        "other": ENGINE_OTHER_BYTES,
+    }
+    room = engine.gpu_memory_utilization * gpu_bytes - sum(parts.values())
     return Estimate(
-        parts={"weights": weights, "cache": wanted * one, "other": OTHER_BYTES},
+        parts={**parts, "cache": wanted * one},
         wanted=wanted,
         fitting=max(0, int(room // one)),
         cache=room,

@@ -149,8 +149,15 @@ def test_an_engine_and_a_rank_fit_on_one_gpu(gpu: str) -> None:
     assert bool(found) is (gpu == "L4")
     if found:
         rank, engine = found
-        assert engine.startswith("rollout.gpu_memory_utilization is 0.35, and the rank on the same GPU leaves ")
-        assert " GiB on a GPU of 22.5 beside 8 of the engine there" in rank
+        assert engine.startswith("rollout.gpu_memory_utilization is 0.3, and the rank on the same GPU leaves ")
+        assert " GiB on a GPU of 22.5 beside 7 of the engine there" in rank
+
+
+def test_engine_and_rank_leave_two_gib_of_a_card_of_24() -> None:
+    """Of the 22.5 GiB that the driver shows of an L4; the engine fills its share with cache."""
+    config = loading.load(PolicyJob, ROOT / "configs/own/one_gpu.yaml", environ={}, cwd=ROOT)
+    row = next(line.split() for line in check_config(config, gpu="L4")[1].splitlines() if line.startswith("  learner"))
+    assert 22.5 - float(row[-1]) - config.rollout.gpu_memory_utilization * 22.5 >= 2
 
 
 def test_engines_and_ranks_in_turn_are_counted_once_and_fit_by_halves() -> None:

@@ -192,12 +192,14 @@ def test_an_engine_by_hand() -> None:
     engine = RolloutConfig(dtype="bfloat16", gpus=1, max_model_len=1536, max_num_seqs=64)
     fit = memory.engine_fit(LLAMA_3_8B, engine, sequences=100, gpu_bytes=80 * GIB)
     assert fit.wanted == 64  # max_num_seqs
-    assert fit.fitting == 266  # (68 - 14.957 - 3) GiB / .1875 GiB
+    # A step of 8,192 tokens: 2 x 8192 x (3 x 4096 + 2 x (4096 + 1024) + 3 x 14336) = 1 GiB; 64 rows of logits beside it.
+    assert fit.parts["activations"] == GIB + 64 * 128_256 * 14
+    assert fit.fitting == 271  # (68 - 14.957 - 1.107 - 1) GiB / .1875 GiB
     assert fit.parts["cache"] == 64 * 0.1875 * GIB
-    assert fit.cache == pytest.approx((68 - 14.957 - 3) * GIB, rel=1e-4)
+    assert fit.cache == pytest.approx((68 - 14.957 - 1.107 - 1) * GIB, rel=1e-4)
     two = memory.engine_fit(LLAMA_3_8B, with_overrides(engine, {"gpus": 2}), sequences=1, gpu_bytes=80 * GIB)
     assert (two.wanted, two.parts["weights"]) == (1, 8_030_261_248)
-    assert two.fitting == 613  # (68 - 7.479 - 3) GiB / .09375 GiB
+    assert two.fitting == 627  # (68 - 7.479 - .594 - .107 - 1) GiB / .09375 GiB
     small_gpu = memory.engine_fit(LLAMA_3_8B, engine, sequences=1, gpu_bytes=16 * GIB)
     assert small_gpu.fitting == 0
 
@@ -219,12 +221,23 @@ def test_quantised_weights_of_an_engine(arguments: Any, checkpoint: Any, layer_b
     fit = memory.engine_fit(shape, engine, sequences=1, gpu_bytes=80 * GIB)
     layers = 32 * 218_112_000
     assert fit.parts["weights"] == 2 * (8_030_261_248 - layers) + layer_bytes * layers
-    assert fit.fitting == int((0.85 * 80 - fit.parts["weights"] / GIB - 3) / 0.1875)
+    beside = sum(fit.parts.values()) - fit.parts["cache"]
+    assert fit.fitting == int((0.85 * 80 - beside / GIB) / 0.1875)
 
 
 def test_a_cache_of_fp8_holds_twice_as_much() -> None:
     engine = RolloutConfig(dtype="bfloat16", gpus=1, max_model_len=1536, engine_args={"kv_cache_dtype": "fp8_e5m2"})
-    assert memory.engine_fit(LLAMA_3_8B, engine, sequences=1, gpu_bytes=80 * GIB).fitting == 533
+    assert memory.engine_fit(LLAMA_3_8B, engine, sequences=1, gpu_bytes=80 * GIB).fitting == 535
+
+
+@pytest.mark.parametrize(("max_num_seqs", "sizes"), [(512, 51), (256, 51), (64, 3 + 16), (4, 3 + 1), (1, 2)])
+def test_graphs_of_an_engine_are_counted_for_each_size_and_layer(max_num_seqs: int, sizes: int) -> None:
+    engine = RolloutConfig(dtype="bfloat16", gpus=1, max_num_seqs=max_num_seqs, enforce_eager=False)
+    fit = memory.engine_fit(LLAMA_3_8B, engine, sequences=1, gpu_bytes=80 * GIB)
+    assert fit.parts["graphs"] == sizes * 32 * 400 * 1024
+    eager = memory.engine_fit(LLAMA_3_8B, with_overrides(engine, {"enforce_eager": True}), sequences=1, gpu_bytes=80 * GIB)
+    assert eager.parts["graphs"] == 0
+    assert eager.cache - fit.cache == fit.parts["graphs"]
 
 
 def test_one_version_of_the_weights_lies_in_the_object_store() -> None:
