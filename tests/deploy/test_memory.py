@@ -192,7 +192,7 @@ def test_an_engine_by_hand() -> None:
     engine = RolloutConfig(dtype="bfloat16", gpus=1, max_model_len=1536, max_num_seqs=64)
     fit = memory.engine_fit(LLAMA_3_8B, engine, sequences=100, gpu_bytes=80 * GIB)
     assert fit.wanted == 64  # max_num_seqs
-    # A step of 8,192 tokens: 2 x 8192 x (3 x 4096 + 2 x (4096 + 1024) + 3 x 14336) = 1 GiB; 64 rows of logits beside it.
+    # A step of 8,192 tokens: 2 x 8192 x (3 x 4096 + 2 x (4096 + 1024) + 3 x 14336) = 1 GiB; 64 rows of logits.
     assert fit.parts["activations"] == GIB + 64 * 128_256 * 14
     assert fit.fitting == 271  # (68 - 14.957 - 1.107 - 1) GiB / .1875 GiB
     assert fit.parts["cache"] == 64 * 0.1875 * GIB
@@ -235,7 +235,8 @@ def test_graphs_of_an_engine_are_counted_for_each_size_and_layer(max_num_seqs: i
     engine = RolloutConfig(dtype="bfloat16", gpus=1, max_num_seqs=max_num_seqs, enforce_eager=False)
     fit = memory.engine_fit(LLAMA_3_8B, engine, sequences=1, gpu_bytes=80 * GIB)
     assert fit.parts["graphs"] == sizes * 32 * 400 * 1024
-    eager = memory.engine_fit(LLAMA_3_8B, with_overrides(engine, {"enforce_eager": True}), sequences=1, gpu_bytes=80 * GIB)
+    without = with_overrides(engine, {"enforce_eager": True})
+    eager = memory.engine_fit(LLAMA_3_8B, without, sequences=1, gpu_bytes=80 * GIB)
     assert eager.parts["graphs"] == 0
     assert eager.cache - fit.cache == fit.parts["graphs"]
 
