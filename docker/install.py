@@ -47,7 +47,7 @@ class SetupError(RuntimeError):
 def fingerprint(kind: str, root: Path, vllm_wheel: str) -> str:
     """Hash of all that decides what lies in .venv; the root too, since the editable install points to it."""
     digest = hashlib.sha256(str(root).encode())
-    for name in ("pyproject.toml", "docker/install.py", *pin_files(kind)):
+    for name in ("pyproject.toml", "docker/install.py", "docker/toolkit.py", *pin_files(kind)):
         digest.update((root / name).read_bytes())
     return f"{edition(kind, vllm_wheel)} {digest.hexdigest()}"
 
@@ -141,6 +141,10 @@ def build(kind: str, vllm_wheel: str) -> None:
     own = ("pip", "install", "--python", ".venv/bin/python", "--no-deps", "--no-build-isolation", "--editable", ".")
     run("installing this project", ".venv/bin/uv", *own)
     run("compiling", ".venv/bin/python", "-c", COMPILE)
+    if kind == "gpu":
+        print("Compiling DeepSpeed's CPU Adam (up to ten minutes on two cores) ...", flush=True)
+        for step in ("link", "compile"):
+            run(f"preparing the CUDA toolkit ({step})", ".venv/bin/python", "docker/toolkit.py", step)
     run("importing what was installed", ".venv/bin/python", "-c", CHECK[kind])
 
 

@@ -19,6 +19,7 @@ MIN_PYTHON = (3, 11)
 MIN_MEMORY_GIB = 12.0
 MEMORY_SLACK = 0.92  # of a 12 GiB machine the kernel keeps a part for itself: MemTotal reads 11.x
 MIN_DISK_GIB = {"cpu": 8.0, "gpu": 25.0}
+MIN_DRIVER = 580  # of CUDA 13
 MIN_GLIBC = (2, 28)  # the wheels are manylinux_2_28
 CPU_FLAGS = ("avx2", "fma", "f16c")  # the least of vLLM's two CPU kernels and of torch's vectorized ones
 GIB = 2**30
@@ -100,10 +101,29 @@ def numa_problem(library: str | None) -> str | None:
     return "libnuma.so.1 is missing, to which vLLM's CPU kernels are linked; install it (Debian: libnuma1)."
 
 
-def nvidia_problem(driver: str | None) -> str | None:
-    if driver is not None:
+def nvidia_problem(answer: str | None) -> str | None:
+    """`answer` is nvidia-smi's, the driver's version in a line for each GPU; None where there is no nvidia-smi."""
+    if answer is None:
+        return f"There is no nvidia-smi; the GPU set needs an NVIDIA driver {MIN_DRIVER} or newer (CUDA 13)."
+    first = (answer.strip().splitlines() or [""])[0].strip()
+    major = first.split(".")[0]
+    if not major.isdigit():
+        return f"nvidia-smi gives no driver version ({first[:100]!r}); {MIN_DRIVER} or newer is needed (CUDA 13)."
+    if int(major) < MIN_DRIVER:
+        return f"The NVIDIA driver is {first}; {MIN_DRIVER} or newer is needed (CUDA 13)."
+    return None
+
+
+def driver_answer() -> str | None:
+    """Return nvidia-smi's output, or its error; None where there is none."""
+    if shutil.which("nvidia-smi") is None:
         return None
-    return "There is no nvidia-smi; the GPU set needs an NVIDIA driver for CUDA 13."
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        return "no answer within 60 s"
+    return done.stdout or done.stderr
 
 
 def problems(kind: str, folder: Path) -> list[str]:
@@ -115,7 +135,7 @@ def problems(kind: str, folder: Path) -> list[str]:
         compiler_problem(os.environ.get("CXX", "g++"), sysconfig.get_paths()["include"]),
         memory_problem(_text("/proc/meminfo"), _text("/sys/fs/cgroup/memory.max")),
         disk_problem(shutil.disk_usage(str(folder)).free, folder, kind),
-        cpu_problem(_text("/proc/cpuinfo")) if kind == "cpu" else nvidia_problem(shutil.which("nvidia-smi")),
+        cpu_problem(_text("/proc/cpuinfo")) if kind == "cpu" else nvidia_problem(driver_answer()),
         numa_problem(ctypes.util.find_library("numa")) if kind == "cpu" else None,
     ]
     return [sentence for sentence in found if sentence is not None]

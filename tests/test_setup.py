@@ -82,8 +82,34 @@ def test_python_and_disk_and_venv(preflight: ModuleType) -> None:
         "Free disk space under /x is 9.0 GiB; 25 GiB are needed."
     )
     assert "python3-venv" in preflight.venv_problem(False)
-    assert "nvidia-smi" in preflight.nvidia_problem(None)
     assert "libnuma1" in preflight.numa_problem(None)
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        ("580.65.06\n580.65.06\n", None),
+        ("595.1\n", None),
+        ("570.133.20\n", "The NVIDIA driver is 570.133.20; 580 or newer"),
+        (None, "There is no nvidia-smi"),
+        ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", "gives no driver version"),
+        ("", "gives no driver version"),
+    ],
+)
+def test_the_driver_must_know_cuda_13(preflight: ModuleType, answer: str | None, found: str | None) -> None:
+    problem = preflight.nvidia_problem(answer)
+    assert problem is None if found is None else found in problem
+
+
+def test_the_version_of_the_driver_is_asked_of_nvidia_smi(
+    preflight: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert preflight.driver_answer() is None
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\ncase $1 in --query-gpu=driver_version) echo 570.1;; esac\n")
+    program.chmod(0o755)
+    assert "570.1" in preflight.nvidia_problem(preflight.driver_answer())
 
 
 def test_compiler_and_headers(preflight: ModuleType, tmp_path: Path) -> None:
@@ -163,7 +189,8 @@ sys.exit((root / "fail").exists() and "install" in arguments)
 def copy(tmp_path: Path) -> Path:
     """A checkout whose set-up calls a stand-in for uv and for the environment's python."""
     (tmp_path / "docker").mkdir()
-    for name in ("install.py", "preflight.py", "constraints-cpu.txt", "constraints-uv.txt", "overrides-cpu.txt"):
+    pins = ("constraints-cpu.txt", "constraints-uv.txt", "overrides-cpu.txt")
+    for name in ("install.py", "preflight.py", "toolkit.py", *pins):
         (tmp_path / "docker" / name).write_bytes((ROOT / "docker" / name).read_bytes())
     (tmp_path / "pyproject.toml").write_text("[project]\n")
     driver = tmp_path / "driver.py"

@@ -17,6 +17,7 @@ import numpy as np
 
 from actors.cluster.fanout import first_sentence
 from actors.cluster.nodes import listening_environment
+from actors.cluster.toolkit import build_environment
 from actors.fleet.meter import Measured, Meter
 from actors.weights.adapters import engine_arguments
 from t2g.config import EngineConfig, LoRAConfig, Transport
@@ -62,7 +63,7 @@ def engine_environment(config: EngineConfig, *, owner: int, receives_weights: bo
         "VLLM_PLUGINS": PLUGIN,  # what else is installed has no part in this engine
     }
     if config.gpus:
-        return common | compile_cache()
+        return common | compile_cache() | build_environment()
     environment = common | {
         # 0: model and scheduler share the core process. As two processes each loads torch and vLLM, and the scheduler
         # polls for the model's answer.

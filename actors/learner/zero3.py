@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from actors.cluster.toolkit import build_environment
 from actors.learner import lora
 from actors.learner.whole_weights import WholeWeights
 from t2g.config import Dtype, OptimConfig
@@ -55,6 +56,8 @@ def init_distributed(
     """
     if backend == "gloo":
         os.environ["DS_ACCELERATOR"] = "cpu"  # else a node with GPUs would put a CPU rank on one
+    else:
+        os.environ |= build_environment()
     env = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": master_addr, "MASTER_PORT": master_port}
     os.environ.update({key: str(value) for key, value in env.items()})
     os.environ.setdefault("LOCAL_RANK", "0")  # a Ray actor sees its own GPU only

@@ -59,7 +59,7 @@ def test_packages_are_those_of_the_constraints(kind: str, install: ModuleType) -
     extras = [packages[i + 1] for i, word in enumerate(packages) if word == "--extra"]
     assert extras == [kind, "wandb"]
     assert packages[packages.index("--requirements") + 1] == "pyproject.toml"
-    assert own[-2:] == ["--no-deps", "."]
+    assert own[own.index("--no-deps") + 1] == "."
     assert ("--torch-backend" in packages) is (kind == "cpu")
 
 
@@ -108,11 +108,22 @@ def test_the_manifests_know_the_images_folders(kind: str) -> None:
     assert f"-t {tag} ." in FILES[kind].read_text(encoding="utf-8").splitlines()[0]
 
 
-def test_cuda_home_is_that_of_the_python_in_the_image() -> None:
-    (settings,) = [rest for name, rest in instructions("gpu") if name == "ENV"]
-    python = re.search(r"FROM python:(3\.\d+)", FILES["gpu"].read_text()).group(1)
-    assert f"CUDA_HOME=/opt/venv/lib/python{python}/site-packages/nvidia/cu13" in settings
-    assert re.search(r"^nvidia-cuda-nvcc==13\.", (ROOT / "docker" / "constraints-gpu.txt").read_text(), re.MULTILINE)
+def test_the_compiler_is_of_the_cuda_version_of_torch() -> None:
+    """FlashInfer and DeepSpeed refuse another; cuda-toolkit is pinned by torch, and its extras pin the compiler."""
+    pins = dict(re.findall(r"^([a-z0-9-]+)==(\S+)", (ROOT / "docker/constraints-gpu.txt").read_text(), re.MULTILINE))
+    version = pins["cuda-toolkit"].split(".")[:2]
+    for name in ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm", "nvidia-cuda-cccl", "nvidia-cuda-runtime"):
+        assert pins[name].split(".")[:2] == version, name
+
+
+def test_the_image_and_make_gpu_prepare_the_toolkit_alike(install: ModuleType) -> None:
+    """Linked by root, where the packages lie; compiled by the user that runs, in its home. Neither sets CUDA_HOME."""
+    text = FILES["gpu"].read_text(encoding="utf-8")
+    _, build, final = text.split("\nFROM ")
+    assert "docker/toolkit.py link" in build
+    assert final.index("USER 1000") < final.index("toolkit.py compile")
+    assert "CUDA_HOME" not in text
+    assert "toolkit.py" in Path(install.__file__).read_text()
 
 
 @by_kind
