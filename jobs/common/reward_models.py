@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,11 +20,12 @@ from t2g.feedback.records import AnnotatedRecord, load_annotated
 from t2g.files import write_atomic
 from t2g.report.reward_page import HTML_FILE, JSON_FILE, write_evaluation
 from t2g.runs.progress import stage
-from t2g.study.reward_eval import JudgedRecord, ServedModel, judge_records, reward_metrics
+from t2g.study.reward_eval import JudgedRecord, ServedModel, judge_records, parse_warning, reward_metrics
 from t2g.tasks.base import get_task
 from t2g.text.tokenizer import load_tokenizer
 from t2g.types import TrainSequence
 
+logger = logging.getLogger(__name__)
 Served = TypeVar("Served", bound=ScoreJob)
 
 REPORT_FILE = "reward.json"
@@ -102,9 +104,12 @@ def usable_records(name: str, data: DataConfig, task: str) -> list[AnnotatedReco
 
 
 def judge_all(model: ServedModel, records: Sequence[AnnotatedRecord], tokenizer: Any) -> list[JudgedRecord]:
-    """tokenizer: on whose tokens spans are compared."""
+    """Let the reward model judge the records; warn if no answer parses. tokenizer: spans are compared on its tokens."""
     with stage("asking the reward model", len(records)) as bar:
-        return asyncio.run(judge_records(model, records, tokenizer, bar.advance))
+        judged = asyncio.run(judge_records(model, records, tokenizer, bar.advance))
+    if warning := parse_warning(reward_metrics(judged)):
+        logger.warning(warning)
+    return judged
 
 
 def evaluate_reward(

@@ -1,21 +1,39 @@
 """Schema of jobs.evaluate --what policy: who is evaluated, how they are sampled, and who judges them."""
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from t2g.config.common import DataConfig, ModelConfig
+from t2g.config import loading
+from t2g.config.common import DataConfig, ModelConfig, with_overrides
 from t2g.config.feedback import LLMConfig, RolloutConfig
 from t2g.config.jobs import JobConfig, RunPart
 from t2g.config.marks import MayDiffer, PathOrName
+from t2g.config.words import first_problem
 from t2g.sandbox import SandboxConfig
+
+SAMPLING_KEYS = ("temperature", "max_new_tokens", "max_model_len")
+RUN_DEPTH = 3  # folders from a run to its policy: run/checkpoints/step-00000010/policy
 
 
 class SampledConfig(RolloutConfig):
-    """How every policy is sampled."""
+    """How every policy is sampled: as in training, see `training_sampling`."""
 
     samples_per_prompt: int = Field(1, ge=1)
-    temperature: float = Field(0.0, ge=0, description="0: greedy")
+    temperature: float = Field(
+        1.0, ge=0, description="0: greedy. Like max_new_tokens and max_model_len: by default that of the policies' run"
+    )
+
+
+def training_sampling(policy: str) -> dict[str, Any]:
+    """Return the values of SAMPLING_KEYS in the run that trained a policy; {} for a folder of no run of PPO."""
+    for folder in [*Path(policy).parents][:RUN_DEPTH]:
+        if (file := folder / loading.FILE_NAME).is_file():
+            values, _ = loading.read_yaml(file)
+            if "learner" in values and isinstance(rollout := values.get("rollout"), dict):
+                return {key: rollout[key] for key in SAMPLING_KEYS if isinstance(rollout.get(key), int | float)}
+    return {}
 
 
 class PolicyEvaluationJob(JobConfig):
@@ -56,6 +74,27 @@ class PolicyEvaluationJob(JobConfig):
     def served(self) -> dict[str, ModelConfig]:
         """Those that our engines serve."""
         return self.policies | self.reflections
+
+    @field_validator("rollout")
+    @classmethod
+    def _sample_as_in_training(cls, rollout: SampledConfig, info: ValidationInfo) -> SampledConfig:
+        """Take the keys that the user did not set from the runs of the policies; only files have a context."""
+        if info.context is None or not {"policies", "reflections"} <= info.data.keys():
+            return rollout
+        models = info.data["policies"] | info.data["reflections"]
+        runs = {name: training_sampling(model.policy) for name, model in models.items()}
+        changes: dict[str, float] = {}
+        for key in set(SAMPLING_KEYS) - rollout.model_fields_set:
+            values = {name: run[key] for name, run in runs.items() if key in run}
+            if len(set(values.values())) > 1:
+                found = ", ".join(f"{name} with {value}" for name, value in values.items())
+                raise ValueError(f"rollout.{key} is not set, and training sampled {found}: set one for all")
+            if values:
+                changes[key] = min(values.values())
+        try:
+            return with_overrides(rollout, changes)
+        except ValidationError as error:
+            raise ValueError(f"with {changes} of the policies' training: {first_problem(error)}") from error
 
     @field_validator("endpoints", "judges")
     @classmethod

@@ -52,7 +52,7 @@ def load(
     of the line in the file. `environ` and `cwd` tell whether this is a Ray job. have: of a cluster by its address, see
     `auto.fill`, for whom `auto` is in the config; by default there is no GPU, and none refuses the word.
     """
-    values, lines = _read_yaml(file)
+    values, lines = read_yaml(file)
     merged: Any = values
     try:
         given = [_override(text) for text in overrides]
@@ -140,8 +140,8 @@ def identity_of(config: BaseModel) -> dict[str, Any]:
     return {key: value for key, value in values.items() if not may_differ(type(config), key)}
 
 
-def _read_yaml(file: Path) -> tuple[dict[str, Any], dict[Keys, int]]:
-    """Values of the file, and the line of each key."""
+def read_yaml(file: Path) -> tuple[dict[str, Any], dict[Keys, int]]:
+    """Return the values of a file and the line of each key. Raises UserError for a file that is no mapping."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -11,12 +11,16 @@ from t2g.files import write_atomic
 from t2g.report.reward_page import HTML_FILE, JSON_FILE
 from t2g.report.templates import number, render_page
 from t2g.runs.versions import versions
-from t2g.study.policy_eval import BLEU, Answers, Columns, bleu_signature, general
+from t2g.study.policy_eval import BLEU, Answers, Columns, bleu_signature, general, has_only_ties
 from t2g.study.tables import figure, markdown
 from t2g.types import Prompt
 
 MD_FILE, EXPORTS = "evaluation.md", "exports"
 NUM_EXAMPLES = 6
+ONLY_TIES = (
+    "Every pair ties on every prompt, in all tested measures and verdicts: this evaluation cannot tell the policies "
+    "apart. Take harder prompts, or another rollout.temperature."
+)
 PROBLEMS = {"empty": 1.0, "cut": 1.0, "repetition": 0.5}  # general measure -> from where on a response is shown for it
 
 
@@ -39,6 +43,7 @@ def write_policy_evaluation(
         **about,
         **summary,
         "judged": judged,
+        "warning": ONLY_TIES if has_only_ties(summary, judged) else None,
         "problems": _problems(answers),
         "examples": _examples(measured, measures[0]),
         "bleu_signature": bleu_signature() if BLEU in measures else None,
@@ -93,7 +98,8 @@ def _markdown(result: Mapping[str, Any], measures: Sequence[str]) -> str:
         for pair in result["pairs"]
     ]
     head = ["policy", "against", "measure", "difference", "p", "Holm", "wins", "ties", "losses", "resolvable"]
-    return f"{markdown(['policy', *measures], policies)}\n\n{markdown(head, pairs)}\n"
+    warning = f"{result['warning']}\n\n" if result["warning"] else ""
+    return f"{warning}{markdown(['policy', *measures], policies)}\n\n{markdown(head, pairs)}\n"
 
 
 def _export(folder: Path, prompts: Sequence[Prompt], answers: Mapping[str, Sequence[Answers]]) -> None:

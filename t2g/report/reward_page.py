@@ -42,9 +42,11 @@ def write_evaluation(
     about: whose evaluation this is, plain values. judged: of `records`, in their order. seed: of the resamples.
     """
     errors = reward_eval.find_errors(judged)
+    metrics = reward_eval.reward_metrics(judged)
     result = {
         **about,
-        "metrics": reward_eval.reward_metrics(judged),
+        "warning": reward_eval.parse_warning(metrics),
+        "metrics": metrics,
         "intervals": reward_eval.bootstrap_intervals(judged, seed=seed),
         "num_resamples": reward_eval.NUM_RESAMPLES,
         "token_confusion": reward_eval.token_confusion(judged),

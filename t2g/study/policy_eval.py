@@ -167,3 +167,16 @@ def summarise(policies: Mapping[str, Columns], *, seed: int) -> dict[str, Any]:
     for pair in pairs:
         pair |= {"p_holm": next(adjusted)} if pair in tested else {"p": None, "p_holm": None}
     return {"policies": figures, "pairs": pairs}
+
+
+def has_only_ties(summary: Mapping[str, Any], judged: Mapping[str, Any]) -> bool:
+    """Return whether no tested measure and no judge tells two policies apart on any prompt.
+
+    Args:
+        summary: Of `summarise`.
+        judged: Of `pairwise.win_rates`.
+    """
+    ties = [pair["value"] == pair["resolvable"] == 0 for pair in summary["pairs"] if pair["p_holm"] is not None]
+    rates = [pair["win_rate"] for pair in judged["pairs"] if pair["win_rate"]]
+    ties += [rate["low"] == rate["high"] == 0.5 for rate in rates]
+    return bool(ties) and all(ties)

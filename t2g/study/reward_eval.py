@@ -100,6 +100,22 @@ def reward_metrics(records: Sequence[JudgedRecord]) -> dict[str, float]:
     return metrics | {"num_records": float(len(records))}
 
 
+def parse_warning(metrics: Mapping[str, float]) -> str | None:
+    """Return a sentence if no answer of the reward model parses. metrics: see `reward_metrics`."""
+    num_records = f"{metrics['num_records']:g}"
+    if metrics["usable_rate"] == 0:
+        return (
+            f"None of the reward model's {num_records} answers could be used, so its scores say nothing of its "
+            "judgement. Check its task and style, and raise feedback.engine.max_new_tokens if answers were truncated."
+        )
+    if metrics["parse_rate"] == 0:
+        return (
+            f"None of the reward model's {num_records} answers parses without guided decoding: the model has not "
+            "learned the answer format. Train it for longer, or check its task and style."
+        )
+    return None
+
+
 def arm_metrics(judged: Sequence[JudgedRecord], sparse: Sequence[SpanFeedback], tokenizer: Any) -> dict[str, float]:
     """`reward_metrics` of the judged records, their labelled_share (of the held-out tokens, those with a gold label),
     and ratios of tokens as decisive_*: counted on the tokens that `sparse`, gold feedback to the same responses, calls

@@ -45,7 +45,7 @@ def test_two_greedy_policies_of_the_same_weights_differ_by_exactly_nothing(
             "task": "summarization",
             "policies": {name: {"policy": str(model)} for name in ("once", "again")},
             "data": {"path": str(data_of(tmp_path))},
-            "rollout": {"max_model_len": 640, "max_new_tokens": 16},
+            "rollout": {"temperature": 0, "max_model_len": 640, "max_new_tokens": 16},
         }
     )
 
@@ -57,6 +57,7 @@ def test_two_greedy_policies_of_the_same_weights_differ_by_exactly_nothing(
     assert sorted(responses(config.run.folder, "once")) == sorted(responses(config.run.folder, "again"))
     assert result["policies"]["once"]["words"]["value"] > 0
     assert {(one["value"], one["low"], one["high"]) for one in result["pairs"]} == {(0, 0, 0)}
+    assert "Every pair ties" in result["warning"]
 
 
 @pytest.mark.slow

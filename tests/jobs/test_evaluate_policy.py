@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from fake_endpoint import KEY, KEY_VARIABLE, FakeEndpoint, Reply, fake_endpoint, says
 
 from jobs.common.cli import StopFlag
 from jobs.common.policy_evaluation import Evaluation
 from jobs.evaluate import evaluate
-from t2g.config import ModelConfig, PolicyEvaluationJob
+from t2g.config import ModelConfig, PolicyEvaluationJob, PolicyJob, loading, with_overrides
 from t2g.errors import RunStopped, SamplingFailed, Stopped, UserError
 from t2g.interfaces import Sampling
 from t2g.tasks.tiny.assets import build_tokenizer
@@ -27,6 +28,7 @@ SENTENCES = [f"The {thing} that I bought in {town} broke after {n} days and the 
              for n, (thing, town) in enumerate((t, c) for t in ("phone", "car", "lamp", "radio", "chair")
                                                for c in ("Rome", "Bonn", "Oslo", "Lima"))]  # fmt: skip
 RECORDS = [{"id": str(i), "post": f"post {i}", "ideal_human_summary": text} for i, text in enumerate(SENTENCES)]
+PLAIN = [{"prompt": record["post"], **record} for record in RECORDS]  # of a task without ROUGE and BLEU, which are slow
 
 
 class Engine:
@@ -38,12 +40,14 @@ class Engine:
     def __init__(self, num_words: int, left: int = 10**6, says: Callable[[str, int], str] | None = None) -> None:
         self.num_words, self.left, self.says = num_words, left, says
         self.asked: list[str] = []
+        self.samplings: list[Sampling] = []
 
     async def sample(self, prompt: Prompt, sampling: Sampling) -> list[Rollout]:
         if self.left == 0:
             raise self.end
         self.left -= 1
         self.asked.append(prompt.prompt_id)
+        self.samplings.append(sampling)
         words = prompt.payload.get("ideal_human_summary", "").split()
         return [
             Rollout(
@@ -204,6 +208,7 @@ def test_pass_at_k_of_problems_of_both_formats(tmp_path: Path, models: Path) -> 
     )
     one = pair(result, "pass@1")
     assert (one["wins"], one["ties"], one["losses"]) == (1, 2, 0) and one["value"] < one["resolvable"]
+    assert result["warning"] is None
 
 
 def test_killed_half_way_it_asks_for_the_rest_alone(tmp_path: Path, models: Path) -> None:
@@ -258,6 +263,8 @@ def test_a_policy_may_come_later_and_equal_ones_differ_by_nothing(tmp_path: Path
     assert engines["whole"].asked == []
     assert {(one["value"], one["low"], one["high"]) for one in result["pairs"]} == {(0, 0, 0)}
     assert {one["p"] for one in result["pairs"]} == {1, None}  # None: of measures that nobody tests
+    for file in ("evaluation.md", "evaluation.html"):
+        assert "Every pair ties on every prompt" in (tmp_path / "runs/evaluation" / file).read_text()
 
 
 def test_an_adapter_is_merged_again_for_other_weights_of_it_or_of_its_base(
@@ -276,7 +283,7 @@ def test_an_adapter_is_merged_again_for_other_weights_of_it_or_of_its_base(
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(b"1")
     (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
-    config = job(tmp_path, models, RECORDS[:2], policies={"tuned": {"policy": str(adapter)}})
+    config = job(tmp_path, models, PLAIN[:2], task="prompts", policies={"tuned": {"policy": str(adapter)}})
     for changed, num_asked in ((None, 2), (None, 0), (adapter, 2), (base, 2)):
         if changed:
             (changed / "model.safetensors").write_bytes(b"22")
@@ -292,27 +299,72 @@ def test_an_adapter_is_merged_again_for_other_weights_of_it_or_of_its_base(
     assert [path.name for path in (config.run.folder / "merged" / "tuned").iterdir()] == merges[-1:]
 
 
+# ------------------------------------------------------------------------------------------------- sampling as training
+def trained(folder: Path, models: Path, **rollout: Any) -> Path:
+    """The policy in the folder of a training run that sampled so."""
+    job = {"model": {"policy": "m"}, "data": {"path": "d"}, "feedback": {"source": "program"}, "rollout": rollout}
+    loading.write(PolicyJob.model_validate(job), folder)
+    return Path(shutil.copytree(models / "cut", folder / "policy"))
+
+
+def load_job(tmp_path: Path, models: Path, **fields: Any) -> PolicyEvaluationJob:
+    """The job of a config file."""
+    config = job(tmp_path, models, PLAIN[:2], task="prompts", **fields).model_dump(mode="json", exclude_unset=True)
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(config))
+    return loading.load(PolicyEvaluationJob, tmp_path / "job.yaml")
+
+
+def test_policies_are_sampled_as_their_training_was(tmp_path: Path, models: Path) -> None:
+    policy = trained(tmp_path / "own", models, temperature=0.7, max_new_tokens=48, max_model_len=320)
+    policies = {"whole": {"policy": str(models / "whole")}, "policy": {"policy": str(policy)}}
+    config = load_job(tmp_path, models, policies=policies)
+    engines = {"whole": Engine(9), "policy": Engine(9)}
+    result = run(config, engines)
+    assert (result["temperature"], result["max_new_tokens"], config.rollout.max_model_len) == (0.7, 48, 320)
+    for engine in engines.values():
+        (sampling,) = set(engine.samplings)
+        assert (sampling.temperature, sampling.max_new_tokens, sampling.num_samples) == (0.7, 48, 1)
+    assert with_overrides(config, {"run.seed": 2}).rollout == config.rollout
+
+
+def test_what_the_user_sets_counts_more_than_the_training(tmp_path: Path, models: Path) -> None:
+    policy = trained(tmp_path / "own", models, temperature=0.7, max_new_tokens=48)
+    for given, expected in (({"temperature": 0}, (0, 48)), ({"max_new_tokens": 9}, (0.7, 9))):
+        config = load_job(tmp_path, models, policies={"a": {"policy": str(policy)}}, rollout=given)
+        assert (config.rollout.temperature, config.rollout.max_new_tokens) == expected
+    no_run = load_job(tmp_path, models, policies={"a": {"policy": str(models / "cut")}})
+    assert (no_run.rollout.temperature, no_run.rollout.max_new_tokens) == (1, 128), "the defaults of training"
+
+
+def test_checkpoints_are_of_their_run_and_runs_that_sampled_otherwise_are_refused(tmp_path: Path, models: Path) -> None:
+    first = trained(tmp_path / "first", models, temperature=0.7, max_new_tokens=256)
+    checkpoint = tmp_path / "second" / "checkpoints" / "step-00000010" / "policy"
+    shutil.move(trained(tmp_path / "second", models, temperature=0.9, max_new_tokens=256), checkpoint)
+    policies = {"a": {"policy": str(first)}, "b": {"policy": str(checkpoint)}}
+    with pytest.raises(UserError, match=r"rollout\.temperature is not set, .* a with 0\.7, b with 0\.9"):
+        load_job(tmp_path, models, policies=policies)
+    assert load_job(tmp_path, models, policies=policies, rollout={"temperature": 1}).rollout.temperature == 1
+    with pytest.raises(UserError, match=r"training: max_new_tokens=256 leaves no room"):
+        load_job(tmp_path, models, policies={"a": {"policy": str(first)}}, rollout={"max_model_len": 200})
+
+
 # ---------------------------------------------------------------------------------------- what changed under a run.name
 def num_lines(config: PolicyEvaluationJob, file: str) -> int:
     return (config.run.folder / file).read_text().count("\n")
 
 
 def test_a_corrected_reference_is_measured_anew_and_nothing_else(tmp_path: Path, models: Path) -> None:
-    engines = {"whole": Engine(100), "cut": Engine(8)}
-    before = run(job(tmp_path, models), engines)
-    corrected = [*RECORDS[:3], RECORDS[3] | {"ideal_human_summary": "The shop is rude ."}, *RECORDS[4:]]
-    config = job(tmp_path, models, corrected)
-    after = run(config, {"whole": Engine(0, left=0), "cut": Engine(0, left=0)})
-    assert after["policies"]["whole"]["rougeL"]["value"] < before["policies"]["whole"]["rougeL"]["value"]
-    assert num_lines(config, "scores/whole.jsonl") == num_lines(config, "scores/cut.jsonl") == len(RECORDS) + 1
-    texts = {record["id"]: record["ideal_human_summary"] for record in RECORDS}
-    fresh = {
-        n: Engine(k, says=lambda i, _, k=k: " ".join(texts[i].split()[:k])) for n, k in (("whole", 100), ("cut", 8))
-    }
-    elsewhere = job(tmp_path, models, corrected, run={"root": tmp_path / "fresh", "name": "evaluation"})
-    expected = run(elsewhere, fresh)
-    assert after["policies"]["whole"]["rougeL"] == expected["policies"]["whole"]["rougeL"]
-    assert after["policies"]["cut"]["bleu"] == expected["policies"]["cut"]["bleu"]
+    policies = {"cut": {"policy": str(models / "cut")}}
+    run(job(tmp_path, models, RECORDS[:4], policies=policies), {"cut": Engine(8)})
+    corrected = [*RECORDS[:3], RECORDS[3] | {"ideal_human_summary": "The shop is rude ."}]
+    config = job(tmp_path, models, corrected, policies=policies)
+    after = run(config, {"cut": Engine(0, left=0)})["policies"]["cut"]
+    assert num_lines(config, "scores/cut.jsonl") == 5
+    fresh = Engine(0, says=lambda prompt_id, index: " ".join(SENTENCES[int(prompt_id)].split()[:8]))
+    elsewhere = {"root": tmp_path / "fresh", "name": "evaluation"}
+    expected = run(job(tmp_path, models, corrected, policies=policies, run=elsewhere), {"cut": fresh})
+    for measure in ("rouge1", "rougeL", "bleu"):
+        assert after[measure] == expected["policies"]["cut"][measure]
 
 
 def test_a_corrected_test_is_run_on_the_same_responses(tmp_path: Path, models: Path) -> None:
@@ -444,7 +496,7 @@ def test_other_weights_are_sampled_scored_and_judged_anew(tmp_path: Path, models
         shutil.copytree(models / "cut", tmp_path / name)
         (tmp_path / name / "model.safetensors").write_bytes(b"old")
         policies[name] = {"policy": str(tmp_path / name)}
-    config = job(tmp_path, models, RECORDS[:4], policies=policies, judges={"j": llm(server)})
+    config = job(tmp_path, models, PLAIN[:4], task="prompts", policies=policies, judges={"j": llm(server)})
     server.reply = prefers_long
     run(config, {"a": Engine(4), "b": Engine(8), "c": Engine(12)})
     assert len(server.requests) == 6 * 4

@@ -16,6 +16,7 @@ from t2g.study.policy_eval import (
     columns,
     content_key,
     general,
+    has_only_ties,
     pass_at,
     summarise,
 )
@@ -108,3 +109,21 @@ def test_every_pair_is_compared_on_the_same_draws() -> None:
     assert (same["value"], same["low"], same["high"], same["p"], same["resolvable"]) == (0, 0, 0, 1, 0)
     assert pairs["b", "a", "words"]["high"] < 0 and pairs["b", "a", "words"]["p_holm"] is None
     assert pairs["b", "a", "rougeL"]["exact"]
+
+
+def test_only_ties() -> None:
+    same = {"value": 0.0, "resolvable": 0.0, "p_holm": 1.0}
+    tie, win = ({"win_rate": {"value": v, "low": v, "high": v}} for v in (0.5, 1.0))
+    unknown = {"win_rate": None}  # of a judge whose answers do not parse
+    for pairs, judged, only_ties in (
+        ([same, same], [], True),
+        ([same, same | {"value": 0.1}], [], False),
+        ([same, same | {"resolvable": 0.1}], [], False),  # wins and losses of equal number
+        ([same, {"value": 3.0, "resolvable": 1.0, "p_holm": None}], [], True),  # words: described, not tested
+        ([same], [tie], True),
+        ([same], [tie, win], False),
+        ([], [tie], True),
+        ([], [unknown], False),
+        ([], [], False),
+    ):
+        assert has_only_ties({"pairs": pairs}, {"pairs": judged}) is only_ties

@@ -21,6 +21,7 @@ from t2g.study.reward_eval import (
     judge_records,
     judged_record,
     num_overlapping,
+    parse_warning,
     reward_metrics,
     token_confusion,
 )
@@ -78,6 +79,14 @@ def test_numbers_by_hand() -> None:
         "poor": {"good": 0, "poor": 2, "unlabelled": 1},
         "unlabelled": {"good": 1, "poor": 1, "unlabelled": 1},
     }
+
+
+def test_a_model_that_parses_nothing_is_named_in_a_sentence() -> None:
+    failed = no_feedback("unparsable", source="test", version="1")
+    nothing, unguided = judged(feedback=failed, parsed=False), judged(parsed=False)
+    assert "None of the reward model's 2 answers could be used" in str(parse_warning(reward_metrics([nothing] * 2)))
+    assert "without guided decoding" in str(parse_warning(reward_metrics([nothing, unguided])))
+    assert parse_warning(reward_metrics([nothing, unguided, judged()])) is None
 
 
 def test_the_size_of_a_reward_does_not_matter_its_sign_does() -> None:
