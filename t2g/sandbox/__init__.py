@@ -5,4 +5,4 @@ what runs inside and `start` the program between them. What is proved and what i
 """
 
 from t2g.sandbox.config import SandboxConfig
-from t2g.sandbox.run import MAX_TESTS, Outcome, Refused, TestResult, available, run_solution
+from t2g.sandbox.run import MAX_TESTS, Mode, Outcome, Refused, TestResult, available, choose_mode, run_solution

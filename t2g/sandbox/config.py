@@ -16,6 +16,12 @@ class SandboxConfig(BaseModel):
     max_processes: int = Field(16, ge=1)
     max_file_mib: int = Field(8, ge=1, description="each file that is written")
     max_output_kib: int = Field(64, ge=1, description="kept of what is printed")
+    tests: Literal["separate", "together", "auto"] = Field(
+        "auto",
+        description="separate: the solution has a process of its own; together: it shares that of the tests, can be "
+        "patched by them, and can forge its verdict; auto: separate, or together for a record whose reference solution "
+        "passes only there",
+    )
     require: tuple[Literal["processes", "files", "network"], ...] = Field(
         ("processes", "files", "network"), description="isolated from the machine's own, or nothing runs"
     )

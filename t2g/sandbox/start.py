@@ -1,7 +1,6 @@
-"""The program that `run` starts in a sandbox, with the standard library alone.
+"""The program that `fork_server` starts: it holds pytest ready and forks a sandbox for each request.
 
-The door of this room imports pydantic, which is not to be had there and would cost a tenth of a second: so the package
-is declared here without its door.
+`t2g.sandbox` imports pydantic, which is not available here: so the package is declared without its `__init__`.
 """
 
 import json
@@ -9,11 +8,14 @@ import sys
 import types
 from pathlib import Path
 
-room = types.ModuleType("t2g.sandbox")
-room.__path__ = [str(Path(__file__).parent)]
-sys.modules["t2g.sandbox"] = room
-
-from t2g.sandbox.box import supervisor  # noqa: E402
+package = types.ModuleType("t2g.sandbox")
+package.__path__ = [str(Path(__file__).parent)]
+sys.modules["t2g.sandbox"] = package
 
 if __name__ == "__main__":
-    supervisor.main(json.loads(sys.argv[1]))
+    paths = json.loads(sys.argv[1])
+    sys.path.extend(paths["packages"])
+    from t2g.sandbox.box import parent
+
+    sys.path.remove(paths["own_code"])  # a sandbox does not see it; all of `box` is imported by now
+    parent.serve()

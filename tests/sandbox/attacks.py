@@ -5,11 +5,11 @@ python attacks.py FOLDER    FOLDER: writable for everybody; one attack tries to 
 The environment of this program holds SECRET, and it listens at PORT of this machine and at an abstract Unix address.
 """
 
+import contextlib
 import json
 import os
 import socket
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -235,8 +235,8 @@ BOMB = "import os\ndef f(x):\n    while True:\n        os.fork()\n"
 
 
 def left_behind(seconds: float) -> list[str]:
-    """Command lines of processes of sandboxes that were started from here: each names its folder under ours. What was
-    killed may take some of `seconds` to end on a busy machine; what was not, stays for longer.
+    """Return processes of sandboxes that were started from here. What was killed may take some of `seconds` to end on a
+    busy machine; what was not, stays for longer.
     """
     deadline = time.monotonic() + seconds
     while (found := _alive()) and time.monotonic() < deadline:
@@ -244,17 +244,19 @@ def left_behind(seconds: float) -> list[str]:
     return found
 
 
-def _alive() -> list[str]:
-    mark = f"{tempfile.gettempdir()}/t2g-sandbox-".encode()
+def sandbox_processes() -> list[Path]:
+    """Return /proc folders of forks of this process's server: they have its command line, which names this process."""
+    mark = f'"caller": {os.getpid()}}}'.encode()
     found = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = file.read_bytes()
-        except OSError:
-            continue
-        if mark in line:
-            found.append(line.decode(errors="replace")[:200])
+        with contextlib.suppress(OSError):
+            if mark in file.read_bytes() and f"PPid:\t{os.getpid()}\n" not in file.with_name("status").read_text():
+                found.append(file.parent)
     return found
+
+
+def _alive() -> list[str]:
+    return [folder.name for folder in sandbox_processes()]
 
 
 def limits_of(name: str) -> SandboxConfig:

@@ -1,4 +1,5 @@
-"""What runs inside the sandbox of `t2g.sandbox.run`: a supervisor, the tests, the solution in a process of its own.
+"""What runs in the processes of the sandbox: a parent that holds pytest ready, and per run a supervisor, the tests and
+the solution.
 
-May import the standard library and its own modules only: a sandbox must start in milliseconds.
+May import the standard library, pytest, numpy and its own modules only.
 """

@@ -10,7 +10,7 @@ START_S = 60.0  # for the sandbox to be made; the deadline of a run counts from 
 # Past the deadline. The solution rings at once, so that its hanging line can be named; who does not react is ended.
 TESTS_RING_S, KILL_S = 0.2, 1.0
 AGAIN_S = 0.02
-TIMED_OUT = 3  # exit status of a supervisor that had to kill the tests
+TIMED_OUT = b'"timed out"'  # the line of a supervisor that had to kill the tests
 
 
 class OutOfTime(BaseException):

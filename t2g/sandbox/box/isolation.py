@@ -24,6 +24,7 @@ _SYS_MOUNT_SETATTR = 442  # the same number on every architecture
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 _libc = ctypes.CDLL(None, use_errno=True)
+_HELD = ("RssAnon:", "RssShmem:")
 _READINGS = 20  # of /proc, each some milliseconds
 
 
@@ -65,7 +66,7 @@ def become_nobody(number: int, needs: Iterable[str]) -> bool:
         os.setresuid(uid, uid, uid)
     except OSError:
         return False
-    _libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # else /proc/self/uid_map is root's
+    show()  # else /proc/self/uid_map is root's
     return True
 
 
@@ -154,6 +155,11 @@ def hide() -> None:
     _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
+def show() -> None:
+    """The opposite of `hide`."""
+    _libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
+
+
 def die_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0)
 
@@ -162,10 +168,10 @@ def adopt_orphans() -> None:
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def set_limits(*, memory_mib: int, cpu_s: int, file_mib: int) -> None:
+def set_limits(*, memory_bytes: int, cpu_s: int, file_mib: int) -> None:
     """Of this process and of each that it starts."""
     for limit, wanted in (
-        (resource.RLIMIT_AS, memory_mib * 2**20),
+        (resource.RLIMIT_AS, memory_bytes),
         (resource.RLIMIT_CPU, cpu_s),
         (resource.RLIMIT_FSIZE, file_mib * 2**20),
         (resource.RLIMIT_NOFILE, 64),
@@ -223,18 +229,18 @@ def descendants(parent: int) -> list[int]:
     return found + [below for process in found for below in descendants(process)]
 
 
-def left_running(own: int, tests: int) -> bool:
-    """Whether something still runs that the solution started; by the kernel's word, not the solution's.
+def left_running(own: int, tests: int, *, has_worker: bool) -> bool:
+    """Return whether something still runs that the solution started; by the kernel's word, not the solution's.
 
-    own: this process; tests: its child, whose own children are the solution's process and what the tests started. Both
-    may have adopted what a process of the solution orphaned.
+    own: this process; tests: its child, whose own children are, where it has_worker, the solution's process and what
+    the tests started. Both may have adopted what a process of the solution orphaned.
 
     /proc is read one process after the other: one that forks and ends meanwhile is read as ended, and its child was
     not in the list yet. So two readings must agree on who has ended; where none do, something is born all the time.
     """
     before = None
     for _ in range(_READINGS):
-        known = {own, tests, *children(tests)}
+        known = {own, tests, *(children(tests) if has_worker else ())}
         states = {process: _state(process) for process in descendants(own) if process not in known}
         if any(state not in "ZX" for state in states.values()):
             return True
@@ -253,10 +259,13 @@ def _state(process: int) -> str:
         return "X"
 
 
-def memory_of(process: int) -> int:
-    """Bytes that only this process and its forks hold; files that it reads are not counted. 0: it ended."""
+def memory_of(process: int, *names: str) -> int:
+    """Return the bytes that only this process and its forks hold, without the files that it maps; 0: it ended.
+
+    names: other lines of /proc/PID/status to add up.
+    """
     try:
         with open(f"/proc/{process}/status", encoding="utf-8", errors="replace") as file:
-            return sum(int(line.split()[1]) for line in file if line.startswith(("RssAnon:", "RssShmem:"))) * 1024
+            return sum(int(line.split()[1]) for line in file if line.startswith(names or _HELD)) * 1024
     except OSError:
         return 0

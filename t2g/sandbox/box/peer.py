@@ -3,35 +3,43 @@ something with one of its objects and meanwhile answers what the other end asks 
 ask is `allow`'s to say.
 """
 
+import inspect
 import json
 import os
 import socket
-import struct
+import threading
+import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from t2g.sandbox.box.remote import FORWARDED, QUIET, Gone, Numbered, Remote, Unsupported, is_remote, proxy_class
 from t2g.sandbox.box.values import Codec, Exchange, Json, known_exception, refill
 
 MAX_MESSAGE_BYTES = 2**25
 MAX_TRACE = 20  # lines of a traceback
+_NAMES = ("__name__", "__qualname__", "__doc__")  # of functions and classes, known without a request
+_ENDS = {StopIteration: "__next__", StopAsyncIteration: "__anext__"}  # the methods that may raise them
+_CONTROL = ("SkipTest", "KeyboardInterrupt")  # what pytest obeys: of the solution they are exceptions like others
 _PLAIN = (int, float, complex, str, bytes, tuple, frozenset, list, dict, set, bytearray)
 
 
 class Peer(Codec):
-    """One end. allow(operation, object, name) -> whether the other end may do that here."""
+    """One end."""
 
-    def __init__(self, end: socket.socket, allow: Callable[[str, Any, str], bool]) -> None:
-        self._end, self._allow = end, allow
+    def __init__(
+        self, end: socket.socket, allow: Callable[[str, Any, str], bool], *, is_solution: bool = False
+    ) -> None:
+        """allow(operation, object, name): whether the other end may do that here. is_solution: this end runs it."""
+        self._end, self._allow, self.is_solution = end, allow, is_solution
+        self._reader = end.makefile("rb")
+        self._lock = threading.RLock()  # a thread of the tests waits for the request of another
         self._objects: list[Any] = []  # ours that the other end knows; kept until the end
         self._numbers: dict[int, int] = {}
         self._proxies: dict[int, Any] = {}  # theirs
         self._classes: dict[tuple[str, ...], type[Remote]] = {}
         self._serial = 0
         self.num_changes = 0  # requests that may have changed an object of theirs
-        self._stand_ins: dict[int, int] = {}  # coroutines here for awaitables there: id -> number
         self.gone = False
-        self.lends_awaitables = False  # ours are finished here when the other end awaits them
         self.before_reply: Callable[[], Json] = lambda: None
         self.on_note: Callable[[Json], None] = lambda note: None
 
@@ -50,13 +58,32 @@ class Peer(Codec):
     # -- asking and answering
 
     def request(self, operation: str, target: Any, *args: Any, **kwargs: Any) -> Any:
-        """What the other end answers; raises what was raised there, and Gone when it has ended."""
+        """Return what the other end answers; raise what was raised there, and Gone when it has ended.
+
+        StopIteration of the solution, but from an iterator, is a RuntimeError: it would end `all(map(f, xs))`.
+        """
+        try:
+            with self._lock:
+                return self._request(operation, target, *args, **kwargs)
+        except (StopIteration, StopAsyncIteration) as error:
+            if self.is_solution or (operation == "method" and args[0] == _ENDS[type(error)]):
+                raise
+            failure = RuntimeError(f"the solution raised {type(error).__name__}")
+            failure.solution_lines = error.solution_lines
+            raise failure from None
+
+    def signature(self, target: Any) -> inspect.Signature:
+        """Return the signature of the other end's function or class."""
+        parts = self.request("signature", target)
+        return inspect.Signature([_parameter(*part) for part in parts])
+
+    def _request(self, operation: str, target: Any, *args: Any, **kwargs: Any) -> Any:
         if self.gone:
             raise Gone("the process has ended")
         self._serial += 1
         serial, exchange = self._serial, Exchange()
         quiet = operation == "method" and args[0] in QUIET
-        self.num_changes += not quiet and operation not in ("get", "plain")
+        self.num_changes += not quiet and operation not in ("get", "plain", "signature")
         parts = [self.encode(part, exchange) for part in (target, list(args), kwargs)]
         self._send({"ask": serial, "operation": operation, "parts": parts})
         while True:
@@ -78,7 +105,7 @@ class Peer(Codec):
             self.on_note(message["note"])
             for number, items in [] if quiet else message["changed"]:
                 container = exchange.known[number]
-                refill(container, self.decode_items(container, items, exchange))
+                refill(container, [self.decode(item, exchange) for item in items])
             if "error" not in message:
                 return self.decode(message["value"], exchange)
             error = self._read_error(message["error"], exchange)
@@ -108,63 +135,35 @@ class Peer(Codec):
 
     def perform(self, operation: str, target: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """What the other end asks for: the only place where code of the solution runs in its process."""
-        name = args[0] if operation != "call" and args else ""
+        name = args[0] if operation not in ("call", "signature") and args else ""
         if not self._allow(operation, target, name):
             raise Unsupported(f"the solution may not {operation} {name} here")
-        match operation:
-            case "call":
-                return target(*args, **kwargs)
-            case "get":
-                return getattr(target, name)
-            case "set":
-                return setattr(target, *args)
-            case "delete":
-                return delattr(target, name)
-            case "plain":
-                return _plain_part(target)
-            case "method":
-                if name == "__call__":
-                    return target(*args[1:], **kwargs)
-                method = getattr(type(target), name)
-                return method(target, *args[1:], **kwargs)
-        raise ValueError(f"no operation {operation!r:.40}")
+        if operation == "method" and name != "__call__":
+            return getattr(type(target), name)(target, *args[1:], **kwargs)
+        return _OPERATIONS[operation](target, args, kwargs)
 
-    # -- frames
+    # -- messages, one a line
 
     def _send(self, message: Json) -> None:
-        data = json.dumps(message).encode()
+        data = json.dumps(message).encode() + b"\n"
         if len(data) > MAX_MESSAGE_BYTES:
             raise ValueError(f"a value of {len(data)} bytes is too large to leave its process")
         try:
-            self._end.sendall(struct.pack("!I", len(data)) + data)
+            self._end.sendall(data)
         except OSError:
             self._lost("the process has ended")
 
     def _receive(self) -> Json:
-        size = struct.unpack("!I", self._read(4))[0]
-        if size > MAX_MESSAGE_BYTES:
-            self._lost("its message is too long")
         try:
-            message = json.loads(self._read(size))
-        except (ValueError, RecursionError):
+            line = self._reader.readline(MAX_MESSAGE_BYTES)
+            message = json.loads(line) if line.endswith(b"\n") else None
+        except (OSError, ValueError, RecursionError):
             message = None
         if not isinstance(message, dict):
-            self._lost("its message is none")
+            self._lost("the process has ended")
         return message
 
-    def _read(self, size: int) -> bytes:
-        data = bytearray()
-        while len(data) < size:
-            try:
-                chunk = self._end.recv(min(size - len(data), 2**20))
-            except OSError:
-                chunk = b""
-            if not chunk:
-                self._lost("the process has ended")
-            data += chunk
-        return bytes(data)
-
-    def _lost(self, reason: str) -> None:
+    def _lost(self, reason: str) -> NoReturn:
         self.gone = True
         raise Gone(reason)
 
@@ -173,14 +172,8 @@ class Peer(Codec):
     def export(self, value: Any, exchange: Exchange) -> Json:
         if is_remote(value):
             return {"yours": value._number}
-        if id(value) in self._stand_ins:
-            return {"yours": self._stand_ins[id(value)]}
-        if self.lends_awaitables and hasattr(type(value), "__await__"):
-            return {"awaitable": self._number(value)}
-        if isinstance(value, BaseException) and getattr(value, "remote_number", None) is not None:
+        if isinstance(value, BaseException | type) and "remote_number" in vars(value):
             return {"yours": value.remote_number}
-        if isinstance(value, type) and "remote_number" in vars(value):
-            return {"yours": vars(value)["remote_number"]}
         if isinstance(value, type) and issubclass(value, BaseException):
             return self._export_exception_class(value, exchange)
         if isinstance(value, BaseException):
@@ -189,8 +182,10 @@ class Peer(Codec):
         return {
             "object": self._number(value),
             "of": type(value).__name__,
-            "methods": [name for name in FORWARDED if hasattr(type(value), name)],
+            "methods": [name for name in FORWARDED if hasattr(type(value), name)]
+            + ["__dataclass_fields__"] * hasattr(value, "__dataclass_fields__"),
             "plain": self.encode(_plain_part(value), Exchange()),
+            "names": {n: str(getattr(value, n)) for n in _NAMES if _is_named(value) and getattr(value, n) is not None},
         }
 
     def _export_exception_class(self, value: type[BaseException], exchange: Exchange) -> Json:
@@ -210,10 +205,10 @@ class Peer(Codec):
             return self._objects[message["yours"]]
         if tag == "object":
             return self._proxy(message, exchange)
-        if tag == "awaitable":
-            return self._coroutine(message["awaitable"])
         if tag == "known":
             found = known_exception(*message["known"])
+            if not self.is_solution and found and found.__name__ in _CONTROL:
+                found = None
             return found or type(str(message["known"][1]), (Exception,), {})
         if tag == "mirror":
             return self._mirror(message, exchange)
@@ -226,18 +221,10 @@ class Peer(Codec):
         if number not in self._proxies:
             key = (str(message["of"]), *message["methods"])
             if key not in self._classes:
-                self._classes[key] = proxy_class(key[0], key[1:])
+                self._classes[key] = proxy_class(key[0], key[1:], is_guarded=not self.is_solution)
             proxy = self._proxies[number] = self._classes[key](self, number)
-            proxy.__dict__["_plain"] = self.decode(message["plain"], Exchange())
-        return self._proxies[number]
-
-    def _coroutine(self, number: int) -> Any:
-        async def finish() -> Any:
-            return self.root("finish", Numbered(number))
-
-        if number not in self._proxies:
-            self._proxies[number] = finish()
-            self._stand_ins[id(self._proxies[number])] = number
+            names = {str(name): str(text) for name, text in message["names"].items()}
+            proxy._store(_plain=self.decode(message["plain"], Exchange()), _names=names)
         return self._proxies[number]
 
     def _mirror(self, message: Json, exchange: Exchange) -> type:
@@ -293,9 +280,42 @@ class Peer(Codec):
         return error
 
 
+_OPERATIONS: dict[str, Callable[[Any, list[Any], dict[str, Any]], Any]] = {
+    "call": lambda target, args, kwargs: target(*args, **kwargs),
+    "method": lambda target, args, kwargs: target(*args[1:], **kwargs),
+    "get": lambda target, args, kwargs: getattr(target, *args),
+    "set": lambda target, args, kwargs: setattr(target, *args),
+    "delete": lambda target, args, kwargs: delattr(target, *args),
+    "plain": lambda target, args, kwargs: _plain_part(target),
+    "signature": lambda target, args, kwargs: [*map(_parts_of, inspect.signature(target).parameters.values())],
+}
+
+
 def _check_exception(kind: Any) -> None:
     if not (isinstance(kind, type) and issubclass(kind, BaseException)):
         raise ValueError(f"{kind!r:.40} is no exception")
+
+
+def _is_named(value: Any) -> bool:
+    return isinstance(value, type | types.FunctionType | types.MethodType | types.BuiltinFunctionType)
+
+
+def _parts_of(parameter: inspect.Parameter) -> tuple[Any, ...]:
+    """Return name, kind, whether it has a default, that, and the annotation: a type that is copied, or text."""
+    default, annotation = (
+        None if part is parameter.empty else part for part in (parameter.default, parameter.annotation)
+    )
+    if not (annotation is None or getattr(annotation, "__module__", "") == "builtins"):
+        annotation = str(annotation)
+    return parameter.name, int(parameter.kind), parameter.default is not parameter.empty, default, annotation
+
+
+def _parameter(name: str, kind: int, has_default: bool, default: Any, annotation: Any) -> inspect.Parameter:
+    empty = inspect.Parameter.empty
+    return inspect.Parameter(
+        name, inspect._ParameterKind(kind), default=default if has_default else empty,
+        annotation=empty if annotation is None else annotation,
+    )  # fmt: skip
 
 
 def _plain_part(value: Any) -> Any:

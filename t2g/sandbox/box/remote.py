@@ -1,9 +1,9 @@
 """Proxies for objects that stay in the other process."""
 
 import builtins
+import itertools
 import operator
-import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _UNARY = (
@@ -42,6 +42,11 @@ class Unsupported(BaseException):
 _TAKES_NO_ANSWER = "an operator between an object of the solution's own class and plain data decides nothing here"
 
 
+def no_dict(proxy: object) -> Any:
+    """Pass `x.__dict__` on to `__getattr__`: the attributes of a proxy are those of its object."""
+    raise AttributeError("__dict__")
+
+
 class Remote:
     """Stands for an object of the other process. Compared with plain data it is what its plain base type says it is
     (a named tuple is a tuple); an object of no such type never equals plain data, whatever its `__eq__` says. `_settle`
@@ -51,17 +56,22 @@ class Remote:
     say then what it is. Only what a container holds is asked anew, after something ran that may have changed it.
     """
 
+    __dict__ = property(no_dict)
     _mixed = False  # made by an operator from an object of the other process and plain data
 
     def __init__(self, peer: Any, number: int) -> None:
-        self.__dict__.update(_peer=peer, _number=number, _plain=None, _as_of=peer.num_changes)
+        self._store(_peer=peer, _number=number, _plain=None, _as_of=peer.num_changes, _names={})
+
+    def _store(self, **fields: Any) -> None:
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
 
     def _now(self) -> Any:
         """The plain data that it is now; None: it is none."""
         if isinstance(self._plain, _CHANGING) and self._as_of != self._peer.num_changes:
             plain = self._peer.request("plain", self)
             if type(plain) is type(self._plain):
-                self.__dict__.update(_plain=plain, _as_of=self._peer.num_changes)
+                self._store(_plain=plain, _as_of=self._peer.num_changes)
         return self._plain
 
     @property
@@ -69,7 +79,11 @@ class Remote:
         return type(self) if self._plain is None else type(self._plain)
 
     def __getattr__(self, name: str) -> Any:
+        if name in self._names:
+            return self._names[name]
         if name.startswith("__array"):  # numpy would read memory at an address that the object names
+            raise AttributeError(name)
+        if name == "__dict__" and self._peer.is_solution:  # functools.wraps copies it
             raise AttributeError(name)
         return self._peer.request("get", self, name)
 
@@ -109,56 +123,14 @@ class Remote:
     def __dir__(self) -> list[str]:
         return self._peer.request("method", self, "__dir__")
 
-    def __mro_entries__(self, bases: object) -> tuple[type, ...]:
-        return (_Derived,)
+    def __copy__(self) -> Any:
+        return self._peer.root("copy", self)
+
+    def __deepcopy__(self, memo: object) -> Any:
+        return self._peer.root("deepcopy", self)
 
     def __reduce_ex__(self, protocol: object) -> str:
-        raise Unsupported("the tests copy or pickle an object of the solution")
-
-
-class _Deriving(type):
-    """Makes a class of the tests under classes of the solution where those are; its methods stay here."""
-
-    def __new__(cls, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> Any:
-        if "__orig_bases__" not in body:
-            return super().__new__(cls, name, bases, body)
-        originals = body.pop("__orig_bases__")
-        peer = next(base for base in originals if is_remote(base))._peer
-        cell = body.pop("__classcell__", None)
-        parts = {key: _parts(value) for key, value in body.items() if key not in ("__module__", "__qualname__")}
-        made = peer.root("derive", name, list(originals), parts)
-        if cell is not None:
-            cell.cell_contents = made
-        return made
-
-
-class _Derived(metaclass=_Deriving):
-    pass
-
-
-def _parts(value: Any) -> tuple[str, list[Any]]:
-    """How the other process makes the same of a class's attribute; see Worker.derive."""
-    if isinstance(value, classmethod | staticmethod):
-        return type(value).__name__, [value.__func__]
-    if isinstance(value, property):
-        return "property", [value.fget, value.fset, value.fdel]
-    return "function" if isinstance(value, types.FunctionType) else "value", [value]
-
-
-class _Above:
-    """super() in a method of such a class."""
-
-    def __init__(self, owner: Remote, target: Any) -> None:
-        object.__setattr__(self, "of", (owner, target))
-
-    def __getattribute__(self, name: str) -> Any:
-        owner, target = object.__getattribute__(self, "of")
-        return owner._peer.root("above", owner, target, name)
-
-
-def super_of(owner: Any, target: Any) -> Any:
-    """What the tests' `super()` is."""
-    return _Above(owner, target) if is_remote(owner) else super(owner, target)
+        raise Unsupported("the tests pickle an object of the solution")
 
 
 def type_of(asked: Any, value: Any) -> Any:
@@ -210,7 +182,7 @@ def _settle(proxy: Remote, plain: Any, name: str, args: tuple[Any, ...], answer:
     if mixed and name in _NUMERIC | (_OPERATORS.keys() - _ORDER):
         if not is_remote(answer):
             raise Unsupported(_TAKES_NO_ANSWER)
-        answer.__dict__["_mixed"] = True
+        answer._store(_mixed=True)
     return answer
 
 
@@ -240,10 +212,41 @@ def as_plain(value: Any) -> Any:
 _METHODS = {name: _forward(name) for name in FORWARDED}
 
 
-def proxy_class(name: str, methods: tuple[str, ...]) -> type[Remote]:
-    """A class of proxies with the special methods of the class there, so that the same things can be done with it."""
+_METHODS["__dataclass_fields__"] = property(lambda self: self._peer.request("get", self, "__dataclass_fields__"))
+
+
+def _iterate_by_index(proxy: Any) -> Iterator[Any]:
+    """Iterate as Python does where a class has no `__iter__`, but let IndexError end nothing that is not at its end.
+
+    Else a test's `all(zip(f(x), expected))` would hold for an object that raises it at once.
+    """
+    length = len(proxy) if hasattr(type(proxy), "__len__") else None
+    for index in itertools.count():
+        try:
+            item = proxy[index]
+        except IndexError:
+            if index < (1 if length is None else length):
+                raise RuntimeError(f"the solution raised IndexError for index {index}") from None
+            return
+        yield item
+
+
+def proxy_class(name: str, methods: tuple[str, ...], *, is_guarded: bool) -> type[Remote]:
+    """Make a class of proxies with the special methods of the class there, so that the same can be done with it.
+
+    is_guarded: whether the class is the solution's.
+    """
     body: dict[str, Any] = {method: _METHODS[method] for method in methods}
-    return type(name, (Remote,), body | {"__doc__": property(lambda self: self._peer.request("get", self, "__doc__"))})
+    if is_guarded and "__getitem__" in body:
+        body.setdefault("__iter__", _iterate_by_index)
+    if "__call__" in body:
+        body["__signature__"] = property(lambda self: self._peer.signature(self))
+    return type(name, (Remote,), body | {"__doc__": property(_docstring)})
+
+
+def _docstring(proxy: Remote) -> Any:
+    known = proxy._names
+    return known["__doc__"] if "__doc__" in known else proxy._peer.request("get", proxy, "__doc__")
 
 
 def is_remote(value: object) -> bool:
@@ -254,4 +257,4 @@ class Numbered(Remote):
     """Names an object of the other end by its number, nothing more."""
 
     def __init__(self, number: int) -> None:
-        self.__dict__.update(_number=number, _plain=None)
+        self._store(_number=number, _plain=None)

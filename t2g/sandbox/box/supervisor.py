@@ -1,11 +1,13 @@
-"""The program that `t2g.sandbox.run` starts: three processes, one inside the other.
+"""One run, in a fork of `parent`: three processes, one inside the other.
 
     supervisor   waits, ends everything at the deadline, leaves nothing behind
       tester     new namespaces; reads code and tests; runs the tests; writes the verdict to standard output
         worker   a process namespace of its own; forked before the tests are read; runs the solution
 
-Standard output of the supervisor gets two lines of JSON: what isolates the run, written when its time begins, and the
-verdict. Standard error gets what tests and solution write past `sys.stdout`.
+With `sandbox.tests: together` there is no worker: the tester runs the solution, too.
+
+Standard output gets lines of JSON: what isolates the run, written when its time begins, the verdict, and TIMED_OUT from
+a supervisor that had to kill the tests. Standard error gets what tests and solution write past `sys.stdout`.
 """
 
 import contextlib
@@ -16,17 +18,26 @@ import signal
 import socket
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from t2g.sandbox.box import confine, isolation, tester, worker
 from t2g.sandbox.box.clock import KILL_S, START_S, TIMED_OUT
+from t2g.sandbox.box.solutions import LocalSolution, RemoteSolution
+
+if TYPE_CHECKING:
+    import pytest
 
 _LOOK_S = 0.02  # between two looks at the memory in all
 
 
-def main(plan: dict[str, Any]) -> None:
-    """plan: see t2g.sandbox.run._command."""
+def main(plan: dict[str, Any], session: "pytest.Session") -> None:
+    """Run one sandbox in this process, a fork of the parent. plan: see t2g.sandbox.run._make_plan."""
+    isolation.show()  # until it has its namespaces: a hidden process cannot write its own /proc files
     isolation.adopt_orphans()
+    os.setsid()
+    os.chdir(plan["stage"])
+    held = isolation.memory_of(os.getpid())  # of the parent's memory; each process of the run has it, too
+    plan["limits"]["memory_bytes"] += isolation.memory_of(os.getpid(), "VmSize:")
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     in_force = ["process_group"]
     with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
@@ -54,38 +65,46 @@ def main(plan: dict[str, Any]) -> None:
             _isolate(plan, proc, owner, in_force)
             if not watched:
                 in_force = [name for name in in_force if name not in isolation.MEANS["processes"]]
-            _tester(plan, in_force, mark)
+            _tester(plan, in_force, mark, session)
         finally:
             os._exit(1)
     isolation.hide()
     mark.close()
-    for file in (0, 1, 2):
+    for file in (0, 2):
         os.close(file)
-    in_time = _wait(inner, end, plan["timeout_s"] + KILL_S, plan["limits"]["memory_mib"] * 2**20)
+    in_time = _wait(plan, inner, end, held)
     if "pid" not in in_force:
         _sweep()
-    os._exit(0 if in_time else TIMED_OUT)
+    if not in_time:
+        os.write(1, b"\n" + TIMED_OUT)
+    os._exit(0)
 
 
-def _wait(tests: int, end: socket.socket, seconds: float, memory: int) -> bool:
-    """Whether the tests' process ends in time; else it is killed, and with it its process namespace. memory: bytes of
-    all that it started; what goes beyond is killed, but the tests live and say so.
+def _wait(plan: dict[str, Any], tests: int, end: socket.socket, held: int) -> bool:
+    """Return whether the tests' process ends in time; else it is killed, and with it its process namespace.
 
-    end: gets "+" when the time of the run begins, and "?" for whether anything of the solution's still runs.
+    Args:
+        plan: its `memory_bytes` bound what all processes that the tests started hold. What goes beyond is killed, but
+            the tests live and report it.
+        tests: the tests' process.
+        end: gets "+" when the time of the run begins, and "?" for whether anything of the solution's still runs.
+        held: bytes that each process inherited.
     """
-    deadline = time.monotonic() + START_S
+    started, deadline = False, time.monotonic() + START_S
     while (rest := deadline - time.monotonic()) > 0:
         if select.select([end], [], [], min(rest, _LOOK_S))[0]:
             match end.recv(1):
                 case b"+":
-                    deadline = time.monotonic() + seconds
+                    if not started:  # once: what holds this socket could ask for more time again and again
+                        started, deadline = True, time.monotonic() + plan["timeout_s"] + KILL_S
                 case b"?":
-                    end.send(b"+" if isolation.left_running(os.getpid(), tests) else b"-")
+                    left = isolation.left_running(os.getpid(), tests, has_worker=plan["tests"] == "separate")
+                    end.send(b"+" if left else b"-")
                 case _:
                     os.waitpid(tests, 0)
                     return True
         below = [process for process in isolation.descendants(os.getpid()) if process != tests]
-        if sum(map(isolation.memory_of, below)) > memory:
+        if sum(max(isolation.memory_of(process) - held, 0) for process in below) > plan["memory_bytes"]:
             _kill(below)
     os.kill(tests, signal.SIGKILL)
     os.waitpid(tests, 0)
@@ -108,14 +127,16 @@ def _kill(processes: list[int]) -> None:
             os.kill(process, signal.SIGKILL)
 
 
-def _tester(plan: dict[str, Any], in_force: list[str], mark: socket.socket) -> None:
-    isolation.unshare(isolation.PID)  # of the worker: it cannot even name the tester
+def _tester(plan: dict[str, Any], in_force: list[str], mark: socket.socket, session: "pytest.Session") -> None:
+    separate = plan["tests"] == "separate"
+    if separate:
+        isolation.unshare(isolation.PID)  # of the worker: it cannot even name the tester
     isolation.give_up_privileges()
+    os.setsid()  # a signal to its process group would reach the supervisor out of a process namespace, too
     ours, theirs = socket.socketpair()
-    sys.path[:] = [path for path in sys.path if path != plan["own_code"]] + plan["packages"]
     alone = {"user", "throwaway_user", "mount"} & set(in_force)  # a new user namespace counts processes from 0
     most = plan["max_processes"] + (3 if alone else isolation.count_tasks(os.geteuid()))
-    inner = os.fork()
+    inner = os.fork() if separate else None
     isolation.limit_processes(most)  # only now: other sandboxes of this user must not keep ours from starting
     if inner == 0:
         try:
@@ -132,7 +153,9 @@ def _tester(plan: dict[str, Any], in_force: list[str], mark: socket.socket) -> N
     job = json.loads(sys.stdin.buffer.read())
     mark.send(b"+")
     deadline = time.monotonic() + plan["timeout_s"]
-    verdict = tester.run(ours, inner, mark, job["code"], job["tests"], deadline, plan["max_output"])
+    most_output = plan["max_output"]
+    solution = RemoteSolution(ours, inner, most_output) if inner else LocalSolution(most_output)
+    verdict = tester.Run(session, solution, mark, deadline).report(job["code"], job["tests"])
     data = json.dumps(verdict).encode() + b"\n"
     while data:
         data = data[os.write(verdict_file, data) :]
@@ -180,7 +203,7 @@ def _worker(plan: dict[str, Any], in_force: list[str], end: socket.socket, other
     """No file is left but the socket, and standard output and error, which are the same pipe."""
     isolation.die_with_parent()
     isolation.adopt_orphans()
-    os.setsid()  # a signal to its process group would reach the other processes out of a process namespace, too
+    os.setsid()  # as the tester
     other.close()
     null = os.open("/dev/null", os.O_RDONLY)
     os.dup2(null, 0)

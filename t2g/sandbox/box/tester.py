@@ -1,244 +1,247 @@
-"""The process that runs the tests. The solution lives in another one and is reached through proxies only: what is
-compared here, with what, and what the verdict is, the solution can neither read nor write.
+"""The process that runs the tests, with real pytest.
+
+Where the solution has a process of its own, it is reached through proxies only: what is compared here, with what, and
+what the verdict is, the solution can neither read nor write.
 """
 
+import ast
+import asyncio
 import builtins
 import inspect
-import io
-import os
 import socket
 import sys
 import time
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-from t2g.sandbox.box import pytest_shim as shim
-from t2g.sandbox.box.asserts import Asserts
+import pytest
+from _pytest.assertion import rewrite, util
+from _pytest.config import _prepareconfig
+
+from t2g.sandbox.box import worker
 from t2g.sandbox.box.clock import AGAIN_S, TESTS_RING_S, OutOfTime, set_alarm
-from t2g.sandbox.box.fixtures import Fixtures
-from t2g.sandbox.box.peer import Peer
-from t2g.sandbox.box.remote import FORWARDED, Gone
+from t2g.sandbox.box.remote import Gone, type_of
+from t2g.sandbox.box.solutions import LocalSolution, RemoteSolution
 
 MAX_TESTS = 1000
 MAX_TEXT = 300  # characters of a message or a value in a result
-_OPEN_MODULES = ("tests", "_io")  # of the classes whose instances a solution may look into
-_METHODS = {*FORWARDED, "__eq__", "__hash__", "__repr__", "__str__"}
+FILE = "tests.py"
+_OFF = "assertion cacheprovider doctest faulthandler pastebin stepwise terminal threadexception unraisableexception"
 Json = dict[str, Any]
 
 
-class Tail(io.StringIO):
-    """Standard output of the tests and, through its replies, of the solution: the first `limit` characters."""
-
-    def __init__(self, limit: int) -> None:
-        super().__init__()
-        self._room = limit
-
-    def write(self, text: str) -> int:
-        super().write(text[: self._room])
-        self._room -= min(len(text), self._room)
-        return len(text)
+def prepare_session() -> pytest.Session:
+    """Return a session of pytest that has everything but tests: no plug-ins of others, no cache, no configuration."""
+    arguments = ["-c", "/dev/null", "--rootdir=/", "--noconftest", "--capture=no"]
+    config = _prepareconfig([*arguments, *(f"-pno:{name}" for name in _OFF.split())], [])
+    config._do_configure()
+    session = pytest.Session.from_config(config)
+    config.hook.pytest_sessionstart(session=session)
+    return session
 
 
-def run(
-    end: socket.socket, worker: int, supervisor: socket.socket, code: str, tests: str, deadline: float, max_output: int
-) -> Json:
-    """The verdict: {"reason": ..., "tests": [result, ...], "output": ...}; passed means the reason "passed".
+class _Module(pytest.Module):
+    """The tests, which have no file."""
 
-    reason: passed, failed, syntax (of the solution), bad_tests (they do not compile, or hold no test), timeout,
-    exited or killed (the solution's process, in the middle), too_much_output, left_processes (all tests passed).
-    A run that ends past the deadline (seconds of time.monotonic) is a timeout, whoever noticed it first.
-    """
-    output = sys.stdout = Tail(max_output)
-    session = _Session(end, deadline, supervisor)
-    results: list[Json] = []
-    reason = "failed"
-    set_alarm(_Session.run, deadline + TESTS_RING_S, AGAIN_S)
-    try:
-        reason = session.run(code, tests, results)
-    except BaseException as error:  # noqa: BLE001 also what the solution's process raises between the tests
-        if not results or results[-1]["name"] != session.running:
-            results.append(session.result(session.running, error))
-    if session.flood:
-        reason = "too_much_output"
-    elif session.late():
-        reason = "timeout"
-    elif session.peer.gone:
-        reason = _ended(worker)
-    return {"reason": reason, "tests": results, "output": output.getvalue()}
+    def _getobj(self) -> types.ModuleType:
+        return sys.modules["tests"]
 
 
-def _ended(worker: int) -> str:
-    """How the worker's process ended."""
-    for _ in range(50):
-        process, status = os.waitpid(worker, os.WNOHANG)
-        if process:
-            return "killed" if os.WIFSIGNALED(status) else "exited"
-        time.sleep(0.002)
-    return "exited"  # it only closed its end
+class Run:
+    """One run of tests against a solution; a plug-in of pytest."""
 
+    def __init__(
+        self,
+        session: pytest.Session,
+        solution: LocalSolution | RemoteSolution,
+        supervisor: socket.socket,
+        deadline: float,
+    ) -> None:
+        """deadline: seconds of time.monotonic."""
+        self._session, self._solution, self._supervisor, self._deadline = session, solution, supervisor, deadline
+        self._results: list[Json] = []
+        self._running = ""  # name of what runs now
+        self._tests = ""
+        self._error: BaseException | None = None  # of the phase of a test that ran last
+        self._reports: list[tuple[str, BaseException | None]] = []  # (outcome, error) of the phases of this test
+        self._compared: list[tuple[str, Any, Any]] = []  # operator, left, right of this test's failed comparisons
+        util._reprcompare = lambda *compared: self._compared.append(compared)
 
-class _Session:
-    def __init__(self, end: socket.socket, deadline: float, supervisor: socket.socket) -> None:
-        self._deadline, self._supervisor = deadline, supervisor
-        self.peer = Peer(end, self._allow)
-        self.peer.on_note = self._note
-        self.flood = False
-        self.running = ""  # name of what runs now
-        self.asserts = Asserts()
+    def report(self, code: str, tests: str) -> Json:
+        """Return the verdict: {"reason": ..., "tests": [result, ...], "output": ...}.
 
-    def late(self) -> bool:
+        Reasons: passed, failed, syntax (of the solution), bad_tests (they do not compile, or hold no test), timeout,
+        exited or killed (the solution's process, in the middle), too_much_output, left_processes (all tests passed).
+        A run that ends past the deadline is a timeout, whatever was noticed first.
+        """
+        output = sys.stdout = self._solution.output
+        self._tests = tests
+        reason = "failed"
+        set_alarm(Run._run, self._deadline + TESTS_RING_S, AGAIN_S)
+        try:
+            reason = self._run(code)
+        except BaseException as error:  # noqa: BLE001 also what the solution's process raises between the tests
+            if not self._results or self._results[-1]["name"] != self._running:
+                self._add_result(error)
+        if output.flood:
+            reason = "too_much_output"
+        elif self._is_late():
+            reason = "timeout"
+        elif self._solution.gone:
+            reason = self._solution.describe_end()
+        return {"reason": reason, "tests": self._results, "output": output.take()}
+
+    def _is_late(self) -> bool:
         return time.monotonic() >= self._deadline
 
-    def _allow(self, operation: str, target: Any, name: str) -> bool:
-        """A solution may use what the tests handed to it, and look into instances of the tests' own classes."""
-        if not self.peer.knows(target):
-            return False
-        if operation == "call":
-            return callable(target)
-        if operation == "method":
-            return name in _METHODS
-        return type(target).__module__ in _OPEN_MODULES and not name.startswith("_")
-
-    def _note(self, note: Any) -> None:
-        sys.stdout.write(str(note["out"]))
-        self.flood |= bool(note["flood"])
-
-    def run(self, code: str, tests: str, results: list[Json]) -> str:
-        sys.modules["pytest"] = shim.make_module()
-        self.running = "import of the solution"
-        error = self._attempt(lambda: self._load(code))
-        if error is not None:
-            results.append(self.result(self.running, error))
-            return "syntax" if getattr(error, "solution_name", "") == "BadSyntax" else "failed"
+    def _run(self, code: str) -> str:
+        if not self._attempt("import of the solution", lambda: self._solution.load(code, self._deadline)):
+            return "syntax" if self._results[-1]["error"] == "SyntaxError" else "failed"
         try:
-            compiled = self.asserts.compile(tests)
+            compiled = self._compile()
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return "bad_tests"
-        module = types.ModuleType("tests")
-        sys.modules["tests"] = module
-        self.running = "import of the tests"
-        error = self._attempt(lambda: exec(compiled, module.__dict__))  # noqa: S102 in a process for this purpose
-        if error is not None:
-            results.append(self.result(self.running, error))
+        module = sys.modules["tests"] = types.ModuleType("tests")
+        if not self._attempt("import of the tests", lambda: exec(compiled, module.__dict__)):  # noqa: S102
             return "failed"
-        for name, test in _collect(module):
-            if len(results) == MAX_TESTS or self.flood or self.late():
+        for item, following in self._collect():
+            if len(self._results) == MAX_TESTS or self._solution.output.flood or self._is_late():
                 break
-            results.append(self._one(name, test))
-        ran = [result for result in results if not result["skipped"]]
-        if not results:
+            self._run_test(item, following)
+        if not self._results:
             return "bad_tests"
+        ran = [result for result in self._results if not result["skipped"]]
         if not ran or not all(result["passed"] for result in ran):
             return "failed"
-        self.running = "search for processes that are left"
+        self._running = "search for processes that are left"
         self._supervisor.send(b"?")
         return "passed" if self._supervisor.recv(1) == b"-" else "left_processes"
 
-    def _load(self, code: str) -> None:
-        remote, names = self.peer.root("load", code, lambda prompt="": builtins.input(prompt), self._deadline)
-
-        class Solution(types.ModuleType):
-            @property
-            def __all__(self) -> list[str]:
-                """Nothing that already means something in the tests: no `abs`, no `pytest` of the solution's."""
-                taken = {"pytest", "unittest", *dir(builtins), *vars(sys.modules["tests"])}
-                return [name for name in names if name not in taken]
-
-            def __getattr__(self, name: str) -> Any:
-                if name.startswith("__"):
-                    raise AttributeError(name)
-                return getattr(remote, name)
-
-            def __setattr__(self, name: str, value: Any) -> None:
-                setattr(remote, name, value)
-
-            def __delattr__(self, name: str) -> None:
-                delattr(remote, name)
-
-        sys.modules["solution"] = Solution("solution")
-
-    def _one(self, name: str, test: Callable[[], None]) -> Json:
-        self.running = name
-        self.peer.root("begin")
-        self.asserts.last.clear()
-        error = self._attempt(test)
-        if self.peer.gone:
-            raise Gone("the process has ended")
-        lines, returned = self.peer.root("lines")
-        return self.result(name, error) | {"lines": lines, "returned": returned}
-
-    def _attempt(self, call: Callable[[], Any]) -> BaseException | None:
+    def _attempt(self, name: str, call: Callable[[], Any]) -> bool:
+        self._running = name
         try:
             call()
         except (OutOfTime, Gone):
             raise
-        except BaseException as error:  # noqa: BLE001 whatever a test raises is its result
-            return error
-        return None
+        except BaseException as error:  # noqa: BLE001 whatever it raises is its result
+            self._add_result(error, skipped=isinstance(error, pytest.skip.Exception))
+            return False
+        return True
 
-    def result(self, name: str, error: BaseException | None) -> Json:
-        skipped = error is not None and _is_skip(error)
-        result: Json = {"name": name, "passed": error is None, "skipped": skipped, "lines": [], "returned": 0}
-        if error is None or skipped:
+    def _compile(self) -> types.CodeType:
+        """Compile the tests as pytest does, with `type(x)` of an object of the solution as its class."""
+        tree = ast.parse(self._tests, FILE)
+        for node in ast.walk(tree):
+            match node:
+                case ast.Call(func=ast.Name(id="type"), args=[value]):
+                    node.func, node.args = ast.Name("box_type", ast.Load()), [node.func, value]
+        ast.fix_missing_locations(tree)
+        vars(builtins).update(box_type=type_of)
+        rewrite.rewrite_asserts(tree, self._tests.encode(errors="replace"), FILE)
+        return compile(tree, FILE, "exec", dont_inherit=True)
+
+    # -- pytest
+
+    def _collect(self) -> Iterator[tuple[pytest.Item, pytest.Item | None]]:
+        """Yield each test and the next one."""
+        session, config = self._session, self._session.config
+        config.pluginmanager.register(self)
+        config._tmp_path_factory._given_basetemp = Path.cwd() / "pytest"
+        items = session.items = list(session.genitems(_Module.from_parent(session, path=Path("/", FILE))))
+        config.hook.pytest_collection_modifyitems(session=session, config=config, items=items)
+        session.testscollected = len(items)
+        yield from zip(items, [*items[1:], None], strict=False)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._running = _name(report.nodeid)
+            self._add_result(pytest.Collector.CollectError(str(report.longrepr)[-MAX_TEXT:]))
+
+    def _run_test(self, item: pytest.Item, following: pytest.Item | None) -> None:
+        self._running = _name(item.nodeid)
+        self._reports.clear()
+        self._compared.clear()
+        self._solution.begin()
+        item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
+        if self._solution.gone:
+            raise Gone("the process has ended")
+        errors = [error for outcome, error in self._reports if outcome == "failed"]
+        self._add_result(errors[0] if errors else None, skipped=("skipped", None) in self._reports)
+        lines, returned = self._solution.lines()
+        self._results[-1] |= {"lines": lines, "returned": returned}
+
+    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
+        """Run a coroutine, which pytest leaves to plug-ins."""
+        if not inspect.iscoroutinefunction(pyfuncitem.obj):
+            return None
+        names = pyfuncitem._fixtureinfo.argnames
+        asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+        return True
+
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> pytest.TestReport:
+        """Report a phase of a test without pytest's text, which takes longer than most tests."""
+        self._error = call.excinfo.value if call.excinfo else None
+        skipped = isinstance(self._error, pytest.skip.Exception)
+        outcome, text = ("skipped", ("", 0, "")) if skipped else ("failed" if self._error else "passed", None)
+        return pytest.TestReport(item.nodeid, item.location, {}, outcome, text, call.when)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        error = (self._error or AssertionError(str(report.longrepr))) if report.failed else None
+        self._reports.append((report.outcome, error))
+
+    # -- results
+
+    def _add_result(self, error: BaseException | None, *, skipped: bool = False) -> None:
+        result: Json = {"name": self._running, "passed": not (error or skipped), "skipped": skipped and not error}
+        self._results.append(result | {"lines": [], "returned": 0} | (self._explain(error) if error else {}))
+
+    def _explain(self, error: BaseException) -> Json:
+        name = str(getattr(error, "solution_name", type(error).__name__))
+        if name == "BadSyntax":
+            return {"error": "SyntaxError", "message": str(error.args[0])[:MAX_TEXT], "trace": [error.args[1]]}
+        result = {"error": name, "message": _text(error, str), "trace": _solution_lines(error)}
+        if not (lines := worker.lines_of(error, FILE)):
             return result
-        result["error"] = str(getattr(error, "solution_name", type(error).__name__))
-        result["message"] = _text(error, str)
-        result["trace"] = _solution_lines(error)
-        if result["error"] == "BadSyntax":
-            result |= {"error": "SyntaxError", "message": str(error.args[0])[:MAX_TEXT], "trace": [error.args[1]]}
-        return result | self.asserts.explain(error)
+        nodes = (node for node in ast.walk(ast.parse(self._tests)) if isinstance(node, ast.Assert))
+        node = next((node for node in nodes if node.lineno <= lines[-1] <= (node.end_lineno or 0)), None)
+        source = ast.get_source_segment(self._tests, node) if node else self._tests.split("\n")[lines[-1] - 1]
+        result["statement"] = " ".join((source or "").split())[:MAX_TEXT]
+        if node and self._compared and type(error) is AssertionError and not hasattr(error, "solution_lines"):
+            operator, *values = self._compared[-1]
+            compares = [part for part in ast.walk(node.test) if isinstance(part, ast.Compare)]
+            part = compares[min(len(self._compared), len(compares)) - 1] if compares else None
+            if part and not _calls(part.left) and _calls(part.comparators[0]):
+                values.reverse()
+            if operator in ("==", "is"):
+                message = f"\n{result['message']}".partition("\nassert ")[0].strip()  # the rest is said twice
+                result |= {"got": _text(values[0], repr), "expected": _text(values[1], repr), "message": message}
+        return result
+
+
+def _name(nodeid: str) -> str:
+    return nodeid.partition("::")[2].replace("::", ".") or FILE
 
 
 def _solution_lines(error: BaseException) -> list[int]:
-    """Lines of the solution in the traceback of the error, or else of the one in whose handling it was raised."""
+    """Return the solution's lines in the traceback of the error, or else of the one in whose handling it was raised."""
     current: BaseException | None = error
     for _ in range(10):
         if current is None:
             break
-        if lines := getattr(current, "solution_lines", ()):
+        if lines := getattr(current, "solution_lines", ()) or worker.lines_of(current, worker.FILE):
             return list(lines)
         current = current.__cause__ or current.__context__
     return []
 
 
-def _is_skip(error: BaseException) -> bool:
-    """A solution cannot skip a test: what it raises is never a skip."""
-    if hasattr(error, "solution_lines"):
-        return False
-    unittest = sys.modules.get("unittest")
-    return isinstance(error, shim.Skipped) or (unittest is not None and isinstance(error, unittest.SkipTest))
-
-
 def _text(value: Any, show: Callable[[Any], str]) -> str:
     try:
-        return show(value)[:MAX_TEXT]
+        return show(value)[:MAX_TEXT].encode(errors="replace").decode()
     except Exception:  # noqa: BLE001 an object of the tests or the solution
         return f"<{type(value).__name__}>"
 
 
-def _collect(module: types.ModuleType) -> Iterator[tuple[str, Callable[[], None]]]:
-    """(name, call) of every test: functions test*, methods test* of classes Test* and of unittest.TestCase."""
-    space = vars(module)
-    for name, value in list(space.items()):
-        if inspect.isclass(value) and value.__module__ == "tests":
-            case = any(base.__name__ == "TestCase" for base in value.__mro__)
-            if case or name.startswith("Test"):
-                yield from _collect_class(name, value, case, space)
-        elif name.startswith("test") and inspect.isfunction(value):
-            fixtures = Fixtures(space, None)
-            for suffix, arguments in shim.cases(value):
-                yield name + suffix, fixtures.bind(value, arguments)
-
-
-def _collect_class(
-    name: str, owner: type, case: bool, space: dict[str, Any]
-) -> Iterator[tuple[str, Callable[[], None]]]:
-    names = [test for test in dir(owner) if test.startswith("test") and callable(getattr(owner, test))]
-    order = {test: place for place, test in enumerate(key for base in reversed(owner.__mro__) for key in vars(base))}
-    first = True
-    for test in sorted(names, key=lambda test: order[test]):
-        for suffix, arguments in shim.cases(getattr(owner, test), owner):
-            make = (lambda test=test: owner(test)) if case else owner
-            yield f"{name}.{test}{suffix}", Fixtures(space, make, first).bind(test, arguments)
-            first = False
+def _calls(node: ast.expr) -> bool:
+    return any(isinstance(child, ast.Call) for child in ast.walk(node))

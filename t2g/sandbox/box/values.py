@@ -19,19 +19,38 @@ MUTABLE: dict[str, type] = {
     "deque": deque, "OrderedDict": OrderedDict, "defaultdict": defaultdict, "Counter": Counter,
 }  # fmt: skip
 _KINDS = {kind: name for name, kind in MUTABLE.items()}
-_CONSTANTS = {"NotImplemented": NotImplemented, "Ellipsis": Ellipsis}
-# Values that are made anew from arguments, which may be such values themselves.
-_PARTS: dict[tuple[str, str], Callable[[Any], tuple[Any, ...]]] = {
-    ("builtins", "complex"): lambda v: (v.real, v.imag),
-    ("builtins", "range"): lambda v: (v.start, v.stop, v.step),
-    ("builtins", "slice"): lambda v: (v.start, v.stop, v.step),
-    ("decimal", "Decimal"): lambda v: (str(v),),
-    ("fractions", "Fraction"): lambda v: (v.numerator, v.denominator),
-    ("datetime", "date"): lambda v: (v.year, v.month, v.day),
-    ("datetime", "datetime"): lambda v: (v.year, v.month, v.day, v.hour, v.minute, v.second, v.microsecond, v.tzinfo),
-    ("datetime", "timedelta"): lambda v: (v.days, v.seconds, v.microseconds),
-    ("datetime", "timezone"): lambda v: (v.utcoffset(None),),
-    ("pathlib", "PosixPath"): lambda v: (str(v),),
+# By the name of a type: the parts that its values are made of. Without a maker below, the type itself makes them.
+_PARTS: dict[str, Callable[[Any], Any]] = {
+    "builtins.int": lambda v: (hex(v),),
+    "builtins.bytes": lambda v: (v.hex(),),
+    "builtins.tuple": lambda v: v,
+    "builtins.frozenset": lambda v: v,
+    "builtins.type": lambda v: (v.__name__,),
+    "builtins.ellipsis": lambda v: (),
+    "builtins.NotImplementedType": lambda v: (),
+    "builtins.complex": lambda v: (v.real, v.imag),
+    "builtins.range": lambda v: (v.start, v.stop, v.step),
+    "builtins.slice": lambda v: (v.start, v.stop, v.step),
+    "decimal.Decimal": lambda v: (str(v),),
+    "fractions.Fraction": lambda v: (v.numerator, v.denominator),
+    "datetime.date": lambda v: (v.year, v.month, v.day),
+    "datetime.datetime": lambda v: (v.year, v.month, v.day, v.hour, v.minute, v.second, v.microsecond, v.tzinfo),
+    "datetime.time": lambda v: (v.hour, v.minute, v.second, v.microsecond, v.tzinfo),
+    "datetime.timedelta": lambda v: (v.days, v.seconds, v.microseconds),
+    "datetime.timezone": lambda v: (v.utcoffset(None),),
+    "pathlib.PosixPath": lambda v: (str(v),),
+    "uuid.UUID": lambda v: (str(v),),
+    "zoneinfo.ZoneInfo": lambda v: (v.key,),
+    "array.array": lambda v: (v.typecode, v.tolist()),
+}
+_MAKERS: dict[str, Callable[..., Any]] = {
+    "builtins.int": lambda text: int(text, 16),
+    "builtins.bytes": bytes.fromhex,
+    "builtins.tuple": lambda *parts: parts,
+    "builtins.frozenset": lambda *parts: frozenset(parts),
+    "builtins.type": lambda name: _builtin_type(name),
+    "builtins.ellipsis": lambda: ...,
+    "builtins.NotImplementedType": lambda: NotImplemented,
 }
 _BIG = 2**53
 
@@ -50,22 +69,18 @@ class Exchange:
         return len(self.known) - 1
 
     def changed(self) -> list[int]:
-        """Numbers of the received containers that no longer hold the same objects in the same order."""
-        result = []
-        for number, before in self.received:
-            now = contents(self.known[number])
-            if len(now) != len(before) or any(a is not b for a, b in zip(_flat(now), _flat(before), strict=False)):
-                result.append(number)
-        return result
+        """Return numbers of the received containers that no longer hold the same objects in the same order."""
+        both = ((number, _flat(contents(self.known[number])), _flat(before)) for number, before in self.received)
+        return [n for n, now, before in both if list(map(id, now)) != list(map(id, before))]
 
 
 def contents(container: Any) -> list[Any]:
-    """What a mutable container holds: its elements, or the (key, value) pairs of a dictionary."""
+    """Return what a mutable container holds: its elements, or the (key, value) pairs of a dictionary."""
     return list(container.items()) if isinstance(container, dict) else list(container)
 
 
 def refill(container: Any, items: list[Any]) -> None:
-    """Puts `items` in the place of what the container held."""
+    """Put `items` in the place of what the container held."""
     container.clear()
     if isinstance(container, dict):
         for key, value in items:
@@ -81,35 +96,22 @@ def _flat(items: list[Any]) -> list[Any]:
 
 
 class Codec:
-    """Copies plain values. `export` and `resolve` say how any other object is named; see t2g.sandbox.box.remote."""
+    """Copies plain values. A subclass has `export` and `resolve`, which name any other object."""
 
-    def export(self, value: Any, exchange: Exchange) -> Json:
-        raise NotImplementedError
-
-    def resolve(self, tag: str, message: Json, exchange: Exchange) -> Any:
-        raise NotImplementedError
+    export: Callable[[Any, Exchange], Json]
+    resolve: Callable[[str, Json, Exchange], Any]
 
     def encode(self, value: Any, exchange: Exchange) -> Json:
         kind = type(value)
-        if value is None or kind is bool or kind is str or kind is float or (kind is int and -_BIG < value < _BIG):
+        if value is None or kind in (bool, str, float) or (kind is int and -_BIG < value < _BIG):
             return value
-        if kind is int:
-            return {"int": hex(value)}
-        if kind is bytes:
-            return {"bytes": value.hex()}
         if kind in _KINDS:
             return self._encode_mutable(_KINDS[kind], value, exchange)
-        if kind is tuple or kind is frozenset:
-            return {kind.__name__: [self.encode(item, exchange) for item in value]}
-        key = (kind.__module__, kind.__qualname__)
-        if key in _PARTS:
-            return {"made": [*key, [self.encode(part, exchange) for part in _PARTS[key](value)]]}
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        if name in _PARTS and (kind is not type or getattr(builtins, value.__name__, None) is value):
+            return {"made": [name, [self.encode(part, exchange) for part in _PARTS[name](value)]]}
         if kind.__module__ == "numpy" and getattr(value, "shape", None) == () and type(value.item()) is not kind:
-            return self.encode(value.item(), exchange)  # a scalar of numpy, which is not imported for this
-        if value is NotImplemented or value is Ellipsis:
-            return {"constant": repr(value)}
-        if kind is type and getattr(builtins, value.__name__, None) is value:
-            return {"builtin": value.__name__}
+            return self.encode(value.item(), exchange)  # a scalar of numpy
         return self.export(value, exchange)
 
     def _encode_mutable(self, name: str, value: Any, exchange: Exchange) -> Json:
@@ -120,39 +122,27 @@ class Codec:
         return {name: self.encode_items(value, exchange), "extra": self.encode(extra, Exchange())}
 
     def encode_items(self, container: Any, exchange: Exchange) -> list[Json]:
-        items = contents(container)
-        if isinstance(container, dict):
-            return [[self.encode(key, exchange), self.encode(value, exchange)] for key, value in items]
-        return [self.encode(item, exchange) for item in items]
+        return [self.encode(item, exchange) for item in contents(container)]
 
     def decode(self, message: Json, exchange: Exchange) -> Any:
         """ValueError, TypeError, KeyError or IndexError for a message that no encoder makes."""
+        if isinstance(message, list):
+            raise ValueError("a bare list")
         if not isinstance(message, dict):
-            if isinstance(message, list):
-                raise ValueError("a bare list")
             return message
         tag, body = next(iter(message.items()))
-        if tag == "int":
-            return int(body, 16)
-        if tag == "bytes":
-            return bytes.fromhex(body)
         if tag in MUTABLE:
             return self._decode_mutable(tag, message, exchange)
         if tag == "same":
             return exchange.known[body]
-        if tag == "tuple" or tag == "frozenset":
-            items = [self.decode(item, exchange) for item in body]
-            return tuple(items) if tag == "tuple" else frozenset(items)
-        if tag == "made":
-            return self._make(body, exchange)
-        if tag == "constant":
-            return _CONSTANTS[body]
-        if tag == "builtin":
-            value = getattr(builtins, body)
-            if not isinstance(value, type):
-                raise ValueError(f"{body} is no type")
-            return value
-        return self.resolve(tag, message, exchange)
+        if tag != "made":
+            return self.resolve(tag, message, exchange)
+        name, parts = body
+        if name not in _PARTS:
+            raise ValueError(f"{name} is no plain value")
+        module, _, attribute = name.rpartition(".")
+        make = _MAKERS.get(name) or getattr(importlib.import_module(module), attribute)
+        return make(*(self.decode(part, exchange) for part in parts))
 
     def _decode_mutable(self, name: str, message: Json, exchange: Exchange) -> Any:
         extra = self.decode(message["extra"], Exchange())
@@ -160,25 +150,20 @@ class Codec:
         if name == "defaultdict":
             container.default_factory = extra
         number = exchange.add(container)  # before its items, which may hold it
-        items = self.decode_items(container, message[name], exchange)
+        items = [self.decode(item, exchange) for item in message[name]]
         refill(container, items)
         exchange.received.append((number, items))
         return container
 
-    def decode_items(self, container: Any, message: Json, exchange: Exchange) -> list[Any]:
-        if isinstance(container, dict):
-            return [(self.decode(key, exchange), self.decode(value, exchange)) for key, value in message]
-        return [self.decode(item, exchange) for item in message]
 
-    def _make(self, body: Json, exchange: Exchange) -> Any:
-        module, name, parts = body
-        if (module, name) not in _PARTS:
-            raise ValueError(f"{module}.{name} is no plain value")
-        return getattr(importlib.import_module(module), name)(*(self.decode(part, exchange) for part in parts))
+def _builtin_type(name: str) -> type:
+    if not isinstance(found := getattr(builtins, name), type):
+        raise ValueError(f"{name} is no type")
+    return found
 
 
 def known_exception(module: str, name: str) -> type[BaseException] | None:
-    """An exception of the standard library that is imported already; no message can cause an import."""
+    """Return an exception of the standard library that is imported already; no message can cause an import."""
     if module.partition(".")[0] not in sys.stdlib_module_names or module not in sys.modules:
         return None
     found = getattr(sys.modules[module], name, None)

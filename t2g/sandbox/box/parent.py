@@ -1,0 +1,54 @@
+"""The process that pays the imports once: every sandbox is a fork of it.
+
+It reads limits and paths only. Code and tests go through a pipe to the fork, so that no run finds another run's data in
+the memory that it inherits. README.md lists what a fork inherits.
+"""
+
+import contextlib
+import gc
+import json
+import os
+import socket
+import tempfile
+
+from t2g.sandbox.box import isolation, supervisor, tester
+
+
+def serve() -> None:
+    """Fork a supervisor for each request on descriptor 0, until the caller's end is closed.
+
+    A request is JSON (see t2g.sandbox.run._make_plan) with three descriptors: the sandbox's standard input, output and
+    error. The answer carries a descriptor of the supervisor's process.
+    """
+    control = socket.socket(fileno=0)
+    session = tester.prepare_session()
+    with contextlib.suppress(ImportError):
+        import numpy.random
+
+        os.register_at_fork(after_in_child=numpy.random.seed)  # else the solution could predict the tests' numbers
+    isolation.hide()
+    gc.freeze()  # a collection in a fork would copy every page
+    control.send(b"ready")
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(control, 2**16, 3)
+        if not request:
+            os._exit(0)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        child = os.fork()
+        if child == 0:
+            try:
+                for target, descriptor in enumerate(descriptors):  # 0 was the control socket
+                    os.dup2(descriptor, target)
+                os.closerange(3, 64)
+                tempfile.tempdir = None
+                supervisor.main(json.loads(request), session)
+            finally:
+                os._exit(1)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        process = os.pidfd_open(child)
+        with contextlib.suppress(BrokenPipeError):
+            socket.send_fds(control, [b"started"], [process])
+        os.close(process)
