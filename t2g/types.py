@@ -46,6 +46,11 @@ class Rollout:
     finish_reason: FinishReason
     policy_versions: tuple[tuple[int, int, int], ...]  # (start, end, version): tokens [start, end) and their weights
 
+    @property
+    def is_truncated(self) -> bool:
+        """Whether the response ended at max_new_tokens and not with EOS."""
+        return self.finish_reason == "length"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
@@ -102,11 +107,19 @@ class ScoredRollout:
     step_ids: np.ndarray  # [R] int32, 0, 1, ...: which sentence, or line of code, token t belongs to
     end_reward: float = 0.0  # the task's own measure of the response; 0 where objective.w_end is 0
     by_token: np.ndarray | None = None  # [R] float32, see `deltas`; none: token_rewards are by token
+    truncation_penalty: float = 0.0  # <= 0, paid at the last token of a truncated response
 
     @property
     def deltas(self) -> np.ndarray:
         """[R] float32, the paper's delta: what the spans that cover a token are worth, whatever unit is paid."""
         return self.token_rewards if self.by_token is None else self.by_token
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """[R] float32: token_rewards with the truncation penalty at the last token; before placement, weight and KL."""
+        rewards = self.token_rewards.copy()
+        rewards[-1:] += self.truncation_penalty
+        return rewards
 
 
 @dataclass(frozen=True, kw_only=True)

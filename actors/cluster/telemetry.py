@@ -16,6 +16,7 @@ GAUGES: dict[str, tuple[str, str]] = {
     "eval/score": ("t2g_eval_score", "held-out score by which the best checkpoint is kept"),
     "policy/kl": ("t2g_kl_nats", "KL to the reference, nats per sequence"),
     "policy/entropy": ("t2g_entropy_nats", "entropy, nats per token"),
+    "response/truncated_share": ("t2g_truncated_share", "responses of the step that max_new_tokens truncated"),
     "staleness/mean": ("t2g_staleness_mean_updates", "mean updates between a token's weights and those it trains"),
     "staleness/max": ("t2g_staleness_max_updates", "most updates between a token's weights and those it trains"),
     "idle/learner": ("t2g_learner_idle_share", "share of the step in which the learner had no call"),

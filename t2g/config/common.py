@@ -236,6 +236,7 @@ class AlarmConfig(Section):
     max_kl: float = Field(40.0, gt=0, description="nats per sequence")
     min_entropy: float = Field(0.01, ge=0, description="nats per token")
     length_ratio: float = Field(2.0, gt=1, description="mean response length against the first step's, either way")
+    max_truncated_share: float = Field(0.25, ge=0, le=1, description="of the responses, at rollout.max_new_tokens")
     max_failed_share: float = Field(0.1, ge=0, le=1)
     min_labelled_share: float = Field(0.01, ge=0, le=1, description="of a step's tokens, in spans that pay or cost")
     min_fault_recall: float = Field(0.5, ge=0, le=1, description="of each class of faults that the task knows itself")

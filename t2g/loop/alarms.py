@@ -15,7 +15,7 @@ def alarms(history: Sequence[Step], config: AlarmConfig) -> list[str]:
     """
     sentences = []
     recalls = [name for name in history[-1] if name.startswith(m.RECALL)] if history else []
-    for name in (m.KL, m.ENTROPY, m.LENGTH, m.FAILED_SHARE, m.UNLABELLED_SHARE, *recalls):
+    for name in (m.KL, m.ENTROPY, m.LENGTH, m.TRUNCATED_SHARE, m.FAILED_SHARE, m.UNLABELLED_SHARE, *recalls):
         values = [step[name] for step in history if step.get(name) is not None]
         if not values or history[-1].get(name) is None:
             continue
@@ -44,6 +44,11 @@ def _alarm(name: str, value: float, first: float, config: AlarmConfig) -> str:
                 f"responses have {value:.1f} tokens on average, {value / first:.2f} times the first step's "
                 f"{first:.1f}, {direction} allows ({config.length_ratio:g}): read samples.jsonl for feedback that pays "
                 "for length, or raise objective.kl_coef"
+            )
+        case m.TRUNCATED_SHARE if value > config.max_truncated_share:
+            return (
+                f"rollout.max_new_tokens truncated {value:.0%} of the responses, above alarms.max_truncated_share="
+                f"{config.max_truncated_share:.0%}: raise it, or set objective.rewards.cut below 0"
             )
         case m.UNLABELLED_SHARE if value > 1 - config.min_labelled_share:
             return (

@@ -11,7 +11,7 @@ from t2g.algo.kl import sequence_kl
 from t2g.config import ObjectiveConfig
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.rewards import label_shares, place
-from t2g.runs.metrics import RECALL
+from t2g.runs.metrics import RECALL, TRUNCATED_SHARE
 from t2g.tasks.base import Task
 from t2g.types import Prompt, Rollout, ScoredRollout, SpanFeedback, TokenStats, TrainSample, WeightSyncResult
 
@@ -128,8 +128,7 @@ def advantage_samples(
         for s in scored
     ]  # fmt: skip
     for row, s in zip(paid, scored, strict=True):
-        if s.rollout.finish_reason == "length":
-            row[-1:] += rules.cut
+        row[-1:] += s.truncation_penalty
     rewards = step_rewards(
         pad(paid),
         torch.tensor([s.end_reward for s in scored]),
@@ -212,7 +211,7 @@ def step_metrics(
     kl_coef: float,
 ) -> dict[str, float]:
     """What the driver knows of a step; the names are those of `runs.metrics`. Shares are of tokens or of samples."""
-    deltas, paid = (np.concatenate([getattr(s, name) for s in scored]) for name in ("deltas", "token_rewards"))
+    deltas, rewards = (np.concatenate([getattr(s, name) for s in scored]) for name in ("deltas", "rewards"))
     gaps = np.concatenate([t.old_logprobs - s.rollout.rollout_logprobs for s, t in zip(scored, stats, strict=True)])
     quotes = sum(f.num_quotes for _, _, f in pairs)
     sources = [f.source for _, _, f in pairs]
@@ -221,13 +220,13 @@ def step_metrics(
     if objective.w_end:
         shares["reward/end_mean"] = float(np.mean([s.end_reward for s in scored]))
     return shares | {
-        "reward/token_mean": float(paid.mean()),
-        "reward/response_mean": float(np.mean([s.token_rewards.sum() for s in scored])),
+        "reward/token_mean": float(rewards.mean()),
+        "reward/response_mean": float(np.mean([s.rewards.sum() for s in scored])),
         "policy/kl": kl,
         "policy/kl_coef": kl_coef,
         "policy/entropy": float(np.concatenate([t.entropy for t in stats]).mean()),
         "response/length_mean": float(np.mean([len(r.response_ids) for _, r, _ in pairs])),
-        "response/cut_share": float(np.mean([r.finish_reason == "length" for _, r, _ in pairs])),
+        TRUNCATED_SHARE: float(np.mean([r.is_truncated for _, r, _ in pairs])),
         "gap/logprob_mean": float(np.abs(gaps).mean()),
         "gap/p95": float(np.quantile(np.abs(gaps), 0.95)),
         "feedback/failed_share": 1 - len(scored) / len(pairs),
@@ -254,15 +253,13 @@ def teachers_words(scored: Sequence[ScoredRollout], *, sibling: bool) -> list[li
     """What the teacher may be told of each response, the fullest first: with `sibling` the best paid response to the
     same prompt below its critique, where that was paid more; its critique (SDPO, arXiv 2601.20802)."""
     best: dict[str, ScoredRollout] = {}
-    for one in scored:
-        known = best.setdefault(one.rollout.prompt_id, one)
-        if one.token_rewards.sum() > known.token_rewards.sum():
-            best[one.rollout.prompt_id] = one
+    for one in sorted(scored, key=lambda s: -s.rewards.sum()):  # stable: of equals the first
+        best.setdefault(one.rollout.prompt_id, one)
     told = []
     for one in scored:
         critique, better = one.feedback.critique.strip(), best[one.rollout.prompt_id]
         words = [critique] if critique else []
-        if sibling and better.token_rewards.sum() > one.token_rewards.sum():
+        if sibling and better.rewards.sum() > one.rewards.sum():
             words.insert(0, f"{critique}\nBetter: {better.rollout.response_text}".lstrip())
         told.append(words)
     return told

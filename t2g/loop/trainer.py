@@ -288,6 +288,7 @@ class Trainer:
             by_token=pay(rule=with_overrides(rule, {"unit": "token"})),
             step_ids=step_ids(offsets, rollout.response_text, self.task.step_pattern),
             end_reward=end_reward,
+            truncation_penalty=rule.cut if rollout.is_truncated else 0.0,
         )
 
     def _advance(self, step: int, policy_version: int, num_samples: int, kl: float) -> None:

@@ -34,8 +34,9 @@ OVER_STEPS = (  # title, what the axis counts, metrics
     ("Labelled tokens", "share of tokens", ("tokens/poor_share", "tokens/good_share")),
     ("KL to the reference", "nats per sequence", (m.KL,)),
     ("Entropy of the policy", "nats per token", (m.ENTROPY,)),
-    ("Clipped tokens", "share of tokens", ("policy/clip_share",)),
+    ("PPO-clipped tokens", "share of tokens", ("policy/clip_share",)),
     ("Response length", "tokens", (m.LENGTH,)),
+    ("Truncated responses", "share of responses", (m.TRUNCATED_SHARE,)),
     ("Idle", "share of the step", ("idle/learner", "idle/rollout", "idle/reward")),
     ("Time", "seconds", ("time/step_s", "time/generate_s", "time/feedback_s", "time/learn_s", "time/sync_s")),
 )

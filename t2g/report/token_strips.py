@@ -61,6 +61,7 @@ def _cells(sample: LoggedSample, most: Sequence[float]) -> list[Cell]:
         words = [f"reward {known[0]:+.2f}"]
         words += [f"advantage {known[1]:+.2f}"] if sample.token_advantages else []
         words += [f"ratio {math.exp(known[2]):.3f}"] if sample.token_ratios else []
+        words += ["truncated here"] if sample.finish_reason == "length" and last == len(text) else []
         levels = tuple(round(LEVELS * v / top) if top else 0 for v, top in zip(known, most, strict=True))
         own = text[max(first, end) : last] or ("·" if last > first else "∎")
         cells.append(Cell(text=own, levels=levels, title=", ".join(words)))

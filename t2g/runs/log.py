@@ -119,10 +119,10 @@ class RunLog:
             if place is not None:
                 ranges = token_offsets(tokenizer, rollout.response_ids).tolist()
                 records[-1] |= (
-                    {  # lists of length R: character range, text and reward (delta) of each response token
+                    {  # lists of length R: character range, text and reward of each response token
                         "token_ranges": ranges,
                         "token_texts": [rollout.response_text[start:end] for start, end in ranges],
-                        "token_rewards": scored[place].token_rewards.tolist(),
+                        "token_rewards": scored[place].rewards.tolist(),
                     }
                     | {name: [round(float(value), 5) for value in values[place]] for name, values in columns.items()}
                 )

@@ -6,7 +6,7 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | ------------------------------------------ | ---------------------------------------------------------------------- |
 | step                                       | number of the step, from 1; step 0 is the policy before any update     |
 | samples                                    | responses sampled for training so far, all steps                       |
-| reward/token_mean                          | mean of what the spans pay over the step's response tokens             |
+| reward/token_mean                          | mean reward of the step's response tokens: spans, truncation penalty   |
 | reward/response_mean                       | mean over responses of the sum of their token rewards                  |
 | reward/end_mean                            | mean measure of the task, where objective.w_end pays it                |
 | tokens/{good,poor,unlabelled}_share        | response tokens in spans worth > 0, < 0, and all others                |
@@ -18,14 +18,14 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | policy/grad_norm, critic/grad_norm         | before clipping, mean over minibatches                                 |
 | policy/lr, critic/lr                       | learning rate, mean over minibatches                                   |
 | policy/{accuracy,margin}                   | of pairs of responses, see `t2g.algo.losses.dpo_loss`                  |
-| policy/clip_share                          | tokens whose ratio left [1 - eps, 1 + eps]                             |
+| policy/clip_share                          | PPO-clipped tokens: their ratio left [1 - eps, 1 + eps]                |
 | policy/approx_kl                           | old to new policy, k3, nats per token                                  |
 | policy/ratio_max                           | largest probability ratio of a token, new by old                       |
 | teacher/share                              | responses whose critique objective.teacher has read                    |
 | teacher/gap_mean                           | of |teacher - policy| logprob, nats                                    |
-| critic/clip_share                          | tokens on which the clipped value error is the larger one              |
+| critic/clip_share                          | tokens whose PPO-clipped value error is the larger one                 |
 | response/length_mean                       | sampled tokens, EOS included                                           |
-| response/cut_share                         | responses that stopped at max_new_tokens                               |
+| response/truncated_share                   | responses that max_new_tokens truncated                                |
 | gap/{logprob_mean,p95}                     | of |learner - engine| logprob, nats                                    |
 | importance/{mean,p95}                      | of the weight exp(learner - engine), before it is capped               |
 | importance/outside_share                   | weights outside [.9, 1.1]                                              |
@@ -81,6 +81,7 @@ UNLABELLED_SHARE = "tokens/unlabelled_share"
 KL = "policy/kl"
 ENTROPY = "policy/entropy"
 LENGTH = "response/length_mean"
+TRUNCATED_SHARE = "response/truncated_share"
 FAILED_SHARE = "feedback/failed_share"
 RECALL = "feedback/recall_"  # prefix
 EVAL = "eval/"  # prefix
@@ -92,8 +93,9 @@ _LINE = (  # parts of the line per step: metric and how it reads
     (UNLABELLED_SHARE, "unlabelled {:.1%}"),
     (KL, "KL {:.3f}"),
     (ENTROPY, "entropy {:.3f}"),
-    ("policy/clip_share", "clipped {:.1%}"),
+    ("policy/clip_share", "PPO-clipped {:.1%}"),
     (LENGTH, "length {:.1f}"),
+    (TRUNCATED_SHARE, "truncated {:.1%}"),
     ("gap/logprob_mean", "gap {:.1e}"),
     ("speed/tokens_per_s", "{:.0f} tokens/s"),
     ("time/generate_s", "generate {:.1f}s"),

@@ -8,8 +8,8 @@ The same base policy, prompts, seeds, feedback source, number of samples and eva
                 base is fine-tuned on the best of these
     reflection  nothing is trained: the policy answers a held-out prompt, reads the critique and answers again
 
-All is measured by the summed delta of a response, which is what scalar PPO pays: the same information. Written against
-the Protocols: who serves a model and who trains one is given by the caller (`jobs.common.policy_runs`).
+All is measured by the summed rewards of a response, which is what scalar PPO pays: the same information. Written
+against the Protocols: who serves a model and who trains one is given by the caller (`jobs.common.policy_runs`).
 """
 
 import asyncio
@@ -76,7 +76,7 @@ class Scored(NamedTuple):
 
     prompt: Prompt
     rollout: Rollout
-    delta: float  # sum of its token rewards
+    reward: float  # sum of its token rewards, with the truncation penalty
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,7 @@ def dpo(arm: Arm) -> Metrics:
 def ilf(arm: Arm) -> Metrics:
     steps = arm.serve(arm.job.model, arm.job.rollout, partial(ask_base, arm, 1))[1]
     revised = arm.serve(arm.reviser, revising_rollout(arm.job), partial(revise_steps, arm, steps))
-    best = [max(group, key=lambda one: one.delta) for group in score(arm, revised, arm.reviser_tokenizer)]
+    best = [max(group, key=lambda one: one.reward) for group in score(arm, revised, arm.reviser_tokenizer)]
     if not best:
         raise RunStopped("ilf has nothing to imitate: no response has a critique that the reviser has room for")
     began = time.monotonic()
@@ -231,8 +231,9 @@ def run_metrics(job: PolicyJob, steps: Sequence[Judged], learnt: Sequence[Scored
     generate_s, feedback_s = sum(one.generate_s for one in steps), sum(one.feedback_s for one in steps)
     return {
         "samples": float(job.num_steps * rollout.prompts_per_step * rollout.samples_per_prompt),
-        "reward/response_mean": mean(one.delta for one in learnt),
+        "reward/response_mean": mean(one.reward for one in learnt),
         "response/length_mean": mean(len(r.response_ids) for _, r, _ in responses),
+        "response/truncated_share": mean(r.is_truncated for _, r, _ in responses),
         "feedback/failed_share": mean(not f.usable for _, _, f in responses),
         "time/generate_s": generate_s,
         "time/feedback_s": feedback_s,
@@ -243,7 +244,7 @@ def run_metrics(job: PolicyJob, steps: Sequence[Judged], learnt: Sequence[Scored
 
 # ---------------------------------------------------------------------------------------------------- what is learnt
 def score(arm: Arm, steps: Sequence[Judged], tokenizer: Any) -> list[list[Scored]]:
-    """The usable responses of every step by prompt, in order, with their summed deltas.
+    """The usable responses of every step by prompt, in order, with their summed rewards.
 
     tokenizer: of the model that wrote them.
     """
@@ -252,8 +253,10 @@ def score(arm: Arm, steps: Sequence[Judged], tokenizer: Any) -> list[list[Scored
         asked = judged.pairs or judged.unsampled
         for p, r, f in usable(judged, arm.job, step=step, source=arm.feedback.name) if asked else ():
             offsets = token_offsets(tokenizer, r.response_ids)
-            deltas = token_rewards(offsets, f.spans, text=r.response_text, rule=arm.job.objective.rewards)
-            groups[step, p.prompt_id].append(Scored(prompt=p, rollout=r, delta=float(deltas.sum())))
+            rule = arm.job.objective.rewards
+            paid = token_rewards(offsets, f.spans, text=r.response_text, rule=rule).sum()
+            reward = float(paid) + (rule.cut if r.is_truncated else 0.0)
+            groups[step, p.prompt_id].append(Scored(prompt=p, rollout=r, reward=reward))
     return list(groups.values())
 
 
@@ -264,13 +267,13 @@ def preference_pairs(groups: Iterable[Sequence[Scored]]) -> tuple[list[Preferenc
     A response stands in one pair at most, so that a pass over the pairs is a pass over the samples. Of equals the
     earlier sample comes first; the middle one of an odd number has no partner.
 
-    Deltas 2, 0, 1, 0 -> (2, 0), (1, 0); deltas 1, 1 -> no pair, one tie.
+    Rewards 2, 0, 1, 0 -> (2, 0), (1, 0); rewards 1, 1 -> no pair, one tie.
     """
     pairs, ties = [], 0
     for group in groups:
-        ranking = sorted(group, key=lambda one: -one.delta)  # stable
+        ranking = sorted(group, key=lambda one: -one.reward)  # stable
         for chosen, rejected in zip(ranking[: len(ranking) // 2], reversed(ranking), strict=False):
-            if chosen.delta == rejected.delta:
+            if chosen.reward == rejected.reward:
                 ties += 1
                 continue
             pairs.append(

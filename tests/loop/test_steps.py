@@ -155,15 +155,13 @@ def test_a_penalty_in_the_loss_is_not_paid_in_the_reward_as_well(estimator: str)
     assert step_kl([stats(2, ref=-1.5)]) == 1.0  # the controller sees it
 
 
-def test_a_cut_response_pays_its_penalty_at_its_last_token_in_any_placement() -> None:
+def test_a_truncated_response_pays_its_penalty_at_its_last_token_in_any_placement() -> None:
     for placement, expected in (("span", [1.0, 0.0, -0.5]), ("scalar", [0.0, 0.0, 0.5])):
-        objective = ObjectiveConfig(
-            advantages="gae", lam=0.0, whiten="none", rewards={"placement": placement, "cut": -0.5}
-        )
+        objective = ObjectiveConfig(advantages="gae", lam=0.0, whiten="none", rewards={"placement": placement})
         _, scored = scored_pair([1.0, 0.0, 0.0])
-        cut = replace(scored, rollout=replace(scored.rollout, finish_reason="length"))
-        whole, short = advantage_samples([scored, cut], [stats(3)] * 2, objective, kl_coef=0.0, seed=1)
-        assert short.advantages.tolist() == expected
+        truncated = replace(scored, truncation_penalty=-0.5)
+        whole, short = advantage_samples([scored, truncated], [stats(3)] * 2, objective, kl_coef=0.0, seed=1)
+        assert short.advantages.tolist() == expected and truncated.rewards.tolist() == [1.0, 0.0, -0.5]
         assert whole.advantages.sum() == 1 and scored.token_rewards.tolist() == [1, 0, 0]
 
 
@@ -232,3 +230,12 @@ def test_step_metrics_by_hand() -> None:
     assert metrics["feedback/source/reward_model"] == 1.0
     assert metrics["gap/logprob_mean"] == pytest.approx(2 * 0.2 / 6, rel=1e-5)
     assert metrics["response/length_mean"] == pytest.approx(8 / 3)
+    assert metrics["response/truncated_share"] == 0
+
+    cut = replace(one, rollout=replace(one.rollout, finish_reason="length"), truncation_penalty=-0.5)
+    pairs = [(prompt, s.rollout, s.feedback) for s in (cut, two, two)]
+    penalised = step_metrics(pairs, [cut, two], told, ObjectiveConfig(), kl=0.4, kl_coef=0.1)
+    assert penalised["response/truncated_share"] == pytest.approx(1 / 3)
+    assert penalised["reward/token_mean"] == pytest.approx((2 - 0.5) / 6)
+    assert penalised["reward/response_mean"] == pytest.approx((0 - 0.5 + 2) / 2)
+    assert penalised["tokens/poor_share"] == metrics["tokens/poor_share"], "no span is worth less"

@@ -105,6 +105,10 @@ def test_the_teacher_reads_the_best_paid_response_of_the_group_where_that_is_ano
     assert teachers_words(scored, sibling=True) == [
         ["wrong\nBetter: best", "wrong"], ["right"], ["Better: best"], ["all wrong"], ["fine"], [],
     ]  # fmt: skip
+    scored[1] = replace(scored[1], truncation_penalty=-1.5)  # worth .5 now, and `next` is worth 1
+    assert teachers_words(scored[:3], sibling=True) == [
+        ["wrong\nBetter: next", "wrong"], ["right\nBetter: next", "right"], [],
+    ]  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------------- in the loop

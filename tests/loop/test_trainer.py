@@ -168,7 +168,8 @@ def test_some_failed_feedback_is_dropped_and_counted(tokenizer: Any, tmp_path: P
     assert sum(shares) * 8 == pytest.approx(len([i for s in range(1, 7) for i in chosen(s) if i in failing]))
     limit = bench.trainer.config.alarms.max_failed_share
     first = next(step for step, share in enumerate(shares, start=1) if share > limit)
-    alarm = json.loads((tmp_path / "alarms.jsonl").read_text().splitlines()[0])
+    alarms = [json.loads(line) for line in (tmp_path / "alarms.jsonl").read_text().splitlines()]
+    alarm = next(alarm for alarm in alarms if "truncated" not in alarm["alarm"])
     assert alarm["step"] == first and f"{shares[first - 1]:.0%} of the responses have no usable" in alarm["alarm"]
 
 
@@ -185,6 +186,25 @@ def test_the_measure_of_the_task_alone_teaches_as_an_end_reward(tokenizer: Any, 
     assert bench.learner.logits.softmax(-1).mean(0)[0] > 0.6
     rewards = [m["reward/end_mean"] for m in bench.metrics()[1:]]
     assert rewards[-1] > rewards[0] + 0.2 and 0 < rewards[0] < 1
+
+
+def test_a_truncation_penalty_is_in_everything_that_a_step_tells_of_its_rewards(tokenizer: Any, tmp_path: Path) -> None:
+    """Every response of the fake is truncated, so the advantages against the others, and all else, are the same."""
+    benches = [Bench(tmp_path / str(cut), tokenizer, job(rewards={"cut": cut})) for cut in (0, -0.5)]
+    (_, plain), (_, penalised) = ((bench.run(), bench.metrics()[1:]) for bench in benches)
+    for without, with_penalty in zip(plain, penalised, strict=True):
+        assert without["response/truncated_share"] == with_penalty["response/truncated_share"] == 1
+        assert with_penalty["reward/token_mean"] == pytest.approx(without["reward/token_mean"] - 0.5 / LENGTH)
+        assert with_penalty["reward/response_mean"] == pytest.approx(without["reward/response_mean"] - 0.5)
+        assert with_penalty["tokens/poor_share"] == without["tokens/poor_share"]
+    logged = [
+        [json.loads(line).get("token_rewards") for line in (bench.folder / "samples.jsonl").read_text().splitlines()]
+        for bench in benches
+    ]
+    found = [(a, b) for a, b in zip(*logged, strict=True) if a]
+    assert len(found) > 10 and all(b == [*a[:-1], a[-1] - 0.5] for a, b in found)
+    alarms = [json.loads(line) for line in (tmp_path / "0" / "alarms.jsonl").read_text().splitlines()]
+    assert [alarm["step"] for alarm in alarms if "truncated 100% of the responses" in alarm["alarm"]] == [1]
 
 
 def test_a_measure_that_gives_less_than_the_task_promised_names_the_task(tokenizer: Any, tmp_path: Path) -> None:

@@ -123,7 +123,8 @@ def test_a_page_tells_what_was_done_and_what_each_token_was_paid(tmp_path: Path)
     steps = [
         {"step": 0, "eval/f1": 0.5, "eval/wrong": 1.26},
         {"step": 1, "samples": 8, "tokens/poor_share": 0.25, "tokens/good_share": 0.5, "policy/entropy": 1.5,
-         "policy/clip_share": 0.1, "idle/learner": 0.5, "time/sync_s": 0.2, "eval/f1": 0.75, "eval/wrong": 0.29},
+         "policy/clip_share": 0.1, "response/truncated_share": 0.3, "idle/learner": 0.5, "time/sync_s": 0.2,
+         "eval/f1": 0.75, "eval/wrong": 0.29},
     ]  # fmt: skip
     write_lines(folder / "metrics.jsonl", steps)
     tokens = {"token_ranges": [[0, 2], [2, 5], [5, 5]], "token_texts": ["It", " is", ""], "token_rewards": [0, -1, 0.5]}
@@ -133,6 +134,7 @@ def test_a_page_tells_what_was_done_and_what_each_token_was_paid(tmp_path: Path)
         [
             *(sample(step, "held", f"answer {step}", split="eval") for step in (0, 1, 2)),
             sample(1, "paid", "It is") | tokens,
+            sample(1, "short", "It is") | tokens | {"token_rewards": [0, -1, -0.5], "finish_reason": "length"},
         ],
     )
     (folder / "summary.json").write_text(json.dumps({"base": {"f1": 0.5}, "unlabelled": False, "steps": 1}))
@@ -142,12 +144,20 @@ def test_a_page_tells_what_was_done_and_what_each_token_was_paid(tmp_path: Path)
     assert '<i class="q1p1" title="reward +0.00, advantage +0.50, ratio 1.000">It</i>' in page
     assert '<i class="q0m4 q1m4 q2p4" title="reward -1.00, advantage -2.00, ratio 1.200"> is</i>' in page
     assert '<i class="q0p2 q1p4 q2m2" title="reward +0.50, advantage +2.00, ratio 0.900">∎</i>' in page
+    assert page.count("truncated here") == 2, "at the last character, and in no response that ended"
     assert page.count('name="by"') == 3 and "script" not in page
     assert [f">Step {step}<" in page for step in (0, 1, 2)] == [True] * 3 and "One prompt, step by step" in page
     assert "2026-11-22T11:00:00Z" in page and "python -m x a=&lt;b&gt;" in page and "run: {seed: 7}" in page
     assert "1.260</td>" in page, "the base stands in every row"
     assert "unlabelled" not in page
-    for title in ("Labelled tokens", "Entropy of the policy", "Clipped tokens", "Idle", "Time"):
+    for title in (
+        "Labelled tokens",
+        "Entropy of the policy",
+        "PPO-clipped tokens",
+        "Truncated responses",
+        "Idle",
+        "Time",
+    ):
         assert f"<figcaption>{title}</figcaption>" in page
 
 

@@ -264,6 +264,7 @@ def test_step_line_is_one_line_of_what_there_is() -> None:
         "policy/clip_share": 0.02,
         "policy/grad_norm": 1.0,
         "response/length_mean": 45.25,
+        "response/truncated_share": 0.125,
         "gap/logprob_mean": 3e-6,
         "speed/tokens_per_s": 812.4,
         "time/generate_s": 3.14,
@@ -275,8 +276,8 @@ def test_step_line_is_one_line_of_what_there_is() -> None:
     }
     assert step_line(12, step) == (
         "step 12 | reward -0.013 | good 12.5% | poor 6.2% | unlabelled 81.2% | KL 1.500 | entropy 0.750 | "
-        "clipped 2.0% | length 45.2 | gap 3.0e-06 | 812 tokens/s | generate 3.1s | feedback 5.0s | learn 4.0s | "
-        "sync 0.1s | eval fact_f1 0.713"
+        "PPO-clipped 2.0% | length 45.2 | truncated 12.5% | gap 3.0e-06 | 812 tokens/s | generate 3.1s | "
+        "feedback 5.0s | learn 4.0s | sync 0.1s | eval fact_f1 0.713"
     )
     assert step_line(0, {"policy/kl": None}) == "step 0"
     assert held_out(step) == {"fact_f1": 0.7125}

@@ -1,6 +1,7 @@
 """Pairs, revisions and settings of the baselines, worked out by hand."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from t2g.study.baselines import (
     preference_pairs,
     revising_rollout,
     revision_prompt,
+    run_metrics,
     score,
     sft_options,
 )
@@ -52,9 +54,9 @@ def feedback(critique: str = "a yes, b no", text: str = "") -> SpanFeedback:
     return make_feedback(critique, [], [], text, source="program", version="v")
 
 
-def scored(*deltas: float, name: str = "p") -> list[Scored]:
-    """One response to the prompt for each delta; the response's only token is its index."""
-    return [Scored(prompt=prompt(name), rollout=rollout([i], i), delta=delta) for i, delta in enumerate(deltas)]
+def scored(*rewards: float, name: str = "p") -> list[Scored]:
+    """One response to the prompt for each reward; the response's only token is its index."""
+    return [Scored(prompt=prompt(name), rollout=rollout([i], i), reward=reward) for i, reward in enumerate(rewards)]
 
 
 def job(**changes: Any) -> PolicyJob:
@@ -83,7 +85,15 @@ def test_a_response_is_worth_the_sum_of_its_token_rewards(tmp_path: Path) -> Non
         own = job(objective={"rewards": rule | {"unit": unit}})
         groups = score(SimpleNamespace(job=own, feedback=SimpleNamespace(name="program")), steps, tokenizer)
         assert [(group[0].prompt.prompt_id, len(group)) for group in groups] == [("p", 1), ("q", 1)] * 2  # step by step
-        assert groups[0][0].delta == groups[2][0].delta == worth
+        assert groups[0][0].reward == groups[2][0].reward == worth
+    (whole, cut), own = pairs, job(objective={"rewards": rule | {"cut": -0.25}})
+    truncated = (cut[0], replace(cut[1], finish_reason="length"), cut[2])
+    steps = [Judged(pairs=(whole, truncated), generate_s=0, feedback_s=0)]
+    groups = score(SimpleNamespace(job=own, feedback=SimpleNamespace(name="program")), steps, tokenizer)
+    assert [group[0].reward for group in groups] == [0.5, 0.5 - 0.25]
+    learnt = [one for group in groups for one in group]
+    metrics = run_metrics(own, steps, learnt, learn_s=0)
+    assert (metrics["response/truncated_share"], metrics["reward/response_mean"]) == (0.5, 0.375)
 
 
 # ---------------------------------------------------------------------------------------------------------------- pairs
@@ -143,7 +153,7 @@ def test_without_critique_or_room_nothing_is_asked(words: Any) -> None:
 def test_imitation_learns_the_text_of_the_revision_after_the_policys_own_prompt(tmp_path: Path) -> None:
     """The ids of the revision may be another tokenizer's; the target ends with the policy's own EOS."""
     tokenizer = letter_tokenizer(tmp_path)
-    one = Scored(prompt=prompt(), rollout=rollout([999], text="ab"), delta=1.0)
+    one = Scored(prompt=prompt(), rollout=rollout([999], text="ab"), reward=1.0)
     (example,) = imitation_examples([one], tokenizer)
     a, b = (tokenizer.convert_tokens_to_ids(letter) for letter in "ab")
     assert example.prompt_ids.tolist() == [7, 8]
