@@ -9,18 +9,16 @@ programmatic critic annotates and the facts measure; every sample of PPO is judg
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from jobs.common.cli import main, stop_flag
 from t2g.config import DataConfig, DemoJob, FeedbackConfig, Placement, PolicyJob, RunConfig, with_overrides
-from t2g.errors import RunStopped, UserError
+from t2g.errors import UserError
 from t2g.study.tables import markdown
 
 ARMS = "arms"
 FACTS = ("fact_f1", "fact_precision", "fact_recall")
 BESIDE = ("repeated", "length_mean")  # told beside F1: what a policy that games it would change
-SOURCE_SHARE = "feedback/source/reward_model"
 
 
 def arm_job(demo: DemoJob, arm: Placement) -> PolicyJob:
@@ -69,18 +67,6 @@ def held_out_facts(measured: dict[str, float]) -> dict[str, float]:
     return {name: measured[name] for name in (*FACTS, *BESIDE)}
 
 
-def check_sources(folder: Path) -> None:
-    """RunStopped if any sample of an arm's steps was judged by anything but the reward model."""
-    from t2g.runs.log import METRICS_FILE, read_records
-
-    for number, record in read_records(folder / METRICS_FILE):
-        if record["step"] > 0 and record.get(SOURCE_SHARE) != 1.0:
-            raise RunStopped(
-                f"{folder / METRICS_FILE}:{number}: step {record['step']} has samples not judged by the reward model "
-                f"({SOURCE_SHARE} is {record.get(SOURCE_SHARE)})"
-            )
-
-
 def table(summary: dict[str, Any]) -> str:
     """Held-out facts of the base and of the arms, one row each."""
     rows = [
@@ -108,8 +94,6 @@ def run(demo: DemoJob) -> None:
             arm: finished(job) or train(job, data, *fleets.for_policy(job, data.task), stop)
             for arm, job in jobs.items()
         }
-    for job in jobs.values():
-        check_sources(job.run.folder)
     finish(demo, summarise(demo, stages, arms))
     print(f"{time.monotonic() - started:.0f} s in all")
 

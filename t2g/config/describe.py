@@ -37,8 +37,7 @@ def _work(job: AnyJob) -> list[str]:
             return [
                 f"world: {_count(job.world.num_train, 'post')} to train on, {job.world.num_heldout} held out",
                 f"base policy: {_sft(job.policy_sft)}",
-                f"stage 1: {_count(job.annotate, 'prompt')}, each with 1 sampled response and {job.planted:g} with "
-                "planted faults, criticised by program",
+                f"stage 1: {_count(job.annotate, 'response')} sampled, {job.planted:g} planted for each, then judged",
                 f"stage 2: reward model, {_sft(job.reward_sft)}",
                 f"stage 3: {_count(len(job.arms), 'arm')} ({', '.join(job.arms)}), one after the other, each",
                 *_steps(job),
@@ -55,10 +54,10 @@ def _work(job: AnyJob) -> list[str]:
             if options.responses == "policy":
                 each = _count(job.rollout.samples_per_prompt, "response")
                 what = f"{each} to each prompt of {job.data.path}, {_sampling(job.rollout)}"
-            planted = f"{options.planted:g} responses with planted faults for each prompt" if options.planted else ""
+            what += f"; {options.planted:g} more for each prompt with planted faults" if options.planted else ""
             aligner = f", aligned by {options.align}" if options.source == "human" and options.align else ""
             heldout = f"records of {options.heldout_share:.0%} of the prompts are held out"
-            return [what, *filter(None, [planted]), f"feedback: {options.source}{aligner}; {heldout}"]
+            return [what, f"feedback: {options.source}{aligner}; {heldout}"]
         case PolicyEvaluationJob():
             each = f"{_count(job.rollout.samples_per_prompt, 'response')} to each prompt of {job.data.path}"
             who = f"policies: {', '.join(job.names)}; judges: {', '.join(job.judges) or 'none'}"

@@ -51,10 +51,8 @@ def record_keys(record: AnnotatedRecord) -> tuple[str, str]:
     A given or planted response is known by its text, so that a changed one is judged anew wherever it stands in the
     file. A sampled response is known by its number, since it is not known beforehand.
     """
-    response, number = (
-        _key(record.prompt_id, record.prompt, record.payload, which) for which in (record.response, record.sample_index)
-    )
-    return response, number
+    prompt = record.prompt_id, record.prompt, record.payload
+    return _key(*prompt, record.response), _key(*prompt, record.sample_index)
 
 
 def _key(prompt_id: str, prompt_text: str, payload: dict[str, Any], which: str | int) -> str:

@@ -108,6 +108,8 @@ def test_annotation_of_given_responses() -> None:
         "run folder: /data/one",
     ]
     human = AnnotateConfig(source="human", human_file="h.csv", align="llm", llm=LLMConfig(model="m"))
+    planted = describe(AnnotateJob(run=RUN, data=DATA, annotate=AnnotateConfig(planted=0.5)))
+    assert planted.startswith("the response of each record of a.jsonl; 0.5 more for each prompt with planted faults\n")
     text = describe(AnnotateJob(data=DATA, annotate=human))
     assert "feedback: human, aligned by llm; " in text and "annotate.engine: 1 actor, each 0.5 CPU" in text
 

@@ -81,10 +81,6 @@ def write_program(rules: Iterable[Rule], rates: WorldConfig, rng: np.random.Gene
     return HEAD + "".join(branches) + LAST
 
 
-def ideal_program(rules: Iterable[Rule]) -> str:
-    return HEAD + "".join(_text(rule.word, f"n {rule.operator} {rule.number}") for rule in rules) + LAST
-
-
 def _branch(rule: Rule, rng: np.random.Generator) -> str:
     if rng.random() < SPECIAL:
         one, other = map(rule.value, SHOWN)
