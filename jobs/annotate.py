@@ -18,10 +18,10 @@ from jobs.common.cli import main, stop_flag
 from t2g.config import AnnotateJob
 from t2g.config.describe import describe as describe_config
 from t2g.config.roles import roles
+from t2g.loop.annotation import Sample
 
 
-def run(config: AnnotateJob) -> None:
-    samples = runs.read_samples(config)
+def run(config: AnnotateJob, samples: list[Sample]) -> None:
     with ExitStack() as opened:
         fleets = None
         if roles(config) and (config.run.smoke or runs.missing_samples(samples, runs.known_records(config, samples))):
@@ -43,4 +43,4 @@ def describe(config: AnnotateJob) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(AnnotateJob, run, describe))
+    sys.exit(main(AnnotateJob, run, describe, read=runs.read_samples))

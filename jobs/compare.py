@@ -12,12 +12,16 @@ where it was, run by run; methods, seeds and noise may be added later. What the 
 
 import sys
 from textwrap import indent
+from typing import TYPE_CHECKING
 
 from jobs.common.cli import main, stop_flag
 from jobs.common.run_folder import begin_folder, sole_process
 from t2g.config import CompareJob
 from t2g.config.describe import describe as describe_config
 from t2g.study.methods import NOISY, Arms
+
+if TYPE_CHECKING:
+    from jobs.common.policy_runs import PolicyData
 
 
 def describe(job: CompareJob) -> str:
@@ -50,7 +54,14 @@ def check(arms: Arms) -> None:
             baselines.check(method.procedure, arms.arm(name, 0))
 
 
-def run(asked: CompareJob) -> None:
+def read(job: CompareJob) -> "PolicyData":
+    from jobs.common.policy_runs import read_data
+
+    check(arms := Arms(job))
+    return read_data(job, [arms.arm(name, 0) for name in arms.methods])
+
+
+def run(asked: CompareJob, data: "PolicyData | None") -> None:
     """All runs, then the figures."""
     from jobs.common.comparison_runs import finish, make_reward_models, run_all
     from jobs.common.fleets import Fleets, on_cluster
@@ -64,7 +75,7 @@ def run(asked: CompareJob) -> None:
     policy_jobs = [arms.arm(name, 0) for name in arms.methods]
     sources = {policy_job.feedback.source for policy_job in (job, *policy_jobs)}
     reward = "reward_model" in sources and not job.compare.rewards
-    data, rewards = None if demo else read_data(job, policy_jobs), {}
+    rewards = {}
     with sole_process(job.run.folder):
         begin_folder(job)
         with on_cluster(job):
@@ -79,4 +90,4 @@ def run(asked: CompareJob) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(CompareJob, run, describe))
+    sys.exit(main(CompareJob, run, describe, read=read))

@@ -14,11 +14,14 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jobs.common.cli import main, stop_flag
 from jobs.common.run_folder import begin_folder
 from t2g.config import EvaluateJob, ModelConfig, PolicyEvaluationJob
+
+if TYPE_CHECKING:
+    from t2g.feedback.records import AnnotatedRecord
 
 WHAT = {"choices": ["reward", "policy"], "default": "reward", "help": "what is evaluated"}
 
@@ -27,17 +30,25 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
     first = ArgumentParser(add_help=False, allow_abbrev=False)  # decides what keys there are
     first.add_argument("--what", default=WHAT["default"])
     of_policies = first.parse_known_args(argv)[0].what == "policy"
-    schema, run = (PolicyEvaluationJob, run_policy) if of_policies else (EvaluateJob, run_reward)
-    return main(schema, run, argv=argv, options={"--what": WHAT})
+    options = {"--what": WHAT}
+    if of_policies:
+        return main(PolicyEvaluationJob, run_policy, argv=argv, options=options, read=read_policy_data)
+    return main(EvaluateJob, run_reward, argv=argv, options=options, read=read_reward_data)
 
 
-def run_reward(config: EvaluateJob, what: str) -> None:
-    from jobs.common.reward_models import as_trained, connected_model, evaluate_reward, usable_records
+def read_reward_data(config: EvaluateJob) -> "list[AnnotatedRecord]":
+    from jobs.common.reward_models import as_trained, usable_records
+
+    asked = as_trained(config)
+    return usable_records("data.path", asked.data, asked.task)
+
+
+def run_reward(config: EvaluateJob, records: "list[AnnotatedRecord]", what: str) -> None:
+    from jobs.common.reward_models import as_trained, connected_model, evaluate_reward
     from t2g.report.reward_page import JSON_FILE
     from t2g.text.tokenizer import load_tokenizer
 
     asked = as_trained(config)
-    records = usable_records("data.path", asked.data, asked.task)
     tokenizer = load_tokenizer(str(asked.feedback.reward_model), asked.feedback.reward_revision)  # its own
     folder = begin_folder(config, JSON_FILE)
     with connected_model(asked) as model:
@@ -45,7 +56,13 @@ def run_reward(config: EvaluateJob, what: str) -> None:
     print(" ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
 
 
-def run_policy(config: PolicyEvaluationJob, what: str) -> None:
+def read_policy_data(config: PolicyEvaluationJob) -> Any:
+    from jobs.common.policy_evaluation import read_questions
+
+    return read_questions(config)
+
+
+def run_policy(config: PolicyEvaluationJob, questions: Any, what: str) -> None:
     from jobs.common.policy_evaluation import Evaluation
     from jobs.common.run_folder import sole_process
 
@@ -58,7 +75,7 @@ def run_policy(config: PolicyEvaluationJob, what: str) -> None:
 
     with ExitStack() as opened:
         opened.enter_context(sole_process(config.run.folder))
-        evaluation = Evaluation(config)
+        evaluation = Evaluation(config, questions)
         if any(map(evaluation.missing, config.served)):
             from jobs.common.fleets import on_cluster
 

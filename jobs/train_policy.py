@@ -7,10 +7,13 @@
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jobs.common.cli import main, stop_flag
 from t2g.config import PolicyJob, with_overrides
+
+if TYPE_CHECKING:
+    from jobs.common.policy_runs import PolicyData
 
 
 def smoke_words(config: PolicyJob, summary: dict[str, Any]) -> str:
@@ -48,7 +51,13 @@ def show_one(folder: Path) -> None:
         show_feedback(Console(), one.response, one.feedback)
 
 
-def run(asked: PolicyJob) -> None:
+def read(config: PolicyJob) -> "PolicyData":
+    from jobs.common.policy_runs import read_data
+
+    return read_data(config)
+
+
+def run(asked: PolicyJob, data: "PolicyData | None") -> None:
     """Connect, start the fleets, train."""
     from jobs.common.fleets import Fleets, on_cluster
     from jobs.common.policy_runs import finished, read_data, train
@@ -61,7 +70,7 @@ def run(asked: PolicyJob) -> None:
     config = resolve_stages(with_overrides(asked, steps), demo)
     summary = finished(config)
     if summary is None:
-        data, folder = None if demo else read_data(config), config.run.folder
+        folder = config.run.folder
         with sole_process(folder), told(folder, config.num_steps) as say, on_cluster(config):
             if demo:
                 with Fleets() as fleets:
@@ -78,4 +87,4 @@ def run(asked: PolicyJob) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(PolicyJob, run))
+    sys.exit(main(PolicyJob, run, read=read))

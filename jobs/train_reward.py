@@ -8,23 +8,32 @@ Leaves `<run folder>/model` with span_reward.json in it, metrics.jsonl and rewar
 """
 
 import sys
+from typing import TYPE_CHECKING
 
 from jobs.common.cli import main
 from t2g.config import RewardJob
 
+if TYPE_CHECKING:
+    from jobs.common.reward_models import RewardData
 
-def run(config: RewardJob) -> None:
+
+def read(config: RewardJob) -> "RewardData":
+    from jobs.common.reward_models import read_data
+
+    return read_data(config)
+
+
+def run(config: RewardJob, data: "RewardData") -> None:
     from jobs.common.fleets import Fleets, on_cluster
-    from jobs.common.reward_models import read_data, train_reward
+    from jobs.common.reward_models import train_reward
     from jobs.common.run_folder import check_folder
     from jobs.common.supervised import LEFTOVERS
 
     check_folder(config, *LEFTOVERS)
-    data = read_data(config)
     with on_cluster(config), Fleets() as fleets:
         metrics = train_reward(config, data, fleets, tokenizer=data.tokenizer)
     print(" ".join(f"{name} {value:.3f}" for name, value in metrics.items()))
 
 
 if __name__ == "__main__":
-    sys.exit(main(RewardJob, run))
+    sys.exit(main(RewardJob, run, read=read))

@@ -8,21 +8,30 @@ the folder `smoke` and says how long all of them will take.
 """
 
 import sys
+from typing import TYPE_CHECKING
 
 from jobs.common.cli import main
 from t2g.config import SFTJob
 
+if TYPE_CHECKING:
+    from t2g.types import TrainSequence
 
-def run(config: SFTJob) -> None:
+
+def read(config: SFTJob) -> "list[TrainSequence]":
+    from jobs.common.supervised import read_examples
+
+    return read_examples(config)
+
+
+def run(config: SFTJob, examples: "list[TrainSequence]") -> None:
     from jobs.common.fleets import on_cluster
     from jobs.common.run_folder import check_folder
-    from jobs.common.supervised import LEFTOVERS, read_examples, supervise
+    from jobs.common.supervised import LEFTOVERS, supervise
 
     check_folder(config, *LEFTOVERS)
-    examples = read_examples(config)
     with on_cluster(config):
         supervise(config, examples, title="supervised fine-tuning")
 
 
 if __name__ == "__main__":
-    sys.exit(main(SFTJob, run))
+    sys.exit(main(SFTJob, run, read=read))

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from textwrap import indent
 from types import FrameType
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -36,29 +35,42 @@ def main(
     describe: Callable[[Config], str] = describe,
     argv: Sequence[str] | None = None,
     options: Mapping[str, Mapping[str, Any]] = {},
+    read: Callable[[Config], Any] | None = None,
 ) -> int:
-    """Read the config, look for what would stop the job, then `run(config)`. Gives the exit code.
+    """Read the config and the inputs, report everything that would stop the job, then run it; return the exit code.
 
-    With --dry-run only print, as one YAML text, `describe(config)`, what would stop it, and the config; exit code 2 for
-    what no machine could run.
+    With --dry-run print `describe(config)` in place of running. With --show-config print the resolved config alone.
 
-    argv: without the program's name; None: that of this process. options: of this job alone, as argparse takes them,
-    {"--text": {"required": True}}; `run` gets their values by name.
+    Args:
+        run: the job, called as `run(config)`; with `read` as `run(config, data)`.
+        argv: without the program's name; None: the arguments of this process.
+        options: of this job alone, as argparse takes them, {"--text": {"required": True}}; `run` gets them by name.
+        read: reads all inputs before any process is started and raises UserError for what cannot be used. `data` is
+            None where an earlier stage of the same job has yet to make the inputs.
     """
+    from t2g.runs.progress import record_lines
+
     parser = job_parser(schema)
     for option, about in options.items():
         parser.add_argument(option, **about)
     given = vars(parser.parse_intermixed_args(argv))
-    file, overrides, dry_run = (given.pop(name) for name in ("config", "overrides", "dry_run"))
+    file, overrides, dry_run, show_config = (
+        given.pop(name) for name in ("config", "overrides", "dry_run", "show_config")
+    )
     try:
         config = loading.load(schema, file, overrides, have=_resources)
-        found = _preflight(config)
-        if dry_run:
-            print(indent("\n".join([describe(config), *found.words]), "# "))
+        if show_config:
             print(loading.resolved(config), end="")
-            return 2 if found.wrong else 0
+            return 0
+        found, data = _preflight(config, read)
+        if dry_run and (description := found.of(describe, config)):
+            print(description, flush=True)
         found.refuse()
-        return run(config, **given) or 0
+        if dry_run:
+            print("nothing was found that would stop the job")
+            return 0
+        with record_lines(config.run.folder):
+            return run(config, *([data] if read else []), **given) or 0
     except (UserError, RunStopped) as error:
         # An error that crossed a Ray actor carries the remote traceback in its own text, and the original as `cause`.
         print(f"{parser.prog}: {getattr(error, 'cause', error)}", file=sys.stderr)
@@ -84,10 +96,13 @@ def _resources(address: str | None) -> Mapping[str, float]:
     return import_module("actors.cluster.placement").resources(address)  # heavy, and only `auto` asks for it
 
 
-def _preflight(config: AnyJob) -> Any:
+def _preflight(config: Config, read: Callable[[Config], Any] | None) -> tuple[Any, Any]:
+    """Return the findings about the config and its inputs, and what `read` returned."""
     cluster = config.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
     have = _resources(cluster) if cluster == "local" else None
-    return import_module("t2g.deploy.preflight").preflight(config, have)  # heavy: --help answers without it
+    preflight = import_module("t2g.deploy.preflight")  # heavy: --help answers without it
+    found = preflight.preflight(config, have)
+    return found, preflight.read_inputs(found, config, read) if read else None
 
 
 class StopFlag:
@@ -130,9 +145,8 @@ def job_parser(schema: type[BaseModel]) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="YAML file with the config")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print what it amounts to, what would stop it, and the resolved config"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="print what the job would do and what would stop it")
+    parser.add_argument("--show-config", action="store_true", help="print the resolved config as YAML, nothing else")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the file: rollout.temperature=0.6")
     return parser
 

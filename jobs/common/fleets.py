@@ -25,14 +25,14 @@ from t2g.deploy.memory import store_gib
 from t2g.feedback.sources.llm import LLMFeedback
 from t2g.feedback.sources.make import make_local_source
 from t2g.interfaces import FeedbackSource
-from t2g.runs.progress import begun
+from t2g.runs.progress import log_duration
 from t2g.tasks.base import Task
 
 
 @contextmanager
 def on_cluster(job: AnyJob) -> Iterator[None]:
     """Ray, connected with room for the job's roles (see `placement.connect`); the connection ends with the block."""
-    with begun("starting Ray"):
+    with log_duration("starting Ray"):
         connect(with_overrides(job.cluster, {"object_store_gib": store_gib(job)}), roles(job))
     try:
         yield
@@ -111,7 +111,7 @@ class Fleets(ExitStack):
     def _serving(self, fleet: Any) -> Any:
         """`fleet`, once its engines have started."""
         if fleet not in self._ready:
-            with begun(f"loading and compiling: {fleet.role}"):
+            with log_duration(f"loading and compiling: {fleet.role}"):
                 fleet.wait_ready()
             self._ready.add(fleet)
         return fleet

@@ -54,10 +54,11 @@ MAX_SEED = 2**31 - 1  # that every server takes
 Item = TypeVar("Item")
 Row = TypeVar("Row", Answers, Scores)
 Ask = Callable[[Item], Awaitable[BaseModel]]
+Questions = tuple[Task, Sequence[Record], Sequence[Prompt]]
 Serve = Callable[[ModelConfig], AbstractContextManager[RolloutSource]]  # engines of a model, as long as the block
 
 
-def read_questions(config: PolicyEvaluationJob) -> tuple[Task, Sequence[Record], Sequence[Prompt]]:
+def read_questions(config: PolicyEvaluationJob) -> Questions:
     """What every policy is asked: records and prompts, which have nobody's token ids, in one order. UserError for data
     that cannot be used.
     """
@@ -104,8 +105,8 @@ class Evaluation:
     that is too long, a server without a key, a folder with responses that were sampled otherwise.
     """
 
-    def __init__(self, config: PolicyEvaluationJob) -> None:
-        self.config, (self.task, records, self.prompts) = config, read_questions(config)
+    def __init__(self, config: PolicyEvaluationJob, questions: Questions | None = None) -> None:
+        self.config, (self.task, records, self.prompts) = config, questions or read_questions(config)
         self._records = {prompt.prompt_id: record for prompt, record in zip(self.prompts, records, strict=True)}
         self.folder = begin_folder(config, RESPONSES)
         servers = [*config.endpoints.values(), *config.judges.values()]

@@ -48,7 +48,7 @@ from t2g.report.run_page import SUMMARY_FILE, report_run
 from t2g.runs.checkpoint import CheckpointStore
 from t2g.runs.log import METRICS_FILE, RunLog, read_records
 from t2g.runs.metrics import UNLABELLED_SHARE, held_out, step_line
-from t2g.runs.progress import begun, stage
+from t2g.runs.progress import log_duration, stage
 from t2g.runs.versions import versions
 from t2g.study import baselines
 from t2g.study.baselines import METHODS, POLICY, Arm, Metrics, PreferencePair
@@ -93,8 +93,9 @@ def read_data(config: PolicyJob, arms: Sequence[PolicyJob] = ()) -> PolicyData:
     prompt_indices(num_prompts=len(prompts), per_step=config.rollout.prompts_per_step, step=1, seed=config.run.seed)
     eval_prompts: list[Prompt] = []
     if config.eval_data is not None:
-        records = load_records(config.eval_data)[: config.eval.num_prompts]
-        eval_prompts = make_prompts(records, task, tokenizer, room, too_long=config.eval_data.too_long)
+        records = load_records(config.eval_data, "eval_data")[: config.eval.num_prompts]
+        too_long = config.eval_data.too_long
+        eval_prompts = make_prompts(records, task, tokenizer, room, too_long=too_long, key="eval_data")
     return PolicyData(task=task, tokenizer=tokenizer, prompts=prompts, eval_prompts=eval_prompts)
 
 
@@ -158,7 +159,7 @@ def one_learner(
     turns = Turns(rollouts, timeout_s=config.learner.step_timeout_s) if config.cluster.colocate else None
     if turns is not None:
         asyncio.run(turns.take("learner"))  # its models need the room
-    with begun("loading: learner"):
+    with log_duration("loading: learner"):
         group = LearnerGroup(learner_spec(config), placement_timeout_s=placement_timeout_s)
     log = RunLog(folder, config.log, [RayMetrics(config.run.name)])
     with closing(group) as learner, closing(log), ExitStack() as engines:

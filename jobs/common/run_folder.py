@@ -18,6 +18,7 @@ from t2g.runs import identity
 from t2g.runs.control import now
 from t2g.runs.identity import Identity
 from t2g.runs.log import COMMANDS_FILE
+from t2g.runs.progress import PROGRESS_FILE
 
 LOCK = "lock"
 SMOKE_STEPS = 3
@@ -47,7 +48,7 @@ def begin_folder(config: JobConfig, *leftovers: str, **more: Any) -> Path:
         for path in folder.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
-            elif path.name != LOCK:
+            elif path.name not in (LOCK, PROGRESS_FILE):
                 path.unlink()
     identity.keep(folder, Identity.of(config, **more))
     loading.write(config, folder)

@@ -60,12 +60,20 @@ def load(
             merged = laid_over(merged, keys, value)
     except UserError as error:
         raise UserError(f"command line: {error}") from None
-    if unknown := list(asked(merged)):
-        merged = _without_auto(merged, unknown, have)
-        values = fill(values, {})
+    resources: Mapping[str, float] = {}
+    if automatic := list(asked(merged)):
+        if have is None:
+            names = ", ".join(map(dotted, automatic))
+            raise UserError(f"{names}: got auto, and this needs values: nobody has seen where the processes will run")
+        cluster = merged.get("cluster")
+        resources = have(cluster.get("address") if isinstance(cluster, Mapping) else None)
+        merged, values = fill(merged, resources), fill(values, {})
     at = here(environ, cwd)
     try:
-        return schema.model_validate(merged, context=at)
+        config = schema.model_validate(merged, context=at)
+        if automatic:
+            logger.warning(format_auto(config, automatic, resources))
+        return config
     except ValidationError as error:
         gaps = [detail["loc"] for detail in _errors(schema, values, at) if detail["type"] == "missing"]
         for keys, value in given:
@@ -82,20 +90,12 @@ def load(
         raise UserError("\n".join(problems(schema, error, place))) from None
 
 
-def _without_auto(
-    merged: Mapping[str, Any],
-    unknown: Sequence[Keys],
-    have: Callable[[str | None], Mapping[str, float]] | None,
-) -> dict[str, Any]:
-    names = ", ".join(map(dotted, unknown))
-    if have is None:
-        raise UserError(f"{names}: got auto, and this needs values: nobody has seen where the processes will run")
-    cluster = merged.get("cluster")
-    filled = fill(merged, have(cluster.get("address") if isinstance(cluster, Mapping) else None))
-    chosen = flat(filled)
-    words = ", ".join(f"{key}={show(chosen.get(key, 'default'))}" for key in map(dotted, unknown))
-    logger.warning("auto is %s", words)
-    return filled
+def format_auto(config: BaseModel, automatic: Sequence[Keys], resources: Mapping[str, float]) -> str:
+    """Return what `auto` became: "auto (2 CPUs, no GPU): rollout.gpus=0, rollout.threads=2"."""
+    chosen = flat(config.model_dump(mode="json"))
+    gpus = f"{resources['GPU']:g} GPUs" if resources.get("GPU") else "no GPU"
+    values = ", ".join(f"{key}={show(chosen.get(key))}" for key in map(dotted, automatic))
+    return f"auto ({resources.get('CPU', 1):g} CPUs, {gpus}): {values}"
 
 
 def here(environ: Mapping[str, str] = os.environ, cwd: Path | None = None) -> Here:

@@ -24,10 +24,11 @@ class _TwoObjects(UserError):
     """One JSON value behind the other."""
 
 
-def load_records(config: DataConfig) -> list[dict[str, Any]]:
+def load_records(config: DataConfig, key: str = "data") -> list[dict[str, Any]]:
     """The first `config.limit` records, with `config.columns` renamed to our names.
 
-    A JSON object of records, as the paper's authors publish SLF5K, gives each record its key as `id`.
+    A JSON object of records, as the paper's authors publish SLF5K, gives each record its key as `id`. Messages name the
+    config's section by `key`.
     Raises UserError with file and line for a file that is missing, empty or broken, for a missing column, and for a
     value that no journal can hold, see `why_not_kept`.
     """
@@ -35,17 +36,17 @@ def load_records(config: DataConfig) -> list[dict[str, Any]]:
     if path.is_file():
         rows = (row for _, row in read_file(path))
     elif not path.is_dir() and (path.suffix in SUFFIXES or path.is_absolute()):
-        raise UserError(f"data.path={config.path}: there is no such file")
+        raise UserError(f"{key}.path={config.path}: there is no such file")
     else:
-        rows = _read_hub(config)
+        rows = _read_hub(config, key)
     read = list(islice(rows, config.limit))
     if not read:
-        raise UserError(f"data.path={config.path} holds no records")
+        raise UserError(f"{key}.path={config.path} holds no records")
     # An empty cell is missing from its row: that record lacks the field, and the others are as they are.
     missing = [theirs for theirs in config.columns.values() if not any(theirs in row for row in read)]
     if missing:
         raise UserError(
-            f"data.columns names {', '.join(missing)}, and record 1 of {config.path} has only {', '.join(read[0])}"
+            f"{key}.columns names {', '.join(missing)}, and record 1 of {config.path} has only {', '.join(read[0])}"
         )
     return [_rename(row, number, config) for number, row in enumerate(read, start=1)]
 
@@ -197,11 +198,11 @@ def check_revision(key: str, config: DataConfig) -> None:
         )
 
 
-def _read_hub(config: DataConfig) -> Iterator[dict[str, Any]]:
+def _read_hub(config: DataConfig, key: str) -> Iterator[dict[str, Any]]:
     import datasets
 
     folder = Path(config.path).is_dir()
-    check_revision("data", config)
+    check_revision(key, config)
     try:
         rows = datasets.load_dataset(
             config.path, config.subset, split=config.split, revision=None if folder else config.revision
@@ -212,6 +213,6 @@ def _read_hub(config: DataConfig) -> Iterator[dict[str, Any]]:
             f"; where there is a network: hf download --repo-type dataset {config.path} --revision {config.revision}"
         )
         raise UserError(
-            f"data.path={config.path}, split {config.split}, cannot be loaded: {reason}{'' if folder else fetch}"
+            f"{key}.path={config.path}, split {config.split}, cannot be loaded: {reason}{'' if folder else fetch}"
         ) from error
     return iter(rows)

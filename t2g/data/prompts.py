@@ -16,13 +16,21 @@ from t2g.types import Prompt
 
 logger = logging.getLogger(__name__)
 
+MAX_PROBLEMS = 3  # wrong records that are told one by one
+
 
 class PromptTooLongError(ValueError):
     """A prompt that does not fit, however it may be cut."""
 
 
 def make_prompts(
-    records: Sequence[Record], task: Task, tokenizer: Any, max_prompt_tokens: int, *, too_long: str = "error"
+    records: Sequence[Record],
+    task: Task,
+    tokenizer: Any,
+    max_prompt_tokens: int,
+    *,
+    too_long: str = "error",
+    key: str = "data",
 ) -> list[Prompt]:
     """One prompt for each record, in order, with the tokenizer's own chat template; without ids where it is None.
 
@@ -30,14 +38,15 @@ def make_prompts(
     `DataConfig`, says what becomes of it.
     A record without an id gets a hash of its messages. The same messages under the same id again, as where a data set
     has several responses to a prompt, get a number after it: "7", "7-2", "7-3".
-    Raises UserError: no chat template; or, with the number of the record (from 1), a missing or wrong field, a prompt
-    too long, an id that other messages have.
+    Raises UserError: no chat template; or, with `key` and the number of the record (from 1), of each of the first
+    MAX_PROBLEMS wrong records, a missing or wrong field, a prompt too long, an id that other messages have.
     """
     if tokenizer is not None:
         check_chat_template(tokenizer)
     prompts: dict[str, Prompt] = {}
     repeats: Counter[tuple[str, str]] = Counter()
     left_out: list[int] = []
+    problems: list[str] = []
     for number, record in enumerate(records, start=1):
         try:
             messages = task.policy_messages(record)
@@ -60,9 +69,13 @@ def make_prompts(
                 **asked,
             )
         except ValueError as error:
-            if too_long != "skip" or not isinstance(error, PromptTooLongError):
-                raise UserError(f"data record {number}: {error}") from error
-            left_out.append(number)
+            if too_long == "skip" and isinstance(error, PromptTooLongError):
+                left_out.append(number)
+            else:
+                problems.append(f"{key} record {number}: {error}")
+    if problems:
+        more = [f"{len(problems) - MAX_PROBLEMS} more records are wrong"] if len(problems) > MAX_PROBLEMS else []
+        raise UserError("\n".join([*problems[:MAX_PROBLEMS], *more]))
     if left_out:
         said = f"{len(left_out)} of {len(records)} prompts have more than {max_prompt_tokens} tokens"
         if not prompts:

@@ -1,7 +1,7 @@
-"""What would stop a job before its first step, all at once and in seconds: at a start, --dry-run and jobs.deploy.
+"""Find everything that would stop a job before its first step: at a start, for --dry-run and for jobs.deploy.
 
-Reads the config's models (never their weights), its critic and its first record on this machine, and asks the hub once
-for a model that is not here. Starts nothing.
+Reads the config's models (never their weights), imports its feedback function and reads the first record, or by
+`read_inputs` all of them, on this machine. Asks the hub once for a model that is not here. Starts nothing.
 """
 
 import os
@@ -32,43 +32,48 @@ from t2g.config import (
 )
 from t2g.config.roles import roles
 from t2g.data.load import SUFFIXES, check_revision, load_records
+from t2g.data.prompts import make_prompts
 from t2g.deploy.memory import BYTES, GIB, find_shape, host_bytes
 from t2g.errors import NotHere, UserError
 from t2g.feedback.card import check_card, make_card
 from t2g.feedback.sources.endpoint import EndpointChat
 from t2g.feedback.sources.make import make_local_source
+from t2g.runs.progress import log_duration
 from t2g.sandbox import available
 from t2g.tasks.base import Task, get_task
 from t2g.text.positions import check_head_size, check_heads, check_positions
 from t2g.text.tokenizer import ask_hub, check_chat_template, check_model, load_tokenizer
 
 ADAPTER_FILE = "adapter_config.json"
+DATA_KEYS = ("data", "eval_data")
+Job = TypeVar("Job", bound=AnyJob)
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """Sentences: what no machine can run, and what this one lacks."""
+    """Sentences: what no machine can run, and what this one lacks; and the keys of what was found usable."""
 
     wrong: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+    usable: set[str] = field(default_factory=set)  # "task", and keys of models and data
 
     def of(self, check: Callable[..., Result], *arguments: Any, **options: Any) -> Result | None:
         """What the check returns; None where it had to raise, and that is noted."""
         try:
             return check(*arguments, **options)
         except UserError as error:
-            (self.missing if isinstance(error, NotHere) else self.wrong).append(str(error))
+            known = self.missing if isinstance(error, NotHere) else self.wrong
+            known += [line for line in str(error).splitlines() if line not in [*self.wrong, *self.missing]]
             return None
 
-    @property
-    def words(self) -> list[str]:
-        return [*(f"problem: {text}" for text in self.wrong), *(f"not here: {text}" for text in self.missing)]
-
     def refuse(self) -> None:
-        """UserError with all sentences, a line each, where there are any."""
-        if sentences := [*self.wrong, *self.missing]:
-            raise UserError("\n".join(sentences))
+        """Raise UserError with all sentences, a line each, where there are any."""
+        sentences = [*self.wrong, *self.missing]
+        if len(sentences) > 1:
+            raise UserError("\n- ".join([f"{len(sentences)} problems:", *sentences]))
+        if sentences:
+            raise UserError(sentences[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,15 +95,18 @@ def preflight(job: AnyJob, have: Mapping[str, float] | None = None) -> Findings:
     if have is not None and (lacking := shortfall(roles(job), have)):
         found.missing.append(f"this machine is too small: {lacking}")
     task = found.of(get_task, job.task) if isinstance(job, JobConfig) else None
-    names = [model for model in models(job) if "${" not in model.name]
-    usable = {model.key for model in names if found.of(_check_model, model)}
-    for key in ("data", "eval_data"):
-        if (data := getattr(job, key, None)) is not None and "${" not in data.path:
-            found.of(_check_data, key, data)
-    if isinstance(job, PolicyJob | SFTJob) and "model.policy" in usable:
+    found.usable.update(["task"] if task else [])
+    for model in models(job):
+        if "${" not in model.name and found.of(_check_model, model):
+            found.usable.add(model.key)
+    for key in DATA_KEYS:
+        data = getattr(job, key, None)
+        if data is not None and "${" not in data.path and found.of(_check_data, key, data):
+            found.usable.add(key)
+    if isinstance(job, PolicyJob | SFTJob) and "model.policy" in found.usable:
         found.of(_check_memory, job)
     if isinstance(job, JobConfig) and task is not None:
-        _check_sources(found, job, task, usable)
+        _check_sources(found, job, task)
     log = getattr(job, "log", LogConfig())
     if log.wandb_project is not None and find_spec("wandb") is None:
         found.missing.append(
@@ -106,6 +114,23 @@ def preflight(job: AnyJob, have: Mapping[str, float] | None = None) -> Findings:
             "install the extra `wandb`, or leave the field out"
         )
     return found
+
+
+def read_inputs(found: Findings, job: Job, read: Callable[[Job], Result]) -> Result | None:
+    """Return what `read` reads for the job, None where inputs are wrong, missing or yet to be made.
+
+    Without the policy's tokenizer the records are read all the same, so that all problems are told at once.
+    """
+    inputs = {key for key in DATA_KEYS if getattr(job, key, None)}
+    needed = {"task", *inputs, *(model.key for model in models(job) if model.key == "model.policy")}
+    if needed <= found.usable:
+        with log_duration("reading the data"):
+            return found.of(read, job)
+    for key in inputs & found.usable:
+        records = found.of(load_records, getattr(job, key), key)
+        if records and isinstance(job, PolicyJob) and "task" in found.usable:
+            found.of(make_prompts, records, get_task(job.task), None, 0)
+    return None
 
 
 def models(job: AnyJob) -> Iterator[Model]:
@@ -190,13 +215,13 @@ def _check_model(model: Model) -> bool:
     return True
 
 
-def _check_data(key: str, data: DataConfig) -> None:
+def _check_data(key: str, data: DataConfig) -> bool:
     """The first record can be read, and has the columns. Of what is on the hub only the name is looked at."""
     from huggingface_hub.constants import HF_HOME, HF_HUB_CACHE
 
     path = Path(data.path)
     if path.is_file():
-        load_records(data.model_copy(update={"limit": 1}))
+        load_records(data.model_copy(update={"limit": 1}), key)
     elif not path.exists():
         if path.suffix in SUFFIXES or path.is_absolute():
             raise NotHere(f"{key}.path={path}: there is no such file")
@@ -204,6 +229,7 @@ def _check_data(key: str, data: DataConfig) -> None:
         read = Path(os.environ.get("HF_DATASETS_CACHE", f"{HF_HOME}/datasets"), data.path.replace("/", "___"))
         fetched = Path(HF_HUB_CACHE, f"datasets--{data.path.replace('/', '--')}")
         ask_hub(f"{key}.path", data.path, data.revision, "dataset", lambda: read.is_dir() or fetched.is_dir())
+    return True
 
 
 def _check_memory(job: PolicyJob | SFTJob) -> None:
@@ -225,14 +251,15 @@ def _check_memory(job: PolicyJob | SFTJob) -> None:
         )
 
 
-def _check_sources(found: Findings, job: JobConfig, task: Task, usable: set[str]) -> None:
+def _check_sources(found: Findings, job: JobConfig, task: Task) -> None:
     """Whoever judges is there: a function that takes what it is given, a key, a file, a card that fits, a sandbox."""
     for section, feedback in judges(job):
         if feedback.source == "human" and not Path(str(feedback.human_file)).is_file():
             found.missing.append(f"{section}.human_file={feedback.human_file}: there is no such file")
-        elif feedback.source == "program" or ":" in feedback.source:
+        elif feedback.source not in ("llm", "reward_model") and not feedback.own_engines:
             found.of(make_local_source, feedback, task)
-        if f"{section}.reward_model" in usable and not isinstance(job, ScoreJob):  # which takes what the card says
+        is_known = f"{section}.reward_model" in found.usable
+        if is_known and not isinstance(job, ScoreJob):  # which takes what the card says
             found.of(check_card, Path(str(feedback.reward_model)), make_card(task, feedback.style))
     for server in servers(job):
         found.of(EndpointChat, server)

@@ -1,15 +1,27 @@
-"""A progress bar per stage with time left; plain lines where there is no terminal."""
+"""Progress of long work: a bar per stage with the time left, plain lines elsewhere, and the lines in a file.
+
+Work within `stage` or `log_duration` is never silent for 15 seconds: the innermost block then says how far it is.
+"""
 
 import sys
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
 
 from rich import get_console
 from rich.progress import MofNCompleteColumn, Progress
 
 SECONDS_BETWEEN_LINES = 10.0
+MAX_SILENCE_S, POLL_S = 14.0, 1.0  # together at most 15 seconds without a line
 RATE_PERIOD_S = 3600.0  # rich looks back 30 s: a step of a minute would leave it without a rate
+PROGRESS_FILE = "progress.log"
+
+_folder: Path | None = None  # of the run that keeps the lines
+_last_line_at = 0.0  # of time.monotonic
+_blocks: list[object] = []  # the innermost is last
 
 
 class Stage:
@@ -28,16 +40,21 @@ class Stage:
         late = self._progress.disable and now - self._last >= SECONDS_BETWEEN_LINES
         if late and (left := task.time_remaining) is not None:
             self._last = now
-            self.say(f"{task.description}: {task.completed:.0f} of {task.total:.0f}, {duration(left)} left")
+            self.say(f"{self.position}, {duration(left)} left")
 
     def reach(self, done: int) -> None:
-        """So many of the stage's `total` are done."""
-        self.advance(done - int(self._task.completed))
+        """So many of the stage's `total` are done, or more by an earlier call."""
+        self.advance(max(0, done - int(self._task.completed)))
 
     def say(self, line: str) -> None:
         """Print a line of its own, above the bar where there is one."""
         # Without rich's own reading of brackets and numbers, and without breaking the line.
         self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        record_line(line)
+
+    @property
+    def position(self) -> str:
+        return f"{self._task.description}: {self._task.completed:.0f} of {self._task.total:.0f}"
 
 
 @contextmanager
@@ -55,17 +72,66 @@ def stage(name: str, total: int, done: int = 0) -> Iterator[Stage]:
         shown = Stage(name, total, done, progress)
         if done:
             shown.say(f"{name}: going on after {done} of {total}")
-        yield shown
+        write = record_line if console.is_terminal else shown.say  # the bar is on the terminal
+        with _limit_silence(lambda elapsed: write(f"{shown.position}, {elapsed} so far")):
+            yield shown
     shown.say(f"{name}: done in {duration(console.get_time() - begin)}")
 
 
 @contextmanager
-def begun(what: str) -> Iterator[None]:
-    """Say that something that takes its time begins, and how long it took."""
+def log_duration(work: str) -> Iterator[None]:
+    """Print that `work` begins, and how long the block took."""
     started = time.monotonic()
-    print(f"{what} ...", file=sys.stderr, flush=True)
-    yield
-    print(f"{what}: {duration(time.monotonic() - started)}", file=sys.stderr, flush=True)
+    _print_line(f"{work} ...")
+    with _limit_silence(lambda elapsed: _print_line(f"{work}: {elapsed} so far")):
+        yield
+    _print_line(f"{work}: {duration(time.monotonic() - started)}")
+
+
+def _print_line(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+    record_line(line)
+
+
+@contextmanager
+def _limit_silence(write_line: Callable[[str], None]) -> Iterator[None]:
+    """Call `write_line` with the elapsed time whenever the innermost block printed no line for MAX_SILENCE_S."""
+    ended, started = threading.Event(), time.monotonic()
+
+    def watch() -> None:
+        while not ended.wait(POLL_S):
+            if _blocks[-1:] == [ended] and time.monotonic() - max(_last_line_at, started) >= MAX_SILENCE_S:
+                write_line(duration(time.monotonic() - started))
+
+    _blocks.append(ended)
+    threading.Thread(target=watch, name="progress", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+        _blocks.remove(ended)
+
+
+def record_line(line: str) -> None:
+    """Append the line and its time to progress.log of the run whose lines are kept."""
+    global _last_line_at
+    _last_line_at = time.monotonic()
+    if _folder is not None:
+        with suppress(OSError):  # a full disk ends the run in words where its results are written
+            _folder.mkdir(parents=True, exist_ok=True)
+            with (_folder / PROGRESS_FILE).open("a", encoding="utf-8", errors="replace") as file:
+                file.write(f"{datetime.now().astimezone().isoformat(timespec='seconds')} {line}\n")
+
+
+@contextmanager
+def record_lines(folder: Path) -> Iterator[None]:
+    """Keep all lines of the block in progress.log of a run folder."""
+    global _folder
+    _folder = folder
+    try:
+        yield
+    finally:
+        _folder = None
 
 
 def duration(seconds: float) -> str:

@@ -26,8 +26,18 @@ def test_a_config_of_ones_own_takes_the_gpus(caplog: pytest.LogCaptureFixture) -
     assert job.learner.memory_gib == job.rollout.memory_gib == 90  # of each GPU, a tenth spared
     assert job.rollout.gpu_memory_utilization == 0.85
     assert job.rollout.max_num_seqs == 512  # a default that follows
-    (said,) = caplog.messages
-    assert "rollout.gpus=1" in said and 'learner.dtype="bfloat16"' in said
+    (message,) = caplog.messages
+    assert message.startswith("auto (1 CPUs, 8 GPUs): rollout.gpus=1.0, ") and 'learner.dtype="bfloat16"' in message
+
+
+def test_what_was_chosen_on_cpus_is_told_by_its_value(caplog: pytest.LogCaptureFixture) -> None:
+    own({"CPU": 4.0, "memory": 8.0 * GIB})
+    (message,) = caplog.messages
+    assert message == (
+        'auto (4 CPUs, no GPU): rollout.gpus=0.0, rollout.dtype="float32", rollout.threads=4, '
+        "rollout.enforce_eager=true, rollout.memory_gib=1.5, rollout.gpu_memory_utilization=0.85, learner.gpus=0.0, "
+        'learner.dtype="float32", learner.threads=4, learner.memory_gib=1.5'
+    )
 
 
 def test_processes_share_one_gpu() -> None:

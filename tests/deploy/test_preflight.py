@@ -12,8 +12,9 @@ from httpx import Request, Response
 from huggingface_hub.errors import RepositoryNotFoundError
 from models import random_model
 
+from jobs.common.policy_runs import read_data
 from t2g.config import AnnotateJob, PolicyEvaluationJob, PolicyJob, RewardJob, ScoreJob
-from t2g.deploy.preflight import Findings, preflight
+from t2g.deploy.preflight import Findings, preflight, read_inputs
 from t2g.errors import UserError
 
 GIB = 2**30
@@ -23,6 +24,10 @@ def critic(prompt, response): return "", [], []
 def with_payload(prompt, response, payload): return "", [], []
 def of_one(response): return "", [], []
 def of_three(prompt, response, style): return "", [], []
+async def not_yet(prompt, response): return "", [], []
+class Caller:
+    async def __call__(self, prompt, response): return "", [], []
+caller = Caller()
 table = {}
 """
 
@@ -71,6 +76,8 @@ def test_a_run_that_can_start(model: Path, data: str) -> None:
     [
         ({"feedback": critic("of_one")}, "preflight_critics:of_one cannot be called with (prompt_text, response_text)"),
         ({"feedback": critic("of_three")}, "but is of_three(prompt, response, style)"),
+        ({"feedback": critic("not_yet")}, "preflight_critics:not_yet is an async function; it needs to be a plain one"),
+        ({"feedback": critic("caller")}, "preflight_critics:caller is an async function; it needs to be a plain one"),
         ({"feedback": critic("table")}, "is a dict; it needs to be a function"),
         ({"feedback": critic("nobody")}, "has no attribute 'nobody'"),
         ({"feedback": {"source": "program"}}, "task prompts has no program of its own"),
@@ -129,6 +136,7 @@ def test_a_name_that_no_hub_knows_is_asked_for_once(data: str, monkeypatch: pyte
     assert [name for name, timeout in asked if timeout <= 5] == ["somebody/elsewhere"]
 
 
+USABLE = {"task", "model.policy", "data"}
 ANSWER = Response(404, request=Request("GET", "http://hub"))
 
 
@@ -150,7 +158,7 @@ def test_a_data_set_that_no_hub_knows_is_asked_for_once(
     assert "data.path=openai/gsm8kk: there is no folder of that name" in sentence and found.wrong == []
     assert asked == [("openai/gsm8kk", "abc", 5)]
     (tmp_path / "datasets--openai--gsm8kk").mkdir()  # fetched before
-    assert preflight(policy(model, "unused", data=mistyped), None).words == [] and len(asked) == 1
+    assert preflight(policy(model, "unused", data=mistyped), None) == Findings(usable=USABLE) and len(asked) == 1
     (sentence,) = preflight(policy(model, "unused", data={"path": "openai/gsm8k"}), None).wrong
     assert "set data.revision to a commit" in sentence
     (sentence,) = preflight(policy(model, "unused", data={"path": "./no/folder", "revision": "abc"}), None).missing
@@ -164,6 +172,53 @@ def test_all_faults_are_told_at_once_and_a_small_machine_too(tmp_path: Path) -> 
         "this machine is too small", f"model.policy={tmp_path / 'no'}", "data.path=no.jsonl",
     ]  # fmt: skip
     assert len(found.wrong) == 1, "a task that is unknown has no critic"
+
+
+def test_a_module_that_ends_the_process_while_it_is_imported(model: Path, data: str, tmp_path: Path) -> None:
+    (tmp_path / "ending_critics.py").write_text("raise SystemExit(0)")
+    (sentence,) = preflight(policy(model, data, feedback={"source": "ending_critics:critic"}), None).wrong
+    assert sentence == "feedback.source=ending_critics:critic cannot be imported: SystemExit: 0"
+
+
+def write_records(path: Path, *records: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def lengths(job: PolicyJob) -> tuple[int, int]:
+    data = read_data(job)
+    return len(data.prompts), len(data.eval_prompts)
+
+
+def test_all_records_are_read_before_a_start(model: Path, data: str, tmp_path: Path) -> None:
+    many = write_records(tmp_path / "many.jsonl", *({"prompt": f"Why {i}?"} for i in range(20)))
+    job = policy(model, many, eval_data={"path": data})
+    found = preflight(job, ROOMY)
+    assert read_inputs(found, job, lengths) == (20, 1) and all_of(found) == []
+    wrong = ({"prompt": "Why?"}, {"text": "b"}, {"prompt": "Who?"}, *[{"prompt": 4}] * 3)
+    job = policy(model, many, eval_data={"path": write_records(tmp_path / "wrong.jsonl", *wrong)})
+    found = preflight(job, ROOMY)
+    assert read_inputs(found, job, lengths) is None
+    first, *_, last = found.wrong
+    assert first.startswith("eval_data record 2: ") and last == "1 more records are wrong" and len(found.wrong) == 4
+
+
+def test_wrong_records_are_told_beside_a_missing_model_and_an_async_function(tmp_path: Path) -> None:
+    path = write_records(tmp_path / "wrong.jsonl", {"prompt": "Why?"}, {"text": "b"})
+    job = policy("/no/model", path, feedback=critic("not_yet"))
+    found = preflight(job, ROOMY)
+    assert read_inputs(found, job, lengths) is None
+    assert found.missing == ["model.policy=/no/model: there is no folder of that name"]
+    asynchronous, record = found.wrong
+    assert "not_yet is an async function" in asynchronous and record.startswith("data record 2: ")
+    with pytest.raises(UserError, match=r"^3 problems:\n- feedback.source=.*\n- data record 2: .*\n- model.policy="):
+        found.refuse()
+
+
+def test_nothing_is_read_that_is_yet_to_be_made(data: str) -> None:
+    job = policy("${stages}/base/model", data)
+    found = preflight(job, ROOMY)
+    assert read_inputs(found, job, lengths) is None and all_of(found) == []
 
 
 def test_heads_of_a_size_that_the_cpu_kernels_lack(model: Path, data: str, tmp_path: Path) -> None:

@@ -14,7 +14,14 @@ import pytest
 from fake_endpoint import FakeEndpoint, Reply, answer, completion, fake_endpoint, says, span
 
 from jobs.annotate import describe, run
-from jobs.common.annotation_runs import ANNOTATED_FILE, DONE_FILE, HELDOUT_FILE, JOURNAL_FILE, TRAIN_FILE
+from jobs.common.annotation_runs import (
+    ANNOTATED_FILE,
+    DONE_FILE,
+    HELDOUT_FILE,
+    JOURNAL_FILE,
+    TRAIN_FILE,
+    read_samples,
+)
 from jobs.common.cli import main
 from t2g.config import AnnotateJob
 
@@ -116,7 +123,7 @@ def test_a_job_that_is_killed_again_and_again_makes_each_record_once(endpoint: F
 def annotated(folder: Path, config: str, *overrides: str) -> list[dict[str, Any]]:
     """The records that the command leaves, run in this process."""
     command = ["--config", str(ROOT / "configs" / config / "annotate.yaml"), f"run.root={folder}", "run.name=run"]
-    assert main(AnnotateJob, run, describe, [*command, *overrides]) == 0
+    assert main(AnnotateJob, run, describe, [*command, *overrides], read=read_samples) == 0
     return read(folder / "run" / ANNOTATED_FILE)
 
 

@@ -126,7 +126,7 @@ def test_the_stages_have_a_reward_model_where_a_run_asks_one(
     monkeypatch.setattr(stages, "make_stages", made)
     monkeypatch.setattr(fleets, "on_cluster", lambda job: nullcontext())
     with pytest.raises(Stopped, match=f"reward={wanted}"):
-        run(the_job(tmp_path, *(text.format(folder=tmp_path) for text in overrides)))
+        run(the_job(tmp_path, *(text.format(folder=tmp_path) for text in overrides)), None)
 
 
 def test_the_dry_run_counts_the_runs_and_says_what_the_methods_are(tmp_path: Path) -> None:

@@ -86,5 +86,5 @@ def test_the_wheel_holds_configs_and_starts_the_demo_from_an_empty_folder(tmp_pa
     command = [sys.executable, "-I", "-c", code]
     done = subprocess.run(command, cwd=empty, **quiet)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "# world: 6,000 posts to train on, 512 held out" in done.stdout
-    assert f"# run folder: {empty}/runs/demo" in done.stdout and not (empty / "runs").exists()
+    assert "world: 6,000 posts to train on, 512 held out" in done.stdout
+    assert f"run folder: {empty}/runs/demo" in done.stdout and not (empty / "runs").exists()

@@ -129,6 +129,7 @@ def test_the_rest_of_the_command_line_is_the_jobs(
     monkeypatch.chdir(tmp_path)
     config = tmp_path / "evaluate.yaml"
     config.write_text("data: {path: my.jsonl}\nfeedback: {reward_model: my/model}\n")
-    assert evaluate(["--config", str(config), "run.name=mine", "--what", "reward", "--dry-run"]) == 0
-    out = capsys.readouterr().out
-    assert "# reward model: my/model\n# held-out records: my.jsonl" in out and "/mine\n" in out
+    assert evaluate(["--config", str(config), "run.name=mine", "--what", "reward", "--dry-run"]) == 2
+    out, err = capsys.readouterr()
+    assert "reward model: my/model\nheld-out records: my.jsonl" in out and "/mine\n" in out
+    assert "- feedback.reward_model=my/model: " in err and "- data.path=my.jsonl: there is no such file" in err

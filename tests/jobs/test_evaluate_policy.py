@@ -552,6 +552,6 @@ def test_the_command_line_has_the_keys_of_what_is_evaluated(
     monkeypatch.chdir(tmp_path)
     config = tmp_path / "evaluate.yaml"
     config.write_text("data: {path: my.jsonl}\npolicies: {base: {policy: my/model}}\n")
-    assert evaluate(["--what", "policy", "--config", str(config), "policies.new.policy=b", "--dry-run"]) == 0
+    assert evaluate(["--what", "policy", "--config", str(config), "policies.new.policy=b", "--dry-run"]) == 2
     out = capsys.readouterr().out
     assert "policies: base, new; judges: none" in out and "1 response to each prompt of my.jsonl" in out

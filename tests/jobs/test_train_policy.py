@@ -87,7 +87,7 @@ def test_the_stages_have_a_reward_model_where_it_is_asked(
     monkeypatch.setattr(fleets, "on_cluster", lambda job: nullcontext())
     tiny = Path(__file__).parents[2] / "configs" / "tiny" / "policy.yaml"
     with pytest.raises(Stopped, match=f"reward={source == 'reward_model'}"):
-        run(loading.load(PolicyJob, tiny, [f"run.root={tmp_path}", f"feedback.source={source}"], environ={}))
+        run(loading.load(PolicyJob, tiny, [f"run.root={tmp_path}", f"feedback.source={source}"], environ={}), None)
 
 
 def test_a_late_record_without_tests_is_refused_before_anything_runs(

@@ -1,9 +1,12 @@
+import time
 from io import StringIO
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from t2g.runs.progress import duration, stage
+from t2g.runs import progress
+from t2g.runs.progress import duration, log_duration, record_lines, stage
 
 
 class Shown:
@@ -87,6 +90,67 @@ def test_a_stage_that_fails_is_not_done(shown: Shown) -> None:
     with pytest.raises(RuntimeError, match="lost"), stage("train", 3):
         raise RuntimeError("lost")
     assert out.file.getvalue() == ""
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "MAX_SILENCE_S", 0.05)
+    monkeypatch.setattr(progress, "POLL_S", 0.01)
+
+
+def wait_for(text: str, file: Path) -> None:
+    deadline = time.monotonic() + 10
+    while not (file.exists() and text in file.read_text()):
+        assert time.monotonic() < deadline, f"{text!r} was never written"
+        time.sleep(0.01)
+
+
+def lines_of(file: Path) -> list[str]:
+    return [line.split(" ", 1)[1] for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_work_that_is_silent_says_how_far_it_is_also_into_the_file(
+    shown: Shown, impatient: None, tmp_path: Path, terminal: bool
+) -> None:
+    out, file = shown.on(terminal=terminal), tmp_path / "run" / "progress.log"
+    with record_lines(file.parent), stage("train", 11) as train:
+        train.advance(3)
+        wait_for("train: 3 of 11, ", file)
+    assert lines_of(file)[-1] == "train: done in 0 s"
+    assert ("so far" in out.file.getvalue()) == (not terminal)  # where the bar is
+
+
+def test_the_innermost_work_speaks(
+    shown: Shown, impatient: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown.on(terminal=False)
+    with record_lines(tmp_path), stage("outer", 2), log_duration("inner"):
+        wait_for("s so far", tmp_path / "progress.log")
+        wait_for("inner: ", tmp_path / "progress.log")
+    lines = lines_of(tmp_path / "progress.log")
+    inner = lines[lines.index("inner ...") :]
+    assert {line.partition(":")[0] for line in inner[1:-1]} == {"inner"} and inner[-1] == "outer: done in 0 s"
+    assert "inner: " in capsys.readouterr().err
+
+
+def test_no_line_is_added_while_others_are_printed(
+    shown: Shown, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "POLL_S", 0.01)
+    shown.on(terminal=False)
+    with record_lines(tmp_path), stage("train", 2) as train:
+        train.say("step 1")
+        time.sleep(0.1)  # ten looks
+    assert lines_of(tmp_path / "progress.log") == ["step 1", "train: done in 0 s"]
+
+
+def test_a_bar_never_goes_back(shown: Shown) -> None:
+    shown.on(terminal=False)
+    with stage("train", 9) as train:
+        train.reach(5)
+        train.reach(3)
+        assert train.position == "train: 5 of 9"
 
 
 def test_duration() -> None:

@@ -103,11 +103,13 @@ def load_function(import_path: str) -> Critic:
     module_name, _, attribute = import_path.partition(":")
     try:
         function = getattr(importlib.import_module(module_name), attribute)
-    except Exception as error:  # the user's module may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # the user's module may raise anything while it is imported
         kind = NotHere if isinstance(error, ModuleNotFoundError) else UserError
         raise kind(f"feedback.source={import_path} cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(function):
         raise UserError(f"feedback.source={import_path} is a {type(function).__name__}; it needs to be a function")
+    if any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
+        raise UserError(f"feedback.source={import_path} is an async function; it needs to be a plain one (def)")
     try:
         inspect.signature(function).bind("prompt", "response", **({"payload": {}} if _wants_payload(function) else {}))
     except TypeError as error:

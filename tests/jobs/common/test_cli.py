@@ -12,9 +12,10 @@ import pytest
 
 from jobs.common.cli import main, stop_flag
 from jobs.common.run_folder import sole_process
-from t2g.config import DemoJob, PolicyJob, RunConfig
+from t2g.config import DemoJob, EvaluateJob, PolicyJob, RunConfig
 from t2g.config.loading import load
 from t2g.errors import RunStopped, UserError
+from t2g.runs.progress import log_duration
 
 
 @pytest.fixture
@@ -47,15 +48,57 @@ def test_the_job_gets_its_config_and_its_code_is_the_exit_code(config: str) -> N
     assert main(DemoJob, lambda job: job.num_steps, words, ["num_steps=5", "--config", config, "world.seed=2"]) == 5
 
 
-def test_a_dry_run_prints_config_and_words_and_runs_nothing(
+def test_a_dry_run_describes_the_config_and_runs_nothing(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(DemoJob, never, words, ["--config", config, "--dry-run"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "7 steps in words"
+
+
+def test_the_resolved_config_is_printed_alone_and_can_be_loaded(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(DemoJob, never, words, ["--config", config, "--dry-run"]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("# 7 steps in words\n"), "what matters stands first, and the whole is a config"
+    assert main(DemoJob, never, words, ["--config", config, "--show-config"]) == 0
     file = tmp_path / "printed.yaml"
-    file.write_text(out)
+    file.write_text(capsys.readouterr().out)
     assert load(DemoJob, file) == load(DemoJob, Path(config))
+
+
+@pytest.mark.parametrize("dry_run", [["--dry-run"], []])
+def test_a_dry_run_and_a_start_list_all_problems_last(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], dry_run: list[str]
+) -> None:
+    """Exit code 2, for a missing file and for a feedback function that cannot be used alike."""
+    file = tmp_path / "policy.yaml"
+    source = "feedback: {source: 'json:JSONDecoder'}"
+    file.write_text(f"model: {{policy: ./no-model}}\ndata: {{path: no.jsonl}}\n{source}\nrun: {{root: {tmp_path}}}\n")
+    assert main(PolicyJob, never, argv=["--config", str(file), *dry_run], read=never) == 2
+    out, err = capfd.readouterr()
+    assert ("run folder: " in out) == bool(dry_run)
+    assert err.splitlines()[-4:] == [
+        "python -m jobs.train_policy: 3 problems:",
+        "- feedback.source=json:JSONDecoder cannot be called with (prompt_text, response_text) and perhaps payload=, "
+        "but is JSONDecoder(*, object_hook=None, parse_float=None, parse_int=None, parse_constant=None, strict=True, "
+        "object_pairs_hook=None): too many positional arguments",
+        "- model.policy=./no-model: there is no folder of that name",
+        "- data.path=no.jsonl: there is no such file",
+    ]
+
+
+def test_a_job_gets_what_was_read_and_its_run_folder_the_lines_of_progress(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"id": 1}\n')
+    file = tmp_path / "evaluate.yaml"
+    file.write_text(f"run: {{root: {tmp_path}}}\ndata: {{path: {data}}}\nfeedback: {{reward_model: '${{made}}'}}\n")
+    seen: list[object] = []
+
+    def run(job: EvaluateJob, read: object) -> None:
+        seen.append(read)
+        with log_duration("some work"):
+            pass
+
+    assert main(EvaluateJob, run, argv=["--config", str(file)], read=lambda job: job.data.path) == 0
+    assert seen == [str(data)]
+    lines = (tmp_path / "run" / "progress.log").read_text().splitlines()
+    assert [line.split(" ", 1)[1] for line in lines] == ["some work ...", "some work: 0 s"]
 
 
 @pytest.mark.parametrize("what", ["link", "folder"])
