@@ -1,6 +1,6 @@
 """What a comparison shows: report.html, and its curves as a picture of their own. Computes means of curves only."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -8,31 +8,31 @@ from typing import Any
 from markupsafe import Markup
 
 from t2g.files import write_atomic
-from t2g.report.curves import DASHES, HEIGHT, STYLES, WIDTH, Series, line_chart
+from t2g.report.curves import CHAR, DASHES, HEIGHT, WIDTH, Series, legend_entries, line_chart
 from t2g.report.templates import render, render_page
 from t2g.study.comparison import Run
 from t2g.study.tables import interval, spread
 
 HTML_FILE, SVG_FILE = "report.html", "curves.svg"
 BASE = "sft"
-COLOURS = ("#2563eb", "#d97706", "#7c3aed", "#0d9488", "#db2777", "#64748b", "#4d7c0f", "#9f1239")  # as in page.html
-ENTRY = 110  # width of a legend's entry, units of the picture
+COLOURS = ("#2563eb", "#d97706", "#7c3aed", "#0891b2", "#db2777", "#64748b", "#92400e", "#312e81")  # as in page.html
+ENTRY = 110  # least width of a legend's entry, units of the picture
 ROW = 22
 
 
 def write_comparison(folder: Path, summary: Mapping[str, Any], runs: Mapping[str, Mapping[int, Run]]) -> None:
     """Both files, from compare.json and the runs that it is about."""
     lines = [mean_curve(method, by_seed) for method, by_seed in runs.items() if method != BASE]
-    names, base = [line.name for line in lines], BASE if BASE in runs else None
+    base = BASE if BASE in runs else None
     level = summary["methods"][base]["score"]["mean"] if base else None
     chart = line_chart(lines, x_label="samples", y_label="held-out score", level=level)
-    write_atomic(folder / SVG_FILE, picture(chart, names, base).encode())
+    write_atomic(folder / SVG_FILE, picture(chart, lines, base).encode())
     render_page(
         folder / HTML_FILE,
         "compare.html",
         title="Methods compared",
         chart=chart,
-        names=names,
+        lines=legend_entries(lines),
         base=base,
         dashes=DASHES,
         spread=spread,
@@ -50,11 +50,12 @@ def mean_curve(name: str, by_seed: Mapping[int, Run]) -> Series:
     return Series(name=name, x=runs[0].samples[:length], y=[point["mean"] for point in found], **band)
 
 
-def picture(chart: Markup, names: list[str], level: str | None) -> str:
-    """A chart as a file that needs no page around it: with its own colours, on white, its legend above it."""
-    entries = [(f"line s{i % STYLES}", name) for i, name in enumerate(names)] + ([("level", level)] if level else [])
-    per_row = WIDTH // ENTRY
-    places = [(ENTRY * (i % per_row) + 10, ROW * (i // per_row) + 14) for i in range(len(entries))]
+def picture(chart: Markup, lines: Sequence[Series], level: str | None) -> str:
+    """Return a chart as a file that needs no page around it: with its own colours, on white, its legend above it."""
+    entries = [(f"line {style}", name) for name, style in legend_entries(lines)] + ([("level", level)] if level else [])
+    entry = max(ENTRY, *(CHAR * len(name) + 44 for _, name in entries))
+    per_row = max(1, WIDTH // entry)
+    places = [(entry * (i % per_row) + 10, ROW * (i // per_row) + 14) for i in range(len(entries))]
     return render(
         "picture.svg",
         chart=chart,

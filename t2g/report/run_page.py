@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 from t2g.config.loading import FILE_NAME, flat
 from t2g.config.words import first_problem
 from t2g.errors import UserError
-from t2g.report.curves import DASHES, Series, line_chart, thinned
+from t2g.report.curves import DASHES, Series, legend_entries, line_chart, thinned
 from t2g.report.templates import render_page
 from t2g.report.token_strips import LEVELS, NAMES, LoggedSample, strips
 from t2g.runs import metrics as m
@@ -29,7 +29,7 @@ MAX_ALARMS = 50
 MAX_TIMELINE = 12  # steps at which one prompt is shown
 MAX_CONFIG_CHARS = 40_000
 TOTALS = ("stages_and_arms_s", "wall_s")  # of the other entries of `timing`
-OVER_STEPS = (  # title, what the axis counts, metrics
+OVER_STEPS = (  # title, unit of the axis (a share has one from 0 to 1), metrics
     ("Mean token reward", "mean token reward", (m.TOKEN_REWARD,)),
     ("Labelled tokens", "share of tokens", ("tokens/poor_share", "tokens/good_share")),
     ("KL to the reference", "nats per sequence", (m.KL,)),
@@ -192,6 +192,7 @@ def write_report(
 ) -> None:
     """Write the report of one run or of several arms, replacing an older one at once.
 
+    It opens with a typical example; the others stand below the charts.
     summary: its plain values (no mappings, no yes or no) become the figures at the top. Read of it, where it has them:
     `base`, held-out metrics of the policy before training, without `eval/`, beside those of an arm's step 0;
     `reward_model`, name -> share; `timing`, stage -> seconds, those in TOTALS apart; `versions`. arms: name -> metrics
@@ -204,7 +205,8 @@ def write_report(
     base, timing = first | summary.get("base", {}), summary.get("timing", {})
     parts = {name: value for name, value in timing.items() if name not in TOTALS}
     finals = {name: last_held_out(steps) for name, steps in arms.items()}
-    metric = headline(base, finals)
+    metric, opening = headline(base, finals), typical_example(examples)
+    others = [example for example in examples if example is not opening]
     render_page(
         path,
         "template.html",
@@ -217,15 +219,16 @@ def write_report(
         finals=finals,
         rows=metric_rows(base, finals, first=metric),
         charts=list(charts(arms, base, metric)),
-        examples=[(of[0], of[-1])[: len(of)] if beside is None else of for of in examples[:MAX_EXAMPLES]],
+        examples=[of if beside is not None else ends(of) for of in others[:MAX_EXAMPLES]],
+        opening=opening if beside is not None else ends(opening),
         sides=["Before", "After"] if beside is None else [*arms],
-        timeline=thinned(max(examples, key=len, default=()), MAX_TIMELINE) if beside is None else (),
+        timeline=thinned(opening, MAX_TIMELINE) if beside is None else (),
         strips=strips([one for of in examples for one in of]) if beside is None else [],
         alarms=alarms[-MAX_ALARMS:],
         beside=beside,
         names=NAMES,
         levels=LEVELS,
-        num_left_out=max(0, len(examples) - MAX_EXAMPLES),
+        num_left_out=max(0, len(others) - MAX_EXAMPLES),
         reward_model=summary.get("reward_model", {}),
         versions=summary.get("versions", {}),
         timing=parts,
@@ -234,35 +237,61 @@ def write_report(
     )
 
 
+def typical_example(examples: Sequence[Example]) -> Example:
+    """Return the example whose change is the median one: good less poor spans of the last response against the first.
+
+    Held-out prompts come first, then others that were answered and judged twice; without any it is the first example.
+    """
+    judged = [of for of in examples if len(of) > 1 and all(one.feedback and one.feedback.usable for one in ends(of))]
+    pairs = [ends(of) for of in judged if of[-1].split == "eval" or judged[0][-1].split != "eval"]
+    changes = [sum(s.label for s in b.feedback.spans) - sum(s.label for s in a.feedback.spans) for a, b in pairs]
+    middle = sorted(range(len(changes)), key=changes.__getitem__)[len(changes) // 2 :][:1]
+    return judged[middle[0]] if middle else next(iter(examples), ())
+
+
+def ends(example: Example) -> Example:
+    """Return the first response and the last one, where there are two."""
+    return (example[0], example[-1])[: len(example)] if example else ()
+
+
 def charts(
     arms: Mapping[str, Sequence[Step]], base: Mapping[str, float], metric: str | None
-) -> Iterator[tuple[str, Markup, str | None, list[str]]]:
-    """Title, picture, name of the dashed line and names of the others: the held-out metric against samples, then what
-    OVER_STEPS names against steps, a line for each arm, or for each of several metrics of a single arm; those that have
-    points.
+) -> Iterator[tuple[str, Markup, str | None, list[tuple[str, str]]]]:
+    """Yield title, picture, name of the dashed line, and name and class of the others, for each chart with points.
+
+    The first is the held-out metric against samples, then what OVER_STEPS names against steps: a line for each arm, or
+    for each of several metrics of a single arm.
     """
     if metric is not None:
         level = base.get(metric)
         lines = [series(name, steps, m.SAMPLES, m.EVAL + metric) for name, steps in arms.items()]
-        if svg := line_chart(lines, x_label="samples of training", y_label=metric, level=level):
-            yield f"Held-out {metric}", svg, None if level is None else "base", [*arms]
+        is_share = all(0 <= y <= 1 for line in lines for y in line.y)
+        y_range = (0.0, 1.0) if is_share else ()
+        if svg := line_chart(lines, x_label="samples of training", y_label=metric, level=level, y_range=y_range):
+            yield f"Held-out {metric}", svg, None if level is None else "base", legend_entries(lines)
     for title, y_label, keys in OVER_STEPS:
         several = len(keys) > 1
         lines = [
-            series(key.partition("/")[2] if several and len(arms) == 1 else name, steps, m.STEP, key)
+            series(key.partition("/")[2] if several and len(arms) == 1 else name, steps, m.STEP, key, len(arms) == 1)
             for name, steps in arms.items()
             for key in (keys if len(arms) == 1 else keys[:1])
         ]
         lines = [line for line in lines if line.y]
         title += f": {keys[0].partition('/')[2]}" if several and len(arms) > 1 else ""
-        if svg := line_chart(lines, x_label="step", y_label=y_label):
-            yield title, svg, None, [line.name for line in lines]
+        y_range = (0.0, 1.0) if y_label.startswith("share") else ()
+        if svg := line_chart(lines, x_label="step", y_label=y_label, y_range=y_range):
+            yield title, svg, None, legend_entries(lines)
 
 
-def series(name: str, steps: Sequence[Step], x: str, y: str) -> Series:
-    """One arm's line; step 0 has no samples yet, and a null is no point."""
+def series(name: str, steps: Sequence[Step], x: str, y: str, by_label: bool = False) -> Series:
+    """Return one arm's line; step 0 has no samples yet, and a null is no point.
+
+    by_label: a share of good tokens is green, one of poor tokens red.
+    """
     found = [(step.get(x, 0.0), step[y]) for step in steps if step.get(y) is not None]
-    return Series(name=name, x=[a for a, _ in found], y=[b for _, b in found])
+    label = y.partition("/")[2].partition("_")[0]
+    style = label if by_label and label in ("good", "poor") else ""
+    return Series(name=name, x=[a for a, _ in found], y=[b for _, b in found], style=style)
 
 
 def last_held_out(steps: Sequence[Step]) -> dict[str, float]:

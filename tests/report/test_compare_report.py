@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from t2g.report.comparison_page import ENTRY, mean_curve, picture, write_comparison
-from t2g.report.curves import WIDTH, Series, line_chart
+from t2g.report.curves import CHAR, WIDTH, Series, line_chart
 from t2g.study.comparison import Run, summarise, summarise_noise
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -43,11 +43,15 @@ def test_the_picture_stands_alone() -> None:
     names = [f"method {i}" for i in range(8)] + ["<b>&"]
     lines = [Series(name=name, x=[0, 1], y=[i, i + 1]) for i, name in enumerate(names)]
     chart = line_chart(lines, x_label="samples", y_label="score", level=0.5)
-    tree = ElementTree.fromstring(picture(chart, names, "sft"))
+    tree = ElementTree.fromstring(picture(chart, lines, "sft"))
     assert [text.text for text in tree.findall(f"{SVG}g/{SVG}text")] == [*names, "sft"]
     places = [tuple(map(float, re.findall(r"\d+", g.attrib["transform"]))) for g in tree.findall(f"{SVG}g")]
     assert len(set(places)) == 10 and all(x + ENTRY <= WIDTH + 10 for x, _ in places)
     assert all(b[0] - a[0] == ENTRY for a, b in pairwise(places) if a[1] == b[1])
+    long = [Series(name="a method with a long name", x=[0], y=[1]), *lines]
+    entries = ElementTree.fromstring(picture(chart, long, None)).findall(f"{SVG}g")
+    ends = [(*map(float, re.findall(r"\d+", g.attrib["transform"])), CHAR * len(g[1].text or "") + 30) for g in entries]
+    assert all(a[0] + a[2] < b[0] for a, b in pairwise(ends) if a[1] == b[1])
     inner = tree.find(f"{SVG}svg")
     assert inner is not None and float(inner.attrib["y"]) > max(y for _, y in places)
     assert not [word for word in ("script", "href", "@import", "url(") if word in ElementTree.tostring(tree, "unicode")]

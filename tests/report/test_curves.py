@@ -6,7 +6,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from t2g.report.curves import BOTTOM, HEIGHT, LEFT, MAX_POINTS, RIGHT, TOP, WIDTH, Series, line_chart, nice_ticks
+from t2g.report.curves import (
+    BOTTOM,
+    CHAR,
+    HEIGHT,
+    LEFT,
+    MAX_POINTS,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Series,
+    line_chart,
+    nice_ticks,
+    tick_labels,
+)  # fmt: skip
 
 FINITE = st.floats(-1e9, 1e9)
 
@@ -50,6 +63,44 @@ def test_ticks_enclose_the_range_in_equal_steps(a: float, b: float) -> None:
     assert max(widths) - min(widths) <= 1e-6 * max(widths) + 1e-9 * max(abs(low), abs(high))
 
 
+def labels(svg: str, anchor: str) -> list[tuple[float, float, str]]:
+    """Return across, down and text of the labels with this anchor."""
+    pattern = rf'<text x="([\d.]+)" y="([\d.]+)" text-anchor="{anchor}">([^<]*)</text>'
+    return [(float(x), float(y), text) for x, y, text in re.findall(pattern, svg)]
+
+
+@settings(deadline=None)
+@given(FINITE, FINITE, st.booleans())
+def test_ticks_have_labels_of_their_own_that_say_what_they_are(a: float, b: float, whole: bool) -> None:
+    a, b = (round(a), round(b)) if whole else (a, b)
+    labelled = tick_labels(nice_ticks(min(a, b), max(a, b), whole=whole))
+    assert len({text for _, text in labelled}) == len(labelled)
+    step = labelled[1][0] - labelled[0][0]
+    assert all(abs(float(text.replace(",", "")) - tick) < 0.01 * step for tick, text in labelled)
+    assert not whole or all(tick % 1 == 0 for tick, _ in labelled)
+
+
+@settings(deadline=None)
+@given(st.tuples(FINITE, FINITE), st.tuples(FINITE, FINITE))
+def test_labels_do_not_overlap_and_stay_in_the_picture(a: tuple[float, float], b: tuple[float, float]) -> None:
+    svg = chart(a, b)
+    across = [(x - CHAR * len(text) / 2, x + CHAR * len(text) / 2) for x, _, text in labels(svg, "middle")][:-1]
+    assert all(one[1] < other[0] for one, other in pairwise(across))
+    assert all(start >= 0 and end <= WIDTH + CHAR for start, end in across)
+    assert all(x - CHAR * len(text) >= 14 + CHAR / 2 for x, _, text in labels(svg, "end")), "the axis name is at 14"
+    downs = sorted(y for _, y, _ in labels(svg, "end"))
+    assert all(below - above >= 14 for above, below in pairwise(downs))
+
+
+def test_steps_are_whole_and_shares_go_from_0_to_1() -> None:
+    steps = chart((1, 0.25), (2, 0.5), (3, 0.25))
+    assert [text for _, _, text in labels(steps, "middle")] == ["1", "2", "3", "step"]
+    assert [text for _, _, text in labels(chart((1, 0.25)), "middle")] == ["1", "2", "step"]
+    series = [Series(name="a", x=[1, 2], y=[0.02, 0.04])]
+    share = str(line_chart(series, x_label="step", y_label="share", y_range=(0.0, 1.0)))
+    assert [text for _, _, text in labels(share, "end")] == ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]
+
+
 def test_points_stand_where_the_axes_say() -> None:
     svg = chart((0, 0), (5, 0.5), (10, 1))
     assert polyline(svg) == [
@@ -88,8 +139,8 @@ def test_what_is_not_finite_is_no_point_and_no_points_no_chart() -> None:
 def test_a_long_run_is_thinned_but_keeps_its_ends() -> None:
     line = polyline(chart(*((i, i) for i in range(10_000))))
     assert len(line) == MAX_POINTS
-    assert line[0] == (LEFT, HEIGHT - BOTTOM)
-    assert line[-1] == (WIDTH - RIGHT, TOP)
+    assert line[0] == (26 + CHAR * len("10,000"), HEIGHT - BOTTOM)
+    assert line[-1] == (WIDTH - CHAR * len("8,000") // 2, TOP)
     assert "<circle" not in chart(*((i, i) for i in range(10_000)))
 
 

@@ -227,11 +227,11 @@ def test_odd_texts(tmp_path: Path) -> None:
 
 
 def test_more_examples_than_fit_are_counted(tmp_path: Path) -> None:
-    examples = [[sample(f"prompt {i}", "x")] for i in range(MAX_EXAMPLES + 7)]
+    examples = [[sample(f"prompt {i}", "x")] for i in range(MAX_EXAMPLES + 8)]
     text = Page(write(tmp_path / "r.html", examples=examples)).text
     assert "7 more examples are not shown" in text
-    assert f"prompt {MAX_EXAMPLES - 1}" in text
-    assert f"prompt {MAX_EXAMPLES}" not in text
+    assert f"prompt {MAX_EXAMPLES}" in text, "the first stands at the top"
+    assert f"prompt {MAX_EXAMPLES + 1}" not in text
 
 
 def test_a_run_without_anything_yet(tmp_path: Path) -> None:

@@ -13,6 +13,21 @@ from t2g.report.run_page import report_beside, report_run
 pytestmark = [pytest.mark.slow, needs_browser]
 LOOKS = {"light": {}, "dark": {"dark": True}, "narrow": {"width": 500}}
 NUM_SAMPLES = 5000
+OVERLAPS = """(() => {
+  const found = [];
+  for (const svg of document.querySelectorAll('figure > svg')) {
+    const boxes = [...svg.querySelectorAll('text')].map((text) => [text.textContent, text.getBoundingClientRect()]);
+    const around = svg.getBoundingClientRect();
+    boxes.forEach(([a, one], i) => {
+      const inside = around.left - 1 < one.left && one.right < around.right + 1;
+      if (!inside || one.top < around.top - 1 || around.bottom + 1 < one.bottom) found.push(a + ' leaves the picture');
+      for (const [b, other] of boxes.slice(i + 1))
+        if (one.left < other.right && other.left < one.right && one.top < other.bottom && other.top < one.bottom)
+          found.push(a + ' over ' + b);
+    });
+  }
+  return found;
+})()"""  # labels of charts
 LOAD_S = 5.0  # measured: 0.4 for the first page, 0.1 for others
 
 
@@ -33,7 +48,12 @@ def make_run(folder: Path, num_steps: int) -> Path:
     span = {"start": 0, "end": 60, "label": -1, "severity": 2, "critique_range": [0, 9]}
     said = {"critique": "It is bad. " * 20, "spans": [span], "status": "ok", "source": "reward_model", "version": "v"}
     tokens = {"token_ranges": ranges, "token_rewards": [1.0] * 50, "token_advantages": [-1.0] * 50}
-    step = {"eval/fact_precision": 0.7, "eval/repetition": 0.5, "policy/kl": 1.0, "policy/entropy": 1.0}
+    step = {
+        "eval/a_score_with_a_name_that_is_longer_than_its_axis": 0.7,
+        "eval/repetition": 0.5,
+        "policy/kl": 1234567.0,
+        "policy/entropy": 1.0,
+    }
     step |= {"idle/learner": 0.5, "idle/rollout": 0.2, "time/step_s": 12345.0, "time/generate_s": 3.0}
     with (folder / "metrics.jsonl").open("w") as lines, (folder / "samples.jsonl").open("w") as samples:
         for number in range(num_steps):
@@ -59,6 +79,7 @@ def test_pages_fit_their_windows_and_load_at_once(browser: Browser, tmp_path: Pa
             width, height = browser.ask("[document.documentElement.scrollWidth, document.documentElement.scrollHeight]")
             assert width <= look.get("width", 1200) and height > 2000, path
             assert browser.complaints() == []
+            assert browser.ask(OVERLAPS) == [], path
             browser.picture(path.with_name(f"{path.stem}-{name}.png"))
     browser.look()
     assert browser.ask("document.querySelectorAll('svg .line').length") > 8

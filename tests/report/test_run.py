@@ -1,4 +1,5 @@
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ def test_report_of_a_running_and_of_a_finished_run(tmp_path: Path, capsys: pytes
     summary = {"steps": 1, "timing": {"ppo": 61.0}, "versions": {"ray": "2.60.0"}, "reward_model": {"good_f1": 0.9}}
     (folder / "summary.json").write_text(json.dumps(summary))
     finished = report_run(folder).read_text()
-    assert finished.index(">Before<") < finished.index(">After<")
+    assert finished.index(">Before <") < finished.index(">After <")
     for words in ("1 min 01 s", "ray 2.60.0", "good_f1", 'title="poor">be</mark>fore', "bad start"[3:]):
         assert words in finished
 
@@ -187,16 +188,53 @@ def test_two_runs_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "<td>–</td><td>0.250</td><td>0.250</td>" in page
     assert "<tr><td>config.objective.rewards.placement</td>" in page and "config.run.seed" not in page
     assert '<td>timing.ppo</td><td class="value">7.500</td><td class="value">6.250</td>' in page
-    assert page.index(">one</div>") < page.index("e says &lt;b&gt;") < page.index(">two</div>")
+    assert page.index(">one <span") < page.index("e says &lt;b&gt;") < page.index(">two <span")
     assert "long ago" not in page and page.count("prompt of p") == 1, "the last, to what both were asked"
     assert "<dt>two, step 1</dt><dd>the KL is &lt;high&gt;</dd>" in page
     twin = make_run(tmp_path / "more" / "one", f1=0.75, config=config % "span", response="one says <b>")
     assert main(["--run", str(twin), str(one)]) == 0
     page = (one / "report_beside.html").read_text()
-    assert "What differs" not in page and "The last responses to the same prompts" in page
+    assert "What differs" not in page and "One prompt in each run" in page
     assert main([str(one), str(one)]) == 0 and (one / "report.html").exists(), "one run is not beside itself"
     (two / "config.yaml").write_text("{")
     assert main([str(one), str(two)]) == 2 and "is no config as a run writes it" in capsys.readouterr().err
+
+
+def test_a_page_opens_with_the_typical_change_of_a_held_out_prompt(tmp_path: Path) -> None:
+    """Good less poor spans change by -1, 1 and 2 on held-out prompts: that of 1 is shown above all figures."""
+
+    def judged(step: int, prompt_id: str, labels: list[int], split: str = "eval") -> dict[str, Any]:
+        record = sample(step, prompt_id, f"{prompt_id} at {step}", split=split)
+        spans = [{"start": i, "end": i + 1, "label": label, "severity": 1} for i, label in enumerate(labels)]
+        return record | {"feedback": record["feedback"] | {"critique": f"of {prompt_id} at {step}", "spans": spans}}
+
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 0, "eval/f1": 0.5}, {"step": 5, "samples": 8, "eval/f1": 0.25}])
+    changes = {"worse": ([1], []), "better": ([-1, 1], [1]), "best": ([-1], [1]), "unjudged": ([-1], [1, 1, 1])}
+    records = [judged(0, name, before) for name, (before, _) in changes.items()]
+    records += [judged(5, name, after) for name, (_, after) in changes.items()]
+    records[-1]["feedback"] = records[-1]["feedback"] | {"status": "failed", "spans": []}
+    records += [judged(1, "trained", [-1], "train"), judged(4, "trained", [1, 1], "train")]
+    write_lines(tmp_path / "samples.jsonl", records)
+    page = report_run(tmp_path).read_text()
+    opening, _, rest = page.partition('<div class="figures">')
+    assert 'mark class="poor" title="poor">b</mark>' in opening and 'mark class="good" title="good">e</mark>' in opening
+    assert opening.index('Before <span class="status">step 0: 1 good, 1 poor') < opening.index("of better at 0")
+    assert opening.index("of better at 0") < opening.index('After <span class="status">step 5: 1 good, 0 poor')
+    assert opening.index("step 5") < opening.index("of better at 5") and "The prompt is held out" in opening
+    assert "More responses before and after" in rest and "prompt of better" not in rest and "prompt of best" in rest
+    write_lines(tmp_path / "samples.jsonl", [record for record in records if record["split"] == "train"])
+    opening = report_run(tmp_path).read_text().partition('<div class="figures">')[0]
+    assert "of trained at 4" in opening and "held out" not in opening
+
+
+def test_good_shares_are_green_and_poor_ones_red(tmp_path: Path) -> None:
+    steps = [{"step": step, "samples": 8, "tokens/poor_share": 0.25, "tokens/good_share": 0.5} for step in (1, 2)]
+    write_lines(tmp_path / "metrics.jsonl", steps)
+    page = report_run(tmp_path).read_text()
+    assert page.count('class="line good"') == page.count('class="line poor"') == 2, "the line and the legend"
+    assert "svg .line.good { stroke: var(--good);" in page and "svg .line.poor { stroke: var(--poor);" in page
+    chart = page[page.index('<svg viewBox="0 0 560') :]
+    assert re.findall(r'text-anchor="end">([\d.]+)<', chart)[:6] == ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]
 
 
 def test_alarms_of_a_run_stand_on_its_page(tmp_path: Path) -> None:
