@@ -13,7 +13,7 @@ evaluation.json and evaluation.html in the run folder. run.smoke=true does the s
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from jobs.common.cli import main, stop_flag
@@ -63,26 +63,20 @@ def read_policy_data(config: PolicyEvaluationJob) -> Any:
 
 
 def run_policy(config: PolicyEvaluationJob, questions: Any, what: str) -> None:
+    from jobs.common.fleets import Fleets, on_cluster
     from jobs.common.policy_evaluation import Evaluation
     from jobs.common.run_folder import sole_process
 
     @contextmanager
     def serve(model: ModelConfig) -> Iterator[Any]:
-        from jobs.common.fleets import Fleets
-
         with Fleets() as fleets:
             yield fleets.rollouts(model, config.rollout, config)
 
-    with ExitStack() as opened:
-        opened.enter_context(sole_process(config.run.folder))
+    with sole_process(config.run.folder):
         evaluation = Evaluation(config, questions)
-        if any(map(evaluation.missing, config.served)):
-            from jobs.common.fleets import on_cluster
-
-            opened.enter_context(on_cluster(config))
-        evaluation.run(serve, stop_flag())
-    folder = config.run.folder
-    print(f"{(folder / 'evaluation.md').read_text()}\nreport: {folder / 'evaluation.html'}")
+        with on_cluster(config) if any(map(evaluation.is_incomplete, config.served)) else nullcontext():
+            evaluation.run(serve, stop_flag())
+    print(f"{(evaluation.folder / 'evaluation.md').read_text()}\nreport: {evaluation.folder / 'evaluation.html'}")
 
 
 if __name__ == "__main__":

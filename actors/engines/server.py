@@ -4,7 +4,6 @@ It is vLLM's module, not its command: `vllm serve` asks for the metadata of a pa
 another name. Its arguments are those of our engines.
 """
 
-import errno
 import json
 import os
 import signal
@@ -44,10 +43,8 @@ def options(arguments: Mapping[str, Any]) -> list[str]:
                 continue
             case bool():
                 words.append(f"--{option}" if value else f"--no-{option}")
-            case str() | int() | float():
-                words += [f"--{option}", str(value)]
             case _:
-                words += [f"--{option}", json.dumps(value)]
+                words += [f"--{option}", value if isinstance(value, str) else json.dumps(value)]
     return words
 
 
@@ -115,18 +112,16 @@ def find_free_port(host: str, port: int | None) -> int:
         with socket.create_server((host, port or 0)) as listener:
             return listener.getsockname()[1]
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise UserError(f"serve.port={port}: another process uses it; end it, or choose another port") from error
-        raise UserError(f"serve.host={host}: {error.strerror or error}; it needs an address of this machine") from error
+        need = "an address of this machine, and a port that no other process uses"
+        raise UserError(f"serve.host={host}, serve.port={port}: {error.strerror or error}; needs {need}") from error
 
 
 def is_listening(pid: int, port: int) -> bool:
     """Return whether the process listens on the port. The kernel then lets no other process listen there."""
-    try:
+    with suppress(psutil.Error):  # the process ended
         sockets = psutil.Process(pid).net_connections("tcp")
-    except psutil.Error:  # the process ended
-        return False
-    return any(s.status == psutil.CONN_LISTEN and s.laddr.port == port for s in sockets)
+        return any(s.status == psutil.CONN_LISTEN and s.laddr.port == port for s in sockets)
+    return False
 
 
 def _answers(url: str) -> bool:

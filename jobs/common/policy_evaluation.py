@@ -11,13 +11,11 @@ import inspect
 import json
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from functools import partial
 from itertools import permutations
 from pathlib import Path
 from typing import Any, TypeVar
-
-from pydantic import BaseModel
 
 from actors.engines.rollout import sample_seed
 from jobs.common.annotation_runs import DRAIN_S, attended
@@ -33,7 +31,7 @@ from t2g.feedback.sources.endpoint import EndpointChat
 from t2g.files import weights_version
 from t2g.interfaces import RolloutSource, Sampling
 from t2g.loop.annotation import Turns
-from t2g.loop.steps import sampling_seed
+from t2g.loop.sampling import sampling_of
 from t2g.report.policy_page import write_policy_evaluation
 from t2g.runs.journal import Journal, read_journal
 from t2g.runs.progress import stage
@@ -51,9 +49,9 @@ ADAPTER_FILE = "adapter_config.json"
 SMOKE_PROMPTS = 3
 MAX_SEED = 2**31 - 1  # that every server takes
 
-Item = TypeVar("Item")
-Row = TypeVar("Row", Answers, Scores)
-Ask = Callable[[Item], Awaitable[BaseModel]]
+Row = TypeVar("Row", Answers, Scores, Judgement)
+Items = Mapping[str, Any]  # key of a row of a journal -> what the row is made of
+Ask = Callable[[str, Any], Awaitable[Any]]  # a key and its item -> the row
 Questions = tuple[Task, Sequence[Record], Sequence[Prompt]]
 Serve = Callable[[ModelConfig], AbstractContextManager[RolloutSource]]  # engines of a model, as long as the block
 
@@ -90,14 +88,14 @@ def model_version(model: ModelConfig) -> str:
 
 def measure_version(config: PolicyEvaluationJob, task: Task) -> str:
     """Return a key that changes with the file of the task's class, the settings of its measures, and packages."""
-    encoder = weights_version(config.bertscore, None) if config.bertscore else ""
     source = inspect.getsource(inspect.getmodule(type(task)) or type(task))
-    return content_key(source, config.sandbox, config.bertscore, encoder, config.bertscore_layer, versions())
+    encoder = config.bertscore and (config.bertscore, weights_version(config.bertscore, None), config.bertscore_layer)
+    return content_key(source, config.sandbox, encoder, versions())
 
 
-def read_rows(path: Path, schema: type[Row], keys: Mapping[str, str]) -> dict[str, Row]:
-    """Return the rows of a journal by prompt_id, without those of another key than the prompt has in `keys`."""
-    return {row.prompt_id: row for row in read_journal(path, schema) if row.key == keys.get(row.prompt_id)}
+def read_rows(path: Path, schema: type[Row]) -> dict[str, Row]:
+    """Return the rows of a journal by their keys."""
+    return {row.key: row for row in read_journal(path, schema)}
 
 
 class Evaluation:
@@ -112,21 +110,9 @@ class Evaluation:
         servers = [*config.endpoints.values(), *config.judges.values()]
         self._askers = {llm: Asker(EndpointChat(llm), llm, config.timeout_s) for llm in servers}
         self._measure_version = measure_version(config, self.task)
+        self._answer_files = {name: self.folder / RESPONSES / name / "responses.jsonl" for name in config.names}
         self._models = {name: self._model(name) for name in config.served}
-        self._own_prompts = {name: self._encoded(model) for name, model in self._models.items()}
-        self._answer_keys = {name: self._keys_of_answers(name) for name in config.names}
-        for folder in (SCORES, *(f"{RESPONSES}/{name}" for name in config.names)):
-            (self.folder / folder).mkdir(parents=True, exist_ok=True)
-
-    def _keys_of_answers(self, name: str) -> dict[str, str]:
-        """Return the key of a policy's responses by prompt_id: of its weights, and of what the policy reads."""
-        if name in self._models:
-            version = [model_version(self.config.served[name]), name in self.config.reflections]
-            asked = {p.prompt_id: p.prompt_ids.tolist() for p in self._own_prompts[name]}
-        else:
-            version = [self.config.endpoints[name].model]
-            asked = {i: self.task.policy_messages(record) for i, record in self._records.items()}
-        return {prompt_id: content_key(version, content) for prompt_id, content in asked.items()}
+        self._keyed_prompts = {name: self._make_keyed_prompts(name) for name in config.names}
 
     def _model(self, name: str) -> ModelConfig:
         """What engines load: an adapter is merged into its base first."""
@@ -141,11 +127,20 @@ class Evaluation:
             merge_adapter(Path(model.policy), merged, self.config.rollout.dtype)
         return ModelConfig(policy=str(merged))
 
-    def _encoded(self, model: ModelConfig) -> Sequence[Prompt]:
-        """The prompts with the token ids of the model's own tokenizer and chat template."""
-        rollout = self.config.rollout
+    def _make_keyed_prompts(self, name: str) -> dict[str, Prompt]:
+        """Return the prompts by the keys of a policy's responses, in order: keys of its weights and of what it reads.
+
+        Prompts for engines have the token ids of the model's own tokenizer and chat template.
+        """
+        if far := self.config.endpoints.get(name):
+            reads = [self.task.policy_messages(record) for record in self._records.values()]
+            pairs = zip(self.prompts, reads, strict=True)
+            return {content_key(far.model, prompt.prompt_id, messages): prompt for prompt, messages in pairs}
+        model, room = self._models[name], self.config.rollout.max_prompt_tokens
         tokenizer = load_tokenizer(model.policy, model.revision)
-        return make_prompts([*self._records.values()], self.task, tokenizer, rollout.max_prompt_tokens)
+        prompts = make_prompts([*self._records.values()], self.task, tokenizer, room)
+        version = model_version(self.config.served[name]), name in self.config.reflections
+        return {content_key(version, p.prompt_id, p.prompt_ids.tolist()): p for p in prompts}
 
     def run(self, serve: Serve, stop: StopFlag) -> dict[str, Any]:
         """All that the journals lack, then the report; returns what evaluation.json holds.
@@ -153,44 +148,33 @@ class Evaluation:
         serve: asked for one policy after the other, for those alone that lack responses. Stopped; RunStopped when a
         server left questions without an answer, once the others are answered.
         """
-        for name in filter(self.missing, self.config.names):
+        for name in filter(self.is_incomplete, self.config.names):
             with serve(self._models[name]) if name in self._models else nullcontext() as source:
-                self._sample(name, self._reflecting(name, source), stop)
+                self._sample(name, source, stop)
         scores = {name: self._score(name, stop) for name in self.config.names}
         judgements = [row for name in self.config.judges for row in self._judge(name, stop)]
         return self._report(scores, judgements)
 
     # ------------------------------------------------------------------------------------------------------- responses
-    def answers(self, name: str) -> dict[str, Answers]:
-        return read_rows(self._answers_file(name), Answers, self._answer_keys[name])
+    def answers(self, name: str) -> list[Answers]:
+        """Return what this policy has answered, in the order of the prompts."""
+        rows = read_rows(self._answer_files[name], Answers)
+        return [rows[key] for key in self._keyed_prompts[name] if key in rows]
 
-    def _answers_file(self, name: str) -> Path:
-        return self.folder / RESPONSES / name / "responses.jsonl"
-
-    def missing(self, name: str) -> list[Prompt]:
-        """What this policy has not answered."""
-        known, prompts = self.answers(name), self._own_prompts.get(name, self.prompts)
-        return [prompt for prompt in prompts if prompt.prompt_id not in known]
-
-    def _reflecting(self, name: str, source: RolloutSource | None) -> RolloutSource | None:
-        """`source` as it is, but for a policy that reflects."""
-        if source is None or name not in self.config.reflections:
-            return source
-        model, room = self._models[name], self.config.rollout.max_prompt_tokens
-        tokenizer = load_tokenizer(model.policy, model.revision)
-        return Reflecting(rollouts=source, task=self.task, tokenizer=tokenizer, max_prompt_tokens=room)
+    def is_incomplete(self, name: str) -> bool:
+        """Return whether this policy has prompts to answer."""
+        return len(self.answers(name)) < len(self.prompts)
 
     def _sample(self, name: str, source: RolloutSource | None, stop: StopFlag) -> None:
-        """source: engines; None: the policy is behind a server."""
+        """Sample the responses that a policy lacks. source: engines; None: the policy is behind a server."""
         config, rollout = self.config, self.config.rollout
-        sampling = Sampling(
-            num_samples=rollout.samples_per_prompt,
-            temperature=rollout.temperature,
-            max_new_tokens=rollout.max_new_tokens,
-            seed=sampling_seed(config.run.seed, "eval", 0),  # as of held-out samples in a training
-        )
+        if source and name in config.reflections:
+            model, room = self._models[name], rollout.max_prompt_tokens
+            tokenizer = load_tokenizer(model.policy, model.revision)
+            source = Reflecting(rollouts=source, task=self.task, tokenizer=tokenizer, max_prompt_tokens=room)
+        sampling = sampling_of(config, "eval", 0, num_samples=rollout.samples_per_prompt)
 
-        async def ask(prompt: Prompt) -> Answers:
+        async def ask(key: str, prompt: Prompt) -> Answers:
             if source:
                 said = [(r.response_text, r.finish_reason) for r in await source.sample(prompt, sampling)]
             else:
@@ -198,13 +182,12 @@ class Evaluation:
                 asked = (asker.ask(self._to_server(prompt, sampling, i)) for i in range(sampling.num_samples))
                 said = [(answer.text, answer.finish_reason) for answer in await together(asked)]
             responses = tuple(Response(text=text, cut=reason == "length") for text, reason in said)
-            key = self._answer_keys[name][prompt.prompt_id]
             return Answers(prompt_id=prompt.prompt_id, key=key, responses=responses)
 
-        far, path = config.endpoints.get(name), self._answers_file(name)
+        far, path, prompts = config.endpoints.get(name), self._answer_files[name], self._keyed_prompts[name]
         at_once = far.concurrency if far else 2 * rollout.workers.max * rollout.max_num_seqs
         patience_s = config.timeout_s if far else DRAIN_S
-        collect(path, f"responses of {name}", self.missing(name), ask, at_once, patience_s, stop)
+        collect(path, Answers, f"responses of {name}", prompts, ask, at_once, patience_s, stop)
 
     def _to_server(self, prompt: Prompt, sampling: Sampling, index: int) -> Question:
         return Question(
@@ -218,60 +201,50 @@ class Evaluation:
     # -------------------------------------------------------------------------------------- scores, judgements, report
     def _score(self, name: str, stop: StopFlag) -> list[Scores]:
         """Return what the task measures of a policy's responses, by prompt; measure what the journal lacks."""
-        config, path = self.config, self.folder / SCORES / f"{name}.jsonl"
-        texts = {i: [response.text for response in row.responses] for i, row in self.answers(name).items()}
-        keys = {
-            p.prompt_id: content_key(self._measure_version, p.prompt_text, p.payload, texts[p.prompt_id])
-            for p in self.prompts
-        }
+        config, items = self.config, dict[str, tuple[Prompt, list[str]]]()
+        for prompt, row in zip(self.prompts, self.answers(name), strict=True):
+            texts = [response.text for response in row.responses]
+            key = content_key(self._measure_version, prompt.prompt_id, prompt.prompt_text, prompt.payload, texts)
+            items[key] = prompt, texts
 
-        def measure(prompt: Prompt) -> Scores:
-            scores = [self.task.measure(prompt, t, sandbox=config.sandbox) or {} for t in texts[prompt.prompt_id]]
+        def measure(key: str, item: tuple[Prompt, list[str]]) -> Scores:
+            prompt, texts = item
+            scores = [self.task.measure(prompt, text, sandbox=config.sandbox) or {} for text in texts]
             if config.bertscore:
                 reference = self.task.reference(prompt.payload) or ""
-                for text, found in zip(texts[prompt.prompt_id], scores, strict=True):
+                for text, found in zip(texts, scores, strict=True):
                     found["bertscore"] = bert_score(text, reference, config.bertscore, config.bertscore_layer)
-            return Scores(prompt_id=prompt.prompt_id, key=keys[prompt.prompt_id], scores=tuple(scores))
+            return Scores(prompt_id=prompt.prompt_id, key=key, scores=tuple(scores))
 
-        known = read_rows(path, Scores, keys)
-        missing = [p for p in self.prompts if p.prompt_id not in known]
-        ask = partial(asyncio.to_thread, measure)
-        collect(path, f"scores of {name}", missing, ask, config.concurrency, DRAIN_S, stop)
-        rows = read_rows(path, Scores, keys)
-        return [rows[p.prompt_id] for p in self.prompts]
+        path, ask = self.folder / SCORES / f"{name}.jsonl", partial(asyncio.to_thread, measure)
+        return collect(path, Scores, f"scores of {name}", items, ask, config.concurrency, DRAIN_S, stop)
 
     def _judge(self, name: str, stop: StopFlag) -> list[Judgement]:
         """Return a judge's verdicts on the first responses of every pair, in both orders; ask for missing ones."""
-        llm, path = self.config.judges[name], self.folder / JUDGEMENTS
+        llm, items = self.config.judges[name], dict[str, tuple[Judgement, Question]]()
         answers = {policy: self.answers(policy) for policy in self.config.names}
-        requests: dict[str, tuple[Judgement, Question]] = {}
         for first, second in permutations(self.config.names, 2):
-            for prompt in self.prompts:
-                texts = [answers[policy][prompt.prompt_id].responses[0].text for policy in (first, second)]
+            for prompt, *rows in zip(self.prompts, answers[first], answers[second], strict=True):
+                texts = [row.responses[0].text for row in rows]
                 request = question(self.task, prompt.prompt_text, *texts, llm)
                 about = {"judge": name, "prompt_id": prompt.prompt_id, "first": first, "second": second}
                 key = content_key(about, llm.model, request)
-                requests[key] = Judgement(key=key, **about), request
+                items[key] = Judgement(key=key, **about), request
 
-        async def ask(item: tuple[Judgement, Question]) -> Judgement:
+        async def ask(key: str, item: tuple[Judgement, Question]) -> Judgement:
             row, request = item
             answer = await self._askers[llm].ask(request)
             return row.model_copy(update=read_verdict(answer.text))
 
-        known = {row.key for row in read_journal(path, Judgement)}
-        missing = [item for key, item in requests.items() if key not in known]
-        collect(path, f"judge {name}", missing, ask, llm.concurrency, self.config.timeout_s, stop)
-        return [row for row in read_journal(path, Judgement) if row.key in requests]
+        path, title, patience_s = self.folder / JUDGEMENTS, f"judge {name}", self.config.timeout_s
+        return collect(path, Judgement, title, items, ask, llm.concurrency, patience_s, stop)
 
     def _report(self, scores: Mapping[str, Sequence[Scores]], judgements: Sequence[Judgement]) -> dict[str, Any]:
         """Write the report of all policies. scores: policy -> by prompt."""
         config, prompts = self.config, self.prompts
         references = [self.task.reference(p.payload) for p in prompts]
-        answers, measured = {}, {}
-        for name in config.names:
-            rows = self.answers(name)
-            answers[name] = [rows[p.prompt_id] for p in prompts]
-            measured[name] = columns(answers[name], scores[name], references, config.pass_at)
+        answers = {name: self.answers(name) for name in config.names}
+        measured = {name: columns(rows, scores[name], references, config.pass_at) for name, rows in answers.items()}
         sampled = config.rollout.model_dump(include={"samples_per_prompt", "temperature", "max_new_tokens"})
         about = {"task": config.task, "data": config.data.path, "prompts": len(prompts), "seed": config.run.seed}
         judged = win_rates(judgements, answers, seed=config.run.seed)
@@ -280,26 +253,39 @@ class Evaluation:
 
 
 def collect(
-    path: Path, title: str, items: Sequence[Item], ask: Ask[Item], at_once: int, patience_s: float, stop: StopFlag
-) -> None:
-    """Appends what `ask` says of each item to the journal at `path`. RunStopped, after all are asked, where some got no
-    answer.
+    path: Path, schema: type[Row], title: str, items: Items, ask: Ask, at_once: int, patience_s: float, stop: StopFlag
+) -> list[Row]:
+    """Append the row that `ask` makes of each item to a journal, unless the journal has the item's key.
 
-    patience_s: that answers under way have after `stop` is set; then Stopped.
+    Args:
+        path: File of the journal.
+        schema: Type of its rows.
+        title: Name of the phase, for the progress bar and messages.
+        items: Key of the row -> what `ask` gets.
+        at_once: Number of items in work at one time.
+        patience_s: Seconds for items in work after `stop` is set.
+
+    Returns:
+        The rows of all items, in their order.
+
+    Raises:
+        RunStopped: Some items got no answer; the others are in the journal.
+        Stopped: `stop` was set.
     """
-    turns, num_lost = Turns(at_once), 0
+    path.parent.mkdir(parents=True, exist_ok=True)
+    turns, known = Turns(at_once), read_rows(path, schema)
+    missing = {key: item for key, item in items.items() if key not in known}
 
-    async def one(item: Item) -> None:
-        nonlocal num_lost
+    async def one(key: str, item: Any) -> None:
         async with turns.one() as begins:
             if begins:
-                try:
-                    journal.append(await ask(item))
+                with suppress(ChatFailed, SamplingFailed):  # the journal then lacks the row
+                    journal.append(await ask(key, item))
                     bar.advance()
-                except (ChatFailed, SamplingFailed):
-                    num_lost += 1
 
-    with closing(Journal(path)) as journal, stage(title, len(items)) as bar:
-        asyncio.run(attended(together(one(item) for item in items), turns, journal.sync, stop, patience_s))
-    if num_lost:
-        raise RunStopped(f"{title}: {num_lost} of {len(items)} got no answer; the same command asks again")
+    with closing(Journal(path)) as journal, stage(title, len(missing)) as bar:
+        asyncio.run(attended(together(one(*pair) for pair in missing.items()), turns, journal.sync, stop, patience_s))
+    rows = read_rows(path, schema)
+    if num_lost := len(items.keys() - rows.keys()):
+        raise RunStopped(f"{title}: {num_lost} of {len(missing)} got no answer; the same command asks again")
+    return [rows[key] for key in items]

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from t2g.tasks.base import get_task
 from t2g.text.tokenizer import load_tokenizer
 from t2g.types import TrainSequence
 
-logger = logging.getLogger(__name__)
 Served = TypeVar("Served", bound=ScoreJob)
 
 REPORT_FILE = "reward.json"
@@ -104,11 +102,14 @@ def usable_records(name: str, data: DataConfig, task: str) -> list[AnnotatedReco
 
 
 def judge_all(model: ServedModel, records: Sequence[AnnotatedRecord], tokenizer: Any) -> list[JudgedRecord]:
-    """Let the reward model judge the records; warn if no answer parses. tokenizer: spans are compared on its tokens."""
+    """Let the reward model judge the records, and print a warning if no answer parses.
+
+    tokenizer: spans are compared on its tokens.
+    """
     with stage("asking the reward model", len(records)) as bar:
         judged = asyncio.run(judge_records(model, records, tokenizer, bar.advance))
     if warning := parse_warning(reward_metrics(judged)):
-        logger.warning(warning)
+        print(warning)
     return judged
 
 

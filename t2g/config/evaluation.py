@@ -21,19 +21,15 @@ class SampledConfig(RolloutConfig):
     """How every policy is sampled: as in training, see `training_sampling`."""
 
     samples_per_prompt: int = Field(1, ge=1)
-    temperature: float = Field(
-        1.0, ge=0, description="0: greedy. Like max_new_tokens and max_model_len: by default that of the policies' run"
-    )
+    temperature: float = Field(1.0, ge=0, description="0: greedy; by default that of the policies' training")
 
 
 def training_sampling(policy: str) -> dict[str, Any]:
     """Return the values of SAMPLING_KEYS in the run that trained a policy; {} for a folder of no run of PPO."""
-    for folder in [*Path(policy).parents][:RUN_DEPTH]:
-        if (file := folder / loading.FILE_NAME).is_file():
-            values, _ = loading.read_yaml(file)
-            if "learner" in values and isinstance(rollout := values.get("rollout"), dict):
-                return {key: rollout[key] for key in SAMPLING_KEYS if isinstance(rollout.get(key), int | float)}
-    return {}
+    files = [folder / loading.FILE_NAME for folder in Path(policy).parents][:RUN_DEPTH]
+    runs = [loading.read_yaml(file)[0] for file in files if file.is_file()]
+    rollout = next((run["rollout"] for run in runs if {"learner", "rollout"} <= run.keys()), {})
+    return {key: rollout[key] for key in SAMPLING_KEYS if key in rollout}
 
 
 class PolicyEvaluationJob(JobConfig):
@@ -79,18 +75,14 @@ class PolicyEvaluationJob(JobConfig):
     @classmethod
     def _sample_as_in_training(cls, rollout: SampledConfig, info: ValidationInfo) -> SampledConfig:
         """Take the keys that the user did not set from the runs of the policies; only files have a context."""
-        if info.context is None or not {"policies", "reflections"} <= info.data.keys():
-            return rollout
-        models = info.data["policies"] | info.data["reflections"]
-        runs = {name: training_sampling(model.policy) for name, model in models.items()}
+        models = info.data.get("policies", {}) | info.data.get("reflections", {}) if info.context else {}
+        runs = [training_sampling(model.policy) for model in models.values()]
         changes: dict[str, float] = {}
         for key in set(SAMPLING_KEYS) - rollout.model_fields_set:
-            values = {name: run[key] for name, run in runs.items() if key in run}
-            if len(set(values.values())) > 1:
-                found = ", ".join(f"{name} with {value}" for name, value in values.items())
-                raise ValueError(f"rollout.{key} is not set, and training sampled {found}: set one for all")
-            if values:
-                changes[key] = min(values.values())
+            values = {run[key] for run in runs if key in run}
+            if len(values) > 1:
+                raise ValueError(f"rollout.{key} is not set, and training sampled with {sorted(values)}: set one value")
+            changes.update((key, value) for value in values)
         try:
             return with_overrides(rollout, changes)
         except ValidationError as error:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from t2g.concurrency import together
-from t2g.config import PolicyJob
+from t2g.config import PolicyEvaluationJob, PolicyJob
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.sources.noise import NoisyFeedback
 from t2g.interfaces import FeedbackSource, RolloutSource, Sampling
@@ -36,7 +36,7 @@ class Judged:
     num_unsampled: int = 0  # responses that they would have had
 
 
-def sampling_of(config: PolicyJob, split: str, step: int, *, num_samples: int) -> Sampling:
+def sampling_of(config: PolicyJob | PolicyEvaluationJob, split: str, step: int, *, num_samples: int) -> Sampling:
     """How the policy is sampled in this step; never otherwise than PPO assumes."""
     rollout = config.rollout
     return Sampling(

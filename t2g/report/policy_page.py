@@ -17,10 +17,7 @@ from t2g.types import Prompt
 
 MD_FILE, EXPORTS = "evaluation.md", "exports"
 NUM_EXAMPLES = 6
-ONLY_TIES = (
-    "Every pair ties on every prompt, in all tested measures and verdicts: this evaluation cannot tell the policies "
-    "apart. Take harder prompts, or another rollout.temperature."
-)
+ONLY_TIES = "Every pair ties on every prompt: take harder prompts, or another rollout.temperature."
 PROBLEMS = {"empty": 1.0, "cut": 1.0, "repetition": 0.5}  # general measure -> from where on a response is shown for it
 
 
@@ -98,8 +95,8 @@ def _markdown(result: Mapping[str, Any], measures: Sequence[str]) -> str:
         for pair in result["pairs"]
     ]
     head = ["policy", "against", "measure", "difference", "p", "Holm", "wins", "ties", "losses", "resolvable"]
-    warning = f"{result['warning']}\n\n" if result["warning"] else ""
-    return f"{warning}{markdown(['policy', *measures], policies)}\n\n{markdown(head, pairs)}\n"
+    tables = f"{markdown(['policy', *measures], policies)}\n\n{markdown(head, pairs)}\n"
+    return f"{result['warning']}\n\n{tables}" if result["warning"] else tables
 
 
 def _export(folder: Path, prompts: Sequence[Prompt], answers: Mapping[str, Sequence[Answers]]) -> None:

@@ -125,7 +125,6 @@ def judged(both: np.ndarray, sides: np.ndarray, *, seed: int) -> dict[str, Any]:
         column, figure = values[known][:, None], mean_of(num)
         return told(figure(Draws(num, seed=seed).resampled(column)), figure(column.sum(0)), num)
 
-    lengths = {"longer": 1, "as long": 0, "shorter": -1}
     return {
         "prompts": num,
         "win_rate": rate(points),
@@ -135,7 +134,7 @@ def judged(both: np.ndarray, sides: np.ndarray, *, seed: int) -> dict[str, Any]:
         "unparsable_share": float(np.isnan(both).mean()),
         "by_length": {
             name: {"win_rate": _mean(points[known & (sides == side)]), "prompts": int((known & (sides == side)).sum())}
-            for name, side in lengths.items()
+            for name, side in {"longer": 1, "as long": 0, "shorter": -1}.items()
         },
     }
 

@@ -5,7 +5,6 @@ mean (K 1), or corpus BLEU (K 10). What needs neither a model nor a program is c
 from `Task.measure`.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import combinations
@@ -13,6 +12,7 @@ from math import comb
 from typing import Any
 
 import numpy as np
+import xxhash
 from pydantic import BaseModel
 from pydantic_core import to_json
 
@@ -49,8 +49,7 @@ class Scores(BaseModel):
 
 def content_key(*content: Any) -> str:
     """Return a hash of plain values, models and dataclasses: equal content has the same key in every run."""
-    data = to_json(content, inf_nan_mode="constants", serialize_unknown=True)
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+    return xxhash.xxh3_128_hexdigest(to_json(content, inf_nan_mode="constants", serialize_unknown=True))
 
 
 def general(response: Response) -> dict[str, float]:
@@ -151,11 +150,12 @@ def summarise(policies: Mapping[str, Columns], *, seed: int) -> dict[str, Any]:
     """
     num_prompts = len(next(iter(next(iter(policies.values())).values())))
     draws = Draws(num_prompts, seed=seed)
-    figures: dict[str, dict[str, Any]] = {policy: {} for policy in policies}
-    for policy, measures in policies.items():
-        for name, values in measures.items():
-            figure = figure_of(name, num_prompts)
-            figures[policy][name] = told(figure(draws.resampled(values)), figure(values.sum(0)), num_prompts)
+
+    def estimate(measure: str, values: np.ndarray) -> dict[str, float]:
+        figure = figure_of(measure, num_prompts)
+        return told(figure(draws.resampled(values)), figure(values.sum(0)), num_prompts)
+
+    figures = {policy: {name: estimate(name, of[name]) for name in of} for policy, of in policies.items()}
     pairs = [
         {"policy": other, "against": one, "measure": name}
         | compare(values, policies[one][name], figure_of(name, num_prompts), draws)
@@ -177,6 +177,5 @@ def has_only_ties(summary: Mapping[str, Any], judged: Mapping[str, Any]) -> bool
         judged: Of `pairwise.win_rates`.
     """
     ties = [pair["value"] == pair["resolvable"] == 0 for pair in summary["pairs"] if pair["p_holm"] is not None]
-    rates = [pair["win_rate"] for pair in judged["pairs"] if pair["win_rate"]]
-    ties += [rate["low"] == rate["high"] == 0.5 for rate in rates]
+    ties += [rate["low"] == rate["high"] == 0.5 for pair in judged["pairs"] if (rate := pair["win_rate"])]
     return bool(ties) and all(ties)

@@ -102,18 +102,9 @@ def reward_metrics(records: Sequence[JudgedRecord]) -> dict[str, float]:
 
 def parse_warning(metrics: Mapping[str, float]) -> str | None:
     """Return a sentence if no answer of the reward model parses. metrics: see `reward_metrics`."""
-    num_records = f"{metrics['num_records']:g}"
-    if metrics["usable_rate"] == 0:
-        return (
-            f"None of the reward model's {num_records} answers could be used, so its scores say nothing of its "
-            "judgement. Check its task and style, and raise feedback.engine.max_new_tokens if answers were truncated."
-        )
-    if metrics["parse_rate"] == 0:
-        return (
-            f"None of the reward model's {num_records} answers parses without guided decoding: the model has not "
-            "learned the answer format. Train it for longer, or check its task and style."
-        )
-    return None
+    rates = {"usable_rate": "could be used", "parse_rate": "parses without guided decoding"}
+    failed = next((what for rate, what in rates.items() if metrics[rate] == 0), None)
+    return failed and f"None of the reward model's {metrics['num_records']:g} answers {failed}: check task and style."
 
 
 def arm_metrics(judged: Sequence[JudgedRecord], sparse: Sequence[SpanFeedback], tokenizer: Any) -> dict[str, float]:
@@ -214,10 +205,9 @@ def _ratios(counts: Columns) -> dict[str, np.ndarray]:
     agreed = tokens * sum(counts[name, name] for name in CLASSES)  # times the tokens, as the two below
     by_chance = sum(gold[name] * predicted[name] for name in CLASSES)
     ratios["kappa"] = _ratio(agreed - by_chance, tokens * tokens - by_chance)
-    for name, part, whole in (
-        ("located_rate", "located", "quotes"), ("parse_rate", "parsed", "records"), ("usable_rate", "usable", "records")
-    ):  # fmt: skip
-        ratios[name] = _ratio(counts["all", part], counts["all", whole])
+    ratios["located_rate"] = _ratio(counts["all", "located"], counts["all", "quotes"])
+    rates = {"parse_rate": "parsed", "usable_rate": "usable"}
+    ratios |= {name: _ratio(counts["all", part], counts["all", "records"]) for name, part in rates.items()}
     ratios["agreement"] = _ratio(counts["all", "agreement"], counts["all", "voted"], empty=np.nan)
     return ratios
 
