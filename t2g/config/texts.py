@@ -39,9 +39,8 @@ def text_problems(values: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tup
     """Yield the keys and a sentence for each text of a config, a name or a value, that the config may not hold."""
     if isinstance(values, Mapping):
         for name, value in values.items():
-            yield from text_problems(str(name), (*keys, str(name)))
-            yield from text_problems(value, (*keys, str(name)))
-    elif isinstance(values, list | tuple):
+            yield from text_problems([str(name), value], (*keys, str(name)))
+    elif isinstance(values, list):
         for value in values:
             yield from text_problems(value, keys)
     elif isinstance(values, str):
@@ -49,18 +48,15 @@ def text_problems(values: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tup
         if CONTROL.search(values):
             yield keys, f"{name} holds a line break, a control or a bidirectional character; it needs one plain line"
         elif mask_secrets(values) != values:
-            yield (
-                keys,
-                f"{name} holds a key or a password, which the run folder would keep; export it as an environment "
-                "variable, and give the variable's name where the config asks for it (llm.key_env)",
-            )
+            need = "export it as an environment variable, and give that variable's name where a config asks for it"
+            yield keys, f"{name} holds a key or a password, which the run folder would keep; {need} (llm.key_env)"
 
 
 def _secret_values(environ: Mapping[str, str]) -> Iterator[str]:
     """Yield the values of secret variables, and the passwords of proxies as they are written and as they are sent."""
     for name, value in environ.items():
-        if name.upper().endswith("_PROXY") and "@" in value:
+        if name.upper().endswith("_PROXY"):
             password = value.rpartition("@")[0].partition("://")[2].partition(":")[2]
-            yield from (one for one in {password, unquote(password)} if len(one) >= MIN_SECRET_CHARS // 2)
+            yield from {password, unquote(password)} if len(password) >= MIN_SECRET_CHARS // 2 else ()
         elif SECRET_NAME.search(name.upper()) and len(value) >= MIN_SECRET_CHARS and not value.startswith("/"):
             yield value.strip()

@@ -8,10 +8,10 @@ The key and the prompt go to `llm.url` only: no redirect is followed. Every text
 """
 
 import os
+import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from pydantic import BaseModel, Field, ValidationError
@@ -27,11 +27,10 @@ if TYPE_CHECKING:
 
 MAX_BODY_BYTES = 4 * 2**20  # of an answer; the rest is not read
 MAX_ERROR_BYTES = 64 * 2**10  # of the body of an error
-KEPT_HEADERS = ("location", "retry-after", "retry-after-ms", "x-should-retry")  # of an error
-QUOTA_CODES = (  # `code` or `type` of an error that another try cannot pass
-    "insufficient_quota", "exceeded_current_quota_error", "billing_hard_limit_reached", "billing_not_active",
-    "insufficient_balance", "insufficient_funds",
-)  # fmt: skip
+QUOTA = re.compile(  # errors that another try cannot pass
+    rb'"(code|type)"\s*:\s*"(insufficient_(quota|balance|funds)|\w*quota_(exceeded|error)|billing_\w+)"'
+)
+PROXY = re.compile(r"(https?://)?([^/\s@]*@)?([\w.-]+|\[[\da-fA-F:]+\])(:\d{1,5})?/?")
 MAX_WORDS = 2000  # characters of an error that are told
 MAX_RETRIES = 10  # a minute of pauses for one request; the deadline of the judgement may end them before
 
@@ -140,12 +139,7 @@ class EndpointChat(Chat):
 def check_proxies() -> None:
     """Raise NotHere for a proxy that the HTTP library would refuse with a message that holds its password."""
     for scheme, url in getproxies().items():
-        try:
-            parts = urlsplit(url if "://" in url else f"http://{url}")
-            is_fine = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:
-            is_fine = False
-        if scheme in ("http", "https", "all") and not is_fine:
+        if scheme in ("http", "https", "all") and not PROXY.fullmatch(url):
             raise NotHere(f"the environment variable {scheme.upper()}_PROXY needs the form http://host:port")
 
 
@@ -165,24 +159,14 @@ async def read_body(chunks: AsyncIterator[bytes], limit: int = MAX_BODY_BYTES) -
 async def read_error(response: Any) -> Any:
     """Return an HTTP response with the start of the body, and without a retry where the quota is exhausted."""
     try:
-        body = await read_body(response.aiter_bytes(), MAX_ERROR_BYTES)
+        body = (await read_body(response.aiter_bytes(), MAX_ERROR_BYTES))[:MAX_ERROR_BYTES]
     except ConnectionError:
         body = b""  # the status is enough
     await response.aclose()
-    headers = {name: response.headers[name] for name in KEPT_HEADERS if name in response.headers}
+    headers = {name: text for name, text in response.headers.items() if not name.startswith("content-")}
     if is_quota_exhausted(response.status_code, body):
         headers["x-should-retry"] = "false"
-    short = body[:MAX_ERROR_BYTES]
-    return type(response)(response.status_code, headers=headers, content=short, request=response.request)
-
-
-class _Error(BaseModel):
-    code: str | int | None = None
-    type: str | None = None
-
-
-class _ErrorBody(BaseModel):
-    error: _Error
+    return type(response)(response.status_code, headers=headers, content=body, request=response.request)
 
 
 def is_quota_exhausted(status: int, body: bytes) -> bool:
@@ -191,11 +175,7 @@ def is_quota_exhausted(status: int, body: bytes) -> bool:
     >>> is_quota_exhausted(429, b'{"error": {"code": "insufficient_quota"}}'), is_quota_exhausted(429, b"slow down")
     (True, False)
     """
-    try:
-        error = _ErrorBody.model_validate_json(body).error
-    except ValidationError:
-        return status == 402
-    return status == 402 or error.code in QUOTA_CODES or error.type in QUOTA_CODES
+    return status == 402 or (status in (400, 403, 429) and QUOTA.search(body) is not None)
 
 
 class _Message(BaseModel):
