@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,8 @@ from t2g.loop import annotation
 from t2g.loop.annotation import Sample, Turns, Write
 from t2g.runs.journal import Journal, read_journal
 from t2g.runs.progress import duration, stage
-from t2g.tasks.base import get_task
+from t2g.tasks.base import Task, get_task
+from t2g.tasks.references import check_references
 from t2g.text.tokenizer import load_tokenizer
 from t2g.types import Prompt
 
@@ -58,14 +60,31 @@ def read_samples(config: AnnotateJob) -> list[Sample]:
     task, rows = get_task(config.task), load_records(config.data)
     if config.model is None or config.annotate.responses == "data":
         samples = annotation.given_samples(rows, task)
+        samples = _with_modes(samples, task, config)
         if all(sample.problem for sample in samples):
             raise UserError(f"data.path={config.data.path}: no record can be judged; {samples[0].problem}")
     else:
         tokenizer = load_tokenizer(config.model.policy, config.model.revision)
         room, too_long = config.rollout.max_prompt_tokens, config.data.too_long
         prompts = make_prompts(rows, task, tokenizer, room, too_long=too_long)
+        prompts = _check(prompts, task, config, leave_out=True)
         samples = [Sample(prompt, index) for prompt in prompts for index in range(config.rollout.samples_per_prompt)]
     return samples + annotation.plant_samples(samples, task, config.annotate.planted, seed=config.run.seed)
+
+
+def _with_modes(samples: list[Sample], task: Task, config: AnnotateJob) -> list[Sample]:
+    """Return the samples with the mode of their tests; where a record has no other response, its solution is judged."""
+    chosen = [sample for sample in samples if "response" in sample.prompt.payload]
+    checked = _check([sample.prompt for sample in chosen], task, config, leave_out=False)
+    prompts = {id(sample): prompt for sample, prompt in zip(chosen, checked, strict=True)}
+    return [replace(sample, prompt=prompts.get(id(sample), sample.prompt)) for sample in samples]
+
+
+def _check(prompts: Sequence[Prompt], task: Task, config: AnnotateJob, *, leave_out: bool) -> list[Prompt]:
+    options = config.annotate
+    if options.source != "program":
+        return list(prompts)
+    return check_references(prompts, task, options.sandbox, options.concurrency, leave_out=leave_out)
 
 
 def annotate_samples(

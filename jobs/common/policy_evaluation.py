@@ -41,6 +41,7 @@ from t2g.study.policy_eval import PASSED, Answers, Response, Scores, bert_score,
 from t2g.study.reflection import Reflecting
 from t2g.tasks.base import Record, Task, get_task
 from t2g.tasks.human_eval import as_kodcode
+from t2g.tasks.references import check_references
 from t2g.text.tokenizer import load_tokenizer
 from t2g.types import Prompt
 
@@ -106,6 +107,7 @@ class Evaluation:
     def __init__(self, config: PolicyEvaluationJob, questions: Questions | None = None) -> None:
         self.config, (self.task, records, self.prompts) = config, questions or read_questions(config)
         self._records = {prompt.prompt_id: record for prompt, record in zip(self.prompts, records, strict=True)}
+        self.prompts = check_references(self.prompts, self.task, config.sandbox, config.concurrency, leave_out=False)
         self.folder = begin_folder(config, RESPONSES)
         servers = [*config.endpoints.values(), *config.judges.values()]
         self._askers = {llm: Asker(EndpointChat(llm), llm, config.timeout_s) for llm in servers}

@@ -53,6 +53,7 @@ from t2g.runs.versions import versions
 from t2g.study import baselines
 from t2g.study.baselines import METHODS, POLICY, Arm, Metrics, PreferencePair
 from t2g.tasks.base import Task, get_task
+from t2g.tasks.references import check_references
 from t2g.text.tokenizer import load_tokenizer
 from t2g.types import Prompt, TrainSequence
 
@@ -87,7 +88,9 @@ def read_data(config: PolicyJob, arms: Sequence[PolicyJob] = ()) -> PolicyData:
     task = get_task(config.task)
     tokenizer = load_tokenizer(config.model.policy, config.model.revision)
     room = config.rollout.max_prompt_tokens
+    feedback = config.feedback
     prompts = make_prompts(load_records(config.data), task, tokenizer, room, too_long=config.data.too_long)
+    prompts = check_references(prompts, task, feedback.sandbox, feedback.concurrency)
     check_outcome_rewards(task, prompts, max(job.objective.w_end for job in (config, *arms)))
     # Refuses a file with fewer prompts than a step takes now, and not when all engines have started.
     prompt_indices(num_prompts=len(prompts), per_step=config.rollout.prompts_per_step, step=1, seed=config.run.seed)
@@ -96,6 +99,7 @@ def read_data(config: PolicyJob, arms: Sequence[PolicyJob] = ()) -> PolicyData:
         records = load_records(config.eval_data, "eval_data")[: config.eval.num_prompts]
         too_long = config.eval_data.too_long
         eval_prompts = make_prompts(records, task, tokenizer, room, too_long=too_long, key="eval_data")
+        eval_prompts = check_references(eval_prompts, task, feedback.sandbox, feedback.concurrency)
     return PolicyData(task=task, tokenizer=tokenizer, prompts=prompts, eval_prompts=eval_prompts)
 
 

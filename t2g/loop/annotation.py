@@ -195,6 +195,7 @@ def summarize(records: Sequence[AnnotatedRecord]) -> dict[str, Any]:
     usable = [record for record in records if record.usable]
     statuses = Counter(record.status for record in records)
     num_quotes = sum(record.num_quotes for record in usable)
+    modes = Counter(record.outcome["mode"] for record in records if "mode" in record.outcome)
     agreements = [record.agreement for record in usable if record.agreement is not None]
     return {
         "records": len(records),
@@ -203,6 +204,7 @@ def summarize(records: Sequence[AnnotatedRecord]) -> dict[str, Any]:
         "spans_per_response": sum(len(record.spans or ()) for record in usable) / len(usable) if usable else None,
         "located_share": sum(record.num_located for record in usable) / num_quotes if num_quotes else None,
         "agreement": sum(agreements) / len(agreements) if agreements else None,
+        **{f"sandbox_{mode}_share": count / modes.total() for mode, count in sorted(modes.items())},
         "reasons": _grouped(r.reason or f"status {r.status}" for r in records if not r.usable),
     }
 

@@ -217,6 +217,8 @@ def step_metrics(
     sources = [f.source for _, _, f in pairs]
     shares = {f"tokens/{label}_share": share for label, share in label_shares(deltas).items()}
     shares |= {f"feedback/source/{name}": sources.count(name) / len(sources) for name in sorted(set(sources))}
+    modes = [f.outcome["mode"] for _, _, f in pairs if "mode" in f.outcome]
+    shares |= {f"sandbox/{mode}_share": modes.count(mode) / len(modes) for mode in sorted(set(modes))}
     if objective.w_end:
         shares["reward/end_mean"] = float(np.mean([s.end_reward for s in scored]))
     return shares | {

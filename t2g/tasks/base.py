@@ -161,6 +161,12 @@ class Task:
         """Return whether `measure` gives `score_name` for every response to this prompt. Must execute nothing."""
         return bool(self.score_name)
 
+    def reference_mode(self, prompt: Prompt, *, sandbox: SandboxConfig) -> str | None:
+        """Return the mode of `sandbox.tests` in which the record's reference solution passes: separate or together;
+        neither; None where there is no reference or no test.
+        """
+        return None
+
     def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float] | None:
         """Metrics of one response that no feedback source has a part in, or None. sandbox: for what it runs."""
         return None

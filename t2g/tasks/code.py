@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from t2g.config import StyleConfig
-from t2g.sandbox import Outcome, SandboxConfig, run_solution
+from t2g.sandbox import Outcome, SandboxConfig, choose_mode, run_solution
 from t2g.tasks.base import Critic, Record, Review, Task, optional_text, text_field
+from t2g.tasks.references import NEITHER, with_mode
 from t2g.text.tokenizer import Message
 from t2g.types import Prompt
 
@@ -92,19 +93,28 @@ class CodeTask(Task):
         return {"passed": self.passed(prompt, response_text, prompt.payload["test"], sandbox)}
 
     def passed(self, prompt: Prompt, response_text: str, tests: str, sandbox: SandboxConfig) -> float:
-        """Return 1 if the program in the response passes these tests, else 0.
+        """Return 1 if the program in the response passes these tests, else 0."""
+        code = _with_imports(extract_code(response_text)[0], prompt.payload)
+        return float(self.run(code, tests, with_mode(sandbox, prompt.payload)).passed)
 
-        The imports of the problem stand before the program, but after its imports from __future__.
-        """
-        code, imports = extract_code(response_text)[0], prompt.payload.get("imports")
-        if isinstance(imports, str):
-            future = _FUTURE.search(code)  # no other statement may stand before it
-            at = future.end() if future else 0
-            code = f"{code[:at]}\n{imports}\n\n{code[at:]}"
-        return float(self.run(code, tests, sandbox).passed)
+    def reference_mode(self, prompt: Prompt, *, sandbox: SandboxConfig) -> str | None:
+        solution, tests = prompt.payload.get("solution"), prompt.payload.get("test")
+        if not isinstance(solution, str) or not isinstance(tests, str):
+            return None
+        return choose_mode(_with_imports(solution, prompt.payload), tests, sandbox) or NEITHER
 
     def run(self, code: str, tests: str, sandbox: SandboxConfig) -> Outcome:
         return run_solution(code, tests, sandbox)
+
+
+def _with_imports(code: str, payload: Mapping[str, Any]) -> str:
+    """Return the program with the problem's imports before it, but after its imports from __future__."""
+    imports = payload.get("imports")
+    if not isinstance(imports, str):
+        return code
+    future = _FUTURE.search(code)  # no other statement may stand before it
+    at = future.end() if future else 0
+    return f"{code[:at]}\n{imports}\n\n{code[at:]}"
 
 
 def extract_code(response_text: str) -> tuple[str, int]:

@@ -18,6 +18,7 @@ from t2g.errors import NotHere
 from t2g.sandbox import Outcome, SandboxConfig, TestResult, available, run_solution
 from t2g.tasks.base import Critic
 from t2g.tasks.code import extract_code
+from t2g.tasks.references import with_mode
 from t2g.types import Span
 
 RunTests = Callable[[str, str, SandboxConfig], Outcome]
@@ -52,7 +53,7 @@ def make_critic(sandbox: SandboxConfig, style: StyleConfig, run: RunTests = run_
         if not isinstance(tests, str) or not tests.strip():
             raise ValueError(f"the record's tests are {tests!r:.80}; field test needs a text")
         code, start = extract_code(response_text)
-        outcome = run(code, tests, sandbox)
+        outcome = run(code, tests, with_mode(sandbox, payload))
         if outcome.reason == "bad_tests":
             raise ValueError("the record's tests do not compile, or hold no test")
         if outcome.reason == "no_result" and not outcome.isolation:
@@ -85,6 +86,7 @@ def judge(outcome: Outcome, code: str, start: int, style: StyleConfig, sandbox: 
             "reason": outcome.reason,
             "tests": [_listed(test) for test in outcome.tests[:MAX_LISTED]],
             "isolation": list(outcome.isolation),
+            "mode": outcome.mode,
         },
     }
 

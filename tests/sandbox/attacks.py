@@ -1,6 +1,7 @@
 """Solutions that attack the sandbox. As a program: runs them all and prints their outcomes as one line of JSON.
 
-python attacks.py FOLDER    FOLDER: writable for everybody; one attack tries to write into it from inside
+python attacks.py FOLDER MODE   FOLDER: writable for everybody; one attack tries to write into it from inside
+                                MODE: of `sandbox.tests`
 
 The environment of this program holds SECRET, and it listens at PORT of this machine and at an abstract Unix address.
 """
@@ -265,11 +266,7 @@ def limits_of(name: str) -> SandboxConfig:
     return LIMITS.model_copy(update={"timeout_s": 15.0}) if ends else LIMITS
 
 
-def attack(name: str, code: str) -> dict[str, Any]:
-    return asdict(run_solution(code, TESTS, limits_of(name)))
-
-
-def main(folder: str) -> None:
+def main(folder: str, mode: str) -> None:
     assert os.environ["SECRET"] == SECRET
     port, abstract = socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_UNIX)
     number = str(port.getsockname()[1])
@@ -280,6 +277,10 @@ def main(folder: str) -> None:
         Path(folder, name).chmod(0o600)
     codes = {name: code.replace("FOLDER", folder).replace("PORT", number) for name, (code, _, _) in ATTACKS.items()}
     codes["honest"] = HONEST
+
+    def attack(name: str, code: str) -> dict[str, Any]:
+        return asdict(run_solution(code, TESTS, limits_of(name).model_copy(update={"tests": mode})))
+
     with ThreadPoolExecutor(2) as pool:
         outcomes = dict(zip(codes, pool.map(attack, codes, codes.values()), strict=True))
     limited = any(test["error"] == "ValueError" for test in outcomes["count of processes"]["tests"])
@@ -289,4 +290,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

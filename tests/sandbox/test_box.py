@@ -732,6 +732,52 @@ def test_a_number_that_changes_passes_nothing(base: str, answer: str) -> None:
     assert len(outcome.tests) == len(statements)
 
 
+# Raised by a solution, these end a loop over its results before a wrong one is compared.
+ENDS = """
+class E:
+    def __init__(self, error): self.error = error
+    def __call__(self, x): raise self.error
+    def method(self, x): raise self.error
+    def __len__(self): raise self.error
+    def __getitem__(self, index): raise self.error
+    def __eq__(self, other): raise self.error
+    __hash__ = object.__hash__
+    @property
+    def value(self): raise self.error
+class Empty:
+    def __getitem__(self, index): raise IndexError
+class Sized(Empty):
+    def __len__(self): return 2
+class Short(Sized):
+    def __getitem__(self, index): return [1][index]
+def f(x): raise StopIteration
+def g(x): raise StopIteration(x)
+o = E(StopIteration())
+"""
+ENDED = (
+    "assert all(map(f, [1, 2]))", "assert not any(map(g, [1]))", "assert [*map(f, [1, 2])] == []",
+    "assert all(a == b for a, b in zip(map(f, [1]), [2]))", "assert sum(map(f, [1])) == 0",
+    "assert max(map(f, [1]), default=3) == 3", "assert dict(zip('ab', map(f, 'ab'))) == {}",
+    "for a, b in zip(map(f, [1]), [2]): assert a == b", "assert list(filter(f, [1])) == []",
+    "assert list(itertools.starmap(f, [(1,)])) == []", "case.assertCountEqual(map(f, [1]), [])",
+    "assert all(map(o, [1]))", "assert all(map(o.method, [1]))", "assert all(map(len, [o]))",
+    "assert all(map(operator.itemgetter(0), [o]))", "assert all(map(operator.attrgetter('value'), [o]))",
+    "assert all(map(operator.eq, [o], [E(ValueError())]))", "assert all(a == b for a, b in zip(Empty(), [1, 2]))",
+    "assert all(a == b for a, b in zip(Sized(), [1, 2]))", "assert all(map(operator.eq, Short(), [1, 2]))",
+    "assert len(Sized()) == 2 and all(x == 1 for x in Sized())", "with pytest.raises(StopIteration): f(1)",
+)  # fmt: skip
+
+
+def test_a_solution_that_ends_a_loop_of_the_tests_passes_nothing() -> None:
+    tests = "import itertools, operator, pytest, unittest\nfrom solution import *\ncase = unittest.TestCase()\n"
+    tests += "".join(f"def test_{n}():\n    {statement}\n" for n, statement in enumerate(ENDED))
+    outcome = run_solution(ENDS, tests, LIMITS)
+    assert [ENDED[n] for n, test in enumerate(outcome.tests) if test.passed] == []
+    assert len(outcome.tests) == len(ENDED)
+    assert (outcome.tests[0].error, outcome.tests[0].message) == ("RuntimeError", "the solution raised StopIteration")
+    assert outcome.tests[0].trace == (18,)
+
+
 def test_a_star_replaces_nothing_that_means_something_already() -> None:
     code = "def abs(x): return 0\ndef isclose(*a): return True\nall = any = abs\nclass pytest:\n    approx = dict\n"
     tests = "import pytest\nfrom math import isclose\nfrom solution import *\n"

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import os
 import resource
+import signal
 from collections.abc import Iterable
 
 from t2g.sandbox.box.confine import DEVICES
@@ -21,6 +22,7 @@ _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 4096, 16384, 1 << 
 _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
 _AT_RECURSIVE, _MNT_DETACH = 0x8000, 2
 _SYS_MOUNT_SETATTR = 442  # the same number on every architecture
+_SYS_CLONE = {"x86_64": 56, "aarch64": 220}
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -38,6 +40,20 @@ def lacking(require: Iterable[str], in_force: Iterable[str]) -> list[str]:
 
 def unshare(flag: int) -> bool:
     return _libc.unshare(flag) == 0
+
+
+def fork_isolated() -> int:
+    """`os.fork` into a process namespace of its own, where the machine allows one.
+
+    After `unshare` the calling process could start no thread: so this is `clone`, between what Python does at a fork.
+    """
+    ctypes.pythonapi.PyOS_BeforeFork()
+    process = _libc.syscall(_SYS_CLONE[os.uname().machine], PID | signal.SIGCHLD, 0, 0, 0, 0)
+    if process == 0:
+        ctypes.pythonapi.PyOS_AfterFork_Child()
+    else:
+        ctypes.pythonapi.PyOS_AfterFork_Parent()
+    return process if process >= 0 else os.fork()
 
 
 def new_user_namespace(proc: int) -> bool:

@@ -17,6 +17,11 @@ FORWARDED += [f"__{side}{name}__" for name in _BINARY.split() for side in ("", "
 _ORDER = {"__lt__", "__le__", "__gt__", "__ge__"}
 _NUMBERS = "int float index complex abs neg pos invert bool round trunc floor ceil"
 _NUMERIC = {f"__{name}__" for name in _NUMBERS.split()}
+_WRAPPED = {
+    "__annotations__",
+    "__dict__",
+    "__type_params__",
+}  # functools.wraps copies them from a function of the tests
 _CONTENT = {"__len__", "__contains__", "__getitem__"}
 _CHANGING = (list, dict, set, bytearray)
 _OPERATORS: dict[str, Callable[..., Any]] = {}  # by special method: what it does to (object, other)
@@ -83,7 +88,7 @@ class Remote:
             return self._names[name]
         if name.startswith("__array"):  # numpy would read memory at an address that the object names
             raise AttributeError(name)
-        if name == "__dict__" and self._peer.is_solution:  # functools.wraps copies it
+        if self._peer.is_solution and name in _WRAPPED:
             raise AttributeError(name)
         return self._peer.request("get", self, name)
 

@@ -103,6 +103,8 @@ def _wait(plan: dict[str, Any], tests: int, end: socket.socket, held: int) -> bo
                 case _:
                     os.waitpid(tests, 0)
                     return True
+        if os.waitpid(tests, os.WNOHANG)[0]:  # what it left running may hold its end of the socket
+            return True
         below = [process for process in isolation.descendants(os.getpid()) if process != tests]
         if sum(max(isolation.memory_of(process) - held, 0) for process in below) > plan["memory_bytes"]:
             _kill(below)
@@ -128,24 +130,23 @@ def _kill(processes: list[int]) -> None:
 
 
 def _tester(plan: dict[str, Any], in_force: list[str], mark: socket.socket, session: "pytest.Session") -> None:
-    separate = plan["tests"] == "separate"
-    if separate:
-        isolation.unshare(isolation.PID)  # of the worker: it cannot even name the tester
-    isolation.give_up_privileges()
     os.setsid()  # a signal to its process group would reach the supervisor out of a process namespace, too
     ours, theirs = socket.socketpair()
     alone = {"user", "throwaway_user", "mount"} & set(in_force)  # a new user namespace counts processes from 0
     most = plan["max_processes"] + (3 if alone else isolation.count_tasks(os.geteuid()))
-    inner = os.fork() if separate else None
+    inner = None
+    if plan["tests"] == "separate":
+        inner = isolation.fork_isolated()  # the worker cannot even name the tester
+    isolation.give_up_privileges()
     isolation.limit_processes(most)  # only now: other sandboxes of this user must not keep ours from starting
     if inner == 0:
         try:
-            _worker(plan, in_force, theirs, ours)
+            _worker(plan, in_force, theirs)
         finally:
             os._exit(1)
-    theirs.close()
     verdict_file = os.dup(1)
     os.dup2(2, 1)
+    _close_all_but(verdict_file, mark.fileno(), ours.fileno())
     _confine(plan, in_force)
     os.write(verdict_file, json.dumps(in_force).encode() + b"\n")
     if isolation.lacking(plan["require"], in_force):
@@ -199,17 +200,20 @@ def _confine(plan: dict[str, Any], in_force: list[str]) -> None:
         confine.filter_calls(keep_modes=landlock, own_signals="signals" in in_force and not scoped)
 
 
-def _worker(plan: dict[str, Any], in_force: list[str], end: socket.socket, other: socket.socket) -> None:
+def _close_all_but(*kept: int) -> None:
+    """Close what else is open above standard error, as the machine's /proc."""
+    for low, high in zip([2, *sorted(kept)], [*sorted(kept), 4096], strict=True):
+        os.closerange(low + 1, high)
+
+
+def _worker(plan: dict[str, Any], in_force: list[str], end: socket.socket) -> None:
     """No file is left but the socket, and standard output and error, which are the same pipe."""
     isolation.die_with_parent()
     isolation.adopt_orphans()
     os.setsid()  # as the tester
-    other.close()
     null = os.open("/dev/null", os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(2, 1)
-    kept = end.fileno()
-    os.closerange(3, kept)
-    os.closerange(kept + 1, 4096)
+    _close_all_but(end.fileno())
     _confine(plan, in_force)
     worker.main(end, plan["max_output"])

@@ -86,6 +86,10 @@ class TinyCodeTask(CodeTask):
         """The program with planted faults: what the base policy learns."""
         return text_field(record, "solution")
 
+    def reference_mode(self, prompt: Prompt, *, sandbox: SandboxConfig) -> str | None:
+        """None: references have planted faults."""
+        return None
+
     def run(self, code: str, tests: str, sandbox: SandboxConfig) -> Outcome:
         return interpret(code, tests) or super().run(code, tests, sandbox)
 

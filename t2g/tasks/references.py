@@ -1,0 +1,58 @@
+"""The mode in which the tests of a record run: with `sandbox.tests=auto` the record's reference solution decides it."""
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from t2g.errors import UserError
+from t2g.sandbox import SandboxConfig
+from t2g.tasks.base import Task
+from t2g.types import Prompt
+
+logger = logging.getLogger(__name__)
+MODE_FIELD = "tests_mode"  # of the payload
+NEITHER = "neither"
+
+
+def with_mode(sandbox: SandboxConfig, payload: Mapping[str, Any]) -> SandboxConfig:
+    """Return the sandbox with the mode that the record's reference decided."""
+    together = sandbox.tests == "auto" and payload.get(MODE_FIELD) == "together"
+    return sandbox.model_copy(update={"tests": "together"}) if together else sandbox
+
+
+def check_references(
+    prompts: Sequence[Prompt], task: Task, sandbox: SandboxConfig, concurrency: int, *, leave_out: bool = True
+) -> list[Prompt]:
+    """Run each record's reference solution against its tests, and put the mode in which it passes into the payload.
+
+    Args:
+        concurrency: Sandboxes at once.
+        leave_out: Whether records are left out whose reference passes in neither mode.
+
+    Raises:
+        UserError: Nothing is left.
+    """
+    if sandbox.tests != "auto":
+        return list(prompts)
+    with ThreadPoolExecutor(concurrency) as pool:
+        modes = list(pool.map(lambda prompt: task.reference_mode(prompt, sandbox=sandbox), prompts))
+    pairs = list(zip(prompts, modes, strict=True))
+    failed = [prompt.prompt_id for prompt, mode in pairs if mode == NEITHER]
+    kept = [
+        replace(prompt, payload={**prompt.payload, MODE_FIELD: mode}) if mode else prompt
+        for prompt, mode in pairs
+        if mode != NEITHER or not leave_out
+    ]
+    counts = Counter(mode for mode in modes if mode)
+    if counts:
+        shares = ", ".join(f"{count / counts.total():.1%} {mode}" for mode, count in sorted(counts.items()))
+        logger.info("tests of %d records with a reference solution: %s", counts.total(), shares)
+    if failed:
+        what = f"{len(failed)} of {len(prompts)} reference solutions fail their tests in both modes of sandbox.tests"
+        if leave_out and not kept:
+            raise UserError(f"{what}: nothing is left; the first is record {failed[0]}. Correct the data's tests")
+        logger.warning("%s%s; the first is record %s", what, ": left out" * leave_out, failed[0])
+    return kept

@@ -1,0 +1,77 @@
+"""Right programs with ordinary tests are called right: all together, most separate, all by their references."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from right_programs import PROGRAMS, TOGETHER
+from test_sandbox import become_ordinary_without_namespaces, in_child
+
+from t2g.sandbox import Outcome, SandboxConfig, choose_mode, run_solution
+
+LIMITS = SandboxConfig(timeout_s=60, cpu_s=60)
+SEPARATE = [*PROGRAMS.keys() - TOGETHER]
+SAMPLE = (  # of each kind one, for the fast suite
+    "pytest.warns", "capfd", "request.param", "expectedFailure", "threads in tests", "a pool in tests", "random.seed",
+    "Mock arguments", "inspect.signature", "functools.wraps on a test function", "copy.deepcopy", "is_dataclass",
+    "ZoneInfo", "uuid.UUID", "datetime.time", "array", "Decimal in approx", "numpy in the solution",
+)  # fmt: skip
+
+
+def run_all(names: list[str], mode: str) -> dict[str, Outcome]:
+    limits = LIMITS.model_copy(update={"tests": mode})
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(names, pool.map(lambda name: run_solution(*PROGRAMS[name], limits), names), strict=True))
+
+
+def failures(outcomes: dict[str, Outcome]) -> dict[str, list[tuple[str, str]]]:
+    return {
+        name: [(test.name, test.message) for test in outcome.tests if not test.passed]
+        for name, outcome in outcomes.items()
+        if not outcome.passed
+    }
+
+
+def test_a_sample_passes_in_a_process_of_its_own() -> None:
+    assert failures(run_all([*SAMPLE], "separate")) == {}
+
+
+def test_a_sample_passes_together_with_its_tests() -> None:
+    assert (
+        failures(run_all(["patch builtins.print", "monkeypatch.setenv", "asyncio.run", "assertLogs"], "together")) == {}
+    )
+
+
+def test_the_reference_chooses_the_mode() -> None:
+    assert choose_mode(*PROGRAMS["fizzbuzz"], LIMITS) == "separate"
+    assert choose_mode(*PROGRAMS["os.environ"], LIMITS) == "together"
+    assert choose_mode(PROGRAMS["fizzbuzz"][0], PROGRAMS["a stack"][1], LIMITS) is None
+
+
+@pytest.mark.slow
+def test_all_pass_together() -> None:
+    assert len(PROGRAMS) >= 100
+    assert failures(run_all([*PROGRAMS], "together")) == {}
+
+
+@pytest.mark.slow
+def test_most_pass_separate_and_the_rest_is_known() -> None:
+    assert failures(run_all([*PROGRAMS], "separate")).keys() == TOGETHER
+    assert len(TOGETHER) <= 0.3 * len(PROGRAMS)
+
+
+@pytest.mark.slow
+def test_the_same_pass_with_landlock_alone() -> None:
+    outcomes = in_child(become_ordinary_without_namespaces, "test_right_programs", "names_that_fail")
+    assert set(outcomes) == TOGETHER
+
+
+def names_that_fail() -> list[str]:
+    return [*failures(run_all([*PROGRAMS], "separate"))]
+
+
+@pytest.mark.slow
+def test_references_make_all_pass() -> None:
+    with ThreadPoolExecutor(2) as pool:
+        modes = dict(zip(PROGRAMS, pool.map(lambda pair: choose_mode(*pair, LIMITS), PROGRAMS.values()), strict=True))
+    assert {name for name, mode in modes.items() if mode == "together"} == TOGETHER
+    assert None not in modes.values()

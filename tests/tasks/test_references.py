@@ -1,0 +1,62 @@
+"""`sandbox.tests=auto`: the reference solution of a record decides how its tests run."""
+
+import pytest
+
+from t2g.config import StyleConfig
+from t2g.errors import UserError
+from t2g.sandbox import SandboxConfig
+from t2g.tasks.base import get_task
+from t2g.tasks.references import check_references
+from t2g.types import Prompt
+
+TASK = get_task("code")
+LIMITS = SandboxConfig(timeout_s=20)
+HEAD = "from solution import f\nfrom unittest.mock import patch\n"
+PRINTED = "def f():\n    print('hello')\n"
+RECORDS = {
+    "plain": ("def f():\n    return 1\n", f"{HEAD}def test():\n    assert f() == 1\n"),
+    "patched": (
+        PRINTED,
+        f"{HEAD}def test():\n    with patch('builtins.print') as p:\n        f()\n    assert p.called\n",
+    ),
+    "wrong": ("def f():\n    return 1\n", f"{HEAD}def test():\n    assert f() == 2\n"),
+}
+
+
+def prompt(name: str, **more: str) -> Prompt:
+    code, tests = RECORDS[name]
+    return Prompt(prompt_id=name, prompt_text="p", task="code", payload={"solution": code, "test": tests, **more})
+
+
+def test_the_reference_decides_the_mode_and_a_wrong_one_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    bare = Prompt(prompt_id="bare", prompt_text="p", task="code", payload={"test": "def test():\n    pass\n"})
+    kept = check_references([*map(prompt, RECORDS), bare], TASK, LIMITS, 2)
+    assert {p.prompt_id: p.payload.get("tests_mode") for p in kept} == {
+        "plain": "separate", "patched": "together", "bare": None,
+    }  # fmt: skip
+    assert "1 of 4 reference solutions fail their tests in both modes" in caplog.text and "record wrong" in caplog.text
+    judge = TASK.critic(style=StyleConfig(), sandbox=LIMITS)
+    outcome = judge("p", PRINTED, payload=kept[1].payload)["outcome"]
+    assert (outcome["passed"], outcome["mode"]) == (True, "together")
+    assert TASK.measure(kept[1], PRINTED, sandbox=LIMITS) == {"passed": 1.0}
+    assert judge("p", RECORDS["plain"][0], payload=kept[0].payload)["outcome"]["mode"] == "separate"
+
+
+def test_nothing_left_is_an_error_and_other_modes_ask_no_reference() -> None:
+    with pytest.raises(UserError, match="nothing is left; the first is record wrong"):
+        check_references([prompt("wrong")], TASK, LIMITS, 1)
+    assert [p.payload["tests_mode"] for p in check_references([prompt("wrong")], TASK, LIMITS, 1, leave_out=False)] == [
+        "neither"
+    ]
+    separate = LIMITS.model_copy(update={"tests": "separate"})
+    assert "tests_mode" not in check_references([prompt("wrong")], TASK, separate, 1)[0].payload
+    planted = get_task("tiny_code")  # its references have faults on purpose
+    assert "tests_mode" not in check_references([prompt("wrong")], planted, LIMITS, 1)[0].payload
+
+
+def test_a_record_that_names_a_mode_cannot_overrule_the_config() -> None:
+    separate = LIMITS.model_copy(update={"tests": "separate"})
+    judged = TASK.critic(style=StyleConfig(), sandbox=separate)(
+        "p", PRINTED, payload=prompt("patched", tests_mode="together").payload
+    )
+    assert judged["outcome"]["mode"] == "separate" and not judged["outcome"]["passed"]
