@@ -16,18 +16,12 @@ from t2g.sandbox.box.clock import START_S
 OWN_CODE = str(Path(__file__).resolve().parents[2])
 PACKAGES = list(dict.fromkeys(sysconfig.get_paths()[name] for name in ("purelib", "platlib")))
 _ENVIRONMENT = {
-    "PATH": "/usr/bin:/bin",
-    "HOME": ".",
-    "TMPDIR": ".",
-    "LANG": "C.UTF-8",
+    "PATH": "/usr/bin:/bin", "HOME": ".", "TMPDIR": ".", "LANG": "C.UTF-8", "PYTHONPATH": OWN_CODE,
     "PYTHONHASHSEED": "0",  # the same verdict for the same code
-    "PYTHONPATH": OWN_CODE,
-    "PYTHONDONTWRITEBYTECODE": "1",
-    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-    "OMP_NUM_THREADS": "1",  # a fork has the calling thread alone: a pool of BLAS threads would hang in it
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-}
+    "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    # A fork has the calling thread alone: a pool of BLAS threads would hang in it.
+    "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
+}  # fmt: skip
 
 
 class ServerLost(RuntimeError):

@@ -106,10 +106,8 @@ def run_solution(code: str, tests: str, limits: SandboxConfig) -> Outcome:
 def choose_mode(reference: str, tests: str, limits: SandboxConfig) -> Mode | None:
     """Return the mode in which `tests` pass the reference solution, `separate` if both; None if neither."""
     modes: tuple[Mode, ...] = ("separate", "together") if limits.tests == "auto" else (limits.tests,)
-    passing = (
-        mode for mode in modes if run_solution(reference, tests, limits.model_copy(update={"tests": mode})).passed
-    )
-    return next(passing, None)
+    variants = (limits.model_copy(update={"tests": mode}) for mode in modes)
+    return next((each.tests for each in variants if run_solution(reference, tests, each).passed), None)
 
 
 def _make_cgroup(name: str, memory: int) -> str:

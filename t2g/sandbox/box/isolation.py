@@ -10,6 +10,7 @@ import os
 import resource
 import signal
 from collections.abc import Iterable
+from pathlib import Path
 
 from t2g.sandbox.box.confine import DEVICES
 
@@ -26,7 +27,7 @@ _SYS_CLONE = {"x86_64": 56, "aarch64": 220}
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 _libc = ctypes.CDLL(None, use_errno=True)
-_HELD = ("RssAnon:", "RssShmem:")
+_HELD = ("RssAnon", "RssShmem")
 _READINGS = 20  # of /proc, each some milliseconds
 
 
@@ -87,14 +88,10 @@ def become_nobody(number: int, needs: Iterable[str]) -> bool:
 
 
 def _is_open_to_all(path: str) -> bool:
-    while path != "/":
-        try:
-            if not os.stat(path).st_mode & 0o001 and os.path.isdir(path):
-                return False
-        except OSError:
-            return False
-        path = os.path.dirname(path)
-    return True
+    try:
+        return all(not os.path.isdir(way) or os.stat(way).st_mode & 0o001 for way in (path, *Path(path).parents))
+    except OSError:
+        return False
 
 
 def small_root(stage: str, visible: Iterable[str], tmp_bytes: int) -> bool:
@@ -186,13 +183,8 @@ def adopt_orphans() -> None:
 
 def set_limits(*, memory_bytes: int, cpu_s: int, file_mib: int) -> None:
     """Of this process and of each that it starts."""
-    for limit, wanted in (
-        (resource.RLIMIT_AS, memory_bytes),
-        (resource.RLIMIT_CPU, cpu_s),
-        (resource.RLIMIT_FSIZE, file_mib * 2**20),
-        (resource.RLIMIT_NOFILE, 64),
-        (resource.RLIMIT_CORE, 0),
-    ):
+    limits = {resource.RLIMIT_AS: memory_bytes, resource.RLIMIT_CPU: cpu_s, resource.RLIMIT_FSIZE: file_mib * 2**20}
+    for limit, wanted in (limits | {resource.RLIMIT_NOFILE: 64, resource.RLIMIT_CORE: 0}).items():
         _lower(limit, wanted)
 
 
@@ -207,18 +199,18 @@ def _lower(limit: int, wanted: int) -> None:
     resource.setrlimit(limit, (value, value))
 
 
+def _status(process: int | str) -> dict[str, str]:
+    """Return the lines of /proc/PID/status by name; {}: it ended."""
+    with contextlib.suppress(OSError), open(f"/proc/{process}/status", encoding="utf-8", errors="replace") as file:
+        return dict(line.split(":", 1) for line in file if ":" in line)
+    return {}
+
+
 def count_tasks(uid: int) -> int:
-    """Processes and threads of a user, as RLIMIT_NPROC counts them outside a new user namespace."""
-    count = 0
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{name}/status", encoding="utf-8", errors="replace") as file:
-                status = dict(line.split(":", 1) for line in file if ":" in line)
-        except OSError:  # it ended meanwhile
-            continue
-        if int(status["Uid"].split()[0]) == uid:  # the folder's owner is root once a process has given up its rights
-            count += int(status["Threads"])
-    return count
+    """Return the number of processes and threads of a user, as RLIMIT_NPROC counts them outside a user namespace."""
+    found = [_status(name) for name in os.listdir("/proc") if name.isdigit()]
+    # The folder's owner would not do: it is root once a process has given up its rights.
+    return sum(int(status["Threads"]) for status in found if status and int(status["Uid"].split()[0]) == uid)
 
 
 def lists_children() -> bool:
@@ -227,15 +219,12 @@ def lists_children() -> bool:
 
 
 def children(parent: int) -> list[int]:
-    """Processes that `parent` started or adopted, those that ended and wait to be reaped included."""
-    found = []
-    try:
-        tasks = os.listdir(f"/proc/{parent}/task")
-    except OSError:  # it ended meanwhile
-        return []
-    for task in tasks:
-        with contextlib.suppress(OSError), open(f"/proc/{parent}/task/{task}/children", encoding="ascii") as file:
-            found += [int(name) for name in file.read().split()]
+    """Return processes that `parent` started or adopted, those that ended and wait to be reaped included."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # it ended meanwhile
+        for task in os.listdir(f"/proc/{parent}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{parent}/task/{task}/children", encoding="ascii") as file:
+                found += map(int, file.read().split())
     return found
 
 
@@ -267,12 +256,8 @@ def left_running(own: int, tests: int, *, has_worker: bool) -> bool:
 
 
 def _state(process: int) -> str:
-    """As in /proc: Z or X once it has ended."""
-    try:
-        with open(f"/proc/{process}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0].decode()
-    except OSError:
-        return "X"
+    """Return the state as in /proc: Z or X once it has ended."""
+    return _status(process).get("State", "X").strip()[0]
 
 
 def memory_of(process: int, *names: str) -> int:
@@ -280,8 +265,5 @@ def memory_of(process: int, *names: str) -> int:
 
     names: other lines of /proc/PID/status to add up.
     """
-    try:
-        with open(f"/proc/{process}/status", encoding="utf-8", errors="replace") as file:
-            return sum(int(line.split()[1]) for line in file if line.startswith(names or _HELD)) * 1024
-    except OSError:
-        return 0
+    status = _status(process)
+    return sum(int(status.get(name, "0").split()[0]) for name in names or _HELD) * 1024

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from t2g.sandbox.box.remote import FORWARDED, QUIET, Gone, Numbered, Remote, Unsupported, is_remote, proxy_class
-from t2g.sandbox.box.values import Codec, Exchange, Json, known_exception, refill
+from t2g.sandbox.box.values import Codec, Exchange, Json, known_exception, lines_of, refill
 
 MAX_MESSAGE_BYTES = 2**25
 MAX_TRACE = 20  # lines of a traceback
@@ -26,9 +26,7 @@ _PLAIN = (int, float, complex, str, bytes, tuple, frozenset, list, dict, set, by
 class Peer(Codec):
     """One end."""
 
-    def __init__(
-        self, end: socket.socket, allow: Callable[[str, Any, str], bool], *, is_solution: bool = False
-    ) -> None:
+    def __init__(self, end: socket.socket, allow: Callable[[str, Any, str], bool], is_solution: bool = False) -> None:
         """allow(operation, object, name): whether the other end may do that here. is_solution: this end runs it."""
         self._end, self._allow, self.is_solution = end, allow, is_solution
         self._reader = end.makefile("rb")
@@ -259,17 +257,16 @@ class Peer(Codec):
 
     def _encode_error(self, error: BaseException) -> Json:
         exchange = Exchange()
-        lines, trace = [], error.__traceback__
-        while trace is not None:
-            if trace.tb_frame.f_code.co_filename == "solution.py":
-                lines.append(trace.tb_lineno)
-            trace = trace.tb_next
         try:
             encoded = self.encode(error, exchange)
             json.dumps(encoded)
         except BaseException:  # noqa: BLE001 the arguments are the solution's objects
             encoded = {"exception": self.encode(RuntimeError, exchange), "number": 0, "args": [type(error).__name__]}
-        return {"exception": encoded, "lines": lines[-MAX_TRACE:], "name": type(error).__name__}
+        return {
+            "exception": encoded,
+            "lines": lines_of(error, "solution.py")[-MAX_TRACE:],
+            "name": type(error).__name__,
+        }
 
     def _read_error(self, message: Json, exchange: Exchange) -> BaseException:
         error = self.decode(message["exception"], Exchange())
@@ -301,21 +298,15 @@ def _is_named(value: Any) -> bool:
 
 
 def _parts_of(parameter: inspect.Parameter) -> tuple[Any, ...]:
-    """Return name, kind, whether it has a default, that, and the annotation: a type that is copied, or text."""
-    default, annotation = (
-        None if part is parameter.empty else part for part in (parameter.default, parameter.annotation)
-    )
-    if not (annotation is None or getattr(annotation, "__module__", "") == "builtins"):
-        annotation = str(annotation)
-    return parameter.name, int(parameter.kind), parameter.default is not parameter.empty, default, annotation
+    """Return name, kind, and what it has of default and annotation: a type, or text."""
+    parts = {"default": parameter.default, "annotation": parameter.annotation}
+    if not isinstance(parameter.annotation, type):
+        parts["annotation"] = str(parameter.annotation)
+    return parameter.name, int(parameter.kind), {k: v for k, v in parts.items() if v is not parameter.empty}
 
 
-def _parameter(name: str, kind: int, has_default: bool, default: Any, annotation: Any) -> inspect.Parameter:
-    empty = inspect.Parameter.empty
-    return inspect.Parameter(
-        name, inspect._ParameterKind(kind), default=default if has_default else empty,
-        annotation=empty if annotation is None else annotation,
-    )  # fmt: skip
+def _parameter(name: str, kind: int, parts: dict[str, Any]) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect._ParameterKind(kind), **parts)
 
 
 def _plain_part(value: Any) -> Any:

@@ -1,6 +1,7 @@
 """Proxies for objects that stay in the other process."""
 
 import builtins
+import contextlib
 import itertools
 import operator
 from collections.abc import Callable, Iterator
@@ -17,11 +18,8 @@ FORWARDED += [f"__{side}{name}__" for name in _BINARY.split() for side in ("", "
 _ORDER = {"__lt__", "__le__", "__gt__", "__ge__"}
 _NUMBERS = "int float index complex abs neg pos invert bool round trunc floor ceil"
 _NUMERIC = {f"__{name}__" for name in _NUMBERS.split()}
-_WRAPPED = {
-    "__annotations__",
-    "__dict__",
-    "__type_params__",
-}  # functools.wraps copies them from a function of the tests
+# functools.wraps copies them from a function of the tests.
+_WRAPPED = {"__annotations__", "__dict__", "__type_params__"}
 _CONTENT = {"__len__", "__contains__", "__getitem__"}
 _CHANGING = (list, dict, set, bytearray)
 _OPERATORS: dict[str, Callable[..., Any]] = {}  # by special method: what it does to (object, other)
@@ -116,18 +114,6 @@ class Remote:
             raise Unsupported(_TAKES_NO_ANSWER)
         return len(self) > 0 if hasattr(type(self), "__len__") else True  # type: ignore[arg-type]
 
-    def __hash__(self) -> int:
-        return self._peer.request("method", self, "__hash__")
-
-    def __repr__(self) -> str:
-        return self._peer.request("method", self, "__repr__")
-
-    def __str__(self) -> str:
-        return self._peer.request("method", self, "__str__")
-
-    def __dir__(self) -> list[str]:
-        return self._peer.request("method", self, "__dir__")
-
     def __copy__(self) -> Any:
         return self._peer.root("copy", self)
 
@@ -136,6 +122,10 @@ class Remote:
 
     def __reduce_ex__(self, protocol: object) -> str:
         raise Unsupported("the tests pickle an object of the solution")
+
+
+for _name in ("__hash__", "__repr__", "__str__", "__dir__"):
+    setattr(Remote, _name, lambda self, name=_name: self._peer.request("method", self, name))
 
 
 def type_of(asked: Any, value: Any) -> Any:
@@ -173,13 +163,17 @@ def _settle(proxy: Remote, plain: Any, name: str, args: tuple[Any, ...], answer:
         return answer
     remotes = [value for value in args if is_remote(value)]
     mixed = proxy._mixed or any(value._mixed for value in remotes)
+    is_same = False  # the answer is another object that has the plain value
     if plain is not None and not remotes and not mixed:
-        changes = isinstance(plain, _CHANGING)  # what it holds now, only the other end knows
-        if name in _ORDER or (not is_remote(answer) and not (changes and name in _CONTENT | {"__bool__"})):
-            return _plain_answer(plain, name, args, answer)
-        mixed = name in _OPERATORS and not _same(plain, name, args, answer)
-    elif len(remotes) < len(args):
-        mixed |= name in _OPERATORS
+        asks = isinstance(plain, _CHANGING) and name in _CONTENT | {
+            "__bool__"
+        }  # what it holds, only the other end knows
+        own = _OPERATORS.get(name) or getattr(type(plain), name, None)
+        if own is not None and (name in _ORDER or not (is_remote(answer) or asks)):
+            return own(plain, *args)
+        with contextlib.suppress(TypeError):
+            is_same = name in _OPERATORS and answer._plain is not None and answer._now() == own(plain, *args)
+    mixed |= name in _OPERATORS and len(remotes) < len(args) and not is_same
     if answer is NotImplemented:
         return answer
     if name in _ORDER and len(remotes) < len(args):
@@ -191,22 +185,6 @@ def _settle(proxy: Remote, plain: Any, name: str, args: tuple[Any, ...], answer:
     return answer
 
 
-def _same(plain: Any, name: str, args: tuple[Any, ...], answer: Remote) -> bool:
-    """Whether the object `answer` has the plain value that the operator gives."""
-    try:
-        return answer._plain is not None and answer._now() == _OPERATORS[name](plain, *args)
-    except TypeError:
-        return False
-
-
-def _plain_answer(plain: Any, name: str, args: tuple[Any, ...], answer: Any) -> Any:
-    """Of the plain value; `answer` where its type knows no such method."""
-    if name in _OPERATORS:
-        return _OPERATORS[name](plain, *args)
-    method = getattr(type(plain), name, None)
-    return answer if method is None else method(plain, *args)
-
-
 def as_plain(value: Any) -> Any:
     """The plain data that a value is. Raises TypeError for an object of no plain type."""
     if is_remote(value) and (value._plain is None or value._mixed):
@@ -215,8 +193,6 @@ def as_plain(value: Any) -> Any:
 
 
 _METHODS = {name: _forward(name) for name in FORWARDED}
-
-
 _METHODS["__dataclass_fields__"] = property(lambda self: self._peer.request("get", self, "__dataclass_fields__"))
 
 

@@ -123,6 +123,9 @@ class RemoteSolution:
         return "exited"  # it only closed its end
 
 
+Solution = LocalSolution | RemoteSolution
+
+
 def _guard_approx() -> None:
     """Let `pytest.approx` see plain data only: an object of the solution would answer each of its questions."""
 

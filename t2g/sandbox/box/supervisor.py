@@ -37,22 +37,21 @@ def main(plan: dict[str, Any], session: "pytest.Session") -> None:
     os.setsid()
     os.chdir(plan["stage"])
     held = isolation.memory_of(os.getpid())  # of the parent's memory; each process of the run has it, too
-    plan["limits"]["memory_bytes"] += isolation.memory_of(os.getpid(), "VmSize:")
+    plan["limits"]["memory_bytes"] += isolation.memory_of(os.getpid(), "VmSize")
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     in_force = ["process_group"]
     with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("1000")  # before anything else on this machine
     if plan["cgroup"]:
         cgroup = os.open(f"{plan['cgroup']}/cgroup.procs", os.O_WRONLY)  # while this user may
-    if not isolation.unshare(isolation.PID):
+    has_pid = isolation.unshare(isolation.PID)
+    if not has_pid:
         if os.geteuid() == 0 and isolation.become_nobody(os.getpid(), plan["visible"]):
             in_force.append("throwaway_user")
         if isolation.new_user_namespace(proc):
             in_force.append("user")
-        if isolation.unshare(isolation.PID):
-            in_force.append("pid")
-    else:
-        in_force.append("pid")
+        has_pid = isolation.unshare(isolation.PID)
+    in_force += ["pid"] * has_pid
     owner, (end, mark), watched = os.getpid(), socket.socketpair(), isolation.lists_children()
     inner = os.fork()
     if inner == 0:
@@ -70,8 +69,8 @@ def main(plan: dict[str, Any], session: "pytest.Session") -> None:
             os._exit(1)
     isolation.hide()
     mark.close()
-    for file in (0, 2):
-        os.close(file)
+    os.close(0)
+    os.close(2)
     in_time = _wait(plan, inner, end, held)
     if "pid" not in in_force:
         _sweep()
@@ -134,9 +133,8 @@ def _tester(plan: dict[str, Any], in_force: list[str], mark: socket.socket, sess
     ours, theirs = socket.socketpair()
     alone = {"user", "throwaway_user", "mount"} & set(in_force)  # a new user namespace counts processes from 0
     most = plan["max_processes"] + (3 if alone else isolation.count_tasks(os.geteuid()))
-    inner = None
-    if plan["tests"] == "separate":
-        inner = isolation.fork_isolated()  # the worker cannot even name the tester
+    # The worker cannot even name the tester.
+    inner = isolation.fork_isolated() if plan["tests"] == "separate" else None
     isolation.give_up_privileges()
     isolation.limit_processes(most)  # only now: other sandboxes of this user must not keep ours from starting
     if inner == 0:
@@ -157,7 +155,7 @@ def _tester(plan: dict[str, Any], in_force: list[str], mark: socket.socket, sess
     most_output = plan["max_output"]
     solution = RemoteSolution(ours, inner, most_output) if inner else LocalSolution(most_output)
     verdict = tester.Run(session, solution, mark, deadline).report(job["code"], job["tests"])
-    data = json.dumps(verdict).encode() + b"\n"
+    data = json.dumps(verdict, ensure_ascii=False).encode(errors="replace") + b"\n"  # halves of characters are no text
     while data:
         data = data[os.write(verdict_file, data) :]
     os._exit(0)

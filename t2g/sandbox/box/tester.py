@@ -23,7 +23,8 @@ from _pytest.config import _prepareconfig
 from t2g.sandbox.box import worker
 from t2g.sandbox.box.clock import AGAIN_S, TESTS_RING_S, OutOfTime, set_alarm
 from t2g.sandbox.box.remote import Gone, type_of
-from t2g.sandbox.box.solutions import LocalSolution, RemoteSolution
+from t2g.sandbox.box.solutions import Solution
+from t2g.sandbox.box.values import lines_of
 
 MAX_TESTS = 1000
 MAX_TEXT = 300  # characters of a message or a value in a result
@@ -52,13 +53,7 @@ class _Module(pytest.Module):
 class Run:
     """One run of tests against a solution; a plug-in of pytest."""
 
-    def __init__(
-        self,
-        session: pytest.Session,
-        solution: LocalSolution | RemoteSolution,
-        supervisor: socket.socket,
-        deadline: float,
-    ) -> None:
+    def __init__(self, session: pytest.Session, solution: Solution, supervisor: socket.socket, deadline: float) -> None:
         """deadline: seconds of time.monotonic."""
         self._session, self._solution, self._supervisor, self._deadline = session, solution, supervisor, deadline
         self._results: list[Json] = []
@@ -202,7 +197,7 @@ class Run:
         if name == "BadSyntax":
             return {"error": "SyntaxError", "message": str(error.args[0])[:MAX_TEXT], "trace": [error.args[1]]}
         result = {"error": name, "message": _text(error, str), "trace": _solution_lines(error)}
-        if not (lines := worker.lines_of(error, FILE)):
+        if not (lines := lines_of(error, FILE)):
             return result
         nodes = (node for node in ast.walk(ast.parse(self._tests)) if isinstance(node, ast.Assert))
         node = next((node for node in nodes if node.lineno <= lines[-1] <= (node.end_lineno or 0)), None)
@@ -230,7 +225,7 @@ def _solution_lines(error: BaseException) -> list[int]:
     for _ in range(10):
         if current is None:
             break
-        if lines := getattr(current, "solution_lines", ()) or worker.lines_of(current, worker.FILE):
+        if lines := getattr(current, "solution_lines", ()) or lines_of(current, worker.FILE):
             return list(lines)
         current = current.__cause__ or current.__context__
     return []
@@ -238,7 +233,7 @@ def _solution_lines(error: BaseException) -> list[int]:
 
 def _text(value: Any, show: Callable[[Any], str]) -> str:
     try:
-        return show(value)[:MAX_TEXT].encode(errors="replace").decode()
+        return show(value)[:MAX_TEXT]
     except Exception:  # noqa: BLE001 an object of the tests or the solution
         return f"<{type(value).__name__}>"
 

@@ -8,6 +8,7 @@ to be run: decoding makes plain data, proxies and exceptions of the standard lib
 import builtins
 import importlib
 import sys
+import traceback
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
@@ -160,6 +161,12 @@ def _builtin_type(name: str) -> type:
     if not isinstance(found := getattr(builtins, name), type):
         raise ValueError(f"{name} is no type")
     return found
+
+
+def lines_of(error: BaseException, file: str) -> list[int]:
+    """Return the lines of that file in the error's traceback, innermost last."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return [line for frame, line in frames if frame.f_code.co_filename == file]
 
 
 def known_exception(module: str, name: str) -> type[BaseException] | None:

@@ -6,7 +6,6 @@ import os
 import random
 import socket
 import sys
-import traceback
 import types
 import warnings
 from typing import Any
@@ -36,12 +35,6 @@ def load_module(code: str, **names: Any) -> types.ModuleType:
     module.__dict__.update(names)
     exec(compiled, module.__dict__)  # noqa: S102 the purpose of this process
     return module
-
-
-def lines_of(error: BaseException, file: str) -> list[int]:
-    """Return the lines of that file in the error's traceback, innermost last."""
-    frames = traceback.walk_tb(error.__traceback__)
-    return [line for frame, line in frames if frame.f_code.co_filename == file]
 
 
 class Tracer:
