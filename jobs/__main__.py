@@ -1,10 +1,7 @@
-"""Every job behind one word: `t2g train --config FILE ...` is `python -m jobs.train_policy --config FILE ...`.
-
-t2g init my-run        prompts, a critic, a config and a README that run
-t2g --version
-"""
+"""Run every job by one command: `t2g train --config FILE ...` is `python -m jobs.train_policy --config FILE ...`."""
 
 import argparse
+import ast
 import os
 import shutil
 import sys
@@ -13,11 +10,15 @@ from importlib.metadata import version
 from pathlib import Path
 from runpy import run_module
 
+SECTIONS = {
+    "Start": ("init", "demo"),
+    "Feedback": ("annotate", "mark", "reward", "score"),
+    "Training": ("sft", "train", "compare"),
+    "Results": ("evaluate", "report", "serve"),
+    "Machines": ("deploy", "benchmark", "gpu_check"),
+}
 NAMES = {"train": "train_policy", "sft": "train_sft", "reward": "train_reward"}
-OTHERS = (
-    "annotate", "benchmark", "compare", "demo", "deploy", "evaluate", "gpu_check", "mark", "report", "score", "serve",
-)  # fmt: skip
-MODULES = NAMES | {name: name for name in OTHERS}
+MODULES = {name: NAMES.get(name, name) for names in SECTIONS.values() for name in names if name != "init"}
 HERE = Path(__file__).parent
 DEMO = HERE.parent / "configs" / "tiny" / "demo.yaml"  # beside jobs in a checkout and in a wheel
 STARTER = HERE / "starter"
@@ -33,14 +34,33 @@ def init(folder: Path) -> int:
     return 0
 
 
+def purpose_of(job: str) -> str:
+    """Return the summary line of a job's docstring, without an import of what the job needs."""
+    if job == "init":
+        return "Write a folder with prompts, a feedback function and a config that run: t2g init my-run"
+    source = (HERE / f"{MODULES[job]}.py").read_text(encoding="utf-8")
+    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+
+
+def format_jobs() -> str:
+    """Return every job with its purpose, a line each, by section."""
+    lines = []
+    for title, names in SECTIONS.items():
+        lines += [f"{title}:", *(f"  {name:<10} {purpose_of(name)}" for name in names), ""]
+    return "\n".join([*lines, "t2g JOB --help lists the options and keys of a job."])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="t2g", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        prog="t2g", description=format_jobs(), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"t2g {version('t2g')}")
-    parser.add_argument("job", choices=["init", *MODULES], help="`t2g JOB --help` says more")
-    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="the job's own; of init a folder")
+    parser.add_argument("job", nargs="?", choices=["init", *MODULES], metavar="JOB", help=argparse.SUPPRESS)
+    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
+    if given.job is None:
+        print(format_jobs())
+        return 0
     rest = list(given.rest)
     if given.job == "init":
         if len(rest) != 1 or rest[0].startswith("-"):

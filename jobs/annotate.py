@@ -1,4 +1,4 @@
-"""Stage 1: criticise responses, those that the data holds or those that a policy is sampled for.
+"""Write critiques and spans for responses that the data holds or that a policy is sampled for.
 
     python -m jobs.annotate --config configs/kodcode/annotate.yaml data.path=my.jsonl annotate.source=program
 
@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from jobs.common import annotation_runs as runs
-from jobs.common.cli import main, stop_flag
+from jobs.common.cli import main, print_made, stop_flag
 from t2g.config import AnnotateJob
 from t2g.config.describe import describe as describe_config
 from t2g.config.roles import roles
@@ -30,7 +30,10 @@ def run(config: AnnotateJob, samples: list[Sample]) -> None:
             opened.enter_context(on_cluster(config))
             fleets = opened.enter_context(Fleets())
         runs.annotate_samples(config, samples, fleets, stop_flag())
-    print(f"records: {config.run.folder / runs.ANNOTATED_FILE}")
+    folder = config.run.folder
+    print_made(
+        records=folder / runs.ANNOTATED_FILE, training=folder / runs.TRAIN_FILE, held_out=folder / runs.HELDOUT_FILE
+    )
 
 
 def describe(config: AnnotateJob) -> str:
@@ -43,4 +46,4 @@ def describe(config: AnnotateJob) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(AnnotateJob, run, describe, read=runs.read_samples))
+    sys.exit(main(AnnotateJob, run, describe, read="jobs.common.annotation_runs:read_samples"))

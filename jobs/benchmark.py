@@ -1,4 +1,4 @@
-"""Every phase of a step beside its limit and beside TRL, by one stopwatch.
+"""Measure every phase of a step beside its lower bound, and a whole step beside TRL.
 
     python -m jobs.benchmark --config configs/benchmark/all.yaml
     python -m jobs.benchmark --config configs/benchmark/all.yaml 'phases=[step]'    # this again
@@ -10,7 +10,7 @@ is measured, benchmark.md is the table; the same command measures what is missin
 
 import sys
 
-from jobs.common.cli import main
+from jobs.common.cli import main, print_made
 from t2g.config import BenchmarkJob
 
 
@@ -23,6 +23,7 @@ def run(config: BenchmarkJob) -> int:
     from jobs.stopwatch.results import Results
     from jobs.stopwatch.watch import Bench, refuse_busy
     from t2g.config.stopwatch import PHASES
+    from t2g.runs.progress import log_duration
 
     results = Results(config)
     wanted = config.phases or tuple(phase for phase in PHASES if phase not in results.phases)
@@ -32,15 +33,16 @@ def run(config: BenchmarkJob) -> int:
     with on_cluster(config):
         bench = Bench(config)
         for phase in wanted:
-            print(f"phase {phase}", flush=True)
             try:
-                records = asyncio.run(import_module(f"jobs.stopwatch.race_{phase}").measure(bench))
+                with log_duration(f"phase {phase}"):
+                    records = asyncio.run(import_module(f"jobs.stopwatch.race_{phase}").measure(bench))
                 results.add(phase, records)
             except Exception as error:  # noqa: BLE001 - the others are measured all the same
                 failed = 3
                 reason = f"{type(error).__name__}: {error}"  # some have no words
                 print(f"phase {phase} was not measured: {reason}", file=sys.stderr)
     print(results.table())
+    print_made(table=config.run.folder / "benchmark.md", numbers=config.run.folder / "benchmark.json")
     return failed
 
 

@@ -1,4 +1,4 @@
-"""Methods side by side: the same model, data, seeds, feedback and number of samples; tables, curves, compare.json.
+"""Train by several methods on the same model, data, seeds and feedback, and compare them.
 
     python -m jobs.compare --config configs/tiny/compare.yaml
     python -m jobs.compare --config configs/tiny/compare.yaml compare.methods=[scalar,my/method.yaml] compare.seeds=[1]
@@ -12,16 +12,13 @@ where it was, run by run; methods, seeds and noise may be added later. What the 
 
 import sys
 from textwrap import indent
-from typing import TYPE_CHECKING
+from typing import Any
 
 from jobs.common.cli import main, stop_flag
 from jobs.common.run_folder import begin_folder, sole_process
 from t2g.config import CompareJob
 from t2g.config.describe import describe as describe_config
 from t2g.study.methods import NOISY, Arms
-
-if TYPE_CHECKING:
-    from jobs.common.policy_runs import PolicyData
 
 
 def describe(job: CompareJob) -> str:
@@ -54,14 +51,7 @@ def check(arms: Arms) -> None:
             baselines.check(method.procedure, arms.arm(name, 0))
 
 
-def read(job: CompareJob) -> "PolicyData":
-    from jobs.common.policy_runs import read_data
-
-    check(arms := Arms(job))
-    return read_data(job, [arms.arm(name, 0) for name in arms.methods])
-
-
-def run(asked: CompareJob, data: "PolicyData | None") -> None:
+def run(asked: CompareJob, data: Any) -> None:
     """All runs, then the figures."""
     from jobs.common.comparison_runs import finish, make_reward_models, run_all
     from jobs.common.fleets import Fleets, on_cluster
@@ -90,4 +80,4 @@ def run(asked: CompareJob, data: "PolicyData | None") -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(CompareJob, run, describe, read=read))
+    sys.exit(main(CompareJob, run, describe, read="jobs.common.comparison_runs:read_policy_data"))

@@ -1,4 +1,4 @@
-"""The whole pipeline on the tiny world: base policy, annotated records, reward model, then three arms of PPO.
+"""Run the whole pipeline on a tiny world: base policy, records, reward model, three arms of PPO.
 
     python -m jobs.demo --config configs/tiny/demo.yaml
 
@@ -11,7 +11,7 @@ import sys
 import time
 from typing import Any
 
-from jobs.common.cli import main, stop_flag
+from jobs.common.cli import main, print_made, stop_flag
 from t2g.config import DataConfig, DemoJob, FeedbackConfig, Placement, PolicyJob, RunConfig, with_overrides
 from t2g.errors import UserError
 from t2g.study.tables import markdown
@@ -96,6 +96,7 @@ def run(demo: DemoJob) -> None:
         }
     finish(demo, summarise(demo, stages, arms))
     print(f"{time.monotonic() - started:.0f} s in all")
+    print_made(report=demo.run.folder / "report.html", numbers=demo.run.folder / "summary.json")
 
 
 def finish(demo: DemoJob, summary: dict[str, Any]) -> None:
@@ -115,7 +116,6 @@ def finish(demo: DemoJob, summary: dict[str, Any]) -> None:
         made=how_made(folder / ARMS / demo.arms[0]),
     )
     print(table(summary))
-    print(f"report: {folder / REPORT_FILE}\nnumbers: {folder / SUMMARY_FILE}")
 
 
 if __name__ == "__main__":

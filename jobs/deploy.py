@@ -1,4 +1,4 @@
-"""Runs on a cluster: check and render what they need, submit, look at, scale and stop them; look at the cluster.
+"""Check, render, submit, scale and stop runs on a cluster; look at the cluster.
 
     python -m jobs.deploy submit --config configs/own/policy.yaml run.root=/mnt/runs run.name=own
     python -m jobs.deploy status --run own --root /mnt/runs

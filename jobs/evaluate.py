@@ -1,4 +1,4 @@
-"""How good is what was trained, on held-out data? A report that one can believe: figures with intervals, and errors.
+"""Measure policies side by side, or a reward model, on held-out data: intervals and errors.
 
     python -m jobs.evaluate --what reward --config configs/own/evaluate.yaml \
         feedback.reward_model=runs/own-reward/model data.path=runs/own-annotated/heldout.jsonl
@@ -14,14 +14,11 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jobs.common.cli import main, stop_flag
+from jobs.common.cli import main, print_made, stop_flag
 from jobs.common.run_folder import begin_folder
 from t2g.config import EvaluateJob, ModelConfig, PolicyEvaluationJob
-
-if TYPE_CHECKING:
-    from t2g.feedback.records import AnnotatedRecord
 
 WHAT = {"choices": ["reward", "policy"], "default": "reward", "help": "what is evaluated"}
 
@@ -32,20 +29,14 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
     of_policies = first.parse_known_args(argv)[0].what == "policy"
     options = {"--what": WHAT}
     if of_policies:
-        return main(PolicyEvaluationJob, run_policy, argv=argv, options=options, read=read_policy_data)
-    return main(EvaluateJob, run_reward, argv=argv, options=options, read=read_reward_data)
+        read = "jobs.common.policy_evaluation:read_questions"
+        return main(PolicyEvaluationJob, run_policy, argv=argv, options=options, read=read)
+    return main(EvaluateJob, run_reward, argv=argv, options=options, read="jobs.common.reward_models:read_heldout")
 
 
-def read_reward_data(config: EvaluateJob) -> "list[AnnotatedRecord]":
-    from jobs.common.reward_models import as_trained, usable_records
-
-    asked = as_trained(config)
-    return usable_records("data.path", asked.data, asked.task)
-
-
-def run_reward(config: EvaluateJob, records: "list[AnnotatedRecord]", what: str) -> None:
+def run_reward(config: EvaluateJob, records: Any, what: str) -> None:
     from jobs.common.reward_models import as_trained, connected_model, evaluate_reward
-    from t2g.report.reward_page import JSON_FILE
+    from t2g.report.reward_page import HTML_FILE, JSON_FILE
     from t2g.text.tokenizer import load_tokenizer
 
     asked = as_trained(config)
@@ -54,12 +45,7 @@ def run_reward(config: EvaluateJob, records: "list[AnnotatedRecord]", what: str)
     with connected_model(asked) as model:
         metrics = evaluate_reward(asked, records, model, tokenizer, folder)
     print(" ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
-
-
-def read_policy_data(config: PolicyEvaluationJob) -> Any:
-    from jobs.common.policy_evaluation import read_questions
-
-    return read_questions(config)
+    print_made(report=folder / HTML_FILE, numbers=folder / JSON_FILE)
 
 
 def run_policy(config: PolicyEvaluationJob, questions: Any, what: str) -> None:
@@ -76,7 +62,9 @@ def run_policy(config: PolicyEvaluationJob, questions: Any, what: str) -> None:
         evaluation = Evaluation(config, questions)
         with on_cluster(config) if any(map(evaluation.is_incomplete, config.served)) else nullcontext():
             evaluation.run(serve, stop_flag())
-    print(f"{(evaluation.folder / 'evaluation.md').read_text()}\nreport: {evaluation.folder / 'evaluation.html'}")
+    folder = config.run.folder
+    print((folder / "evaluation.md").read_text())
+    print_made(report=folder / "evaluation.html", numbers=folder / "evaluation.json")
 
 
 if __name__ == "__main__":

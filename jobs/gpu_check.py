@@ -1,8 +1,8 @@
-"""Says of this machine, item by item, whether the pipeline works on its GPU, and writes all figures as JSON.
+"""Check item by item whether the pipeline works on the GPU of this machine.
 
     python -m jobs.gpu_check --out <absolute folder>
 
-An item runs other jobs as a user would, each in a process of its own. Nothing is looked up: the inputs are
+All figures go into gpu_check.json. An item runs other jobs as a user would, each in a process of its own. Inputs are
 configs/tiny/{policy,gpu_check}.yaml, from which the jobs make a world of posts, a policy and a reward model, and a
 model of half a billion random weights. Where there is no GPU, what can runs on the CPU, and the JSON says so.
 """
@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jobs.common.cli import print_made
 from t2g.errors import RunStopped
+from t2g.runs.progress import log_duration
 
 if TYPE_CHECKING:
     from actors.engines.rollout import RolloutFleet
@@ -205,9 +207,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     gpus = [torch.cuda.get_device_name(i) for i in range(machine.gpus)]
     said: Figures = {"gpus": gpus or ON_CPU, "versions": versions(), "date": time.strftime("%Y-%m-%d"), "items": []}
     for item in given.items:
-        said["items"].append(found := answer(item, machine))
+        with log_duration(item):
+            said["items"].append(found := answer(item, machine))
         print(f"{item}: {found['answer']}, {found.get('why') or found.get('on')}", flush=True)
         write_atomic(machine.out / "gpu_check.json", json.dumps(said, indent=1).encode())
+    print_made(numbers=machine.out / "gpu_check.json")
     return 0 if all(found["answer"] != "no" for found in said["items"]) else 3
 
 

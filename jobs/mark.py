@@ -1,4 +1,4 @@
-"""A page where a person marks what is good and what is poor in responses, and says why.
+"""Serve a page on which a person marks spans of responses and writes critiques.
 
     t2g mark my.jsonl --by ann
 
@@ -15,7 +15,7 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-from jobs.common.cli import stop_flag
+from jobs.common.cli import print_made, stop_flag
 from jobs.common.run_folder import sole_process
 from t2g.config import DataConfig
 from t2g.errors import UserError
@@ -64,9 +64,10 @@ def serve(data: Path, folder: Path, by: str, task: str, port: int) -> None:
         print(f"{sum(marks.finished)} of {len(marks.finished)} responses are marked; go on at {server.url}", flush=True)
         while not stop:
             server.handle_request()
-        print(f"{sum(marks.finished)} of {len(marks.finished)} responses are marked: {folder / by / RECORDS_FILE}")
+        print(f"{sum(marks.finished)} of {len(marks.finished)} responses are marked")
         for message in marks.agreement_messages():
             print(message)
+        print_made(records=folder / by / RECORDS_FILE)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Write report.html of a run of jobs.train_policy again, also while it goes on; of several runs, one beside the other.
+"""Write the report of a run again, also while it goes on, or of several runs side by side.
 
 t2g report runs/my-run
 t2g report runs/my-run runs/another        # into runs/my-run/report_beside.html
@@ -8,8 +8,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from jobs.common.cli import print_made
 from t2g.errors import UserError
-from t2g.report.run_page import report_beside, report_run
+from t2g.report.run_page import find_run, report_beside, report_run
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -21,7 +22,8 @@ def main(arguments: list[str] | None = None) -> int:
     if not folders:
         parser.error("a run's folder is missing")
     try:
-        print(report_run(folders[0]) if len(folders) == 1 else report_beside(folders))
+        folders = [find_run(folder) for folder in folders]
+        print_made(report=report_run(folders[0]) if len(folders) == 1 else report_beside(folders))
     except UserError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2

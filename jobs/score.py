@@ -1,4 +1,4 @@
-"""Ask a trained span reward model about one prompt and response; prints the critique and the coloured spans.
+"""Ask a trained span reward model about one prompt and response.
 
     python -m jobs.score --config configs/tiny/score.yaml --prompt "I bought a phone ..." --text "about a laptop."
     python -m jobs.score --config configs/tiny/score.yaml feedback.reward_model=runs/own-reward/model \
@@ -56,7 +56,6 @@ def judge(config: ScoreJob, prompt_text: str, response: str) -> SpanFeedback:
     from jobs.common.reward_models import connected_model
 
     prompt = Prompt(prompt_id="score", prompt_text=prompt_text, task=config.task)
-    print("starting the reward model", file=sys.stderr)
     with connected_model(config) as model:
         return asyncio.run(model.judge(prompt, response))
 

@@ -1,4 +1,4 @@
-"""A policy behind an OpenAI-compatible server, for other people's harnesses.
+"""Serve a policy behind an OpenAI-compatible API, for other people's harnesses.
 
     python -m jobs.serve --config configs/own/serve.yaml model.policy=runs/own/policy
     python -m jobs.serve --config configs/own/serve.yaml model.policy=runs/own/policy \

@@ -1,19 +1,15 @@
-"""Span-level PPO: start the fleets, hand them to `t2g.loop.trainer`, write the report.
+"""Train a policy by span-level PPO.
 
     python -m jobs.train_policy --config configs/own/policy.yaml model.policy=my/model data.path=my.jsonl \
         feedback.source=my_pkg.critics:critic
 """
 
-import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jobs.common.cli import main, stop_flag
+from jobs.common.cli import main, print_made, stop_flag
 from t2g.config import PolicyJob, with_overrides
-
-if TYPE_CHECKING:
-    from jobs.common.policy_runs import PolicyData
 
 
 def smoke_words(config: PolicyJob, summary: dict[str, Any]) -> str:
@@ -51,14 +47,8 @@ def show_one(folder: Path) -> None:
         show_feedback(Console(), one.response, one.feedback)
 
 
-def read(config: PolicyJob) -> "PolicyData":
-    from jobs.common.policy_runs import read_data
-
-    return read_data(config)
-
-
-def run(asked: PolicyJob, data: "PolicyData | None") -> None:
-    """Connect, start the fleets, train."""
+def run(asked: PolicyJob, data: Any) -> None:
+    """Connect, start the fleets, train. data: PolicyData, None where stages are made first."""
     from jobs.common.fleets import Fleets, on_cluster
     from jobs.common.policy_runs import finished, read_data, train
     from jobs.common.run_folder import SMOKE_STEPS, sole_process
@@ -80,11 +70,15 @@ def run(asked: PolicyJob, data: "PolicyData | None") -> None:
             stop = stop_flag()  # before the engines start: a signal during their start ends the run as well
             with Fleets() as fleets:
                 summary = train(config, data, *fleets.for_policy(config, data.task), stop)
-    print(smoke_words(asked, summary) if asked.run.smoke else json.dumps(summary["policy"], indent=1))
+    folder = config.run.folder
     if asked.run.smoke:
-        show_one(config.run.folder)
-    print(f"report: {config.run.folder / 'report.html'}")
+        print(smoke_words(asked, summary))
+        show_one(folder)
+    else:
+        held_out = ", ".join(f"{name} {value:.4g}" for name, value in summary["policy"].items() if value is not None)
+        print(f"held out: {held_out or 'not measured, eval_data is not given'}")
+    print_made(policy=folder / "policy", report=folder / "report.html", numbers=folder / "summary.json")
 
 
 if __name__ == "__main__":
-    sys.exit(main(PolicyJob, run, read=read))
+    sys.exit(main(PolicyJob, run, read="jobs.common.policy_runs:read_data"))

@@ -1,4 +1,4 @@
-"""Stage 2: the span reward model learns [critique; span map] from annotated records, then is measured on held-out ones.
+"""Train the span reward model on annotated records and measure it on held-out ones.
 
     python -m jobs.train_reward --config configs/own/reward.yaml model.policy=my/model \
         data.path=runs/own-annotated/train.jsonl eval_data.path=runs/own-annotated/heldout.jsonl
@@ -8,32 +8,24 @@ Leaves `<run folder>/model` with span_reward.json in it, metrics.jsonl and rewar
 """
 
 import sys
-from typing import TYPE_CHECKING
+from typing import Any
 
-from jobs.common.cli import main
+from jobs.common.cli import main, print_made
 from t2g.config import RewardJob
 
-if TYPE_CHECKING:
-    from jobs.common.reward_models import RewardData
 
-
-def read(config: RewardJob) -> "RewardData":
-    from jobs.common.reward_models import read_data
-
-    return read_data(config)
-
-
-def run(config: RewardJob, data: "RewardData") -> None:
+def run(config: RewardJob, data: Any) -> None:
     from jobs.common.fleets import Fleets, on_cluster
-    from jobs.common.reward_models import train_reward
+    from jobs.common.reward_models import REPORT_FILE, train_reward
     from jobs.common.run_folder import check_folder
-    from jobs.common.supervised import LEFTOVERS
+    from jobs.common.supervised import LEFTOVERS, MODEL
 
     check_folder(config, *LEFTOVERS)
     with on_cluster(config), Fleets() as fleets:
         metrics = train_reward(config, data, fleets, tokenizer=data.tokenizer)
     print(" ".join(f"{name} {value:.3f}" for name, value in metrics.items()))
+    print_made(model=config.run.folder / MODEL, numbers=config.run.folder / REPORT_FILE)
 
 
 if __name__ == "__main__":
-    sys.exit(main(RewardJob, run, read=read))
+    sys.exit(main(RewardJob, run, read="jobs.common.reward_models:read_data"))

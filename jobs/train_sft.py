@@ -1,4 +1,4 @@
-"""Supervised fine-tuning of a policy on references, with DeepSpeed ZeRO-3 under Ray Train.
+"""Fine-tune a policy on references, with DeepSpeed ZeRO-3 under Ray Train.
 
     python -m jobs.train_sft --config configs/own/sft.yaml model.policy=my/model data.path=my.jsonl
 
@@ -8,30 +8,23 @@ the folder `smoke` and says how long all of them will take.
 """
 
 import sys
-from typing import TYPE_CHECKING
+from typing import Any
 
-from jobs.common.cli import main
+from jobs.common.cli import main, print_made
 from t2g.config import SFTJob
 
-if TYPE_CHECKING:
-    from t2g.types import TrainSequence
 
-
-def read(config: SFTJob) -> "list[TrainSequence]":
-    from jobs.common.supervised import read_examples
-
-    return read_examples(config)
-
-
-def run(config: SFTJob, examples: "list[TrainSequence]") -> None:
+def run(config: SFTJob, examples: Any) -> None:
     from jobs.common.fleets import on_cluster
     from jobs.common.run_folder import check_folder
-    from jobs.common.supervised import LEFTOVERS, supervise
+    from jobs.common.supervised import LEFTOVERS, MODEL, supervise
+    from t2g.runs.log import METRICS_FILE
 
     check_folder(config, *LEFTOVERS)
     with on_cluster(config):
         supervise(config, examples, title="supervised fine-tuning")
+    print_made(model=config.run.folder / MODEL, numbers=config.run.folder / METRICS_FILE)
 
 
 if __name__ == "__main__":
-    sys.exit(main(SFTJob, run, read=read))
+    sys.exit(main(SFTJob, run, read="jobs.common.supervised:read_examples"))

@@ -35,7 +35,7 @@ def main(
     describe: Callable[[Config], str] = describe,
     argv: Sequence[str] | None = None,
     options: Mapping[str, Mapping[str, Any]] = {},
-    read: Callable[[Config], Any] | None = None,
+    read: str | None = None,
 ) -> int:
     """Read the config and the inputs, report everything that would stop the job, then run it; return the exit code.
 
@@ -45,8 +45,8 @@ def main(
         run: the job, called as `run(config)`; with `read` as `run(config, data)`.
         argv: without the program's name; None: the arguments of this process.
         options: of this job alone, as argparse takes them, {"--text": {"required": True}}; `run` gets them by name.
-        read: reads all inputs before any process is started and raises UserError for what cannot be used. `data` is
-            None where an earlier stage of the same job has yet to make the inputs.
+        read: "pkg.mod:function", which may be heavy to import. It reads all inputs of the config, before any process is
+            started, and raises UserError. `data` is None where an earlier stage of the job has yet to make the inputs.
     """
     from t2g.runs.progress import record_lines
 
@@ -92,17 +92,27 @@ def main(
         return 130
 
 
+def print_made(**paths: Path) -> None:
+    """Print the files and folders that a job made, by their labels: the last line of a finished job.
+
+    >>> print_made(report=Path("/"), policy=Path("/nowhere"))
+    made: report /
+    """
+    print(f"made: {', '.join(f'{label} {path}' for label, path in paths.items() if path.exists()) or 'nothing'}")
+
+
 def _resources(address: str | None) -> Mapping[str, float]:
     return import_module("actors.cluster.placement").resources(address)  # heavy, and only `auto` asks for it
 
 
-def _preflight(config: Config, read: Callable[[Config], Any] | None) -> tuple[Any, Any]:
+def _preflight(config: AnyJob, read: str | None) -> tuple[Any, Any]:
     """Return the findings about the config and its inputs, and what `read` returned."""
     cluster = config.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
     have = _resources(cluster) if cluster == "local" else None
     preflight = import_module("t2g.deploy.preflight")  # heavy: --help answers without it
     found = preflight.preflight(config, have)
-    return found, preflight.read_inputs(found, config, read) if read else None
+    module, _, function = (read or "").partition(":")
+    return found, preflight.read_inputs(found, config, getattr(import_module(module), function)) if read else None
 
 
 class StopFlag:
@@ -151,19 +161,27 @@ def job_parser(schema: type[BaseModel]) -> argparse.ArgumentParser:
     return parser
 
 
-def _section_help(section: type[BaseModel], prefix: str = "", given: BaseModel | None = None) -> list[str]:
-    """Every key with its default and its meaning, grouped by section.
+def _section_help(
+    section: type[BaseModel], prefix: str = "", given: BaseModel | None = None, purpose: str = ""
+) -> list[str]:
+    """Return a header and a line for every key with its default and meaning, then the same of inner sections.
 
-    `given` is the value that the section has by default, where there is one: it may not be the section's own.
+    Args:
+        given: the value that the section has by default, where there is one: it may differ from the section's own.
+        purpose: of the section, for its header.
     """
     plain, inner = [], []
     for name, info in section.model_fields.items():
-        default = getattr(given, name) if given else info.default
+        default = getattr(given, name) if given else info.get_default(call_default_factory=True, validated_data={})
         nested = section_type(info.annotation)
         if nested is not None:
-            inner += _section_help(nested, f"{prefix}{name}.", default if isinstance(default, nested) else None)
+            about = info.description or (nested.__dict__.get("__doc__") or "").strip().partition("\n")[0]
+            own = default if isinstance(default, nested) else None
+            is_off = default is None and not info.is_required()
+            inner += _section_help(nested, f"{prefix}{name}.", own, f"{about} (off by default)" if is_off else about)
         else:
             required = info.is_required() and not given
             shown = "required" if required else json.dumps(default, default=str)
             plain.append(f"  {prefix + name:<38} {shown:<16} {info.description or ''}".rstrip())
-    return ([f"\n{prefix.removesuffix('.') or 'the job'}:"] if plain else []) + plain + inner
+    header = f"\n{prefix.removesuffix('.') or 'the job'}: {purpose}".rstrip(" ")
+    return ([header] if plain else []) + plain + inner

@@ -21,9 +21,9 @@ from typing import Any
 from actors.engines.rollout import RolloutFleet
 from actors.learner.learner import LearnerGroup
 from jobs.common import reward_models
-from jobs.common.cli import StopFlag
+from jobs.common.cli import StopFlag, print_made
 from jobs.common.fleets import Fleets
-from jobs.common.policy_runs import PolicyData, finished, learner_spec, run_baseline, train
+from jobs.common.policy_runs import PolicyData, finished, learner_spec, read_data, run_baseline, train
 from jobs.common.stages import base_model, once, positions, reward_job
 from t2g.config import CompareJob, DemoJob, ModelConfig, PolicyJob, RewardJob, RunConfig, StyleConfig, with_overrides
 from t2g.data.buffer import Group, read_groups, write_groups
@@ -166,6 +166,12 @@ class Session:
                 self.run(name, self.arms.arm(name, seed, chosen[name], noise))
 
 
+def read_policy_data(job: CompareJob) -> PolicyData:
+    """Return the data of all arms. Raise UserError for what one of them cannot use."""
+    arms = Arms(job)
+    return read_data(job, [arms.arm(name, 0) for name in arms.methods])
+
+
 def engine_groups(arms: Arms) -> list[list[str]]:
     """Methods by the feedback that they need, the job's own first: only the engines of one group run at a time."""
     groups: dict[str, list[str]] = {arms.reference.feedback.model_dump_json(): []}
@@ -304,7 +310,7 @@ def finish(arms: Arms, search: dict[str, Any], rewards: dict[str, Any]) -> None:
     write_atomic(folder / "compare.json", json.dumps(summary, indent=1).encode())
     words = tables(summary)
     write_atomic(folder / "compare.md", f"{words}\n".encode())
-    print(f"{words}\nnumbers: {folder / 'compare.json'}")
+    print(words)
     if runs:
         write_comparison(folder, summary, runs)
-        print(f"report: {folder / 'report.html'}")
+    print_made(report=folder / "report.html", numbers=folder / "compare.json")

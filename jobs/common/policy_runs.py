@@ -198,7 +198,8 @@ def one_learner(
             trainer.on_step = on_step
             state = asyncio.run(beside(trainer.run(), *steering.duties()))
         if state.step == config.num_steps:
-            learner.export(folder / "policy")
+            with log_duration("writing the policy"):
+                learner.export(folder / "policy")
             after(learner)
         return state
 

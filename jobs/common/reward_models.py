@@ -17,7 +17,7 @@ from t2g.feedback.card import make_card, read_card, style_words, write_card
 from t2g.feedback.examples import reward_examples
 from t2g.feedback.records import AnnotatedRecord, load_annotated
 from t2g.files import write_atomic
-from t2g.report.reward_page import HTML_FILE, JSON_FILE, write_evaluation
+from t2g.report.reward_page import write_evaluation
 from t2g.runs.progress import stage
 from t2g.study.reward_eval import JudgedRecord, ServedModel, judge_records, parse_warning, reward_metrics
 from t2g.tasks.base import get_task
@@ -126,7 +126,6 @@ def evaluate_reward(
         "style": style_words(config.feedback.style),
     }
     result = write_evaluation(folder, about=about, records=records, judged=judged, seed=config.run.seed)
-    print(f"report: {folder / HTML_FILE}\nnumbers: {folder / JSON_FILE}")
     return result["metrics"]
 
 
@@ -137,6 +136,11 @@ def as_trained(config: Served) -> Served:
         return config
     trained = {} if "style" in config.feedback.model_fields_set else {"feedback.style": card.style}
     return with_overrides(config, trained if "task" in config.model_fields_set else trained | {"task": card.task})
+
+
+def read_heldout(config: EvaluateJob) -> list[AnnotatedRecord]:
+    """Return the records that the reward model judges, of the task that it was trained for."""
+    return usable_records("data.path", config.data, as_trained(config).task)
 
 
 @contextmanager

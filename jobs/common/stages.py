@@ -49,6 +49,7 @@ from t2g.feedback.records import AnnotatedRecord, load_annotated
 from t2g.files import write_atomic
 from t2g.runs import identity
 from t2g.runs.identity import Identity
+from t2g.runs.progress import log_duration
 from t2g.sandbox import SandboxConfig
 from t2g.study.methods import PLACEHOLDER
 from t2g.tasks.base import get_task
@@ -196,6 +197,7 @@ def positions(demo: DemoJob) -> dict[str, int]:
     return {"max_position_embeddings": max(512, demo.rollout.max_model_len + demo.reward_engine.max_model_len)}
 
 
+@log_duration("writing the world")
 def _write_world(demo: DemoJob) -> dict[str, Any]:
     """Records, tokenizers, random weights. What the references score is what a converged base policy reaches."""
     world, folder, task = demo.world, demo.run.folder / WORLD, get_task(demo.task)

@@ -76,6 +76,20 @@ class _Run:
     made: dict[str, str]
 
 
+def find_run(folder: Path) -> Path:
+    """Return the folder, or that of its smoke run where the run itself has not been started."""
+    smoke = folder / "smoke"
+    return smoke if (smoke / METRICS_FILE).exists() and not (folder / METRICS_FILE).exists() else folder
+
+
+def run_name(folder: Path) -> str:
+    """Return the name by the config of a run folder, else that of the folder; a smoke run is called so."""
+    match _settings(folder):
+        case {"run": {"name": str(name), "smoke": bool(smoke)}}:
+            return f"{name} (smoke run)" if smoke else name
+    return folder.resolve().name
+
+
 def report_run(folder: Path) -> Path:
     """Write `folder`/report.html and return its path.
 
@@ -83,7 +97,7 @@ def report_run(folder: Path) -> Path:
     Raises UserError when the folder holds no finished step, or a file that no run wrote.
     """
     run, path = _read_run(folder), folder / REPORT_FILE
-    title, arms = f"Text2Grad: {folder.resolve().name}", {"policy": run.steps}
+    title, arms = f"Text2Grad: {run_name(folder)}", {"policy": run.steps}
     write_report(
         path, title=title, summary=run.summary, arms=arms, examples=run.examples, made=run.made, alarms=run.alarms
     )
@@ -94,7 +108,7 @@ def report_beside(folders: Sequence[Path]) -> Path:
     """The same page of several runs, in the folder of the first: their curves in one picture, their figures and what
     differs of their configs in a column each, their last responses to the same prompts.
     """
-    short = [folder.resolve().name for folder in folders]
+    short = [run_name(folder) for folder in folders]
     names = short if len(set(short)) == len(short) else [str(folder) for folder in folders]
     runs = [_read_run(folder) for folder in folders]
     latest = [{(s.split, s.prompt, s.sample_index): s for *_, s in run.examples} for run in runs]

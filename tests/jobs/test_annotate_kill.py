@@ -14,19 +14,13 @@ import pytest
 from fake_endpoint import FakeEndpoint, Reply, answer, completion, fake_endpoint, says, span
 
 from jobs.annotate import describe, run
-from jobs.common.annotation_runs import (
-    ANNOTATED_FILE,
-    DONE_FILE,
-    HELDOUT_FILE,
-    JOURNAL_FILE,
-    TRAIN_FILE,
-    read_samples,
-)
+from jobs.common.annotation_runs import ANNOTATED_FILE, DONE_FILE, HELDOUT_FILE, JOURNAL_FILE, TRAIN_FILE
 from jobs.common.cli import main
 from t2g.config import AnnotateJob
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data"
+READ = "jobs.common.annotation_runs:read_samples"
 NUM_RECORDS = 40
 DEADLINE_S = 60
 
@@ -123,7 +117,7 @@ def test_a_job_that_is_killed_again_and_again_makes_each_record_once(endpoint: F
 def annotated(folder: Path, config: str, *overrides: str) -> list[dict[str, Any]]:
     """The records that the command leaves, run in this process."""
     command = ["--config", str(ROOT / "configs" / config / "annotate.yaml"), f"run.root={folder}", "run.name=run"]
-    assert main(AnnotateJob, run, describe, [*command, *overrides], read=read_samples) == 0
+    assert main(AnnotateJob, run, describe, [*command, *overrides], read=READ) == 0
     return read(folder / "run" / ANNOTATED_FILE)
 
 

@@ -30,13 +30,24 @@ def test_the_jobs_words_and_exit_code_are_its_own(tmp_path: Path) -> None:
     assert done.returncode == 2 and "holds no finished step" in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(("words", "code"), [(["--version"], 0), (["--help"], 0), (["fly"], 2), (["init"], 2), ([], 2)])
+@pytest.mark.parametrize(("words", "code"), [(["--version"], 0), (["--help"], 0), (["fly"], 2), (["init"], 2)])
 def test_what_is_no_job_ends_at_once(words: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         console.main(words)
     assert ended.value.code == code
     said = capsys.readouterr()
     assert "t2g" in said.out + said.err
+
+
+def test_without_a_word_every_job_is_listed_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert console.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    listed = {line.split()[0]: line for line in lines if line.startswith("  ")}
+    assert set(listed) == {"init", *console.MODULES}
+    assert listed["train"] == "  train      Train a policy by span-level PPO."
+    assert [line for line in lines if line.endswith(":")] == [
+        "Start:", "Feedback:", "Training:", "Results:", "Machines:",
+    ]  # fmt: skip
 
 
 def test_a_new_folder_has_all_that_a_run_reads_and_a_full_one_is_left_alone(

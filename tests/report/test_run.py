@@ -8,7 +8,7 @@ import pytest
 
 from jobs.report import main
 from t2g.errors import UserError
-from t2g.report.run_page import examples, report_run
+from t2g.report.run_page import examples, find_run, report_run
 
 
 def sample(
@@ -82,7 +82,7 @@ def test_report_of_a_running_and_of_a_finished_run(tmp_path: Path, capsys: pytes
     folder.mkdir()
     write_lines(folder / "metrics.jsonl", [{"step": 0, "eval/f1": 0.5}, {"step": 1, "samples": 64.0, "eval/f1": 0.625}])
     assert main(["--run", str(folder)]) == 0
-    assert capsys.readouterr().out.strip() == str(folder / "report.html")
+    assert capsys.readouterr().out == f"made: report {folder / 'report.html'}\n"
     running = (folder / "report.html").read_text()
     assert "Text2Grad: my-run" in running
     assert "+0.125" in running
@@ -180,7 +180,7 @@ def test_two_runs_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixtu
     write_lines(two / "alarms.jsonl", [{"step": 1, "alarm": "the KL is <high>"}])
     assert main([str(one), str(two)]) == 0
     path = one / "report_beside.html"
-    assert capsys.readouterr().out.strip() == str(path) and not (one / "report.html").exists()
+    assert capsys.readouterr().out == f"made: report {path}\n" and not (one / "report.html").exists()
     page = path.read_text()
     assert "<h1>one and two</h1>" in page and page.count("<polyline") == 2
     # the base that both had, and none where they had another
@@ -260,3 +260,17 @@ def test_five_thousand_samples_are_a_page_within_seconds(tmp_path: Path) -> None
     started = time.process_time()
     size = report_run(tmp_path).stat().st_size
     assert time.process_time() - started < 10 and size < 1_000_000
+
+
+def test_the_report_of_a_smoke_run_is_found_and_has_the_name_of_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    smoke = tmp_path / "my-run" / "smoke"
+    smoke.mkdir(parents=True)
+    (smoke / "config.yaml").write_text("run: {name: my-run, smoke: true}\n")
+    write_lines(smoke / "metrics.jsonl", [{"step": 1, "samples": 8, "reward/token_mean": 0.5}])
+    assert main([str(tmp_path / "my-run")]) == 0
+    assert capsys.readouterr().out == f"made: report {smoke / 'report.html'}\n"
+    assert "<title>Text2Grad: my-run (smoke run)</title>" in (smoke / "report.html").read_text()
+    write_lines(smoke.parent / "metrics.jsonl", [{"step": 1, "samples": 8}])
+    assert find_run(smoke.parent) == smoke.parent

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.common.cli import main, stop_flag
+from jobs.common.cli import main, print_made, stop_flag
 from jobs.common.run_folder import sole_process
 from t2g.config import DemoJob, EvaluateJob, PolicyJob, RunConfig
 from t2g.config.loading import load
@@ -70,7 +70,7 @@ def test_a_dry_run_and_a_start_list_all_problems_last(
     file = tmp_path / "policy.yaml"
     source = "feedback: {source: 'json:JSONDecoder'}"
     file.write_text(f"model: {{policy: ./no-model}}\ndata: {{path: no.jsonl}}\n{source}\nrun: {{root: {tmp_path}}}\n")
-    assert main(PolicyJob, never, argv=["--config", str(file), *dry_run], read=never) == 2
+    assert main(PolicyJob, never, argv=["--config", str(file), *dry_run], read="builtins:vars") == 2
     out, err = capfd.readouterr()
     assert ("run folder: " in out) == bool(dry_run)
     assert err.splitlines()[-4:] == [
@@ -81,6 +81,13 @@ def test_a_dry_run_and_a_start_list_all_problems_last(
         "- model.policy=./no-model: there is no folder of that name",
         "- data.path=no.jsonl: there is no such file",
     ]
+
+
+def test_what_a_job_made_is_its_last_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "report.html").touch()
+    print_made(report=tmp_path / "report.html", policy=tmp_path / "policy", folder=tmp_path)
+    print_made(policy=tmp_path / "policy")
+    assert capsys.readouterr().out == f"made: report {tmp_path / 'report.html'}, folder {tmp_path}\nmade: nothing\n"
 
 
 def test_a_job_gets_what_was_read_and_its_run_folder_the_lines_of_progress(tmp_path: Path) -> None:
@@ -95,8 +102,8 @@ def test_a_job_gets_what_was_read_and_its_run_folder_the_lines_of_progress(tmp_p
         with log_duration("some work"):
             pass
 
-    assert main(EvaluateJob, run, argv=["--config", str(file)], read=lambda job: job.data.path) == 0
-    assert seen == [str(data)]
+    assert main(EvaluateJob, run, argv=["--config", str(file)], read="builtins:type") == 0
+    assert seen == [EvaluateJob]
     lines = (tmp_path / "run" / "progress.log").read_text().splitlines()
     assert [line.split(" ", 1)[1] for line in lines] == ["some work ...", "some work: 0 s"]
 
@@ -202,11 +209,17 @@ def test_help_lists_every_section_with_the_defaults_that_hold(capsys: pytest.Cap
     with pytest.raises(SystemExit) as caught:
         main(PolicyJob, lambda job: 0, lambda job: "", ["--help"])
     assert caught.value.code == 0
-    rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line.strip()}
+    text = capsys.readouterr().out
+    assert "PydanticUndefined" not in text and "FieldInfo" not in text
+    rows = {line.split()[0]: line.split() for line in text.splitlines() if line.strip()}
     assert rows["learner.policy.lr"][1] == "1e-06"
     assert rows["learner.critic.lr"][1] == "1e-05"  # the learner's default, not the section's
     assert rows["model.policy"][1] == "required"
     assert rows["num_steps"][1] == "100"
+    assert rows["learner.critic_ranks.threads"][1] == "1"  # a default that follows another key
+    sections = {line.partition(": ")[0]: line for line in text.splitlines() if line[:1] not in ("", " ")}
+    assert {"run", "rollout", "learner.lora"} <= {name.rstrip(":") for name in sections}
+    assert sections["learner.critic_ranks"].endswith("(off by default)")
 
 
 def test_help_answers_within_a_second_of_processor_time() -> None:
