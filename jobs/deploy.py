@@ -72,6 +72,7 @@ def scale(arguments: argparse.Namespace) -> int:
 def stop(arguments: argparse.Namespace) -> int:
     """Tell a run on a cluster to stop, and wait for its checkpoint."""
     from actors.cluster.job_server import JobServer
+    from t2g.runs.progress import log_duration
 
     with JobServer.at(arguments.address) as server:
         living = server.living(arguments.run)
@@ -79,7 +80,8 @@ def stop(arguments: argparse.Namespace) -> int:
             raise UserError(f"--run: no job of run {arguments.run} is alive on this cluster")
         for job_id, wait_s in living.items():
             print(f"stopping job {job_id}: it has {wait_s:.0f} s to leave a checkpoint", flush=True)
-            print(f"job {job_id}: {server.stop(job_id, wait_s)}")
+            with log_duration(f"stopping job {job_id}"):
+                print(f"job {job_id}: {server.stop(job_id, wait_s)}")
     return 0
 
 

@@ -33,12 +33,14 @@ def command(then: str, *, url: str, model: str, tokenizer: str) -> list[str]:
 def run(config: ServeJob) -> int:
     from actors.engines.server import POLL_S, ended, serving
     from jobs.common.run_folder import sole_process
+    from t2g.runs.progress import log_duration
 
     stop, folder, then = stop_flag(), config.run.folder, config.serve.then
     with sole_process(folder), ExitStack() as started:
         loading.write(config, folder)
         log = folder / "server.log"
-        server, url = started.enter_context(serving(config, log, lambda: bool(stop)))
+        with log_duration("starting the server"):
+            server, url = started.enter_context(serving(config, log, lambda: bool(stop)))
         print(f"{config.serve.name} answers at {url}", flush=True)
         harness = None
         if then is not None:
