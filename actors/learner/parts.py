@@ -79,10 +79,10 @@ def load_policy(spec: LearnerSpec, *, on_gpu: bool) -> tuple[Any, Any | None, An
     tokenizer, models = load_for_training(spec.model, *classes, dtype=config.dtype, on_gpu=on_gpu)
     policy, reference = (*models, None)[:2]
     prepare(policy, spec)
-    if spec.loss != "supervised":
-        for model in models:
+    for model in models:
+        install_chunked_head(model)
+        if spec.loss != "supervised":
             disable_dropout(model)
-            install_chunked_head(model)
     return policy, reference, tokenizer
 
 

@@ -9,6 +9,7 @@ than all else in the pass.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,17 +51,12 @@ def token_columns(
             found.append(full_kl(logits, ref_logits.float() / request.temperature))
         return torch.stack(found, dim=-1)
 
-    chunks = []
-    for start in range(0, len(states), CHUNK_TOKENS):
-        rows = slice(start, start + CHUNK_TOKENS)
-        reference = None if request.ref_logits is None else request.ref_logits[rows]
-        # Nothing is drawn at random in a chunk: its backward pass need not restore the generators.
-        chunks.append(
-            checkpoint(
-                columns, states[rows], request.next_ids[rows], reference, use_reentrant=False, preserve_rng_state=False
-            )
-        )
-    return torch.cat(chunks)
+    chunks = states.split(CHUNK_TOKENS)  # the gradient of each slice would be as large as all states
+    next_ids = request.next_ids.split(CHUNK_TOKENS)
+    reference = [None] * len(chunks) if request.ref_logits is None else request.ref_logits.split(CHUNK_TOKENS)
+    # Nothing is drawn at random in a chunk: its backward pass need not restore the generators.
+    compute = partial(checkpoint, columns, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([compute(*rows) for rows in zip(chunks, next_ids, reference, strict=True)])
 
 
 def entropy_of(logprobs: torch.Tensor) -> torch.Tensor:

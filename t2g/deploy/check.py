@@ -127,16 +127,16 @@ def _fit(config: JobConfig, group: PodGroup, shape: ModelShape, gpu_bytes: float
             sequences = -(-config.rollout.prompts_per_step * config.rollout.samples_per_prompt // workers)
         return engine_fit(shape, group.role, sequences=sequences, gpu_bytes=gpu_bytes)
     if isinstance(config, SFTJob):
-        held, logits = sft_models(shape, config.sft), logits_bytes(shape, config.sft)
         tokens = max(config.sft.tokens_per_microbatch, config.sft.max_length)
-        return rank_fit(shape, held, config.sft, ranks=workers, tokens=tokens, logits=logits)
+        logits = logits_bytes(shape, config.sft, tokens=tokens)
+        return rank_fit(shape, sft_models(shape, config.sft), config.sft, ranks=workers, tokens=tokens, logits=logits)
     assert isinstance(config, PolicyJob)
     learner, objective = config.learner, config.objective
     # A longer sequence has a pass of its own.
     tokens = max(learner.tokens_per_microbatch, config.rollout.max_model_len)
     if group.name == "critic":
         return rank_fit(shape, critic_models(shape), learner, ranks=workers, tokens=tokens)
-    logits = logits_bytes(shape, learner, kept=tokens if objective.kl_estimator == "full" else 0)
+    logits = logits_bytes(shape, learner, tokens=tokens, objective=objective)
     held = learner_models(shape, learner, objective)
     lent = lent_bytes(shape, learner, b=BYTES[config.rollout.dtype])
     return rank_fit(shape, held, learner, ranks=workers, tokens=tokens, logits=logits, lent=lent)

@@ -47,7 +47,15 @@ class ModelShape(BaseModel):
     intermediate_size: int
     vocab_size: int
     tie_word_embeddings: bool = False
+    final_logit_softcapping: float | None = None  # Gemma
+    logits_scaling: float = 1.0  # Granite
+    logit_scale: float = 1.0  # Cohere
     quantization_config: dict[str, Any] = {}
+
+    @property
+    def transforms_logits(self) -> bool:
+        """Return whether the model changes the logits after its head, so that training makes those of all tokens."""
+        return self.final_logit_softcapping is not None or (self.logits_scaling, self.logit_scale) != (1, 1)
 
     @property
     def heads_numel(self) -> int:
@@ -239,11 +247,20 @@ def lent_bytes(shape: ModelShape, learner: LearnerConfig, *, b: int) -> float:
     return 2 * max(learner.sync_bucket_mib * 2**20, module) if learner.lends else 0.0
 
 
-def logits_bytes(shape: ModelShape, learner: LearnerConfig | SFTOptions, *, kept: int = 0) -> float:
-    """Of a chunk in float32: logits, their log-softmax, and the gradients of both; and those of `kept` tokens, of all
-    with kl_estimator=full.
+def logits_bytes(
+    shape: ModelShape, learner: LearnerConfig | SFTOptions, *, tokens: int, objective: ObjectiveConfig | None = None
+) -> float:
+    """Return the bytes for the logits of a microbatch of `tokens` tokens, and for what is computed from them.
+
+    A chunk needs 3 float32 arrays of its logits' shape. Entropy needs 9 bytes more for each of its values, the full KL
+    21 more and the reference's logits of all tokens. A model that transforms its logits makes 4 arrays of all tokens.
+
+    Args:
+        objective: of PPO, which measures entropy; None for supervised training.
     """
-    return (16 * CHUNK_TOKENS + BYTES[learner.dtype] * kept) * shape.vocab_size
+    full_kl = objective is not None and objective.kl_estimator == "full"
+    chunk = (12 + 9 * (objective is not None) + 21 * full_kl) * min(CHUNK_TOKENS, tokens)
+    return (chunk + BYTES[learner.dtype] * tokens * (full_kl + 4 * shape.transforms_logits)) * shape.vocab_size
 
 
 def host_bytes(

@@ -4,8 +4,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from tensor_memory import TensorMemory
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from t2g.algo.head import CHUNK_TOKENS, ChunkedHead, TokenRequest, install_chunked_head
@@ -118,27 +117,6 @@ def test_gradients_are_those_of_whole_logits(frozen_head: bool, layers_checkpoin
         assert (chunked[name] - gradient).norm() < 1e-5 * gradient.norm() + 1e-5, name
 
 
-class Memory(TorchDispatchMode):
-    """While it is on, in forward and backward passes alike: the elements of the largest tensor made, and the most that
-    were alive at once in tensors of at least `floor` elements."""
-
-    def __init__(self, floor: int) -> None:
-        super().__init__()
-        self.floor, self.largest, self.peak = floor, 0, 0
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **kwargs or {})
-        for made in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(made, torch.Tensor) and made.numel() >= self.floor:
-                self.largest = max(self.largest, made.numel())
-                storage = StorageWeakRef(made.untyped_storage())
-                self._alive[storage.cdata] = (storage, made.untyped_storage().nbytes() // made.element_size())
-        self._alive = {key: held for key, held in self._alive.items() if not held[0].expired()}
-        self.peak = max(self.peak, sum(numel for _, numel in self._alive.values()))
-        return result
-
-
 @pytest.mark.parametrize("frozen_head", [False, True])
 def test_the_logits_of_a_batch_never_exist_at_once(frozen_head: bool) -> None:
     """A plain head makes [T, V] and keeps several of them for the backward pass; this one a few chunks, of 16."""
@@ -148,14 +126,14 @@ def test_the_logits_of_a_batch_never_exist_at_once(frozen_head: bool) -> None:
     if frozen_head:
         model.lm_head.weight.requires_grad_(False)
     rows = rows_of(list(np.random.default_rng(0).integers(0, vocabulary, (tokens // 8, 8))))
-    with Memory(floor=chunk) as whole:
+    with TensorMemory(min_numel=chunk) as whole:
         losses_and_gradients(model, rows)
-    assert whole.largest == tokens * vocabulary
+    assert whole.largest_numel == tokens * vocabulary
     assert install_chunked_head(model)
-    with Memory(floor=chunk) as chunked:
+    with TensorMemory(min_numel=chunk) as chunked:
         losses_and_gradients(model, rows)
-    assert chunked.largest == chunk
-    assert chunked.peak < tokens * vocabulary / 2 < whole.peak / 4
+    assert chunked.largest_numel == chunk
+    assert chunked.peak_bytes < 2 * tokens * vocabulary < whole.peak_bytes / 4
 
 
 def test_a_request_ends_with_its_block() -> None:

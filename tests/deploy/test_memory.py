@@ -4,16 +4,21 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from tensor_memory import TensorMemory
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, masking_utils
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, masking_utils
 
 from actors.learner import zero3
 from t2g.algo import head
+from t2g.algo.head import install_chunked_head
+from t2g.algo.logprobs import Rows
 from t2g.config import LearnerConfig, LoRAConfig, ObjectiveConfig, RoleConfig, RolloutConfig, with_overrides
 from t2g.deploy import memory
 from t2g.deploy.memory import GIB, LLAMA_3_8B, ModelShape
+from t2g.types import TrainSequence
 
 SMALL = {
     "hidden_size": 256,
@@ -174,8 +179,40 @@ def test_a_pass_over_a_microbatch() -> None:
     assert parts(learner)["optimizer"] == 12 * 2792
     checkpointed = with_overrides(learner, {"gradient_checkpointing": True})
     assert parts(checkpointed)["activations"] == 10 * (2 * 16 + one)
-    assert memory.logits_bytes(TOY, learner) == 16 * 1024 * 100
-    assert memory.logits_bytes(TOY, learner, kept=10) == 16 * 1024 * 100 + 2 * 10 * 100
+    assert memory.logits_bytes(TOY, learner, tokens=2000) == 12 * 1024 * 100
+    assert memory.logits_bytes(TOY, learner, tokens=10) == 12 * 10 * 100
+    full = ObjectiveConfig(kl_estimator="full")
+    assert memory.logits_bytes(TOY, learner, tokens=2000, objective=full) == (42 * 1024 + 2 * 2000) * 100
+
+
+@pytest.mark.parametrize(
+    ("name", "objective", "dtype"),
+    [
+        ("llama", None, "bfloat16"),
+        ("llama", ObjectiveConfig(), "float32"),
+        ("llama", ObjectiveConfig(kl_estimator="full"), "bfloat16"),
+        ("gemma2", None, "float32"),  # it caps its logits, so that all exist at once
+    ],
+    ids=["supervised", "ppo", "full_kl", "gemma2"],
+)
+def test_logits_bytes_equal_the_peak_of_a_pass(name: str, objective: ObjectiveConfig | None, dtype: Any) -> None:
+    """Of all tensors that have a column for each token of the vocabulary, forward and backward."""
+    vocabulary, num_tokens = 512, 3 * head.CHUNK_TOKENS
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1}
+    config = AutoConfig.for_model(name, **SMALL | small, num_hidden_layers=1, pad_token_id=None)
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    assert install_chunked_head(model) == (name == "llama")
+    ids = np.zeros((num_tokens // 64, 65), np.int32)
+    sequences = [TrainSequence(prompt_ids=i[:1], response_ids=i[1:], weights=np.ones(64)) for i in ids]
+    rows = Rows(sequences, torch.device("cpu"))
+    with TensorMemory(min_numel=head.CHUNK_TOKENS * vocabulary, last_dim=vocabulary) as used:
+        full = objective is not None and objective.kl_estimator == "full"
+        reference = torch.zeros(num_tokens, vocabulary, dtype=getattr(torch, dtype)) if full else None
+        found = rows.token_outputs(model, 0.6, entropy=objective is not None, ref_logits=reference)
+        sum(column.sum() for column in (found.logprobs, found.entropy, found.full_kl) if column is not None).backward()
+    shape, learner = memory.shape_of(config.to_dict()), LearnerConfig(dtype=dtype)
+    expected = memory.logits_bytes(shape, learner, tokens=num_tokens, objective=objective)
+    assert (0.7 if name == "gemma2" else 0.97) * expected < used.peak_bytes < 1.01 * expected
 
 
 def test_offload_moves_the_states_to_the_host() -> None:

@@ -28,12 +28,15 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from actors.engines.rollout import RolloutFleet
 from actors.learner.learner import LearnerGroup, correction_metrics
+from actors.learner.parts import NO_CRITIC
 from actors.weights.sync import WeightSync
+from t2g.algo import head
 from t2g.config import ObjectiveConfig, OptimConfig, RolloutConfig
+from t2g.data.batching import loss_shares
 from t2g.feedback import token_offsets, token_rewards
 from t2g.interfaces import Sampling
 from t2g.loop.steps import advantage_samples
-from t2g.types import Prompt, Rollout, ScoredRollout, Span, SpanFeedback, TrainBatch, TrainSample
+from t2g.types import Prompt, Rollout, ScoredRollout, Span, SpanFeedback, TrainBatch, TrainSample, TrainSequence
 
 # AdamW's first step is lr * g / (|g| + eps). Clipped this far below eps, g is left as it is: lr * g / eps. So the
 # weights before and after tell the whole gradient, where an ordinary step would tell little more than its signs.
@@ -144,6 +147,39 @@ def test_gradients_are_those_of_the_plain_loop(
     assert metrics["policy/grad_norm"] == pytest.approx(norm, rel=1e-5)
     assert metrics["critic/grad_norm"] == pytest.approx(critic_norm, rel=1e-5)
     assert metrics["policy/clip_share"] > 0.1
+
+
+@pytest.mark.usefixtures("cluster")
+def test_supervised_gradients_are_those_of_plain_cross_entropy(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks of 8 tokens of a head that is tied to the embeddings, in microbatches of 40 tokens."""
+    monkeypatch.setattr(head, "CHUNK_TOKENS", 8)
+    rng, policy = np.random.default_rng(4), AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
+    minibatch = loss_shares(
+        [
+            TrainSequence(prompt_ids=r.prompt_ids, response_ids=r.response_ids, weights=rng.random(len(r.response_ids)))
+            for r in random_rollouts()
+        ]
+    )
+    loss = torch.tensor(0.0)
+    for sequence in minibatch:
+        ids = torch.from_numpy(np.concatenate([sequence.prompt_ids, sequence.response_ids])).long()
+        logits = policy(ids[None]).logits[0, len(sequence.prompt_ids) - 1 : -1]
+        losses = torch.nn.functional.cross_entropy(logits, ids[len(sequence.prompt_ids) :], reduction="none")
+        loss = loss + (losses * torch.from_numpy(sequence.weights)).sum()
+    loss.backward()
+
+    spec = learner_spec(base, NO_CRITIC, **ONE_STEP | {"tokens_per_microbatch": 40})
+    with closing(SharedGroup(replace(spec, loss="supervised", temperature=1.0))) as group:
+        group.save(tmp_path)
+        gradient, metrics = Started(group, tmp_path).gradient(TrainBatch(minibatches=(minibatch,)))
+        module = group.parts["policy"].workers[0].worker.parts["policy"].engine.module
+        assert isinstance(module.get_output_embeddings(), head.ChunkedHead)
+    assert metrics["policy/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    for name, weight in policy.named_parameters():
+        want = weight.grad.numpy()
+        assert np.linalg.norm(gradient[name] - want) < 1e-4 * np.linalg.norm(want), name
 
 
 def test_the_only_pass_of_an_update_says_the_old_logprobs(

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import torch
 from models import random_model
+from tensor_memory import TensorMemory
 from transformers import AutoModelForCausalLM
 
-from actors.learner.parts import LearnerSpec, prepare
+from actors.learner.parts import LearnerSpec, load_policy, prepare
+from t2g.algo import head
 from t2g.algo.logprobs import Rows
 from t2g.algo.losses import supervised_loss
-from t2g.config import LearnerConfig, ModelConfig
+from t2g.config import LearnerConfig, LoRAConfig, ModelConfig
 from t2g.errors import UserError
 from t2g.types import TrainSequence
 
@@ -74,6 +76,41 @@ def test_padded_equals_one_by_one(architecture: str, attention: str, tmp_path: P
     torch.testing.assert_close(found, gradients, atol=1e-5, rtol=1e-4)
     if attention == "sdpa" and architecture != "gemma2":  # which has a window
         assert masks == [None] * 5  # of a row with a row: a GPU's flash attention takes none
+
+
+@pytest.mark.parametrize("lora", [None, LoRAConfig(r=4, alpha=8)])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])  # the second has tied embeddings
+def test_the_chunked_loss_equals_the_plain_loss_and_makes_no_whole_logits(
+    architecture: str, lora: LoRAConfig | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Value and gradients of the loaded model, in chunks of 8 tokens, against cross-entropy of whole logits."""
+    monkeypatch.setattr(head, "CHUNK_TOKENS", 8)
+    source, learner = ModelConfig(policy=str(random_model(tmp_path, architecture))), LearnerConfig(lora=lora)
+    spec = LearnerSpec(model=source, learner=learner, loss="supervised", num_updates=1, seed=1)
+    model, reference, _ = load_policy(spec, on_gpu=False)
+    assert reference is None and isinstance(model.get_output_embeddings(), head.ChunkedHead)
+    if lora is not None:  # at the start no gradient reaches the first factors: the second ones are 0
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+    examples = make_examples()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    expected = torch.tensor(0.0)
+    for example in examples:
+        ids = torch.tensor([[*example.prompt_ids, *example.response_ids]], dtype=torch.int64)
+        logits = model(ids).logits[0, len(example.prompt_ids) - 1 : -1]
+        losses = torch.nn.functional.cross_entropy(logits, ids[0, len(example.prompt_ids) :], reduction="none")
+        expected = expected + (losses * torch.from_numpy(example.weights)).sum() / 100
+    want = torch.autograd.grad(expected, trained)
+
+    with TensorMemory(min_numel=1, last_dim=model.config.vocab_size) as logits:
+        loss = loss_of(model, rows_of(examples))
+        gradients = torch.autograd.grad(loss, trained)
+    assert logits.largest_numel <= model.get_output_embeddings().weight.numel()  # 64 rows; the batch has 128 and more
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    for gradient, expected_gradient in zip(gradients, want, strict=True):
+        assert expected_gradient.any()
+        assert (gradient - expected_gradient).norm() < 1e-5 * expected_gradient.norm() + 1e-5
 
 
 def test_loss_against_plain_cross_entropy(tmp_path: Path) -> None:
