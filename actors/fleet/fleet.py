@@ -19,7 +19,7 @@ from ray.exceptions import RayTaskError
 from actors.cluster import placement
 from actors.cluster.fanout import first_line
 from actors.fleet.admission import QUEUE, Admission
-from actors.fleet.health import Event, State, after, overdue
+from actors.fleet.health import Event, State, after, overdue, restarts_left
 from actors.fleet.member import DIED, UNREACHABLE, Interrupted, Member, cause, fate, why
 from actors.fleet.meter import summary
 from t2g.config import EngineConfig
@@ -52,15 +52,15 @@ class Fleet:
         self.wanted = config.workers.initial
         self.started_with: Any = None  # what the workers' `start` returned, the same for all
         self._members: list[Member] = []
-        self._given_up: list[str] = []  # names of workers whose restarts are used up
+        self._given_up: list[Member] = []  # lost workers without a successor, while their restart budget is used up
         self._history: deque[str] = deque(maxlen=MAX_WORDS)  # the last losses, for the sentence that ends a run
         self._failure: RunStopped | None = None  # of a catch-up, for the next round of care to raise
         self._numbers = iter(range(1_000_000))
         room = math.ceil((1 + QUEUE) * config.max_num_seqs)
         self._admission = Admission(self._members, room=room, care=self._mind)
         self._ticked_at = 0.0
-        self._refused: Exception | None = None  # by a worker that said why it cannot start
-        self._proved = False  # that a worker can start: one that cannot, later, is replaced as any that is lost
+        self._start_error: Exception | None = None  # of the last start that failed, while no worker has started
+        self._has_started = False  # whether any worker has started
         self._short_since: float | None = None  # since when fewer workers than the floor have started
         self._recoveries: list[float] = []  # seconds from a loss to its successor's service, not yet reported
         self._restarts = 0
@@ -239,6 +239,7 @@ class Fleet:
         self._admission.idle.account(self._members, now)
         for member in list(self._members):
             self._care(member, now)
+        self._replace_lost()
         self._resize()
         self._check_floor(now)
 
@@ -277,11 +278,11 @@ class Fleet:
             self._tell(member, "died", f"died in its start ({why(error)})")
         except RayTaskError as error:
             raised = cause(error)
-            if not self._proved:
-                self._refused = raised if isinstance(raised, UserError | RunStopped) else error  # with its traceback
+            if not self._has_started:
+                self._start_error = raised if isinstance(raised, UserError | RunStopped) else error  # has a traceback
             self._tell(member, "died", f"could not start ({first_line(raised)})")
         else:
-            self._proved, self._refused = True, None
+            self._has_started, self._start_error = True, None
             self._tell(member, "started")
             if self.catch_up is None:
                 self._tell(member, "weights_proved")
@@ -325,10 +326,23 @@ class Fleet:
         self._restarts += 1
         self._history.append(f"{member.name} {member.health.reason}")
         logger.warning("%s %s; %d left", member.name, member.health.reason, len(self.started()))
-        if member.restarts >= self.config.health.max_restarts or self._refused is not None:
-            self._given_up.append(member.name)
-        else:
+        self._given_up.append(member)
+        self._replace_lost()
+
+    def _replace_lost(self) -> None:
+        """Start a successor of each lost worker whose restart budget allows one."""
+        for member in [m for m in self._given_up if self._may_restart(m)]:
+            self._given_up.remove(member)
             self._add(placement.ask(self.config), after=member)
+
+    def _may_restart(self, member: Member) -> bool:
+        """Return whether a lost worker gets a successor now.
+
+        A second start that is refused for the same reason, while no worker has started, refuses the config itself.
+        """
+        if isinstance(self._start_error, UserError) and member.health.reason == member.predecessor_reason:
+            return False
+        return restarts_left(member.restart_times, now=time.monotonic(), config=self.config.health) > 0
 
     def failed(self, member: Member, error: Exception) -> None:
         """A call of it ended in one of DIED."""
@@ -362,7 +376,9 @@ class Fleet:
         name = after.name if after else f"{self.role} worker {next(self._numbers)}"
         member = Member(name, place, self.config)
         if after:
-            member.restarts, member.lost_at = after.restarts + 1, after.lost_at or time.monotonic()
+            now = time.monotonic()
+            member.restart_times, member.lost_at = (*after.restart_times, now), after.lost_at or now
+            member.predecessor_reason = after.health.reason
         self._members.append(member)
         return member
 
@@ -378,8 +394,8 @@ class Fleet:
             raise self._too_few()
 
     def _too_few(self) -> Exception:
-        if self._refused is not None:
-            return self._refused
+        if self._start_error is not None:
+            return self._start_error
         have = len(self.started())
         left = f"{have or 'no'} {self.role} worker{'s are' if have > 1 else ' is'} left"
         return RunStopped(f"{left}, workers.min={self.config.workers.min}: {self._words()}")

@@ -5,11 +5,12 @@ Probes, requests and weight syncs that fail are counted apart: an engine that an
 and one that misses syncs may answer both.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal
 
-from t2g.config import EngineConfig, HealthConfig
+from t2g.config import EngineConfig, HealthConfig, LearnerConfig
 
 Event = Literal[
     "started", "weights_proved", "sync_missed", "request_answered", "request_failed", "probe_answered", "probe_failed",
@@ -83,6 +84,17 @@ def overdue(health: Health, *, now: float, config: EngineConfig) -> str:
     if health.state is State.DRAINING and waited > config.deadline_s:
         return f"did not finish its requests within {config.deadline_s:g} s"
     return ""
+
+
+def restarts_left(restart_times: Sequence[float], *, now: float, config: HealthConfig | LearnerConfig) -> int:
+    """Return how many restarts are allowed now: max_restarts less those of the last restart_window_s seconds.
+
+    >>> config = HealthConfig(max_restarts=2, restart_window_s=60)
+    >>> [restarts_left([0, 50], now=now, config=config) for now in (55, 60, 110)]
+    [0, 1, 2]
+    """
+    recent = [restart for restart in restart_times if now - restart < config.restart_window_s]
+    return max(0, config.max_restarts - len(recent))
 
 
 def _into(health: Health, state: State, now: float) -> Health:

@@ -75,7 +75,8 @@ class Member:
         self.health = Health(since=time.monotonic())
         self.load = 0  # sequences it was given and has not finished
         self.version: int | None = None  # of its weights
-        self.restarts = 0  # predecessors of the same name
+        self.restart_times: tuple[float, ...] = ()  # of its predecessors of the same name, and of itself
+        self.predecessor_reason = ""  # why its predecessor was lost
         self.lost_at: float | None = None  # when its predecessor was lost, until it serves
         self.warned = False  # that it waits for a place
         self.capacity = 1.0  # as a share of the largest of the fleet
@@ -91,6 +92,11 @@ class Member:
         self.handle = actor.options(**placement.actor_options(self._config, self.place)).remote(**arguments)
         self.starting = self.handle.start.remote()
         self.health = Health(since=time.monotonic())
+
+    @property
+    def restarts(self) -> int:
+        """The number of its predecessors."""
+        return len(self.restart_times)
 
     def sync_ended(self) -> None:
         """Call it once the worker's state says how."""

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from actors.cluster.telemetry import RayMetrics
 from actors.engines.rollout import RolloutFleet
+from actors.fleet.health import restarts_left
 from actors.learner.learner import LearnerGroup
 from actors.learner.parts import LearnerSpec
 from actors.weights.probe import PROBE_TOKENS
@@ -33,7 +34,7 @@ from jobs.common.fleets import Fleets
 from jobs.common.steering import Steering
 from jobs.common.supervised import MODEL, supervise
 from t2g.concurrency import beside
-from t2g.config import ModelConfig, PolicyJob, RolloutConfig, RunConfig, SFTJob
+from t2g.config import LearnerConfig, ModelConfig, PolicyJob, RolloutConfig, RunConfig, SFTJob
 from t2g.config.roles import shared
 from t2g.data.batching import count_steps
 from t2g.data.load import load_records
@@ -123,25 +124,29 @@ def train(
     attempt = partial(one_learner, config, data, rollouts, feedback, steering, stop, after)
     with run_folder.sole_process(config.run.folder):
         run_folder.begin_folder(config, **more)
-        state = with_restarts(attempt, config.learner.max_restarts, stop)
+        state = with_restarts(attempt, config.learner, stop)
     if state.step < config.num_steps:
         raise Stopped
     return write_summary(config, seconds=state.wall_s)
 
 
-def with_restarts(attempt: Callable[[float | None], Result], max_restarts: int, stop: StopFlag) -> Result:
-    """attempt(None). After a LearnerLost again, at most `max_restarts` times, as attempt(when it was lost) on
-    time.monotonic; Stopped where `stop` came meanwhile.
+def with_restarts(attempt: Callable[[float | None], Result], learner: LearnerConfig, stop: StopFlag) -> Result:
+    """Return attempt(None), or after each LearnerLost attempt(when it was lost), while the restart budget allows it.
+
+    Times are on time.monotonic. Raises RunStopped when the budget is used up, Stopped where `stop` came meanwhile.
     """
-    lost_at, left = None, max_restarts
+    restart_times: list[float] = []
     while True:
         try:
-            return attempt(lost_at)
+            return attempt(restart_times[-1] if restart_times else None)
         except LearnerLost as lost:
+            now = time.monotonic()
+            left = restarts_left(restart_times, now=now, config=learner)
             if left == 0:
-                raise RunStopped(f"{lost}; learner.max_restarts={max_restarts} allows no other start") from lost
-            lost_at, left = time.monotonic(), left - 1
-            logger.warning("%s; it is started again from the last checkpoint (%d more at most)", lost, left)
+                within = f"learner.max_restarts={learner.max_restarts} in {learner.restart_window_s:g} s"
+                raise RunStopped(f"{lost}; {within} (learner.restart_window_s) allows no other start") from lost
+            restart_times.append(now)
+            logger.warning("%s; it is started again from the last checkpoint (%d more at most)", lost, left - 1)
         if stop:
             raise Stopped
 

@@ -80,6 +80,7 @@ def laid_over(section: Any, keys: Sequence[str], value: Any, depth: int = 0) -> 
 
 
 Dtype = Literal["float32", "bfloat16"]
+RESTART_WINDOW_S = 6 * 3600.0  # default of each restart_window_s
 
 
 class RunConfig(Section):

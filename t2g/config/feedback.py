@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from t2g.config.common import Dtype, ProcessConfig, Section
+from t2g.config.common import RESTART_WINDOW_S, Dtype, ProcessConfig, Section
 from t2g.config.marks import MayDiffer, PathOrName
 from t2g.sandbox import SandboxConfig
 
@@ -42,7 +42,10 @@ class HealthConfig(Section):
     probe_every_s: float = Field(10, gt=0, description="between two probes of a worker")
     probe_timeout_s: float = Field(30, gt=0, description="a probe that takes longer has failed")
     max_failures: int = Field(3, ge=1, description="probes, requests or syncs in a row that fail before a replacement")
-    max_restarts: int = Field(3, ge=0, description="replacements of one worker")
+    max_restarts: int = Field(3, ge=0, description="replacements of one worker within restart_window_s")
+    restart_window_s: float = Field(
+        RESTART_WINDOW_S, gt=0, description="older replacements do not count, so that a long run may have many"
+    )
 
 
 # Arguments of vLLM's engine that a config may not give, and why; a star stands for any ending.

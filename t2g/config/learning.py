@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from t2g.config.common import Dtype, FollowingSection, RoleConfig, Section
+from t2g.config.common import RESTART_WINDOW_S, Dtype, FollowingSection, RoleConfig, Section
 from t2g.config.feedback import EngineConfig
 from t2g.config.marks import MayDiffer
 
@@ -177,7 +177,10 @@ class LearnerConfig(RoleConfig):
         "probe", description="after each sync a scored probe; full: also every tensor's hash, as the learner had it"
     )
     max_restarts: MayDiffer[int] = Field(
-        2, ge=0, description="times that lost ranks are started again from the last checkpoint"
+        2, ge=0, description="starts of lost ranks from the last checkpoint within restart_window_s"
+    )
+    restart_window_s: MayDiffer[float] = Field(
+        RESTART_WINDOW_S, gt=0, description="older starts of lost ranks do not count against max_restarts"
     )
     probe_tolerance: MayDiffer[float | None] = Field(
         None,

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from trainer_bench import NUM_STEPS, Bench, chosen, job
 from jobs.common.cli import StopFlag
 from jobs.common.policy_runs import with_restarts
 from t2g.concurrency import beside
-from t2g.config import PolicyJob
+from t2g.config import LearnerConfig, PolicyJob
 from t2g.errors import LearnerLost, RunStopped, SamplingFailed, Stopped, UserError
 from t2g.loop.trainer import TrainerState
 from t2g.runs.checkpoint import CheckpointStore
@@ -128,7 +129,7 @@ def test_a_lost_learner_is_followed_by_another_on_the_same_engines(
         listen(bench, lose)
         return bench.run()
 
-    assert with_restarts(attempt, 2, StopFlag()).step == NUM_STEPS
+    assert with_restarts(attempt, LearnerConfig(max_restarts=2), StopFlag()).step == NUM_STEPS
     assert len(benches) == 3
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(NUM_STEPS + 1))
@@ -145,15 +146,34 @@ def test_a_learner_that_is_lost_too_often_ends_the_run() -> None:
         attempts.append(lost_at)
         raise LearnerLost("learner rank 0 is late")
 
-    with pytest.raises(RunStopped, match=r"^learner rank 0 is late; learner.max_restarts=2 allows no other start$"):
-        with_restarts(attempt, 2, StopFlag())
+    twice = LearnerConfig(max_restarts=2)
+    sentence = r"learner\.max_restarts=2 in 21600 s \(learner\.restart_window_s\) allows no other start"
+    with pytest.raises(RunStopped, match=rf"^learner rank 0 is late; {sentence}$"):
+        with_restarts(attempt, twice, StopFlag())
     assert attempts[0] is None and len(attempts) == 3 and None not in attempts[1:]
 
     stop = StopFlag()
     stop.signal_name = "SIGTERM"
     with pytest.raises(Stopped):
-        with_restarts(attempt, 2, stop)
+        with_restarts(attempt, twice, stop)
     assert len(attempts) == 4
+
+
+def test_a_learner_that_is_lost_seldom_is_always_started_again() -> None:
+    """Four losses of a run, two at most within any 0.2 s."""
+    attempts: list[float | None] = []
+
+    def attempt(lost_at: float | None) -> int:
+        attempts.append(lost_at)
+        if len(attempts) == 5:
+            return 7
+        time.sleep(0.15)
+        raise LearnerLost("learner rank 0 died")
+
+    assert with_restarts(attempt, LearnerConfig(max_restarts=2, restart_window_s=0.2), StopFlag()) == 7
+    attempts.clear()
+    with pytest.raises(RunStopped, match=r"max_restarts=2 in 60 s"):
+        with_restarts(attempt, LearnerConfig(max_restarts=2, restart_window_s=60), StopFlag())
 
 
 def test_what_ends_beside_the_run_ends_it_and_keeps_the_finished_steps(

@@ -365,6 +365,69 @@ def test_a_successor_that_cannot_start_at_first_is_started_again(begin: Callable
     assert sorted(m.restarts for m in fleet.serving()) == [0, 2]
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_first_start_that_fails_before_any_other_is_tried_again(
+    begin: Callable[..., Fleet], tmp_path: Path, workers: int
+) -> None:
+    (tmp_path / "no room").touch()
+    config = CONFIG.model_copy(update={"workers": WorkersConfig(initial=workers)})
+    fleet = begin(config, actor=Hindered, gate=tmp_path / "no room")
+    fleet.wait_ready()
+    assert sorted(m.restarts for m in fleet.serving()) == [0, 1][-workers:]
+    assert fleet.expected == workers
+
+
+class Failing(Worker):
+    """Cannot start, and says another reason each time: how many workers began before it."""
+
+    num_starts = 0
+
+    async def start(self) -> int:
+        type(self).num_starts += 1
+        raise ValueError(f"start {type(self).num_starts} failed")
+
+
+def test_first_starts_that_fail_use_up_the_restart_budget_and_the_last_error_is_raised(
+    begin: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Failing, "num_starts", 0)
+    with pytest.raises(Exception, match="start 3 failed"):
+        begin(CONFIG.model_copy(update={"workers": WorkersConfig()}), actor=Failing).wait_ready()
+    assert Failing.num_starts == 1 + HEALTH.max_restarts
+
+
+def test_restarts_that_are_older_than_the_window_do_not_count(begin: Callable[..., Fleet]) -> None:
+    """Each loss comes when the window has passed: with one restart the worker survives three losses."""
+    health = HEALTH.model_copy(update={"max_restarts": 1, "restart_window_s": 0.3})
+    fleet = ready(begin(CONFIG.model_copy(update={"workers": WorkersConfig(), "health": health})))
+
+    async def lose(seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        fleet.serving()[0].handle.die()
+        await until(fleet, lambda: not fleet.serving())
+        await until(fleet, lambda: len(fleet.serving()) == 1)
+
+    for restarts in (1, 2, 3):
+        asyncio.run(lose(0.4))
+        assert fleet.serving()[0].restarts == restarts
+
+
+def test_a_worker_that_was_given_up_comes_back_when_the_window_has_passed(begin: Callable[..., Fleet]) -> None:
+    health = HEALTH.model_copy(update={"max_restarts": 1, "restart_window_s": 2.0})
+    fleet = ready(begin(CONFIG.model_copy(update={"health": health})))  # two workers, of which one is enough
+
+    async def run() -> None:
+        for restarts in (0, 1):
+            next(m for m in fleet.serving() if (m.name, m.restarts) == ("test worker 0", restarts)).handle.die()
+            await until(fleet, lambda: len(fleet.serving()) == 1)
+            await until(fleet, lambda: not fleet.joining)
+        assert (fleet.expected, len(fleet.serving())) == (1, 1)
+        await until(fleet, lambda: len(fleet.serving()) == 2)
+
+    asyncio.run(run())
+    assert fleet.expected == 2 and sorted(m.restarts for m in fleet.serving()) == [0, 2]
+
+
 def test_when_nobody_comes_to_serve_the_run_stops_and_says_who_was_waited_for(begin: Callable[..., Fleet]) -> None:
     async def in_vain(member: Member) -> None: ...
 

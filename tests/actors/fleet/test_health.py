@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.fleet.health import Event, Health, State, after, overdue
-from t2g.config import EngineConfig, HealthConfig
+from actors.fleet.health import Event, Health, State, after, overdue, restarts_left
+from t2g.config import EngineConfig, HealthConfig, LearnerConfig
 
 CONFIG = HealthConfig(max_failures=2)
 EVENTS: tuple[Event, ...] = get_args(Event)
@@ -86,6 +86,14 @@ def test_nobody_serves_without_weights(events: list[Event]) -> None:
     for event, before, now in zip(events, lived, lived[1:], strict=False):
         if now.state is State.SERVING and before.state is not State.SERVING:
             assert event == "weights_proved" and before.state is State.STALE
+
+
+def test_a_restart_budget_counts_the_last_seconds_alone() -> None:
+    config = HealthConfig(max_restarts=3, restart_window_s=100)
+    times = [0.0, 10.0, 60.0, 90.0]
+    assert [restarts_left(times, now=now, config=config) for now in (95, 100, 110, 189, 190)] == [0, 0, 1, 2, 3]
+    assert restarts_left([], now=0, config=HealthConfig(max_restarts=0)) == 0
+    assert HealthConfig().restart_window_s == LearnerConfig().restart_window_s == 6 * 3600
 
 
 def test_what_takes_too_long_is_said() -> None:
