@@ -191,7 +191,7 @@ class DemoJob(SyncedJob):
     world: WorldConfig = WorldConfig()
     policy_sft: SFTOptions = SFTOptions()
     annotate: int = Field(4000, ge=1, description="responses sampled and criticised in stage 1")
-    planted: float = Field(1, ge=0, description="annotate.planted of stage 1: responses with planted faults beside")
+    planted: float = Field(0.5, ge=0, description="annotate.planted of stage 1: responses with planted faults beside")
     reward_sft: SFTOptions = SFTOptions()
     reward_engine: RewardEngineConfig = RewardEngineConfig()
     objective: ObjectiveConfig = ObjectiveConfig()

@@ -175,8 +175,8 @@ def plant_faults(facts: Facts, rng: np.random.Generator) -> str:
     """Return a right summary with planted faults of each class.
 
     A fact is missing with probability 0.15, else misstated with 0.2. Then 0 to 3 clauses are added: one of the others
-    again, an invention, or a clause without a value. These are the faults that a policy which samples at random makes;
-    a reward model that has not read them praises them, and training multiplies what is praised.
+    again, an invention, or a clause without a value. These are faults of a policy that samples at random. A reward
+    model that has not read them praises them, and training multiplies what is praised.
     """
     stated = [slot for slot in facts if rng.random() >= 0.15] or list(facts)
     clauses = [
@@ -186,16 +186,15 @@ def plant_faults(facts: Facts, rng: np.random.Generator) -> str:
         if rng.random() < 0.5:
             _repeat_clause(clauses, rng)
         else:
-            invented = str(rng.choice([*INVENTIONS, *(CLAUSE_LEADS[slot] for slot in facts)]))
-            clauses.insert(int(rng.integers(len(clauses) + 1)), invented)
+            invented = rng.choice([*INVENTIONS, CLAUSE_LEADS[stated[0]]])
+            clauses.insert(int(rng.integers(len(clauses) + 1)), str(invented))
     return ", ".join(clauses) + "."
 
 
 def _misstate(slot: str, facts: Facts, rng: np.random.Generator) -> str:
-    """Return another value of the slot or of the post, or the right value with another behind it or a broken end."""
-    right = facts[slot]
-    other = str(rng.choice([value for value in (*SLOTS[slot], *facts.values()) if value != right]))
-    return (other, other, f"{right} {other}", f"{right}\ufffd", right[1:])[rng.integers(5)]
+    """Return another value of the slot or of the post, or the right value with another behind it."""
+    other = str(rng.choice([value for value in (*SLOTS[slot], *facts.values()) if value != facts[slot]]))
+    return other if rng.random() < 0.75 else f"{facts[slot]} {other}"
 
 
 def _repeat_clause(clauses: list[str], rng: np.random.Generator) -> None:

@@ -315,9 +315,7 @@ def test_planted_responses_hold_faults_of_each_class_and_follow_from_the_seed() 
     assert TASK.plant_faults(POST, np.random.default_rng(0)) is None  # its payload has no facts
 
 
-@pytest.mark.parametrize(
-    "garbled", ["about a José", "since Monday phone", "in 東京\ufffd", "it ums", "by, ", "since, "]
-)
+@pytest.mark.parametrize("garbled", ["about a José", "since Monday phone", "in 東京 hums", "by, "])
 def test_planted_faults_include_clauses_that_no_reference_has(garbled: str) -> None:
     planted = [world.plant_faults(FACTS, np.random.default_rng(seed)) for seed in range(600)]
     assert any(garbled in response for response in planted)
