@@ -240,7 +240,9 @@ class AlarmConfig(Section):
     max_truncated_share: float = Field(0.25, ge=0, le=1, description="of the responses, at rollout.max_new_tokens")
     max_failed_share: float = Field(0.1, ge=0, le=1)
     min_labelled_share: float = Field(0.01, ge=0, le=1, description="of a step's tokens, in spans that pay or cost")
-    min_fault_recall: float = Field(0.5, ge=0, le=1, description="of each class of faults that the task knows itself")
+    min_fault_recall: float = Field(
+        0.5, ge=0, le=1, description="of each class of faults that the task knows, mean of three steps"
+    )
 
 
 class ModelConfig(Section):

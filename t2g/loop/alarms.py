@@ -1,11 +1,13 @@
 """Alarms: words for a run that drifts. They stop nothing; the stops are in the trainer."""
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 from t2g.config import AlarmConfig
 from t2g.runs import metrics as m
 
 Step = Mapping[str, float | None]
+RECALL_STEPS = 3  # over which the recall of a class of faults is averaged
 
 
 def alarms(history: Sequence[Step], config: AlarmConfig) -> list[str]:
@@ -19,6 +21,8 @@ def alarms(history: Sequence[Step], config: AlarmConfig) -> list[str]:
         values = [step[name] for step in history if step.get(name) is not None]
         if not values or history[-1].get(name) is None:
             continue
+        if name in recalls:  # a step has few faults of a class, and a single one would decide
+            values = [fmean(values[max(0, end - RECALL_STEPS) : end]) for end in range(1, len(values) + 1)]
         said = [_alarm(name, value, next(filter(None, values), 0.0), config) for value in values[-2:]]
         if said[-1] and (len(said) == 1 or not said[0]):
             sentences.append(said[-1])
@@ -57,10 +61,10 @@ def _alarm(name: str, value: float, first: float, config: AlarmConfig) -> str:
             )
         case _ if name.startswith(m.RECALL) and value < config.min_fault_recall:
             return (
-                f"the feedback calls {value:.0%} of the faults of class {name.removeprefix(m.RECALL)} poor, below "
-                f"alarms.min_fault_recall={config.min_fault_recall:.0%}: the policy will find out; annotate responses "
-                "of the last checkpoint with jobs.annotate, with annotate.planted where the task can, and train the "
-                "reward model on them (jobs.train_reward)"
+                f"the feedback calls {value:.0%} of the faults of class {name.removeprefix(m.RECALL)} poor (mean of up "
+                f"to {RECALL_STEPS} steps), below alarms.min_fault_recall={config.min_fault_recall:.0%}: the policy "
+                "will find out; annotate responses of the last checkpoint with jobs.annotate, with annotate.planted "
+                "where the task can, and train the reward model on them (jobs.train_reward)"
             )
         case m.FAILED_SHARE if value > config.max_failed_share:
             return (

@@ -27,8 +27,8 @@ def steps(name: str, *values: float | None) -> list[dict[str, float | None]]:
         ("tokens/unlabelled_share", (0.7, 0.995), ["0.5% of the tokens", "alarms.min_labelled_share=1.0%", "samples"]),
         (
             "feedback/recall_repeated",
-            (0.9, 0.16),
-            ["16% of the faults of class repeated", "min_fault_recall=50%", "last checkpoint with jobs.annotate"],
+            (0.9, 0.9, 0.16, 0.14),
+            ["40% of the faults of class repeated", "min_fault_recall=50%", "last checkpoint with jobs.annotate"],
         ),
     ],
 )
@@ -48,6 +48,7 @@ def test_a_sentence_says_number_bound_and_what_to_try(name: str, values: tuple[f
         ("response/length_mean", (0.0, 0.0)),
         ("feedback/failed_share", (0.1,)),
         ("response/truncated_share", (0.25,)),
+        ("feedback/recall_invented", (0.8, 0.9, 0.4)),
         ("policy/kl", (3.0, None)),
         ("policy/kl", ()),
     ],
