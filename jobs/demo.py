@@ -52,7 +52,6 @@ def summarise(demo: DemoJob, stages: dict[str, dict[str, Any]], arms: dict[str, 
     return {
         "references": {"fact_f1": stages["world"]["references_fact_f1"]},
         "base": held_out_facts(first["base"]),
-        "policy": held_out_facts(arms["span"]["policy"]) if "span" in arms else {},
         "arms": {name: held_out_facts(arm["policy"]) for name, arm in arms.items()},
         "reward_model": {k: v for k, v in stages["reward"].items() if k != "seconds"},
         "steps": first["steps"],

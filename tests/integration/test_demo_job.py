@@ -25,7 +25,7 @@ SMALL = (
     "world.num_heldout=8",
     "policy_sft.num_epochs=1",
     "policy_sft.batch_size=32",
-    "annotate=32",
+    "annotate=42",
     "reward_sft.num_epochs=2",
     "reward_sft.batch_size=32",
     "rollout.prompts_per_step=2",
@@ -83,7 +83,6 @@ def test_the_demo_runs_as_a_ray_job_and_outlives_the_loss_of_its_engine(head: He
 def check_what_it_wrote(folder: Path) -> None:
     summary = json.loads((folder / "summary.json").read_text())
     assert set(summary["arms"]) == {"span"} and summary["samples"] == NUM_STEPS * 2 * 4
-    assert summary["policy"] == summary["arms"]["span"]
     assert 0.4 < summary["references"]["fact_f1"] < 0.75
     reward = summary["reward_model"]
     assert {"good_f1", "poor_f1", "parse_rate", "located_rate"} <= set(reward) and reward["num_records"] > 0

@@ -78,6 +78,9 @@ FEEDBACK_INSTRUCTIONS = {
     (False, "dense"): "Quote every clause. Post: ",
 }
 FEEDBACK_SUMMARY_HEADER = "\nSummary: "
+# Rates of planted faults. A policy that improves keeps its repeats and inventions. A reward model that has read few of
+# them praises them, and training multiplies what is praised.
+PLANTED = WorldConfig(wrong=0.15, missing=0.15, invented=0.5, repeated=0.5)
 HELDOUT_ONE_IN = 8  # the share of fact combinations that only held-out posts may use
 
 Facts = Mapping[str, str]
@@ -165,41 +168,11 @@ def write_summary(facts: Facts, rates: WorldConfig, rng: np.random.Generator) ->
                 value = others[rng.integers(len(others))]
             clauses.append(write_clause(slot, value))
     if rng.random() < rates.repeated:
-        _repeat_clause(clauses, rng)
+        source = int(rng.integers(len(clauses)))
+        clauses.insert(int(rng.integers(source + 1, len(clauses) + 1)), clauses[source])
     if rng.random() < rates.invented:
         clauses.insert(int(rng.integers(len(clauses) + 1)), INVENTIONS[rng.integers(len(INVENTIONS))])
     return ", ".join(clauses) + "."
-
-
-def plant_faults(facts: Facts, rng: np.random.Generator) -> str:
-    """Return a right summary with planted faults of each class.
-
-    A fact is missing with probability 0.15, else misstated with 0.2. Then 0 to 3 clauses are added: one of the others
-    again, an invention, or a clause without a value. These are faults of a policy that samples at random. A reward
-    model that has not read them praises them, and training multiplies what is praised.
-    """
-    stated = [slot for slot in facts if rng.random() >= 0.15] or list(facts)
-    clauses = [
-        write_clause(slot, facts[slot] if rng.random() >= 0.2 else _misstate(slot, facts, rng)) for slot in stated
-    ]
-    for _ in range(rng.integers(4)):
-        if rng.random() < 0.5:
-            _repeat_clause(clauses, rng)
-        else:
-            invented = rng.choice([*INVENTIONS, CLAUSE_LEADS[stated[0]]])
-            clauses.insert(int(rng.integers(len(clauses) + 1)), str(invented))
-    return ", ".join(clauses) + "."
-
-
-def _misstate(slot: str, facts: Facts, rng: np.random.Generator) -> str:
-    """Return another value of the slot or of the post, or the right value with another behind it."""
-    other = str(rng.choice([value for value in (*SLOTS[slot], *facts.values()) if value != facts[slot]]))
-    return other if rng.random() < 0.75 else f"{facts[slot]} {other}"
-
-
-def _repeat_clause(clauses: list[str], rng: np.random.Generator) -> None:
-    source = int(rng.integers(len(clauses)))
-    clauses.insert(int(rng.integers(source + 1, len(clauses) + 1)), clauses[source])
 
 
 # ------------------------------------------------------------------------------------------------------ critic, measure
