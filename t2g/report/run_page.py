@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, Val
 from typing_extensions import TypedDict
 
 from t2g.config.loading import FILE_NAME, flat
+from t2g.config.texts import mask_secrets
 from t2g.config.words import first_problem
 from t2g.errors import UserError
 from t2g.report.curves import DASHES, Series, legend_entries, line_chart, thinned
@@ -181,7 +182,7 @@ def how_made(folder: Path) -> dict[str, str]:
         )
     if (config := folder / FILE_NAME).is_file():
         made["config"] = config.read_text(errors="replace")
-    return {name: text[:MAX_CONFIG_CHARS] for name, text in made.items()}
+    return {name: mask_secrets(text[:MAX_CONFIG_CHARS]) for name, text in made.items()}
 
 
 def _read(path: Path, schema: TypeAdapter[Any]) -> Iterator[Any]:

@@ -139,7 +139,9 @@ def test_a_page_tells_what_was_done_and_what_each_token_was_paid(tmp_path: Path)
         ],
     )
     (folder / "summary.json").write_text(json.dumps({"base": {"f1": 0.5}, "unlabelled": False, "steps": 1}))
-    (folder / "commands.log").write_text("2026-11-22T10:00:00Z first\n2026-11-22T11:00:00Z python -m x a=<b>\n")
+    (folder / "commands.log").write_text(
+        "2026-11-22T10:00:00Z first\n2026-11-22T11:00:00Z python -m x a=<b> k=sk-old-12345678\n"
+    )
     (folder / "config.yaml").write_text("run: {seed: 7}\n")
     page = report_run(folder).read_text()
     assert '<i class="q1p1" title="reward +0.00, advantage +0.50, ratio 1.000">It</i>' in page
@@ -148,7 +150,7 @@ def test_a_page_tells_what_was_done_and_what_each_token_was_paid(tmp_path: Path)
     assert page.count("truncated here") == 2, "at the last character, and in no response that ended"
     assert page.count('name="by"') == 3 and "script" not in page
     assert [f">Step {step}<" in page for step in (0, 1, 2)] == [True] * 3 and "One prompt, step by step" in page
-    assert "2026-11-22T11:00:00Z" in page and "python -m x a=&lt;b&gt;" in page and "run: {seed: 7}" in page
+    assert "2026-11-22T11:00:00Z" in page and "python -m x a=&lt;b&gt; k=***" in page and "run: {seed: 7}" in page
     assert "1.260</td>" in page, "the base stands in every row"
     assert "unlabelled" not in page
     for title in (
