@@ -27,7 +27,7 @@ def arm_job(demo: DemoJob, arm: Placement) -> PolicyJob:
 
     folder = demo.run.folder
     return PolicyJob(
-        run=RunConfig(root=folder / ARMS, name=arm, seed=demo.run.seed),
+        run=RunConfig(root=folder / ARMS, name=arm, seed=demo.run.seed, accept=demo.run.accept),
         cluster=demo.cluster,
         task="tiny",
         model=base_model(demo),
@@ -79,13 +79,15 @@ def table(summary: dict[str, Any]) -> str:
 def run(demo: DemoJob) -> None:
     """All stages that are not there yet, then the arms."""
     from jobs.common.fleets import Fleets, on_cluster
-    from jobs.common.policy_runs import finished, read_data, train
+    from jobs.common.policy_runs import finished, read_data, report_steps_done, train
     from jobs.common.stages import make_stages
 
     if demo.task != "tiny":
         raise UserError(f"task={demo.task} has no reward model to train arms with; jobs.compare compares methods on it")
     started = time.monotonic()
     jobs = {arm: arm_job(demo, arm) for arm in demo.arms}
+    if report_steps_done(*jobs.values()):
+        return
     with on_cluster(demo), Fleets() as fleets:
         stages = make_stages(demo, fleets)
         data, stop = read_data(jobs[demo.arms[0]]), stop_flag()  # the same for all

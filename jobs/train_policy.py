@@ -50,7 +50,7 @@ def show_one(folder: Path) -> None:
 def run(asked: PolicyJob, data: Any) -> None:
     """Connect, start the fleets, train. data: PolicyData, None where stages are made first."""
     from jobs.common.fleets import Fleets, on_cluster
-    from jobs.common.policy_runs import finished, read_data, train
+    from jobs.common.policy_runs import finished, read_data, report_steps_done, train
     from jobs.common.run_folder import SMOKE_STEPS, sole_process
     from jobs.common.stages import demo_of, make_stages, resolve_stages
     from t2g.runs.control import told
@@ -58,6 +58,8 @@ def run(asked: PolicyJob, data: Any) -> None:
     demo = demo_of(asked)
     steps = {"num_steps": min(SMOKE_STEPS, asked.num_steps)} if asked.run.smoke else {}
     config = resolve_stages(with_overrides(asked, steps), demo)
+    if report_steps_done(config):
+        return
     summary = finished(config)
     if summary is None:
         folder = config.run.folder

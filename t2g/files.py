@@ -82,22 +82,15 @@ def readable_as_the_folder(folder: Path) -> None:
         path.chmod(mode & (0o777 if path.is_dir() else 0o666))
 
 
-def weights_version(model: str, revision: str | None) -> str:
-    """A text that changes with a model's weights: its revision, else a hash of the safetensors in its folder.
-
-    Reads them all, once in a process. A name on the hub without a revision is "unpinned": what it gives may change, and
-    nobody would see.
-    """
-    files = sorted(Path(model).glob("*.safetensors"))
-    if revision or not files:
-        return revision or "unpinned"
-    return _hash_of(tuple((file.resolve(), file.stat().st_size, file.stat().st_mtime_ns) for file in files))
+def hash_file(file: Path) -> str:
+    """Return the hash of a file's bytes, which are read once in a process until size or time of change differ."""
+    found = file.stat()
+    return _hash_bytes(file.resolve(), found.st_size, found.st_mtime_ns)
 
 
 @cache
-def _hash_of(files: tuple[tuple[Path, int, int], ...]) -> str:
-    """files: each with its size and time of change."""
-    return xxhash.xxh3_64_hexdigest("".join(entry(file)["xxh3"] for file, _, _ in files).encode())
+def _hash_bytes(file: Path, size: int, changed_ns: int) -> str:
+    return entry(file)["xxh3"]
 
 
 def entry(path: Path) -> dict[str, Any]:

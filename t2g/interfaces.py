@@ -28,7 +28,6 @@ class FeedbackSource(Protocol):
     """The defaults are of those that derive from it."""
 
     name: str  # goes into SpanFeedback.source
-    version: str = ""  # changes with what it would say of a response; "": the config alone tells
     fleet: Any = None  # the engines behind it, for whoever scales them; None: there are none of our own
 
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:

@@ -13,6 +13,7 @@ from actors.learner.sft import run_sft
 from actors.learner.sft_rank import CHECKPOINTS, SFTProgress
 from t2g.config import ClusterConfig, ModelConfig, OptimConfig, SFTOptions
 from t2g.feedback.examples import sft_example
+from t2g.runs.identity import Identity
 from t2g.tasks.tiny.assets import build_model, build_tokenizer
 from t2g.types import TrainSequence
 
@@ -60,9 +61,10 @@ def train(
 ) -> tuple[dict[str, float], list[SFTProgress]]:
     """Metrics and reports; `seen` has the reports of a training that fails as well."""
     seen = [] if seen is None else seen
+    options, model = make_options(**changes), ModelConfig(policy=str(base))
     metrics = run_sft(
-        model=ModelConfig(policy=str(base)), examples=make_examples(base), options=make_options(**changes),
-        cluster=cluster, out_folder=out_folder, seed=3, on_start=on_start, on_progress=seen.append,
+        model=model, examples=make_examples(base), options=options, cluster=cluster, out_folder=out_folder, seed=3,
+        made_of=Identity.of(options, model=str(base)), on_start=on_start, on_progress=seen.append,
     )  # fmt: skip
     return metrics, seen
 

@@ -12,6 +12,7 @@ from t2g.config import PolicyJob
 from t2g.loop.steps import prompt_indices
 from t2g.loop.trainer import Trainer, TrainerState
 from t2g.runs.checkpoint import CheckpointStore
+from t2g.runs.identity import Identity
 from t2g.runs.log import RunLog
 
 NUM_STEPS = 6
@@ -77,6 +78,7 @@ class Bench:
             sync=FakeSync(self.learner, self.rollouts),
             log=RunLog(folder, config.log),
             checkpoints=CheckpointStore(folder / "checkpoints", keep=2),
+            identity=Identity.of(config),
             stop=stop,
             **options,
         )

@@ -20,7 +20,7 @@ from t2g.feedback.examples import target_ids
 from t2g.feedback.grammar import answer_grammar
 from t2g.feedback.parse import begun_answer, no_feedback, parse_answer
 from t2g.feedback.reward_prompt import build_feedback_prompt
-from t2g.files import weights_version
+from t2g.runs.contents import content_hash
 from t2g.tasks.base import Task
 from t2g.text.offsets import decode
 from t2g.types import Prompt, SpanFeedback
@@ -115,7 +115,7 @@ class RewardFleet(Fleet):
         assert config.reward_model is not None
         card = make_card(task, config.style)
         check_card(Path(config.reward_model), card)
-        weights = weights_version(config.reward_model, config.reward_revision)
+        weights = content_hash(Path(config.reward_model)) or config.reward_revision or "unpinned"
         self.version = f"{config.reward_model}@{weights}/{card.prompt_version}"
         self._model, self._writes_critiques = config.reward_model, config.style.critique
         engine = config.engine

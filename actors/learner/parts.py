@@ -44,7 +44,7 @@ class LearnerSpec:
     objective: ObjectiveConfig = NO_CRITIC  # of PPO
     loss: Loss = "ppo"  # of the policy; none: it has no optimizer, and only sends its weights
     temperature: float = 1.0  # of the sampling: the policy is softmax(logits / temperature)
-    num_updates: int  # calls of `update` in the whole run: the length of the learning-rate schedules
+    num_updates: int  # calls of `update` that the learning-rate schedules span
     seed: int
     dropout: float = 0.0  # of adapters; under the supervised loss the model keeps its own dropout as well
 

@@ -28,10 +28,10 @@ from actors.learner.sft_rank import CHECKPOINTS, LABEL, MODEL, REPORT_EVERY, Ran
 from t2g.config import ClusterConfig, LearnerConfig, LoRAConfig, ModelConfig, SFTOptions
 from t2g.data.batching import count_steps
 from t2g.errors import RunStopped, UserError
-from t2g.files import weights_version, write_atomic
+from t2g.files import write_atomic
 from t2g.runs import identity
 from t2g.runs.checkpoint import CheckpointStore
-from t2g.runs.identity import Identity, data_hash
+from t2g.runs.identity import Identity
 from t2g.types import TrainSequence
 
 DRIVER_GRACE_S = 30.0  # the deadline of the ranks' collectives comes first: they know where they stand
@@ -49,15 +49,17 @@ def run_sft(
     cluster: ClusterConfig,
     out_folder: Path,
     seed: int,
+    made_of: Identity,
     on_start: Callable[[int], None],
     on_progress: Callable[[SFTProgress], None],
 ) -> dict[str, float]:
     """Train `model` on `examples` and write it to `out_folder` (safetensors, tokenizer, identity.json, sft.json).
 
-    Ray must be connected. A finished `out_folder` of the same model, examples, options and seed is kept and its metrics
-    are returned at once; an unfinished one, beside it under the name `.part`, goes on after its last checkpoint.
+    Ray must be connected. A finished `out_folder` of the same identity is kept and its metrics are returned at once; an
+    unfinished one, beside it under the name `.part`, goes on after its last checkpoint.
 
     Args:
+        made_of: identity of the training: model, examples, options and seed decide its result.
         on_start: called before the ranks start with the number of steps that are done; not for a model that is kept.
         on_progress: called with every report.
 
@@ -69,12 +71,6 @@ def run_sft(
     """
     if not examples:
         raise UserError(f"{LABEL} got no examples")
-    made_of = Identity.of(
-        options,
-        weights=weights_version(model.policy, model.revision),
-        data=data_hash((e.prompt_ids, e.response_ids, e.weights) for e in examples),
-        seed=seed,
-    )
     kept = identity.finished(out_folder, made_of, DONE_FILE)
     if kept is not None:
         logger.info("%s is already trained with these settings: kept", out_folder)
@@ -121,12 +117,14 @@ def _resume_point(part: Path, made_of: Identity) -> tuple[Path | None, int]:
     """Folder of the last whole checkpoint of this training, and the steps behind it; (None, 0) without one."""
     if not part.exists():
         return None, 0
-    changed = identity.changes(part, made_of)
-    found = None if changed else CheckpointStore(part / CHECKPOINTS, keep=1).latest()
-    if found is not None:
-        return found[0], found[1]["step"]
-    why = f"was made otherwise: {', '.join(changed)}" if changed else "has no whole checkpoint"
-    logger.warning("%s %s; the training starts from the base model", part, why)
+    try:
+        identity.check(part, made_of)
+        if found := CheckpointStore(part / CHECKPOINTS, keep=1).latest():
+            return found[0], found[1]["step"]
+        reason = f"{part} has no whole checkpoint"
+    except UserError as error:
+        reason = str(error)
+    logger.warning("the training starts from the base model: %s", reason)
     return None, 0
 
 

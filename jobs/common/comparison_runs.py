@@ -231,7 +231,7 @@ def arm_job(arms: Arms, demo: DemoJob, method: str, seed: int) -> RewardJob:
     at = arms.reward_folder(arms.reward_model(method), seed)
     style = arms.arm(method, seed).feedback.style
     changes: dict[str, Any] = {
-        "run": RunConfig(root=at.parent, name=at.name, seed=seed),
+        "run": RunConfig(root=at.parent, name=at.name, seed=seed, accept=arms.job.run.accept),
         "model.policy": str(at.parent / "weights" / str(seed)),
         "sft.num_epochs": config.num_epochs,
         "style": style,

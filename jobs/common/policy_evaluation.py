@@ -28,11 +28,11 @@ from t2g.data.prompts import make_prompts
 from t2g.errors import RunStopped, SamplingFailed, UserError
 from t2g.feedback.sources.asking import Asker, ChatFailed, Question
 from t2g.feedback.sources.endpoint import EndpointChat
-from t2g.files import weights_version
 from t2g.interfaces import RolloutSource, Sampling
 from t2g.loop.annotation import Turns
 from t2g.loop.sampling import sampling_of
 from t2g.report.policy_page import write_policy_evaluation
+from t2g.runs.contents import model_version
 from t2g.runs.journal import Journal, read_journal
 from t2g.runs.progress import stage
 from t2g.runs.versions import versions
@@ -78,19 +78,19 @@ def read_questions(config: PolicyEvaluationJob) -> Questions:
     return task, records, prompts
 
 
-def model_version(model: ModelConfig) -> str:
+def served_version(model: ModelConfig) -> str:
     """Return a key that changes with the name and weights of a model, and with those of an adapter's base."""
     adapter, base = Path(model.policy) / ADAPTER_FILE, ""
     if adapter.exists():
         options = json.loads(adapter.read_text())
-        base = weights_version(str(options.get("base_model_name_or_path")), options.get("revision"))
-    return content_key(model.policy, weights_version(model.policy, model.revision), base)
+        base = model_version(str(options.get("base_model_name_or_path")), options.get("revision"))
+    return content_key(model_version(model.policy, model.revision), base)
 
 
 def measure_version(config: PolicyEvaluationJob, task: Task) -> str:
     """Return a key that changes with the file of the task's class, the settings of its measures, and packages."""
     source = inspect.getsource(inspect.getmodule(type(task)) or type(task))
-    encoder = config.bertscore and (config.bertscore, weights_version(config.bertscore, None), config.bertscore_layer)
+    encoder = config.bertscore and (model_version(config.bertscore, None), config.bertscore_layer)
     return content_key(source, config.sandbox, encoder, versions())
 
 
@@ -121,7 +121,7 @@ class Evaluation:
         model = self.config.served[name]
         if not (Path(model.policy) / ADAPTER_FILE).exists():
             return model
-        merged = self.folder / MERGED / name / model_version(model)
+        merged = self.folder / MERGED / name / served_version(model)
         if not merged.exists():
             from actors.learner.lora import merge_adapter
 
@@ -141,7 +141,7 @@ class Evaluation:
         model, room = self._models[name], self.config.rollout.max_prompt_tokens
         tokenizer = load_tokenizer(model.policy, model.revision)
         prompts = make_prompts([*self._records.values()], self.task, tokenizer, room)
-        version = model_version(self.config.served[name]), name in self.config.reflections
+        version = served_version(self.config.served[name]), name in self.config.reflections
         return {content_key(version, p.prompt_id, p.prompt_ids.tolist()): p for p in prompts}
 
     def run(self, serve: Serve, stop: StopFlag) -> dict[str, Any]:

@@ -46,6 +46,7 @@ from t2g.loop.steps import check_outcome_rewards, prompt_indices
 from t2g.loop.trainer import Trainer, TrainerState
 from t2g.report.model_card import write_model_card
 from t2g.report.run_page import SUMMARY_FILE, report_run
+from t2g.runs import identity
 from t2g.runs.checkpoint import CheckpointStore
 from t2g.runs.log import METRICS_FILE, RunLog, read_records
 from t2g.runs.metrics import UNLABELLED_SHARE, held_out, step_line
@@ -187,6 +188,7 @@ def one_learner(
             sync=sync,
             log=log,
             checkpoints=CheckpointStore(folder / "checkpoints", config.checkpoint.keep),
+            identity=identity.load(folder),
             stop=lambda: bool(stop),
             extra_metrics=steering.metrics,
             turns=turns,
@@ -215,7 +217,7 @@ def learner_spec(config: PolicyJob) -> LearnerSpec:
         learner=shared(config)[1],
         objective=config.objective,
         temperature=config.rollout.temperature,
-        num_updates=config.num_steps,
+        num_updates=config.learner.schedule_steps or config.num_steps,
         seed=config.run.seed,
     )
 
@@ -305,6 +307,16 @@ def train_examples(job: PolicyJob, stop: StopFlag, examples: Sequence[TrainSeque
 
 
 # ------------------------------------------------------------------------------------------------------------- results
+def report_steps_done(*configs: PolicyJob) -> bool:
+    """Return whether each run has a checkpoint beyond its num_steps, and say at which step it is."""
+    for config in configs:
+        step = CheckpointStore(config.run.folder / "checkpoints", keep=1).step_beyond(config.num_steps)
+        if step is None or config.run.smoke or config.run.resume == "never":
+            return False
+        print(f"{config.run.folder} is already at step {step}: num_steps={config.num_steps} leaves nothing to do")
+    return True
+
+
 def finished(config: PolicyJob, **more: Any) -> dict[str, Any] | None:
     """The summary of a run that has all its steps already. more, UserError: see `run_folder.finished`."""
     summary = run_folder.finished(config, SUMMARY_FILE, **more)

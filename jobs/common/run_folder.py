@@ -25,32 +25,35 @@ SMOKE_STEPS = 3
 _held: set[Path] = set()  # by this process
 
 
-def check_folder(config: JobConfig, *leftovers: str, **more: Any) -> None:
-    """UserError where the run folder has one of `leftovers` and this config may not go on with it. Writes nothing.
+def check_folder(config: JobConfig, *leftovers: str, **more: Any) -> Identity:
+    """Refuse a run folder with one of `leftovers` that this config may not go on with. Writes accepted changes alone.
 
-    leftovers: files and folders that bind the next start; none: the config of the last start, so that each does.
-    more: see `Identity.of`. A smoke run goes on with nothing.
+    Args:
+        leftovers: files and folders that bind the next start; by default the config of the last start.
+        more: see `Identity.of`.
+
+    Returns: the identity with which the run goes on. A smoke run goes on with nothing.
+    Raises: UserError, see `identity.check`.
     """
-    folder = config.run.folder
+    folder, made_of = config.run.folder, Identity.of(config, **more)
     found = [name for name in leftovers or (loading.FILE_NAME,) if (folder / name).exists()]
     if config.run.smoke or not found:
-        return
+        return made_of
     if config.run.resume == "never":
         raise UserError(f"run.resume=never, and {folder / found[0]} exists: remove it or choose another run.name")
-    identity.check(folder, Identity.of(config, **more))
+    return identity.check(folder, made_of)
 
 
 def begin_folder(config: JobConfig, *leftovers: str, **more: Any) -> Path:
     """The run folder with identity and resolved config in it; see `check_folder`. A smoke run's is emptied first."""
-    check_folder(config, *leftovers, **more)
-    folder = config.run.folder
+    made_of, folder = check_folder(config, *leftovers, **more), config.run.folder
     if config.run.smoke and folder.exists():
         for path in folder.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
             elif path.name not in (LOCK, PROGRESS_FILE):
                 path.unlink()
-    identity.keep(folder, Identity.of(config, **more))
+    identity.keep(folder, made_of)
     loading.write(config, folder)
     with (folder / COMMANDS_FILE).open("a", encoding="utf-8", errors="replace") as file:
         file.write(f"{now().isoformat()} {mask_secrets(shlex.join(sys.orig_argv))}\n")

@@ -154,7 +154,7 @@ def demo_of(config: PolicyJob) -> DemoJob | None:
     demo = loading.load(
         DemoJob, config.stages, [f"run.root={root}"], have=lambda _: placement.resources(config.cluster.address)
     )
-    return with_overrides(demo, {"cluster": config.cluster})
+    return with_overrides(demo, {"cluster": config.cluster, "run.accept": config.run.accept})
 
 
 def resolve_stages(config: AnyJob, demo: DemoJob | None) -> AnyJob:
@@ -175,7 +175,7 @@ def resolve_stages(config: AnyJob, demo: DemoJob | None) -> AnyJob:
 
 def _stage(demo: DemoJob, name: str) -> dict[str, Any]:
     """What the jobs of all stages share."""
-    run = RunConfig(root=demo.run.folder, name=name, seed=demo.run.seed)
+    run = RunConfig(root=demo.run.folder, name=name, seed=demo.run.seed, accept=demo.run.accept)
     return {"run": run, "cluster": demo.cluster, "task": demo.task}
 
 

@@ -12,6 +12,7 @@ from t2g.data.batching import count_steps
 from t2g.data.load import load_records
 from t2g.feedback.examples import policy_examples
 from t2g.report.model_card import write_model_card
+from t2g.runs import identity
 from t2g.runs.log import RunLog
 from t2g.runs.progress import Stage, duration, stage
 from t2g.tasks.base import get_task
@@ -55,7 +56,8 @@ def supervise(config: SFTJob, examples: Sequence[TrainSequence], *, title: str) 
 
         metrics = run_sft(
             model=config.model, examples=examples, options=options, cluster=config.cluster,
-            out_folder=folder / MODEL, seed=config.run.seed, on_start=on_start, on_progress=on_progress,
+            out_folder=folder / MODEL, seed=config.run.seed, made_of=identity.load(folder),
+            on_start=on_start, on_progress=on_progress,
         )  # fmt: skip
     write_model_card(folder / MODEL, config)
     line = f"loss {metrics['loss']:.4f} after {metrics['step']:.0f} steps, {metrics['tokens_per_s']:.0f} tokens/s"

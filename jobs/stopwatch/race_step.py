@@ -25,6 +25,7 @@ from t2g.feedback.parse import make_feedback
 from t2g.interfaces import FeedbackSource
 from t2g.loop.trainer import Trainer
 from t2g.runs.checkpoint import CheckpointStore
+from t2g.runs.identity import Identity
 from t2g.runs.log import RunLog
 from t2g.tasks.base import get_task
 from t2g.types import Prompt, SpanFeedback, TrainSample
@@ -202,6 +203,7 @@ class LoopOfOurs:
             rollouts=fleet, feedback=Counted(), learner=learner,
             sync=WeightSync(learner, fleet, job.learner, prompts=[p.prompt_ids for p in self._models.prompts]),
             log=enter(closing(RunLog(folder, job.log))), checkpoints=CheckpointStore(folder / "checkpoints", 1),
+            identity=Identity.of(job),
             stop=lambda: False, extra_metrics=self._pause, on_step=self._note,
         )  # fmt: skip
         self._trainer.log.truncate(0)

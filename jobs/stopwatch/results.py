@@ -27,12 +27,10 @@ class Results:
         """UserError for a folder in which another config was measured."""
         self._folder = config.run.folder
         made_of = Identity.of(config)
-        if (self._folder / FILE).is_file() and config.run.resume == "auto":
-            identity.check(self._folder, made_of)
-            self.phases: dict[str, Any] = json.loads((self._folder / FILE).read_bytes())["phases"]
-        else:
+        kept = identity.finished(self._folder, made_of, FILE) if config.run.resume == "auto" else None
+        if kept is None:
             identity.keep(self._folder, made_of)
-            self.phases = {}
+        self.phases: dict[str, Any] = kept["phases"] if kept else {}
 
     def add(self, phase: str, records: Sequence[Record]) -> None:
         """Keep a phase's records in place of earlier ones, and write both files."""

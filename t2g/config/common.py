@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -94,6 +94,10 @@ class RunConfig(Section):
     resume: MayDiffer[Literal["auto", "never"]] = Field(
         "auto", description="auto: go on from the last checkpoint if there is one"
     )
+    accept: MayDiffer[tuple[Annotated[str, Field(pattern=r"^[a-z_]+:[0-9a-f]{16}$")], ...]] = Field(
+        (), description="changed inputs with which the run goes on: [feedback:HASH], as the refusal prints it; each "
+        "entry accepts one change"
+    )  # fmt: skip
     smoke: bool = Field(False, description="preflight, three real steps, a report, samples/s and time left; then stop")
 
     @field_validator("root")

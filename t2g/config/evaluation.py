@@ -36,6 +36,7 @@ class PolicyEvaluationJob(JobConfig):
     """jobs.evaluate --what policy: policies side by side on the same prompts, with intervals."""
 
     # The key of each journaled line says what it was made of: what changes here is sampled, measured or judged anew.
+    task: MayDiffer[str] = Field("prompts", description=JobConfig.model_fields["task"].description)
     policies: MayDiffer[dict[RunPart, ModelConfig]] = Field(
         {}, description="name -> folder, hub name or adapter; a pair is the later one against the earlier"
     )

@@ -319,6 +319,7 @@ class AnnotateConfig(FeedbackConfig):
     align: Literal["llm", "reward_model"] | None = Field(
         None, description="who finds the spans of human critiques that have none; none: such critiques are refused"
     )
+    human_file: MayDiffer[PathOrName[str | None]] = Field(None, description="as in feedback; by default data.path")
     heldout_share: MayDiffer[float] = Field(
         0.1, gt=0, lt=1, description="of prompts: their records go to heldout.jsonl"
     )

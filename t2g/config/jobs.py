@@ -82,9 +82,17 @@ class PolicyJob(SyncedJob, JobConfig):
     checkpoint: MayDiffer[CheckpointConfig] = CheckpointConfig()
     alarms: MayDiffer[AlarmConfig] = AlarmConfig()
     log: MayDiffer[LogConfig] = LogConfig()
-    stages: PathOrName[Path | None] = Field(
+    # Resume compares the content of the artifacts.
+    stages: MayDiffer[PathOrName[Path | None]] = Field(
         None, description="a demo config whose stages are made first where missing; ${stages} in a path is their folder"
     )
+
+    @property
+    def schedule_steps(self) -> int | None:
+        """The steps that the learning-rate schedules span; None where every rate in use is constant."""
+        used = [self.learner.policy, *([self.learner.critic] if self.objective.uses_critic else [])]
+        is_constant = all(optim.schedule == "constant" and not optim.warmup_ratio for optim in used)
+        return None if is_constant else self.learner.schedule_steps or self.num_steps
 
     @property
     def revision_window(self) -> int:
@@ -140,7 +148,7 @@ class AnnotateJob(JobConfig):
     model: ModelConfig | None = Field(
         None, description="whose responses are sampled; none with annotate.responses=data"
     )
-    data: DataConfig
+    data: MayDiffer[DataConfig]  # a journal knows each record by its content
     rollout: RolloutConfig = RolloutConfig()
     annotate: AnnotateConfig = AnnotateConfig()
 

@@ -55,10 +55,10 @@ def may_differ(schema: type[BaseModel], key: str) -> bool:
 
 
 def paths(config: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of every field that may name a file or folder."""
+    """Dotted key and value of every field that may name a file or folder, and no model that a server knows."""
     for name, info in type(config).model_fields.items():
         value = getattr(config, name)
         if isinstance(value, BaseModel):
             yield from paths(value, f"{prefix}{name}.")
-        elif _PATH in info.metadata:
+        elif _PATH in info.metadata and getattr(config, "url", None) is None:
             yield prefix + name, value

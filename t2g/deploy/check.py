@@ -235,9 +235,8 @@ def _cluster_warnings(config: JobConfig, shape: ModelShape | None) -> Iterator[s
 
 def path_warnings(config: JobConfig, mount: str = SHARED) -> Iterator[str]:
     """Of what no pod has, where the volume is at `mount`."""
-    served = {f"{section}.llm.model" for section, feedback in judges(config) if feedback.llm.url}
     for key, value in paths(config):
-        known = key in served | {"stages"} or not isinstance(value, str) or value.startswith(("${", f"{mount}/"))
+        known = key == "stages" or not isinstance(value, str) or value.startswith(("${", f"{mount}/"))
         if not known and _is_path(value):
             yield f"{key} is {value}: pods see {mount} and their image; put it there and give that path"
 

@@ -26,7 +26,6 @@ from t2g.data.prompts import revision_ids
 from t2g.errors import LearnerLost, RunStopped, Stopped, UserError
 from t2g.feedback import token_offsets, token_rewards
 from t2g.feedback.rewards import step_ids
-from t2g.files import weights_version
 from t2g.interfaces import FeedbackSource, Learner, RolloutSource, Turn, Turns, WeightSync
 from t2g.loop.alarms import alarms
 from t2g.loop.producer import Producer
@@ -45,7 +44,7 @@ from t2g.loop.steps import (
 )
 from t2g.runs import identity
 from t2g.runs.checkpoint import CheckpointStore, Entries
-from t2g.runs.identity import Identity, data_hash
+from t2g.runs.identity import Identity
 from t2g.runs.log import RunLog
 from t2g.tasks.base import Task
 from t2g.types import Prompt, Rollout, ScoredRollout, SpanFeedback, TokenStats, TrainSample, UpdateResult
@@ -85,6 +84,7 @@ class Trainer:
     sync: WeightSync
     log: RunLog
     checkpoints: CheckpointStore
+    identity: Identity  # of the run; a checkpoint's step number points into the prompts, the reference is model.policy
     stop: Callable[[], bool]
     on_step: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
     extra_metrics: Callable[[], Awaitable[dict[str, float]]] = nothing  # what others know of a step, asked at its end
@@ -94,12 +94,6 @@ class Trainer:
     def __post_init__(self) -> None:
         self.train_feedback = training_feedback(self.config, self.feedback)
         self.state = TrainerState(kl_coef=self.config.objective.kl_coef)
-        self.identity = Identity.of(  # the step number points into the prompts, the reference is model.policy
-            self.config,
-            weights=weights_version(self.config.model.policy, self.config.model.revision),
-            data=data_hash((prompt.prompt_id, prompt.prompt_ids) for prompt in self.prompts),
-            feedback=self.feedback.version,
-        )
         self.history: list[dict[str, float]] = []
         self._finished: dict[int, list[Group]] = {}  # by the checkpoint
         self._measuring = asyncio.Semaphore(self.config.feedback.concurrency)
@@ -111,7 +105,7 @@ class Trainer:
     def resume(self) -> TrainerState:
         """Load the last checkpoint, if there is one, and open the log after it. Comes before `run`.
 
-        UserError for a checkpoint of another config, of other prompts or of other feedback.
+        UserError for a checkpoint of another identity, see `identity.check`.
         """
         found = self.checkpoints.latest()
         if found is None:

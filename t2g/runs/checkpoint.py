@@ -81,6 +81,13 @@ class CheckpointStore:
             log.warning("checkpoint %s is torn (%s) and is skipped", folder, state)
         return None
 
+    def step_beyond(self, step: int) -> int | None:
+        """Return the step of the newest intact checkpoint where it is later than `step`, else None."""
+        if not any(int(folder.name.removeprefix("step-")) > step for folder in self._steps()):
+            return None
+        found = self.latest()
+        return found[1]["step"] if found and found[1]["step"] > step else None
+
     def keep_best(self, step: int, export: Fill, score: float) -> bool:
         """Export the policy if `score` (higher is better) beats the best so far; `folder/best` then points at it.
 

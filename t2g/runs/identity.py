@@ -1,95 +1,153 @@
 """What a result was made of: one answer to "is this the same run?", for runs, checkpoints, stages and trained models.
 
-Beside what was made lies `identity.json`, and where it is whole the file with its result, written last:
+Beside the result lies `identity.json`. A finished folder also has a result file, which is written last:
 
     runs/own/                           identity.json, summary.json
     runs/own/checkpoints/step-00000010  identity.json, among the files that the manifest seals
     runs/demo/base/                     identity.json, stage.json
     runs/own-sft/model/                 identity.json, sft.json
 
-    {"format": 1, "config": {"model.policy": "my/model", "rollout.temperature": 0.6, ...},
-     "weights": "9a0364b9e99bb480", "data": "83f1c2...", "feedback": "my-critic-2"}
+    {"format": 2, "config": {"rollout.temperature": 0.6, ...},
+     "contents": {"data.path": "9a0364b9e99bb480", "feedback.source": "83f1c2...", ...},
+     "accepted": [{"key": "feedback.source", "before": "5be2...", "after": "83f1c2..."}]}
 
-What a resume may change (`t2g.config.marks.may_differ`) is not in it. Whoever makes something calls `keep` with what
-it is made of; whoever finds something calls `check` before it goes on, or `finished` for the result.
+`config` lacks what a resume may change (`t2g.config.marks.may_differ`), and each path on this machine: the content
+behind it counts, so that a moved folder goes on. A name on a hub stays in `config`, with its revision. A job that makes
+something calls `keep`; a job that finds something calls `check` before it goes on, or `finished` for the result.
 """
 
 import json
-from collections.abc import Iterable
+import os
+from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Literal, Self
 
-import xxhash
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
-from t2g.config import Section
+from t2g.config import AnyJob, PolicyJob, Section
 from t2g.config.loading import identity_of
+from t2g.config.marks import paths
 from t2g.config.words import show
 from t2g.errors import UserError
 from t2g.files import write_atomic
-
-if TYPE_CHECKING:
-    import numpy as np  # a job's --help answers without it
+from t2g.runs.contents import content_hash, source_hash
 
 IDENTITY_FILE = "identity.json"
-FORMAT = 1  # of what lies beside an identity: goes up when this program can no longer go on from what it wrote before
-WORDS = {
-    "weights": "the weights of model.policy",
-    "data": "what data.path holds",
-    "feedback": "the version of the feedback",
-}
+IMPORTED = ("task", "feedback.source", "annotate.source")  # keys that may hold an import path
+SCHEDULE = "learner.schedule_steps"
+
+
+class ContentChange(Section):
+    """Another content behind the same config key."""
+
+    key: str
+    before: str
+    after: str
+
+    @property
+    def token(self) -> str:
+        """The entry of run.accept that accepts it: "feedback:83f1c2d4e5a69788"."""
+        return f"{self.key.partition('.')[0]}:{self.after}"
 
 
 class Identity(Section):
-    """Each part changes when what it stands for does; "" for a part that this kind of result does not have."""
+    """Settings and contents that decide a result, and the changes that the user has accepted since the first start."""
 
-    format: int = FORMAT
+    format: Literal[2] = 2  # goes up when this program can no longer go on from what an earlier version wrote
     config: dict[str, Any]  # dotted key -> JSON value, of keys that may not differ
-    weights: str = ""  # version of the weights that it starts from, see `t2g.files.weights_version`
-    data: str = ""  # see `data_hash`
-    feedback: str = ""  # version of the source
+    contents: dict[str, str] = Field({})  # dotted key -> hash, where the content is on this machine
+    accepted: tuple[ContentChange, ...] = ()  # oldest first
+    accept: tuple[str, ...] = Field((), exclude=True)  # run.accept of this start
 
     @classmethod
-    def of(cls, config: BaseModel, *, weights: str = "", data: str = "", feedback: str = "", **more: Any) -> Self:
-        """more: JSON values that decide the result and stand in no config, by a name for messages: `method="dpo"`."""
-        return cls(config=identity_of(config) | more, weights=weights, data=data, feedback=feedback)
+    def of(cls, config: BaseModel, **more: Any) -> Self:
+        """Return the identity of what `config` makes now; reads the content behind each local path.
+
+        A path with nothing behind it yet, such as a stage that is still to be made, has no content to compare.
+
+        Args:
+            more: JSON values and paths that decide the result and stand in no config: `method="dpo"`.
+        """
+        settings, contents = identity_of(config) | more, dict[str, str]()
+        if isinstance(config, PolicyJob):
+            settings[SCHEDULE] = config.schedule_steps
+        named = {key: str(value) for key, value in paths(config) if value}
+        named |= {key: value for key, value in more.items() if os.path.isabs(str(value))}
+        for key, value in named.items():
+            if key in settings and (os.path.isabs(value) or os.path.exists(value)):
+                del settings[key]
+                contents[key] = content_hash(Path(value))
+        for key in IMPORTED:
+            if ":" in str(settings.get(key)):
+                contents[key] = source_hash(settings[key])
+        contents = {key: found for key, found in contents.items() if found}
+        accept = config.run.accept if isinstance(config, AnyJob) else ()
+        return cls(config=settings, contents=contents, accept=accept)
+
+    def since(self, kept: "Identity") -> tuple[list[str], list[ContentChange]]:
+        """Return how this identity differs from an earlier one: settings in words, and contents not accepted yet."""
+        was, now = kept.config, self.config
+        settings = [
+            f"{key} ({show(was.get(key))} -> {show(now.get(key))})"
+            for key in sorted(was.keys() | now.keys())
+            if was.get(key) != now.get(key)
+        ]
+        accepted = {(change.key, change.before) for change in self.accepted}
+        changes = [
+            ContentChange(key=key, before=before, after=self.contents[key])
+            for key, before in sorted(kept.contents.items())
+            if before != self.contents.get(key, before) and (key, before) not in accepted
+        ]
+        return settings, changes
 
 
 def keep(folder: Path, identity: Identity) -> None:
-    """What is made in `folder`, which is created, is made of this."""
+    """Write the identity of what is made in `folder`, which is created."""
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / IDENTITY_FILE, identity.model_dump_json(indent=1).encode())
 
 
-def check(folder: Path, identity: Identity) -> None:
-    """UserError, naming what differs, unless what lies in `folder` was made of the same."""
-    if changed := changes(folder, identity):
-        raise UserError(f"{folder} was made otherwise: {', '.join(changed)}; go back to that, or take another run.name")
-
-
-def changes(folder: Path, identity: Identity) -> list[str]:
-    """What differs between what `folder` was made of and `identity`, in words; [] where they are the same.
-
-    >>> changes(Path("runs/own"), identity)  # doctest: +SKIP
-    ['rollout.temperature (0.6 -> 0.9)', 'the version of the feedback ("critic-1" -> "critic-2")']
-    """
-    path = folder / IDENTITY_FILE
+def load(folder: Path) -> Identity:
+    """Read the identity of what lies in `folder`. UserError where this program cannot go on from it."""
     try:
-        kept = Identity.model_validate_json(path.read_bytes())
+        return Identity.model_validate_json((folder / IDENTITY_FILE).read_bytes())
     except (FileNotFoundError, ValidationError):
-        return [f"by another version of this program, for its {IDENTITY_FILE} is missing or none of ours"]
-    if kept.format != identity.format:
-        return [f"by another version of this program (format {kept.format}, and this one has {identity.format})"]
-    was, now = ({**one.config, **one.model_dump(include=set(WORDS))} for one in (kept, identity))
-    return [
-        f"{WORDS.get(key, key)} ({show(was.get(key))} -> {show(now.get(key))})"
-        for key in sorted(was.keys() | now.keys())
-        if was.get(key) != now.get(key)
-    ]
+        reason = f"its {IDENTITY_FILE} is missing or has another format"
+        sentence = f"{folder} was made by another version of this program ({reason}): take another run.name"
+        raise UserError(sentence) from None
+
+
+def check(folder: Path, identity: Identity) -> Identity:
+    """Compare what lies in `folder` with what would be made now.
+
+    An entry of run.accept counts once for each time that it is given: after it accepted a change, it accepts no later
+    one. Accepted changes are written into the folder.
+
+    Returns: `identity`, with the accepted changes of the folder.
+    Raises: UserError that names each difference, and the entries of run.accept that would accept them.
+    """
+    kept = load(folder)
+    settings, changes = identity.since(kept)
+    used = Counter(change.token for change in kept.accepted)
+    refused = [change for change in changes if identity.accept.count(change.token) <= used[change.token]]
+    if settings or refused:
+        contents = [f"the content of {c.key} (hash {c.before} -> {c.after})" for c in refused]
+        advice = "restore that, or take another run.name"
+        if refused:
+            entries = [token for token in dict.fromkeys(c.token for c in refused) for _ in range(used[token] + 1)]
+            advice += f"; run.accept=[{','.join(entries)}] goes on with the changed content"
+        if (steps := kept.config.get(SCHEDULE)) and steps != identity.config.get(SCHEDULE):
+            advice += f"; {SCHEDULE}={steps} keeps the learning-rate schedule whatever num_steps is"
+        raise UserError(f"{folder} was made with other inputs: {', '.join(settings + contents)}; {advice}")
+    # An identity that `load` gave has the accepted changes of the run already, and a checkpoint in it may be older.
+    identity = identity.model_copy(update={"accepted": identity.accepted or (*kept.accepted, *changes)})
+    if changes:
+        keep(folder, identity)
+    return identity
 
 
 def finished(folder: Path, identity: Identity, result_file: str) -> dict[str, Any] | None:
-    """The result that lies in `folder`, None where it is not finished. UserError where it was made of something else.
+    """Return the result in `folder`, None where it is not finished. UserError where its inputs were others.
 
     result_file: a JSON object that is written when all else is there.
     """
@@ -98,13 +156,3 @@ def finished(folder: Path, identity: Identity, result_file: str) -> dict[str, An
         return None
     check(folder, identity)
     return json.loads(path.read_text())
-
-
-def data_hash(rows: "Iterable[Iterable[str | np.ndarray]]") -> str:
-    """A text that changes with any value and with their order: of prompts, or of examples that are learnt."""
-    digest = xxhash.xxh3_128()
-    for row in rows:
-        for value in row:
-            content = value.encode() if isinstance(value, str) else value.tobytes()
-            digest.update(len(content).to_bytes(8) + content)
-    return digest.hexdigest()

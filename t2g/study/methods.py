@@ -142,7 +142,8 @@ class Arms:
         self, name: str, folder: str, seed: int, lr: float | None, more: dict[str, Any] | None = None
     ) -> PolicyJob:
         at = self.job.run.folder / folder
-        changes: dict[str, Any] = {"run": RunConfig(root=at.parent, name=at.name, seed=seed), "stages": None}
+        run = RunConfig(root=at.parent, name=at.name, seed=seed, accept=self.job.run.accept)
+        changes: dict[str, Any] = {"run": run, "stages": None}
         if lr is not None:
             changes["learner.policy.lr"] = lr
         if self.job.compare.rewards:

@@ -126,9 +126,9 @@ def test_what_is_given_stays() -> None:
 
 def test_another_machine_is_another_run(tmp_path: Path) -> None:
     identity.keep(tmp_path, Identity.of(own(BOX)))
-    assert identity.changes(tmp_path, Identity.of(own(BOX))) == []
-    changes = " ".join(identity.changes(tmp_path, Identity.of(own({}))))
-    assert 'learner.dtype ("bfloat16" -> "float32")' in changes and "rollout.enforce_eager" in changes
+    identity.check(tmp_path, Identity.of(own(BOX)))
+    with pytest.raises(UserError, match=r'learner\.dtype \("bfloat16" -> "float32"\).* rollout\.enforce_eager'):
+        identity.check(tmp_path, Identity.of(own({})))
     kept = loading.load(PolicyJob, loading.write(own(BOX), tmp_path), environ={}, cwd=ROOT)
     assert kept == own(BOX)
 

@@ -27,6 +27,7 @@ from actors.learner.sft import run_sft
 from actors.learner.sft_rank import MODEL, SFTProgress
 from t2g.config import ClusterConfig, ModelConfig, OptimConfig
 from t2g.errors import RunStopped, UserError
+from t2g.runs.identity import Identity
 
 SETTINGS = {"num_epochs": 50, "checkpoint_every": 20}  # of all eight examples in each step
 WEIGHT_TOLERANCE = 2e-3  # float32, 50 steps of AdamW at 5e-3: what the order of sums may come to
@@ -184,7 +185,8 @@ def test_a_training_that_is_given_up_leaves_no_process(base: Path, cluster: Clus
     with pytest.raises(KeyboardInterrupt):
         run_sft(
             model=ModelConfig(policy=str(base)), examples=make_examples(base), options=make_options(num_epochs=10_000),
-            cluster=cluster, out_folder=tmp_path / "up", seed=0, on_start=lambda done: None, on_progress=give_up,
+            cluster=cluster, out_folder=tmp_path / "up", seed=0, made_of=Identity.of(make_options()),
+            on_start=lambda done: None, on_progress=give_up,
         )  # fmt: skip
     assert len(seen) == 2
     assert psutil.wait_procs(seen, timeout=10)[1] == []
@@ -200,5 +202,6 @@ def test_no_examples_are_refused(base: Path, cluster: ClusterConfig, tmp_path: P
     with pytest.raises(UserError, match="no examples"):
         run_sft(
             model=ModelConfig(policy=str(base)), examples=[], options=make_options(), cluster=cluster,
-            out_folder=tmp_path / "none", seed=0, on_start=lambda done: None, on_progress=lambda progress: None,
+            out_folder=tmp_path / "none", seed=0, made_of=Identity.of(make_options()),
+            on_start=lambda done: None, on_progress=lambda progress: None,
         )  # fmt: skip

@@ -7,11 +7,14 @@ import pytest
 import yaml
 from fakes import letter_tokenizer
 
+from actors.learner.zero3 import lr_factor
 from jobs.common import fleets, stages
-from jobs.common.policy_runs import read_data, write_summary
+from jobs.common.policy_runs import learner_spec, read_data, write_summary
+from jobs.demo import run as run_demo
 from jobs.train_policy import run, show_one, smoke_words
-from t2g.config import PolicyJob, loading, with_overrides
+from t2g.config import DemoJob, PolicyJob, loading, with_overrides
 from t2g.errors import Stopped, UserError
+from t2g.runs.checkpoint import CheckpointStore
 from t2g.tasks.code import CodeTask
 
 UNLABELLED = "tokens/unlabelled_share"
@@ -110,3 +113,54 @@ def test_a_late_record_without_tests_is_refused_before_anything_runs(
     for read in (lambda: read_data(pays), lambda: read_data(job, [job, pays])):  # of an arm of a comparison as well
         with pytest.raises(UserError, match=r"w_end=0\.5 pays passed, and 1 of 9 prompts .* the first is prompt q8; "):
             read()
+
+
+TINY = Path(__file__).parents[2] / "configs" / "tiny"
+
+
+@pytest.mark.parametrize("arms", [["span"], ["span", "scalar"]])
+def test_fewer_steps_than_are_done_leave_nothing_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arms: list[str]
+) -> None:
+    def started(job: Any) -> None:
+        raise Stopped
+
+    monkeypatch.setattr(fleets, "on_cluster", started)
+    steps = dict(zip(arms, (20, 30), strict=False))
+    for arm, step in steps.items():
+        store = CheckpointStore(tmp_path / "demo" / "arms" / arm / "checkpoints", keep=2)
+        for made in (10, step):
+            store.write(made, lambda folder: None, {"step": made})
+
+    def start(num_steps: int, *overrides: str) -> None:
+        given = [f"run.root={tmp_path}", f"num_steps={num_steps}", *overrides]
+        if len(arms) == 1:
+            name = ["run.root=" + str(tmp_path / "demo" / "arms"), "run.name=span"]
+            run(loading.load(PolicyJob, TINY / "policy.yaml", [*given, *name], environ={}), None)
+        else:
+            run_demo(loading.load(DemoJob, TINY / "demo.yaml", [*given, "arms=[span,scalar]"], environ={}))
+
+    start(19)
+    lines = capsys.readouterr().out.splitlines()
+    said = [(arm, f"is already at step {step}: num_steps=19 leaves nothing to do") for arm, step in steps.items()]
+    assert lines == [f"{tmp_path / 'demo' / 'arms' / arm} {words}" for arm, words in said]
+    for others in ([20], [19, "run.resume=never"], [19, "run.smoke=true"]) if len(arms) == 1 else ([20],):
+        with pytest.raises(Stopped):
+            start(*others)
+    newest = tmp_path / "demo" / "arms" / "span" / "checkpoints" / "step-00000020" / "state.json"
+    newest.write_text("torn")
+    with pytest.raises(Stopped):
+        start(19)
+    assert capsys.readouterr().out == "", "the last whole one is of step 10"
+
+
+def test_the_schedule_spans_the_steps_that_it_is_given() -> None:
+    job = loading.load(PolicyJob, TINY / "policy.yaml", environ={})
+    longer = with_overrides(job, {"num_steps": 30})
+    kept = with_overrides(longer, {"learner.schedule_steps": job.num_steps})
+    assert [learner_spec(config).num_updates for config in (job, longer, kept)] == [10, 30, 10]
+    rates = [[lr_factor(step, config.learner.policy, num) for step in range(30)] for config, num in
+             ((longer, 30), (kept, learner_spec(kept).num_updates))]  # fmt: skip
+    whole = [lr_factor(step, job.learner.policy, 10) for step in range(10)]
+    assert rates[1][:10] == whole != rates[0][:10]
+    assert set(rates[1][10:]) == {job.learner.policy.final_lr_ratio}

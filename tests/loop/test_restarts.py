@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import letter_prompts, letter_tokenizer
+from fakes import letter_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer_bench import NUM_STEPS, Bench, chosen, job
@@ -19,11 +19,11 @@ from trainer_bench import NUM_STEPS, Bench, chosen, job
 from jobs.common.cli import StopFlag
 from jobs.common.policy_runs import with_restarts
 from t2g.concurrency import beside
-from t2g.config import LearnerConfig, PolicyJob
+from t2g.config import LearnerConfig, PolicyJob, with_overrides
 from t2g.errors import LearnerLost, RunStopped, SamplingFailed, Stopped, UserError
 from t2g.loop.trainer import TrainerState
 from t2g.runs.checkpoint import CheckpointStore
-from t2g.runs.identity import data_hash
+from t2g.runs.identity import ContentChange
 
 PHASES = ("sample", "judge", "measure", "forward", "update", "push", "save", "export")
 CONFIG = job(w_end=0.5)
@@ -274,7 +274,7 @@ def test_a_held_out_prompt_that_nobody_answers_stops_the_run(tokenizer: Any, tmp
 
 @contextmanager
 def refused(*changed: str) -> Iterator[None]:
-    with pytest.raises(UserError, match=r"step-00000002 was made otherwise: .* another run.name$") as error:
+    with pytest.raises(UserError, match=r"step-00000002 was made .* take another run.name") as error:
         yield
     assert all(words in str(error.value) for words in changed)
 
@@ -283,22 +283,36 @@ def test_another_origin_is_refused_at_resume(tokenizer: Any, tmp_path: Path) -> 
     first = Bench(tmp_path, tokenizer, CONFIG, stop=lambda: first.trainer.state.step == 2)
     first.run()
 
-    def again(config: PolicyJob = CONFIG, **changed: str) -> Bench:
+    def again(config: PolicyJob = CONFIG, **changed: Any) -> Bench:
         bench = Bench(tmp_path, tokenizer, config)
         bench.trainer.identity = bench.trainer.identity.model_copy(update=changed)
         return bench
 
     with refused("objective.w_end (0.5 -> 0.25)"):
         again(job(w_end=0.25)).trainer.resume()
-    longer = CONFIG.model_copy(update={"num_steps": 9, "checkpoint": CONFIG.checkpoint.model_copy(update={"keep": 7})})
-    assert again(longer).trainer.resume().step == 2
+    with refused("learner.schedule_steps (6 -> 9)", "learner.schedule_steps=6 keeps the learning-rate schedule"):
+        again(with_overrides(CONFIG, {"num_steps": 9})).trainer.resume()
+    longer = {"num_steps": 9, "learner.schedule_steps": 6, "checkpoint.keep": 7}
+    assert again(with_overrides(CONFIG, longer)).trainer.resume().step == 2
 
-    others = [*letter_prompts(20)[:-1], letter_prompts(1, "other-")[0]]
-    with refused("what data.path holds"):
-        again(data=data_hash((prompt.prompt_id, prompt.prompt_ids) for prompt in others)).trainer.resume()
-    with refused("the weights of model.policy", "the version of the feedback"):
-        again(weights="retrained", feedback="newer").trainer.resume()
-    assert again().trainer.resume().step == 2
+
+def test_a_checkpoint_from_before_an_accepted_change_is_taken(tokenizer: Any, tmp_path: Path) -> None:
+    first = Bench(tmp_path, tokenizer, CONFIG, stop=lambda: first.trainer.state.step == 2)
+    first.trainer.identity = first.trainer.identity.model_copy(update={"contents": {"feedback.source": "a" * 16}})
+    first.run()
+
+    def again(after: str, *accepted: tuple[str, str]) -> TrainerState:
+        bench = Bench(tmp_path, tokenizer, CONFIG)
+        changes = tuple(ContentChange(key="feedback.source", before=b * 16, after=a * 16) for b, a in accepted)
+        update = {"contents": {"feedback.source": after * 16}, "accepted": changes}
+        bench.trainer.identity = bench.trainer.identity.model_copy(update=update)
+        return bench.trainer.resume()
+
+    with refused(f"the content of feedback.source (hash {'a' * 16} -> {'b' * 16})"):
+        again("b")
+    for chain in ([("a", "b")], [("a", "c"), ("c", "b")]):
+        assert again("b", *chain).step == 2
+    assert CheckpointStore(tmp_path / "checkpoints", keep=2).latest() is not None, "nothing was written into it"
 
 
 def test_a_checkpoint_of_the_layout_before_is_refused(tokenizer: Any, tmp_path: Path) -> None:

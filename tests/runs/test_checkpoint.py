@@ -12,7 +12,7 @@ import pytest
 
 from t2g.errors import UserError
 from t2g.feedback.records import AnnotatedRecord
-from t2g.files import entry, weights_version, write_atomic
+from t2g.files import entry, write_atomic
 from t2g.runs.checkpoint import MANIFEST, SCORE, STATE, CheckpointStore
 from t2g.runs.journal import read_journal
 
@@ -204,17 +204,6 @@ def test_a_disk_that_gives_a_checkpoint_back_no_more_is_one_to_skip(
     monkeypatch.setattr("t2g.runs.checkpoint.entry", broken)
     assert store.latest() == (good, {"step": 5})
     assert "Input/output error" in caplog.text
-
-
-def test_weights_have_another_version_once_they_are_trained_again(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / f"{name}.safetensors").write_bytes(name.encode())
-    before = weights_version(str(tmp_path), None)
-    (tmp_path / "config.json").write_text("{}")
-    assert weights_version(str(tmp_path), None) == before
-    (tmp_path / "b.safetensors").write_bytes(b"c")
-    assert weights_version(str(tmp_path), None) != before
-    assert weights_version(str(tmp_path), "v2") == "v2" and weights_version("org/model", None) == "unpinned"
 
 
 @pytest.mark.parametrize("keep", [1, 2])

@@ -1,17 +1,19 @@
-"""What a result was made of is named where it differs, whoever asks."""
+"""What a result was made of is named where it differs, in every job and after every move."""
 
 import json
+import os
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from t2g.config import PolicyJob
+from t2g.config import AnnotateJob, PolicyJob, with_overrides
 from t2g.errors import UserError
-from t2g.runs.identity import IDENTITY_FILE, Identity, changes, check, data_hash, finished, keep
+from t2g.runs.identity import IDENTITY_FILE, ContentChange, Identity, check, finished, keep, load
 
-PARTS = {"weights": "w1", "data": "d1", "feedback": "critic-1"}
+CRITIC = "def critic(prompt, response):\n    return 'fine', [], []\n"
 
 
 def job(**changed: Any) -> PolicyJob:
@@ -19,62 +21,229 @@ def job(**changed: Any) -> PolicyJob:
     return PolicyJob.model_validate(base | changed)
 
 
+class Made:
+    """A run folder beside everything that its config names on this machine: model, data, functions, a human file."""
+
+    def __init__(self, root: Path, module: str) -> None:
+        self.root, self.module = root, module
+        (root / "model").mkdir(parents=True)
+        (root / "model" / "model.safetensors").write_bytes(b"weights")
+        (root / "model" / "tokenizer.json").write_text("{}")
+        (root / "train.jsonl").write_text('{"prompt": "a", "tests": "assert 1"}\n')
+        (root / "heldout.jsonl").write_text('{"prompt": "b"}\n')
+        (root / "human.jsonl").write_text('{"prompt": "a", "response": "b", "critique": "c", "good": []}\n')
+        (root / f"{module}.py").write_text(CRITIC)
+
+    def job(self, *accept: str, **changed: Any) -> PolicyJob:
+        return job(
+            run={"root": self.root / "runs", "name": "own", "accept": accept},
+            model={"policy": str(self.root / "model")},
+            data={"path": str(self.root / "train.jsonl")},
+            eval_data={"path": str(self.root / "heldout.jsonl")},
+            feedback={"source": f"{self.module}:critic", "human_file": str(self.root / "human.jsonl")},
+            **changed,
+        )
+
+    def begin(self, *accept: str, **changed: Any) -> Identity:
+        """As a job's start does."""
+        identity, folder = Identity.of(self.job(*accept, **changed)), self.root / "runs" / "own"
+        identity = check(folder, identity) if (folder / IDENTITY_FILE).exists() else identity
+        keep(folder, identity)
+        return identity
+
+    def refusal(self, *accept: str, **changed: Any) -> str:
+        with pytest.raises(UserError) as error:
+            self.begin(*accept, **changed)
+        return str(error.value)
+
+    def write(self, name: str, content: str) -> None:
+        path = self.root / name
+        path.write_text(content)
+        os.utime(path, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns + 10**9))  # a clock may be coarse
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
+    made = Made(tmp_path / "here", f"critic_of_{tmp_path.name}")
+    monkeypatch.syspath_prepend(str(made.root))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("file", "key"),
+    [
+        ("model/model.safetensors", "model.policy"),
+        ("model/tokenizer.json", "model.policy"),
+        ("train.jsonl", "data.path"),
+        ("heldout.jsonl", "eval_data.path"),
+        ("human.jsonl", "feedback.human_file"),
+        ("{module}.py", "feedback.source"),
+    ],
+)
+def test_a_change_behind_a_name_is_refused_until_its_hash_is_accepted(made: Made, file: str, key: str) -> None:
+    part, file = key.partition(".")[0], file.format(module=made.module)
+    before = made.begin().contents[key]
+    content = (made.root / file).read_text()
+
+    made.write(file, content + " ")
+    second = Identity.of(made.job()).contents[key]
+    assert f"made with other inputs: the content of {key} (hash {before} -> {second})" in made.refusal()
+    assert f"run.accept=[{part}:{second}] goes on" in made.refusal()
+    assert second in made.refusal(f"{part}:{before}"), "the hash of the old content accepts nothing"
+
+    change = ContentChange(key=key, before=before, after=second)
+    assert made.begin(f"{part}:{second}").accepted == (change,)
+    assert json.loads((made.root / "runs/own" / IDENTITY_FILE).read_text())["accepted"] == [change.model_dump()]
+    assert made.begin().accepted == (change,), "the next plain start goes on"
+
+    made.write(file, content + "  ")
+    third = Identity.of(made.job()).contents[key]
+    refusal = made.refusal(f"{part}:{second}")  # a line that is left in a YAML file
+    assert f"run.accept=[{part}:{third}]" in refusal
+
+
+def test_a_change_that_comes_again_is_accepted_again_and_not_by_the_line_of_the_first_time(made: Made) -> None:
+    made.begin()
+    hashes = []
+    for content in ("b", "c"):
+        made.write("train.jsonl", content)
+        hashes.append(Identity.of(made.job()).contents["data.path"])
+        made.begin(f"data:{hashes[-1]}")
+    made.write("train.jsonl", "b")
+    lines = [f"data:{found}" for found in hashes]
+    assert f"run.accept=[{lines[0]},{lines[0]}]" in made.refusal(*lines)
+    assert len(made.begin(*lines, lines[0]).accepted) == 3
+
+
+def test_what_is_accepted_is_that_change_alone(made: Made) -> None:
+    made.begin()
+    made.write("train.jsonl", "other")
+    made.write("heldout.jsonl", "other")
+    found = Identity.of(made.job()).contents
+    tokens = f"data:{found['data.path']}", f"eval_data:{found['eval_data.path']}"
+    assert tokens[0].removeprefix("data:") == tokens[1].removeprefix("eval_data:"), "the same content"
+    assert f"run.accept=[{tokens[1]}]" in made.refusal(tokens[0])
+    assert "objective.lam" in made.refusal(*tokens, objective={"lam": 0.5}), "no setting is accepted by it"
+    assert made.begin(*tokens).contents == found
+
+
+def test_a_moved_folder_with_the_same_contents_goes_on(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = made.begin()
+    there = made.root.with_name("there")
+    made.root.rename(there)
+    made.root = there
+    monkeypatch.syspath_prepend(str(there))
+    monkeypatch.delitem(sys.modules, made.module)  # as in another process
+    assert made.begin() == before
+    shutil.copy(there / "train.jsonl", there / "renamed.jsonl")
+    named = with_overrides(made.job(), {"data.path": str(there / "renamed.jsonl")})
+    assert check(there / "runs" / "own", Identity.of(named)) == before
+
+
+def test_a_name_on_a_hub_stays_a_name_and_so_does_a_model_of_a_server() -> None:
+    hub = Identity.of(job(model={"policy": "owner/name", "revision": "c1"}, data={"path": "owner/set"}))
+    assert hub.config["model.policy"] == "owner/name" and hub.config["model.revision"] == "c1"
+    assert hub.config["data.path"] == "owner/set" and hub.contents == {}
+    llm = {"url": "http://127.0.0.1:1/v1", "model": str(Path.cwd())}
+    served = Identity.of(job(feedback={"source": "llm", "llm": llm}))
+    assert served.config["feedback.llm.model"] == str(Path.cwd()) and served.contents == {}
+
+
+def test_an_annotation_compares_its_data_record_by_record(made: Made) -> None:
+    config = {"data": {"path": str(made.root / "train.jsonl")}, "annotate": {"source": f"{made.module}:critic"}}
+    before = Identity.of(AnnotateJob.model_validate(config))
+    made.write("train.jsonl", "other")
+    assert Identity.of(AnnotateJob.model_validate(config)) == before
+    made.write(f"{made.module}.py", CRITIC + "\n")
+    after = Identity.of(AnnotateJob.model_validate(config))
+    assert before.contents.keys() == after.contents.keys() == {"annotate.source"}
+    assert before.contents != after.contents
+
+
+def test_what_is_not_there_yet_is_compared_once_it_is(made: Made) -> None:
+    (made.root / "model").rename(made.root / "later")
+    made.begin()
+    (made.root / "later").rename(made.root / "model")
+    assert "model.policy" in made.begin().contents
+    made.write("model/model.safetensors", "other")
+    assert "the content of model.policy" in made.refusal()
+
+
 def test_the_same_run_is_one_whose_fixed_parts_are_the_same(tmp_path: Path) -> None:
-    keep(tmp_path / "run", Identity.of(job(), **PARTS))
-    free = {"num_steps": 500, "rollout": {"workers": 3}, "cluster": {"address": "auto"}}
-    check(tmp_path / "run", Identity.of(job(**free), **PARTS))
+    constant = {"policy": {"schedule": "constant"}}
+    keep(tmp_path / "run", Identity.of(job(learner=constant)))
+    free = {"num_steps": 500, "rollout": {"workers": 3}, "cluster": {"address": "auto"}, "learner": constant}
+    check(tmp_path / "run", Identity.of(job(**free)))
 
 
 @pytest.mark.parametrize(
     ("now", "words"),
     [
-        (Identity.of(job(rollout={"temperature": 0.9}), **PARTS), "rollout.temperature (1.0 -> 0.9)"),
-        (Identity.of(job(run={"seed": 2}), **PARTS), "run.seed (1 -> 2)"),
-        (Identity.of(job(), **PARTS | {"weights": "w2"}), 'the weights of model.policy ("w1" -> "w2")'),
-        (Identity.of(job(), **PARTS | {"data": "d2"}), 'what data.path holds ("d1" -> "d2")'),
-        (Identity.of(job(), **PARTS | {"feedback": ""}), 'the version of the feedback ("critic-1" -> "")'),
-        (Identity.of(job(), **PARTS, method="dpo"), 'method (null -> "dpo")'),
-        (Identity.of(job(), **PARTS).model_copy(update={"format": 99}), "by another version of this program (format 1"),
+        (job(rollout={"temperature": 0.9}), "rollout.temperature (1.0 -> 0.9)"),
+        (job(run={"seed": 2}), "run.seed (1 -> 2)"),
+        (job(data={"path": "other"}), 'data.path ("d.jsonl" -> "other")'),
     ],
 )
 def test_another_is_refused_in_a_sentence_that_names_the_part_and_what_to_do(
-    tmp_path: Path, now: Identity, words: str
+    tmp_path: Path, now: PolicyJob, words: str
 ) -> None:
-    keep(tmp_path, Identity.of(job(), **PARTS))
-    assert len(changes(tmp_path, now)) == 1
-    with pytest.raises(UserError, match=r"go back to that, or take another run\.name") as error:
-        check(tmp_path, now)
-    assert f"{tmp_path} was made otherwise: {words}" in str(error.value)
+    keep(tmp_path, Identity.of(job()))
+    with pytest.raises(UserError) as error:
+        check(tmp_path, Identity.of(now))
+    assert str(error.value) == f"{tmp_path} was made with other inputs: {words}; restore that, or take another run.name"
+    with pytest.raises(UserError, match=r'inputs: method \(null -> "dpo"\)'):
+        check(tmp_path, Identity.of(job(), method="dpo"))
 
 
-@pytest.mark.parametrize("content", [None, "", "[]", '{"fingerprint": "9a"}'])
-def test_a_folder_of_the_layout_before_is_refused(tmp_path: Path, content: str | None) -> None:
+GAE = {"advantages": "gae"}
+
+
+@pytest.mark.parametrize(
+    ("learner", "objective", "spans"),
+    [
+        ({}, {}, 3),  # linear is the default
+        ({"policy": {"schedule": "cosine"}}, {}, 3),
+        ({"policy": {"schedule": "constant"}}, {}, None),
+        ({"policy": {"schedule": "constant"}}, GAE, 3),  # the critic's is linear
+        ({"policy": {"schedule": "constant"}, "critic": {"schedule": "constant"}}, GAE, None),
+        ({"policy": {"schedule": "constant", "warmup_ratio": 0.1}}, {}, 3),
+        ({"schedule_steps": 7}, {}, 7),
+    ],
+)
+def test_another_number_of_steps_keeps_the_schedule_or_is_refused(
+    tmp_path: Path, learner: dict[str, Any], objective: dict[str, Any], spans: int | None
+) -> None:
+    given = {"learner": learner, "objective": objective}
+    keep(tmp_path, first := Identity.of(job(**given)))
+    assert first.config["learner.schedule_steps"] == spans
+    longer = Identity.of(job(**given, num_steps=9))
+    if spans == 3:
+        with pytest.raises(UserError) as error:
+            check(tmp_path, longer)
+        assert "learner.schedule_steps (3 -> 9)" in str(error.value)
+        assert "learner.schedule_steps=3 keeps the learning-rate schedule whatever num_steps is" in str(error.value)
+        given["learner"] = learner | {"schedule_steps": 3}
+        longer = Identity.of(job(**given, num_steps=9))
+    check(tmp_path, longer)
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", '{"fingerprint": "9a"}', '{"format": 3, "config": {}}'])
+def test_a_folder_of_another_layout_is_refused(tmp_path: Path, content: str | None) -> None:
     (tmp_path / "summary.json").write_text('{"steps": 3}')
     if content is not None:
         (tmp_path / IDENTITY_FILE).write_text(content)
-    with pytest.raises(UserError, match=r"by another version of this program.*go back to that, or take another run"):
+    with pytest.raises(UserError, match=r"by another version of this program.*take another run\.name"):
         finished(tmp_path, Identity.of(job()), "summary.json")
 
 
-def test_a_result_is_given_back_to_who_asks_for_the_same(tmp_path: Path) -> None:
-    folder, made_of = tmp_path / "run", Identity.of(job(), **PARTS)
-    keep(folder, made_of)
-    assert finished(folder, made_of, "summary.json") is None
+def test_a_result_is_given_back_to_who_asks_for_the_same(made: Made) -> None:
+    identity, folder = made.begin(), made.root / "runs" / "own"
+    assert finished(folder, identity, "summary.json") is None
     (folder / "summary.json").write_text(json.dumps({"steps": 3}))
-    assert finished(folder, made_of, "summary.json") == {"steps": 3}
-    with pytest.raises(UserError, match=r"what data\.path holds"):
-        finished(folder, Identity.of(job(), **PARTS | {"data": "d2"}), "summary.json")
-
-
-def test_the_hash_of_data_changes_with_every_value_and_every_border() -> None:
-    rows = [("a", np.arange(3)), ("b", np.arange(2))]
-    others = [
-        rows[::-1],
-        rows[:1],
-        [("a", np.arange(3)), ("b", np.arange(2) + 1)],
-        [("a", np.arange(3)[:2]), ("b", np.arange(2))],
-        [("a", np.arange(3)), ("b", np.arange(2, dtype=np.int32))],
-        [("ab", np.arange(3)), ("", np.arange(2))],
-    ]
-    assert len({data_hash(some) for some in [rows, *others]}) == 7
-    assert data_hash(rows) == data_hash(list(rows))
+    assert finished(folder, Identity.of(made.job()), "summary.json") == {"steps": 3}
+    made.write("train.jsonl", "other")
+    with pytest.raises(UserError, match=r"the content of data\.path"):
+        finished(folder, Identity.of(made.job()), "summary.json")
+    after = Identity.of(made.job()).contents["data.path"]
+    assert finished(folder, Identity.of(made.job(f"data:{after}")), "summary.json") == {"steps": 3}
+    assert load(folder).contents["data.path"] == after

@@ -53,7 +53,7 @@ def test_another_style_of_labels_is_another_run(tmp_path: Path) -> None:
     arms, demo = study(tmp_path)
     job = arm_job(arms, demo, "span", 1)
     once(job.run.folder, job, dict)
-    with pytest.raises(UserError, match=r"plain-1 was made otherwise: style\.labels"):
+    with pytest.raises(UserError, match=r"plain-1 was made with other inputs: style\.labels"):
         once(job.run.folder, job.model_copy(update={"style": StyleConfig(labels="dense")}), dict)
 
 

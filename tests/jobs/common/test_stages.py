@@ -1,6 +1,7 @@
 """The tiny policy job is the demo's span arm; stages are made once and refuse other settings."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,9 @@ from actors.cluster import placement
 from configs import differing
 from jobs.common import stages
 from jobs.common.fleets import Fleets
-from jobs.common.stages import demo_of, make_stages, once, resolve_stages
+from jobs.common.stages import demo_of, make_stages, once, resolve_stages, sft_job
 from jobs.demo import arm_job, held_out_facts, run, table
-from t2g.config import DemoJob, PolicyJob, WorldConfig, loading
+from t2g.config import DemoJob, PolicyJob, SFTJob, WorldConfig, loading
 from t2g.errors import UserError
 
 TINY = Path(__file__).parents[3] / "configs" / "tiny"
@@ -85,8 +86,33 @@ def test_a_stage_is_made_once_and_again_only_if_it_was_cut_short(tmp_path: Path)
     first = once(tmp_path / "world", WorldConfig(seed=3), make)
     assert once(tmp_path / "world", WorldConfig(seed=3), make) == first
     assert (len(made), first["records"]) == (2, 7.0) and first["seconds"] >= 0
-    with pytest.raises(UserError, match=r"world was made otherwise: seed \(3 -> 4\)"):
+    with pytest.raises(UserError, match=r"world was made with other inputs: seed \(3 -> 4\)"):
         once(tmp_path / "world", WorldConfig(seed=4), make)
+
+
+def test_a_demo_that_was_moved_goes_on_with_its_stages_and_no_other_contents(tmp_path: Path) -> None:
+    def base(root: str, *overrides: str) -> SFTJob:
+        return sft_job(loading.load(DemoJob, TINY / "demo.yaml", [f"run.root={tmp_path / root}", *overrides]))
+
+    def make() -> dict[str, float]:
+        made.append(1)
+        return {"loss": 0.5}
+
+    made: list[int] = []
+    here, there = base("here"), base("there")
+    for file in (Path(here.model.policy) / "model.safetensors", Path(here.data.path)):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("{}")
+    first = once(here.run.folder, here, make)
+    (tmp_path / "here").rename(tmp_path / "there")
+    assert once(there.run.folder, there, make) == first and made == [1]
+
+    Path(there.data.path).write_text("{ }")
+    with pytest.raises(UserError, match=r"base was made with other inputs: the content of data\.path") as error:
+        once(there.run.folder, there, make)
+    (token,) = re.findall(r"data:[0-9a-f]{16}", str(error.value))
+    accepted = base("there", f"run.accept=[{token}]")
+    assert once(accepted.run.folder, accepted, make) == once(there.run.folder, there, make) == first
 
 
 def test_the_table_has_a_row_for_the_base_and_one_for_each_arm() -> None:
