@@ -84,6 +84,8 @@ RESTART_WINDOW_S = 6 * 3600.0  # default of each restart_window_s
 
 
 class RunConfig(Section):
+    """Folder, name and seed of the run."""
+
     root: MayDiffer[Path] = Field(
         Path("runs"), description="folder of all runs, perhaps on a shared mount; made absolute"
     )
@@ -124,6 +126,8 @@ RESERVED_NAME = re.compile(r"^(CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS|TOKENIZERS_P
 
 
 class ClusterConfig(Section):
+    """The Ray cluster on which processes run."""
+
     address: str | None = Field(None, description="Ray address; none: the cluster of the job, else a new local one")
     env: dict[str, str] = Field(
         {}, description="environment of every engine and rank, {NCCL_SOCKET_IFNAME: eth0}; no secrets: runs keep it"
@@ -156,6 +160,8 @@ class ClusterConfig(Section):
 
 
 class DataConfig(Section):
+    """A file or a dataset on the hub, and how its records are read."""
+
     path: PathOrName[str] = Field(..., description="JSON, JSON lines, CSV or Parquet file, or a dataset on the hub")
     revision: str | None = Field(None, description="commit of the hub dataset; required for hub names")
     subset: str | None = Field(None, description="of the hub dataset: main of gsm8k")
@@ -221,23 +227,31 @@ class RoleConfig(ProcessConfig):
 
 
 class EvalConfig(Section):
+    """Evaluation on held-out prompts during the run."""
+
     every: MayDiffer[int] = Field(5, ge=1, description="steps between evaluations on held-out prompts")
     num_prompts: int = Field(128, ge=1)
     samples_per_prompt: int = Field(1, ge=1)
 
 
 class CheckpointConfig(Section):
+    """Checkpoints from which the run resumes."""
+
     every: int = Field(10, ge=1)
     keep: int = Field(2, ge=1)
 
 
 class LogConfig(Section):
+    """Dashboards and logged samples."""
+
     tensorboard: bool = True
     wandb_project: str | None = Field(None, description="Weights & Biases project; needs the extra `wandb`")
     num_samples: int = Field(8, ge=0, description="samples per step written to samples.jsonl")
 
 
 class AlarmConfig(Section):
+    """Bounds whose violation is reported in alarms.jsonl."""
+
     max_kl: float = Field(40.0, gt=0, description="nats per sequence")
     min_entropy: float = Field(0.01, ge=0, description="nats per token")
     length_ratio: float = Field(2.0, gt=1, description="mean response length against the first step's, either way")
@@ -250,6 +264,8 @@ class AlarmConfig(Section):
 
 
 class ModelConfig(Section):
+    """The policy's model."""
+
     policy: PathOrName[str] = Field(..., description="folder or hub name of the policy")
     revision: str | None = None
 

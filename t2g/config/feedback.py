@@ -160,6 +160,8 @@ class _AnsweringConfig(EngineConfig):
 
 
 class RolloutConfig(_AnsweringConfig):
+    """vLLM engines that sample responses."""
+
     prompts_per_step: int = Field(16, ge=1)
     samples_per_prompt: int = Field(4, ge=1)
     temperature: float = Field(1.0, gt=0)
@@ -174,6 +176,8 @@ class RolloutConfig(_AnsweringConfig):
 
 
 class RewardEngineConfig(_AnsweringConfig):
+    """vLLM engines of the reward model."""
+
     max_model_len: int = Field(4096, ge=16, description="longest prompt (instructions, input, response) plus answer")
     max_critique_chars: int = Field(1200, ge=1, description="bound of the critique in guided decoding")
     max_spans: int = Field(16, ge=0, description="bound of good and of poor quotes each")
@@ -259,6 +263,8 @@ SOURCES = ("reward_model", "llm", "human", "program")
 
 
 class FeedbackConfig(Section):
+    """The feedback source: what judges a response."""
+
     source: str = Field("reward_model", description=f"{', '.join(SOURCES)} (the task's own), or pkg.mod:function")
     style: StyleConfig = StyleConfig()
     reward_model: PathOrName[str | None] = Field(None, description="folder or hub name of the span reward model")

@@ -14,6 +14,8 @@ Placement = Literal["span", "step", "scalar", "shuffled"]
 
 
 class OptimConfig(Section):
+    """Optimizer and learning-rate schedule."""
+
     lr: float = Field(1e-6, gt=0)
     schedule: Schedule = "linear"
     final_lr_ratio: float = Field(0.0, ge=0, le=1, description="lr at the end, as a share of lr")
@@ -143,6 +145,8 @@ class SFTLoRAConfig(LoRAConfig):
 
 
 class LearnerConfig(RoleConfig):
+    """ZeRO-3 ranks that train the policy."""
+
     # The ranks and how much of a batch each takes at once change a step by rounding alone: what runs out of memory, or
     # finds fewer places than it had, goes on with others.
     workers: MayDiffer[int] = Field(1, ge=1, description="ranks of this role")

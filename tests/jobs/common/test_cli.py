@@ -218,7 +218,7 @@ def test_help_lists_every_section_with_the_defaults_that_hold(capsys: pytest.Cap
     assert rows["num_steps"][1] == "100"
     assert rows["learner.critic_ranks.threads"][1] == "1"  # a default that follows another key
     sections = {line.partition(": ")[0]: line for line in text.splitlines() if line[:1] not in ("", " ")}
-    assert {"run", "rollout", "learner.lora"} <= {name.rstrip(":") for name in sections}
+    assert {"run", "rollout", "learner.policy", "learner.lora"} <= sections.keys(), "each says what it is for"
     assert sections["learner.critic_ranks"].endswith("(off by default)")
 
 
