@@ -57,6 +57,7 @@ def train(
     on_start: Callable[[int], None] = lambda done: None,
     *,
     seen: list[SFTProgress] | None = None,
+    on_step: Callable[[int], None] = lambda done: None,
     **changes: Any,
 ) -> tuple[dict[str, float], list[SFTProgress]]:
     """Metrics and reports; `seen` has the reports of a training that fails as well."""
@@ -65,6 +66,7 @@ def train(
     metrics = run_sft(
         model=model, examples=make_examples(base), options=options, cluster=cluster, out_folder=out_folder, seed=3,
         made_of=Identity.of(options, model=str(base)), on_start=on_start, on_progress=seen.append,
+        on_step=on_step,
     )  # fmt: skip
     return metrics, seen
 

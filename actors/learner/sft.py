@@ -7,10 +7,10 @@ import json
 import logging
 import os
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from actors.cluster.fanout import collect, first_line
 from actors.cluster.placement import bundle, check_places, process_environment
 from actors.learner.parts import LearnerSpec
 from actors.learner.ranks import rank_environment
-from actors.learner.sft_rank import CHECKPOINTS, LABEL, MODEL, REPORT_EVERY, RankJob, SFTProgress, train_loop
+from actors.learner.sft_rank import CHECKPOINTS, LABEL, MODEL, REPORT_EVERY, STEP_FILE, RankJob, SFTProgress, train_loop
 from t2g.config import ClusterConfig, LearnerConfig, LoRAConfig, ModelConfig, SFTOptions
 from t2g.data.batching import count_steps
 from t2g.errors import RunStopped, UserError
@@ -37,7 +37,7 @@ from t2g.types import TrainSequence
 DRIVER_GRACE_S = 30.0  # the deadline of the ranks' collectives comes first: they know where they stand
 POLL_S = 0.2  # between two looks at the ranks' reports
 DONE_FILE = "sft.json"  # the metrics, written last: a folder without it is not finished
-REPORTS_FILE, PID_FILE = "reports.jsonl", "controller.pid"  # of Ray Train's controller
+REPORTS_FILE, HANDLE_FILE = "reports.jsonl", "controller.pickle"  # of Ray Train's controller
 logger = logging.getLogger(__name__)
 
 
@@ -52,6 +52,7 @@ def run_sft(
     made_of: Identity,
     on_start: Callable[[int], None],
     on_progress: Callable[[SFTProgress], None],
+    on_step: Callable[[int], None] = lambda done: None,
 ) -> dict[str, float]:
     """Train `model` on `examples` and write it to `out_folder` (safetensors, tokenizer, identity.json, sft.json).
 
@@ -61,7 +62,8 @@ def run_sft(
     Args:
         made_of: identity of the training: model, examples, options and seed decide its result.
         on_start: called before the ranks start with the number of steps that are done; not for a model that is kept.
-        on_progress: called with every report.
+        on_progress: called with every report, of REPORT_EVERY steps.
+        on_step: called with the number of steps done soon after each, without metrics.
 
     Returns the last `SFTProgress` as a dict, and `wall_s`, start-up and export included; seconds are of this start.
 
@@ -80,6 +82,7 @@ def run_sft(
     part = out_folder.with_name(out_folder.name + ".part")
     checkpoint, done = _resume_point(part, made_of)
     shutil.rmtree(part / MODEL if checkpoint else part, ignore_errors=True)
+    (part / STEP_FILE).unlink(missing_ok=True)  # it counts steps behind the checkpoint, which are lost
     identity.keep(part, made_of)
     on_start(done)
 
@@ -90,7 +93,7 @@ def run_sft(
         spec=_learner_spec(model, options, num_steps, seed), options=options, examples=ray.put(list(examples)),
         folder=part, checkpoint=checkpoint, done=done,
     )  # fmt: skip
-    metrics = _fit(job, cluster, on_progress) | {"wall_s": time.monotonic() - started}
+    metrics = _fit(job, cluster, on_progress, on_step) | {"wall_s": time.monotonic() - started}
     identity.keep(part / MODEL, made_of)
     write_atomic(part / MODEL / DONE_FILE, json.dumps(metrics, indent=1).encode())
     os.replace(part / MODEL, out_folder)
@@ -128,7 +131,12 @@ def _resume_point(part: Path, made_of: Identity) -> tuple[Path | None, int]:
     return None, 0
 
 
-def _fit(job: RankJob, cluster: ClusterConfig, on_progress: Callable[[SFTProgress], None]) -> dict[str, float]:
+def _fit(
+    job: RankJob,
+    cluster: ClusterConfig,
+    on_progress: Callable[[SFTProgress], None],
+    on_step: Callable[[int], None],
+) -> dict[str, float]:
     """Run the ranks and follow their reports. However this ends, all processes of the training end with it."""
     patience_s = (REPORT_EVERY + 1) * job.options.timeout_s + DRIVER_GRACE_S
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)  # to share `scratch`
@@ -144,7 +152,8 @@ def _fit(job: RankJob, cluster: ClusterConfig, on_progress: Callable[[SFTProgres
         num_cpus=0, max_retries=0, scheduling_strategy=here, runtime_env={"env_vars": settings}
     ).remote(job, Path(scratch))  # fmt: skip
     try:
-        metrics = _follow(partial(_ended, running), Path(scratch, REPORTS_FILE), patience_s, on_progress)
+        has_ended = partial(_ended, running, partial(_report_step, job.folder / STEP_FILE, on_step))
+        metrics = _follow(has_ended, Path(scratch, REPORTS_FILE), patience_s, on_progress)
         if metrics is None:
             collect([running], who=LABEL, call="training", timeout_s=POLL_S)
             raise RunStopped(f"{LABEL} ended before its model was written")
@@ -155,8 +164,15 @@ def _fit(job: RankJob, cluster: ClusterConfig, on_progress: Callable[[SFTProgres
         raise
 
 
-def _ended(running: "ray.ObjectRef[None]") -> bool:
+def _ended(running: "ray.ObjectRef[None]", report_step: Callable[[], None]) -> bool:
+    report_step()
     return bool(ray.wait([running], timeout=POLL_S)[0])
+
+
+def _report_step(path: Path, on_step: Callable[[int], None]) -> None:
+    """Call on_step with what rank 0 wrote; a file that is missing or half written is read at the next look."""
+    with suppress(FileNotFoundError, ValueError):
+        on_step(int(path.read_text()))
 
 
 def _launch(job: RankJob, scratch: Path) -> None:
@@ -190,9 +206,10 @@ def _launch(job: RankJob, scratch: Path) -> None:
     except ray.train.TrainingFailedError as error:
         raise _explain(error) from error
     finally:
-        # The controller takes seconds to leave; a Ray that ends meanwhile would leave it behind.
-        if (pid := scratch / PID_FILE).exists():
-            os.kill(int(pid.read_text()), signal.SIGKILL)
+        # The controller takes seconds to leave; a Ray that ends meanwhile would leave it behind. Of a process that dies
+        # by a signal Ray prints a paragraph, hence ray.kill.
+        if (handle := scratch / HANDLE_FILE).exists():
+            ray.kill(ray.cloudpickle.loads(handle.read_bytes()))
         shutil.rmtree(scratch, ignore_errors=True)
 
 
@@ -203,12 +220,16 @@ class _Reports(ray.train.UserCallback):
         self.folder = folder
 
     def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
-        (self.folder / PID_FILE).write_text(str(os.getpid()))
+        self._keep_handle()
         with (self.folder / REPORTS_FILE).open("a") as file:
             file.write(json.dumps(metrics[0]) + "\n")
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        (self.folder / PID_FILE).write_text(str(os.getpid()))
+        self._keep_handle()
+
+    def _keep_handle(self) -> None:
+        actor = ray.get_runtime_context().current_actor
+        (self.folder / HANDLE_FILE).write_bytes(ray.cloudpickle.dumps(actor))
 
 
 def _follow(

@@ -6,6 +6,7 @@
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -25,6 +26,7 @@ from t2g.types import TrainBatch, TrainSequence
 LABEL = "supervised training"  # how messages call it
 REPORT_EVERY = 10  # optimizer steps between two reports
 CHECKPOINTS, MODEL = "checkpoints", "model"  # in the folder of an unfinished training
+STEP_FILE = "step"  # beside them: the steps that are done, by rank 0 after each of them
 ENGINE = "engine"  # what `LearnerWorker.save` wrote, in a checkpoint
 
 
@@ -73,6 +75,9 @@ def train_loop(config: dict[str, RankJob]) -> None:
         batch = TrainBatch(minibatches=(loss_shares([examples[i] for i in chosen]),))
         recent.append(worker.update("policy", batch, f"{LABEL}, step {step}, examples {_short(chosen)}"))
         num_tokens += sum(len(examples[i]) for i in chosen)
+        if rank == 0:
+            with suppress(OSError):  # a full disk ends the training in words where its checkpoint is written
+                (job.folder / STEP_FILE).write_text(str(step))
         if step % REPORT_EVERY == 0 or step == len(steps):
             now = time.monotonic()
             progress = SFTProgress(

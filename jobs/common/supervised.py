@@ -58,6 +58,7 @@ def supervise(config: SFTJob, examples: Sequence[TrainSequence], *, title: str) 
             model=config.model, examples=examples, options=options, cluster=config.cluster,
             out_folder=folder / MODEL, seed=config.run.seed, made_of=identity.load(folder),
             on_start=on_start, on_progress=on_progress,
+            on_step=lambda done: bar.reach(done) if bar else None,
         )  # fmt: skip
     write_model_card(folder / MODEL, config)
     line = f"loss {metrics['loss']:.4f} after {metrics['step']:.0f} steps, {metrics['tokens_per_s']:.0f} tokens/s"

@@ -1,6 +1,7 @@
 """Supervised training on the real stack: Ray Train, gloo, ZeRO-3, a tiny random Llama."""
 
 import math
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,8 @@ class Trained:
     before: list[SFTProgress]  # reports of the start that was cut short
     after: list[SFTProgress]
     done: list[int]  # steps that each start found done
+    steps: list[int]  # told between the reports of the second start
+    raylet_lines: list[str]  # that Ray printed on the driver in the second start
 
 
 def cut_off_export(part: Path) -> None:
@@ -74,9 +77,13 @@ def trained(base: Path, cluster: ClusterConfig, tmp_path_factory: pytest.TempPat
     assert not folder.exists()
     step_aside(part)
     cut_off_export(part)
-    metrics, after = train(base, folder, cluster, done.append, **SETTINGS, workers=2)
+    steps, raylet_lines = list[int](), list[str]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ray._private.worker.print_to_stdstream", lambda data, **_: raylet_lines.extend(data["lines"]))
+        metrics, after = train(base, folder, cluster, done.append, on_step=steps.append, **SETTINGS, workers=2)
+        time.sleep(1.5)  # Ray's thread prints what a raylet says of a dead worker
     assert not part.exists()
-    return Trained(folder, metrics, before, after, done)
+    return Trained(folder, metrics, before, after, done, steps, raylet_lines)
 
 
 def test_memorises_and_reports(trained: Trained) -> None:
@@ -97,6 +104,12 @@ def test_a_training_that_lost_a_rank_goes_on_after_its_checkpoint(trained: Train
     assert (resumed.loss, resumed.grad_norm) == pytest.approx((cut.loss, cut.grad_norm), rel=1e-5)
     written = {path.name for path in trained.folder.iterdir()}
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= written and "half.safetensors" not in written
+
+
+def test_every_step_is_told_and_a_controller_that_ends_by_design_is_not(trained: Trained) -> None:
+    assert trained.steps == sorted(trained.steps) and set(trained.steps) <= set(range(21, 51))
+    assert set(trained.steps) - {30, 40, 50}, "steps between two reports"
+    assert trained.raylet_lines == []
 
 
 def test_the_exported_folder_generates_the_targets(trained: Trained) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from ray.train import ControllerError
 
-from actors.learner.sft import _explain, _follow, _resume_point
+from actors.learner.sft import _explain, _follow, _report_step, _resume_point
 from actors.learner.sft_rank import SFTProgress
 from t2g.config import SFTOptions
 from t2g.errors import RunStopped
@@ -95,6 +95,15 @@ def test_ranks_that_fall_silent_are_late_in_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(RunStopped, match=r"late: nothing was heard .* for 0\.5 s.*stood at step 30 of 40"):
         _follow(lambda: ended(thread), tmp_path / "r", 0.5, lambda progress: None)
     end.set()
+
+
+def test_steps_are_told_between_two_reports(tmp_path: Path) -> None:
+    steps: list[int] = []
+    for content in (None, "", "3", "4"):
+        if content is not None:
+            (tmp_path / "step").write_text(content)
+        _report_step(tmp_path / "step", steps.append)
+    assert steps == [3, 4]
 
 
 def test_a_start_that_failed_is_told_with_what_happened_and_not_with_the_trace() -> None:
