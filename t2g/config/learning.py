@@ -157,7 +157,7 @@ class LearnerConfig(RoleConfig):
     )
     schedule_steps: int | None = Field(
         None, ge=1, description="steps of the run that the learning-rate schedules span, after which the rate stays at "
-        "its end; none: num_steps. A resume with another num_steps needs it, unless the schedules are constant"
+        "final_lr_ratio; none: num_steps. A resume with another num_steps needs it, unless the schedules are constant"
     )  # fmt: skip
     lora: LoRAConfig | None = Field(
         None, description="train adapters of the policy, whose reference is itself without them; none: all weights"
