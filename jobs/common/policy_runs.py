@@ -92,8 +92,8 @@ def read_data(config: PolicyJob, arms: Sequence[PolicyJob] = ()) -> PolicyData:
     room = config.rollout.max_prompt_tokens
     feedback = config.feedback
     prompts = make_prompts(load_records(config.data), task, tokenizer, room, too_long=config.data.too_long)
-    prompts = check_references(prompts, task, feedback.sandbox, feedback.concurrency)
     check_outcome_rewards(task, prompts, max(job.objective.w_end for job in (config, *arms)))
+    prompts = check_references(prompts, task, feedback.sandbox, feedback.concurrency)
     # Refuses a file with fewer prompts than a step takes now, and not when all engines have started.
     prompt_indices(num_prompts=len(prompts), per_step=config.rollout.prompts_per_step, step=1, seed=config.run.seed)
     eval_prompts: list[Prompt] = []

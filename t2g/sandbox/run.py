@@ -191,14 +191,17 @@ def _converse(plan: str, job: bytes, limits: SandboxConfig) -> tuple[bytes, byte
             found += piece
         late = not _wait(process, deadline)
         if late:
-            signal.pidfd_send_signal(process, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(process, signal.SIGKILL)
         os.close(process)
         return found, output.read(limits.max_output_kib * 1024 + 1), late
 
 
 def _wait(descriptor: int, deadline: float) -> bool:
     """Return whether it can be read, or of a process whether it has ended, before the deadline."""
-    return bool(select.select([descriptor], [], [], max(deadline - time.monotonic(), 0.05))[0])
+    poll = select.poll()  # select refuses descriptors from 1024 on, which a driver has
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(1000 * max(deadline - time.monotonic(), 0.05)))
 
 
 class _Verdict(BaseModel):

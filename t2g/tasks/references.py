@@ -37,6 +37,7 @@ def check_references(
     """
     if sandbox.tests != "auto":
         return list(prompts)
+    logger.info("running the reference solutions of up to %d records, for sandbox.tests=auto", len(prompts))
     with ThreadPoolExecutor(concurrency) as pool:
         modes = list(pool.map(lambda prompt: task.reference_mode(prompt, sandbox=sandbox), prompts))
     pairs = list(zip(prompts, modes, strict=True))

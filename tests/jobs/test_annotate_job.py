@@ -408,3 +408,25 @@ def test_own_engines_have_room_for_a_second_try(name: str, file: str) -> None:
         notes = task.notes(sample.prompt, sample.response) or ""
         longest = sum(estimate_tokens(m["content"]) for m in asked) + (MAX_NOTES_CHARS - len(notes)) // BYTES_PER_TOKEN
         assert longest <= room
+
+
+def test_the_summary_has_the_share_of_records_whose_solution_shares_its_tests_process(tmp_path: Path) -> None:
+    config = AnnotateJob.model_validate(
+        {
+            "run": {"root": tmp_path, "name": "annotated"}, "task": "code", "annotate": {"source": "program"},
+            "data": {"path": str(tmp_path / "data.jsonl")},
+        }
+    )  # fmt: skip
+    printed = "def f():\n    print('x')\n"
+    patched = "from unittest.mock import patch\nfrom solution import f\n"
+    patched += "@patch('builtins.print')\ndef test(p):\n    f()\n    assert p.called\n"
+    plain = "from solution import f\ndef test():\n    assert f() is None\n"
+    rows = [{"question": "Write f.", "test": t, "solution": printed, "response": printed} for t in (patched, plain)]
+    write_data(config, *rows, {"question": "And g.", "test": patched, "solution": printed})  # no other response
+    summary = annotate_samples(config, read_samples(config), None, StopFlag())
+    assert (summary["sandbox_together_share"], summary["sandbox_separate_share"]) == (1 / 3, 2 / 3)
+    lines = (config.run.folder / JOURNAL_FILE).read_text().splitlines()
+    found = [json.loads(line)["outcome"] for line in lines]
+    assert sorted((o["mode"], o["passed"]) for o in found) == [
+        ("separate", False), ("separate", True), ("together", True),
+    ]  # fmt: skip

@@ -164,3 +164,35 @@ def test_the_schedule_spans_the_steps_that_it_is_given() -> None:
     whole = [lr_factor(step, job.learner.policy, 10) for step in range(10)]
     assert rates[1][:10] == whole != rates[0][:10]
     assert set(rates[1][10:]) == {job.learner.policy.final_lr_ratio}
+
+
+def test_references_that_fail_are_left_out_before_training(tmp_path: Path) -> None:
+    letter_tokenizer(tmp_path)
+    head = "from unittest.mock import patch\nfrom solution import f\n"
+    patched = f"{head}@patch('builtins.print')\ndef test(p):\n    f()\n    assert p.called\n"
+    plain = f"{head}def test():\n    assert f() is None\n"
+    rows = [
+        {"id": name, "question": "Write f.", "test": tests, "solution": solution}
+        for name, tests, solution in (
+            ("plain", plain, "def f(): pass\n"), ("wrong", plain, "def f(): return 1\n"),
+            ("patched", patched, "def f(): print('x')\n"),
+        )
+    ]  # fmt: skip
+    (tmp_path / "data.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    data = {"path": str(tmp_path / "data.jsonl")}
+    job = PolicyJob.model_validate(
+        {
+            "task": "code", "model": {"policy": str(tmp_path)}, "data": data, "eval_data": data,
+            "feedback": {"source": "program"}, "rollout": {"prompts_per_step": 2, "max_model_len": 1024},
+        }
+    )  # fmt: skip
+    read = read_data(job)
+    for prompts in (read.prompts, read.eval_prompts):
+        assert [(p.prompt_id, p.payload["tests_mode"]) for p in prompts] == [
+            ("plain", "separate"),
+            ("patched", "together"),
+        ]
+    with pytest.raises(
+        UserError
+    ):  # a step takes two prompts, and one reference passes its tests in a process of its own
+        read_data(with_overrides(job, {"feedback.sandbox.tests": "auto", "rollout.prompts_per_step": 3}))

@@ -1,6 +1,7 @@
 """The parent that forks sandboxes: what a run inherits from it, and that no run changes it."""
 
 import os
+import resource
 import secrets
 import signal
 from pathlib import Path
@@ -138,6 +139,24 @@ def test_the_parent_keeps_no_children_that_ended() -> None:
     outcomes = [run_solution(*HONEST, LIMITS) for _ in range(6)]
     assert all(outcome.passed for outcome in outcomes)
     assert len(isolation.children(parent())) <= 2
+
+
+def test_a_caller_may_have_more_descriptors_than_select_takes() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+    held = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert max(held) > 1024 and run_solution(*HONEST, LIMITS).passed
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_right_program_may_print_what_is_no_text() -> None:
+    code = "def f(x):\n    print('\\ud800')\n    return x + 1\n"
+    outcome = run_solution(code, HONEST[1], LIMITS)
+    assert (outcome.reason, outcome.output) == ("passed", "?\n")
 
 
 def test_a_parent_that_was_lost_is_replaced() -> None:
