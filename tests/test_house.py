@@ -215,8 +215,21 @@ def test_files_of_a_user_change_neither_lint_nor_tests(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_modules_stay_small(package: str) -> None:
-    sizes = {file: len(file.read_text(encoding="utf-8").splitlines()) for file in modules(package)}
+    """Docstrings and comments are not counted: the limit must not make them shorter."""
+    sizes = {file: code_lines(file.read_text(encoding="utf-8")) for file in modules(package)}
     assert {file: size for file, size in sizes.items() if size > MAX_LINES} == {}
+
+
+def code_lines(source: str) -> int:
+    """Return the number of lines that are neither blank nor a comment nor part of a docstring."""
+    documented: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module) and node.body:
+            first = node.body[0]
+            if isinstance(first, ast.Expr) and isinstance(getattr(first.value, "value", None), str):
+                documented.update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+    lines = enumerate(source.splitlines(), 1)
+    return sum(i not in documented and bool(line.strip()) and line.lstrip()[0] != "#" for i, line in lines)
 
 
 def test_rooms_not_a_corridor() -> None:

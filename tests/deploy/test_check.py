@@ -149,8 +149,8 @@ def test_an_engine_and_a_rank_fit_on_one_gpu(gpu: str) -> None:
     assert bool(found) is (gpu == "L4")
     if found:
         rank, engine = found
-        assert engine.startswith("rollout.gpu_memory_utilization is 0.3, and the rank on the same GPU leaves ")
-        assert " GiB on a GPU of 22.5 beside 7 of the engine there" in rank
+        assert engine.startswith("rollout.gpu_memory_utilization is 0.27, and the rank on the same GPU leaves ")
+        assert " GiB on a GPU of 22.5 beside 6 of the engine there" in rank
 
 
 def test_engine_and_rank_leave_two_gib_of_a_card_of_24() -> None:
