@@ -115,7 +115,8 @@ def test_what_cannot_work_is_said_in_a_sentence(
 ) -> None:
     monkeypatch.chdir(ROOT)
     asked = own_command(folder, **{"run.name": "bad", **overrides})
-    assert main(PolicyJob, train_policy.run, argv=asked[asked.index("--config") :]) == 2
+    argv = asked[asked.index("--config") :]
+    assert main(PolicyJob, train_policy.run, read="jobs.common.policy_runs:read_data", argv=argv) == 2
     said = capsys.readouterr().err
     assert sentence in said and "Traceback" not in said
 
