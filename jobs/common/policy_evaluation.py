@@ -243,15 +243,14 @@ class Evaluation:
 
     def _report(self, scores: Mapping[str, Sequence[Scores]], judgements: Sequence[Judgement]) -> dict[str, Any]:
         """Write the report of all policies. scores: policy -> by prompt."""
-        config, prompts = self.config, self.prompts
+        config, prompts, seed = self.config, self.prompts, self.config.run.seed
         references = [self.task.reference(p.payload) for p in prompts]
         answers = {name: self.answers(name) for name in config.names}
         measured = {name: columns(rows, scores[name], references, config.pass_at) for name, rows in answers.items()}
         sampled = config.rollout.model_dump(include={"samples_per_prompt", "temperature", "max_new_tokens"})
-        about = {"task": config.task, "data": config.data.path, "prompts": len(prompts), "seed": config.run.seed}
-        judged = win_rates(judgements, answers, seed=config.run.seed)
-        summary = summarise(measured, seed=config.run.seed)
-        return write_policy_evaluation(self.folder, about | sampled, prompts, answers, measured, summary, judged)
+        about = {"task": config.task, "data": config.data.path, "prompts": len(prompts), "seed": seed} | sampled
+        judged, summary = win_rates(judgements, answers, seed=seed), summarise(measured, seed=seed)
+        return write_policy_evaluation(self.folder, about, prompts, answers, measured, summary, judged)
 
 
 def collect(

@@ -172,7 +172,7 @@ def _counts(record: JudgedRecord) -> dict[tuple[str, str], float]:
         counts[name, "exact"] = len(set(ours) & set(theirs))
         counts[name, "overlapping"] = num_overlapping(ours, theirs, record.response)
     counts["all", "quotes"], counts["all", "located"] = record.feedback.num_quotes, record.feedback.num_located
-    counts["all", "parsed"], counts["all", "usable"] = record.parsed, record.feedback.usable
+    counts["all", "parse"], counts["all", "usable"] = record.parsed, record.feedback.usable
     counts["all", "records"] = 1
     agreement = record.gold.agreement
     counts["all", "voted"], counts["all", "agreement"] = agreement is not None, agreement or 0.0
@@ -206,8 +206,7 @@ def _ratios(counts: Columns) -> dict[str, np.ndarray]:
     by_chance = sum(gold[name] * predicted[name] for name in CLASSES)
     ratios["kappa"] = _ratio(agreed - by_chance, tokens * tokens - by_chance)
     ratios["located_rate"] = _ratio(counts["all", "located"], counts["all", "quotes"])
-    rates = {"parse_rate": "parsed", "usable_rate": "usable"}
-    ratios |= {name: _ratio(counts["all", part], counts["all", "records"]) for name, part in rates.items()}
+    ratios |= {f"{part}_rate": _ratio(counts["all", part], counts["all", "records"]) for part in ("parse", "usable")}
     ratios["agreement"] = _ratio(counts["all", "agreement"], counts["all", "voted"], empty=np.nan)
     return ratios
 
