@@ -105,7 +105,10 @@ def rank(machine: Machine) -> Figures:
 
 
 def engine(machine: Machine) -> Figures:
-    """Tokens/s of an engine asked without its fleet, and through it; then it is killed, and its successor serves."""
+    """Measure an engine that joins its outputs, and one that sends each token by vLLM's own scheduler.
+
+    Tokens/s of an engine asked without its fleet, and through it; then it is killed, and its successor serves.
+    """
     from contextlib import closing
 
     from actors.engines.rollout import RolloutFleet
@@ -118,10 +121,14 @@ def engine(machine: Machine) -> Figures:
     given = (f"model.policy={stages / 'base/model'}", f"data.path={stages / 'world/train.jsonl'}", "eval_data=null")
     on_gpu = ("rollout.gpus=1", "rollout.dtype=bfloat16") if machine.gpus else ()
     job = loading.load(PolicyJob, POLICY, [*given, "stages=null", "feedback.source=program", *on_gpu])
-    place = {"seed": 1, "placement_timeout_s": job.cluster.placement_timeout_s}
-    with on_cluster(job), closing(RolloutFleet(job.model.policy, job.rollout, **place)) as fleet:
-        fleet.wait_ready()
-        return asyncio.run(beside(measure(fleet, read_data(job).prompts[:64]), fleet.supervise()))
+    place, figures = {"seed": 1, "placement_timeout_s": job.cluster.placement_timeout_s}, Figures()
+    with on_cluster(job):
+        for name, join_outputs in (("joined", True), ("token_by_token", False)):
+            rollout = job.rollout.model_copy(update={"join_outputs": join_outputs})
+            with closing(RolloutFleet(job.model.policy, rollout, **place)) as fleet:
+                fleet.wait_ready()
+                figures[name] = asyncio.run(beside(measure(fleet, read_data(job).prompts[:64]), fleet.supervise()))
+    return figures
 
 
 async def measure(fleet: "RolloutFleet", prompts: "Sequence[Prompt]") -> Figures:

@@ -141,8 +141,8 @@ class Engine:
                 self._check_kv_cache(vllm_config)
             elif self._config.gpus < 1 and not self._sleeps:
                 self._fix_kv_cache(vllm_config, gpu_bytes=current_platform.get_device_total_memory())
-            scheduling = vllm_config.scheduler_config
-            scheduling.scheduler_cls = scheduling.scheduler_cls or SCHEDULERS[bool(scheduling.async_scheduling)]
+            if self._config.join_outputs:
+                self._join_outputs(vllm_config)
             self._llm = AsyncLLM.from_vllm_config(
                 vllm_config, disable_log_stats=True, stat_loggers=[stat_logger(self._meter)]
             )
@@ -170,6 +170,18 @@ class Engine:
         if for_cpus == (self._config.gpus > 0):
             other = "CPUs: gpus must be 0" if for_cpus else "GPUs: gpus must be more, or auto"
             raise UserError(f"gpus={self._config.gpus:g} for {self._model}, and the vLLM installed is for {other}")
+
+    def _join_outputs(self, vllm_config: Any) -> None:
+        """Set the scheduler that joins outputs. Raises UserError for an engine with outputs that it does not join."""
+        unjoined = {
+            "routed experts": vllm_config.aux_output_config.enable_return_routed_experts,
+            "sampling masks": vllm_config.model_config.return_sampling_mask,
+            "several clients": vllm_config.parallel_config._api_process_count > 1,
+        }
+        if found := [name for name, is_on in unjoined.items() if is_on]:
+            raise UserError(f"engine_args asks for {found[0]}, which join_outputs excludes; set join_outputs=false")
+        scheduling = vllm_config.scheduler_config
+        scheduling.scheduler_cls = SCHEDULERS[bool(scheduling.async_scheduling)]
 
     def _check_kv_cache(self, vllm_config: Any) -> None:
         """UserError when not even one sequence fits: the engine core would die of it without a reason."""

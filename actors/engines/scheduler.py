@@ -15,17 +15,21 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists
 
+UNJOINED = ("prompt_token_id_logprobs", "routed_experts", "new_sampling_mask")  # fields of an output
 MOST = 64  # steps of a response that are kept: what they take in the core is bounded
 
 
 def joined(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
-    """One that says what these of one request say, in their order; at least one. Of what requests of ours can ask for:
-    tokens, logprobs of one width, and a prompt's, which come with the first."""
-    last = outputs[-1]
+    """Join the outputs of one request, at least one, in their order: tokens, logprobs of one width, and the prompt's
+    logprobs, which come with the first output. Raises ValueError for outputs of another kind."""
+    first, last = outputs[0], outputs[-1]
+    for name in UNJOINED:
+        if getattr(first, name) is not None:
+            raise ValueError(f"{name} of request {first.request_id} cannot be joined; set join_outputs=false")
     if len(outputs) > 1:
         last.new_token_ids = [token for output in outputs for token in output.new_token_ids]
-        last.prefill_stats = outputs[0].prefill_stats
-        last.new_prompt_logprobs_tensors = outputs[0].new_prompt_logprobs_tensors
+        last.prefill_stats = first.prefill_stats
+        last.new_prompt_logprobs_tensors = first.new_prompt_logprobs_tensors
         last.events = [event for output in outputs for event in output.events or ()] or None
         logprobs = [output.new_logprobs for output in outputs if output.new_logprobs is not None]
         if logprobs:
@@ -46,13 +50,15 @@ class _Keeps:
 
     def update_from_output(self, *args: Any, **named: Any) -> dict[int, EngineCoreOutputs]:
         sent: dict[int, EngineCoreOutputs] = super().update_from_output(*args, **named)  # type: ignore[misc]
+        if sent.keys() - {0}:
+            raise ValueError(f"outputs for clients {sorted(sent)} cannot be joined; set join_outputs=false")
         for message in sent.values():
             for output in message.outputs:
                 self._kept.setdefault(output.request_id, []).append(output)
             due = [o.request_id for o in message.outputs if o.finished or len(self._kept[o.request_id]) >= MOST]
             message.outputs = [joined(self._kept.pop(request_id)) for request_id in due]
         if self._must_send():
-            rest = sent.setdefault(0, EngineCoreOutputs())  # an engine of ours has one client
+            rest = sent.setdefault(0, EngineCoreOutputs())
             rest.outputs = [*rest.outputs, *map(joined, self._kept.values())]
             self._kept.clear()
         return sent

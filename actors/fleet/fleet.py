@@ -327,7 +327,6 @@ class Fleet:
         self._history.append(f"{member.name} {member.health.reason}")
         logger.warning("%s %s; %d left", member.name, member.health.reason, len(self.started()))
         self._given_up.append(member)
-        self._replace_lost()
 
     def _replace_lost(self) -> None:
         """Start a successor of each lost worker whose restart budget allows one."""

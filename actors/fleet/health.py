@@ -93,8 +93,7 @@ def restarts_left(restart_times: Sequence[float], *, now: float, config: HealthC
     >>> [restarts_left([0, 50], now=now, config=config) for now in (55, 60, 110)]
     [0, 1, 2]
     """
-    recent = [restart for restart in restart_times if now - restart < config.restart_window_s]
-    return max(0, config.max_restarts - len(recent))
+    return max(0, config.max_restarts - sum(now - time < config.restart_window_s for time in restart_times))
 
 
 def _into(health: Health, state: State, now: float) -> Health:

@@ -43,9 +43,7 @@ class HealthConfig(Section):
     probe_timeout_s: float = Field(30, gt=0, description="a probe that takes longer has failed")
     max_failures: int = Field(3, ge=1, description="probes, requests or syncs in a row that fail before a replacement")
     max_restarts: int = Field(3, ge=0, description="replacements of one worker within restart_window_s")
-    restart_window_s: float = Field(
-        RESTART_WINDOW_S, gt=0, description="older replacements do not count, so that a long run may have many"
-    )
+    restart_window_s: float = Field(RESTART_WINDOW_S, gt=0, description="older replacements do not count")
 
 
 # Arguments of vLLM's engine that a config may not give, and why; a star stands for any ending.
@@ -94,6 +92,7 @@ class EngineConfig(ProcessConfig):
         {},
         description="more arguments of vLLM's engine, {quantization: fp8}; refused are those that the loop relies on",
     )
+    join_outputs: MayDiffer[bool] = Field(True, description="a response leaves the core in messages of up to 64 tokens")
     start_timeout_s: MayDiffer[float] = Field(
         default_factory=lambda given: 1200 if given.get("gpus") else 240, gt=0,
         description="by default 240, and 1200 on GPUs, where a first start compiles",

@@ -187,9 +187,7 @@ class LearnerConfig(RoleConfig):
     max_restarts: MayDiffer[int] = Field(
         2, ge=0, description="starts of lost ranks from the last checkpoint within restart_window_s"
     )
-    restart_window_s: MayDiffer[float] = Field(
-        RESTART_WINDOW_S, gt=0, description="older starts of lost ranks do not count against max_restarts"
-    )
+    restart_window_s: MayDiffer[float] = Field(RESTART_WINDOW_S, gt=0, description="older starts do not count")
     probe_tolerance: MayDiffer[float | None] = Field(
         None,
         gt=0,

@@ -53,11 +53,6 @@ class ModelShape(BaseModel):
     quantization_config: dict[str, Any] = {}
 
     @property
-    def transforms_logits(self) -> bool:
-        """Return whether the model changes the logits after its head, so that training makes those of all tokens."""
-        return self.final_logit_softcapping is not None or (self.logits_scaling, self.logit_scale) != (1, 1)
-
-    @property
     def heads_numel(self) -> int:
         """Values of one token's query, and of its attention's result."""
         return self.num_attention_heads * self.head_dim
@@ -260,7 +255,8 @@ def logits_bytes(
     """
     full_kl = objective is not None and objective.kl_estimator == "full"
     chunk = (12 + 9 * (objective is not None) + 21 * full_kl) * min(CHUNK_TOKENS, tokens)
-    return (chunk + BYTES[learner.dtype] * tokens * (full_kl + 4 * shape.transforms_logits)) * shape.vocab_size
+    transforms = shape.final_logit_softcapping is not None or (shape.logits_scaling, shape.logit_scale) != (1, 1)
+    return (chunk + BYTES[learner.dtype] * tokens * (full_kl + 4 * transforms)) * shape.vocab_size
 
 
 def host_bytes(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from models import random_model
 
-from actors.engines.engine import Engine, engine_environment
+from actors.engines.engine import SCHEDULERS, Engine, engine_environment
 from t2g.config import EngineConfig
 from t2g.config.feedback import TAKEN_ARGUMENTS
 from t2g.errors import UserError
@@ -101,6 +101,34 @@ def test_a_part_of_a_gpu_is_given_its_cache_in_vllms_own_config(tmp_path: Path) 
     assert made.cache_config.kv_cache_memory_bytes is None, "it would measure"
     Engine(str(folder), config, seed=3)._fix_kv_cache(made, gpu_bytes=24 * 2**30)
     assert 10 * 2**30 < made.cache_config.kv_cache_memory_bytes < 11 * 2**30  # half of 24, less 1 and small weights
+
+
+@pytest.mark.parametrize(
+    ("argument", "outputs"),
+    [
+        ({"enable_return_routed_experts": True}, "routed experts"),
+        ({"return_sampling_mask": True}, "sampling masks"),
+        ({"_api_process_count": 2}, "several clients"),
+    ],
+)
+def test_outputs_that_are_not_joined_are_refused_unless_joining_is_off(
+    tmp_path: Path, argument: dict[str, Any], outputs: str
+) -> None:
+    made = vllm_config(folder := random_model(tmp_path), EngineConfig(max_model_len=64))
+    for section in (made.aux_output_config, made.model_config, made.parallel_config):
+        for name, value in argument.items():
+            if hasattr(section, name):
+                object.__setattr__(section, name, value)
+    sentence = f"engine_args asks for {outputs}, which join_outputs excludes; set join_outputs=false"
+    with pytest.raises(UserError, match=rf"^{sentence}$"):
+        Engine(str(folder), EngineConfig(), seed=1)._join_outputs(made)
+    assert made.scheduler_config.scheduler_cls is None
+
+
+def test_joining_sets_one_of_our_schedulers(tmp_path: Path) -> None:
+    made = vllm_config(folder := random_model(tmp_path), EngineConfig(max_model_len=64))
+    Engine(str(folder), EngineConfig(), seed=1)._join_outputs(made)
+    assert made.scheduler_config.scheduler_cls in SCHEDULERS
 
 
 def test_every_argument_that_is_refused_is_one_of_vllms() -> None:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any, get_args
 
 import numpy as np
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -18,7 +19,7 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from actors.engines.engine import SCHEDULERS
-from actors.engines.scheduler import MOST, KeepingAsyncScheduler, KeepingScheduler, _Keeps
+from actors.engines.scheduler import MOST, KeepingAsyncScheduler, KeepingScheduler, _Keeps, joined
 from t2g.types import FinishReason as OurFinishReason
 
 
@@ -167,6 +168,20 @@ def test_what_is_joined_passes_through_vllms_own_encoding() -> None:
     (output,) = MsgpackDecoder(EngineCoreOutputs).decode(encoded).outputs
     assert output.new_token_ids == [0, 1, 2]
     assert output.new_logprobs.logprobs.tolist() == [[0.0], [-1.0], [-2.0]]
+
+
+@pytest.mark.parametrize("name", ["prompt_token_id_logprobs", "routed_experts", "new_sampling_mask"])
+def test_an_output_that_is_not_joined_is_refused_by_its_name(name: str) -> None:
+    output = EngineCoreOutput(request_id="7", new_token_ids=[1], finish_reason=FinishReason.LENGTH)
+    setattr(output, name, np.zeros(1))
+    with pytest.raises(ValueError, match=rf"^{name} of request 7 cannot be joined; set join_outputs=false$"):
+        joined([output])
+
+
+def test_outputs_for_several_clients_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Steps, "update_from_output", lambda _: {0: EngineCoreOutputs(), 2: EngineCoreOutputs()})
+    with pytest.raises(ValueError, match=r"^outputs for clients \[0, 2\] cannot be joined; set join_outputs=false$"):
+        Kept([3]).update_from_output()
 
 
 def test_they_are_vllms_schedulers() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import json
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 from actors.engines.rollout import RolloutWorker
 from jobs import gpu_check
 from jobs.stopwatch import random_models
-from t2g.config import DemoJob, PolicyJob, SFTJob, ShapeConfig, loading
+from t2g.config import DemoJob, PolicyJob, RolloutConfig, SFTJob, ShapeConfig, loading
 from t2g.deploy.preflight import preflight
 from t2g.interfaces import Sampling
 from t2g.types import Prompt
@@ -129,6 +130,35 @@ def test_what_engines_said_last_stays_with_a_no(monkeypatch: pytest.MonkeyPatch,
     first, *others, last = (tmp_path / "out" / "world-workers.log").read_text().splitlines()
     assert (first, last) == ("worker-1.err:", "ValueError: no room for a cache") and len(others) < 100
     assert (tmp_path / "out" / "world.log").read_text().startswith("a warning")
+
+
+def test_an_engine_is_measured_with_joined_outputs_and_without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    closed: list[bool] = []
+
+    class Fleet:
+        def __init__(self, model: str, config: RolloutConfig, **place: Any) -> None:
+            self.config = config
+
+        def wait_ready(self) -> None: ...
+
+        async def supervise(self) -> None:
+            await asyncio.Event().wait()
+
+        def close(self) -> None:
+            closed.append(self.config.join_outputs)
+
+    async def measure(fleet: Fleet, prompts: list[int]) -> dict[str, Any]:
+        return {"joins": fleet.config.join_outputs, "prompts": prompts}
+
+    monkeypatch.setattr("actors.engines.rollout.RolloutFleet", Fleet)
+    monkeypatch.setattr("jobs.common.fleets.on_cluster", nullcontext)
+    monkeypatch.setattr("jobs.common.policy_runs.read_data", lambda job: SimpleNamespace(prompts=[1, 2]))
+    monkeypatch.setattr(gpu_check, "measure", measure)
+    figures = gpu_check.engine(gpu_check.Machine(out=tmp_path, gpus=0, timeout_s=1))
+    assert figures == {
+        "joined": {"joins": True, "prompts": [1, 2]}, "token_by_token": {"joins": False, "prompts": [1, 2]}
+    }  # fmt: skip
+    assert closed == [True, False]
 
 
 def test_an_engine_is_asked_as_it_can_be_asked_and_its_successor_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
