@@ -145,7 +145,7 @@ def _read_run(folder: Path) -> _Run:
         )
     base = next((m.held_out(step) for step in steps if step[m.STEP] == 0), {})
     path = folder / SUMMARY_FILE
-    summary = {"steps": steps[-1][m.STEP], "samples": int(steps[-1].get(m.SAMPLES, 0))}
+    summary = {"steps": steps[-1][m.STEP], "samples": int(steps[-1].get(m.SAMPLES) or 0)}
     if path.exists():
         try:
             summary = _Summary.model_validate_json(path.read_bytes()).model_dump(exclude_unset=True)
@@ -299,11 +299,12 @@ def charts(
 
 
 def series(name: str, steps: Sequence[Step], x: str, y: str, by_label: bool = False) -> Series:
-    """Return one arm's line; step 0 has no samples yet, and a null is no point.
+    """Return one arm's line; step 0 has no samples yet, and a step where x or y is null is no point.
 
     by_label: a share of good tokens is green, one of poor tokens red.
     """
-    found = [(step.get(x, 0.0), step[y]) for step in steps if step.get(y) is not None]
+    points = [(step.get(x, 0.0), step.get(y)) for step in steps]
+    found = [point for point in points if None not in point]
     label = y.partition("/")[2].partition("_")[0]
     style = label if by_label and label in ("good", "poor") else ""
     return Series(name=name, x=[a for a, _ in found], y=[b for _, b in found], style=style)

@@ -118,6 +118,14 @@ def test_a_folder_that_no_run_wrote_is_one_sentence(
     assert error.count("\n") == 1
 
 
+def test_a_null_in_metrics_is_no_point_of_a_curve(tmp_path: Path) -> None:
+    """RunLog writes null for a number that is not finite, and a file on a shared mount may have one anywhere."""
+    steps = [{"step": n, "samples": n * 64, "eval/f1": 0.5, "policy/kl": 0.1} for n in (1, 2, 3)]
+    write_lines(tmp_path / "metrics.jsonl", [*steps, {"step": 4, "samples": None, "eval/f1": 0.6, "policy/kl": None}])
+    page = report_run(tmp_path).read_text()
+    assert "Held-out f1" in page and "KL to the reference" in page
+
+
 def test_a_page_tells_what_was_done_and_what_each_token_was_paid(tmp_path: Path) -> None:
     folder = tmp_path / "my-run"
     folder.mkdir()
