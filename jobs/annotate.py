@@ -17,14 +17,13 @@ from jobs.common import annotation_runs as runs
 from jobs.common.cli import main, print_made, stop_flag
 from t2g.config import AnnotateJob
 from t2g.config.describe import describe as describe_config
-from t2g.config.roles import roles
 from t2g.loop.annotation import Sample
 
 
 def run(config: AnnotateJob, samples: list[Sample]) -> None:
     with ExitStack() as opened:
         fleets = None
-        if roles(config) and (config.run.smoke or runs.missing_samples(samples, runs.known_records(config, samples))):
+        if config.roles() and (config.run.smoke or runs.missing_samples(samples, runs.known_records(config, samples))):
             from jobs.common.fleets import Fleets, on_cluster
 
             opened.enter_context(on_cluster(config))
@@ -39,7 +38,7 @@ def run(config: AnnotateJob, samples: list[Sample]) -> None:
 def describe(config: AnnotateJob) -> str:
     """What it amounts to, and what an endpoint will be asked for where the data is at hand. Needs no key."""
     llm = config.annotate.model_asked == "llm"
-    if llm and not roles(config) and Path(config.data.path).is_file():
+    if llm and not config.roles() and Path(config.data.path).is_file():
         samples = runs.read_samples(config)
         runs.tell_tokens(config, runs.missing_samples(samples, runs.known_records(config, samples)))
     return describe_config(config)

@@ -95,7 +95,6 @@ def doctor(arguments: argparse.Namespace) -> int:
     from actors.cluster.nodes import barred, look_at_nodes, pending_groups
     from actors.cluster.placement import connect
     from t2g.config import ClusterConfig
-    from t2g.config.roles import roles
     from t2g.deploy.doctor import findings
 
     config = load(PolicyJob, arguments.config, arguments.overrides) if arguments.config else None
@@ -104,7 +103,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     connect(ClusterConfig(address=address), {})
     try:
         nodes = look_at_nodes(shared, require, timeout_s=LOOK_TIMEOUT_S)
-        where = roles(config) if config else {}
+        where = config.roles() if config else {}
         found = findings(
             nodes, pending_groups(), where, shared, barred(where, timeout_s=LOOK_TIMEOUT_S) if config else ()
         )

@@ -20,7 +20,6 @@ from t2g.config import (
     RolloutConfig,
     with_overrides,
 )
-from t2g.config.roles import roles, shared
 from t2g.deploy.memory import store_gib
 from t2g.feedback.sources.llm import LLMFeedback
 from t2g.feedback.sources.make import make_local_source
@@ -33,7 +32,7 @@ from t2g.tasks.base import Task
 def on_cluster(job: AnyJob) -> Iterator[None]:
     """Ray, connected with room for the job's roles (see `placement.connect`); the connection ends with the block."""
     with log_duration("starting Ray"):
-        connect(with_overrides(job.cluster, {"object_store_gib": store_gib(job)}), roles(job))
+        connect(with_overrides(job.cluster, {"object_store_gib": store_gib(job)}), job.roles())
     try:
         yield
     finally:
@@ -89,7 +88,7 @@ class Fleets(ExitStack):
         if isinstance(job, PolicyJob) and job.learner.sends_adapters and model == job.model:
             how["lora"] = job.learner.lora
         if isinstance(job, PolicyJob) and job.cluster.colocate:
-            config, how = shared(job)[0], how | {"sleeps": True}
+            config, how = job.reserved[0], how | {"sleeps": True}
         key = ("rollout", model.policy, *map(str, how.values()), engine)
         return self._one(key, job, lambda **at: RolloutFleet(model.policy, config, **how, **at))
 

@@ -35,7 +35,6 @@ from jobs.common.steering import Steering
 from jobs.common.supervised import MODEL, supervise
 from t2g.concurrency import beside
 from t2g.config import LearnerConfig, ModelConfig, PolicyJob, RolloutConfig, RunConfig, SFTJob
-from t2g.config.roles import shared
 from t2g.data.batching import count_steps
 from t2g.data.load import load_records
 from t2g.data.prompts import make_prompts
@@ -214,7 +213,7 @@ def one_learner(
 def learner_spec(config: PolicyJob) -> LearnerSpec:
     return LearnerSpec(
         model=config.model,
-        learner=shared(config)[1],
+        learner=config.reserved[1],
         objective=config.objective,
         temperature=config.rollout.temperature,
         num_updates=config.learner.schedule_steps or config.num_steps,

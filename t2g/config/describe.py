@@ -15,14 +15,13 @@ from t2g.config.jobs import (
     SFTJob,
 )
 from t2g.config.learning import LearnerConfig, SFTOptions
-from t2g.config.roles import roles
 from t2g.config.serving import ServeJob
 from t2g.config.stopwatch import BenchmarkJob
 
 
 def describe(job: AnyJob) -> str:
     """What the job does and how much of it, what its processes need, and where it writes."""
-    return "\n".join([*_work(job), *_resources(roles(job)), f"run folder: {job.run.folder}"])
+    return "\n".join([*_work(job), *_resources(job.roles()), f"run folder: {job.run.folder}"])
 
 
 def _work(job: AnyJob) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from t2g.config import loading
-from t2g.config.common import DataConfig, ModelConfig, with_overrides
+from t2g.config.common import DataConfig, ModelConfig, ProcessConfig, with_overrides
 from t2g.config.feedback import LLMConfig, RolloutConfig
 from t2g.config.jobs import JobConfig, RunPart
 from t2g.config.marks import MayDiffer, PathOrName
@@ -61,6 +61,9 @@ class PolicyEvaluationJob(JobConfig):
         {}, description="name -> model behind a server that compares the first responses of every pair, in both orders"
     )
     timeout_s: MayDiffer[float] = Field(300, gt=0, description="one answer of a server, all tries")
+
+    def roles(self) -> dict[str, ProcessConfig]:
+        return {"rollout": self.rollout} if self.served else {}  # one policy after the other
 
     @property
     def names(self) -> tuple[str, ...]:

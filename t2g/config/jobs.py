@@ -14,6 +14,7 @@ from t2g.config.common import (
     EvalConfig,
     LogConfig,
     ModelConfig,
+    ProcessConfig,
     RunConfig,
     Section,
     WorldConfig,
@@ -31,12 +32,27 @@ from t2g.config.gpus import check_gpus
 from t2g.config.learning import LearnerConfig, ObjectiveConfig, Placement, SFTOptions
 from t2g.config.marks import MayDiffer, PathOrName
 
+ENGINE_SHARE = 0.6  # of a GPU in Ray's books, with cluster.colocate: above half, so that no two engines meet on one
+
 
 class AnyJob(Section):
     """What every job has."""
 
     run: RunConfig = RunConfig()
     cluster: MayDiffer[ClusterConfig] = ClusterConfig()
+
+    @property
+    def feedback_sections(self) -> dict[str, FeedbackConfig]:
+        """The sections that name a feedback source, by their keys."""
+        return {name: section for name, section in self if isinstance(section, FeedbackConfig)}
+
+    def roles(self) -> dict[str, ProcessConfig]:
+        """Return the processes that the job has at one time, by the config section that says what they need.
+
+        A PolicyJob whose critic has ranks of its own and whose feedback comes from engines of ours: rollout, learner,
+        learner.critic_ranks, feedback.engine. {}: the job needs no Ray.
+        """
+        return {f"{name}.engine": one.engine for name, one in self.feedback_sections.items() if one.own_engines}
 
 
 class JobConfig(AnyJob):
@@ -63,6 +79,16 @@ class SyncedJob(AnyJob):
         transport = "ipc" if info.data["cluster"].colocate else "nccl" if whole else "store"
         return derived(learner, {"sync_transport": transport})
 
+    @property
+    def reserved(self) -> tuple[RolloutConfig, LearnerConfig]:
+        """The sections with the GPU shares that Ray reserves for an engine and a rank."""
+        if not self.cluster.colocate:
+            return self.rollout, self.learner
+        return (  # not validated again: an awake engine may have more of the memory than its share of the books
+            self.rollout.model_copy(update={"gpus": ENGINE_SHARE}),
+            self.learner.model_copy(update={"gpus": 1 - ENGINE_SHARE}),
+        )
+
     @model_validator(mode="after")
     def _weights_find_their_way(self) -> Self:
         check_gpus(self.rollout, self.learner, colocate=self.cluster.colocate)
@@ -86,6 +112,10 @@ class PolicyJob(SyncedJob, JobConfig):
     stages: MayDiffer[PathOrName[Path | None]] = Field(
         None, description="a demo config whose stages are made first where missing; ${stages} in a path is their folder"
     )
+
+    def roles(self) -> dict[str, ProcessConfig]:
+        rollout, learner = self.reserved
+        return {"rollout": rollout, **learner.roles(self.objective), **super().roles()}
 
     @property
     def schedule_steps(self) -> int | None:
@@ -141,6 +171,9 @@ class SFTJob(JobConfig):
     sft: SFTOptions = SFTOptions()
     log: MayDiffer[LogConfig] = LogConfig()
 
+    def roles(self) -> dict[str, ProcessConfig]:
+        return {"sft": self.sft}  # a reward model's engine starts when the ranks have gone
+
 
 class AnnotateJob(JobConfig):
     """jobs.annotate: criticise responses, sampled or given; write annotated records."""
@@ -151,6 +184,10 @@ class AnnotateJob(JobConfig):
     data: MayDiffer[DataConfig]  # a journal knows each record by its content
     rollout: RolloutConfig = RolloutConfig()
     annotate: AnnotateConfig = AnnotateConfig()
+
+    def roles(self) -> dict[str, ProcessConfig]:
+        sampling = {"rollout": self.rollout} if self.annotate.responses == "policy" else {}
+        return sampling | super().roles()
 
     @model_validator(mode="before")
     @classmethod
@@ -206,6 +243,10 @@ class DemoJob(SyncedJob):
     eval: EvalConfig = EvalConfig()
     num_steps: MayDiffer[int] = Field(20, ge=1)
     arms: tuple[Placement, ...] = Field(("span", "scalar", "shuffled"), min_length=1)
+
+    def roles(self) -> dict[str, ProcessConfig]:
+        rollout, learner = self.reserved
+        return {"rollout": rollout, **learner.roles(self.objective), "reward_engine": self.reward_engine}
 
     @model_validator(mode="before")
     @classmethod

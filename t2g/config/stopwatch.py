@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from t2g.config.common import RunConfig, Section
+from t2g.config.common import ProcessConfig, RunConfig, Section
 from t2g.config.feedback import RewardEngineConfig
 from t2g.config.jobs import SyncedJob
 from t2g.config.marks import MayDiffer
@@ -46,6 +46,9 @@ class BenchmarkJob(SyncedJob):
         0.1, ge=0, le=1, description="share of the machine that other programs may take at the start; more is refused"
     )
     deadline_s: MayDiffer[float] = Field(300, gt=0, description="of one turn")
+
+    def roles(self) -> dict[str, ProcessConfig]:
+        return {"rollout": self.rollout, "learner": self.learner}
 
     @model_validator(mode="after")
     def _engines_join(self) -> "BenchmarkJob":

@@ -26,7 +26,7 @@ from t2g.deploy.memory import (
     store_gib,
 )
 from t2g.deploy.pods import ROLE_LABEL, PodGroup, most_per_pod, pod_groups, satisfies, shares_gpus
-from t2g.deploy.preflight import Findings, judges, models
+from t2g.deploy.preflight import Findings, models
 from t2g.errors import UserError
 from t2g.sandbox import available
 from t2g.text.positions import uneven_heads
@@ -55,7 +55,7 @@ def check_config(config: JobConfig, *, gpu: str = "A100-80GB", found: Findings |
     warnings += [*_cluster_warnings(config, shapes.get("learner")), *path_warnings(config)]
     slow = [group.section for group, _ in fits if getattr(group.role, "dtype", "") == "float32"]
     warnings += [f"{name}.dtype is float32, for which GPUs have no fast attention: take bfloat16" for name in slow]
-    sandboxes = [feedback.sandbox for _, feedback in judges(config)]
+    sandboxes = [feedback.sandbox for feedback in config.feedback_sections.values()]
     if config.task == "code" and sandboxes and (lacking := available(sandboxes[0].require)):
         warnings.append(f"on this machine {lacking}")
     lines = [*map(_pod_line, groups), _total_line(config, groups), "", *_memory_lines(fits, gpu, gpu_gib), *remarks, ""]

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from math import ceil, gcd
 
 from t2g.config import EngineConfig, JobConfig, PolicyJob, ProcessConfig, RewardJob, WorkersConfig
-from t2g.config.roles import roles
 from t2g.errors import UserError
 
 GPUS_PER_POD = 8  # of one node: pods do not span nodes
@@ -59,7 +58,7 @@ def pod_groups(config: JobConfig) -> tuple[PodGroup, ...]:
 
     UserError for a worker that fits into no pod.
     """
-    found = roles(config)
+    found = config.roles()
     if isinstance(config, RewardJob):
         found["engine"] = config.engine
     if shares_gpus(config):  # each has a part of a GPU: an engine and a rank together have a whole

@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from t2g.config import (
-    AnnotateJob,
     AnyJob,
     CompareJob,
     DataConfig,
     EngineConfig,
-    FeedbackConfig,
     JobConfig,
     LLMConfig,
     LogConfig,
@@ -25,12 +23,9 @@ from t2g.config import (
     PolicyEvaluationJob,
     PolicyJob,
     ProcessConfig,
-    RewardJob,
     ScoreJob,
-    ServeJob,
     SFTJob,
 )
-from t2g.config.roles import roles
 from t2g.data.load import SUFFIXES, check_revision, load_records
 from t2g.data.prompts import make_prompts
 from t2g.deploy.memory import BYTES, GIB, find_shape, host_bytes
@@ -92,7 +87,7 @@ def preflight(job: AnyJob, have: Mapping[str, float] | None = None) -> Findings:
     What is yet to be made, a path with ${stages} or ${rewards} in it, is passed over.
     """
     found = Findings()
-    if have is not None and (lacking := shortfall(roles(job), have)):
+    if have is not None and (lacking := shortfall(job.roles(), have)):
         found.missing.append(f"this machine is too small: {lacking}")
     task = found.of(get_task, job.task) if isinstance(job, JobConfig) else None
     found.usable.update(["task"] if task else [])
@@ -135,49 +130,35 @@ def read_inputs(found: Findings, job: Job, read: Callable[[Job], Result]) -> Res
 
 def models(job: AnyJob) -> Iterator[Model]:
     """All that the config names, each where it is loaded."""
-    match job:
-        case PolicyJob() | AnnotateJob(model=ModelConfig()):
-            sampled = isinstance(job, PolicyJob) or job.annotate.responses == "policy"
-            yield _policy("model.policy", job.model, ("rollout", job.rollout) if sampled else None)
-        case SFTJob():
-            yield _policy("model.policy", job.model, ("engine", job.engine) if isinstance(job, RewardJob) else None)
-        case ServeJob():
-            yield _policy("model.policy", job.model, ("engine", job.engine))
-        case PolicyEvaluationJob():
-            for name, model in job.served.items():
-                if not (Path(model.policy) / ADAPTER_FILE).exists():  # merged into its base first
-                    section = "policies" if name in job.policies else "reflections"
-                    yield _policy(f"{section}.{name}.policy", model, ("rollout", job.rollout))
+    if model := getattr(job, "model", None):
+        section = "rollout" if "rollout" in job.roles() else "engine"
+        engine = getattr(job, section, None)
+        yield _policy("model.policy", model, (section, engine) if engine else None)
+    if isinstance(job, PolicyEvaluationJob):
+        for name, model in job.served.items():
+            if not (Path(model.policy) / ADAPTER_FILE).exists():  # merged into its base first
+                section = "policies" if name in job.policies else "reflections"
+                yield _policy(f"{section}.{name}.policy", model, ("rollout", job.rollout))
     if isinstance(job, CompareJob) and job.compare.reviser:
         yield Model(key="compare.reviser", name=job.compare.reviser)
-    for section, feedback in judges(job):
+    for section, feedback in job.feedback_sections.items():
         if feedback.own_engines:
-            asks_llm = feedback.model_asked == "llm"
-            name, revision = feedback.reward_model, feedback.reward_revision
-            if asks_llm:
-                name, revision = feedback.llm.model, feedback.llm.revision
-            key, engine = f"{section}.{'llm.model' if asks_llm else 'reward_model'}", feedback.engine
-            yield Model(key=key, name=str(name), revision=revision, engine=(f"{section}.engine", engine))
+            key, name, revision = "reward_model", feedback.reward_model, feedback.reward_revision
+            if feedback.model_asked == "llm":
+                key, name, revision = "llm.model", feedback.llm.model, feedback.llm.revision
+            engine = f"{section}.engine", feedback.engine
+            yield Model(key=f"{section}.{key}", name=str(name), revision=revision, engine=engine)
 
 
 def _policy(key: str, model: ModelConfig, engine: tuple[str, EngineConfig] | None) -> Model:
     return Model(key=key, name=model.policy, revision=model.revision, engine=engine)
 
 
-def judges(job: AnyJob) -> Iterator[tuple[str, FeedbackConfig]]:
-    """Who judges, by the config's section."""
-    match job:
-        case AnnotateJob():
-            yield "annotate", job.annotate
-        case PolicyJob() | ScoreJob():
-            yield "feedback", job.feedback
-
-
 def servers(job: AnyJob) -> Iterator[LLMConfig]:
     """Models behind servers, which want a key."""
     if isinstance(job, PolicyEvaluationJob):
         yield from (*job.endpoints.values(), *job.judges.values())
-    yield from (feedback.llm for _, feedback in judges(job) if feedback.model_asked == "llm" and feedback.llm.url)
+    yield from (one.llm for one in job.feedback_sections.values() if one.model_asked == "llm" and one.llm.url)
 
 
 def shortfall(asked: Mapping[str, ProcessConfig], resources: Mapping[str, float]) -> str | None:
@@ -253,7 +234,7 @@ def _check_memory(job: PolicyJob | SFTJob) -> None:
 
 def _check_sources(found: Findings, job: JobConfig, task: Task) -> None:
     """Whoever judges is there: a function that takes what it is given, a key, a file, a card that fits, a sandbox."""
-    for section, feedback in judges(job):
+    for section, feedback in job.feedback_sections.items():
         if feedback.source == "human" and not Path(str(feedback.human_file)).is_file():
             found.missing.append(f"{section}.human_file={feedback.human_file}: there is no such file")
         elif feedback.source not in ("llm", "reward_model") and not feedback.own_engines:

@@ -21,7 +21,6 @@ from t2g.config import (
     with_overrides,
 )
 from t2g.config.describe import describe, max_microbatches
-from t2g.config.roles import roles
 
 MODEL = ModelConfig(policy="base")
 DATA = DataConfig(path="a.jsonl")
@@ -117,9 +116,9 @@ def test_annotation_of_given_responses() -> None:
 def test_the_roles_of_a_job_are_the_sections_that_say_what_they_need() -> None:
     apart = LearnerConfig(critic_ranks=RoleConfig(workers=3))
     job = PolicyJob(model=MODEL, data=DATA, feedback=FeedbackConfig(reward_model="rm"), learner=apart)
-    assert list(roles(job)) == ["rollout", "learner", "learner.critic_ranks", "feedback.engine"]
-    assert roles(job)["learner.critic_ranks"].num_processes == 3
+    assert list(job.roles()) == ["rollout", "learner", "learner.critic_ranks", "feedback.engine"]
+    assert job.roles()["learner.critic_ranks"].num_processes == 3
     without = with_overrides(job, {"objective.advantages": "group", "feedback.source": "program"})
-    assert list(roles(without)) == ["rollout", "learner"]
-    assert list(roles(DemoJob())) == ["rollout", "learner", "reward_engine"]
-    assert roles(AnnotateJob(data=DATA)) == {}
+    assert list(without.roles()) == ["rollout", "learner"]
+    assert list(DemoJob().roles()) == ["rollout", "learner", "reward_engine"]
+    assert AnnotateJob(data=DATA).roles() == {}

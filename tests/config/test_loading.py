@@ -24,7 +24,6 @@ from t2g.config import (
     with_overrides,
 )
 from t2g.config.marks import may_differ
-from t2g.config.roles import shared
 from t2g.config.texts import mask_secrets
 from t2g.config.words import show
 from t2g.errors import UserError
@@ -570,7 +569,7 @@ def test_an_engine_has_at_most_its_share_of_the_memory(tmp_path: Path) -> None:
 )
 def test_turns_are_refused_where_they_cannot_be_taken(tmp_path: Path, overrides: str, need: str) -> None:
     given = ("cluster.colocate=true", "rollout.gpus=1", "learner.gpus=1")
-    rollout, learner = shared(load(tmp_path, GOOD, *given))
+    rollout, learner = load(tmp_path, GOOD, *given).reserved
     assert 0.5 < rollout.gpus < 1 and rollout.gpus + learner.gpus == 1, "in Ray's books"
     assert rollout.gpu_memory_utilization == 0.85, "in its turn an engine has the GPU to itself"
     (said,) = refused(tmp_path, GOOD, *given, overrides)

@@ -33,7 +33,6 @@ from jobs.common.cli import StopFlag
 from jobs.common.policy_runs import read_data, train
 from jobs.common.run_folder import begin_folder
 from t2g.config import PolicyJob, loading
-from t2g.config.roles import roles
 from t2g.errors import Stopped
 from t2g.loop.scaling import PATIENCE, STARVING
 from t2g.loop.steps import prompt_indices
@@ -158,7 +157,7 @@ def run_through(stage: Stage, job: PolicyJob, plan: dict[int, str], fleets: Call
     """The run with its faults; its metrics."""
     begin_folder(job)
     data = read_data(job)
-    check_places(roles(job), timeout_s=60)
+    check_places(job.roles(), timeout_s=60)
     done, broken = threading.Event(), list[str]()
     chaos = threading.Thread(target=break_things, args=(stage, job.run.folder, plan, done, broken), daemon=True)
     rollouts, feedback = fleets()

@@ -14,7 +14,7 @@ from actors.learner.learner import LearnerGroup
 from actors.learner.parts import LearnerSpec
 from actors.weights.turns import Turns
 from t2g.config import LearnerConfig, ModelConfig, RolloutConfig
-from t2g.config.roles import ENGINE_SHARE
+from t2g.config.jobs import ENGINE_SHARE
 from t2g.errors import RunStopped
 
 NUM_GPUS = 2

@@ -30,7 +30,6 @@ from jobs.common.cli import StopFlag
 from jobs.common.run_folder import LOCK
 from t2g.config import AnnotateJob, with_overrides
 from t2g.config.loading import load
-from t2g.config.roles import roles
 from t2g.errors import RunStopped, Stopped, UserError
 from t2g.feedback.sources.annotator import MAX_FAULTS, MAX_NOTES_CHARS, MAX_REPEATED_CHARS, follow_up, make_request
 from t2g.feedback.sources.asking import BYTES_PER_TOKEN, estimate_tokens
@@ -360,7 +359,7 @@ def test_two_processes_do_not_write_one_folder(given: AnnotateJob) -> None:
     ],
 )
 def test_what_needs_ray(tmp_path: Path, options: dict[str, Any], cluster: bool) -> None:
-    assert bool(roles(job(tmp_path, **options))) is cluster
+    assert bool(job(tmp_path, **options).roles()) is cluster
 
 
 def test_a_dry_run_says_what_an_endpoint_will_be_asked_for(
