@@ -14,14 +14,21 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from t2g.config import PolicyJob
+from jobs.common.cli import exit_code
+from t2g.config import ClusterConfig, PolicyJob
 from t2g.config.loading import load
-from t2g.errors import RunStopped, UserError
-
-if TYPE_CHECKING:
-    from t2g.deploy.preflight import Findings
+from t2g.deploy import check_config, render_manifests
+from t2g.deploy.check import path_warnings
+from t2g.deploy.doctor import findings
+from t2g.deploy.manifests import mount_of
+from t2g.deploy.preflight import Findings, preflight
+from t2g.deploy.status import status_words
+from t2g.deploy.submission import STAGES, Submission, read_config, submission, uploaded_path
+from t2g.errors import UserError
+from t2g.report.run_page import SUMMARY_FILE
+from t2g.runs.control import Wanted, now, read_status, write_wanted
+from t2g.runs.progress import log_duration
 
 LOOK_TIMEOUT_S = 60.0  # for all nodes together
 JOB_SERVERS = ("http://", "https://")
@@ -30,8 +37,6 @@ JOB_SERVERS = ("http://", "https://")
 def submit(arguments: argparse.Namespace) -> int:
     """Upload the code, start the run, follow its log. Ctrl-C stops the run and waits for its checkpoint."""
     from actors.cluster.job_server import JobServer
-    from t2g.deploy.preflight import preflight
-    from t2g.deploy.submission import read_config, submission, uploaded_path
 
     root = Path.cwd()
     config = read_config(arguments.stage, arguments.config, arguments.overrides, root)
@@ -47,10 +52,6 @@ def submit(arguments: argparse.Namespace) -> int:
 
 def status(arguments: argparse.Namespace) -> int:
     """A run's picture of itself, and how old that is."""
-    from t2g.deploy.status import status_words
-    from t2g.report.run_page import SUMMARY_FILE
-    from t2g.runs.control import now, read_status
-
     folder = arguments.root / arguments.run
     found, done = read_status(folder), (folder / SUMMARY_FILE).exists()
     words = status_words(arguments.run, found, done=done, now=now())
@@ -60,8 +61,6 @@ def status(arguments: argparse.Namespace) -> int:
 
 def scale(arguments: argparse.Namespace) -> int:
     """Ask a run for another number of workers; it sees to that within seconds."""
-    from t2g.runs.control import Wanted, write_wanted
-
     asked = Wanted(rollouts=arguments.rollouts, rewards=arguments.rewards)
     wanted = write_wanted(arguments.root / arguments.run, asked)
     sizes = ", ".join(f"{number} {field}" for field, number in wanted.model_dump(exclude_none=True).items())
@@ -72,7 +71,6 @@ def scale(arguments: argparse.Namespace) -> int:
 def stop(arguments: argparse.Namespace) -> int:
     """Tell a run on a cluster to stop, and wait for its checkpoint."""
     from actors.cluster.job_server import JobServer
-    from t2g.runs.progress import log_duration
 
     with JobServer.at(arguments.address) as server:
         living = server.living(arguments.run)
@@ -94,8 +92,6 @@ def doctor(arguments: argparse.Namespace) -> int:
 
     from actors.cluster.nodes import barred, look_at_nodes, pending_groups
     from actors.cluster.placement import connect
-    from t2g.config import ClusterConfig
-    from t2g.deploy.doctor import findings
 
     config = load(PolicyJob, arguments.config, arguments.overrides) if arguments.config else None
     shared = config.run.root if config else None
@@ -118,7 +114,6 @@ def doctor(arguments: argparse.Namespace) -> int:
 def _doctor_as_job(arguments: argparse.Namespace) -> int:
     """From outside of the cluster: the same command on its head."""
     from actors.cluster.job_server import JobServer
-    from t2g.deploy.submission import Submission, uploaded_path
 
     root, given = Path.cwd(), ["doctor"]
     if arguments.config:
@@ -130,10 +125,6 @@ def _doctor_as_job(arguments: argparse.Namespace) -> int:
 
 def check(arguments: argparse.Namespace) -> int:
     """Print what a run needs of a cluster, and what cannot work; exit code 1 if something cannot."""
-    from t2g.deploy import check_config
-    from t2g.deploy.preflight import preflight
-    from t2g.deploy.submission import STAGES
-
     config = load(STAGES[arguments.stage].schema, arguments.config, arguments.overrides, have=None)
     problems, words = check_config(config, gpu=arguments.gpu, found=preflight(config))
     print(words)
@@ -142,12 +133,6 @@ def check(arguments: argparse.Namespace) -> int:
 
 def render(arguments: argparse.Namespace) -> int:
     """Print manifests for KubeRay, all documents, made from the run's config."""
-    from t2g.deploy import render_manifests
-    from t2g.deploy.check import path_warnings
-    from t2g.deploy.manifests import mount_of
-    from t2g.deploy.preflight import preflight
-    from t2g.deploy.submission import STAGES, read_config
-
     config = load(STAGES[arguments.stage].schema, arguments.config, arguments.overrides, have=None)
     if "root" in config.run.model_fields_set:  # a relative one means nothing on a pod
         config = read_config(arguments.stage, arguments.config, arguments.overrides, Path.cwd(), have=None)
@@ -160,7 +145,7 @@ def render(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def refuse_wrong(found: "Findings", *more: str) -> None:
+def refuse_wrong(found: Findings, *more: str) -> None:
     """UserError for what no machine can run; what this one lacks, a cluster may have."""
     if wrong := [*found.wrong, *more]:
         raise UserError("\n".join(wrong))
@@ -184,9 +169,8 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     for name in ("check", "render", "submit", "doctor"):
         made[name].add_argument("--config", type=Path, required=name != "doctor", metavar="FILE", help="the run's")
         made[name].add_argument("overrides", nargs="*", metavar="key=value", help="laid over the file")
-    stages = ("annotate", "sft", "reward", "policy", "evaluate", "evaluate_policy", "compare")
     for name in ("check", "render", "submit"):
-        made[name].add_argument("--stage", choices=stages, default="policy", help="what the config is of; policy")
+        made[name].add_argument("--stage", choices=[*STAGES], default="policy", help="what the config is of; policy")
     for name in ("submit", "stop", "doctor"):
         made[name].add_argument("--address", metavar="URL", help="of the cluster: http://HOST:8265")
     for name in ("status", "scale", "stop"):
@@ -218,14 +202,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = commands.get(given[0]) if given else None
     # Only a subcommand's own parser finds key=value before and behind options.
     arguments = command.parse_intermixed_args(given[1:]) if command else top.parse_args(given)
-    try:
-        return arguments.command(arguments)
-    except (UserError, RunStopped) as error:
-        print(f"{top.prog}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UserError) else 3
-    except KeyboardInterrupt:
-        print(f"{top.prog}: interrupted; a job that was submitted goes on", file=sys.stderr)
-        return 130
+    interrupted = "interrupted; a job that was submitted goes on"
+    return exit_code(top.prog, lambda: arguments.command(arguments), interrupted)
 
 
 if __name__ == "__main__":

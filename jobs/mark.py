@@ -15,7 +15,7 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-from jobs.common.cli import print_made, stop_flag
+from jobs.common.cli import exit_code, print_made, stop_flag
 from jobs.common.run_folder import sole_process
 from t2g.config import DataConfig
 from t2g.errors import UserError
@@ -31,12 +31,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--task", default="prompts", help="whose names the data's fields have")
     parser.add_argument("--port", type=int, default=0, help="by default a free one")
     given = parser.parse_args(arguments)
-    try:
-        serve(given.data, given.out or given.data.with_suffix(".marks"), given.by, given.task, given.port)
-    except UserError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 2
-    return 0
+    folder = given.out or given.data.with_suffix(".marks")
+    return exit_code(parser.prog, lambda: serve(given.data, folder, given.by, given.task, given.port))
 
 
 def _name(text: str) -> str:

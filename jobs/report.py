@@ -8,8 +8,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from jobs.common.cli import print_made
-from t2g.errors import UserError
+from jobs.common.cli import exit_code, print_made
 from t2g.report.run_page import find_run, report_beside, report_run
 
 
@@ -18,16 +17,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("runs", type=Path, nargs="*", metavar="RUN", help="a run's folder")
     parser.add_argument("--run", type=Path, metavar="FOLDER", help="the same")
     given = parser.parse_args(arguments)
-    folders = [*dict.fromkeys([*given.runs, *([given.run] if given.run else [])])]
-    if not folders:
+    named = [*dict.fromkeys([*given.runs, *([given.run] if given.run else [])])]
+    if not named:
         parser.error("a run's folder is missing")
-    try:
-        folders = [find_run(folder) for folder in folders]
+
+    def write() -> None:
+        folders = [find_run(folder) for folder in named]
         print_made(report=report_run(folders[0]) if len(folders) == 1 else report_beside(folders))
-    except UserError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+    return exit_code(parser.prog, write)
 
 
 if __name__ == "__main__":

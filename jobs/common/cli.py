@@ -57,7 +57,8 @@ def main(
     file, overrides, dry_run, show_config = (
         given.pop(name) for name in ("config", "overrides", "dry_run", "show_config")
     )
-    try:
+
+    def check_and_run() -> int | None:
         config = loading.load(schema, file, overrides, have=_resources)
         if show_config:
             print(loading.resolved(config), end="")
@@ -69,26 +70,38 @@ def main(
         if dry_run:
             print("nothing was found that would stop the job")
             return 0
-        with record_lines(config.run.folder):
-            return run(config, *([data] if read else []), **given) or 0
+        try:
+            with record_lines(config.run.folder):
+                return run(config, *([data] if read else []), **given)
+        except ValidationError as error:  # the job made a config from its own
+            raise UserError(f"\n{parser.prog}: ".join(problems(schema, error))) from error
+
+    return exit_code(parser.prog, check_and_run)
+
+
+def exit_code(prog: str, run: Callable[[], int | None], interrupted: str = "interrupted") -> int:
+    """Return the exit code of `run`, whose errors are printed after the name of the program.
+
+    Args:
+        interrupted: what is printed after a Ctrl-C.
+    """
+    try:
+        return run() or 0
     except (UserError, RunStopped) as error:
         # An error that crossed a Ray actor carries the remote traceback in its own text, and the original as `cause`.
-        print(f"{parser.prog}: {getattr(error, 'cause', error)}", file=sys.stderr)
+        print(f"{prog}: {getattr(error, 'cause', error)}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 3
-    except ValidationError as error:  # the job made a config from its own
-        print("\n".join(f"{parser.prog}: {sentence}" for sentence in problems(schema, error)), file=sys.stderr)
-        return 2
     except OSError as error:
         if not (reason := unwritable(error)):
             raise
-        print(f"{parser.prog}: {getattr(error, 'filename', None) or 'a file'}: {reason}", file=sys.stderr)
+        print(f"{prog}: {getattr(error, 'filename', None) or 'a file'}: {reason}", file=sys.stderr)
         return 2
     except Stopped:
         name = str(StopFlag.installed.signal_name)
         print(f"stopped by {name}: the same command goes on from here", file=sys.stderr)
         return 128 + signal.Signals[name]
     except KeyboardInterrupt:
-        print(f"{parser.prog}: interrupted", file=sys.stderr)
+        print(f"{prog}: {interrupted}", file=sys.stderr)
         return 130
 
 
