@@ -20,12 +20,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobs.common.cli import print_made
+from t2g.concurrency import beside
+from t2g.config import DemoJob, PolicyJob, ShapeConfig, loading, with_overrides
+from t2g.deploy.check import check_config
 from t2g.errors import RunStopped
+from t2g.files import write_atomic
+from t2g.interfaces import Sampling
 from t2g.runs.progress import log_duration
+from t2g.runs.versions import versions
+from t2g.types import Prompt
 
 if TYPE_CHECKING:
     from actors.engines.rollout import RolloutFleet
-    from t2g.types import Prompt
 
 POLICY, STAGES, SFT = (Path("configs") / name for name in ("tiny/policy.yaml", "tiny/gpu_check.yaml", "own/sft.yaml"))
 BFLOAT16 = [f"{section}.dtype=bfloat16" for section in ("rollout", "feedback.engine", "learner")]
@@ -61,8 +67,6 @@ class Machine:
 
     def stages(self) -> Path:
         """What the world is made by: its engines are on the GPU where there is one."""
-        from t2g.config import DemoJob, loading, with_overrides
-
         place = {"gpus": 0.4, "dtype": "bfloat16"} if self.gpus else {}
         engines = {f"{role}.{key}": value for role in ("rollout", "reward_engine") for key, value in place.items()}
         return loading.write(with_overrides(loading.load(DemoJob, STAGES), engines), self.out / "stages-config")
@@ -109,41 +113,34 @@ def engine(machine: Machine) -> Figures:
 
     Tokens/s of an engine asked without its fleet, and through it; then it is killed, and its successor serves.
     """
-    from contextlib import closing
-
-    from actors.engines.rollout import RolloutFleet
-    from jobs.common.fleets import on_cluster
+    from jobs.common.fleets import Fleets, on_cluster
     from jobs.common.policy_runs import read_data
-    from t2g.concurrency import beside
-    from t2g.config import PolicyJob, loading
 
     stages = machine.out / "stages"
     given = (f"model.policy={stages / 'base/model'}", f"data.path={stages / 'world/train.jsonl'}", "eval_data=null")
     on_gpu = ("rollout.gpus=1", "rollout.dtype=bfloat16") if machine.gpus else ()
     job = loading.load(PolicyJob, POLICY, [*given, "stages=null", "feedback.source=program", *on_gpu])
-    place, figures = {"seed": 1, "placement_timeout_s": job.cluster.placement_timeout_s}, Figures()
+    prompts, figures = read_data(job).prompts[:64], Figures()
     with on_cluster(job):
         for name, join_outputs in (("joined", True), ("token_by_token", False)):
             rollout = job.rollout.model_copy(update={"join_outputs": join_outputs})
-            with closing(RolloutFleet(job.model.policy, rollout, **place)) as fleet:
-                fleet.wait_ready()
-                figures[name] = asyncio.run(beside(measure(fleet, read_data(job).prompts[:64]), fleet.supervise()))
+            with Fleets() as fleets:
+                fleet = fleets.rollouts(job.model, rollout, job)
+                figures[name] = asyncio.run(beside(measure(fleet, prompts), fleet.supervise()))
     return figures
 
 
-async def measure(fleet: "RolloutFleet", prompts: "Sequence[Prompt]") -> Figures:
+async def measure(fleet: "RolloutFleet", prompts: Sequence[Prompt]) -> Figures:
     import ray
-
-    from t2g.interfaces import Sampling
 
     sampling = Sampling(num_samples=4, temperature=1.0, max_new_tokens=48, seed=1)
 
-    async def rate(ask: Callable[["Prompt"], Awaitable[Any]]) -> float:
+    async def rate(ask: Callable[[Prompt], Awaitable[Any]]) -> float:
         started = time.monotonic()
         groups = await asyncio.gather(*map(ask, prompts))
         return sum(len(r.response_ids) for group in groups for r in group) / (time.monotonic() - started)
 
-    async def bare(prompt: "Prompt") -> Any:
+    async def bare(prompt: Prompt) -> Any:
         asked = prompt.prompt_id, prompt.prompt_ids, sampling
         return await asyncio.gather(*(first.handle.sample.remote(*asked, i) for i in range(sampling.num_samples)))
 
@@ -162,8 +159,6 @@ def half_a_billion(machine: Machine) -> Figures:
     import torch
 
     from jobs.stopwatch.random_models import make_model
-    from t2g.config import PolicyJob, ShapeConfig, loading
-    from t2g.deploy.check import check_config
 
     model = make_model(ShapeConfig(), machine.out / "half-a-billion-model", seed=1)
     sized = (*ONE_EACH, *SHARED, *BFLOAT16, "learner.sync_transport=ipc", f"model.policy={model}")
@@ -205,9 +200,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--timeout-s", type=float, default=900, help="of each job")
     given = parser.parse_args(argv)
     import torch
-
-    from t2g.files import write_atomic
-    from t2g.runs.versions import versions
 
     given.out.mkdir(parents=True, exist_ok=True)
     machine = Machine(out=given.out.absolute(), gpus=torch.cuda.device_count(), timeout_s=given.timeout_s)

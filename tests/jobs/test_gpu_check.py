@@ -136,6 +136,8 @@ def test_an_engine_is_measured_with_joined_outputs_and_without(monkeypatch: pyte
     closed: list[bool] = []
 
     class Fleet:
+        role = "rollout"
+
         def __init__(self, model: str, config: RolloutConfig, **place: Any) -> None:
             self.config = config
 
@@ -150,7 +152,7 @@ def test_an_engine_is_measured_with_joined_outputs_and_without(monkeypatch: pyte
     async def measure(fleet: Fleet, prompts: list[int]) -> dict[str, Any]:
         return {"joins": fleet.config.join_outputs, "prompts": prompts}
 
-    monkeypatch.setattr("actors.engines.rollout.RolloutFleet", Fleet)
+    monkeypatch.setattr("jobs.common.fleets.RolloutFleet", Fleet)
     monkeypatch.setattr("jobs.common.fleets.on_cluster", nullcontext)
     monkeypatch.setattr("jobs.common.policy_runs.read_data", lambda job: SimpleNamespace(prompts=[1, 2]))
     monkeypatch.setattr(gpu_check, "measure", measure)
