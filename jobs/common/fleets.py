@@ -10,16 +10,7 @@ from actors.cluster.placement import connect
 from actors.engines.chat import ChatFleet
 from actors.engines.reward import RewardFleet
 from actors.engines.rollout import RolloutFleet
-from t2g.config import (
-    AnyJob,
-    EngineConfig,
-    FeedbackConfig,
-    JobConfig,
-    ModelConfig,
-    PolicyJob,
-    RolloutConfig,
-    with_overrides,
-)
+from t2g.config import AnyJob, EngineConfig, FeedbackConfig, ModelConfig, PolicyJob, RolloutConfig, with_overrides
 from t2g.deploy.memory import store_gib
 from t2g.feedback.sources.llm import LLMFeedback
 from t2g.feedback.sources.make import make_local_source
@@ -58,11 +49,11 @@ class Fleets(ExitStack):
         feedback = self.feedback(job.feedback, task, job)
         return self.rollouts(job.model, job.rollout, job), feedback
 
-    def rollouts(self, model: ModelConfig, config: RolloutConfig, job: JobConfig) -> RolloutFleet:
+    def rollouts(self, model: ModelConfig, config: RolloutConfig, job: AnyJob) -> RolloutFleet:
         """Engines of `model`, serving."""
         return self._serving(self._rollouts(model, config, job))
 
-    def feedback(self, config: FeedbackConfig, task: Task, job: JobConfig) -> FeedbackSource:
+    def feedback(self, config: FeedbackConfig, task: Task, job: AnyJob) -> FeedbackSource:
         """The source that `config.source` names; the engines that it needs are serving."""
         if not config.own_engines:
             return make_local_source(config, task, folder=job.run.folder)
@@ -71,7 +62,7 @@ class Fleets(ExitStack):
             model = LLMFeedback(model, config, task)
         return model if config.source == config.model_asked else make_local_source(config, task, aligner=model)
 
-    def rewards(self, config: FeedbackConfig, task: Task, job: JobConfig) -> RewardFleet:
+    def rewards(self, config: FeedbackConfig, task: Task, job: AnyJob) -> RewardFleet:
         """Engines of the reward model, serving."""
         return self._serving(self._judges(config, task, job))
 
@@ -81,7 +72,7 @@ class Fleets(ExitStack):
             if isinstance(fleet, RewardFleet):
                 fleet.forget()
 
-    def _rollouts(self, model: ModelConfig, config: RolloutConfig, job: JobConfig) -> RolloutFleet:
+    def _rollouts(self, model: ModelConfig, config: RolloutConfig, job: AnyJob) -> RolloutFleet:
         engine = config.model_dump_json(include=set(EngineConfig.model_fields))  # how it is sampled makes no other one
         transport = job.learner.sync_transport if isinstance(job, PolicyJob) else "store"
         how: dict[str, Any] = {"revision": model.revision, "transport": transport}
@@ -92,7 +83,7 @@ class Fleets(ExitStack):
         key = ("rollout", model.policy, *map(str, how.values()), engine)
         return self._one(key, job, lambda **at: RolloutFleet(model.policy, config, **how, **at))
 
-    def _judges(self, config: FeedbackConfig, task: Task, job: JobConfig) -> RewardFleet | ChatFleet:
+    def _judges(self, config: FeedbackConfig, task: Task, job: AnyJob) -> RewardFleet | ChatFleet:
         """Engines of the model that is asked for feedback."""
         if config.model_asked == "llm":
             key = ("chat", config.model_dump_json(include={"llm", "engine"}))
@@ -100,7 +91,7 @@ class Fleets(ExitStack):
         chosen = config.model_dump_json(include={"reward_model", "reward_revision", "timeout_s", "style", "engine"})
         return self._one(("reward", task.name, chosen), job, lambda **at: RewardFleet(config, task, **at))
 
-    def _one(self, key: tuple[str | None, ...], job: JobConfig, make: Callable[..., Any]) -> Any:
+    def _one(self, key: tuple[str | None, ...], job: AnyJob, make: Callable[..., Any]) -> Any:
         """The fleet of that key, started now where there is none."""
         if key not in self._fleets:
             fleet = make(seed=job.run.seed, placement_timeout_s=job.cluster.placement_timeout_s)

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from actors.learner.learner import LearnerGroup
-from actors.learner.parts import LearnerSpec
+from jobs.common.policy_runs import learner_spec
 from jobs.stopwatch.bare import BareLearner, begin
-from jobs.stopwatch.race_step import MOST_STEPS, loop_job, random_samples
+from jobs.stopwatch.race_step import loop_job, random_samples
 from jobs.stopwatch.watch import Bench, Done, Race, Record, Side
 from t2g.data.batching import make_train_batch, microbatches
 from t2g.deploy.flops import train_flops
@@ -40,28 +40,22 @@ async def measure(bench: Bench) -> list[Record]:
             gflop = (
                 4 / 3 * train_flops(shape, [*map(len, samples)], has_head=True, frozen=False) / 1e9 if shape else 0.0
             )
-            sides = {"plain torch": bare_side(bare, samples, gflop)}
+            sides: dict[str, Side] = {"plain torch": partial(step_bare, bare, samples, gflop)}
             sides |= {who: partial(update, group, samples, gflop) for who, group in groups.items()}
             race = Race(name=name, unit="tokens", sides=sides, limit="plain torch", aims=dict.fromkeys(groups, AIM))
             found.append(await bench.race(race))
     return found
 
 
-def bare_side(bare: Any, samples: list[TrainSample], gflop: float) -> Side:
-    async def side() -> Done:
-        started = time.monotonic()
-        tokens = await bare.step.remote(samples)
-        return Done(amount=tokens, more={"GFLOP/s": gflop / (time.monotonic() - started)})
-
-    return side
+async def step_bare(bare: Any, samples: list[TrainSample], gflop: float) -> Done:
+    started = time.monotonic()
+    tokens = await bare.step.remote(samples)
+    return Done(amount=tokens, more={"GFLOP/s": gflop / (time.monotonic() - started)})
 
 
 def make_group(bench: Bench, ranks: int, threads: int) -> LearnerGroup:
     job = loop_job(bench, {"learner.workers": ranks, "learner.threads": threads})
-    spec = LearnerSpec(
-        model=job.model, learner=job.learner, objective=job.objective, num_updates=MOST_STEPS, seed=job.run.seed
-    )
-    return LearnerGroup(spec, placement_timeout_s=job.cluster.placement_timeout_s)
+    return LearnerGroup(learner_spec(job), placement_timeout_s=job.cluster.placement_timeout_s)
 
 
 async def update(group: LearnerGroup, samples: list[TrainSample], gflop: float) -> Done:

@@ -2,12 +2,12 @@
 grammar and without."""
 
 import asyncio
-from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from actors.engines.reward import RewardFleet
+from jobs.common.fleets import Fleets
 from jobs.stopwatch.bare import BareEngine, OurEngine, begin
 from jobs.stopwatch.watch import Bench, Done, Race, Record, Side
 from t2g.config import FeedbackConfig
@@ -37,36 +37,27 @@ async def measure(bench: Bench) -> list[Record]:
     bare, alone = (
         begin(kind, engine, str(model), engine, bench.config.run.seed, True) for kind in (BareEngine, OurEngine)
     )
-    timeout_s = bench.config.cluster.placement_timeout_s
-    with closing(RewardFleet(config, task, seed=bench.config.run.seed, placement_timeout_s=timeout_s)) as fleet:
-        fleet.wait_ready()
-        races = []
+    with Fleets() as fleets:
+        fleet, races = fleets.rewards(config, task, bench.config), []
         for name, guide, ask in (
             ("reward, with the grammar", {"grammar": grammar}, fleet.judge),
             ("reward, without", None, fleet.judge_unguided),
         ):
-            asked = partial(bare.generate.remote, ids, logprobs=0, guide=guide, **how)
-            sides = {
-                "bare vLLM": bare_side(asked),
-                "engine alone": bare_side(partial(alone.generate.remote, ids, guide=guide, **ours)),
-                "fleet": fleet_side(fleet, prompts, ask),
+            sides: dict[str, Side] = {
+                "bare vLLM": partial(ask_actor, partial(bare.generate.remote, ids, logprobs=0, guide=guide, **how)),
+                "engine alone": partial(ask_actor, partial(alone.generate.remote, ids, guide=guide, **ours)),
+                "fleet": partial(ask_fleet, fleet, prompts, ask),
             }
             race = Race(name=name, unit="answers", sides=sides, limit="bare vLLM", aims={"fleet": AIM})
             races.append(await bench.race(race))
         return races
 
 
-def bare_side(asked: Any) -> Side:
-    async def side() -> Done:
-        return Done(amount=ANSWERS, more={"tokens": await asked()})
-
-    return side
+async def ask_actor(generate: Any) -> Done:
+    return Done(amount=ANSWERS, more={"tokens": await generate()})
 
 
-def fleet_side(fleet: RewardFleet, prompts: list[Prompt], ask: Any) -> Side:
-    async def side() -> Done:
-        fleet.forget()
-        said = await asyncio.gather(*(ask(prompt, RESPONSE) for prompt in prompts))
-        return Done(amount=ANSWERS, more={"failed": sum(feedback.status == "failed" for feedback in said)})
-
-    return side
+async def ask_fleet(fleet: RewardFleet, prompts: list[Prompt], judge: Any) -> Done:
+    fleet.forget()
+    answers = await asyncio.gather(*(judge(prompt, RESPONSE) for prompt in prompts))
+    return Done(amount=ANSWERS, more={"failed": sum(feedback.status == "failed" for feedback in answers)})

@@ -2,16 +2,15 @@
 exponential lengths."""
 
 import asyncio
-import itertools
-from contextlib import closing
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from actors.engines.rollout import RolloutFleet, sample_seed
+from actors.engines.rollout import sample_seed
+from jobs.common.fleets import Fleets
 from jobs.stopwatch.bare import BareEngine, OurEngine, begin
-from jobs.stopwatch.watch import Bench, Done, Race, Record, Side
+from jobs.stopwatch.watch import Bench, Done, Race, Record
+from t2g.config import ModelConfig
 from t2g.interfaces import Sampling
 
 AIM = 0.95
@@ -24,65 +23,36 @@ async def measure(bench: Bench) -> list[Record]:
 
 
 async def race(bench: Bench, name: str, model: Path) -> Record:
-    config, timeout_s = bench.config, bench.config.cluster.placement_timeout_s
-    bare, alone = (
-        begin(engine, config.rollout, str(model), config.rollout, config.run.seed) for engine in (BareEngine, OurEngine)
-    )
-    with closing(
-        RolloutFleet(str(model), config.rollout, seed=config.run.seed, placement_timeout_s=timeout_s)
-    ) as fleet:
-        fleet.wait_ready()
-        sides = {
-            "bare vLLM": bare_side(bench, bare),
-            "bare vLLM, seeds and logprobs": bare_side(bench, bare, logprobs=0),
-            "engine alone": engine_side(bench, alone),
-            "fleet": fleet_side(bench, fleet),
-        }
-        return await bench.race(Race(name=name, unit="tokens", sides=sides, limit="bare vLLM", aims={"fleet": AIM}))
-
-
-def requests(bench: Bench) -> tuple[list[np.ndarray], list[int]]:
-    """The prompt of each response of a step, and the seed that the fleet gives it."""
-    rollout = bench.config.rollout
-    prompts = bench.models.prompts[: rollout.prompts_per_step]
-    asked = [(p, i) for p in prompts for i in range(rollout.samples_per_prompt)]
-    return [p.prompt_ids for p, _ in asked], [sample_seed(SEED, p.prompt_id, i) for p, i in asked]
-
-
-def bare_side(bench: Bench, bare: Any, **how: Any) -> Side:
-    """how: with logprobs also seeds."""
-    rollout, (prompts, seeds) = bench.config.rollout, requests(bench)
-    if how:
-        how["seeds"] = seeds
-    how |= {"temperature": rollout.temperature, "max_tokens": rollout.max_new_tokens}
-    how |= {"top_k": 0, "stop_token_ids": [bench.models.tokenizer.eos_token_id]}
-
-    async def side() -> Done:
-        return Done(amount=await bare.generate.remote(prompts, **how))
-
-    return side
-
-
-def engine_side(bench: Bench, engine: Any) -> Side:
-    rollout, (prompts, seeds) = bench.config.rollout, requests(bench)
-    how = {"temperature": rollout.temperature, "max_new_tokens": rollout.max_new_tokens}
-
-    async def side() -> Done:
-        return Done(amount=await engine.generate.remote(prompts, seeds=seeds, **how))
-
-    return side
-
-
-def fleet_side(bench: Bench, fleet: RolloutFleet) -> Side:
-    rollout = bench.config.rollout
+    config, rollout, prompts = bench.config, bench.config.rollout, bench.models.prompts
+    prompts = prompts[: rollout.prompts_per_step]
+    asked = [(prompt, index) for prompt in prompts for index in range(rollout.samples_per_prompt)]
+    ids = [prompt.prompt_ids for prompt, _ in asked]
+    seeds = [sample_seed(SEED, prompt.prompt_id, index) for prompt, index in asked]  # as the fleet gives them
     sampling = Sampling(
         num_samples=rollout.samples_per_prompt, temperature=rollout.temperature,
         max_new_tokens=rollout.max_new_tokens, seed=SEED,
     )  # fmt: skip
+    bare, alone = (begin(engine, rollout, str(model), rollout, config.run.seed) for engine in (BareEngine, OurEngine))
+    params = {"temperature": rollout.temperature, "max_tokens": rollout.max_new_tokens, "top_k": 0}
+    ask_bare = partial(bare.generate.remote, ids, stop_token_ids=[bench.models.tokenizer.eos_token_id], **params)
+    ask_alone = partial(
+        alone.generate.remote, ids, seeds=seeds, temperature=rollout.temperature, max_new_tokens=rollout.max_new_tokens
+    )
+    with Fleets() as fleets:
+        fleet = fleets.rollouts(ModelConfig(policy=str(model)), rollout, config)
 
-    async def side() -> Done:
-        prompts = bench.models.prompts[: rollout.prompts_per_step]
-        groups = await asyncio.gather(*(fleet.sample(prompt, sampling) for prompt in prompts))
-        return Done(amount=sum(len(rollout.response_ids) for rollout in itertools.chain(*groups)))
+        async def ask_fleet() -> int:
+            groups = await asyncio.gather(*(fleet.sample(prompt, sampling) for prompt in prompts))
+            return sum(len(response.response_ids) for group in groups for response in group)
 
-    return side
+        sides = {
+            "bare vLLM": partial(count_tokens, ask_bare),
+            "bare vLLM, seeds and logprobs": partial(count_tokens, partial(ask_bare, seeds=seeds, logprobs=0)),
+            "engine alone": partial(count_tokens, ask_alone),
+            "fleet": partial(count_tokens, ask_fleet),
+        }
+        return await bench.race(Race(name=name, unit="tokens", sides=sides, limit="bare vLLM", aims={"fleet": AIM}))
+
+
+async def count_tokens(generate: Callable[[], Awaitable[int]]) -> Done:
+    return Done(amount=await generate())

@@ -2,24 +2,24 @@
 beside TRL's GRPO: one optimizer step on the same number of tokens."""
 
 import asyncio
-from collections.abc import Mapping
-from contextlib import ExitStack, closing
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, closing
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from ray.exceptions import RayError
 
 from actors.cluster.fanout import first_line
-from actors.engines.rollout import RolloutFleet
 from actors.learner.learner import LearnerGroup
-from actors.learner.parts import LearnerSpec
 from actors.weights.sync import WeightSync
+from jobs.common.fleets import Fleets
+from jobs.common.policy_runs import learner_spec
 from jobs.stopwatch.bare import BareEngine, BareLearner, begin
 from jobs.stopwatch.bare_trl import Grpo
 from jobs.stopwatch.watch import Bench, Done, Race, Record, Side
-from t2g.concurrency import beside
+from t2g.concurrency import beside, end
 from t2g.config import BenchmarkJob, PolicyJob, with_overrides
 from t2g.feedback.parse import make_feedback
 from t2g.interfaces import FeedbackSource
@@ -45,13 +45,13 @@ async def measure(bench: Bench) -> list[Record]:
     sends = "" if bench.config.learner.gpus else ", weights not sent"
     names = {"TRL": False, f"TRL with vLLM{sends}": True} if find_spec("trl") else {}
     rivals = await able({name: trl(bench, vllm=vllm) for name, vllm in names.items()}, bench.config.deadline_s)
-    async with LoopOfOurs(bench, loop_job(bench)) as ours:
-        sides = {"floor": floor(bench), **rivals, OURS: ours.step}
+    async with running_loop(bench, loop_job(bench)) as step:
+        sides = {"floor": floor(bench), **rivals, OURS: step}
         found = await bench.race(Race(name="step", unit=UNIT, sides=sides))
     measured = found["sides"]
     for name, changes in variants(bench.config).items():
-        async with LoopOfOurs(bench, loop_job(bench, changes)) as ours:
-            measured |= (await bench.race(Race(name="step", unit=UNIT, sides={name: ours.step})))["sides"]
+        async with running_loop(bench, loop_job(bench, changes)) as step:
+            measured |= (await bench.race(Race(name="step", unit=UNIT, sides={name: step})))["sides"]
     beside_floor = {name: side for name, side in measured.items() if name not in rivals}
     records = [{**found, "limit": "floor", "aims": dict.fromkeys(EQUAL, AIM), "sides": beside_floor}]
     if rivals:
@@ -166,74 +166,49 @@ class Counted(FeedbackSource):
         return make_feedback("a", places, [], response_text, source=self.name, version="")
 
 
-class LoopOfOurs:
-    """The trainer on real parts, which makes one step when it is told to: it waits at each step's end."""
+@asynccontextmanager
+async def running_loop(bench: Bench, job: PolicyJob) -> AsyncIterator[Side]:
+    """Yield the side that is one step of the trainer on real parts; the trainer waits at the end of each step."""
+    may_go_on, has_ended = asyncio.Semaphore(0), asyncio.Semaphore(0)
+    last_metrics: dict[str, float] = {}
 
-    def __init__(self, bench: Bench, job: PolicyJob) -> None:
-        self._job, self._models = job, bench.models
-        self._go, self._ended = asyncio.Semaphore(0), asyncio.Semaphore(0)
-        self._running: asyncio.Task[Any] | None = None
-        self._parts = ExitStack()
-        self._seen: dict[str, float] = {}
-
-    async def __aenter__(self) -> Self:
-        try:
-            self._begin()
-        except BaseException:
-            self._parts.close()  # nobody else would, and the next phases need the places
-            raise
-        return self
-
-    def _begin(self) -> None:
-        job, timeout_s = self._job, self._job.cluster.placement_timeout_s
-        spec = LearnerSpec(
-            model=job.model, learner=job.learner, objective=job.objective, num_updates=MOST_STEPS, seed=job.run.seed
-        )
-        enter = self._parts.enter_context
-        how: dict[str, Any] = {"seed": job.run.seed, "transport": job.learner.sync_transport}
-        self.fleet = fleet = enter(
-            closing(RolloutFleet(job.model.policy, job.rollout, placement_timeout_s=timeout_s, **how))
-        )
-        learner = enter(closing(LearnerGroup(spec, placement_timeout_s=timeout_s)))
-        fleet.wait_ready()
-        folder = job.run.folder
-        self._trainer = Trainer(
-            config=job, task=get_task("prompts"), tokenizer=self._models.tokenizer,
-            prompts=self._models.prompts, eval_prompts=(),
-            rollouts=fleet, feedback=Counted(), learner=learner,
-            sync=WeightSync(learner, fleet, job.learner, prompts=[p.prompt_ids for p in self._models.prompts]),
-            log=enter(closing(RunLog(folder, job.log))), checkpoints=CheckpointStore(folder / "checkpoints", 1),
-            identity=Identity.of(job),
-            stop=lambda: False, extra_metrics=self._pause, on_step=self._note,
-        )  # fmt: skip
-        self._trainer.log.truncate(0)
-
-    async def step(self) -> Done:
-        """All its responses have max_new_tokens. What it says of its parts is of the step before."""
-        if self._running is None:
-            self._running = asyncio.ensure_future(beside(self._trainer.run(), self.fleet.supervise()))
-        else:
-            self._go.release()
-        ended = asyncio.ensure_future(self._ended.acquire())
-        await asyncio.wait([ended, self._running], return_when=asyncio.FIRST_COMPLETED)
-        if self._running.done():
-            self._running.result()
-        rollout = self._job.rollout
-        return Done(
-            amount=rollout.prompts_per_step * rollout.samples_per_prompt * rollout.max_new_tokens,
-            more={name: self._seen[metric] for name, metric in PARTS.items() if metric in self._seen},
-        )
-
-    async def _pause(self) -> dict[str, float]:
-        self._ended.release()
-        await self._go.acquire()
+    async def wait_for_turn() -> dict[str, float]:
+        has_ended.release()
+        await may_go_on.acquire()
         return {}
 
-    def _note(self, step: int, metrics: dict[str, float]) -> None:
-        self._seen = metrics
+    async def run() -> None:
+        await may_go_on.acquire()
+        await beside(trainer.run(), fleet.supervise())
 
-    async def __aexit__(self, *error: object) -> None:
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.wait([self._running])
-        self._parts.close()
+    async def step() -> Done:
+        """All responses have max_new_tokens. The parts of the time are those of the step before."""
+        may_go_on.release()
+        await asyncio.wait([asyncio.ensure_future(has_ended.acquire()), running], return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()
+        return Done(
+            amount=job.rollout.prompts_per_step * job.rollout.samples_per_prompt * job.rollout.max_new_tokens,
+            more={name: last_metrics[metric] for name, metric in PARTS.items() if metric in last_metrics},
+        )
+
+    folder, prompts = job.run.folder, bench.models.prompts
+    with Fleets() as fleets, closing(RunLog(folder, job.log)) as log:
+        fleet = fleets.rollouts(job.model, job.rollout, job)
+        group = LearnerGroup(learner_spec(job), placement_timeout_s=job.cluster.placement_timeout_s)
+        with closing(group) as learner:
+            trainer = Trainer(
+                config=job, task=get_task("prompts"), tokenizer=bench.models.tokenizer,
+                prompts=prompts, eval_prompts=(),
+                rollouts=fleet, feedback=Counted(), learner=learner,
+                sync=WeightSync(learner, fleet, job.learner, prompts=[prompt.prompt_ids for prompt in prompts]),
+                log=log, checkpoints=CheckpointStore(folder / "checkpoints", 1), identity=Identity.of(job),
+                stop=lambda: False, extra_metrics=wait_for_turn,
+                on_step=lambda _, metrics: last_metrics.update(metrics),
+            )  # fmt: skip
+            log.truncate(0)
+            running = asyncio.ensure_future(run())
+            try:
+                yield step
+            finally:
+                await end([running])

@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import time
 from contextlib import closing
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -15,9 +14,11 @@ from actors.engines.rollout import RolloutFleet
 from actors.learner.learner import LearnerGroup, LearnerSpec
 from actors.weights.buckets import num_bytes
 from actors.weights.sync import WeightSync
+from jobs.common.fleets import Fleets
+from jobs.stopwatch.race_step import loop_job
 from jobs.stopwatch.watch import Bench, Done, Race, Record
 from t2g.concurrency import beside
-from t2g.config import ModelConfig, with_overrides
+from t2g.config import with_overrides
 from t2g.errors import RunStopped
 
 AIM = 0.15
@@ -26,18 +27,13 @@ GB = 1e9
 
 
 async def measure(bench: Bench) -> list[Record]:
-    config, model = bench.config, str(bench.models.fixed)
-    timeout_s = config.cluster.placement_timeout_s
-    spec = LearnerSpec(
-        model=ModelConfig(policy=model), learner=config.learner, loss="none", num_updates=0, seed=config.run.seed
-    )
-    how: dict[str, Any] = {"seed": config.run.seed, "transport": config.learner.sync_transport}
-    with (
-        closing(RolloutFleet(model, config.rollout, placement_timeout_s=timeout_s, **how)) as fleet,
-        closing(LearnerGroup(spec, placement_timeout_s=timeout_s)) as learner,
-    ):
-        fleet.wait_ready()
-        return await beside(races(bench, learner, fleet), fleet.supervise())
+    job = loop_job(bench)
+    spec = LearnerSpec(model=job.model, learner=job.learner, loss="none", num_updates=0, seed=job.run.seed)
+    with Fleets() as fleets:
+        fleet = fleets.rollouts(job.model, job.rollout, job)
+        group = LearnerGroup(spec, placement_timeout_s=job.cluster.placement_timeout_s)
+        with closing(group) as learner:
+            return await beside(races(bench, learner, fleet), fleet.supervise())
 
 
 async def races(bench: Bench, learner: LearnerGroup, fleet: RolloutFleet) -> list[Record]:
@@ -47,16 +43,13 @@ async def races(bench: Bench, learner: LearnerGroup, fleet: RolloutFleet) -> lis
     for workers in (number for number in config.workers if number <= most):
         fleet.want(workers)
         await until_started(fleet, workers, timeout_s=config.rollout.start_timeout_s)
-        pushes = {
-            f"push, {verify}": partial(
-                push,
-                WeightSync(learner, fleet, with_overrides(config.learner, {"sync_verify": verify})),
-                fleet,
-                versions,
-            )
-            for verify in (("probe", "full") if store else ("probe",))
-        }
-        sides = {"copy": copies(num_bytes(learner.announce(), dtype), workers), **pushes}
+        pushes = {}
+        for verify in ("probe", "full") if store else ("probe",):
+            sync = WeightSync(learner, fleet, with_overrides(config.learner, {"sync_verify": verify}))
+            pushes[f"push, {verify}"] = partial(push, sync, fleet, versions)
+        size = num_bytes(learner.announce(), dtype)
+        source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)  # touched before they are copied
+        sides = {"copy": partial(copy, source, target, workers), **pushes}
         if store and workers == config.workers[0]:
             sides["learner alone"] = partial(learner_alone, learner, dtype)
         name = f"sync, {workers} engine{'s' if workers > 1 else ''}"
@@ -66,24 +59,18 @@ async def races(bench: Bench, learner: LearnerGroup, fleet: RolloutFleet) -> lis
     return found
 
 
-def copies(size: int, workers: int) -> Any:
-    """A side: the bytes for each engine, by numpy in one thread."""
-    source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)  # touched before they are copied
-
-    async def side() -> Done:
-        for _ in range(workers):
-            target[:] = source
-        return Done(amount=workers * size / GB)
-
-    return side
+async def copy(source: np.ndarray, target: np.ndarray, workers: int) -> Done:
+    """Copy the bytes for each engine, by numpy in one thread."""
+    for _ in range(workers):
+        target[:] = source
+    return Done(amount=workers * source.size / GB)
 
 
 async def push(sync: WeightSync, fleet: RolloutFleet, versions: "itertools.count[int]") -> Done:
     result = await sync.push(next(versions))
     if result.missed:
         raise RunStopped(f"version {result.policy_version} of the weights was missed by {', '.join(result.missed)}")
-    known = asdict(result)
-    stages = {f"{stage}_s": seconds for stage, seconds in known["stages"].items()}
+    stages = {f"{stage}_s": seconds for stage, seconds in result.stages.items()}
     amount = result.bytes * len(fleet.serving()) / GB
     return Done(amount=amount, more=stages | {"calls": result.num_calls, "probe_gap": result.probe_gap})
 

@@ -205,13 +205,13 @@ def test_the_step_is_held_against_its_floor_and_against_trl_by_the_same_turns(
             assert threads == ((2, 1) if job.rollout.max_staleness else (4, 3)), "who works at once shares the cores"
             self.step = side("critic" if critic else "ahead" if job.rollout.max_staleness else "here")
 
-        async def __aenter__(self) -> "Ours":
-            return self
+        async def __aenter__(self) -> Side:
+            return self.step
 
         async def __aexit__(self, *error: object) -> None:
             ran.append("closed")
 
-    monkeypatch.setattr(race_step, "LoopOfOurs", Ours)
+    monkeypatch.setattr(race_step, "running_loop", Ours)
     monkeypatch.setattr(race_step, "find_spec", lambda name: name if with_trl else None)
     monkeypatch.setattr(race_step, "floor", lambda bench: side("floor"))
     monkeypatch.setattr(race_step, "trl", lambda bench, vllm: side("vllm" if vllm else "generate"))
