@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from types import FrameType
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -124,8 +125,7 @@ def _preflight(config: AnyJob, read: str | None) -> tuple[Any, Any]:
     have = _resources(cluster) if cluster == "local" else None
     preflight = import_module("t2g.deploy.preflight")  # heavy: --help answers without it
     found = preflight.preflight(config, have)
-    module, _, function = (read or "").partition(":")
-    return found, preflight.read_inputs(found, config, getattr(import_module(module), function)) if read else None
+    return found, preflight.read_inputs(found, config, resolve_name(read)) if read else None
 
 
 class StopFlag:

@@ -317,9 +317,16 @@ def report_steps_done(*configs: PolicyJob) -> bool:
 
 
 def finished(config: PolicyJob, **more: Any) -> dict[str, Any] | None:
-    """The summary of a run that has all its steps already. more, UserError: see `run_folder.finished`."""
-    summary = run_folder.finished(config, SUMMARY_FILE, **more)
-    return summary if summary and summary["steps"] >= config.num_steps else None
+    """Return the summary of a run that has all its steps already, and is no smoke run.
+
+    more, UserError: see `run_folder.check_folder`.
+    """
+    run_folder.check_folder(config, SUMMARY_FILE, **more)
+    path = config.run.folder / SUMMARY_FILE
+    if config.run.smoke or not path.exists():
+        return None
+    summary = json.loads(path.read_text())
+    return summary if summary["steps"] >= config.num_steps else None
 
 
 def write_summary(config: PolicyJob, *, seconds: float) -> dict[str, Any]:

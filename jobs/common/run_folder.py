@@ -1,7 +1,6 @@
 """The folder of a run: whether this config may go on in it, what is finished there, and that one process has it."""
 
 import fcntl
-import json
 import os
 import shlex
 import shutil
@@ -58,13 +57,6 @@ def begin_folder(config: JobConfig, *leftovers: str, **more: Any) -> Path:
     with (folder / COMMANDS_FILE).open("a", encoding="utf-8", errors="replace") as file:
         file.write(f"{now().isoformat()} {mask_secrets(shlex.join(sys.orig_argv))}\n")
     return folder
-
-
-def finished(config: JobConfig, result_file: str, **more: Any) -> dict[str, Any] | None:
-    """The result in the run folder, None where there is none; see `check_folder`. A smoke run is never finished."""
-    check_folder(config, result_file, **more)
-    path = config.run.folder / result_file
-    return json.loads(path.read_text()) if path.exists() and not config.run.smoke else None
 
 
 @contextmanager
