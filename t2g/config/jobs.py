@@ -146,15 +146,11 @@ class PolicyJob(SyncedJob, JobConfig):
         return derived(objective, changes)
 
     @model_validator(mode="after")
-    def _a_teacher_reads_something(self) -> "PolicyJob":
+    def check_objective(self) -> Self:
         if self.objective.teacher is not None and not self.feedback.style.critique:
             raise ValueError(
                 "objective.teacher shows the critique to the policy, and feedback.style.critique=false has none"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _a_group_has_others(self) -> "PolicyJob":
         if not self.objective.uses_critic and self.rollout.samples_per_prompt < 2:
             raise ValueError(
                 f"objective.advantages={self.objective.advantages} compares the samples of a prompt, and there is one: "

@@ -66,10 +66,8 @@ def check_config(config: JobConfig, *, gpu: str = "A100-80GB", found: Findings |
 
 def gib_of(gpu: str) -> float:
     """Memory of a GPU that is named, or given in GiB."""
-    if gpu in GPUS:
-        return GPUS[gpu]
     try:
-        gib = float(gpu)
+        gib = GPUS.get(gpu) or float(gpu)
     except ValueError:
         gib = 0.0
     if not 1 <= gib < inf:
@@ -161,7 +159,10 @@ def _memory_lines(fits: Fits, gpu: str, gpu_gib: float) -> Iterator[str]:
 
 
 def _problems(config: JobConfig, shapes: Mapping[str, ModelShape], fits: Fits, gpu_gib: float) -> Iterator[str]:
-    beside, gpu_bytes = _beside(config, fits, gpu_gib * GIB), gpu_gib * GIB
+    gpu_bytes, beside = gpu_gib * GIB, dict[str, float]()  # of a shared GPU, what the other role has
+    of_rank = next((fit for group, fit in fits if group.name == "learner"), None)
+    if isinstance(config, PolicyJob) and shares_gpus(config) and of_rank:
+        beside = beside_bytes(of_rank, config.rollout, colocate=config.cluster.colocate, gpu_bytes=gpu_bytes)
     for group, fit in fits:
         section, role, room = group.section, group.role, gpu_bytes - beside.get(group.name, 0.0)
         if isinstance(role, EngineConfig):
@@ -189,14 +190,6 @@ def _problems(config: JobConfig, shapes: Mapping[str, ModelShape], fits: Fits, g
         if asleep > config.rollout.memory_gib:
             had = f"rollout.memory_gib is {config.rollout.memory_gib:g}"
             yield f"{had}: the weights of an engine that sleeps need {asleep:.0f}"
-
-
-def _beside(config: JobConfig, fits: Fits, gpu_bytes: float) -> dict[str, float]:
-    """What the other role has of a GPU that engines and ranks share."""
-    of_rank = [fit for group, fit in fits if group.name == "learner"]
-    if not (isinstance(config, PolicyJob) and shares_gpus(config) and of_rank):
-        return {}
-    return beside_bytes(of_rank[0], config.rollout, colocate=config.cluster.colocate, gpu_bytes=gpu_bytes)
 
 
 def _group_warnings(groups: Sequence[PodGroup]) -> Iterator[str]:

@@ -53,7 +53,12 @@ def findings(
         *(f"node {node.name} could not be looked at: {node.fault}" for node in nodes if node.fault),
         *(f"node {node.name}: {node.sandbox}" for node in nodes if node.sandbox),
         *_different_versions(nodes),
-        *_missing_labels(nodes, roles),
+        *(
+            f"no node has the labels {dict(role.labels)} of {section}.labels: start one with `ray start --labels`, "
+            "or see whether the autoscaler adds one when a run asks for it"
+            for section, role in roles.items()
+            if role.labels and not any(satisfies(node.labels, role.labels) for node in nodes)
+        ),
         *(f"placement group {group.name} is pending: {why_pending(group, nodes)}" for group in pending),
         *_not_shared(nodes, shared),
         *(
@@ -91,15 +96,6 @@ def _different_versions(nodes: Sequence[Node]) -> Iterator[str]:
         if len(found) > 1:
             listed = "; ".join(f"{version} on {', '.join(names)}" for version, names in sorted(found.items()))
             yield f"{package} differs between nodes: {listed}; give them the same image"
-
-
-def _missing_labels(nodes: Sequence[Node], roles: Mapping[str, ProcessConfig]) -> Iterator[str]:
-    for section, role in roles.items():
-        if role.labels and not any(satisfies(node.labels, role.labels) for node in nodes):
-            yield (
-                f"no node has the labels {dict(role.labels)} of {section}.labels: start one with `ray start --labels`, "
-                "or see whether the autoscaler adds one when a run asks for it"
-            )
 
 
 def _not_shared(nodes: Sequence[Node], shared: Path | None) -> Iterator[str]:

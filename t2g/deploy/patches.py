@@ -12,7 +12,7 @@ Mappings are merged; so are lists of things with a name, by that name; a list of
 value takes the place of ours, and null removes it. `$patch: delete` removes a document.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +78,10 @@ def merged(ours: Any, theirs: Any, key: str = "") -> Any:
     if isinstance(ours, list) and isinstance(theirs, list):
         if key == "tolerations":
             return [*ours, *theirs]
-        if name := next(_names([*ours, *theirs]), None):
+        items = [*ours, *theirs]
+        names = (name for name in NAMED_BY if all(isinstance(item, dict) and name in item for item in items))
+        if name := next(names, None):
             changes = {item[name]: item for item in theirs}
             kept = [merged(item, changes.pop(item[name], {})) for item in ours]
             return [*kept, *changes.values()]
     return theirs
-
-
-def _names(items: Sequence[Any]) -> Iterator[str]:
-    """Of NAMED_BY, those that all items have."""
-    return (name for name in NAMED_BY if all(isinstance(item, dict) and name in item for item in items))

@@ -8,8 +8,9 @@ import zipfile
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from t2g.config import (
     AnnotateJob,
@@ -41,23 +42,21 @@ EXCLUDED = (
 NUM_NAMED = 5  # largest files in the refusal
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stage:
-    """A program that runs on a cluster, and what its config is."""
+class Stage(NamedTuple):
+    """A program that runs on a cluster, behind `python -m`, and what its config is."""
 
-    module: str
+    program: str
     schema: type[JobConfig]
-    options: tuple[str, ...] = ()
 
 
 STAGES = {
-    "annotate": Stage(module="jobs.annotate", schema=AnnotateJob),
-    "sft": Stage(module="jobs.train_sft", schema=SFTJob),
-    "reward": Stage(module="jobs.train_reward", schema=RewardJob),
-    "policy": Stage(module="jobs.train_policy", schema=PolicyJob),
-    "evaluate": Stage(module="jobs.evaluate", schema=EvaluateJob),
-    "evaluate_policy": Stage(module="jobs.evaluate", schema=PolicyEvaluationJob, options=("--what", "policy")),
-    "compare": Stage(module="jobs.compare", schema=CompareJob),
+    "annotate": Stage("jobs.annotate", AnnotateJob),
+    "sft": Stage("jobs.train_sft", SFTJob),
+    "reward": Stage("jobs.train_reward", RewardJob),
+    "policy": Stage("jobs.train_policy", PolicyJob),
+    "evaluate": Stage("jobs.evaluate", EvaluateJob),
+    "evaluate_policy": Stage("jobs.evaluate --what policy", PolicyEvaluationJob),
+    "compare": Stage("jobs.compare", CompareJob),
 }
 
 
@@ -81,19 +80,16 @@ class Submission:
 
     def job_id(self, taken: Container[str | None]) -> str:
         """own, then own-2, own-3, ...: a cluster uses an id once."""
-        attempt, name = 1, self.name
-        while name in taken:
-            attempt += 1
-            name = f"{self.name}-{attempt}"
-        return name
+        names = chain([self.name], (f"{self.name}-{attempt}" for attempt in count(2)))
+        return next(name for name in names if name not in taken)
 
 
 def submission(stage: str, config: JobConfig, file: Path, overrides: Sequence[str]) -> Submission:
     """The run of `config`, which was read from `file` (relative to what is uploaded) and `overrides`."""
-    program, wait_s = STAGES[stage], int(seconds_to_stop(config)) + MARGIN_S
+    program, wait_s = STAGES[stage].program, int(seconds_to_stop(config)) + MARGIN_S
     return Submission(
         name=config.run.name,
-        arguments=(program.module, *program.options, "--config", str(file), *overrides),
+        arguments=(*program.split(), "--config", str(file), *overrides),
         stop_wait_s=wait_s,
         metadata={RUN_KEY: config.run.name, STOP_WAIT_KEY: str(wait_s)},
     )

@@ -272,8 +272,8 @@ def test_every_stage_has_a_job_of_its_own_and_the_groups_that_it_needs() -> None
         config = loading.load(schema, ROOT / file, overrides, environ={}, cwd=ROOT, have=lambda _, have=have: have)
         main = render(config, config_path=file, cpu=False, stage=stage)
         rendered.append(main)
-        module, found = submission.STAGES[stage].module, cluster_spec(main)["workerGroupSpecs"]
-        assert f"exec python -m {module} " in main["spec"]["entrypoint"]
+        program, found = submission.STAGES[stage].program, cluster_spec(main)["workerGroupSpecs"]
+        assert f"exec python -m {program} " in main["spec"]["entrypoint"]
         assert [(group["groupName"], group["replicas"]) for group in found] == groups, stage
         assert all(group["minReplicas"] <= group["replicas"] <= group["maxReplicas"] for group in found)
     assert not any(map(schema_errors, rendered))  # last: where the schemas are not, the rest is tested
