@@ -7,13 +7,11 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import ray
 import ray.train
@@ -24,7 +22,7 @@ from actors.cluster.fanout import collect, first_line
 from actors.cluster.placement import bundle, check_places, process_environment
 from actors.learner.parts import LearnerSpec
 from actors.learner.ranks import rank_environment
-from actors.learner.sft_rank import CHECKPOINTS, LABEL, MODEL, REPORT_EVERY, STEP_FILE, RankJob, SFTProgress, train_loop
+from actors.learner.sft_rank import CHECKPOINTS, LABEL, MODEL, REPORT_EVERY, RankJob, Report, SFTProgress, train_loop
 from t2g.config import ClusterConfig, LearnerConfig, LoRAConfig, ModelConfig, SFTOptions
 from t2g.data.batching import count_steps
 from t2g.errors import RunStopped, UserError
@@ -37,7 +35,7 @@ from t2g.types import TrainSequence
 DRIVER_GRACE_S = 30.0  # the deadline of the ranks' collectives comes first: they know where they stand
 POLL_S = 0.2  # between two looks at the ranks' reports
 DONE_FILE = "sft.json"  # the metrics, written last: a folder without it is not finished
-REPORTS_FILE, HANDLE_FILE = "reports.jsonl", "controller.pickle"  # of Ray Train's controller
+RAY_TRAIN = "ray_train"  # folder of Ray Train, in that of an unfinished training
 logger = logging.getLogger(__name__)
 
 
@@ -81,8 +79,8 @@ def run_sft(
         raise UserError(f"{out_folder} exists and was not written by {LABEL}: remove it or rename the run")
     part = out_folder.with_name(out_folder.name + ".part")
     checkpoint, done = _resume_point(part, made_of)
-    shutil.rmtree(part / MODEL if checkpoint else part, ignore_errors=True)
-    (part / STEP_FILE).unlink(missing_ok=True)  # it counts steps behind the checkpoint, which are lost
+    for leftover in (part / MODEL, part / RAY_TRAIN) if checkpoint else (part,):
+        shutil.rmtree(leftover, ignore_errors=True)
     identity.keep(part, made_of)
     on_start(done)
 
@@ -138,126 +136,109 @@ def _fit(
     on_step: Callable[[int], None],
 ) -> dict[str, float]:
     """Run the ranks and follow their reports. However this ends, all processes of the training end with it."""
-    patience_s = (REPORT_EVERY + 1) * job.options.timeout_s + DRIVER_GRACE_S
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)  # to share `scratch`
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     settings = {
-        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # its poll; the default of 2 s delays start, reports and end
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # its poll; the default of 2 s delays start and end
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(cluster.placement_timeout_s),
         "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a process; a lost rank ends the training here anyway
         "RAY_TRAIN_METRICS_ENABLED": "0",
         "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths stay what they are for the driver
     }
-    scratch = tempfile.mkdtemp()
-    running = ray.remote(_launch).options(
-        num_cpus=0, max_retries=0, scheduling_strategy=here, runtime_env={"env_vars": settings}
-    ).remote(job, Path(scratch))  # fmt: skip
+    launcher = ray.remote(Launcher).options(
+        num_cpus=0, max_concurrency=2, scheduling_strategy=here, runtime_env={"env_vars": settings}
+    ).remote()  # fmt: skip
+    running = launcher.fit.remote(job)
+    patience_s = (REPORT_EVERY + 1) * job.options.timeout_s + DRIVER_GRACE_S
+    wait = partial(collect, who=LABEL, call="training", timeout_s=patience_s)
+
+    def read_reports() -> tuple[list[Report], bool]:
+        has_ended = bool(ray.wait([running], timeout=POLL_S)[0])
+        return wait([launcher.take_reports.remote()])[0], has_ended
+
     try:
-        has_ended = partial(_ended, running, partial(_report_step, job.folder / STEP_FILE, on_step))
-        metrics = _follow(has_ended, Path(scratch, REPORTS_FILE), patience_s, on_progress)
-        if metrics is None:
-            collect([running], who=LABEL, call="training", timeout_s=POLL_S)
-            raise RunStopped(f"{LABEL} ended before its model was written")
-        return metrics
-    except BaseException:
-        ray.cancel(running, force=True)  # with it go controller and ranks, each owned by the one before
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
-
-
-def _ended(running: "ray.ObjectRef[None]", report_step: Callable[[], None]) -> bool:
-    report_step()
-    return bool(ray.wait([running], timeout=POLL_S)[0])
-
-
-def _report_step(path: Path, on_step: Callable[[int], None]) -> None:
-    """Call on_step with what rank 0 wrote; a file that is missing or half written is read at the next look."""
-    with suppress(FileNotFoundError, ValueError):
-        on_step(int(path.read_text()))
-
-
-def _launch(job: RankJob, scratch: Path) -> None:
-    """Ray Train's driver, in a process of its own that can be ended from outside, and may take its time to leave."""
-    options = job.options
-    env = process_environment(options) | rank_environment(options) | {"TOKENIZERS_PARALLELISM": "false"}
-    trainer = ray.train.torch.TorchTrainer(
-        train_loop,
-        train_loop_config={"job": job},
-        torch_config=ray.train.torch.TorchConfig(
-            backend="nccl" if options.gpus else "gloo", timeout_s=max(1, round(options.timeout_s))
-        ),
-        scaling_config=ray.train.ScalingConfig(
-            num_workers=options.workers,
-            use_gpu=options.gpus > 0,
-            resources_per_worker=bundle(options),
-            label_selector=options.labels or None,
-        ),
-        run_config=ray.train.RunConfig(
-            name="sft",
-            storage_path=str(scratch),  # no Ray Train checkpoints: nothing but a marker is written there
-            callbacks=[_Reports(scratch)],
-            worker_runtime_env={"env_vars": env},
-            # A process that did not come up, on a node that was short of memory for a moment, is started once more.
-            failure_config=ray.train.FailureConfig(max_failures=0, controller_failure_limit=1),
-            logging_config=ray.train.LoggingConfig(log_level="ERROR"),
-        ),
-    )
-    try:
-        trainer.fit()
-    except ray.train.TrainingFailedError as error:
-        raise _explain(error) from error
+        last = _follow(read_reports, patience_s, on_progress, on_step)
+        wait([running])  # raises what the training raised
+        assert last is not None, "the last step is reported"
+        return asdict(last)
     finally:
-        # The controller takes seconds to leave; a Ray that ends meanwhile would leave it behind. Of a process that dies
-        # by a signal Ray prints a paragraph, hence ray.kill.
-        if (handle := scratch / HANDLE_FILE).exists():
-            ray.kill(ray.cloudpickle.loads(handle.read_bytes()))
-        shutil.rmtree(scratch, ignore_errors=True)
+        ray.kill(launcher)  # with it go controller and ranks, each owned by the one before
 
 
-class _Reports(ray.train.UserCallback):
-    """Appends rank 0's reports to a file. Runs in Ray Train's controller, which is on the launcher's node."""
+class Launcher:
+    """Ray Train's driver, in a process that can be ended from outside; and the reports of rank 0, until they are read.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    Of the actor's two threads `fit` takes one: reports are read in the order in which they were made.
+    """
 
-    def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
-        self._keep_handle()
-        with (self.folder / REPORTS_FILE).open("a") as file:
-            file.write(json.dumps(metrics[0]) + "\n")
+    def __init__(self) -> None:
+        self._reports: list[Report] = []
 
-    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        self._keep_handle()
+    def report(self, report: Report) -> None:
+        self._reports.append(report)
 
-    def _keep_handle(self) -> None:
-        actor = ray.get_runtime_context().current_actor
-        (self.folder / HANDLE_FILE).write_bytes(ray.cloudpickle.dumps(actor))
+    def take_reports(self) -> list[Report]:
+        taken, self._reports = self._reports, []
+        return taken
+
+    def fit(self, job: RankJob) -> None:
+        """Train. Returns once every rank has ended, the model written."""
+        options = job.options
+        env = process_environment(options) | rank_environment(options) | {"TOKENIZERS_PARALLELISM": "false"}
+        trainer = ray.train.torch.TorchTrainer(
+            train_loop,
+            train_loop_config={"job": job, "launcher": ray.get_runtime_context().current_actor},
+            torch_config=ray.train.torch.TorchConfig(
+                backend="nccl" if options.gpus else "gloo", timeout_s=max(1, round(options.timeout_s))
+            ),
+            scaling_config=ray.train.ScalingConfig(
+                num_workers=options.workers,
+                use_gpu=options.gpus > 0,
+                resources_per_worker=bundle(options),
+                label_selector=options.labels or None,
+            ),
+            run_config=ray.train.RunConfig(
+                name="sft",
+                storage_path=str(job.folder / RAY_TRAIN),  # no Ray Train checkpoints: nothing but a marker is written
+                worker_runtime_env={"env_vars": env},
+                # A process that did not come up, on a node that was short of memory for a moment, is started once more.
+                failure_config=ray.train.FailureConfig(max_failures=0, controller_failure_limit=1),
+                logging_config=ray.train.LoggingConfig(log_level="ERROR"),
+            ),
+        )
+        try:
+            trainer.fit()
+        except ray.train.TrainingFailedError as error:
+            raise _explain(error) from error
 
 
 def _follow(
-    has_ended: Callable[[], bool], reports: Path, patience_s: float, on_progress: Callable[[SFTProgress], None]
-) -> dict[str, float] | None:
-    """Hand on each report until the empty one; RunStopped when the next takes over `patience_s`.
+    read_reports: Callable[[], tuple[list[Report], bool]],
+    patience_s: float,
+    on_progress: Callable[[SFTProgress], None],
+    on_step: Callable[[int], None],
+) -> SFTProgress | None:
+    """Hand on each report until the training has ended, and return the last progress.
 
-    Returns the last but that, None when the ranks have ended without it.
+    Args:
+        read_reports: Returns the reports since its last call, and whether the training has ended. May wait a moment.
 
-    has_ended: may take a moment to answer.
+    Raises:
+        RunStopped: The next progress took over `patience_s`.
     """
     deadline = time.monotonic() + patience_s
-    num_read, last = 0, {}
+    last: SFTProgress | None = None
     while True:
-        ended = has_ended()
-        lines = reports.read_text().split("\n")[:-1] if reports.exists() else []  # the last may be half written
-        for report in map(json.loads, lines[num_read:]):
-            if not report:
-                return last
-            last = report
-            on_progress(SFTProgress(**report))
-            deadline = time.monotonic() + patience_s
-        num_read = len(lines)
-        if ended:
-            return None
+        reports, has_ended = read_reports()
+        for step, progress in reports:
+            on_step(step)
+            if progress:
+                last = progress
+                on_progress(progress)
+                deadline = time.monotonic() + patience_s
+        if has_ended:
+            return last
         if time.monotonic() > deadline:
-            stood = "the ranks stood at step {step} of {num_steps}"
-            where = stood.format(**last) if last else "no rank has reported yet"
+            where = f"the ranks stood at step {last.step} of {last.num_steps}" if last else "no rank has reported yet"
             raise RunStopped(
                 f"{LABEL} is late: nothing was heard of its ranks for {patience_s:g} s, which is sft.timeout_s for "
                 f"each of {REPORT_EVERY} steps and for what comes before or after them; {where}"

@@ -6,10 +6,10 @@
 import os
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import ray
 import ray.train
@@ -26,7 +26,6 @@ from t2g.types import TrainBatch, TrainSequence
 LABEL = "supervised training"  # how messages call it
 REPORT_EVERY = 10  # optimizer steps between two reports
 CHECKPOINTS, MODEL = "checkpoints", "model"  # in the folder of an unfinished training
-STEP_FILE = "step"  # beside them: the steps that are done, by rank 0 after each of them
 ENGINE = "engine"  # what `LearnerWorker.save` wrote, in a checkpoint
 
 
@@ -56,9 +55,12 @@ class RankJob:
     done: int  # steps behind it
 
 
-def train_loop(config: dict[str, RankJob]) -> None:
-    """One rank. An empty report, after those of `SFTProgress`, says that the model folder is written."""
-    job = config["job"]
+Report = tuple[int, SFTProgress | None]  # optimizer steps done; progress every REPORT_EVERY of them
+
+
+def train_loop(config: dict[str, Any]) -> None:
+    """Train as one rank. config: `job`, a RankJob, and `launcher`, the actor that takes the reports of rank 0."""
+    job: RankJob = config["job"]
     options, seed = job.options, job.spec.seed
     rank = ray.train.get_context().get_world_rank()
     worker = LearnerWorker(job.spec, ["policy"], options, rank)
@@ -75,9 +77,7 @@ def train_loop(config: dict[str, RankJob]) -> None:
         batch = TrainBatch(minibatches=(loss_shares([examples[i] for i in chosen]),))
         recent.append(worker.update("policy", batch, f"{LABEL}, step {step}, examples {_short(chosen)}"))
         num_tokens += sum(len(examples[i]) for i in chosen)
-        if rank == 0:
-            with suppress(OSError):  # a full disk ends the training in words where its checkpoint is written
-                (job.folder / STEP_FILE).write_text(str(step))
+        progress: SFTProgress | None = None
         if step % REPORT_EVERY == 0 or step == len(steps):
             now = time.monotonic()
             progress = SFTProgress(
@@ -90,12 +90,12 @@ def train_loop(config: dict[str, RankJob]) -> None:
                 train_s=now - began,
                 left_s=(now - began) / (step - job.done) * (len(steps) - step),
             )
-            ray.train.report(asdict(progress))
             since, num_tokens, recent = now, 0, []
+        if rank == 0:
+            ray.get(config["launcher"].report.remote((step, progress)))
         if options.checkpoint_every is not None and step % options.checkpoint_every == 0 and step < len(steps):
             _checkpoint(worker, job.folder, step)
     worker.export(job.folder / MODEL)
-    ray.train.report({})
 
 
 def _checkpoint(worker: LearnerWorker, folder: Path, step: int) -> None:

@@ -1,16 +1,13 @@
 """From which checkpoint a supervised training goes on, and how long its driver waits for a sign of life."""
 
-import json
-import threading
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from ray.train import ControllerError
 
-from actors.learner.sft import _explain, _follow, _report_step, _resume_point
-from actors.learner.sft_rank import SFTProgress
+from actors.learner.sft import _explain, _follow, _resume_point
+from actors.learner.sft_rank import Report, SFTProgress
 from t2g.config import SFTOptions
 from t2g.errors import RunStopped
 from t2g.runs.checkpoint import CheckpointStore
@@ -50,60 +47,41 @@ def test_what_another_version_of_the_program_left_is_not_gone_on_with(
     assert "starts from the base model" in caplog.text
 
 
-def ranks(reports: Path, *, pause_s: float, then_silent: bool, end: threading.Event) -> threading.Thread:
-    """Three reports, one each `pause_s`; then the empty one, or nothing any more."""
+class Ranks:
+    """Three reports of progress, `pause_s` apart, with a step between them; then the end, or silence."""
 
-    def work() -> None:
-        for step in (10, 20, 30):
-            time.sleep(pause_s)
-            progress = SFTProgress(
-                step=step, num_steps=40, loss=1, grad_norm=1, lr=1, tokens_per_s=1, train_s=1, left_s=1
-            )
-            with reports.open("a") as file:
-                file.write(json.dumps(asdict(progress)) + "\n")
-        if then_silent:
-            end.wait(30)
-        else:
-            with reports.open("a") as file:
-                file.write("{}\n")
+    def __init__(self, *, pause_s: float, then_silent: bool = False) -> None:
+        self.pause_s, self.then_silent, self.steps = pause_s, then_silent, [10, 15, 20, 25, 30]
 
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    return thread
+    def read(self) -> tuple[list[Report], bool]:
+        time.sleep(0.05)
+        if not self.steps:
+            return [], not self.then_silent
+        time.sleep(self.pause_s / 2)
+        step = self.steps.pop(0)
+        progress = SFTProgress(step=step, num_steps=40, loss=1, grad_norm=1, lr=1, tokens_per_s=1, train_s=1, left_s=1)
+        return [(step, progress if step % 10 == 0 else None)], False
 
 
-def ended(thread: threading.Thread) -> bool:
-    thread.join(0.05)
-    return not thread.is_alive()
-
-
-def test_the_deadline_begins_again_with_each_report(tmp_path: Path) -> None:
-    end, steps = threading.Event(), []
-    thread = ranks(tmp_path / "r", pause_s=0.6, then_silent=False, end=end)
-    last = _follow(lambda: ended(thread), tmp_path / "r", 1.5, lambda progress: steps.append(progress.step))
-    assert steps == [10, 20, 30]
-    assert last["step"] == 30
-
-
-def test_an_end_without_the_last_report_is_no_model(tmp_path: Path) -> None:
-    assert _follow(lambda: True, tmp_path / "r", 1, lambda progress: None) is None
-
-
-def test_ranks_that_fall_silent_are_late_in_a_sentence(tmp_path: Path) -> None:
-    end = threading.Event()
-    thread = ranks(tmp_path / "r", pause_s=0, then_silent=True, end=end)
-    with pytest.raises(RunStopped, match=r"late: nothing was heard .* for 0\.5 s.*stood at step 30 of 40"):
-        _follow(lambda: ended(thread), tmp_path / "r", 0.5, lambda progress: None)
-    end.set()
-
-
-def test_steps_are_told_between_two_reports(tmp_path: Path) -> None:
+def test_the_deadline_begins_again_with_each_report() -> None:
+    progress: list[int] = []
     steps: list[int] = []
-    for content in (None, "", "3", "4"):
-        if content is not None:
-            (tmp_path / "step").write_text(content)
-        _report_step(tmp_path / "step", steps.append)
-    assert steps == [3, 4]
+    last = _follow(Ranks(pause_s=0.6).read, 1.5, lambda progressed: progress.append(progressed.step), steps.append)
+    assert progress == [10, 20, 30]
+    assert steps == [10, 15, 20, 25, 30], "steps between two reports are told"
+    assert last is not None and last.step == 30
+
+
+def test_an_end_without_a_report_has_no_progress() -> None:
+    assert _follow(lambda: ([], True), 1, lambda progress: None, lambda step: None) is None
+
+
+def test_ranks_that_fall_silent_are_late_in_a_sentence() -> None:
+    ranks = Ranks(pause_s=0, then_silent=True)
+    with pytest.raises(RunStopped, match=r"late: nothing was heard .* for 0\.5 s.*stood at step 30 of 40"):
+        _follow(ranks.read, 0.5, lambda progress: None, lambda step: None)
+    with pytest.raises(RunStopped, match=r"no rank has reported yet"):
+        _follow(lambda: ([], False), 0, lambda progress: None, lambda step: None)
 
 
 def test_a_start_that_failed_is_told_with_what_happened_and_not_with_the_trace() -> None:
