@@ -16,10 +16,6 @@ from t2g.tasks.references import NEITHER, with_mode
 from t2g.text.tokenizer import Message
 from t2g.types import Prompt
 
-POLICY_INSTRUCTION = (
-    "Solve the following problem in Python. Answer with the whole program in one block that starts with ```python, "
-    "without tests and without examples of its use.\n\n"
-)
 MAX_NOTE_CHARS = 2000  # a log and the tests are shown up to here, each
 # Possessive, and no piece runs into where the next match may begin: else time grows with the square of the text.
 _FENCE = re.compile(
@@ -34,6 +30,10 @@ class CodeTask(Task):
     score_name = "passed"
     step_pattern = r"\n"
     input_fields = ("question",)
+    instruction = (
+        "Solve the following problem in Python. Answer with the whole program in one block that starts with ```python, "
+        "without tests and without examples of its use.\n\n"
+    )
     review = Review(
         opening="You review a Python solution of a programming problem: is it correct, complete, efficient, readable?",
         input_name="Problem",
@@ -46,7 +46,7 @@ class CodeTask(Task):
     )
 
     def policy_messages(self, record: Record, input_limit: int | None = None) -> list[Message]:
-        return [{"role": "user", "content": POLICY_INSTRUCTION + self.prompt_text(record)}]
+        return [{"role": "user", "content": self.instruction + self.prompt_text(record)}]
 
     def prompt_text(self, record: Record) -> str:
         """The question, and the names that the tests import: a question need not say what a function is called."""

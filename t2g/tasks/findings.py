@@ -8,12 +8,10 @@ import re
 from collections.abc import Sequence
 
 from t2g.sandbox import SandboxConfig
-from t2g.tasks.base import Record, Review
+from t2g.tasks.base import Review
 from t2g.tasks.summarization import SummarizationTask
-from t2g.text.tokenizer import Message
 from t2g.types import Prompt
 
-POLICY_INSTRUCTION = "Summarize the following findings in one or two sentences.\n\n"
 COPIED_WORDS = 4  # in a row
 STEM_CHARS = 5
 _NUMBER_WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
@@ -23,6 +21,7 @@ _TOKEN = re.compile(r"\d+(?:[.,]\d+)*|[^\W\d_]+|[.!?:\n]")
 
 class FindingsTask(SummarizationTask):
     name = "findings"
+    instruction = "Summarize the following findings in one or two sentences.\n\n"
     review = Review(
         opening="You review a short summary of scientific findings.",
         input_name="Findings",
@@ -30,9 +29,6 @@ class FindingsTask(SummarizationTask):
         sparse="one to three short pieces, a few words each",
         labels="Good is what the findings say; poor is what they do not say, or what is said twice.",
     )
-
-    def policy_messages(self, record: Record, input_limit: int | None = None) -> list[Message]:
-        return [{"role": "user", "content": POLICY_INSTRUCTION + self.prompt_text(record)[:input_limit]}]
 
     def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float] | None:
         """ROUGE where there is a reference, and `faithfulness`."""

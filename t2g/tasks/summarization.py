@@ -14,7 +14,6 @@ from t2g.tasks.base import Record, Review, Task, text_field
 from t2g.text.tokenizer import Message
 from t2g.types import Prompt
 
-POLICY_INSTRUCTION = "Summarize the following Reddit post in one or two sentences.\n\n"
 ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
@@ -22,6 +21,7 @@ class SummarizationTask(Task):
     name = "summarization"
     score_name = "rougeL"
     input_fields = ("post", "Post")
+    instruction = "Summarize the following Reddit post in one or two sentences.\n\n"
     review = Review(
         opening="You review a summary of a Reddit post: what it gets right, what it gets wrong and what it leaves out.",
         input_name="Post",
@@ -35,7 +35,7 @@ class SummarizationTask(Task):
     )
 
     def policy_messages(self, record: Record, input_limit: int | None = None) -> list[Message]:
-        return [{"role": "user", "content": POLICY_INSTRUCTION + self.prompt_text(record)[:input_limit]}]
+        return [{"role": "user", "content": self.instruction + self.prompt_text(record)[:input_limit]}]
 
     def prompt_text(self, record: Record) -> str:
         """Subreddit, title and post; whichever of the first two the record has."""

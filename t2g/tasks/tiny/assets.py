@@ -72,7 +72,8 @@ def build_tokenizers(folder: Path, num_facts: int = 5) -> tuple[Any, Any]:
 
 def build_code_tokenizer(folder: Path) -> Any:
     """The policy's of the world of code, in `folder/policy`."""
-    return build_tokenizer(folder / "policy", programs.tokenizer_pieces(TinyCodeTask.instruction), vocab_size=600)
+    pieces = programs.tokenizer_pieces(TinyCodeTask.instruction.rstrip())
+    return build_tokenizer(folder / "policy", pieces, vocab_size=600)
 
 
 def build_reward_model(folder: Path | str, tokenizer: Any, *, seed: int, **shape: float) -> Any:

@@ -43,17 +43,11 @@ def _outcome(reason: str, results: list[TestResult]) -> Outcome:
 
 def _function(module: ast.Module) -> ast.FunctionDef:
     match module.body:
-        case [ast.FunctionDef(name="f", decorator_list=[], returns=None, type_comment=None) as function]:
-            arguments = function.args
-            plain = ast.arguments(posonlyargs=[], args=[ast.arg(one.arg) for one in arguments.args],
-                                  kwonlyargs=[], kw_defaults=[], defaults=[])  # fmt: skip
-            if len({one.arg for one in arguments.args}) == len(arguments.args) == 2 and _same(plain, arguments):
+        case [ast.FunctionDef(name="f", args=arguments, decorator_list=[], returns=None) as function]:
+            names = [argument.arg for argument in arguments.args]
+            if len(names) == len(set(names)) == 2 and ast.unparse(arguments) == ", ".join(names):
                 return function
     raise _Unknown
-
-
-def _same(one: ast.AST, other: ast.AST) -> bool:
-    return ast.dump(one) == ast.dump(other)
 
 
 def _test(function: ast.FunctionDef, name: str, statement: str, word: str, n: str, expected: str) -> TestResult:

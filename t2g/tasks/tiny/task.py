@@ -20,10 +20,8 @@ from t2g.types import Prompt
 class TinyTask(SummarizationTask):
     name = "tiny"
     score_name = "fact_f1"
+    instruction = world.POLICY_INSTRUCTION
     step_pattern = r"[,.]"  # clauses: a summary is one sentence
-
-    def policy_messages(self, record: Record, input_limit: int | None = None) -> list[Message]:
-        return [{"role": "user", "content": world.POLICY_INSTRUCTION + self.prompt_text(record)[:input_limit]}]
 
     def prompt_text(self, record: Record) -> str:
         """The post alone: the title states facts as well, without the faults that make the task one."""
@@ -74,10 +72,7 @@ class TinyCodeTask(CodeTask):
     """Truth by execution: critic and critique are those of the task code."""
 
     name = "tiny_code"
-    instruction = "Write f."
-
-    def policy_messages(self, record: Record, input_limit: int | None = None) -> list[Message]:
-        return [{"role": "user", "content": f"{self.instruction} {self.prompt_text(record)}"}]
+    instruction = "Write f. "
 
     def prompt_text(self, record: Record) -> str:
         return text_field(record, "question")

@@ -29,22 +29,13 @@ import numpy as np
 from t2g.config import WorldConfig
 from t2g.types import Span
 
-SLOTS: dict[str, tuple[str, ...]] = {
-    "name": ("José", "Zoë", "美咲", "Mira", "Otto", "Nadia", "Ivan", "Lena"),
-    "thing": ("phone", "laptop", "kettle", "🎧", "bike", "camera", "printer", "lamp"),
-    "fault": ("hums", "leaks", "overheats", "flickers", "rattles", "freezes", "smokes", "squeaks"),
-    "day": ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday", "Easter"),
-    "place": ("東京", "Zürich", "Málaga", "Oslo", "Lima", "Paris", "Quito", "Cairo"),
-}
-POST_TEMPLATES: dict[str, tuple[str, ...]] = {
-    "name": ("My name is {}.", "I am {}."),
-    "thing": ("I bought a {}.", "This is about my {}."),
-    "fault": ("It always {}.", "Every hour it {}."),
-    "day": ("It began on {}.", "I noticed it on {}."),
-    "place": ("I live in {}.", "I write from {}."),
-}
-CLAUSE_LEADS: dict[str, str] = {"name": "by", "thing": "about a", "fault": "it", "day": "since", "place": "in"}
-_FURTHER = {  # slot -> lead of its clause, how posts begin to state it, values
+_FACTS = {  # slot -> lead of its clause, how posts begin to state it, values
+    "name": ("by", ("My name is", "I am"), "José Zoë 美咲 Mira Otto Nadia Ivan Lena"),
+    "thing": ("about a", ("I bought a", "This is about my"), "phone laptop kettle 🎧 bike camera printer lamp"),
+    "fault": ("it", ("It always", "Every hour it"), "hums leaks overheats flickers rattles freezes smokes squeaks"),
+    "day": ("since", ("It began on", "I noticed it on"),
+            "Monday Tuesday Wednesday Thursday Friday Saturday Sunday Easter"),
+    "place": ("in", ("I live in", "I write from"), "東京 Zürich Málaga Oslo Lima Paris Quito Cairo"),
     "colour": ("painted", ("Its colour is", "I chose it in"), "teal blue green black white brown purple yellow"),
     "price": ("for", ("It cost", "The bill says"), "20 30 40 50 60 70 80 90"),
     "shop": ("from", ("I got it at", "The shop was"), "Acme Globex Initech Hooli Umbra Vandelay Wonka Soylent"),
@@ -61,10 +52,9 @@ _FURTHER = {  # slot -> lead of its clause, how posts begin to state it, values
     "week": ("after week", ("It failed in week", "It was fine until week"), "11 12 13 14 15 16 17 18"),
     "contact": ("reached by", ("Reach me by", "I answer by"), "letter pager fax radio text email courier pigeon"),
 }  # fmt: skip
-for _slot, (_lead, _begun, _values) in _FURTHER.items():
-    SLOTS[_slot] = tuple(_values.split())
-    POST_TEMPLATES[_slot] = tuple(f"{words} {{}}." for words in _begun)
-    CLAUSE_LEADS[_slot] = _lead
+SLOTS = {slot: tuple(values.split()) for slot, (_, _, values) in _FACTS.items()}
+POST_TEMPLATES = {slot: tuple(f"{words} {{}}." for words in begun) for slot, (_, begun, _) in _FACTS.items()}
+CLAUSE_LEADS = {slot: lead for slot, (lead, _, _) in _FACTS.items()}
 INVENTIONS = ("sells honey", "likes opera", "plays chess", "hates rain", "met a wizard", "saw a ghost")
 MISSING = "The {} is missing."
 VERDICTS = ("right", "wrong", "repeated", "invented", "missing")
