@@ -148,24 +148,24 @@ def advantage_samples(
         normalise = objective.advantages == "group_normalised"
         advantages, returns = group_advantages(rewards, mask, groups, objective.gamma, normalise=normalise)
     advantages = whiten(advantages, mask, objective.whiten)
-    blended = [
-        _blended(advantages[row, : len(s.rollout.response_ids)].numpy(), s, t, objective, *teacher[row : row + 1])
-        for row, (s, t) in enumerate(zip(scored, stats, strict=True))
-    ]
-    return [
-        TrainSample(
-            prompt_ids=s.rollout.prompt_ids,
-            response_ids=s.rollout.response_ids,
-            weights=blended[row][1],
-            advantages=blended[row][0],
-            returns=returns[row, : len(s.rollout.response_ids)].numpy(),
-            values=t.values,
-            old_logprobs=t.old_logprobs,
-            rollout_logprobs=s.rollout.rollout_logprobs,
-            ref_logprobs=t.ref_logprobs,
+    samples = []
+    for row, (s, t, taught_by) in enumerate(zip(scored, stats, teacher or [None] * len(scored), strict=True)):
+        end = len(s.rollout.response_ids)
+        blended, weights = _blended(advantages[row, :end].numpy(), s, t, objective, taught_by)
+        samples.append(
+            TrainSample(
+                prompt_ids=s.rollout.prompt_ids,
+                response_ids=s.rollout.response_ids,
+                weights=weights,
+                advantages=blended,
+                returns=returns[row, :end].numpy(),
+                values=t.values,
+                old_logprobs=t.old_logprobs,
+                rollout_logprobs=s.rollout.rollout_logprobs,
+                ref_logprobs=t.ref_logprobs,
+            )
         )
-        for row, (s, t) in enumerate(zip(scored, stats, strict=True))
-    ]
+    return samples
 
 
 def token_columns(samples: Sequence[TrainSample], stats: Sequence[TokenStats]) -> dict[str, list[np.ndarray]]:
@@ -188,7 +188,7 @@ def _blended(
     scored: ScoredRollout,
     stats: TokenStats,
     objective: ObjectiveConfig,
-    teacher: np.ndarray | None = None,
+    teacher: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Advantages and loss weights of one response, [R] each, once the teacher has had its say."""
     share = 1 if objective.loss_mean == "token" else 1 / max(1, len(advantages))

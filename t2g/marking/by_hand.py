@@ -6,7 +6,6 @@ finished, and how far two people agree.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -40,24 +39,6 @@ class Mark(BaseModel):
 
 class StaleMark(ValueError):
     """A change of a version that is not the latest: another page changed the response in between."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Agreement:
-    """Of two people, over the characters that are not blank of all responses that both finished."""
-
-    other: str
-    num_responses: int
-    num_characters: int
-    share: float  # of characters with the same label: good, poor or none
-    kappa: float | None
-
-    def __str__(self) -> str:
-        chance = "" if self.kappa is None else f", kappa {self.kappa:.2f}"
-        return (
-            f"with {self.other}: {self.num_responses} responses that both marked, the same label on {self.share:.0%} "
-            f"of {self.num_characters} characters{chance}"
-        )
 
 
 class Marks:
@@ -114,7 +95,7 @@ class Marks:
         messages = []
         for other in sorted({file.parent.name for file in self._all.glob(f"*/{JOURNAL_FILE}")} - {self.by}):
             try:
-                messages += [str(found)] if (found := self.agreement(other)) else []
+                messages += [found] if (found := self._agreement(other)) else []
             except (UserError, OSError) as error:
                 messages.append(f"with {other}: not compared, because {error}")
         return [printable(message) for message in messages]
@@ -123,10 +104,10 @@ class Marks:
         with self._lock:
             self._journal.close()
 
-    def agreement(self, other: str) -> Agreement | None:
-        """Return the agreement over the responses that both finished, None without one.
+    def _agreement(self, other: str) -> str | None:
+        """Return a sentence on the labels of the characters that are not blank of the responses that both finished.
 
-        UserError for a journal with a broken line.
+        None without such a response. UserError for a journal with a broken line.
         """
         theirs = self._said_by(other)
         pairs = [
@@ -137,8 +118,12 @@ class Marks:
         if not pairs:
             return None
         a, b = (np.concatenate(labels) for labels in zip(*pairs, strict=True))
-        share = float(np.mean(a == b))
-        return Agreement(other=other, num_responses=len(pairs), num_characters=len(a), share=share, kappa=kappa(a, b))
+        by_kappa = kappa(a, b)
+        chance = "" if by_kappa is None else f", kappa {by_kappa:.2f}"
+        return (
+            f"with {other}: {len(pairs)} responses that both marked, the same label on {np.mean(a == b):.0%} "
+            f"of {len(a)} characters{chance}"
+        )
 
     def _said_by(self, name: str) -> dict[str, Mark]:
         return {mark.key: mark for mark in read_journal(self._all / name / JOURNAL_FILE, Mark)}

@@ -158,9 +158,8 @@ async def ask_base(
 ) -> tuple[list[tuple[Prompt, Rollout]], list[Judged]]:
     """Held-out responses of the base, whose score becomes step 0; and `num_samples` to each prompt of every step."""
     job, steps = arm.job, []
-    began = time.monotonic()
-    held_out = await sample_held_out(job, arm.eval_prompts, rollouts)
-    arm.log.step(0, await measure(arm, held_out, step=0) | {"time/eval_s": time.monotonic() - began})
+    held_out, metrics = await score_held_out(arm, rollouts, step=0)
+    arm.log.step(0, metrics)
     if num_samples == 0:
         return held_out, []
     asked = with_overrides(job, {"rollout.samples_per_prompt": num_samples})
@@ -206,19 +205,22 @@ async def revise(
     return [(one, next(answers) if prompt else []) for one, prompt in zip(judged, asked, strict=True)]
 
 
+async def score_held_out(
+    arm: Arm, rollouts: RolloutSource, *, step: int
+) -> tuple[list[tuple[Prompt, Rollout]], Metrics]:
+    began = time.monotonic()
+    pairs = await sample_held_out(arm.job, arm.eval_prompts, rollouts)
+    return pairs, await measure(arm, pairs, step=step) | {"time/eval_s": time.monotonic() - began}
+
+
 async def measure(arm: Arm, pairs: Sequence[tuple[Prompt, Rollout]], *, step: int) -> Metrics:
     return await held_out_metrics(arm.job, arm.task, pairs, arm.feedback, arm.log, step=step)
 
 
 def score_result(arm: Arm) -> Metrics:
     """The held-out score of the trained policy: the same prompts and seeds as the base's."""
-
-    async def ask(rollouts: RolloutSource) -> Metrics:
-        began = time.monotonic()
-        pairs = await sample_held_out(arm.job, arm.eval_prompts, rollouts)
-        return await measure(arm, pairs, step=arm.job.num_steps) | {"time/eval_s": time.monotonic() - began}
-
-    return arm.serve(ModelConfig(policy=str(arm.job.run.folder / POLICY)), arm.job.rollout, ask)
+    model = ModelConfig(policy=str(arm.job.run.folder / POLICY))
+    return arm.serve(model, arm.job.rollout, partial(score_held_out, arm, step=arm.job.num_steps))[1]
 
 
 def run_metrics(job: PolicyJob, steps: Sequence[Judged], learnt: Sequence[Scored], *, learn_s: float) -> Metrics:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
@@ -112,7 +112,10 @@ class Asker:
     def __init__(self, chat: Chat, llm: LLMConfig, timeout_s: float) -> None:
         self.chat, self._llm, self._timeout_s = chat, llm, timeout_s
         self._place = PerLoop(lambda: asyncio.Semaphore(llm.concurrency))
-        self._pace = PerLoop(self._make_pace)
+        # Requests so far apart that no minute has more than its share; tries again by the endpoint's client, which heeds
+        # what the server says, come on top.
+        per_minute = llm.requests_per_minute
+        self._pace = PerLoop(lambda: AsyncLimiter(1, 60 / per_minute) if per_minute else nullcontext())
         self._failures = FailureLog()
         self._num_lost = 0  # questions in a row without an answer
         self.num_tokens = 0  # spent so far, prompts and answers
@@ -122,13 +125,6 @@ class Asker:
         """Wait for it before a question: no deadline counts the wait."""
         async with self._place.get(), self._pace.get():
             yield
-
-    def _make_pace(self) -> AbstractAsyncContextManager[None]:
-        """Requests so far apart that no minute has more than its share; tries again by the endpoint's client, which
-        heeds what the server says, come on top.
-        """
-        per_minute = self._llm.requests_per_minute
-        return AsyncLimiter(1, 60 / per_minute) if per_minute else nullcontext()
 
     async def complete(self, question: Question, limit_s: float | None = None) -> Completion:
         """An answer within limit_s, by default timeout_s. Raises ChatFailed at the cap, else as `Chat.complete`."""

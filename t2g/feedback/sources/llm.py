@@ -10,7 +10,6 @@ import json
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from t2g.config import FeedbackConfig
 from t2g.errors import UserError
@@ -20,7 +19,6 @@ from t2g.feedback.sources.asking import Asker, Chat, ChatFailed, Completion, Per
 from t2g.feedback.sources.votes import vote
 from t2g.interfaces import FeedbackSource
 from t2g.tasks.base import Task
-from t2g.text.tokenizer import Message
 from t2g.types import Prompt, SpanFeedback
 
 
@@ -92,14 +90,20 @@ class LLMFeedback(FeedbackSource):
     async def _annotator(self, request: Request, seed: int) -> SpanFeedback:
         """The feedback of one annotator, who is told what was wrong with an answer and asked again."""
         left_s = self._config.timeout_s  # for all tries; waiting for a turn does not count: a slow pace is no failure
-        messages, schema = request.messages, answer_schema(request)
+        question = Question(
+            messages=request.messages,
+            schema=answer_schema(request),
+            max_output_tokens=self._llm.max_output_tokens,
+            temperature=self._llm.temperature,
+            seed=seed,
+        )
         readings: list[Reading] = []
         failed: ChatFailed | None = None  # the last try
         for _ in range(self._llm.max_tries):
             async with self.asker.turn():
                 started = time.monotonic()
                 try:
-                    completion, failed = await self._complete(messages, schema, seed, left_s), None
+                    completion, failed = await self._complete(question, left_s), None
                 except ChatFailed as error:
                     failed = error
                 left_s -= time.monotonic() - started
@@ -110,31 +114,18 @@ class LLMFeedback(FeedbackSource):
             readings.append(read_answer(completion, request, source=self.name, version=self.version))
             if not readings[-1].faults:
                 break
-            messages = follow_up(request, completion.text, readings[-1].faults)
+            question = replace(question, messages=follow_up(request, completion.text, readings[-1].faults))
         if failed and not any(reading.feedback.spans for reading in readings):
-            return self._failed(failed)
+            self.asker.failed(failed)
+            return no_feedback("failed", source=self.name, version=self.version, reason=str(failed))
         return settle(readings)
 
-    async def _complete(
-        self, messages: Sequence[Message], schema: dict[str, Any], seed: int, limit_s: float
-    ) -> Completion:
+    async def _complete(self, question: Question, limit_s: float) -> Completion:
         """An answer. Raises ChatFailed for a refusal, too: asked again the model would refuse again."""
-        question = Question(
-            messages=messages,
-            schema=schema,
-            max_output_tokens=self._llm.max_output_tokens,
-            temperature=self._llm.temperature,
-            seed=seed,
-        )
         completion = await self.asker.complete(question, limit_s)
         if completion.finish_reason == "refusal":
             raise ChatFailed("refusal", f"{self.asker.chat.name} refused: {completion.text:.2000}")
         return completion
-
-    def _failed(self, failed: ChatFailed) -> SpanFeedback:
-        """Failed feedback, said once of each kind. RunStopped when nobody gets an answer any more."""
-        self.asker.failed(failed)
-        return no_feedback("failed", source=self.name, version=self.version, reason=str(failed))
 
 
 def settle(readings: Sequence[Reading]) -> SpanFeedback:
