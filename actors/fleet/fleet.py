@@ -64,11 +64,7 @@ class Fleet:
         self._short_since: float | None = None  # since when fewer workers than the floor have started
         self._recoveries: list[float] = []  # seconds from a loss to its successor's service, not yet reported
         self._restarts = 0
-        self._begin_all()
-
-    def _begin_all(self) -> None:
-        """The workers of the start, each in its place."""
-        for place in placement.reserve({self.role: self.config}, timeout_s=self._placement_timeout_s):
+        for place in placement.reserve({self.role: config}, timeout_s=placement_timeout_s):
             self._add(place).begin(self.actor, self._arguments)
 
     @property

@@ -19,7 +19,7 @@ from actors.learner import lora, zero3
 from actors.learner.models import checkpoint_layers, load_for_training
 from actors.learner.whole_weights import WholeWeights, metadata
 from actors.weights.buckets import Bucket, Shapes, make_bucket
-from actors.weights.transports import Meeting, Sender, make_sender
+from actors.weights.transports import IpcSender, Meeting, NcclSender, Sender
 from t2g.algo.corrections import importance_weights
 from t2g.algo.critic import Critic, disable_dropout
 from t2g.algo.head import install_chunked_head
@@ -303,8 +303,9 @@ class PolicyPart(Part):
 
     @cached_property
     def _sender(self) -> Sender | None:
-        learner = self.spec.learner
-        return None if learner.keeps_buckets else make_sender(learner.sync_transport, self.engine.global_rank)
+        if self.spec.learner.keeps_buckets:
+            return None
+        return IpcSender(self.engine.global_rank) if self.spec.learner.sync_transport == "ipc" else NcclSender()
 
     def stream_weights(self, dtype: Dtype, full: bool, meeting: Meeting | None = None) -> Iterator[Bucket]:
         """The policy's weights, bucket by bucket on rank 0; the other ranks join the gathers and yield nothing.

@@ -165,9 +165,6 @@ class IpcSender:
         self._rank = rank
         self._shared: dict[int, Shared] = {}
 
-    def meet(self, meeting: Meeting, device: torch.device) -> None:
-        raise AssertionError("memory is shared without a group")
-
     def send(
         self, index: int, names: Sequence[str], tensors: Sequence[torch.Tensor], started: float
     ) -> Iterator[Bucket]:
@@ -198,10 +195,6 @@ class IpcSender:
 
 
 Sender = NcclSender | IpcSender  # of one rank, for the whole run
-
-
-def make_sender(transport: str, rank: int) -> Sender:
-    return IpcSender(rank) if transport == "ipc" else NcclSender()
 
 
 def _finish(tensors: Sequence[torch.Tensor]) -> None:

@@ -105,6 +105,10 @@ class WholeVersion(WeightTransferEngine[Any, Any]):
     _missing: dict[str, list[int]]  # name -> shape of what has not come yet
     _open = False
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.packed = True  # of vLLM's nccl and ipc engines: a bucket comes in one piece
+
     def init_transfer_engine(self, init_info: Announcement) -> None:
         self._announced = init_info
         self._missing = dict(init_info.shapes)
@@ -207,10 +211,6 @@ class StoreWeightTransferEngine(WholeVersion):
 class NcclBroadcastEngine(WholeVersion, NCCLWeightTransferEngine):
     """vLLM's nccl engine, in a group that is kept from version to version until its members are others."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.packed = True
-
     def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
         """An announcement, or where this engine meets the learner."""
         return (Invitation if "meeting" in init_dict else Announcement)(**init_dict)
@@ -239,10 +239,6 @@ class NcclBroadcastEngine(WholeVersion, NCCLWeightTransferEngine):
 
 class IpcSharedEngine(WholeVersion, IPCWeightTransferEngine):
     """vLLM's ipc engine."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.packed = True
 
     def _load(self, part: Part, shapes: list[list[int]], dtype: str) -> None:
         """Raises ValueError when no learner rank is on this GPU."""
