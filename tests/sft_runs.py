@@ -62,11 +62,16 @@ def train(
 ) -> tuple[dict[str, float], list[SFTProgress]]:
     """Metrics and reports; `seen` has the reports of a training that fails as well."""
     seen = [] if seen is None else seen
+
+    def on_report(step: int, progress: SFTProgress | None) -> None:
+        on_step(step)
+        if progress:
+            seen.append(progress)
+
     options, model = make_options(**changes), ModelConfig(policy=str(base))
     metrics = run_sft(
         model=model, examples=make_examples(base), options=options, cluster=cluster, out_folder=out_folder, seed=3,
-        made_of=Identity.of(options, model=str(base)), on_start=on_start, on_progress=seen.append,
-        on_step=on_step,
+        made_of=Identity.of(options, model=str(base)), on_start=on_start, on_report=on_report,
     )  # fmt: skip
     return metrics, seen
 

@@ -188,14 +188,11 @@ class Engine:
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         if model.use_mla or model.is_hybrid or model.get_sliding_window() is not None:
             return  # needs less than a key and a value for each token, layer and head
+        layers, heads = model.get_num_layers(parallel), model.get_num_kv_heads(parallel)
         need = kv_cache_bytes(
             num_tokens=model.max_model_len,
             block_size=vllm_config.cache_config.block_size,
-            token_bytes=2
-            * model.get_num_layers(parallel)
-            * model.get_num_kv_heads(parallel)
-            * model.get_head_size()
-            * model.dtype.itemsize,
+            token_bytes=2 * layers * heads * model.get_head_size() * model.dtype.itemsize,
         )
         if need > self._config.kv_cache_gib * 2**30:
             raise UserError(

@@ -235,7 +235,9 @@ class Fleet:
         self._admission.idle.account(self._members, now)
         for member in list(self._members):
             self._care(member, now)
-        self._replace_lost()
+        for member in [m for m in self._given_up if self._may_restart(m)]:
+            self._given_up.remove(member)
+            self._add(placement.ask(self.config), after=member)
         self._resize()
         self._check_floor(now)
 
@@ -323,12 +325,6 @@ class Fleet:
         self._history.append(f"{member.name} {member.health.reason}")
         logger.warning("%s %s; %d left", member.name, member.health.reason, len(self.started()))
         self._given_up.append(member)
-
-    def _replace_lost(self) -> None:
-        """Start a successor of each lost worker whose restart budget allows one."""
-        for member in [m for m in self._given_up if self._may_restart(m)]:
-            self._given_up.remove(member)
-            self._add(placement.ask(self.config), after=member)
 
     def _may_restart(self, member: Member) -> bool:
         """Return whether a lost worker gets a successor now.

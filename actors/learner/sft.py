@@ -49,8 +49,7 @@ def run_sft(
     seed: int,
     made_of: Identity,
     on_start: Callable[[int], None],
-    on_progress: Callable[[SFTProgress], None],
-    on_step: Callable[[int], None] = lambda done: None,
+    on_report: Callable[[int, SFTProgress | None], None],
 ) -> dict[str, float]:
     """Train `model` on `examples` and write it to `out_folder` (safetensors, tokenizer, identity.json, sft.json).
 
@@ -60,8 +59,8 @@ def run_sft(
     Args:
         made_of: identity of the training: model, examples, options and seed decide its result.
         on_start: called before the ranks start with the number of steps that are done; not for a model that is kept.
-        on_progress: called with every report, of REPORT_EVERY steps.
-        on_step: called with the number of steps done soon after each, without metrics.
+        on_report: called soon after each step with the number of steps that are done, and with the progress every
+            REPORT_EVERY of them.
 
     Returns the last `SFTProgress` as a dict, and `wall_s`, start-up and export included; seconds are of this start.
 
@@ -91,7 +90,7 @@ def run_sft(
         spec=_learner_spec(model, options, num_steps, seed), options=options, examples=ray.put(list(examples)),
         folder=part, checkpoint=checkpoint, done=done,
     )  # fmt: skip
-    metrics = _fit(job, cluster, on_progress, on_step) | {"wall_s": time.monotonic() - started}
+    metrics = _fit(job, cluster, on_report) | {"wall_s": time.monotonic() - started}
     identity.keep(part / MODEL, made_of)
     write_atomic(part / MODEL / DONE_FILE, json.dumps(metrics, indent=1).encode())
     os.replace(part / MODEL, out_folder)
@@ -130,10 +129,7 @@ def _resume_point(part: Path, made_of: Identity) -> tuple[Path | None, int]:
 
 
 def _fit(
-    job: RankJob,
-    cluster: ClusterConfig,
-    on_progress: Callable[[SFTProgress], None],
-    on_step: Callable[[int], None],
+    job: RankJob, cluster: ClusterConfig, on_report: Callable[[int, SFTProgress | None], None]
 ) -> dict[str, float]:
     """Run the ranks and follow their reports. However this ends, all processes of the training end with it."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -156,7 +152,7 @@ def _fit(
         return wait([launcher.take_reports.remote()])[0], has_ended
 
     try:
-        last = _follow(read_reports, patience_s, on_progress, on_step)
+        last = _follow(read_reports, patience_s, on_report)
         wait([running])  # raises what the training raised
         assert last is not None, "the last step is reported"
         return asdict(last)
@@ -214,8 +210,7 @@ class Launcher:
 def _follow(
     read_reports: Callable[[], tuple[list[Report], bool]],
     patience_s: float,
-    on_progress: Callable[[SFTProgress], None],
-    on_step: Callable[[int], None],
+    on_report: Callable[[int, SFTProgress | None], None],
 ) -> SFTProgress | None:
     """Hand on each report until the training has ended, and return the last progress.
 
@@ -230,11 +225,9 @@ def _follow(
     while True:
         reports, has_ended = read_reports()
         for step, progress in reports:
-            on_step(step)
+            on_report(step, progress)
             if progress:
-                last = progress
-                on_progress(progress)
-                deadline = time.monotonic() + patience_s
+                last, deadline = progress, time.monotonic() + patience_s
         if has_ended:
             return last
         if time.monotonic() > deadline:

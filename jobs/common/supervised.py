@@ -49,16 +49,16 @@ def supervise(config: SFTJob, examples: Sequence[TrainSequence], *, title: str) 
             log.truncate(first_step=done + 1)
             bar = shown.enter_context(stage(title, num_steps, done=done))
 
-        def on_progress(progress: SFTProgress) -> None:
+        def on_report(step: int, progress: SFTProgress | None) -> None:
             assert bar is not None
-            log.step(progress.step, {f"sft/{key}": value for key, value in asdict(progress).items() if key != "step"})
-            bar.reach(progress.step)
+            if progress:
+                log.step(step, {f"sft/{key}": value for key, value in asdict(progress).items() if key != "step"})
+            bar.reach(step)
 
         metrics = run_sft(
             model=config.model, examples=examples, options=options, cluster=config.cluster,
             out_folder=folder / MODEL, seed=config.run.seed, made_of=identity.load(folder),
-            on_start=on_start, on_progress=on_progress,
-            on_step=lambda done: bar.reach(done) if bar else None,
+            on_start=on_start, on_report=on_report,
         )  # fmt: skip
     write_model_card(folder / MODEL, config)
     line = f"loss {metrics['loss']:.4f} after {metrics['step']:.0f} steps, {metrics['tokens_per_s']:.0f} tokens/s"

@@ -189,7 +189,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_no_model(
 def test_a_training_that_is_given_up_leaves_no_process(base: Path, cluster: ClusterConfig, tmp_path: Path) -> None:
     seen: list[psutil.Process] = []
 
-    def give_up(progress: SFTProgress) -> None:
+    def give_up(step: int, progress: SFTProgress | None) -> None:
         names = ("ray::TrainController", "ray::RayTrainWorker")
         started = psutil.Process().children(recursive=True)
         seen.extend(process for process in started if title(process).startswith(names))
@@ -199,7 +199,7 @@ def test_a_training_that_is_given_up_leaves_no_process(base: Path, cluster: Clus
         run_sft(
             model=ModelConfig(policy=str(base)), examples=make_examples(base), options=make_options(num_epochs=10_000),
             cluster=cluster, out_folder=tmp_path / "up", seed=0, made_of=Identity.of(make_options()),
-            on_start=lambda done: None, on_progress=give_up,
+            on_start=lambda done: None, on_report=give_up,
         )  # fmt: skip
     assert len(seen) == 2
     assert psutil.wait_procs(seen, timeout=10)[1] == []
@@ -216,5 +216,5 @@ def test_no_examples_are_refused(base: Path, cluster: ClusterConfig, tmp_path: P
         run_sft(
             model=ModelConfig(policy=str(base)), examples=[], options=make_options(), cluster=cluster,
             out_folder=tmp_path / "none", seed=0, made_of=Identity.of(make_options()),
-            on_start=lambda done: None, on_progress=lambda progress: None,
+            on_start=lambda done: None, on_report=lambda step, progress: None,
         )  # fmt: skip

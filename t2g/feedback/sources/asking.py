@@ -112,8 +112,8 @@ class Asker:
     def __init__(self, chat: Chat, llm: LLMConfig, timeout_s: float) -> None:
         self.chat, self._llm, self._timeout_s = chat, llm, timeout_s
         self._place = PerLoop(lambda: asyncio.Semaphore(llm.concurrency))
-        # Requests so far apart that no minute has more than its share; tries again by the endpoint's client, which heeds
-        # what the server says, come on top.
+        # Requests so far apart that no minute has more than its share. The retries of the endpoint's client come on
+        # top: it heeds what the server says.
         per_minute = llm.requests_per_minute
         self._pace = PerLoop(lambda: AsyncLimiter(1, 60 / per_minute) if per_minute else nullcontext())
         self._failures = FailureLog()

@@ -250,9 +250,7 @@ def measure(facts: Facts, response: str) -> dict[str, float]:
         "fact_precision": found / num_clauses if num_clauses else 0.0,
         "fact_recall": found / len(facts),
         "fact_f1": 2 * found / (num_clauses + len(facts)),
-        "repeated": float(counts["repeated"]),
-        "wrong": float(counts["wrong"]),
-        "invented": float(counts["invented"]),
+        **{verdict: float(counts[verdict]) for verdict in ("repeated", "wrong", "invented")},
         "clauses": float(num_clauses),
         "length": float(len(response)),
     }
@@ -270,11 +268,8 @@ def make_records(*, count: int, heldout: bool, rates: WorldConfig, seed: int) ->
     split = "heldout" if heldout else "train"
     for index in range(count):
         facts = sample_facts(rng, heldout=heldout, num_facts=rates.num_facts)
-        post, reference, generated = (
-            write_post(facts, rng),
-            write_summary(facts, rates, rng),
-            write_summary(facts, rates, rng),
-        )
+        post = write_post(facts, rng)
+        reference, generated = write_summary(facts, rates, rng), write_summary(facts, rates, rng)
         yield {
             "id": f"tiny-{split}-{seed}-{index}",
             "subreddit": "tiny",
