@@ -16,7 +16,7 @@ export DO_NOT_TRACK := 1
 export VLLM_NO_USAGE_STATS := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help setup gpu demo real test test-all lint
+.PHONY: help setup gpu demo real test test-all lint docs
 
 help:
 	@echo "make demo      the whole pipeline on the tiny world, three arms, a table and a report (ARGS=\"key=value ...\")"
@@ -24,6 +24,7 @@ help:
 	@echo "make test      lint, unit tests, then the real stack: Ray, vLLM, DeepSpeed ZeRO-3"
 	@echo "make test-all  the same with the slow suites"
 	@echo "make lint      ruff and the import contracts"
+	@echo "make docs      configs/README.md again, from the schemas"
 	@echo "make setup     only the CPU set, in .venv"
 	@echo "make gpu       the GPU set, in .venv"
 
@@ -47,6 +48,9 @@ real: setup
 
 lint: setup
 	@$(LIGHT)
+
+docs: setup
+	@$(RUN) PYTHONPATH=. python tests/make_config_reference.py
 
 test: setup
 	@$(LIGHT)

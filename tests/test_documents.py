@@ -1,0 +1,231 @@
+"""READMEs and guides: their length, their links, the keys and metrics that they name, and the commands that they show."""
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from make_config_reference import JOBS, MEANINGS, TARGET, format_reference, list_sections
+from models import random_model
+from t2g.config.words import fields
+from t2g.runs import metrics
+
+ROOT = Path(__file__).resolve().parent.parent
+GUIDES = sorted((ROOT / "t2g" / "guides").glob("*.md"))
+MAX_PARAGRAPH = 80  # words
+MAX_GUIDE = 900
+MAX_WORDS = {  # of `wc -w`: tables and code count
+    "README.md": 1200,
+    "t2g/guides/02-your-feedback.md": 1400,
+}
+CHECKED = [ROOT / "README.md", *GUIDES, TARGET]
+LIMITED = CHECKED[:-1]
+OLD_TERMS = (  # of the names that this project gave to things, left sides of the style guide's dictionary
+    "arena", "at rest", "asleep", "bell", "colocat", "crew", "door sign", "in turn", "invitation", "never run", "seam",
+    "the floor", "who is late", "in vain",
+)  # fmt: skip
+SKIP, DRY_RUN = "not run:", "dry run:"
+TIMEOUT_S = 900
+
+
+class Block(NamedTuple):
+    """A fenced block with its language and the HTML comment above it."""
+
+    note: str
+    language: str
+    text: str
+
+
+@cache
+def read(file: Path) -> str:
+    return file.read_text(encoding="utf-8")
+
+
+def name_of(file: Path) -> str:
+    return str(file.relative_to(ROOT))
+
+
+def find_blocks(text: str) -> list[Block]:
+    """Return the fenced blocks in order."""
+    pattern = r"(?:^<!-- (.*?) -->\n)?^```(\w*)\n(.*?)^```$"
+    return [Block(*found) for found in re.findall(pattern, text, re.MULTILINE | re.DOTALL)]
+
+
+def find_paragraphs(text: str) -> Iterator[str]:
+    """Yield paragraphs and list items; code, tables, headings and comments are none."""
+    prose = re.sub(r"^```.*?^```$|^<!--.*?-->$|^\|.*$|^#.*$", "", text, flags=re.MULTILINE | re.DOTALL)
+    for block in prose.split("\n\n"):
+        yield from re.split(r"\n(?=(?:[-*]|\d+\.) )", block.strip())
+
+
+def find_spans(text: str) -> list[str]:
+    """Return what stands in backquotes outside blocks."""
+    return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
+
+
+def anchor(heading: str) -> str:
+    """Return the anchor that a forge gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def test_blocks_paragraphs_and_anchors_are_found() -> None:
+    text = "# A `b` c\n\nOne\ntwo.\n- three\n- four\n\n| x |\n\n<!-- dry run: long -->\n```\nmake x\n```\n\n```python\ny\n```\n"
+    assert find_blocks(text) == [Block("dry run: long", "", "make x\n"), Block("", "python", "y\n")]
+    assert [p for p in find_paragraphs(text) if p] == ["One\ntwo.", "- three", "- four"]
+    assert anchor("A `b`, c!") == "a-b-c"
+
+
+@pytest.mark.parametrize("file", LIMITED, ids=name_of)
+def test_a_document_keeps_its_word_limit(file: Path) -> None:
+    assert len(read(file).split()) <= MAX_WORDS.get(name_of(file), MAX_GUIDE)
+
+
+@pytest.mark.parametrize("file", LIMITED, ids=name_of)
+def test_paragraphs_are_short(file: Path) -> None:
+    assert [text for text in find_paragraphs(read(file)) if len(text.split()) > MAX_PARAGRAPH] == []
+
+
+def find_documents() -> list[Path]:
+    """Return every Markdown file of the repository; templates with placeholders are none."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
+        cwd=ROOT, capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    return [ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).exists() and "model_card" not in name]
+
+
+def broken_links(file: Path) -> Iterator[str]:
+    """Yield the relative links of a file whose target, or heading in it, does not exist."""
+    for link in re.findall(r"\]\(([^)\s]+)\)", read(file)):
+        if "://" in link:
+            continue
+        path, _, heading = link.partition("#")
+        target = (file.parent / path) if path else file
+        if not target.exists():
+            yield link
+        elif heading and heading not in map(anchor, re.findall(r"^#+ (.*)$", read(target), re.MULTILINE)):
+            yield link
+
+
+def test_relative_links_resolve() -> None:
+    broken = {name_of(file): found for file in find_documents() if (found := list(broken_links(file)))}
+    assert broken == {}
+
+
+def test_guides_use_the_terms_of_the_field() -> None:
+    found = {name_of(file): [term for term in OLD_TERMS if re.search(rf"\b{term}", read(file), re.I)] for file in CHECKED}
+    assert {name: terms for name, terms in found.items() if terms and name != name_of(TARGET)} == {}
+
+
+@pytest.mark.parametrize("file", CHECKED[:-1], ids=name_of)
+def test_config_keys_in_a_document_exist(file: Path) -> None:
+    """`section.key`, `section.key=value`: the section is one of a job, so the key must be one as well."""
+    known = {key for job in JOBS for key in fields(job)}
+    sections = {key.partition(".")[0] for key in known if "." in key}
+    cited = [re.match(r"[a-z_]+(?:\.[a-z_]+)+(?=$|[=\s])", span) for span in find_spans(read(file))]
+    shell = [word for block in find_blocks(read(file)) for word in re.findall(r"(?<=\s)[a-z_.]+(?==)", block.text)]
+    keys = {match.group() for match in cited if match} | {word for word in shell if "." in word}
+    assert {key for key in keys if key.partition(".")[0] in sections and not is_known(key, known)} == set()
+
+
+def is_known(key: str, known: set[str]) -> bool:
+    """Whether a key exists; below a mapping, such as policies, any name does, and files share names of sections."""
+    parents = {".".join(key.split(".")[:length]) for length in range(1, key.count(".") + 1)}
+    is_file = key.rpartition(".")[2] in ("jsonl", "json", "yaml", "log", "html", "py", "csv", "md")
+    return key in known or is_file or bool(parents & {"policies", "reflections", "endpoints", "judges"})
+
+
+@pytest.mark.parametrize("file", GUIDES, ids=name_of)
+def test_metrics_in_a_guide_exist(file: Path) -> None:
+    known = set(list_metrics())
+    groups = {name.partition("/")[0] for name in known if "/" in name} - {"policy"} | {"policy"}
+    cited = [span for span in find_spans(read(file)) if re.fullmatch(r"[a-z]+/[a-z_]+", span)]
+    wrong = {name for name in cited if name.partition("/")[0] in groups and name not in known}
+    assert {name for name in wrong if not name.startswith(("eval/", "feedback/recall_"))} == set()
+
+
+def list_metrics() -> Iterator[str]:
+    """Yield the names in the table of `t2g.runs.metrics`."""
+    for row in re.findall(r"^\| (.+?) +\|", metrics.__doc__ or "", re.MULTILINE):
+        for name in re.split(r", (?![^{]*\})", row):
+            if choices := re.search(r"\{(.*?)\}", name):
+                yield from (name.replace(choices.group(), choice) for choice in choices.group(1).split(","))
+            else:
+                yield name
+
+
+# ------------------------------------------------------------------------------------------------ the config reference
+def test_the_config_reference_is_current() -> None:
+    assert read(TARGET) == format_reference(), "run: make docs"
+
+
+def test_no_meaning_is_given_twice() -> None:
+    """MEANINGS is for keys without a description in the schema; one that has got its own is taken out."""
+    blank = {
+        (section.__name__, name)
+        for section in [*JOBS, *list_sections()]
+        for name, info in section.model_fields.items()
+        if not info.description
+    }
+    names = blank | {name for _, name in blank}
+    assert {key for key in MEANINGS if key not in names} == set()
+
+
+# ------------------------------------------------------------------------------------------------- commands, run for real
+def make_script(text: str, folder: Path) -> str:
+    """Return a shell script of a document's blocks: Python and data are written, commands run or are tried dry.
+
+    A Python or JSON block whose first line is `# NAME` becomes that file. `FOLDER` is a small model.
+    """
+    lines = ["set -eu"]
+    for block in find_blocks(text):
+        name = re.match(r"(?:#|//) ([\w./-]+\.\w+)\n", block.text)
+        if block.note.startswith(SKIP):
+            continue
+        if block.language and name:
+            content = block.text if block.language == "python" else block.text.partition("\n")[2]
+            lines += [f"cat > {name.group(1)} <<'END_OF_FILE'", content.rstrip("\n"), "END_OF_FILE"]
+        elif not block.language:
+            commands = block.text.replace("\\\n", " ").splitlines()
+            is_dry = block.note.startswith(DRY_RUN)
+            lines += [as_dry_run(line) if is_dry else line for line in commands]
+    return "\n".join(lines).replace("FOLDER", str(folder)) + "\n"
+
+
+def as_dry_run(line: str) -> str:
+    """Return a command that says what it would do; only those that start a job change."""
+    line = line.partition("  # ")[0].rstrip()
+    if line.startswith("make "):
+        return f'{line} ARGS="--dry-run"'
+    return f"{line} --dry-run" if re.match(r"(t2g|\S*python -m jobs\.)", line) and "--dry-run" not in line else line
+
+
+def test_a_script_is_made_of_blocks() -> None:
+    text = "```\nt2g init a && cd a\n```\n```python\n# f.py\nx = 1\n```\n<!-- dry run: long -->\n```\nt2g train \\\n  m=FOLDER\n```\n"
+    text += "<!-- not run: needs a GPU -->\n```\nnvidia-smi\n```\n"
+    assert make_script(text, Path("/m")).splitlines() == [
+        "set -eu", "t2g init a && cd a", "cat > f.py <<'END_OF_FILE'", "# f.py", "x = 1", "END_OF_FILE",
+        "t2g train    m=/m --dry-run",
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", LIMITED, ids=name_of)
+def test_the_commands_of_a_document_work(file: Path, tmp_path: Path) -> None:
+    """In a folder with the repository's files as links, so that nothing is written into the checkout."""
+    model, work = tmp_path / "model", tmp_path / "work"
+    random_model(model)
+    work.mkdir()
+    for name in ("Makefile", "pyproject.toml", ".venv", "actors", "configs", "docker", "jobs", "t2g", "tests"):
+        (work / name).symlink_to(ROOT / name)
+    script = make_script(read(file), model)
+    environ = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    own = environ | {"PATH": f"{ROOT}/.venv/bin:{environ['PATH']}", "RAY_AUTH_MODE": "disabled"}
+    command = ["bash", "-c", script]
+    done = subprocess.run(command, cwd=work, env=own, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    assert done.returncode == 0, f"{script}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
