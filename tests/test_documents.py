@@ -1,4 +1,4 @@
-"""READMEs and guides: their length, their links, the keys and metrics that they name, and the commands that they show."""
+"""READMEs and guides: their length, their links, the keys and metrics that they name, and their commands."""
 
 import os
 import re
@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-
 from make_config_reference import JOBS, MEANINGS, TARGET, format_reference, list_sections
 from models import random_model
+
 from t2g.config.words import fields
 from t2g.runs import metrics
 
@@ -23,13 +23,16 @@ MAX_WORDS = {  # of `wc -w`: tables and code count
     "README.md": 1200,
     "t2g/guides/02-your-feedback.md": 1400,
 }
-CHECKED = [ROOT / "README.md", *GUIDES, TARGET]
-LIMITED = CHECKED[:-1]
+LIMITED = [ROOT / "README.md", *GUIDES]
 OLD_TERMS = (  # of the names that this project gave to things, left sides of the style guide's dictionary
     "arena", "at rest", "asleep", "bell", "colocat", "crew", "door sign", "in turn", "invitation", "never run", "seam",
     "the floor", "who is late", "in vain",
 )  # fmt: skip
-SKIP, DRY_RUN = "not run:", "dry run:"
+PENDING = {  # linked to, and still being written
+    "t2g/guides/04-on-gpus.md", "t2g/guides/05-read-a-run.md", "t2g/guides/06-troubleshooting.md",
+    "t2g/guides/07-extend.md", "jobs/stopwatch/README.md", "tests/README.md",
+}  # fmt: skip
+SKIP, DRY_RUN, FILE = "not run:", "dry run:", "file: "  # in the comment above a block
 TIMEOUT_S = 900
 
 
@@ -58,7 +61,7 @@ def find_blocks(text: str) -> list[Block]:
 
 def find_paragraphs(text: str) -> Iterator[str]:
     """Yield paragraphs and list items; code, tables, headings and comments are none."""
-    prose = re.sub(r"^```.*?^```$|^<!--.*?-->$|^\|.*$|^#.*$", "", text, flags=re.MULTILINE | re.DOTALL)
+    prose = re.sub(r"^```.*?^```$|^<!--.*?-->$|^[|#][^\n]*$", "", text, flags=re.MULTILINE | re.DOTALL)
     for block in prose.split("\n\n"):
         yield from re.split(r"\n(?=(?:[-*]|\d+\.) )", block.strip())
 
@@ -74,7 +77,8 @@ def anchor(heading: str) -> str:
 
 
 def test_blocks_paragraphs_and_anchors_are_found() -> None:
-    text = "# A `b` c\n\nOne\ntwo.\n- three\n- four\n\n| x |\n\n<!-- dry run: long -->\n```\nmake x\n```\n\n```python\ny\n```\n"
+    text = "# A `b` c\n\nOne\ntwo.\n- three\n- four\n\n| x |\n\n<!-- dry run: long -->\n"
+    text += "```\nmake x\n```\n\n```python\ny\n```\n"
     assert find_blocks(text) == [Block("dry run: long", "", "make x\n"), Block("", "python", "y\n")]
     assert [p for p in find_paragraphs(text) if p] == ["One\ntwo.", "- three", "- four"]
     assert anchor("A `b`, c!") == "a-b-c"
@@ -107,7 +111,8 @@ def broken_links(file: Path) -> Iterator[str]:
         path, _, heading = link.partition("#")
         target = (file.parent / path) if path else file
         if not target.exists():
-            yield link
+            if str(target.resolve().relative_to(ROOT)) not in PENDING:
+                yield link
         elif heading and heading not in map(anchor, re.findall(r"^#+ (.*)$", read(target), re.MULTILINE)):
             yield link
 
@@ -117,12 +122,19 @@ def test_relative_links_resolve() -> None:
     assert broken == {}
 
 
+@pytest.mark.parametrize("file", LIMITED, ids=name_of)
+def test_files_in_a_document_exist(file: Path) -> None:
+    """Those of the repository that stand in backquotes; of `folder/{a,b}.py` and `folder/*.py` the folder."""
+    cited = [re.split(r"[{*]", span)[0] for span in find_spans(read(file)) if re.match(r"[\w.-]+/[\w./{*-]", span)]
+    tops = {"t2g", "actors", "jobs", "docker", "tests"}
+    assert [name for name in cited if name.partition("/")[0] in tops and not (ROOT / name).exists()] == []
+
+
 def test_guides_use_the_terms_of_the_field() -> None:
-    found = {name_of(file): [term for term in OLD_TERMS if re.search(rf"\b{term}", read(file), re.I)] for file in CHECKED}
-    assert {name: terms for name, terms in found.items() if terms and name != name_of(TARGET)} == {}
+    assert {(name_of(file), term) for file in LIMITED for term in OLD_TERMS if re.search(rf"\b{term}", read(file))} == set()
 
 
-@pytest.mark.parametrize("file", CHECKED[:-1], ids=name_of)
+@pytest.mark.parametrize("file", LIMITED, ids=name_of)
 def test_config_keys_in_a_document_exist(file: Path) -> None:
     """`section.key`, `section.key=value`: the section is one of a job, so the key must be one as well."""
     known = {key for job in JOBS for key in fields(job)}
@@ -176,20 +188,19 @@ def test_no_meaning_is_given_twice() -> None:
     assert {key for key in MEANINGS if key not in names} == set()
 
 
-# ------------------------------------------------------------------------------------------------- commands, run for real
+# ----------------------------------------------------------------------------------------------- commands, run for real
 def make_script(text: str, folder: Path) -> str:
     """Return a shell script of a document's blocks: Python and data are written, commands run or are tried dry.
 
-    A Python or JSON block whose first line is `# NAME` becomes that file. `FOLDER` is a small model.
+    A block becomes a file where its comment, `file: NAME`, or a comment in its first line names one. FOLDER is a model.
     """
     lines = ["set -eu"]
     for block in find_blocks(text):
-        name = re.match(r"(?:#|//) ([\w./-]+\.\w+)\n", block.text)
+        name = re.match(r"# ([\w/-]+\.py)\n", block.text) or re.match(rf"{FILE}(.+)", block.note)
         if block.note.startswith(SKIP):
             continue
-        if block.language and name:
-            content = block.text if block.language == "python" else block.text.partition("\n")[2]
-            lines += [f"cat > {name.group(1)} <<'END_OF_FILE'", content.rstrip("\n"), "END_OF_FILE"]
+        if name:
+            lines += [f"cat > {name.group(1)} <<'END_OF_FILE'", block.text.rstrip("\n"), "END_OF_FILE"]
         elif not block.language:
             commands = block.text.replace("\\\n", " ").splitlines()
             is_dry = block.note.startswith(DRY_RUN)
@@ -206,8 +217,8 @@ def as_dry_run(line: str) -> str:
 
 
 def test_a_script_is_made_of_blocks() -> None:
-    text = "```\nt2g init a && cd a\n```\n```python\n# f.py\nx = 1\n```\n<!-- dry run: long -->\n```\nt2g train \\\n  m=FOLDER\n```\n"
-    text += "<!-- not run: needs a GPU -->\n```\nnvidia-smi\n```\n"
+    text = "```\nt2g init a && cd a\n```\n```python\n# f.py\nx = 1\n```\n<!-- dry run: long -->\n"
+    text += "```\nt2g train \\\n  m=FOLDER\n```\n<!-- not run: needs a GPU -->\n```\nnvidia-smi\n```\n"
     assert make_script(text, Path("/m")).splitlines() == [
         "set -eu", "t2g init a && cd a", "cat > f.py <<'END_OF_FILE'", "# f.py", "x = 1", "END_OF_FILE",
         "t2g train    m=/m --dry-run",
