@@ -16,9 +16,9 @@ import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from t2g.sandbox.box.clock import KILL_S, START_S, TIMED_OUT
@@ -38,7 +38,10 @@ Reason = Literal[
     "no_result",
 ]  # fmt: skip
 _SPARE_S = 2.0  # for the supervisor, to end what is left; past this it is ended itself
-_SYSTEM = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/lib", "/lib64", "/etc/ld.so.cache")
+_VISIBLE = [  # what a run can read: the system's libraries, the interpreter's, and its packages
+    "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/lib", "/lib64", "/etc/ld.so.cache",
+    f"{sys.base_prefix}/lib", *map(sysconfig.get_path, ("stdlib", "platstdlib")), *PACKAGES,
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, config={"strict": True})
@@ -92,14 +95,14 @@ def run_solution(code: str, tests: str, limits: SandboxConfig) -> Outcome:
     stage = tempfile.mkdtemp(prefix="t2g-sandbox-")
     cgroup = _make_cgroup(Path(stage).name, (limits.memory_mib + TESTS_MIB) * 2**20)
     try:
+        plan = limits.model_dump() | {"tests": mode, "cgroup": cgroup, "stage": stage, "visible": _VISIBLE}
         job = json.dumps({"code": code, "tests": tests}).encode()
-        found = _converse(json.dumps(_make_plan(stage, cgroup, mode, limits)), job, limits)
+        found = _converse(json.dumps(plan), job, limits)
     except ServerLost as lost:
         found = b"", str(lost).encode(), False
     finally:
         _remove(stage)
-        if cgroup:
-            _remove_cgroup(cgroup)
+        _remove_cgroup(cgroup)
     return _read(*found, mode, limits, time.monotonic() - started)
 
 
@@ -127,7 +130,7 @@ def _make_cgroup(name: str, memory: int) -> str:
 
 
 def _remove_cgroup(folder: str) -> None:
-    """Once the last process in it has ended."""
+    """Remove it once the last process in it has ended; "": there is none."""
     deadline = time.monotonic() + _SPARE_S
     while os.path.isdir(folder) and time.monotonic() < deadline:
         try:
@@ -153,23 +156,6 @@ def _refusal(missing: list[str]) -> str:
         "user.max_user_namespaces), or run on Linux 5.13 or later with landlock in /sys/kernel/security/lsm, in a "
         "container whose profile allows landlock and seccomp; sandbox.require names what a run may not do without"
     )
-
-
-def _make_plan(stage: str, cgroup: str, mode: Mode, limits: SandboxConfig) -> dict[str, Any]:
-    paths = sysconfig.get_paths()
-    return {
-        "require": limits.require,
-        "tests": mode,
-        "cgroup": cgroup,
-        "timeout_s": limits.timeout_s,
-        "stage": stage,  # an empty folder: the working folder, or where a new root is built
-        "visible": [*_SYSTEM, f"{sys.base_prefix}/lib", paths["stdlib"], paths["platstdlib"], *PACKAGES],
-        "max_output": limits.max_output_kib * 1024,
-        "max_processes": limits.max_processes,
-        "memory_bytes": limits.memory_mib * 2**20,
-        "tmp_bytes": 4 * limits.max_file_mib * 2**20,
-        "limits": {"memory_bytes": limits.memory_mib * 2**20, "cpu_s": limits.cpu_s, "file_mib": limits.max_file_mib},
-    }
 
 
 def _converse(plan: str, job: bytes, limits: SandboxConfig) -> tuple[bytes, bytes, bool]:
@@ -214,10 +200,7 @@ class _Verdict(BaseModel):
 
 def _read(verdict: bytes, output: bytes, late: bool, mode: Mode, limits: SandboxConfig, seconds: float) -> Outcome:
     lines = verdict.split(b"\n")
-    try:
-        isolation = TypeAdapter(tuple[str, ...]).validate_json(lines[0])  # written before anything of theirs runs
-    except ValidationError:
-        isolation = ()
+    isolation = tuple(json.loads(lines[0] or b"[]"))  # written before anything of theirs runs
     if isolation and (missing := lacking(limits.require, isolation)):
         raise Refused(_refusal(missing))
     try:

@@ -67,16 +67,16 @@ def restrict_files(readable: Iterable[str], writable: Iterable[str]) -> None:
     rights = (1 << _NUM_RIGHTS.get(abi, 16)) - 1
     network = _BIND_AND_CONNECT if abi >= _TCP_ABI else 0
     scope = _ABSTRACT_SOCKETS_AND_SIGNALS if abi >= SIGNAL_ABI else 0
-    rules = _call(_CREATE_RULESET, struct.pack("QQQ", rights, network, scope), ctypes.c_size_t(24), 0)
+    rules = check(_libc.syscall(_CREATE_RULESET, struct.pack("QQQ", rights, network, scope), ctypes.c_size_t(24), 0))
     try:
         for paths, allowed in ((readable, _EXECUTE | _READ | _LIST), (writable, rights)):
             for path in filter(os.path.exists, paths):
                 file = os.open(path, os.O_PATH | os.O_CLOEXEC)
                 granted = allowed if os.path.isdir(path) else allowed & rights & _OF_A_FILE
-                _call(_ADD_RULE, rules, 1, struct.pack("=Qi", granted, file), 0)
+                check(_libc.syscall(_ADD_RULE, rules, 1, struct.pack("=Qi", granted, file), 0))
                 os.close(file)
         _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        _call(_RESTRICT_SELF, rules, 0)
+        check(_libc.syscall(_RESTRICT_SELF, rules, 0))
     finally:
         os.close(rules)
 
@@ -111,8 +111,7 @@ def set_filter(program: list[Instruction]) -> None:
     data = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *instruction) for instruction in program))
     whole = struct.pack("HxxxxxxQ", len(program), ctypes.addressof(data))
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    if _libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, whole, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "seccomp")
+    check(_libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, whole, 0, 0))
 
 
 def _argument(call: int, place: int, checks: list[Instruction]) -> list[Instruction]:
@@ -120,8 +119,9 @@ def _argument(call: int, place: int, checks: list[Instruction]) -> list[Instruct
     return [(_EQUAL, 0, len(checks) + 1, call), (_LOAD, 0, 0, 16 + 8 * place), *checks]
 
 
-def _call(number: int, *args: object) -> int:
-    result = _libc.syscall(number, *args)
+def check(result: int) -> int:
+    """Return what a function of the C library has returned. OSError where that says that it failed."""
     if result < 0:
-        raise OSError(ctypes.get_errno(), f"system call {number}")
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
     return result

@@ -12,12 +12,12 @@ import signal
 from collections.abc import Iterable
 from pathlib import Path
 
-from t2g.sandbox.box.confine import DEVICES
+from t2g.sandbox.box.confine import DEVICES, check
 
 # What a sandbox may be required to isolate, and what each is met by; the names are those of Outcome.isolation.
 MEANS = {"processes": {"pid", "signals"}, "files": {"mount", "landlock"}, "network": {"network", "seccomp"}}
 USER, PID, NETWORK = 0x10000000, 0x20000000, 0x40000000
-MOUNT, IPC, UTS = 0x00020000, 0x08000000, 0x04000000
+MOUNT, IPC = 0x00020000, 0x08000000
 FIRST_THROWAWAY_UID, NUM_THROWAWAY_UIDS = 61184, 4000  # in the range that systemd keeps for users that it makes up
 _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
 _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
@@ -115,8 +115,8 @@ def small_root(stage: str, visible: Iterable[str], tmp_bytes: int) -> bool:
         _mount("tmpfs", stage + room, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={tmp_bytes},nr_inodes=4096,mode=1777")
         _set_attributes(stage, _ATTR_RDONLY | _ATTR_NOSUID, 0)
         os.chdir(stage)
-        _check(_libc.syscall(_SYS_PIVOT_ROOT[os.uname().machine], b".", b"."))
-        _check(_libc.umount2(b".", _MNT_DETACH))
+        check(_libc.syscall(_SYS_PIVOT_ROOT[os.uname().machine], b".", b"."))
+        check(_libc.umount2(b".", _MNT_DETACH))
         os.chdir(room)
     except (OSError, KeyError):
         return False
@@ -140,26 +140,20 @@ def _show(stage: str, path: str, attributes: int = _ATTR_RDONLY | _ATTR_NOSUID |
 
 def _mount(source: str, target: str, kind: str | None, flags: int, options: str | None) -> None:
     encoded = [None if text is None else os.fsencode(text) for text in (source, target, kind, options)]
-    _check(_libc.mount(*encoded[:3], ctypes.c_ulong(flags), encoded[3]))
+    check(_libc.mount(*encoded[:3], ctypes.c_ulong(flags), encoded[3]))
 
 
 def _set_attributes(path: str, attributes: int, flags: int) -> None:
     request = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)  # struct mount_attr
     size = ctypes.c_size_t(ctypes.sizeof(request))
-    _check(_libc.syscall(_SYS_MOUNT_SETATTR, -100, os.fsencode(path), flags, ctypes.byref(request), size))
-
-
-def _check(result: int) -> None:
-    if result != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+    check(_libc.syscall(_SYS_MOUNT_SETATTR, -100, os.fsencode(path), flags, ctypes.byref(request), size))
 
 
 def give_up_privileges() -> None:
     """No capability is left and none can come back, by a set-uid program neither; and `hide`."""
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     header, nothing = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-    _check(_libc.capset(ctypes.byref(header), ctypes.byref(nothing)))
+    check(_libc.capset(ctypes.byref(header), ctypes.byref(nothing)))
     hide()
 
 
@@ -181,22 +175,14 @@ def adopt_orphans() -> None:
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def set_limits(*, memory_bytes: int, cpu_s: int, file_mib: int) -> None:
-    """Of this process and of each that it starts."""
-    limits = {resource.RLIMIT_AS: memory_bytes, resource.RLIMIT_CPU: cpu_s, resource.RLIMIT_FSIZE: file_mib * 2**20}
-    for limit, wanted in (limits | {resource.RLIMIT_NOFILE: 64, resource.RLIMIT_CORE: 0}).items():
-        _lower(limit, wanted)
-
-
-def limit_processes(number: int) -> None:
-    """Of this user in this user namespace, those that run included; what goes beyond, this process cannot start."""
-    _lower(resource.RLIMIT_NPROC, number)
-
-
-def _lower(limit: int, wanted: int) -> None:
-    hard = resource.getrlimit(limit)[1]
-    value = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    resource.setrlimit(limit, (value, value))
+def set_limits(limits: dict[int, int]) -> None:
+    """Lower limits of this process and of each that it starts. limits: by `resource.RLIMIT_*`; RLIMIT_NPROC counts all
+    processes of this user in this user namespace.
+    """
+    for limit, wanted in limits.items():
+        hard = resource.getrlimit(limit)[1]
+        value = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(limit, (value, value))
 
 
 def _status(process: int | str) -> dict[str, str]:

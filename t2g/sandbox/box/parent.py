@@ -17,7 +17,7 @@ from t2g.sandbox.box import isolation, supervisor, tester
 def serve() -> None:
     """Fork a supervisor for each request on descriptor 0, until the caller's end is closed.
 
-    A request is JSON (see t2g.sandbox.run._make_plan) with three descriptors: the sandbox's standard input, output and
+    A request is JSON (see supervisor.main) with three descriptors: the sandbox's standard input, output and
     error. The answer carries a descriptor of the supervisor's process.
     """
     control = socket.socket(fileno=0)

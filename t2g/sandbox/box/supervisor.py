@@ -13,6 +13,7 @@ a supervisor that had to kill the tests. Standard error gets what tests and solu
 import contextlib
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -31,13 +32,21 @@ _LOOK_S = 0.02  # between two looks at the memory in all
 
 
 def main(plan: dict[str, Any], session: "pytest.Session") -> None:
-    """Run one sandbox in this process, a fork of the parent. plan: see t2g.sandbox.run._make_plan."""
+    """Run one sandbox in this process, a fork of the parent.
+
+    Args:
+        plan: the fields of `SandboxConfig`, `tests` decided, and
+            cgroup: folder of a cgroup for this run; "": there is none.
+            stage: an empty folder: the working folder, or where a new root is built.
+            visible: files and folders that the run can read.
+        session: see `tester.prepare_session`.
+    """
     isolation.show()  # until it has its namespaces: a hidden process cannot write its own /proc files
     isolation.adopt_orphans()
     os.setsid()
     os.chdir(plan["stage"])
     held = isolation.memory_of(os.getpid())  # of the parent's memory; each process of the run has it, too
-    plan["limits"]["memory_bytes"] += isolation.memory_of(os.getpid(), "VmSize")
+    inherited = isolation.memory_of(os.getpid(), "VmSize")
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     in_force = ["process_group"]
     with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
@@ -46,10 +55,7 @@ def main(plan: dict[str, Any], session: "pytest.Session") -> None:
         cgroup = os.open(f"{plan['cgroup']}/cgroup.procs", os.O_WRONLY)  # while this user may
     has_pid = isolation.unshare(isolation.PID)
     if not has_pid:
-        if os.geteuid() == 0 and isolation.become_nobody(os.getpid(), plan["visible"]):
-            in_force.append("throwaway_user")
-        if isolation.new_user_namespace(proc):
-            in_force.append("user")
+        _change_user(proc, os.getpid(), plan["visible"], in_force)
         has_pid = isolation.unshare(isolation.PID)
     in_force += ["pid"] * has_pid
     owner, (end, mark), watched = os.getpid(), socket.socketpair(), isolation.lists_children()
@@ -61,7 +67,7 @@ def main(plan: dict[str, Any], session: "pytest.Session") -> None:
                 with contextlib.suppress(OSError):
                     os.write(cgroup, b"0")
                     in_force.append("cgroup")
-            _isolate(plan, proc, owner, in_force)
+            _isolate(plan, proc, owner, inherited, in_force)
             if not watched:
                 in_force = [name for name in in_force if name not in isolation.MEANS["processes"]]
             _tester(plan, in_force, mark, session)
@@ -83,7 +89,7 @@ def _wait(plan: dict[str, Any], tests: int, end: socket.socket, held: int) -> bo
     """Return whether the tests' process ends in time; else it is killed, and with it its process namespace.
 
     Args:
-        plan: its `memory_bytes` bound what all processes that the tests started hold. What goes beyond is killed, but
+        plan: its `memory_mib` bounds what all processes that the tests started hold. What goes beyond is killed, but
             the tests live and report it.
         tests: the tests' process.
         end: gets "+" when the time of the run begins, and "?" for whether anything of the solution's still runs.
@@ -105,7 +111,7 @@ def _wait(plan: dict[str, Any], tests: int, end: socket.socket, held: int) -> bo
         if os.waitpid(tests, os.WNOHANG)[0]:  # what it left running may hold its end of the socket
             return True
         below = [process for process in isolation.descendants(os.getpid()) if process != tests]
-        if sum(max(isolation.memory_of(process) - held, 0) for process in below) > plan["memory_bytes"]:
+        if sum(max(isolation.memory_of(process) - held, 0) for process in below) > plan["memory_mib"] * 2**20:
             _kill(below)
     os.kill(tests, signal.SIGKILL)
     os.waitpid(tests, 0)
@@ -136,7 +142,8 @@ def _tester(plan: dict[str, Any], in_force: list[str], mark: socket.socket, sess
     # The worker cannot even name the tester.
     inner = isolation.fork_isolated() if plan["tests"] == "separate" else None
     isolation.give_up_privileges()
-    isolation.limit_processes(most)  # only now: other sandboxes of this user must not keep ours from starting
+    # Only now: other sandboxes of this user must not keep ours from starting.
+    isolation.set_limits({resource.RLIMIT_NPROC: most})
     if inner == 0:
         try:
             _worker(plan, in_force, theirs)
@@ -152,7 +159,7 @@ def _tester(plan: dict[str, Any], in_force: list[str], mark: socket.socket, sess
     job = json.loads(sys.stdin.buffer.read())
     mark.send(b"+")
     deadline = time.monotonic() + plan["timeout_s"]
-    most_output = plan["max_output"]
+    most_output = plan["max_output_kib"] * 1024
     solution = RemoteSolution(ours, inner, most_output) if inner else LocalSolution(most_output)
     verdict = tester.Run(session, solution, mark, deadline).report(job["code"], job["tests"])
     data = json.dumps(verdict, ensure_ascii=False).encode(errors="replace") + b"\n"  # halves of characters are no text
@@ -161,24 +168,39 @@ def _tester(plan: dict[str, Any], in_force: list[str], mark: socket.socket, sess
     os._exit(0)
 
 
-def _isolate(plan: dict[str, Any], proc: int, owner: int, in_force: list[str]) -> None:
-    """Appends to `in_force` what worked. owner: the supervisor's process id, for a user id of this sandbox's own."""
-    isolation.die_with_parent()
-    for name, flag in (("network", isolation.NETWORK), ("ipc", isolation.IPC), ("mount", isolation.MOUNT)):
-        if isolation.unshare(flag):
-            in_force.append(name)
-    if "mount" in in_force and not isolation.small_root(plan["stage"], plan["visible"], plan["tmp_bytes"]):
-        in_force.remove("mount")
-    if "mount" not in in_force:
-        os.chdir(plan["stage"])
-    if os.geteuid() == 0:
-        if "mount" not in in_force:
-            os.chmod(".", 0o777)
-        if isolation.become_nobody(owner, [] if "mount" in in_force else plan["visible"]):
-            in_force.append("throwaway_user")
+def _change_user(proc: int, owner: int, needs: list[str], in_force: list[str]) -> None:
+    """See `isolation.become_nobody` and `new_user_namespace`. Appends to `in_force` what worked."""
+    if isolation.become_nobody(owner, needs):
+        in_force.append("throwaway_user")
     if "user" not in in_force and isolation.new_user_namespace(proc):
         in_force.append("user")
-    isolation.set_limits(**plan["limits"])
+
+
+def _isolate(plan: dict[str, Any], proc: int, owner: int, inherited: int, in_force: list[str]) -> None:
+    """Isolate this process and those that it starts; append to `in_force` what worked.
+
+    Args:
+        plan: see `main`.
+        proc: /proc, open.
+        owner: the supervisor's process id, for a user id of this sandbox's own.
+        inherited: bytes of the parent's address space, which every process of the run has.
+        in_force: names of README.md.
+    """
+    isolation.die_with_parent()
+    namespaces = {"network": isolation.NETWORK, "ipc": isolation.IPC}
+    in_force += [name for name, flag in namespaces.items() if isolation.unshare(flag)]
+    most_file = plan["max_file_mib"] * 2**20
+    if isolation.unshare(isolation.MOUNT) and isolation.small_root(plan["stage"], plan["visible"], 4 * most_file):
+        in_force.append("mount")
+        _change_user(proc, owner, [], in_force)
+    else:
+        os.chdir(plan["stage"])
+        if os.geteuid() == 0:
+            os.chmod(".", 0o777)
+        _change_user(proc, owner, plan["visible"], in_force)
+    most_memory = plan["memory_mib"] * 2**20 + inherited
+    limits = {resource.RLIMIT_AS: most_memory, resource.RLIMIT_CPU: plan["cpu_s"], resource.RLIMIT_FSIZE: most_file}
+    isolation.set_limits(limits | {resource.RLIMIT_NOFILE: 64, resource.RLIMIT_CORE: 0})
     in_force.append("rlimits")
     if confine.landlock_abi() > 0 and "mount" not in in_force:
         in_force.append("landlock")
@@ -214,4 +236,4 @@ def _worker(plan: dict[str, Any], in_force: list[str], end: socket.socket) -> No
     os.dup2(2, 1)
     _close_all_but(end.fileno())
     _confine(plan, in_force)
-    worker.main(end, plan["max_output"])
+    worker.main(end, plan["max_output_kib"] * 1024)
