@@ -174,16 +174,13 @@ Models = Sequence[tuple[int, int]]  # on a rank: parameters, and how many of the
 
 def learner_models(shape: ModelShape, learner: LearnerConfig, objective: ObjectiveConfig) -> Models:
     """On a policy rank: the policy, its frozen reference (LoRA needs none), and the critic where it lives there."""
-    models = [(shape.numel, shape.numel), (shape.numel, 0)]
-    if learner.lora:
-        adapters = shape.lora_numel(learner.lora.r)
-        models = [(shape.numel + adapters, adapters)]
-    apart = learner.critic_ranks is not None
-    return models if apart or not objective.uses_critic else [*models, *critic_models(shape)]
+    reference = [] if learner.lora else [(shape.numel, 0)]
+    critic = critic_models(shape) if objective.uses_critic and learner.critic_ranks is None else []
+    return [*sft_models(shape, learner), *reference, *critic]
 
 
-def sft_models(shape: ModelShape, options: SFTOptions) -> Models:
-    """Of supervised training, which has no reference."""
+def sft_models(shape: ModelShape, options: LearnerConfig | SFTOptions) -> Models:
+    """Of supervised training: the model alone, whole or with its adapters."""
     adapters = shape.lora_numel(options.lora.r) if options.lora else 0
     return [(shape.numel + adapters, adapters or shape.numel)]
 

@@ -15,7 +15,6 @@ from t2g.study.tables import interval, spread
 
 HTML_FILE, SVG_FILE = "report.html", "curves.svg"
 BASE = "sft"
-COLOURS = ("#2563eb", "#d97706", "#7c3aed", "#0891b2", "#db2777", "#64748b", "#92400e", "#312e81")  # as in page.html
 ENTRY = 110  # least width of a legend's entry, units of the picture
 ROW = 22
 
@@ -60,7 +59,7 @@ def picture(chart: Markup, lines: Sequence[Series], level: str | None) -> str:
         "picture.svg",
         chart=chart,
         entries=zip(places, entries, strict=True),
-        styles=zip(COLOURS, DASHES, strict=True),
+        dashes=DASHES,
         top=ROW * ceil(len(entries) / per_row),
         width=WIDTH,
         height=HEIGHT,

@@ -16,7 +16,6 @@ MAX_AXIS_CHARS = 34  # of an axis name
 MAX_POINTS = 400  # per line: more cannot be told apart, and a long run would make a heavy page
 MARKED_POINTS = 30  # a line with more points carries no markers
 DASHES = ("none", "8 4", "2 4", "10 3 2 3", "4 3", "12 5", "1 3", "6 2 1 2")  # by style
-STYLES = len(DASHES)
 
 Point = tuple[float, float]
 Item = TypeVar("Item")
@@ -48,7 +47,7 @@ class Series:
 
 def legend_entries(series: Sequence[Series]) -> list[tuple[str, str]]:
     """Return the name and the class of each line."""
-    return [(one.name, one.style or f"s{index % STYLES}") for index, one in enumerate(series)]
+    return [(one.name, one.style or f"s{index % len(DASHES)}") for index, one in enumerate(series)]
 
 
 def line_chart(

@@ -13,20 +13,6 @@ from t2g.runs.versions import versions
 from t2g.study import reward_eval
 
 JSON_FILE, HTML_FILE = "evaluation.json", "evaluation.html"
-OF_A_LABEL = {  # metric without its label -> what it is
-    "precision": "of the tokens that the model calls so, those that are",
-    "recall": "of the tokens that are so, those that the model finds",
-    "f1": "harmonic mean of the two",
-    "span_exact_f1": "spans with the same first and last character",
-    "span_overlap_f1": "spans that share a character, each with one other",
-}
-OF_ALL = {
-    "kappa": "Cohen's kappa of model and records over good, poor and unlabelled tokens; 0 is chance",
-    "located_rate": "quotes of the model that stand in the response",
-    "usable_rate": "answers that could be used, as the model is served",
-    "parse_rate": "answers that parse without guided decoding",
-    "agreement": "between the annotators of a record, over the records that have several",
-}
 
 
 def write_evaluation(
@@ -61,8 +47,6 @@ def write_evaluation(
         about=about,
         result=result,
         labels=list(reward_eval.LABELS),
-        of_labels=OF_A_LABEL,
-        of_all=OF_ALL,
         errors=errors,
         kinds=reward_eval.ERROR_KINDS,
         records=records,
