@@ -29,8 +29,8 @@ OLD_TERMS = (  # of the names that this project gave to things, left sides of th
     "the floor", "who is late", "in vain",
 )  # fmt: skip
 PENDING = {  # linked to, and still being written
-    "t2g/guides/04-on-gpus.md", "t2g/guides/05-read-a-run.md", "t2g/guides/06-troubleshooting.md",
-    "t2g/guides/07-extend.md", "jobs/stopwatch/README.md", "tests/README.md",
+    "t2g/guides/05-read-a-run.md", "t2g/guides/06-troubleshooting.md",
+    "t2g/guides/07-extend.md",
 }  # fmt: skip
 SKIP, DRY_RUN, FILE = "not run:", "dry run:", "file: "  # in the comment above a block
 TIMEOUT_S = 900
@@ -131,8 +131,11 @@ def test_files_in_a_document_exist(file: Path) -> None:
 
 
 def test_guides_use_the_terms_of_the_field() -> None:
+    """In prose: a key that still has an old name is cited by it, in backquotes."""
     pattern = rf"\b(?:{'|'.join(OLD_TERMS)})\w*"
-    assert {name_of(file): found for file in LIMITED if (found := re.findall(pattern, read(file)))} == {}
+    code = re.compile(r"^```.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
+    prose = {file: code.sub("", read(file)) for file in LIMITED}
+    assert {name_of(file): found for file, text in prose.items() if (found := re.findall(pattern, text))} == {}
 
 
 @pytest.mark.parametrize("file", LIMITED, ids=name_of)

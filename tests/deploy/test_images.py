@@ -17,6 +17,7 @@ from t2g.deploy import check_config, manifests
 
 FILES = {"gpu": ROOT / "docker" / "Dockerfile", "cpu": ROOT / "docker" / "Dockerfile.cpu"}
 README = (ROOT / "docker" / "README.md").read_text(encoding="utf-8")
+SIZES = {8: ROOT / "t2g" / "guides" / "04-on-gpus.md", 32: ROOT / "docker" / "README.md"}  # GPUs -> where they stand
 by_kind = pytest.mark.parametrize("kind", FILES)
 Instruction = tuple[str, str]
 
@@ -132,12 +133,14 @@ def test_hadolint_finds_nothing(kind: str) -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
-@pytest.mark.parametrize("gpus", [8, 32])
-def test_the_sizes_in_the_readme_are_what_check_says(
+@pytest.mark.parametrize("gpus", SIZES)
+def test_documented_sizes_are_what_check_prints(
     gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where no reward model lies
-    command, block = re.search(rf"^{gpus} GPUs: `([^`]*)`\n\n```\n(.*?)```$", README, re.MULTILINE | re.DOTALL).groups()
+    document = SIZES[gpus].read_text(encoding="utf-8")
+    found = re.search(rf"^{gpus} GPUs: `([^`]*)`\n\n```text\n(.*?)```$", document, re.MULTILINE | re.DOTALL)
+    command, block = found.groups()
     words = shlex.split(command)
     assert words[:5] == ["python", "-m", "jobs.deploy", "check", "--config"]
     config = loading.load(PolicyJob, ROOT / words[5], words[6:], environ={}, cwd=tmp_path)
