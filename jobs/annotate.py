@@ -16,7 +16,6 @@ from pathlib import Path
 from jobs.common import annotation_runs as runs
 from jobs.common.cli import main, print_made, stop_flag
 from t2g.config import AnnotateJob
-from t2g.config.describe import describe as describe_config
 from t2g.loop.annotation import Sample
 
 
@@ -41,7 +40,7 @@ def describe(config: AnnotateJob) -> str:
     if llm and not config.roles() and Path(config.data.path).is_file():
         samples = runs.read_samples(config)
         runs.tell_tokens(config, runs.missing_samples(samples, runs.known_records(config, samples)))
-    return describe_config(config)
+    return config.describe()
 
 
 if __name__ == "__main__":

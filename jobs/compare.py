@@ -17,7 +17,6 @@ from typing import Any
 from jobs.common.cli import main, stop_flag
 from jobs.common.run_folder import begin_folder, sole_process
 from t2g.config import CompareJob
-from t2g.config.describe import describe as describe_config
 from t2g.study.methods import NOISY, Arms
 
 
@@ -35,7 +34,7 @@ def describe(job: CompareJob) -> str:
         lines.append(f"reward models: {', '.join(models)}, each with seeds {', '.join(map(str, config.rewards.seeds))}")
     lines.append(
         f"{searched + compared + noisy:,} runs: {searched} or more to choose learning rates, {compared} that are "
-        f"compared, {noisy} under noise\neach run:\n{indent(describe_config(job), '  ')}"
+        f"compared, {noisy} under noise\neach run:\n{indent(job.describe(), '  ')}"
     )
     return "\n".join(lines)
 

@@ -22,7 +22,6 @@ from typing import Any, ClassVar, Self, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from t2g.config import AnyJob, loading
-from t2g.config.describe import describe
 from t2g.config.words import problems, section_type
 from t2g.errors import RunStopped, Stopped, UserError
 from t2g.files import unwritable
@@ -33,7 +32,7 @@ Config = TypeVar("Config", bound=AnyJob)
 def main(
     schema: type[Config],
     run: Callable[..., int | None],
-    describe: Callable[[Config], str] = describe,
+    describe: Callable[[Config], str] = AnyJob.describe,
     argv: Sequence[str] | None = None,
     options: Mapping[str, Mapping[str, Any]] = {},
     read: str | None = None,

@@ -2,8 +2,8 @@
 
 In come a YAML file and overrides (`loading`); out comes a frozen config, or a sentence that names the key (`words`). A
 field says beside itself whether it may differ on resume and whether it is a path (`marks`); `with_overrides` makes a
-config of another, and checks it; `describe` says what it amounts to. Anybody may import it; it imports pydantic, YAML,
-`t2g.files`, `t2g.errors` and the sandbox's own config. A default that depends on another field is resolved by a
+config of another, and checks it; `AnyJob.describe` says what it amounts to. Anybody may import it; it imports pydantic,
+YAML, `t2g.files`, `t2g.errors` and the sandbox's own config. A default that depends on another field is resolved by a
 validator, so that the resolved config has no holes.
 """
 

@@ -7,6 +7,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 
 from t2g.config import loading
 from t2g.config.common import DataConfig, ModelConfig, ProcessConfig, with_overrides
+from t2g.config.describe import count, format_sampling
 from t2g.config.feedback import LLMConfig, RolloutConfig
 from t2g.config.jobs import JobConfig, RunPart
 from t2g.config.marks import MayDiffer, PathOrName
@@ -64,6 +65,11 @@ class PolicyEvaluationJob(JobConfig):
 
     def roles(self) -> dict[str, ProcessConfig]:
         return {"rollout": self.rollout} if self.served else {}  # one policy after the other
+
+    def describe_work(self) -> list[str]:
+        each = f"{count(self.rollout.samples_per_prompt, 'response')} to each prompt of {self.data.path}"
+        who = f"policies: {', '.join(self.names)}; judges: {', '.join(self.judges) or 'none'}"
+        return [who, f"{each}, {format_sampling(self.rollout)}"]
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from t2g.config.common import (
     WorldConfig,
     derived,
 )
+from t2g.config.describe import count, format_process, format_resources, format_sampling, format_sft, format_steps
 from t2g.config.feedback import (
     AnnotateConfig,
     FeedbackConfig,
@@ -53,6 +54,14 @@ class AnyJob(Section):
         learner.critic_ranks, feedback.engine. {}: the job needs no Ray.
         """
         return {f"{name}.engine": one.engine for name, one in self.feedback_sections.items() if one.own_engines}
+
+    def describe(self) -> str:
+        """Return what the job does and how much of it, what its processes need, and where it writes."""
+        return "\n".join([*self.describe_work(), *format_resources(self.roles()), f"run folder: {self.run.folder}"])
+
+    def describe_work(self) -> list[str]:
+        """Return what the job does and how much of it, a line each."""
+        raise NotImplementedError
 
 
 class JobConfig(AnyJob):
@@ -117,6 +126,14 @@ class PolicyJob(SyncedJob, JobConfig):
         rollout, learner = self.reserved
         return {"rollout": rollout, **learner.roles(self.objective), **super().roles()}
 
+    def describe_work(self) -> list[str]:
+        evaluation = "none, there is no eval_data"
+        if self.eval_data is not None:
+            samples = f"{count(self.eval.num_prompts, 'prompt')} x {count(self.eval.samples_per_prompt, 'sample')}"
+            evaluation = f"every {count(self.eval.every, 'step')}, {samples} of {self.eval_data.path}"
+        steps = format_steps(self.rollout, self.learner, self.num_steps, colocate=self.cluster.colocate)
+        return [*steps, f"feedback: {self.feedback.source}", f"evaluation: {evaluation}"]
+
     @property
     def schedule_steps(self) -> int | None:
         """The steps that the learning-rate schedules span; None where every rate in use is constant."""
@@ -170,6 +187,9 @@ class SFTJob(JobConfig):
     def roles(self) -> dict[str, ProcessConfig]:
         return {"sft": self.sft}  # a reward model's engine starts when the ranks have gone
 
+    def describe_work(self) -> list[str]:
+        return [f"supervised: {format_sft(self.sft)}"]
+
 
 class AnnotateJob(JobConfig):
     """jobs.annotate: criticise responses, sampled or given; write annotated records."""
@@ -184,6 +204,17 @@ class AnnotateJob(JobConfig):
     def roles(self) -> dict[str, ProcessConfig]:
         sampling = {"rollout": self.rollout} if self.annotate.responses == "policy" else {}
         return sampling | super().roles()
+
+    def describe_work(self) -> list[str]:
+        options = self.annotate
+        what = f"the response of each record of {self.data.path}"
+        if options.responses == "policy":
+            each = count(self.rollout.samples_per_prompt, "response")
+            what = f"{each} to each prompt of {self.data.path}, {format_sampling(self.rollout)}"
+        what += f"; {options.planted:g} more for each prompt with planted faults" if options.planted else ""
+        aligner = f", aligned by {options.align}" if options.source == "human" and options.align else ""
+        heldout = f"records of {options.heldout_share:.0%} of the prompts are held out"
+        return [what, f"feedback: {options.source}{aligner}; {heldout}"]
 
     @model_validator(mode="before")
     @classmethod
@@ -211,6 +242,11 @@ class RewardJob(SFTJob):
     style: StyleConfig = StyleConfig()
     engine: RewardEngineConfig = RewardEngineConfig()
     eval_records: int = Field(200, ge=1, description="held-out records in the report")
+
+    def describe_work(self) -> list[str]:
+        records = f"at most {count(self.eval_records, 'record')} of {self.eval_data.path}"
+        engine = format_process("engine", self.engine)
+        return [*super().describe_work(), f"evaluation: {records}, when the training has given its place to {engine}"]
 
 
 # What five facts need: posts of 30 to 40 tokens, summaries of 15 to 25, answers of the reward model of about 110.
@@ -243,6 +279,16 @@ class DemoJob(SyncedJob):
     def roles(self) -> dict[str, ProcessConfig]:
         rollout, learner = self.reserved
         return {"rollout": rollout, **learner.roles(self.objective), "reward_engine": self.reward_engine}
+
+    def describe_work(self) -> list[str]:
+        return [
+            f"world: {count(self.world.num_train, 'post')} to train on, {self.world.num_heldout} held out",
+            f"base policy: {format_sft(self.policy_sft)}",
+            f"stage 1: {count(self.annotate, 'response')} sampled, {self.planted:g} planted for each, then judged",
+            f"stage 2: reward model, {format_sft(self.reward_sft)}",
+            f"stage 3: {count(len(self.arms), 'arm')} ({', '.join(self.arms)}), one after the other, each",
+            *format_steps(self.rollout, self.learner, self.num_steps, colocate=self.cluster.colocate),
+        ]
 
     @model_validator(mode="before")
     @classmethod
@@ -382,3 +428,7 @@ class EvaluateJob(ScoreJob):
     """jobs.evaluate --what reward: how good a span reward model is on held-out annotated records."""
 
     data: DataConfig
+
+    def describe_work(self) -> list[str]:
+        records = f"{self.data.path}, each judged twice, with and without guided decoding"
+        return [f"reward model: {self.feedback.reward_model}", f"held-out records: {records}"]

@@ -26,3 +26,7 @@ class ServeJob(AnyJob):
     model: ModelConfig
     engine: MayDiffer[EngineConfig] = EngineConfig()
     serve: MayDiffer[ServeConfig] = ServeConfig()
+
+    def describe_work(self) -> list[str]:
+        serving = f"{self.serve.name}: {self.model.policy}, on {self.serve.host}"
+        return [serving, f"then: {self.serve.then or 'nothing'}"]

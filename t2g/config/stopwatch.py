@@ -50,6 +50,10 @@ class BenchmarkJob(SyncedJob):
     def roles(self) -> dict[str, ProcessConfig]:
         return {"rollout": self.rollout, "learner": self.learner}
 
+    def describe_work(self) -> list[str]:
+        phases = ", ".join(self.phases) or "all that were not measured yet"
+        return [f"phases: {phases}; {self.repeats} turns of each side, after one that is discarded"]
+
     @model_validator(mode="after")
     def _engines_join(self) -> "BenchmarkJob":
         if list(self.workers) != sorted(set(self.workers)):

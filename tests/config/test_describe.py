@@ -20,7 +20,7 @@ from t2g.config import (
     SFTOptions,
     with_overrides,
 )
-from t2g.config.describe import describe, max_microbatches
+from t2g.config.describe import max_microbatches
 
 MODEL = ModelConfig(policy="base")
 DATA = DataConfig(path="a.jsonl")
@@ -47,7 +47,7 @@ def test_most_microbatches(tokens: int, model_len: int, minibatches: int, ranks:
 
 def test_policy() -> None:
     job = PolicyJob(run=RUN, model=MODEL, data=DATA, num_steps=50, feedback=PROGRAM, rollout=ROLLOUT, learner=LEARNER)
-    assert describe(job).splitlines() == [
+    assert job.describe().splitlines() == [
         "step: 12 prompts x 2 samples = 24 samples, temperature 1, at most 128 new tokens each",
         "update: 4 epochs x 3 minibatches = 12 optimizer steps a step, "
         "each of at most 2 microbatches of 1100 tokens on each of 2 ranks",
@@ -64,14 +64,14 @@ def test_policy() -> None:
 
 def test_a_reward_model_has_a_role_and_evaluation_is_told() -> None:
     feedback = FeedbackConfig(reward_model="rm")
-    text = describe(PolicyJob(model=MODEL, data=DATA, eval_data=DATA, feedback=feedback))
+    text = PolicyJob(model=MODEL, data=DATA, eval_data=DATA, feedback=feedback).describe()
     assert "feedback.engine: 1 actor, each 0.5 CPU" in text
     assert "evaluation: every 5 steps, 128 prompts x 1 sample of a.jsonl" in text
     assert "together: 1.5 CPU" in text
 
 
 def test_demo_counts_per_arm() -> None:
-    text = describe(DemoJob(num_steps=10, rollout=ROLLOUT, learner=LEARNER))
+    text = DemoJob(num_steps=10, rollout=ROLLOUT, learner=LEARNER).describe()
     assert "stage 3: 3 arms (span, scalar, shuffled), one after the other, each" in text
     assert "run: 10 steps, 240 samples in all" in text
     assert "world: 4,000 posts to train on, 256 held out" in text
@@ -79,13 +79,13 @@ def test_demo_counts_per_arm() -> None:
 
 def test_supervised_jobs() -> None:
     options = SFTOptions(workers=2, cpus=1, num_epochs=1.5, batch_size=8)
-    assert describe(SFTJob(run=RUN, model=MODEL, data=DATA, sft=options)).splitlines() == [
+    assert SFTJob(run=RUN, model=MODEL, data=DATA, sft=options).describe().splitlines() == [
         "supervised: 1.5 epochs, 8 examples an optimizer step (steps = 1.5 x examples / 8), 2 ranks",
         "sft: 2 actors, each 1 CPU, 0 GPU, 1 thread, about 1.5 GiB",
         "together: 2 CPU, 0 GPU, about 3 GiB",
         "run folder: /data/one",
     ]
-    text = describe(RewardJob(model=MODEL, data=DATA, eval_data=DataConfig(path="b.jsonl"), sft=options))
+    text = RewardJob(model=MODEL, data=DATA, eval_data=DataConfig(path="b.jsonl"), sft=options).describe()
     assert "evaluation: at most 200 records of b.jsonl" in text
     assert "engine: 1 actor, each 0.5 CPU" in text
     assert "together: 2 CPU, 0 GPU, about 3 GiB" in text  # the engine starts when the ranks have gone
@@ -93,23 +93,23 @@ def test_supervised_jobs() -> None:
 
 def test_annotate() -> None:
     annotate = AnnotateConfig(source="critics:critic", responses="policy")
-    text = describe(AnnotateJob(model=MODEL, data=DATA, annotate=annotate, rollout=ROLLOUT))
+    text = AnnotateJob(model=MODEL, data=DATA, annotate=annotate, rollout=ROLLOUT).describe()
     assert text.startswith("2 responses to each prompt of a.jsonl, temperature 1, at most 128 new tokens each\n")
     assert "feedback: critics:critic; records of 10% of the prompts are held out" in text
     assert "rollout: 2 actors" in text
 
 
 def test_annotation_of_given_responses() -> None:
-    assert describe(AnnotateJob(run=RUN, data=DATA)).splitlines() == [
+    assert AnnotateJob(run=RUN, data=DATA).describe().splitlines() == [
         "the response of each record of a.jsonl",
         "feedback: program; records of 10% of the prompts are held out",
         "no engines of our own, and no Ray",
         "run folder: /data/one",
     ]
     human = AnnotateConfig(source="human", human_file="h.csv", align="llm", llm=LLMConfig(model="m"))
-    planted = describe(AnnotateJob(run=RUN, data=DATA, annotate=AnnotateConfig(planted=0.5)))
+    planted = AnnotateJob(run=RUN, data=DATA, annotate=AnnotateConfig(planted=0.5)).describe()
     assert planted.startswith("the response of each record of a.jsonl; 0.5 more for each prompt with planted faults\n")
-    text = describe(AnnotateJob(data=DATA, annotate=human))
+    text = AnnotateJob(data=DATA, annotate=human).describe()
     assert "feedback: human, aligned by llm; " in text and "annotate.engine: 1 actor, each 0.5 CPU" in text
 
 
