@@ -14,6 +14,7 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from jobs.common.cli import main, print_made, stop_flag
@@ -26,12 +27,10 @@ WHAT = {"choices": ["reward", "policy"], "default": "reward", "help": "what is e
 def evaluate(argv: Sequence[str] | None = None) -> int:
     first = ArgumentParser(add_help=False, allow_abbrev=False)  # decides what keys there are
     first.add_argument("--what", default=WHAT["default"])
-    of_policies = first.parse_known_args(argv)[0].what == "policy"
-    options = {"--what": WHAT}
-    if of_policies:
-        read = "jobs.common.policy_evaluation:read_questions"
-        return main(PolicyEvaluationJob, run_policy, argv=argv, options=options, read=read)
-    return main(EvaluateJob, run_reward, argv=argv, options=options, read="jobs.common.reward_models:read_heldout")
+    shared = partial(main, argv=argv, options={"--what": WHAT})
+    if first.parse_known_args(argv)[0].what == "policy":
+        return shared(PolicyEvaluationJob, run_policy, read="jobs.common.policy_evaluation:read_questions")
+    return shared(EvaluateJob, run_reward, read="jobs.common.reward_models:read_heldout")
 
 
 def run_reward(config: EvaluateJob, records: Any, what: str) -> None:

@@ -106,11 +106,10 @@ def annotate_samples(
         if not missing:
             return write_files(config, begin_folder(config, JOURNAL_FILE), asked, records)
         task = get_task(config.task)
-        source = (
-            fleets.feedback(options, task, config)
-            if fleets
-            else make_local_source(options, task, folder=config.run.folder)
-        )
+        if fleets:
+            source = fleets.feedback(options, task, config)
+        else:
+            source = make_local_source(options, task, folder=config.run.folder)
         tell_tokens(config, missing)
         write = _writer(config, fleets) if options.responses == "policy" else None
         folder = begin_folder(config, JOURNAL_FILE)

@@ -186,14 +186,14 @@ def _section_help(
     for name, info in section.model_fields.items():
         default = getattr(given, name) if given else info.get_default(call_default_factory=True, validated_data={})
         nested = section_type(info.annotation)
-        if nested is not None:
-            about = info.description or (nested.__dict__.get("__doc__") or "").strip().partition("\n")[0]
-            own = default if isinstance(default, nested) else None
-            is_off = default is None and not info.is_required()
-            inner += _section_help(nested, f"{prefix}{name}.", own, f"{about} (off by default)" if is_off else about)
-        else:
+        if nested is None:
             required = info.is_required() and not given
             shown = "required" if required else json.dumps(default, default=str)
             plain.append(f"  {prefix + name:<38} {shown:<16} {info.description or ''}".rstrip())
+            continue
+        about = info.description or (nested.__dict__.get("__doc__") or "").strip().partition("\n")[0]
+        if default is None and not info.is_required():
+            about += " (off by default)"
+        inner += _section_help(nested, f"{prefix}{name}.", default if isinstance(default, nested) else None, about)
     header = f"\n{prefix.removesuffix('.') or 'the job'}: {purpose}".rstrip(" ")
     return ([header] if plain else []) + plain + inner

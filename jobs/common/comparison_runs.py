@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +23,7 @@ from actors.learner.learner import LearnerGroup
 from jobs.common import reward_models
 from jobs.common.cli import StopFlag, print_made
 from jobs.common.fleets import Fleets
-from jobs.common.policy_runs import PolicyData, finished, learner_spec, read_data, run_baseline, train
+from jobs.common.policy_runs import After, PolicyData, finished, learner_spec, read_data, run_baseline, train
 from jobs.common.stages import base_model, once, positions, reward_job
 from t2g.config import CompareJob, DemoJob, ModelConfig, PolicyJob, RewardJob, RunConfig, StyleConfig, with_overrides
 from t2g.data.buffer import Group, read_groups, write_groups
@@ -50,7 +50,6 @@ from t2g.text.tokenizer import load_tokenizer
 
 TARGETING_FILE = "targeting.json"
 SEARCH_POSTS = "others"  # than those that are reported on
-Hook = Callable[[RolloutFleet, FeedbackSource, LearnerGroup], None]
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +112,7 @@ class Session:
     stop: StopFlag
     fleets: Fleets
 
-    def run(self, name: str, arm: PolicyJob, after: Hook = lambda *_: None, data: PolicyData | None = None) -> None:
+    def run(self, name: str, arm: PolicyJob, after: After = lambda *_: None, data: PolicyData | None = None) -> None:
         method, made_of, data = self.arms.methods[name], self.arms.made_of(name), data or self.data
         made_of |= {} if data is self.data else {"held_out": SEARCH_POSTS}
         if finished(arm, **made_of) is not None:
@@ -126,8 +125,7 @@ class Session:
             run_baseline(arm, data, feedback, self.stop, **made_of)
         else:
             rollouts, feedback = self.fleets.for_policy(arm, self.data.task)
-            hook = partial(after, rollouts, feedback)
-            train(arm, data, rollouts, feedback, self.stop, hook, **made_of)
+            train(arm, data, rollouts, feedback, self.stop, after, **made_of)
         shutil.rmtree(arm.run.folder / "checkpoints", ignore_errors=True)  # tens of runs; the numbers stay
 
     def score(self, name: str, arm: PolicyJob) -> float | None:

@@ -61,7 +61,7 @@ from t2g.types import Prompt, TrainSequence
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-After = Callable[[LearnerGroup], None]
+After = Callable[[RolloutFleet, FeedbackSource, LearnerGroup], None]
 
 IMITATION = "imitation"  # folder of ilf's training
 TIMES = {"steps_s": "time/step_s", "evaluations_s": "time/eval_s"}  # in the summary: sums of metrics
@@ -111,7 +111,7 @@ def train(
     rollouts: RolloutFleet,
     feedback: FeedbackSource,
     stop: StopFlag,
-    after: After = lambda learner: None,
+    after: After = lambda *_: None,
     **more: Any,
 ) -> dict[str, Any]:
     """One run on fleets that are up; the learner group lives as long as this call. Returns the summary that it wrote.
@@ -206,7 +206,7 @@ def one_learner(
         if state.step == config.num_steps:
             with log_duration("writing the policy"):
                 learner.export(folder / "policy")
-            after(learner)
+            after(rollouts, feedback, learner)
         return state
 
 

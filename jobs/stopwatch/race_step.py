@@ -2,7 +2,7 @@
 beside TRL's GRPO: one optimizer step on the same number of tokens."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager, closing
 from functools import partial
 from importlib.util import find_spec
@@ -52,14 +52,13 @@ async def measure(bench: Bench) -> list[Record]:
     for name, changes in variants(bench.config).items():
         async with running_loop(bench, loop_job(bench, changes)) as step:
             measured |= (await bench.race(Race(name="step", unit=UNIT, sides={name: step})))["sides"]
-    beside_floor = {name: side for name, side in measured.items() if name not in rivals}
-    records = [{**found, "limit": "floor", "aims": dict.fromkeys(EQUAL, AIM), "sides": beside_floor}]
-    if rivals:
-        beside_trl = {name: side for name, side in measured.items() if name != "floor"}
-        records.append(
-            {**found, "name": "GRPO step", "limit": "TRL", "aims": dict.fromkeys(EQUAL, AIM_TRL), "sides": beside_trl}
-        )
-    return records
+
+    def compare(name: str, limit: str, aim: float, left_out: Collection[str]) -> Record:
+        kept = {side: row for side, row in measured.items() if side not in left_out}
+        return {**found, "name": name, "limit": limit, "aims": dict.fromkeys(EQUAL, aim), "sides": kept}
+
+    records = [compare("step", "floor", AIM, rivals)]
+    return [*records, compare("GRPO step", "TRL", AIM_TRL, ["floor"])] if rivals else records
 
 
 async def able(rivals: Mapping[str, Side], deadline_s: float) -> dict[str, Side]:

@@ -42,23 +42,18 @@ class Results:
     def table(self) -> str:
         """Markdown, a row for each side of each race, in the order in which they were measured."""
         races = [race for phase in self.phases.values() for race in phase["races"]]
-        return markdown(HEAD, [row for race in races for row in _rows(race)]) + "\n"
+        return markdown(HEAD, [_row(race, name) for race in races for name in race["sides"]]) + "\n"
 
 
-def _rows(race: Record) -> list[Sequence[str]]:
-    limit = race["sides"].get(race["limit"])
-    return [_row(race, name, side, limit) for name, side in race["sides"].items()]
-
-
-def _row(race: Record, name: str, side: dict[str, float], limit: dict[str, float] | None) -> Sequence[str]:
+def _row(race: Record, name: str) -> Sequence[str]:
+    side, limit, aims = race["sides"][name], race["sides"].get(race["limit"]), race.get("aims", {})
     others = {key: value for key, value in side.items() if key not in OWN_COLUMNS}
-    held, aims = limit is not None and side is not limit, race.get("aims", {})
     return (
         race["name"],
         name,
         f"{side['seconds']:.3f} ± {side['spread']:.0%}",
         f"{side['rate']:,.4g} {race['unit']}",
-        f"{side['rate'] / limit['rate']:.3f}" if held and limit else NOTHING,
+        f"{side['rate'] / limit['rate']:.3f}" if limit and side is not limit else NOTHING,
         f"{aims[name]:.2f}" if name in aims else NOTHING,
         f"{side['cpu_s']:.2f}",
         f"{1000 * side['cpu_s'] / side['amount']:.3g}",
