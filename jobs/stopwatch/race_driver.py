@@ -44,15 +44,14 @@ class StubFleet(Fleet):
 
     def __init__(self, engines: int) -> None:
         config = EngineConfig.model_validate({"workers": engines, "health": {"probe_every_s": 1e9}})
-        super().__init__({}, config, placement_timeout_s=1)
+        no_processes = config.workers.model_copy(update={"initial": 0})
+        super().__init__({}, config.model_copy(update={"workers": no_processes}), placement_timeout_s=1)
         loop = asyncio.get_running_loop()
         for number in range(engines):
             member: Any = Member(f"stub {number}", None, config)  # type: ignore[arg-type]
             member.handle = SimpleNamespace(sample=SimpleNamespace(remote=partial(answer, loop)))
             member.health = Health(since=0, state=State.SERVING)
             self._members.append(member)
-
-    def _begin_all(self) -> None: ...
 
 
 def answer(loop: asyncio.AbstractEventLoop) -> Any:
