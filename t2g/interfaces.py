@@ -21,7 +21,6 @@ class Sampling:
 class RolloutSource(Protocol):
     async def sample(self, prompt: Prompt, sampling: Sampling) -> list[Rollout]:
         """All `num_samples` responses to one prompt, in order of sample_index."""
-        ...
 
 
 class FeedbackSource(Protocol):
@@ -32,13 +31,11 @@ class FeedbackSource(Protocol):
 
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
         """Critique and spans of one response. Never raises for one bad answer: status says what happened."""
-        ...
 
 
 class Aligner(Protocol):
     async def align(self, prompt: Prompt, response_text: str, critique: str) -> SpanFeedback:
         """The spans that a critique by somebody else speaks of, with that critique. Else as `FeedbackSource.judge`."""
-        ...
 
 
 class Learner(Protocol):
@@ -47,24 +44,20 @@ class Learner(Protocol):
 
         Old logprobs and entropy are 0 where nothing needs them before the update: its result then says them.
         """
-        ...
 
     def update(self, batch: TrainBatch) -> UpdateResult:
         """Every optimizer step of the batch; policy_version goes up by one, in the critic's warm-up as well."""
-        ...
 
     def save(self, folder: Path) -> dict[str, dict[str, Any]]:
         """Trained weights, optimizers, schedules and RNG of every rank, into an existing empty folder.
 
         `t2g.files.entry` of the files that were hashed by who wrote them, by their names in the folder.
         """
-        ...
 
     def load(self, folder: Path) -> None: ...
 
     def export(self, folder: Path) -> None:
         """The policy as a Hugging Face folder in safetensors, tokenizer included; adapters merged, and in `adapter`."""
-        ...
 
 
 class WeightSync(Protocol):
@@ -73,7 +66,6 @@ class WeightSync(Protocol):
 
         The caller makes no other call of the learner meanwhile.
         """
-        ...
 
 
 Turn = Literal["engines", "learner"]
@@ -82,4 +74,3 @@ Turn = Literal["engines", "learner"]
 class Turns(Protocol):
     async def take(self, turn: Turn) -> None:
         """The GPUs are theirs from now on, until the others take their turn. Does nothing where they have it."""
-        ...

@@ -80,8 +80,12 @@ class Bench:
             checkpoints=CheckpointStore(folder / "checkpoints", keep=2),
             identity=Identity.of(config),
             stop=stop,
+            extra_metrics=self.extra_metrics,
             **options,
         )
+
+    async def extra_metrics(self) -> dict[str, float]:
+        return {}
 
     def run(self) -> TrainerState:
         return asyncio.run(self.tidy())

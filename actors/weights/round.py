@@ -36,11 +36,9 @@ class WeightOwner(Protocol):
 
     def announce(self) -> Shapes:
         """Every parameter of the policy in the order in which it is sent, without gathering any."""
-        ...
 
     def address(self) -> tuple[str, int]:
         """A host and port for the meeting of the next `stream_weights`."""
-        ...
 
     def stream_weights(self, dtype: str, *, full: bool, meeting: Meeting | None) -> Generator[Any, None, None]:
         """References to buckets as `plan_buckets` cuts them; tensors converted to `dtype` ("float32" or "bfloat16").
@@ -48,11 +46,9 @@ class WeightOwner(Protocol):
         full: each with a hash of every tensor. meeting: with nccl; the engines are on their way there, and a bucket
         is broadcast without waiting for the next to be asked for.
         """
-        ...
 
     def probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
         """[N - 1] float32: log softmax(logits)[ids[t + 1]] after ids[: t + 1], at temperature 1 as `Engine.score`."""
-        ...
 
 
 class Receiver(Protocol):
@@ -74,17 +70,14 @@ class EngineFleet(Protocol):
 
     def receivers(self) -> Sequence[Receiver]:
         """The workers that have started and can be reached."""
-        ...
 
     def ask(self, receiver: Any, submit: Callable[[Any], Any], what: str) -> Coroutine[Any, Any, Any]:
         """submit(handle) on it. Raises MissedSync when it died or raised, LearnerLost when a bucket is gone."""
-        ...
 
     def has_weights(self, receiver: Any, version: int) -> None: ...
 
     def missed(self, receiver: Any, reason: str, *, late: bool = False) -> None:
         """late: it may hang. It is no receiver until it has answered something."""
-        ...
 
 
 @dataclass(kw_only=True)

@@ -16,7 +16,6 @@ from t2g.interfaces import Turn
 class Rester(Protocol):
     def rest(self, on: bool) -> None:
         """Of the learner group: leave the GPUs, but for the weights, or come back. Blocking; LearnerLost."""
-        ...
 
 
 class Turns:

@@ -1,6 +1,5 @@
 """Spans to token rewards: the paper's delta (arXiv 2505.22338, eq. 6), a span's value once, and where it is paid."""
 
-import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,6 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from t2g.config import Placement, RewardRuleConfig
+from t2g.tasks.base import stable_id
 from t2g.types import Span
 
 PER_TOKEN = RewardRuleConfig(unit="token")
@@ -123,8 +123,8 @@ def place(
     if placement == "span" or len(deltas) == 0:
         return deltas.astype(np.float32)
     if placement == "shuffled":
-        key = hashlib.blake2b(f"{seed}\x1f{sample_index}\x1f{prompt_id}".encode(), digest_size=8).digest()
-        return np.random.default_rng(int.from_bytes(key)).permutation(deltas).astype(np.float32)
+        key = int(stable_id(f"{seed}\x1f{sample_index}\x1f{prompt_id}"), 16)
+        return np.random.default_rng(key).permutation(deltas).astype(np.float32)
     steps = step_ids if placement == "step" else np.zeros(len(deltas))
     first = np.flatnonzero(np.diff(steps, prepend=steps[0] - 1))
     paid = np.zeros(len(deltas), np.float32)

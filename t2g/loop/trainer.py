@@ -65,10 +65,6 @@ class TrainerState:
     wall_s: float = 0.0  # seconds of all sessions that led here
 
 
-async def nothing() -> dict[str, float]:
-    return {}
-
-
 @dataclass(kw_only=True, eq=False)
 class Trainer:
     """Owns nothing but the order of things. `run` returns the state it stopped in."""
@@ -87,7 +83,7 @@ class Trainer:
     identity: Identity  # of the run; a checkpoint's step number points into the prompts, the reference is model.policy
     stop: Callable[[], bool]
     on_step: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
-    extra_metrics: Callable[[], Awaitable[dict[str, float]]] = nothing  # what others know of a step, asked at its end
+    extra_metrics: Callable[[], Awaitable[dict[str, float]]]  # what others know of a step, asked at its end
     turns: Turns | None = None  # where engines and learner have the same GPUs
     lost_at: float | None = None  # on time.monotonic, when the learner was lost whose work this one takes up
 

@@ -65,7 +65,6 @@ class Chat(Protocol):
 
         Raises ChatFailed for what concerns this request; UserError or RunStopped when every other would fail, too.
         """
-        ...
 
 
 def estimate_tokens(text: str) -> int:

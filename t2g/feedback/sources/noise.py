@@ -1,12 +1,12 @@
 """Feedback made worse on purpose: what a method loses when spans are wrong, missing or elsewhere."""
 
-import hashlib
 from dataclasses import replace
 
 import numpy as np
 
 from t2g.config import NoiseConfig
 from t2g.interfaces import FeedbackSource
+from t2g.tasks.base import stable_id
 from t2g.types import Prompt, Span, SpanFeedback
 
 
@@ -19,9 +19,7 @@ class NoisyFeedback(FeedbackSource):
 
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
         feedback = await self._source.judge(prompt, response_text)
-        key = f"{self._seed}\x1f{prompt.prompt_id}\x1f{response_text}".encode(errors="replace")
-        digest = hashlib.blake2b(key, digest_size=8).digest()
-        rng = np.random.default_rng(int.from_bytes(digest))
+        rng = np.random.default_rng(int(stable_id(f"{self._seed}\x1f{prompt.prompt_id}\x1f{response_text}"), 16))
         return add_noise(feedback, self._noise, response_text=response_text, rng=rng)
 
 

@@ -57,7 +57,6 @@ POST_TEMPLATES = {slot: tuple(f"{words} {{}}." for words in begun) for slot, (_,
 CLAUSE_LEADS = {slot: lead for slot, (lead, _, _) in _FACTS.items()}
 INVENTIONS = ("sells honey", "likes opera", "plays chess", "hates rain", "met a wizard", "saw a ghost")
 MISSING = "The {} is missing."
-VERDICTS = ("right", "wrong", "repeated", "invented", "missing")
 POLICY_INSTRUCTION = "Summarise: "
 FEEDBACK_INSTRUCTION = "Judge the summary. Post: "
 # Further styles by (critique, labels). The tokenizers are trained on the first alone, which the demo's figures rest on.
@@ -97,7 +96,7 @@ class Finding(NamedTuple):
     """The critic's verdict of one clause, and the sentence that says it."""
 
     clause: Clause
-    verdict: str  # one of VERDICTS, never missing
+    verdict: str  # right, wrong, repeated or invented
     sentence: str
 
 
