@@ -46,6 +46,7 @@ class StubFleet(Fleet):
         config = EngineConfig.model_validate({"workers": engines, "health": {"probe_every_s": 1e9}})
         no_processes = config.workers.model_copy(update={"initial": 0})
         super().__init__({}, config.model_copy(update={"workers": no_processes}), placement_timeout_s=1)
+        self.wanted = engines
         loop = asyncio.get_running_loop()
         for number in range(engines):
             member: Any = Member(f"stub {number}", None, config)  # type: ignore[arg-type]
