@@ -229,12 +229,8 @@ def _cluster_warnings(config: JobConfig, shape: ModelShape | None) -> Iterator[s
 def path_warnings(config: JobConfig, mount: str = SHARED) -> Iterator[str]:
     """Of what no pod has, where the volume is at `mount`."""
     for key, value in paths(config):
-        known = key == "stages" or not isinstance(value, str) or value.startswith(("${", f"{mount}/"))
-        if not known and _is_path(value):
+        if key == "stages" or not isinstance(value, str) or value.startswith(("${", f"{mount}/")):
+            continue
+        is_path = value.startswith(("/", ".", "~")) or value.count("/") > 1 or value.endswith(DATA_FILES)
+        if is_path or Path(value).exists():  # rather than a name on the hub
             yield f"{key} is {value}: pods see {mount} and their image; put it there and give that path"
-
-
-def _is_path(value: str) -> bool:
-    """Rather than a name on the hub."""
-    looks = value.startswith(("/", ".", "~")) or value.count("/") > 1 or value.endswith(DATA_FILES)
-    return looks or Path(value).exists()

@@ -177,9 +177,8 @@ def how_made(folder: Path) -> dict[str, str]:
     """The last command, when it was given, and the resolved config; what of them is there."""
     made = {}
     if (commands := folder / COMMANDS_FILE).is_file():
-        made["date"], _, made["command"] = (
-            commands.read_text(errors="replace").strip().rpartition("\n")[2].partition(" ")
-        )
+        last = commands.read_text(errors="replace").strip().rpartition("\n")[2]
+        made["date"], _, made["command"] = last.partition(" ")
     if (config := folder / FILE_NAME).is_file():
         made["config"] = config.read_text(errors="replace")
     return {name: mask_secrets(text[:MAX_CONFIG_CHARS]) for name, text in made.items()}

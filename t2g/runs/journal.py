@@ -39,28 +39,24 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: int | None = None  # descriptor
-        self._size = 0  # bytes of whole lines
-        self._synced = 0
 
     def append(self, record: BaseModel) -> None:
         """One more line, whole or not at all. UserError where it cannot be written."""
         rest = memoryview(f"{record.model_dump_json()}\n".encode())
-        size = len(rest)
         with unwritable_in_words(self._path):
             file = self._file = self._open() if self._file is None else self._file
+            size = os.fstat(file).st_size
             try:
                 while rest:
                     rest = rest[os.write(file, rest) :]
             except OSError:
-                os.ftruncate(file, self._size)  # else the next line would be added to half a line
+                os.ftruncate(file, size)  # else the next line would be added to half a line
                 raise
-        self._size += size
 
     def sync(self) -> None:
         """Bring what was appended to the disk."""
-        if self._file is not None and self._synced < self._size:
+        if self._file is not None:
             os.fsync(self._file)
-            self._synced = self._size
 
     def close(self) -> None:
         if self._file is not None:
@@ -71,6 +67,5 @@ class Journal:
     def _open(self) -> int:
         """Without a last line that was cut off."""
         file = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_APPEND, 0o666)
-        self._size = self._synced = self._path.read_bytes().rfind(b"\n") + 1
-        os.ftruncate(file, self._size)
+        os.ftruncate(file, self._path.read_bytes().rfind(b"\n") + 1)
         return file
