@@ -52,9 +52,8 @@ def train_dpo(
             metrics = group.update(TrainBatch(minibatches=(loss_shares(both),))).metrics
             on_progress(step)
         group.export(out_folder)
-    return {name: metrics[f"policy/{name}"] for name in ("loss", "accuracy", "margin", "grad_norm")} | {
-        "steps": float(len(steps))
-    }
+    last = {name: metrics[f"policy/{name}"] for name in ("loss", "accuracy", "margin", "grad_norm")}
+    return last | {"steps": float(len(steps))}
 
 
 def paired_sequences(pairs: Sequence[PreferencePair], group: LearnerGroup) -> list[PairedSequence]:

@@ -51,8 +51,7 @@ def gae(
         )
     keep = mask.bool()
     advantages = torch.zeros_like(values)
-    advantage = torch.zeros_like(values[:, :1]).squeeze(1) if values.shape[1] else values.new_zeros(values.shape[0])
-    next_value = torch.zeros_like(advantage)
+    advantage = next_value = values.new_zeros(len(values))
     for t in reversed(range(rewards.shape[1])):
         td_error = rewards[:, t] + gamma * next_value - values[:, t]
         advantage = torch.where(keep[:, t], td_error + gamma * lam * advantage, advantage)

@@ -78,16 +78,12 @@ class EndpointChat(Chat):
     async def complete(self, question: Question) -> Completion:
         import openai
 
+        schema = {"name": "feedback", "strict": True, "schema": dict(question.schema)}
         try:
             async with self._client.get().chat.completions.with_streaming_response.create(
                 model=self.model,
                 messages=list(question.messages),  # type: ignore[arg-type]
-                response_format={
-                    "type": "json_schema",
-                    "json_schema": {"name": "feedback", "strict": True, "schema": dict(question.schema)},
-                }
-                if question.schema
-                else openai.omit,
+                response_format={"type": "json_schema", "json_schema": schema} if question.schema else openai.omit,
                 max_completion_tokens=question.max_output_tokens,
                 temperature=question.temperature,
                 seed=question.seed,
