@@ -46,9 +46,9 @@ def fill(values: Mapping[str, Any], have: Mapping[str, float]) -> dict[str, Any]
 
     def at_once(one: str, other: str) -> bool:
         """Whether processes of both sections work at the same time; of the trainings only one does."""
-        if one in RANKS or other in RANKS:
-            return one == other or (not in_turn and (one in RANKS) != (other in RANKS))
-        return True
+        if (one in RANKS) != (other in RANKS):
+            return not in_turn
+        return one == other or one not in RANKS
 
     def threads(name: str) -> int:
         """Of a process of this section: its part of the cores, which those share that work while it does."""

@@ -5,7 +5,7 @@ and the configs around it, never data, runs or secrets.
 import os
 import shlex
 import zipfile
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import chain, count
@@ -166,24 +166,16 @@ def write_package(root: Path, files: Sequence[Path], target: Path) -> None:
 
 def _is_excluded(name: Path, is_folder: bool, patterns: Sequence[str]) -> bool:
     """As git does: a pattern with a slash before its end is a path from the root, any other a name at any depth."""
-    for pattern in patterns:
-        path = pattern.rstrip("/")
-        if pattern.endswith("/") and not is_folder:
-            continue
-        if fnmatchcase(name.as_posix() if "/" in path else name.name, path.removeprefix("/")):
-            return True
-    return False
+    paths = [pattern.rstrip("/") for pattern in patterns if is_folder or not pattern.endswith("/")]
+    return any(fnmatchcase(name.as_posix() if "/" in path else name.name, path.removeprefix("/")) for path in paths)
 
 
-def _ignored(file: Path) -> list[str]:
-    """Patterns of an ignore file. Those parts of git's language that are not understood here are refused."""
-    if not file.exists():
-        return []
-    patterns = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+def _ignored(file: Path) -> Iterator[str]:
+    """Yield the patterns of an ignore file. Parts of git's language that are not understood here are refused."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    for number, line in enumerate(lines, start=1):
         pattern = line.strip()
         if pattern.startswith("!") or "**" in pattern:
             raise UserError(f"{file}:{number}: got {pattern!r}; needs names or paths with * and ?, without ! and **")
         if pattern and not pattern.startswith("#"):
-            patterns.append(pattern)
-    return patterns
+            yield pattern

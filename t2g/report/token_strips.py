@@ -56,8 +56,8 @@ def strips(samples: Sequence[SampleRecord]) -> list[tuple[LoggedSample, list[Cel
 
 def _cells(sample: LoggedSample, most: Sequence[float]) -> list[Cell]:
     cells, end, text = [], 0, printable(sample.response)
-    for (first, last), *values in list(zip_longest(sample.token_ranges, *sample.columns, fillvalue=None))[:MAX_TOKENS]:
-        known = [0.0 if value is None else value for value in values]
+    columns = (column[: len(sample.token_ranges)] for column in sample.columns)
+    for (first, last), *known in list(zip_longest(sample.token_ranges, *columns, fillvalue=0.0))[:MAX_TOKENS]:
         words = [f"reward {known[0]:+.2f}"]
         words += [f"advantage {known[1]:+.2f}"] if sample.token_advantages else []
         words += [f"ratio {math.exp(known[2]):.3f}"] if sample.token_ratios else []

@@ -260,8 +260,10 @@ def test_alarms_of_a_run_stand_on_its_page(tmp_path: Path) -> None:
 def test_tokens_that_do_not_fit_their_text_are_shown_as_far_as_they_go(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     odd = sample(1, "odd", "ab") | {"token_ranges": [[0, 9], [-3, 99], [5, 2]], "token_rewards": [1.0]}
-    write_lines(tmp_path / "samples.jsonl", [odd])
-    assert 'title="reward +1.00">ab</i>' in report_run(tmp_path).read_text()
+    more = sample(1, "more rewards than tokens", "cd") | {"token_ranges": [[0, 2]], "token_rewards": [0.5, 1.0]}
+    write_lines(tmp_path / "samples.jsonl", [odd, more])
+    page = report_run(tmp_path).read_text()
+    assert 'title="reward +1.00">ab</i>' in page and 'title="reward +0.50">cd</i>' in page
 
 
 def test_five_thousand_samples_are_a_page_within_seconds(tmp_path: Path) -> None:
