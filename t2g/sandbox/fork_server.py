@@ -34,11 +34,9 @@ class _Server:
     def __init__(self) -> None:
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         python = getattr(sys, "_base_executable", None) or sys.executable  # a virtual environment's reads its files
+        start = str(Path(__file__).with_name("start.py"))
         # Forks keep the command line: by "caller" an operator finds who started them.
-        start, paths = (
-            str(Path(__file__).with_name("start.py")),
-            json.dumps({"packages": PACKAGES, "own_code": OWN_CODE, "caller": os.getpid()}),
-        )
+        paths = json.dumps({"packages": PACKAGES, "own_code": OWN_CODE, "caller": os.getpid()})
         with theirs:
             self.process = subprocess.Popen(
                 [python, "-s", "-S", "-P", start, paths], stdin=theirs, stdout=subprocess.DEVNULL,

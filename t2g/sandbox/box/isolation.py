@@ -27,7 +27,6 @@ _SYS_CLONE = {"x86_64": 56, "aarch64": 220}
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 _libc = ctypes.CDLL(None, use_errno=True)
-_HELD = ("RssAnon", "RssShmem")
 _READINGS = 20  # of /proc, each some milliseconds
 
 
@@ -64,9 +63,8 @@ def new_user_namespace(proc: int) -> bool:
         return False
     for name, text in (("setgroups", "deny"), ("gid_map", f"{gid} {gid} 1"), ("uid_map", f"{uid} {uid} 1")):
         try:
-            file = os.open(f"self/{name}", os.O_WRONLY, dir_fd=proc)
-            os.write(file, text.encode())
-            os.close(file)
+            with open(os.open(f"self/{name}", os.O_WRONLY, dir_fd=proc), "w", encoding="ascii") as file:
+                file.write(text)
         except OSError:
             return False
     return True
@@ -74,10 +72,11 @@ def new_user_namespace(proc: int) -> bool:
 
 def become_nobody(number: int, needs: Iterable[str]) -> bool:
     """Changes root into a user that owns nothing, if that user can still read `needs`. number: makes it unique."""
-    if os.geteuid() != 0 or not all(_is_open_to_all(path) for path in needs):
-        return False
     uid = FIRST_THROWAWAY_UID + number % NUM_THROWAWAY_UIDS
+    folders = {folder for path in needs for folder in (path, *Path(path).parents) if os.path.isdir(folder)}
     try:
+        if os.geteuid() != 0 or not all(os.stat(folder).st_mode & 0o001 for folder in folders):
+            return False
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
@@ -85,13 +84,6 @@ def become_nobody(number: int, needs: Iterable[str]) -> bool:
         return False
     show()  # else /proc/self/uid_map is root's
     return True
-
-
-def _is_open_to_all(path: str) -> bool:
-    try:
-        return all(not os.path.isdir(way) or os.stat(way).st_mode & 0o001 for way in (path, *Path(path).parents))
-    except OSError:
-        return False
 
 
 def small_root(stage: str, visible: Iterable[str], tmp_bytes: int) -> bool:
@@ -199,11 +191,6 @@ def count_tasks(uid: int) -> int:
     return sum(int(status["Threads"]) for status in found if status and int(status["Uid"].split()[0]) == uid)
 
 
-def lists_children() -> bool:
-    """Whether this kernel says whose child a process is (CONFIG_PROC_CHILDREN)."""
-    return os.path.exists(f"/proc/self/task/{os.getpid()}/children")
-
-
 def children(parent: int) -> list[int]:
     """Return processes that `parent` started or adopted, those that ended and wait to be reaped included."""
     found: list[int] = []
@@ -246,10 +233,10 @@ def _state(process: int) -> str:
     return _status(process).get("State", "X").strip()[0]
 
 
-def memory_of(process: int, *names: str) -> int:
+def memory_of(process: int | str, names: Iterable[str] = ("RssAnon", "RssShmem")) -> int:
     """Return the bytes that only this process and its forks hold, without the files that it maps; 0: it ended.
 
-    names: other lines of /proc/PID/status to add up.
+    names: lines of /proc/PID/status to add up.
     """
     status = _status(process)
-    return sum(int(status.get(name, "0").split()[0]) for name in names or _HELD) * 1024
+    return sum(int(status.get(name, "0").split()[0]) for name in names) * 1024

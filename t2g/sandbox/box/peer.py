@@ -1,6 +1,6 @@
 """Two processes that use each other's objects. A `Peer` is one end of a socket pair: `request` asks the other end to do
-something with one of its objects and meanwhile answers what the other end asks (a callback). What the other end may
-ask is `allow`'s to say.
+something with one of its objects and meanwhile answers what the other end asks (a callback). `Peer.allows` says what
+the other end may ask.
 """
 
 import inspect
@@ -8,50 +8,54 @@ import json
 import os
 import socket
 import threading
-import types
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from t2g.sandbox.box.remote import FORWARDED, QUIET, Gone, Numbered, Remote, Unsupported, is_remote, proxy_class
+from t2g.sandbox.box.remote import FORWARDED, QUIET, Gone, Remote, Unsupported, is_remote, proxy_class
 from t2g.sandbox.box.values import Codec, Exchange, Json, known_exception, lines_of, refill
 
 MAX_MESSAGE_BYTES = 2**25
 MAX_TRACE = 20  # lines of a traceback
-_NAMES = ("__name__", "__qualname__", "__doc__")  # of functions and classes, known without a request
 _ENDS = {StopIteration: "__next__", StopAsyncIteration: "__anext__"}  # the methods that may raise them
 _CONTROL = ("SkipTest", "KeyboardInterrupt")  # what pytest obeys: of the solution they are exceptions like others
-_PLAIN = (int, float, complex, str, bytes, tuple, frozenset, list, dict, set, bytearray)
+# By plain type: the plain value under an instance of a subclass, by the type's own methods.
+_PLAIN: dict[type, Callable[[Any], Any]] = {
+    int: int.__int__, float: float.__float__, complex: complex.__complex__, str: str.__str__, dict: dict.copy
+}  # fmt: skip
+for _kind in (bytes, tuple, frozenset, list, set, bytearray):
+    _PLAIN[_kind] = lambda value, kind=_kind: kind(kind.__iter__(value))
 
 
 class Peer(Codec):
     """One end."""
 
-    def __init__(self, end: socket.socket, allow: Callable[[str, Any, str], bool], is_solution: bool = False) -> None:
-        """allow(operation, object, name): whether the other end may do that here. is_solution: this end runs it."""
-        self._end, self._allow, self.is_solution = end, allow, is_solution
+    is_solution = False  # this end runs the solution
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
         self._reader = end.makefile("rb")
         self._lock = threading.RLock()  # a thread of the tests waits for the request of another
         self._objects: list[Any] = []  # ours that the other end knows; kept until the end
         self._numbers: dict[int, int] = {}
         self._proxies: dict[int, Any] = {}  # theirs
-        self._classes: dict[tuple[str, ...], type[Remote]] = {}
         self._serial = 0
         self.num_changes = 0  # requests that may have changed an object of theirs
         self.gone = False
-        self.before_reply: Callable[[], Json] = lambda: None
-        self.on_note: Callable[[Json], None] = lambda note: None
 
-    def offer(self, value: Any) -> None:
-        """Makes `value` object 0, which the other end knows from the start as its `root`."""
-        assert self._number(value) == 0
+    def allows(self, operation: str, target: Any, name: str) -> bool:
+        """Return whether the other end may do this here."""
+        return self.is_solution
+
+    def take_note(self) -> Json:
+        """Return what goes with the next reply, beside the answer."""
+        return None
+
+    def on_note(self, note: Json) -> None:
+        """Handle the other end's note."""
 
     def root(self, operation: str, *args: Any) -> Any:
-        """Calls a method of the other end's object 0."""
-        return self.request("method", Numbered(0), operation, *args)
-
-    def knows(self, value: Any) -> bool:
-        """Whether `value` is an object of ours that was handed to the other end."""
-        return id(value) in self._numbers
+        """Call a method of the other end's object 0, which is known from the start."""
+        return self.request("method", Remote(self, 0), operation, *args)
 
     # -- asking and answering
 
@@ -73,7 +77,7 @@ class Peer(Codec):
     def signature(self, target: Any) -> inspect.Signature:
         """Return the signature of the other end's function or class."""
         parts = self.request("signature", target)
-        return inspect.Signature([_parameter(*part) for part in parts])
+        return inspect.Signature([inspect.Parameter(name, kind, **rest) for name, kind, rest in parts])
 
     def _request(self, operation: str, target: Any, *args: Any, **kwargs: Any) -> Any:
         if self.gone:
@@ -124,7 +128,7 @@ class Peer(Codec):
             reply["changed"], reply["error"] = [], self._encode_error(error)
         if os.getpid() != owner:
             os._exit(0)  # a fork that the solution made and that came back here
-        reply["note"] = self.before_reply()
+        reply["note"] = self.take_note()
         try:
             self._send(reply)
         except (ValueError, RecursionError, MemoryError) as error:  # too large, or too deep
@@ -134,10 +138,8 @@ class Peer(Codec):
     def perform(self, operation: str, target: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """What the other end asks for: the only place where code of the solution runs in its process."""
         name = args[0] if operation not in ("call", "signature") and args else ""
-        if not self._allow(operation, target, name):
+        if not self.allows(operation, target, name):
             raise Unsupported(f"the solution may not {operation} {name} here")
-        if operation == "method" and name != "__call__":
-            return getattr(type(target), name)(target, *args[1:], **kwargs)
         return _OPERATIONS[operation](target, args, kwargs)
 
     # -- messages, one a line
@@ -183,14 +185,13 @@ class Peer(Codec):
             "methods": [name for name in FORWARDED if hasattr(type(value), name)]
             + ["__dataclass_fields__"] * hasattr(value, "__dataclass_fields__"),
             "plain": self.encode(_plain_part(value), Exchange()),
-            "names": {n: str(getattr(value, n)) for n in _NAMES if _is_named(value) and getattr(value, n) is not None},
         }
 
     def _export_exception_class(self, value: type[BaseException], exchange: Exchange) -> Json:
         if known_exception(value.__module__, value.__qualname__) is value:
             return {"known": [value.__module__, value.__qualname__]}
         bases = [self.encode(base, exchange) for base in value.__bases__ if issubclass(base, BaseException)]
-        return {"mirror": self._number(value), "name": value.__name__, "bases": bases, "from": value.__module__}
+        return {"mirror": self._number(value), "name": value.__name__, "bases": bases}
 
     def _number(self, value: Any) -> int:
         if id(value) not in self._numbers:
@@ -217,21 +218,15 @@ class Peer(Codec):
     def _proxy(self, message: Json, exchange: Exchange) -> Any:
         number = message["object"]
         if number not in self._proxies:
-            key = (str(message["of"]), *message["methods"])
-            if key not in self._classes:
-                self._classes[key] = proxy_class(key[0], key[1:], is_guarded=not self.is_solution)
-            proxy = self._proxies[number] = self._classes[key](self, number)
-            names = {str(name): str(text) for name, text in message["names"].items()}
-            proxy._store(_plain=self.decode(message["plain"], Exchange()), _names=names)
+            kind = proxy_class(str(message["of"]), tuple(message["methods"]), is_guarded=not self.is_solution)
+            self._proxies[number] = kind(self, number, self.decode(message["plain"], Exchange()))
         return self._proxies[number]
 
     def _mirror(self, message: Json, exchange: Exchange) -> type:
         """A class here for an exception class there, so that `pytest.raises` and `except` know it."""
         number = message["mirror"]
         if number not in self._proxies:
-            bases = tuple(self.decode(base, exchange) for base in message["bases"]) or (Exception,)
-            for base in bases:
-                _check_exception(base)
+            bases = tuple(self._exception_class(base, exchange) for base in message["bases"]) or (Exception,)
 
             def attribute(error: Any, name: str) -> Any:
                 if error.remote_instance is None:
@@ -243,8 +238,7 @@ class Peer(Codec):
         return self._proxies[number]
 
     def _exception(self, message: Json, exchange: Exchange) -> BaseException:
-        kind = self.decode(message["exception"], exchange)
-        _check_exception(kind)
+        kind = self._exception_class(message["exception"], exchange)
         args = [self.decode(part, exchange) for part in message["args"]]
         try:
             error = kind(*args)
@@ -252,49 +246,41 @@ class Peer(Codec):
             error = kind.__new__(kind, *args)
             error.args = tuple(args)
         if "remote_number" in vars(kind):
-            error.remote_number, error.remote_instance = message["number"], Numbered(message["number"])
+            error.remote_number, error.remote_instance = message["number"], Remote(self, message["number"])
         return error
 
+    def _exception_class(self, message: Json, exchange: Exchange) -> type[BaseException]:
+        kind = self.decode(message, exchange)
+        if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+            raise ValueError(f"{kind!r:.40} is no exception")
+        return kind
+
     def _encode_error(self, error: BaseException) -> Json:
-        exchange = Exchange()
         try:
-            encoded = self.encode(error, exchange)
+            encoded = self.encode(error, Exchange())
             json.dumps(encoded)
         except BaseException:  # noqa: BLE001 the arguments are the solution's objects
-            encoded = {"exception": self.encode(RuntimeError, exchange), "number": 0, "args": [type(error).__name__]}
-        return {
-            "exception": encoded,
-            "lines": lines_of(error, "solution.py")[-MAX_TRACE:],
-            "name": type(error).__name__,
-        }
+            kind = self.encode(type(error), Exchange())
+            encoded = {"exception": kind, "number": self._number(error), "args": [type(error).__name__]}
+        return {"exception": encoded, "lines": lines_of(error, "solution.py")[-MAX_TRACE:]}
 
     def _read_error(self, message: Json, exchange: Exchange) -> BaseException:
         error = self.decode(message["exception"], Exchange())
         if not isinstance(error, BaseException):
             raise TypeError("no exception")
         error.solution_lines = tuple(int(line) for line in message["lines"])  # also the mark of where it comes from
-        error.solution_name = str(message["name"])
         return error
 
 
 _OPERATIONS: dict[str, Callable[[Any, list[Any], dict[str, Any]], Any]] = {
     "call": lambda target, args, kwargs: target(*args, **kwargs),
-    "method": lambda target, args, kwargs: target(*args[1:], **kwargs),
+    "method": lambda target, args, kwargs: getattr(type(target), args[0])(target, *args[1:], **kwargs),
     "get": lambda target, args, kwargs: getattr(target, *args),
     "set": lambda target, args, kwargs: setattr(target, *args),
     "delete": lambda target, args, kwargs: delattr(target, *args),
     "plain": lambda target, args, kwargs: _plain_part(target),
     "signature": lambda target, args, kwargs: [*map(_parts_of, inspect.signature(target).parameters.values())],
 }
-
-
-def _check_exception(kind: Any) -> None:
-    if not (isinstance(kind, type) and issubclass(kind, BaseException)):
-        raise ValueError(f"{kind!r:.40} is no exception")
-
-
-def _is_named(value: Any) -> bool:
-    return isinstance(value, type | types.FunctionType | types.MethodType | types.BuiltinFunctionType)
 
 
 def _parts_of(parameter: inspect.Parameter) -> tuple[Any, ...]:
@@ -305,17 +291,6 @@ def _parts_of(parameter: inspect.Parameter) -> tuple[Any, ...]:
     return parameter.name, int(parameter.kind), {k: v for k, v in parts.items() if v is not parameter.empty}
 
 
-def _parameter(name: str, kind: int, parts: dict[str, Any]) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect._ParameterKind(kind), **parts)
-
-
 def _plain_part(value: Any) -> Any:
-    """The plain value under an instance of a subclass, by the base type's own methods; None: there is none."""
-    kind = next((kind for kind in _PLAIN if isinstance(value, kind)), None)
-    if kind is None:
-        return None
-    if kind is dict:
-        return dict(dict.items(value))
-    if kind in (int, float, complex, str):
-        return {int: int.__int__, float: float.__float__, complex: complex.__complex__, str: str.__str__}[kind](value)
-    return kind(kind.__iter__(value))
+    """The plain value under an instance of a subclass of a plain type; None: there is none."""
+    return next((to_plain(value) for kind, to_plain in _PLAIN.items() if isinstance(value, kind)), None)

@@ -26,6 +26,7 @@ _HOOKS = (
 )
 _OPEN_MODULES = ("tests", "_io")  # of the classes whose instances a solution may change
 _READABLE_MODULES = (*_OPEN_MODULES, "unittest.mock")
+_NAMES = ("__name__", "__qualname__", "__doc__")
 _METHODS = {*FORWARDED, "__eq__", "__hash__", "__repr__", "__str__"}
 
 
@@ -47,37 +48,34 @@ class LocalSolution(worker.Tracer):
         return "exited"
 
 
-class RemoteSolution:
+class RemoteSolution(Peer):
     """A solution in a process of its own, the worker, at the other end of a socket."""
 
     def __init__(self, end: socket.socket, worker: int, max_output: int) -> None:
+        super().__init__(end)
         self._worker = worker
-        self._peer = Peer(end, self._allow)
-        self._peer.on_note = self._show
         self.output = Output(max_output, strict=False)
 
-    @property
-    def gone(self) -> bool:
-        return self._peer.gone
-
     def begin(self) -> None:
-        self._peer.root("begin")
+        self.root("begin")
 
     def lines(self) -> tuple[list[int], int]:
-        return self._peer.root("lines")
+        return self.root("lines")
 
-    def _allow(self, operation: str, target: Any, name: str) -> bool:
+    def allows(self, operation: str, target: Any, name: str) -> bool:
         """Return whether the solution may do this: it uses what it was handed, and reads objects of the tests."""
-        if not self._peer.knows(target):
+        if id(target) not in self._numbers:
             return False
         if operation in ("call", "signature"):
             return callable(target)
         if operation == "method":
             return name in _METHODS
+        if operation == "get" and name in _NAMES and (inspect.isclass(target) or inspect.isroutine(target)):
+            return True
         modules = _READABLE_MODULES if operation == "get" else _OPEN_MODULES
         return type(target).__module__ in modules and not name.startswith("_")
 
-    def _show(self, note: Any) -> None:
+    def on_note(self, note: Any) -> None:
         """Print here what the solution printed, and warn of what it warned of."""
         sys.stdout.write(str(note["out"]))
         self.output.flood |= bool(note["flood"])
@@ -87,7 +85,7 @@ class RemoteSolution:
                 warnings.warn_explicit(str(message), kind, worker.FILE, int(line))
 
     def load(self, code: str, deadline: float) -> None:
-        remote, names = self._peer.root("load", code, lambda prompt="": builtins.input(prompt), deadline)
+        remote, names = self.root("load", code, lambda prompt="": builtins.input(prompt), deadline)
 
         class Module(types.ModuleType):
             __dict__ = property(no_dict)
@@ -111,7 +109,7 @@ class RemoteSolution:
 
         sys.modules["solution"] = Module("solution")
         seed = random.seed
-        random.seed = lambda *args, **kwargs: (seed(*args, **kwargs), self._peer.root("seed", *args, **kwargs))[0]
+        random.seed = lambda *args, **kwargs: (seed(*args, **kwargs), self.root("seed", *args, **kwargs))[0]
         _guard_approx()
 
     def describe_end(self) -> str:

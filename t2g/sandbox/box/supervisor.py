@@ -45,8 +45,6 @@ def main(plan: dict[str, Any], session: "pytest.Session") -> None:
     isolation.adopt_orphans()
     os.setsid()
     os.chdir(plan["stage"])
-    held = isolation.memory_of(os.getpid())  # of the parent's memory; each process of the run has it, too
-    inherited = isolation.memory_of(os.getpid(), "VmSize")
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     in_force = ["process_group"]
     with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
@@ -58,7 +56,8 @@ def main(plan: dict[str, Any], session: "pytest.Session") -> None:
         _change_user(proc, os.getpid(), plan["visible"], in_force)
         has_pid = isolation.unshare(isolation.PID)
     in_force += ["pid"] * has_pid
-    owner, (end, mark), watched = os.getpid(), socket.socketpair(), isolation.lists_children()
+    owner, (end, mark) = os.getpid(), socket.socketpair()
+    lists_children = os.path.exists("/proc/thread-self/children")  # CONFIG_PROC_CHILDREN of the kernel
     inner = os.fork()
     if inner == 0:
         try:
@@ -67,8 +66,8 @@ def main(plan: dict[str, Any], session: "pytest.Session") -> None:
                 with contextlib.suppress(OSError):
                     os.write(cgroup, b"0")
                     in_force.append("cgroup")
-            _isolate(plan, proc, owner, inherited, in_force)
-            if not watched:
+            _isolate(plan, proc, owner, in_force)
+            if not lists_children:
                 in_force = [name for name in in_force if name not in isolation.MEANS["processes"]]
             _tester(plan, in_force, mark, session)
         finally:
@@ -77,15 +76,14 @@ def main(plan: dict[str, Any], session: "pytest.Session") -> None:
     mark.close()
     os.close(0)
     os.close(2)
-    in_time = _wait(plan, inner, end, held)
-    if "pid" not in in_force:
-        _sweep()
+    in_time = _wait(plan, inner, end)
+    _sweep()
     if not in_time:
         os.write(1, b"\n" + TIMED_OUT)
     os._exit(0)
 
 
-def _wait(plan: dict[str, Any], tests: int, end: socket.socket, held: int) -> bool:
+def _wait(plan: dict[str, Any], tests: int, end: socket.socket) -> bool:
     """Return whether the tests' process ends in time; else it is killed, and with it its process namespace.
 
     Args:
@@ -93,8 +91,8 @@ def _wait(plan: dict[str, Any], tests: int, end: socket.socket, held: int) -> bo
             the tests live and report it.
         tests: the tests' process.
         end: gets "+" when the time of the run begins, and "?" for whether anything of the solution's still runs.
-        held: bytes that each process inherited.
     """
+    held = isolation.memory_of(os.getpid())  # of the parent's memory; each process of the run has it, too
     started, deadline = False, time.monotonic() + START_S
     while (rest := deadline - time.monotonic()) > 0:
         if select.select([end], [], [], min(rest, _LOOK_S))[0]:
@@ -151,8 +149,7 @@ def _tester(plan: dict[str, Any], in_force: list[str], mark: socket.socket, sess
             os._exit(1)
     verdict_file = os.dup(1)
     os.dup2(2, 1)
-    _close_all_but(verdict_file, mark.fileno(), ours.fileno())
-    _confine(plan, in_force)
+    _confine(plan, in_force, verdict_file, mark.fileno(), ours.fileno())
     os.write(verdict_file, json.dumps(in_force).encode() + b"\n")
     if isolation.lacking(plan["require"], in_force):
         os._exit(0)
@@ -176,20 +173,20 @@ def _change_user(proc: int, owner: int, needs: list[str], in_force: list[str]) -
         in_force.append("user")
 
 
-def _isolate(plan: dict[str, Any], proc: int, owner: int, inherited: int, in_force: list[str]) -> None:
+def _isolate(plan: dict[str, Any], proc: int, owner: int, in_force: list[str]) -> None:
     """Isolate this process and those that it starts; append to `in_force` what worked.
 
     Args:
         plan: see `main`.
         proc: /proc, open.
         owner: the supervisor's process id, for a user id of this sandbox's own.
-        inherited: bytes of the parent's address space, which every process of the run has.
         in_force: names of README.md.
     """
     isolation.die_with_parent()
     namespaces = {"network": isolation.NETWORK, "ipc": isolation.IPC}
     in_force += [name for name, flag in namespaces.items() if isolation.unshare(flag)]
     most_file = plan["max_file_mib"] * 2**20
+    most_memory = plan["memory_mib"] * 2**20 + isolation.memory_of("self", ["VmSize"])  # the parent's address space
     if isolation.unshare(isolation.MOUNT) and isolation.small_root(plan["stage"], plan["visible"], 4 * most_file):
         in_force.append("mount")
         _change_user(proc, owner, [], in_force)
@@ -198,7 +195,6 @@ def _isolate(plan: dict[str, Any], proc: int, owner: int, inherited: int, in_for
         if os.geteuid() == 0:
             os.chmod(".", 0o777)
         _change_user(proc, owner, plan["visible"], in_force)
-    most_memory = plan["memory_mib"] * 2**20 + inherited
     limits = {resource.RLIMIT_AS: most_memory, resource.RLIMIT_CPU: plan["cpu_s"], resource.RLIMIT_FSIZE: most_file}
     isolation.set_limits(limits | {resource.RLIMIT_NOFILE: 64, resource.RLIMIT_CORE: 0})
     in_force.append("rlimits")
@@ -210,20 +206,18 @@ def _isolate(plan: dict[str, Any], proc: int, owner: int, inherited: int, in_for
             in_force.append("signals")
 
 
-def _confine(plan: dict[str, Any], in_force: list[str]) -> None:
-    """Each process for itself: within one Landlock domain the solution could signal the tests."""
+def _confine(plan: dict[str, Any], in_force: list[str], *kept: int) -> None:
+    """Close what else than `kept` is open above standard error, as the machine's /proc, then restrict files and calls.
+    Each process for itself: within one Landlock domain the solution could signal the tests.
+    """
+    for low, high in zip([2, *sorted(kept)], [*sorted(kept), 4096], strict=True):
+        os.closerange(low + 1, high)
     landlock = "landlock" in in_force
     if landlock:
         confine.restrict_files(plan["visible"], [os.getcwd(), *confine.DEVICES])
     if "seccomp" in in_force:
         scoped = landlock and confine.landlock_abi() >= confine.SIGNAL_ABI
         confine.filter_calls(keep_modes=landlock, own_signals="signals" in in_force and not scoped)
-
-
-def _close_all_but(*kept: int) -> None:
-    """Close what else is open above standard error, as the machine's /proc."""
-    for low, high in zip([2, *sorted(kept)], [*sorted(kept), 4096], strict=True):
-        os.closerange(low + 1, high)
 
 
 def _worker(plan: dict[str, Any], in_force: list[str], end: socket.socket) -> None:
@@ -234,6 +228,5 @@ def _worker(plan: dict[str, Any], in_force: list[str], end: socket.socket) -> No
     null = os.open("/dev/null", os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(2, 1)
-    _close_all_but(end.fileno())
-    _confine(plan, in_force)
+    _confine(plan, in_force, end.fileno())
     worker.main(end, plan["max_output_kib"] * 1024)

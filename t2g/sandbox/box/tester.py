@@ -8,6 +8,7 @@ import ast
 import asyncio
 import builtins
 import inspect
+import itertools
 import socket
 import sys
 import time
@@ -146,8 +147,7 @@ class Run:
         config._tmp_path_factory._given_basetemp = Path.cwd() / "pytest"
         items = session.items = list(session.genitems(_Module.from_parent(session, path=Path("/", FILE))))
         config.hook.pytest_collection_modifyitems(session=session, config=config, items=items)
-        session.testscollected = len(items)
-        yield from zip(items, [*items[1:], None], strict=False)
+        yield from itertools.pairwise([*items, None])
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -193,10 +193,9 @@ class Run:
         self._results.append(result | {"lines": [], "returned": 0} | (self._explain(error) if error else {}))
 
     def _explain(self, error: BaseException) -> Json:
-        name = str(getattr(error, "solution_name", type(error).__name__))
-        if name == "BadSyntax":
-            return {"error": "SyntaxError", "message": str(error.args[0])[:MAX_TEXT], "trace": [error.args[1]]}
-        result = {"error": name, "message": _text(error, str), "trace": _solution_lines(error)}
+        if isinstance(error, SyntaxError) and error.filename == worker.FILE:
+            return {"error": "SyntaxError", "message": str(error.msg)[:MAX_TEXT], "trace": [error.lineno or 1]}
+        result = {"error": type(error).__name__, "message": _text(error, str), "trace": _solution_lines(error)}
         if not (lines := lines_of(error, FILE)):
             return result
         nodes = (node for node in ast.walk(ast.parse(self._tests)) if isinstance(node, ast.Assert))

@@ -19,17 +19,12 @@ FILE = "solution.py"
 MAX_LINE_EVENTS = 20_000  # of one test; later lines are not recorded, and the code runs at full speed again
 
 
-class BadSyntax(Exception):
-    """The solution does not compile. args: message, line."""
-
-
 def load_module(code: str, **names: Any) -> types.ModuleType:
-    """Execute the code as the module `solution`, which has these names from the start. BadSyntax."""
+    """Execute the code as the module `solution`, which has these names from the start. SyntaxError of that FILE."""
     try:
         compiled = compile(code, FILE, "exec", dont_inherit=True)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        message = getattr(error, "msg", None) or str(error)
-        raise BadSyntax(message[:200], getattr(error, "lineno", None) or 1) from None
+    except (ValueError, RecursionError, MemoryError) as error:  # what it cannot parse, as null bytes
+        raise SyntaxError(str(error), (FILE, 1, 1, "")) from None
     module = sys.modules["solution"] = types.ModuleType("solution")
     module.__file__ = FILE
     module.__dict__.update(names)
@@ -69,8 +64,26 @@ class Tracer:
         return self._trace
 
 
-class Worker(Tracer):
-    """Object 0 of its peer: what the tests' process may ask for before it knows any object of the solution."""
+class Worker(Peer, Tracer):
+    """The solution's end. Object 0 of itself: what the tests' process may ask for before it knows another object."""
+
+    is_solution = True
+
+    def __init__(self, end: socket.socket, max_output: int) -> None:
+        Peer.__init__(self, end)
+        Tracer.__init__(self)
+        self._number(self)
+        self._printed = sys.stdout = Output(max_output)
+        self._warned: list[tuple[str, str, int]] = []
+        warnings.simplefilter("always")  # the tests' process decides what becomes of a warning
+        warnings.showwarning = lambda message, category, file, line, *_: self._warned.append(
+            (str(message), category.__name__, line)
+        )
+
+    def take_note(self) -> dict[str, Any]:
+        """Return what was printed and warned of since the last reply."""
+        warned, self._warned = self._warned, []
+        return {"out": self._printed.take(), "flood": self._printed.flood, "warnings": warned}
 
     def seed(self, *args: Any, **kwargs: Any) -> None:
         random.seed(*args, **kwargs)
@@ -89,22 +102,7 @@ class Worker(Tracer):
 
 
 def main(end: socket.socket, max_output: int) -> None:
-    """Serve until the other end is closed. What is printed and warned of goes with the next reply."""
-    printed = sys.stdout = Output(max_output)
-    noted: list[tuple[str, str, int]] = []
-    warnings.simplefilter("always")  # the tests' process decides what becomes of a warning
-    warnings.showwarning = lambda message, category, file, line, *_: noted.append(
-        (str(message), category.__name__, line)
-    )
-
-    def take_note() -> dict[str, Any]:
-        note = {"out": printed.take(), "flood": printed.flood, "warnings": noted[:]}
-        noted.clear()
-        return note
-
-    peer = Peer(end, allow=lambda operation, target, name: True, is_solution=True)
-    peer.before_reply = take_note
-    peer.offer(Worker())
+    """Serve until the other end is closed."""
     with contextlib.suppress(Gone):
-        peer.serve()
+        Worker(end, max_output).serve()
     os._exit(0)
