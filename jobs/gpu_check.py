@@ -73,7 +73,7 @@ class Machine:
 
     def policy(self, name: str, *overrides: str) -> Figures:
         """The last of two steps of PPO, and how far engine and learner are apart on the checkpoint."""
-        given = (f"stages={self.stages()}", "num_steps=2", "eval.num_prompts=16", *overrides)
+        given = (f"artifacts={self.stages()}", "num_steps=2", "eval.num_prompts=16", *overrides)
         steps = self.job(name, "train_policy", POLICY, *given)
         return steps[-1] | {"probe_gap_nats": json.loads((self.out / name / "probe.json").read_bytes())}
 
@@ -119,7 +119,7 @@ def engine(machine: Machine) -> Figures:
     stages = machine.out / "stages"
     given = (f"model.policy={stages / 'base/model'}", f"data.path={stages / 'world/train.jsonl'}", "eval_data=null")
     on_gpu = ("rollout.gpus=1", "rollout.dtype=bfloat16") if machine.gpus else ()
-    job = loading.load(PolicyJob, POLICY, [*given, "stages=null", "feedback.source=program", *on_gpu])
+    job = loading.load(PolicyJob, POLICY, [*given, "artifacts=null", "feedback.source=program", *on_gpu])
     prompts, figures = read_data(job).prompts[:64], Figures()
     with on_cluster(job):
         for name, join_outputs in (("joined", True), ("token_by_token", False)):
@@ -161,9 +161,9 @@ def half_a_billion(machine: Machine) -> Figures:
     from jobs.stopwatch.random_models import make_model
 
     model = make_model(ShapeConfig(), machine.out / "half-a-billion-model", seed=1)
-    sized = (*ONE_EACH, *SHARED, *BFLOAT16, "learner.sync_transport=ipc", f"model.policy={model}")
+    sized = (*ONE_EACH, *SHARED, *BFLOAT16, "cluster.gpu_sharing=split", f"model.policy={model}")
     gpu_gib = torch.cuda.get_device_properties(0).total_memory / 2**30
-    _, words = check_config(loading.load(PolicyJob, POLICY, [*sized, "stages=null"]), gpu=f"{gpu_gib:.1f}")
+    _, words = check_config(loading.load(PolicyJob, POLICY, [*sized, "artifacts=null"]), gpu=f"{gpu_gib:.1f}")
     return machine.policy("half-a-billion", *sized) | {"expected": words.splitlines()}
 
 
@@ -171,9 +171,9 @@ ITEMS: dict[str, tuple[int, Callable[[Machine], Figures]]] = {  # GPUs without w
     "world": (0, world),
     "rank": (0, rank),
     "engine": (0, engine),
-    "ipc": (1, lambda machine: machine.policy("ipc", *ONE_EACH, *SHARED, *BFLOAT16, "learner.sync_transport=ipc")),
-    "colocate": (1, lambda machine: machine.policy("colocate", *ONE_EACH, "rollout.gpus=1", "learner.gpus=1",
-                                                   "cluster.colocate=true", *BFLOAT16)),
+    "ipc": (1, lambda machine: machine.policy("ipc", *ONE_EACH, *SHARED, *BFLOAT16, "cluster.gpu_sharing=split")),
+    "alternate": (1, lambda machine: machine.policy("alternate", *ONE_EACH, "rollout.gpus=1", "learner.gpus=1",
+                                                    "cluster.gpu_sharing=alternate", *BFLOAT16)),
     "half_a_billion": (1, half_a_billion),
     "nccl": (2, lambda machine: machine.policy("nccl", *ONE_EACH, "rollout.gpus=1", "learner.gpus=1", *BFLOAT16)),
 }  # fmt: skip

@@ -2,9 +2,9 @@
 
     python -m jobs.serve --config configs/own/serve.yaml model.policy=runs/own/policy
     python -m jobs.serve --config configs/own/serve.yaml model.policy=runs/own/policy \
-        serve.then="python my_harness.py {url} {model} {tokenizer}"  # for lm-eval see t2g/README.md
+        serve.command="python my_harness.py {url} {model} {tokenizer}"  # for lm-eval see t2g/README.md
 
-Without serve.then it stays until Ctrl-C or SIGTERM. With it the server ends with the command, however that ends, and
+Without serve.command it stays until Ctrl-C or SIGTERM. With it the server ends with the command, however that ends, and
 the command's exit code is the job's. What the server says stands in server.log of the run folder.
 """
 
@@ -18,16 +18,16 @@ from t2g.config import ServeJob, loading
 from t2g.errors import RunStopped, Stopped, UserError
 
 
-def command(then: str, *, url: str, model: str, tokenizer: str) -> list[str]:
-    """The words of serve.then.
+def expand_command(template: str, *, url: str, model: str, tokenizer: str) -> list[str]:
+    """Return the arguments of serve.command, with its placeholders replaced.
 
-    >>> command("ask {url} --as '{model} 1'", url="http://h/v1", model="policy", tokenizer="runs/policy")
+    >>> expand_command("ask {url} --as '{model} 1'", url="http://h/v1", model="policy", tokenizer="runs/policy")
     ['ask', 'http://h/v1', '--as', 'policy 1']
     """
-    words = shlex.split(then)
+    arguments = shlex.split(template)
     for place, value in (("{url}", url), ("{model}", model), ("{tokenizer}", tokenizer)):
-        words = [word.replace(place, value) for word in words]
-    return words
+        arguments = [argument.replace(place, value) for argument in arguments]
+    return arguments
 
 
 def run(config: ServeJob) -> int:
@@ -35,7 +35,7 @@ def run(config: ServeJob) -> int:
     from jobs.common.run_folder import sole_process
     from t2g.runs.progress import log_duration
 
-    stop, folder, then = stop_flag(), config.run.folder, config.serve.then
+    stop, folder, template = stop_flag(), config.run.folder, config.serve.command
     with sole_process(folder), ExitStack() as started:
         loading.write(config, folder)
         log = folder / "server.log"
@@ -43,12 +43,12 @@ def run(config: ServeJob) -> int:
             server, url = started.enter_context(serving(config, log, lambda: bool(stop)))
         print(f"{config.serve.name} answers at {url}", flush=True)
         harness = None
-        if then is not None:
-            words = command(then, url=url, model=config.serve.name, tokenizer=config.model.policy)
+        if template is not None:
+            arguments = expand_command(template, url=url, model=config.serve.name, tokenizer=config.model.policy)
             try:
-                harness = started.enter_context(ended(words))
+                harness = started.enter_context(ended(arguments))
             except OSError as error:
-                raise UserError(f"serve.then: {words[0]} cannot be started: {error.strerror}") from error
+                raise UserError(f"serve.command: {arguments[0]} cannot be started: {error.strerror}") from error
         while server.poll() is None and not stop:
             if harness is not None and (code := harness.poll()) is not None:
                 return code if code >= 0 else 128 - code

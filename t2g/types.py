@@ -76,7 +76,7 @@ class SpanFeedback:
     version: str  # what the source was: model folder and prompt template, or import path
     num_quotes: int = 0  # quotes given by the source
     num_located: int = 0  # quotes that stand in the response
-    outcome: dict[str, Any] = field(default_factory=dict)  # what a program found: {"passed": False, ...}, plain JSON
+    execution: dict[str, Any] = field(default_factory=dict)  # what a program found: {"passed": False, ...}, plain JSON
     agreement: float | None = None  # between several annotators: mean pairwise token F1 of their labels, 0 .. 1
     reason: str = ""  # why the status is failed or unparsable, a sentence
 
@@ -105,7 +105,7 @@ class ScoredRollout:
     feedback: SpanFeedback
     token_rewards: np.ndarray  # [R] float32, what the spans pay, by objective.rewards: before placement, weight and KL
     step_ids: np.ndarray  # [R] int32, 0, 1, ...: which sentence, or line of code, token t belongs to
-    end_reward: float = 0.0  # the task's own measure of the response; 0 where objective.w_end is 0
+    outcome_reward: float = 0.0  # the task's own measure of the response; 0 where objective.outcome_rewards is 0
     by_token: np.ndarray | None = None  # [R] float32, see `deltas`; none: token_rewards are by token
     truncation_penalty: float = 0.0  # <= 0, paid at the last token of a truncated response
 

@@ -179,8 +179,8 @@ def random_rollouts() -> list[Rollout]:
     ]  # fmt: skip
 
 
-def mask_as(loss_mean: str, mask: np.ndarray) -> np.ndarray:
-    return mask.astype(np.float32) / (1 if loss_mean == "token" else max(1, mask.sum()))
+def mask_as(loss_aggregation: str, mask: np.ndarray) -> np.ndarray:
+    return mask.astype(np.float32) / (1 if loss_aggregation == "token" else max(1, mask.sum()))
 
 
 def train_batch(group: LearnerGroup, rollouts: list[Rollout], seed: int = 5, kl_coef: float = 0.0) -> TrainBatch:
@@ -193,7 +193,7 @@ def train_batch(group: LearnerGroup, rollouts: list[Rollout], seed: int = 5, kl_
         TrainSample(
             prompt_ids=r.prompt_ids,
             response_ids=r.response_ids,
-            weights=mask_as(group.spec.objective.loss_mean, rng.random(len(r.response_ids)) < 0.9),
+            weights=mask_as(group.spec.objective.loss_aggregation, rng.random(len(r.response_ids)) < 0.9),
             advantages=rng.normal(0, 1, len(r.response_ids)).astype(np.float32),
             returns=rng.normal(0, 1, len(r.response_ids)).astype(np.float32),
             values=s.values,

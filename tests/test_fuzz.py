@@ -112,11 +112,11 @@ def test_parser(answer: bytes, response: str) -> None:
 @examples(1000)
 @given(VALUES, TEXT)
 def test_judgements_of_programs_and_records(value: Any, response: str) -> None:
-    for judgement in (value, ("c", value, []), {"critique": "c", "good": [], "poor": [], "outcome": value}):
+    for judgement in (value, ("c", value, []), {"critique": "c", "good": [], "poor": [], "execution": value}):
         with suppress(ValueError):  # in a sentence
             said = read_judgement(judgement, response, source="s", version="v")
             check_spans(said.spans, response)
-            json.dumps(said.outcome, allow_nan=False).encode()
+            json.dumps(said.execution, allow_nan=False).encode()
     with suppress(ValueError):
         read_record({"prompt": "p", "response": response, "critique": "c", "spans": value, "payload": {"a": value}})
     check_spans(make_feedback("c", [response], [], response, source="s", version="v").spans, response)

@@ -395,4 +395,4 @@ def correction_metrics(batch: TrainBatch, objective: ObjectiveConfig) -> Metrics
     counted = [(s.old_logprobs[s.weights > 0], s.rollout_logprobs[s.weights > 0]) for s in samples]
     old, rollout = (torch.from_numpy(np.concatenate(column)) for column in zip(*counted, strict=True))
     segments = torch.arange(len(counted)).repeat_interleave(torch.tensor([len(tokens) for tokens, _ in counted]))
-    return importance_metrics(old, rollout, segments, objective.importance, objective.importance_cap)
+    return importance_metrics(old, rollout, segments, objective.rollout_correction, objective.rollout_correction_cap)

@@ -277,7 +277,7 @@ class PolicyPart(Part):
             self._passes.append({"old_logprobs": old_logprobs, "entropy": now.entropy.detach()})
         correction = importance_weights(
             old_logprobs, rows.numbers("rollout_logprobs"), rows.segment_ids, weights,
-            objective.importance, objective.importance_cap,
+            objective.rollout_correction, objective.rollout_correction_cap,
         )  # fmt: skip
         loss, metrics = policy_loss(
             logprobs=now.logprobs, old_logprobs=old_logprobs, importance_weights=correction,

@@ -65,7 +65,7 @@ class EngineFleet(Protocol):
 
     config: RolloutConfig
     vocab_size: int
-    turn: Turn  # whose the GPUs are, with cluster.colocate: a fleet outlives the learners of its runs
+    turn: Turn  # whose the GPUs are, with cluster.gpu_sharing=alternate: a fleet outlives the learners of its runs
     agreed: Gap | None  # of its engines and a learner on the checkpoint, for the runs that come after
 
     def receivers(self) -> Sequence[Receiver]:

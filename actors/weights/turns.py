@@ -1,4 +1,4 @@
-"""cluster.colocate: engines and ranks have the same GPUs in turn.
+"""cluster.gpu_sharing=alternate: engines and ranks have the same GPUs in turn.
 
 Engines that sleep keep their weights in host memory and forget every prefix; ranks that rest keep the weights, whole
 or in parts, where they are, so that they can still be gathered, sent and written: only the optimizer's states and the

@@ -48,7 +48,7 @@ from t2g.report.run_page import SUMMARY_FILE, report_run
 from t2g.runs import identity
 from t2g.runs.checkpoint import CheckpointStore
 from t2g.runs.log import METRICS_FILE, RunLog, read_records
-from t2g.runs.metrics import UNLABELLED_SHARE, held_out, step_line
+from t2g.runs.metrics import NEUTRAL_SHARE, held_out, step_line
 from t2g.runs.progress import log_duration, stage
 from t2g.runs.versions import versions
 from t2g.study import baselines
@@ -91,7 +91,7 @@ def read_data(config: PolicyJob, arms: Sequence[PolicyJob] = ()) -> PolicyData:
     room = config.rollout.max_prompt_tokens
     feedback = config.feedback
     prompts = make_prompts(load_records(config.data), task, tokenizer, room, too_long=config.data.too_long)
-    check_outcome_rewards(task, prompts, max(job.objective.w_end for job in (config, *arms)))
+    check_outcome_rewards(task, prompts, max(job.objective.outcome_rewards for job in (config, *arms)))
     prompts = check_references(prompts, task, feedback.sandbox, feedback.concurrency)
     # Refuses a file with fewer prompts than a step takes now, and not when all engines have started.
     prompt_indices(num_prompts=len(prompts), per_step=config.rollout.prompts_per_step, step=1, seed=config.run.seed)
@@ -165,7 +165,8 @@ def one_learner(
     folder, placement_timeout_s = config.run.folder, config.cluster.placement_timeout_s
     if lost_at is not None:  # with its node, perhaps: another takes minutes to come
         placement_timeout_s = max(placement_timeout_s, config.learner.step_timeout_s)
-    turns = Turns(rollouts, timeout_s=config.learner.step_timeout_s) if config.cluster.colocate else None
+    alternates = config.cluster.gpu_sharing == "alternate"
+    turns = Turns(rollouts, timeout_s=config.learner.step_timeout_s) if alternates else None
     if turns is not None:
         asyncio.run(turns.take("learner"))  # its models need the room
     with log_duration("loading: learner"):
@@ -339,7 +340,7 @@ def write_summary(config: PolicyJob, *, seconds: float) -> dict[str, Any]:
         "samples": int(lines[-1]["samples"]),
         "base": evaluated[0] if evaluated else {},
         "policy": evaluated[-1] if evaluated else {},
-        "unlabelled": all(line.get(UNLABELLED_SHARE) == 1.0 for line in lines if line["step"] > 0),
+        "unlabelled": all(line.get(NEUTRAL_SHARE) == 1.0 for line in lines if line["step"] > 0),
         "timing": {"wall_s": seconds}
         | {name: sum(line.get(metric, 0.0) for line in lines) for name, metric in TIMES.items()},
         "versions": versions(),

@@ -148,17 +148,17 @@ def reward_model(demo: DemoJob) -> str:
 def demo_of(config: PolicyJob) -> DemoJob | None:
     """The demo whose stages a job builds on, if it names one: under the job's own root, on its cluster, where nobody is
     connected yet."""
-    if config.stages is None:
+    if config.artifacts is None:
         return None
     root = json.dumps(str(config.run.root))  # quoted: a path may hold what YAML reads otherwise
     demo = loading.load(
-        DemoJob, config.stages, [f"run.root={root}"], have=lambda _: placement.resources(config.cluster.address)
+        DemoJob, config.artifacts, [f"run.root={root}"], have=lambda _: placement.resources(config.cluster.address)
     )
     return with_overrides(demo, {"cluster": config.cluster, "run.accept": config.run.accept})
 
 
 def resolve_stages(config: AnyJob, demo: DemoJob | None) -> AnyJob:
-    """`config` with the stages' folder for `${stages}` in every path, and their windows where it gives none."""
+    """`config` with the stages' folder for `${artifacts}` in every path, and their windows where it gives none."""
 
     if demo is None:
         return config

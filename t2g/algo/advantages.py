@@ -10,23 +10,23 @@ from t2g.algo.kl import kl_k1
 
 def step_rewards(
     token_rewards: torch.Tensor,
-    end_rewards: torch.Tensor,
+    outcome_rewards: torch.Tensor,
     logprobs: torch.Tensor,
     ref_logprobs: torch.Tensor,
     mask: torch.Tensor,
     *,
-    w_span: float,
-    w_end: float,
+    span_coef: float,
+    outcome_coef: float,
     kl_coef: float,
 ) -> torch.Tensor:
-    """r_t = w_span * delta_t + [t = T] * w_end * R_end - beta * k1_t, 0 where mask is 0.
+    """r_t = span_coef * delta_t + [t = T] * outcome_coef * R_end - beta * k1_t, 0 where mask is 0.
 
-    end_rewards: [B], paid at each row's last token with mask 1; all others [B, R]. k1 is taken against the reference.
+    outcome_rewards: [B], paid at each row's last token with mask 1; all others [B, R]. k1 is against the reference.
     """
-    rewards = w_span * token_rewards - kl_coef * kl_k1(logprobs, ref_logprobs)
+    rewards = span_coef * token_rewards - kl_coef * kl_k1(logprobs, ref_logprobs)
     keep = mask.bool()
     num_left = keep.long().flip(1).cumsum(1).flip(1)  # tokens that count, from here on
-    return torch.where(keep, rewards + w_end * end_rewards[:, None] * (num_left == 1), 0)
+    return torch.where(keep, rewards + outcome_coef * outcome_rewards[:, None] * (num_left == 1), 0)
 
 
 def gae(

@@ -12,6 +12,7 @@ from t2g.config.common import (
     ClusterConfig,
     DataConfig,
     Dtype,
+    GpuSharing,
     LogConfig,
     ModelConfig,
     ProcessConfig,

@@ -47,7 +47,7 @@ Config = TypeVar("Config", bound=Section)
 
 
 def with_overrides(config: Config, overrides: Mapping[str, Any], here: Here | None = None) -> Config:
-    """A copy with other values at these dotted keys, {"learner.policy.lr": 1e-5, "stages": None}, validated whole.
+    """A copy with other values at these dotted keys, {"learner.policy.lr": 1e-5, "artifacts": None}, validated whole.
 
     What was not given before and is not now stays not given (`model_fields_set`). here: of values that a user wrote,
     whose paths become absolute as in `loading.load`. Raises pydantic's ValidationError.
@@ -80,6 +80,7 @@ def laid_over(section: Any, keys: Sequence[str], value: Any, depth: int = 0) -> 
 
 
 Dtype = Literal["float32", "bfloat16"]
+GpuSharing = Literal["none", "split", "alternate"]
 RESTART_WINDOW_S = 6 * 3600.0  # default of each restart_window_s
 
 
@@ -139,10 +140,11 @@ class ClusterConfig(Section):
         description="object store of a new local cluster or a rendered pod, GiB; none: what the weights need that "
         "sync_transport=store keeps there, at least 1",
     )
-    colocate: bool = Field(
-        False,
-        description="engines and ranks have the same GPUs in turn, one of each on a GPU: engines sleep while ranks "
-        "train, the ranks' optimizer waits in host memory while engines sample. rollout.max_staleness=0 only",
+    gpu_sharing: GpuSharing = Field(
+        "none",
+        description="one engine and one rank on each GPU. split: each has its share of the memory (rollout.gpus, "
+        "learner.gpus); alternate: engines sleep while ranks train, and the ranks' optimizer state is offloaded while "
+        "engines sample, with rollout.max_staleness=0 only; none: a GPU has one process",
     )
 
     @field_validator("env", mode="before")
@@ -212,9 +214,9 @@ class RoleConfig(ProcessConfig):
     workers: int = Field(1, ge=1, description="ranks of this role")
 
     @model_validator(mode="after")
-    def _a_gpu_for_each_rank(self) -> Self:
-        # With ipc each is on the GPU of an engine, and so on one of its own.
-        if self.workers > 1 and 0 < self.gpus <= 0.5 and getattr(self, "sync_transport", "store") != "ipc":
+    def check_one_rank_per_gpu(self) -> Self:
+        """Refuse two ranks on one GPU."""
+        if self.workers > 1 and 0 < self.gpus <= 0.5:
             raise ValueError(
                 f"gpus={self.gpus:g} with workers={self.workers} puts two ranks on one GPU, and NCCL connects no such "
                 "two (Duplicate GPU); take workers=1, or a GPU for each rank"

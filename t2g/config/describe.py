@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from math import ceil
 
-from t2g.config.common import ProcessConfig
+from t2g.config.common import GpuSharing, ProcessConfig
 from t2g.config.feedback import RolloutConfig
 from t2g.config.learning import LearnerConfig, SFTOptions
 
@@ -22,7 +22,7 @@ def max_microbatches(rollout: RolloutConfig, learner: LearnerConfig) -> int:
     return ceil(sequences / sequences_per_microbatch)
 
 
-def format_steps(rollout: RolloutConfig, learner: LearnerConfig, num_steps: int, *, colocate: bool) -> list[str]:
+def format_steps(rollout: RolloutConfig, learner: LearnerConfig, num_steps: int, sharing: GpuSharing) -> list[str]:
     """Return the sizes of one step of PPO and of the run."""
     samples = samples_per_step(rollout)
     updates = learner.num_epochs * learner.minibatches_per_epoch
@@ -34,7 +34,7 @@ def format_steps(rollout: RolloutConfig, learner: LearnerConfig, num_steps: int,
         f"{count(max_microbatches(rollout, learner), 'microbatch')} of {learner.tokens_per_microbatch} tokens "
         f"on each of {count(learner.workers, 'rank')}",
         f"weights: by {learner.sync_transport}, into engines of {rollout.dtype}"
-        + ("; engines and ranks have the GPUs in turn" if colocate else ""),
+        + ("; engines and ranks time-share the GPUs" if sharing == "alternate" else ""),
         f"run: {count(num_steps, 'step')}, {count(num_steps * samples, 'sample')} in all",
     ]
 

@@ -1,17 +1,23 @@
-"""On which GPUs engines and ranks can be, and how weights get from the ones to the others."""
+"""On which GPUs engines and ranks can run, and which weight transports work between them."""
 
+from t2g.config.common import GpuSharing
 from t2g.config.feedback import RolloutConfig
 from t2g.config.learning import LearnerConfig
 
 
-def check_gpus(rollout: RolloutConfig, learner: LearnerConfig, *, colocate: bool) -> None:
-    """Raises ValueError where learner.sync_transport, or turns with cluster.colocate, cannot work on these GPUs."""
+def check_gpus(rollout: RolloutConfig, learner: LearnerConfig, sharing: GpuSharing) -> None:
+    """Raise ValueError if learner.sync_transport or cluster.gpu_sharing cannot work on these GPUs."""
     transport, engine, rank, workers = learner.sync_transport, rollout.gpus, learner.gpus, rollout.workers
     got = f"got rollout.gpus={engine:g} and learner.gpus={rank:g}"
-    if colocate and not (transport == "ipc" and rollout.max_staleness == 0 and learner.offload == "none"):
+    if (transport == "ipc") != (sharing != "none"):
         raise ValueError(
-            "cluster.colocate, engines and ranks in turn, needs learner.sync_transport=ipc, rollout.max_staleness=0 "
-            f"and learner.offload=none, got {transport}, {rollout.max_staleness} and {learner.offload}"
+            "cluster.gpu_sharing=split and alternate need learner.sync_transport=ipc, and ipc needs one of them; "
+            f"got gpu_sharing={sharing} and sync_transport={transport}"
+        )
+    if sharing == "alternate" and not (rollout.max_staleness == 0 and learner.offload == "none"):
+        raise ValueError(
+            "cluster.gpu_sharing=alternate needs rollout.max_staleness=0 and learner.offload=none, "
+            f"got {rollout.max_staleness} and {learner.offload}"
         )
     if transport == "store":
         return
@@ -20,14 +26,17 @@ def check_gpus(rollout: RolloutConfig, learner: LearnerConfig, *, colocate: bool
     if learner.sync_verify == "full":
         raise ValueError(f"learner.sync_verify=full needs sync_transport=store: vLLM's {transport} takes no hashes")
     if transport == "nccl" and min(engine, rank) < 1:
-        raise ValueError(f"learner.sync_transport=nccl needs a whole GPU for each engine and rank, {got}; or take ipc")
-    fits = engine == rank == 1 if colocate else engine > 0.5 and abs(engine + rank - 1) < 1e-6
+        raise ValueError(
+            f"learner.sync_transport=nccl needs a whole GPU for each engine and rank, {got}; or take "
+            "cluster.gpu_sharing=split"
+        )
+    fits = engine == rank == 1 if sharing == "alternate" else engine > 0.5 and abs(engine + rank - 1) < 1e-6
     if transport == "ipc" and not (
         fits and workers.min == workers.max == learner.workers and rollout.labels == learner.labels
     ):
         raise ValueError(
-            "learner.sync_transport=ipc needs one engine and one rank on each GPU: rollout.gpus above 0.5 and below 1, "
-            "learner.gpus the rest of 1 (with cluster.colocate 1 and 1), rollout.workers from min to max as many as "
+            f"cluster.gpu_sharing={sharing} needs one engine and one rank on each GPU: rollout.gpus above 0.5 and "
+            "below 1, learner.gpus the rest of 1 (with alternate 1 and 1), rollout.workers from min to max as many as "
             f"learner.workers, the same labels; {got}, {workers.min} to {workers.max} engines and "
             f"learner.workers={learner.workers}"
         )

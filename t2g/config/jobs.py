@@ -15,6 +15,7 @@ from t2g.config.common import (
     LogConfig,
     ModelConfig,
     ProcessConfig,
+    RoleConfig,
     RunConfig,
     Section,
     WorldConfig,
@@ -33,7 +34,9 @@ from t2g.config.gpus import check_gpus
 from t2g.config.learning import LearnerConfig, ObjectiveConfig, Placement, SFTOptions
 from t2g.config.marks import MayDiffer, PathOrName
 
-ENGINE_SHARE = 0.6  # of a GPU in Ray's books, with cluster.colocate: above half, so that no two engines meet on one
+ENGINE_SHARE = (
+    0.6  # of a GPU in Ray's books, with cluster.gpu_sharing=alternate: above half, so that no two engines meet on one
+)
 
 
 class AnyJob(Section):
@@ -80,18 +83,23 @@ class SyncedJob(AnyJob):
 
     @field_validator("learner")
     @classmethod
-    def _transport(cls, learner: LearnerConfig, info: ValidationInfo) -> LearnerConfig:
-        """ipc and nccl by themselves where the GPUs are for them; a hash of every tensor is with store alone."""
-        if not {"cluster", "rollout"} <= info.data.keys() or "sync_transport" in learner.model_fields_set:
+    def choose_transport(cls, learner: LearnerConfig, info: ValidationInfo) -> LearnerConfig:
+        """Choose ipc or nccl where the GPUs allow it; store alone can hash every tensor."""
+        if not {"cluster", "rollout"} <= info.data.keys():
+            return learner
+        sharing = info.data["cluster"].gpu_sharing
+        if sharing == "none":
+            RoleConfig.check_one_rank_per_gpu(learner)
+        if "sync_transport" in learner.model_fields_set:
             return learner
         whole = min(info.data["rollout"].gpus, learner.gpus) >= 1 and learner.sync_verify == "probe"
-        transport = "ipc" if info.data["cluster"].colocate else "nccl" if whole else "store"
+        transport = "ipc" if sharing != "none" else "nccl" if whole else "store"
         return derived(learner, {"sync_transport": transport})
 
     @property
     def reserved(self) -> tuple[RolloutConfig, LearnerConfig]:
         """The sections with the GPU shares that Ray reserves for an engine and a rank."""
-        if not self.cluster.colocate:
+        if self.cluster.gpu_sharing != "alternate":
             return self.rollout, self.learner
         return (  # not validated again: an awake engine may have more of the memory than its share of the books
             self.rollout.model_copy(update={"gpus": ENGINE_SHARE}),
@@ -100,7 +108,7 @@ class SyncedJob(AnyJob):
 
     @model_validator(mode="after")
     def _weights_find_their_way(self) -> Self:
-        check_gpus(self.rollout, self.learner, colocate=self.cluster.colocate)
+        check_gpus(self.rollout, self.learner, self.cluster.gpu_sharing)
         return self
 
 
@@ -118,8 +126,9 @@ class PolicyJob(SyncedJob, JobConfig):
     alarms: MayDiffer[AlarmConfig] = AlarmConfig()
     log: MayDiffer[LogConfig] = LogConfig()
     # Resume compares the content of the artifacts.
-    stages: MayDiffer[PathOrName[Path | None]] = Field(
-        None, description="a demo config whose stages are made first where missing; ${stages} in a path is their folder"
+    artifacts: MayDiffer[PathOrName[Path | None]] = Field(
+        None,
+        description="a demo config whose artifacts are made first if missing; ${artifacts} in a path is their folder",
     )
 
     def roles(self) -> dict[str, ProcessConfig]:
@@ -131,7 +140,7 @@ class PolicyJob(SyncedJob, JobConfig):
         if self.eval_data is not None:
             samples = f"{count(self.eval.num_prompts, 'prompt')} x {count(self.eval.samples_per_prompt, 'sample')}"
             evaluation = f"every {count(self.eval.every, 'step')}, {samples} of {self.eval_data.path}"
-        steps = format_steps(self.rollout, self.learner, self.num_steps, colocate=self.cluster.colocate)
+        steps = format_steps(self.rollout, self.learner, self.num_steps, self.cluster.gpu_sharing)
         return [*steps, f"feedback: {self.feedback.source}", f"evaluation: {evaluation}"]
 
     @property
@@ -263,7 +272,7 @@ class DemoJob(SyncedJob):
 
     run: RunConfig = RunConfig(name="demo")
     task: Literal["tiny", "tiny_code"] = Field(
-        "tiny", description="whose stages; tiny_code: world and base policy alone, for other jobs' `stages`"
+        "tiny", description="whose stages; tiny_code: world and base policy alone, for other jobs' `artifacts`"
     )
     world: WorldConfig = WorldConfig()
     policy_sft: SFTOptions = SFTOptions()
@@ -287,7 +296,7 @@ class DemoJob(SyncedJob):
             f"stage 1: {count(self.annotate, 'response')} sampled, {self.planted:g} planted for each, then judged",
             f"stage 2: reward model, {format_sft(self.reward_sft)}",
             f"stage 3: {count(len(self.arms), 'arm')} ({', '.join(self.arms)}), one after the other, each",
-            *format_steps(self.rollout, self.learner, self.num_steps, colocate=self.cluster.colocate),
+            *format_steps(self.rollout, self.learner, self.num_steps, self.cluster.gpu_sharing),
         ]
 
     @model_validator(mode="before")
@@ -405,8 +414,8 @@ class CompareJob(PolicyJob):
             raise ValueError(
                 "compare.rewards trains what feedback.reward_model=${rewards} stands for: give both, or neither"
             )
-        if self.compare.rewards and self.stages is None:
-            raise ValueError("compare.rewards learns from the records of stages, which is missing")
+        if self.compare.rewards and self.artifacts is None:
+            raise ValueError("compare.rewards learns from the records of artifacts, which is missing")
         return self
 
 

@@ -1,8 +1,8 @@
 """Optimizers, the objective, the learner, supervised training."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from t2g.config.common import RESTART_WINDOW_S, Dtype, FollowingSection, RoleConfig, Section
 from t2g.config.feedback import EngineConfig
@@ -44,9 +44,6 @@ class RewardRuleConfig(Section):
     )
     cover: Literal["any", "half", "all"] = Field("any", description="non-blank characters of a token in a span")
     overlap: Literal["poor", "good", "sum"] = Field("poor", description="which label wins where good and poor overlap")
-    cut: float = Field(
-        0.0, le=0, description="paid at the last token of a response that max_new_tokens cut, as of a span"
-    )
 
 
 class TeacherConfig(Section):
@@ -68,8 +65,11 @@ class ObjectiveConfig(FollowingSection):
     """
 
     rewards: RewardRuleConfig = RewardRuleConfig()
-    w_span: float = Field(1.0, ge=0, description="weight of the token rewards")
-    w_end: float = Field(0.0, ge=0, description="weight of the task's own measure, paid at the last token")
+    span_coef: float = Field(1.0, ge=0, description="weight of the token rewards")
+    outcome_rewards: float = Field(0.0, ge=0, description="weight of the task's own measure, paid at the last token")
+    truncation_penalty: float = Field(
+        0.0, le=0, description="token reward at the last token of a response that rollout.max_new_tokens truncated"
+    )
     gamma: float = Field(1.0, gt=0, le=1)
     lam: float = Field(0.95, ge=0, le=1, description="of GAE")
     advantages: Literal["gae", "group", "group_normalised"] = Field(
@@ -96,7 +96,7 @@ class ObjectiveConfig(FollowingSection):
         "learner.critic.max_grad_norm clips",
     )
     entropy_coef: float = Field(0.0, ge=0, description="of the entropy bonus in the loss")
-    loss_mean: Literal["token", "sequence"] = Field(
+    loss_aggregation: Literal["token", "sequence"] = Field(
         default_factory=lambda given: "sequence" if given.get("advantages") == "group_normalised" else "token",
         description="token: every token counts alike; sequence: every response does, its tokens sharing it, the "
         "default with group_normalised (eq. 3 of GRPO)",
@@ -115,12 +115,12 @@ class ObjectiveConfig(FollowingSection):
         description="samples over which the coefficient adapts: N samples multiply it by exp(.2 N / this) at most, so "
         "that a run of a few thousand leaves it where it was",
     )
-    importance: Literal["token", "sequence", "masked", "none"] = Field(
+    rollout_correction: Literal["token", "sequence", "masked", "none"] = Field(
         "token",
         description="correction between engine and learner, r = exp(old - rollout): token: min(r, cap); sequence: "
         "min(product of r, cap); masked: r, and 0 outside [1 / cap, cap]",
     )
-    importance_cap: float = Field(2.0, ge=1)
+    rollout_correction_cap: float = Field(2.0, ge=1)
 
     @property
     def uses_critic(self) -> bool:
@@ -172,9 +172,9 @@ class LearnerConfig(RoleConfig):
     sync_bucket_mib: MayDiffer[float] = Field(64, gt=0, description="weights gathered and sent at once")
     sync_transport: MayDiffer[Transport] = Field(
         "store",
-        description="of the weights into the engines. store: Ray's object store, everywhere; ipc: memory of a GPU that "
-        "a rank and an engine share; nccl: broadcast between GPUs, which a job takes by itself where both sides have "
-        "whole ones. Names and the probe are checked with each, bytes by their hashes with store alone",
+        description="how weights reach the engines. store: Ray's object store, everywhere; ipc: memory of a GPU that a "
+        "rank and an engine share, the default with cluster.gpu_sharing; nccl: broadcast between GPUs, the default "
+        "where both sides have whole GPUs. All three check names and the probe; store alone checks hashes of the bytes",
     )
     sync_adapters: MayDiffer[bool] = Field(
         True,
@@ -195,6 +195,11 @@ class LearnerConfig(RoleConfig):
         "they were apart on the checkpoint; none: 0.001, 0.03 for engines on GPUs, 0.25 where one is bfloat16",
     )
     step_timeout_s: MayDiffer[float] = Field(600, gt=0, description="one forward, update, sync or checkpoint")
+
+    @model_validator(mode="after")
+    def check_one_rank_per_gpu(self) -> Self:
+        """Leave it to the job: with cluster.gpu_sharing each rank is on the GPU of an engine."""
+        return self
 
     @property
     def sends_adapters(self) -> bool:

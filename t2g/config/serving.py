@@ -12,7 +12,7 @@ class ServeConfig(Section):
     host: str = Field("127.0.0.1", description="address that the server listens on; it asks nobody for a key")
     port: int | None = Field(None, ge=1, le=65535, description="none: a free one")
     name: str = Field("policy", min_length=1, description="of the model, as requests give it")
-    then: str | None = Field(
+    command: str | None = Field(
         None,
         description="command to run once it answers, with {url}, {model} and {tokenizer} in it; the server ends when "
         "it does, with its exit code. None: the server stays until it is told to stop",
@@ -29,4 +29,4 @@ class ServeJob(AnyJob):
 
     def describe_work(self) -> list[str]:
         serving = f"{self.serve.name}: {self.model.policy}, on {self.serve.host}"
-        return [serving, f"then: {self.serve.then or 'nothing'}"]
+        return [serving, f"command: {self.serve.command or 'nothing'}"]

@@ -14,8 +14,18 @@ from pydantic_core import ErrorDetails
 
 from t2g.config.texts import mask_secrets
 
-REMOVED_KEYS = {  # key -> what does its work now
-    "refresh": "annotate responses of the last checkpoint with jobs.annotate, and train on them with jobs.train_reward"
+REMOVED_KEYS = {
+    "refresh": "removed: annotate responses of the last checkpoint with jobs.annotate, train on them with "
+    "jobs.train_reward",
+    "objective.w_span": "renamed to objective.span_coef",
+    "objective.w_end": "renamed to objective.outcome_rewards",
+    "objective.rewards.cut": "renamed to objective.truncation_penalty",
+    "objective.loss_mean": "renamed to objective.loss_aggregation",
+    "objective.importance": "renamed to objective.rollout_correction",
+    "objective.importance_cap": "renamed to objective.rollout_correction_cap",
+    "cluster.colocate": "replaced by cluster.gpu_sharing=alternate",
+    "serve.then": "renamed to serve.command",
+    "stages": "renamed to artifacts, and ${stages} to ${artifacts}",
 }
 Keys = tuple[str | int, ...]  # ("rollout", "temperature"); a whole number stands for a place in a list
 
@@ -47,7 +57,7 @@ def _sentence(schema: type[BaseModel], keys: Keys, detail: ErrorDetails) -> str:
     field = fields(schema).get(name)
     about = (field.description or "") if field else ""
     if kind == "extra_forbidden" and name in REMOVED_KEYS:
-        return f"{name} was removed: {REMOVED_KEYS[name]}"
+        return f"{name} was {REMOVED_KEYS[name]}"
     if kind == "extra_forbidden":
         near = _nearest(schema, keys)
         return f"{name} is unknown" + (f"; did you mean {near}?" if near else "")

@@ -22,6 +22,7 @@ _NAMES = {
     "good_spans": "good",
     "good_code": "good",
     "poor_spans": "poor",
+    "outcome": "execution",  # annotated records of version 0.1
 }
 _SEVERITIES = {"wrong_code": 3, "improvement_code": 1, "improvable_code": 1}  # how severe a piece of poor code is
 _OBJECTS = ("annotations", "analysis", "spans")

@@ -162,7 +162,7 @@ def _problems(config: JobConfig, shapes: Mapping[str, ModelShape], fits: Fits, g
     gpu_bytes, beside = gpu_gib * GIB, dict[str, float]()  # of a shared GPU, what the other role has
     of_rank = next((fit for group, fit in fits if group.name == "learner"), None)
     if isinstance(config, PolicyJob) and shares_gpus(config) and of_rank:
-        beside = beside_bytes(of_rank, config.rollout, colocate=config.cluster.colocate, gpu_bytes=gpu_bytes)
+        beside = beside_bytes(of_rank, config.rollout, sharing=config.cluster.gpu_sharing, gpu_bytes=gpu_bytes)
     for group, fit in fits:
         section, role, room = group.section, group.role, gpu_bytes - beside.get(group.name, 0.0)
         if isinstance(role, EngineConfig):
@@ -185,7 +185,7 @@ def _problems(config: JobConfig, shapes: Mapping[str, ModelShape], fits: Fits, g
                 f"{section}: about {fit.total / GIB:.0f} GiB on a GPU of {gpu_gib:g}{left}; lower "
                 f"{name}.tokens_per_microbatch, {checkpointing}raise {section}.workers, or set {name}.offload=cpu"
             )
-    if isinstance(config, PolicyJob) and config.cluster.colocate and "learner" in shapes:
+    if isinstance(config, PolicyJob) and config.cluster.gpu_sharing == "alternate" and "learner" in shapes:
         asleep = BYTES[config.rollout.dtype] * shapes["learner"].numel / GIB
         if asleep > config.rollout.memory_gib:
             had = f"rollout.memory_gib is {config.rollout.memory_gib:g}"
@@ -229,7 +229,7 @@ def _cluster_warnings(config: JobConfig, shape: ModelShape | None) -> Iterator[s
 def path_warnings(config: JobConfig, mount: str = SHARED) -> Iterator[str]:
     """Of what no pod has, where the volume is at `mount`."""
     for key, value in paths(config):
-        if key == "stages" or not isinstance(value, str) or value.startswith(("${", f"{mount}/")):
+        if key == "artifacts" or not isinstance(value, str) or value.startswith(("${", f"{mount}/")):
             continue
         is_path = value.startswith(("/", ".", "~")) or value.count("/") > 1 or value.endswith(DATA_FILES)
         if is_path or Path(value).exists():  # rather than a name on the hub

@@ -24,7 +24,7 @@ from t2g.errors import UserError
 Target = Literal["rayjob", "raycluster", "claim"]
 
 RAY_VERSION = "2.60.0"
-IMAGES = {False: "t2g:0.1.0", True: "t2g-cpu:0.1.0"}  # by `cpu`
+IMAGES = {False: "t2g:0.2.0", True: "t2g-cpu:0.2.0"}  # by `cpu`
 HOME = "/opt/t2g"  # of the code in the image: the driver's working directory
 SHARED = "/mnt/t2g"  # of the volume claim, in every pod whose run.root says nothing else
 SYSTEM_FOLDERS = (  # of the image: nothing is mounted over one
@@ -55,12 +55,12 @@ def render_manifests(
     Raises UserError for what pods cannot do.
     """
     if image is not None and not re.fullmatch(r"[\w.:/@-]+", image, re.ASCII):
-        raise UserError(f"--image: got {show(image)}, needs the name of an image, such as registry.example/t2g:0.1.0")
+        raise UserError(f"--image: got {show(image)}, needs the name of an image, such as registry.example/t2g:0.2.0")
     groups, mount = pod_groups(config), mount_of(config)
     if cpu and (on_gpu := [group.section for group in groups if group.gpus]):
         raise UserError(f"a CPU-only cluster has no GPUs, and {on_gpu[0]}.gpus is not 0")
     if shares_gpus(config):
-        raise UserError("learner.sync_transport=ipc: pods share no GPU, and engines have their own; take nccl or store")
+        raise UserError(f"cluster.gpu_sharing={config.cluster.gpu_sharing}: pods share no GPU; set it to none")
     job = driver(stage, config, config_path, overrides)
     # YAML of values that were checked, not a page: nothing is to be escaped.
     templates = Environment(

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from t2g.config import AnyJob, Dtype, EngineConfig, LearnerConfig, ObjectiveConfig, PolicyJob, SFTOptions
+from t2g.config import AnyJob, Dtype, EngineConfig, GpuSharing, LearnerConfig, ObjectiveConfig, PolicyJob, SFTOptions
 
 GIB = 2**30
 # GiB as the driver reports them, by the names that `jobs.deploy check --gpu` takes.
@@ -257,12 +257,12 @@ def logits_bytes(
 
 
 def host_bytes(
-    shape: ModelShape, learner: LearnerConfig, objective: ObjectiveConfig, *, colocate: bool = False
+    shape: ModelShape, learner: LearnerConfig, objective: ObjectiveConfig, *, sharing: GpuSharing = "none"
 ) -> float:
     """Of one policy rank in the host's memory, at most: models whose files have another type than the learner are
     converted whole, policy, reference and critic, before they are parted; of others it reads pages of the files, which
     the ranks of a node share. With offload=cpu their states stay there; with
-    colocate all but the weights, while the engines have their turn.
+    gpu_sharing=alternate all but the weights, while the engines sample.
 
     Llama 3 8B in bfloat16, with a critic: 2 x (2 x 8.03 + 7.50) x 10^9 = 43.9 GiB.
     """
@@ -271,17 +271,17 @@ def host_bytes(
     states = states_bytes(models, ranks=learner.workers, b=b)
     if learner.offload == "cpu":
         return loads + sum(states.values())
-    return max(loads, states["gradients"] + states["optimizer"]) if colocate else loads
+    return max(loads, states["gradients"] + states["optimizer"]) if sharing == "alternate" else loads
 
 
-def beside_bytes(fit: Estimate, engine: EngineConfig, *, colocate: bool, gpu_bytes: float) -> dict[str, float]:
+def beside_bytes(fit: Estimate, engine: EngineConfig, *, sharing: GpuSharing, gpu_bytes: float) -> dict[str, float]:
     """With engines and ranks on the same GPUs, what the other one has of it while this one works, by this one's role.
 
     fit: of the rank. A rank works beside an engine's share, or one that sleeps; an engine beside a whole rank, or with
-    colocate beside a rank's weights, which it goes on to hold and gathers for a push: two buckets that it lends, and
-    two that it makes them of.
+    gpu_sharing=alternate beside a rank's weights, which it goes on to hold and gathers for a push: two buckets that it
+    lends, and two that it makes them of.
     """
-    if not colocate:
+    if sharing != "alternate":
         return {"learner": engine.gpu_memory_utilization * gpu_bytes, "rollout": fit.total}
     return {"learner": OTHER_BYTES, "rollout": fit.parts["weights"] + 2 * fit.parts.get("lent", 0) + OTHER_BYTES}
 

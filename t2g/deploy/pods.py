@@ -68,7 +68,7 @@ def pod_groups(config: JobConfig) -> tuple[PodGroup, ...]:
 
 def shares_gpus(config: JobConfig) -> bool:
     """Whether engines are on the ranks' GPUs."""
-    return isinstance(config, PolicyJob) and config.learner.sync_transport == "ipc"
+    return isinstance(config, PolicyJob) and config.cluster.gpu_sharing != "none"
 
 
 def _group(name: str, section: str, role: ProcessConfig) -> PodGroup:

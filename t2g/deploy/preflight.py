@@ -84,7 +84,7 @@ class Model:
 def preflight(job: AnyJob, have: Mapping[str, float] | None = None) -> Findings:
     """have: what actors find on this machine, as Ray names it; None: they run on a cluster that nobody has asked.
 
-    What is yet to be made, a path with ${stages} or ${rewards} in it, is passed over.
+    What is yet to be made, a path with ${artifacts} or ${rewards} in it, is passed over.
     """
     found = Findings()
     if have is not None and (lacking := shortfall(job.roles(), have)):
@@ -225,7 +225,7 @@ def _check_memory(job: PolicyJob | SFTJob) -> None:
     section, ranks = ("sft", job.sft) if isinstance(job, SFTJob) else ("learner", job.learner)
     need: float = BYTES[ranks.dtype] * shape.numel
     if isinstance(job, PolicyJob):
-        need = host_bytes(shape, job.learner, job.objective, colocate=job.cluster.colocate)
+        need = host_bytes(shape, job.learner, job.objective, sharing=job.cluster.gpu_sharing)
     if need / GIB > ranks.memory_gib:
         raise UserError(
             f"{section}.memory_gib is {ranks.memory_gib:g}: a rank that loads its models needs {need / GIB:.1f}"

@@ -25,7 +25,7 @@ from t2g.tasks.base import SPARSE
 from t2g.text.quotes import locate, occurrence_at, places
 from t2g.types import FinishReason, Severity, Span, SpanFeedback
 
-MAX_ANSWER_CHARS = 65_536  # an answer, a critique or an outcome that is longer is not looked at
+MAX_ANSWER_CHARS = 65_536  # an answer, a critique or an execution that is longer is not looked at
 MAX_QUOTES = 256  # good and poor ones each that are looked for; the rest counts as not located
 _SENTENCE_END = re.compile(r"[.!?;](?=\s|$)|[。！？；\n]")
 _SURROGATES = re.compile(r"[\ud800-\udfff]")
@@ -145,18 +145,21 @@ def _quote_or_none(item: Any) -> Quote | None:
 
 def read_judgement(answer: Any, response_text: str, *, source: str, version: str) -> SpanFeedback:
     """The feedback in what a program gives: (critique, good pieces, poor pieces), or a dict of critique, good, poor and
-    perhaps outcome; for pieces see `read_piece`. ValueError in a sentence for rubbish.
+    perhaps execution; for pieces see `read_piece`. ValueError in a sentence for rubbish.
 
     The pieces may be any iterables, which may raise or never end: at most MAX_QUOTES + 1 of each are taken, so that
     one too many still counts as not located.
     """
     match answer:
-        case {"critique": critique, "good": good, "poor": poor, **rest} if rest.keys() <= {"outcome"}:
-            outcome = rest.get("outcome", {})
+        case {"critique": critique, "good": good, "poor": poor, **rest} if rest.keys() <= {"execution"}:
+            execution = rest.get("execution", {})
         case dict():
-            raise ValueError(f"a dict with the keys {', '.join(map(str, answer))}; it needs critique, good and poor")
+            raise ValueError(
+                f"a dict with the keys {', '.join(map(str, answer))}; it needs critique, good and poor, and may have "
+                "execution"
+            )
         case tuple((critique, good, poor)):
-            outcome = {}
+            execution = {}
         case _:
             raise ValueError(f"{answer!r:.80}; it needs to be (critique, good pieces, poor pieces)")
     if not isinstance(critique, str):
@@ -168,22 +171,22 @@ def read_judgement(answer: Any, response_text: str, *, source: str, version: str
             raise ValueError(f"the good or poor pieces are {side!r:.80}; they need to be a list")
     good, poor = (list(islice(side, MAX_QUOTES + 1)) for side in (good, poor))
     return make_feedback(
-        critique, good, poor, response_text, source=source, version=version, outcome=_plain_outcome(outcome)
+        critique, good, poor, response_text, source=source, version=version, execution=_plain_execution(execution)
     )
 
 
-def _plain_outcome(outcome: Any) -> dict[str, Any]:
+def _plain_execution(execution: Any) -> dict[str, Any]:
     """A copy that a JSON file can hold. ValueError for anything else."""
-    if not isinstance(outcome, dict):
-        raise ValueError(f"the outcome is {outcome!r:.80}; it needs to be a dict of plain JSON")
-    if reason := why_not_kept(outcome):
-        raise ValueError(f"the outcome needs to be plain JSON: it {reason}")
+    if not isinstance(execution, dict):
+        raise ValueError(f"the execution is {execution!r:.80}; it needs to be a dict of plain JSON")
+    if reason := why_not_kept(execution):
+        raise ValueError(f"the execution needs to be plain JSON: it {reason}")
     try:
-        text = _whole(json.dumps(outcome, ensure_ascii=False, allow_nan=False))
+        text = _whole(json.dumps(execution, ensure_ascii=False, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"the outcome needs to be plain JSON: {error}") from error
+        raise ValueError(f"the execution needs to be plain JSON: {error}") from error
     if len(text) > MAX_ANSWER_CHARS:
-        raise ValueError(f"the outcome has {len(text)} characters of JSON; it needs to be at most {MAX_ANSWER_CHARS}")
+        raise ValueError(f"the execution has {len(text)} characters of JSON; it needs to be at most {MAX_ANSWER_CHARS}")
     return json.loads(text)
 
 
@@ -195,7 +198,7 @@ def make_feedback(
     *,
     source: str,
     version: str,
-    outcome: Mapping[str, Any] = MappingProxyType({}),
+    execution: Mapping[str, Any] = MappingProxyType({}),
 ) -> SpanFeedback:
     """The feedback of a critique with its good and poor pieces (see `read_piece`); None stands for an unreadable one.
 
@@ -225,7 +228,7 @@ def make_feedback(
         version=version,
         num_quotes=len(good) + len(poor),
         num_located=num_located,
-        outcome=dict(outcome),
+        execution=dict(execution),
     )
 
 

@@ -3,7 +3,7 @@
     {"prompt_id": "7", "prompt": "I bought a phone ...", "response": "about a laptop.", "critique": "The thing is ...",
      "good": [], "poor": ["laptop"],
      "spans": [{"start": 8, "end": 14, "label": -1, "severity": 1, "critique_range": null}],
-     "status": "ok", "reason": "", "source": "program", "version": "my_pkg.critics:critic", "outcome": {},
+     "status": "ok", "reason": "", "source": "program", "version": "my_pkg.critics:critic", "execution": {},
      "agreement": null, "num_quotes": 1, "num_located": 1, "task": "prompts", "sample_index": 0,
      "payload": {"facts": {"thing": "phone"}}}
 
@@ -50,7 +50,7 @@ class AnnotatedRecord(BaseModel):
     reason: str = ""  # why the status is failed or unparsable
     source: str = "human"
     version: str = ""
-    outcome: dict[str, Any] = {}  # what a program found
+    execution: dict[str, Any] = {}  # what a program found
     agreement: float | None = None  # mean pairwise F1 of several annotators' labels
     num_quotes: int = 0  # quotes that the source gave; 0 where it is not known
     num_located: int = 0  # quotes that stand in the response

@@ -133,7 +133,7 @@ def place(
 
 
 def label_shares(deltas: np.ndarray) -> dict[str, float]:
-    """Shares of good, poor and unlabelled tokens among deltas [N], before any placement; all 0 where N is 0."""
+    """Shares of good, poor and neutral tokens among deltas [N], before any placement; all 0 where N is 0."""
     count = max(len(deltas), 1)
     good, poor = int((deltas > 0).sum()), int((deltas < 0).sum())
-    return {"good": good / count, "poor": poor / count, "unlabelled": (len(deltas) - good - poor) / count}
+    return {"good": good / count, "poor": poor / count, "neutral": (len(deltas) - good - poor) / count}

@@ -17,7 +17,7 @@ def alarms(history: Sequence[Step], config: AlarmConfig) -> list[str]:
     """
     sentences = []
     recalls = [name for name in history[-1] if name.startswith(m.RECALL)] if history else []
-    for name in (m.KL, m.ENTROPY, m.LENGTH, m.TRUNCATED_SHARE, m.FAILED_SHARE, m.UNLABELLED_SHARE, *recalls):
+    for name in (m.KL, m.ENTROPY, m.LENGTH, m.TRUNCATED_SHARE, m.FAILED_SHARE, m.NEUTRAL_SHARE, *recalls):
         values = [step[name] for step in history if step.get(name) is not None]
         if not values or history[-1].get(name) is None:
             continue
@@ -52,9 +52,9 @@ def _alarm(name: str, value: float, first: float, config: AlarmConfig) -> str:
         case m.TRUNCATED_SHARE if value > config.max_truncated_share:
             return (
                 f"rollout.max_new_tokens truncated {value:.0%} of the responses, above alarms.max_truncated_share="
-                f"{config.max_truncated_share:.0%}: raise it, or set objective.rewards.cut below 0"
+                f"{config.max_truncated_share:.0%}: raise it, or set objective.truncation_penalty below 0"
             )
-        case m.UNLABELLED_SHARE if value > 1 - config.min_labelled_share:
+        case m.NEUTRAL_SHARE if value > 1 - config.min_labelled_share:
             return (
                 f"{1 - value:.1%} of the tokens are labelled, below alarms.min_labelled_share="
                 f"{config.min_labelled_share:.1%}: hardly anything is paid; read the critiques in samples.jsonl"

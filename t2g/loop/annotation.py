@@ -195,7 +195,7 @@ def summarize(records: Sequence[AnnotatedRecord]) -> dict[str, Any]:
     usable = [record for record in records if record.usable]
     statuses = Counter(record.status for record in records)
     num_quotes = sum(record.num_quotes for record in usable)
-    modes = Counter(record.outcome["mode"] for record in records if "mode" in record.outcome)
+    modes = Counter(record.execution["mode"] for record in records if "mode" in record.execution)
     agreements = [record.agreement for record in usable if record.agreement is not None]
     return {
         "records": len(records),

@@ -31,27 +31,27 @@ def prompt_indices(*, num_prompts: int, per_step: int, step: int, seed: int) -> 
     return order[place * per_step : (place + 1) * per_step].tolist()
 
 
-def check_outcome_rewards(task: Task, prompts: Sequence[Prompt], w_end: float) -> None:
+def check_outcome_rewards(task: Task, prompts: Sequence[Prompt], coef: float) -> None:
     """Check that the task can measure the responses to every prompt; nothing is executed.
 
     Args:
-        w_end: The weight of the measure (`objective.w_end`); nothing is checked where it is 0.
+        coef: The weight of the measure (`objective.outcome_rewards`); nothing is checked where it is 0.
 
     Raises:
         UserError: The task has no measure, or a prompt has nothing to measure a response against.
     """
-    if w_end == 0:
+    if coef == 0:
         return
     if not task.score_name:
         raise UserError(
-            f"objective.w_end={w_end:g} pays a measure of the task, and task {task.name} has none; set it to 0"
+            f"objective.outcome_rewards={coef:g} pays a measure of the task, and task {task.name} has none; set it to 0"
         )
     missing = [prompt.prompt_id for prompt in prompts if not task.can_measure(prompt)]
     if missing:
         raise UserError(
-            f"objective.w_end={w_end:g} pays {task.score_name}, and {len(missing)} of {len(prompts)} prompts of "
-            f"data.path have no reference or tests to measure a response against, the first is prompt {missing[0]}; "
-            "complete or remove their records, or set objective.w_end=0"
+            f"objective.outcome_rewards={coef:g} pays {task.score_name}, and {len(missing)} of {len(prompts)} prompts "
+            f"of data.path have no reference or tests to measure a response against, the first is prompt {missing[0]}; "
+            "complete or remove their records, or set objective.outcome_rewards=0"
         )
 
 
@@ -89,7 +89,7 @@ def refuse_not_finite(step: int, scored: Sequence[ScoredRollout], stats: Sequenc
     for s, t in zip(scored, stats, strict=True):
         columns = {
             "reward": s.token_rewards,
-            "end reward": np.append(np.zeros_like(s.token_rewards[1:]), s.end_reward),  # paid at the last token
+            "outcome reward": np.append(np.zeros_like(s.token_rewards[1:]), s.outcome_reward),  # paid at the last token
             "rollout logprob": s.rollout.rollout_logprobs,
             **vars(t),
         }
@@ -131,12 +131,12 @@ def advantage_samples(
         row[-1:] += s.truncation_penalty
     rewards = step_rewards(
         pad(paid),
-        torch.tensor([s.end_reward for s in scored]),
+        torch.tensor([s.outcome_reward for s in scored]),
         old,
         ref,
         mask,
-        w_span=objective.w_span,
-        w_end=objective.w_end,
+        span_coef=objective.span_coef,
+        outcome_coef=objective.outcome_rewards,
         kl_coef=0.0 if objective.kl_in_loss else kl_coef,
     )
     if objective.uses_critic:
@@ -191,7 +191,7 @@ def _blended(
     teacher: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Advantages and loss weights of one response, [R] each, once the teacher has had its say."""
-    share = 1 if objective.loss_mean == "token" else 1 / max(1, len(advantages))
+    share = 1 if objective.loss_aggregation == "token" else 1 / max(1, len(advantages))
     rule, weights = objective.teacher, np.full(len(advantages), share, np.float32)
     if rule is None:
         return advantages, weights
@@ -217,10 +217,10 @@ def step_metrics(
     sources = [f.source for _, _, f in pairs]
     shares = {f"tokens/{label}_share": share for label, share in label_shares(deltas).items()}
     shares |= {f"feedback/source/{name}": sources.count(name) / len(sources) for name in sorted(set(sources))}
-    modes = [f.outcome["mode"] for _, _, f in pairs if "mode" in f.outcome]
+    modes = [f.execution["mode"] for _, _, f in pairs if "mode" in f.execution]
     shares |= {f"sandbox/{mode}_share": modes.count(mode) / len(modes) for mode in sorted(set(modes))}
-    if objective.w_end:
-        shares["reward/end_mean"] = float(np.mean([s.end_reward for s in scored]))
+    if objective.outcome_rewards:
+        shares["reward/outcome_mean"] = float(np.mean([s.outcome_reward for s in scored]))
     return shares | {
         "reward/token_mean": float(rewards.mean()),
         "reward/response_mean": float(np.mean([s.rewards.sum() for s in scored])),

@@ -264,10 +264,10 @@ class Trainer:
             self._busy_s += time.monotonic() - started
 
     async def _scored(self, prompt: Prompt, rollout: Rollout, feedback: SpanFeedback) -> ScoredRollout:
-        end_reward = 0.0
-        if self.config.objective.w_end:
+        outcome_reward = 0.0
+        if self.config.objective.outcome_rewards:
             metrics = await measure(self.task, prompt, rollout, self.config.feedback.sandbox, self._measuring)
-            end_reward = metrics[self.task.score_name]
+            outcome_reward = metrics[self.task.score_name]
         offsets = token_offsets(self.tokenizer, rollout.response_ids)
         rule = self.config.objective.rewards
         pay = partial(token_rewards, offsets, feedback.spans, text=rollout.response_text)
@@ -277,8 +277,8 @@ class Trainer:
             token_rewards=pay(rule=rule),
             by_token=pay(rule=with_overrides(rule, {"unit": "token"})),
             step_ids=step_ids(offsets, rollout.response_text, self.task.step_pattern),
-            end_reward=end_reward,
-            truncation_penalty=rule.cut if rollout.is_truncated else 0.0,
+            outcome_reward=outcome_reward,
+            truncation_penalty=self.config.objective.truncation_penalty if rollout.is_truncated else 0.0,
         )
 
     def _advance(self, step: int, policy_version: int, num_samples: int, kl: float) -> None:

@@ -7,7 +7,7 @@ Beside the result lies `identity.json`. A finished folder also has a result file
     runs/demo/base/                     identity.json, stage.json
     runs/own-sft/model/                 identity.json, sft.json
 
-    {"format": 2, "config": {"rollout.temperature": 0.6, ...},
+    {"format": 3, "config": {"rollout.temperature": 0.6, ...},
      "contents": {"data.path": "9a0364b9e99bb480", "feedback.source": "83f1c2...", ...},
      "accepted": [{"key": "feedback.source", "before": "5be2...", "after": "83f1c2..."}]}
 
@@ -53,7 +53,7 @@ class ContentChange(Section):
 class Identity(Section):
     """Settings and contents that decide a result, and the changes that the user has accepted since the first start."""
 
-    format: Literal[2] = 2  # goes up when this program can no longer go on from what an earlier version wrote
+    format: Literal[3] = 3  # goes up when this program can no longer go on from what an earlier version wrote
     config: dict[str, Any]  # dotted key -> JSON value, of keys that may not differ
     contents: dict[str, str] = Field({})  # dotted key -> hash, where the content is on this machine
     accepted: tuple[ContentChange, ...] = ()  # oldest first

@@ -8,8 +8,8 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | samples                                    | responses sampled for training so far, all steps                       |
 | reward/token_mean                          | mean reward of the step's response tokens: spans, truncation penalty   |
 | reward/response_mean                       | mean over responses of the sum of their token rewards                  |
-| reward/end_mean                            | mean measure of the task, where objective.w_end pays it                |
-| tokens/{good,poor,unlabelled}_share        | response tokens in spans worth > 0, < 0, and all others                |
+| reward/outcome_mean                        | mean measure of the task, where objective.outcome_rewards is above 0   |
+| tokens/{good,poor,neutral}_share           | response tokens in spans worth > 0, < 0, and all others                |
 | policy/kl                                  | to the reference, nats per sequence: mean of the sum over tokens       |
 | policy/kl_coef                             | beta of this step                                                      |
 | policy/entropy                             | nats per token                                                         |
@@ -29,7 +29,7 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | gap/{logprob_mean,p95}                     | of |learner - engine| logprob, nats                                    |
 | importance/{mean,p95}                      | of the weight exp(learner - engine), before it is capped               |
 | importance/outside_share                   | weights outside [.9, 1.1]                                              |
-| importance/truncated_share                 | tokens whose weight objective.importance_cap changed                   |
+| importance/truncated_share                 | tokens whose weight rollout_correction_cap changed                     |
 | feedback/failed_share                      | responses whose feedback is neither ok nor empty                       |
 | feedback/located_rate                      | quotes found in their response                                         |
 | feedback/recall_                           | and a class of faults that the task knows: how many are called poor    |
@@ -77,7 +77,7 @@ from collections.abc import Mapping
 STEP = "step"
 SAMPLES = "samples"
 TOKEN_REWARD = "reward/token_mean"
-UNLABELLED_SHARE = "tokens/unlabelled_share"
+NEUTRAL_SHARE = "tokens/neutral_share"
 KL = "policy/kl"
 ENTROPY = "policy/entropy"
 LENGTH = "response/length_mean"
@@ -90,7 +90,7 @@ _LINE = (  # parts of the line per step: metric and how it reads
     (TOKEN_REWARD, "reward {:+.3f}"),
     ("tokens/good_share", "good {:.1%}"),
     ("tokens/poor_share", "poor {:.1%}"),
-    (UNLABELLED_SHARE, "unlabelled {:.1%}"),
+    (NEUTRAL_SHARE, "neutral {:.1%}"),
     (KL, "KL {:.3f}"),
     (ENTROPY, "entropy {:.3f}"),
     ("policy/clip_share", "PPO-clipped {:.1%}"),

@@ -97,10 +97,10 @@ def check(procedure: str, job: PolicyJob) -> None:
         raise UserError(f"{procedure} shows the critique to a model, and feedback.style.critique=false has none")
     if job.eval_data is None:
         raise UserError(f"{procedure} is measured on held-out prompts; eval_data is missing")
-    if compares and job.objective.w_end > 0:
+    if compares and job.objective.outcome_rewards > 0:
         raise UserError(
-            f"{procedure} ranks responses by their spans alone, and objective.w_end={job.objective.w_end:g} pays for "
-            "more: set it to 0, or leave the method out"
+            f"{procedure} ranks responses by their spans alone, and does not use "
+            f"objective.outcome_rewards={job.objective.outcome_rewards:g}: set it to 0, or leave the method out"
         )
 
 
@@ -255,9 +255,9 @@ def score(arm: Arm, steps: Sequence[Judged], tokenizer: Any) -> list[list[Scored
         asked = judged.pairs or judged.unsampled
         for p, r, f in usable(judged, arm.job, step=step, source=arm.feedback.name) if asked else ():
             offsets = token_offsets(tokenizer, r.response_ids)
-            rule = arm.job.objective.rewards
-            paid = token_rewards(offsets, f.spans, text=r.response_text, rule=rule).sum()
-            reward = float(paid) + (rule.cut if r.is_truncated else 0.0)
+            objective = arm.job.objective
+            paid = token_rewards(offsets, f.spans, text=r.response_text, rule=objective.rewards).sum()
+            reward = float(paid) + (objective.truncation_penalty if r.is_truncated else 0.0)
             groups[step, p.prompt_id].append(Scored(prompt=p, rollout=r, reward=reward))
     return list(groups.values())
 

@@ -26,7 +26,7 @@ from t2g.errors import UserError
 Scores = dict[float, dict[int, float | None]]  # learning rate -> seed -> score, None for a run that stopped
 
 SHIPPED = Path(__file__).parents[2] / "configs" / "methods"  # beside t2g in a checkout, an upload and a wheel
-PLACEHOLDER = "${stages}"  # in a path: the folder of the demo that a job builds on
+PLACEHOLDER = "${artifacts}"  # in a path: the folder of the demo that a job builds on
 PLAIN = "plain"  # the reward model of methods that change nothing about it
 NOISY = ("span", "scalar")  # are run with compare.noise
 MAX_WIDER = 4  # rates that a search may add to its grid
@@ -93,7 +93,7 @@ class Arms:
     """The runs of a comparison as configs. UserError for a method that is unknown or cannot be."""
 
     job: CompareJob
-    stages: str = PLACEHOLDER  # what ${stages} stands for in the methods' own files
+    stages: str = PLACEHOLDER  # what ${artifacts} stands for in the methods' own files
 
     @cached_property
     def methods(self) -> dict[str, Method]:
@@ -143,7 +143,7 @@ class Arms:
     ) -> PolicyJob:
         at = self.job.run.folder / folder
         run = RunConfig(root=at.parent, name=at.name, seed=seed, accept=self.job.run.accept)
-        changes: dict[str, Any] = {"run": run, "stages": None}
+        changes: dict[str, Any] = {"run": run, "artifacts": None}
         if lr is not None:
             changes["learner.policy.lr"] = lr
         if self.job.compare.rewards:

@@ -15,7 +15,7 @@ from t2g.feedback.records import AnnotatedRecord
 from t2g.feedback.rewards import token_rewards
 from t2g.types import LABELS, Prompt, Span, SpanFeedback
 
-CLASSES = LABELS | {"unlabelled": 0}
+CLASSES = LABELS | {"neutral": 0}
 NUM_RESAMPLES = 1000
 EXAMPLES_PER_KIND = 6
 ERROR_KINDS = {
@@ -45,7 +45,7 @@ class JudgedRecord:
     gold: SpanFeedback
     feedback: SpanFeedback  # the model's, as it is served: with guided decoding
     parsed: bool  # whether the answer given *without* guided decoding parses
-    gold_labels: np.ndarray  # [R], labels of the tokens of `response`: +1 good, -1 poor, 0 unlabelled
+    gold_labels: np.ndarray  # [R], labels of the tokens of `response`: +1 good, -1 poor, 0 neutral
     labels: np.ndarray  # [R], the model's; all 0 when its answer could not be used
 
 
@@ -183,7 +183,7 @@ def _ratios(counts: Columns) -> dict[str, np.ndarray]:
     """Of each label {precision, recall, f1} over tokens and {span_exact_f1, span_overlap_f1}; then kappa and rates.
 
     span_*_f1 = 2 pairs / (gold spans + predicted spans) with pairs as in `num_overlapping`, or of equal ranges.
-    kappa (Cohen 1960) = (p - e) / (1 - e) over the three classes of tokens, good, poor and unlabelled: p the share of
+    kappa (Cohen 1960) = (p - e) / (1 - e) over the three classes of tokens, good, poor and neutral: p the share of
     tokens on which gold and model agree, e the share on which they would by chance.
     located_rate: of the quotes; parse_rate: of the answers without guided decoding; usable_rate: of those with it;
     agreement: of the gold records' annotators, NaN where no record has several.

@@ -26,7 +26,7 @@ WRONG = 3  # severity of a line that is at fault
 MAX_TIED = 2  # lines that are equally suspicious and are all blamed; of more, the one that returned
 MAX_GOOD = 8  # good quotes in the sparse style; of fewer than its cases, a program is paid nothing for one case more
 MAX_DESCRIBED = 3  # failing tests that the critique tells of
-MAX_LISTED = 20  # tests in the outcome
+MAX_LISTED = 20  # tests in the execution
 MAX_QUOTED = 60  # good or poor lines in the dense style
 _LINE_END = re.compile(r"\r\n|\r|\n")
 _CONDITION = re.compile(r"(if|elif)\b|case\b(?!\s+_\s*:)")
@@ -39,7 +39,7 @@ _DRASTIC = {
 
 
 def make_critic(sandbox: SandboxConfig, style: StyleConfig, run: RunTests = run_solution) -> Critic:
-    """critic(prompt_text, response_text, *, payload) -> {"critique", "good", "poor", "outcome"}, pieces as spans.
+    """critic(prompt_text, response_text, *, payload) -> {"critique", "good", "poor", "execution"}, pieces as spans.
 
     payload["test"] holds the tests. The critic raises ValueError where they cannot judge: there are none, they do not
     compile, or no sandbox could be started. It may be called from several threads at once. UserError where this
@@ -81,7 +81,7 @@ def judge(outcome: Outcome, code: str, start: int, style: StyleConfig, sandbox: 
         "critique": describe(outcome, lines, good, poor, sandbox, fallen) if style.critique else "",
         "good": [_span(*lines[line], label=1, severity=1) for line in good],
         "poor": [_span(*lines[line], label=-1, severity=WRONG) for line in poor],
-        "outcome": {
+        "execution": {
             "passed": outcome.passed,
             "reason": outcome.reason,
             "tests": [_listed(test) for test in outcome.tests[:MAX_LISTED]],

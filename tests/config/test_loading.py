@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+import t2g
 from configs import differing
 from t2g.config import (
     AnnotateJob,
@@ -99,6 +100,26 @@ def test_a_removed_key_is_refused_with_what_replaces_it(tmp_path: Path) -> None:
     assert "jobs.annotate" in sentence and "jobs.train_reward" in sentence
 
 
+@pytest.mark.parametrize(
+    ("override", "new"),
+    [
+        ("objective.w_span=1", "objective.span_coef"),
+        ("objective.w_end=1", "objective.outcome_rewards"),
+        ("objective.rewards.cut=-1", "objective.truncation_penalty"),
+        ("objective.loss_mean=token", "objective.loss_aggregation"),
+        ("objective.importance=none", "objective.rollout_correction"),
+        ("objective.importance_cap=3", "objective.rollout_correction_cap"),
+        ("cluster.colocate=true", "cluster.gpu_sharing=alternate"),
+        ("stages=demo.yaml", "artifacts"),
+    ],
+)
+def test_a_key_of_version_0_1_is_refused_with_the_new_one(tmp_path: Path, override: str, new: str) -> None:
+    (sentence,) = refused(tmp_path, GOOD, override)
+    assert sentence.startswith(f"command line: {override.partition('=')[0]} was re") and new in sentence
+    guide = (Path(t2g.__file__).parent / "guides/migrate-to-0.2.md").read_text()
+    assert f"`{override.partition('=')[0]}" in guide and f"`{new}`" in guide
+
+
 def test_all_wrong_values_are_reported_at_once(tmp_path: Path) -> None:
     text = GOOD.replace("0.6", "hot") + "num_steps: 0\n"
     overrides = ("rollout.workers=0", "objective.whiten=most", "learner.critic.lr=.nan")
@@ -186,7 +207,7 @@ def test_the_file_is_blamed_for_its_own_fault_whatever_is_laid_over_its_section(
     gap = "model: {policy: m}\nfeedback: {source: program}\nlearner: {sync_transport: nccl}\n"
     (said,) = refused(tmp_path, gap, "data.path=d")
     assert said.startswith("job.yaml: learner.sync_transport=nccl needs GPUs")
-    (said,) = refused(tmp_path, gap, "data.path=d", "learner.sync_transport=ipc")
+    (said,) = refused(tmp_path, gap, "data.path=d", "cluster.gpu_sharing=split", "learner.sync_transport=ipc")
     assert said.startswith("command line: learner.sync_transport=ipc needs GPUs")
 
 
@@ -286,18 +307,18 @@ def test_local_paths_are_absolute_and_hub_names_stay(tmp_path: Path) -> None:
         "eval_data.path=./train.jsonl",
         "feedback.reward_model=models/../models/reward",
         "feedback.human_file=human.jsonl",
-        "stages=demo.yaml",
+        "artifacts=demo.yaml",
     ]
     job = load(tmp_path, GOOD, *local)
     assert (job.model.policy, job.feedback.reward_model) == (f"{tmp_path}/models/policy", f"{tmp_path}/models/reward")
     assert job.eval_data is not None
     assert {job.data.path, job.eval_data.path} == {f"{tmp_path}/train.jsonl"}
     assert job.feedback.human_file == f"{tmp_path}/human.jsonl"
-    assert job.stages == tmp_path / "demo.yaml"
+    assert job.artifacts == tmp_path / "demo.yaml"
 
-    hub = load(tmp_path, GOOD, "model.policy=org/model", "data.path=org/data", "eval_data.path='${stages}/x.jsonl'")
+    hub = load(tmp_path, GOOD, "model.policy=org/model", "data.path=org/data", "eval_data.path='${artifacts}/x.jsonl'")
     assert (hub.model.policy, hub.data.path, hub.feedback.reward_model) == ("org/model", "org/data", None)
-    assert hub.eval_data is not None and hub.eval_data.path == "${stages}/x.jsonl"
+    assert hub.eval_data is not None and hub.eval_data.path == "${artifacts}/x.jsonl"
 
     copy = tmp_path / f"{loading.UPLOAD_PREFIX}1"  # another name in the job that resumes the run
     copy.mkdir()
@@ -514,15 +535,27 @@ def test_the_identity_of_a_run_is_what_may_not_differ(tmp_path: Path) -> None:
     ("transport", "overrides", "sentence"),
     [
         ("nccl", "rollout.gpus=1", "needs GPUs on both sides, got rollout.gpus=1 and learner.gpus=0; without them"),
-        ("ipc", "learner.gpus=0.4", "needs GPUs on both sides, got rollout.gpus=0 and learner.gpus=0.4"),
+        (
+            "ipc",
+            "learner.gpus=0.4 cluster.gpu_sharing=split",
+            "needs GPUs on both sides, got rollout.gpus=0 and learner.gpus=0.4",
+        ),
         ("nccl", "rollout.gpus=0.5 learner.gpus=1", "needs a whole GPU for each engine and rank, got rollout.gpus=0.5"),
-        ("ipc", "rollout.gpus=0.5 learner.gpus=0.5", "needs one engine and one rank on each GPU: rollout.gpus above"),
-        ("ipc", "rollout.gpus=0.7 learner.gpus=0.2", "learner.gpus the rest of 1"),
-        ("ipc", "rollout.gpus=0.7 learner.gpus=0.3 rollout.workers=2", "1 to 2 engines and learner.workers=1"),
-        ("ipc", "rollout.gpus=0.7 learner.gpus=0.3 rollout.labels.a=b", "the same labels"),
+        (
+            "ipc",
+            "rollout.gpus=0.5 learner.gpus=0.5 cluster.gpu_sharing=split",
+            "needs one engine and one rank on each GPU: rollout.gpus above",
+        ),
+        ("ipc", "rollout.gpus=0.7 learner.gpus=0.2 cluster.gpu_sharing=split", "learner.gpus the rest of 1"),
+        (
+            "ipc",
+            "rollout.gpus=0.7 learner.gpus=0.3 rollout.workers=2 cluster.gpu_sharing=split",
+            "1 to 2 engines and learner.workers=1",
+        ),
+        ("ipc", "rollout.gpus=0.7 learner.gpus=0.3 rollout.labels.a=b cluster.gpu_sharing=split", "the same labels"),
         ("nccl", "rollout.gpus=1 learner.gpus=1 learner.sync_verify=full", "sync_verify=full needs sync_transport=sto"),
         ("nccl", "rollout.gpus=1 learner.gpus=1", ""),
-        ("ipc", "rollout.gpus=0.7 learner.gpus=0.3", ""),
+        ("ipc", "rollout.gpus=0.7 learner.gpus=0.3 cluster.gpu_sharing=split", ""),
     ],
 )
 def test_weights_travel_only_where_the_gpus_are(tmp_path: Path, transport: str, overrides: str, sentence: str) -> None:
@@ -531,7 +564,7 @@ def test_weights_travel_only_where_the_gpus_are(tmp_path: Path, transport: str, 
         assert load(tmp_path, GOOD, *chosen).learner.sync_transport == transport
         return
     (said,) = refused(tmp_path, GOOD, *chosen)
-    assert sentence in said and transport in said
+    assert sentence in said and (transport in said or "gpu_sharing=split" in said)
 
 
 @pytest.mark.parametrize(
@@ -542,7 +575,7 @@ def test_weights_travel_only_where_the_gpus_are(tmp_path: Path, transport: str, 
         ("rollout.gpus=1", "store"),
         ("rollout.gpus=0.6 learner.gpus=0.4", "store"),
         ("rollout.gpus=1 learner.gpus=1 learner.sync_verify=full", "store"),
-        ("rollout.gpus=1 learner.gpus=1 cluster.colocate=true", "ipc"),
+        ("rollout.gpus=1 learner.gpus=1 cluster.gpu_sharing=alternate", "ipc"),
     ],
 )
 def test_a_job_takes_the_transport_that_its_gpus_are_for(tmp_path: Path, overrides: str, transport: str) -> None:
@@ -559,21 +592,21 @@ def test_an_engine_has_at_most_its_share_of_the_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "need"),
     [
-        ("rollout.gpus=2", "with cluster.colocate 1 and 1"),
-        ("learner.gpus=0.4", "with cluster.colocate 1 and 1"),
+        ("rollout.gpus=2", "with alternate 1 and 1"),
+        ("learner.gpus=0.4", "with alternate 1 and 1"),
         ("rollout.workers={min: 1, max: 2}", "rollout.workers from min to max as many"),
         ("rollout.max_staleness=1", "rollout.max_staleness=0"),
-        ("learner.sync_transport=store", "learner.sync_transport=ipc"),
+        ("learner.sync_transport=store", "sync_transport=store"),
         ("learner.offload=cpu", "learner.offload=none"),
     ],
 )
 def test_turns_are_refused_where_they_cannot_be_taken(tmp_path: Path, overrides: str, need: str) -> None:
-    given = ("cluster.colocate=true", "rollout.gpus=1", "learner.gpus=1")
+    given = ("cluster.gpu_sharing=alternate", "rollout.gpus=1", "learner.gpus=1")
     rollout, learner = load(tmp_path, GOOD, *given).reserved
     assert 0.5 < rollout.gpus < 1 and rollout.gpus + learner.gpus == 1, "in Ray's books"
     assert rollout.gpu_memory_utilization == 0.85, "in its turn an engine has the GPU to itself"
     (said,) = refused(tmp_path, GOOD, *given, overrides)
-    assert "cluster.colocate" in said and need in said
+    assert "gpu_sharing=alternate" in said and need in said
 
 
 def test_shown_values_stay_on_one_line_and_short() -> None:
@@ -614,7 +647,7 @@ def test_defaults_of_the_objective_follow_its_advantages() -> None:
 
     def resolved(job: PolicyJob) -> tuple[str, ...]:
         o = job.objective
-        return o.advantages, o.whiten, o.kl_estimator, o.loss_mean, o.rewards.unit, o.rewards.placement
+        return o.advantages, o.whiten, o.kl_estimator, o.loss_aggregation, o.rewards.unit, o.rewards.placement
 
     base = PolicyJob(model={"policy": "m"}, data={"path": "d"}, feedback={"source": "program"})  # type: ignore[arg-type]
     assert base.rollout.samples_per_prompt >= 4

@@ -36,7 +36,7 @@ feedbacks = st.builds(
     version=ANY_TEXT,
     num_quotes=st.integers(0, 9),
     num_located=st.integers(0, 9),
-    outcome=st.dictionaries(ANY_TEXT, JSON, max_size=2),
+    execution=st.dictionaries(ANY_TEXT, JSON, max_size=2),
     agreement=st.none() | st.floats(0, 1),
     reason=ANY_TEXT,
 )

@@ -161,7 +161,7 @@ def test_engine_and_rank_leave_two_gib_of_a_card_of_24() -> None:
 
 
 def test_engines_and_ranks_in_turn_are_counted_once_and_fit_by_halves() -> None:
-    turns = (*GOOD, "cluster.colocate=true", "rollout.workers={min: 8, max: 8}", "learner.workers=8",
+    turns = (*GOOD, "cluster.gpu_sharing=alternate", "rollout.workers={min: 8, max: 8}", "learner.workers=8",
              "rollout.labels.rl/role=learner", "rollout.max_staleness=0",
              "rollout.gpu_memory_utilization=0.8")  # fmt: skip
     problems, lines = check(*turns)

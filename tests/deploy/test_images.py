@@ -134,9 +134,7 @@ def test_hadolint_finds_nothing(kind: str) -> None:
 
 
 @pytest.mark.parametrize("gpus", SIZES)
-def test_documented_sizes_are_what_check_prints(
-    gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_documented_sizes_are_what_check_prints(gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # where no reward model lies
     document = SIZES[gpus].read_text(encoding="utf-8")
     found = re.search(rf"^{gpus} GPUs: `([^`]*)`\n\n```text\n(.*?)```$", document, re.MULTILINE | re.DOTALL)

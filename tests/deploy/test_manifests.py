@@ -204,8 +204,8 @@ def test_gpus_are_limits_of_their_pods_only() -> None:
 
 def test_an_engine_and_a_rank_in_two_pods_share_no_gpu() -> None:
     one_each = ("rollout.gpus=0.7", "learner.gpus=0.3", "rollout.workers={initial: 2, min: 2}", "learner.workers=2")
-    config = policy("learner.sync_transport=ipc", *one_each)
-    with pytest.raises(UserError, match=r"learner\.sync_transport=ipc: pods share no GPU"):
+    config = policy("cluster.gpu_sharing=split", *one_each)
+    with pytest.raises(UserError, match=r"cluster\.gpu_sharing=split: pods share no GPU"):
         render(config, cpu=False)
 
 
@@ -255,7 +255,7 @@ STAGES: dict[str, tuple[str, list[str], list[tuple[str, int]]]] = {
     "annotate": ("own/annotate.yaml", ["annotate.responses=policy", "model.policy=a/b"], [("rollout", 1)]),
     "sft": ("own/sft.yaml", ["sft.workers=4"], [("learner", 1)]),
     "reward": ("own/reward.yaml", [], [("learner", 1), ("reward", 0)]),
-    "policy": ("own/one_gpu.yaml", ["learner.sync_transport=store"], [("learner", 1), ("rollout", 1)]),
+    "policy": ("own/one_gpu.yaml", ["cluster.gpu_sharing=none"], [("learner", 1), ("rollout", 1)]),
     "evaluate": ("own/evaluate.yaml", [], [("reward", 1)]),
     "evaluate_policy": ("own/evaluate_policy.yaml", [], [("rollout", 1)]),
     "compare": ("tiny/compare.yaml", [], [("learner", 1), ("rollout", 1), ("reward", 1)]),
@@ -333,7 +333,7 @@ def test_an_operators_patch_is_merged(tmp_path: Path) -> None:
     assert main["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "team-a"} and "backoffLimit" not in main["spec"]
     for pod in pods(main):
         assert (pod["nodeSelector"], pod["imagePullSecrets"]) == ({"pool": "gpu"}, [{"name": "registry"}])
-        assert pod["priorityClassName"] == "batch" and pod["containers"][0]["image"] == "t2g:0.1.0"
+        assert pod["priorityClassName"] == "batch" and pod["containers"][0]["image"] == "t2g:0.2.0"
         assert pod["tolerations"][-1] == {"key": "spot", "operator": "Exists"}
         on_gpu = "nvidia.com/gpu" in pod["containers"][0]["resources"]["limits"]
         assert len(pod["tolerations"]) == 1 + on_gpu, "ours stays"

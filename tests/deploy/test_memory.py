@@ -295,7 +295,7 @@ def test_two_buckets_are_lent_by_ipc_alone() -> None:
     turns = memory.rank_fit(TOY, [(2792, 2792)], shared, ranks=1, tokens=10, lent=7)
     engine = RolloutConfig(gpus=1)
     assert turns.parts["lent"] == 7
-    assert memory.beside_bytes(turns, engine, colocate=True, gpu_bytes=80 * GIB)["rollout"] == (
+    assert memory.beside_bytes(turns, engine, sharing="alternate", gpu_bytes=80 * GIB)["rollout"] == (
         4 * 2792 + 2 * 7 + memory.OTHER_BYTES
     )
 

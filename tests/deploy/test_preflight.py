@@ -216,7 +216,7 @@ def test_wrong_records_are_told_beside_a_missing_model_and_an_async_function(tmp
 
 
 def test_nothing_is_read_that_is_yet_to_be_made(data: str) -> None:
-    job = policy("${stages}/base/model", data)
+    job = policy("${artifacts}/base/model", data)
     found = preflight(job, ROOMY)
     assert read_inputs(found, job, lengths) is None and all_of(found) == []
 
@@ -262,5 +262,5 @@ def test_other_jobs_name_other_models(model: Path, data: str) -> None:
 
 
 def test_what_is_yet_to_be_made_is_passed_over() -> None:
-    job = policy("${stages}/base/model", "${stages}/train.jsonl")
+    job = policy("${artifacts}/base/model", "${artifacts}/train.jsonl")
     assert all_of(preflight(job, ROOMY)) == []

@@ -305,9 +305,9 @@ def test_judgements_of_a_program() -> None:
 
 def test_the_outcome_of_a_program_is_a_copy_that_a_file_can_hold() -> None:
     outcome = {"passed": False, "log": "bad \ud83d end", "failed": ("t1", 2)}
-    feedback = judged({"critique": "c", "good": [], "poor": [], "outcome": outcome})
-    assert feedback.outcome == {"passed": False, "log": "bad \ufffd end", "failed": ["t1", 2]}
-    assert make("c", [], []).outcome == {}
+    feedback = judged({"critique": "c", "good": [], "poor": [], "execution": outcome})
+    assert feedback.execution == {"passed": False, "log": "bad \ufffd end", "failed": ["t1", 2]}
+    assert make("c", [], []).execution == {}
 
 
 def deep() -> dict[str, Any]:
@@ -326,8 +326,8 @@ def endless() -> dict[str, Any]:
     [None, True, [], {"at": object()}, {"loss": float("nan")}, {"log": "x" * MAX_ANSWER_CHARS}, deep(), endless()],
 )
 def test_an_outcome_that_is_no_plain_json_is_refused(outcome: Any) -> None:
-    with pytest.raises(ValueError, match=r"the outcome .*needs to be"):
-        judged({"critique": "c", "good": [], "poor": [], "outcome": outcome})
+    with pytest.raises(ValueError, match=r"the execution .*needs to be"):
+        judged({"critique": "c", "good": [], "poor": [], "execution": outcome})
 
 
 @pytest.mark.parametrize(

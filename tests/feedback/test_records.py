@@ -69,16 +69,18 @@ def test_quotes_without_spans_are_located(without: dict[str, Any]) -> None:
 
 
 def test_a_line_holds_every_field() -> None:
-    judged = replace(feedback("a phone", ["a"], []), outcome={"passed": False}, agreement=0.5, reason="so")
+    judged = replace(feedback("a phone", ["a"], []), execution={"passed": False}, agreement=0.5, reason="so")
     line = json.loads(annotated_record(PROMPT, "a phone", judged, sample_index=2).model_dump_json())
     assert line == {
         "prompt_id": "7", "prompt": "post", "response": "a phone", "critique": "The phone.", "good": ["a"], "poor": [],
         "spans": [{"start": 0, "end": 1, "label": 1, "severity": 1, "critique_range": None}],
-        "status": "ok", "reason": "so", "source": "program", "version": "v", "outcome": {"passed": False},
+        "status": "ok", "reason": "so", "source": "program", "version": "v", "execution": {"passed": False},
         "agreement": 0.5, "num_quotes": 1, "num_located": 1, "task": "tiny", "sample_index": 2,
         "payload": {"facts": {"a": "é"}},
     }  # fmt: skip
     assert read_record(line).to_feedback() == judged
+    old = {"outcome" if key == "execution" else key: value for key, value in line.items()}  # version 0.1
+    assert read_record(old) == read_record(line)
 
 
 def test_spans_without_quotes_are_quoted() -> None:

@@ -287,5 +287,5 @@ def test_placements_of_an_empty_response(placement: Placement) -> None:
 
 
 def test_label_shares() -> None:
-    assert label_shares(np.array([1, 2, -1, 0], np.float32)) == {"good": 0.5, "poor": 0.25, "unlabelled": 0.25}
-    assert label_shares(np.zeros(0)) == {"good": 0, "poor": 0, "unlabelled": 0}
+    assert label_shares(np.array([1, 2, -1, 0], np.float32)) == {"good": 0.5, "poor": 0.25, "neutral": 0.25}
+    assert label_shares(np.zeros(0)) == {"good": 0, "poor": 0, "neutral": 0}

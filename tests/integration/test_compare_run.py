@@ -37,7 +37,7 @@ def start(folder: Path, *overrides: str) -> "subprocess.Popen[bytes]":
     values = [
         f"run.root={folder / 'runs'}", f"model.policy={folder / 'policy'}", f"data.path={folder / 'prompts.jsonl'}",
         f"eval_data={{path: {folder / 'prompts.jsonl'}, limit: 4}}", "feedback.source=vowels:critic", "task=prompts",
-        "stages=null", "num_steps=2", "eval.every=1", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=2",
+        "artifacts=null", "num_steps=2", "eval.every=1", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=2",
         "rollout.max_new_tokens=24", "compare.methods=[sft, scalar, grpo]", "compare.seeds=[1]",
         "compare.lr_grid=[1.0e-3]", "compare.reference_prompts=4", *overrides,
     ]  # fmt: skip

@@ -35,7 +35,7 @@ def own_command(folder: Path, **overrides: object) -> list[str]:
         "eval.every": 2,
         "checkpoint.every": 3,
         "objective.kl_coef": 0,  # as a term of the loss its rounding moves weights
-        "objective.rewards.cut": 0,
+        "objective.truncation_penalty": 0,
     }
     return command(folder, **(values | overrides))
 
@@ -70,7 +70,7 @@ def test_a_run_killed_by_sigterm_goes_on_with_the_same_command(folder: Path) -> 
 
     before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (folder / "policy", run / "policy"))
     moved = [name for name, p in before.named_parameters() if not p.equal(after.get_parameter(name))]
-    labelled = any(m["tokens/unlabelled_share"] < 1 for m in metrics[1:])
+    labelled = any(m["tokens/neutral_share"] < 1 for m in metrics[1:])
     assert bool(moved) == labelled  # a random reward model seldom quotes: without a label not a bit may move
 
     started = time.monotonic()

@@ -32,8 +32,8 @@ SCALING = 3.0  # alpha / r
 KL_COEF = 0.3
 CAP = 1.5
 OBJECTIVE = ObjectiveConfig(
-    advantages="group", kl_estimator="full", entropy_coef=0.1, loss_mean="sequence", importance="sequence",
-    importance_cap=CAP,
+    advantages="group", kl_estimator="full", entropy_coef=0.1, loss_aggregation="sequence",
+    rollout_correction="sequence", rollout_correction_cap=CAP,
 )  # fmt: skip
 CHANGES: dict[str, Any] = {
     "lora": LoRAConfig(r=4, alpha=4 * SCALING),

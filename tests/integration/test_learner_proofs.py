@@ -43,7 +43,7 @@ from t2g.types import Prompt, Rollout, ScoredRollout, Span, SpanFeedback, TrainB
 ADAM_EPS, TINY_NORM, LR = 1e-8, 1e-14, 1e8
 READABLE = OptimConfig(lr=LR, max_grad_norm=TINY_NORM, schedule="constant")
 NO_LR = OptimConfig(lr=1e-30)  # far below the last bit of any weight, float32 copies of bfloat16 ones included
-OBJECTIVE = ObjectiveConfig(advantages="gae", kl_estimator="k3", entropy_coef=0.1, loss_mean="sequence")
+OBJECTIVE = ObjectiveConfig(advantages="gae", kl_estimator="k3", entropy_coef=0.1, loss_aggregation="sequence")
 KL_COEF = 0.3
 ONE_STEP = {"policy": READABLE, "num_epochs": 1, "minibatches_per_epoch": 1, "critic_warmup_steps": 0}
 VARIANTS = {
@@ -107,7 +107,7 @@ def token_loss(sample: TrainSample, t: int, logprobs: torch.Tensor) -> torch.Ten
     advantage, old, ref = (float(x[t]) for x in (sample.advantages, sample.old_logprobs, sample.ref_logprobs))
     rho = (logprob - old).exp()
     clipped = rho.clamp(1 - OBJECTIVE.clip_eps, 1 + OBJECTIVE.clip_eps)
-    correction = min(math.exp(old - float(sample.rollout_logprobs[t])), OBJECTIVE.importance_cap)
+    correction = min(math.exp(old - float(sample.rollout_logprobs[t])), OBJECTIVE.rollout_correction_cap)
     k3 = (ref - logprob).exp() - 1 - (ref - logprob)
     entropy = -(logprobs.exp() * logprobs).sum()
     return -correction * torch.minimum(rho * advantage, clipped * advantage) + KL_COEF * k3 - 0.1 * entropy

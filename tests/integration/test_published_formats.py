@@ -121,11 +121,11 @@ def test_two_steps(
         # The shipped configs sample a step ahead: only the first step's samples are of the weights that it trains.
         assert abs(step["gap/logprob_mean"]) < (1e-4 if step["step"] == 1 else 1e-1)
         assert math.isfinite(step["policy/loss"])
-    assert any(step["tokens/unlabelled_share"] < 1 for step in steps)
+    assert any(step["tokens/neutral_share"] < 1 for step in steps)
     before, after = (
         AutoModelForCausalLM.from_pretrained(path) for path in (models["policy"], config.run.folder / "policy")
     )
     assert any(not weight.equal(after.get_parameter(name)) for name, weight in before.named_parameters())
     samples = [json.loads(line) for line in (config.run.folder / "samples.jsonl").read_text().splitlines()]
     if source == "program":  # live: the sandbox ran what the policy wrote
-        assert samples and all(sample["feedback"]["outcome"]["passed"] is False for sample in samples)
+        assert samples and all(sample["feedback"]["execution"]["passed"] is False for sample in samples)

@@ -425,7 +425,7 @@ def test_the_summary_has_the_share_of_records_whose_solution_shares_its_tests_pr
     summary = annotate_samples(config, read_samples(config), None, StopFlag())
     assert (summary["sandbox_together_share"], summary["sandbox_separate_share"]) == (1 / 3, 2 / 3)
     lines = (config.run.folder / JOURNAL_FILE).read_text().splitlines()
-    found = [json.loads(line)["outcome"] for line in lines]
+    found = [json.loads(line)["execution"] for line in lines]
     assert sorted((o["mode"], o["passed"]) for o in found) == [
         ("separate", False), ("separate", True), ("together", True),
     ]  # fmt: skip

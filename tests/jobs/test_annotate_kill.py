@@ -129,7 +129,7 @@ def test_the_code_sample_is_annotated_by_program(tmp_path: Path) -> None:
     for record, row in zip(made, rows, strict=True):
         faulty = row["faulty_lines"]
         assert record["response"] == row["solution"] and record["critique"]
-        assert record["status"] == "ok" and record["outcome"]["passed"] is (not faulty)
+        assert record["status"] == "ok" and record["execution"]["passed"] is (not faulty)
         assert all({"start", "end", "label", "severity"} <= set(span) for span in record["spans"])
         poor = [span for span in record["spans"] if span["label"] == -1 and span["severity"] == 3]
         lines = {record["response"].count("\n", 0, span["start"]) + 1 for span in poor}

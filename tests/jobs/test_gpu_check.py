@@ -62,7 +62,7 @@ def check(monkeypatch: pytest.MonkeyPatch, out: Path, jobs: Jobs, *items: str, g
 
 
 def test_without_a_gpu_nothing_passes_on_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    code, said = check(monkeypatch, tmp_path, Jobs(), "world", "rank", "ipc", "colocate")
+    code, said = check(monkeypatch, tmp_path, Jobs(), "world", "rank", "ipc", "alternate")
     world, rank, *others = said["items"]
     assert code == 0 and said["gpus"] == world["on"] == rank["on"] == "no GPU: run on the CPU"
     assert world["answer"] == "yes" and world["figures"]["sync/load_s"] == 0.5
@@ -72,18 +72,18 @@ def test_without_a_gpu_nothing_passes_on_one(monkeypatch: pytest.MonkeyPatch, tm
 
 def test_on_gpus_every_item_asks_for_what_it_is_about(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     jobs = Jobs(gpu=1.001)
-    code, said = check(monkeypatch, tmp_path, jobs, "world", "rank", "ipc", "colocate", "nccl", gpus=2)
+    code, said = check(monkeypatch, tmp_path, jobs, "world", "rank", "ipc", "alternate", "nccl", gpus=2)
     assert code == 0 and {item["on"] for item in said["items"]} == {"GPU"} and said["gpus"] == ["a GPU"] * 2
     world, on_cpu, on_gpu, *others = jobs.configs
     judge = world.feedback.engine
     assert (world.learner.sync_transport, world.feedback.source) == ("store", "reward_model")
     assert (judge.gpus, judge.dtype, judge.max_new_tokens) == (0.3, "bfloat16", 256), "the rest as in the file"
-    stages = loading.load(DemoJob, world.stages, environ={})
+    stages = loading.load(DemoJob, world.artifacts, environ={})
     assert stages.rollout.gpus == stages.reward_engine.gpus == 0.4, "vLLM for GPUs has no CPU engines"
     assert world.rollout.gpus + world.learner.gpus + world.feedback.engine.gpus == pytest.approx(1), "on one GPU"
     assert (on_cpu.sft.gpus, on_gpu.sft.gpus) == (0, 1) and on_cpu.sft.dtype == on_gpu.sft.dtype == "float32"
     assert [job.learner.sync_transport for job in others] == ["ipc", "ipc", "nccl"]
-    assert [job.cluster.colocate for job in others] == [False, True, False]
+    assert [job.cluster.gpu_sharing for job in others] == ["split", "alternate", "none"]
     assert all(job.rollout.dtype == job.learner.dtype == "bfloat16" for job in (world, *others))
 
 

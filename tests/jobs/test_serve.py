@@ -52,7 +52,7 @@ def serve(folder: Path, port: int, then: str, model: str = "m") -> int:
         "run": {"root": str(folder), "name": "s"},
         "model": {"policy": str(folder / model)},
         "engine": {"start_timeout_s": 20},
-        "serve": {"port": port, "then": then},
+        "serve": {"port": port, "command": then},
     }
     build_tokenizer(folder / model, SENTENCES, vocab_size=320)
     shape = {"model_type": "llama", "vocab_size": 320, **SHARED}

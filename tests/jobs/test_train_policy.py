@@ -17,11 +17,11 @@ from t2g.errors import Stopped, UserError
 from t2g.runs.checkpoint import CheckpointStore
 from t2g.tasks.code import CodeTask
 
-UNLABELLED = "tokens/unlabelled_share"
+NEUTRAL = "tokens/neutral_share"
 LINES = [
     {"step": 0, "samples": 0, "time/eval_s": 4.0, "eval/fact_f1": 0.25},
-    {"step": 1, "samples": 8, "time/step_s": 2.0, UNLABELLED: 1.0},
-    {"step": 2, "samples": 16, "time/step_s": 6.0, "time/eval_s": 6.0, UNLABELLED: 1.0, "eval/fact_f1": 0.5},
+    {"step": 1, "samples": 8, "time/step_s": 2.0, NEUTRAL: 1.0},
+    {"step": 2, "samples": 16, "time/step_s": 6.0, "time/eval_s": 6.0, NEUTRAL: 1.0, "eval/fact_f1": 0.5},
 ]
 
 
@@ -39,7 +39,7 @@ def summary_of(folder: Path, lines: list[dict[str, float]]) -> tuple[PolicyJob, 
 
 
 def test_a_smoke_run_says_what_the_whole_run_takes(tmp_path: Path) -> None:
-    job, summary = summary_of(tmp_path, [*LINES[:2], {**LINES[2], UNLABELLED: 0.75}])
+    job, summary = summary_of(tmp_path, [*LINES[:2], {**LINES[2], NEUTRAL: 0.75}])
     assert summary["timing"] == {"wall_s": 30.0, "steps_s": 8.0, "evaluations_s": 10.0}
     assert (summary["base"], summary["policy"]) == ({"fact_f1": 0.25}, {"fact_f1": 0.5})
     # 10 steps of 4 s, and evaluations of 5 s before the first and after steps 5 and 10
@@ -108,10 +108,12 @@ def test_a_late_record_without_tests_is_refused_before_anything_runs(
             "feedback": {"source": "program"}, "rollout": {"prompts_per_step": 2, "max_model_len": 1024},
         }
     )  # fmt: skip
-    pays = with_overrides(job, {"objective.w_end": 0.5})
+    pays = with_overrides(job, {"objective.outcome_rewards": 0.5})
     assert len(read_data(job).prompts) == 9
     for read in (lambda: read_data(pays), lambda: read_data(job, [job, pays])):  # of an arm of a comparison as well
-        with pytest.raises(UserError, match=r"w_end=0\.5 pays passed, and 1 of 9 prompts .* the first is prompt q8; "):
+        with pytest.raises(
+            UserError, match=r"outcome_rewards=0\.5 pays passed, and 1 of 9 prompts .* the first is prompt q8; "
+        ):
             read()
 
 

@@ -22,9 +22,13 @@ def steps(name: str, *values: float | None) -> list[dict[str, float | None]]:
         ("policy/entropy", (0.5, 0.0042), ["0.0042 nats", "alarms.min_entropy=0.01", "rollout.temperature"]),
         ("response/length_mean", (40.0, 60.0, 90.0), ["90.0 tokens", "2.25 times", "40.0", "longer"]),
         ("response/length_mean", (40.0, 19.0), ["19.0 tokens", "0.47 times", "40.0", "shorter"]),
-        ("response/truncated_share", (0.1, 0.3), ["truncated 30%", "alarms.max_truncated_share=25%", "rewards.cut"]),
+        (
+            "response/truncated_share",
+            (0.1, 0.3),
+            ["truncated 30%", "alarms.max_truncated_share=25%", "truncation_penalty"],
+        ),
         ("feedback/failed_share", (0.0, 0.25), ["25% of the responses", "alarms.max_failed_share=10%", "timeout_s"]),
-        ("tokens/unlabelled_share", (0.7, 0.995), ["0.5% of the tokens", "alarms.min_labelled_share=1.0%", "samples"]),
+        ("tokens/neutral_share", (0.7, 0.995), ["0.5% of the tokens", "alarms.min_labelled_share=1.0%", "samples"]),
         (
             "feedback/recall_repeated",
             (0.9, 0.9, 0.16, 0.14),

@@ -32,11 +32,15 @@ def test_every_prompt_needs_a_measure_for_an_outcome_reward_and_none_is_measured
     check_outcome_rewards(task, prompts, 1.0)
     task.unmeasured = {"p2", "p3"}
     check_outcome_rewards(task, prompts, 0.0)
-    with pytest.raises(UserError, match=r"w_end=1 pays share_a, and 2 of 4 prompts of data.path .* prompt p2;"):
+    with pytest.raises(
+        UserError, match=r"outcome_rewards=1 pays share_a, and 2 of 4 prompts of data.path .* prompt p2;"
+    ):
         check_outcome_rewards(task, prompts, 1.0)
     assert task.sandboxes == [], "no response was measured"
     task.score_name = ""
-    with pytest.raises(UserError, match=r"objective.w_end=0.5 pays a measure of the task, and task letters has none"):
+    with pytest.raises(
+        UserError, match=r"objective.outcome_rewards=0.5 pays a measure of the task, and task letters has none"
+    ):
         check_outcome_rewards(task, prompts, 0.5)
 
 
@@ -66,7 +70,7 @@ def test_sampling_seeds_of_steps_and_splits_never_meet() -> None:
 
 
 def scored_pair(
-    deltas: list[float], *, prompt_id: str = "p", steps: list[int] | None = None, end_reward: float = 0.0
+    deltas: list[float], *, prompt_id: str = "p", steps: list[int] | None = None, outcome_reward: float = 0.0
 ) -> tuple[Prompt, ScoredRollout]:
     text = "x" * len(deltas)
     rollout = Rollout(
@@ -85,7 +89,7 @@ def scored_pair(
         feedback=feedback,
         token_rewards=np.array(deltas, np.float32),
         step_ids=np.array(steps or [0] * len(deltas), np.int32),
-        end_reward=end_reward,
+        outcome_reward=outcome_reward,
     )
 
 
@@ -136,11 +140,11 @@ def test_scalar_placement_pays_the_sum_at_the_end_and_the_kl_where_it_arises() -
     np.testing.assert_allclose(samples[0].advantages, [0.7, 0.8, 0.9], rtol=1e-6)
 
 
-def test_step_placement_pays_each_step_at_its_end_and_the_end_reward_at_the_last_token() -> None:
+def test_step_placement_pays_each_step_at_its_end_and_the_outcome_reward_at_the_last_token() -> None:
     objective = ObjectiveConfig(
-        advantages="gae", lam=0.0, whiten="none", w_span=0.5, w_end=2.0, rewards={"placement": "step"}
+        advantages="gae", lam=0.0, whiten="none", span_coef=0.5, outcome_rewards=2.0, rewards={"placement": "step"}
     )
-    _, scored = scored_pair([1.0, 1.0, -1.0, 0.0], steps=[0, 0, 1, 1], end_reward=0.25)
+    _, scored = scored_pair([1.0, 1.0, -1.0, 0.0], steps=[0, 0, 1, 1], outcome_reward=0.25)
     samples = advantage_samples([scored], [stats(4)], objective, kl_coef=0.0, seed=1)
     assert samples[0].advantages.tolist() == [0, 1, 0, -0.5 + 0.5]
 
@@ -185,7 +189,7 @@ def test_padding_of_a_short_response_takes_no_part_in_whitening() -> None:
 
 
 def test_what_the_feedback_sees_of_known_faults() -> None:
-    """One repeat of two is called poor; the invention is unlabelled, the wrong value praised; of an answer that failed
+    """One repeat of two is called poor; the invention is neutral, the wrong value praised; of an answer that failed
     nothing is asked, and of what is right nothing is a fault."""
     facts = {"name": "Mira", "thing": "phone", "fault": "hums", "day": "Monday", "place": "Oslo"}
     prompt = Prompt(prompt_id="p", prompt_text="A post.", task="tiny", payload={"facts": facts})
@@ -209,19 +213,19 @@ def test_what_the_feedback_sees_of_known_faults() -> None:
 
 
 def test_step_metrics_by_hand() -> None:
-    prompt, one = scored_pair([1.0, -1.0, 0.0, 0.0], end_reward=0.5)
+    prompt, one = scored_pair([1.0, -1.0, 0.0, 0.0], outcome_reward=0.5)
     _, two = scored_pair([1.0, 1.0])
     pairs = [(prompt, s.rollout, s.feedback) for s in (one, two, two)]  # the last one's feedback was dropped
     told = [stats(4), stats(2, old=-1.2)]
-    metrics = step_metrics(pairs, [one, two], told, ObjectiveConfig(w_end=1.0), kl=0.4, kl_coef=0.1)
+    metrics = step_metrics(pairs, [one, two], told, ObjectiveConfig(outcome_rewards=1.0), kl=0.4, kl_coef=0.1)
     once = replace(two, token_rewards=np.array([0, 1], np.float32), by_token=two.deltas)  # a span of two tokens
     by_span = step_metrics(pairs, [one, once], told, ObjectiveConfig(), kl=0.4, kl_coef=0.1)
     assert (by_span["tokens/good_share"], by_span["reward/response_mean"]) == (
         pytest.approx(3 / 6),
         pytest.approx(1 / 2),
     )
-    assert metrics["reward/end_mean"] == pytest.approx(0.25)
-    assert "reward/end_mean" not in step_metrics(pairs, [one, two], told, ObjectiveConfig(), kl=0.4, kl_coef=0.1)
+    assert metrics["reward/outcome_mean"] == pytest.approx(0.25)
+    assert "reward/outcome_mean" not in step_metrics(pairs, [one, two], told, ObjectiveConfig(), kl=0.4, kl_coef=0.1)
     assert metrics["reward/token_mean"] == pytest.approx(2 / 6)
     assert metrics["reward/response_mean"] == pytest.approx((0 + 2) / 2)
     assert metrics["tokens/good_share"] == pytest.approx(3 / 6)

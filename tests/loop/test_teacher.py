@@ -76,7 +76,7 @@ def test_the_loss_is_that_of_trls_trainer_on_the_same_ids() -> None:
     def plain(x: torch.Tensor) -> np.ndarray:
         return x.detach().numpy().astype(np.float32)
 
-    objective = ObjectiveConfig(advantages="group", whiten="none", loss_mean="sequence", teacher={})
+    objective = ObjectiveConfig(advantages="group", whiten="none", loss_aggregation="sequence", teacher={})
     scored = [scored_pair([0.0] * n)[1] for n in lengths]
     told = [replace(stats(n), old_logprobs=plain(chosen(student, i))) for i, n in enumerate(lengths)]
     said = [plain(chosen(teacher, i)) if has else None for i, has in enumerate(has_teacher)]

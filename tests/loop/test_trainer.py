@@ -180,17 +180,17 @@ def test_a_number_that_is_not_finite_names_step_sample_and_token(tokenizer: Any,
         bench.run()
 
 
-def test_the_measure_of_the_task_alone_teaches_as_an_end_reward(tokenizer: Any, tmp_path: Path) -> None:
-    bench = Bench(tmp_path, tokenizer, job(w_span=0.0, w_end=4.0))
+def test_the_measure_of_the_task_alone_teaches_as_an_outcome_reward(tokenizer: Any, tmp_path: Path) -> None:
+    bench = Bench(tmp_path, tokenizer, job(span_coef=0.0, outcome_rewards=4.0))
     bench.run()
     assert bench.learner.logits.softmax(-1).mean(0)[0] > 0.6
-    rewards = [m["reward/end_mean"] for m in bench.metrics()[1:]]
+    rewards = [m["reward/outcome_mean"] for m in bench.metrics()[1:]]
     assert rewards[-1] > rewards[0] + 0.2 and 0 < rewards[0] < 1
 
 
 def test_a_truncation_penalty_is_in_everything_that_a_step_tells_of_its_rewards(tokenizer: Any, tmp_path: Path) -> None:
     """Every response of the fake is truncated, so the advantages against the others, and all else, are the same."""
-    benches = [Bench(tmp_path / str(cut), tokenizer, job(rewards={"cut": cut})) for cut in (0, -0.5)]
+    benches = [Bench(tmp_path / str(cut), tokenizer, job(truncation_penalty=cut)) for cut in (0, -0.5)]
     (_, plain), (_, penalised) = ((bench.run(), bench.metrics()[1:]) for bench in benches)
     for without, with_penalty in zip(plain, penalised, strict=True):
         assert without["response/truncated_share"] == with_penalty["response/truncated_share"] == 1
@@ -208,7 +208,7 @@ def test_a_truncation_penalty_is_in_everything_that_a_step_tells_of_its_rewards(
 
 
 def test_a_measure_that_gives_less_than_the_task_promised_names_the_task(tokenizer: Any, tmp_path: Path) -> None:
-    bench = Bench(tmp_path, tokenizer, job(w_end=1.0))
+    bench = Bench(tmp_path, tokenizer, job(outcome_rewards=1.0))
     bench.task.measure = lambda prompt, text, *, sandbox: {"other": 1.0} if prompt.prompt_id == "p5" else {"share_a": 0}
     step = next(step for step in range(1, 7) if "p5" in chosen(step))
     with pytest.raises(UserError, match=r"task letters: measure gives no share_a for prompt p5, and can_measure says"):
@@ -216,9 +216,9 @@ def test_a_measure_that_gives_less_than_the_task_promised_names_the_task(tokeniz
     assert bench.metrics()[-1]["step"] == step - 1
 
 
-def test_a_stop_while_end_rewards_are_measured_leaves_the_step_undone(tokenizer: Any, tmp_path: Path) -> None:
+def test_a_stop_while_outcome_rewards_are_measured_leaves_the_step_undone(tokenizer: Any, tmp_path: Path) -> None:
     measured: list[str] = []
-    bench = Bench(tmp_path, tokenizer, job(w_end=1.0), stop=lambda: bool(measured))
+    bench = Bench(tmp_path, tokenizer, job(outcome_rewards=1.0), stop=lambda: bool(measured))
 
     def measure_slowly(prompt_id: str) -> None:
         if prompt_id.startswith("p"):  # no held-out prompt
@@ -230,16 +230,16 @@ def test_a_stop_while_end_rewards_are_measured_leaves_the_step_undone(tokenizer:
     assert 1 <= len(measured) < 32  # the rest was not even begun
 
 
-def test_an_end_reward_that_is_no_number_is_named(tokenizer: Any, tmp_path: Path) -> None:
-    bench = Bench(tmp_path, tokenizer, job(w_end=1.0))
+def test_an_outcome_reward_that_is_no_number_is_named(tokenizer: Any, tmp_path: Path) -> None:
+    bench = Bench(tmp_path, tokenizer, job(outcome_rewards=1.0))
     bench.task.unit = float("nan")
-    with pytest.raises(RunStopped, match=rf"the end reward of token {LENGTH - 1} is nan"):
+    with pytest.raises(RunStopped, match=rf"the outcome reward of token {LENGTH - 1} is nan"):
         bench.run()
 
 
 def test_what_a_measure_runs_has_the_limits_of_the_feedbacks_sandbox(tokenizer: Any, tmp_path: Path) -> None:
     own = SandboxConfig(timeout_s=3)
-    config = job(w_end=1.0)
+    config = job(outcome_rewards=1.0)
     feedback = config.feedback.model_copy(update={"sandbox": own})
     bench = Bench(tmp_path, tokenizer, config.model_copy(update={"feedback": feedback}))
     bench.run()
@@ -309,9 +309,9 @@ def test_the_coefficient_goes_where_the_penalty_is(tokenizer: Any, tmp_path: Pat
         assert in_loss == (used if estimator == "k3" else [0.0] * NUM_STEPS)
 
 
-@pytest.mark.parametrize("loss_mean", ["token", "sequence"])
-def test_minibatches_are_weighted_as_asked(tokenizer: Any, tmp_path: Path, loss_mean: str) -> None:
-    bench = Bench(tmp_path, tokenizer, job(loss_mean=loss_mean))
+@pytest.mark.parametrize("loss_aggregation", ["token", "sequence"])
+def test_minibatches_are_weighted_as_asked(tokenizer: Any, tmp_path: Path, loss_aggregation: str) -> None:
+    bench = Bench(tmp_path, tokenizer, job(loss_aggregation=loss_aggregation))
     bench.run()
     assert all(len(batch.minibatches) == 4 * 2 for batch in bench.learner.batches)  # epochs x minibatches
     for minibatch in (m for batch in bench.learner.batches for m in batch.minibatches):  # 16 responses of LENGTH

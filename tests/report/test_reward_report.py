@@ -80,7 +80,7 @@ def test_the_json_holds_metrics_intervals_and_examples(
     assert (metrics["usable_rate"], metrics["located_rate"], metrics["agreement"]) == (3 / 4, 6 / 7, 0.9)
     low, high = result["intervals"]["poor_recall"]
     assert 0 <= low < 0.5 < high <= 1
-    assert result["token_confusion"]["poor"] == {"good": 0, "poor": 4, "unlabelled": 4}
+    assert result["token_confusion"]["poor"] == {"good": 0, "poor": 4, "neutral": 4}
     assert list(result["errors"]) == list(ERROR_KINDS)
     assert {kind: found["count"] for kind, found in result["errors"].items() if found["count"]} == {
         "missed_poor": 1, "invented_poor": 1, "not_located": 1, "unparsable": 1,
@@ -103,7 +103,7 @@ def test_the_page_shows_gold_and_model_side_by_side(
     assert '<mark class="good" title="good">aa</mark>' in gold and '<mark class="poor" title="poor">bb</mark>' in gold
     assert '<mark class="good" title="good">aa</mark>' in model and 'class="poor"' not in model
     assert "gold words" in gold and '<mark class="good" title="good">half</mark>' in model
-    for words in ("0.750", "failed: two workers were late", "1 of 4 quotes do not stand", "my/model", "t2g 0.1.0"):
+    for words in ("0.750", "failed: two workers were late", "1 of 4 quotes do not stand", "my/model", "t2g 0.2.0"):
         assert words in page.text
     assert re.search(r"0\.500\s*0\.\d+ – (1\.000|0\.\d+)", page.text)  # poor recall with its interval
 

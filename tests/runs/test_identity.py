@@ -227,7 +227,7 @@ def test_another_number_of_steps_keeps_the_schedule_or_is_refused(
     check(tmp_path, longer)
 
 
-@pytest.mark.parametrize("content", [None, "", "[]", '{"fingerprint": "9a"}', '{"format": 3, "config": {}}'])
+@pytest.mark.parametrize("content", [None, "", "[]", '{"fingerprint": "9a"}', '{"format": 2, "config": {}}'])
 def test_a_folder_of_another_layout_is_refused(tmp_path: Path, content: str | None) -> None:
     (tmp_path / "summary.json").write_text('{"steps": 3}')
     if content is not None:

@@ -167,7 +167,7 @@ def test_samples_hold_critique_spans_and_tokens(tmp_path: Path) -> None:
             "version": "v",
             "num_quotes": 0,
             "num_located": 0,
-            "outcome": {},
+            "execution": {},
             "agreement": None,
             "reason": "",
         },
@@ -258,7 +258,7 @@ def test_step_line_is_one_line_of_what_there_is() -> None:
         "reward/token_mean": -0.0125,
         "tokens/good_share": 0.125,
         "tokens/poor_share": 0.0625,
-        "tokens/unlabelled_share": 0.8125,
+        "tokens/neutral_share": 0.8125,
         "policy/kl": 1.5,
         "policy/entropy": 0.75,
         "policy/clip_share": 0.02,
@@ -275,7 +275,7 @@ def test_step_line_is_one_line_of_what_there_is() -> None:
         "eval/score": None,
     }
     assert step_line(12, step) == (
-        "step 12 | reward -0.013 | good 12.5% | poor 6.2% | unlabelled 81.2% | KL 1.500 | entropy 0.750 | "
+        "step 12 | reward -0.013 | good 12.5% | poor 6.2% | neutral 81.2% | KL 1.500 | entropy 0.750 | "
         "PPO-clipped 2.0% | length 45.2 | truncated 12.5% | gap 3.0e-06 | 812 tokens/s | generate 3.1s | "
         "feedback 5.0s | learn 4.0s | sync 0.1s | eval fact_f1 0.713"
     )

@@ -86,7 +86,7 @@ def test_a_response_is_worth_the_sum_of_its_token_rewards(tmp_path: Path) -> Non
         groups = score(SimpleNamespace(job=own, feedback=SimpleNamespace(name="program")), steps, tokenizer)
         assert [(group[0].prompt.prompt_id, len(group)) for group in groups] == [("p", 1), ("q", 1)] * 2  # step by step
         assert groups[0][0].reward == groups[2][0].reward == worth
-    (whole, cut), own = pairs, job(objective={"rewards": rule | {"cut": -0.25}})
+    (whole, cut), own = pairs, job(objective={"rewards": rule, "truncation_penalty": -0.25})
     truncated = (cut[0], replace(cut[1], finish_reason="length"), cut[2])
     steps = [Judged(pairs=(whole, truncated), generate_s=0, feedback_s=0)]
     groups = score(SimpleNamespace(job=own, feedback=SimpleNamespace(name="program")), steps, tokenizer)
@@ -190,7 +190,7 @@ def test_the_reviser_has_room_for_the_critique() -> None:
         ("ilf", {"feedback": {"source": "m:f", "style": {"critique": False}}}, "style.critique"),
         ("reflection", {"feedback": {"source": "m:f", "style": {"critique": False}}}, "style.critique"),
         ("reflection", {"eval_data": None}, "eval_data"),
-        ("ilf", {"objective": {"w_end": 0.5}}, r"objective\.w_end=0\.5"),
+        ("ilf", {"objective": {"outcome_rewards": 0.5}}, r"objective\.outcome_rewards=0\.5"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_by_name(method: Any, changes: dict[str, Any], word: str) -> None:

@@ -27,9 +27,9 @@ def plain(job: CompareJob) -> PolicyJob:
 def test_each_method_changes_what_makes_it_and_nothing_else(tmp_path: Path) -> None:
     """Beside the default, which is span; settings that repeat a default change nothing."""
     arms = arms_of(tmp_path, f"compare.methods=[{', '.join(SHIPPED)}]", config="compare_more.yaml")
-    always = {"run.root", "run.name", "run.seed", "stages", "learner.policy.lr", "feedback.reward_model"}
+    always = {"run.root", "run.name", "run.seed", "artifacts", "learner.policy.lr", "feedback.reward_model"}
     placement, unit = "objective.rewards.placement", "objective.rewards.unit"
-    grpo = {f"objective.{key}" for key in ("advantages", "whiten", "loss_mean")}
+    grpo = {f"objective.{key}" for key in ("advantages", "whiten", "loss_aggregation")}
     critic = {"objective.advantages", "objective.kl_estimator"}
     teacher = {f"objective.teacher{key}" for key in ("", ".weight", ".where", ".sibling")}
     more: dict[str, set[str]] = {
@@ -49,11 +49,11 @@ def test_each_method_changes_what_makes_it_and_nothing_else(tmp_path: Path) -> N
         "scalar_token_critic": {placement, unit} | critic,
         "scalar_token_grpo": {placement, unit} | grpo,
         "paper": {unit, "objective.vf_coef"} | critic,
-        "sdpo": {*teacher, "objective.loss_mean"},
+        "sdpo": {*teacher, "objective.loss_aggregation"},
         "sdpo_group": teacher,
-        "sdpo_sibling": {*teacher, "objective.loss_mean"},
-        "sdpo_spans": {*teacher, "objective.loss_mean"},
-        "outcome": {"objective.w_span", "objective.w_end"},
+        "sdpo_sibling": {*teacher, "objective.loss_aggregation"},
+        "sdpo_spans": {*teacher, "objective.loss_aggregation"},
+        "outcome": {"objective.span_coef", "objective.outcome_rewards"},
         "step": {placement},
         "shuffled": {placement},
         "no_critique": {"feedback.style.critique"},
@@ -74,7 +74,12 @@ def test_each_method_changes_what_makes_it_and_nothing_else(tmp_path: Path) -> N
     [
         (
             "outcome",
-            {"objective.w_span", "objective.w_end", "objective.rewards.unit", "objective.rewards.placement"},
+            {
+                "objective.span_coef",
+                "objective.outcome_rewards",
+                "objective.rewards.unit",
+                "objective.rewards.placement",
+            },
         ),
         ("step", {"objective.rewards.placement"}),
         ("shuffled", {"objective.rewards.placement"}),
@@ -169,7 +174,7 @@ def test_a_path_in_a_method_means_what_it_means_in_a_config(tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     arm = arms.arm("mine", 1)
     assert (arm.feedback.reward_model, arm.model.policy) == (str(tmp_path / "trained"), "org/model")
-    own.write_text("about: Mine.\noverrides: {feedback.reward_model: '${stages}/other', num_steps: 3}\n")
+    own.write_text("about: Mine.\noverrides: {feedback.reward_model: '${artifacts}/other', num_steps: 3}\n")
     arm = Arms(arms.job, "/demo").arm("mine", 1)
     assert (arm.feedback.reward_model, arm.num_steps) == ("/demo/other", 3)
 

@@ -75,9 +75,9 @@ def test_numbers_by_hand() -> None:
     assert metrics.keys() == expected.keys()
     assert metrics == pytest.approx(expected)
     assert token_confusion(records) == {
-        "good": {"good": 2, "poor": 1, "unlabelled": 2},
-        "poor": {"good": 0, "poor": 2, "unlabelled": 1},
-        "unlabelled": {"good": 1, "poor": 1, "unlabelled": 1},
+        "good": {"good": 2, "poor": 1, "neutral": 2},
+        "poor": {"good": 0, "poor": 2, "neutral": 1},
+        "neutral": {"good": 1, "poor": 1, "neutral": 1},
     }
 
 

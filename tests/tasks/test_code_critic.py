@@ -63,7 +63,7 @@ def test_poor_spans_hit_the_seeded_lines(record: dict[str, Any]) -> None:
     assert bool(poor) == bool(record["faulty_lines"])
     assert set(poor) <= set(record["faulty_lines"])
     assert {span.severity for span in found.spans if span.label == -1} <= {3}
-    assert found.outcome["passed"] is (not record["faulty_lines"])
+    assert found.execution["passed"] is (not record["faulty_lines"])
     assert all(span.critique_range is not None for span in found.spans)
 
 
@@ -81,7 +81,7 @@ def test_a_program_in_a_fence() -> None:
         "The fault seems to lie in line 4: return x - 1",
         "Line 3 does what it should: return x + 1",
     ]
-    assert judgement["outcome"]["tests"] == [
+    assert judgement["execution"]["tests"] == [
         {"name": "test_one", "passed": True},
         {"name": "test_two", "passed": False, "error": "AssertionError", "expected": "3", "got": "-3"},
     ]
@@ -92,7 +92,7 @@ def test_a_traceback_blames_its_innermost_line() -> None:
     judgement = judged(response)
     assert quotes(response, judgement["poor"]) == [{"quote": "return [2][x - 1]", "severity": 3}]
     assert "test_two raises IndexError: list index out of range in line 5: return [2][x - 1]" in judgement["critique"]
-    assert judgement["outcome"]["tests"][1]["line"] == 5
+    assert judgement["execution"]["tests"][1]["line"] == 5
 
 
 def test_dense_labels_every_executed_line() -> None:
@@ -124,7 +124,7 @@ def test_without_a_critique() -> None:
 def test_programs_that_do_not_come_to_an_end(code: str, reason: str, words: str, poor: str | None) -> None:
     """No way to fail is without a poor span: else leaving would be worth more than being wrong."""
     judgement = judged(code, limits=LIMITS.model_copy(update={"timeout_s": 0.5}))
-    assert judgement["outcome"]["reason"] == reason
+    assert judgement["execution"]["reason"] == reason
     assert words in judgement["critique"]
     blamed = [code[span.start : span.end] for span in judgement["poor"]]
     assert blamed if poor is None else poor in blamed

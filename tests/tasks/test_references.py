@@ -36,10 +36,10 @@ def test_the_reference_decides_the_mode_and_a_wrong_one_is_left_out(caplog: pyte
     }  # fmt: skip
     assert "1 of 4 reference solutions fail their tests in both modes" in caplog.text and "record wrong" in caplog.text
     judge = TASK.critic(style=StyleConfig(), sandbox=LIMITS)
-    outcome = judge("p", PRINTED, payload=kept[1].payload)["outcome"]
+    outcome = judge("p", PRINTED, payload=kept[1].payload)["execution"]
     assert (outcome["passed"], outcome["mode"]) == (True, "together")
     assert TASK.measure(kept[1], PRINTED, sandbox=LIMITS) == {"passed": 1.0}
-    assert judge("p", RECORDS["plain"][0], payload=kept[0].payload)["outcome"]["mode"] == "separate"
+    assert judge("p", RECORDS["plain"][0], payload=kept[0].payload)["execution"]["mode"] == "separate"
 
 
 def test_nothing_left_is_an_error_and_other_modes_ask_no_reference() -> None:
@@ -59,4 +59,4 @@ def test_a_record_that_names_a_mode_cannot_overrule_the_config() -> None:
     judged = TASK.critic(style=StyleConfig(), sandbox=separate)(
         "p", PRINTED, payload=prompt("patched", tests_mode="together").payload
     )
-    assert judged["outcome"]["mode"] == "separate" and not judged["outcome"]["passed"]
+    assert judged["execution"]["mode"] == "separate" and not judged["execution"]["passed"]

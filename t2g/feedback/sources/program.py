@@ -22,7 +22,7 @@ MAX_WORDS = 300  # of a reason
 
 class ProgramFeedback(FeedbackSource):
     """A critic from prompt text and response to (critique, good pieces, poor pieces), or a dict with those keys and
-    perhaps an outcome; for pieces see `t2g.feedback.parse.read_piece`.
+    perhaps an execution; for pieces see `t2g.feedback.parse.read_piece`.
 
     critic: the function, or its import path. Called as `critic(prompt_text, response_text)`, and with `payload=` too
     where it has a parameter of that name. `parallel` calls run at a time: 1 for a function that may keep state. A call

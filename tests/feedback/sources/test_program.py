@@ -36,7 +36,7 @@ def with_payload(prompt: str, response: str, *, payload: dict[str, Any]) -> dict
 
 
 def with_outcome(prompt: str, response: str) -> dict[str, Any]:
-    return {"critique": "", "good": [], "poor": [], "outcome": {"passed": False, "tests": ["a"]}}
+    return {"critique": "", "good": [], "poor": [], "execution": {"passed": False, "tests": ["a"]}}
 
 
 def raising(prompt: str, response: str) -> None:
@@ -128,7 +128,7 @@ def test_a_function_that_wants_the_payload_gets_it() -> None:
 
 
 def test_an_outcome_goes_into_the_feedback() -> None:
-    assert judge(source("with_outcome")).outcome == {"passed": False, "tests": ["a"]}
+    assert judge(source("with_outcome")).execution == {"passed": False, "tests": ["a"]}
 
 
 def test_a_function_instead_of_its_path() -> None:

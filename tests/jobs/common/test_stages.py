@@ -28,7 +28,7 @@ def test_the_tiny_policy_job_is_the_span_arm_of_the_demo(tmp_path: Path) -> None
     assert demo is not None and demo.run.root == tmp_path
     resolved = resolve_stages(job, demo)
     arm = arm_job(loading.load(DemoJob, TINY / "demo.yaml", [root]), "span")
-    assert differing(resolved, arm) == {"run.name", "run.root", "stages"}
+    assert differing(resolved, arm) == {"run.name", "run.root", "artifacts"}
     assert resolved.feedback.reward_model == str(tmp_path / "demo" / "reward" / "model")
 
 
@@ -66,7 +66,7 @@ def test_stages_that_leave_it_open_are_made_on_the_gpus_that_are_there(
     stages.write_text("policy_sft: {gpus: auto, dtype: auto}\n")
     asked: list[Any] = []
     monkeypatch.setattr(placement, "resources", lambda address: asked.append(address) or {"GPU": 1})
-    given = [f"run.root={tmp_path}", f"stages={stages}", "cluster.address=head:6379"]
+    given = [f"run.root={tmp_path}", f"artifacts={stages}", "cluster.address=head:6379"]
     demo = demo_of(loading.load(PolicyJob, TINY / "policy.yaml", given))
     assert demo is not None and (demo.policy_sft.gpus, demo.policy_sft.dtype) == (1, "bfloat16")
     assert asked == ["head:6379"]

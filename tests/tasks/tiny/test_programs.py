@@ -59,7 +59,7 @@ def test_the_critic_blames_the_wrong_line_and_none_for_what_is_missing() -> None
     assert [FAULTY[span.start : span.end] for span in said["poor"]] == ["return n * 5"]
     assert [FAULTY[span.start : span.end] for span in said["good"]] == ["return n + 2"]
     assert "A case is missing before line 6" in said["critique"]
-    assert said["outcome"]["isolation"] == ["interpreted"]
+    assert said["execution"]["isolation"] == ["interpreted"]
 
 
 def test_without_faults_a_program_passes_but_where_it_looks_at_n() -> None:
