@@ -750,8 +750,13 @@ class Sized(Empty):
     def __len__(self): return 2
 class Short(Sized):
     def __getitem__(self, index): return [1][index]
+class Stop(StopIteration, KeyError): pass
+class Absent:
+    def get(self, key): raise Stop(key)
+    def __getitem__(self, key): raise Stop(key)
 def f(x): raise StopIteration
 def g(x): raise StopIteration(x)
+def h(x): raise Stop(x)
 o = E(StopIteration())
 """
 ENDED = (
@@ -765,6 +770,8 @@ ENDED = (
     "assert all(map(operator.eq, [o], [E(ValueError())]))", "assert all(a == b for a, b in zip(Empty(), [1, 2]))",
     "assert all(a == b for a, b in zip(Sized(), [1, 2]))", "assert all(map(operator.eq, Short(), [1, 2]))",
     "assert len(Sized()) == 2 and all(x == 1 for x in Sized())", "with pytest.raises(StopIteration): f(1)",
+    "with pytest.raises(KeyError): h(1)", "with pytest.raises(KeyError): Absent().get(1)",
+    "with pytest.raises(KeyError): Absent()[1]", "assert all(map(h, [1]))",
 )  # fmt: skip
 
 
@@ -775,7 +782,7 @@ def test_a_solution_that_ends_a_loop_of_the_tests_passes_nothing() -> None:
     assert [ENDED[n] for n, test in enumerate(outcome.tests) if test.passed] == []
     assert len(outcome.tests) == len(ENDED)
     assert (outcome.tests[0].error, outcome.tests[0].message) == ("RuntimeError", "the solution raised StopIteration")
-    assert outcome.tests[0].trace == (18,)
+    assert outcome.tests[0].trace == (22,)
 
 
 def test_a_star_replaces_nothing_that_means_something_already() -> None:

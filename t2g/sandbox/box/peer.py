@@ -16,7 +16,7 @@ from t2g.sandbox.box.values import Codec, Exchange, Json, known_exception, lines
 
 MAX_MESSAGE_BYTES = 2**25
 MAX_TRACE = 20  # lines of a traceback
-_ENDS = {StopIteration: "__next__", StopAsyncIteration: "__anext__"}  # the methods that may raise them
+_ENDS = {"__next__": StopIteration, "__anext__": StopAsyncIteration}  # by method: the exception that it may raise
 _CONTROL = ("SkipTest", "KeyboardInterrupt")  # what pytest obeys: of the solution they are exceptions like others
 # By plain type: the plain value under an instance of a subclass, by the type's own methods.
 _PLAIN: dict[type, Callable[[Any], Any]] = {
@@ -62,13 +62,15 @@ class Peer(Codec):
     def request(self, operation: str, target: Any, *args: Any, **kwargs: Any) -> Any:
         """Return what the other end answers; raise what was raised there, and Gone when it has ended.
 
-        StopIteration of the solution, but from an iterator, is a RuntimeError: it would end `all(map(f, xs))`.
+        StopIteration of the solution, but from an iterator, is a RuntimeError: it would end `all(map(f, xs))`. So is
+        each subclass of it.
         """
         try:
             with self._lock:
                 return self._request(operation, target, *args, **kwargs)
         except (StopIteration, StopAsyncIteration) as error:
-            if self.is_solution or (operation == "method" and args[0] == _ENDS[type(error)]):
+            may_raise = _ENDS.get(args[0], ()) if operation == "method" else ()
+            if self.is_solution or isinstance(error, may_raise):
                 raise
             failure = RuntimeError(f"the solution raised {type(error).__name__}")
             failure.solution_lines = error.solution_lines
