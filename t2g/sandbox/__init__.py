@@ -5,4 +5,5 @@ what runs inside and `start` the program between them. What is proved and what i
 """
 
 from t2g.sandbox.config import SandboxConfig
+from t2g.sandbox.fork_server import SandboxFailed
 from t2g.sandbox.run import MAX_TESTS, Mode, Outcome, Refused, TestResult, available, choose_mode, run_solution

@@ -9,9 +9,8 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import time
 from pathlib import Path
-
-from t2g.sandbox.box.clock import START_S
 
 OWN_CODE = str(Path(__file__).resolve().parents[2])
 PACKAGES = list(dict.fromkeys(sysconfig.get_paths()[name] for name in ("purelib", "platlib")))
@@ -24,8 +23,8 @@ _ENVIRONMENT = {
 }  # fmt: skip
 
 
-class ServerLost(RuntimeError):
-    """The process that forks sandboxes ended or did not answer."""
+class SandboxFailed(RuntimeError):
+    """No sandbox was started: this says nothing about the solution."""
 
 
 class _Server:
@@ -42,53 +41,64 @@ class _Server:
                 [python, "-s", "-S", "-P", start, paths], stdin=theirs, stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE, cwd="/", env=_ENVIRONMENT, start_new_session=True,
             )  # fmt: skip
-        self.control.settimeout(START_S)
-        self._receive()
 
-    def fork(self, plan: str, descriptors: list[int]) -> int:
-        with contextlib.suppress(OSError):
-            socket.send_fds(self.control, [plan.encode()], descriptors)
-        return self._receive()[0]
+    def fork(self, plan: str, descriptors: list[int], deadline: float) -> int | None:
+        """Return a descriptor of a new sandbox's process; None if the server ended or missed the deadline.
 
-    def _receive(self) -> list[int]:
-        """Return the descriptors of the next answer. ServerLost."""
-        with contextlib.suppress(OSError):
-            message, descriptors, _, _ = socket.recv_fds(self.control, 64, 1)
-            if message:
-                return descriptors
-        self.close()
-        assert self.process.stderr
-        words = self.process.stderr.read()[-500:].decode(errors="replace")
-        raise ServerLost(f"the process that forks sandboxes ended, or gave no answer in {START_S:g} s: {words}")
+        Each request has a socket for its answer, so that threads do not wait for each other.
+        """
+        answer, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with answer, contextlib.suppress(OSError):
+            with theirs:
+                self.control.settimeout(max(deadline - time.monotonic(), 0.05))
+                socket.send_fds(self.control, [plan.encode()], [*descriptors, theirs.fileno()])
+            answer.settimeout(max(deadline - time.monotonic(), 0.05))
+            _, received, _, _ = socket.recv_fds(answer, 64, 1)
+            return next(iter(received), None)
+        return None
 
-    def close(self) -> None:
+    def end(self) -> str:
+        """End the process and return the last characters of its standard error."""
         self.control.close()
         self.process.kill()
-        self.process.wait()
+        return self.process.communicate()[1][-500:].decode(errors="replace")
 
 
-_lock = threading.Lock()
+_lock = threading.Lock()  # of `_server`; nobody waits for a sandbox while holding it
 _server: _Server | None = None
 
 
-def fork_sandbox(plan: str, descriptors: list[int]) -> int:
-    """Start a sandbox and return a descriptor of its supervisor's process. A lost server is replaced once."""
+def fork_sandbox(plan: str, descriptors: list[int], deadline: float) -> int:
+    """Start a sandbox and return a descriptor of its supervisor's process.
+
+    Args:
+        plan: See `box.supervisor.main`.
+        descriptors: Standard input, output and error of the sandbox.
+        deadline: Of the start, in seconds of time.monotonic.
+
+    Raises:
+        SandboxFailed: The server ended or missed the deadline; it is removed and the next call starts another.
+    """
     global _server
     with _lock:
-        if _server is not None:
-            with contextlib.suppress(ServerLost):
-                return _server.fork(plan, descriptors)
-        _server = _Server()
-        return _server.fork(plan, descriptors)
+        server = _server = _server or _Server()
+    process = server.fork(plan, descriptors, deadline)
+    if process is not None:
+        return process
+    error_text = ""
+    with _lock:
+        if _server is server:
+            _server, error_text = None, server.end()
+    raise SandboxFailed(f"the process that forks sandboxes ended or gave no answer in time: {error_text}")
 
 
 def _forget() -> None:
-    """A fork of the caller starts a server of its own: two clients of one socket would take each other's answers."""
+    """Let a fork of the caller start a server of its own, which ends with it."""
     global _server, _lock
     if _server is not None:
         _server.control.close()
     _server, _lock = None, threading.Lock()
 
 
-atexit.register(lambda: _server and _server.close())
+atexit.register(lambda: _server and _server.end())
 os.register_at_fork(after_in_child=_forget)

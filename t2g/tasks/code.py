@@ -6,11 +6,13 @@ code that wants feedback, and solution also the reference; log of its tests, an 
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from t2g.config import StyleConfig
-from t2g.sandbox import Outcome, SandboxConfig, choose_mode, run_solution
+from t2g.errors import RunStopped
+from t2g.sandbox import Outcome, SandboxConfig, SandboxFailed, choose_mode, run_solution
 from t2g.tasks.base import Critic, Record, Review, Task, optional_text, text_field
 from t2g.tasks.references import NEITHER, with_mode
 from t2g.text.tokenizer import Message
@@ -23,6 +25,19 @@ _FENCE = re.compile(
 )
 _FUTURE = re.compile(r"^from[ \t]+__future__[ \t]+import[^\n]+", re.MULTILINE)
 _IMPORTED = re.compile(r"^[^\S\n]*+from\s++solution\s++import\s++(\([^()]*+\)|[^\n#]++)", re.MULTILINE)
+
+
+@contextmanager
+def _stop_without_sandbox() -> Iterator[None]:
+    """Stop the run where no sandbox starts: a score of 0 would call a program wrong that never ran.
+
+    Raises:
+        RunStopped: The run can be resumed.
+    """
+    try:
+        yield
+    except SandboxFailed as error:
+        raise RunStopped(f"the task code cannot run programs: {error}; the same command resumes the run") from error
 
 
 class CodeTask(Task):
@@ -97,12 +112,14 @@ class CodeTask(Task):
         code = _with_imports(extract_code(response_text)[0], prompt.payload)
         return float(self.run(code, tests, with_mode(sandbox, prompt.payload)).passed)
 
+    @_stop_without_sandbox()
     def reference_mode(self, prompt: Prompt, *, sandbox: SandboxConfig) -> str | None:
         solution, tests = prompt.payload.get("solution"), prompt.payload.get("test")
         if not isinstance(solution, str) or not isinstance(tests, str):
             return None
         return choose_mode(_with_imports(solution, prompt.payload), tests, sandbox) or NEITHER
 
+    @_stop_without_sandbox()
     def run(self, code: str, tests: str, sandbox: SandboxConfig) -> Outcome:
         return run_solution(code, tests, sandbox)
 

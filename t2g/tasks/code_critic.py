@@ -41,9 +41,14 @@ _DRASTIC = {
 def make_critic(sandbox: SandboxConfig, style: StyleConfig, run: RunTests = run_solution) -> Critic:
     """critic(prompt_text, response_text, *, payload) -> {"critique", "good", "poor", "execution"}, pieces as spans.
 
-    payload["test"] holds the tests. The critic raises ValueError where they cannot judge: there are none, they do not
-    compile, or no sandbox could be started. It may be called from several threads at once. UserError where this
-    machine cannot isolate what `sandbox.require` names. run: as `run_solution`.
+    payload["test"] holds the tests. It may be called from several threads at once.
+
+    Args:
+        run: As `run_solution`. The critic raises what it raises.
+
+    Raises:
+        NotHere: This machine cannot isolate what `sandbox.require` names.
+        ValueError: By the critic: there are no tests, or they do not compile.
     """
     if lacking := available(sandbox.require):
         raise NotHere(lacking)
@@ -56,8 +61,6 @@ def make_critic(sandbox: SandboxConfig, style: StyleConfig, run: RunTests = run_
         outcome = run(code, tests, with_mode(sandbox, payload))
         if outcome.reason == "bad_tests":
             raise ValueError("the record's tests do not compile, or hold no test")
-        if outcome.reason == "no_result" and not outcome.isolation:
-            raise ValueError(f"no sandbox could be started: {outcome.output[-200:] or 'it said nothing'}")
         return judge(outcome, code, start, style, sandbox)
 
     return critic

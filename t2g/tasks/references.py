@@ -52,7 +52,7 @@ def check_references(
         shares = ", ".join(f"{count / counts.total():.1%} {mode}" for mode, count in sorted(counts.items()))
         logger.info("tests of %d records with a reference solution: %s", counts.total(), shares)
     if failed:
-        what = f"{len(failed)} of {len(prompts)} reference solutions fail their tests in both modes of sandbox.tests"
+        what = f"{len(failed)} of {len(prompts)} reference solutions do not pass their tests with sandbox.tests=auto"
         if leave_out and not kept:
             raise UserError(f"{what}: nothing is left; the first is record {failed[0]}. Correct the data's tests")
         logger.warning("%s%s; the first is record %s", what, ": left out" * leave_out, failed[0])

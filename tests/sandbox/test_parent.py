@@ -4,11 +4,13 @@ import os
 import resource
 import secrets
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from t2g.sandbox import Outcome, SandboxConfig, fork_server, run_solution
+from t2g.sandbox import Outcome, SandboxConfig, SandboxFailed, fork_server, run, run_solution
 from t2g.sandbox.box import isolation
 
 LIMITS = SandboxConfig(timeout_s=20, cpu_s=20)
@@ -166,6 +168,34 @@ def test_a_parent_that_was_lost_is_replaced() -> None:
     assert run_solution(*HONEST, LIMITS).passed and parent() != before
 
 
+def test_threads_wait_for_a_stopped_parent_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_solution(*HONEST, LIMITS).passed
+    monkeypatch.setattr(run, "START_S", 6.0)
+    os.kill(parent(), signal.SIGSTOP)
+    started = time.monotonic()
+    with ThreadPoolExecutor(4) as pool:
+        outcomes = list(pool.map(lambda _: run_solution(*HONEST, LIMITS), range(4)))
+    assert [outcome.reason for outcome in outcomes] == ["passed"] * 4
+    assert time.monotonic() - started < 9  # half of START_S, and four runs by a new parent
+
+
+def test_a_sandbox_that_does_not_start_twice_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    deadlines: list[float] = []
+
+    def fork_nothing(plan: str, descriptors: list[int], deadline: float) -> int:
+        deadlines.append(deadline - time.monotonic())
+        return os.pidfd_open(ended)
+
+    ended = os.fork()
+    if ended == 0:
+        os._exit(0)
+    monkeypatch.setattr(run, "fork_sandbox", fork_nothing)
+    with pytest.raises(SandboxFailed, match="did not start"):
+        run_solution(*HONEST, LIMITS)
+    os.waitpid(ended, 0)
+    assert deadlines == pytest.approx([run.START_S / 2, run.START_S], abs=2)
+
+
 def test_a_fork_of_the_caller_has_a_parent_of_its_own() -> None:
     assert run_solution(*HONEST, LIMITS).passed
     child = os.fork()
@@ -173,7 +203,7 @@ def test_a_fork_of_the_caller_has_a_parent_of_its_own() -> None:
         outcome: Outcome | None = None
         try:
             outcome = run_solution(*HONEST, LIMITS)
-            fork_server._server.close()  # type: ignore[union-attr]
+            fork_server._server.end()  # type: ignore[union-attr]
         finally:
             os._exit(0 if outcome and outcome.passed else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -1,12 +1,14 @@
 """Right programs with ordinary tests are called right: all together, most separate, all by their references."""
 
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from right_programs import PROGRAMS, TOGETHER
 from test_sandbox import become_ordinary_without_namespaces, in_child
 
-from t2g.sandbox import Outcome, SandboxConfig, choose_mode, run_solution
+from t2g.sandbox import Outcome, SandboxConfig, choose_mode, run, run_solution
 
 LIMITS = SandboxConfig(timeout_s=60, cpu_s=60)
 SEPARATE = [*PROGRAMS.keys() - TOGETHER]
@@ -45,6 +47,30 @@ def test_the_reference_chooses_the_mode() -> None:
     assert choose_mode(*PROGRAMS["fizzbuzz"], LIMITS) == "separate"
     assert choose_mode(*PROGRAMS["os.environ"], LIMITS) == "together"
     assert choose_mode(PROGRAMS["fizzbuzz"][0], PROGRAMS["a stack"][1], LIMITS) is None
+
+
+@pytest.mark.parametrize(
+    ("reasons", "mode"),
+    [
+        ({"separate": ["timeout", "passed"]}, "separate"),
+        ({"separate": ["timeout", "timeout"]}, None),
+        ({"separate": ["no_result", "failed"], "together": ["killed", "passed"]}, "together"),
+        ({"separate": ["failed"], "together": ["failed"]}, None),
+        ({"separate": ["exited"]}, None),
+    ],
+)
+def test_only_tests_that_ran_and_failed_choose_together(
+    monkeypatch: pytest.MonkeyPatch, reasons: dict[str, list[str]], mode: str | None
+) -> None:
+    remaining = {tests: iter(reasons_of_mode) for tests, reasons_of_mode in reasons.items()}
+
+    def run_solution(code: str, tests: str, limits: SandboxConfig) -> Any:
+        reason = next(remaining[limits.tests])
+        return SimpleNamespace(reason=reason, passed=reason == "passed")
+
+    monkeypatch.setattr(run, "run_solution", run_solution)
+    assert choose_mode("", "", SandboxConfig()) == mode
+    assert all(next(rest, None) is None for rest in remaining.values())
 
 
 @pytest.mark.slow

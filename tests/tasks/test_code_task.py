@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t2g.config import DataConfig
+from t2g.config import DataConfig, StyleConfig
 from t2g.data.load import load_records
-from t2g.sandbox import SandboxConfig
+from t2g.errors import RunStopped
+from t2g.sandbox import SandboxConfig, SandboxFailed
+from t2g.tasks import code
 from t2g.tasks.base import get_task
 from t2g.tasks.code import MAX_NOTE_CHARS, extract_code
 from t2g.types import Prompt
@@ -105,6 +107,23 @@ def test_the_measure_is_taken_within_the_limits_given(timeout_s: float, passed: 
     slow = prompt(test="import time\n\ndef test_slow():\n    time.sleep(0.6)\n")
     got = TASK.measure(slow, "x = 1", sandbox=SandboxConfig(timeout_s=timeout_s))
     assert got == {TASK.score_name: passed}
+
+
+def test_a_sandbox_that_did_not_start_is_no_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise SandboxFailed("a sandbox did not start within 60 s")
+
+    critic = TASK.critic(style=StyleConfig(), sandbox=SandboxConfig())
+    monkeypatch.setattr(code, "run_solution", fail)
+    monkeypatch.setattr(code, "choose_mode", fail)
+    record = prompt(test="def test():\n    pass\n", solution="x = 1\n")
+    for call in (
+        lambda: TASK.measure(record, "x = 1\n", sandbox=SandboxConfig()),
+        lambda: TASK.reference_mode(record, sandbox=SandboxConfig()),
+        lambda: critic("question", "x = 1\n", payload=record.payload),
+    ):
+        with pytest.raises(RunStopped, match="a sandbox did not start within 60 s; the same command resumes"):
+            call()
 
 
 @pytest.mark.parametrize(

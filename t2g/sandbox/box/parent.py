@@ -17,8 +17,8 @@ from t2g.sandbox.box import isolation, supervisor, tester
 def serve() -> None:
     """Fork a supervisor for each request on descriptor 0, until the caller's end is closed.
 
-    A request is JSON (see supervisor.main) with three descriptors: the sandbox's standard input, output and
-    error. The answer carries a descriptor of the supervisor's process.
+    A request is JSON (see supervisor.main) with four descriptors: the sandbox's standard input, output and error, and
+    a socket for the answer, which carries a descriptor of the supervisor's process.
     """
     control = socket.socket(fileno=0)
     session = tester.prepare_session()
@@ -28,9 +28,8 @@ def serve() -> None:
         os.register_at_fork(after_in_child=numpy.random.seed)  # else the solution could predict the tests' numbers
     isolation.hide()
     gc.freeze()  # a collection in a fork would copy every page
-    control.send(b"ready")
     while True:
-        request, descriptors, _, _ = socket.recv_fds(control, 2**16, 3)
+        request, descriptors, _, _ = socket.recv_fds(control, 2**16, 4)
         if not request:
             os._exit(0)
         with contextlib.suppress(ChildProcessError):
@@ -39,16 +38,15 @@ def serve() -> None:
         child = os.fork()
         if child == 0:
             try:
-                for target, descriptor in enumerate(descriptors):  # 0 was the control socket
+                for target, descriptor in enumerate(descriptors[:3]):  # 0 was the control socket
                     os.dup2(descriptor, target)
                 os.closerange(3, 64)
                 tempfile.tempdir = None
                 supervisor.main(json.loads(request), session)
             finally:
                 os._exit(1)
-        for descriptor in descriptors:
-            os.close(descriptor)
         process = os.pidfd_open(child)
-        with contextlib.suppress(BrokenPipeError):
-            socket.send_fds(control, [b"started"], [process])
-        os.close(process)
+        with socket.socket(fileno=descriptors.pop()) as answer, contextlib.suppress(OSError):
+            socket.send_fds(answer, [b"started"], [process])
+        for descriptor in [*descriptors, process]:
+            os.close(descriptor)
