@@ -36,7 +36,7 @@ def run(config: AnnotateJob, samples: list[Sample]) -> None:
 
 def describe(config: AnnotateJob) -> str:
     """What it amounts to, and what an endpoint will be asked for where the data is at hand. Needs no key."""
-    llm = config.annotate.model_asked == "llm"
+    llm = config.annotate.judge_model == "llm"
     if llm and not config.roles() and Path(config.data.path).is_file():
         samples = runs.read_samples(config)
         runs.tell_tokens(config, runs.missing_samples(samples, runs.known_records(config, samples)))

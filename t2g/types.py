@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from t2g.config.words import first_problem
+from t2g.config.validation_errors import format_first_error
 
 FeedbackStatus = Literal["ok", "empty", "unparsable", "failed"]
 FinishReason = Literal["stop", "length"]
@@ -94,7 +94,7 @@ def read_feedback(record: Any) -> SpanFeedback:
     try:
         return _FEEDBACK.validate_python(record)
     except ValidationError as error:
-        raise ValueError(f"feedback: {first_problem(error)}") from None
+        raise ValueError(f"feedback: {format_first_error(error)}") from None
 
 
 @dataclass(frozen=True, kw_only=True)

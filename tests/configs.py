@@ -4,7 +4,7 @@ import subprocess
 from pathlib import Path
 
 from t2g.config import Section
-from t2g.config.loading import flat
+from t2g.config.loading import flatten
 
 ROOT = Path(__file__).parents[1]
 
@@ -18,5 +18,5 @@ def shipped() -> list[Path]:
 
 def differing(a: Section, b: Section) -> set[str]:
     """Dotted keys that differ, those that only one of the two has included."""
-    left, right, absent = flat(a.model_dump()), flat(b.model_dump()), object()
+    left, right, absent = flatten(a.model_dump()), flatten(b.model_dump()), object()
     return {key for key in left.keys() | right.keys() if left.get(key, absent) != right.get(key, absent)}

@@ -29,8 +29,8 @@ from t2g.config import (
     ServeJob,
     SFTJob,
 )
-from t2g.config.marks import may_differ
-from t2g.config.words import fields, section_type
+from t2g.config.marks import can_change_on_resume
+from t2g.config.validation_errors import list_fields, section_type
 
 TARGET = Path(__file__).parent.parent / "configs" / "README.md"
 JOBS: dict[type[BaseModel], str] = {  # schema -> the command that reads it
@@ -159,7 +159,9 @@ def find_sections(annotation: Any) -> Iterator[type[BaseModel]]:
 def format_purpose(section: type[BaseModel]) -> str:
     """Return the first sentence of the section's own docstring and the keys under which jobs have it."""
     own = " ".join((section.__dict__.get("__doc__") or "").split("\n\n")[0].split())
-    places = {key for job in JOBS for key, info in fields(job).items() if section in find_sections(info.annotation)}
+    places = {
+        key for job in JOBS for key, info in list_fields(job).items() if section in find_sections(info.annotation)
+    }
     keys = ", ".join(f"`{key}`" for key in sorted(places))
     return f"{own} Keys: {keys}." if own else f"Keys: {keys}."
 
@@ -236,11 +238,11 @@ def resume_rules() -> dict[tuple[type[BaseModel], str], set[bool]]:
     """Return (section, key) -> whether the key can change on resume, of every job that has it."""
     rules: dict[tuple[type[BaseModel], str], set[bool]] = {}
     for job in JOBS:
-        known = fields(job)
+        known = list_fields(job)
         for key in known:
             outer, _, name = key.rpartition(".")
             section = section_type(known[outer].annotation) if outer else job
-            rules.setdefault((section, name), set()).add(may_differ(job, key))
+            rules.setdefault((section, name), set()).add(can_change_on_resume(job, key))
     return rules
 
 

@@ -12,7 +12,7 @@ import pytest
 from make_config_reference import JOBS, MEANINGS, TARGET, format_reference, list_sections
 from models import random_model
 
-from t2g.config.words import fields
+from t2g.config.validation_errors import list_fields
 from t2g.runs import metrics
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -140,7 +140,7 @@ def test_guides_use_the_terms_of_the_field() -> None:
 @pytest.mark.parametrize("file", DOCUMENTS, ids=name_of)
 def test_config_keys_in_a_document_exist(file: Path) -> None:
     """`section.key`, `section.key=value`: the section is one of a job, so the key must be one as well."""
-    known = {key for job in JOBS for key in fields(job)}
+    known = {key for job in JOBS for key in list_fields(job)}
     sections = {key.partition(".")[0] for key in known if "." in key}
     cited = [re.match(r"[a-z_]+(?:\.[a-z_]+)+(?=$|[=\s])", span) for span in find_spans(read(file))]
     shell = [word for block in find_blocks(read(file)) for word in re.findall(r"(?<=\s)[a-z_.]+(?==)", block.text)]

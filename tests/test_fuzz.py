@@ -267,7 +267,7 @@ def test_config_files(values: dict[str, Any], data: st.DataObject, overrides: li
         file.write_bytes(content)
         given_ = [f"{override}={data.draw(TEXT)}" for override in overrides]
         job = loading.load(PolicyJob, file, given_, environ={}, cwd=Path(name))
-        file.write_text(loading.resolved(job), encoding="utf-8")
+        file.write_text(loading.to_yaml(job), encoding="utf-8")
         assert loading.load(PolicyJob, file, environ={}, cwd=Path(name)) == job
 
 

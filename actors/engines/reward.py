@@ -119,7 +119,7 @@ class RewardFleet(Fleet):
         self.version = f"{config.reward_model}@{weights}/{card.prompt_version}"
         self._model, self._writes_critiques = config.reward_model, config.style.critique
         engine = config.engine
-        self._timeout_s = min(engine.deadline_s, engine.patience * config.timeout_s / TRIES)
+        self._timeout_s = min(engine.deadline_s, engine.timeout_scale * config.timeout_s / TRIES)
         # By what is judged, prompt, response and a critique that was given: ids are no key, held-out prompts may have
         # those of others.
         self._judged: dict[tuple[str, str, str | None], SpanFeedback] = {}

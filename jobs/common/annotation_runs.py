@@ -163,14 +163,14 @@ def collect(
             bar.advance()
 
         turns = Turns(_at_once(options))
-        patience_s = options.llm.request_timeout_s if options.model_asked == "llm" else DRAIN_S
+        patience_s = options.llm.request_timeout_s if options.judge_model == "llm" else DRAIN_S
         work = annotation.annotate(samples, source, on_record, turns, write=write)
         asyncio.run(attended(work, turns, journal.sync, stop, patience_s))
 
 
 def _at_once(options: AnnotateConfig) -> int:
     """Judgements that keep the source busy."""
-    match options.model_asked or options.source:
+    match options.judge_model or options.source:
         case "llm":
             return options.llm.concurrency
         case "reward_model":
@@ -262,7 +262,7 @@ def _human(config: AnnotateJob) -> HumanFeedback:
 
 def tell_tokens(config: AnnotateJob, samples: Sequence[Sample]) -> None:
     """Say what a language model will be asked for. UserError when that is above llm.max_total_tokens."""
-    if config.annotate.model_asked != "llm":
+    if config.annotate.judge_model != "llm":
         return
     longest = "x" * (BYTES_PER_TOKEN * config.rollout.max_new_tokens)  # stands for a response that is yet to be sampled
     items = [(s.prompt, s.response or longest) for s in samples]

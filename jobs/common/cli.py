@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Self, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from t2g.config import AnyJob, loading
-from t2g.config.words import problems, section_type
+from t2g.config.validation_errors import format_errors, section_type
 from t2g.errors import RunStopped, Stopped, UserError
 from t2g.files import unwritable
 
@@ -61,7 +61,7 @@ def main(
     def check_and_run() -> int | None:
         config = loading.load(schema, file, overrides, have=_resources)
         if show_config:
-            print(loading.resolved(config), end="")
+            print(loading.to_yaml(config), end="")
             return 0
         found, data = _preflight(config, read)
         if dry_run and (description := found.of(describe, config)):
@@ -74,7 +74,7 @@ def main(
             with record_lines(config.run.folder):
                 return run(config, *([data] if read else []), **given)
         except ValidationError as error:  # the job made a config from its own
-            raise UserError(f"\n{parser.prog}: ".join(problems(schema, error))) from error
+            raise UserError(f"\n{parser.prog}: ".join(format_errors(schema, error))) from error
 
     return exit_code(parser.prog, check_and_run)
 

@@ -58,9 +58,9 @@ class Fleets(ExitStack):
         if not config.own_engines:
             return make_local_source(config, task, folder=job.run.folder)
         model = self._serving(self._judges(config, task, job))
-        if config.model_asked == "llm":
+        if config.judge_model == "llm":
             model = LLMFeedback(model, config, task)
-        return model if config.source == config.model_asked else make_local_source(config, task, aligner=model)
+        return model if config.source == config.judge_model else make_local_source(config, task, aligner=model)
 
     def rewards(self, config: FeedbackConfig, task: Task, job: AnyJob) -> RewardFleet:
         """Engines of the reward model, serving."""
@@ -85,7 +85,7 @@ class Fleets(ExitStack):
 
     def _judges(self, config: FeedbackConfig, task: Task, job: AnyJob) -> RewardFleet | ChatFleet:
         """Engines of the model that is asked for feedback."""
-        if config.model_asked == "llm":
+        if config.judge_model == "llm":
             key = ("chat", config.model_dump_json(include={"llm", "engine"}))
             return self._one(key, job, lambda **at: ChatFleet(config, **at))
         chosen = config.model_dump_json(include={"reward_model", "reward_revision", "timeout_s", "style", "engine"})

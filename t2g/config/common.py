@@ -16,9 +16,9 @@ from pydantic import (
     model_validator,
 )
 
-from t2g.config.marks import Here, MayDiffer, PathOrName
+from t2g.config.marks import PathContext, PathOrName, ResumeMutable
 from t2g.config.texts import SECRET_NAME
-from t2g.config.words import dotted, show
+from t2g.config.validation_errors import dotted_key, format_value
 from t2g.errors import UserError
 
 
@@ -36,7 +36,7 @@ class FollowingSection(Section):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _only_what_was_given(cls, values: Any, check: ModelWrapValidatorHandler[Self]) -> Self:
+    def keep_set_fields(cls, values: Any, check: ModelWrapValidatorHandler[Self]) -> Self:
         """A section that is validated again, with another value of one key, finds anew the defaults that follow it."""
         if isinstance(values, cls):
             values = {name: getattr(values, name) for name in values.model_fields_set}
@@ -46,24 +46,24 @@ class FollowingSection(Section):
 Config = TypeVar("Config", bound=Section)
 
 
-def with_overrides(config: Config, overrides: Mapping[str, Any], here: Here | None = None) -> Config:
+def with_overrides(config: Config, overrides: Mapping[str, Any], here: PathContext | None = None) -> Config:
     """A copy with other values at these dotted keys, {"learner.policy.lr": 1e-5, "artifacts": None}, validated whole.
 
     What was not given before and is not now stays not given (`model_fields_set`). here: of values that a user wrote,
     whose paths become absolute as in `loading.load`. Raises pydantic's ValidationError.
     """
     for key, value in overrides.items():
-        config = laid_over(config, key.split("."), value)
+        config = with_value_at(config, key.split("."), value)
     return type(config).model_validate(config, context=here)
 
 
-def derived(config: Config, changes: Mapping[str, Any]) -> Config:
+def with_derived(config: Config, changes: Mapping[str, Any]) -> Config:
     """`with_overrides` of what follows from other sections: it counts as not given."""
     changed = with_overrides(config, changes)
     return type(config).model_construct(config.model_fields_set, **dict(changed))
 
 
-def laid_over(section: Any, keys: Sequence[str], value: Any, depth: int = 0) -> Any:
+def with_value_at(section: Any, keys: Sequence[str], value: Any, depth: int = 0) -> Any:
     """A copy, unchecked, of a section, or of the mapping that will be one, with `value` at keys[depth:] of it.
 
     UserError where another value, such as the 3 of `workers: 3`, has the place of a section: it would be lost.
@@ -72,11 +72,13 @@ def laid_over(section: Any, keys: Sequence[str], value: Any, depth: int = 0) -> 
         return value
     name = keys[depth]
     if isinstance(section, Section):
-        return section.model_copy(update={name: laid_over(getattr(section, name, None), keys, value, depth + 1)})
+        return section.model_copy(update={name: with_value_at(getattr(section, name, None), keys, value, depth + 1)})
     if not isinstance(section, dict | None):
-        raise UserError(f"{dotted(keys)}={show(value)}: {dotted(keys[:depth])} is a value, not a section")
+        raise UserError(
+            f"{dotted_key(keys)}={format_value(value)}: {dotted_key(keys[:depth])} is a value, not a section"
+        )
     section = section or {}
-    return {**section, name: laid_over(section.get(name), keys, value, depth + 1)}
+    return {**section, name: with_value_at(section.get(name), keys, value, depth + 1)}
 
 
 Dtype = Literal["float32", "bfloat16"]
@@ -87,17 +89,17 @@ RESTART_WINDOW_S = 6 * 3600.0  # default of each restart_window_s
 class RunConfig(Section):
     """Folder, name and seed of the run."""
 
-    root: MayDiffer[Path] = Field(
+    root: ResumeMutable[Path] = Field(
         Path("runs"), description="folder of all runs, perhaps on a shared mount; made absolute"
     )
-    name: MayDiffer[str] = Field(
+    name: ResumeMutable[str] = Field(
         "run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,46}$", description="folder of this run under root"
     )
     seed: int = Field(1, ge=0)
-    resume: MayDiffer[Literal["auto", "never"]] = Field(
+    resume: ResumeMutable[Literal["auto", "never"]] = Field(
         "auto", description="auto: go on from the last checkpoint if there is one"
     )
-    accept: MayDiffer[tuple[Annotated[str, Field(pattern=r"^[a-z_]+:[0-9a-f]{16}$")], ...]] = Field(
+    accept: ResumeMutable[tuple[Annotated[str, Field(pattern=r"^[a-z_]+:[0-9a-f]{16}$")], ...]] = Field(
         (), description="changed inputs with which the run goes on: [feedback:HASH], as the refusal prints it; each "
         "entry accepts one change"
     )  # fmt: skip
@@ -105,8 +107,8 @@ class RunConfig(Section):
 
     @field_validator("root")
     @classmethod
-    def _absolute_at_once(cls, root: Path, info: ValidationInfo) -> Path:
-        here: Here | None = info.context
+    def make_root_absolute(cls, root: Path, info: ValidationInfo) -> Path:
+        here: PathContext | None = info.context
         if here is None:
             return root
         root = root.expanduser()
@@ -149,7 +151,7 @@ class ClusterConfig(Section):
 
     @field_validator("env", mode="before")
     @classmethod
-    def _plain_and_not_ours(cls, env: Any) -> Any:
+    def check_env(cls, env: Any) -> Any:
         """NCCL_DEBUG_SUBSYS: ALL and NCCL_IB_HCA: 1 are texts and numbers in YAML; all are texts in an environment."""
         if not isinstance(env, dict):
             return env
@@ -180,24 +182,26 @@ class DataConfig(Section):
 class ProcessConfig(FollowingSection):
     """Resources of one process."""
 
-    cpus: MayDiffer[float] = Field(0.5, gt=0, description="logical CPUs that Ray reserves for each; 0.5 shares a core")
-    gpus: MayDiffer[float] = Field(
+    cpus: ResumeMutable[float] = Field(
+        0.5, gt=0, description="logical CPUs that Ray reserves for each; 0.5 shares a core"
+    )
+    gpus: ResumeMutable[float] = Field(
         0,
         ge=0,
         description="GPUs for each; auto: one where there is one, "
         "and then dtype, enforce_eager, threads, memory_gib and gpu_memory_utilization may be auto too",
     )
-    threads: MayDiffer[int] = Field(
+    threads: ResumeMutable[int] = Field(
         default_factory=lambda given: max(1, int(given.get("cpus", 1))) if given.get("gpus") else 1, ge=1,
         description="compute threads of each on a CPU; by default 1, beside a GPU, for offload=cpu, as many as cpus; "
         "auto: on CPUs its part of the cores",
     )  # fmt: skip
-    memory_gib: MayDiffer[float] = Field(1.5, gt=0, description="memory each will use; checked before the start")
-    labels: MayDiffer[dict[str, str]] = Field({}, description="Ray label selector of the nodes for this role")
+    memory_gib: ResumeMutable[float] = Field(1.5, gt=0, description="memory each will use; checked before the start")
+    labels: ResumeMutable[dict[str, str]] = Field({}, description="Ray label selector of the nodes for this role")
 
     @field_validator("gpus")
     @classmethod
-    def _whole_or_part_of_one(cls, gpus: float) -> float:
+    def check_gpu_fraction(cls, gpus: float) -> float:
         if gpus > 1 and gpus != int(gpus):
             raise ValueError(f"got {gpus:g}, needs a part of one GPU or whole ones")
         return gpus
@@ -231,7 +235,7 @@ class RoleConfig(ProcessConfig):
 class EvalConfig(Section):
     """Evaluation on held-out prompts during the run."""
 
-    every: MayDiffer[int] = Field(5, ge=1, description="steps between evaluations on held-out prompts")
+    every: ResumeMutable[int] = Field(5, ge=1, description="steps between evaluations on held-out prompts")
     num_prompts: int = Field(128, ge=1)
     samples_per_prompt: int = Field(1, ge=1)
 

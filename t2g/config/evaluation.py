@@ -10,8 +10,8 @@ from t2g.config.common import DataConfig, ModelConfig, ProcessConfig, with_overr
 from t2g.config.describe import count, format_sampling
 from t2g.config.feedback import LLMConfig, RolloutConfig
 from t2g.config.jobs import JobConfig, RunPart
-from t2g.config.marks import MayDiffer, PathOrName
-from t2g.config.words import first_problem
+from t2g.config.marks import PathOrName, ResumeMutable
+from t2g.config.validation_errors import format_first_error
 from t2g.sandbox import SandboxConfig
 
 SAMPLING_KEYS = ("temperature", "max_new_tokens", "max_model_len")
@@ -37,31 +37,33 @@ class PolicyEvaluationJob(JobConfig):
     """jobs.evaluate --what policy: policies side by side on the same prompts, with intervals."""
 
     # The key of each journaled line says what it was made of: what changes here is sampled, measured or judged anew.
-    task: MayDiffer[str] = Field("prompts", description=JobConfig.model_fields["task"].description)
-    policies: MayDiffer[dict[RunPart, ModelConfig]] = Field(
+    task: ResumeMutable[str] = Field("prompts", description=JobConfig.model_fields["task"].description)
+    policies: ResumeMutable[dict[RunPart, ModelConfig]] = Field(
         {}, description="name -> folder, hub name or adapter; a pair is the later one against the earlier"
     )
-    reflections: MayDiffer[dict[RunPart, ModelConfig]] = Field(
+    reflections: ResumeMutable[dict[RunPart, ModelConfig]] = Field(
         {},
         description="name -> model as in policies, after them: it answers, criticises its answer and answers again, "
         "in rollout.max_model_len, which needs room for answer and critique beside the prompt",
     )
-    endpoints: MayDiffer[dict[RunPart, LLMConfig]] = Field(
+    endpoints: ResumeMutable[dict[RunPart, LLMConfig]] = Field(
         {}, description="name -> a policy behind a server, after the others; rollout says how it is sampled"
     )
-    data: MayDiffer[DataConfig]
+    data: ResumeMutable[DataConfig]
     rollout: SampledConfig = SampledConfig()
-    sandbox: MayDiffer[SandboxConfig] = SandboxConfig()
-    concurrency: MayDiffer[int] = Field(2, ge=1, description="responses measured at once")
-    bertscore: MayDiffer[PathOrName[str | None]] = Field(
+    sandbox: ResumeMutable[SandboxConfig] = SandboxConfig()
+    concurrency: ResumeMutable[int] = Field(2, ge=1, description="responses measured at once")
+    bertscore: ResumeMutable[PathOrName[str | None]] = Field(
         None, description="folder of an encoder; needs the extra `eval`"
     )
-    bertscore_layer: MayDiffer[int] = Field(6, ge=1, description="of the encoder, whose embeddings are compared")
-    pass_at: MayDiffer[tuple[Annotated[int, Field(ge=1)], ...]] = Field((1,), min_length=1, description="k of pass@k")
-    judges: MayDiffer[dict[RunPart, LLMConfig]] = Field(
+    bertscore_layer: ResumeMutable[int] = Field(6, ge=1, description="of the encoder, whose embeddings are compared")
+    pass_at: ResumeMutable[tuple[Annotated[int, Field(ge=1)], ...]] = Field(
+        (1,), min_length=1, description="k of pass@k"
+    )
+    judges: ResumeMutable[dict[RunPart, LLMConfig]] = Field(
         {}, description="name -> model behind a server that compares the first responses of every pair, in both orders"
     )
-    timeout_s: MayDiffer[float] = Field(300, gt=0, description="one answer of a server, all tries")
+    timeout_s: ResumeMutable[float] = Field(300, gt=0, description="one answer of a server, all tries")
 
     def roles(self) -> dict[str, ProcessConfig]:
         return {"rollout": self.rollout} if self.served else {}  # one policy after the other
@@ -83,7 +85,7 @@ class PolicyEvaluationJob(JobConfig):
 
     @field_validator("rollout")
     @classmethod
-    def _sample_as_in_training(cls, rollout: SampledConfig, info: ValidationInfo) -> SampledConfig:
+    def fill_training_sampling(cls, rollout: SampledConfig, info: ValidationInfo) -> SampledConfig:
         """Take the keys that the user did not set from the runs of the policies; only files have a context."""
         models = info.data.get("policies", {}) | info.data.get("reflections", {}) if info.context else {}
         runs = [training_sampling(model.policy) for model in models.values()]
@@ -96,18 +98,18 @@ class PolicyEvaluationJob(JobConfig):
         try:
             return with_overrides(rollout, changes)
         except ValidationError as error:
-            raise ValueError(f"with {changes} of the policies' training: {first_problem(error)}") from error
+            raise ValueError(f"with {changes} of the policies' training: {format_first_error(error)}") from error
 
     @field_validator("endpoints", "judges")
     @classmethod
-    def _are_somewhere(cls, servers: dict[str, LLMConfig], info: ValidationInfo) -> dict[str, LLMConfig]:
+    def check_servers(cls, servers: dict[str, LLMConfig], info: ValidationInfo) -> dict[str, LLMConfig]:
         for name, llm in servers.items():
             if llm.url is None or llm.model is None:
                 raise ValueError(f"{info.field_name}.{name} needs url and model: a server, and its name for the model")
         return servers
 
     @model_validator(mode="after")
-    def _can_be_measured(self) -> "PolicyEvaluationJob":
+    def check_evaluation(self) -> "PolicyEvaluationJob":
         if not self.names or len(self.names) < len(self.policies) + len(self.reflections) + len(self.endpoints):
             raise ValueError("policies, reflections and endpoints need one name or more, and none of them twice")
         if max(self.pass_at) > self.rollout.samples_per_prompt:

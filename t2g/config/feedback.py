@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from t2g.config.common import RESTART_WINDOW_S, Dtype, ProcessConfig, Section
-from t2g.config.marks import MayDiffer, PathOrName
+from t2g.config.marks import PathOrName, ResumeMutable
 from t2g.sandbox import SandboxConfig
 
 
@@ -22,7 +22,7 @@ class WorkersConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _spell_out(cls, given: Any) -> Any:
+    def expand_worker_count(cls, given: Any) -> Any:
         if isinstance(given, int) and not isinstance(given, bool):
             return {"initial": given}
         if isinstance(given, dict) and "initial" not in given:
@@ -30,7 +30,7 @@ class WorkersConfig(Section):
         return given
 
     @model_validator(mode="after")
-    def _ordered(self) -> "WorkersConfig":
+    def check_worker_order(self) -> "WorkersConfig":
         if not self.min <= self.initial <= self.max:
             raise ValueError(f"workers needs min <= initial <= max, got {self.min}, {self.initial}, {self.max}")
         return self
@@ -47,7 +47,7 @@ class HealthConfig(Section):
 
 
 # Arguments of vLLM's engine that a config may not give, and why; a star stands for any ending.
-TAKEN_ARGUMENTS = {
+RESERVED_ARGUMENTS = {
     "it has a key of its own": (
         "model", "revision", "tokenizer*", "dtype", "max_model_len", "max_num_seqs", "enforce_eager", "seed",
         "gpu_memory_utilization", "kv_cache_memory_bytes", "tensor_parallel_size",
@@ -75,16 +75,16 @@ ANSWER_TOKENS = 256  # that a deadline is meant for
 class EngineConfig(ProcessConfig):
     """A vLLM engine and its process."""
 
-    workers: MayDiffer[WorkersConfig] = WorkersConfig()
-    health: MayDiffer[HealthConfig] = HealthConfig()
+    workers: ResumeMutable[WorkersConfig] = WorkersConfig()
+    health: ResumeMutable[HealthConfig] = HealthConfig()
     dtype: Dtype = "float32"
     max_model_len: int = Field(1024, ge=16, description="longest prompt plus response, tokens")
     max_num_seqs: int = Field(
         default_factory=lambda given: 512 if given.get("gpus") else 64, ge=1,
         description="sequences decoded together; by default 64, and 512 on GPUs",
     )  # fmt: skip
-    kv_cache_gib: MayDiffer[float] = Field(0.25, gt=0, description="KV cache of a CPU engine, GiB")
-    gpu_memory_utilization: MayDiffer[float] = Field(
+    kv_cache_gib: ResumeMutable[float] = Field(0.25, gt=0, description="KV cache of a CPU engine, GiB")
+    gpu_memory_utilization: ResumeMutable[float] = Field(
         0.85, gt=0, le=1, description="share of a GPU's memory; at most that share of the GPU which gpus asks for"
     )
     enforce_eager: bool = True
@@ -92,27 +92,29 @@ class EngineConfig(ProcessConfig):
         {},
         description="more arguments of vLLM's engine, {quantization: fp8}; refused are those that the loop relies on",
     )
-    join_outputs: MayDiffer[bool] = Field(True, description="a response leaves the core in messages of up to 64 tokens")
-    start_timeout_s: MayDiffer[float] = Field(
+    join_outputs: ResumeMutable[bool] = Field(
+        True, description="a response leaves the core in messages of up to 64 tokens"
+    )
+    start_timeout_s: ResumeMutable[float] = Field(
         default_factory=lambda given: 1200 if given.get("gpus") else 240, gt=0,
         description="by default 240, and 1200 on GPUs, where a first start compiles",
     )  # fmt: skip
-    request_timeout_s: MayDiffer[float] = Field(
+    request_timeout_s: ResumeMutable[float] = Field(
         180, gt=0, description="one request; past it the worker counts as late. For answers of up to 256 tokens, of "
         "longer ones in proportion",
     )  # fmt: skip
 
     @field_validator("engine_args")
     @classmethod
-    def _loop_keeps_its_own(cls, arguments: dict[str, Any]) -> dict[str, Any]:
-        for why, patterns in TAKEN_ARGUMENTS.items():
+    def check_engine_args(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        for why, patterns in RESERVED_ARGUMENTS.items():
             if taken := [name for name in arguments if any(fnmatchcase(name, pattern) for pattern in patterns)]:
                 raise ValueError(f"{taken[0]} cannot be given: {why}; leave it out")
         return arguments
 
     @field_validator("gpu_memory_utilization")
     @classmethod
-    def _within_its_share(cls, share: float, info: ValidationInfo) -> float:
+    def limit_memory_share(cls, share: float, info: ValidationInfo) -> float:
         """An engine that starts beside others on its GPU, as a successor does, finds no more free."""
         gpus = info.data.get("gpus", 0)
         return min(share, gpus) if 0 < gpus < 1 else share
@@ -127,17 +129,17 @@ class EngineConfig(ProcessConfig):
         return max(1, int(self.gpus))
 
     @property
-    def patience(self) -> float:
+    def timeout_scale(self) -> float:
         """Factor of a request's deadline."""
         return 1.0
 
     @property
     def deadline_s(self) -> float:
         """Of a request."""
-        return self.patience * self.request_timeout_s
+        return self.timeout_scale * self.request_timeout_s
 
 
-class _AnsweringConfig(EngineConfig):
+class _GeneratingConfig(EngineConfig):
     """An engine with a field `max_new_tokens`: a prompt may have the rest of the window."""
 
     @property
@@ -145,11 +147,11 @@ class _AnsweringConfig(EngineConfig):
         return self.max_model_len - self.max_new_tokens
 
     @property
-    def patience(self) -> float:
+    def timeout_scale(self) -> float:
         return max(1.0, self.max_new_tokens / ANSWER_TOKENS)
 
     @model_validator(mode="after")
-    def _has_room(self) -> Self:
+    def check_prompt_room(self) -> Self:
         if self.max_prompt_tokens <= 0:
             raise ValueError(
                 f"max_new_tokens={self.max_new_tokens} leaves no room for a prompt in "
@@ -158,7 +160,7 @@ class _AnsweringConfig(EngineConfig):
         return self
 
 
-class RolloutConfig(_AnsweringConfig):
+class RolloutConfig(_GeneratingConfig):
     """vLLM engines that sample responses."""
 
     prompts_per_step: int = Field(16, ge=1)
@@ -169,12 +171,12 @@ class RolloutConfig(_AnsweringConfig):
         0, ge=0, le=2, description="steps by which a sample's weights may be older than those it trains; 0: one after "
         "the other; 1 or 2: generation, feedback and learning overlap"
     )  # fmt: skip
-    autoscale: MayDiffer[bool] = Field(
+    autoscale: ResumeMutable[bool] = Field(
         False, description="the run chooses the number of engines itself, within workers"
     )
 
 
-class RewardEngineConfig(_AnsweringConfig):
+class RewardEngineConfig(_GeneratingConfig):
     """vLLM engines of the reward model."""
 
     max_model_len: int = Field(4096, ge=16, description="longest prompt (instructions, input, response) plus answer")
@@ -207,22 +209,22 @@ LLM_FORMS = {
 class LLMConfig(Section):
     """A language model that annotates: behind an OpenAI-compatible server, or served by engines of our own."""
 
-    url: MayDiffer[str | None] = Field(
+    url: ResumeMutable[str | None] = Field(
         None, description="base URL of an OpenAI-compatible server, no key in it; none: own engines"
     )
     model: PathOrName[str | None] = Field(
         None, description="name that the server knows; own engines: folder or hub name"
     )
     revision: str | None = Field(None, description="commit of a hub model that own engines serve")
-    key_env: MayDiffer[str] = Field("OPENAI_API_KEY", description="environment variable that holds the key")
-    concurrency: MayDiffer[int] = Field(8, ge=1, description="open requests")
-    requests_per_minute: MayDiffer[float | None] = Field(None, gt=0, description="none: as `concurrency` allows")
-    request_timeout_s: MayDiffer[float] = Field(120, gt=0, description="a server silent for longer is asked again")
+    key_env: ResumeMutable[str] = Field("OPENAI_API_KEY", description="environment variable that holds the key")
+    concurrency: ResumeMutable[int] = Field(8, ge=1, description="open requests")
+    requests_per_minute: ResumeMutable[float | None] = Field(None, gt=0, description="none: as `concurrency` allows")
+    request_timeout_s: ResumeMutable[float] = Field(120, gt=0, description="a server silent for longer is asked again")
     max_tries: int = Field(3, ge=1, description="requests for one answer; each is told what was wrong before")
     num_annotators: int = Field(1, ge=1, description="independent answers; a label needs more than half of them")
     temperature: float = Field(0.0, ge=0, description="above 0 for several annotators, who would say the same at 0")
     max_output_tokens: int = Field(2048, ge=16, description="of one answer, reasoning included")
-    max_total_tokens: MayDiffer[int | None] = Field(
+    max_total_tokens: ResumeMutable[int | None] = Field(
         None,
         ge=1,
         description="cap of one start of an annotation; refused before the first request when the estimate, which is "
@@ -240,7 +242,7 @@ class LLMConfig(Section):
         return value
 
     @model_validator(mode="after")
-    def _annotators_differ(self) -> "LLMConfig":
+    def check_annotators_differ(self) -> "LLMConfig":
         if self.num_annotators > 1 and self.temperature == 0:
             raise ValueError(
                 f"llm.num_annotators={self.num_annotators} with llm.temperature=0 would ask the same question for the "
@@ -275,7 +277,7 @@ class FeedbackConfig(Section):
     )
     human_columns: dict[str, str] = Field({}, description="our field -> the human file's, e.g. {critique: comment}")
     sandbox: SandboxConfig = SandboxConfig()
-    concurrency: MayDiffer[int] = Field(2, ge=1, description="sandboxes at once, in evaluation as well")
+    concurrency: ResumeMutable[int] = Field(2, ge=1, description="sandboxes at once, in evaluation as well")
     timeout_s: float = Field(
         120, gt=0, description="one judgement, all tries; decides which samples are judged. A reward model with "
         "engine.max_new_tokens above 256 has longer in proportion",
@@ -284,13 +286,13 @@ class FeedbackConfig(Section):
     noise: NoiseConfig | None = Field(None, description="errors put into training feedback; evaluation has none")
 
     @model_validator(mode="after")
-    def _is_complete(self) -> Self:
+    def check_source(self) -> Self:
         need = {
             "reward_model": ("reward_model", self.reward_model),
             "llm": ("llm.model, which the server at llm.url knows or engines of ours serve", self.llm.model),
             "human": ("human_file", self.human_file),
         }
-        for field, asked in (("source", self.source), ("align", self.model_asked)):
+        for field, asked in (("source", self.source), ("align", self.judge_model)):
             if asked in need and need[asked][1] is None:
                 raise ValueError(f"{field}={asked} needs {need[asked][0]}")
         if self.source not in SOURCES and ":" not in self.source:
@@ -300,14 +302,14 @@ class FeedbackConfig(Section):
         return self
 
     @property
-    def model_asked(self) -> Literal["reward_model", "llm"] | None:
+    def judge_model(self) -> Literal["reward_model", "llm"] | None:
         """Which model has a part in the feedback."""
         return self.source if self.source in ("reward_model", "llm") else None
 
     @property
     def own_engines(self) -> bool:
         """Whether that model is served by engines of ours."""
-        return self.model_asked == "reward_model" or (self.model_asked == "llm" and self.llm.url is None)
+        return self.judge_model == "reward_model" or (self.judge_model == "llm" and self.llm.url is None)
 
 
 class AnnotateConfig(FeedbackConfig):
@@ -324,18 +326,18 @@ class AnnotateConfig(FeedbackConfig):
     align: Literal["llm", "reward_model"] | None = Field(
         None, description="who finds the spans of human critiques that have none; none: such critiques are refused"
     )
-    human_file: MayDiffer[PathOrName[str | None]] = Field(None, description="as in feedback; by default data.path")
-    heldout_share: MayDiffer[float] = Field(
+    human_file: ResumeMutable[PathOrName[str | None]] = Field(None, description="as in feedback; by default data.path")
+    heldout_share: ResumeMutable[float] = Field(
         0.1, gt=0, lt=1, description="of prompts: their records go to heldout.jsonl"
     )
     # These two only decide which records are missing, and those are asked for again.
-    timeout_s: MayDiffer[float] = Field(120, gt=0, description="one judgement, all tries")
-    max_failed_share: MayDiffer[float] = Field(
+    timeout_s: ResumeMutable[float] = Field(120, gt=0, description="one judgement, all tries")
+    max_failed_share: ResumeMutable[float] = Field(
         0.5, ge=0, le=1, description="records with failed feedback; with more the job fails"
     )
 
     @model_validator(mode="after")
-    def _check_planted(self) -> Self:
+    def check_planted(self) -> Self:
         if self.planted and self.source == "human":
             raise ValueError(
                 f"planted={self.planted:g} adds responses that source=human has no judgement of; set it to 0"
@@ -344,11 +346,11 @@ class AnnotateConfig(FeedbackConfig):
 
     @field_validator("noise")
     @classmethod
-    def _records_are_clean(cls, noise: NoiseConfig | None) -> None:
+    def check_no_noise(cls, noise: NoiseConfig | None) -> None:
         if noise is not None:
             raise ValueError("noise is for training a policy; records are written as they were given: leave it out")
 
     @property
-    def model_asked(self) -> Literal["reward_model", "llm"] | None:
+    def judge_model(self) -> Literal["reward_model", "llm"] | None:
         """The source, or the aligner of human critiques."""
-        return self.align if self.source == "human" else super().model_asked
+        return self.align if self.source == "human" else super().judge_model

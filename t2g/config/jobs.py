@@ -19,7 +19,7 @@ from t2g.config.common import (
     RunConfig,
     Section,
     WorldConfig,
-    derived,
+    with_derived,
 )
 from t2g.config.describe import count, format_process, format_resources, format_sampling, format_sft, format_steps
 from t2g.config.feedback import (
@@ -32,7 +32,7 @@ from t2g.config.feedback import (
 )
 from t2g.config.gpus import check_gpus
 from t2g.config.learning import LearnerConfig, ObjectiveConfig, Placement, SFTOptions
-from t2g.config.marks import MayDiffer, PathOrName
+from t2g.config.marks import PathOrName, ResumeMutable
 
 ENGINE_SHARE = (
     0.6  # of a GPU in Ray's books, with cluster.gpu_sharing=alternate: above half, so that no two engines meet on one
@@ -43,7 +43,7 @@ class AnyJob(Section):
     """What every job has."""
 
     run: RunConfig = RunConfig()
-    cluster: MayDiffer[ClusterConfig] = ClusterConfig()
+    cluster: ResumeMutable[ClusterConfig] = ClusterConfig()
 
     @property
     def feedback_sections(self) -> dict[str, FeedbackConfig]:
@@ -94,7 +94,7 @@ class SyncedJob(AnyJob):
             return learner
         whole = min(info.data["rollout"].gpus, learner.gpus) >= 1 and learner.sync_verify == "probe"
         transport = "ipc" if sharing != "none" else "nccl" if whole else "store"
-        return derived(learner, {"sync_transport": transport})
+        return with_derived(learner, {"sync_transport": transport})
 
     @property
     def reserved(self) -> tuple[RolloutConfig, LearnerConfig]:
@@ -107,7 +107,7 @@ class SyncedJob(AnyJob):
         )
 
     @model_validator(mode="after")
-    def _weights_find_their_way(self) -> Self:
+    def check_weight_transport(self) -> Self:
         check_gpus(self.rollout, self.learner, self.cluster.gpu_sharing)
         return self
 
@@ -118,15 +118,15 @@ class PolicyJob(SyncedJob, JobConfig):
     model: ModelConfig
     data: DataConfig
     eval_data: DataConfig | None = Field(None, description="held-out prompts; none: no evaluation")
-    num_steps: MayDiffer[int] = Field(100, ge=1)
+    num_steps: ResumeMutable[int] = Field(100, ge=1)
     feedback: FeedbackConfig
     objective: ObjectiveConfig = ObjectiveConfig()
     eval: EvalConfig = EvalConfig()
-    checkpoint: MayDiffer[CheckpointConfig] = CheckpointConfig()
-    alarms: MayDiffer[AlarmConfig] = AlarmConfig()
-    log: MayDiffer[LogConfig] = LogConfig()
+    checkpoint: ResumeMutable[CheckpointConfig] = CheckpointConfig()
+    alarms: ResumeMutable[AlarmConfig] = AlarmConfig()
+    log: ResumeMutable[LogConfig] = LogConfig()
     # Resume compares the content of the artifacts.
-    artifacts: MayDiffer[PathOrName[Path | None]] = Field(
+    artifacts: ResumeMutable[PathOrName[Path | None]] = Field(
         None,
         description="a demo config whose artifacts are made first if missing; ${artifacts} in a path is their folder",
     )
@@ -157,7 +157,7 @@ class PolicyJob(SyncedJob, JobConfig):
 
     @field_validator("objective")
     @classmethod
-    def _fits_task_and_samples(cls, objective: ObjectiveConfig, info: ValidationInfo) -> ObjectiveConfig:
+    def fill_objective_defaults(cls, objective: ObjectiveConfig, info: ValidationInfo) -> ObjectiveConfig:
         """In the task code severity 1 means works, but could be improved; the paper's release pays nothing for it. One
         sample of a prompt has no others to be compared with, and who provides for a critic wants one.
         """
@@ -169,7 +169,7 @@ class PolicyJob(SyncedJob, JobConfig):
         critic = learner is not None and (learner.critic_ranks or learner.critic_warmup_steps)
         if (alone or critic) and "advantages" not in objective.model_fields_set:
             changes["advantages"] = "gae"
-        return derived(objective, changes)
+        return with_derived(objective, changes)
 
     @model_validator(mode="after")
     def check_objective(self) -> Self:
@@ -191,7 +191,7 @@ class SFTJob(JobConfig):
     model: ModelConfig
     data: DataConfig
     sft: SFTOptions = SFTOptions()
-    log: MayDiffer[LogConfig] = LogConfig()
+    log: ResumeMutable[LogConfig] = LogConfig()
 
     def roles(self) -> dict[str, ProcessConfig]:
         return {"sft": self.sft}  # a reward model's engine starts when the ranks have gone
@@ -206,7 +206,7 @@ class AnnotateJob(JobConfig):
     model: ModelConfig | None = Field(
         None, description="whose responses are sampled; none with annotate.responses=data"
     )
-    data: MayDiffer[DataConfig]  # a journal knows each record by its content
+    data: ResumeMutable[DataConfig]  # a journal knows each record by its content
     rollout: RolloutConfig = RolloutConfig()
     annotate: AnnotateConfig = AnnotateConfig()
 
@@ -227,7 +227,7 @@ class AnnotateJob(JobConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _data_may_be_the_human_file(cls, values: Any) -> Any:
+    def fill_human_file(cls, values: Any) -> Any:
         """annotate.human_file and its columns are by default those of data."""
         match values:
             case {"data": {"path": path, **data}, "annotate": {"source": "human", **annotate}}:
@@ -238,7 +238,7 @@ class AnnotateJob(JobConfig):
         return values
 
     @model_validator(mode="after")
-    def _someone_responds(self) -> "AnnotateJob":
+    def check_responses(self) -> "AnnotateJob":
         if self.annotate.responses == "policy" and self.model is None:
             raise ValueError("annotate.responses=policy needs model.policy")
         return self
@@ -282,7 +282,7 @@ class DemoJob(SyncedJob):
     reward_engine: RewardEngineConfig = RewardEngineConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     eval: EvalConfig = EvalConfig()
-    num_steps: MayDiffer[int] = Field(20, ge=1)
+    num_steps: ResumeMutable[int] = Field(20, ge=1)
     arms: tuple[Placement, ...] = Field(("span", "scalar", "shuffled"), min_length=1)
 
     def roles(self) -> dict[str, ProcessConfig]:
@@ -301,7 +301,7 @@ class DemoJob(SyncedJob):
 
     @model_validator(mode="before")
     @classmethod
-    def _long_enough(cls, values: Any) -> Any:
+    def fill_windows(cls, values: Any) -> Any:
         """Windows and lengths that were not given grow with the facts of a post."""
         match values:
             case {"world": {"num_facts": int(num_facts)}}:
@@ -317,7 +317,7 @@ class DemoJob(SyncedJob):
         return values
 
 
-def _without_repeats(names: tuple[Any, ...], info: ValidationInfo) -> tuple[Any, ...]:
+def _check_unique(names: tuple[Any, ...], info: ValidationInfo) -> tuple[Any, ...]:
     if len(set(names)) < len(names):
         raise ValueError(f"{info.field_name} has an entry twice, which would count as two measurements")
     return names
@@ -339,7 +339,7 @@ class RewardArmsConfig(Section):
     num_epochs: float = Field(5, gt=0, description="of each training; all else is the reward_sft of stages")
     eval_records: int = Field(400, ge=1, description="held-out records that each model judges")
 
-    _no_one_twice = field_validator("seeds")(_without_repeats)
+    check_unique = field_validator("seeds")(_check_unique)
 
 
 class CompareConfig(Section):
@@ -373,14 +373,14 @@ class CompareConfig(Section):
 
     @field_validator("methods")
     @classmethod
-    def _no_name_twice(cls, methods: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
-        _without_repeats(tuple(Path(method).stem for method in methods), info)
+    def check_unique_methods(cls, methods: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        _check_unique(tuple(Path(method).stem for method in methods), info)
         return methods
 
-    _no_one_twice = field_validator("seeds", "lr_grid", "search_seeds")(_without_repeats)
+    check_unique = field_validator("seeds", "lr_grid", "search_seeds")(_check_unique)
 
     @model_validator(mode="after")
-    def _is_fair(self) -> "CompareConfig":
+    def check_seeds(self) -> "CompareConfig":
         if both := set(self.seeds) & set(self.search_seeds):
             raise ValueError(
                 f"compare.search_seeds has {min(both)}, and so has compare.seeds: a learning rate chosen on a seed "
@@ -395,10 +395,10 @@ class CompareJob(PolicyJob):
     """jobs.compare: methods on the same model, data, seeds, feedback and samples."""
 
     run: RunConfig = RunConfig(name="compare")
-    compare: MayDiffer[CompareConfig] = CompareConfig()  # each of its runs has a config of its own, which is checked
+    compare: ResumeMutable[CompareConfig] = CompareConfig()  # each run has a checked config of its own
 
     @model_validator(mode="after")
-    def _can_be_measured(self) -> "CompareJob":
+    def check_evaluation(self) -> "CompareJob":
         if self.eval_data is None:
             raise ValueError("eval_data is missing: methods are compared on held-out prompts")
         if self.run.smoke:
@@ -425,7 +425,7 @@ class ScoreJob(JobConfig):
     feedback: FeedbackConfig  # task and feedback.style not given: what the model was trained for
 
     @model_validator(mode="after")
-    def _asks_a_reward_model(self) -> "ScoreJob":
+    def check_source(self) -> "ScoreJob":
         if self.feedback.source != "reward_model":
             raise ValueError(f"feedback.source={self.feedback.source} is no reward model; it needs to be reward_model")
         if self.feedback.noise is not None:

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from t2g.config.common import RESTART_WINDOW_S, Dtype, FollowingSection, RoleConfig, Section
 from t2g.config.feedback import EngineConfig
-from t2g.config.marks import MayDiffer
+from t2g.config.marks import ResumeMutable
 
 Schedule = Literal["constant", "linear", "cosine"]
 Transport = Literal["store", "ipc", "nccl"]
@@ -149,10 +149,10 @@ class LearnerConfig(RoleConfig):
 
     # The ranks and how much of a batch each takes at once change a step by rounding alone: what runs out of memory, or
     # finds fewer places than it had, goes on with others.
-    workers: MayDiffer[int] = Field(1, ge=1, description="ranks of this role")
+    workers: ResumeMutable[int] = Field(1, ge=1, description="ranks of this role")
     policy: OptimConfig = OptimConfig()
     critic: OptimConfig = OptimConfig(lr=1e-5)
-    critic_ranks: MayDiffer[RoleConfig | None] = Field(
+    critic_ranks: ResumeMutable[RoleConfig | None] = Field(
         None, description="processes of the critic's own ZeRO-3 group; none: it lives on the policy's ranks"
     )
     schedule_steps: int | None = Field(
@@ -162,39 +162,39 @@ class LearnerConfig(RoleConfig):
     lora: LoRAConfig | None = Field(
         None, description="train adapters of the policy, whose reference is itself without them; none: all weights"
     )
-    gradient_checkpointing: MayDiffer[bool] = False
+    gradient_checkpointing: ResumeMutable[bool] = False
     offload: Literal["none", "cpu"] = Field("none", description="cpu: optimizer state and parameters in host memory")
     num_epochs: int = Field(4, ge=1, description="passes over a step's samples")
     minibatches_per_epoch: int = Field(1, ge=1, description="optimizer steps per pass")
-    tokens_per_microbatch: MayDiffer[int] = Field(4096, ge=16, description="budget of one forward and backward")
+    tokens_per_microbatch: ResumeMutable[int] = Field(4096, ge=16, description="budget of one forward and backward")
     dtype: Dtype = "float32"
     critic_warmup_steps: int = Field(0, ge=0, description="first steps in which only the critic learns")
-    sync_bucket_mib: MayDiffer[float] = Field(64, gt=0, description="weights gathered and sent at once")
-    sync_transport: MayDiffer[Transport] = Field(
+    sync_bucket_mib: ResumeMutable[float] = Field(64, gt=0, description="weights gathered and sent at once")
+    sync_transport: ResumeMutable[Transport] = Field(
         "store",
         description="how weights reach the engines. store: Ray's object store, everywhere; ipc: memory of a GPU that a "
         "rank and an engine share, the default with cluster.gpu_sharing; nccl: broadcast between GPUs, the default "
         "where both sides have whole GPUs. All three check names and the probe; store alone checks hashes of the bytes",
     )
-    sync_adapters: MayDiffer[bool] = Field(
+    sync_adapters: ResumeMutable[bool] = Field(
         True,
         description="with lora engines get the adapters, by Ray's object store, and add them to the weights that they "
         "have; false: merged weights by sync_transport, for models whose adapters vLLM cannot take",
     )
-    sync_verify: MayDiffer[Literal["probe", "full"]] = Field(
+    sync_verify: ResumeMutable[Literal["probe", "full"]] = Field(
         "probe", description="after each sync a scored probe; full: also every tensor's hash, as the learner had it"
     )
-    max_restarts: MayDiffer[int] = Field(
+    max_restarts: ResumeMutable[int] = Field(
         2, ge=0, description="starts of lost ranks from the last checkpoint within restart_window_s"
     )
-    restart_window_s: MayDiffer[float] = Field(RESTART_WINDOW_S, gt=0, description="older starts do not count")
-    probe_tolerance: MayDiffer[float | None] = Field(
+    restart_window_s: ResumeMutable[float] = Field(RESTART_WINDOW_S, gt=0, description="older starts do not count")
+    probe_tolerance: ResumeMutable[float | None] = Field(
         None,
         gt=0,
         description="largest |engine - learner| logprob on the probe that is always allowed, nats, beside 3 x what "
         "they were apart on the checkpoint; none: 0.001, 0.03 for engines on GPUs, 0.25 where one is bfloat16",
     )
-    step_timeout_s: MayDiffer[float] = Field(600, gt=0, description="one forward, update, sync or checkpoint")
+    step_timeout_s: ResumeMutable[float] = Field(600, gt=0, description="one forward, update, sync or checkpoint")
 
     @model_validator(mode="after")
     def check_one_rank_per_gpu(self) -> Self:
@@ -239,9 +239,11 @@ class SFTOptions(RoleConfig):
     max_length: int = Field(1024, ge=16, description="prompt plus target; a longer prompt loses input text")
     lora: SFTLoRAConfig | None = Field(None, description="train adapters, export the merged model; none: all weights")
     # What a step computes is the same under either: a training that ran out of memory goes on with them.
-    gradient_checkpointing: MayDiffer[bool] = False
-    offload: MayDiffer[Literal["none", "cpu"]] = Field(
+    gradient_checkpointing: ResumeMutable[bool] = False
+    offload: ResumeMutable[Literal["none", "cpu"]] = Field(
         "none", description="cpu: optimizer state and parameters in host memory"
     )
-    checkpoint_every: MayDiffer[int | None] = Field(500, ge=1, description="optimizer steps between; none: never")
-    timeout_s: MayDiffer[float] = Field(1800, gt=0, description="an optimizer step with its checkpoint; the start-up")
+    checkpoint_every: ResumeMutable[int | None] = Field(500, ge=1, description="optimizer steps between; none: never")
+    timeout_s: ResumeMutable[float] = Field(
+        1800, gt=0, description="an optimizer step with its checkpoint; the start-up"
+    )

@@ -17,11 +17,11 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from t2g.config.auto import asked, fill
-from t2g.config.common import laid_over
-from t2g.config.marks import Here, may_differ
+from t2g.config.auto import auto_keys, resolve_auto
+from t2g.config.common import with_value_at
+from t2g.config.marks import PathContext, can_change_on_resume
 from t2g.config.texts import mask_secrets, text_problems
-from t2g.config.words import Keys, dotted, problems, show
+from t2g.config.validation_errors import Keys, dotted_key, format_errors, format_value
 from t2g.errors import UserError
 from t2g.files import write_atomic
 
@@ -50,36 +50,36 @@ def load(
     paths in a Ray job's uploaded working directory: in the job that resumes the run the copy has another name.
     Raises UserError with one sentence for each problem: of the command line where the file alone does not have it, else
     of the line in the file. `environ` and `cwd` tell whether this is a Ray job. have: of a cluster by its address, see
-    `auto.fill`, for whom `auto` is in the config; by default there is no GPU, and none refuses the word.
+    `auto.resolve_auto`, for whom `auto` is in the config; by default there is no GPU, and none refuses the word.
     """
     values, lines = read_yaml(file)
     merged: Any = values
     try:
         given = [_override(text) for text in overrides]
         for keys, value in given:
-            merged = laid_over(merged, keys, value)
+            merged = with_value_at(merged, keys, value)
     except UserError as error:
         raise UserError(f"command line: {error}") from None
     resources: Mapping[str, float] = {}
-    if automatic := list(asked(merged)):
+    if automatic := list(auto_keys(merged)):
         if have is None:
-            names = ", ".join(map(dotted, automatic))
+            names = ", ".join(map(dotted_key, automatic))
             raise UserError(f"{names}: got auto, and this needs values: nobody has seen where the processes will run")
         cluster = merged.get("cluster")
         resources = have(cluster.get("address") if isinstance(cluster, Mapping) else None)
-        merged, values = fill(merged, resources), fill(values, {})
-    at = here(environ, cwd)
+        merged, values = resolve_auto(merged, resources), resolve_auto(values, {})
+    at = path_context(environ, cwd)
     try:
         config = schema.model_validate(merged, context=at)
         if automatic:
             logger.warning(format_auto(config, automatic, resources))
         return config
     except ValidationError as error:
-        gaps = [detail["loc"] for detail in _errors(schema, values, at) if detail["type"] == "missing"]
+        gaps = [detail["loc"] for detail in _collect_errors(schema, values, at) if detail["type"] == "missing"]
         for keys, value in given:
             if any(keys == gap[: len(keys)] or gap == keys[: len(gap)] for gap in gaps):
-                values = laid_over(values, keys, value)  # without it the file would not be looked at as a whole
-        of_file = [(detail["loc"], detail["msg"]) for detail in _errors(schema, values, at)]
+                values = with_value_at(values, keys, value)  # without it the file would not be looked at as a whole
+        of_file = [(detail["loc"], detail["msg"]) for detail in _collect_errors(schema, values, at)]
 
         def place(detail: ErrorDetails) -> str:
             sections = [detail["loc"][:length] for length in range(len(detail["loc"]), 0, -1)]
@@ -87,25 +87,25 @@ def load(
                 return "command line: "
             return next((f"{file}:{lines[keys]}: " for keys in sections if keys in lines), f"{file}: ")
 
-        raise UserError("\n".join(problems(schema, error, place))) from None
+        raise UserError("\n".join(format_errors(schema, error, place))) from None
 
 
 def format_auto(config: BaseModel, automatic: Sequence[Keys], resources: Mapping[str, float]) -> str:
     """Return what `auto` became: "auto (2 CPUs, no GPU): rollout.gpus=0, rollout.threads=2"."""
-    chosen = flat(config.model_dump(mode="json"))
+    chosen = flatten(config.model_dump(mode="json"))
     gpus = f"{resources['GPU']:g} GPUs" if resources.get("GPU") else "no GPU"
-    values = ", ".join(f"{key}={show(chosen.get(key))}" for key in map(dotted, automatic))
+    values = ", ".join(f"{key}={format_value(chosen.get(key))}" for key in map(dotted_key, automatic))
     return f"auto ({resources.get('CPU', 1):g} CPUs, {gpus}): {values}"
 
 
-def here(environ: Mapping[str, str] = os.environ, cwd: Path | None = None) -> Here:
+def path_context(environ: Mapping[str, str] = os.environ, cwd: Path | None = None) -> PathContext:
     """What relative paths mean in this process, or in one with that environment and working directory."""
     cwd = cwd or Path.cwd()
     uploaded = any(part.startswith(UPLOAD_PREFIX) for part in cwd.parts)
-    return Here(cwd, is_ray_job=uploaded or JOB_ENV in environ, uploaded=uploaded)
+    return PathContext(cwd, is_ray_job=uploaded or JOB_ENV in environ, uploaded=uploaded)
 
 
-def _errors(schema: type[BaseModel], values: Mapping[str, Any], at: Here) -> list[ErrorDetails]:
+def _collect_errors(schema: type[BaseModel], values: Mapping[str, Any], at: PathContext) -> list[ErrorDetails]:
     try:
         schema.model_validate(values, context=at)
     except ValidationError as error:
@@ -113,7 +113,7 @@ def _errors(schema: type[BaseModel], values: Mapping[str, Any], at: Here) -> lis
     return []
 
 
-def resolved(config: BaseModel) -> str:
+def to_yaml(config: BaseModel) -> str:
     """The whole config as YAML, defaults included; `load` reads it back to an equal config."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
 
@@ -121,23 +121,23 @@ def resolved(config: BaseModel) -> str:
 def write(config: BaseModel, folder: Path) -> Path:
     """The resolved config into the run folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / FILE_NAME, resolved(config).encode())
+    write_atomic(folder / FILE_NAME, to_yaml(config).encode())
     return folder / FILE_NAME
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Dotted key -> value; lists and empty sections are values. {"a": {"b": 1}} -> {"a.b": 1}"""
     found: dict[str, Any] = {}
     for name, value in values.items():
         inner = isinstance(value, Mapping) and value
-        found |= flat(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
+        found |= flatten(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
     return found
 
 
-def identity_of(config: BaseModel) -> dict[str, Any]:
+def identity_values(config: BaseModel) -> dict[str, Any]:
     """Dotted key -> JSON value, of the keys alone in which a run may not differ when it goes on."""
-    values = flat(config.model_dump(mode="json"))
-    return {key: value for key, value in values.items() if not may_differ(type(config), key)}
+    values = flatten(config.model_dump(mode="json"))
+    return {key: value for key, value in values.items() if not can_change_on_resume(type(config), key)}
 
 
 def read_yaml(file: Path) -> tuple[dict[str, Any], dict[Keys, int]]:
@@ -157,11 +157,11 @@ def read_yaml(file: Path) -> tuple[dict[str, Any], dict[Keys, int]]:
     if values is None:
         return {}, {}
     if not isinstance(values, dict):
-        raise UserError(f"{file}:1: got {show(values)}, but a config is a mapping of keys to values")
+        raise UserError(f"{file}:1: got {format_value(values)}, but a config is a mapping of keys to values")
     lines: dict[Keys, int] = {}
     for keys, line in _key_lines((), node):
         if keys in lines:
-            raise UserError(f"{file}:{line}: {dotted(keys)} is given twice, first in line {lines[keys]}")
+            raise UserError(f"{file}:{line}: {dotted_key(keys)} is given twice, first in line {lines[keys]}")
         lines[keys] = line
     if found := [f"{file}:{lines.get(keys, 1)}: {sentence}" for keys, sentence in text_problems(values)]:
         raise UserError("\n".join(found))
@@ -172,7 +172,7 @@ def _parse(text: str) -> tuple[yaml.Node | None, Any]:
     """Node and value of a YAML text. ValueError for one that would take for ever, or all the memory, to walk."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
-        height, size = _extent(node, {}) if node else (0, 0)
+        height, size = _measure_nesting(node, {}) if node else (0, 0)
     except RecursionError:  # also of an alias within what it stands for
         height, size = MAX_DEPTH + 1, 0
     if height > MAX_DEPTH or size > MAX_VALUES:
@@ -180,12 +180,12 @@ def _parse(text: str) -> tuple[yaml.Node | None, Any]:
     return node, yaml.safe_load(text)
 
 
-def _extent(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
+def _measure_nesting(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
     """How many values stand in each other at most, and how many there are, aliases written out."""
     if id(node) not in known:
         parts = node.value if isinstance(node, yaml.CollectionNode) else []
         inner = [part for pair in parts for part in pair] if isinstance(node, yaml.MappingNode) else parts
-        extents = [_extent(part, known) for part in inner]
+        extents = [_measure_nesting(part, known) for part in inner]
         known[id(node)] = 1 + max((height for height, _ in extents), default=0), 1 + sum(size for _, size in extents)
     return known[id(node)]
 

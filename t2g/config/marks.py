@@ -1,9 +1,9 @@
 """What a field says of itself beside its type: whether it may differ when a run goes on, and whether it is a path.
 
-    num_steps: MayDiffer[int] = Field(100, ge=1)
+    num_steps: ResumeMutable[int] = Field(100, ge=1)
     path: PathOrName[str] = Field(..., description="a file, or a dataset on the hub")
 
-`loading.identity_of` and `loading.load` act on it.
+`loading.identity_values` and `loading.load` act on it.
 """
 
 import os
@@ -14,13 +14,13 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ValidationInfo
 
-from t2g.config.words import fields
+from t2g.config.validation_errors import list_fields
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Here:
+class PathContext:
     """Pydantic's context while a config file is read: what its relative paths mean. Without one they stay as given."""
 
     cwd: Path
@@ -29,7 +29,7 @@ class Here:
 
 
 def _absolute(value: Any, info: ValidationInfo) -> Any:
-    here: Here | None = info.context
+    here: PathContext | None = info.context
     served = info.data.get("url") is not None  # by another server, to which the value is a name
     if value is None or here is None or here.uploaded or served:
         return value
@@ -37,21 +37,21 @@ def _absolute(value: Any, info: ValidationInfo) -> Any:
     return type(value)(path) if os.path.exists(path) else value
 
 
-_MAY_DIFFER = "may differ on resume"
+_RESUME_MUTABLE = "may differ on resume"
 _PATH = AfterValidator(_absolute)
 
 # Where, how fast and how long a run goes on and what it writes down; never what one step computes, unless by rounding.
 # Of a section: each of its fields.
-MayDiffer = Annotated[T, _MAY_DIFFER]
+ResumeMutable = Annotated[T, _RESUME_MUTABLE]
 # A file or folder here, which is made absolute, or something on the hub, whose name stays.
 PathOrName = Annotated[T, _PATH]
 
 
-def may_differ(schema: type[BaseModel], key: str) -> bool:
+def can_change_on_resume(schema: type[BaseModel], key: str) -> bool:
     """Whether the field of that dotted key, or a section around it, may differ; False for an unknown key."""
-    known, names = fields(schema), key.split(".")
+    known, names = list_fields(schema), key.split(".")
     around = [".".join(names[:length]) for length in range(1, len(names) + 1)]
-    return any(_MAY_DIFFER in known[name].metadata for name in around if name in known)
+    return any(_RESUME_MUTABLE in known[name].metadata for name in around if name in known)
 
 
 def paths(config: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:

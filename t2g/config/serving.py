@@ -5,7 +5,7 @@ from pydantic import Field
 from t2g.config.common import ModelConfig, RunConfig, Section
 from t2g.config.feedback import EngineConfig
 from t2g.config.jobs import AnyJob
-from t2g.config.marks import MayDiffer
+from t2g.config.marks import ResumeMutable
 
 
 class ServeConfig(Section):
@@ -24,8 +24,8 @@ class ServeJob(AnyJob):
 
     run: RunConfig = RunConfig(name="serve")
     model: ModelConfig
-    engine: MayDiffer[EngineConfig] = EngineConfig()
-    serve: MayDiffer[ServeConfig] = ServeConfig()
+    engine: ResumeMutable[EngineConfig] = EngineConfig()
+    serve: ResumeMutable[ServeConfig] = ServeConfig()
 
     def describe_work(self) -> list[str]:
         serving = f"{self.serve.name}: {self.model.policy}, on {self.serve.host}"

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from t2g.config.common import ProcessConfig, RunConfig, Section
 from t2g.config.feedback import RewardEngineConfig
 from t2g.config.jobs import SyncedJob
-from t2g.config.marks import MayDiffer
+from t2g.config.marks import ResumeMutable
 
 
 class ShapeConfig(Section):
@@ -30,7 +30,7 @@ class BenchmarkJob(SyncedJob):
     """jobs.benchmark: every phase of a step beside its limit and beside TRL, by one stopwatch."""
 
     run: RunConfig = RunConfig(name="benchmark")
-    phases: MayDiffer[tuple[Literal[PHASES], ...]] = Field(
+    phases: ResumeMutable[tuple[Literal[PHASES], ...]] = Field(
         (), description="measured anew; none: those that benchmark.json of the run folder lacks"
     )
     shape: ShapeConfig = ShapeConfig()
@@ -42,10 +42,10 @@ class BenchmarkJob(SyncedJob):
         description="numbers of rollout engines that weights are sent to, one after the other, rising",
     )
     repeats: int = Field(5, ge=2, description="turns of each side of a race, after one that is discarded")
-    max_busy: MayDiffer[float] = Field(
+    max_busy: ResumeMutable[float] = Field(
         0.1, ge=0, le=1, description="share of the machine that other programs may take at the start; more is refused"
     )
-    deadline_s: MayDiffer[float] = Field(300, gt=0, description="of one turn")
+    deadline_s: ResumeMutable[float] = Field(300, gt=0, description="of one turn")
 
     def roles(self) -> dict[str, ProcessConfig]:
         return {"rollout": self.rollout, "learner": self.learner}
@@ -55,7 +55,7 @@ class BenchmarkJob(SyncedJob):
         return [f"phases: {phases}; {self.repeats} turns of each side, after one that is discarded"]
 
     @model_validator(mode="after")
-    def _engines_join(self) -> "BenchmarkJob":
+    def check_workers(self) -> "BenchmarkJob":
         if list(self.workers) != sorted(set(self.workers)):
             raise ValueError(f"workers={list(self.workers)} needs to rise: engines join and none leaves")
         if self.rollout.workers.initial != self.workers[0] or self.rollout.workers.max < self.workers[-1]:

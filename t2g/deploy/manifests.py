@@ -13,7 +13,7 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from t2g.config import JobConfig, LogConfig
-from t2g.config.words import show
+from t2g.config.validation_errors import format_value
 from t2g.deploy.memory import store_gib
 from t2g.deploy.patches import patched, read_patches
 from t2g.deploy.pods import pod_groups, shares_gpus
@@ -55,7 +55,9 @@ def render_manifests(
     Raises UserError for what pods cannot do.
     """
     if image is not None and not re.fullmatch(r"[\w.:/@-]+", image, re.ASCII):
-        raise UserError(f"--image: got {show(image)}, needs the name of an image, such as registry.example/t2g:0.2.0")
+        raise UserError(
+            f"--image: got {format_value(image)}, needs the name of an image, such as registry.example/t2g:0.2.0"
+        )
     groups, mount = pod_groups(config), mount_of(config)
     if cpu and (on_gpu := [group.section for group in groups if group.gpus]):
         raise UserError(f"a CPU-only cluster has no GPUs, and {on_gpu[0]}.gpus is not 0")

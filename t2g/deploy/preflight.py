@@ -144,7 +144,7 @@ def models(job: AnyJob) -> Iterator[Model]:
     for section, feedback in job.feedback_sections.items():
         if feedback.own_engines:
             key, name, revision = "reward_model", feedback.reward_model, feedback.reward_revision
-            if feedback.model_asked == "llm":
+            if feedback.judge_model == "llm":
                 key, name, revision = "llm.model", feedback.llm.model, feedback.llm.revision
             engine = f"{section}.engine", feedback.engine
             yield Model(key=f"{section}.{key}", name=str(name), revision=revision, engine=engine)
@@ -158,7 +158,7 @@ def servers(job: AnyJob) -> Iterator[LLMConfig]:
     """Models behind servers, which want a key."""
     if isinstance(job, PolicyEvaluationJob):
         yield from (*job.endpoints.values(), *job.judges.values())
-    yield from (one.llm for one in job.feedback_sections.values() if one.model_asked == "llm" and one.llm.url)
+    yield from (one.llm for one in job.feedback_sections.values() if one.judge_model == "llm" and one.llm.url)
 
 
 def shortfall(asked: Mapping[str, ProcessConfig], resources: Mapping[str, float]) -> str | None:

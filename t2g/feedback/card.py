@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from t2g.config import Section, StyleConfig
-from t2g.config.words import first_problem
+from t2g.config.validation_errors import format_first_error
 from t2g.errors import UserError
 from t2g.feedback.reward_prompt import prompt_version
 from t2g.files import write_atomic
@@ -45,7 +45,7 @@ def read_card(folder: Path) -> RewardCard | None:
     try:
         return RewardCard.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        raise UserError(f"{path}: {first_problem(error)}; it needs task, style and prompt_version") from error
+        raise UserError(f"{path}: {format_first_error(error)}; it needs task, style and prompt_version") from error
 
 
 def check_card(folder: Path, asked: RewardCard) -> None:

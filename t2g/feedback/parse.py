@@ -19,7 +19,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_serializer, model_validator
 
 from t2g.config import StyleConfig
-from t2g.config.words import first_problem
+from t2g.config.validation_errors import format_first_error
 from t2g.data.load import why_not_kept
 from t2g.tasks.base import SPARSE
 from t2g.text.quotes import locate, occurrence_at, places
@@ -74,7 +74,7 @@ def read_piece(item: Any, label: Literal[-1, 1]) -> Quote | Span:
     try:
         return kind(given)
     except ValidationError as error:
-        reason = first_problem(error)
+        reason = format_first_error(error)
         raise ValueError(f"{item!r:.80} is no quote and no range of the response: {reason}") from None
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from t2g.config import DataConfig, StyleConfig
-from t2g.config.words import first_problem
+from t2g.config.validation_errors import format_first_error
 from t2g.data.load import load_records
 from t2g.data.published import translate
 from t2g.errors import UserError
@@ -120,7 +120,7 @@ def read_record(
     try:
         record = AnnotatedRecord.model_validate(given)
     except ValidationError as error:
-        raise ValueError(f"field {first_problem(error)}") from error
+        raise ValueError(f"field {format_first_error(error)}") from error
     quotes = (*record.good, *record.poor)
     if "status" not in given and not (record.critique.strip() or quotes or record.spans):
         raise ValueError("has no feedback: the critique is empty, and there are neither quotes nor spans")

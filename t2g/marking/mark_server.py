@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import to_json
 
-from t2g.config.words import first_problem
+from t2g.config.validation_errors import format_first_error
 from t2g.errors import UserError
 from t2g.marking.by_hand import Mark, Marks, StaleMark
 from t2g.report.segments import printable
@@ -65,7 +65,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             answer = handle(self._asked())
         except ValidationError as error:
-            code, answer = 400, ("text/plain", first_problem(error).encode())
+            code, answer = 400, ("text/plain", format_first_error(error).encode())
         except (PermissionError, LookupError, ValueError) as error:
             code = {PermissionError: 403, LookupError: 404, StaleMark: 409}.get(type(error), 400)
             answer = "text/plain", str(error).encode(errors="replace")

@@ -12,9 +12,9 @@ from markupsafe import Markup
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from t2g.config.loading import FILE_NAME, flat
+from t2g.config.loading import FILE_NAME, flatten
 from t2g.config.texts import mask_secrets
-from t2g.config.words import first_problem
+from t2g.config.validation_errors import format_first_error
 from t2g.errors import UserError
 from t2g.report.curves import DASHES, Series, legend_entries, line_chart, thinned
 from t2g.report.templates import render_page
@@ -114,7 +114,7 @@ def report_beside(folders: Sequence[Path]) -> Path:
     runs = [_read_run(folder) for folder in folders]
     latest = [{(s.split, s.prompt, s.sample_index): s for *_, s in run.examples} for run in runs]
     shared = [key for key in latest[0] if all(key in found for found in latest)]
-    figures = [flat(run.summary | {"config": _settings(folder)}) for run, folder in zip(runs, folders, strict=True)]
+    figures = [flatten(run.summary | {"config": _settings(folder)}) for run, folder in zip(runs, folders, strict=True)]
     rows = {key: [found.get(key) for found in figures] for key in dict.fromkeys(k for found in figures for k in found)}
     told = ("base.", "policy.")  # in the table of held-out results
     path = folders[0] / BESIDE_FILE
@@ -150,7 +150,7 @@ def _read_run(folder: Path) -> _Run:
         try:
             summary = _Summary.model_validate_json(path.read_bytes()).model_dump(exclude_unset=True)
         except ValidationError as error:
-            raise UserError(f"{path} is no summary as a run writes it ({first_problem(error)})") from error
+            raise UserError(f"{path} is no summary as a run writes it ({format_first_error(error)})") from error
     return _Run(
         steps=steps,
         summary={"base": base} | summary,
@@ -190,7 +190,7 @@ def _read(path: Path, schema: TypeAdapter[Any]) -> Iterator[Any]:
         try:
             yield schema.validate_python(record)
         except ValidationError as error:
-            raise UserError(f"{path}:{number} is no line as a run writes it ({first_problem(error)})") from error
+            raise UserError(f"{path}:{number} is no line as a run writes it ({format_first_error(error)})") from error
 
 
 def write_report(

@@ -19,7 +19,7 @@ from typing import Literal
 from pydantic import Field, ValidationError
 
 from t2g.config import PolicyJob, Section, WorkersConfig, loading
-from t2g.config.words import first_problem
+from t2g.config.validation_errors import format_first_error
 from t2g.errors import Stopped, UserError
 from t2g.files import write_atomic
 
@@ -116,7 +116,7 @@ def read_wanted(folder: Path) -> Wanted | None:
     try:
         return Wanted.model_validate_json(content) if content else None
     except ValidationError as error:
-        logger.warning("%s is passed over: %s", path, first_problem(error))
+        logger.warning("%s is passed over: %s", path, format_first_error(error))
         return Wanted()
 
 
@@ -192,7 +192,7 @@ def read_status(folder: Path) -> Status:
     try:
         return Status.model_validate_json(content)
     except ValidationError as error:
-        raise UserError(f"{path} is no status of a run: {first_problem(error)}") from None
+        raise UserError(f"{path} is no status of a run: {format_first_error(error)}") from None
 
 
 def now() -> datetime:

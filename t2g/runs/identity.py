@@ -9,10 +9,10 @@ Beside the result lies `identity.json`. A finished folder also has a result file
 
     {"format": 3, "config": {"rollout.temperature": 0.6, ...},
      "contents": {"data.path": "9a0364b9e99bb480", "feedback.source": "83f1c2...", ...},
-     "accepted": [{"key": "feedback.source", "before": "5be2...", "after": "83f1c2..."}]}
+     "accepted": [{"key": "feedback.source", "before": "5be2...", "after": "83f1..."}]}
 
-`config` lacks what a resume may change (`t2g.config.marks.may_differ`), and each path on this machine: the content
-behind it counts, so that a moved folder goes on. A name on a hub stays in `config`, with its revision. A job that makes
+`config` lacks what can change on resume (`t2g.config.marks`), and each path on this machine: the content behind it
+counts, so that a moved folder goes on. A name on a hub stays in `config`, with its revision. A job that makes
 something calls `keep`; a job that finds something calls `check` before it goes on, or `finished` for the result.
 """
 
@@ -25,9 +25,9 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, Field, ValidationError
 
 from t2g.config import AnyJob, PolicyJob, Section
-from t2g.config.loading import identity_of
+from t2g.config.loading import identity_values
 from t2g.config.marks import paths
-from t2g.config.words import show
+from t2g.config.validation_errors import format_value
 from t2g.errors import UserError
 from t2g.files import write_atomic
 from t2g.runs.contents import content_hash, source_hash
@@ -68,7 +68,7 @@ class Identity(Section):
         Args:
             more: JSON values and paths that decide the result and stand in no config: `method="dpo"`.
         """
-        settings, contents = identity_of(config) | more, dict[str, str]()
+        settings, contents = identity_values(config) | more, dict[str, str]()
         if isinstance(config, PolicyJob):
             settings[SCHEDULE] = config.schedule_steps
         named = {key: str(value) for key, value in paths(config) if value}
@@ -88,7 +88,7 @@ class Identity(Section):
         """Return how this identity differs from an earlier one: settings in words, and contents not accepted yet."""
         was, now = kept.config, self.config
         settings = [
-            f"{key} ({show(was.get(key))} -> {show(now.get(key))})"
+            f"{key} ({format_value(was.get(key))} -> {format_value(now.get(key))})"
             for key in sorted(was.keys() | now.keys())
             if was.get(key) != now.get(key)
         ]

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from t2g.config.words import first_problem
+from t2g.config.validation_errors import format_first_error
 from t2g.errors import UserError
 from t2g.files import unwritable_in_words
 
@@ -29,7 +29,7 @@ def read_journal(path: Path, schema: type[Record]) -> list[Record]:
         try:
             records.append(schema.model_validate_json(line))
         except ValidationError as error:
-            raise UserError(f"{path}:{number} is no line of this journal: {first_problem(error)}") from error
+            raise UserError(f"{path}:{number} is no line of this journal: {format_first_error(error)}") from error
     return records
 
 

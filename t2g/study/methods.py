@@ -20,7 +20,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from t2g.config import CompareJob, PolicyJob, RunConfig, Section, loading, with_overrides
-from t2g.config.words import problems
+from t2g.config.validation_errors import format_errors
 from t2g.errors import UserError
 
 Scores = dict[float, dict[int, float | None]]  # learning rate -> seed -> score, None for a run that stopped
@@ -153,9 +153,11 @@ class Arms:
         changes |= {k: v.replace(PLACEHOLDER, self.stages) if isinstance(v, str) else v for k, v in given.items()}
         policy_job = PolicyJob(**{field: getattr(self.job, field) for field in PolicyJob.model_fields})
         try:
-            return with_overrides(policy_job, changes, loading.here())
+            return with_overrides(policy_job, changes, loading.path_context())
         except ValidationError as error:
-            raise UserError("\n".join(problems(PolicyJob, error, lambda _: f"compare.methods has {name}: "))) from None
+            raise UserError(
+                "\n".join(format_errors(PolicyJob, error, lambda _: f"compare.methods has {name}: "))
+            ) from None
         except UserError as error:  # a key stands below a value
             raise UserError(f"compare.methods has {name}: {error}") from None
 

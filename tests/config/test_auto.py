@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from t2g.config import PolicyJob, RewardJob, loading
-from t2g.config.auto import GIB, fill
+from t2g.config.auto import GIB, resolve_auto
 from t2g.errors import UserError
 from t2g.runs import identity
 from t2g.runs.identity import Identity
@@ -48,7 +48,7 @@ def test_processes_share_one_gpu() -> None:
 
 @pytest.mark.parametrize(("gpus", "ranks", "share"), [(2, 2, 0.5), (3, 3, 0.5), (8, 7, 1), (8, 8, 0.5), (2, 4, 0.33)])
 def test_no_share_is_left_without_a_gpu_to_be_on(gpus: int, ranks: int, share: float) -> None:
-    filled = fill({"rollout": {"gpus": "auto"}, "learner": {"gpus": "auto", "workers": ranks}}, {"GPU": gpus})
+    filled = resolve_auto({"rollout": {"gpus": "auto"}, "learner": {"gpus": "auto", "workers": ranks}}, {"GPU": gpus})
     assert filled["rollout"]["gpus"] == filled["learner"]["gpus"] == share
     assert int(1 / share) * gpus >= ranks + 1
 
@@ -84,7 +84,7 @@ def test_cores_are_for_those_who_work_and_shared_by_those_who_work_at_once() -> 
     }
 
     def threads(cores: int, **rollout: object) -> tuple[int, int, int, int]:
-        filled = fill(values | {"rollout": values["rollout"] | rollout}, {"CPU": cores})
+        filled = resolve_auto(values | {"rollout": values["rollout"] | rollout}, {"CPU": cores})
         learner = filled["learner"]
         return (
             filled["rollout"]["threads"], filled["feedback"]["engine"]["threads"],
@@ -110,7 +110,7 @@ def test_a_training_shares_its_cores_with_no_other_training() -> None:
 
     def threads(**rollout: int) -> list[int]:
         sections = {name: {"threads": "auto", **(rollout if name == "rollout" else {})} for name in asked}
-        return [found["threads"] for found in fill(sections, {"CPU": 6}).values()]
+        return [found["threads"] for found in resolve_auto(sections, {"CPU": 6}).values()]
 
     assert threads() == [6, 6, 6, 3, 3]
     assert threads(max_staleness=1) == [2, 2, 2, 1, 1]
@@ -118,8 +118,8 @@ def test_a_training_shares_its_cores_with_no_other_training() -> None:
 
 def test_what_is_given_stays() -> None:
     given = {"rollout": {"gpus": 2, "dtype": "float32"}, "learner": {"gpus": 0, "dtype": "auto"}, "name": "auto"}
-    assert fill(given, BOX) == given | {"learner": {"gpus": 0}}
-    assert fill({"x": {"gpus": 2, "dtype": "auto", "memory_gib": "auto"}}, BOX) == {
+    assert resolve_auto(given, BOX) == given | {"learner": {"gpus": 0}}
+    assert resolve_auto({"x": {"gpus": 2, "dtype": "auto", "memory_gib": "auto"}}, BOX) == {
         "x": {"gpus": 2, "dtype": "bfloat16", "memory_gib": 180}
     }
 

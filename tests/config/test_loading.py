@@ -24,9 +24,9 @@ from t2g.config import (
     loading,
     with_overrides,
 )
-from t2g.config.marks import may_differ
+from t2g.config.marks import can_change_on_resume
 from t2g.config.texts import mask_secrets
-from t2g.config.words import show
+from t2g.config.validation_errors import format_value
 from t2g.errors import UserError
 
 GOOD = """\
@@ -479,7 +479,7 @@ def test_the_resolved_config_reads_back_equal(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert loading.load(PolicyJob, loading.write(job, folder), environ={}, cwd=Path("/")) == job
     assert [file.name for file in folder.iterdir()] == ["config.yaml"]
-    assert set(loading.flat(yaml.safe_load(loading.resolved(job)))) >= {"learner.critic.lr", "run.root"}
+    assert set(loading.flatten(yaml.safe_load(loading.to_yaml(job)))) >= {"learner.critic.lr", "run.root"}
 
 
 @pytest.mark.parametrize(
@@ -522,13 +522,13 @@ def test_the_resolved_config_reads_back_equal(tmp_path: Path) -> None:
     ],
 )
 def test_keys_in_which_a_resumed_run_may_differ(job: type[Section], key: str, free: bool) -> None:
-    assert may_differ(job, key) is free
+    assert can_change_on_resume(job, key) is free
 
 
 def test_the_identity_of_a_run_is_what_may_not_differ(tmp_path: Path) -> None:
-    one = loading.identity_of(load(tmp_path, GOOD, "num_steps=5", "rollout.workers=2"))
-    assert one == loading.identity_of(load(tmp_path, GOOD)) and "rollout.temperature" in one
-    assert one != loading.identity_of(load(tmp_path, GOOD, "run.seed=2"))
+    one = loading.identity_values(load(tmp_path, GOOD, "num_steps=5", "rollout.workers=2"))
+    assert one == loading.identity_values(load(tmp_path, GOOD)) and "rollout.temperature" in one
+    assert one != loading.identity_values(load(tmp_path, GOOD, "run.seed=2"))
 
 
 @pytest.mark.parametrize(
@@ -610,13 +610,13 @@ def test_turns_are_refused_where_they_cannot_be_taken(tmp_path: Path, overrides:
 
 
 def test_shown_values_stay_on_one_line_and_short() -> None:
-    assert show("a\nb") == '"a\\nb"'
-    assert len(show("x" * 1000)) == 80
+    assert format_value("a\nb") == '"a\\nb"'
+    assert len(format_value("x" * 1000)) == 80
 
 
 @given(st.dictionaries(st.text("ab.é", max_size=4), st.integers() | st.text("ab", max_size=4)))
 def test_flat_keeps_every_value(values: dict[str, int | str]) -> None:
-    assert sorted(map(str, loading.flat({"a": values, "b": 1}).values())) == sorted(
+    assert sorted(map(str, loading.flatten({"a": values, "b": 1}).values())) == sorted(
         [*map(str, values.values()), "1"] if values else ["{}", "1"]
     )
 

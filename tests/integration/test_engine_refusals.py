@@ -15,7 +15,7 @@ from models import random_model
 
 from actors.engines.engine import SCHEDULERS, Engine, engine_environment
 from t2g.config import EngineConfig
-from t2g.config.feedback import TAKEN_ARGUMENTS
+from t2g.config.feedback import RESERVED_ARGUMENTS
 from t2g.errors import UserError
 
 
@@ -135,7 +135,7 @@ def test_every_argument_that_is_refused_is_one_of_vllms() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     known = [field.name for field in fields(AsyncEngineArgs)]
-    assert [p for patterns in TAKEN_ARGUMENTS.values() for p in patterns if not fnmatch.filter(known, p)] == []
+    assert [p for patterns in RESERVED_ARGUMENTS.values() for p in patterns if not fnmatch.filter(known, p)] == []
 
 
 def test_arguments_that_vllm_does_not_know_or_take(tmp_path: Path) -> None:

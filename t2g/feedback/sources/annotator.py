@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, ValidationError
 
 from t2g.config import StyleConfig
-from t2g.config.words import first_problem
+from t2g.config.validation_errors import format_first_error
 from t2g.feedback.parse import MAX_QUOTES, Quote, load_answer, make_feedback, no_feedback
 from t2g.feedback.sources.asking import Completion
 from t2g.tasks.base import Task
@@ -171,7 +171,7 @@ def _read_span(item: Any, request: Request, critique: str) -> tuple[Span | None,
     try:
         entry = _Entry.model_validate(item)
     except ValidationError as error:
-        return None, [f"The entry {_show(item)} of spans is wrong; {first_problem(error)}."]
+        return None, [f"The entry {_show(item)} of spans is wrong; {format_first_error(error)}."]
     if not entry.quote.strip():
         return None, ["A quote is empty."]
     faults, about = [], None

@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from t2g.config import LLMConfig
 from t2g.config.texts import mask_secrets
-from t2g.config.words import first_problem
+from t2g.config.validation_errors import format_first_error
 from t2g.errors import NotHere, RunStopped, UserError
 from t2g.feedback.sources.asking import Chat, ChatFailed, Completion, PerLoop, Question, estimate_tokens
 
@@ -205,7 +205,7 @@ def read_completion(body: bytes, *, prompt: str) -> Completion:
     try:
         read = _Body.model_validate_json(body)
     except ValidationError as error:
-        raise ValueError(f"no chat completion, {first_problem(error)}: {body.decode(errors='replace')}") from None
+        raise ValueError(f"no chat completion, {format_first_error(error)}: {body.decode(errors='replace')}") from None
     message, reason, usage = read.choices[0].message, read.choices[0].finish_reason, read.usage or _Usage()
     refused = reason == "content_filter" or message.refusal
     text = message.refusal or message.content or ""

@@ -25,7 +25,7 @@ def make_local_source(
             return LLMFeedback(EndpointChat(config.llm), config, task)
         case "human":
             assert config.human_file is not None  # FeedbackConfig checked it
-            if aligner is None and config.model_asked == "llm":
+            if aligner is None and config.judge_model == "llm":
                 aligner = LLMFeedback(EndpointChat(config.llm), config, task)
             human = HumanFeedback(Path(config.human_file), task, aligner, columns=config.human_columns)
             human.refuse_unaligned()

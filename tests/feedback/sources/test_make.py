@@ -33,7 +33,7 @@ URL, KEY_VARIABLE = "http://127.0.0.1:9/v1", "T2G_TEST_ENDPOINT_KEY"
 )
 def test_which_model_has_a_part_in_the_feedback(fields: dict[str, Any], model: str | None, engines: bool) -> None:
     config = AnnotateConfig(**fields)
-    assert (config.model_asked, config.own_engines) == (model, engines)
+    assert (config.judge_model, config.own_engines) == (model, engines)
 
 
 def test_programs() -> None:

@@ -30,7 +30,7 @@ REMOVED_KEYS = {
 Keys = tuple[str | int, ...]  # ("rollout", "temperature"); a whole number stands for a place in a list
 
 
-def problems(
+def format_errors(
     schema: type[BaseModel], error: ValidationError, place: Callable[[ErrorDetails], str] = lambda detail: ""
 ) -> list[str]:
     """One sentence for each of pydantic's errors: the dotted key, what it got and what it needs.
@@ -38,28 +38,28 @@ def problems(
     `place` tells where it comes from, as the start of the sentence.
     """
     sentences = [
-        place(detail) + mask_secrets(_sentence(schema, detail["loc"], detail))
+        place(detail) + mask_secrets(_format_error(schema, detail["loc"], detail))
         for detail in error.errors()
         if detail["type"] != "default_factory_not_called"  # only says that another field of the section is wrong
     ]
     return list(dict.fromkeys(sentences))
 
 
-def first_problem(error: ValidationError) -> str:
+def format_first_error(error: ValidationError) -> str:
     """The first of pydantic's errors about data that is no config: "spans.0.start: Input should be a valid integer"."""
     detail = error.errors(include_url=False, include_input=False)[0]
     words = detail["msg"].removeprefix("Value error, ")
-    return f"{dotted(detail['loc'])}: {words}" if detail["loc"] else words
+    return f"{dotted_key(detail['loc'])}: {words}" if detail["loc"] else words
 
 
-def _sentence(schema: type[BaseModel], keys: Keys, detail: ErrorDetails) -> str:
-    name, kind, needs = dotted(keys), detail["type"], detail["msg"]
-    field = fields(schema).get(name)
+def _format_error(schema: type[BaseModel], keys: Keys, detail: ErrorDetails) -> str:
+    name, kind, needs = dotted_key(keys), detail["type"], detail["msg"]
+    field = list_fields(schema).get(name)
     about = (field.description or "") if field else ""
     if kind == "extra_forbidden" and name in REMOVED_KEYS:
         return f"{name} was {REMOVED_KEYS[name]}"
     if kind == "extra_forbidden":
-        near = _nearest(schema, keys)
+        near = _nearest_key(schema, keys)
         return f"{name} is unknown" + (f"; did you mean {near}?" if near else "")
     if kind == "missing":
         return f"{name} is missing" + (f"; it needs: {about}" if about else "")
@@ -67,29 +67,29 @@ def _sentence(schema: type[BaseModel], keys: Keys, detail: ErrorDetails) -> str:
         needs = needs.removeprefix("Value error, ")
         return needs if name in needs else f"{name}: {needs}"
     needs = re.sub(r"^\w+ should (be |have |match )?", "", needs)  # "Input should be a valid number"
-    return f"{name}: got {show(detail['input'])}, needs {needs}" + (f" ({about})" if about else "")
+    return f"{name}: got {format_value(detail['input'])}, needs {needs}" + (f" ({about})" if about else "")
 
 
-def _nearest(schema: type[BaseModel], keys: Keys) -> str:
+def _nearest_key(schema: type[BaseModel], keys: Keys) -> str:
     """The known key most like an unknown one: a sibling, else values elsewhere with nearly the same last name."""
-    section, leaf = dotted(keys[:-1]), str(keys[-1])
-    known = [(*key.rpartition("."), info) for key, info in fields(schema).items()]
+    section, leaf = dotted_key(keys[:-1]), str(keys[-1])
+    known = [(*key.rpartition("."), info) for key, info in list_fields(schema).items()]
     siblings = get_close_matches(leaf, [name for inside, _, name, _ in known if inside == section], n=1)
     if siblings:
-        return dotted((*keys[:-1], siblings[0]))
+        return dotted_key((*keys[:-1], siblings[0]))
     values = [(inside + dot, name) for inside, dot, name, info in known if section_type(info.annotation) is None]
     close = get_close_matches(leaf, sorted({name for _, name in values}), n=1, cutoff=0.8)
     return " or ".join(inside + name for inside, name in values if name in close)
 
 
 @cache
-def fields(schema: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
+def list_fields(schema: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
     """Dotted key -> field, of every section and value, in the schema's order."""
     found: dict[str, FieldInfo] = {}
     for name, info in schema.model_fields.items():
         found[prefix + name] = info
         if section := section_type(info.annotation):
-            found |= fields(section, f"{prefix}{name}.")
+            found |= list_fields(section, f"{prefix}{name}.")
     return found
 
 
@@ -99,12 +99,12 @@ def section_type(annotation: object) -> type[BaseModel] | None:
     return next((option for option in options if isinstance(option, type) and issubclass(option, BaseModel)), None)
 
 
-def dotted(keys: Keys) -> str:
+def dotted_key(keys: Keys) -> str:
     """("rollout", "temperature") -> "rollout.temperature" """
     return ".".join(str(key) for key in keys)
 
 
-def show(value: object) -> str:
+def format_value(value: object) -> str:
     """A value as the user wrote it, cut to one line."""
     text = mask_secrets(json.dumps(value, ensure_ascii=False, default=str))
     return text if len(text) <= 80 else text[:77] + "..."
