@@ -45,8 +45,8 @@ def serve(data: Path, folder: Path, by: str, task: str, port: int) -> None:
     """Until SIGTERM or Ctrl-C."""
     from t2g.data.load import load_records
     from t2g.loop.annotation import given_samples
-    from t2g.marking.by_hand import RECORDS_FILE, Marks
     from t2g.marking.mark_server import MarkServer
+    from t2g.marking.marks import RECORDS_FILE, Marks
     from t2g.tasks.base import get_task
 
     if not data.is_file():

@@ -9,7 +9,7 @@ import numpy as np
 from fake_endpoint import KEY_VARIABLE, answer, span
 
 from t2g.config import FeedbackConfig, StyleConfig
-from t2g.feedback.sources.asking import Chat, Completion, Question
+from t2g.feedback.sources.chat_client import Chat, ChatRequest, Completion
 from t2g.feedback.sources.llm import LLMFeedback
 from t2g.tasks.base import get_task
 from t2g.text.tokenizer import Message
@@ -42,7 +42,7 @@ class ScriptedChat(Chat):
         self.times: list[float] = []  # time.monotonic() at each
         self.answered = asyncio.Event()
 
-    async def complete(self, question: Question) -> Completion:
+    async def complete(self, question: ChatRequest) -> Completion:
         said = self.script[min(len(self.asked), len(self.script) - 1)]
         self.asked.append(question.messages)
         self.schemas.append(question.schema)

@@ -18,7 +18,7 @@ import torch
 from t2g.algo.corrections import importance_weights
 from t2g.algo.logprobs import Rows
 from t2g.algo.losses import kl_loss, policy_loss, value_loss
-from t2g.feedback.parse import make_feedback, no_feedback
+from t2g.feedback.parse import make_failed_feedback, make_feedback
 from t2g.files import entry
 from t2g.interfaces import FeedbackSource, Sampling
 from t2g.sandbox import SandboxConfig
@@ -96,7 +96,7 @@ class FakeFeedback(FeedbackSource):
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
         self.before_judge(prompt)
         if self.failing(prompt):
-            return no_feedback("failed", source=self.name, version="fake")
+            return make_failed_feedback("failed", source=self.name, version="fake")
         places = {c: [(c, k + 1) for k in range(response_text.count(c))] for c in "ab"}
         return make_feedback("a yes, b no", places["a"], places["b"], response_text, source=self.name, version="fake")
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from actors.learner.sft import run_sft
 from actors.learner.sft_rank import CHECKPOINTS, SFTProgress
 from t2g.config import ClusterConfig, ModelConfig, OptimConfig, SFTOptions
-from t2g.feedback.examples import sft_example
+from t2g.feedback.examples import make_sft_example
 from t2g.runs.identity import Identity
 from t2g.tasks.tiny.assets import build_model, build_tokenizer
 from t2g.types import TrainSequence
@@ -35,7 +35,7 @@ def make_examples(base: Path) -> list[TrainSequence]:
     tokenizer = AutoTokenizer.from_pretrained(base)
     prompts = [np.asarray(tokenizer(f"number {i}:")["input_ids"]) for i in range(len(TARGETS))]
     return [
-        sft_example(lambda room, ids=ids: ids, text, tokenizer, max_length=64)
+        make_sft_example(lambda room, ids=ids: ids, text, tokenizer, max_length=64)
         for ids, text in zip(prompts, TARGETS, strict=True)
     ]
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from t2g.feedback.parse import sentence_about
-from t2g.feedback.rewards import step_ids
+from t2g.feedback.parse import find_sentence
+from t2g.feedback.rewards import compute_step_ids
 from t2g.tasks import code_critic, human_eval
 from t2g.tasks.base import Task
 from t2g.tasks.code import _imported_names, extract_code
@@ -18,7 +18,7 @@ LENGTH = 8_000  # characters; then doubled twice
 
 
 def steps(text: str) -> None:
-    step_ids(np.zeros((1, 2)), text, Task.step_pattern)
+    compute_step_ids(np.zeros((1, 2)), text, Task.step_pattern)
 
 
 def program(text: str) -> None:
@@ -39,7 +39,7 @@ READERS: list[tuple[Callable[[str], object], str, str]] = [  # what reads, how t
     *((drastic, "", piece) for piece in ("spawn", "_exit", "kill")),
     *((world.split_clauses, "", piece) for piece in ("by ", ",", " ")),
     (revision.sentences, "", ". "),
-    (lambda text: sentence_about(text, text[-9:]), "", ".a"),
+    (lambda text: find_sentence(text, text[-9:]), "", ".a"),
     (lambda text: locate(text, text[: LENGTH // 2] + "?"), "", "a"),
 ]
 

@@ -1,6 +1,6 @@
 """An instruct model as an annotator on engines of our own: the same requests as to an endpoint, no server between.
 
-`ChatWorker` is the remote side, `ChatFleet` the driver's, which implements `t2g.feedback.sources.asking.Chat`.
+`ChatWorker` is the remote side, `ChatFleet` the driver's, which implements `t2g.feedback.sources.chat_client.Chat`.
 """
 
 import numpy as np
@@ -10,7 +10,7 @@ from actors.engines.engine import Engine
 from actors.fleet.fleet import TRIES, Fleet
 from t2g.config import FeedbackConfig
 from t2g.errors import SamplingFailed, UserError
-from t2g.feedback.sources.asking import ChatFailed, Completion, Question
+from t2g.feedback.sources.chat_client import ChatError, ChatRequest, Completion
 from t2g.text.tokenizer import check_chat_template, encode_chat
 
 
@@ -24,7 +24,7 @@ class ChatWorker(Engine):
     def check_tokenizer(self) -> None:
         check_chat_template(self._tokenizer)
 
-    async def complete(self, question: Question) -> Completion:
+    async def complete(self, question: ChatRequest) -> Completion:
         """Raises UserError for messages that the chat template refuses or the window has no room for."""
         ids = np.asarray(encode_chat(self._tokenizer, question.messages), np.int32)
         if len(ids) + question.max_output_tokens > self._config.max_model_len:
@@ -65,13 +65,13 @@ class ChatFleet(Fleet):
         self._timeout_s = min(config.engine.request_timeout_s, config.llm.request_timeout_s / TRIES)
         super().__init__({"config": config, "seed": seed}, config.engine, placement_timeout_s=placement_timeout_s)
 
-    async def complete(self, question: Question) -> Completion:
-        """Raises ChatFailed for a question that does not fit and for late workers, RunStopped when none is left."""
+    async def complete(self, question: ChatRequest) -> Completion:
+        """Raises ChatError for a question that does not fit and for late workers, RunStopped when none is left."""
         try:
             return await self.call(
                 lambda worker: worker.complete.remote(question), timeout_s=self._timeout_s, what="a chat"
             )
         except UserError as error:
-            raise ChatFailed("refused", str(error)) from None
+            raise ChatError("refused", str(error)) from None
         except SamplingFailed as error:
-            raise ChatFailed("timeout", str(error), passing=True) from None
+            raise ChatError("timeout", str(error), is_transient=True) from None

@@ -1,6 +1,6 @@
 """The span reward model as a server: guided decoding in vLLM, its own tokenizer, its own workers.
 
-Guided by a grammar of exactly the JSON that it is trained to write (`t2g.feedback.grammar.answer_grammar`).
+Guided by a grammar of exactly the JSON that it is trained to write (`t2g.feedback.grammar.make_answer_grammar`).
 `RewardWorker` is the remote side, `RewardFleet` the driver's, which implements `t2g.interfaces.FeedbackSource`.
 """
 
@@ -16,9 +16,9 @@ from actors.fleet.fleet import TRIES, Fleet
 from t2g.config import FeedbackConfig, RewardEngineConfig
 from t2g.errors import SamplingFailed, UserError
 from t2g.feedback.card import check_card, make_card
-from t2g.feedback.examples import target_ids
-from t2g.feedback.grammar import answer_grammar
-from t2g.feedback.parse import begun_answer, no_feedback, parse_answer
+from t2g.feedback.examples import encode_target
+from t2g.feedback.grammar import make_answer_grammar
+from t2g.feedback.parse import format_answer_prefix, make_failed_feedback, parse_answer
 from t2g.feedback.reward_prompt import build_feedback_prompt
 from t2g.runs.contents import content_hash
 from t2g.tasks.base import Task
@@ -57,7 +57,7 @@ class RewardWorker(Engine):
         """
         begun_ids, begun, grammar = np.zeros(0, np.int32), "", self._guide
         if critique is not None:
-            whole = begun_answer(critique)
+            whole = format_answer_prefix(critique)
             begun_ids, begun = begin_answer(whole, self._tokenizer)
             grammar = self._grammar(whole[len(begun) :])
         ids = self._prompt_ids(prompt, response_text, self._config.max_prompt_tokens - len(begun_ids))
@@ -80,13 +80,13 @@ class RewardWorker(Engine):
     def _prompt_ids(self, prompt: Prompt, response_text: str, room: int) -> np.ndarray:
         return build_feedback_prompt(self._task, prompt, response_text, self._tokenizer, room, style=self._style)
 
-    def _grammar(self, rest_of_critique: str | None = None) -> str:
-        return answer_grammar(
+    def _grammar(self, critique_suffix: str | None = None) -> str:
+        return make_answer_grammar(
             max_critique_chars=self._config.max_critique_chars,
             max_spans=self._config.max_spans,
             max_quote_chars=self._config.max_quote_chars,
             style=self._style,
-            rest_of_critique=rest_of_critique,
+            critique_suffix=critique_suffix,
         )
 
 
@@ -96,7 +96,7 @@ def begin_answer(begun: str, tokenizer: Any) -> tuple[np.ndarray, str]:
     The last token is left to the model: in training it may have held characters of what follows as well, a full stop
     and the quotation mark behind it. Nor is a character cut in two.
     """
-    ids = target_ids(begun, tokenizer)[:-2]
+    ids = encode_target(begun, tokenizer)[:-2]
     while not begun.startswith(text := decode(tokenizer, ids)):
         ids = ids[:-1]
     return ids, text
@@ -162,7 +162,7 @@ class RewardFleet(Fleet):
             )
         except (SamplingFailed, UserError) as error:
             logger.warning("no feedback: %s", error)
-            return no_feedback("failed", source=SOURCE, version=self.version, reason=str(error))
+            return make_failed_feedback("failed", source=SOURCE, version=self.version, reason=str(error))
 
     def forget(self) -> None:
         """Every answer that was kept: a run that is timed must not profit from one before it."""

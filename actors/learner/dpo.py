@@ -13,7 +13,7 @@ import numpy as np
 from actors.learner.learner import LearnerGroup
 from actors.learner.parts import LearnerSpec
 from t2g.config import ClusterConfig, LearnerConfig, ModelConfig
-from t2g.data.batching import draw_steps, loss_shares
+from t2g.data.batching import draw_steps, normalize_weights
 from t2g.study.baselines import PreferencePair
 from t2g.types import PairedSequence, TrainBatch, TrainSequence
 
@@ -49,7 +49,7 @@ def train_dpo(
             if stop():
                 return None
             both = [sequences[2 * pair + i] for pair in chosen for i in (0, 1)]
-            metrics = group.update(TrainBatch(minibatches=(loss_shares(both),))).metrics
+            metrics = group.update(TrainBatch(minibatches=(normalize_weights(both),))).metrics
             on_progress(step)
         group.export(out_folder)
     last = {name: metrics[f"policy/{name}"] for name in ("loss", "accuracy", "margin", "grad_norm")}

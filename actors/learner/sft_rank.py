@@ -19,7 +19,7 @@ from actors.learner.learner import LearnerWorker
 from actors.learner.parts import LearnerSpec
 from t2g.algo.losses import Metrics
 from t2g.config import SFTOptions
-from t2g.data.batching import draw_steps, loss_shares
+from t2g.data.batching import draw_steps, normalize_weights
 from t2g.runs.checkpoint import CheckpointStore
 from t2g.types import TrainBatch, TrainSequence
 
@@ -74,7 +74,7 @@ def train_loop(config: dict[str, Any]) -> None:
     num_tokens = 0
     for step, chosen in enumerate(steps[job.done :], start=job.done + 1):
         torch.manual_seed(((seed * 1_000_003 + step) * 1_000_003 + rank) % 2**63)  # dropout is a function of it
-        batch = TrainBatch(minibatches=(loss_shares([examples[i] for i in chosen]),))
+        batch = TrainBatch(minibatches=(normalize_weights([examples[i] for i in chosen]),))
         recent.append(worker.update("policy", batch, f"{LABEL}, step {step}, examples {_short(chosen)}"))
         num_tokens += sum(len(examples[i]) for i in chosen)
         progress: SFTProgress | None = None

@@ -20,9 +20,9 @@ from t2g.data.load import load_records
 from t2g.data.prompts import make_prompts
 from t2g.errors import RunStopped, Stopped, UserError
 from t2g.feedback.records import AnnotatedRecord, write_annotated
-from t2g.feedback.sources.asking import BYTES_PER_TOKEN
+from t2g.feedback.sources.chat_client import BYTES_PER_TOKEN
 from t2g.feedback.sources.human import HumanFeedback
-from t2g.feedback.sources.llm import cost_words
+from t2g.feedback.sources.llm import estimate_cost
 from t2g.feedback.sources.make import make_local_source
 from t2g.files import write_atomic
 from t2g.interfaces import FeedbackSource, Sampling
@@ -268,5 +268,5 @@ def tell_tokens(config: AnnotateJob, samples: Sequence[Sample]) -> None:
     items = [(s.prompt, s.response or longest) for s in samples]
     if config.annotate.source == "human":
         human = _human(config)
-        items = [item for item in items if human.wants_aligner(*item)]
-    print(cost_words(items, config.annotate, get_task(config.task)))
+        items = [item for item in items if human.needs_aligner(*item)]
+    print(estimate_cost(items, config.annotate, get_task(config.task)))

@@ -31,7 +31,7 @@ from t2g.data.load import load_records
 from t2g.data.prompts import make_prompts
 from t2g.errors import RunStopped, Stopped
 from t2g.feedback.parse import read_judgement
-from t2g.feedback.records import AnnotatedRecord, annotated_record, load_annotated, write_annotated
+from t2g.feedback.records import AnnotatedRecord, load_annotated, make_annotated_record, write_annotated
 from t2g.files import write_atomic
 from t2g.interfaces import FeedbackSource
 from t2g.loop.sampling import JudgedResponse, sampling_of
@@ -269,7 +269,7 @@ def relabelled(record: AnnotatedRecord, style: StyleConfig) -> AnnotatedRecord:
     critic = TinyTask().critic(style=style, sandbox=SandboxConfig())
     answer = critic(record.prompt, record.response, payload=record.payload)
     said = read_judgement(answer, record.response, source=record.source, version=record.version)
-    return annotated_record(record.to_prompt(), record.response, said, sample_index=record.sample_index)
+    return make_annotated_record(record.to_prompt(), record.response, said, sample_index=record.sample_index)
 
 
 # ------------------------------------------------------------------------------------------------------------- figures

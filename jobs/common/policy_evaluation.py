@@ -26,7 +26,7 @@ from t2g.config import ModelConfig, PolicyEvaluationJob
 from t2g.data.load import load_records
 from t2g.data.prompts import make_prompts
 from t2g.errors import RunStopped, SamplingFailed, UserError
-from t2g.feedback.sources.asking import Asker, ChatFailed, Question
+from t2g.feedback.sources.chat_client import ChatClient, ChatError, ChatRequest
 from t2g.feedback.sources.endpoint import EndpointChat
 from t2g.interfaces import RolloutSource, Sampling
 from t2g.loop.annotation import Turns
@@ -110,7 +110,7 @@ class Evaluation:
         self.prompts = check_references(self.prompts, self.task, config.sandbox, config.concurrency, leave_out=False)
         self.folder = begin_folder(config, RESPONSES)
         servers = [*config.endpoints.values(), *config.judges.values()]
-        self._askers = {llm: Asker(EndpointChat(llm), llm, config.timeout_s) for llm in servers}
+        self._askers = {llm: ChatClient(EndpointChat(llm), llm, config.timeout_s) for llm in servers}
         self._measure_version = measure_version(config, self.task)
         self._answer_files = {name: self.folder / RESPONSES / name / "responses.jsonl" for name in config.names}
         self._models = {name: self._model(name) for name in config.served}
@@ -191,8 +191,8 @@ class Evaluation:
         patience_s = config.timeout_s if far else DRAIN_S
         collect(path, Answers, f"responses of {name}", prompts, ask, at_once, patience_s, stop)
 
-    def _to_server(self, prompt: Prompt, sampling: Sampling, index: int) -> Question:
-        return Question(
+    def _to_server(self, prompt: Prompt, sampling: Sampling, index: int) -> ChatRequest:
+        return ChatRequest(
             messages=self.task.policy_messages(self._records[prompt.prompt_id]),
             schema={},
             max_output_tokens=sampling.max_new_tokens,
@@ -223,7 +223,7 @@ class Evaluation:
 
     def _judge(self, name: str, stop: StopFlag) -> list[Judgement]:
         """Return a judge's verdicts on the first responses of every pair, in both orders; ask for missing ones."""
-        llm, items = self.config.judges[name], dict[str, tuple[Judgement, Question]]()
+        llm, items = self.config.judges[name], dict[str, tuple[Judgement, ChatRequest]]()
         answers = {policy: self.answers(policy) for policy in self.config.names}
         for first, second in permutations(self.config.names, 2):
             for prompt, *rows in zip(self.prompts, answers[first], answers[second], strict=True):
@@ -233,7 +233,7 @@ class Evaluation:
                 key = content_key(about, llm.model, request)
                 items[key] = Judgement(key=key, **about), request
 
-        async def ask(key: str, item: tuple[Judgement, Question]) -> Judgement:
+        async def ask(key: str, item: tuple[Judgement, ChatRequest]) -> Judgement:
             row, request = item
             answer = await self._askers[llm].ask(request)
             return row.model_copy(update=read_verdict(answer.text))
@@ -280,7 +280,7 @@ def collect(
     async def one(key: str, item: Any) -> None:
         async with turns.one() as begins:
             if begins:
-                with suppress(ChatFailed, SamplingFailed):  # the journal then lacks the row
+                with suppress(ChatError, SamplingFailed):  # the journal then lacks the row
                     journal.append(await ask(key, item))
                     bar.advance()
 

@@ -13,8 +13,8 @@ from jobs.common.fleets import Fleets, on_cluster
 from jobs.common.supervised import MODEL, supervise
 from t2g.config import DataConfig, EvaluateJob, FeedbackConfig, RewardJob, ScoreJob, StyleConfig, with_overrides
 from t2g.errors import UserError
-from t2g.feedback.card import make_card, read_card, style_words, write_card
-from t2g.feedback.examples import reward_examples
+from t2g.feedback.card import format_style, make_card, read_card, write_card
+from t2g.feedback.examples import make_reward_examples
 from t2g.feedback.records import AnnotatedRecord, load_annotated
 from t2g.files import write_atomic
 from t2g.report.reward_page import write_evaluation
@@ -52,7 +52,7 @@ def read_data(config: RewardJob) -> RewardData:
             f"data.path={config.data.path}: style.critique is on, and no record that could be used has a critique; "
             "set style.critique=false, or take records that were annotated with one"
         )
-    examples = reward_examples(records, task, tokenizer, max_length=config.sft.max_length, style=config.style)
+    examples = make_reward_examples(records, task, tokenizer, max_length=config.sft.max_length, style=config.style)
     return RewardData(tokenizer=tokenizer, examples=examples, heldout=heldout[: config.eval_records])
 
 
@@ -67,8 +67,8 @@ def check_style(name: str, path: str, style: StyleConfig) -> None:
         return
     if made.labels != style.labels or (style.critique and not made.critique):
         raise UserError(
-            f"{name}={path} holds feedback {style_words(made)} (says {DONE_FILE} beside it), not "
-            f"{style_words(style)}; set style to what was annotated, or annotate again with that annotate.style"
+            f"{name}={path} holds feedback {format_style(made)} (says {DONE_FILE} beside it), not "
+            f"{format_style(style)}; set style to what was annotated, or annotate again with that annotate.style"
         )
 
 
@@ -123,7 +123,7 @@ def evaluate_reward(
         "reward_model": config.feedback.reward_model,
         "data": config.data.path,
         "task": config.task,
-        "style": style_words(config.feedback.style),
+        "style": format_style(config.feedback.style),
     }
     result = write_evaluation(folder, about=about, records=records, judged=judged, seed=config.run.seed)
     return result["metrics"]

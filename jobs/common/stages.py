@@ -42,9 +42,9 @@ from t2g.config import (
 from t2g.config.jobs import WINDOWS
 from t2g.config.marks import paths
 from t2g.data.load import load_records
-from t2g.data.prompts import make_prompts, revision_ids
+from t2g.data.prompts import encode_revision, make_prompts
 from t2g.errors import UserError
-from t2g.feedback.examples import sft_example
+from t2g.feedback.examples import make_sft_example
 from t2g.feedback.records import AnnotatedRecord, load_annotated
 from t2g.files import write_atomic
 from t2g.runs import identity
@@ -227,7 +227,7 @@ def _train_reviser(job: SFTJob) -> dict[str, Any]:
         critique = thinned(record.critique, rng)
 
         def build(room: int) -> np.ndarray:
-            ids = revision_ids(task, record.to_prompt(), record.response, critique, tokenizer, room)
+            ids = encode_revision(task, record.to_prompt(), record.response, critique, tokenizer, room)
             if ids is None:
                 raise UserError(
                     f"the revision of prompt {record.prompt_id} needs more than {job.sft.max_length} tokens"
@@ -235,7 +235,7 @@ def _train_reviser(job: SFTJob) -> dict[str, Any]:
             return ids
 
         target = corrected(record.payload["facts"], record.response, critique)
-        return sft_example(build, target, tokenizer, max_length=job.sft.max_length)
+        return make_sft_example(build, target, tokenizer, max_length=job.sft.max_length)
 
     return supervise(job, [example(record) for record in load_annotated(job.data)], title="reviser")
 

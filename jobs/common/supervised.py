@@ -10,7 +10,7 @@ from jobs.common.run_folder import SMOKE_STEPS, begin_folder
 from t2g.config import SFTJob, with_overrides
 from t2g.data.batching import count_steps
 from t2g.data.load import load_records
-from t2g.feedback.examples import policy_examples
+from t2g.feedback.examples import make_policy_examples
 from t2g.report.model_card import write_model_card
 from t2g.runs import identity
 from t2g.runs.log import RunLog
@@ -27,7 +27,7 @@ def read_examples(config: SFTJob) -> list[TrainSequence]:
     """What a policy learns from, read before any process is started. UserError for what cannot be used."""
     task, tokenizer = get_task(config.task), load_tokenizer(config.model.policy, config.model.revision)
     records, length = load_records(config.data), config.sft.max_length
-    return policy_examples(records, task, tokenizer, max_length=length, too_long=config.data.too_long)
+    return make_policy_examples(records, task, tokenizer, max_length=length, too_long=config.data.too_long)
 
 
 def supervise(config: SFTJob, examples: Sequence[TrainSequence], *, title: str) -> dict[str, float]:

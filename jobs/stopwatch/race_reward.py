@@ -12,7 +12,7 @@ from jobs.stopwatch.bare import BareEngine, OurEngine, begin
 from jobs.stopwatch.watch import Bench, Done, Race, Record, Side
 from t2g.config import FeedbackConfig
 from t2g.feedback.card import make_card, write_card
-from t2g.feedback.grammar import answer_grammar
+from t2g.feedback.grammar import make_answer_grammar
 from t2g.feedback.reward_prompt import build_feedback_prompt
 from t2g.tasks.base import SPARSE, get_task
 from t2g.types import Prompt
@@ -29,7 +29,7 @@ async def measure(bench: Bench) -> list[Record]:
     prompts = [replace(prompt, prompt_id=f"r{i}") for i, prompt in enumerate(bench.models.prompts[:ANSWERS])]
     tokenizer = bench.models.tokenizer
     ids = [build_feedback_prompt(task, p, RESPONSE, tokenizer, engine.max_prompt_tokens) for p in prompts]
-    grammar = answer_grammar(
+    grammar = make_answer_grammar(
         max_critique_chars=engine.max_critique_chars, max_spans=engine.max_spans, max_quote_chars=engine.max_quote_chars
     )
     how = {"temperature": 0.0, "max_tokens": engine.max_new_tokens, "stop_token_ids": [tokenizer.eos_token_id]}

@@ -1,9 +1,9 @@
 """The losses: PPO's clipped ones and the k3 penalty, supervised training's, DPO's. [N] are the response tokens.
 
-weights [N] hold each token's share of the *global* mean (`t2g.data.batching.loss_shares`); over a whole minibatch, all
-microbatches of all ranks, they sum to 1. So the values and metrics returned here are shares: they add up over
-microbatches and ranks. A metric whose name ends in _max is the exception: its maximum is the global one. A token with
-weight 0 is out of value and gradient, whatever its numbers are.
+weights [N] hold each token's share of the *global* mean (`t2g.data.batching.normalize_weights`); over a whole
+minibatch, all microbatches of all ranks, they sum to 1. So the values and metrics returned here are shares: they add
+up over microbatches and ranks. A metric whose name ends in _max is the exception: its maximum is the global one.
+A token with weight 0 is out of value and gradient, whatever its numbers are.
 """
 
 import torch

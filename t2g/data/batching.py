@@ -108,12 +108,12 @@ def make_rows(sequences: Sequence[Rollout | TrainSequence]) -> tuple[np.ndarray,
     return ids, np.concatenate(index)
 
 
-def loss_shares(sequences: Sequence[AnySequence]) -> tuple[AnySequence, ...]:
+def normalize_weights(sequences: Sequence[AnySequence]) -> tuple[AnySequence, ...]:
     """The sequences of one optimizer step with weights that sum to 1. Some token has a weight.
 
     >>> a = TrainSequence(prompt_ids=[5], response_ids=[6, 7], weights=np.ones(2))
     >>> b = TrainSequence(prompt_ids=[8], response_ids=[9], weights=np.array([6.0]))
-    >>> [s.weights.tolist() for s in loss_shares([a, b])]
+    >>> [s.weights.tolist() for s in normalize_weights([a, b])]
     [[0.125, 0.125], [0.75]]
     """
     total = sum(float(s.weights.sum(dtype=np.float64)) for s in sequences)
@@ -136,7 +136,7 @@ def make_train_batch(
         for chosen in np.array_split(order, minibatches_per_epoch):
             part = [samples[i] for i in chosen]
             if any(s.weights.any() for s in part):
-                minibatches.append(loss_shares(part))
+                minibatches.append(normalize_weights(part))
     if not minibatches:
         raise ValueError(f"none of the {len(samples)} samples has a token with a weight: there is nothing to learn")
     return TrainBatch(minibatches=tuple(minibatches), kl_coef=kl_coef)

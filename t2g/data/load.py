@@ -30,7 +30,7 @@ def load_records(config: DataConfig, key: str = "data") -> list[dict[str, Any]]:
     A JSON object of records, as the paper's authors publish SLF5K, gives each record its key as `id`. Messages name the
     config's section by `key`.
     Raises UserError with file and line for a file that is missing, empty or broken, for a missing column, and for a
-    value that no journal can hold, see `why_not_kept`.
+    value that no journal can hold, see `describe_unserializable`.
     """
     path = Path(config.path)
     if path.is_file():
@@ -51,22 +51,22 @@ def load_records(config: DataConfig, key: str = "data") -> list[dict[str, Any]]:
     return [_rename(row, number, config) for number, row in enumerate(read, start=1)]
 
 
-def why_not_kept(value: Any, depth: int = MAX_DEPTH) -> str:
+def describe_unserializable(value: Any, depth: int = MAX_DEPTH) -> str:
     """Why a journal could not hold this value and be read again, as the end of a sentence; "" where it can.
 
-    >>> why_not_kept({"image": b"GIF"})
+    >>> describe_unserializable({"image": b"GIF"})
     'holds bytes, which no journal can keep'
     """
     if isinstance(value, dict | list | tuple):
         inner = value.values() if isinstance(value, dict) else value
-        deeper = (why_not_kept(item, depth - 1) for item in inner)
+        deeper = (describe_unserializable(item, depth - 1) for item in inner)
         return next(filter(None, deeper), "") if depth else f"is nested more than {MAX_DEPTH} deep"
     return "" if isinstance(value, _PLAIN) else f"holds {type(value).__name__}, which no journal can keep"
 
 
 def _rename(row: dict[str, Any], number: int, config: DataConfig) -> dict[str, Any]:
     for name, value in row.items():
-        if reason := why_not_kept(value):
+        if reason := describe_unserializable(value):
             raise UserError(f"record {number} of {config.path}: field {name} {reason}")
     renamed = {ours: row[theirs] for ours, theirs in config.columns.items() if theirs in row}
     return {key: value for key, value in row.items() if key not in config.columns.values()} | renamed

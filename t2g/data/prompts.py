@@ -60,7 +60,7 @@ def make_prompts(
             asked = {}
             if tokenizer is not None:
                 cut = too_long == "truncate"
-                asked = {"prompt_ids": policy_prompt_ids(record, task, tokenizer, max_prompt_tokens, cut=cut)}
+                asked = {"prompt_ids": encode_policy_prompt(record, task, tokenizer, max_prompt_tokens, cut=cut)}
             prompts[prompt_id] = Prompt(
                 prompt_id=prompt_id,
                 prompt_text=task.prompt_text(record),
@@ -84,7 +84,7 @@ def make_prompts(
     return list(prompts.values())
 
 
-def policy_prompt_ids(
+def encode_policy_prompt(
     record: Record, task: Task, tokenizer: Any, max_prompt_tokens: int, *, cut: bool = False
 ) -> np.ndarray:
     """What the policy reads, in sampling and in supervised training. -> [P] int32, P <= max_prompt_tokens.
@@ -112,7 +112,7 @@ def _shortened(messages: Sequence[Message], longest: Message, limit: int | None)
     return [{**m, "content": m["content"][:limit]} if m is longest else m for m in messages]
 
 
-def revision_ids(
+def encode_revision(
     task: Task,
     prompt: Prompt,
     response_text: str,

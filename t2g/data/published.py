@@ -28,12 +28,12 @@ _SEVERITIES = {"wrong_code": 3, "improvement_code": 1, "improvable_code": 1}  # 
 _OBJECTS = ("annotations", "analysis", "spans")
 
 
-def translate(row: Mapping[str, Any], ours: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+def translate_row(row: Mapping[str, Any], ours: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """(fields under our names, everything else) of a row. ValueError in a sentence for what cannot be meant.
 
     ours: our field names, which count before published ones; a null is no value.
 
-    >>> translate({"Post": "p", "Poor spans": ["x"], "wrong_code": ["y"], "n": 1}, {"prompt", "poor"})
+    >>> translate_row({"Post": "p", "Poor spans": ["x"], "wrong_code": ["y"], "n": 1}, {"prompt", "poor"})
     ({'prompt': 'p', 'poor': ['x', {'quote': 'y', 'severity': 3}]}, {'n': 1})
     """
     fields: dict[str, Any] = {}
@@ -54,7 +54,7 @@ def translate(row: Mapping[str, Any], ours: Collection[str]) -> tuple[dict[str, 
     if isinstance(fields.get("response"), list):
         fields["response"] = _last_content(fields["response"])
     if "word_score_list" in extra and isinstance(fields.get("response"), str):
-        fields["spans"] = word_spans(extra.pop("word_score_list"), fields["response"])
+        fields["spans"] = make_word_spans(extra.pop("word_score_list"), fields["response"])
     return fields, extra
 
 
@@ -93,13 +93,13 @@ def _last_content(messages: list[Any]) -> str:
     return last["content"]
 
 
-def word_spans(words: Any, response: str) -> list[dict[str, int]]:
+def make_word_spans(words: Any, response: str) -> list[dict[str, int]]:
     """Spans of runs of words with the same score, the words looked for one after the other in `response`.
 
     words: [word, score] or {"word", "score"} each; a score above 0 is good, below 0 poor. A word that does not come is
     passed over and ends the run.
 
-    >>> word_spans([["a", 0], ["red", "-1"], ["phone", -1], ["hums", 1]], "a red phone hums")
+    >>> make_word_spans([["a", 0], ["red", "-1"], ["phone", -1], ["hums", 1]], "a red phone hums")
     [{'start': 2, 'end': 11, 'label': -1}, {'start': 12, 'end': 16, 'label': 1}]
     """
     spans: list[dict[str, int]] = []

@@ -29,7 +29,7 @@ from t2g.deploy.pods import ROLE_LABEL, PodGroup, most_per_pod, pod_groups, sati
 from t2g.deploy.preflight import Findings, models
 from t2g.errors import UserError
 from t2g.sandbox import available
-from t2g.text.positions import uneven_heads
+from t2g.text.positions import find_uneven_heads
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "gathered", "logits", "lent", "graphs", "cache", "other")
 MIN_PLACEMENT_S = 600  # a new node, an image of some GB, a Ray that starts
@@ -170,7 +170,7 @@ def _problems(config: JobConfig, shapes: Mapping[str, ModelShape], fits: Fits, g
                 raised = f"raise {section}.gpus or lower max_model_len"
                 yield f"{section}: not one sequence fits beside the weights; {raised}"
             heads = shapes[group.name].num_attention_heads, shapes[group.name].num_key_value_heads
-            if why := uneven_heads(*heads, role.tensor_parallel):
+            if why := find_uneven_heads(*heads, role.tensor_parallel):
                 yield f"{section}.gpus is {role.gpus:g}, and the model has {why}; take a number that divides them"
             if group.name in beside and role.gpu_memory_utilization * gpu_bytes > room:
                 yield (

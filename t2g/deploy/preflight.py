@@ -37,7 +37,7 @@ from t2g.runs.progress import log_duration
 from t2g.sandbox import available
 from t2g.tasks.base import Task, get_task
 from t2g.text.positions import check_head_size, check_heads, check_positions
-from t2g.text.tokenizer import ask_hub, check_chat_template, check_model, load_tokenizer
+from t2g.text.tokenizer import check_chat_template, check_hub, check_model, load_tokenizer
 
 ADAPTER_FILE = "adapter_config.json"
 DATA_KEYS = ("data", "eval_data")
@@ -209,7 +209,7 @@ def _check_data(key: str, data: DataConfig) -> bool:
         check_revision(key, data)
         read = Path(os.environ.get("HF_DATASETS_CACHE", f"{HF_HOME}/datasets"), data.path.replace("/", "___"))
         fetched = Path(HF_HUB_CACHE, f"datasets--{data.path.replace('/', '--')}")
-        ask_hub(f"{key}.path", data.path, data.revision, "dataset", lambda: read.is_dir() or fetched.is_dir())
+        check_hub(f"{key}.path", data.path, data.revision, "dataset", lambda: read.is_dir() or fetched.is_dir())
     return True
 
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from t2g.config import Section, StyleConfig
 from t2g.config.validation_errors import format_first_error
 from t2g.errors import UserError
-from t2g.feedback.reward_prompt import prompt_version
+from t2g.feedback.reward_prompt import compute_prompt_version
 from t2g.files import write_atomic
 from t2g.tasks.base import Task
 
@@ -30,7 +30,7 @@ class RewardCard(Section):
 
 
 def make_card(task: Task, style: StyleConfig) -> RewardCard:
-    return RewardCard(task=task.name, style=style, prompt_version=prompt_version(task, style=style))
+    return RewardCard(task=task.name, style=style, prompt_version=compute_prompt_version(task, style=style))
 
 
 def write_card(folder: Path, card: RewardCard) -> None:
@@ -70,8 +70,8 @@ def check_card(folder: Path, asked: RewardCard) -> None:
 
 
 def _words(card: RewardCard) -> str:
-    return f"task {card.task}, {style_words(card.style)}"
+    return f"task {card.task}, {format_style(card.style)}"
 
 
-def style_words(style: StyleConfig) -> str:
+def format_style(style: StyleConfig) -> str:
     return f"{'with' if style.critique else 'without'} a critique, {style.labels} labels"

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from t2g.config import StyleConfig
-from t2g.data.prompts import PromptTooLongError, policy_prompt_ids
+from t2g.data.prompts import PromptTooLongError, encode_policy_prompt
 from t2g.errors import UserError
-from t2g.feedback.records import AnnotatedRecord, first_few
+from t2g.feedback.records import AnnotatedRecord, shorten_list
 from t2g.feedback.reward_prompt import build_feedback_prompt
 from t2g.tasks.base import SPARSE, Record, Task
 from t2g.types import TrainSequence
@@ -18,7 +18,7 @@ from t2g.types import TrainSequence
 logger = logging.getLogger(__name__)
 
 
-def target_ids(text: str, tokenizer: Any) -> np.ndarray:
+def encode_target(text: str, tokenizer: Any) -> np.ndarray:
     """`text` and the end-of-sequence token, [R] int32. UserError when the tokenizer has none.
 
     Text that spells a special token stays text: a critique that quotes "<|end|>" must not teach to stop there.
@@ -29,7 +29,7 @@ def target_ids(text: str, tokenizer: Any) -> np.ndarray:
     return np.asarray([*ids, tokenizer.eos_token_id], np.int32)
 
 
-def policy_examples(
+def make_policy_examples(
     records: Sequence[Record], task: Task, tokenizer: Any, *, max_length: int, too_long: str = "error"
 ) -> list[TrainSequence]:
     """Each record's prompt with its reference as the target. UserError with the record's number (from 1).
@@ -42,8 +42,8 @@ def policy_examples(
             reference = task.reference(record)
             if reference is None:
                 raise ValueError(f"task {task.name} finds no reference to learn from in it")
-            build = partial(policy_prompt_ids, record, task, tokenizer, cut=too_long == "truncate")
-            examples.append(sft_example(build, reference, tokenizer, max_length=max_length))
+            build = partial(encode_policy_prompt, record, task, tokenizer, cut=too_long == "truncate")
+            examples.append(make_sft_example(build, reference, tokenizer, max_length=max_length))
         except ValueError as error:
             if too_long != "skip" or not isinstance(error, PromptTooLongError):
                 raise UserError(f"data record {number}: {error}") from error
@@ -52,7 +52,7 @@ def policy_examples(
     return examples
 
 
-def reward_examples(
+def make_reward_examples(
     records: Sequence[AnnotatedRecord],
     task: Task,
     tokenizer: Any,
@@ -77,18 +77,18 @@ def reward_examples(
         target = record.target(style)
         build = partial(build_feedback_prompt, task, record.to_prompt(), record.response, tokenizer, style=style)
         try:
-            examples.append(sft_example(build, target, tokenizer, max_length=max_length))
+            examples.append(make_sft_example(build, target, tokenizer, max_length=max_length))
         except UserError as error:
             left_out.append(f"record {number} (prompt {record.prompt_id}): {error}")
     if not examples:
         why = left_out[0] if left_out else "none has feedback"
         raise UserError(f"none of the {len(records)} annotated records can be used; {why}")
     if left_out:
-        logger.warning("%d annotated records are left out; %s", len(left_out), "; ".join(first_few(left_out)))
+        logger.warning("%d annotated records are left out; %s", len(left_out), "; ".join(shorten_list(left_out)))
     return examples
 
 
-def sft_example(
+def make_sft_example(
     build_prompt: Callable[[int], np.ndarray],
     target: str,
     tokenizer: Any,
@@ -104,7 +104,7 @@ def sft_example(
     Raises:
         UserError: the target alone leaves no room for a prompt.
     """
-    ids = target_ids(target, tokenizer)
+    ids = encode_target(target, tokenizer)
     room = max_length - len(ids)
     if room < 1:
         raise UserError(f"a target of {len(ids)} tokens leaves no room for its prompt in sft.max_length={max_length}")

@@ -6,13 +6,13 @@ from t2g.tasks.base import SPARSE
 BLOCK = 40  # characters of a block of a bounded text
 
 
-def answer_grammar(
+def make_answer_grammar(
     *,
     max_critique_chars: int,
     max_spans: int,
     max_quote_chars: int,
     style: StyleConfig = SPARSE,
-    rest_of_critique: str | None = None,
+    critique_suffix: str | None = None,
 ) -> str:
     """Grammar (EBNF as xgrammar reads it) of exactly the JSON that `t2g.feedback.parse` formats, bounded in length.
 
@@ -20,11 +20,11 @@ def answer_grammar(
     a quotation mark or a line end, and vLLM then writes other separators than those of training. A text of n characters
     with up to n / 40 escapes always fits into a bound of n, and none is longer than 2 n + 39.
 
-    rest_of_critique: of an answer that begins as `begun_answer` does, what of that beginning is yet to be written.
+    critique_suffix: the part of `format_answer_prefix` that is yet to be written, as JSON.
     """
     more = f'(", " quote){{0,{max_spans - 1}}}'
-    if rest_of_critique is not None:
-        literal = rest_of_critique.replace("\\", "\\\\").replace('"', '\\"')  # it is JSON: no control characters in it
+    if critique_suffix is not None:
+        literal = critique_suffix.replace("\\", "\\\\").replace('"', '\\"')  # it is JSON: no control characters in it
         start, critique = f'"{literal}\\", "', ""
     elif style.critique:
         start = '"{\\"critique\\": \\"" critique "\\", "'

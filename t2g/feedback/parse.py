@@ -20,9 +20,9 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from t2g.config import StyleConfig
 from t2g.config.validation_errors import format_first_error
-from t2g.data.load import why_not_kept
+from t2g.data.load import describe_unserializable
 from t2g.tasks.base import SPARSE
-from t2g.text.quotes import locate, occurrence_at, places
+from t2g.text.quotes import find_occurrence, locate, places
 from t2g.types import FinishReason, Severity, Span, SpanFeedback
 
 MAX_ANSWER_CHARS = 65_536  # an answer, a critique or an execution that is longer is not looked at
@@ -52,13 +52,13 @@ class Quote(BaseModel):
         return {"quote": self.quote, **other} if other else self.quote
 
 
-def quote_of(response_text: str, span: Span) -> Quote:
+def make_quote(response_text: str, span: Span) -> Quote:
     """The words of a span."""
     text = response_text[span.start : span.end]
-    return Quote(quote=text, occurrence=occurrence_at(response_text, text, span.start), severity=span.severity)
+    return Quote(quote=text, occurrence=find_occurrence(response_text, text, span.start), severity=span.severity)
 
 
-def read_piece(item: Any, label: Literal[-1, 1]) -> Quote | Span:
+def parse_piece(item: Any, label: Literal[-1, 1]) -> Quote | Span:
     """What a critic may give for a piece of the response: "text", (text, occurrence), a Quote or its JSON, a half-open
     range (start, end) of the response's characters, or a Span of this label. ValueError for anything else.
     """
@@ -88,7 +88,7 @@ def format_answer(critique: str, good: Iterable[Quote], poor: Iterable[Quote], *
     return json.dumps(answer, ensure_ascii=False)
 
 
-def begun_answer(critique: str) -> str:
+def format_answer_prefix(critique: str) -> str:
     """`format_answer` up to the last character of the critique, its closing quotation mark not included."""
     return f'{{"critique": {json.dumps(_whole(critique), ensure_ascii=False)[:-1]}'
 
@@ -111,7 +111,7 @@ def parse_answer(
     kinds: dict[str, type] = ({"critique": str} if style.critique else {}) | {"good": list, "poor": list}
     answer = load_answer(text, kinds) if finish_reason == "stop" else "the answer was cut at its length limit"
     if isinstance(answer, str):
-        return no_feedback("unparsable", source=source, version=version, reason=answer)
+        return make_failed_feedback("unparsable", source=source, version=version, reason=answer)
     return make_feedback(
         answer["critique"] if style.critique else "",
         [_quote_or_none(item) for item in answer["good"]],
@@ -145,7 +145,7 @@ def _quote_or_none(item: Any) -> Quote | None:
 
 def read_judgement(answer: Any, response_text: str, *, source: str, version: str) -> SpanFeedback:
     """The feedback in what a program gives: (critique, good pieces, poor pieces), or a dict of critique, good, poor and
-    perhaps execution; for pieces see `read_piece`. ValueError in a sentence for rubbish.
+    perhaps execution; for pieces see `parse_piece`. ValueError in a sentence for rubbish.
 
     The pieces may be any iterables, which may raise or never end: at most MAX_QUOTES + 1 of each are taken, so that
     one too many still counts as not located.
@@ -179,7 +179,7 @@ def _plain_execution(execution: Any) -> dict[str, Any]:
     """A copy that a JSON file can hold. ValueError for anything else."""
     if not isinstance(execution, dict):
         raise ValueError(f"the execution is {execution!r:.80}; it needs to be a dict of plain JSON")
-    if reason := why_not_kept(execution):
+    if reason := describe_unserializable(execution):
         raise ValueError(f"the execution needs to be plain JSON: it {reason}")
     try:
         text = _whole(json.dumps(execution, ensure_ascii=False, allow_nan=False))
@@ -200,7 +200,7 @@ def make_feedback(
     version: str,
     execution: Mapping[str, Any] = MappingProxyType({}),
 ) -> SpanFeedback:
-    """The feedback of a critique with its good and poor pieces (see `read_piece`); None stands for an unreadable one.
+    """The feedback of a critique with its good and poor pieces (see `parse_piece`); None stands for an unreadable one.
 
     Pieces that do not stand in the response, or are blank, are left out and counted; the same span twice is one span.
     Raises ValueError for what is no piece.
@@ -211,13 +211,13 @@ def make_feedback(
     claimed: dict[tuple[int, int], int] = {}  # sentence of the critique -> label of the spans that it speaks of
     for label, items in ((1, good), (-1, poor)):
         for item in items[:MAX_QUOTES]:
-            piece = None if item is None else read_piece(item, label)
+            piece = None if item is None else parse_piece(item, label)
             span = _located(piece, label, response_text) if isinstance(piece, Quote) else piece
             if span is None or not _has_text(span, response_text):
                 continue
             num_located += 1
             if span.critique_range is None or not 0 <= span.critique_range[0] < span.critique_range[1] <= len(critique):
-                quote = piece if isinstance(piece, Quote) else quote_of(response_text, span)
+                quote = piece if isinstance(piece, Quote) else make_quote(response_text, span)
                 span = replace(span, critique_range=_unclaimed(critique, quote, label, claimed))
             spans.setdefault((span.start, span.end, label), span)
     return SpanFeedback(
@@ -242,7 +242,7 @@ def _has_text(span: Span, response_text: str) -> bool:
     return inside and not response_text[span.start : span.end].isspace()
 
 
-def no_feedback(
+def make_failed_feedback(
     status: Literal["unparsable", "failed"], *, source: str, version: str, reason: str = ""
 ) -> SpanFeedback:
     """A judgement that could not be used: `unparsable` or `failed`, and why in a sentence."""
@@ -254,7 +254,7 @@ def _whole(text: str) -> str:
     return _SURROGATES.sub("\ufffd", text)
 
 
-def sentence_about(critique: str, quote: str, occurrence: int = 1) -> tuple[int, int] | None:
+def find_sentence(critique: str, quote: str, occurrence: int = 1) -> tuple[int, int] | None:
     """Half-open characters of the critique's sentence that speaks of the quote, or None.
 
     A critique that speaks of several places of the same words does so in order, a sentence each, whatever else a
@@ -265,8 +265,8 @@ def sentence_about(critique: str, quote: str, occurrence: int = 1) -> tuple[int,
 
 
 def _unclaimed(critique: str, quote: Quote, label: int, claimed: dict[tuple[int, int], int]) -> tuple[int, int] | None:
-    """`sentence_about`; a later one, where there is, for words that are blamed if that one praises them."""
-    first = sentence_about(critique, quote.quote, quote.occurrence)
+    """`find_sentence`; a later one, where there is, for words that are blamed if that one praises them."""
+    first = find_sentence(critique, quote.quote, quote.occurrence)
     later = _sentences_with(critique, quote.quote)[quote.occurrence :]
     free = (one for one in (first, *later) if one is not None and claimed.get(one, label) == label)
     chosen = next(free, first)

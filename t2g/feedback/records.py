@@ -23,9 +23,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from t2g.config import DataConfig, StyleConfig
 from t2g.config.validation_errors import format_first_error
 from t2g.data.load import load_records
-from t2g.data.published import translate
+from t2g.data.published import translate_row
 from t2g.errors import UserError
-from t2g.feedback.parse import Quote, format_answer, make_feedback, quote_of
+from t2g.feedback.parse import Quote, format_answer, make_feedback, make_quote
 from t2g.files import write_atomic
 from t2g.tasks.base import SPARSE, Task, stable_id
 from t2g.text.quotes import locate
@@ -82,7 +82,7 @@ class AnnotatedRecord(BaseModel):
         return format_answer(self.critique, self.good, self.poor, style=style)
 
 
-def annotated_record(
+def make_annotated_record(
     prompt: Prompt, response_text: str, feedback: SpanFeedback, *, sample_index: int = 0
 ) -> AnnotatedRecord:
     """The record of one judged response; the quotes are what the spans cover."""
@@ -96,7 +96,7 @@ def annotated_record(
 
 def _quotes_of(response: str, spans: Iterable[Span]) -> dict[str, tuple[Quote, ...]]:
     """Fields good and poor: the pieces of the response that the spans cover."""
-    quotes = [(span.label, quote_of(response, span)) for span in spans]
+    quotes = [(span.label, make_quote(response, span)) for span in spans]
     return {name: tuple(quote for of, quote in quotes if of == label) for name, label in LABELS.items()}
 
 
@@ -109,7 +109,7 @@ def read_record(
     on_flaw: hears of quotes that are empty or do not stand in the response, which are left out, and of spans that
     overlap or are blank, which stay; a sentence each.
     """
-    given, extra = translate(row, AnnotatedRecord.model_fields)
+    given, extra = translate_row(row, AnnotatedRecord.model_fields)
     if task is not None and row.get("prompt") is None:
         given["prompt"] = task.prompt_text(row)
     payload = given.get("payload", {})
@@ -175,11 +175,11 @@ def load_annotated(config: DataConfig, task: Task | None = None) -> list[Annotat
         raise UserError(f"{config.path}: none of its {len(broken)} records can be used; {broken[0]}")
     for what, sentences in (("records are left out", broken), ("flaws", flaws)):
         if sentences:
-            logger.warning("%s: %d %s; %s", config.path, len(sentences), what, "; ".join(first_few(sentences)))
+            logger.warning("%s: %d %s; %s", config.path, len(sentences), what, "; ".join(shorten_list(sentences)))
     return records
 
 
-def first_few(items: list[str]) -> list[str]:
+def shorten_list(items: list[str]) -> list[str]:
     """What a message names of `items`: the first five, and how many more there are."""
     return items if len(items) <= 5 else [*items[:5], f"and {len(items) - 5} more"]
 

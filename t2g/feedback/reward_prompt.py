@@ -43,7 +43,7 @@ def build_feedback_prompt(
     return ids
 
 
-def prompt_version(task: Task, style: StyleConfig = SPARSE) -> str:
+def compute_prompt_version(task: Task, style: StyleConfig = SPARSE) -> str:
     """Hash of the task's feedback instructions: other instructions, or another style, are another version."""
     blank = Prompt(prompt_id="", prompt_text="{input}", task=task.name)
     messages = json.dumps(task.feedback_messages(blank, "{response}", style=style), ensure_ascii=False)

@@ -33,11 +33,11 @@ def token_rewards(
     """
     if rule.unit == "span":
         return _once(offsets, spans, text, rule)
-    good = covered(offsets, [span for span in spans if span.label == 1], text=text, cover=rule.cover)
+    good = find_covered_tokens(offsets, [span for span in spans if span.label == 1], text=text, cover=rule.cover)
     severity = np.zeros(len(offsets), np.int64)  # 0: no poor span
     for level in (1, 2, 3):
         poor = [span for span in spans if span.label == -1 and span.severity == level]
-        severity[covered(offsets, poor, text=text, cover=rule.cover)] = level
+        severity[find_covered_tokens(offsets, poor, text=text, cover=rule.cover)] = level
     if rule.overlap == "poor":
         good &= severity == 0
     elif rule.overlap == "good":
@@ -51,7 +51,7 @@ def _once(offsets: np.ndarray, spans: Sequence[Span], text: str, rule: RewardRul
     for label, units in merged.items():
         loses = rule.overlap == ("poor" if label == 1 else "good")
         for unit in units:
-            at = np.flatnonzero(covered(offsets, [unit], text=text, cover=rule.cover))
+            at = np.flatnonzero(find_covered_tokens(offsets, [unit], text=text, cover=rule.cover))
             if at.size and not (loses and any(_share(unit, other) for other in merged[-label])):
                 paid[at[-1]] += rule.good if label == 1 else rule.poor[unit.severity - 1]
     return paid
@@ -72,7 +72,7 @@ def _share(one: Span, other: Span) -> bool:
     return one.start < other.end and other.start < one.end
 
 
-def covered(offsets: np.ndarray, spans: Sequence[Span], *, text: str, cover: str) -> np.ndarray:
+def find_covered_tokens(offsets: np.ndarray, spans: Sequence[Span], *, text: str, cover: str) -> np.ndarray:
     """Which tokens at least one of `spans` covers. -> [R] bool."""
     ink, starts, ends = _ink(text), offsets[:, 0], offsets[:, 1]
     result = np.zeros(len(offsets), bool)
@@ -92,7 +92,7 @@ def _ink(text: str) -> np.ndarray:
     return np.append(0, np.cumsum([not character.isspace() for character in text], dtype=np.int64))
 
 
-def step_ids(offsets: np.ndarray, text: str, pattern: str) -> np.ndarray:
+def compute_step_ids(offsets: np.ndarray, text: str, pattern: str) -> np.ndarray:
     """Which step of the response each token belongs to: 0, 1, ..., rising. -> [R] int32.
 
     offsets: [R, 2], half-open character ranges of `text`. A step ends with each match of `pattern`
@@ -105,7 +105,7 @@ def step_ids(offsets: np.ndarray, text: str, pattern: str) -> np.ndarray:
     return np.searchsorted(sorted(ends), offsets[:, 0], side="right").astype(np.int32)
 
 
-def place(
+def apply_placement(
     deltas: np.ndarray,
     placement: Placement,
     *,
@@ -132,7 +132,7 @@ def place(
     return paid
 
 
-def label_shares(deltas: np.ndarray) -> dict[str, float]:
+def compute_label_shares(deltas: np.ndarray) -> dict[str, float]:
     """Shares of good, poor and neutral tokens among deltas [N], before any placement; all 0 where N is 0."""
     count = max(len(deltas), 1)
     good, poor = int((deltas > 0).sum()), int((deltas < 0).sum())

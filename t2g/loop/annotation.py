@@ -18,8 +18,8 @@ import numpy as np
 from pydantic_core import to_json
 
 from t2g.errors import UserError
-from t2g.feedback.parse import no_feedback
-from t2g.feedback.records import AnnotatedRecord, annotated_record
+from t2g.feedback.parse import make_failed_feedback
+from t2g.feedback.records import AnnotatedRecord, make_annotated_record
 from t2g.interfaces import FeedbackSource
 from t2g.tasks.base import Record, Task, stable_id
 from t2g.types import FeedbackStatus, Prompt
@@ -151,7 +151,9 @@ async def annotate(
         async with turns.one() as begins:
             if begins:
                 said = await feedback.judge(sample.prompt, response)
-                on_record(sample, annotated_record(sample.prompt, response, said, sample_index=sample.sample_index))
+                on_record(
+                    sample, make_annotated_record(sample.prompt, response, said, sample_index=sample.sample_index)
+                )
 
     async def written(of_prompt: Sequence[Sample]) -> None:
         assert write is not None, "samples without a response, and nobody who writes one"
@@ -169,8 +171,8 @@ async def annotate(
 
 def refused(sample: Sample, source: str) -> AnnotatedRecord:
     """The failed record of a sample with a problem, which nobody needs to be asked about."""
-    nothing = no_feedback("failed", source=source, version="", reason=sample.problem)
-    return annotated_record(sample.prompt, "", nothing, sample_index=sample.sample_index)
+    nothing = make_failed_feedback("failed", source=source, version="", reason=sample.problem)
+    return make_annotated_record(sample.prompt, "", nothing, sample_index=sample.sample_index)
 
 
 def heldout_prompts(prompts: Iterable[str], share: float) -> set[str]:

@@ -10,7 +10,7 @@ from t2g.algo.advantages import gae, group_advantages, step_rewards, taught, whi
 from t2g.algo.kl import sequence_kl
 from t2g.config import ObjectiveConfig
 from t2g.errors import RunStopped, UserError
-from t2g.feedback.rewards import label_shares, place
+from t2g.feedback.rewards import apply_placement, compute_label_shares
 from t2g.runs.metrics import RECALL, TRUNCATED_SHARE
 from t2g.tasks.base import Task
 from t2g.types import Prompt, Rollout, ScoredRollout, SpanFeedback, TokenStats, TrainSample, WeightSyncResult
@@ -121,7 +121,7 @@ def advantage_samples(
     rules = objective.rewards
     old, ref = pad([t.old_logprobs for t in stats]), pad([t.ref_logprobs for t in stats])
     paid = [
-        place(
+        apply_placement(
             s.token_rewards, rules.placement, step_ids=s.step_ids,
             seed=seed, prompt_id=s.rollout.prompt_id, sample_index=s.rollout.sample_index,
         )
@@ -215,7 +215,7 @@ def step_metrics(
     gaps = np.concatenate([t.old_logprobs - s.rollout.rollout_logprobs for s, t in zip(scored, stats, strict=True)])
     quotes = sum(f.num_quotes for _, _, f in pairs)
     sources = [f.source for _, _, f in pairs]
-    shares = {f"tokens/{label}_share": share for label, share in label_shares(deltas).items()}
+    shares = {f"tokens/{label}_share": share for label, share in compute_label_shares(deltas).items()}
     shares |= {f"feedback/source/{name}": sources.count(name) / len(sources) for name in sorted(set(sources))}
     modes = [f.execution["mode"] for _, _, f in pairs if "mode" in f.execution]
     shares |= {f"sandbox/{mode}_share": modes.count(mode) / len(modes) for mode in sorted(set(modes))}

@@ -22,10 +22,10 @@ from t2g.concurrency import unless_stopped
 from t2g.config import PolicyJob, with_overrides
 from t2g.data.batching import make_train_batch
 from t2g.data.buffer import Group, read_groups, write_groups
-from t2g.data.prompts import revision_ids
+from t2g.data.prompts import encode_revision
 from t2g.errors import LearnerLost, RunStopped, Stopped, UserError
 from t2g.feedback import token_offsets, token_rewards
-from t2g.feedback.rewards import step_ids
+from t2g.feedback.rewards import compute_step_ids
 from t2g.interfaces import FeedbackSource, Learner, RolloutSource, Turn, Turns, WeightSync
 from t2g.loop.alarms import alarms
 from t2g.loop.producer import Producer
@@ -239,7 +239,7 @@ class Trainer:
         asked = []
         words = teachers_words(scored, sibling=self.config.objective.teacher.sibling)
         for one, told, prompt in zip(scored, words, prompts, strict=True):
-            fits = partial(revision_ids, self.task, prompt, one.rollout.response_text)
+            fits = partial(encode_revision, self.task, prompt, one.rollout.response_text)
             tried = (fits(said, self.tokenizer, room, whole=said is not told[-1]) for said in told)
             asked.append(next((ids for ids in tried if ids is not None), None))
         shown = [replace(s.rollout, prompt_ids=ids) for s, ids in zip(scored, asked, strict=True) if ids is not None]
@@ -276,7 +276,7 @@ class Trainer:
             feedback=feedback,
             token_rewards=pay(rule=rule),
             by_token=pay(rule=with_overrides(rule, {"unit": "token"})),
-            step_ids=step_ids(offsets, rollout.response_text, self.task.step_pattern),
+            step_ids=compute_step_ids(offsets, rollout.response_text, self.task.step_pattern),
             outcome_reward=outcome_reward,
             truncation_penalty=self.config.objective.truncation_penalty if rollout.is_truncated else 0.0,
         )

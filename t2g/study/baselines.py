@@ -26,10 +26,10 @@ import numpy as np
 
 from t2g.concurrency import unless_stopped
 from t2g.config import ModelConfig, PolicyJob, RoleConfig, RolloutConfig, SFTLoRAConfig, SFTOptions, with_overrides
-from t2g.data.prompts import revision_ids
+from t2g.data.prompts import encode_revision
 from t2g.errors import RunStopped, UserError
 from t2g.feedback import token_offsets, token_rewards
-from t2g.feedback.examples import target_ids
+from t2g.feedback.examples import encode_target
 from t2g.interfaces import FeedbackSource, RolloutSource
 from t2g.loop.producer import Producer
 from t2g.loop.sampling import (
@@ -290,7 +290,7 @@ def preference_pairs(groups: Iterable[Sequence[Scored]]) -> tuple[list[Preferenc
 
 def imitation_examples(best: Sequence[Scored], tokenizer: Any) -> list[TrainSequence]:
     """The policy's own prompts with the revised responses as targets; the reviser's tokenizer may be another one."""
-    targets = [target_ids(one.rollout.response_text, tokenizer) for one in best]
+    targets = [encode_target(one.rollout.response_text, tokenizer) for one in best]
     return [
         TrainSequence(prompt_ids=one.prompt.prompt_ids, response_ids=ids, weights=np.ones(len(ids), np.float32))
         for one, ids in zip(best, targets, strict=True)
@@ -305,7 +305,7 @@ def revision_prompt(task: Task, judged: JudgedResponse, tokenizer: Any, max_prom
     prompt, rollout, feedback = judged
     if not feedback.usable or not feedback.critique.strip():
         return None
-    ids = revision_ids(task, prompt, rollout.response_text, feedback.critique, tokenizer, max_prompt_tokens)
+    ids = encode_revision(task, prompt, rollout.response_text, feedback.critique, tokenizer, max_prompt_tokens)
     # A prompt may have several responses: the revisions of each are sampled with a seed of their own.
     prompt_id = f"{prompt.prompt_id}/{rollout.sample_index}"
     return None if ids is None else replace(prompt, prompt_id=prompt_id, prompt_ids=ids)

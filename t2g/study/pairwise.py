@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from t2g.config import LLMConfig
-from t2g.feedback.sources.asking import Question
+from t2g.feedback.sources.chat_client import ChatRequest
 from t2g.study.paired import Draws, mean_of, told
 from t2g.study.policy_eval import Answers
 from t2g.tasks.base import Task
@@ -43,7 +43,7 @@ class Judgement(BaseModel):
     reason: str = ""
 
 
-def question(task: Task, prompt_text: str, first: str, second: str, llm: LLMConfig) -> Question:
+def question(task: Task, prompt_text: str, first: str, second: str, llm: LLMConfig) -> ChatRequest:
     subject, asked = task.review.subject, task.review.input_name
     content = (
         f"Two answers, each a {subject}, were written to the same input. Which one is better: right, complete, to the "
@@ -51,7 +51,7 @@ def question(task: Task, prompt_text: str, first: str, second: str, llm: LLMConf
         'with JSON only, {"reason": "...", "verdict": "A"}: the reason first, in a few sentences, then the verdict, '
         f"A, B or tie.\n\n{asked}:\n{prompt_text}\n\nAnswer A:\n{first}\n\nAnswer B:\n{second}"
     )
-    return Question(
+    return ChatRequest(
         messages=[{"role": "user", "content": content}],
         schema=Verdict.model_json_schema(),
         max_output_tokens=llm.max_output_tokens,

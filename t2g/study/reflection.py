@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from t2g.concurrency import together
-from t2g.data.prompts import revision_ids
+from t2g.data.prompts import encode_revision
 from t2g.interfaces import RolloutSource, Sampling
 from t2g.tasks.base import Task
 from t2g.text.tokenizer import Message, fit_chat
@@ -38,7 +38,7 @@ class Reflecting:
         (critique,) = await self.rollouts.sample(asked("critique", ids), sampling)
         if not (said := critique.response_text.strip()):
             return first
-        ids = revision_ids(self.task, prompt, first.response_text, said, self.tokenizer, self.max_prompt_tokens)
+        ids = encode_revision(self.task, prompt, first.response_text, said, self.tokenizer, self.max_prompt_tokens)
         if ids is None:
             return first
         (second,) = await self.rollouts.sample(asked("again", ids), sampling)

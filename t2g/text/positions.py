@@ -35,7 +35,7 @@ def check_heads(model: str, revision: str | None, key: str, gpus: int) -> None:
     config = _text_config(model, revision) if gpus > 1 else None
     if config is not None:
         heads = config.num_attention_heads
-        if why := uneven_heads(heads, getattr(config, "num_key_value_heads", None) or heads, gpus):
+        if why := find_uneven_heads(heads, getattr(config, "num_key_value_heads", None) or heads, gpus):
             raise UserError(f"{key}={gpus}: {model} has {why}; take a number that divides them")
 
 
@@ -50,10 +50,10 @@ def check_head_size(model: str, revision: str | None, key: str) -> None:
         raise UserError(f"{key}={model}: its heads have a size of {size}, and on a CPU engines know {sizes}")
 
 
-def uneven_heads(heads: int, kv_heads: int, gpus: int) -> str:
+def find_uneven_heads(heads: int, kv_heads: int, gpus: int) -> str:
     """What cannot be cut into `gpus` equal parts; "" where all can. A key-value head may be on several GPUs.
 
-    >>> uneven_heads(32, 8, 3), uneven_heads(32, 8, 16)
+    >>> find_uneven_heads(32, 8, 3), find_uneven_heads(32, 8, 16)
     ('32 attention heads', '')
     """
     if heads % gpus:

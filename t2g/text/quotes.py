@@ -11,8 +11,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 # Without these bounds one quote of a repetitive text takes seconds: the work grows with the square of its length.
-MAX_PLACES = 1000  # a quote's places that are looked at, halves of characters among them
-MAX_MARKS = 30  # that combine with one letter; Unicode's stream-safe text (UAX 15) has no more
+MAX_MATCHES = 1000  # a quote's places that are looked at, halves of characters among them
+MAX_COMBINING = 30  # that combine with one letter; Unicode's stream-safe text (UAX 15) has no more
 _MARKS = {**dict.fromkeys("\u2018\u2019\u201a\u201b", "'"), **dict.fromkeys("\u201c\u201d\u201e\u201f", '"')}
 
 
@@ -22,7 +22,7 @@ def locate(text: str, quote: str, occurrence: int = 1) -> tuple[int, int] | None
     Places that cut no word come first, the others after them: "n" is the variable before it is a letter of "return".
     Places may overlap: "aa" stands twice in "aaa". Where the exact quote stands at least once, only exact places count;
     else the tolerance of this module holds and the range still is one of `text` as it is. None for an empty quote, an
-    occurrence below 1 or above MAX_PLACES, and a quote that stands fewer than `occurrence` times.
+    occurrence below 1 or above MAX_MATCHES, and a quote that stands fewer than `occurrence` times.
 
         locate("the cat sat on the mat", "the", 2) == (15, 18)
         locate("with it", "it") == (5, 7), and its second place is (1, 3)
@@ -33,7 +33,7 @@ def locate(text: str, quote: str, occurrence: int = 1) -> tuple[int, int] | None
 
 
 def places(text: str, quote: str) -> list[tuple[int, int]]:
-    """All that `locate` finds, MAX_PLACES at most, in its order."""
+    """All that `locate` finds, MAX_MATCHES at most, in its order."""
     if not quote:
         return []
     if quote in text:
@@ -46,16 +46,16 @@ def places(text: str, quote: str) -> list[tuple[int, int]]:
     return [(folded.begins[at], folded.ends[at + len(key)]) for at in whole]
 
 
-def occurrence_at(text: str, quote: str, start: int) -> int:
-    """Which place of `quote` in `text` begins at `start`, as `locate` counts them; 1 past MAX_PLACES for none."""
+def find_occurrence(text: str, quote: str, start: int) -> int:
+    """Which place of `quote` in `text` begins at `start`, as `locate` counts them; 1 past MAX_MATCHES for none."""
     places = _places(text, quote)
-    return places.index(start) + 1 if start in places else MAX_PLACES + 1
+    return places.index(start) + 1 if start in places else MAX_MATCHES + 1
 
 
 def _places(text: str, quote: str) -> list[int]:
-    """Where the first MAX_PLACES places of `quote` begin: in order, those inside a word after the others."""
+    """Where the first MAX_MATCHES places of `quote` begin: in order, those inside a word after the others."""
     found, at = [], text.find(quote)
-    while at >= 0 and len(found) < MAX_PLACES:
+    while at >= 0 and len(found) < MAX_MATCHES:
         found.append(at)
         at = text.find(quote, at + 1)
     return sorted(found, key=lambda at: _inside_word(text, at) or _inside_word(text, at + len(quote)))
@@ -100,11 +100,11 @@ def _fold(text: str) -> _Folded:
 def _characters(text: str) -> Iterator[tuple[int, int]]:
     """Half-open ranges of characters with the marks that combine with them: accents, vowels and finals of Hangul.
 
-    A mark beyond MAX_MARKS counts as a character.
+    A mark beyond MAX_COMBINING counts as a character.
     """
     start = 0
     for at in range(1, len(text) + 1):
-        if at == len(text) or at - start > MAX_MARKS or not _combines(text[at]):
+        if at == len(text) or at - start > MAX_COMBINING or not _combines(text[at]):
             yield start, at
             start = at
 

@@ -24,10 +24,12 @@ def check_model(key: str, model: str, revision: str | None = None) -> None:
         if not (Path(model) / CONFIG_FILE).is_file():
             raise UserError(f"{key}={model}: this folder holds no model, there is no {CONFIG_FILE} in it")
         return
-    ask_hub(key, model, revision, "model", lambda: bool(try_to_load_from_cache(model, CONFIG_FILE, revision=revision)))
+    check_hub(
+        key, model, revision, "model", lambda: bool(try_to_load_from_cache(model, CONFIG_FILE, revision=revision))
+    )
 
 
-def ask_hub(key: str, name: str, revision: str | None, kind: Literal["model", "dataset"], cached: Check) -> None:
+def check_hub(key: str, name: str, revision: str | None, kind: Literal["model", "dataset"], cached: Check) -> None:
     """NotHere, naming `key`, unless the name is `cached` or the hub knows it."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError

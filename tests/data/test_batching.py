@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from t2g.data.batching import (
     EMPTY_TOKENS,
     draw_steps,
-    loss_shares,
     make_rows,
     make_train_batch,
     microbatches,
+    normalize_weights,
     plan_microbatches,
 )
 from t2g.types import TrainBatch, TrainSample
@@ -111,7 +111,7 @@ def test_a_rank_without_sequences_gets_a_row_in_which_nothing_counts() -> None:
 )
 def test_loss_shares_sum_to_one(weights: list[list[int]]) -> None:
     samples = [replace(sample(1, len(row)), weights=np.array(row, np.float32)) for row in weights]
-    for shares, row in zip(loss_shares(samples), weights, strict=True):
+    for shares, row in zip(normalize_weights(samples), weights, strict=True):
         np.testing.assert_allclose(shares.weights, [weight / sum(map(sum, weights)) for weight in row], rtol=1e-6)
         assert shares.weights.dtype == np.float32
 

@@ -12,8 +12,8 @@ import pytest
 from t2g.config import DataConfig
 from t2g.data.load import MAX_DEPTH, load_records
 from t2g.errors import UserError
-from t2g.feedback.parse import no_feedback
-from t2g.feedback.records import AnnotatedRecord, annotated_record
+from t2g.feedback.parse import make_failed_feedback
+from t2g.feedback.records import AnnotatedRecord, make_annotated_record
 from t2g.types import Prompt
 
 ROWS = [{"prompt": "é", "n": 1}, {"prompt": "b", "n": 2}, {"prompt": "c", "n": 3}]
@@ -114,7 +114,9 @@ def test_what_could_not_be_read_again_from_a_journal_is_refused(tmp_path: Path) 
         if depth == MAX_DEPTH:
             (row,) = load(path)
             prompt = Prompt(prompt_id="1", prompt_text="p", task="prompts", payload=row)
-            line = annotated_record(prompt, "r", no_feedback("unparsable", source="s", version="")).model_dump_json()
+            line = make_annotated_record(
+                prompt, "r", make_failed_feedback("unparsable", source="s", version="")
+            ).model_dump_json()
             assert AnnotatedRecord.model_validate_json(line).payload == row
         else:
             with pytest.raises(UserError, match=r"record 1 of .*d\.jsonl: field deep is nested more than 100 deep"):

@@ -8,9 +8,9 @@ from tokenizers import AddedToken
 
 from t2g.config import DataConfig
 from t2g.data.load import load_records
-from t2g.data.prompts import make_prompts, policy_prompt_ids
+from t2g.data.prompts import encode_policy_prompt, make_prompts
 from t2g.errors import UserError
-from t2g.feedback.examples import policy_examples
+from t2g.feedback.examples import make_policy_examples
 from t2g.tasks.base import get_task
 from t2g.tasks.tiny.assets import build_tokenizer
 from t2g.text.tokenizer import encode_chat, load_tokenizer
@@ -126,14 +126,14 @@ def test_a_text_cannot_forge_control_tokens(tokenizer: Any) -> None:
 
 def test_a_long_post_is_cut_and_nothing_else(tokenizer: Any) -> None:
     record = {"post": "é" * 300}  # two bytes, so two tokens each
-    whole = len(policy_prompt_ids(record, SUMMARIZATION, tokenizer, 10_000))
+    whole = len(encode_policy_prompt(record, SUMMARIZATION, tokenizer, 10_000))
     for room in (whole, whole - 1, whole - 2, whole - 600):
-        ids = policy_prompt_ids(record, SUMMARIZATION, tokenizer, room)
+        ids = encode_policy_prompt(record, SUMMARIZATION, tokenizer, room)
         assert len(ids) == whole - (whole - room + 1) // 2 * 2
         assert tokenizer.decode(ids).startswith("<|user|>Summarize the following")
         assert tokenizer.decode(ids).endswith("<|end|><|assistant|>")
     with pytest.raises(ValueError, match=r"cut as far as may be, has .* tokens and the window holds"):
-        policy_prompt_ids(record, SUMMARIZATION, tokenizer, whole - 601)
+        encode_policy_prompt(record, SUMMARIZATION, tokenizer, whole - 601)
 
 
 def test_a_tokenizer_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,6 +184,6 @@ def test_the_longest_message_is_cut_and_the_others_stay(tokenizer: Any) -> None:
 
 def test_examples_that_are_too_long_are_left_out(tokenizer: Any) -> None:
     records = [{"prompt": "a", "reference": "x"}, {"prompt": "b" * 500, "reference": "x"}]
-    assert len(policy_examples(records, PROMPTS, tokenizer, max_length=100, too_long="skip")) == 1
-    _, cut = policy_examples(records, PROMPTS, tokenizer, max_length=100, too_long="truncate")
+    assert len(make_policy_examples(records, PROMPTS, tokenizer, max_length=100, too_long="skip")) == 1
+    _, cut = make_policy_examples(records, PROMPTS, tokenizer, max_length=100, too_long="truncate")
     assert len(cut) == 100

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t2g.data.published import word_spans
+from t2g.data.published import make_word_spans
 from t2g.feedback.parse import Quote
 from t2g.feedback.records import read_record
 
@@ -93,7 +93,7 @@ def test_what_cannot_be_meant(fields: dict[str, Any], reason: str) -> None:
 def test_word_spans_cover_the_words_that_have_a_score(words: list[tuple[str, int]]) -> None:
     """Slow oracle: label every character, then cut runs that only blanks or nothing interrupt."""
     response = " ".join(word for word, _ in words)
-    spans = word_spans([list(pair) for pair in words], response)
+    spans = make_word_spans([list(pair) for pair in words], response)
     labels = {i: span["label"] for span in spans for i in range(span["start"], span["end"])}
     at = 0
     for word, score in words:
@@ -103,7 +103,7 @@ def test_word_spans_cover_the_words_that_have_a_score(words: list[tuple[str, int
 
 
 def test_a_word_that_does_not_come_ends_the_run() -> None:
-    assert word_spans([["a", 1], ["x", 1], ["b", 1]], "a b") == [
+    assert make_word_spans([["a", 1], ["x", 1], ["b", 1]], "a b") == [
         {"start": 0, "end": 1, "label": 1},
         {"start": 2, "end": 3, "label": 1},
     ]

@@ -10,18 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from t2g.config import StyleConfig
-from t2g.feedback.grammar import answer_grammar
+from t2g.feedback.grammar import make_answer_grammar
 from t2g.feedback.parse import (
     MAX_ANSWER_CHARS,
     MAX_QUOTES,
     Quote,
-    begun_answer,
+    find_sentence,
     format_answer,
+    format_answer_prefix,
     make_feedback,
     parse_answer,
+    parse_piece,
     read_judgement,
-    read_piece,
-    sentence_about,
 )
 from t2g.tasks.base import SPARSE
 from t2g.text.quotes import locate
@@ -42,7 +42,7 @@ def parse(text: str, response: str = RESPONSE, **keywords: Any) -> SpanFeedback:
 
 
 def formatted(critique: str, good: Any, poor: Any, **keywords: Any) -> str:
-    sides = ([read_piece(item, 1) for item in side] for side in (good, poor))
+    sides = ([parse_piece(item, 1) for item in side] for side in (good, poor))
     return format_answer(critique, *sides, **keywords)
 
 
@@ -157,7 +157,7 @@ def test_an_answer_comes_back_as_it_was_given(
     answer = formatted(critique, good, poor, style=style)
     parsed = parse(answer, style=style)
     made = make(critique if style.critique else "", good, poor)
-    assert answer.startswith(begun_answer(critique)) == style.critique
+    assert answer.startswith(format_answer_prefix(critique)) == style.critique
     assert (parsed.critique, parsed.spans, parsed.status) == (made.critique, made.spans, made.status)
     assert (parsed.num_quotes, parsed.num_located) == (len(good) + len(poor), made.num_located)
 
@@ -177,7 +177,7 @@ def grammar_accepts(answer: str, **changes: Any) -> bool:
     from xgrammar.testing import _is_grammar_accept_string
 
     settings = {"max_critique_chars": 100, "max_spans": 3, "max_quote_chars": 60} | changes
-    return _is_grammar_accept_string(xgrammar.Grammar.from_ebnf(answer_grammar(**settings)), answer)
+    return _is_grammar_accept_string(xgrammar.Grammar.from_ebnf(make_answer_grammar(**settings)), answer)
 
 
 @settings(deadline=None)  # the first example imports torch
@@ -194,11 +194,11 @@ def test_guided_decoding_can_write_what_training_teaches(critique: str, quotes: 
 @settings(deadline=None)
 @given(critique=st.text(max_size=20) | st.text('"\\\\\n\u2028é😀', max_size=9), data=st.data())
 def test_a_given_critique_is_gone_on_from_wherever_it_was_cut(critique: str, data: st.DataObject) -> None:
-    answer, begun = formatted(critique, ["a"], [("b", 2)]), begun_answer(critique)
+    answer, begun = formatted(critique, ["a"], [("b", 2)]), format_answer_prefix(critique)
     cut = data.draw(st.integers(0, len(begun)))
     assert answer.startswith(begun)
-    assert grammar_accepts(answer[cut:], rest_of_critique=begun[cut:])
-    assert not grammar_accepts(answer[cut:], rest_of_critique=begun[cut:] + "x")
+    assert grammar_accepts(answer[cut:], critique_suffix=begun[cut:])
+    assert not grammar_accepts(answer[cut:], critique_suffix=begun[cut:] + "x")
 
 
 def test_guided_decoding_keeps_to_its_bounds() -> None:
@@ -249,12 +249,12 @@ def test_guided_decoding_without_a_critique_writes_none() -> None:
 
 
 def test_pieces_that_a_critic_may_give() -> None:
-    assert read_piece("a", 1) == Quote(quote="a")
-    assert read_piece(("a", 2), 1) == Quote(quote="a", occurrence=2)
-    assert read_piece({"quote": "a", "severity": 3}, 1) == Quote(quote="a", severity=3)
+    assert parse_piece("a", 1) == Quote(quote="a")
+    assert parse_piece(("a", 2), 1) == Quote(quote="a", occurrence=2)
+    assert parse_piece({"quote": "a", "severity": 3}, 1) == Quote(quote="a", severity=3)
     quote, span = Quote(quote="a", occurrence=2, severity=3), Span(start=0, end=1, label=-1, severity=3)
-    assert (read_piece(quote, -1), read_piece(span, -1)) == (quote, span)
-    assert read_piece((3, 9), -1) == Span(start=3, end=9, label=-1)
+    assert (parse_piece(quote, -1), parse_piece(span, -1)) == (quote, span)
+    assert parse_piece((3, 9), -1) == Span(start=3, end=9, label=-1)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_pieces_that_a_critic_may_give() -> None:
 )  # fmt: skip
 def test_what_is_no_piece(rubbish: Any) -> None:
     with pytest.raises(ValueError, match="no quote and no range"):
-        read_piece(rubbish, -1)
+        parse_piece(rubbish, -1)
 
 
 def test_ranges_are_taken_as_they_are() -> None:
@@ -351,7 +351,7 @@ def test_an_outcome_that_is_no_plain_json_is_refused(outcome: Any) -> None:
     ],
 )
 def test_the_sentence_that_speaks_of_a_quote(critique: str, quote: str, occurrence: int, expected: str | None) -> None:
-    found = sentence_about(critique, quote, occurrence)
+    found = find_sentence(critique, quote, occurrence)
     assert (None if found is None else critique[slice(*found)]) == expected
 
 
@@ -367,7 +367,7 @@ def test_sentences_are_those_of_a_slow_search(before: str, quote: str, after: st
         for i, sign in enumerate(critique)
         if sign in "。\n" or (sign in ".!?;" and (i + 1 == len(critique) or critique[i + 1].isspace()))
     ]
-    found = sentence_about(critique, quote)
+    found = find_sentence(critique, quote)
     start = max([0, *(end for end in ends if end <= place)])
     stop = min([len(critique), *(end for end in ends if end >= place + len(quote))])
     assert found is not None and critique[slice(*found)] == critique[start:stop].strip()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from t2g.config import DataConfig
 from t2g.errors import UserError
 from t2g.feedback.parse import Quote, make_feedback, parse_answer
-from t2g.feedback.records import annotated_record, load_annotated, read_record, write_annotated
+from t2g.feedback.records import load_annotated, make_annotated_record, read_record, write_annotated
 from t2g.tasks.base import get_task
 from t2g.types import Prompt, SpanFeedback
 
@@ -30,7 +30,7 @@ def feedback(text: str, good: list[Any], poor: list[Any]) -> SpanFeedback:
 
 def test_a_record_holds_the_judgement_and_teaches_it() -> None:
     judged = feedback("a phone, a phone", ["a"], [("phone", 2), {"quote": "phone", "severity": 2}])
-    record = annotated_record(PROMPT, "a phone, a phone", judged)
+    record = make_annotated_record(PROMPT, "a phone, a phone", judged)
     assert record.good == (Quote(quote="a"),)
     assert record.poor == (Quote(quote="phone", occurrence=2), Quote(quote="phone", severity=2))
     assert record.to_feedback() == judged
@@ -44,14 +44,14 @@ def test_a_record_holds_the_judgement_and_teaches_it() -> None:
 @given(text=st.text("ab ", max_size=12), quotes=st.lists(st.text("ab ", min_size=1, max_size=3), max_size=4))
 def test_the_target_of_a_record_says_its_spans(text: str, quotes: list[str]) -> None:
     judged = feedback(text, quotes[:2], [(quote, 2) for quote in quotes[2:]])
-    record = annotated_record(PROMPT, text, judged)
+    record = make_annotated_record(PROMPT, text, judged)
     parsed = parse_answer(record.target(), text, source="program", version="v")
     assert [(s.start, s.end, s.label) for s in parsed.spans] == [(s.start, s.end, s.label) for s in judged.spans]
 
 
 def test_a_file_is_read_back_as_it_was(tmp_path: Path) -> None:
     texts = ["a phone, a phone", "", 'he said "no"\n']
-    records = [annotated_record(PROMPT, t, feedback(t, ["a phone"], ['"no"\n'])) for t in texts]
+    records = [make_annotated_record(PROMPT, t, feedback(t, ["a phone"], ['"no"\n'])) for t in texts]
     write_annotated(tmp_path / "r.jsonl", records)
     assert load_annotated(DataConfig(path=str(tmp_path / "r.jsonl"))) == records
     assert (tmp_path / "r.jsonl").read_text().count("\n") == 3
@@ -70,7 +70,7 @@ def test_quotes_without_spans_are_located(without: dict[str, Any]) -> None:
 
 def test_a_line_holds_every_field() -> None:
     judged = replace(feedback("a phone", ["a"], []), execution={"passed": False}, agreement=0.5, reason="so")
-    line = json.loads(annotated_record(PROMPT, "a phone", judged, sample_index=2).model_dump_json())
+    line = json.loads(make_annotated_record(PROMPT, "a phone", judged, sample_index=2).model_dump_json())
     assert line == {
         "prompt_id": "7", "prompt": "post", "response": "a phone", "critique": "The phone.", "good": ["a"], "poor": [],
         "spans": [{"start": 0, "end": 1, "label": 1, "severity": 1, "critique_range": None}],

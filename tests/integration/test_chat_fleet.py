@@ -17,7 +17,7 @@ from actors.engines.chat import ChatFleet
 from jobs.common.fleets import Fleets
 from t2g.config import AnnotateConfig, JobConfig, LLMConfig, RewardEngineConfig
 from t2g.errors import UserError
-from t2g.feedback.sources.asking import ChatFailed, Completion, Question
+from t2g.feedback.sources.chat_client import ChatError, ChatRequest, Completion
 from t2g.feedback.sources.llm import LLMFeedback
 from t2g.tasks.base import get_task
 from t2g.text.tokenizer import encode_chat, load_tokenizer
@@ -69,7 +69,9 @@ def ask(fleet: ChatFleet, *seeds: int, temperature: float = 0.0, question: str |
         return await asyncio.gather(
             *(
                 fleet.complete(
-                    Question(messages=messages, schema=SCHEMA, max_output_tokens=64, temperature=temperature, seed=seed)
+                    ChatRequest(
+                        messages=messages, schema=SCHEMA, max_output_tokens=64, temperature=temperature, seed=seed
+                    )
                 )
                 for seed in seeds
             )
@@ -88,9 +90,9 @@ def test_answers_follow_the_schema_and_the_seed(fleet: ChatFleet, model: Path) -
 
 
 def test_a_question_that_does_not_fit_is_refused_in_a_sentence(fleet: ChatFleet) -> None:
-    with pytest.raises(ChatFailed, match=r"do not fit into engine\.max_model_len=4096") as caught:
+    with pytest.raises(ChatError, match=r"do not fit into engine\.max_model_len=4096") as caught:
         ask(fleet, 1, question="red " * 4000)
-    assert not caught.value.passing
+    assert not caught.value.is_transient
 
 
 def test_an_answer_becomes_feedback(fleet: ChatFleet, model: Path) -> None:

@@ -32,7 +32,7 @@ from actors.learner.parts import NO_CRITIC
 from actors.weights.sync import WeightSync
 from t2g.algo import head
 from t2g.config import ObjectiveConfig, OptimConfig, RolloutConfig
-from t2g.data.batching import loss_shares
+from t2g.data.batching import normalize_weights
 from t2g.feedback import token_offsets, token_rewards
 from t2g.interfaces import Sampling
 from t2g.loop.steps import advantage_samples
@@ -156,7 +156,7 @@ def test_supervised_gradients_are_those_of_plain_cross_entropy(
     """In chunks of 8 tokens of a head that is tied to the embeddings, in microbatches of 40 tokens."""
     monkeypatch.setattr(head, "CHUNK_TOKENS", 8)
     rng, policy = np.random.default_rng(4), AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
-    minibatch = loss_shares(
+    minibatch = normalize_weights(
         [
             TrainSequence(prompt_ids=r.prompt_ids, response_ids=r.response_ids, weights=rng.random(len(r.response_ids)))
             for r in random_rollouts()

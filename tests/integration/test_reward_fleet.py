@@ -93,7 +93,7 @@ def test_every_answer_parses_and_is_the_same_when_asked_again(fleet: RewardFleet
     answers = judge(fleet, responses)
     assert {a.status for a in answers} <= {"ok", "empty"}
     assert all(a.source == "reward_model" and a.version == fleet.version for a in answers)
-    assert all(len(a.critique) <= 2 * 40 + 39 for a in answers)  # the bound of `answer_grammar`
+    assert all(len(a.critique) <= 2 * 40 + 39 for a in answers)  # the bound of `make_answer_grammar`
     again = judge(fleet, responses)
     assert all(a is b for a, b in zip(answers, again, strict=True))
 

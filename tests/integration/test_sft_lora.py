@@ -128,14 +128,14 @@ def bfloat16_training(base: str, examples: list[Any], scratch: str) -> dict[str,
     from actors.learner.whole_weights import WholeWeights, metadata
     from t2g.algo.logprobs import Rows
     from t2g.algo.losses import supervised_loss
-    from t2g.data.batching import loss_shares
+    from t2g.data.batching import normalize_weights
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     zero3.init_distributed(0, 1, "127.0.0.1", port, "gloo", timeout_s=60)
     source, folder = ModelConfig(policy=base), Path(scratch)
-    rows = Rows(loss_shares(examples), torch.device("cpu"))
+    rows = Rows(normalize_weights(examples), torch.device("cpu"))
 
     def loss_fn(engine: Any, rows: Rows) -> tuple[torch.Tensor, dict[str, float]]:
         return supervised_loss(logprobs=rows.token_outputs(engine, 1.0).logprobs, weights=rows.numbers("weights"))

@@ -31,8 +31,8 @@ from jobs.common.run_folder import LOCK
 from t2g.config import AnnotateJob, with_overrides
 from t2g.config.loading import load
 from t2g.errors import RunStopped, Stopped, UserError
-from t2g.feedback.sources.annotator import MAX_FAULTS, MAX_NOTES_CHARS, MAX_REPEATED_CHARS, follow_up, make_request
-from t2g.feedback.sources.asking import BYTES_PER_TOKEN, estimate_tokens
+from t2g.feedback.sources.annotator import MAX_FAULTS, MAX_NOTES_CHARS, MAX_REPEATED_CHARS, make_follow_up, make_request
+from t2g.feedback.sources.chat_client import BYTES_PER_TOKEN, estimate_tokens
 from t2g.loop.annotation import heldout_prompts
 from t2g.tasks.base import get_task
 from t2g.tasks.tiny import world
@@ -403,7 +403,7 @@ def test_own_engines_have_room_for_a_second_try(name: str, file: str) -> None:
     for sample in read_samples(config):
         assert sample.response is not None
         request = make_request(task, sample.prompt, sample.response, config.annotate.style)
-        asked = follow_up(request, "x" * MAX_REPEATED_CHARS, ["x" * 300] * MAX_FAULTS)
+        asked = make_follow_up(request, "x" * MAX_REPEATED_CHARS, ["x" * 300] * MAX_FAULTS)
         notes = task.notes(sample.prompt, sample.response) or ""
         longest = sum(estimate_tokens(m["content"]) for m in asked) + (MAX_NOTES_CHARS - len(notes)) // BYTES_PER_TOKEN
         assert longest <= room

@@ -172,9 +172,9 @@ def test_published_samples_are_annotated_by_an_endpoint(
 
 def test_a_table_of_human_feedback_needs_nothing_else(tmp_path: Path) -> None:
     file = tmp_path / "mine.csv"
-    file.write_text('Question,prompt_id,response,critique,poor\nWhy?,7,"a phone, a phone",Twice.,"[""a phone""]"\n')
+    file.write_text('ChatRequest,prompt_id,response,critique,poor\nWhy?,7,"a phone, a phone",Twice.,"[""a phone""]"\n')
     (made,) = annotated(
-        tmp_path, "own", f"data.path={file}", "data.columns={prompt: Question}", "annotate.source=human"
+        tmp_path, "own", f"data.path={file}", "data.columns={prompt: ChatRequest}", "annotate.source=human"
     )
     assert (made["prompt_id"], made["prompt"], made["critique"], made["poor"]) == ("7", "Why?", "Twice.", ["a phone"])
 

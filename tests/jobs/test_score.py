@@ -6,7 +6,7 @@ import pytest
 
 from jobs.score import read_text, score, show
 from t2g.errors import RunStopped, UserError
-from t2g.feedback.parse import no_feedback, parse_answer
+from t2g.feedback.parse import make_failed_feedback, parse_answer
 from t2g.types import SpanFeedback
 
 ANSWER = '{"critique": "Ann is \\u001b[31mright", "good": ["Ann"], "poor": ["laptop"]}'
@@ -41,7 +41,7 @@ def test_critique_and_marked_spans_are_printed(capsys: pytest.CaptureFixture[str
 
 
 def test_no_feedback_is_an_error_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    failed = no_feedback("failed", source="reward_model", version="v", reason="the response is too long")
+    failed = make_failed_feedback("failed", source="reward_model", version="v", reason="the response is too long")
     with pytest.raises(RunStopped, match=r"gave no feedback \(failed\): the response is too long"):
         show(failed, "r")
     assert capsys.readouterr().out == ""

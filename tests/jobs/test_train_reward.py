@@ -10,7 +10,7 @@ from jobs.common.annotation_runs import DONE_FILE
 from jobs.common.reward_models import read_data
 from t2g.config import RewardJob, StyleConfig
 from t2g.errors import UserError
-from t2g.feedback.card import style_words
+from t2g.feedback.card import format_style
 from t2g.feedback.records import read_record, write_annotated
 from t2g.tasks.tiny.assets import build_tokenizer
 from t2g.text.offsets import decode
@@ -70,8 +70,8 @@ def test_records_of_another_style_are_refused(tmp_path: Path, made: StyleConfig,
     (tmp_path / DONE_FILE).write_text(json.dumps({"records": 2, "style": made.model_dump()}))
     with pytest.raises(UserError) as refused:
         read_data(config)
-    assert f"data.path={tmp_path}/train.jsonl holds feedback {style_words(made)}" in str(refused.value)
-    assert f"beside it), not {style_words(asked)};" in str(refused.value)
+    assert f"data.path={tmp_path}/train.jsonl holds feedback {format_style(made)}" in str(refused.value)
+    assert f"beside it), not {format_style(asked)};" in str(refused.value)
 
 
 @pytest.mark.parametrize(

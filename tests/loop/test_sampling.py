@@ -9,7 +9,7 @@ import pytest
 from fakes import LetterTask, letter_prompts
 
 from t2g.config import PolicyJob
-from t2g.feedback.parse import make_feedback, no_feedback
+from t2g.feedback.parse import make_failed_feedback, make_feedback
 from t2g.loop.sampling import held_out_metrics
 from t2g.types import Rollout, SpanFeedback
 
@@ -57,5 +57,5 @@ def test_the_score_is_a_rate_that_more_of_the_same_does_not_raise() -> None:
 
 def test_nothing_marked_and_nothing_that_costs_is_neither_good_nor_poor() -> None:
     assert score(said(0)) == score(said(0, 1)) == 0.0
-    assert score(said(2), no_feedback("failed", source="s", version="v")) == 1.0
-    assert score(no_feedback("failed", source="s", version="v")) == float("-inf")
+    assert score(said(2), make_failed_feedback("failed", source="s", version="v")) == 1.0
+    assert score(make_failed_feedback("failed", source="s", version="v")) == float("-inf")

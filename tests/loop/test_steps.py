@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from t2g.config import ObjectiveConfig
 from t2g.errors import RunStopped, UserError
-from t2g.feedback.parse import make_feedback, no_feedback
+from t2g.feedback.parse import make_failed_feedback, make_feedback
 from t2g.loop.steps import (
     advantage_samples,
     check_outcome_rewards,
@@ -201,7 +201,7 @@ def test_what_the_feedback_sees_of_known_faults() -> None:
     for text, make, good, poor in told:
         rollout = replace(scored_pair([0.0])[1].rollout, response_text=text)
         pairs.append((prompt, rollout, make("c", good, poor, text, source="s", version="v")))
-    silent = no_feedback("failed", source="s", version="v")
+    silent = make_failed_feedback("failed", source="s", version="v")
     metrics = fault_recall(TinyTask(), [*pairs, (prompt, pairs[0][1], silent)])
     assert metrics == {
         "feedback/recall_invented": 0.0,

@@ -13,8 +13,8 @@ import pytest
 
 from t2g.errors import UserError
 from t2g.loop.annotation import given_samples
-from t2g.marking.by_hand import Marks
 from t2g.marking.mark_server import MAX_BYTES, MarkServer
+from t2g.marking.marks import Marks
 from t2g.tasks.base import get_task
 
 ROWS = [{"prompt": "<b>What?</b>", "response": "a\u202eb 👍 cd"}]

@@ -11,7 +11,7 @@ from t2g.errors import UserError
 from t2g.feedback.records import load_annotated
 from t2g.feedback.sources.human import HumanFeedback
 from t2g.loop.annotation import Sample, given_samples
-from t2g.marking.by_hand import JOURNAL_FILE, RECORDS_FILE, Mark, Marks, StaleMark
+from t2g.marking.marks import JOURNAL_FILE, RECORDS_FILE, Mark, Marks, StaleMark
 from t2g.tasks.base import get_task
 from t2g.types import Span
 

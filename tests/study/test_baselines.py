@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from t2g.config import PolicyJob
 from t2g.errors import UserError
-from t2g.feedback.parse import make_feedback, no_feedback
+from t2g.feedback.parse import make_failed_feedback, make_feedback
 from t2g.loop.sampling import Judged
 from t2g.study.baselines import (
     Scored,
@@ -145,7 +145,7 @@ def test_a_revision_prompt_shows_prompt_response_and_critique(words: Any) -> Non
 def test_without_critique_or_room_nothing_is_asked(words: Any) -> None:
     asked = (prompt(), rollout([1], text="x"))
     assert revision_prompt(PromptsTask(), (*asked, feedback(" ")), words, 1000) is None
-    failed = no_feedback("failed", source="program", version="v")
+    failed = make_failed_feedback("failed", source="program", version="v")
     assert revision_prompt(PromptsTask(), (*asked, failed), words, 1000) is None
     assert revision_prompt(PromptsTask(), (*asked, feedback("long " * 50)), words, 100) is None
 

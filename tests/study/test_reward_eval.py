@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from t2g.feedback.parse import make_feedback, no_feedback, parse_answer
+from t2g.feedback.parse import make_failed_feedback, make_feedback, parse_answer
 from t2g.feedback.records import AnnotatedRecord, read_record
 from t2g.study.reward_eval import (
     ERROR_KINDS,
@@ -53,7 +53,7 @@ def judged(
 
 # --------------------------------------------------------------------------------------------------- tokens and rates
 def test_numbers_by_hand() -> None:
-    failed = no_feedback("unparsable", source="test", version="1")
+    failed = make_failed_feedback("unparsable", source="test", version="1")
     first = SpanFeedback(critique="", spans=(), status="ok", source="t", version="1", num_quotes=3, num_located=3)
     second = SpanFeedback(critique="", spans=(), status="ok", source="t", version="1", num_quotes=2, num_located=1)
     records = [
@@ -82,7 +82,7 @@ def test_numbers_by_hand() -> None:
 
 
 def test_a_model_that_parses_nothing_is_named_in_a_sentence() -> None:
-    failed = no_feedback("unparsable", source="test", version="1")
+    failed = make_failed_feedback("unparsable", source="test", version="1")
     nothing, unguided = judged(feedback=failed, parsed=False), judged(parsed=False)
     assert "None of the reward model's 2 answers could be used" in str(parse_warning(reward_metrics([nothing] * 2)))
     assert "without guided decoding" in str(parse_warning(reward_metrics([nothing, unguided])))
@@ -255,7 +255,7 @@ def test_feedback_becomes_labels_of_the_tokenizers_tokens(tmp_path: Path) -> Non
     def quotes(good: list[str], poor: list[str]) -> SpanFeedback:
         return make_feedback("...", good, poor, "Zoë, 3", source="test", version="1")
 
-    failed = no_feedback("unparsable", source="test", version="1")
+    failed = make_failed_feedback("unparsable", source="test", version="1")
     record = judged_record("Zoë, 3", quotes(["Zoë"], ["3"]), quotes(["oë", "Ann"], [", 3"]), failed, tokenizer)
     assert record.gold_labels.tolist() == [1, 1, 1, 1, 0, 0, -1]
     assert record.labels.tolist() == [0, 1, 1, 1, -1, 0, -1]

@@ -3,7 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from t2g.feedback.parse import make_feedback, no_feedback
+from t2g.feedback.parse import make_failed_feedback, make_feedback
 from t2g.study.targeting import (
     changes_by_mention,
     criticisms,
@@ -80,7 +80,7 @@ def test_criticised_tokens_are_held_against_others_that_the_base_thought_as_like
 def test_criticism_that_comes_again() -> None:
     first = criticisms(TEXT, feedback(["Ann"], ["Lima"]))
     assert first == {"Lima"}
-    failed = criticisms(TEXT, no_feedback("failed", source="program", version="1"))
+    failed = criticisms(TEXT, make_failed_feedback("failed", source="program", version="1"))
     assert failed is None
     none = frozenset[str]()
     before = [first, frozenset({"laptop", "Oslo"}), frozenset({"x"}), none]

@@ -8,7 +8,7 @@ import pytest
 
 from t2g.config import StyleConfig
 from t2g.errors import UserError
-from t2g.feedback.parse import quote_of, read_judgement
+from t2g.feedback.parse import make_quote, read_judgement
 from t2g.sandbox import Outcome, SandboxConfig, TestResult
 from t2g.tasks import code_critic
 from t2g.tasks.code_critic import blamed_lines, code_lines, default_lines, make_critic, ochiai, omissions, praised_lines
@@ -31,7 +31,7 @@ def feedback(response: str, judgement: dict[str, Any]) -> SpanFeedback:
 
 
 def quotes(response: str, side: list[Span]) -> list[Any]:
-    return [quote_of(response, span).model_dump() for span in side]
+    return [make_quote(response, span).model_dump() for span in side]
 
 
 def quoted(response: str, found: SpanFeedback, label: int) -> list[tuple[int, str]]:

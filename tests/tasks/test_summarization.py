@@ -11,7 +11,7 @@ import pytest
 from t2g.config import DataConfig, StyleConfig, WorldConfig
 from t2g.data.load import load_records
 from t2g.errors import UserError
-from t2g.feedback.reward_prompt import build_feedback_prompt, prompt_version
+from t2g.feedback.reward_prompt import build_feedback_prompt, compute_prompt_version
 from t2g.sandbox import SandboxConfig
 from t2g.tasks.base import get_task
 from t2g.tasks.tiny import world
@@ -96,7 +96,7 @@ def test_instructions_follow_the_style(name: str) -> None:
     assert "leave none out" not in asked(True, "sparse")
     assert asked(True, "sparse") == task.feedback_messages(prompt("{input}"), "{response}")[0]["content"]
     styles = product((True, False), ("sparse", "dense"))
-    assert len({prompt_version(task, StyleConfig(critique=c, labels=labels)) for c, labels in styles}) == 4
+    assert len({compute_prompt_version(task, StyleConfig(critique=c, labels=labels)) for c, labels in styles}) == 4
 
 
 def test_a_task_of_one_s_own_by_its_import_path(tmp_path: Path) -> None:
@@ -141,9 +141,9 @@ def test_the_feedback_prompt_holds_what_is_judged(name: str, tmp_path: Path) -> 
 
 
 def test_other_instructions_are_another_version() -> None:
-    versions = {prompt_version(get_task(name)) for name in ("prompts", "summarization", "code", "tiny")}
+    versions = {compute_prompt_version(get_task(name)) for name in ("prompts", "summarization", "code", "tiny")}
     assert len(versions) == 4
-    assert prompt_version(TASK) == prompt_version(get_task("t2g.tasks.summarization:SummarizationTask"))
+    assert compute_prompt_version(TASK) == compute_prompt_version(get_task("t2g.tasks.summarization:SummarizationTask"))
 
 
 @pytest.mark.parametrize("name", ["nope", "t2g.tasks.summarization:Nope", "no_such.module:Task", ":", "t2g.errors:"])

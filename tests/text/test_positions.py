@@ -5,7 +5,7 @@ import pytest
 from models import random_model
 
 from t2g.errors import UserError
-from t2g.text.positions import check_heads, check_positions, uneven_heads
+from t2g.text.positions import check_heads, check_positions, find_uneven_heads
 
 
 def test_a_window_beyond_the_positions_is_refused_by_its_key(tmp_path: Path) -> None:
@@ -61,4 +61,4 @@ def test_gpus_that_do_not_divide_the_heads_are_refused_by_their_key(tmp_path: Pa
     ],
 )  # fmt: skip
 def test_heads_are_cut_evenly_or_key_value_heads_are_copied(heads: int, kv_heads: int, gpus: int, uneven: str) -> None:
-    assert uneven_heads(heads, kv_heads, gpus) == uneven
+    assert find_uneven_heads(heads, kv_heads, gpus) == uneven

@@ -9,18 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from t2g.feedback import locate
-from t2g.text.quotes import MAX_MARKS, MAX_PLACES, occurrence_at
+from t2g.text.quotes import MAX_COMBINING, MAX_MATCHES, find_occurrence
 
 SIZE = 65_536  # characters of the longest answer that is read
 TEXT = st.text("ab é“\"'\u0301\n\u00a0ﬁ", max_size=30) | st.text(max_size=30)
 
 
 def places(text: str, quote: str) -> list[int]:
-    """Whole words first, told by the words of the text, not by characters beside the quote."""
     found = [i for i in range(len(text)) if text[i : i + len(quote)] == quote]
+    return sorted(found, key=lambda i: cuts_word(text, i, i + len(quote)))
+
+
+def cuts_word(text: str, *edges: int) -> bool:
+    """Return whether an edge lies within a word, by the words of the text and not by the characters at the edge."""
     words = [match.span() for match in re.finditer(r"(\w|[\u0300-\u036f])+", text)]
-    cuts = {i for i in found if any(start < edge < end for start, end in words for edge in (i, i + len(quote)))}
-    return [i for i in found if i not in cuts] + [i for i in found if i in cuts]
+    return any(start < edge < end for start, end in words for edge in edges)
 
 
 @given(text=TEXT, bounds=st.tuples(st.integers(0, 30), st.integers(0, 30)), occurrence=st.integers(1, 4))
@@ -65,11 +68,12 @@ def test_a_tolerant_quote_is_found_where_trying_every_range_finds_it(
 
 
 def tolerant_places(text: str, quote: str) -> list[tuple[int, int]]:
-    """Every range of whole characters that says the same as the quote and neither begins nor ends with a blank."""
+    """Return the ranges of whole characters that equal the quote, without blanks at the ends; whole words first."""
     bounds = [at for at in range(len(text)) if at == 0 or not unicodedata.combining(text[at])] + [len(text)]
     ranges = [(start, end) for i, start in enumerate(bounds) for end in bounds[i + 1 :]]
     said = {(start, end): text[start:end] for start, end in ranges}
-    return [place for place, part in said.items() if part == part.strip() and squeeze(part) == squeeze(quote)]
+    found = [place for place, part in said.items() if part == part.strip() and squeeze(part) == squeeze(quote)]
+    return sorted(found, key=lambda place: cuts_word(text, *place))
 
 
 def squeeze(text: str) -> str:
@@ -146,22 +150,22 @@ def test_by_hand(text: str, quote: str, occurrence: int, expected: tuple[int, in
 def test_every_place_has_an_occurrence_that_leads_back_to_it(text: str, bounds: tuple[int, int]) -> None:
     quote, start = text[min(bounds) : max(bounds)], min(bounds)
     if quote:
-        assert locate(text, quote, occurrence_at(text, quote, start)) == (start, start + len(quote))
+        assert locate(text, quote, find_occurrence(text, quote, start)) == (start, start + len(quote))
 
 
 def test_no_place_beyond_the_last_that_is_looked_at() -> None:
-    text = "a" * (MAX_PLACES + 1)
-    assert locate(text, "a", MAX_PLACES) == (MAX_PLACES - 1, MAX_PLACES)
-    assert locate(text, "a", MAX_PLACES + 1) is None
+    text = "a" * (MAX_MATCHES + 1)
+    assert locate(text, "a", MAX_MATCHES) == (MAX_MATCHES - 1, MAX_MATCHES)
+    assert locate(text, "a", MAX_MATCHES + 1) is None
     assert locate(text, "a", 10**30) is None
 
 
 def test_more_marks_than_a_letter_can_have_are_characters() -> None:
-    marks = "\u0301" * MAX_MARKS
-    assert locate(f"e{marks} x", f"e{marks}\u00a0x") == (0, MAX_MARKS + 3)
+    marks = "\u0301" * MAX_COMBINING
+    assert locate(f"e{marks} x", f"e{marks}\u00a0x") == (0, MAX_COMBINING + 3)
     assert locate(f"e{marks} x", "e\u00a0") is None  # half a letter
-    assert locate(f"e{marks}\u0301 x", f"e{marks}\u00a0") == (0, MAX_MARKS + 1)
-    assert locate(f"e{marks}\u0301\u00a0x", "\u0301 x") == (MAX_MARKS + 1, MAX_MARKS + 4)
+    assert locate(f"e{marks}\u0301 x", f"e{marks}\u00a0") == (0, MAX_COMBINING + 1)
+    assert locate(f"e{marks}\u0301\u00a0x", "\u0301 x") == (MAX_COMBINING + 1, MAX_COMBINING + 4)
 
 
 @pytest.mark.parametrize(
@@ -176,6 +180,6 @@ def test_more_marks_than_a_letter_can_have_are_characters() -> None:
 )
 def test_no_text_takes_long(text: str, quote: str) -> None:
     started = time.process_time()
-    locate(text, quote, MAX_PLACES)
+    locate(text, quote, MAX_MATCHES)
     locate(text, quote, 10**9)
     assert time.process_time() - started < 0.9  # 0.05 to 0.4; without the bounds 1 to 4

@@ -15,8 +15,8 @@ from pydantic import ConfigDict, ValidationError
 
 from t2g.config import StyleConfig
 from t2g.config.validation_errors import format_first_error
-from t2g.feedback.parse import MAX_QUOTES, Quote, load_answer, make_feedback, no_feedback
-from t2g.feedback.sources.asking import Completion
+from t2g.feedback.parse import MAX_QUOTES, Quote, load_answer, make_failed_feedback, make_feedback
+from t2g.feedback.sources.chat_client import Completion
 from t2g.tasks.base import Task
 from t2g.text.quotes import locate
 from t2g.text.tokenizer import Message
@@ -43,7 +43,7 @@ _PHRASE = ' "phrase": the words of the critique that speak of this piece, exactl
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class AnnotationRequest:
     """One question to an annotator about one response."""
 
     messages: tuple[Message, ...]
@@ -66,7 +66,7 @@ class _Entry(Quote):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class ParsedAnswer:
     """An answer as far as it can be used, and what is wrong with it, in sentences for the model."""
 
     feedback: SpanFeedback
@@ -75,7 +75,7 @@ class Reading:
 
 def make_request(
     task: Task, prompt: Prompt, response_text: str, style: StyleConfig, critique: str | None = None
-) -> Request:
+) -> AnnotationRequest:
     """What the task judges by, the response, what only annotators are shown, and the form of the answer.
 
     With a `critique` of somebody else the annotator is asked for the spans of that one.
@@ -98,7 +98,7 @@ def make_request(
     form += _SPANS.format(pieces=pieces, severity=review.severity or _SEVERITY, phrase=phrase)
     opening = f"{review.opening} {review.labels}".strip()
     parts = (opening, task.material(prompt, response_text), shown, form)
-    return Request(
+    return AnnotationRequest(
         messages=(_message("user", "\n\n".join(part for part in parts if part)),),
         response_text=response_text,
         keys=("reasoning", "critique", "spans") if own else ("reasoning", "spans"),
@@ -111,7 +111,7 @@ def _message(role: str, content: str) -> Message:
     return {"role": role, "content": content.encode("utf-8", errors="replace").decode()}
 
 
-def answer_schema(request: Request) -> dict[str, Any]:
+def answer_schema(request: AnnotationRequest) -> dict[str, Any]:
     """JSON schema of an answer. It has no bounds, so that every server takes it: several refuse lengths and numbers."""
     text = {"type": "string"}
     span: dict[str, Any] = {
@@ -130,15 +130,15 @@ def _closed_object(properties: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
-def read_answer(completion: Completion, request: Request, *, source: str, version: str) -> Reading:
+def read_answer(completion: Completion, request: AnnotationRequest, *, source: str, version: str) -> ParsedAnswer:
     """The feedback in an answer. Quotes that do not stand in the response, or are blank or no quotes, or overlap one
     before them (poor ones come first) count in num_quotes and not in num_located; a phrase that is not found leaves its
     span. The same piece twice with one label is one span.
     """
     answer = _load(completion, request)
     if isinstance(answer, str):
-        nothing = no_feedback("unparsable", source=source, version=version, reason=answer)
-        return Reading(feedback=nothing, faults=(f"{answer[0].upper()}{answer[1:]}.",))
+        nothing = make_failed_feedback("unparsable", source=source, version=version, reason=answer)
+        return ParsedAnswer(feedback=nothing, faults=(f"{answer[0].upper()}{answer[1:]}.",))
     critique = answer["critique"] if "critique" in request.keys else request.critique or ""
     faults = [] if critique.strip() or not request.with_phrases else ["The critique is empty."]
     items = sorted(answer["spans"], key=lambda item: not (isinstance(item, dict) and item.get("label") == "poor"))
@@ -154,10 +154,10 @@ def read_answer(completion: Completion, request: Request, *, source: str, versio
     good, poor = ([span for span in spans if span.label == label] for label in (1, -1))
     lost = [None] * (len(items) - len(spans))
     feedback = make_feedback(critique, [*good, *lost], poor, request.response_text, source=source, version=version)
-    return Reading(feedback=feedback, faults=tuple(faults))
+    return ParsedAnswer(feedback=feedback, faults=tuple(faults))
 
 
-def _load(completion: Completion, request: Request) -> dict[str, Any] | str:
+def _load(completion: Completion, request: AnnotationRequest) -> dict[str, Any] | str:
     """The answer's object, or why it is none. Text around the object is forgiven: not every server follows a schema."""
     if completion.finish_reason == "length":
         return f"the answer was cut after {completion.output_tokens} tokens; it must be shorter"
@@ -166,7 +166,7 @@ def _load(completion: Completion, request: Request) -> dict[str, Any] | str:
     return load_answer(text[text.find("{") : text.rfind("}") + 1], kinds)
 
 
-def _read_span(item: Any, request: Request, critique: str) -> tuple[Span | None, list[str]]:
+def _read_span(item: Any, request: AnnotationRequest, critique: str) -> tuple[Span | None, list[str]]:
     """The piece that one entry quotes, None if it stands nowhere, and what is wrong with the entry."""
     try:
         entry = _Entry.model_validate(item)
@@ -198,7 +198,7 @@ def _show(value: Any) -> str:
     return text if len(text) <= 200 else text[:200] + "..."
 
 
-def follow_up(request: Request, answer: str, faults: Sequence[str]) -> tuple[Message, ...]:
+def make_follow_up(request: AnnotationRequest, answer: str, faults: Sequence[str]) -> tuple[Message, ...]:
     """The question again, with the answer that was given and what is wrong with it."""
     told = [*faults[:MAX_FAULTS], *([f"{len(faults) - MAX_FAULTS} more."] if len(faults) > MAX_FAULTS else [])]
     complaint = "Your answer cannot be used as it is.\n" + "\n".join(f"- {fault}" for fault in told)

@@ -20,7 +20,7 @@ from t2g.config import LLMConfig
 from t2g.config.texts import mask_secrets
 from t2g.config.validation_errors import format_first_error
 from t2g.errors import NotHere, RunStopped, UserError
-from t2g.feedback.sources.asking import Chat, ChatFailed, Completion, PerLoop, Question, estimate_tokens
+from t2g.feedback.sources.chat_client import Chat, ChatError, ChatRequest, Completion, PerLoop, estimate_tokens
 
 if TYPE_CHECKING:
     import openai
@@ -75,7 +75,7 @@ class EndpointChat(Chat):
             http_client=Client(follow_redirects=False),
         )
 
-    async def complete(self, question: Question) -> Completion:
+    async def complete(self, question: ChatRequest) -> Completion:
         import openai
 
         schema = {"name": "feedback", "strict": True, "schema": dict(question.schema)}
@@ -97,7 +97,7 @@ class EndpointChat(Chat):
             cause = f": {error.__cause__}" if error.__cause__ and str(error.__cause__) else ""
             raise self._failed("connection", f"{error}{cause}") from None
         except ConnectionError as error:  # the client tries again no longer, once an answer has begun
-            raise self._failed("connection", str(error), passing=True) from None
+            raise self._failed("connection", str(error), is_transient=True) from None
         except ValueError as error:
             raise self._failed("answer", str(error)) from None
         # Nobody reads a refusal but people. An answer stays as it is: a key may be a word like "any".
@@ -121,8 +121,8 @@ class EndpointChat(Chat):
             return UserError(f"llm.url={self._config.url} does not know llm.model={self.model} or the path: {words}")
         return self._failed(f"HTTP {status}", words)
 
-    def _failed(self, kind: str, words: str, *, passing: bool = False) -> ChatFailed:
-        return ChatFailed(kind, f"{self.name}: {self._words(words)}", passing=passing)
+    def _failed(self, kind: str, words: str, *, is_transient: bool = False) -> ChatError:
+        return ChatError(kind, f"{self.name}: {self._words(words)}", is_transient=is_transient)
 
     def _words(self, words: str) -> str:
         """In one printable line, without the key (servers like to repeat it), and only then cut."""

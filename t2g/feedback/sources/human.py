@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from t2g.data.load import SUFFIXES, read_file, read_lines
-from t2g.data.published import translate
+from t2g.data.published import translate_row
 from t2g.errors import NotHere, UserError
-from t2g.feedback.parse import make_feedback, no_feedback
-from t2g.feedback.records import AnnotatedRecord, first_few, read_record
-from t2g.feedback.sources.asking import FailureLog
+from t2g.feedback.parse import make_failed_feedback, make_feedback
+from t2g.feedback.records import AnnotatedRecord, read_record, shorten_list
+from t2g.feedback.sources.chat_client import FailureLog
 from t2g.interfaces import Aligner, FeedbackSource
 from t2g.tasks.base import Record, Task
 from t2g.types import LABELS, Prompt, SpanFeedback
@@ -70,7 +70,7 @@ class HumanFeedback(FeedbackSource):
                 continue
             self._judgements[key] = self._read(where, row, key)
         if again:
-            places = ", ".join(first_few(again))
+            places = ", ".join(shorten_list(again))
             logger.warning("not used: %d judgements of a response that an earlier line judged, %s", len(again), places)
         if lost:
             sentence = f"{len(lost)} lines judge no response, the first at {lost[0]}: response and prompt are needed"
@@ -78,7 +78,7 @@ class HumanFeedback(FeedbackSource):
         if not self._judgements:
             raise UserError(f"human_file={path} holds no judgements")
 
-    def refuse_unaligned(self) -> None:
+    def check_alignment(self) -> None:
         """UserError where a critique has no spans and there is nobody to find them."""
         if self._unaligned and self.aligner is None:
             raise UserError(
@@ -91,11 +91,11 @@ class HumanFeedback(FeedbackSource):
         if key is None:
             sentence = f"{self._path} has no judgement of this response to prompt {prompt.prompt_id}"
             self._failures.say("missing", sentence)
-            return no_feedback("failed", source=self.name, version="", reason=sentence)
+            return make_failed_feedback("failed", source=self.name, version="", reason=sentence)
         said = self._judgements[key]
         if key not in self._unaligned:
             return said
-        assert self.aligner is not None, "see refuse_unaligned"
+        assert self.aligner is not None, "see check_alignment"
         found = await self.aligner.align(prompt, response_text, said.critique)
         return replace(found, critique=said.critique, source=self.name, version=f"{said.version}, {found.version}")
 
@@ -105,7 +105,7 @@ class HumanFeedback(FeedbackSource):
         # An aligner adds its version behind a comma; a file's name may hold one, too.
         return key is not None and f"{record.version}, ".startswith(f"{self._judgements[key].version}, ")
 
-    def wants_aligner(self, prompt: Prompt, response_text: str) -> bool:
+    def needs_aligner(self, prompt: Prompt, response_text: str) -> bool:
         return self._find(prompt, response_text) in self._unaligned
 
     def _find(self, prompt: Prompt, response_text: str) -> Key | None:
@@ -126,7 +126,7 @@ class HumanFeedback(FeedbackSource):
         except ValueError as error:
             reason = f"{where}: {error}"
             self._failures.say("line", reason)
-            return no_feedback("failed", reason=reason, **names)
+            return make_failed_feedback("failed", reason=reason, **names)
 
 
 def _refuse(flaw: str) -> None:
@@ -137,7 +137,7 @@ def _key(row: Record, task: Task) -> Key | None:
     """What the row judges, as the task reads it or else under its plain names; None where it does not say."""
     given: Record = row
     with suppress(ValueError):  # said once the line is read
-        given = translate(row, FIELDS)[0]
+        given = translate_row(row, FIELDS)[0]
     names = {field: value for field, value in given.items() if isinstance(value, str)}
     response = _attempt(task.response, row) or names.get("response")
     text = _attempt(task.prompt_text, row) or names.get("prompt")
@@ -155,7 +155,7 @@ def _attempt(read: Callable[[Record], str | None], row: Record) -> str | None:
 def _read_marks(row: Record) -> tuple[str, dict[str, Any] | None]:
     """The critique, and the lists good, poor and spans that the row has; None for none of them."""
     cells = {name: _from_cell(name, value) for name, value in row.items() if name in MARKS and value is not None}
-    fields, rest = translate({**row, **cells}, FIELDS)
+    fields, rest = translate_row({**row, **cells}, FIELDS)
     critique = fields.get("critique", rest.get("feedback"))  # SLF5K's name for it
     if not isinstance(critique, str) or not critique.strip():
         raise ValueError(f"the critique is {critique!r:.80}; it needs to be a text")

@@ -13,16 +13,31 @@ from dataclasses import replace
 
 from t2g.config import FeedbackConfig
 from t2g.errors import UserError
-from t2g.feedback.parse import no_feedback
-from t2g.feedback.sources.annotator import Reading, Request, answer_schema, follow_up, make_request, read_answer
-from t2g.feedback.sources.asking import Asker, Chat, ChatFailed, Completion, PerLoop, Question, prompt_tokens
+from t2g.feedback.parse import make_failed_feedback
+from t2g.feedback.sources.annotator import (
+    AnnotationRequest,
+    ParsedAnswer,
+    answer_schema,
+    make_follow_up,
+    make_request,
+    read_answer,
+)
+from t2g.feedback.sources.chat_client import (
+    Chat,
+    ChatClient,
+    ChatError,
+    ChatRequest,
+    Completion,
+    PerLoop,
+    prompt_tokens,
+)
 from t2g.feedback.sources.votes import vote
 from t2g.interfaces import FeedbackSource
 from t2g.tasks.base import Task
 from t2g.types import Prompt, SpanFeedback
 
 
-def cost_words(items: Iterable[tuple[Prompt, str]], config: FeedbackConfig, task: Task) -> str:
+def estimate_cost(items: Iterable[tuple[Prompt, str]], config: FeedbackConfig, task: Task) -> str:
     """What these judgements may cost, in a sentence, before the first of them: UTF-8 bytes / 3 for each prompt,
     `llm.max_output_tokens` for each answer, no second tries. UserError when that is above `llm.max_total_tokens`.
     """
@@ -49,7 +64,7 @@ class LLMFeedback(FeedbackSource):
     name = "llm"
 
     def __init__(self, chat: Chat, config: FeedbackConfig, task: Task) -> None:
-        self.asker = Asker(chat, config.llm, config.timeout_s)
+        self.asker = ChatClient(chat, config.llm, config.timeout_s)
         self._config, self._llm, self._task = config, config.llm, task
         votes = f"x{self._llm.num_annotators}" if self._llm.num_annotators > 1 else ""
         self.version = f"{chat.model}{votes}#{self._prompt_version()}"
@@ -74,7 +89,7 @@ class LLMFeedback(FeedbackSource):
         messages = make_request(self._task, blank, "{response}", self._config.style).messages
         return hashlib.blake2b(json.dumps(messages).encode(), digest_size=4).hexdigest()
 
-    async def _annotated(self, request: Request) -> SpanFeedback:
+    async def _annotated(self, request: AnnotationRequest) -> SpanFeedback:
         num_annotators = self._llm.num_annotators
         async with self._turn.get():
             answers = await asyncio.gather(*(self._annotator(request, seed) for seed in range(num_annotators)))
@@ -87,48 +102,48 @@ class LLMFeedback(FeedbackSource):
         reason = f"{len(usable)} of {num_annotators} annotators gave a usable answer; one did not: {without.reason}"
         return replace(without, critique="", reason=reason)
 
-    async def _annotator(self, request: Request, seed: int) -> SpanFeedback:
+    async def _annotator(self, request: AnnotationRequest, seed: int) -> SpanFeedback:
         """The feedback of one annotator, who is told what was wrong with an answer and asked again."""
         left_s = self._config.timeout_s  # for all tries; waiting for a turn does not count: a slow pace is no failure
-        question = Question(
+        question = ChatRequest(
             messages=request.messages,
             schema=answer_schema(request),
             max_output_tokens=self._llm.max_output_tokens,
             temperature=self._llm.temperature,
             seed=seed,
         )
-        readings: list[Reading] = []
-        failed: ChatFailed | None = None  # the last try
+        readings: list[ParsedAnswer] = []
+        failed: ChatError | None = None  # the last try
         for _ in range(self._llm.max_tries):
             async with self.asker.turn():
                 started = time.monotonic()
                 try:
                     completion, failed = await self._complete(question, left_s), None
-                except ChatFailed as error:
+                except ChatError as error:
                     failed = error
                 left_s -= time.monotonic() - started
             if failed:
-                if not failed.passing:
+                if not failed.is_transient:
                     break
                 continue
             readings.append(read_answer(completion, request, source=self.name, version=self.version))
             if not readings[-1].faults:
                 break
-            question = replace(question, messages=follow_up(request, completion.text, readings[-1].faults))
+            question = replace(question, messages=make_follow_up(request, completion.text, readings[-1].faults))
         if failed and not any(reading.feedback.spans for reading in readings):
             self.asker.failed(failed)
-            return no_feedback("failed", source=self.name, version=self.version, reason=str(failed))
-        return settle(readings)
+            return make_failed_feedback("failed", source=self.name, version=self.version, reason=str(failed))
+        return choose_feedback(readings)
 
-    async def _complete(self, question: Question, limit_s: float) -> Completion:
-        """An answer. Raises ChatFailed for a refusal, too: asked again the model would refuse again."""
+    async def _complete(self, question: ChatRequest, limit_s: float) -> Completion:
+        """An answer. Raises ChatError for a refusal, too: asked again the model would refuse again."""
         completion = await self.asker.complete(question, limit_s)
         if completion.finish_reason == "refusal":
-            raise ChatFailed("refusal", f"{self.asker.chat.name} refused: {completion.text:.2000}")
+            raise ChatError("refusal", f"{self.asker.chat.name} refused: {completion.text:.2000}")
         return completion
 
 
-def settle(readings: Sequence[Reading]) -> SpanFeedback:
+def choose_feedback(readings: Sequence[ParsedAnswer]) -> SpanFeedback:
     """The feedback of one annotator's answers (at least one), of which only the last may be without faults.
 
     That one if it is; else the one with most quotes located, then fewest faults, then the later. Without a span it is

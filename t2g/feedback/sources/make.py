@@ -28,7 +28,7 @@ def make_local_source(
             if aligner is None and config.judge_model == "llm":
                 aligner = LLMFeedback(EndpointChat(config.llm), config, task)
             human = HumanFeedback(Path(config.human_file), task, aligner, columns=config.human_columns)
-            human.refuse_unaligned()
+            human.check_alignment()
             return human
         case "program":
             critic = task.critic(style=config.style, sandbox=config.sandbox)

@@ -10,8 +10,8 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from t2g.errors import NotHere, RunStopped, UserError
-from t2g.feedback.parse import no_feedback, read_judgement
-from t2g.feedback.sources.asking import FailureLog, PerLoop
+from t2g.feedback.parse import make_failed_feedback, read_judgement
+from t2g.feedback.sources.chat_client import FailureLog, PerLoop
 from t2g.interfaces import FeedbackSource
 from t2g.tasks.base import Critic
 from t2g.types import Prompt, SpanFeedback
@@ -22,7 +22,7 @@ MAX_WORDS = 300  # of a reason
 
 class ProgramFeedback(FeedbackSource):
     """A critic from prompt text and response to (critique, good pieces, poor pieces), or a dict with those keys and
-    perhaps an execution; for pieces see `t2g.feedback.parse.read_piece`.
+    perhaps an execution; for pieces see `t2g.feedback.parse.parse_piece`.
 
     critic: the function, or its import path. Called as `critic(prompt_text, response_text)`, and with `payload=` too
     where it has a parameter of that name. `parallel` calls run at a time: 1 for a function that may keep state. A call
@@ -88,7 +88,7 @@ class ProgramFeedback(FeedbackSource):
         return f" (traceback in {self._log})"
 
     def _failed(self, sentence: str) -> SpanFeedback:
-        return no_feedback("failed", source=self.name, version=self._path, reason=f"the critic {sentence}")
+        return make_failed_feedback("failed", source=self.name, version=self._path, reason=f"the critic {sentence}")
 
     def _refuse_hung(self) -> None:
         if self._num_timeouts >= MAX_TIMEOUTS:

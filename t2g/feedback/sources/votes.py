@@ -14,7 +14,7 @@ import numpy as np
 from t2g.types import Span, SpanFeedback
 
 
-def character_labels(spans: Sequence[Span], length: int) -> np.ndarray:
+def label_characters(spans: Sequence[Span], length: int) -> np.ndarray:
     """[C] int8, one for each of `length` characters: +1 good, -1 poor, 0 neither; poor where a span of both lies."""
     labels = np.zeros(length, np.int8)
     for span in sorted(spans, key=lambda span: -span.label):
@@ -55,10 +55,10 @@ def kappa(a: np.ndarray, b: np.ndarray) -> float | None:
     return None if chance == 1 else (same - chance) / (1 - chance)
 
 
-def labelled_runs(labels: np.ndarray, text: str) -> list[tuple[int, int, int]]:
+def find_labelled_runs(labels: np.ndarray, text: str) -> list[tuple[int, int, int]]:
     """(start, end, label) of the longest stretches of one label in `labels` [C], without blanks at their ends.
 
-    labelled_runs([1, 1, 1, 0, -1], "ab cd") == [(0, 2, 1), (4, 5, -1)]
+    find_labelled_runs([1, 1, 1, 0, -1], "ab cd") == [(0, 2, 1), (4, 5, -1)]
     """
     runs, start = [], 0
     for label, group in groupby(np.asarray(labels).tolist()):
@@ -77,12 +77,12 @@ def vote(answers: Sequence[SpanFeedback], num_annotators: int, response_text: st
     who labelled it so. The critique is that of the annotator closest to the outcome, and spans point to its phrases.
     Quotes are counted over all answers. A label that too few share leaves no span: then the status is empty.
     """
-    labels = np.stack([character_labels(answer.spans, len(response_text)) for answer in answers])
+    labels = np.stack([label_characters(answer.spans, len(response_text)) for answer in answers])
     winner = majority(labels, num_annotators)
     written = np.array([not character.isspace() for character in response_text], bool)
     closest = max(range(len(answers)), key=lambda i: (f1(labels[i, written], winner[written]), -i))
     spans = []
-    for start, end, label in labelled_runs(winner, response_text):
+    for start, end, label in find_labelled_runs(winner, response_text):
         by_annotator = [
             [span for span in answer.spans if span.label == label and _overlap(span, start, end) > 0]
             for answer in answers

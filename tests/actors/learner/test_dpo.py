@@ -15,7 +15,7 @@ from actors.learner.parts import DPO_BETA, LearnerSpec, Loss, load_policy
 from t2g.algo.logprobs import Rows
 from t2g.algo.losses import dpo_loss
 from t2g.config import LearnerConfig, ModelConfig
-from t2g.data.batching import loss_shares
+from t2g.data.batching import normalize_weights
 from t2g.types import PairedSequence, TokenStats, TrainSequence
 
 CPU = torch.device("cpu")
@@ -64,7 +64,7 @@ def test_value_and_gradient_are_the_papers_in_any_microbatches(folders: tuple[Pa
     gains = DPO_BETA * (margins(model, make_pairs()) - before)
     expected = -torch.nn.functional.logsigmoid(gains).mean()
     want = torch.autograd.grad(expected, list(model.parameters()))
-    shares = loss_shares(sequences(reference))
+    shares = normalize_weights(sequences(reference))
     parts = [our_loss(model, shares[i : i + 4]) for i in range(0, len(shares), 4)] + [our_loss(model, ())]
     total = sum(loss for loss, _ in parts)
     torch.testing.assert_close(total, expected)
@@ -92,7 +92,7 @@ def test_value_is_that_of_trl(folders: tuple[Path, Path], tmp_path: Path) -> Non
         args=DPOConfig(output_dir=str(tmp_path), beta=DPO_BETA, max_length=None, disable_tqdm=True, **options),
     )  # fmt: skip
     theirs = trainer.evaluate()
-    loss, metrics = our_loss(model.eval(), loss_shares(sequences(reference)))
+    loss, metrics = our_loss(model.eval(), normalize_weights(sequences(reference)))
     assert abs(loss.item() - np.log(2)) > 0.01
     assert theirs["eval_loss"] == pytest.approx(loss.item(), rel=1e-4)
     assert theirs["eval_rewards/accuracies"] == pytest.approx(metrics["policy/accuracy"])

@@ -10,7 +10,7 @@ from fake_endpoint import answer, span
 
 from t2g.config import PolicyJob, StyleConfig
 from t2g.feedback.sources.annotator import make_request
-from t2g.feedback.sources.asking import Completion
+from t2g.feedback.sources.chat_client import Completion
 from t2g.tasks.base import get_task
 
 

@@ -16,12 +16,12 @@ from fake_endpoint import KEY, KEY_VARIABLE, FakeEndpoint, Reply, completion, fa
 from t2g.config import LLMConfig
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.sources import endpoint
-from t2g.feedback.sources.asking import ChatFailed, Completion, Question
+from t2g.feedback.sources.chat_client import ChatError, ChatRequest, Completion
 from t2g.feedback.sources.endpoint import MAX_BODY_BYTES, EndpointChat, read_body, read_completion
 
 MESSAGES = [{"role": "user", "content": "Is it fine?"}]
 SCHEMA = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
-QUESTION = Question(messages=MESSAGES, schema=SCHEMA, max_output_tokens=64, temperature=0.5, seed=3)
+QUESTION = ChatRequest(messages=MESSAGES, schema=SCHEMA, max_output_tokens=64, temperature=0.5, seed=3)
 
 
 @pytest.fixture
@@ -40,8 +40,8 @@ def ask(chat: EndpointChat) -> Completion:
     return asyncio.run(chat.complete(QUESTION))
 
 
-def refusal(chat: EndpointChat) -> ChatFailed:
-    with pytest.raises(ChatFailed) as caught:
+def refusal(chat: EndpointChat) -> ChatError:
+    with pytest.raises(ChatError) as caught:
         ask(chat)
     assert KEY[:5] not in str(caught.value)  # nor a part of it
     return caught.value
@@ -81,7 +81,7 @@ def test_what_concerns_this_request_alone(server: FakeEndpoint, status: int) -> 
     asked = chat(server)
     ask(asked)
     failed = refusal(asked)
-    assert not failed.passing and len(server.requests) == 2
+    assert not failed.is_transient and len(server.requests) == 2
     assert "too long" in str(failed) and str(status) in str(failed)
 
 
@@ -192,7 +192,7 @@ def test_a_server_that_is_late(server: FakeEndpoint, monkeypatch: pytest.MonkeyP
 def test_a_body_that_breaks_off(server: FakeEndpoint) -> None:
     server.reply = lambda number, body: Reply(body=completion("Fine."), missing_bytes=20)
     failed = refusal(chat(server))
-    assert failed.passing and "broke off" in str(failed)
+    assert failed.is_transient and "broke off" in str(failed)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_a_body_that_breaks_off(server: FakeEndpoint) -> None:
 def test_bodies_that_are_no_completion(server: FakeEndpoint, body: Any, words: str) -> None:
     server.reply = lambda number, request: Reply(body=body)
     failed = refusal(chat(server))
-    assert not failed.passing and words in str(failed)
+    assert not failed.is_transient and words in str(failed)
 
 
 @pytest.mark.parametrize("wrap", [str, lambda text: {"error": text}, lambda text: completion([text])])
@@ -245,7 +245,7 @@ def test_a_key_with_strokes_as_json_may_spell_it(server: FakeEndpoint) -> None:
 def test_a_huge_body_is_refused_and_not_read_to_its_end(server: FakeEndpoint) -> None:
     server.reply = lambda number, body: says("x" * (MAX_BODY_BYTES + 1))
     failed = refusal(chat(server))
-    assert not failed.passing and "more than" in str(failed)
+    assert not failed.is_transient and "more than" in str(failed)
 
     async def endless() -> AsyncIterator[bytes]:
         while True:

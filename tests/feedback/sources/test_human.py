@@ -12,7 +12,7 @@ import pytest
 from t2g.config import AnnotateConfig, FeedbackConfig
 from t2g.errors import UserError
 from t2g.feedback.parse import make_feedback
-from t2g.feedback.records import annotated_record
+from t2g.feedback.records import make_annotated_record
 from t2g.feedback.sources.human import HumanFeedback
 from t2g.feedback.sources.make import make_local_source
 from t2g.tasks.base import get_task
@@ -165,7 +165,7 @@ def test_of_two_who_judge_a_response_the_first_counts_and_the_other_is_named(
     bare = {name: ROW[name] for name in ("prompt_id", "response")} | {"critique": "No spans."}
     path = write(tmp_path / "human.jsonl", ROW, ROW | {"critique": "Other."}, bare)
     source = human(path)
-    source.refuse_unaligned()
+    source.check_alignment()
     assert judge(source, prompt("7", ""), "a phone").critique == ROW["critique"]
     sentence = f"not used: 2 judgements of a response that an earlier line judged, {path}:2, {path}:3"
     assert caplog.messages == [sentence]
@@ -195,9 +195,9 @@ def test_a_critique_without_spans_is_aligned_and_stays_the_persons(tmp_path: Pat
     bare = {"prompt_id": "8", "response": "a red phone", "critique": "No phone."}
     path, aligner = write(tmp_path / "human.jsonl", ROW, bare), Aligner()
     source = human(path, aligner=aligner)
-    source.refuse_unaligned()
-    assert not source.wants_aligner(prompt("7", ""), "a phone")
-    assert source.wants_aligner(prompt("8", ""), "a red phone")
+    source.check_alignment()
+    assert not source.needs_aligner(prompt("7", ""), "a phone")
+    assert source.needs_aligner(prompt("8", ""), "a red phone")
     found = judge(source, prompt("8", ""), "a red phone")
     assert (spans(found), found.critique, found.source) == ([(6, 11, -1, 1)], "No phone.", "human")
     assert found.version.endswith(", judge#1")
@@ -212,8 +212,8 @@ def test_a_record_is_current_as_long_as_its_own_line_is(tmp_path: Path, name: st
     bare = {"prompt_id": "8", "response": "a red phone", "critique": "No phone."}
     first = human(write(path, ROW, bare), aligner=Aligner())
     records = [
-        annotated_record(asked, "a phone", judge(first, asked, "a phone")),
-        annotated_record(prompt("8", ""), "a red phone", judge(first, prompt("8", ""), "a red phone")),
+        make_annotated_record(asked, "a phone", judge(first, asked, "a phone")),
+        make_annotated_record(prompt("8", ""), "a red phone", judge(first, prompt("8", ""), "a red phone")),
     ]
     assert [first.is_current(record) for record in records] == [True, True]
     second = human(write(path, ROW | {"prompt_id": "9"}, ROW | {"critique": "Better."}, bare), aligner=Aligner())
@@ -237,5 +237,5 @@ def test_the_critiques_that_published_records_hold(name: str, file: str, critiqu
     source = HumanFeedback(DATA / file, task, aligner)
     asked = replace(prompt(str(task.prompt_id(row)), task.prompt_text(row)), payload=task.payload(row))
     response = task.response(row)
-    assert response is not None and source.wants_aligner(asked, response)
+    assert response is not None and source.needs_aligner(asked, response)
     assert judge(source, asked, response).critique.startswith(critique)

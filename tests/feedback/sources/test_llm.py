@@ -13,13 +13,13 @@ from annotators import GOOD, MISS, RESPONSE, ScriptedChat, annotator, ask, confi
 from fake_endpoint import KEY, KEY_VARIABLE, FakeEndpoint, Reply, answer, completion, fake_endpoint, says, span
 
 from t2g.errors import RunStopped, UserError
-from t2g.feedback.sources.asking import MAX_LOST, ChatFailed, Completion
+from t2g.feedback.sources.chat_client import MAX_LOST, ChatError, Completion
 from t2g.feedback.sources.endpoint import EndpointChat
-from t2g.feedback.sources.llm import LLMFeedback, cost_words
+from t2g.feedback.sources.llm import LLMFeedback, estimate_cost
 from t2g.tasks.base import get_task
 
 DEADLINE_S = 30
-GONE = ChatFailed("HTTP 400", "gone")
+GONE = ChatError("HTTP 400", "gone")
 
 
 def test_a_refusal_is_not_argued_with() -> None:
@@ -34,7 +34,7 @@ def test_a_failure_after_a_usable_answer_does_not_lose_it() -> None:
 
 
 def test_a_failure_that_may_pass_takes_one_of_the_tries() -> None:
-    broken = ChatFailed("connection", "the answer broke off", passing=True)
+    broken = ChatError("connection", "the answer broke off", is_transient=True)
     assert spans(ask(broken, MISS, GOOD)[0]) == [("phone", 1)]
     feedback, chat = ask(MISS, broken, broken)
     assert (spans(feedback), len(chat.asked)) == ([("bag", -1)], 3)
@@ -43,7 +43,7 @@ def test_a_failure_that_may_pass_takes_one_of_the_tries() -> None:
 
 
 def test_the_deadline_is_of_all_tries() -> None:
-    chat = ScriptedChat(ChatFailed("connection", "broke off", passing=True), delay_s=0.1)
+    chat = ScriptedChat(ChatError("connection", "broke off", is_transient=True), delay_s=0.1)
     started = time.monotonic()
     feedback = judge(annotator(chat, timeout_s=0.45, max_tries=1000))
     assert feedback.status == "failed" and "within timeout_s=0.45" in feedback.reason
@@ -54,7 +54,7 @@ def test_an_answer_that_does_not_come_is_a_failure_with_a_price() -> None:
     source = annotator(ScriptedChat(GOOD, delay_s=3600), timeout_s=0.2)
     feedback = judge(source)
     assert feedback.status == "failed" and "gave no answer within timeout_s=0.2" in feedback.reason
-    words = cost_words([(prompt(), RESPONSE)], config(), get_task("summarization"))
+    words = estimate_cost([(prompt(), RESPONSE)], config(), get_task("summarization"))
     assert f"({source.asker.num_tokens:,} of prompts" in words
 
 
@@ -78,7 +78,7 @@ def test_an_answer_in_between_is_a_sign_of_life() -> None:
 
 
 def test_each_kind_of_failure_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    source = annotator(ScriptedChat(GONE, GONE, GONE, ChatFailed("x", "?")))
+    source = annotator(ScriptedChat(GONE, GONE, GONE, ChatError("x", "?")))
     for _ in range(4):
         judge(source)
     assert [message.split(" (")[0] for message in caplog.messages] == ["feedback failed: gone", "feedback failed: ?"]
@@ -106,7 +106,7 @@ def test_an_estimate_counts_bytes_and_longest_answers() -> None:
     total = 6 * (expected + 50)
 
     def words(cap: int | None) -> str:
-        return cost_words(items, config(**fields | {"max_total_tokens": cap}), get_task("summarization"))
+        return estimate_cost(items, config(**fields | {"max_total_tokens": cap}), get_task("summarization"))
 
     assert words(None) == words(total)
     told = f"judge: 6 requests, up to about {total:,} tokens ({6 * expected:,} of prompts, 300 of answers)"

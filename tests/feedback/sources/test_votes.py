@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t2g.feedback.sources.votes import agreement, character_labels, f1, kappa, labelled_runs, majority, vote
+from t2g.feedback.sources.votes import agreement, f1, find_labelled_runs, kappa, label_characters, majority, vote
 from t2g.types import Span, SpanFeedback
 
 TEXT = "the red cat sat"  # the: 0-3, red: 4-7, cat: 8-11, sat: 12-15
@@ -34,7 +34,7 @@ def test_a_label_needs_more_than_half_of_all_annotators() -> None:
 
 
 def test_poor_counts_where_an_annotator_says_both() -> None:
-    assert character_labels((span(1, 3, -1), span(0, 2, 1)), 4).tolist() == [1, -1, -1, 0]
+    assert label_characters((span(1, 3, -1), span(0, 2, 1)), 4).tolist() == [1, -1, -1, 0]
 
 
 def test_f1_by_hand() -> None:
@@ -76,9 +76,9 @@ def test_an_empty_response() -> None:
 
 
 def test_runs_have_no_blanks_at_their_ends() -> None:
-    assert labelled_runs(np.array([1, 1, 1, 0, -1]), "ab cd") == [(0, 2, 1), (4, 5, -1)]
-    assert labelled_runs(np.array([1, 1, 1]), "a b") == [(0, 3, 1)]
-    assert labelled_runs(np.array([0, 1, 0]), "a b") == []
+    assert find_labelled_runs(np.array([1, 1, 1, 0, -1]), "ab cd") == [(0, 2, 1), (4, 5, -1)]
+    assert find_labelled_runs(np.array([1, 1, 1]), "a b") == [(0, 3, 1)]
+    assert find_labelled_runs(np.array([0, 1, 0]), "a b") == []
 
 
 spans = st.lists(

@@ -7,7 +7,7 @@ import pytest
 
 from jobs.common.stages import demo_of, resolve_stages
 from t2g.config import CompareJob, DemoJob, WorldConfig, loading
-from t2g.feedback.parse import format_answer, quote_of
+from t2g.feedback.parse import format_answer, make_quote
 from t2g.sandbox import SandboxConfig
 from t2g.tasks.tiny import assets, world
 from t2g.tasks.tiny.task import TinyTask
@@ -86,7 +86,7 @@ def test_windows_hold_what_a_world_writes(num_facts: int, tmp_path: Path) -> Non
         said = task.feedback_messages(Prompt(prompt_id="p", prompt_text=row["post"], task="tiny"), text)
         question = reward.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
         critique, *sides = world.critic(facts, text)
-        target = format_answer(critique, *([quote_of(text, span) for span in side] for side in sides))
+        target = format_answer(critique, *([make_quote(text, span) for span in side] for side in sides))
         summary, answer = len(policy(text).input_ids) + 1, len(reward(target).input_ids) + 1
         lengths.append(
             (summary, len(policy(asked).input_ids) + summary, answer, len(reward(question).input_ids) + answer)

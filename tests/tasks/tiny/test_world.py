@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from t2g.config import StyleConfig, WorldConfig
-from t2g.feedback.parse import format_answer, make_feedback, quote_of
+from t2g.feedback.parse import format_answer, make_feedback, make_quote
 from t2g.sandbox import SandboxConfig
 from t2g.tasks.base import SPARSE
 from t2g.tasks.tiny import assets, world
@@ -26,13 +26,13 @@ NO_FAULTS = WorldConfig(wrong=0.0, missing=0.0, invented=0.0, repeated=0.0)
 
 
 def quotes(response: str, found: list[Span]) -> list[tuple[str, int]]:
-    quoted = [quote_of(response, span) for span in found]
+    quoted = [make_quote(response, span) for span in found]
     return [(quote.quote, quote.occurrence) for quote in quoted]
 
 
 def target_of(facts: world.Facts, response: str, *, style: StyleConfig = SPARSE) -> str:
     critique, *sides = world.critic(facts, response)
-    return format_answer(critique, *([quote_of(response, span) for span in side] for side in sides), style=style)
+    return format_answer(critique, *([make_quote(response, span) for span in side] for side in sides), style=style)
 
 
 # ------------------------------------------------------------------------------------------------------------ generator

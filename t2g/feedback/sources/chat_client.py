@@ -33,7 +33,7 @@ class Completion:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class ChatRequest:
     """One request."""
 
     messages: Sequence[Message]
@@ -43,13 +43,13 @@ class Question:
     seed: int
 
 
-class ChatFailed(Exception):
+class ChatError(Exception):
     """No answer, and why in a sentence."""
 
-    def __init__(self, kind: str, sentence: str, *, passing: bool = False) -> None:
+    def __init__(self, kind: str, sentence: str, *, is_transient: bool = False) -> None:
         super().__init__(sentence)
         self.kind = kind  # each is logged once
-        self.passing = passing  # another try may get an answer
+        self.is_transient = is_transient  # another try may get an answer
 
 
 class Chat(Protocol):
@@ -59,11 +59,11 @@ class Chat(Protocol):
     model: str
     fleet: Any = None  # as `FeedbackSource.fleet`
 
-    async def complete(self, question: Question) -> Completion:
+    async def complete(self, question: ChatRequest) -> Completion:
         """The answer, as JSON of the schema if the model can be made to. May ask again what was not answered: how long
         it may take is the caller's business.
 
-        Raises ChatFailed for what concerns this request; UserError or RunStopped when every other would fail, too.
+        Raises ChatError for what concerns this request; UserError or RunStopped when every other would fail, too.
         """
 
 
@@ -104,7 +104,7 @@ class FailureLog:
             logger.warning("feedback failed: %s (said once, counted each time)", sentence)
 
 
-class Asker:
+class ChatClient:
     """A chat model that is asked many questions: with `llm.concurrency` open requests, `llm.requests_per_minute`, a
     deadline, and `llm.max_total_tokens` in all."""
 
@@ -125,12 +125,12 @@ class Asker:
         async with self._place.get(), self._pace.get():
             yield
 
-    async def complete(self, question: Question, limit_s: float | None = None) -> Completion:
-        """An answer within limit_s, by default timeout_s. Raises ChatFailed at the cap, else as `Chat.complete`."""
+    async def complete(self, question: ChatRequest, limit_s: float | None = None) -> Completion:
+        """An answer within limit_s, by default timeout_s. Raises ChatError at the cap, else as `Chat.complete`."""
         cap = self._llm.max_total_tokens
         if cap is not None and self.num_tokens >= cap:
             sentence = f"{self.num_tokens} tokens are spent, and llm.max_total_tokens={cap}; raise it to go on"
-            raise ChatFailed("cap", sentence)
+            raise ChatError("cap", sentence)
         try:
             async with asyncio.timeout(self._timeout_s if limit_s is None else limit_s):
                 completion = await self.chat.complete(question)
@@ -138,21 +138,21 @@ class Asker:
             # It may have cost something all the same, and nobody will say how much.
             self.num_tokens += prompt_tokens(question.messages, question.schema)
             sentence = f"{self.chat.name} gave no answer within timeout_s={self._timeout_s:g}, all tries"
-            raise ChatFailed("timeout", sentence) from None
+            raise ChatError("timeout", sentence) from None
         self._num_lost = 0
         self.num_tokens += completion.prompt_tokens + completion.output_tokens
         return completion
 
-    async def ask(self, question: Question) -> Completion:
+    async def ask(self, question: ChatRequest) -> Completion:
         """`complete`, in its turn. Also raises as `failed`."""
         async with self.turn():
             try:
                 return await self.complete(question)
-            except ChatFailed as error:
+            except ChatError as error:
                 self.failed(error)
                 raise
 
-    def failed(self, failed: ChatFailed) -> None:
+    def failed(self, failed: ChatError) -> None:
         """Says each kind once. RunStopped when nobody gets an answer any more."""
         self._failures.say(failed.kind, str(failed))
         if failed.kind not in ("cap", "refusal"):

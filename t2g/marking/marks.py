@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from t2g.errors import UserError
 from t2g.feedback.parse import MAX_ANSWER_CHARS, MAX_QUOTES, make_feedback
-from t2g.feedback.records import AnnotatedRecord, annotated_record, write_annotated
-from t2g.feedback.sources.votes import character_labels, kappa
+from t2g.feedback.records import AnnotatedRecord, make_annotated_record, write_annotated
+from t2g.feedback.sources.votes import kappa, label_characters
 from t2g.loop.annotation import Sample
 from t2g.report.segments import printable
 from t2g.runs.journal import Journal, read_journal
@@ -136,7 +136,7 @@ class Marks:
         said = make_feedback(mark.critique, sides[1], sides[-1], response, source="human", version=self.by)
         if said.num_located < said.num_quotes:
             raise ValueError(f"a span is blank, or not within the {len(response)} characters of the response")
-        return annotated_record(sample.prompt, response, said, sample_index=sample.sample_index)
+        return make_annotated_record(sample.prompt, response, said, sample_index=sample.sample_index)
 
     def _write(self) -> None:
         write_annotated(self._folder / RECORDS_FILE, [record for _, record in sorted(self._records.items())])
@@ -144,4 +144,4 @@ class Marks:
 
 def _labels(response: str, spans: Sequence[Span]) -> np.ndarray:
     written = np.array([not character.isspace() for character in response], bool)
-    return character_labels(spans, len(response))[written]
+    return label_characters(spans, len(response))[written]
