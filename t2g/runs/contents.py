@@ -3,6 +3,7 @@
 import importlib
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import xxhash
@@ -19,14 +20,15 @@ def content_hash(path: Path) -> str:
     """Return a hash of a file, or of the files in a folder by their names; "" where there is neither.
 
     A folder with safetensors is a model: weights, config, tokenizer and templates at its top count. Of another folder
-    every file counts, at any depth. Hidden files never count. The name of `path` itself does not count.
+    every file counts, at any depth and behind links. Hidden files and the name of `path` never count.
     """
     if path.is_file():
         return _hash_files({"": path})
-    files = {str(file.relative_to(path)): file for file in path.rglob("*") if file.is_file()}
     if any(path.glob("*.safetensors")):
-        files = {name: file for name, file in files.items() if file.parent == path and file.suffix in MODEL_FILES}
-    return _hash_files({name: file for name, file in files.items() if file.name not in NOTES})
+        files = [file for file in path.iterdir() if file.suffix in MODEL_FILES and file.name not in NOTES]
+    else:
+        files = list(_list_files(path))
+    return _hash_files({str(file.relative_to(path)): file for file in files})
 
 
 def model_version(model: str, revision: str | None) -> str:
@@ -55,6 +57,16 @@ def source_hash(import_path: str) -> str:
             files |= {f"{top}/{file.relative_to(folder)}": file for file in folder.rglob("*.py")}
         files[name] = Path(getattr(sys.modules.get(name), "__file__", None) or "")
     return _hash_files(files)
+
+
+def _list_files(path: Path, parents: tuple[Path, ...] = ()) -> Iterator[Path]:
+    """Yield the files below `path`; a link to one of its own parent folders would never end and is left out."""
+    if not path.is_dir():
+        yield path
+    elif (target := path.resolve()) not in parents:
+        for child in path.iterdir():
+            if not child.name.startswith("."):
+                yield from _list_files(child, (*parents, target))
 
 
 def _hash_files(files: dict[str, Path]) -> str:

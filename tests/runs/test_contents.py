@@ -101,3 +101,16 @@ def test_a_module_that_cannot_be_imported_has_no_hash(tmp_path: Path, monkeypatc
     assert source_hash("broken_critic:critic") == ""
     assert "broken_critic" not in sys.modules
     assert source_hash("json:dumps") != ""
+
+
+@pytest.mark.parametrize("file", ["sft.json", "identity.json", "linked/0.arrow"])
+def test_each_file_of_a_data_folder_counts_and_a_link_in_a_circle_ends(tmp_path: Path, file: str) -> None:
+    data, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
+    write(data / "0.arrow", "x")
+    elsewhere.mkdir()
+    (data / "linked").symlink_to(elsewhere)
+    (data / "circle").symlink_to(data)
+    write(data / file, "before")
+    before = content_hash(data)
+    write(data / file, "after")
+    assert content_hash(data) != before
