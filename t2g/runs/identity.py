@@ -42,7 +42,7 @@ class ContentChange(Section):
 
     key: str
     before: str
-    after: str
+    after: str  # "" where the content is missing now: no entry of run.accept has an empty hash
 
     @property
     def token(self) -> str:
@@ -94,9 +94,9 @@ class Identity(Section):
         ]
         accepted = {(change.key, change.before) for change in self.accepted}
         changes = [
-            ContentChange(key=key, before=before, after=self.contents[key])
+            ContentChange(key=key, before=before, after=self.contents.get(key, ""))
             for key, before in sorted(kept.contents.items())
-            if before != self.contents.get(key, before) and (key, before) not in accepted
+            if before != self.contents.get(key, "") and (key, before) not in accepted
         ]
         return settings, changes
 
@@ -131,10 +131,10 @@ def check(folder: Path, identity: Identity) -> Identity:
     used = Counter(change.token for change in kept.accepted)
     refused = [change for change in changes if identity.accept.count(change.token) <= used[change.token]]
     if settings or refused:
-        contents = [f"the content of {c.key} (hash {c.before} -> {c.after})" for c in refused]
+        contents = [f"the content of {c.key} (hash {c.before} -> {c.after or 'missing'})" for c in refused]
         advice = "restore that, or take another run.name"
-        if refused:
-            entries = [token for token in dict.fromkeys(c.token for c in refused) for _ in range(used[token] + 1)]
+        if tokens := dict.fromkeys(change.token for change in refused if change.after):
+            entries = [token for token in tokens for _ in range(used[token] + 1)]
             advice += f"; run.accept=[{','.join(entries)}] goes on with the changed content"
         if (steps := kept.config.get(SCHEDULE)) and steps != identity.config.get(SCHEDULE):
             advice += f"; {SCHEDULE}={steps} keeps the learning-rate schedule whatever num_steps is"

@@ -247,3 +247,15 @@ def test_a_result_is_given_back_to_who_asks_for_the_same(made: Made) -> None:
     after = Identity.of(made.job()).contents["data.path"]
     assert finished(folder, Identity.of(made.job(f"data:{after}")), "summary.json") == {"steps": 3}
     assert load(folder).contents["data.path"] == after
+
+
+def test_missing_content_is_refused_by_name_and_cannot_be_accepted(made: Made) -> None:
+    (made.root / "human.jsonl").rename(made.root / "later.jsonl")
+    assert "feedback.human_file" not in made.begin().contents
+    (made.root / "later.jsonl").rename(made.root / "human.jsonl")
+    made.begin()  # content that appears after the first start is no change
+    before = made.begin().contents["data.path"]
+    (made.root / "train.jsonl").unlink()
+    refusal = made.refusal()
+    assert f"the content of data.path (hash {before} -> missing)" in refusal
+    assert "run.accept" not in refusal
