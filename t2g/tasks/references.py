@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from t2g.errors import UserError
-from t2g.sandbox import SandboxConfig
+from t2g.sandbox import Refused, SandboxConfig
 from t2g.tasks.base import Task
 from t2g.types import Prompt
 
@@ -33,13 +33,16 @@ def check_references(
         leave_out: Whether records are left out whose reference passes in neither mode.
 
     Raises:
-        UserError: Nothing is left.
+        UserError: Nothing is left, or this machine cannot isolate the programs.
     """
     if sandbox.tests != "auto":
         return list(prompts)
     logger.info("running the reference solutions of up to %d records, for sandbox.tests=auto", len(prompts))
-    with ThreadPoolExecutor(concurrency) as pool:
-        modes = list(pool.map(lambda prompt: task.reference_mode(prompt, sandbox=sandbox), prompts))
+    try:
+        with ThreadPoolExecutor(concurrency) as pool:
+            modes = list(pool.map(lambda prompt: task.reference_mode(prompt, sandbox=sandbox), prompts))
+    except Refused as refused:
+        raise UserError(str(refused)) from refused
     pairs = list(zip(prompts, modes, strict=True))
     failed = [prompt.prompt_id for prompt, mode in pairs if mode == NEITHER]
     kept = [

@@ -4,7 +4,7 @@ import pytest
 
 from t2g.config import StyleConfig
 from t2g.errors import UserError
-from t2g.sandbox import SandboxConfig
+from t2g.sandbox import Refused, SandboxConfig
 from t2g.tasks.base import get_task
 from t2g.tasks.references import check_references
 from t2g.types import Prompt
@@ -52,6 +52,15 @@ def test_nothing_left_is_an_error_and_other_modes_ask_no_reference() -> None:
     assert "tests_mode" not in check_references([prompt("wrong")], TASK, separate, 1)[0].payload
     planted = get_task("tiny_code")  # its references have faults on purpose
     assert "tests_mode" not in check_references([prompt("wrong")], planted, LIMITS, 1)[0].payload
+
+
+def test_a_machine_that_cannot_isolate_is_an_error_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> str:
+        raise Refused("network cannot be isolated")
+
+    monkeypatch.setattr(type(TASK), "reference_mode", refuse)
+    with pytest.raises(UserError, match="network cannot be isolated"):
+        check_references([prompt("plain")], TASK, LIMITS, 1)
 
 
 def test_a_record_that_names_a_mode_cannot_overrule_the_config() -> None:
