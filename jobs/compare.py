@@ -54,7 +54,7 @@ def run(asked: CompareJob, data: Any) -> None:
     """All runs, then the figures."""
     from jobs.common.comparison_runs import finish, make_reward_models, run_all
     from jobs.common.fleets import Fleets, on_cluster
-    from jobs.common.policy_runs import read_data
+    from jobs.common.policy_runs import read_data, run_references
     from jobs.common.stages import demo_of, make_reviser, make_stages, resolve_stages, reviser_job
 
     demo = demo_of(asked)
@@ -74,7 +74,7 @@ def run(asked: CompareJob, data: Any) -> None:
                 if revises and job.compare.reviser == str(reviser_job(demo).run.folder / "model"):
                     make_reviser(demo)
                 rewards = make_reward_models(arms, demo) if job.compare.rewards else {}
-            search = run_all(arms, data or read_data(job, policy_jobs), stop_flag())
+            search = run_all(arms, run_references(job, data or read_data(job, policy_jobs)), stop_flag())
         finish(arms, search, rewards)
 
 

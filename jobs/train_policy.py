@@ -50,7 +50,7 @@ def show_one(folder: Path) -> None:
 def run(asked: PolicyJob, data: Any) -> None:
     """Connect, start the fleets, train. data: PolicyData, None where stages are made first."""
     from jobs.common.fleets import Fleets, on_cluster
-    from jobs.common.policy_runs import finished, read_data, report_steps_done, train
+    from jobs.common.policy_runs import finished, read_data, report_steps_done, run_references, train
     from jobs.common.run_folder import SMOKE_STEPS, sole_process
     from jobs.common.stages import demo_of, make_stages, resolve_stages
     from t2g.runs.control import told
@@ -67,7 +67,7 @@ def run(asked: PolicyJob, data: Any) -> None:
             if demo:
                 with Fleets() as fleets:
                     make_stages(demo, fleets, reward=config.feedback.source == "reward_model")
-            data = data or read_data(config)
+            data = run_references(config, data or read_data(config))
             say("loading")
             stop = stop_flag()  # before the engines start: a signal during their start ends the run as well
             with Fleets() as fleets:

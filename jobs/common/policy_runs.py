@@ -16,7 +16,7 @@ import shutil
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -89,10 +89,8 @@ def read_data(config: PolicyJob, arms: Sequence[PolicyJob] = ()) -> PolicyData:
     task = get_task(config.task)
     tokenizer = load_tokenizer(config.model.policy, config.model.revision)
     room = config.rollout.max_prompt_tokens
-    feedback = config.feedback
     prompts = make_prompts(load_records(config.data), task, tokenizer, room, too_long=config.data.too_long)
     check_outcome_rewards(task, prompts, max(job.objective.outcome_rewards for job in (config, *arms)))
-    prompts = check_references(prompts, task, feedback.sandbox, feedback.concurrency)
     # Refuses a file with fewer prompts than a step takes now, and not when all engines have started.
     prompt_indices(num_prompts=len(prompts), per_step=config.rollout.prompts_per_step, step=1, seed=config.run.seed)
     eval_prompts: list[Prompt] = []
@@ -100,8 +98,20 @@ def read_data(config: PolicyJob, arms: Sequence[PolicyJob] = ()) -> PolicyData:
         records = load_records(config.eval_data, "eval_data")[: config.eval.num_prompts]
         too_long = config.eval_data.too_long
         eval_prompts = make_prompts(records, task, tokenizer, room, too_long=too_long, key="eval_data")
-        eval_prompts = check_references(eval_prompts, task, feedback.sandbox, feedback.concurrency)
     return PolicyData(task=task, tokenizer=tokenizer, prompts=prompts, eval_prompts=eval_prompts)
+
+
+def run_references(config: PolicyJob, data: PolicyData) -> PolicyData:
+    """Return the data with the mode of each record's tests, without records whose reference fails.
+
+    Raises:
+        UserError: Too few prompts are left for a step.
+    """
+    sandbox, concurrency = config.feedback.sandbox, config.feedback.concurrency
+    prompts = check_references(data.prompts, data.task, sandbox, concurrency)
+    prompt_indices(num_prompts=len(prompts), per_step=config.rollout.prompts_per_step, step=1, seed=config.run.seed)
+    eval_prompts = check_references(data.eval_prompts, data.task, sandbox, concurrency)
+    return replace(data, prompts=prompts, eval_prompts=eval_prompts)
 
 
 # ----------------------------------------------------------------------------------------------------------------- PPO

@@ -9,7 +9,7 @@ from fakes import letter_tokenizer
 
 from actors.learner.zero3 import lr_factor
 from jobs.common import fleets, stages
-from jobs.common.policy_runs import learner_spec, read_data, write_summary
+from jobs.common.policy_runs import learner_spec, read_data, run_references, write_summary
 from jobs.demo import run as run_demo
 from jobs.train_policy import run, show_one, smoke_words
 from t2g.config import DemoJob, PolicyJob, loading, with_overrides
@@ -188,7 +188,9 @@ def test_references_that_fail_are_left_out_before_training(tmp_path: Path) -> No
             "feedback": {"source": "program"}, "rollout": {"prompts_per_step": 2, "max_model_len": 1024},
         }
     )  # fmt: skip
-    read = read_data(job)
+    unread = read_data(job)  # all that a dry run does
+    assert [p.prompt_id for p in unread.prompts if "tests_mode" not in p.payload] == ["plain", "wrong", "patched"]
+    read = run_references(job, unread)
     for prompts in (read.prompts, read.eval_prompts):
         assert [(p.prompt_id, p.payload["tests_mode"]) for p in prompts] == [
             ("plain", "separate"),
@@ -197,4 +199,4 @@ def test_references_that_fail_are_left_out_before_training(tmp_path: Path) -> No
     with pytest.raises(
         UserError
     ):  # a step takes two prompts, and one reference passes its tests in a process of its own
-        read_data(with_overrides(job, {"feedback.sandbox.tests": "auto", "rollout.prompts_per_step": 3}))
+        run_references(with_overrides(job, {"rollout.prompts_per_step": 3}), unread)
