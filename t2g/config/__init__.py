@@ -1,10 +1,10 @@
-"""Every setting: fields, defaults and bounds by section (`common`, `feedback`, `learning`), and the jobs made of them.
+"""All settings: fields, defaults and bounds by section (`common`, `feedback`, `learning`), and the jobs that use them.
 
-In come a YAML file and overrides (`loading`); out comes a frozen config, or a sentence that names the key (`words`). A
-field says beside itself whether it may differ on resume and whether it is a path (`marks`); `with_overrides` makes a
-config of another, and checks it; `AnyJob.describe` says what it amounts to. Anybody may import it; it imports pydantic,
-YAML, `t2g.files`, `t2g.errors` and the sandbox's own config. A default that depends on another field is resolved by a
-validator, so that the resolved config has no holes.
+`loading` reads a YAML file and overrides, and returns a frozen config or raises an error that names the key
+(`validation_errors`). The annotation of a field says whether it can change on resume and whether it is a path
+(`marks`). `with_overrides` returns a validated copy with other values; `AnyJob.describe` summarises a config.
+Every package may import this one; it imports pydantic, YAML, `t2g.files`, `t2g.errors` and the sandbox's config.
+A validator resolves a default that depends on another field, so that the resolved config is complete.
 """
 
 from t2g.config.common import (

@@ -1,4 +1,4 @@
-"""What every job has: where it runs, what it reads, what it keeps, and the resources of a process."""
+"""Sections of every job: cluster, data, checkpoints, logs, and the resources of a process."""
 
 import os
 import re
@@ -23,7 +23,7 @@ from t2g.errors import UserError
 
 
 class Section(BaseModel):
-    """Unknown keys are refused; a config never changes after it was read, and one made of another is checked whole."""
+    """Refuse unknown keys. A config is frozen, and a changed copy is validated as a whole."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, revalidate_instances="always", allow_inf_nan=False,
@@ -32,12 +32,12 @@ class Section(BaseModel):
 
 
 class FollowingSection(Section):
-    """Defaults follow other keys: whoever is validated again, with another value of one, finds them anew."""
+    """A section whose defaults depend on other keys; validating a changed copy computes them again."""
 
     @model_validator(mode="wrap")
     @classmethod
     def keep_set_fields(cls, values: Any, check: ModelWrapValidatorHandler[Self]) -> Self:
-        """A section that is validated again, with another value of one key, finds anew the defaults that follow it."""
+        """Keep only the fields that were set, so that the defaults are computed again."""
         if isinstance(values, cls):
             values = {name: getattr(values, name) for name in values.model_fields_set}
         return check(values)
@@ -47,10 +47,15 @@ Config = TypeVar("Config", bound=Section)
 
 
 def with_overrides(config: Config, overrides: Mapping[str, Any], here: PathContext | None = None) -> Config:
-    """A copy with other values at these dotted keys, {"learner.policy.lr": 1e-5, "artifacts": None}, validated whole.
+    """Return a validated copy with other values at dotted keys: {"learner.policy.lr": 1e-5, "artifacts": None}.
 
-    What was not given before and is not now stays not given (`model_fields_set`). here: of values that a user wrote,
-    whose paths become absolute as in `loading.load`. Raises pydantic's ValidationError.
+    `model_fields_set` gains only the overridden fields.
+
+    Args:
+        here: The base of relative paths in values that a user wrote, as in `loading.load`.
+
+    Raises:
+        ValidationError: A value, or the config as a whole, is invalid.
     """
     for key, value in overrides.items():
         config = with_value_at(config, key.split("."), value)
@@ -58,15 +63,16 @@ def with_overrides(config: Config, overrides: Mapping[str, Any], here: PathConte
 
 
 def with_derived(config: Config, changes: Mapping[str, Any]) -> Config:
-    """`with_overrides` of what follows from other sections: it counts as not given."""
+    """Return `with_overrides` for values that follow from other sections: they do not count as set."""
     changed = with_overrides(config, changes)
     return type(config).model_construct(config.model_fields_set, **dict(changed))
 
 
 def with_value_at(section: Any, keys: Sequence[str], value: Any, depth: int = 0) -> Any:
-    """A copy, unchecked, of a section, or of the mapping that will be one, with `value` at keys[depth:] of it.
+    """Return an unvalidated copy of a section, or of its mapping, with `value` at keys[depth:].
 
-    UserError where another value, such as the 3 of `workers: 3`, has the place of a section: it would be lost.
+    Raises:
+        UserError: A key on the way holds a value, such as `workers: 3`, which would be lost.
     """
     if depth == len(keys):
         return value
@@ -90,18 +96,18 @@ class RunConfig(Section):
     """Folder, name and seed of the run."""
 
     root: ResumeMutable[Path] = Field(
-        Path("runs"), description="folder of all runs, perhaps on a shared mount; made absolute"
+        Path("runs"), description="folder of all runs; made absolute. Several nodes need a shared mount"
     )
     name: ResumeMutable[str] = Field(
         "run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,46}$", description="folder of this run under root"
     )
     seed: int = Field(1, ge=0)
     resume: ResumeMutable[Literal["auto", "never"]] = Field(
-        "auto", description="auto: go on from the last checkpoint if there is one"
+        "auto", description="auto: continue from the last checkpoint if there is one"
     )
     accept: ResumeMutable[tuple[Annotated[str, Field(pattern=r"^[a-z_]+:[0-9a-f]{16}$")], ...]] = Field(
-        (), description="changed inputs with which the run goes on: [feedback:HASH], as the refusal prints it; each "
-        "entry accepts one change"
+        (), description="changed inputs with which the run may continue: [feedback:HASH], as the refusal prints it; "
+        "each entry accepts one change"
     )  # fmt: skip
     smoke: bool = Field(False, description="preflight, three real steps, a report, samples/s and time left; then stop")
 
@@ -121,7 +127,7 @@ class RunConfig(Section):
 
     @property
     def folder(self) -> Path:
-        """A smoke run has one of its own within the run's, and touches nothing else there."""
+        """The run folder; a smoke run has a folder of its own inside it."""
         return self.root / self.name / "smoke" if self.smoke else self.root / self.name
 
 
@@ -135,12 +141,14 @@ class ClusterConfig(Section):
     env: dict[str, str] = Field(
         {}, description="environment of every engine and rank, {NCCL_SOCKET_IFNAME: eth0}; no secrets: runs keep it"
     )
-    placement_timeout_s: float = Field(60, gt=0, description="how long actors may wait for CPUs, GPUs and memory")
+    placement_timeout_s: float = Field(
+        60, gt=0, description="deadline for the placement of an actor that waits for CPUs, GPUs or memory"
+    )
     object_store_gib: float | None = Field(
         None,
         gt=0,
-        description="object store of a new local cluster or a rendered pod, GiB; none: what the weights need that "
-        "sync_transport=store keeps there, at least 1",
+        description="object store of a new local cluster or a rendered pod, GiB; none: as much as the weights of "
+        "sync_transport=store need, at least 1",
     )
     gpu_sharing: GpuSharing = Field(
         "none",
@@ -152,51 +160,53 @@ class ClusterConfig(Section):
     @field_validator("env", mode="before")
     @classmethod
     def check_env(cls, env: Any) -> Any:
-        """NCCL_DEBUG_SUBSYS: ALL and NCCL_IB_HCA: 1 are texts and numbers in YAML; all are texts in an environment."""
+        """Check the names, and return numbers as text: `NCCL_IB_HCA: 1` is a number in YAML."""
         if not isinstance(env, dict):
             return env
         for name in map(str, env):
             if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-                raise ValueError(f"{name!r} is no name of an environment variable: letters, digits and _ are")
+                raise ValueError(f"{name!r} is not a name of an environment variable; it needs letters, digits and _")
             if RESERVED_NAME.search(name.upper()) or SECRET_NAME.search(name.upper()):
-                raise ValueError(f"{name} cannot be given: each process has its own, or it is a secret")
+                raise ValueError(f"{name} cannot be set here: each process has its own value, or it is a secret")
         return {name: str(value) if type(value) in (int, float) else value for name, value in env.items()}
 
 
 class DataConfig(Section):
-    """A file or a dataset on the hub, and how its records are read."""
+    """A file or a hub dataset, and how its records are read."""
 
     path: PathOrName[str] = Field(..., description="JSON, JSON lines, CSV or Parquet file, or a dataset on the hub")
     revision: str | None = Field(None, description="commit of the hub dataset; required for hub names")
-    subset: str | None = Field(None, description="of the hub dataset: main of gsm8k")
+    subset: str | None = Field(None, description="config of the hub dataset, such as main of gsm8k")
     split: str = "train"
     too_long: Literal["error", "skip", "truncate"] = Field(
         "error",
-        description="a prompt longer than its window: refuse the data, leave the record out, or cut the end of its "
-        "longest message. A task that cuts its own input does so first",
+        description="a prompt longer than its window: refuse the data, skip the record, or truncate the end of its "
+        "longest message. A task that truncates its own input does so first",
     )
-    columns: dict[str, str] = Field({}, description="our field -> the file's field, e.g. {prompt: question}")
-    limit: int | None = Field(None, ge=1, description="use only the first so many records")
+    columns: dict[str, str] = Field({}, description="field of t2g -> field of the file, such as {prompt: question}")
+    limit: int | None = Field(None, ge=1, description="read only this many records")
 
 
 class ProcessConfig(FollowingSection):
     """Resources of one process."""
 
     cpus: ResumeMutable[float] = Field(
-        0.5, gt=0, description="logical CPUs that Ray reserves for each; 0.5 shares a core"
+        0.5, gt=0, description="logical CPUs that Ray reserves for each process; 0.5 shares a core"
     )
     gpus: ResumeMutable[float] = Field(
         0,
         ge=0,
-        description="GPUs for each; auto: one where there is one, "
-        "and then dtype, enforce_eager, threads, memory_gib and gpu_memory_utilization may be auto too",
+        description="GPUs for each process; auto: one if the machine has one. dtype, enforce_eager, threads, "
+        "memory_gib and gpu_memory_utilization may be auto, too",
     )
     threads: ResumeMutable[int] = Field(
         default_factory=lambda given: max(1, int(given.get("cpus", 1))) if given.get("gpus") else 1, ge=1,
-        description="compute threads of each on a CPU; by default 1, beside a GPU, for offload=cpu, as many as cpus; "
-        "auto: on CPUs its part of the cores",
+        description="CPU compute threads of each process; default 1, with a GPU (for offload=cpu) the value of cpus; "
+        "auto: its share of the cores",
     )  # fmt: skip
-    memory_gib: ResumeMutable[float] = Field(1.5, gt=0, description="memory each will use; checked before the start")
+    memory_gib: ResumeMutable[float] = Field(
+        1.5, gt=0, description="host memory of each process; checked before the start"
+    )
     labels: ResumeMutable[dict[str, str]] = Field({}, description="Ray label selector of the nodes for this role")
 
     @field_validator("gpus")
@@ -208,12 +218,12 @@ class ProcessConfig(FollowingSection):
 
     @property
     def num_processes(self) -> int:
-        """At the start."""
+        """Return the number of processes at the start."""
         raise NotImplementedError
 
 
 class RoleConfig(ProcessConfig):
-    """A gang of ranks: as many for the whole run."""
+    """A group of ranks; their number is fixed for the run."""
 
     workers: int = Field(1, ge=1, description="ranks of this role")
 
@@ -222,8 +232,8 @@ class RoleConfig(ProcessConfig):
         """Refuse two ranks on one GPU."""
         if self.workers > 1 and 0 < self.gpus <= 0.5:
             raise ValueError(
-                f"gpus={self.gpus:g} with workers={self.workers} puts two ranks on one GPU, and NCCL connects no such "
-                "two (Duplicate GPU); take workers=1, or a GPU for each rank"
+                f"gpus={self.gpus:g} with workers={self.workers} puts two ranks on one GPU, which NCCL refuses "
+                "(Duplicate GPU); take workers=1, or a GPU for each rank"
             )
         return self
 
@@ -260,12 +270,16 @@ class AlarmConfig(Section):
 
     max_kl: float = Field(40.0, gt=0, description="nats per sequence")
     min_entropy: float = Field(0.01, ge=0, description="nats per token")
-    length_ratio: float = Field(2.0, gt=1, description="mean response length against the first step's, either way")
-    max_truncated_share: float = Field(0.25, ge=0, le=1, description="of the responses, at rollout.max_new_tokens")
+    length_ratio: float = Field(
+        2.0, gt=1, description="mean response length relative to the first step, in either direction"
+    )
+    max_truncated_share: float = Field(
+        0.25, ge=0, le=1, description="share of responses truncated at rollout.max_new_tokens"
+    )
     max_failed_share: float = Field(0.1, ge=0, le=1)
-    min_labelled_share: float = Field(0.01, ge=0, le=1, description="of a step's tokens, in spans that pay or cost")
+    min_labelled_share: float = Field(0.01, ge=0, le=1, description="share of a step's tokens in good or poor spans")
     min_fault_recall: float = Field(
-        0.5, ge=0, le=1, description="of each class of faults that the task knows, mean of three steps"
+        0.5, ge=0, le=1, description="recall of each fault class of the task, mean of three steps"
     )
 
 
@@ -280,7 +294,7 @@ class WorldConfig(Section):
     """The tiny worlds of t2g.tasks.tiny: posts (`world`) or rules for programs (`programs`)."""
 
     num_facts: int = Field(
-        5, ge=1, le=20, description="of each post; windows and lengths that are not given are as long as they need"
+        5, ge=1, le=20, description="facts of each post; windows and lengths that are not set grow with it"
     )
     num_train: int = Field(4000, ge=1)
     num_heldout: int = Field(256, ge=1)

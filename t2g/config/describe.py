@@ -1,4 +1,4 @@
-"""The parts of what a config amounts to (`AnyJob.describe`). Pure arithmetic on the config; upper bounds say so."""
+"""Summaries of config sections for `AnyJob.describe`: arithmetic on the config alone. Upper bounds say so."""
 
 from collections.abc import Mapping
 from math import ceil
@@ -13,7 +13,7 @@ def samples_per_step(rollout: RolloutConfig) -> int:
 
 
 def max_microbatches(rollout: RolloutConfig, learner: LearnerConfig) -> int:
-    """Most microbatches of one optimizer step on one rank, if every sequence were max_model_len tokens long.
+    """Return the most microbatches of one optimizer step on one rank: every sequence has max_model_len tokens.
 
     64 samples, 1 minibatch, 1 rank, 4096 tokens a microbatch, 1024 a sequence: 4 sequences fit, so 16 microbatches.
     """
@@ -44,7 +44,7 @@ def format_sampling(rollout: RolloutConfig) -> str:
 
 
 def format_sft(options: SFTOptions) -> str:
-    """The number of examples is not known before the data is read."""
+    """Return the settings of supervised training; the number of steps depends on data that is not read yet."""
     return (
         f"{options.num_epochs:g} epochs, {count(options.batch_size, 'example')} an optimizer step "
         f"(steps = {options.num_epochs:g} x examples / {options.batch_size}), {count(options.workers, 'rank')}"
@@ -61,7 +61,7 @@ def format_process(section: str, process: ProcessConfig) -> str:
 def format_resources(found: Mapping[str, ProcessConfig]) -> list[str]:
     """Return one line for each role, then the sum."""
     if not found:
-        return ["no engines of our own, and no Ray"]
+        return ["no own engines, and no Ray"]
     cpus, gpus, memory_gib = (
         sum(process.num_processes * getattr(process, field) for process in found.values())
         for field in ("cpus", "gpus", "memory_gib")
@@ -71,6 +71,6 @@ def format_resources(found: Mapping[str, ProcessConfig]) -> list[str]:
 
 
 def count(number: int, noun: str) -> str:
-    """1 post, 4,000 posts, 2 minibatches."""
+    """Return a number with its noun: "1 post", "4,000 posts", "2 minibatches"."""
     plural = "" if number == 1 else "es" if noun.endswith("batch") else "s"
     return f"{number:,} {noun}{plural}"

@@ -1,4 +1,4 @@
-"""Schema of jobs.evaluate --what policy: who is evaluated, how they are sampled, and who judges them."""
+"""Schema of jobs.evaluate --what policy: the policies, their sampling, and their judges."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,14 +19,14 @@ RUN_DEPTH = 3  # folders from a run to its policy: run/checkpoints/step-00000010
 
 
 class SampledConfig(RolloutConfig):
-    """How every policy is sampled: as in training, see `training_sampling`."""
+    """Sampling of every policy; defaults come from training, see `training_sampling`."""
 
     samples_per_prompt: int = Field(1, ge=1)
-    temperature: float = Field(1.0, ge=0, description="0: greedy; by default that of the policies' training")
+    temperature: float = Field(1.0, ge=0, description="0: greedy; default: that of the policies' training")
 
 
 def training_sampling(policy: str) -> dict[str, Any]:
-    """Return the values of SAMPLING_KEYS in the run that trained a policy; {} for a folder of no run of PPO."""
+    """Return the values of SAMPLING_KEYS in the PPO run that trained a policy; {} for other folders."""
     files = [folder / loading.FILE_NAME for folder in Path(policy).parents][:RUN_DEPTH]
     runs = [loading.read_yaml(file)[0] for file in files if file.is_file()]
     rollout = next((run["rollout"] for run in runs if {"learner", "rollout"} <= run.keys()), {})
@@ -34,20 +34,20 @@ def training_sampling(policy: str) -> dict[str, Any]:
 
 
 class PolicyEvaluationJob(JobConfig):
-    """jobs.evaluate --what policy: policies side by side on the same prompts, with intervals."""
+    """jobs.evaluate --what policy: policies on the same prompts, with confidence intervals."""
 
-    # The key of each journaled line says what it was made of: what changes here is sampled, measured or judged anew.
+    # Each journal line has a key of its inputs: after a change only the affected lines are computed again.
     task: ResumeMutable[str] = Field("prompts", description=JobConfig.model_fields["task"].description)
     policies: ResumeMutable[dict[RunPart, ModelConfig]] = Field(
-        {}, description="name -> folder, hub name or adapter; a pair is the later one against the earlier"
+        {}, description="name -> folder, hub name or adapter; each pair compares a later policy with an earlier one"
     )
     reflections: ResumeMutable[dict[RunPart, ModelConfig]] = Field(
         {},
-        description="name -> model as in policies, after them: it answers, criticises its answer and answers again, "
-        "in rollout.max_model_len, which needs room for answer and critique beside the prompt",
+        description="name -> model that answers, criticises its answer and answers again. rollout.max_model_len "
+        "needs room for prompt, answer and critique",
     )
     endpoints: ResumeMutable[dict[RunPart, LLMConfig]] = Field(
-        {}, description="name -> a policy behind a server, after the others; rollout says how it is sampled"
+        {}, description="name -> a policy behind a server, sampled with the settings of rollout"
     )
     data: ResumeMutable[DataConfig]
     rollout: SampledConfig = SampledConfig()
@@ -56,37 +56,41 @@ class PolicyEvaluationJob(JobConfig):
     bertscore: ResumeMutable[PathOrName[str | None]] = Field(
         None, description="folder of an encoder; needs the extra `eval`"
     )
-    bertscore_layer: ResumeMutable[int] = Field(6, ge=1, description="of the encoder, whose embeddings are compared")
+    bertscore_layer: ResumeMutable[int] = Field(
+        6, ge=1, description="layer of the encoder whose embeddings are compared"
+    )
     pass_at: ResumeMutable[tuple[Annotated[int, Field(ge=1)], ...]] = Field(
         (1,), min_length=1, description="k of pass@k"
     )
     judges: ResumeMutable[dict[RunPart, LLMConfig]] = Field(
-        {}, description="name -> model behind a server that compares the first responses of every pair, in both orders"
+        {}, description="name -> model behind a server; it compares the first responses of each pair in both orders"
     )
-    timeout_s: ResumeMutable[float] = Field(300, gt=0, description="one answer of a server, all tries")
+    timeout_s: ResumeMutable[float] = Field(
+        300, gt=0, description="deadline of one answer of a server, retries included"
+    )
 
     def roles(self) -> dict[str, ProcessConfig]:
-        return {"rollout": self.rollout} if self.served else {}  # one policy after the other
+        return {"rollout": self.rollout} if self.served else {}  # one policy at a time
 
     def describe_work(self) -> list[str]:
         each = f"{count(self.rollout.samples_per_prompt, 'response')} to each prompt of {self.data.path}"
-        who = f"policies: {', '.join(self.names)}; judges: {', '.join(self.judges) or 'none'}"
-        return [who, f"{each}, {format_sampling(self.rollout)}"]
+        policies = f"policies: {', '.join(self.names)}; judges: {', '.join(self.judges) or 'none'}"
+        return [policies, f"{each}, {format_sampling(self.rollout)}"]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all that are evaluated, in the order of pairs."""
+        """Return the names of all policies in the order of pairs."""
         return *self.served, *self.endpoints
 
     @property
     def served(self) -> dict[str, ModelConfig]:
-        """Those that our engines serve."""
+        """Return the policies that own engines serve."""
         return self.policies | self.reflections
 
     @field_validator("rollout")
     @classmethod
     def fill_training_sampling(cls, rollout: SampledConfig, info: ValidationInfo) -> SampledConfig:
-        """Take the keys that the user did not set from the runs of the policies; only files have a context."""
+        """Fill keys that the user did not set from the policies' training runs; only files have a context."""
         models = info.data.get("policies", {}) | info.data.get("reflections", {}) if info.context else {}
         runs = [training_sampling(model.policy) for model in models.values()]
         changes: dict[str, float] = {}
@@ -105,18 +109,18 @@ class PolicyEvaluationJob(JobConfig):
     def check_servers(cls, servers: dict[str, LLMConfig], info: ValidationInfo) -> dict[str, LLMConfig]:
         for name, llm in servers.items():
             if llm.url is None or llm.model is None:
-                raise ValueError(f"{info.field_name}.{name} needs url and model: a server, and its name for the model")
+                raise ValueError(f"{info.field_name}.{name} needs url and model: the server and the model name there")
         return servers
 
     @model_validator(mode="after")
     def check_evaluation(self) -> "PolicyEvaluationJob":
         if not self.names or len(self.names) < len(self.policies) + len(self.reflections) + len(self.endpoints):
-            raise ValueError("policies, reflections and endpoints need one name or more, and none of them twice")
+            raise ValueError("policies, reflections and endpoints need at least one name, and each name once")
         if max(self.pass_at) > self.rollout.samples_per_prompt:
             raise ValueError(
-                f"pass_at={list(self.pass_at)} needs as many samples of a prompt, and rollout.samples_per_prompt="
+                f"pass_at={list(self.pass_at)} needs as many samples per prompt; rollout.samples_per_prompt is "
                 f"{self.rollout.samples_per_prompt}"
             )
         if self.judges and len(self.names) == 1:
-            raise ValueError("judges compare two policies, and there is one")
+            raise ValueError("judges compare policies: at least two are needed, got one")
         return self

@@ -1,4 +1,4 @@
-"""Schema of every job, made of the sections of `t2g.config`. Imports no torch; `t2g.config.loading` reads the files."""
+"""Schemas of the jobs, built from the sections of `t2g.config`. Imports no torch; `t2g.config.loading` reads files."""
 
 from math import ceil
 from pathlib import Path
@@ -35,40 +35,40 @@ from t2g.config.learning import LearnerConfig, ObjectiveConfig, Placement, SFTOp
 from t2g.config.marks import PathOrName, ResumeMutable
 
 ENGINE_SHARE = (
-    0.6  # of a GPU in Ray's books, with cluster.gpu_sharing=alternate: above half, so that no two engines meet on one
+    0.6  # of a GPU, reserved with Ray for gpu_sharing=alternate; above half, so that a GPU gets only one engine
 )
 
 
 class AnyJob(Section):
-    """What every job has."""
+    """Base of every job."""
 
     run: RunConfig = RunConfig()
     cluster: ResumeMutable[ClusterConfig] = ClusterConfig()
 
     @property
     def feedback_sections(self) -> dict[str, FeedbackConfig]:
-        """The sections that name a feedback source, by their keys."""
+        """Return the sections that name a feedback source, by key."""
         return {name: section for name, section in self if isinstance(section, FeedbackConfig)}
 
     def roles(self) -> dict[str, ProcessConfig]:
-        """Return the processes that the job has at one time, by the config section that says what they need.
+        """Return the concurrent processes of the job by config section; {} if the job needs no Ray.
 
-        A PolicyJob whose critic has ranks of its own and whose feedback comes from engines of ours: rollout, learner,
-        learner.critic_ranks, feedback.engine. {}: the job needs no Ray.
+        A PolicyJob with separate ranks for the critic and its own reward engines: rollout, learner,
+        learner.critic_ranks, feedback.engine.
         """
         return {f"{name}.engine": one.engine for name, one in self.feedback_sections.items() if one.own_engines}
 
     def describe(self) -> str:
-        """Return what the job does and how much of it, what its processes need, and where it writes."""
+        """Return the work of the job, the resources of its processes, and its run folder."""
         return "\n".join([*self.describe_work(), *format_resources(self.roles()), f"run folder: {self.run.folder}"])
 
     def describe_work(self) -> list[str]:
-        """Return what the job does and how much of it, a line each."""
+        """Return the work of the job and its amount, one item per line."""
         raise NotImplementedError
 
 
 class JobConfig(AnyJob):
-    """A job on a task."""
+    """Base of the jobs with a task."""
 
     task: str = Field(
         "prompts", description="summarization, qa, code, prompts, tiny, tiny_code, findings, or pkg.mod:Class"
@@ -76,7 +76,7 @@ class JobConfig(AnyJob):
 
 
 class SyncedJob(AnyJob):
-    """Engines and ranks between which weights travel."""
+    """Base of the jobs that push weights from ranks to engines."""
 
     rollout: RolloutConfig = RolloutConfig()
     learner: LearnerConfig = LearnerConfig()
@@ -98,10 +98,10 @@ class SyncedJob(AnyJob):
 
     @property
     def reserved(self) -> tuple[RolloutConfig, LearnerConfig]:
-        """The sections with the GPU shares that Ray reserves for an engine and a rank."""
+        """Return the rollout and learner sections with the GPU shares that Ray reserves."""
         if self.cluster.gpu_sharing != "alternate":
             return self.rollout, self.learner
-        return (  # not validated again: an awake engine may have more of the memory than its share of the books
+        return (  # not validated: an engine may use more GPU memory than its reserved share while ranks sleep
             self.rollout.model_copy(update={"gpus": ENGINE_SHARE}),
             self.learner.model_copy(update={"gpus": 1 - ENGINE_SHARE}),
         )
@@ -145,29 +145,31 @@ class PolicyJob(SyncedJob, JobConfig):
 
     @property
     def schedule_steps(self) -> int | None:
-        """The steps that the learning-rate schedules span; None where every rate in use is constant."""
+        """Return the steps of the learning-rate schedules; None if every rate in use is constant."""
         used = [self.learner.policy, *([self.learner.critic] if self.objective.uses_critic else [])]
         is_constant = all(optim.schedule == "constant" and not optim.warmup_ratio for optim in used)
         return None if is_constant else self.learner.schedule_steps or self.num_steps
 
     @property
     def revision_window(self) -> int:
-        """Tokens of a response with its prompt and a critique: as many as engines of the two would hold."""
+        """Return the most tokens of a prompt, its response and a critique: the windows of both engines together."""
         return self.rollout.max_model_len + self.feedback.engine.max_model_len
 
     @field_validator("objective")
     @classmethod
     def fill_objective_defaults(cls, objective: ObjectiveConfig, info: ValidationInfo) -> ObjectiveConfig:
-        """In the task code severity 1 means works, but could be improved; the paper's release pays nothing for it. One
-        sample of a prompt has no others to be compared with, and who provides for a critic wants one.
+        """Set `rewards.poor` by task and `advantages` by the number of samples and the settings of a critic.
+
+        In the task code, severity 1 means "works, could be improved", for which the paper's release pays nothing.
+        A single sample of a prompt has no group to compare with.
         """
-        rollout, learner = info.data.get("rollout"), info.data.get("learner")  # none where that section is wrong
+        rollout, learner = info.data.get("rollout"), info.data.get("learner")  # None if the section is invalid
         changes: dict[str, Any] = {}
         if info.data.get("task") == "code" and "poor" not in objective.rewards.model_fields_set:
             changes["rewards.poor"] = (0.0, -1.0, -1.0)
-        alone = rollout is not None and rollout.samples_per_prompt == 1
+        has_one_sample = rollout is not None and rollout.samples_per_prompt == 1
         critic = learner is not None and (learner.critic_ranks or learner.critic_warmup_steps)
-        if (alone or critic) and "advantages" not in objective.model_fields_set:
+        if (has_one_sample or critic) and "advantages" not in objective.model_fields_set:
             changes["advantages"] = "gae"
         return with_derived(objective, changes)
 
@@ -179,8 +181,8 @@ class PolicyJob(SyncedJob, JobConfig):
             )
         if not self.objective.uses_critic and self.rollout.samples_per_prompt < 2:
             raise ValueError(
-                f"objective.advantages={self.objective.advantages} compares the samples of a prompt, and there is one: "
-                "rollout.samples_per_prompt needs to be 2 or more"
+                f"objective.advantages={self.objective.advantages} compares the samples of a prompt: "
+                "rollout.samples_per_prompt is 1 and needs to be 2 or more"
             )
         return self
 
@@ -194,19 +196,19 @@ class SFTJob(JobConfig):
     log: ResumeMutable[LogConfig] = LogConfig()
 
     def roles(self) -> dict[str, ProcessConfig]:
-        return {"sft": self.sft}  # a reward model's engine starts when the ranks have gone
+        return {"sft": self.sft}  # the engine of a reward model starts after the ranks have ended
 
     def describe_work(self) -> list[str]:
         return [f"supervised: {format_sft(self.sft)}"]
 
 
 class AnnotateJob(JobConfig):
-    """jobs.annotate: criticise responses, sampled or given; write annotated records."""
+    """jobs.annotate: write annotated records for sampled or given responses."""
 
     model: ModelConfig | None = Field(
-        None, description="whose responses are sampled; none with annotate.responses=data"
+        None, description="policy whose responses are sampled; none with annotate.responses=data"
     )
-    data: ResumeMutable[DataConfig]  # a journal knows each record by its content
+    data: ResumeMutable[DataConfig]  # the journal identifies each record by its content
     rollout: RolloutConfig = RolloutConfig()
     annotate: AnnotateConfig = AnnotateConfig()
 
@@ -228,7 +230,7 @@ class AnnotateJob(JobConfig):
     @model_validator(mode="before")
     @classmethod
     def fill_human_file(cls, values: Any) -> Any:
-        """annotate.human_file and its columns are by default those of data."""
+        """Set annotate.human_file and its columns to those of data if they are not set."""
         match values:
             case {"data": {"path": path, **data}, "annotate": {"source": "human", **annotate}}:
                 if annotate.get("human_file") is None:
@@ -255,10 +257,10 @@ class RewardJob(SFTJob):
     def describe_work(self) -> list[str]:
         records = f"at most {count(self.eval_records, 'record')} of {self.eval_data.path}"
         engine = format_process("engine", self.engine)
-        return [*super().describe_work(), f"evaluation: {records}, when the training has given its place to {engine}"]
+        return [*super().describe_work(), f"evaluation: {records}, after the training, on {engine}"]
 
 
-# What five facts need: posts of 30 to 40 tokens, summaries of 15 to 25, answers of the reward model of about 110.
+# For five facts: posts of 30 to 40 tokens, summaries of 15 to 25, reward-model answers of about 110.
 WINDOWS = {
     "policy_sft": {"max_length": 192},
     "reward_sft": {"max_length": 320},
@@ -268,16 +270,19 @@ WINDOWS = {
 
 
 class DemoJob(SyncedJob):
-    """jobs.demo: the whole pipeline on the tiny world, three arms on shared stages 1 and 2."""
+    """jobs.demo: the whole pipeline on the tiny world; three arms share annotation and reward model."""
 
     run: RunConfig = RunConfig(name="demo")
     task: Literal["tiny", "tiny_code"] = Field(
-        "tiny", description="whose stages; tiny_code: world and base policy alone, for other jobs' `artifacts`"
+        "tiny",
+        description="task of the pipeline; tiny_code: world and base policy alone, for `artifacts` of other jobs",
     )
     world: WorldConfig = WorldConfig()
     policy_sft: SFTOptions = SFTOptions()
-    annotate: int = Field(4000, ge=1, description="responses sampled and criticised in stage 1")
-    planted: float = Field(0.5, ge=0, description="annotate.planted of stage 1: responses with planted faults beside")
+    annotate: int = Field(4000, ge=1, description="responses sampled and annotated in stage 1")
+    planted: float = Field(
+        0.5, ge=0, description="annotate.planted of stage 1: additional responses with planted faults"
+    )
     reward_sft: SFTOptions = SFTOptions()
     reward_engine: RewardEngineConfig = RewardEngineConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
@@ -293,16 +298,16 @@ class DemoJob(SyncedJob):
         return [
             f"world: {count(self.world.num_train, 'post')} to train on, {self.world.num_heldout} held out",
             f"base policy: {format_sft(self.policy_sft)}",
-            f"stage 1: {count(self.annotate, 'response')} sampled, {self.planted:g} planted for each, then judged",
+            f"stage 1: {count(self.annotate, 'response')} sampled, {self.planted:g} planted for each, then annotated",
             f"stage 2: reward model, {format_sft(self.reward_sft)}",
-            f"stage 3: {count(len(self.arms), 'arm')} ({', '.join(self.arms)}), one after the other, each",
+            f"stage 3: {count(len(self.arms), 'arm')} ({', '.join(self.arms)}), one by one, each",
             *format_steps(self.rollout, self.learner, self.num_steps, self.cluster.gpu_sharing),
         ]
 
     @model_validator(mode="before")
     @classmethod
     def fill_windows(cls, values: Any) -> Any:
-        """Windows and lengths that were not given grow with the facts of a post."""
+        """Scale windows and lengths that are not set with the facts of a post."""
         match values:
             case {"world": {"num_facts": int(num_facts)}}:
                 scale = max(1, num_facts / 5)
@@ -319,7 +324,7 @@ class DemoJob(SyncedJob):
 
 def _check_unique(names: tuple[Any, ...], info: ValidationInfo) -> tuple[Any, ...]:
     if len(set(names)) < len(names):
-        raise ValueError(f"{info.field_name} has an entry twice, which would count as two measurements")
+        raise ValueError(f"{info.field_name} has an entry twice; it would count as two measurements")
     return names
 
 
@@ -329,21 +334,24 @@ MethodFile = Annotated[str, Field(pattern=r"^(.*/)?[a-z0-9_]{1,20}(\.yaml)?$")]
 
 
 class RewardArmsConfig(Section):
-    """Reward models of the tiny world, trained and measured for a comparison: one for each style that its methods ask
-    for.
-    """
+    """Reward models of the tiny world, trained and evaluated for a comparison: one for each style of its methods."""
 
     seeds: tuple[int, ...] = Field(
-        (1,), min_length=1, max_length=10, description="of weights and of the order; the first one's model serves"
+        (1,),
+        min_length=1,
+        max_length=10,
+        description="seeds of weights and data order; the model of the first seed is served",
     )
-    num_epochs: float = Field(5, gt=0, description="of each training; all else is the reward_sft of stages")
-    eval_records: int = Field(400, ge=1, description="held-out records that each model judges")
+    num_epochs: float = Field(
+        5, gt=0, description="epochs of each training; other settings are reward_sft of artifacts"
+    )
+    eval_records: int = Field(400, ge=1, description="held-out records for the evaluation of each model")
 
     check_unique = field_validator("seeds")(_check_unique)
 
 
 class CompareConfig(Section):
-    """Who is compared, on what seeds, and what is measured beside the score."""
+    """Methods and seeds of a comparison, and measurements beside the score."""
 
     methods: tuple[MethodFile, ...] = Field(
         ("sft", "shuffled", "scalar", "step", "grpo", "span"),
@@ -351,24 +359,26 @@ class CompareConfig(Section):
         description="files of configs/methods, or paths of others that end in .yaml",
     )
     seeds: tuple[int, ...] = Field(
-        (1, 2, 3, 4, 5), max_length=10, description="of prompts and sampling, the same for all methods; none: no policy"
-        " is trained, only compare.rewards"
+        (1, 2, 3, 4, 5), max_length=10, description="seeds of prompts and sampling, the same for all methods; empty: "
+        "only compare.rewards are trained, no policy"
     )  # fmt: skip
     lr_grid: tuple[Annotated[float, Field(gt=0)], ...] = Field(
-        (1e-4, 3e-4, 1e-3, 3e-3), min_length=1, description="for learner.policy.lr: each method takes its own best"
+        (1e-4, 3e-4, 1e-3, 3e-3), min_length=1, description="values of learner.policy.lr; each method uses its best one"
     )
-    search_seeds: tuple[int, ...] = Field((101,), min_length=1, description="on which the learning rates are chosen")
+    search_seeds: tuple[int, ...] = Field(
+        (101,), min_length=1, description="seeds on which the learning rates are chosen"
+    )
     reference_prompts: int = Field(
-        128, ge=1, description="held-out prompts whose responses by the base tell what training changed"
+        128, ge=1, description="held-out prompts to which the base model responds as the reference"
     )
     noise: dict[RunPart, NoiseConfig] = Field(
-        {}, description="name -> noise in the training feedback; span and scalar are run with each"
+        {}, description="name -> noise in the training feedback; span and scalar run with each"
     )
     reviser: PathOrName[str | None] = Field(
-        None, description="folder or hub name of what revises for reflection and ilf; none: the policy itself"
+        None, description="model that revises responses for reflection and ilf; none: the policy itself"
     )
     rewards: RewardArmsConfig | None = Field(
-        None, description="the methods' reward models are trained first; feedback.reward_model is then ${rewards}"
+        None, description="train reward models first; feedback.reward_model is then ${rewards}"
     )
 
     @field_validator("methods")
@@ -383,11 +393,11 @@ class CompareConfig(Section):
     def check_seeds(self) -> "CompareConfig":
         if both := set(self.seeds) & set(self.search_seeds):
             raise ValueError(
-                f"compare.search_seeds has {min(both)}, and so has compare.seeds: a learning rate chosen on a seed "
-                "would be measured on it; take others"
+                f"compare.search_seeds and compare.seeds both have {min(both)}: a learning rate would be evaluated on "
+                "the seed that chose it; take other seeds"
             )
         if not self.seeds and self.rewards is None:
-            raise ValueError("compare.seeds has none, and there is no compare.rewards: nothing would be compared")
+            raise ValueError("compare.seeds is empty and compare.rewards is not set: nothing would be compared")
         return self
 
 
@@ -402,9 +412,11 @@ class CompareJob(PolicyJob):
         if self.eval_data is None:
             raise ValueError("eval_data is missing: methods are compared on held-out prompts")
         if self.run.smoke:
-            raise ValueError("run.smoke is of jobs.train_policy; try num_steps=2, one of compare.seeds, one of lr_grid")
+            raise ValueError(
+                "run.smoke is an option of jobs.train_policy; try num_steps=2 with one seed and one rate in lr_grid"
+            )
         if self.feedback.noise is not None:
-            raise ValueError("feedback.noise would be in every run; put it into compare.noise, under a name")
+            raise ValueError("feedback.noise would apply to every run; name it in compare.noise instead")
         if self.compare.reference_prompts > self.eval.num_prompts:
             raise ValueError(
                 f"compare.reference_prompts={self.compare.reference_prompts} are held-out prompts, and "
@@ -415,26 +427,26 @@ class CompareJob(PolicyJob):
                 "compare.rewards trains what feedback.reward_model=${rewards} stands for: give both, or neither"
             )
         if self.compare.rewards and self.artifacts is None:
-            raise ValueError("compare.rewards learns from the records of artifacts, which is missing")
+            raise ValueError("compare.rewards trains on the records of artifacts: set artifacts")
         return self
 
 
 class ScoreJob(JobConfig):
-    """jobs.score: ask a trained span reward model about one prompt and response."""
+    """jobs.score: get the feedback of a span reward model on one prompt and response."""
 
-    feedback: FeedbackConfig  # task and feedback.style not given: what the model was trained for
+    feedback: FeedbackConfig  # task and feedback.style default to those of the model's training
 
     @model_validator(mode="after")
     def check_source(self) -> "ScoreJob":
         if self.feedback.source != "reward_model":
-            raise ValueError(f"feedback.source={self.feedback.source} is no reward model; it needs to be reward_model")
+            raise ValueError(f"feedback.source={self.feedback.source} cannot be evaluated; it needs to be reward_model")
         if self.feedback.noise is not None:
-            raise ValueError("feedback.noise is for training a policy; leave it out")
+            raise ValueError("feedback.noise is for policy training; remove it")
         return self
 
 
 class EvaluateJob(ScoreJob):
-    """jobs.evaluate --what reward: how good a span reward model is on held-out annotated records."""
+    """jobs.evaluate --what reward: evaluate a span reward model on held-out annotated records."""
 
     data: DataConfig
 

@@ -19,7 +19,7 @@ class OptimConfig(Section):
     lr: float = Field(1e-6, gt=0)
     schedule: Schedule = "linear"
     final_lr_ratio: float = Field(0.0, ge=0, le=1, description="lr at the end, as a share of lr")
-    warmup_ratio: float = Field(0.0, ge=0, lt=1, description="share of the steps with rising lr")
+    warmup_ratio: float = Field(0.0, ge=0, lt=1, description="share of the steps in which lr rises")
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
@@ -30,43 +30,47 @@ class RewardRuleConfig(Section):
 
     unit: Literal["span", "token"] = Field(
         "span",
-        description="span: a span's value once, at the last token that it covers; token: at each of them (the paper's "
-        "delta), so that a word of eight tokens is worth eight times one of a single token",
+        description="span: the value of a span once, at its last token; token: at each token of the span (the paper's "
+        "delta), so that a span of eight tokens is worth eight times a span of one",
     )
     placement: Placement = Field(
         "span",
-        description="span: where the unit says; step: summed per sentence (line of code), at its last token; scalar: "
-        "summed at the last token; shuffled: at random tokens",
+        description="span: as unit says; step: summed per sentence or line of code, at its last token; scalar: summed "
+        "at the last token; shuffled: at random tokens (control)",
     )
     good: float = 1.0
     poor: tuple[float, float, float] = Field(
-        (-1.0, -1.0, -1.0), description="by severity 1, 2, 3; by default severity 1 is worth 0 in the task code"
+        (-1.0, -1.0, -1.0), description="value by severity 1, 2, 3; the default of severity 1 is 0 in the task code"
     )
-    cover: Literal["any", "half", "all"] = Field("any", description="non-blank characters of a token in a span")
-    overlap: Literal["poor", "good", "sum"] = Field("poor", description="which label wins where good and poor overlap")
+    cover: Literal["any", "half", "all"] = Field(
+        "any", description="how many non-blank characters of a token a span needs to cover it"
+    )
+    overlap: Literal["poor", "good", "sum"] = Field("poor", description="label of a token in both good and poor spans")
 
 
 class TeacherConfig(Section):
-    """Self-distillation from feedback (SDPO, arXiv 2601.20802): the policy with the critique in its prompt teaches."""
+    """Self-distillation from feedback (SDPO, arXiv 2601.20802): the teacher reads the critique in its prompt."""
 
-    weight: float = Field(1.0, gt=0, le=1, description="of the teacher's advantage; the rest is that of the rewards")
+    weight: float = Field(
+        1.0, gt=0, le=1, description="weight of the teacher's advantage; the rewards' advantage has 1 - weight"
+    )
     where: Literal["all", "spans"] = Field(
-        "all", description="all: on every token of a criticised response; spans: on those that the critique quotes"
+        "all", description="all: every token of a response with a critique; spans: tokens that the critique quotes"
     )
     sibling: bool = Field(
-        False, description="it also reads the best paid response to the prompt, where that was paid more than this one"
+        False, description="the teacher also reads the prompt's best response, if its reward is higher"
     )
 
 
 class ObjectiveConfig(FollowingSection):
     """Settings of the policy's loss (arXiv 2505.22338, section 3.3): rewards -> advantages -> loss.
 
-    Defaults that hang together follow `advantages`; the paper's own settings are configs/methods/paper.yaml.
+    Several defaults depend on `advantages`. The paper's settings are configs/methods/paper.yaml.
     """
 
     rewards: RewardRuleConfig = RewardRuleConfig()
     span_coef: float = Field(1.0, ge=0, description="weight of the token rewards")
-    outcome_rewards: float = Field(0.0, ge=0, description="weight of the task's own measure, paid at the last token")
+    outcome_rewards: float = Field(0.0, ge=0, description="weight of the task's own measure, added at the last token")
     truncation_penalty: float = Field(
         0.0, le=0, description="token reward at the last token of a response that rollout.max_new_tokens truncated"
     )
@@ -80,45 +84,47 @@ class ObjectiveConfig(FollowingSection):
     )
     teacher: TeacherConfig | None = Field(
         None,
-        description="a token's advantage is its log-probability by the policy that reads the critique, less the one by "
-        "the policy itself, blended with the rewards' advantage; none: the rewards' alone",
+        description="adds the teacher's advantage: log-probability of a token with the critique in the prompt, less "
+        "that without; none: the rewards' advantage alone",
     )
     whiten: Literal["full", "scale_only", "none"] = Field(
         default_factory=lambda given: "none" if given.get("advantages") == "group_normalised" else "full",
-        description="over the tokens of the step; by default full, and none with group_normalised, which has scaled",
+        description="normalisation over the tokens of the step; default full, with group_normalised none",
     )
     clip_eps: float = Field(0.2, gt=0, lt=1)
-    value_clip: float | None = Field(0.2, gt=0, description="of the critic's loss; none: its plain squared error")
+    value_clip: float | None = Field(
+        0.2, gt=0, description="clip range of the critic's loss; none: plain squared error"
+    )
     vf_coef: float = Field(
         0.1,
         gt=0,
-        description="factor of the critic's loss; the critic has an AdamW of its own, so it only says how soon "
+        description="factor of the critic's loss; since the critic has its own AdamW, it only decides how early "
         "learner.critic.max_grad_norm clips",
     )
-    entropy_coef: float = Field(0.0, ge=0, description="of the entropy bonus in the loss")
+    entropy_coef: float = Field(0.0, ge=0, description="coefficient of the entropy bonus")
     loss_aggregation: Literal["token", "sequence"] = Field(
         default_factory=lambda given: "sequence" if given.get("advantages") == "group_normalised" else "token",
-        description="token: every token counts alike; sequence: every response does, its tokens sharing it, the "
-        "default with group_normalised (eq. 3 of GRPO)",
+        description="token: mean over tokens; sequence: mean over responses of their token means, the default with "
+        "group_normalised (GRPO, eq. 3)",
     )
     kl_estimator: Literal["k1", "k3", "full"] = Field(
         default_factory=lambda given: "k1" if given.get("advantages") == "gae" else "k3",
-        description="k1: paid in the reward, the default with gae; k3, and full, over the whole vocabulary: a term of "
-        "the loss, the default without a critic, where k1 would move a group of equal rewards by its KL alone. full "
-        "holds the logits of a microbatch at once",
+        description="k1: in the reward, the default with gae; k3, or full over the whole vocabulary: a term of the "
+        "loss. k3 is the default without a critic, where k1 would update a group of equal rewards by its KL alone. "
+        "full keeps the logits of a microbatch in memory",
     )
     kl_coef: float = Field(0.05, ge=0, description="initial coefficient of the KL penalty")
     kl_target: float | None = Field(6.0, gt=0, description="nats per sequence; none keeps the coefficient fixed")
     kl_horizon: int = Field(
         10_000,
         ge=1,
-        description="samples over which the coefficient adapts: N samples multiply it by exp(.2 N / this) at most, so "
-        "that a run of a few thousand leaves it where it was",
+        description="samples over which the coefficient adapts: N samples change it by at most a factor of "
+        "exp(0.2 N / kl_horizon)",
     )
     rollout_correction: Literal["token", "sequence", "masked", "none"] = Field(
         "token",
-        description="correction between engine and learner, r = exp(old - rollout): token: min(r, cap); sequence: "
-        "min(product of r, cap); masked: r, and 0 outside [1 / cap, cap]",
+        description="importance weight for the difference between engine and learner, r = exp(old - rollout). token: "
+        "min(r, cap); sequence: min(product of r, cap); masked: r, and 0 outside [1 / cap, cap]",
     )
     rollout_correction_cap: float = Field(2.0, ge=1)
 
@@ -139,7 +145,7 @@ class LoRAConfig(Section):
 
 
 class SFTLoRAConfig(LoRAConfig):
-    """A policy in PPO has no dropout: its ratios would differ from 1 before the first update."""
+    """LoRA with dropout. PPO has none: its ratios would differ from 1 before the first update."""
 
     dropout: float = Field(0.05, ge=0, lt=1)
 
@@ -147,20 +153,20 @@ class SFTLoRAConfig(LoRAConfig):
 class LearnerConfig(RoleConfig):
     """ZeRO-3 ranks that train the policy."""
 
-    # The ranks and how much of a batch each takes at once change a step by rounding alone: what runs out of memory, or
-    # finds fewer places than it had, goes on with others.
+    # The number of ranks and the microbatch size change a step by rounding alone, so that a run that ran out of memory
+    # or lost GPUs can continue with other values.
     workers: ResumeMutable[int] = Field(1, ge=1, description="ranks of this role")
     policy: OptimConfig = OptimConfig()
     critic: OptimConfig = OptimConfig(lr=1e-5)
     critic_ranks: ResumeMutable[RoleConfig | None] = Field(
-        None, description="processes of the critic's own ZeRO-3 group; none: it lives on the policy's ranks"
+        None, description="processes of the critic's own ZeRO-3 group; none: the critic shares the policy's ranks"
     )
     schedule_steps: int | None = Field(
-        None, ge=1, description="steps of the run that the learning-rate schedules span, after which the rate stays at "
-        "final_lr_ratio; none: num_steps. A resume with another num_steps needs it, unless the schedules are constant"
+        None, ge=1, description="steps of the learning-rate schedules, after which the rate stays at final_lr_ratio; "
+        "none: num_steps. A resume with another num_steps needs it, unless the schedules are constant"
     )  # fmt: skip
     lora: LoRAConfig | None = Field(
-        None, description="train adapters of the policy, whose reference is itself without them; none: all weights"
+        None, description="train adapters of the policy; its reference is the model without them. none: all weights"
     )
     gradient_checkpointing: ResumeMutable[bool] = False
     offload: Literal["none", "cpu"] = Field("none", description="cpu: optimizer state and parameters in host memory")
@@ -169,7 +175,7 @@ class LearnerConfig(RoleConfig):
     tokens_per_microbatch: ResumeMutable[int] = Field(4096, ge=16, description="budget of one forward and backward")
     dtype: Dtype = "float32"
     critic_warmup_steps: int = Field(0, ge=0, description="first steps in which only the critic learns")
-    sync_bucket_mib: ResumeMutable[float] = Field(64, gt=0, description="weights gathered and sent at once")
+    sync_bucket_mib: ResumeMutable[float] = Field(64, gt=0, description="size of a bucket of weights, MiB")
     sync_transport: ResumeMutable[Transport] = Field(
         "store",
         description="how weights reach the engines. store: Ray's object store, everywhere; ipc: memory of a GPU that a "
@@ -178,23 +184,25 @@ class LearnerConfig(RoleConfig):
     )
     sync_adapters: ResumeMutable[bool] = Field(
         True,
-        description="with lora engines get the adapters, by Ray's object store, and add them to the weights that they "
-        "have; false: merged weights by sync_transport, for models whose adapters vLLM cannot take",
+        description="with lora, engines receive only the adapters, by Ray's object store, and merge them; false: "
+        "merged weights by sync_transport, for models whose adapters vLLM does not support",
     )
     sync_verify: ResumeMutable[Literal["probe", "full"]] = Field(
-        "probe", description="after each sync a scored probe; full: also every tensor's hash, as the learner had it"
+        "probe", description="check after each sync. probe: logprobs of a probe; full: the hash of every tensor as well"
     )
     max_restarts: ResumeMutable[int] = Field(
-        2, ge=0, description="starts of lost ranks from the last checkpoint within restart_window_s"
+        2, ge=0, description="restarts of failed ranks from the last checkpoint within restart_window_s"
     )
     restart_window_s: ResumeMutable[float] = Field(RESTART_WINDOW_S, gt=0, description="older starts do not count")
     probe_tolerance: ResumeMutable[float | None] = Field(
         None,
         gt=0,
-        description="largest |engine - learner| logprob on the probe that is always allowed, nats, beside 3 x what "
-        "they were apart on the checkpoint; none: 0.001, 0.03 for engines on GPUs, 0.25 where one is bfloat16",
+        description="largest |engine - learner| logprob on the probe that is always accepted, nats, beside 3 x the "
+        "difference at the checkpoint; none: 0.001, with GPU engines 0.03, with bfloat16 0.25",
     )
-    step_timeout_s: ResumeMutable[float] = Field(600, gt=0, description="one forward, update, sync or checkpoint")
+    step_timeout_s: ResumeMutable[float] = Field(
+        600, gt=0, description="deadline of one forward, update, sync or checkpoint"
+    )
 
     @model_validator(mode="after")
     def check_one_rank_per_gpu(self) -> Self:
@@ -207,25 +215,25 @@ class LearnerConfig(RoleConfig):
 
     @property
     def keeps_buckets(self) -> bool:
-        """Whether weights that were sent can be sent again without the learner."""
+        """Whether a push can be repeated without the learner."""
         return self.sends_adapters or self.sync_transport == "store"
 
     @property
     def lends(self) -> bool:
-        """Whether engines copy weights out of its ranks' own memory."""
+        """Whether engines copy weights directly from the memory of ranks."""
         return self.sync_transport == "ipc" and not self.sends_adapters
 
     def probe_floor(self, engine: EngineConfig) -> float:
-        """learner.probe_tolerance, or what rounding alone needs."""
+        """Return learner.probe_tolerance, or the difference that rounding explains."""
         if self.probe_tolerance is not None:
             return self.probe_tolerance
         rounding = 0.03 if engine.gpus else 1e-3  # a GPU engine's attention multiplies float32 numbers as TF32
         return 0.25 if "bfloat16" in (engine.dtype, self.dtype) else rounding
 
     def roles(self, objective: ObjectiveConfig) -> dict[str, RoleConfig]:
-        """The resources of its groups of ranks by config section; the critic's own comes last."""
-        apart = self.critic_ranks if objective.uses_critic else None
-        return {"learner": self} | ({"learner.critic_ranks": apart} if apart else {})
+        """Return the resources of the groups of ranks by config section; the critic's own group comes last."""
+        critic_ranks = self.critic_ranks if objective.uses_critic else None
+        return {"learner": self} | ({"learner.critic_ranks": critic_ranks} if critic_ranks else {})
 
 
 class SFTOptions(RoleConfig):
@@ -236,14 +244,18 @@ class SFTOptions(RoleConfig):
     num_epochs: float = Field(3, gt=0)
     batch_size: int = Field(64, ge=1, description="examples per optimizer step, over all ranks")
     tokens_per_microbatch: int = Field(4096, ge=16)
-    max_length: int = Field(1024, ge=16, description="prompt plus target; a longer prompt loses input text")
+    max_length: int = Field(
+        1024, ge=16, description="prompt plus target, tokens; the input text of a longer prompt is truncated"
+    )
     lora: SFTLoRAConfig | None = Field(None, description="train adapters, export the merged model; none: all weights")
-    # What a step computes is the same under either: a training that ran out of memory goes on with them.
+    # Neither changes what a step computes: a training that ran out of memory can continue with them.
     gradient_checkpointing: ResumeMutable[bool] = False
     offload: ResumeMutable[Literal["none", "cpu"]] = Field(
         "none", description="cpu: optimizer state and parameters in host memory"
     )
-    checkpoint_every: ResumeMutable[int | None] = Field(500, ge=1, description="optimizer steps between; none: never")
+    checkpoint_every: ResumeMutable[int | None] = Field(
+        500, ge=1, description="optimizer steps between checkpoints; none: no checkpoints"
+    )
     timeout_s: ResumeMutable[float] = Field(
-        1800, gt=0, description="an optimizer step with its checkpoint; the start-up"
+        1800, gt=0, description="deadline of one optimizer step with its checkpoint, and of the start-up"
     )

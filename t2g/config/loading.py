@@ -1,8 +1,8 @@
-"""From a YAML file and `key=value` overrides to a checked config, and back. No defaults here: those are the schema's.
+"""Load a config from a YAML file and `key=value` overrides, and write it. All defaults are in the schemas.
 
     load(PolicyJob, Path("configs/tiny/policy.yaml"), ["rollout.temperature=0.6", "data={path: my.jsonl}"])
 
-Everything that is wrong is reported at once, one sentence a line:
+All problems are reported at once, one sentence per line:
 
     policy.yaml:7: rollout.temprature is unknown; did you mean rollout.temperature?
 """
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 Config = TypeVar("Config", bound=BaseModel)
 
-MAX_DEPTH, MAX_VALUES = 50, 10_000  # of a config
+MAX_DEPTH, MAX_VALUES = 50, 10_000  # bounds of a YAML document
 FILE_NAME = "config.yaml"  # the resolved config in the run folder
 JOB_ENV = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray's job manager sets it for a driver
 UPLOAD_PREFIX = "_ray_pkg_"  # name of the folders into which Ray unpacks an uploaded working directory
@@ -44,13 +44,19 @@ def load(
     cwd: Path | None = None,
     have: Callable[[str | None], Mapping[str, float]] | None = lambda address: {},
 ) -> Config:
-    """The checked config of `file` with `overrides` (`dotted.key=YAML value`) laid over it.
+    """Return the validated config of `file` with `overrides` applied.
 
-    run.root is absolute, and so is each `PathOrName` of an existing file or folder; hub names stay. So do relative
-    paths in a Ray job's uploaded working directory: in the job that resumes the run the copy has another name.
-    Raises UserError with one sentence for each problem: of the command line where the file alone does not have it, else
-    of the line in the file. `environ` and `cwd` tell whether this is a Ray job. have: of a cluster by its address, see
-    `auto.resolve_auto`, for whom `auto` is in the config; by default there is no GPU, and none refuses the word.
+    run.root becomes absolute, and each `PathOrName` of an existing file or folder; hub names stay. Relative paths in
+    the uploaded working directory of a Ray job stay, too: the job that resumes the run has another copy.
+
+    Args:
+        overrides: `dotted.key=YAML value`.
+        environ: Shows, with `cwd`, whether this process is the driver of a Ray job.
+        have: Returns the resources of a cluster by address (see `auto.resolve_auto`); called if a value is `auto`. By
+            default there is no GPU; None refuses `auto`.
+
+    Raises:
+        UserError: One sentence per problem, with the line of the file or, if the file alone is valid, "command line".
     """
     values, lines = read_yaml(file)
     merged: Any = values
@@ -64,7 +70,9 @@ def load(
     if automatic := list(auto_keys(merged)):
         if have is None:
             names = ", ".join(map(dotted_key, automatic))
-            raise UserError(f"{names}: got auto, and this needs values: nobody has seen where the processes will run")
+            raise UserError(
+                f"{names}: got auto, but this job needs values: the resources of the processes are not known here"
+            )
         cluster = merged.get("cluster")
         resources = have(cluster.get("address") if isinstance(cluster, Mapping) else None)
         merged, values = resolve_auto(merged, resources), resolve_auto(values, {})
@@ -78,7 +86,7 @@ def load(
         gaps = [detail["loc"] for detail in _collect_errors(schema, values, at) if detail["type"] == "missing"]
         for keys, value in given:
             if any(keys == gap[: len(keys)] or gap == keys[: len(gap)] for gap in gaps):
-                values = with_value_at(values, keys, value)  # without it the file would not be looked at as a whole
+                values = with_value_at(values, keys, value)  # a missing value would hide other errors of the file
         of_file = [(detail["loc"], detail["msg"]) for detail in _collect_errors(schema, values, at)]
 
         def place(detail: ErrorDetails) -> str:
@@ -91,7 +99,7 @@ def load(
 
 
 def format_auto(config: BaseModel, automatic: Sequence[Keys], resources: Mapping[str, float]) -> str:
-    """Return what `auto` became: "auto (2 CPUs, no GPU): rollout.gpus=0, rollout.threads=2"."""
+    """Return the values chosen for `auto`: "auto (2 CPUs, no GPU): rollout.gpus=0, rollout.threads=2"."""
     chosen = flatten(config.model_dump(mode="json"))
     gpus = f"{resources['GPU']:g} GPUs" if resources.get("GPU") else "no GPU"
     values = ", ".join(f"{key}={format_value(chosen.get(key))}" for key in map(dotted_key, automatic))
@@ -99,10 +107,10 @@ def format_auto(config: BaseModel, automatic: Sequence[Keys], resources: Mapping
 
 
 def path_context(environ: Mapping[str, str] = os.environ, cwd: Path | None = None) -> PathContext:
-    """What relative paths mean in this process, or in one with that environment and working directory."""
+    """Return the base of relative paths in a process with this environment and working directory."""
     cwd = cwd or Path.cwd()
     uploaded = any(part.startswith(UPLOAD_PREFIX) for part in cwd.parts)
-    return PathContext(cwd, is_ray_job=uploaded or JOB_ENV in environ, uploaded=uploaded)
+    return PathContext(cwd, is_ray_job=uploaded or JOB_ENV in environ, is_uploaded=uploaded)
 
 
 def _collect_errors(schema: type[BaseModel], values: Mapping[str, Any], at: PathContext) -> list[ErrorDetails]:
@@ -114,19 +122,19 @@ def _collect_errors(schema: type[BaseModel], values: Mapping[str, Any], at: Path
 
 
 def to_yaml(config: BaseModel) -> str:
-    """The whole config as YAML, defaults included; `load` reads it back to an equal config."""
+    """Return the config as YAML, defaults included; `load` reads it back to an equal config."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
 
 
 def write(config: BaseModel, folder: Path) -> Path:
-    """The resolved config into the run folder."""
+    """Write the resolved config into the run folder and return the file."""
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / FILE_NAME, to_yaml(config).encode())
     return folder / FILE_NAME
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value; lists and empty sections are values. {"a": {"b": 1}} -> {"a.b": 1}"""
+    """Return values by dotted key: {"a": {"b": 1}} -> {"a.b": 1}; lists and empty sections count as values."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         inner = isinstance(value, Mapping) and value
@@ -135,13 +143,13 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def identity_values(config: BaseModel) -> dict[str, Any]:
-    """Dotted key -> JSON value, of the keys alone in which a run may not differ when it goes on."""
+    """Return JSON values by dotted key, for the keys that cannot change on resume."""
     values = flatten(config.model_dump(mode="json"))
     return {key: value for key, value in values.items() if not can_change_on_resume(type(config), key)}
 
 
 def read_yaml(file: Path) -> tuple[dict[str, Any], dict[Keys, int]]:
-    """Return the values of a file and the line of each key. Raises UserError for a file that is no mapping."""
+    """Return the values of a file and the line of each key; raise UserError if it is not a mapping."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -157,7 +165,7 @@ def read_yaml(file: Path) -> tuple[dict[str, Any], dict[Keys, int]]:
     if values is None:
         return {}, {}
     if not isinstance(values, dict):
-        raise UserError(f"{file}:1: got {format_value(values)}, but a config is a mapping of keys to values")
+        raise UserError(f"{file}:1: got {format_value(values)}, needs a mapping of keys to values")
     lines: dict[Keys, int] = {}
     for keys, line in _key_lines((), node):
         if keys in lines:
@@ -169,19 +177,19 @@ def read_yaml(file: Path) -> tuple[dict[str, Any], dict[Keys, int]]:
 
 
 def _parse(text: str) -> tuple[yaml.Node | None, Any]:
-    """Node and value of a YAML text. ValueError for one that would take for ever, or all the memory, to walk."""
+    """Return node and value of a YAML text; raise ValueError if it is too deep or too large."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         height, size = _measure_nesting(node, {}) if node else (0, 0)
-    except RecursionError:  # also of an alias within what it stands for
+    except RecursionError:  # also an alias inside its own anchor
         height, size = MAX_DEPTH + 1, 0
     if height > MAX_DEPTH or size > MAX_VALUES:
-        raise ValueError(f"more than {MAX_DEPTH} values in each other, or {MAX_VALUES} with aliases written out")
+        raise ValueError(f"more than {MAX_DEPTH} nested values, or more than {MAX_VALUES} with aliases expanded")
     return node, yaml.safe_load(text)
 
 
 def _measure_nesting(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """How many values stand in each other at most, and how many there are, aliases written out."""
+    """Return the nesting depth and the number of values, aliases expanded."""
     if id(node) not in known:
         parts = node.value if isinstance(node, yaml.CollectionNode) else []
         inner = [part for pair in parts for part in pair] if isinstance(node, yaml.MappingNode) else parts
@@ -199,15 +207,15 @@ def _key_lines(prefix: Keys, node: yaml.Node) -> Iterator[tuple[Keys, int]]:
 
 
 def _override(text: str) -> tuple[Keys, Any]:
-    """ "rollout.temperature=0.6" -> ("rollout", "temperature"), 0.6"""
+    """Parse "rollout.temperature=0.6" as (("rollout", "temperature"), 0.6)."""
     name, equals, value = text.partition("=")
     keys = tuple(name.split("."))
     if not equals or not all(keys):
-        raise UserError(f"got {mask_secrets(text)!r}, but an override has the form section.key=value")
+        raise UserError(f"got {mask_secrets(text)!r}, needs the form section.key=value")
     try:
         parsed = _parse(value)[1]
     except (yaml.YAMLError, ValueError):
-        raise UserError(f"{name}: {mask_secrets(value)!r} is no YAML value; put quotes around text") from None
+        raise UserError(f"{name}: {mask_secrets(value)!r} is not valid YAML; quote text") from None
     for _, sentence in text_problems({name: parsed}):
         raise UserError(sentence)
     return keys, parsed

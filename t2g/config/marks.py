@@ -1,9 +1,9 @@
-"""What a field says of itself beside its type: whether it may differ when a run goes on, and whether it is a path.
+"""Annotations of config fields: whether a value can change on resume, and whether it is a path.
 
     num_steps: ResumeMutable[int] = Field(100, ge=1)
     path: PathOrName[str] = Field(..., description="a file, or a dataset on the hub")
 
-`loading.identity_values` and `loading.load` act on it.
+`loading.identity_values` and `loading.load` read them.
 """
 
 import os
@@ -21,41 +21,41 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PathContext:
-    """Pydantic's context while a config file is read: what its relative paths mean. Without one they stay as given."""
+    """Pydantic's context while a config file is read: the base of relative paths. Without it paths stay unchanged."""
 
     cwd: Path
     is_ray_job: bool = False
-    uploaded: bool = False  # cwd is a Ray job's copy, which has another name in the job that resumes the run
+    is_uploaded: bool = False  # cwd is a Ray job's copy; the job that resumes the run has another copy
 
 
 def _absolute(value: Any, info: ValidationInfo) -> Any:
-    here: PathContext | None = info.context
-    served = info.data.get("url") is not None  # by another server, to which the value is a name
-    if value is None or here is None or here.uploaded or served:
+    context: PathContext | None = info.context
+    is_remote = info.data.get("url") is not None  # the value is a model name that the server knows
+    if value is None or context is None or context.is_uploaded or is_remote:
         return value
-    path = os.path.normpath(here.cwd / Path(value).expanduser())
+    path = os.path.normpath(context.cwd / Path(value).expanduser())
     return type(value)(path) if os.path.exists(path) else value
 
 
-_RESUME_MUTABLE = "may differ on resume"
+_RESUME_MUTABLE = "can change on resume"
 _PATH = AfterValidator(_absolute)
 
-# Where, how fast and how long a run goes on and what it writes down; never what one step computes, unless by rounding.
-# Of a section: each of its fields.
+# Marks fields that decide where, how fast and how long a run continues and what it records. Such a field never decides
+# what one step computes, except by rounding. On a section, the mark holds for each of its fields.
 ResumeMutable = Annotated[T, _RESUME_MUTABLE]
-# A file or folder here, which is made absolute, or something on the hub, whose name stays.
+# Marks a file or folder, made absolute if it exists, or a name on the hub, left unchanged.
 PathOrName = Annotated[T, _PATH]
 
 
 def can_change_on_resume(schema: type[BaseModel], key: str) -> bool:
-    """Whether the field of that dotted key, or a section around it, may differ; False for an unknown key."""
+    """Return whether the field of a dotted key, or a section that holds it, can change; False for an unknown key."""
     known, names = list_fields(schema), key.split(".")
-    around = [".".join(names[:length]) for length in range(1, len(names) + 1)]
-    return any(_RESUME_MUTABLE in known[name].metadata for name in around if name in known)
+    prefixes = [".".join(names[:length]) for length in range(1, len(names) + 1)]
+    return any(_RESUME_MUTABLE in known[prefix].metadata for prefix in prefixes if prefix in known)
 
 
 def paths(config: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of every field that may name a file or folder, and no model that a server knows."""
+    """Yield the dotted key and value of each field that may name a file or folder, not a model name of a server."""
     for name, info in type(config).model_fields.items():
         value = getattr(config, name)
         if isinstance(value, BaseModel):

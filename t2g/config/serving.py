@@ -1,4 +1,4 @@
-"""Schema of jobs.serve: which policy, on what kind of engine, where it listens, and who is asked to use it."""
+"""Schema of jobs.serve: the policy, its engine, the address, and the command that uses it."""
 
 from pydantic import Field
 
@@ -9,13 +9,13 @@ from t2g.config.marks import ResumeMutable
 
 
 class ServeConfig(Section):
-    host: str = Field("127.0.0.1", description="address that the server listens on; it asks nobody for a key")
+    host: str = Field("127.0.0.1", description="address that the server listens on; requests need no key")
     port: int | None = Field(None, ge=1, le=65535, description="none: a free one")
-    name: str = Field("policy", min_length=1, description="of the model, as requests give it")
+    name: str = Field("policy", min_length=1, description="name of the model in requests")
     command: str | None = Field(
         None,
-        description="command to run once it answers, with {url}, {model} and {tokenizer} in it; the server ends when "
-        "it does, with its exit code. None: the server stays until it is told to stop",
+        description="command to run when the server is ready, with {url}, {model} and {tokenizer} in it; the server "
+        "ends with the command and its exit code. none: the server runs until it is stopped",
     )
 
 

@@ -11,7 +11,7 @@ from t2g.config.marks import ResumeMutable
 
 
 class ShapeConfig(Section):
-    """Of a model with random weights; by default Qwen2.5-0.5B's."""
+    """Shape of a model with random weights; the default is that of Qwen2.5-0.5B."""
 
     architecture: Literal["qwen2", "llama"] = "qwen2"
     vocab_size: int = Field(151_936, ge=320)
@@ -27,37 +27,37 @@ PHASES = ("machine", "rollout", "reward", "learner", "feedback", "sync", "step",
 
 
 class BenchmarkJob(SyncedJob):
-    """jobs.benchmark: every phase of a step beside its limit and beside TRL, by one stopwatch."""
+    """jobs.benchmark: each phase of a step, compared with its lower bound and with TRL in the same run."""
 
     run: RunConfig = RunConfig(name="benchmark")
     phases: ResumeMutable[tuple[Literal[PHASES], ...]] = Field(
-        (), description="measured anew; none: those that benchmark.json of the run folder lacks"
+        (), description="phases to measure; none: those that benchmark.json in the run folder lacks"
     )
     shape: ShapeConfig = ShapeConfig()
     reward_engine: RewardEngineConfig = RewardEngineConfig()
-    prompt_tokens: int = Field(16, ge=1, description="of each prompt")
+    prompt_tokens: int = Field(16, ge=1, description="length of each prompt")
     workers: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         (1,),
         min_length=1,
-        description="numbers of rollout engines that weights are sent to, one after the other, rising",
+        description="numbers of rollout engines that receive weights, in rising order",
     )
-    repeats: int = Field(5, ge=2, description="turns of each side of a race, after one that is discarded")
+    repeats: int = Field(5, ge=2, description="measured repetitions of each side, after a discarded one")
     max_busy: ResumeMutable[float] = Field(
-        0.1, ge=0, le=1, description="share of the machine that other programs may take at the start; more is refused"
+        0.1, ge=0, le=1, description="most CPU share that other programs may use at the start; above it the job refuses"
     )
-    deadline_s: ResumeMutable[float] = Field(300, gt=0, description="of one turn")
+    deadline_s: ResumeMutable[float] = Field(300, gt=0, description="deadline of one repetition")
 
     def roles(self) -> dict[str, ProcessConfig]:
         return {"rollout": self.rollout, "learner": self.learner}
 
     def describe_work(self) -> list[str]:
-        phases = ", ".join(self.phases) or "all that were not measured yet"
-        return [f"phases: {phases}; {self.repeats} turns of each side, after one that is discarded"]
+        phases = ", ".join(self.phases) or "all that are not measured yet"
+        return [f"phases: {phases}; {self.repeats} repetitions of each side, after a discarded one"]
 
     @model_validator(mode="after")
     def check_workers(self) -> "BenchmarkJob":
         if list(self.workers) != sorted(set(self.workers)):
-            raise ValueError(f"workers={list(self.workers)} needs to rise: engines join and none leaves")
+            raise ValueError(f"workers={list(self.workers)} needs to rise: engines are only added")
         if self.rollout.workers.initial != self.workers[0] or self.rollout.workers.max < self.workers[-1]:
             raise ValueError(
                 f"rollout.workers needs initial={self.workers[0]} and max={self.workers[-1]}, the first and last of "

@@ -1,7 +1,7 @@
-"""Text that a config, a log or a page must not hold as it is: control characters and credentials.
+"""Control characters and credentials in text.
 
-`text_problems` refuses both in a config. `mask_secrets` is for texts that others wrote: the command line, a server's
-error. Text without spaces after a known prefix counts as a key, and so does the value of a secret environment variable.
+`text_problems` refuses both in a config. `mask_secrets` masks credentials in other text: the command line, a server's
+error. Text without spaces after a known prefix counts as a key. So does the value of a secret environment variable.
 """
 
 import os
@@ -13,7 +13,7 @@ from urllib.parse import unquote
 # Control characters, line and paragraph separators, characters that turn the direction of writing, lone surrogates.
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 SECRET_NAME = re.compile(r"TOKEN(?!IZ)|SECRET|PASSW|CREDENTIAL|(^|_)KEY")  # of an environment variable
-MIN_SECRET_CHARS = 12  # shorter values of such variables, such as "EMPTY", are words of other texts as well
+MIN_SECRET_CHARS = 12  # shorter values of such variables, such as "EMPTY", occur in ordinary text
 # Bounded repetitions: a server's answer of megabytes is searched in linear time.
 _SECRET = re.compile(
     r"(?<![\w.-])sk-(?=[\w-]{0,99}\d)[\w-]{8,999}"
@@ -25,7 +25,7 @@ _SECRET = re.compile(
 
 
 def mask_secrets(text: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the text with `***` in the place of each credential.
+    """Return the text with `***` in place of each credential.
 
     >>> mask_secrets("https://ann:pass@proxy/v1?api-key=1 llm.model=sk-proj-12345678", {})
     'https://***@proxy/v1?*** llm.model=***'
@@ -36,7 +36,7 @@ def mask_secrets(text: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def text_problems(values: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield the keys and a sentence for each text of a config, a name or a value, that the config may not hold."""
+    """Yield the keys and a sentence for each name or value of a config that it may not hold."""
     if isinstance(values, Mapping):
         for name, value in values.items():
             yield from text_problems([str(name), value], (*keys, str(name)))
@@ -53,7 +53,7 @@ def text_problems(values: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tup
 
 
 def _secret_values(environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield the values of secret variables, and the passwords of proxies as they are written and as they are sent."""
+    """Yield the values of secret variables, and proxy passwords both URL-quoted and unquoted."""
     for name, value in environ.items():
         if name.upper().endswith("_PROXY"):
             password = value.rpartition("@")[0].partition("://")[2].partition(":")[2]

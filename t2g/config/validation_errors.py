@@ -1,4 +1,4 @@
-"""A config schema in words: the keys it knows, and what is wrong with an input, one sentence for each problem."""
+"""Format pydantic's validation errors as one sentence per problem, with the dotted key and the nearest known key."""
 
 import json
 import re
@@ -27,29 +27,30 @@ REMOVED_KEYS = {
     "serve.then": "renamed to serve.command",
     "stages": "renamed to artifacts, and ${stages} to ${artifacts}",
 }
-Keys = tuple[str | int, ...]  # ("rollout", "temperature"); a whole number stands for a place in a list
+Keys = tuple[str | int, ...]  # ("rollout", "temperature"); an integer is an index into a list
 
 
 def format_errors(
     schema: type[BaseModel], error: ValidationError, place: Callable[[ErrorDetails], str] = lambda detail: ""
 ) -> list[str]:
-    """One sentence for each of pydantic's errors: the dotted key, what it got and what it needs.
+    """Return one sentence for each of pydantic's errors: the dotted key, the value found and what is needed.
 
-    `place` tells where it comes from, as the start of the sentence.
+    Args:
+        place: Returns the origin of an error, "policy.yaml:7: ", which begins its sentence.
     """
     sentences = [
         place(detail) + mask_secrets(_format_error(schema, detail["loc"], detail))
         for detail in error.errors()
-        if detail["type"] != "default_factory_not_called"  # only says that another field of the section is wrong
+        if detail["type"] != "default_factory_not_called"  # reports only that another field of the section is invalid
     ]
     return list(dict.fromkeys(sentences))
 
 
 def format_first_error(error: ValidationError) -> str:
-    """The first of pydantic's errors about data that is no config: "spans.0.start: Input should be a valid integer"."""
+    """Return the first error about data other than a config: "spans.0.start: Input should be a valid integer"."""
     detail = error.errors(include_url=False, include_input=False)[0]
-    words = detail["msg"].removeprefix("Value error, ")
-    return f"{dotted_key(detail['loc'])}: {words}" if detail["loc"] else words
+    message = detail["msg"].removeprefix("Value error, ")
+    return f"{dotted_key(detail['loc'])}: {message}" if detail["loc"] else message
 
 
 def _format_error(schema: type[BaseModel], keys: Keys, detail: ErrorDetails) -> str:
@@ -71,7 +72,7 @@ def _format_error(schema: type[BaseModel], keys: Keys, detail: ErrorDetails) -> 
 
 
 def _nearest_key(schema: type[BaseModel], keys: Keys) -> str:
-    """The known key most like an unknown one: a sibling, else values elsewhere with nearly the same last name."""
+    """Return the known key nearest to an unknown one: a sibling, else keys elsewhere with nearly the same last name."""
     section, leaf = dotted_key(keys[:-1]), str(keys[-1])
     known = [(*key.rpartition("."), info) for key, info in list_fields(schema).items()]
     siblings = get_close_matches(leaf, [name for inside, _, name, _ in known if inside == section], n=1)
@@ -84,7 +85,7 @@ def _nearest_key(schema: type[BaseModel], keys: Keys) -> str:
 
 @cache
 def list_fields(schema: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
-    """Dotted key -> field, of every section and value, in the schema's order."""
+    """Return every section and value of the schema in its order, by dotted key."""
     found: dict[str, FieldInfo] = {}
     for name, info in schema.model_fields.items():
         found[prefix + name] = info
@@ -94,17 +95,17 @@ def list_fields(schema: type[BaseModel], prefix: str = "") -> dict[str, FieldInf
 
 
 def section_type(annotation: object) -> type[BaseModel] | None:
-    """The section behind `Section` or `Section | None`; None for a plain value and for sections by name."""
+    """Return the section of `Section` or `Section | None`; None for a plain value and for a dict of sections."""
     options = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     return next((option for option in options if isinstance(option, type) and issubclass(option, BaseModel)), None)
 
 
 def dotted_key(keys: Keys) -> str:
-    """("rollout", "temperature") -> "rollout.temperature" """
+    """Return ("rollout", "temperature") as "rollout.temperature"."""
     return ".".join(str(key) for key in keys)
 
 
 def format_value(value: object) -> str:
-    """A value as the user wrote it, cut to one line."""
+    """Return a value as JSON without secrets, at most 80 characters."""
     text = mask_secrets(json.dumps(value, ensure_ascii=False, default=str))
     return text if len(text) <= 80 else text[:77] + "..."

@@ -134,7 +134,7 @@ def test_another_machine_is_another_run(tmp_path: Path) -> None:
 
 
 def test_where_nobody_knows_the_machine_values_are_asked_for() -> None:
-    with pytest.raises(UserError, match=r"rollout\.gpus, .*learner\.dtype.*: got auto, and this needs values"):
+    with pytest.raises(UserError, match=r"rollout\.gpus, .*learner\.dtype.*: got auto, but this job needs values"):
         loading.load(PolicyJob, OWN, environ={}, cwd=ROOT, have=None)
     with pytest.raises(UserError, match=r"rollout\.max_new_tokens: got \"auto\""):
         own(BOX, "rollout.max_new_tokens=auto")

@@ -72,7 +72,7 @@ def test_a_reward_model_has_a_role_and_evaluation_is_told() -> None:
 
 def test_demo_counts_per_arm() -> None:
     text = DemoJob(num_steps=10, rollout=ROLLOUT, learner=LEARNER).describe()
-    assert "stage 3: 3 arms (span, scalar, shuffled), one after the other, each" in text
+    assert "stage 3: 3 arms (span, scalar, shuffled), one by one, each" in text
     assert "run: 10 steps, 240 samples in all" in text
     assert "world: 4,000 posts to train on, 256 held out" in text
 
@@ -103,7 +103,7 @@ def test_annotation_of_given_responses() -> None:
     assert AnnotateJob(run=RUN, data=DATA).describe().splitlines() == [
         "the response of each record of a.jsonl",
         "feedback: program; records of 10% of the prompts are held out",
-        "no engines of our own, and no Ray",
+        "no own engines, and no Ray",
         "run folder: /data/one",
     ]
     human = AnnotateConfig(source="human", human_file="h.csv", align="llm", llm=LLMConfig(model="m"))

@@ -437,10 +437,13 @@ def test_bad_data_is_refused_before_an_engine_starts(
 @pytest.mark.parametrize(
     ("fields", "fact"),
     [
-        ({"policies": {}}, "one name or more"),
+        ({"policies": {}}, "at least one name"),
         ({"pass_at": [2]}, "pass_at"),
         ({"judges": {"j": {"model": "m"}}}, "judges.j needs url and model"),
-        ({"policies": {"a": {"policy": "p"}}, "judges": {"j": {"model": "m", "url": "http://x"}}}, "there is one"),
+        (
+            {"policies": {"a": {"policy": "p"}}, "judges": {"j": {"model": "m", "url": "http://x"}}},
+            "at least two are needed",
+        ),
     ],
 )
 def test_a_config_that_makes_no_sense(tmp_path: Path, models: Path, fields: dict[str, Any], fact: str) -> None:

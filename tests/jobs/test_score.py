@@ -56,7 +56,7 @@ def test_a_model_that_is_not_there_is_told_before_anything_starts(
     assert score(["--config", str(config), "--prompt", "a", "--text", "b"]) == 2
     assert "feedback.reward_model=runs/demo/reward/no-model: there is no folder of that name" in capsys.readouterr().err
     assert score(["--config", str(config), "--prompt", "a", "--text", "b", "feedback.source=program"]) == 2
-    assert "feedback.source=program is no reward model" in capsys.readouterr().err
+    assert "feedback.source=program cannot be evaluated" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("missing", ["--prompt", "--text"])
