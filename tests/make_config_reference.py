@@ -29,7 +29,7 @@ from t2g.config import (
     ServeJob,
     SFTJob,
 )
-from t2g.config.marks import can_change_on_resume
+from t2g.config.field_marks import can_change_on_resume
 from t2g.config.validation_errors import list_fields, section_type
 
 TARGET = Path(__file__).parent.parent / "configs" / "README.md"

@@ -39,8 +39,8 @@ from t2g.config import (
     loading,
     with_overrides,
 )
+from t2g.config.field_marks import paths
 from t2g.config.jobs import WINDOWS
-from t2g.config.marks import paths
 from t2g.data.load import load_records
 from t2g.data.prompts import encode_revision, make_prompts
 from t2g.errors import UserError

@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from t2g.config.marks import PathContext, PathOrName, ResumeMutable
+from t2g.config.field_marks import PathContext, PathOrName, ResumeMutable
 from t2g.config.texts import SECRET_NAME
 from t2g.config.validation_errors import dotted_key, format_value
 from t2g.errors import UserError

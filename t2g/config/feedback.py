@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from t2g.config.common import RESTART_WINDOW_S, Dtype, ProcessConfig, Section
-from t2g.config.marks import PathOrName, ResumeMutable
+from t2g.config.field_marks import PathOrName, ResumeMutable
 from t2g.sandbox import SandboxConfig
 
 

@@ -30,9 +30,9 @@ from t2g.config.feedback import (
     RolloutConfig,
     StyleConfig,
 )
+from t2g.config.field_marks import PathOrName, ResumeMutable
 from t2g.config.gpus import check_gpus
 from t2g.config.learning import LearnerConfig, ObjectiveConfig, Placement, SFTOptions
-from t2g.config.marks import PathOrName, ResumeMutable
 
 ENGINE_SHARE = (
     0.6  # of a GPU, reserved with Ray for gpu_sharing=alternate; above half, so that a GPU gets only one engine

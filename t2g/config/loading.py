@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 
 from t2g.config.auto import auto_keys, resolve_auto
 from t2g.config.common import with_value_at
-from t2g.config.marks import PathContext, can_change_on_resume
+from t2g.config.field_marks import PathContext, can_change_on_resume
 from t2g.config.texts import mask_secrets, text_problems
 from t2g.config.validation_errors import Keys, dotted_key, format_errors, format_value
 from t2g.errors import UserError

@@ -4,8 +4,8 @@ from pydantic import Field
 
 from t2g.config.common import ModelConfig, RunConfig, Section
 from t2g.config.feedback import EngineConfig
+from t2g.config.field_marks import ResumeMutable
 from t2g.config.jobs import AnyJob
-from t2g.config.marks import ResumeMutable
 
 
 class ServeConfig(Section):

@@ -6,8 +6,8 @@ from pydantic import Field, model_validator
 
 from t2g.config.common import ProcessConfig, RunConfig, Section
 from t2g.config.feedback import RewardEngineConfig
+from t2g.config.field_marks import ResumeMutable
 from t2g.config.jobs import SyncedJob
-from t2g.config.marks import ResumeMutable
 
 
 class ShapeConfig(Section):

@@ -5,7 +5,7 @@ from math import inf
 from pathlib import Path
 
 from t2g.config import EngineConfig, JobConfig, PolicyJob, SFTJob
-from t2g.config.marks import paths
+from t2g.config.field_marks import paths
 from t2g.deploy.manifests import SHARED
 from t2g.deploy.memory import (
     BYTES,
