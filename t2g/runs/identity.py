@@ -11,7 +11,7 @@ Beside the result lies `identity.json`. A finished folder also has a result file
      "contents": {"data.path": "9a0364b9e99bb480", "feedback.source": "83f1c2...", ...},
      "accepted": [{"key": "feedback.source", "before": "5be2...", "after": "83f1..."}]}
 
-`config` lacks what can change on resume (`t2g.config.field_marks`), and each path on this machine: the content behind it
+`config` lacks what can change on resume (`t2g.config.field_marks`) and each local path: the content behind it
 counts, so that a moved folder goes on. A name on a hub stays in `config`, with its revision. A job that makes
 something calls `keep`; a job that finds something calls `check` before it goes on, or `finished` for the result.
 """
