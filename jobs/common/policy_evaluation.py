@@ -32,7 +32,7 @@ from t2g.interfaces import RolloutSource, Sampling
 from t2g.loop.annotation import Turns
 from t2g.loop.sampling import sampling_of
 from t2g.report.policy_page import write_policy_evaluation
-from t2g.runs.contents import model_version
+from t2g.runs.contents import model_version, source_hash
 from t2g.runs.journal import Journal, read_journal
 from t2g.runs.progress import stage
 from t2g.runs.versions import versions
@@ -58,8 +58,10 @@ Serve = Callable[[ModelConfig], AbstractContextManager[RolloutSource]]  # engine
 
 
 def read_questions(config: PolicyEvaluationJob) -> Questions:
-    """What every policy is asked: records and prompts, which have nobody's token ids, in one order. UserError for data
-    that cannot be used.
+    """Return the task, the records, and their prompts without token ids, in the same order.
+
+    Raises:
+        UserError: The data cannot be read, or a record cannot be measured.
     """
     task = get_task(config.task)
     records: Sequence[Record] = load_records(config.data)[: SMOKE_PROMPTS if config.run.smoke else None]
@@ -69,8 +71,7 @@ def read_questions(config: PolicyEvaluationJob) -> Questions:
     if len(prompts) < 2:
         raise UserError(f"data.path={config.data.path} has one record; an interval needs two prompts or more")
     for number, prompt in enumerate(prompts, start=1):
-        tests = isinstance(prompt.payload.get("test"), str)  # which run on responses alone
-        if task.score_name and not (tests or task.measure(prompt, "", sandbox=config.sandbox)):
+        if task.score_name and not task.can_measure(prompt):
             raise UserError(
                 f"data record {number} of {config.data.path} has no reference and no tests, and task {task.name} "
                 f"measures {task.score_name}: complete it or leave it out (task=prompts measures what needs neither)"
@@ -88,8 +89,9 @@ def served_version(model: ModelConfig) -> str:
 
 
 def measure_version(config: PolicyEvaluationJob, task: Task) -> str:
-    """Return a key that changes with the file of the task's class, the settings of its measures, and packages."""
-    source = inspect.getsource(inspect.getmodule(type(task)) or type(task))
+    """Return a key that changes with the source of the task and its base classes, settings, and package versions."""
+    modules = dict.fromkeys(filter(None, map(inspect.getmodule, type(task).__mro__[:-1])))
+    source = [inspect.getsource(module) for module in modules], source_hash(config.task)
     encoder = config.bertscore and (model_version(config.bertscore, None), config.bertscore_layer)
     return content_key(source, config.sandbox, encoder, versions())
 
@@ -137,7 +139,7 @@ class Evaluation:
         if far := self.config.endpoints.get(name):
             reads = [self.task.policy_messages(record) for record in self._records.values()]
             pairs = zip(self.prompts, reads, strict=True)
-            return {content_key(far.model, prompt.prompt_id, messages): prompt for prompt, messages in pairs}
+            return {content_key(far.url, far.model, prompt.prompt_id, messages): prompt for prompt, messages in pairs}
         model, room = self._models[name], self.config.rollout.max_prompt_tokens
         tokenizer = load_tokenizer(model.policy, model.revision)
         prompts = make_prompts([*self._records.values()], self.task, tokenizer, room)
@@ -230,7 +232,7 @@ class Evaluation:
                 texts = [row.responses[0].text for row in rows]
                 request = question(self.task, prompt.prompt_text, *texts, llm)
                 about = {"judge": name, "prompt_id": prompt.prompt_id, "first": first, "second": second}
-                key = content_key(about, llm.model, request)
+                key = content_key(about, llm.url, llm.model, request)
                 items[key] = Judgement(key=key, **about), request
 
         async def ask(key: str, item: tuple[Judgement, ChatRequest]) -> Judgement:

@@ -387,19 +387,22 @@ def test_a_corrected_test_is_run_on_the_same_responses(tmp_path: Path, models: P
     assert num_lines(config, "scores/cut.jsonl") == 5 and len(engine.asked) == 2, "other limits, the same responses"
 
 
+@pytest.mark.parametrize("task", ["measured_task:Mine", "derived_task:Derived"])
 def test_another_measure_of_the_users_task_is_measured_anew(
-    tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch, task: str
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     code = "from t2g.tasks.summarization import *\nclass Mine(SummarizationTask):\n" + (
         "    def measure(self, prompt, response_text, *, sandbox):\n        return {'rougeL': %s}\n"
     )
     config = job(
-        tmp_path, models, RECORDS[:2], task="measured_task:Mine", policies={"cut": {"policy": str(models / "cut")}}
+        tmp_path, models, RECORDS[:2], task=task, policies={"cut": {"policy": str(models / "cut")}}
     )
     for value in (0.25, 0.125):
         (tmp_path / "measured_task.py").write_text(code % value)
-        sys.modules.pop("measured_task", None)
+        (tmp_path / "derived_task.py").write_text("from measured_task import Mine\nclass Derived(Mine): pass\n")
+        for module in ("measured_task", "derived_task"):
+            sys.modules.pop(module, None)
         result = run(config, {"cut": Engine(8)})
         assert result["policies"]["cut"]["rougeL"]["value"] == value
 
@@ -423,6 +426,7 @@ def test_other_sampling_under_the_same_name_is_refused(tmp_path: Path, models: P
     ("records", "fact"),
     [
         ([*RECORDS[:2], {"post": "p"}], "data record 3 of .* has no reference"),
+        ([*RECORDS[:2], {"post": "p", "ideal_human_summary": " "}], "data record 3 of .* has no reference"),
         (RECORDS[:1], "one record"),
         ([{"ideal_human_summary": "s"}] * 2, "data record 1: "),
     ],
@@ -541,6 +545,10 @@ def test_a_policy_behind_a_server_answers_in_free_text(tmp_path: Path, models: P
     body = server.requests[0]
     assert "response_format" not in body and (body["max_completion_tokens"], body["temperature"]) == (7, 0.5)
     assert body["messages"][0]["content"].startswith("Summarize") and "post" in body["messages"][0]["content"]
+    with fake_endpoint() as other:
+        other.reply = lambda number, body: says("Another model's summary.")
+        moved = with_overrides(config, {"endpoints": {"far": llm(other)}})
+        assert run(moved, {})["policies"]["far"]["words"]["value"] == 3 and len(other.requests) == 8
 
 
 def test_without_a_key_nothing_starts(tmp_path: Path, models: Path, server: FakeEndpoint) -> None:
