@@ -84,7 +84,7 @@ def _check(prompts: Sequence[Prompt], task: Task, config: AnnotateJob, *, leave_
     options = config.annotate
     if options.source != "program":
         return list(prompts)
-    return check_references(prompts, task, options.sandbox, options.concurrency, leave_out=leave_out)
+    return check_references(prompts, task, options.sandbox, options.concurrency, config.run.folder, leave_out=leave_out)
 
 
 def annotate_samples(

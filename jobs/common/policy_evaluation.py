@@ -109,8 +109,9 @@ class Evaluation:
     def __init__(self, config: PolicyEvaluationJob, questions: Questions | None = None) -> None:
         self.config, (self.task, records, self.prompts) = config, questions or read_questions(config)
         self._records = {prompt.prompt_id: record for prompt, record in zip(self.prompts, records, strict=True)}
-        self.prompts = check_references(self.prompts, self.task, config.sandbox, config.concurrency, leave_out=False)
         self.folder = begin_folder(config, RESPONSES)
+        at_once = config.concurrency
+        self.prompts = check_references(self.prompts, self.task, config.sandbox, at_once, self.folder, leave_out=False)
         servers = [*config.endpoints.values(), *config.judges.values()]
         self._askers = {llm: ChatClient(EndpointChat(llm), llm, config.timeout_s) for llm in servers}
         self._measure_version = measure_version(config, self.task)

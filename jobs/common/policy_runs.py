@@ -107,10 +107,10 @@ def run_references(config: PolicyJob, data: PolicyData) -> PolicyData:
     Raises:
         UserError: Too few prompts are left for a step.
     """
-    sandbox, concurrency = config.feedback.sandbox, config.feedback.concurrency
-    prompts = check_references(data.prompts, data.task, sandbox, concurrency)
+    references = data.task, config.feedback.sandbox, config.feedback.concurrency, config.run.folder
+    prompts = check_references(data.prompts, *references)
     prompt_indices(num_prompts=len(prompts), per_step=config.rollout.prompts_per_step, step=1, seed=config.run.seed)
-    eval_prompts = check_references(data.eval_prompts, data.task, sandbox, concurrency)
+    eval_prompts = check_references(data.eval_prompts, *references)
     return replace(data, prompts=prompts, eval_prompts=eval_prompts)
 
 

@@ -1,13 +1,18 @@
 """The mode in which the tests of a record run: with `sandbox.tests=auto` the record's reference solution decides it."""
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from t2g.errors import UserError
+from t2g.files import write_atomic
 from t2g.sandbox import Refused, SandboxConfig
 from t2g.tasks.base import Task
 from t2g.types import Prompt
@@ -15,6 +20,7 @@ from t2g.types import Prompt
 logger = logging.getLogger(__name__)
 MODE_FIELD = "tests_mode"  # of the payload
 NEITHER = "neither"
+MODES_FILE = "reference_modes.json"  # in the run folder: hash of record and sandbox -> mode
 
 
 def with_mode(sandbox: SandboxConfig, payload: Mapping[str, Any]) -> SandboxConfig:
@@ -24,12 +30,20 @@ def with_mode(sandbox: SandboxConfig, payload: Mapping[str, Any]) -> SandboxConf
 
 
 def check_references(
-    prompts: Sequence[Prompt], task: Task, sandbox: SandboxConfig, concurrency: int, *, leave_out: bool = True
+    prompts: Sequence[Prompt],
+    task: Task,
+    sandbox: SandboxConfig,
+    concurrency: int,
+    folder: Path,
+    *,
+    leave_out: bool = True,
 ) -> list[Prompt]:
     """Run each record's reference solution against its tests, and put the mode in which it passes into the payload.
 
     Args:
         concurrency: Sandboxes at once.
+        folder: Run folder, which keeps the modes. A resume runs no reference again, since a slow machine could decide
+            otherwise and change the prompts of the run.
         leave_out: Whether records are left out whose reference passes in neither mode.
 
     Raises:
@@ -37,12 +51,20 @@ def check_references(
     """
     if sandbox.tests != "auto":
         return list(prompts)
-    logger.info("running the reference solutions of up to %d records, for sandbox.tests=auto", len(prompts))
+    keys = [_key(prompt, task, sandbox) for prompt in prompts]
+    file = folder / MODES_FILE
+    known: dict[str, str | None] = json.loads(file.read_bytes()) if file.exists() else {}
+    missing = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in known}
+    logger.info("running the reference solutions of up to %d records, for sandbox.tests=auto", len(missing))
     try:
         with ThreadPoolExecutor(concurrency) as pool:
-            modes = list(pool.map(lambda prompt: task.reference_mode(prompt, sandbox=sandbox), prompts))
+            found = list(pool.map(lambda prompt: task.reference_mode(prompt, sandbox=sandbox), missing.values()))
     except Refused as refused:
         raise UserError(str(refused)) from refused
+    known |= zip(missing, found, strict=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(file, json.dumps(known).encode())
+    modes = [known[key] for key in keys]
     pairs = list(zip(prompts, modes, strict=True))
     failed = [prompt.prompt_id for prompt, mode in pairs if mode == NEITHER]
     kept = [
@@ -60,3 +82,8 @@ def check_references(
             raise UserError(f"{what}: nothing is left; the first is record {failed[0]}. Correct the data's tests")
         logger.warning("%s%s; the first is record %s", what, ": left out" * leave_out, failed[0])
     return kept
+
+
+def _key(prompt: Prompt, task: Task, sandbox: SandboxConfig) -> str:
+    content = [task.name, prompt.payload, sandbox.model_dump()]
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, default=str).encode())

@@ -395,9 +395,7 @@ def test_another_measure_of_the_users_task_is_measured_anew(
     code = "from t2g.tasks.summarization import *\nclass Mine(SummarizationTask):\n" + (
         "    def measure(self, prompt, response_text, *, sandbox):\n        return {'rougeL': %s}\n"
     )
-    config = job(
-        tmp_path, models, RECORDS[:2], task=task, policies={"cut": {"policy": str(models / "cut")}}
-    )
+    config = job(tmp_path, models, RECORDS[:2], task=task, policies={"cut": {"policy": str(models / "cut")}})
     for value in (0.25, 0.125):
         (tmp_path / "measured_task.py").write_text(code % value)
         (tmp_path / "derived_task.py").write_text("from measured_task import Mine\nclass Derived(Mine): pass\n")

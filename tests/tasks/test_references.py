@@ -1,5 +1,7 @@
 """`sandbox.tests=auto`: the reference solution of a record decides how its tests run."""
 
+from pathlib import Path
+
 import pytest
 
 from t2g.config import StyleConfig
@@ -28,9 +30,11 @@ def prompt(name: str, **more: str) -> Prompt:
     return Prompt(prompt_id=name, prompt_text="p", task="code", payload={"solution": code, "test": tests, **more})
 
 
-def test_the_reference_decides_the_mode_and_a_wrong_one_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_reference_decides_the_mode_and_a_wrong_one_is_left_out(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     bare = Prompt(prompt_id="bare", prompt_text="p", task="code", payload={"test": "def test():\n    pass\n"})
-    kept = check_references([*map(prompt, RECORDS), bare], TASK, LIMITS, 2)
+    kept = check_references([*map(prompt, RECORDS), bare], TASK, LIMITS, 2, tmp_path)
     assert {p.prompt_id: p.payload.get("tests_mode") for p in kept} == {
         "plain": "separate", "patched": "together", "bare": None,
     }  # fmt: skip
@@ -42,25 +46,25 @@ def test_the_reference_decides_the_mode_and_a_wrong_one_is_left_out(caplog: pyte
     assert judge("p", RECORDS["plain"][0], payload=kept[0].payload)["execution"]["mode"] == "separate"
 
 
-def test_nothing_left_is_an_error_and_other_modes_ask_no_reference() -> None:
+def test_nothing_left_is_an_error_and_other_modes_ask_no_reference(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nothing is left; the first is record wrong"):
-        check_references([prompt("wrong")], TASK, LIMITS, 1)
-    assert [p.payload["tests_mode"] for p in check_references([prompt("wrong")], TASK, LIMITS, 1, leave_out=False)] == [
-        "neither"
-    ]
+        check_references([prompt("wrong")], TASK, LIMITS, 1, tmp_path)
+    assert [
+        p.payload["tests_mode"] for p in check_references([prompt("wrong")], TASK, LIMITS, 1, tmp_path, leave_out=False)
+    ] == ["neither"]
     separate = LIMITS.model_copy(update={"tests": "separate"})
-    assert "tests_mode" not in check_references([prompt("wrong")], TASK, separate, 1)[0].payload
+    assert "tests_mode" not in check_references([prompt("wrong")], TASK, separate, 1, tmp_path)[0].payload
     planted = get_task("tiny_code")  # its references have faults on purpose
-    assert "tests_mode" not in check_references([prompt("wrong")], planted, LIMITS, 1)[0].payload
+    assert "tests_mode" not in check_references([prompt("wrong")], planted, LIMITS, 1, tmp_path)[0].payload
 
 
-def test_a_machine_that_cannot_isolate_is_an_error_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_cannot_isolate_is_an_error_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse(*_: object, **__: object) -> str:
         raise Refused("network cannot be isolated")
 
     monkeypatch.setattr(type(TASK), "reference_mode", refuse)
     with pytest.raises(UserError, match="network cannot be isolated"):
-        check_references([prompt("plain")], TASK, LIMITS, 1)
+        check_references([prompt("plain")], TASK, LIMITS, 1, tmp_path)
 
 
 def test_a_record_that_names_a_mode_cannot_overrule_the_config() -> None:
@@ -69,3 +73,19 @@ def test_a_record_that_names_a_mode_cannot_overrule_the_config() -> None:
         "p", PRINTED, payload=prompt("patched", tests_mode="together").payload
     )
     assert judged["execution"]["mode"] == "separate" and not judged["execution"]["passed"]
+
+
+def test_a_resume_takes_the_modes_of_the_first_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    records = [prompt("plain"), prompt("patched")]
+    first = [p.payload for p in check_references(records, TASK, LIMITS, 2, tmp_path)]
+    ran: list[str] = []
+
+    def time_out(prompt: Prompt, **_: object) -> str:
+        ran.append(prompt.prompt_id)
+        return "neither"
+
+    monkeypatch.setattr(TASK, "reference_mode", time_out)
+    assert [p.payload for p in check_references(records, TASK, LIMITS, 2, tmp_path)] == first and ran == []
+    changed = [prompt("plain"), prompt("patched", imports="import os")]
+    assert [p.prompt_id for p in check_references(changed, TASK, LIMITS, 2, tmp_path)] == ["plain"]
+    assert ran == ["patched"], "a changed record is run again"

@@ -53,7 +53,7 @@ def test_whatever_the_program_sets_nobody_else_may_but_two(gpus: float) -> None:
     free = {"max_num_batched_tokens", "enable_prefix_caching"}
     EngineConfig(engine_args=dict.fromkeys(free & arguments.keys(), 1))
     for name in arguments.keys() - free:
-        with pytest.raises(ValueError, match=rf"{name} cannot be given: "):
+        with pytest.raises(ValueError, match=rf"{name} cannot be set: "):
             EngineConfig(engine_args={name: 1})
 
 

@@ -113,5 +113,5 @@ def test_seed_prompt_and_response_decide_and_nothing_else() -> None:
     ],
 )
 def test_noise_is_refused_where_nothing_is_trained(make: Any) -> None:
-    with pytest.raises(ValidationError, match="noise is for training a policy"):
+    with pytest.raises(ValidationError, match="noise is for policy training"):
         make({"flip": 0.1})
