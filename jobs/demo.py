@@ -80,6 +80,7 @@ def run(demo: DemoJob) -> None:
     """All stages that are not there yet, then the arms."""
     from jobs.common.fleets import Fleets, on_cluster
     from jobs.common.policy_runs import finished, read_data, report_steps_done, train
+    from jobs.common.run_folder import sole_process
     from jobs.common.stages import make_stages
 
     if demo.task != "tiny":
@@ -88,7 +89,7 @@ def run(demo: DemoJob) -> None:
     jobs = {arm: arm_job(demo, arm) for arm in demo.arms}
     if report_steps_done(*jobs.values()):
         return
-    with on_cluster(demo), Fleets() as fleets:
+    with sole_process(demo.run.folder), on_cluster(demo), Fleets() as fleets:
         stages = make_stages(demo, fleets)
         data, stop = read_data(jobs[demo.arms[0]]), stop_flag()  # the same for all
         arms = {

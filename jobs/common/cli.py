@@ -48,7 +48,6 @@ def main(
         read: "pkg.mod:function", which may be heavy to import. It reads all inputs of the config, before any process is
             started, and raises UserError. `data` is None where an earlier stage of the job has yet to make the inputs.
     """
-    from t2g.runs.progress import record_lines
 
     parser = job_parser(schema)
     for option, about in options.items():
@@ -71,8 +70,7 @@ def main(
             print("nothing was found that would stop the job")
             return 0
         try:
-            with record_lines(config.run.folder):
-                return run(config, *([data] if read else []), **given)
+            return run(config, *([data] if read else []), **given)
         except ValidationError as error:  # the job made a config from its own
             raise UserError(f"\n{parser.prog}: ".join(format_errors(schema, error))) from error
 

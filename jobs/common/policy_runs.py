@@ -34,7 +34,7 @@ from jobs.common.fleets import Fleets
 from jobs.common.steering import Steering
 from jobs.common.supervised import MODEL, supervise
 from t2g.concurrency import beside
-from t2g.config import LearnerConfig, ModelConfig, PolicyJob, RolloutConfig, RunConfig, SFTJob
+from t2g.config import LearnerConfig, ModelConfig, PolicyJob, RolloutConfig, RunConfig, SFTJob, with_overrides
 from t2g.data.batching import count_steps
 from t2g.data.load import load_records
 from t2g.data.prompts import make_prompts
@@ -318,11 +318,17 @@ def train_examples(job: PolicyJob, stop: StopFlag, examples: Sequence[TrainSeque
 
 # ------------------------------------------------------------------------------------------------------------- results
 def report_steps_done(*configs: PolicyJob) -> bool:
-    """Return whether each run has a checkpoint beyond its num_steps, and say at which step it is."""
+    """Return whether each run has a checkpoint beyond its num_steps, and print its step.
+
+    Raises:
+        UserError: A run was made with other inputs.
+    """
     for config in configs:
         step = CheckpointStore(config.run.folder / "checkpoints", keep=1).step_beyond(config.num_steps)
         if step is None or config.run.smoke or config.run.resume == "never":
             return False
+        kept = identity.load(config.run.folder).config.get(identity.SCHEDULE)  # num_steps may be another
+        run_folder.check_folder(with_overrides(config, {identity.SCHEDULE: kept}))
         print(f"{config.run.folder} is already at step {step}: num_steps={config.num_steps} leaves nothing to do")
     return True
 

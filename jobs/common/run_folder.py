@@ -17,7 +17,7 @@ from t2g.runs import identity
 from t2g.runs.control import now
 from t2g.runs.identity import Identity
 from t2g.runs.log import COMMANDS_FILE
-from t2g.runs.progress import PROGRESS_FILE
+from t2g.runs.progress import PROGRESS_FILE, record_lines
 
 LOCK = "lock"
 SMOKE_STEPS = 3
@@ -74,6 +74,7 @@ def sole_process(folder: Path) -> Iterator[None]:
             raise UserError(sentence) from None
         _held.add(folder)
         try:
-            yield
+            with record_lines(folder):  # not before: another process writes there
+                yield
         finally:
             _held.remove(folder)

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from actors.learner.sft import run_sft
 from actors.learner.sft_rank import SFTProgress
-from jobs.common.run_folder import SMOKE_STEPS, begin_folder
+from jobs.common.run_folder import SMOKE_STEPS, begin_folder, sole_process
 from t2g.config import SFTJob, with_overrides
 from t2g.data.batching import count_steps
 from t2g.data.load import load_records
@@ -33,8 +33,16 @@ def read_examples(config: SFTJob) -> list[TrainSequence]:
 def supervise(config: SFTJob, examples: Sequence[TrainSequence], *, title: str) -> dict[str, float]:
     """Train `config.model` on `examples` into `model` in the run folder, with a progress bar and metrics.jsonl.
 
-    Goes on after the last checkpoint of an earlier start; a finished model is kept. Returns the last metrics.
+    Continues after the last checkpoint of an earlier start; a finished model is kept.
+
+    Returns:
+        The last metrics.
     """
+    with sole_process(config.run.folder):
+        return _supervise(config, examples, title)
+
+
+def _supervise(config: SFTJob, examples: Sequence[TrainSequence], title: str) -> dict[str, float]:
     folder, options = begin_folder(config, *LEFTOVERS), config.sft
     whole = count_steps(len(examples), options.num_epochs, options.batch_size)
     if config.run.smoke:

@@ -125,13 +125,13 @@ def record_line(line: str) -> None:
 
 @contextmanager
 def record_lines(folder: Path) -> Iterator[None]:
-    """Keep all lines of the block in progress.log of a run folder."""
+    """Keep all lines of the block in progress.log of a run folder; within another such block, that one keeps them."""
     global _folder
-    _folder = folder
+    outer, _folder = _folder, _folder or folder
     try:
         yield
     finally:
-        _folder = None
+        _folder = outer
 
 
 def duration(seconds: float) -> str:

@@ -10,11 +10,15 @@ from fakes import letter_tokenizer
 from actors.learner.zero3 import lr_factor
 from jobs.common import fleets, stages
 from jobs.common.policy_runs import learner_spec, read_data, run_references, write_summary
+from jobs.common.stages import demo_of, resolve_stages
+from jobs.demo import arm_job
 from jobs.demo import run as run_demo
 from jobs.train_policy import run, show_one, smoke_words
 from t2g.config import DemoJob, PolicyJob, loading, with_overrides
 from t2g.errors import Stopped, UserError
+from t2g.runs import identity
 from t2g.runs.checkpoint import CheckpointStore
+from t2g.runs.identity import Identity
 from t2g.tasks.code import CodeTask
 
 NEUTRAL = "tokens/neutral_share"
@@ -134,13 +138,22 @@ def test_fewer_steps_than_are_done_leave_nothing_to_do(
         for made in (10, step):
             store.write(made, lambda folder: None, {"step": made})
 
-    def start(num_steps: int, *overrides: str) -> None:
+    def configs(num_steps: int, *overrides: str) -> list[Any]:
         given = [f"run.root={tmp_path}", f"num_steps={num_steps}", *overrides]
         if len(arms) == 1:
             name = ["run.root=" + str(tmp_path / "demo" / "arms"), "run.name=span"]
-            run(loading.load(PolicyJob, TINY / "policy.yaml", [*given, *name], environ={}), None)
-        else:
-            run_demo(loading.load(DemoJob, TINY / "demo.yaml", [*given, "arms=[span,scalar]"], environ={}))
+            return [loading.load(PolicyJob, TINY / "policy.yaml", [*given, *name], environ={})]
+        demo = loading.load(DemoJob, TINY / "demo.yaml", [*given, "arms=[span,scalar]"], environ={})
+        return [demo, *(arm_job(demo, arm) for arm in demo.arms)]
+
+    def start(num_steps: int, *overrides: str) -> None:
+        config = configs(num_steps, *overrides)[0]
+        run(config, None) if len(arms) == 1 else run_demo(config)
+
+    for job in configs(40)[-len(arms) :]:
+        resolved = resolve_stages(job, demo_of(job)) if len(arms) == 1 else job
+        identity.keep(job.run.folder, Identity.of(resolved))
+        loading.write(resolved, job.run.folder)
 
     start(19)
     lines = capsys.readouterr().out.splitlines()
@@ -149,6 +162,9 @@ def test_fewer_steps_than_are_done_leave_nothing_to_do(
     for others in ([20], [19, "run.resume=never"], [19, "run.smoke=true"]) if len(arms) == 1 else ([20],):
         with pytest.raises(Stopped):
             start(*others)
+    if len(arms) == 1:
+        with pytest.raises(UserError, match=r"other inputs: rollout.temperature"):
+            start(19, "rollout.temperature=0.5")
     newest = tmp_path / "demo" / "arms" / "span" / "checkpoints" / "step-00000020" / "state.json"
     newest.write_text("torn")
     with pytest.raises(Stopped):

@@ -99,7 +99,8 @@ def test_a_job_gets_what_was_read_and_its_run_folder_the_lines_of_progress(tmp_p
 
     def run(job: EvaluateJob, read: object) -> None:
         seen.append(read)
-        with log_duration("some work"):
+        assert not job.run.folder.exists(), "it may be another process's"
+        with sole_process(job.run.folder), log_duration("some work"):
             pass
 
     assert main(EvaluateJob, run, argv=["--config", str(file)], read="builtins:type") == 0
