@@ -1,5 +1,6 @@
 """Ray: one file per kind of process, a plain Worker (remote side) and a Fleet or Group (driver side).
 
 May import t2g and ray. vllm and deepspeed are imported only inside the methods of remote workers
-(`vllm_plugin.py`, which vLLM itself loads, is exempt). Nothing here decides anything about the method.
+(`plugin.py` and `scheduler.py` of `vllm_compat`, which vLLM itself loads, are exempt). Nothing here decides anything
+about the method.
 """

@@ -12,7 +12,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from actors.engines.rollout import RolloutWorker
-from actors.weights import transports
+from actors.vllm_compat import transports
 
 TIMEOUT = timedelta(seconds=20)
 

@@ -45,7 +45,7 @@ TOP_LEVEL = {
 }
 MAX_LINES = 400
 LATE = {"vllm", "deepspeed"}  # imported inside functions only
-INSIDE_VLLM = {ROOT / "actors" / "weights" / "vllm_plugin.py", ROOT / "actors" / "engines" / "scheduler.py"}
+INSIDE_VLLM = {ROOT / "actors" / "vllm_compat" / "plugin.py", ROOT / "actors" / "vllm_compat" / "scheduler.py"}
 RAY_CALLS = re.compile(r"\.remote\(|\bray\.get\(")
 SCHEMAS: dict[str, type[BaseModel]] = {
     "policy": PolicyJob,

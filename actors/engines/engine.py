@@ -19,6 +19,7 @@ from actors.cluster.fanout import first_sentence
 from actors.cluster.nodes import listening_environment
 from actors.cluster.toolkit import build_environment
 from actors.fleet.meter import Measured, Meter
+from actors.vllm_compat.stats import make_stat_logger
 from actors.weights.adapters import engine_arguments
 from t2g.config import EngineConfig, LoRAConfig, Transport
 from t2g.deploy.memory import GPU_BATCHED_TOKENS, engine_fit, find_shape
@@ -29,8 +30,8 @@ from t2g.types import FinishReason
 
 WARM_UP_TOKENS = 48  # a first bfloat16 forward of at most 4 tokens is an illegal instruction on CPUs with AMX
 MIN_BATCHED_TOKENS = 4096  # of one step of a CPU engine
-PLUGIN = "t2g_store"  # the entry point of actors.weights.vllm_plugin
-SCHEDULERS = [f"actors.engines.scheduler.Keeping{kind}Scheduler" for kind in ("", "Async")]  # Async: plans a step ahead
+PLUGIN = "t2g_store"  # the entry point of actors.vllm_compat.plugin
+SCHEDULERS = [f"actors.vllm_compat.scheduler.Joining{kind}Scheduler" for kind in ("", "Async")]
 CORE_POLL_S = 1.0
 LOG = "the worker's log in Ray's folder"
 T = TypeVar("T")
@@ -144,7 +145,7 @@ class Engine:
             if self._config.join_outputs:
                 self._join_outputs(vllm_config)
             self._llm = AsyncLLM.from_vllm_config(
-                vllm_config, disable_log_stats=True, stat_loggers=[stat_logger(self._meter)]
+                vllm_config, disable_log_stats=True, stat_loggers=[make_stat_logger(self._meter)]
             )
         except UserError:
             raise
@@ -247,7 +248,7 @@ class Engine:
         if self._lora is not None:
             arguments |= engine_arguments(self._lora, self._model, self._revision)
         elif self._transport is not None:
-            arguments["weight_transfer_config"] = {"backend": f"t2g_{self._transport}"}  # of actors.weights.vllm_plugin
+            arguments["weight_transfer_config"] = {"backend": f"t2g_{self._transport}"}  # of actors.vllm_compat.plugin
         if self._guided:
             # A model may write white space between the tokens of JSON until its answer is cut.
             arguments["structured_outputs_config"] = {"backend": "xgrammar", "disable_any_whitespace": True}
@@ -351,29 +352,6 @@ class Engine:
         while not self._llm.errored:
             await asyncio.sleep(CORE_POLL_S)
         os._exit(1)
-
-
-def stat_logger(meter: Meter) -> type:
-    """A class whose instances vLLM tells of each step of its scheduler."""
-    from vllm.v1.metrics.loggers import PrometheusStatLogger
-
-    class Tap(PrometheusStatLogger):  # of this kind: beside any other vLLM keeps its hundred Prometheus metrics
-        def __init__(self, vllm_config: Any, engine_indexes: list[int]) -> None: ...
-
-        def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
-            if scheduler_stats is not None:
-                meter.step(
-                    generated=iteration_stats.num_generation_tokens if iteration_stats else 0,
-                    preempted=iteration_stats.num_preempted_reqs if iteration_stats else 0,
-                    queued=scheduler_stats.num_waiting_reqs,
-                    cache_use=scheduler_stats.kv_cache_usage,
-                )
-
-        def log_engine_initialized(self) -> None: ...
-        def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None: ...
-        def record_admission_rejection(self, reason: str) -> None: ...
-
-    return Tap
 
 
 async def _collect(stream: AsyncIterator[T]) -> list[T]:

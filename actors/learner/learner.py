@@ -29,8 +29,7 @@ from actors.cluster.nodes import listening_environment
 from actors.learner import zero3
 from actors.learner.parts import CriticPart, LearnerSpec, PartName, PolicyPart, load_critic, load_policy
 from actors.learner.ranks import Ranks, rank_environment
-from actors.weights.buckets import Bucket, Shapes
-from actors.weights.transports import Meeting
+from actors.weights.buckets import Bucket, Rendezvous, Shapes
 from t2g.algo.corrections import importance_metrics
 from t2g.algo.losses import Metrics
 from t2g.config import Dtype, ObjectiveConfig, RoleConfig
@@ -108,10 +107,10 @@ class LearnerWorker:
     def announce(self) -> Shapes:
         return self.parts["policy"].announce()
 
-    def stream_weights(self, dtype: Dtype, full: bool, meeting: Meeting | None = None) -> Iterator[Bucket]:
+    def stream_weights(self, dtype: Dtype, full: bool, rendezvous: Rendezvous | None = None) -> Iterator[Bucket]:
         if self._port is not None:
             self._port.close()
-        yield from self.parts["policy"].stream_weights(dtype, full, meeting)
+        yield from self.parts["policy"].stream_weights(dtype, full, rendezvous)
 
     def probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
         return self.parts["policy"].probe_logprobs(ids)
@@ -304,19 +303,19 @@ class LearnerGroup:
         return self._on_policy("announce", lambda w: w.announce.remote())[0]
 
     def address(self) -> tuple[str, int]:
-        """A host and port that rank 0 keeps free until the next `stream_weights`, whose `meeting` is there."""
+        """A host and port that rank 0 keeps free until the next `stream_weights`, whose `rendezvous` is there."""
         ranks = self.parts["policy"]
         with self._alone():
             return ranks.collect([ranks.workers[0].address.remote()], "address", self._deadline())[0]
 
     def stream_weights(
-        self, dtype: Dtype, *, full: bool = False, meeting: Meeting | None = None
+        self, dtype: Dtype, *, full: bool = False, rendezvous: Rendezvous | None = None
     ) -> Generator["ray.ObjectRef[Bucket]", None, None]:
         """References to buckets in rank 0's object store; rank 0 gathers STREAM_AHEAD buckets ahead of the consumer.
 
         With ipc it is one, and a bucket may be asked for once the engines have loaded the one before. With nccl rank 0
         broadcasts a bucket when it has yielded it, and is not asked for the next before the engines have it.
-        full: each bucket with a hash of every tensor. meeting: with nccl, of rank 0 and the engines.
+        full: each bucket with a hash of every tensor. rendezvous: with nccl, of rank 0 and the engines.
         Other calls wait until all are taken: the ranks are in the middle of this one. Closing the iterator early waits
         for nothing; Ray then takes the rest from the ranks and drops it.
         """
@@ -324,7 +323,7 @@ class LearnerGroup:
         ahead = 1 if self.spec.learner.sync_transport == "ipc" else STREAM_AHEAD
         options = {"num_returns": "streaming", "_generator_backpressure_num_objects": ahead}
         with self._alone():
-            streams = [w.stream_weights.options(**options).remote(dtype, full, meeting) for w in ranks.workers]
+            streams = [w.stream_weights.options(**options).remote(dtype, full, rendezvous) for w in ranks.workers]
             yield from self._buckets(ranks, streams)
             ranks.collect([stream.completed() for stream in streams], "stream_weights", self._deadline())
 

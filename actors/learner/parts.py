@@ -18,8 +18,8 @@ import torch
 from actors.learner import lora, zero3
 from actors.learner.models import checkpoint_layers, load_for_training
 from actors.learner.whole_weights import WholeWeights, metadata
-from actors.weights.buckets import Bucket, Shapes, make_bucket
-from actors.weights.transports import IpcSender, Meeting, NcclSender, Sender
+from actors.vllm_compat.transports import IpcSender, NcclSender, Sender
+from actors.weights.buckets import Bucket, Rendezvous, Shapes, make_bucket
 from t2g.algo.corrections import importance_weights
 from t2g.algo.critic import Critic, disable_dropout
 from t2g.algo.head import install_chunked_head
@@ -307,17 +307,17 @@ class PolicyPart(Part):
             return None
         return IpcSender(self.engine.global_rank) if self.spec.learner.sync_transport == "ipc" else NcclSender()
 
-    def stream_weights(self, dtype: Dtype, full: bool, meeting: Meeting | None = None) -> Iterator[Bucket]:
+    def stream_weights(self, dtype: Dtype, full: bool, rendezvous: Rendezvous | None = None) -> Iterator[Bucket]:
         """The policy's weights, bucket by bucket on rank 0; the other ranks join the gathers and yield nothing.
 
         full: with a hash of each tensor. A bucket's arrays are to be read before the next one is asked for.
-        meeting: with nccl, of rank 0 and the engines.
+        rendezvous: with nccl, of rank 0 and the engines.
         """
         sender, where = self._sender, {}
         if sender is not None:
             where = {"device": self.engine.device, "everywhere": sender.everywhere}
-            if meeting is not None and self.engine.global_rank == 0:
-                sender.meet(meeting, self.engine.device)
+            if rendezvous is not None and self.engine.global_rank == 0:
+                sender.meet(rendezvous, self.engine.device)
         bucket_bytes, started = int(self.spec.learner.sync_bucket_mib * 2**20), time.monotonic()
         for index, bucket in enumerate(self._weights.buckets(bucket_bytes, dtype, **where)):
             if bucket:

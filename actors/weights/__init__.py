@@ -1,4 +1,4 @@
-"""The way of the weights from a learner into engines: announced, streamed in buckets, verified, committed.
+"""Weight sync from a learner to engines: manifest, buckets, verification, commit.
 
-`sync` is the driver's side, `intake` and `vllm_plugin` the engine's. engines, learner and jobs may import it.
+`sync` runs in the driver, `intake` in the engine. vllm_compat, engines, learner and jobs may import it.
 """

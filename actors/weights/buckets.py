@@ -1,6 +1,6 @@
 """Weights as they travel: named tensors in buckets of whole modules, with the hash of their bytes.
 
-Knows neither Ray nor how a bucket gets to an engine (`actors.weights.sync`, `actors.weights.transports`).
+Knows neither Ray nor how a bucket gets to an engine (`actors.weights.sync`, `actors.vllm_compat.transports`).
 """
 
 import math
@@ -27,7 +27,7 @@ class Bucket:
     store: the bytes come along; `way` has `xxh3`, the hash of all of them in order, taken by the learner rank before
     they leave it, and `tensor_xxh3`, with learner.sync_verify=full of each tensor, else empty.
     ipc: they lie in memory of each rank's GPU, tensor after tensor, until the bucket after the next is made; `way` has
-    `handles`, of each GPU by its UUID, see `actors.weights.transports.Shared`.
+    `handles`, of each GPU by its UUID, see `actors.vllm_compat.transports.Shared`.
     nccl: they follow by broadcast.
     """
 
@@ -36,6 +36,16 @@ class Bucket:
     gather_s: float  # that the rank took until it was ready to go
     way: dict[str, Any] = field(default_factory=dict)  # to the bytes: goes into the engine core as it is
     tensors: tuple[np.ndarray, ...] = ()  # C-contiguous, float32, or for bfloat16 its bits in uint16; as announced
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """The address and members of one nccl process group. Two are equal only if their ids are."""
+
+    id: str
+    host: str
+    port: int
+    members: tuple[str, ...]  # by rank: the learner, whose rank 0 is rank 0 here too, then the engines, each GPU a rank
 
 
 def make_bucket(

@@ -12,8 +12,7 @@ import numpy as np
 
 from actors.weights.adapters import Adapters
 from actors.weights.arena import Arena
-from actors.weights.buckets import Bucket, Shapes
-from actors.weights.transports import Meeting
+from actors.weights.buckets import Bucket, Rendezvous, Shapes
 
 T = TypeVar("T")
 
@@ -56,10 +55,10 @@ class Intake:
             await self._of_core(self._llm.start_weight_update())
             self._updating = True
 
-    async def join_group(self, round_id: str, meeting: Meeting, rank: int) -> None:
+    async def join_group(self, round_id: str, rendezvous: Rendezvous, rank: int) -> None:
         """Have the engine core meet rank 0 of the learner and the other engines, all of them at once."""
         self._refuse_other_rounds(round_id)
-        await self._tell_core({"meeting": asdict(meeting), "rank_offset": rank})
+        await self._tell_core({"rendezvous": asdict(rendezvous), "rank_offset": rank})
 
     async def _tell_core(self, info: dict[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest

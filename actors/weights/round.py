@@ -16,9 +16,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from actors.weights.buckets import Shapes
+from actors.weights.buckets import Rendezvous, Shapes
 from actors.weights.probe import Gap, gap_between, is_stuck, why_refused
-from actors.weights.transports import Meeting
 from t2g.concurrency import end
 from t2g.config import LearnerConfig, RolloutConfig
 from t2g.errors import MissedSync
@@ -38,12 +37,12 @@ class WeightOwner(Protocol):
         """Every parameter of the policy in the order in which it is sent, without gathering any."""
 
     def address(self) -> tuple[str, int]:
-        """A host and port for the meeting of the next `stream_weights`."""
+        """A host and port for the rendezvous of the next `stream_weights`."""
 
-    def stream_weights(self, dtype: str, *, full: bool, meeting: Meeting | None) -> Generator[Any, None, None]:
+    def stream_weights(self, dtype: str, *, full: bool, rendezvous: Rendezvous | None) -> Generator[Any, None, None]:
         """References to buckets as `plan_buckets` cuts them; tensors converted to `dtype` ("float32" or "bfloat16").
 
-        full: each with a hash of every tensor. meeting: with nccl; the engines are on their way there, and a bucket
+        full: each with a hash of every tensor. rendezvous: with nccl; the engines are on their way there, and a bucket
         is broadcast without waiting for the next to be asked for.
         """
 
@@ -106,7 +105,7 @@ class Group:
     """With nccl: who met the last time, and has not parted since."""
 
     crew: Sequence[Receiver] = ()
-    meeting: Meeting | None = None
+    rendezvous: Rendezvous | None = None
 
 
 @dataclass
@@ -175,10 +174,10 @@ class Round:
             for ref in version.held:
                 yield ref
             return
-        meeting, joining = await self._meet() if self._broadcasts else (None, [])
+        rendezvous, joining = await self._meet() if self._broadcasts else (None, [])
         version.num_calls += 1
         full = self.config.sync_verify == "full"
-        stream = self.learner.stream_weights(self.fleet.config.dtype, full=full, meeting=meeting)
+        stream = self.learner.stream_weights(self.fleet.config.dtype, full=full, rendezvous=rendezvous)
         try:
             while (ref := await asyncio.to_thread(next, stream, None)) is not None:
                 await asyncio.gather(*joining)
@@ -191,23 +190,23 @@ class Round:
         if self.learner.policy_version != version.made_at:
             self._drop_all(f"was sent version {version.number} when the learner went on")
 
-    async def _meet(self) -> tuple[Meeting, list["asyncio.Future[Any]"]]:
+    async def _meet(self) -> tuple[Rendezvous, list["asyncio.Future[Any]"]]:
         """Where this round's group meets, and the engines on their way there; the learner must now go as well.
 
         Those who are still together from the round before need not meet again.
         """
-        if self.group.meeting is not None and self.group.crew == self.crew:
-            return self.group.meeting, []
+        if self.group.rendezvous is not None and self.group.crew == self.crew:
+            return self.group.rendezvous, []
         self.version.num_calls += 1
         host, port = await asyncio.to_thread(self.learner.address)
         gpus = self.fleet.config.tensor_parallel  # of an engine: each is a rank, and rank 0 the learner's
         ranks = {receiver.handle: 1 + index * gpus for index, receiver in enumerate(self.crew)}
         members = ("the learner", *(receiver.name for receiver in self.crew for _ in range(gpus)))
-        meeting = Meeting(id=self.id, host=host, port=port, members=members)
-        self.group.crew, self.group.meeting = list(self.crew), meeting
-        what = "the meeting with the learner"
-        joining = self._each(lambda w: w.join_group.remote(self.id, meeting, ranks[w]), what)
-        return meeting, [asyncio.ensure_future(joining)]
+        rendezvous = Rendezvous(id=self.id, host=host, port=port, members=members)
+        self.group.crew, self.group.rendezvous = list(self.crew), rendezvous
+        what = "the rendezvous with the learner"
+        joining = self._each(lambda w: w.join_group.remote(self.id, rendezvous, ranks[w]), what)
+        return rendezvous, [asyncio.ensure_future(joining)]
 
     async def _expected(self) -> np.ndarray:
         """[N - 1] float32: the learner's logprobs of the probe, asked for once. Call it when all buckets are out."""
@@ -292,7 +291,7 @@ class Round:
         """Go on without it. A worker that has two buckets aboard fails twice and is dropped once."""
         if receiver in self.crew:
             self.crew.remove(receiver)
-            self.group.meeting = None
+            self.group.rendezvous = None
             self.version.missed[receiver.name] = reason
             self.fleet.missed(receiver, reason, late=late)
 

@@ -25,9 +25,9 @@ from transformers import LlamaForCausalLM
 from actors.engines.engine import engine_environment
 from actors.engines.rollout import RolloutFleet
 from actors.learner import lora
-from actors.weights.buckets import Bucket, Shapes, make_bucket, plan_buckets
+from actors.vllm_compat.transports import NcclSender
+from actors.weights.buckets import Bucket, Rendezvous, Shapes, make_bucket, plan_buckets
 from actors.weights.sync import WeightSync
-from actors.weights.transports import Meeting, NcclSender
 from t2g.config import LearnerConfig, LoRAConfig, ModelConfig, RolloutConfig
 from t2g.errors import LearnerLost, RunStopped, UserError
 from t2g.interfaces import Sampling
@@ -61,7 +61,9 @@ class TorchLearner:
     def announce(self) -> Shapes:
         return {name: tuple(p.shape) for name, p in self.weights.items()}
 
-    def stream_weights(self, dtype: str, *, full: bool, meeting: Meeting | None) -> Iterator["ray.ObjectRef[Bucket]"]:
+    def stream_weights(
+        self, dtype: str, *, full: bool, rendezvous: Rendezvous | None
+    ) -> Iterator["ray.ObjectRef[Bucket]"]:
         for index, planned in enumerate(plan_buckets(self.announce(), dtype=dtype, bucket_bytes=2**17)):
             if index == self.lost_at:
                 raise LearnerLost("learner rank 0 died during stream_weights")
@@ -295,19 +297,19 @@ class GlooLearner(TorchLearner):
             found.bind(("127.0.0.1", 0))
             return found.getsockname()
 
-    def stream_weights(self, dtype: str, *, full: bool, meeting: Meeting | None) -> Iterator[Bucket]:
+    def stream_weights(self, dtype: str, *, full: bool, rendezvous: Rendezvous | None) -> Iterator[Bucket]:
         """Runs ahead as Ray's generators do: what follows a yield is the broadcast."""
-        assert meeting is not None
+        assert rendezvous is not None
         with ThreadPoolExecutor(max_workers=1) as rank:
             made: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
-            done = rank.submit(self._send_all, dtype, meeting, made.put)
+            done = rank.submit(self._send_all, dtype, rendezvous, made.put)
             done.add_done_callback(lambda _: made.put(None))
             yield from iter(made.get, None)
             done.result()
 
-    def _send_all(self, dtype: str, meeting: Meeting, put: Callable[[Bucket], None]) -> None:
+    def _send_all(self, dtype: str, rendezvous: Rendezvous, put: Callable[[Bucket], None]) -> None:
         sender = self.sender
-        sender.meet(meeting, torch.device("cpu"))
+        sender.meet(rendezvous, torch.device("cpu"))
         for index, names in enumerate(plan_buckets(self.announce(), dtype=dtype, bucket_bytes=2**17)):
             if index == self.lost_at:
                 raise LearnerLost("learner rank 0 died during stream_weights")

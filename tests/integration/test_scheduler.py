@@ -19,7 +19,13 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from actors.engines.engine import SCHEDULERS
-from actors.engines.scheduler import MOST, KeepingAsyncScheduler, KeepingScheduler, _Keeps, joined
+from actors.vllm_compat.scheduler import (
+    MAX_KEPT_STEPS,
+    JoiningAsyncScheduler,
+    JoiningMixin,
+    JoiningScheduler,
+    join_outputs,
+)
 from t2g.types import FinishReason as OurFinishReason
 
 
@@ -75,7 +81,7 @@ def token_of(name: str, place: int) -> int:
     return 1000 * int(name) + place
 
 
-class Kept(_Keeps, Steps):
+class Kept(JoiningMixin, Steps):
     pass
 
 
@@ -157,7 +163,7 @@ def test_a_response_leaves_in_as_many_messages_as_it_has_sixty_fours() -> None:
     core = Core(Kept([200, 1]))
     for _ in range(200):
         core.step()
-    assert core.messages == math.ceil(200 / MOST) + 1
+    assert core.messages == math.ceil(200 / MAX_KEPT_STEPS) + 1
 
 
 def test_what_is_joined_passes_through_vllms_own_encoding() -> None:
@@ -175,7 +181,7 @@ def test_an_output_that_is_not_joined_is_refused_by_its_name(name: str) -> None:
     output = EngineCoreOutput(request_id="7", new_token_ids=[1], finish_reason=FinishReason.LENGTH)
     setattr(output, name, np.zeros(1))
     with pytest.raises(ValueError, match=rf"^{name} of request 7 cannot be joined; set join_outputs=false$"):
-        joined([output])
+        join_outputs([output])
 
 
 def test_outputs_for_several_clients_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,9 +191,9 @@ def test_outputs_for_several_clients_are_refused(monkeypatch: pytest.MonkeyPatch
 
 
 def test_they_are_vllms_schedulers() -> None:
-    assert issubclass(KeepingScheduler, Scheduler) and issubclass(KeepingAsyncScheduler, AsyncScheduler)
-    assert KeepingAsyncScheduler.update_from_output is KeepingScheduler.update_from_output is _Keeps.update_from_output
-    classes = [KeepingScheduler, KeepingAsyncScheduler]
+    assert issubclass(JoiningScheduler, Scheduler) and issubclass(JoiningAsyncScheduler, AsyncScheduler)
+    assert JoiningAsyncScheduler.update_from_output is JoiningMixin.update_from_output
+    classes = [JoiningScheduler, JoiningAsyncScheduler]
     assert [f"{kind.__module__}.{kind.__name__}" for kind in classes] == [*SCHEDULERS]
 
 

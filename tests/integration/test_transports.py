@@ -19,18 +19,18 @@ from recorder import Recorder
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from actors.weights import transports
-from actors.weights.intake import Intake
-from actors.weights.transports import (
+from actors.vllm_compat import transports
+from actors.vllm_compat.plugin import IpcSharedEngine, NcclBroadcastEngine, Part, WeightManifest
+from actors.vllm_compat.transports import (
     IpcSender,
-    Meeting,
     NcclSender,
     Shared,
     ended_when_stalled,
     join,
     rebuild_arguments,
 )
-from actors.weights.vllm_plugin import Announcement, IpcSharedEngine, NcclBroadcastEngine, Part
+from actors.weights.buckets import Rendezvous
+from actors.weights.intake import Intake
 
 NAMES = ("a.weight", "a.bias", "b.weight")
 TENSORS = [torch.arange(6).reshape(2, 3), torch.tensor([7]), torch.arange(8, 12).reshape(4, 1)]
@@ -72,26 +72,26 @@ def _cpu() -> Iterator[None]:
         yield
 
 
-def meeting_of(*members: str, host: str = "127.0.0.1") -> Meeting:
+def rendezvous_of(*members: str, host: str = "127.0.0.1") -> Rendezvous:
     port = free_port()
-    return Meeting(id=str(port), host=host, port=port, members=("the learner", *members))
+    return Rendezvous(id=str(port), host=host, port=port, members=("the learner", *members))
 
 
-def invite(transfer: Any, meeting: Meeting, rank: int) -> None:
+def invite(transfer: Any, rendezvous: Rendezvous, rank: int) -> None:
     """As `Intake.join_group` tells the core."""
-    told = over_the_wire({"meeting": asdict(meeting), "rank_offset": rank})
+    told = over_the_wire({"rendezvous": asdict(rendezvous), "rank_offset": rank})
     transfer.init_transfer_engine(transfer.parse_init_info(told))
 
 
 @pytest.mark.usefixtures("_cpu")
 def test_broadcasts_bring_every_engine_the_ranks_tensors_version_after_version_in_one_group() -> None:
-    meeting, versions = meeting_of("w0", "w1"), range(2)
+    rendezvous, versions = rendezvous_of("w0", "w1"), range(2)
     engines = [engine(NcclBroadcastEngine) for _ in range(2)]
     told: list[queue.SimpleQueue[Part]] = [queue.SimpleQueue() for _ in engines]
 
     def receive(number: int) -> Any:
         transfer, model = engines[number]
-        invite(transfer, meeting, 1 + number)
+        invite(transfer, rendezvous, 1 + number)
         group = transfer.model_update_group
         for version in versions:
             if version:
@@ -108,7 +108,7 @@ def test_broadcasts_bring_every_engine_the_ranks_tensors_version_after_version_i
     with ThreadPoolExecutor() as pool:
         receiving = [pool.submit(receive, number) for number in range(2)]
         for version in versions:
-            sender.meet(meeting, CPU)
+            sender.meet(rendezvous, CPU)
             for index, part in enumerate(BUCKETS):
                 for bucket in sender.send(index, NAMES[part], TENSORS[part], time.monotonic()):
                     sent = version * len(BUCKETS) + index
@@ -121,14 +121,14 @@ def test_broadcasts_bring_every_engine_the_ranks_tensors_version_after_version_i
 
 @pytest.mark.usefixtures("_cpu")
 def test_whoever_does_not_come_to_a_meeting_is_named_and_nobody_waits_longer() -> None:
-    meeting, started = meeting_of("w0", "w1", "w1"), time.monotonic()
+    rendezvous, started = rendezvous_of("w0", "w1", "w1"), time.monotonic()
     with ThreadPoolExecutor() as pool:
-        waiting = [pool.submit(join, meeting, rank, CPU, 3) for rank in (0, 1)]
+        waiting = [pool.submit(join, rendezvous, rank, CPU, 3) for rank in (0, 1)]
         for here in waiting:
-            with pytest.raises(RuntimeError, match=r"^w1 did not come to the meeting within 3 s$"):
+            with pytest.raises(RuntimeError, match=r"^w1 did not come to the rendezvous within 3 s$"):
                 here.result(10)
-    with pytest.raises(RuntimeError, match=r"^the learner did not open the meeting within 3 s$"):
-        join(meeting_of("w0"), 1, CPU, 3)
+    with pytest.raises(RuntimeError, match=r"^the learner did not open the rendezvous within 3 s$"):
+        join(rendezvous_of("w0"), 1, CPU, 3)
     assert time.monotonic() - started < 20
 
 
@@ -136,16 +136,16 @@ def test_a_start_of_nccl_that_hangs_has_a_deadline(monkeypatch: pytest.MonkeyPat
     """All have come, and still no connection: a firewall, a wrong interface."""
     never = threading.Event()
     monkeypatch.setattr(transports, "communicator", lambda *given: never.wait(20))
-    with pytest.raises(RuntimeError, match=r"^1 members came to the meeting, and NCCL did not connect .* 3 s"):
-        join(meeting_of(), 0, CPU, 3)
+    with pytest.raises(RuntimeError, match=r"^1 members came to the rendezvous, and NCCL did not connect .* 3 s"):
+        join(rendezvous_of(), 0, CPU, 3)
     never.set()
 
     def refused(*given: Any) -> None:
         raise RuntimeError("NCCL error: unhandled system error")
 
     monkeypatch.setattr(transports, "communicator", refused)
-    with pytest.raises(RuntimeError, match="came to the meeting, and NCCL error: unhandled"):
-        join(meeting_of(), 0, CPU, 3)
+    with pytest.raises(RuntimeError, match="came to the rendezvous, and NCCL error: unhandled"):
+        join(rendezvous_of(), 0, CPU, 3)
 
 
 def sender_to(*groups: Fallible | None, monkeypatch: pytest.MonkeyPatch) -> NcclSender:
@@ -163,12 +163,12 @@ def sender_to(*groups: Fallible | None, monkeypatch: pytest.MonkeyPatch) -> Nccl
 
 
 def test_a_group_is_kept_for_the_same_meeting_and_ends_when_another_one_meets(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups, meeting = [Fallible(hangs=False) for _ in range(3)], meeting_of("w0")
+    groups, rendezvous = [Fallible(hangs=False) for _ in range(3)], rendezvous_of("w0")
     sender = sender_to(*groups, monkeypatch=monkeypatch)
     for _ in range(2):
-        sender.meet(meeting, CPU)
+        sender.meet(rendezvous, CPU)
         assert sender._group is groups[0] and not groups[0].disabled
-    sender.meet(meeting_of("w0", "w1"), CPU)
+    sender.meet(rendezvous_of("w0", "w1"), CPU)
     assert sender._group is groups[1] and [group.disabled for group in groups] == [True, False, False]
 
 
@@ -177,7 +177,7 @@ def test_a_group_is_kept_for_the_same_meeting_and_ends_when_another_one_meets(mo
 def test_a_rank_goes_on_without_the_engines(group: Fallible | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other ranks are in the next gather: an exception here would leave them there."""
     sender = sender_to(group, monkeypatch=monkeypatch)
-    sender.meet(meeting_of("w0"), CPU)
+    sender.meet(rendezvous_of("w0"), CPU)
     sent = [b.index for i, part in enumerate(BUCKETS) for b in sender.send(i, NAMES[part], TENSORS[part], 0.0)]
     assert sent == [0, 1]
     if group is not None:
@@ -221,13 +221,13 @@ def test_an_engine_is_told_of_its_group_beside_the_announcements() -> None:
         async def _tell_core(self, info: dict[str, Any]) -> None:
             told.append(over_the_wire(info))
 
-    meeting = meeting_of("w0", "w1", host="10.0.0.1")
-    asyncio.run(Joining().join_group("", meeting, 2))
+    rendezvous = rendezvous_of("w0", "w1", host="10.0.0.1")
+    asyncio.run(Joining().join_group("", rendezvous, 2))
     info = transfer.parse_init_info(told[0])
-    assert info.rank_offset == 2 and tuple(info.meeting["members"]) == meeting.members
-    assert (info.meeting["host"], info.meeting["port"]) == ("10.0.0.1", meeting.port)
+    assert info.rank_offset == 2 and tuple(info.rendezvous["members"]) == rendezvous.members
+    assert (info.rendezvous["host"], info.rendezvous["port"]) == ("10.0.0.1", rendezvous.port)
     announced = {"version": 1, "dtype": "float32", "shapes": {}}
-    assert isinstance(transfer.parse_init_info(announced), Announcement)
+    assert isinstance(transfer.parse_init_info(announced), WeightManifest)
 
 
 class Memories:

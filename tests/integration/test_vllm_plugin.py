@@ -14,12 +14,12 @@ import torch
 from recorder import Recorder
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from actors.vllm_compat.plugin import Part, StoreWeightTransferEngine, WeightManifest, descends_from
 from actors.weights.buckets import hash_of
-from actors.weights.vllm_plugin import Announcement, Part, StoreWeightTransferEngine, descends_from
 
 
 def announce(transfer: StoreWeightTransferEngine) -> None:
-    transfer.init_transfer_engine(Announcement(version=5, dtype="bfloat16", shapes={"a": [2, 2], "b": [3]}))
+    transfer.init_transfer_engine(WeightManifest(version=5, dtype="bfloat16", shapes={"a": [2, 2], "b": [3]}))
 
 
 def engine(model: Recorder | None = None) -> tuple[StoreWeightTransferEngine, Recorder]:

@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 
 from actors.weights import round as rounds
-from actors.weights.buckets import Bucket, Shapes, make_bucket
+from actors.weights.buckets import Bucket, Rendezvous, Shapes, make_bucket
 from actors.weights.probe import Gap
 from actors.weights.sync import WeightSync
-from actors.weights.transports import Meeting
 from actors.weights.turns import Turns
 from t2g.config import HealthConfig, LearnerConfig, RolloutConfig
 from t2g.errors import LearnerLost, MissedSync, RunStopped
@@ -62,11 +61,11 @@ class FakeWorker:
         self.rounds.append(round_id)
         self.log.append(("open", version, dtype, len(shapes)))
 
-    async def _join(self, round_id: str, meeting: Meeting, rank: int) -> None:
+    async def _join(self, round_id: str, rendezvous: Rendezvous, rank: int) -> None:
         """Returns once all are there, as NCCL does."""
         assert round_id == self.rounds[-1]
-        self.log.append(("join", meeting.port, rank, len(meeting.members)))
-        self.group = Group.at(meeting)
+        self.log.append(("join", rendezvous.port, rank, len(rendezvous.members)))
+        self.group = Group.at(rendezvous)
         await asyncio.to_thread(self.group.joined.wait, 5)
 
     async def _load(self, round_id: str, bucket: Bucket) -> dict[str, float]:
@@ -136,7 +135,7 @@ class FakeFleet:
 
 
 class Group:
-    """Of one meeting: complete once its engines and the learner are there."""
+    """Of one rendezvous: complete once its engines and the learner are there."""
 
     made: ClassVar[dict[int, "Group"]] = {}
 
@@ -144,8 +143,8 @@ class Group:
         self.joined, self.gone = threading.Barrier(size), ""
 
     @classmethod
-    def at(cls, meeting: Meeting) -> "Group":
-        return cls.made.setdefault(meeting.port, cls(len(meeting.members)))
+    def at(cls, rendezvous: Rendezvous) -> "Group":
+        return cls.made.setdefault(rendezvous.port, cls(len(rendezvous.members)))
 
 
 class FakeLearner:
@@ -174,12 +173,12 @@ class FakeLearner:
         self.calls.append("announce")
         return SHAPES
 
-    def stream_weights(self, dtype: str, *, full: bool, meeting: Meeting | None) -> Iterator[Bucket]:
+    def stream_weights(self, dtype: str, *, full: bool, rendezvous: Rendezvous | None) -> Iterator[Bucket]:
         self.calls.append("stream")
         self.streaming = True
-        if meeting is not None and meeting.id != self.met:
-            self.met = meeting.id
-            Group.at(meeting).joined.wait(5)
+        if rendezvous is not None and rendezvous.id != self.met:
+            self.met = rendezvous.id
+            Group.at(rendezvous).joined.wait(5)
         try:
             for index, name in enumerate(SHAPES):
                 self.policy_version += index == self.updates_after
@@ -413,8 +412,8 @@ class Counted(FakeLearner):
         self.made: list[weakref.ref[np.ndarray]] = []
         self.alive: list[int] = []
 
-    def stream_weights(self, dtype: str, *, full: bool, meeting: Meeting | None) -> Iterator[Bucket]:
-        for bucket in super().stream_weights(dtype, full=full, meeting=meeting):
+    def stream_weights(self, dtype: str, *, full: bool, rendezvous: Rendezvous | None) -> Iterator[Bucket]:
+        for bucket in super().stream_weights(dtype, full=full, rendezvous=rendezvous):
             self.made += map(weakref.ref, bucket.tensors)
             self.alive.append(sum(made() is not None for made in self.made))
             yield bucket
@@ -496,7 +495,7 @@ def test_each_gpu_of_an_engine_is_a_rank_of_the_meeting(monkeypatch: pytest.Monk
     """Two engines of two GPUs: the learner is rank 0, an engine's GPUs count on from the rank that it is told."""
     fleet = FakeFleet(w0=FakeWorker(), w1=FakeWorker())
     monkeypatch.setattr(fleet, "config", fleet.config.model_copy(update={"gpus": 2}), raising=False)
-    monkeypatch.setattr(Group, "at", classmethod(lambda cls, meeting: cls.made.setdefault(meeting.port, cls(3))))
+    monkeypatch.setattr(Group, "at", classmethod(lambda cls, rendezvous: cls.made.setdefault(rendezvous.port, cls(3))))
     assert push(fleet, config=NCCL).missed == ()
     assert [joins(member.handle) for member in fleet.members] == [[(1, 5)], [(3, 5)]]
 

@@ -2,7 +2,7 @@
 
 ipc: every rank packs it into memory of its own GPU, from where the engine on that GPU copies it. nccl: rank 0
 broadcasts it to the engines of the round, with vLLM's packed broadcast, in a group that is kept as long as its members
-are the same. The engines' side is vLLM's own, see `vllm_plugin`. vLLM's trainer-side classes are not used: they drive
+are the same. The engines' side is vLLM's own, see `plugin`. vLLM's trainer-side classes are not used: they drive
 all engines at once without a deadline. Nothing of what was sent remains: to send again is to gather again.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from actors.weights.buckets import Bucket
+from actors.weights.buckets import Bucket, Rendezvous
 
 STALL_S = 30.0  # for one broadcast, and for its group to meet: past it somebody is taken to be gone
 JOIN_POLL_S = 0.05
@@ -27,17 +27,7 @@ JOIN_POLL_S = 0.05
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Meeting:
-    """Where the members of a group meet. Two are the same only if their ids are."""
-
-    id: str
-    host: str
-    port: int
-    members: tuple[str, ...]  # by rank: the learner, whose rank 0 is rank 0 here too, then the engines, each GPU a rank
-
-
-def join(meeting: Meeting, rank: int, device: torch.device, deadline_s: float = STALL_S) -> Any:
+def join(rendezvous: Rendezvous, rank: int, device: torch.device, deadline_s: float = STALL_S) -> Any:
     """The group, as vLLM's PyNcclCommunicator, once all have come.
 
     Raises RuntimeError, which says who has not come within deadline_s, or that they came and NCCL found no way.
@@ -45,21 +35,22 @@ def join(meeting: Meeting, rank: int, device: torch.device, deadline_s: float = 
     until = time.monotonic() + deadline_s
     try:
         store = TCPStore(
-            meeting.host, meeting.port, len(meeting.members), is_master=rank == 0,
+            rendezvous.host, rendezvous.port, len(rendezvous.members), is_master=rank == 0,
             timeout=timedelta(seconds=deadline_s), wait_for_workers=False,
         )  # fmt: skip
         store.set(f"here/{rank}", "")
     except RuntimeError as error:
-        raise RuntimeError(f"{meeting.members[0]} did not open the meeting within {deadline_s:g} s") from error
-    while late := [who for i, who in enumerate(meeting.members) if not store.check([f"here/{i}"])]:
+        raise RuntimeError(f"{rendezvous.members[0]} did not open the rendezvous within {deadline_s:g} s") from error
+    while absent := [member for i, member in enumerate(rendezvous.members) if not store.check([f"here/{i}"])]:
         if time.monotonic() > until:
-            raise RuntimeError(f"{', '.join(dict.fromkeys(late))} did not come to the meeting within {deadline_s:g} s")
+            names = ", ".join(dict.fromkeys(absent))
+            raise RuntimeError(f"{names} did not come to the rendezvous within {deadline_s:g} s")
         time.sleep(JOIN_POLL_S)
     made: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def connect() -> None:
         try:
-            made.put(communicator(store, rank, len(meeting.members), device))
+            made.put(communicator(store, rank, len(rendezvous.members), device))
         except RuntimeError as error:  # raised below, where somebody hears of it
             made.put(error)
 
@@ -71,7 +62,7 @@ def join(meeting: Meeting, rank: int, device: torch.device, deadline_s: float = 
             f"NCCL did not connect them within {deadline_s:g} s (NCCL_SOCKET_IFNAME in their environment, a firewall)"
         )
     if isinstance(group, str | RuntimeError):
-        raise RuntimeError(f"{len(meeting.members)} members came to the meeting, and {group}")
+        raise RuntimeError(f"{len(rendezvous.members)} members came to the rendezvous, and {group}")
     return group
 
 
@@ -91,17 +82,17 @@ class NcclSender:
 
     everywhere = False  # whether every rank needs the tensors of a bucket, or rank 0 alone
     _group: Any = None
-    _meeting: Meeting | None = None
+    _rendezvous: Rendezvous | None = None
 
-    def meet(self, meeting: Meeting, device: torch.device) -> None:
+    def meet(self, rendezvous: Rendezvous, device: torch.device) -> None:
         """The group of a round: that of the one before where its members still are together."""
-        if meeting == self._meeting and self._group is not None and not self._group.disabled:
+        if rendezvous == self._rendezvous and self._group is not None and not self._group.disabled:
             return
         if self._group is not None:  # not sooner: an engine may still have read from it
             self._group.destroy()
-        self._group, self._meeting = None, meeting
+        self._group, self._rendezvous = None, rendezvous
         try:
-            self._group = join(meeting, 0, device)
+            self._group = join(rendezvous, 0, device)
         except RuntimeError as error:
             logger.warning("weights cannot be broadcast: %s", error)
 

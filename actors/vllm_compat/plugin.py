@@ -1,7 +1,7 @@
 """vLLM loads this file in every process of an engine (entry point group `vllm.general_plugins`).
 
 It registers the engines' side of each learner.sync_transport, and lets an engine-core process end with the actor that
-owns it. With `actors.engines.scheduler` the one that imports vllm outside a worker's methods.
+owns it. Only this module and `actors.vllm_compat.scheduler` import vllm outside a worker's methods.
 """
 
 import math
@@ -28,9 +28,9 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferUpdateInfo,
 )
 
+from actors.vllm_compat.transports import ended_when_stalled, join, rebuild_arguments
 from actors.weights.arena import Maps
-from actors.weights.buckets import ITEM_BYTES, hash_of
-from actors.weights.transports import Meeting, ended_when_stalled, join, rebuild_arguments
+from actors.weights.buckets import ITEM_BYTES, Rendezvous, hash_of
 
 BACKENDS = {"store": "StoreWeightTransferEngine", "nccl": "NcclBroadcastEngine", "ipc": "IpcSharedEngine"}
 OWNER_ENV = "T2G_ENGINE_OWNER"  # pid of the actor process, set by actors.engines.engine
@@ -64,7 +64,7 @@ def descends_from(pid: int) -> bool:
 
 
 @dataclass
-class Announcement(WeightTransferInitInfo):
+class WeightManifest(WeightTransferInitInfo):
     """Opens a version: everything that will be sent. vLLM's `start` takes no argument, so it comes as init info."""
 
     version: int
@@ -73,10 +73,10 @@ class Announcement(WeightTransferInitInfo):
 
 
 @dataclass
-class Invitation(WeightTransferInitInfo):
+class GroupInitInfo(WeightTransferInitInfo):
     """To a group of the learner and the engines that take a version."""
 
-    meeting: dict[str, Any]  # fields of a `Meeting`
+    rendezvous: dict[str, Any]  # fields of a `Rendezvous`
     rank_offset: int  # the rank of this engine's first GPU
 
 
@@ -100,8 +100,8 @@ class WholeVersion(WeightTransferEngine[Any, Any]):
     How a bucket's bytes get here is the affair of the class beside or below it.
     """
 
-    init_info_cls, update_info_cls = Announcement, Part
-    _announced: Announcement | None = None
+    init_info_cls, update_info_cls = WeightManifest, Part
+    _manifest: WeightManifest | None = None
     _missing: dict[str, list[int]]  # name -> shape of what has not come yet
     _open = False
 
@@ -109,8 +109,8 @@ class WholeVersion(WeightTransferEngine[Any, Any]):
         super().__init__(*args)
         self.packed = True  # of vLLM's nccl and ipc engines: a bucket comes in one piece
 
-    def init_transfer_engine(self, init_info: Announcement) -> None:
-        self._announced = init_info
+    def init_transfer_engine(self, init_info: WeightManifest) -> None:
+        self._manifest = init_info
         self._missing = dict(init_info.shapes)
         if self._open:  # the round before broke off
             self._begin()
@@ -130,7 +130,7 @@ class WholeVersion(WeightTransferEngine[Any, Any]):
 
     def receive_weights(self, update_info: Part) -> None:
         """Raises ValueError for bytes of another version or hash, and for names not announced or already received."""
-        announced = self._announced
+        announced = self._manifest
         if announced is None or update_info.version != announced.version:
             raise ValueError(f"bucket {update_info.index} of version {update_info.version} was not announced")
         wrong = [n for n in update_info.names if n not in self._missing]
@@ -148,11 +148,11 @@ class WholeVersion(WeightTransferEngine[Any, Any]):
         """Raises ValueError when a name is missing, which would keep its old value; only a whole version mends that."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        assert self._announced is not None
+        assert self._manifest is not None
         if self._missing:
             raise ValueError(
-                f"weights of version {self._announced.version} are refused: {len(self._missing)} of "
-                f"{len(self._announced.shapes)} announced tensors never came ({_few([*self._missing])})"
+                f"weights of version {self._manifest.version} are refused: {len(self._missing)} of "
+                f"{len(self._manifest.shapes)} announced tensors never came ({_few([*self._missing])})"
             )
         finalize_layerwise_reload(self.model, self.model_config)
         self._pack_tied_weights()
@@ -205,7 +205,7 @@ class StoreWeightTransferEngine(WholeVersion):
                 call.arguments.update(tree_map_only(torch.Tensor, _own, call.arguments))
 
     def shutdown(self) -> None:
-        self._announced = None
+        self._manifest = None
 
 
 class NcclBroadcastEngine(WholeVersion, NCCLWeightTransferEngine):
@@ -213,17 +213,17 @@ class NcclBroadcastEngine(WholeVersion, NCCLWeightTransferEngine):
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
         """An announcement, or where this engine meets the learner."""
-        return (Invitation if "meeting" in init_dict else Announcement)(**init_dict)
+        return (GroupInitInfo if "rendezvous" in init_dict else WeightManifest)(**init_dict)
 
     def init_transfer_engine(self, init_info: Any) -> None:
         """Raises RuntimeError as `transports.join`."""
-        if isinstance(init_info, Announcement):
+        if isinstance(init_info, WeightManifest):
             WholeVersion.init_transfer_engine(self, init_info)
             return
         NCCLWeightTransferEngine.shutdown(self)
-        members = tuple(init_info.meeting["members"])
+        members = tuple(init_info.rendezvous["members"])
         rank = init_info.rank_offset + self.parallel_config.rank
-        self.model_update_group = join(Meeting(**init_info.meeting | {"members": members}), rank, self.device)
+        self.model_update_group = join(Rendezvous(**init_info.rendezvous | {"members": members}), rank, self.device)
 
     def _load(self, part: Part, shapes: list[list[int]], dtype: str) -> None:
         """Raises RuntimeError when the broadcast does not come in time, or was broken off."""
