@@ -2,7 +2,7 @@
 
     python -m jobs.annotate --config configs/kodcode/annotate.yaml data.path=my.jsonl annotate.source=program
 
-Each judgement goes into journal.jsonl as it is made, and is never asked for again: kill the job at any time, start it
+Each judgement goes into journal.jsonl when it is made, and is not requested again: kill the job at any time, start it
 again. At the end annotated.jsonl has one record for each response, in the order of the data, failed ones with their
 reason; the usable ones are split by prompt into train.jsonl and heldout.jsonl; annotated.json, written last, counts.
 The same command again asks for those that failed. run.smoke=true does the first prompts, in the folder `smoke`, and
@@ -35,7 +35,7 @@ def run(config: AnnotateJob, samples: list[Sample]) -> None:
 
 
 def describe(config: AnnotateJob) -> str:
-    """What it amounts to, and what an endpoint will be asked for where the data is at hand. Needs no key."""
+    """Return the description of the job, with the requests to an endpoint if the data is readable. Needs no key."""
     llm = config.annotate.judge_model == "llm"
     if llm and not config.roles() and Path(config.data.path).is_file():
         samples = runs.read_samples(config)

@@ -39,7 +39,7 @@ def run(config: BenchmarkJob) -> int:
                 results.add(phase, records)
             except Exception as error:  # noqa: BLE001 - the others are measured all the same
                 failed = 3
-                reason = f"{type(error).__name__}: {error}"  # some have no words
+                reason = f"{type(error).__name__}: {error}"  # some errors have no message
                 print(f"phase {phase} was not measured: {reason}", file=sys.stderr)
     print(results.table())
     print_made(table=config.run.folder / "benchmark.md", numbers=config.run.folder / "benchmark.json")

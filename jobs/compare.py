@@ -6,7 +6,7 @@
 A method is a file of configs/methods, or one of your own. Each first chooses its learning rate from one grid on seeds
 of its own, then runs on the seeds that are compared. With `compare.rewards` the reward models that the methods need are
 trained first, over seeds of their own, and measured. Engines stay warm between runs. The same command again goes on
-where it was, run by run; methods, seeds and noise may be added later. What the figures are is said in
+where it was, run by run; methods, seeds and noise may be added later. The figures are described in
 `t2g.study.comparison`.
 """
 
@@ -50,15 +50,15 @@ def check(arms: Arms) -> None:
             baselines.check(method.procedure, arms.arm(name, 0))
 
 
-def run(asked: CompareJob, data: Any) -> None:
+def run(unresolved: CompareJob, data: Any) -> None:
     """All runs, then the figures."""
     from jobs.common.comparison_runs import finish, make_reward_models, run_all
     from jobs.common.fleets import Fleets, on_cluster
     from jobs.common.policy_runs import read_data, run_references
     from jobs.common.stages import demo_of, make_reviser, make_stages, resolve_stages, reviser_job
 
-    demo = demo_of(asked)
-    job = resolve_stages(asked, demo)
+    demo = demo_of(unresolved)
+    job = resolve_stages(unresolved, demo)
     check(arms := Arms(job, str(demo.run.folder)) if demo else Arms(job))
     revises = any(method.procedure in ("reflection", "ilf") for method in arms.methods.values())
     policy_jobs = [arms.arm(name, 0) for name in arms.methods]

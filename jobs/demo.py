@@ -18,7 +18,7 @@ from t2g.study.tables import markdown
 
 ARMS = "arms"
 FACTS = ("fact_f1", "fact_precision", "fact_recall")
-BESIDE = ("repeated", "length_mean")  # told beside F1: what a policy that games it would change
+BESIDE = ("repeated", "length_mean")  # printed beside F1: values that a policy that games F1 would change
 
 
 def arm_job(demo: DemoJob, arm: Placement) -> PolicyJob:
@@ -72,8 +72,8 @@ def table(summary: dict[str, Any]) -> str:
         (name, *(f"{found[fact]:.3f}" for fact in (*FACTS, "repeated")), f"{found['length_mean']:.1f}")
         for name, found in {"base": summary["base"], **summary["arms"]}.items()
     ]
-    words = markdown(("held-out posts", "fact F1", "precision", "recall", "repeated facts", "tokens"), rows)
-    return f"{words}\n\n{summary['samples']} sampled responses in each arm, {summary['steps']} steps"
+    table = markdown(("held-out posts", "fact F1", "precision", "recall", "repeated facts", "tokens"), rows)
+    return f"{table}\n\n{summary['samples']} sampled responses in each arm, {summary['steps']} steps"
 
 
 def run(demo: DemoJob) -> None:

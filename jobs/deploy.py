@@ -23,7 +23,7 @@ from t2g.deploy.check import path_warnings
 from t2g.deploy.doctor import findings
 from t2g.deploy.manifests import mount_of
 from t2g.deploy.preflight import Findings, preflight
-from t2g.deploy.status import status_words
+from t2g.deploy.status import format_status
 from t2g.deploy.submission import STAGES, Submission, read_config, submission, uploaded_path
 from t2g.errors import UserError
 from t2g.report.run_page import SUMMARY_FILE
@@ -54,17 +54,17 @@ def status(arguments: argparse.Namespace) -> int:
     """A run's picture of itself, and how old that is."""
     folder = arguments.root / arguments.run
     found, done = read_status(folder), (folder / SUMMARY_FILE).exists()
-    words = status_words(arguments.run, found, done=done, now=now())
-    print(found.model_dump_json(indent=1) if arguments.json else words)
+    text = format_status(arguments.run, found, done=done, now=now())
+    print(found.model_dump_json(indent=1) if arguments.json else text)
     return 0
 
 
 def scale(arguments: argparse.Namespace) -> int:
     """Ask a run for another number of workers; it sees to that within seconds."""
-    asked = Wanted(rollouts=arguments.rollouts, rewards=arguments.rewards)
-    wanted = write_wanted(arguments.root / arguments.run, asked)
+    requested = Wanted(rollouts=arguments.rollouts, rewards=arguments.rewards)
+    wanted = write_wanted(arguments.root / arguments.run, requested)
     sizes = ", ".join(f"{number} {field}" for field, number in wanted.model_dump(exclude_none=True).items())
-    print(f"run {arguments.run} is asked for {sizes}")
+    print(f"run {arguments.run} has the target {sizes}")
     return 0
 
 
@@ -126,8 +126,8 @@ def _doctor_as_job(arguments: argparse.Namespace) -> int:
 def check(arguments: argparse.Namespace) -> int:
     """Print what a run needs of a cluster, and what cannot work; exit code 1 if something cannot."""
     config = load(STAGES[arguments.stage].schema, arguments.config, arguments.overrides, have=None)
-    problems, words = check_config(config, gpu=arguments.gpu, found=preflight(config))
-    print(words)
+    problems, text = check_config(config, gpu=arguments.gpu, found=preflight(config))
+    print(text)
     return 1 if problems else 0
 
 

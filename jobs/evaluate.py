@@ -38,11 +38,11 @@ def run_reward(config: EvaluateJob, records: Any, what: str) -> None:
     from t2g.report.reward_page import HTML_FILE, JSON_FILE
     from t2g.text.tokenizer import load_tokenizer
 
-    asked = as_trained(config)
-    tokenizer = load_tokenizer(str(asked.feedback.reward_model), asked.feedback.reward_revision)  # its own
+    resolved = as_trained(config)
+    tokenizer = load_tokenizer(str(resolved.feedback.reward_model), resolved.feedback.reward_revision)  # its own
     folder = begin_folder(config, JSON_FILE)
-    with connected_model(asked) as model:
-        metrics = evaluate_reward(asked, records, model, tokenizer, folder)
+    with connected_model(resolved) as model:
+        metrics = evaluate_reward(resolved, records, model, tokenizer, folder)
     print(" ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
     print_made(report=folder / HTML_FILE, numbers=folder / JSON_FILE)
 

@@ -51,13 +51,13 @@ class Machine:
     timeout_s: float
 
     def job(self, name: str, job: str, config: Path, *overrides: str) -> list[Figures]:
-        """Metrics of each step of that job in `out`/name. RunStopped with its last words, or when it is late."""
+        """Return the metrics per step of a job in `out`/name; raise RunStopped if it fails or misses the deadline."""
         command = [sys.executable, "-m", f"jobs.{job}", "--config", str(config)]
         command += [f"run.root={self.out}", f"run.name={name}", "run.resume=never", "log.tensorboard=false", *overrides]
         log = self.out / f"{name}.log"
         try:
-            with log.open("w") as words:
-                code = subprocess.call(command, stdout=subprocess.DEVNULL, stderr=words, timeout=self.timeout_s)
+            with log.open("w") as stderr:
+                code = subprocess.call(command, stdout=subprocess.DEVNULL, stderr=stderr, timeout=self.timeout_s)
         except subprocess.TimeoutExpired as late:
             raise RunStopped(f"jobs.{job} did not end within {self.timeout_s:g} s") from late
         if code:
@@ -111,7 +111,7 @@ def rank(machine: Machine) -> Figures:
 def engine(machine: Machine) -> Figures:
     """Measure an engine that joins its outputs, and one that sends each token by vLLM's own scheduler.
 
-    Tokens/s of an engine asked without its fleet, and through it; then it is killed, and its successor serves.
+    Tokens/s of an engine called without its fleet, and through it; then it is killed, and its successor serves.
     """
     from jobs.common.fleets import Fleets, on_cluster
     from jobs.common.policy_runs import read_data
@@ -141,8 +141,8 @@ async def measure(fleet: "RolloutFleet", prompts: Sequence[Prompt]) -> Figures:
         return sum(len(r.response_ids) for group in groups for r in group) / (time.monotonic() - started)
 
     async def bare(prompt: Prompt) -> Any:
-        asked = prompt.prompt_id, prompt.prompt_ids, sampling
-        return await asyncio.gather(*(first.handle.sample.remote(*asked, i) for i in range(sampling.num_samples)))
+        request = prompt.prompt_id, prompt.prompt_ids, sampling
+        return await asyncio.gather(*(first.handle.sample.remote(*request, i) for i in range(sampling.num_samples)))
 
     first = fleet.serving()[0]
     figures = {figure: await rate(bare) for figure in ("compiling_tokens_per_s", "bare_tokens_per_s")}
@@ -163,8 +163,8 @@ def half_a_billion(machine: Machine) -> Figures:
     model = make_model(ShapeConfig(), machine.out / "half-a-billion-model", seed=1)
     sized = (*ONE_EACH, *SHARED, *BFLOAT16, "cluster.gpu_sharing=split", f"model.policy={model}")
     gpu_gib = torch.cuda.get_device_properties(0).total_memory / 2**30
-    _, words = check_config(loading.load(PolicyJob, POLICY, [*sized, "artifacts=null"]), gpu=f"{gpu_gib:.1f}")
-    return machine.policy("half-a-billion", *sized) | {"expected": words.splitlines()}
+    _, text = check_config(loading.load(PolicyJob, POLICY, [*sized, "artifacts=null"]), gpu=f"{gpu_gib:.1f}")
+    return machine.policy("half-a-billion", *sized) | {"expected": text.splitlines()}
 
 
 ITEMS: dict[str, tuple[int, Callable[[Machine], Figures]]] = {  # GPUs without which there is nothing to run
@@ -184,13 +184,13 @@ def answer(item: str, machine: Machine) -> Figures:
     if machine.gpus < needed:
         return {"item": item, "answer": "not run", "why": f"needs {needed} GPUs, and {machine.gpus} are here"}
     started = time.monotonic()
-    said: Figures = {"item": item, "on": "GPU" if machine.gpus else ON_CPU}
+    result: Figures = {"item": item, "on": "GPU" if machine.gpus else ON_CPU}
     try:
-        said |= {"answer": "yes", "figures": run(machine)}
-    except Exception as error:  # noqa: BLE001 - whatever is wrong with one item, the others are asked
-        said |= {"answer": "no", "why": f"{type(error).__name__}: {error}"}
+        result |= {"answer": "yes", "figures": run(machine)}
+    except Exception as error:  # noqa: BLE001 - an error of one item does not stop the others
+        result |= {"answer": "no", "why": f"{type(error).__name__}: {error}"}
         (machine.out / f"{item}-workers.log").write_text("\n".join(last_words()))
-    return said | {"seconds": round(time.monotonic() - started, 1)}
+    return result | {"seconds": round(time.monotonic() - started, 1)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -204,14 +204,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     given.out.mkdir(parents=True, exist_ok=True)
     machine = Machine(out=given.out.absolute(), gpus=torch.cuda.device_count(), timeout_s=given.timeout_s)
     gpus = [torch.cuda.get_device_name(i) for i in range(machine.gpus)]
-    said: Figures = {"gpus": gpus or ON_CPU, "versions": versions(), "date": time.strftime("%Y-%m-%d"), "items": []}
+    result: Figures = {"gpus": gpus or ON_CPU, "versions": versions(), "date": time.strftime("%Y-%m-%d"), "items": []}
     for item in given.items:
         with log_duration(item):
-            said["items"].append(found := answer(item, machine))
+            result["items"].append(found := answer(item, machine))
         print(f"{item}: {found['answer']}, {found.get('why') or found.get('on')}", flush=True)
-        write_atomic(machine.out / "gpu_check.json", json.dumps(said, indent=1).encode())
+        write_atomic(machine.out / "gpu_check.json", json.dumps(result, indent=1).encode())
     print_made(numbers=machine.out / "gpu_check.json")
-    return 0 if all(found["answer"] != "no" for found in said["items"]) else 3
+    return 0 if all(found["answer"] != "no" for found in result["items"]) else 3
 
 
 if __name__ == "__main__":

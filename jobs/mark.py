@@ -2,7 +2,7 @@
 
     t2g mark my.jsonl --by ann
 
-DATA: a file with prompts and responses, as jobs.annotate reads it, samples.jsonl of a run too. Everything said is in
+DATA: a file with prompts and responses, as jobs.annotate reads it, samples.jsonl of a run too. All marks are in
 my.marks/ann/journal.jsonl at once: stop at any time, start again to go on. my.marks/ann/annotated.jsonl has the records
 of what is finished, for data.path of jobs.train_reward or, with annotate.source=human, of jobs.annotate, which splits
 them. Another person marks under another name in the same folder; the page says how far the two agree. It is served on

@@ -22,8 +22,8 @@ from t2g.types import Prompt, SpanFeedback
 
 
 def score(argv: Sequence[str] | None = None) -> int:
-    asked = {"--prompt": "what was asked: a text, or @FILE", "--text": "the response: a text, or @FILE"}
-    options = {option: {"required": True, "metavar": "TEXT", "help": words} for option, words in asked.items()}
+    help_texts = {"--prompt": "the prompt: a text, or @FILE", "--text": "the response: a text, or @FILE"}
+    options = {option: {"required": True, "metavar": "TEXT", "help": text} for option, text in help_texts.items()}
     return main(ScoreJob, run, describe, argv, options)
 
 

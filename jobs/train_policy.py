@@ -20,16 +20,16 @@ def smoke_words(config: PolicyJob, summary: dict[str, Any]) -> str:
     step_s = timing["steps_s"] / summary["steps"]
     # A smoke run has the first evaluation and the last.
     evaluations_s = timing["evaluations_s"] / 2 * (1 + num_steps / config.eval.every)
-    words = (
+    text = (
         f"smoke run done: {summary['samples'] / timing['steps_s']:.1f} samples/s, {step_s:.1f} s a step; "
         f"{num_steps} steps will take about {duration(step_s * num_steps + evaluations_s)}"
     )
     if summary["unlabelled"]:
-        words += (
+        text += (
             f"\nno token of these responses was labelled: feedback.source={config.feedback.source} quoted nothing of "
             "them, so no span was paid; samples.jsonl has its critiques"
         )
-    return words
+    return text
 
 
 def show_one(folder: Path) -> None:
@@ -47,23 +47,23 @@ def show_one(folder: Path) -> None:
         show_feedback(Console(), one.response, one.feedback)
 
 
-def run(asked: PolicyJob, data: Any) -> None:
+def run(unresolved: PolicyJob, data: Any) -> None:
     """Connect, start the fleets, train. data: PolicyData, None where stages are made first."""
     from jobs.common.fleets import Fleets, on_cluster
     from jobs.common.policy_runs import finished, read_data, report_steps_done, run_references, train
     from jobs.common.run_folder import SMOKE_STEPS, sole_process
     from jobs.common.stages import demo_of, make_stages, resolve_stages
-    from t2g.runs.control import told
+    from t2g.runs.control import publish_phases
 
-    demo = demo_of(asked)
-    steps = {"num_steps": min(SMOKE_STEPS, asked.num_steps)} if asked.run.smoke else {}
-    config = resolve_stages(with_overrides(asked, steps), demo)
+    demo = demo_of(unresolved)
+    steps = {"num_steps": min(SMOKE_STEPS, unresolved.num_steps)} if unresolved.run.smoke else {}
+    config = resolve_stages(with_overrides(unresolved, steps), demo)
     if report_steps_done(config):
         return
     summary = finished(config)
     if summary is None:
         folder = config.run.folder
-        with sole_process(folder), told(folder, config.num_steps) as say, on_cluster(config):
+        with sole_process(folder), publish_phases(folder, config.num_steps) as say, on_cluster(config):
             if demo:
                 with Fleets() as fleets:
                     make_stages(demo, fleets, reward=config.feedback.source == "reward_model")
@@ -73,8 +73,8 @@ def run(asked: PolicyJob, data: Any) -> None:
             with Fleets() as fleets:
                 summary = train(config, data, *fleets.for_policy(config, data.task), stop)
     folder = config.run.folder
-    if asked.run.smoke:
-        print(smoke_words(asked, summary))
+    if unresolved.run.smoke:
+        print(smoke_words(unresolved, summary))
         show_one(folder)
     else:
         held_out = ", ".join(f"{name} {value:.4g}" for name, value in summary["policy"].items() if value is not None)

@@ -100,11 +100,11 @@ def annotate_samples(
     with sole_process(config.run.folder):
         check_folder(config, JOURNAL_FILE)
         num_smoke = SMOKE_PROMPTS * (config.rollout.samples_per_prompt if options.responses == "policy" else 1)
-        asked = samples[:num_smoke] if smoke else samples
-        records = {} if smoke else known_records(config, asked)
-        missing = missing_samples(asked, records)
+        requested = samples[:num_smoke] if smoke else samples
+        records = {} if smoke else known_records(config, requested)
+        missing = missing_samples(requested, records)
         if not missing:
-            return write_files(config, begin_folder(config, JOURNAL_FILE), asked, records)
+            return write_files(config, begin_folder(config, JOURNAL_FILE), requested, records)
         task = get_task(config.task)
         if fleets:
             source = fleets.feedback(options, task, config)
@@ -116,7 +116,7 @@ def annotate_samples(
         started = time.monotonic()
         collect(options, missing, source, write, folder / JOURNAL_FILE, records, stop)
         pace = len(missing) / (time.monotonic() - started)
-        summary = write_files(config, folder, asked, records)
+        summary = write_files(config, folder, requested, records)
         if smoke:
             left = duration(len(samples) / pace)
             print(f"smoke run done: {pace:.1f} samples/s; {len(samples)} samples will take about {left}")
@@ -135,7 +135,7 @@ def known_records(config: AnnotateJob, samples: Sequence[Sample]) -> Records:
 
 
 def missing_samples(samples: Sequence[Sample], records: Records) -> list[Sample]:
-    """One sample for each judgement that is yet to be asked for: equal responses to one prompt share theirs."""
+    """Return one sample for each missing judgement; equal responses to a prompt share one."""
     return list({s.key: s for s in samples if s.key not in records and not s.problem}.values())
 
 
@@ -150,14 +150,14 @@ def collect(
 ) -> None:
     """Adds a record for each sample to `records`, and those that somebody answered to the journal.
 
-    Stopped when `stop` is set before the last: then nothing new is asked, and what is under way, which may be paid for,
-    has some seconds to come in.
+    Stopped when `stop` is set before the last: then no new request starts, and open requests, which may be paid for,
+    have some seconds to end.
     """
     done = len(records)
     with closing(Journal(journal_path)) as journal, stage("annotate", done + len(samples), done=done) as bar:
 
         def on_record(sample: Sample, record: AnnotatedRecord) -> None:
-            if record.status != "failed":  # nobody answered: the next start asks again
+            if record.status != "failed":  # no answer: the next start asks again
                 journal.append(record)
             records[sample.key] = record
             bar.advance()
@@ -217,13 +217,13 @@ def write_files(config: AnnotateJob, folder: Path, samples: Sequence[Sample], re
     ]
     write_annotated(folder / ANNOTATED_FILE, made)
     summary = annotation.summarize(made)
-    words, limit = annotation.summary_words(summary), config.annotate.max_failed_share
+    text, limit = annotation.summary_words(summary), config.annotate.max_failed_share
     usable = [record for record in made if record.usable]
     if not usable or summary["failed_share"] > limit:
         raise RunStopped(
             f"{summary['failed_share']:.0%} of {len(made)} responses got no usable feedback from annotate.source="
             f"{config.annotate.source}; annotate.max_failed_share allows {limit:.0%}. The others are kept in "
-            f"{JOURNAL_FILE}: the same command asks again for those that failed\n{words}"
+            f"{JOURNAL_FILE}: the same command asks again for those that failed\n{text}"
         )
     heldout = annotation.heldout_prompts((record.prompt for record in usable), config.annotate.heldout_share)
     for name, held in ((TRAIN_FILE, False), (HELDOUT_FILE, True)):
@@ -232,7 +232,7 @@ def write_files(config: AnnotateJob, folder: Path, samples: Sequence[Sample], re
         summary["heldout_records" if held else "train_records"] = len(part)
     summary["style"] = config.annotate.style.model_dump()  # jobs.train_reward refuses another
     write_atomic(folder / DONE_FILE, json.dumps(summary, indent=1, ensure_ascii=False).encode())
-    print(words if heldout else f"{words}\n  of one prompt: nothing is held out, and {HELDOUT_FILE} is empty")
+    print(text if heldout else f"{text}\n  of one prompt: nothing is held out, and {HELDOUT_FILE} is empty")
     return summary
 
 
@@ -261,7 +261,7 @@ def _human(config: AnnotateJob) -> HumanFeedback:
 
 
 def tell_tokens(config: AnnotateJob, samples: Sequence[Sample]) -> None:
-    """Say what a language model will be asked for. UserError when that is above llm.max_total_tokens."""
+    """Print the estimated requests and tokens; raise UserError if they exceed llm.max_total_tokens."""
     if config.annotate.judge_model != "llm":
         return
     longest = "x" * (BYTES_PER_TOKEN * config.rollout.max_new_tokens)  # stands for a response that is yet to be sampled

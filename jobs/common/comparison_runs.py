@@ -2,7 +2,7 @@
 
 Reward models are arms as well: one for each style that the methods ask for, over seeds. All learn from the
 responses of the demo's stages, judged by the tiny world's critic, and are measured on the same held-out ones; a seed
-decides the initial weights and the order of the records. What the figures are is said in `t2g.study.reward_eval`, of
+decides the initial weights and the order of the records. The figures are described in `t2g.study.reward_eval`, of
 policies in `t2g.study.comparison` and `t2g.study.targeting`.
 """
 
@@ -84,7 +84,7 @@ class Target:
 
     def measure_exported(self, arm: PolicyJob, feedback: FeedbackSource) -> None:
         """The same of a run that had no learner of ours, from the policy that it left."""
-        # Merged when it was exported; no critic is asked.
+        # Merged when it was exported; no critic takes part.
         changes = {"model": ModelConfig(policy=str(arm.run.folder / POLICY)), "learner.lora": None}
         exported = with_overrides(arm, changes | {"objective.advantages": "group"})
         placement_timeout_s = arm.cluster.placement_timeout_s
@@ -268,8 +268,8 @@ def relabelled(record: AnnotatedRecord, style: StyleConfig) -> AnnotatedRecord:
     """The same response with critique and quotes of the tiny world's critic in another style."""
     critic = TinyTask().critic(style=style, sandbox=SandboxConfig())
     answer = critic(record.prompt, record.response, payload=record.payload)
-    said = read_judgement(answer, record.response, source=record.source, version=record.version)
-    return make_annotated_record(record.to_prompt(), record.response, said, sample_index=record.sample_index)
+    feedback = read_judgement(answer, record.response, source=record.source, version=record.version)
+    return make_annotated_record(record.to_prompt(), record.response, feedback, sample_index=record.sample_index)
 
 
 # ------------------------------------------------------------------------------------------------------------- figures
@@ -306,9 +306,9 @@ def finish(arms: Arms, search: dict[str, Any], rewards: dict[str, Any]) -> None:
     }
     folder = arms.job.run.folder
     write_atomic(folder / "compare.json", json.dumps(summary, indent=1).encode())
-    words = tables(summary)
-    write_atomic(folder / "compare.md", f"{words}\n".encode())
-    print(words)
+    text = tables(summary)
+    write_atomic(folder / "compare.md", f"{text}\n".encode())
+    print(text)
     if runs:
         write_comparison(folder, summary, runs)
     print_made(report=folder / "report.html", numbers=folder / "compare.json")

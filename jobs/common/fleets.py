@@ -1,4 +1,4 @@
-"""The cluster of a job, and its engines: asked for twice, started once, ended together."""
+"""The cluster of a job and its engines: each fleet starts once, and all end together."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -84,7 +84,7 @@ class Fleets(ExitStack):
         return self._one(key, job, lambda **at: RolloutFleet(model.policy, config, **how, **at))
 
     def _judges(self, config: FeedbackConfig, task: Task, job: AnyJob) -> RewardFleet | ChatFleet:
-        """Engines of the model that is asked for feedback."""
+        """Return engines of the model that writes feedback."""
         if config.judge_model == "llm":
             key = ("chat", config.model_dump_json(include={"llm", "engine"}))
             return self._one(key, job, lambda **at: ChatFleet(config, **at))

@@ -102,8 +102,11 @@ def read_rows(path: Path, schema: type[Row]) -> dict[str, Row]:
 
 
 class Evaluation:
-    """One evaluation in its run folder, which it begins. UserError for what cannot be asked: data, a model, a prompt
-    that is too long, a server without a key, a folder with responses that were sampled otherwise.
+    """One evaluation in its run folder, which it creates.
+
+    Raises:
+        UserError: The data, a model or a prompt cannot be used, a key is missing, or the folder holds responses of
+            other sampling settings.
     """
 
     def __init__(self, config: PolicyEvaluationJob, questions: Questions | None = None) -> None:
@@ -150,7 +153,7 @@ class Evaluation:
     def run(self, serve: Serve, stop: StopFlag) -> dict[str, Any]:
         """All that the journals lack, then the report; returns what evaluation.json holds.
 
-        serve: asked for one policy after the other, for those alone that lack responses. Stopped; RunStopped when a
+        serve: called for each policy that lacks responses, one by one. Stopped; RunStopped when a
         server left questions without an answer, once the others are answered.
         """
         for name in filter(self.is_incomplete, self.config.names):
@@ -181,12 +184,12 @@ class Evaluation:
 
         async def ask(key: str, prompt: Prompt) -> Answers:
             if source:
-                said = [(r.response_text, r.finish_reason) for r in await source.sample(prompt, sampling)]
+                answers = [(r.response_text, r.finish_reason) for r in await source.sample(prompt, sampling)]
             else:
                 asker = self._askers[self.config.endpoints[name]]
-                asked = (asker.ask(self._to_server(prompt, sampling, i)) for i in range(sampling.num_samples))
-                said = [(answer.text, answer.finish_reason) for answer in await together(asked)]
-            responses = tuple(Response(text=text, cut=reason == "length") for text, reason in said)
+                requests = (asker.ask(self._to_server(prompt, sampling, i)) for i in range(sampling.num_samples))
+                answers = [(answer.text, answer.finish_reason) for answer in await together(requests)]
+            responses = tuple(Response(text=text, cut=reason == "length") for text, reason in answers)
             return Answers(prompt_id=prompt.prompt_id, key=key, responses=responses)
 
         far, path, prompts = config.endpoints.get(name), self._answer_files[name], self._keyed_prompts[name]

@@ -2,10 +2,10 @@
 
 `jobs.train_policy` makes one run of PPO, `jobs.demo` and `jobs.compare` several on the same engines.
 
-A baseline (`t2g.study.baselines`) asks engines of its own. The reviser of ilf and reflection is the policy itself,
-asked through `Task.revise_messages`, or another model. In the tiny world it must be another: a base policy of a million
-random weights never read a critique, so one is taught to revise by the world's own corrections (`stages.make_reviser`,
-`tasks.tiny.revision`). There, both know how a critique is followed before they begin, which PPO does not. A baseline
+A baseline (`t2g.study.baselines`) has its own engines. The reviser of ilf and reflection is the policy itself, called
+through `Task.revise_messages`, or another model. The tiny world needs another model, since its base policy never read a
+critique: `stages.make_reviser` trains it on the world's corrections (`tasks.tiny.revision`). There, both baselines can
+follow a critique before they begin, which PPO cannot. A baseline
 that is not finished starts again.
 """
 

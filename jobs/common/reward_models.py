@@ -59,7 +59,7 @@ def read_data(config: RewardJob) -> RewardData:
 def check_style(name: str, path: str, style: StyleConfig) -> None:
     """UserError when the annotated.json beside `path` names a style whose records cannot teach `style`.
 
-    Records with a critique teach a model that writes none, too. Without such a file nobody can tell.
+    Records with a critique teach a model that writes none, too. Without such a file the style is unknown.
     """
     try:
         made = StyleConfig.model_validate(json.loads((Path(path).parent / DONE_FILE).read_bytes())["style"])

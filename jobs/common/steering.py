@@ -81,7 +81,7 @@ class Steering:
             fleet.want(number)
 
     def write_status(self) -> None:
-        """A picture for whoever looks: where it cannot be written, the run goes on without."""
+        """Write the status file; the run continues if it cannot be written."""
         status = Status(
             step=self._step,
             num_steps=self._config.num_steps,

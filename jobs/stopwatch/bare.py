@@ -60,12 +60,12 @@ class BareEngine:
             SamplingParams(detokenize=False, seed=seed, structured_outputs=guided, **how)
             for seed in seeds or [None] * len(prompts)
         ]
-        asked = [{"prompt_token_ids": ids.tolist()} for ids in prompts]
-        return sum(len(said.outputs[0].token_ids) for said in self._llm.generate(asked, params, use_tqdm=False))
+        requests = [{"prompt_token_ids": ids.tolist()} for ids in prompts]
+        return sum(len(output.outputs[0].token_ids) for output in self._llm.generate(requests, params, use_tqdm=False))
 
 
 class OurEngine:
-    """Our engine and nobody who admits, counts or steers: vLLM's process in front of its core, and no fleet."""
+    """Our engine without a fleet, which admits, counts and steers: vLLM's front-end process and its core."""
 
     def __init__(self, model: str, config: EngineConfig, seed: int, guided: bool = False) -> None:
         self._engine, self._started = Engine(model, config, seed=seed, guided=guided), False
@@ -75,10 +75,10 @@ class OurEngine:
         if not self._started:
             await self._engine.start()
             self._started = True
-        said = await asyncio.gather(
+        responses = await asyncio.gather(
             *(self._engine.generate(ids, seed=seed, **how) for ids, seed in zip(prompts, seeds, strict=True))
         )
-        return sum(len(one.ids) for one in said)
+        return sum(len(response.ids) for response in responses)
 
 
 class BareLearner:

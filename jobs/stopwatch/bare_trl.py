@@ -1,4 +1,4 @@
-"""GRPO of TRL with Hugging Face's own `generate`, or with vLLM in its own process: a step when it is told to."""
+"""GRPO of TRL with Hugging Face's own `generate`, or with vLLM in its own process: one step per call."""
 
 import os
 import threading
@@ -18,7 +18,7 @@ ALONE = {
 
 
 class Grpo:
-    """TRL's trainer, which makes one step when it is told to."""
+    """TRL's trainer; each call makes one step."""
 
     def __init__(self, model: str, texts: list[str], config: BenchmarkJob, *, vllm: bool = False) -> None:
         import torch
@@ -47,7 +47,7 @@ class Grpo:
         try:
             self._go.acquire()
             self._trainer.train()
-        except Exception as error:  # noqa: BLE001 - whoever waits for the step raises it
+        except Exception as error:  # noqa: BLE001 - the caller that waits for the step raises it
             self._error = f"{type(error).__name__}: {error}"
             self._done.release()
 

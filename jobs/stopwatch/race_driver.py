@@ -29,8 +29,8 @@ async def samples(engines: int) -> Done:
     before = time.process_time()
 
     async def group() -> None:
-        asked: list[Callable[[Any], Any]] = [lambda engine: engine.sample.remote()] * GROUP
-        await fleet.calls(asked, timeout_s=600, what="a group")
+        requests: list[Callable[[Any], Any]] = [lambda engine: engine.sample.remote()] * GROUP
+        await fleet.calls(requests, timeout_s=600, what="a group")
 
     await asyncio.gather(*(group() for _ in range(SAMPLES // GROUP)))
     return Done(amount=SAMPLES, more={"CPU us a sample": 1e6 * (time.process_time() - before) / SAMPLES})
@@ -57,6 +57,6 @@ class StubFleet(Fleet):
 
 def answer(loop: asyncio.AbstractEventLoop) -> Any:
     """As a Ray reference: it has a future."""
-    said: Future[None] = Future()
-    loop.call_later(ANSWER_S, said.set_result, None)
-    return SimpleNamespace(future=lambda: said)
+    answer: Future[None] = Future()
+    loop.call_later(ANSWER_S, answer.set_result, None)
+    return SimpleNamespace(future=lambda: answer)

@@ -22,13 +22,13 @@ LEAST_TOKENS = 32_000  # of a turn, in as many responses as that takes
 
 async def measure(bench: Bench) -> list[Record]:
     tokenizer, rng = bench.models.tokenizer, np.random.default_rng(bench.config.run.seed)
-    words = np.asarray(tokenizer(" ".join("aeiou" * 4_000))["input_ids"])
+    vocabulary = np.asarray(tokenizer(" ".join("aeiou" * 4_000))["input_ids"])
     found = []
     for size in TOKENS:
         spans, rounds = SPANS * size // max(TOKENS), LEAST_TOKENS // size
-        asked = [rng.choice(words, size).astype(np.int32) for _ in range(rounds)]
-        answers = [answer_about(decode(tokenizer, ids), spans) for ids in asked]
-        side = partial(rewards_of, tokenizer, asked, answers)
+        responses = [rng.choice(vocabulary, size).astype(np.int32) for _ in range(rounds)]
+        answers = [answer_about(decode(tokenizer, ids), spans) for ids in responses]
+        side = partial(rewards_of, tokenizer, responses, answers)
         found.append(await bench.race(Race(name=f"feedback, {size:,} tokens", unit="tokens", sides={"here": side})))
     return found
 
@@ -39,12 +39,12 @@ def answer_about(text: str, spans: int) -> str:
     return format_answer("Some of it is good, and some of it is poor.", quotes[::2], quotes[1::2])
 
 
-async def rewards_of(tokenizer: Any, asked: Sequence[np.ndarray], answers: Sequence[str]) -> Done:
+async def rewards_of(tokenizer: Any, responses: Sequence[np.ndarray], answers: Sequence[str]) -> Done:
     paid = 0
-    for ids, answer in zip(asked, answers, strict=True):
+    for ids, answer in zip(responses, answers, strict=True):
         text = decode(tokenizer, ids)
         feedback = parse_answer(answer, text, source="benchmark", version="")
         offsets = token_offsets(tokenizer, ids)
         paid += np.count_nonzero(token_rewards(offsets, feedback.spans, text=text, rule=RewardRuleConfig()))
         compute_step_ids(offsets, text, Task.step_pattern)
-    return Done(amount=sum(map(len, asked)), more={"tokens paid": paid})
+    return Done(amount=sum(map(len, responses)), more={"tokens paid": paid})

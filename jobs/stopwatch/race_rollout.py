@@ -25,9 +25,9 @@ async def measure(bench: Bench) -> list[Record]:
 async def race(bench: Bench, name: str, model: Path) -> Record:
     config, rollout, prompts = bench.config, bench.config.rollout, bench.models.prompts
     prompts = prompts[: rollout.prompts_per_step]
-    asked = [(prompt, index) for prompt in prompts for index in range(rollout.samples_per_prompt)]
-    ids = [prompt.prompt_ids for prompt, _ in asked]
-    seeds = [sample_seed(SEED, prompt.prompt_id, index) for prompt, index in asked]  # as the fleet gives them
+    requests = [(prompt, index) for prompt in prompts for index in range(rollout.samples_per_prompt)]
+    ids = [prompt.prompt_ids for prompt, _ in requests]
+    seeds = [sample_seed(SEED, prompt.prompt_id, index) for prompt, index in requests]  # as the fleet gives them
     sampling = Sampling(
         num_samples=rollout.samples_per_prompt, temperature=rollout.temperature,
         max_new_tokens=rollout.max_new_tokens, seed=SEED,

@@ -62,7 +62,7 @@ async def measure(bench: Bench) -> list[Record]:
 
 
 async def able(rivals: Mapping[str, Side], deadline_s: float) -> dict[str, Side]:
-    """Those that can make a step; of the others it is said why, and ours is measured all the same."""
+    """Return the sides that can make a step; print the reason for each of the others."""
     found = {}
     for name, side in rivals.items():
         try:
@@ -102,14 +102,14 @@ def floor(bench: Bench) -> Side:
     config, prompts = bench.config, bench.models.prompts
     engine = begin(BareEngine, config.rollout, str(bench.models.fixed), config.rollout, config.run.seed)
     learner = begin(BareLearner, config.learner, str(bench.models.fixed), config.learner)
-    asked = [p for p in prompts[: config.rollout.prompts_per_step] for _ in range(config.rollout.samples_per_prompt)]
+    repeated = [p for p in prompts[: config.rollout.prompts_per_step] for _ in range(config.rollout.samples_per_prompt)]
     samples = random_samples(bench)
 
     async def side() -> Done:
         loop = asyncio.get_running_loop()
         started = loop.time()
         tokens = await engine.generate.remote(
-            [p.prompt_ids for p in asked], logprobs=0, max_tokens=config.rollout.max_new_tokens, temperature=1.0
+            [p.prompt_ids for p in repeated], logprobs=0, max_tokens=config.rollout.max_new_tokens, temperature=1.0
         )
         sampled = loop.time()
         await learner.step.remote(samples)

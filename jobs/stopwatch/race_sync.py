@@ -76,7 +76,7 @@ async def push(sync: WeightSync, fleet: RolloutFleet, versions: "itertools.count
 
 
 async def learner_alone(learner: LearnerGroup, dtype: Any) -> Done:
-    """Gathering with its hash, and the rest of the way into the object store, when nobody loads it."""
+    """Measure the gathering with its hash, and the transfer into the object store, without a receiver."""
 
     def stream() -> tuple[float, float]:
         refs = list(learner.stream_weights(dtype))

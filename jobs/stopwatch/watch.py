@@ -83,7 +83,7 @@ def cpu_seconds() -> dict[int, float]:
 
 
 def cpu_since(before: Mapping[int, float]) -> float:
-    """CPU seconds of those that live now, whoever ended meanwhile: what is ending may be told with less than it had."""
+    """Return the CPU seconds of the live processes; one that ends meanwhile may count less than it used."""
     return sum(max(0.0, now - before.get(pid, 0.0)) for pid, now in cpu_seconds().items())
 
 

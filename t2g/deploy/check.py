@@ -1,4 +1,4 @@
-"""What a run needs of a cluster, and what cannot work there, before anything is asked of one."""
+"""What a run needs of a cluster, and what cannot work there, computed without contacting it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import inf
@@ -39,11 +39,14 @@ Fits = Sequence[tuple[PodGroup, Estimate]]
 
 
 def check_config(config: JobConfig, *, gpu: str = "A100-80GB", found: Findings | None = None) -> tuple[list[str], str]:
-    """What cannot work, a sentence each; and all in words: pods, memory by role on that GPU, those problems, and
-    warnings of what goes wrong on several nodes or on pods only.
+    """Return the problems, one sentence each, and the report: pods, memory by role on a GPU, problems and warnings.
 
-    gpu: a name of `memory.GPUS`, or GiB. found: of a preflight, which is told with the rest. Looks up the models' sizes
-    on this machine, and asks nobody. UserError for a GPU that is neither, and for a worker that fits into no pod.
+    Args:
+        gpu: A name of `memory.GPUS`, or GiB.
+        found: Findings of a preflight, added to the report.
+
+    Raises:
+        UserError: The GPU is neither, or a worker fits into no pod.
     """
     found, gpu_gib = found or Findings(), gib_of(gpu)
     groups = pod_groups(config)
@@ -59,9 +62,9 @@ def check_config(config: JobConfig, *, gpu: str = "A100-80GB", found: Findings |
     if config.task == "code" and sandboxes and (lacking := available(sandboxes[0].require)):
         warnings.append(f"on this machine {lacking}")
     lines = [*map(_pod_line, groups), _total_line(config, groups), "", *_memory_lines(fits, gpu, gpu_gib), *remarks, ""]
-    told = [*(f"problem: {text}" for text in problems), *(f"warning: {text}" for text in warnings)]
-    told += [f"not here: {text}" for text in found.missing]
-    return problems, "\n".join([*lines, *(told or ["no problems found"])])
+    findings = [*(f"problem: {text}" for text in problems), *(f"warning: {text}" for text in warnings)]
+    findings += [f"not here: {text}" for text in found.missing]
+    return problems, "\n".join([*lines, *(findings or ["no problems found"])])
 
 
 def gib_of(gpu: str) -> float:
@@ -101,7 +104,7 @@ def _count(count: float, noun: str) -> str:
 
 
 def _shapes(config: JobConfig) -> tuple[dict[str, ModelShape], list[str]]:
-    """By the names of pod groups; and what is to be said about models whose size is not known here."""
+    """Return shapes by pod group, and a warning for each model whose size is not known here."""
     shapes, remarks = dict[str, ModelShape](), []
     for model in models(config):
         shape, of = find_shape(model.name, model.revision), ["reward"]

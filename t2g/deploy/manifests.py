@@ -90,7 +90,7 @@ def render_manifests(
 def _remarks(config: JobConfig, target: Target) -> Iterator[str]:
     """What must be there first, and how to end what the file starts."""
     if target == "claim":
-        yield "Runs and models lie on this claim: whoever deletes it deletes them."
+        yield "Runs and models are on this claim; deleting it deletes them."
         return
     yield f"The token comes from the Secret {SECRETS['token']} (key auth_token), which must be there first."
     if keys := keys_of(config):

@@ -82,7 +82,7 @@ class Model:
 
 
 def preflight(job: AnyJob, have: Mapping[str, float] | None = None) -> Findings:
-    """have: what actors find on this machine, as Ray names it; None: they run on a cluster that nobody has asked.
+    """have: what actors find on this machine, as Ray names it; None: they run on a cluster whose resources are unknown.
 
     What is yet to be made, a path with ${artifacts} or ${rewards} in it, is passed over.
     """
@@ -114,7 +114,7 @@ def preflight(job: AnyJob, have: Mapping[str, float] | None = None) -> Findings:
 def read_inputs(found: Findings, job: Job, read: Callable[[Job], Result]) -> Result | None:
     """Return what `read` reads for the job, None where inputs are wrong, missing or yet to be made.
 
-    Without the policy's tokenizer the records are read all the same, so that all problems are told at once.
+    Without the policy's tokenizer the records are read all the same, so that all problems are reported at once.
     """
     inputs = {key for key in DATA_KEYS if getattr(job, key, None)}
     needed = {"task", *inputs, *(model.key for model in models(job) if model.key == "model.policy")}
@@ -161,7 +161,7 @@ def servers(job: AnyJob) -> Iterator[LLMConfig]:
     yield from (one.llm for one in job.feedback_sections.values() if one.judge_model == "llm" and one.llm.url)
 
 
-def shortfall(asked: Mapping[str, ProcessConfig], resources: Mapping[str, float]) -> str | None:
+def shortfall(roles: Mapping[str, ProcessConfig], resources: Mapping[str, float]) -> str | None:
     """One sentence about the first resource of which the roles together need more than there is, None if they fit.
 
     resources: as Ray names them, memory in bytes. 2 rollout workers of 1.5 GiB and one learner of 3 GiB on 4 GiB:
@@ -170,9 +170,9 @@ def shortfall(asked: Mapping[str, ProcessConfig], resources: Mapping[str, float]
     have = {"cpus": resources.get("CPU", 0), "gpus": resources.get("GPU", 0)}
     have["memory_gib"] = resources.get("memory", 0) / GIB
     for name, unit in (("cpus", "CPUs"), ("gpus", "GPUs"), ("memory_gib", "GiB of memory")):
-        need = sum(role.num_processes * getattr(role, name) for role in asked.values())
+        need = sum(role.num_processes * getattr(role, name) for role in roles.values())
         if need > have[name] + 1e-6:
-            parts = ", ".join(f"{section} {r.num_processes} x {getattr(r, name):g}" for section, r in asked.items())
+            parts = ", ".join(f"{section} {r.num_processes} x {getattr(r, name):g}" for section, r in roles.items())
             return f"{need:g} {unit} needed ({parts}), {have[name]:.3g} free; lower workers or {name}"
     return None
 

@@ -9,7 +9,7 @@ ENDED = ("stopped", "failed", "done")
 SILENT_S = 60.0  # the driver writes every few seconds: after so long it is not there, or hangs
 
 
-def status_words(name: str, status: Status, *, done: bool, now: datetime) -> str:
+def format_status(name: str, status: Status, *, done: bool, now: datetime) -> str:
     """A picture of the run for a terminal. done: its summary is written.
 
     run own: step 12 of 100, 768 samples, as of 3 s ago

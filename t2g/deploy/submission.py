@@ -26,9 +26,9 @@ from t2g.config import (
 from t2g.errors import UserError
 
 RUN_KEY = "t2g_run"  # in a job's metadata: the run's name
-STOP_WAIT_KEY = "t2g_stop_wait_s"  # in a job's metadata: how long it may need once it is told to stop
-CALLS_TO_FINISH = 3  # that the learner may yet have when a run is told to stop: update, sync, checkpoint
-LONGEST_ANSWER_S = 300  # of a model that was asked, and paid
+STOP_WAIT_KEY = "t2g_stop_wait_s"  # in a job's metadata: how long it may need after a stop request
+CALLS_TO_FINISH = 3  # of the learner after a stop request: update, sync, checkpoint
+LONGEST_ANSWER_S = 300  # of a model whose request is paid
 MARGIN_S = 60
 
 MIB = 2**20
@@ -75,7 +75,7 @@ class Submission:
         return f"exec python -m {shlex.join(self.arguments)}"
 
     def runtime_env(self, package: Path) -> dict[str, object]:
-        """Ray kills a stopped job after 3 s unless it is told how long a checkpoint may take."""
+        """Return the metadata with the stop deadline; without it Ray kills a stopped job after 3 s."""
         return {"working_dir": str(package), "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(self.stop_wait_s)}}
 
     def job_id(self, taken: Container[str | None]) -> str:
@@ -96,7 +96,7 @@ def submission(stage: str, config: JobConfig, file: Path, overrides: Sequence[st
 
 
 def seconds_to_stop(config: JobConfig) -> float:
-    """That a run may need, once it is told to stop, for what must not be lost."""
+    """Return the seconds that a run may need after a stop request to save its state."""
     if isinstance(config, PolicyJob):
         return CALLS_TO_FINISH * config.learner.step_timeout_s
     return config.sft.timeout_s if isinstance(config, SFTJob) else LONGEST_ANSWER_S

@@ -122,8 +122,8 @@ class CheckpointStore:
         if not link.is_symlink():
             return None
         folder = self.folder / link.readlink()
-        said = _read_sealed(folder, SCORE) if re.fullmatch(r"best-\d{4,}", folder.name) else "no name of ours"
-        score = said if isinstance(said, str) else said.get("score")
+        content = _read_sealed(folder, SCORE) if re.fullmatch(r"best-\d{4,}", folder.name) else "no name of ours"
+        score = content if isinstance(content, str) else content.get("score")
         if isinstance(score, float | int):
             return folder, score
         log.warning("the best policy %s is torn (%s) and is passed over", folder, score)
@@ -144,8 +144,8 @@ class CheckpointStore:
         temporary = self.folder / f"{TEMPORARY}{final.name}"
         temporary.mkdir()
         with self._whole_or_not_there(temporary, what):
-            told = fill(temporary)
-            known = told if isinstance(told, Mapping) else {}
+            returned = fill(temporary)
+            known = returned if isinstance(returned, Mapping) else {}
             (temporary / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
 
         def seal() -> None:
@@ -183,7 +183,7 @@ def _seal(folder: Path, known: Entries) -> None:
 
 
 def _read_sealed(folder: Path, content: str) -> dict[str, Any] | str:
-    """What the file `content` of a sealed folder holds; or, in words, why the folder cannot be trusted."""
+    """Return the content of a file of a sealed folder, or a sentence why the folder cannot be trusted."""
     try:
         files = json.loads(_regular(folder / MANIFEST).read_text(encoding="utf-8"))["files"]
         for name, expected in files.items():

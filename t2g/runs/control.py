@@ -32,7 +32,7 @@ SECTIONS = {"rollouts": "rollout.workers", "rewards": "feedback.engine.workers"}
 
 
 class Wanted(Section):
-    """How many workers each fleet shall have; None: nobody said, the fleet keeps its size."""
+    """Target number of workers of each fleet; None: the fleet keeps its size."""
 
     rollouts: int | None = Field(None, strict=True)
     rewards: int | None = Field(None, strict=True)
@@ -86,14 +86,14 @@ def write_wanted(folder: Path, wanted: Wanted) -> Wanted:
     if not (folder / loading.FILE_NAME).exists():
         raise UserError(f"{folder} holds no run (no {loading.FILE_NAME}); check --run and --root")
     config = loading.load(PolicyJob, folder / loading.FILE_NAME)
-    bounds, asked = scalable(config), wanted.model_dump(exclude_none=True)
-    if not asked:
-        raise UserError("nothing is asked for: rollouts or rewards needs a number")
+    bounds, requested = scalable(config), wanted.model_dump(exclude_none=True)
+    if not requested:
+        raise UserError("no target is given: rollouts or rewards needs a number")
     why_not = {
         "rollouts": "this run chooses their number itself; start it again with rollout.autoscale=false to choose",
         "rewards": f"feedback.source={config.feedback.source} has no engines of this run that could be scaled",
     }
-    for field, number in asked.items():
+    for field, number in requested.items():
         if field not in bounds:
             raise UserError(f"{field}: {why_not[field]}")
         workers = bounds[field]
@@ -101,7 +101,7 @@ def write_wanted(folder: Path, wanted: Wanted) -> Wanted:
             raise UserError(
                 f"{field}: got {number}, and {SECTIONS[field]} of this run allows {workers.min} to {workers.max}"
             )
-    merged = (read_wanted(folder) or Wanted()).model_copy(update=asked)
+    merged = (read_wanted(folder) or Wanted()).model_copy(update=requested)
     write_atomic(folder / CONTROL_FILE, merged.model_dump_json().encode())
     return merged
 
@@ -131,7 +131,7 @@ class Control:
     def news(self) -> dict[str, int]:
         """What the file says, as fields of Wanted, once each time that it was written; cheap enough for every second.
 
-        A file that is not there, or cannot be read now, says nothing: what was asked for stands.
+        A file that is missing or unreadable changes nothing: the last target stays.
         """
         path = self._folder / CONTROL_FILE
         try:
@@ -141,14 +141,14 @@ class Control:
         if written_ns == self._seen or (wanted := read_wanted(self._folder)) is None:
             return {}
         self._seen = written_ns
-        asked, bounds = wanted.model_dump(exclude_none=True), self._bounds
-        known = {name: number for name, number in asked.items() if name in bounds}
+        requested, bounds = wanted.model_dump(exclude_none=True), self._bounds
+        known = {name: number for name, number in requested.items() if name in bounds}
         kept = {name: min(max(number, bounds[name].min), bounds[name].max) for name, number in known.items()}
-        if kept != asked:
+        if kept != requested:
             allowed = [f"{SECTIONS[name]} from {workers.min} to {workers.max}" for name, workers in bounds.items()]
             logger.warning(
                 "%s asks for %s, and in this run are scaled by hand %s: %s it is",
-                path, asked, " and ".join(allowed) or "no workers", kept or "nothing",
+                path, requested, " and ".join(allowed) or "no workers", kept or "nothing",
             )  # fmt: skip
         return kept
 
@@ -159,7 +159,7 @@ def write_status(folder: Path, status: Status) -> None:
 
 
 @contextmanager
-def told(folder: Path, num_steps: int) -> Iterator[Callable[[Phase], None]]:
+def publish_phases(folder: Path, num_steps: int) -> Iterator[Callable[[Phase], None]]:
     """Status of a run from its start to its end: yields who says that a phase has begun; an error is its reason."""
 
     def say(phase: Phase, reason: str = "") -> None:

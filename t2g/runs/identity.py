@@ -85,7 +85,7 @@ class Identity(Section):
         return cls(config=settings, contents=contents, accept=accept)
 
     def since(self, kept: "Identity") -> tuple[list[str], list[ContentChange]]:
-        """Return how this identity differs from an earlier one: settings in words, and contents not accepted yet."""
+        """Return the differences from an earlier identity: settings as text, and contents not accepted yet."""
         was, now = kept.config, self.config
         settings = [
             f"{key} ({format_value(was.get(key))} -> {format_value(now.get(key))})"

@@ -61,7 +61,7 @@ class Stage:
 def stage(name: str, total: int, done: int = 0) -> Iterator[Stage]:
     """Show the progress of one stage while the block runs; the last line says how long it took.
 
-    done: how much of `total` an earlier session did; the time left is told from the pace of this one.
+    done: how much of `total` an earlier session did; the time left follows from the pace of this one.
     On a terminal a bar that vanishes at the end; elsewhere at most one line in 10 s, for logs.
     """
     console = get_console()  # one for all: nested stages share one live display
@@ -117,7 +117,7 @@ def record_line(line: str) -> None:
     global _last_line_at
     _last_line_at = time.monotonic()
     if _folder is not None:
-        with suppress(OSError):  # a full disk ends the run in words where its results are written
+        with suppress(OSError):  # a full disk raises an error where results are written
             _folder.mkdir(parents=True, exist_ok=True)
             with (_folder / PROGRESS_FILE).open("a", encoding="utf-8", errors="replace") as file:
                 file.write(f"{datetime.now().astimezone().isoformat(timespec='seconds')} {line}\n")

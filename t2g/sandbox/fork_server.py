@@ -64,7 +64,7 @@ class _Server:
         return self.process.communicate()[1][-500:].decode(errors="replace")
 
 
-_lock = threading.Lock()  # of `_server`; nobody waits for a sandbox while holding it
+_lock = threading.Lock()  # of `_server`; no thread waits for a sandbox while it holds the lock
 _server: _Server | None = None
 
 

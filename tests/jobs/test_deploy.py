@@ -33,7 +33,7 @@ def command(*words: object) -> int:
 def test_scale_writes_down_what_the_run_reads(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command("scale", "--run", "own", "--root", root, "--rollouts", 3) == 0
     assert read_wanted(root / "own") == Wanted(rollouts=3)
-    assert capsys.readouterr().out == "run own is asked for 3 rollouts\n"
+    assert capsys.readouterr().out == "run own has the target 3 rollouts\n"
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_what_is_written_is_read_and_other_fleets_keep_their_wish(folder: Path) 
 @pytest.mark.parametrize(
     ("asked", "sentence"),
     [
-        ({}, "nothing is asked for: rollouts or rewards needs a number"),
+        ({}, "no target is given: rollouts or rewards needs a number"),
         ({"rollouts": 0}, "rollouts: got 0, and rollout.workers of this run allows 1 to 4"),
         ({"rollouts": 5}, "rollouts: got 5, and rollout.workers of this run allows 1 to 4"),
         ({"rewards": 1}, "rewards: got 1, and feedback.engine.workers of this run allows 2 to 3"),

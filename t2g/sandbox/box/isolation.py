@@ -32,7 +32,7 @@ _READINGS = 20  # of /proc, each some milliseconds
 
 def lacking(require: Iterable[str], in_force: Iterable[str]) -> list[str]:
     """Names of MEANS that are required, and met by nothing that is in force. Processes are not isolated where files are
-    not: /proc shows the memory of whoever has the same user."""
+    not: /proc shows the memory of processes of the same user."""
     in_force = set(in_force)
     missing = {name for name, means in MEANS.items() if means.isdisjoint(in_force)}
     return [name for name in require if name in missing or (name == "processes" and "files" in missing)]

@@ -97,7 +97,7 @@ class Peer(Codec):
             elif message.get("reply") == serial:
                 return self._read_reply(message, exchange, quiet)
             else:
-                self._lost("it answered what was not asked")
+                self._lost("it answered a request that was not sent")
 
     def serve(self) -> None:
         """Answers until the other end is gone."""

@@ -55,8 +55,8 @@ class Remote:
     (a named tuple is a tuple); an object of no such type never equals plain data, whatever its `__eq__` says. `_settle`
     does the same for the other operators.
 
-    `_plain` is what the other end said when the object came here first: it must not see what it is compared with and
-    say then what it is. Only what a container holds is asked anew, after something ran that may have changed it.
+    `_plain` is the value at the first transfer of the object: the other end must not choose it after it saw what it is
+    compared with. Only the content of a container is requested again, after code ran that may have changed it.
     """
 
     __dict__ = property(no_dict)
@@ -122,13 +122,13 @@ for _name in ("__hash__", "__repr__", "__str__", "__dir__"):
     setattr(Remote, _name, lambda self, name=_name: self._peer.request("method", self, name))
 
 
-def type_of(asked: Any, value: Any) -> Any:
+def type_of(cls: Any, value: Any) -> Any:
     """What the tests' `type(value)` is: of an object of the solution's own class that class."""
-    if asked is type and is_remote(value):
+    if cls is type and is_remote(value):
         found = value._peer.request("get", value, "__class__")
         if is_remote(found):
             return found
-    return asked(value)
+    return cls(value)
 
 
 def _forward(name: str) -> Callable[..., Any]:

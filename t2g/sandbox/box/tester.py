@@ -209,7 +209,7 @@ class Run:
             if part and not _calls(part.left) and _calls(part.comparators[0]):
                 values.reverse()
             if operator in ("==", "is"):
-                message = f"\n{result['message']}".partition("\nassert ")[0].strip()  # the rest is said twice
+                message = f"\n{result['message']}".partition("\nassert ")[0].strip()  # the remainder repeats it
                 result |= {"got": _text(values[0], repr), "expected": _text(values[1], repr), "message": message}
         return result
 

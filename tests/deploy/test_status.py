@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from t2g.deploy.status import status_words
+from t2g.deploy.status import format_status
 from t2g.errors import Stopped, UserError
-from t2g.runs.control import FleetStatus, Status, WorkerStatus, now, read_status, told, write_status
+from t2g.runs.control import FleetStatus, Status, WorkerStatus, now, publish_phases, read_status, write_status
 
 THEN = datetime(2026, 11, 21, 12, tzinfo=UTC)
 WORKERS = (
@@ -19,7 +19,7 @@ STATUS = Status(
 
 
 def test_the_table() -> None:
-    assert status_words("own", STATUS, done=False, now=THEN + timedelta(seconds=3)).splitlines() == [
+    assert format_status("own", STATUS, done=False, now=THEN + timedelta(seconds=3)).splitlines() == [
         "run own: step 12 of 100, 768 samples, as of 3 s ago",
         "idle in the last step: learner 25%, rollout 10%",
         "",
@@ -35,20 +35,20 @@ def test_the_table() -> None:
 
 
 def test_an_old_picture_says_so_and_a_clock_that_is_behind_does_not() -> None:
-    assert "as of 1 h 01 min ago\nthe driver has not written since" in status_words(
+    assert "as of 1 h 01 min ago\nthe driver has not written since" in format_status(
         "own", STATUS, done=False, now=THEN + timedelta(seconds=3700)
     )
-    assert "as of 0 s ago\nidle" in status_words("own", STATUS, done=False, now=THEN - timedelta(seconds=5))
+    assert "as of 0 s ago\nidle" in format_status("own", STATUS, done=False, now=THEN - timedelta(seconds=5))
 
 
 def test_of_a_finished_run_no_engine_is_told_and_no_driver_is_missed() -> None:
     last, later = STATUS.model_copy(update={"step": 100, "samples": 6400}), THEN + timedelta(hours=2)
-    assert status_words("own", last, done=True, now=later).splitlines() == [
+    assert format_status("own", last, done=True, now=later).splitlines() == [
         "run own: step 100 of 100, 6400 samples, as of 2 h 00 min ago",
         "it is done: policy/, summary.json and report.html are written",
     ]
-    assert "the driver has not written since" in status_words("own", last, done=False, now=later), "it exports"
-    assert "idle" in status_words("own", STATUS, done=True, now=THEN), "a longer run goes on in its folder"
+    assert "the driver has not written since" in format_status("own", last, done=False, now=later), "it exports"
+    assert "idle" in format_status("own", STATUS, done=True, now=THEN), "a longer run goes on in its folder"
 
 
 def test_nothing_in_the_file_steers_the_terminal() -> None:
@@ -56,16 +56,16 @@ def test_nothing_in_the_file_steers_the_terminal() -> None:
     status = STATUS.model_copy(
         update={"fleets": (FleetStatus(role="r\r", wanted=1, workers=(evil,)),), "idle": {"\x1b": 1.0}}
     )
-    words = status_words("own", status, done=False, now=THEN)
+    words = format_status("own", status, done=False, now=THEN)
     assert all(c.isprintable() or c == "\n" for c in words)
     assert "a?b" in words and "?[2J?" in words
 
 
 def test_phases_are_told_with_the_reason_of_the_last(tmp_path: Path) -> None:
     def words() -> str:
-        return status_words("own", read_status(tmp_path), done=False, now=now())
+        return format_status("own", read_status(tmp_path), done=False, now=now())
 
-    with pytest.raises(UserError), told(tmp_path, 9) as say:  # noqa: PT012 what is told between is what is tested
+    with pytest.raises(UserError), publish_phases(tmp_path, 9) as say:  # noqa: PT012 what is told between is what is tested
         assert words().splitlines()[1] == "starting"
         say("loading")
         assert words().splitlines()[1] == "loading"
@@ -75,9 +75,9 @@ def test_phases_are_told_with_the_reason_of_the_last(tmp_path: Path) -> None:
     assert words().splitlines() == [
         "run own: step 12 of 100, 768 samples, as of 0 s ago", "failed: no room?[2J",
     ]  # fmt: skip
-    with pytest.raises(Stopped), told(tmp_path, 9):
+    with pytest.raises(Stopped), publish_phases(tmp_path, 9):
         raise Stopped
     assert read_status(tmp_path).phase == "stopped" and read_status(tmp_path).step == 12
-    with told(tmp_path, 9):
+    with publish_phases(tmp_path, 9):
         pass
     assert read_status(tmp_path).phase == "done"
