@@ -90,7 +90,7 @@ def doctor(arguments: argparse.Namespace) -> int:
         return _doctor_as_job(arguments)
     import ray
 
-    from actors.cluster.nodes import barred, look_at_nodes, pending_groups
+    from actors.cluster.nodes import find_unreachable, look_at_nodes, pending_groups
     from actors.cluster.placement import connect
 
     config = load(PolicyJob, arguments.config, arguments.overrides) if arguments.config else None
@@ -101,7 +101,7 @@ def doctor(arguments: argparse.Namespace) -> int:
         nodes = look_at_nodes(shared, require, timeout_s=LOOK_TIMEOUT_S)
         where = config.roles() if config else {}
         found = findings(
-            nodes, pending_groups(), where, shared, barred(where, timeout_s=LOOK_TIMEOUT_S) if config else ()
+            nodes, pending_groups(), where, shared, find_unreachable(where, timeout_s=LOOK_TIMEOUT_S) if config else ()
         )
     finally:
         ray.shutdown()

@@ -187,7 +187,7 @@ def train_batch(group: LearnerGroup, rollouts: list[Rollout], seed: int = 5, kl_
     """An update on random advantages and returns, with the group's own old logprobs and values."""
     rng = np.random.default_rng(seed)
     with pytest.MonkeyPatch.context() as patch:  # where its update says them, a group in this process says them here
-        patch.setattr(LearnerSpec, "old_is_current", False)
+        patch.setattr(LearnerSpec, "defers_old_logprobs", False)
         stats = group.forward(rollouts)
     samples = [
         TrainSample(

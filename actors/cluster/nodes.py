@@ -16,7 +16,7 @@ from ray.util.state import list_placement_groups
 
 from actors.cluster.fanout import first_line
 from t2g.config import ProcessConfig
-from t2g.deploy.doctor import Barred, Node, PendingGroup
+from t2g.deploy.doctor import Node, PendingGroup, Unreachable
 from t2g.deploy.pods import satisfies
 from t2g.errors import UserError
 from t2g.runs.versions import versions
@@ -87,7 +87,7 @@ class Listener:
         return host, self._socket.getsockname()[1]
 
 
-def barred(roles: Mapping[str, ProcessConfig], *, timeout_s: float) -> list[Barred]:
+def find_unreachable(roles: Mapping[str, ProcessConfig], *, timeout_s: float) -> list[Unreachable]:
     """Where a node that may hold a rank or an engine cannot reach one that may hold a rank. Nodes that do not answer
     are left out: `look_at_nodes` has them."""
     alive = [node for node in ray.nodes() if node["Alive"]]
@@ -103,7 +103,9 @@ def barred(roles: Mapping[str, ProcessConfig], *, timeout_s: float) -> list[Barr
     finally:
         for listener in listeners:
             ray.kill(listener)
-    return [Barred(source=name, target=to, reason=why) for name, failed in found.items() for to, why in failed.items()]
+    return [
+        Unreachable(source=name, target=to, reason=why) for name, failed in found.items() for to, why in failed.items()
+    ]
 
 
 def reached(listening: Listening, timeout_s: float) -> dict[str, str]:

@@ -15,8 +15,8 @@ from actors.cluster.fanout import first_line
 from actors.engines.engine import Engine
 from actors.fleet.fleet import Fleet
 from actors.fleet.member import DIED, Member, fate
-from actors.weights.intake import Intake
 from actors.weights.probe import Gap
+from actors.weights.weight_receiver import WeightReceiver
 from t2g.config import RolloutConfig
 from t2g.errors import LearnerLost, MissedSync, UserError
 from t2g.interfaces import Sampling, Turn
@@ -44,7 +44,7 @@ def check_window(prompt: Prompt, max_new_tokens: int, max_model_len: int) -> Non
         )
 
 
-class RolloutWorker(Engine, Intake):
+class RolloutWorker(Engine, WeightReceiver):
     """One policy engine. `start` first."""
 
     async def sample(self, prompt_id: str, prompt_ids: np.ndarray, sampling: Sampling, index: int) -> Rollout:
@@ -75,7 +75,7 @@ class RolloutFleet(Fleet):
 
     role, actor = "rollout", RolloutActor
     config: RolloutConfig
-    agreed: Gap | None = None
+    baseline_gap: Gap | None = None
     turn: Turn = "engines"
 
     def __init__(self, model: str, config: RolloutConfig, *, placement_timeout_s: float, **how: Any) -> None:

@@ -57,7 +57,7 @@ class Fleet:
         self._failure: RunStopped | None = None  # of a catch-up, for the next round of care to raise
         self._numbers = iter(range(1_000_000))
         room = math.ceil((1 + QUEUE) * config.max_num_seqs)
-        self._admission = Admission(self._members, room=room, care=self._mind)
+        self._admission = Admission(self._members, room=room, care=self._watch)
         self._ticked_at = 0.0
         self._start_error: Exception | None = None  # of the last start that failed, while no worker has started
         self._has_started = False  # whether any worker has started
@@ -93,7 +93,7 @@ class Fleet:
             self.tick()
             await asyncio.sleep(TICK_S)
 
-    def want(self, number: int) -> None:
+    def set_target_size(self, number: int) -> None:
         """So many workers from now on. Those too many finish what they have; new ones join when they are ready."""
         if number != self.wanted or self._given_up:
             logger.warning("%s workers: %d wanted, was %d", self.role, number, self.wanted)
@@ -208,7 +208,7 @@ class Fleet:
             raise error
         return ""
 
-    async def _mind(self) -> None:
+    async def _watch(self) -> None:
         """While requests wait, what no answer tells: workers that come, are well again, or do not come at all."""
         reached_at = time.monotonic()
         while self._admission.waiting:
@@ -313,9 +313,9 @@ class Fleet:
         if state in (State.STALE, State.DEAD) and before is not State.STARTING:
             member.interrupt()
         if state is State.DEAD:
-            self._bury(member, wanted=before is not State.DRAINING and event != "dismissed")
+            self._remove(member, wanted=before is not State.DRAINING and event != "dismissed")
 
-    def _bury(self, member: Member, *, wanted: bool) -> None:
+    def _remove(self, member: Member, *, wanted: bool) -> None:
         """Kill it for good, as a worker that comes back would serve old weights; its successor waits for a place."""
         self._members.remove(member)
         member.remove()

@@ -43,7 +43,7 @@ class Interrupted(Exception):
     """The worker stopped serving: whoever waits for it asks somebody else."""
 
 
-class Bell:
+class Notifier:
     """Wakes all who wait for it, each in its own event loop."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Member:
         self._probe: Any = None
         self._probed_at = time.monotonic()
         self._num_interrupts = 0
-        self._changed = Bell()  # `syncing` or the number of interrupts
+        self._changed = Notifier()  # `syncing` or the number of interrupts
         self._catching_up: asyncio.Future[None] | None = None
 
     def begin(self, actor: Any, arguments: Mapping[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 `LearnerWorker` is one rank, a plain class all of whose calls are collectives; it holds the parts (`parts`) of
 its group. `LearnerGroup` is the driver's side and implements `t2g.interfaces.Learner` and
-`actors.weights.sync.WeightOwner`. It makes each call once per part, to the ranks that hold it: nothing here depends on
+`actors.weights.sync.WeightSource`. It makes each call once per part, to the ranks that hold it: nothing here depends on
 whether policy and critic share their ranks, and where they do not both work at the same time.
 """
 
@@ -27,7 +27,7 @@ import torch
 from actors.cluster.fanout import any_failed
 from actors.cluster.nodes import listening_environment
 from actors.learner import zero3
-from actors.learner.parts import CriticPart, LearnerSpec, PartName, PolicyPart, load_critic, load_policy
+from actors.learner.parts import CriticTrainer, LearnerSpec, PartName, PolicyTrainer, load_critic, load_policy
 from actors.learner.ranks import Ranks, rank_environment
 from actors.weights.buckets import Bucket, Rendezvous, Shapes
 from t2g.algo.corrections import importance_metrics
@@ -51,7 +51,7 @@ class LearnerWorker:
     def __init__(self, spec: LearnerSpec, names: Sequence[PartName], role: RoleConfig, rank: int) -> None:
         torch.set_num_threads(role.threads)
         self.spec, self.names, self.role, self.rank = spec, names, role, rank
-        self.parts: dict[PartName, PolicyPart | CriticPart] = {}
+        self.parts: dict[PartName, PolicyTrainer | CriticTrainer] = {}
         self._port: socket.socket | None = None  # of rank 0: the port of the rendezvous
 
     def address(self) -> tuple[str, int]:
@@ -73,9 +73,9 @@ class LearnerWorker:
             timeout_s=self.spec.learner.step_timeout_s,
         )  # fmt: skip
         if policy is not None:
-            self.parts["policy"] = PolicyPart(self.spec, *policy, num_ranks)
+            self.parts["policy"] = PolicyTrainer(self.spec, *policy, num_ranks)
         if critic is not None:
-            self.parts["critic"] = CriticPart(self.spec, critic, num_ranks)
+            self.parts["critic"] = CriticTrainer(self.spec, critic, num_ranks)
         torch.manual_seed(self.spec.seed * 1_000_003 + self.rank)
 
     def forward(self, part: PartName, sequences: Sequence[Rollout | TrainSequence]) -> dict[int, dict[str, np.ndarray]]:
@@ -188,7 +188,7 @@ class LearnerGroup:
                     Ranks(
                         self.actor, spec, names,
                         section=section, role=role, who=who, placement_timeout_s=placement_timeout_s,
-                        environment=rank_environment(role, lends=spec.learner.lends),
+                        environment=rank_environment(role, uses_cuda_ipc=spec.learner.uses_cuda_ipc),
                     )
                 )  # fmt: skip
                 self.parts |= dict.fromkeys(names, self.groups[-1])
@@ -240,12 +240,12 @@ class LearnerGroup:
 
     def forward(self, sequences: Sequence[Rollout | TrainSequence]) -> list[TokenStats]:
         """Old logprobs, reference logprobs, values and entropy, each [R], in the order of `sequences`; 0 without a
-        critic, and where the update will say it (`LearnerSpec.old_is_current`)."""
+        critic, and where the update will say it (`LearnerSpec.defers_old_logprobs`)."""
         given = ray.put(list(sequences))
         results = self._on_parts(
             [*self.parts], "forward", lambda worker, part, rank: worker.forward.remote(part, given)
         )
-        silent = ["values", *(["old_logprobs", "entropy"] if self.spec.old_is_current else [])]
+        silent = ["values", *(["old_logprobs", "entropy"] if self.spec.defers_old_logprobs else [])]
         found = [{name: np.zeros(len(s.response_ids), np.float32) for name in silent} for s in sequences]
         for i, fields in chain.from_iterable(share.items() for by_rank in results.values() for share in by_rank):
             found[i] |= fields
@@ -270,7 +270,7 @@ class LearnerGroup:
             self.policy_version -= 1
             raise
         stats: tuple[TokenStats, ...] = ()
-        if self.spec.old_is_current:
+        if self.spec.defers_old_logprobs:
             stats = self._seen(batch, given)
             samples = zip(batch.minibatches[0], stats, strict=True)
             batch = replace(batch, minibatches=(tuple(replace(s, old_logprobs=t.old_logprobs) for s, t in samples),))

@@ -54,7 +54,7 @@ class LearnerSpec:
         return self.learner.critic_warmup_steps if self.objective.uses_critic else 0
 
     @property
-    def old_is_current(self) -> bool:
+    def defers_old_logprobs(self) -> bool:
         """Whether the forward pass of an update's only step can say the old logprobs, which nobody asks for before it:
         no critic, no teacher, and the KL is a term of the loss.
         """
@@ -121,7 +121,7 @@ def by_place(
     return found
 
 
-class Part:
+class ModelTrainer:
     """A model on its ranks. Every call is a collective of them."""
 
     name: PartName
@@ -178,7 +178,7 @@ class Part:
         raise NotImplementedError
 
 
-class CriticPart(Part):
+class CriticTrainer(ModelTrainer):
     name = "critic"
 
     def __init__(self, spec: LearnerSpec, critic: Critic, num_ranks: int) -> None:
@@ -200,7 +200,7 @@ class CriticPart(Part):
         return self.spec.objective.vf_coef * loss, metrics
 
 
-class PolicyPart(Part):
+class PolicyTrainer(ModelTrainer):
     """The policy and PPO's reference: a frozen copy, and under LoRA the same engine with its adapters off."""
 
     name = "policy"
@@ -229,7 +229,7 @@ class PolicyPart(Part):
 
     def _stats(self, rows: Rows) -> dict[str, torch.Tensor]:
         found = {}
-        if not self.spec.old_is_current:
+        if not self.spec.defers_old_logprobs:
             now = rows.token_outputs(self.engine, self.spec.temperature, entropy=True)
             found = {"old_logprobs": now.logprobs, "entropy": now.entropy}
             found["ref_logprobs"] = now.logprobs  # of DPO, which asks once, before its first step: no second copy
@@ -266,7 +266,7 @@ class PolicyPart(Part):
     def _ppo_loss(self, rows: Rows, kl_coef: float) -> tuple[torch.Tensor, Metrics]:
         """L_pi + kl_coef * KL - entropy_coef * H, this microbatch's share of each (arXiv 2505.22338, section 3.3)."""
         objective, temperature = self.spec.objective, self.spec.temperature
-        weights, ref_logits, is_current = rows.numbers("weights"), None, self.spec.old_is_current
+        weights, ref_logits, is_current = rows.numbers("weights"), None, self.spec.defers_old_logprobs
         if kl_coef > 0 and objective.kl_estimator == "full":
             with self._reference() as reference:
                 ref_logits = rows.logits(reference)
@@ -303,7 +303,7 @@ class PolicyPart(Part):
 
     @cached_property
     def _sender(self) -> Sender | None:
-        if self.spec.learner.keeps_buckets:
+        if self.spec.learner.is_replayable:
             return None
         return IpcSender(self.engine.global_rank) if self.spec.learner.sync_transport == "ipc" else NcclSender()
 

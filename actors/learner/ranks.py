@@ -12,12 +12,12 @@ from actors.cluster.fanout import collect
 from t2g.config import RoleConfig
 
 
-def rank_environment(role: RoleConfig, *, lends: bool = False) -> dict[str, str]:
+def rank_environment(role: RoleConfig, *, uses_cuda_ipc: bool = False) -> dict[str, str]:
     """Of a rank's process on a GPU: freed memory of one size serves another, for rows are of all lengths.
 
-    lends: an engine maps its memory, which such memory does not let it do everywhere.
+    uses_cuda_ipc: an engine maps its memory, which such memory does not let it do everywhere.
     """
-    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if role.gpus and not lends else {}
+    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if role.gpus and not uses_cuda_ipc else {}
 
 
 class Ranks:

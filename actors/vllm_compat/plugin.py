@@ -29,8 +29,8 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 )
 
 from actors.vllm_compat.transports import ended_when_stalled, join, rebuild_arguments
-from actors.weights.arena import Maps
 from actors.weights.buckets import ITEM_BYTES, Rendezvous, hash_of
+from actors.weights.shared_buffer import BufferMapping
 
 BACKENDS = {"store": "StoreWeightTransferEngine", "nccl": "NcclBroadcastEngine", "ipc": "IpcSharedEngine"}
 OWNER_ENV = "T2G_ENGINE_OWNER"  # pid of the actor process, set by actors.engines.engine
@@ -81,7 +81,7 @@ class GroupInitInfo(WeightTransferInitInfo):
 
 
 @dataclass
-class Part(WeightTransferUpdateInfo):
+class BucketInfo(WeightTransferUpdateInfo):
     """One bucket of a version.
 
     way: that of `actors.weights.buckets.Bucket`; with store also the file that both processes can map (`path`, of
@@ -100,7 +100,7 @@ class WholeVersion(WeightTransferEngine[Any, Any]):
     How a bucket's bytes get here is the affair of the class beside or below it.
     """
 
-    init_info_cls, update_info_cls = WeightManifest, Part
+    init_info_cls, update_info_cls = WeightManifest, BucketInfo
     _manifest: WeightManifest | None = None
     _missing: dict[str, list[int]]  # name -> shape of what has not come yet
     _open = False
@@ -128,7 +128,7 @@ class WholeVersion(WeightTransferEngine[Any, Any]):
         initialize_layerwise_reload(self.model)
         self._open = True
 
-    def receive_weights(self, update_info: Part) -> None:
+    def receive_weights(self, update_info: BucketInfo) -> None:
         """Raises ValueError for bytes of another version or hash, and for names not announced or already received."""
         announced = self._manifest
         if announced is None or update_info.version != announced.version:
@@ -140,7 +140,7 @@ class WholeVersion(WeightTransferEngine[Any, Any]):
         for name in update_info.names:
             del self._missing[name]
 
-    def _load(self, part: Part, shapes: list[list[int]], dtype: str) -> None:
+    def _load(self, bucket: BucketInfo, shapes: list[list[int]], dtype: str) -> None:
         """Get the bytes of one bucket and have the model load them."""
         raise NotImplementedError
 
@@ -177,27 +177,29 @@ class StoreWeightTransferEngine(WholeVersion):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._maps = Maps()
+        self._maps = BufferMapping()
 
-    def _load(self, part: Part, shapes: list[list[int]], dtype: str) -> None:
-        arena = self._maps.read(part.way["path"], part.way["num_bytes"])
+    def _load(self, bucket: BucketInfo, shapes: list[list[int]], dtype: str) -> None:
+        data = self._maps.read(bucket.way["path"], bucket.way["num_bytes"])
         kind = {"float32": np.float32, "bfloat16": np.uint16}[dtype]
-        views = [np.ndarray(shape, kind, arena, at) for shape, at in zip(shapes, part.way["offsets"], strict=True)]
-        if hash_of(*views) != part.way["xxh3"]:
-            raise ValueError(f"bucket {part.index} of version {part.version} arrived with other bytes")
-        self.model.load_weights(self._tensors(part, views, getattr(torch, dtype)))
+        views = [np.ndarray(shape, kind, data, at) for shape, at in zip(shapes, bucket.way["offsets"], strict=True)]
+        if hash_of(*views) != bucket.way["xxh3"]:
+            raise ValueError(f"bucket {bucket.index} of version {bucket.version} arrived with other bytes")
+        self.model.load_weights(self._tensors(bucket, views, getattr(torch, dtype)))
         self._own_pending()
 
-    def _tensors(self, part: Part, views: list[np.ndarray], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        hashes = part.way["tensor_xxh3"] or [""] * len(views)
-        for name, view, expected in zip(part.names, views, hashes, strict=True):
+    def _tensors(
+        self, bucket: BucketInfo, views: list[np.ndarray], dtype: torch.dtype
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        hashes = bucket.way["tensor_xxh3"] or [""] * len(views)
+        for name, view, expected in zip(bucket.names, views, hashes, strict=True):
             tensor = torch.from_numpy(view).view(dtype).to(self.device)
             if expected and hash_of(tensor.reshape(-1).view(torch.uint8).cpu().numpy()) != expected:
-                raise ValueError(f"{name} of version {part.version} has other bytes than the learner's")
+                raise ValueError(f"{name} of version {bucket.version} has other bytes than the learner's")
             yield name, tensor
 
     def _own_pending(self) -> None:
-        """Copy what vLLM keeps for later, as of a padded vocabulary until `finish`: the arena will hold other bytes."""
+        """Copy what vLLM keeps for later, as of a padded vocabulary until `finish`: the data will hold other bytes."""
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
         for module in self.model.modules():
@@ -225,29 +227,29 @@ class NcclBroadcastEngine(WholeVersion, NCCLWeightTransferEngine):
         rank = init_info.rank_offset + self.parallel_config.rank
         self.model_update_group = join(Rendezvous(**init_info.rendezvous | {"members": members}), rank, self.device)
 
-    def _load(self, part: Part, shapes: list[list[int]], dtype: str) -> None:
+    def _load(self, bucket: BucketInfo, shapes: list[list[int]], dtype: str) -> None:
         """Raises RuntimeError when the broadcast does not come in time, or was broken off."""
-        info = NCCLWeightTransferUpdateInfo(names=part.names, dtype_names=[dtype] * len(shapes), shapes=shapes)
+        info = NCCLWeightTransferUpdateInfo(names=bucket.names, dtype_names=[dtype] * len(shapes), shapes=shapes)
         group = self.model_update_group
         if group is None:
             raise RuntimeError("the engine has no group to receive weights in")
         with ended_when_stalled(group):
             NCCLWeightTransferEngine.receive_weights(self, info)
         if group.disabled:  # what was loaded are no weights
-            raise RuntimeError(f"the broadcast of bucket {part.index} of version {part.version} was broken off")
+            raise RuntimeError(f"the broadcast of bucket {bucket.index} of version {bucket.version} was broken off")
 
 
 class IpcSharedEngine(WholeVersion, IPCWeightTransferEngine):
     """vLLM's ipc engine."""
 
-    def _load(self, part: Part, shapes: list[list[int]], dtype: str) -> None:
+    def _load(self, bucket: BucketInfo, shapes: list[list[int]], dtype: str) -> None:
         """Raises ValueError when no learner rank is on this GPU."""
         item_bytes = ITEM_BYTES[dtype]
         info = IPCWeightTransferUpdateInfo(
-            names=part.names,
+            names=bucket.names,
             dtype_names=[dtype] * len(shapes),
             shapes=shapes,
-            ipc_handles={gpu: rebuild_arguments(handle) for gpu, handle in part.way["handles"].items()},
+            ipc_handles={gpu: rebuild_arguments(handle) for gpu, handle in bucket.way["handles"].items()},
             tensor_sizes=[math.prod(shape) * item_bytes for shape in shapes],
         )
         IPCWeightTransferEngine.receive_weights(self, info)

@@ -92,7 +92,7 @@ def plan_buckets(shapes: Shapes, *, dtype: str, bucket_bytes: float) -> list[tup
     """Names of each bucket, in announced order: whole modules, at most `bucket_bytes` unless one module is larger.
 
     A bucket never ends inside a module: the engine fuses q, k, v (and gate, up) into one tensor and keeps references
-    to the first parts until the last has come; the arena they lie in would be overwritten by a later bucket.
+    to the first parts until the last has come; the buffer they lie in would be overwritten by a later bucket.
     """
     modules: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, shape in shapes.items():

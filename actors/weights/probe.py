@@ -37,12 +37,16 @@ def gap_between(engine: np.ndarray, learner: np.ndarray) -> Gap:
     return Gap(largest=float(gaps.max()), p95=float(np.percentile(gaps, 95)), median=float(np.median(gaps)))
 
 
-def why_refused(gap: Gap, *, floor: float, agreed: Gap | None) -> str:
-    """What is wrong with this gap, "" if nothing. agreed: that of the checkpoint, None where it was never measured.
+def why_refused(gap: Gap, *, floor: float, baseline_gap: Gap | None) -> str:
+    """Return what is wrong with a gap, "" if nothing.
 
-    The largest may be floor, or SLACK x the agreed one; the median MEDIAN_SHARE of floor, or SLACK x the agreed one.
+    The largest difference may be `floor`, or SLACK x that of the baseline; the median MEDIAN_SHARE x `floor`, or SLACK
+    x that of the baseline.
+
+    Args:
+        baseline_gap: The gap at the checkpoint; None if it was never measured.
     """
-    usual = agreed or Gap(largest=0.0, p95=0.0, median=math.inf)
+    usual = baseline_gap or Gap(largest=0.0, p95=0.0, median=math.inf)
     for what, found, base, least in (
         ("at the most", gap.largest, usual.largest, floor),
         ("in the median", gap.median, usual.median, floor * MEDIAN_SHARE),
@@ -53,11 +57,11 @@ def why_refused(gap: Gap, *, floor: float, agreed: Gap | None) -> str:
     return ""
 
 
-def is_stuck(scores: Sequence[np.ndarray], logprobs: Sequence[np.ndarray], agreed: Gap) -> bool:
+def is_stuck(scores: Sequence[np.ndarray], logprobs: Sequence[np.ndarray], baseline_gap: Gap) -> bool:
     """Whether an engine answers to the bit what it answered before, though the learner moved by more than the two were
     ever apart: it computes with the old weights. Each is (before, now).
     """
-    return bool(np.array_equal(*scores) and np.max(np.abs(np.subtract(*logprobs))) > agreed.largest)
+    return bool(np.array_equal(*scores) and np.max(np.abs(np.subtract(*logprobs))) > baseline_gap.largest)
 
 
 def probe_ids(prompts: Sequence[np.ndarray], vocab_size: int, num_tokens: int) -> np.ndarray:

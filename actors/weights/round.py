@@ -28,7 +28,7 @@ GRACE_S = 30.0  # at the least
 GRACE_RATIO = 3.0  # of the first one's time, where that is more
 
 
-class WeightOwner(Protocol):
+class WeightSource(Protocol):
     """What the learner group offers to a weight sync. Blocking calls; LearnerLost when a rank is."""
 
     policy_version: int  # it changes before the weights do
@@ -50,7 +50,7 @@ class WeightOwner(Protocol):
         """[N - 1] float32: log softmax(logits)[ids[t + 1]] after ids[: t + 1], at temperature 1 as `Engine.score`."""
 
 
-class Receiver(Protocol):
+class SyncTarget(Protocol):
     """A rollout worker as the fleet knows it."""
 
     name: str
@@ -65,9 +65,9 @@ class EngineFleet(Protocol):
     config: RolloutConfig
     vocab_size: int
     turn: Turn  # whose the GPUs are, with cluster.gpu_sharing=alternate: a fleet outlives the learners of its runs
-    agreed: Gap | None  # of its engines and a learner on the checkpoint, for the runs that come after
+    baseline_gap: Gap | None  # of its engines and a learner on the checkpoint, for the runs that come after
 
-    def receivers(self) -> Sequence[Receiver]:
+    def receivers(self) -> Sequence[SyncTarget]:
         """The workers that have started and can be reached."""
 
     def ask(self, receiver: Any, submit: Callable[[Any], Any], what: str) -> Coroutine[Any, Any, Any]:
@@ -91,7 +91,7 @@ class Version:
     scores: dict[str, np.ndarray] = field(default_factory=dict)  # of the probe, by the worker's name
     before: "Version | None" = None  # the one that was sent last, without its buckets
     held: list[Any] = field(default_factory=list)  # references to its buckets; none with ipc and nccl
-    proved: list[Receiver] = field(default_factory=list)  # who has it
+    verified: list[SyncTarget] = field(default_factory=list)  # who has it
     missed: dict[str, str] = field(default_factory=dict)  # name of a worker -> why it missed it the last time
     num_calls: int = 1  # of workers and of the learner; the first was `announce`
     stages: dict[str, float] = field(default_factory=dict)  # seconds of work, of the slowest worker
@@ -104,19 +104,19 @@ class Version:
 class Group:
     """With nccl: who met the last time, and has not parted since."""
 
-    crew: Sequence[Receiver] = ()
+    participants: Sequence[SyncTarget] = ()
     rendezvous: Rendezvous | None = None
 
 
 @dataclass
 class Round:
-    """One try to bring a version to a crew. Who dies, is late or disagrees drops out."""
+    """One try to bring a version to a participants. Who dies, is late or disagrees drops out."""
 
-    learner: WeightOwner
+    learner: WeightSource
     fleet: EngineFleet
     config: LearnerConfig
     version: Version
-    crew: list[Receiver]  # that have all that was sent so far
+    participants: list[SyncTarget]  # that have all that was sent so far
     deadline: float  # of time.monotonic, for all of it
     group: Group
     id: str = field(default_factory=lambda: uuid.uuid4().hex)  # what is of another is not loaded, however late it comes
@@ -124,12 +124,12 @@ class Round:
     @property
     def _broadcasts(self) -> bool:
         """So that nobody finishes when one has refused."""
-        return self.config.sync_transport == "nccl" and not self.config.keeps_buckets
+        return self.config.sync_transport == "nccl" and not self.config.is_replayable
 
     async def deliver(self) -> list[float]:
-        """All buckets to the crew; returns the probe gap of each worker that proved to have them."""
+        """All buckets to the participants; returns the probe gap of each worker that verified to have them."""
         version, engine = self.version, self.fleet.config
-        aboard = BUCKETS_ABOARD if self.config.keeps_buckets else 1  # the next one takes the memory of the one before
+        aboard = BUCKETS_ABOARD if self.config.is_replayable else 1  # the next one takes the memory of the one before
         tasks: list[asyncio.Future[Any]] = []
         try:
             await self._timed(
@@ -165,7 +165,7 @@ class Round:
             self.version.took(stage, max(seconds[stage] for _, seconds in answers))
 
     async def _buckets(self) -> AsyncGenerator[Any, None]:
-        """What is held, else the learner's, held where they can be; the crew is dropped when it went on meanwhile.
+        """What is held, else the learner's, held where they can be; participants are dropped if it continued meanwhile.
 
         Whether the workers still listen makes no difference to it: the ranks are in the middle of one call.
         """
@@ -181,7 +181,7 @@ class Round:
         try:
             while (ref := await asyncio.to_thread(next, stream, None)) is not None:
                 await asyncio.gather(*joining)
-                if self.config.keeps_buckets:
+                if self.config.is_replayable:
                     version.held.append(ref)
                 yield ref
         finally:
@@ -195,15 +195,15 @@ class Round:
 
         Those who are still together from the round before need not meet again.
         """
-        if self.group.rendezvous is not None and self.group.crew == self.crew:
+        if self.group.rendezvous is not None and self.group.participants == self.participants:
             return self.group.rendezvous, []
         self.version.num_calls += 1
         host, port = await asyncio.to_thread(self.learner.address)
         gpus = self.fleet.config.tensor_parallel  # of an engine: each is a rank, and rank 0 the learner's
-        ranks = {receiver.handle: 1 + index * gpus for index, receiver in enumerate(self.crew)}
-        members = ("the learner", *(receiver.name for receiver in self.crew for _ in range(gpus)))
+        ranks = {receiver.handle: 1 + index * gpus for index, receiver in enumerate(self.participants)}
+        members = ("the learner", *(receiver.name for receiver in self.participants for _ in range(gpus)))
         rendezvous = Rendezvous(id=self.id, host=host, port=port, members=members)
-        self.group.crew, self.group.rendezvous = list(self.crew), rendezvous
+        self.group.participants, self.group.rendezvous = list(self.participants), rendezvous
         what = "the rendezvous with the learner"
         joining = self._each(lambda w: w.join_group.remote(self.id, rendezvous, ranks[w]), what)
         return rendezvous, [asyncio.ensure_future(joining)]
@@ -226,17 +226,17 @@ class Round:
                 continue
             gaps.append(gap.largest)
             self.version.scores[receiver.name] = scores
-            self.version.proved.append(receiver)
+            self.version.verified.append(receiver)
             self.fleet.has_weights(receiver, self.version.number)
         self.version.took("verify", time.monotonic() - started)
         return gaps
 
-    def _wrong(self, receiver: Receiver, scores: np.ndarray, logprobs: np.ndarray, gap: Gap) -> str:
-        agreed, before = self.fleet.agreed, self.version.before
-        wrong = why_refused(gap, floor=self.config.probe_floor(self.fleet.config), agreed=agreed)
-        if not wrong and agreed and before and receiver.name in before.scores:
+    def _wrong(self, receiver: SyncTarget, scores: np.ndarray, logprobs: np.ndarray, gap: Gap) -> str:
+        baseline_gap, before = self.fleet.baseline_gap, self.version.before
+        wrong = why_refused(gap, floor=self.config.probe_floor(self.fleet.config), baseline_gap=baseline_gap)
+        if not wrong and baseline_gap and before and receiver.name in before.scores:
             assert before.probe_logprobs is not None
-            if is_stuck((before.scores[receiver.name], scores), (before.probe_logprobs, logprobs), agreed):
+            if is_stuck((before.scores[receiver.name], scores), (before.probe_logprobs, logprobs), baseline_gap):
                 return f"it answers the probe as with version {before.number}, to the bit, and the learner does not"
         return wrong and f"on the probe of {len(self.version.probe)} tokens {wrong}"
 
@@ -249,16 +249,16 @@ class Round:
 
     async def _each(
         self, submit: Callable[[Any], Any], what: str, *, timeout_s: float = math.inf
-    ) -> list[tuple[Receiver, Any]]:
-        """submit(handle) on all of the crew -> answers of those that gave one; the others are dropped.
+    ) -> list[tuple[SyncTarget, Any]]:
+        """submit(handle) on all of the participants -> answers of those that gave one; the others are dropped.
 
         All have until the round's deadline and at most timeout_s; once the first has answered, or in a broadcast
         refused, the others have `grace_s`.
         """
-        started, asked = time.monotonic(), dict[asyncio.Future[Any], Receiver]()
+        started, asked = time.monotonic(), dict[asyncio.Future[Any], SyncTarget]()
         until = min(self.deadline, started + timeout_s)
-        self.version.num_calls += len(self.crew)
-        for receiver in self.crew:
+        self.version.num_calls += len(self.participants)
+        for receiver in self.participants:
             receiver.syncing = True  # now: set by the task, it might come after the end of the sync
             asked[asyncio.ensure_future(self.fleet.ask(receiver, submit, what))] = receiver
         answers, pending = [], set(asked)
@@ -284,13 +284,13 @@ class Round:
         return answers
 
     def _drop_all(self, reason: str) -> None:
-        for receiver in list(self.crew):
+        for receiver in list(self.participants):
             self._drop(receiver, reason)
 
-    def _drop(self, receiver: Receiver, reason: str, *, late: bool = False) -> None:
+    def _drop(self, receiver: SyncTarget, reason: str, *, late: bool = False) -> None:
         """Go on without it. A worker that has two buckets aboard fails twice and is dropped once."""
-        if receiver in self.crew:
-            self.crew.remove(receiver)
+        if receiver in self.participants:
+            self.participants.remove(receiver)
             self.group.rendezvous = None
             self.version.missed[receiver.name] = reason
             self.fleet.missed(receiver, reason, late=late)

@@ -1,4 +1,4 @@
-"""Weights from the learner group into every rollout engine: sent by version, checked by hashes, proved by a probe.
+"""Weights from the learner group into every rollout engine: sent by version, checked by hashes, verified by a probe.
 
 The way of one version (`round`): the learner announces names and shapes and streams buckets (`buckets`), every worker
 hands them to its engine (`engines.engine`), and each then scores the same 64 tokens and must agree with the learner,
@@ -18,7 +18,7 @@ import numpy as np
 
 from actors.weights.buckets import num_bytes
 from actors.weights.probe import PROBE_TOKENS, Gap, probe_ids
-from actors.weights.round import EngineFleet, Group, Receiver, Round, Version, WeightOwner, grace_s
+from actors.weights.round import EngineFleet, Group, Round, SyncTarget, Version, WeightSource, grace_s
 from t2g.config import LearnerConfig
 from t2g.errors import RunStopped
 from t2g.files import write_atomic
@@ -33,7 +33,7 @@ class WeightSync:
 
     def __init__(
         self,
-        learner: WeightOwner,
+        learner: WeightSource,
         fleet: EngineFleet,
         config: LearnerConfig,
         *,
@@ -45,7 +45,7 @@ class WeightSync:
         self._learner, self._fleet, self._config, self._kept = learner, fleet, config, kept
         self._probe = probe_ids(prompts, fleet.vocab_size, min(PROBE_TOKENS, fleet.config.max_model_len - 1))
         if kept is not None and kept.exists():
-            fleet.agreed = Gap(**json.loads(kept.read_bytes()))
+            fleet.baseline_gap = Gap(**json.loads(kept.read_bytes()))
         self._held: Version | None = None  # the last one that was sent
         self._held_s = 0.0  # that its push took
         self._group = Group()
@@ -79,7 +79,7 @@ class WeightSync:
                         probe_gap=max(gaps),
                         stages=dict(version.stages),
                         num_calls=version.num_calls,
-                        missed=tuple(sorted(version.missed.keys() - {receiver.name for receiver in version.proved})),
+                        missed=tuple(sorted(version.missed.keys() - {receiver.name for receiver in version.verified})),
                     )
         words = "; ".join(f"{name} {reason}" for name, reason in sorted(version.missed.items()))
         raise RunStopped(f"no rollout worker got version {policy_version} of the weights, sent twice: {words}")
@@ -99,21 +99,21 @@ class WeightSync:
                     f"{len(self._probe)} tokens before anything was sent; learner.probe_tolerance={floor:g} allows no "
                     "more: they compute different models"
                 )
-            self._fleet.agreed = gap or self._fleet.agreed
-        if self._kept is not None and self._fleet.agreed is not None:
-            write_atomic(self._kept, json.dumps(asdict(self._fleet.agreed), indent=1).encode())
+            self._fleet.baseline_gap = gap or self._fleet.baseline_gap
+        if self._kept is not None and self._fleet.baseline_gap is not None:
+            write_atomic(self._kept, json.dumps(asdict(self._fleet.baseline_gap), indent=1).encode())
 
     def _take_over(self) -> None:
         """From a worker that catches up from what is held; where the learner sends, its ranks are in the middle of it.
 
         A function of its own: what is cancelled keeps the buckets that it was to send as long as anybody knows it.
         """
-        if self._catching_up is not None and self._config.keeps_buckets:
+        if self._catching_up is not None and self._config.is_replayable:
             round_, delivery = self._catching_up
-            round_.crew.clear()  # nobody missed anything
+            round_.participants.clear()  # nobody missed anything
             delivery.cancel()
 
-    async def catch_up(self, receiver: Receiver) -> None:
+    async def catch_up(self, receiver: SyncTarget) -> None:
         """Bring a STALE worker the last version that was pushed; the fleet hears of the outcome.
 
         Does nothing before the first push, which reaches every worker, nor to a worker that a push has reached since,
@@ -122,11 +122,11 @@ class WeightSync:
         """
         async with self.sending:
             version = self._held
-            if version is None or receiver in version.proved or self._fleet.turn == "learner":
+            if version is None or receiver in version.verified or self._fleet.turn == "learner":
                 return
             if not version.held and self._learner.policy_version != version.made_at:
                 return
-            patience_s = grace_s(self._held_s) if self._config.keeps_buckets else math.inf
+            patience_s = grace_s(self._held_s) if self._config.is_replayable else math.inf
             round_ = self._round(version, [receiver], patience_s)
             delivery = asyncio.ensure_future(round_.deliver())
             self._catching_up = round_, delivery
@@ -137,11 +137,11 @@ class WeightSync:
             if isinstance(outcome, BaseException) and not isinstance(outcome, asyncio.CancelledError):  # by a push
                 raise outcome
 
-    def _round(self, version: Version, crew: Sequence[Receiver], timeout_s: float = math.inf) -> Round:
+    def _round(self, version: Version, participants: Sequence[SyncTarget], timeout_s: float = math.inf) -> Round:
         deadline = time.monotonic() + min(timeout_s, self._config.step_timeout_s)
-        return Round(self._learner, self._fleet, self._config, version, list(crew), deadline, self._group)
+        return Round(self._learner, self._fleet, self._config, version, list(participants), deadline, self._group)
 
-    async def _some_receivers(self) -> Sequence[Receiver]:
+    async def _some_receivers(self) -> Sequence[SyncTarget]:
         deadline = time.monotonic() + self._config.step_timeout_s
         while not (receivers := self._fleet.receivers()):
             if time.monotonic() > deadline:

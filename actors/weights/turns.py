@@ -8,7 +8,7 @@ gradients leave. So a turn of the engines begins with a push, with samples, or a
 import asyncio
 from typing import Protocol
 
-from actors.weights.round import EngineFleet, Receiver
+from actors.weights.round import EngineFleet, SyncTarget
 from t2g.errors import MissedSync, RunStopped
 from t2g.interfaces import Turn
 
@@ -43,7 +43,7 @@ class Turns:
             await asyncio.to_thread(self.learner.rest, False)
         self._fleet.turn = turn
 
-    async def _rest(self, receiver: Receiver, on: bool) -> str:
+    async def _rest(self, receiver: SyncTarget, on: bool) -> str:
         """What went wrong."""
         what = "its sleep" if on else "its waking"
         try:

@@ -44,7 +44,7 @@ class Steering:
             wanted = self._control.news()
             for role, fleet in self._fleets.items():
                 if FIELDS[role] in wanted:
-                    fleet.want(wanted[FIELDS[role]])
+                    fleet.set_target_size(wanted[FIELDS[role]])
             if looks % STATUS_EVERY == 0:
                 self.write_status()
             looks += 1
@@ -78,7 +78,7 @@ class Steering:
         workers, current = self._config.rollout.workers, fleet.expected
         number = wanted_workers(self._loads, current=current, joining=fleet.joining, workers=workers)
         if number != current:
-            fleet.want(number)
+            fleet.set_target_size(number)
 
     def write_status(self) -> None:
         """Write the status file; the run continues if it cannot be written."""

@@ -41,7 +41,7 @@ async def races(bench: Bench, learner: LearnerGroup, fleet: RolloutFleet) -> lis
     dtype, most = config.rollout.dtype, fleet.config.workers.max
     store = config.learner.sync_transport == "store"  # the others take no hashes, and need somebody who receives
     for workers in (number for number in config.workers if number <= most):
-        fleet.want(workers)
+        fleet.set_target_size(workers)
         await until_started(fleet, workers, timeout_s=config.rollout.start_timeout_s)
         pushes = {}
         for verify in ("probe", "full") if store else ("probe",):

@@ -97,7 +97,7 @@ def group_advantages(
     return torch.where(mask.bool(), advantages, 0).to(rewards.dtype), returns.to(rewards.dtype)
 
 
-def taught(
+def distillation_advantages(
     advantages: np.ndarray, teacher_logprobs: np.ndarray, logprobs: np.ndarray, where: np.ndarray, weight: float
 ) -> np.ndarray:
     """A_t = (1 - w) A_t + w where_t (log p_teacher,t - log p_t), all [R] of one response -> [R] float32.
@@ -107,7 +107,7 @@ def taught(
     sampled tokens (SDPO, arXiv 2601.20802; TRL's `sampled_token`): no reward has a part in it.
 
     >>> half, quarter = np.log([0.5, 0.5]), np.log([0.25, 1.0])
-    >>> taught(np.array([1.0, 1.0]), half, quarter, np.array([1, 0]), 0.5).round(3).tolist()
+    >>> distillation_advantages(np.array([1.0, 1.0]), half, quarter, np.array([1, 0]), 0.5).round(3).tolist()
     [0.847, 0.5]
     """
     return ((1 - weight) * advantages + weight * where * (teacher_logprobs - logprobs)).astype(np.float32)

@@ -214,12 +214,12 @@ class LearnerConfig(RoleConfig):
         return self.lora is not None and self.sync_adapters
 
     @property
-    def keeps_buckets(self) -> bool:
+    def is_replayable(self) -> bool:
         """Whether a push can be repeated without the learner."""
         return self.sends_adapters or self.sync_transport == "store"
 
     @property
-    def lends(self) -> bool:
+    def uses_cuda_ipc(self) -> bool:
         """Whether engines copy weights directly from the memory of ranks."""
         return self.sync_transport == "ipc" and not self.sends_adapters
 

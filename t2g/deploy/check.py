@@ -219,7 +219,7 @@ def _cluster_warnings(config: JobConfig, shape: ModelShape | None) -> Iterator[s
             f"cluster.placement_timeout_s is {cluster.placement_timeout_s:g}: pods that an autoscaler adds take "
             "minutes; 1800 gives them time"
         )
-    if not (isinstance(config, PolicyJob) and config.learner.keeps_buckets and shape):
+    if not (isinstance(config, PolicyJob) and config.learner.is_replayable and shape):
         return
     need, have = store_bytes(shape, config.learner, b=BYTES[config.rollout.dtype]) / GIB, store_gib(config)
     if need > have:

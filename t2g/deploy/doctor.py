@@ -33,7 +33,7 @@ class PendingGroup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Barred:
+class Unreachable:
     """A node from which a port of another, on which somebody listens, cannot be reached."""
 
     source: str
@@ -46,7 +46,7 @@ def findings(
     pending: Sequence[PendingGroup],
     roles: Mapping[str, ProcessConfig],
     shared: Path | None,
-    barred: Sequence[Barred] = (),
+    find_unreachable: Sequence[Unreachable] = (),
 ) -> list[str]:
     """One sentence for each thing that is wrong. `shared`: the root of all runs."""
     return [
@@ -64,7 +64,7 @@ def findings(
         *(
             f"node {b.source} does not reach node {b.target}: {b.reason}; ranks and engines meet on ports that the "
             "system picks: open those above 1023 between these nodes"
-            for b in barred
+            for b in find_unreachable
         ),
     ]
 

@@ -236,7 +236,7 @@ def lent_bytes(shape: ModelShape, learner: LearnerConfig, *, b: int) -> float:
     that is more than sync_bucket_mib.
     """
     module = b * max(shape.layer_numel, shape.embedding_numel)
-    return 2 * max(learner.sync_bucket_mib * 2**20, module) if learner.lends else 0.0
+    return 2 * max(learner.sync_bucket_mib * 2**20, module) if learner.uses_cuda_ipc else 0.0
 
 
 def logits_bytes(
@@ -279,7 +279,7 @@ def beside_bytes(fit: Estimate, engine: EngineConfig, *, sharing: GpuSharing, gp
 
     fit: of the rank. A rank works beside an engine's share, or one that sleeps; an engine beside a whole rank, or with
     gpu_sharing=alternate beside a rank's weights, which it goes on to hold and gathers for a push: two buckets that it
-    lends, and two that it makes them of.
+    uses_cuda_ipc, and two that it makes them of.
     """
     if sharing != "alternate":
         return {"learner": engine.gpu_memory_utilization * gpu_bytes, "rollout": fit.total}
@@ -391,6 +391,6 @@ def store_gib(config: AnyJob) -> float:
     """cluster.object_store_gib, or what `store_bytes` needs and a fifth, at least 1."""
     if config.cluster.object_store_gib is not None:
         return config.cluster.object_store_gib
-    held = isinstance(config, PolicyJob) and config.learner.keeps_buckets
+    held = isinstance(config, PolicyJob) and config.learner.is_replayable
     shape = find_shape(config.model.policy, config.model.revision) if held else None
     return max(1.0, 1.2 * store_bytes(shape, config.learner, b=BYTES[config.rollout.dtype]) / GIB if shape else 0)

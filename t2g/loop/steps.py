@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from t2g.algo.advantages import gae, group_advantages, step_rewards, taught, whiten
+from t2g.algo.advantages import distillation_advantages, gae, group_advantages, step_rewards, whiten
 from t2g.algo.kl import sequence_kl
 from t2g.config import ObjectiveConfig
 from t2g.errors import RunStopped, UserError
@@ -198,7 +198,7 @@ def _blended(
     if teacher is None:
         return (1 - rule.weight) * advantages, weights * np.float32(rule.weight < 1)
     where = np.ones_like(scored.deltas) if rule.where == "all" else scored.deltas != 0
-    return taught(advantages, teacher, stats.old_logprobs, where, rule.weight), weights
+    return distillation_advantages(advantages, teacher, stats.old_logprobs, where, rule.weight), weights
 
 
 def step_metrics(
@@ -251,7 +251,7 @@ def fault_recall(task: Task, pairs: Sequence[tuple[Prompt, Rollout, SpanFeedback
     return shares | ({"feedback/faults_praised": float(np.mean(praised))} if praised else {})
 
 
-def teachers_words(scored: Sequence[ScoredRollout], *, sibling: bool) -> list[list[str]]:
+def teacher_contexts(scored: Sequence[ScoredRollout], *, sibling: bool) -> list[list[str]]:
     """What the teacher may be told of each response, the fullest first: with `sibling` the best paid response to the
     same prompt below its critique, where that was paid more; its critique (SDPO, arXiv 2601.20802)."""
     best: dict[str, ScoredRollout] = {}
@@ -268,7 +268,7 @@ def teachers_words(scored: Sequence[ScoredRollout], *, sibling: bool) -> list[li
 
 
 def teacher_metrics(teacher: Sequence[np.ndarray | None], stats: Sequence[TokenStats]) -> dict[str, float]:
-    """How much of a step the teacher of `objective.teacher` taught, and how far from the policy it is."""
+    """Return the share of a step with a teacher, and the teacher's distance from the policy."""
     gaps = [row - t.old_logprobs for row, t in zip(teacher, stats, strict=False) if row is not None]
     if not gaps:
         return {}

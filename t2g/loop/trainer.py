@@ -37,8 +37,8 @@ from t2g.loop.steps import (
     step_kl,
     step_metrics,
     sync_metrics,
+    teacher_contexts,
     teacher_metrics,
-    teachers_words,
     token_columns,
     token_staleness,
 )
@@ -219,7 +219,7 @@ class Trainer:
         stats = await self._call(self.learner.forward, [s.rollout for s in scored])
         refuse_not_finite(step, scored, stats)
         objective, kl_coef, seed = self.config.objective, self.state.kl_coef, self.config.run.seed
-        teacher = await self._teach(scored, prompts) if objective.teacher else ()
+        teacher = await self._score_teacher(scored, prompts) if objective.teacher else ()
         samples = advantage_samples(scored, stats, objective, kl_coef=kl_coef, seed=seed, teacher=teacher)
         batch = make_train_batch(
             samples,
@@ -233,11 +233,13 @@ class Trainer:
         result = replace(result, metrics=result.metrics | teacher_metrics(teacher, stats))
         return samples, stats, step_kl(stats), result
 
-    async def _teach(self, scored: Sequence[ScoredRollout], prompts: Sequence[Prompt]) -> list[np.ndarray | None]:
+    async def _score_teacher(
+        self, scored: Sequence[ScoredRollout], prompts: Sequence[Prompt]
+    ) -> list[np.ndarray | None]:
         """Log-probabilities [R] of each response by the policy that reads its critique, None where none fits."""
         room = self.config.revision_window - self.config.rollout.max_new_tokens
         asked = []
-        words = teachers_words(scored, sibling=self.config.objective.teacher.sibling)
+        words = teacher_contexts(scored, sibling=self.config.objective.teacher.sibling)
         for one, told, prompt in zip(scored, words, prompts, strict=True):
             fits = partial(encode_revision, self.task, prompt, one.rollout.response_text)
             tried = (fits(said, self.tokenizer, room, whole=said is not told[-1]) for said in told)

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from t2g.config import RoleConfig
-from t2g.deploy.doctor import Barred, Node, PendingGroup, findings, why_pending
+from t2g.deploy.doctor import Node, PendingGroup, Unreachable, findings, why_pending
 
 GIB = 2**30
 VERSIONS = {"python": "3.11.9", "ray": "2.60.0"}
@@ -74,8 +74,8 @@ def test_each_fault_is_one_sentence() -> None:
 
 
 def test_who_does_not_reach_whom_is_told() -> None:
-    barred = [Barred(source="gpu-0", target="learner-0", reason="port 4711 of 10.0.0.2: timed out")]
-    (sentence,) = findings(NODES, [], {}, None, barred)
+    find_unreachable = [Unreachable(source="gpu-0", target="learner-0", reason="port 4711 of 10.0.0.2: timed out")]
+    (sentence,) = findings(NODES, [], {}, None, find_unreachable)
     assert sentence.startswith("node gpu-0 does not reach node learner-0: port 4711 of 10.0.0.2: timed out; ")
 
 

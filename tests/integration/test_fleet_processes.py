@@ -105,12 +105,12 @@ def test_a_worker_that_waits_for_a_place_holds_nobody_up_and_leaves_without_havi
     fleet = ready(begin(CONFIG.model_copy(update={"cpus": free_cpus() * 0.4})))
 
     async def run() -> None:
-        fleet.want(3)
+        fleet.set_target_size(3)
         for _ in range(10):
             fleet.tick()
             await work(fleet)
         assert [w["state"] for w in fleet.report()["workers"]] == ["serving", "serving", "starting"]
-        fleet.want(2)
+        fleet.set_target_size(2)
         fleet.tick()
         assert [w["state"] for w in fleet.report()["workers"]] == ["serving", "serving"]
 

@@ -115,7 +115,7 @@ def test_the_reference_is_the_base_to_the_bit(
     """A second copy that never trained, given the same rows: the reference of a full fine-tuning."""
     _, frozen, _ = load_policy(learner_spec(base), on_gpu=False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LearnerSpec, "old_is_current", False)
+        patch.setattr(LearnerSpec, "defers_old_logprobs", False)
         stats = group.forward(rollouts)
     for members in microbatches(rollouts, rank=0, num_ranks=1, token_budget=group.spec.learner.tokens_per_microbatch):
         rows = Rows([rollouts[i] for i in members], torch.device("cpu"))

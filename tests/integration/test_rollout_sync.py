@@ -330,7 +330,7 @@ class Remote:
 class OneEngine:
     """An `EngineFleet` of one worker. `heard`: the version that it has, or why it has none."""
 
-    config, vocab_size, agreed = RolloutConfig(max_model_len=640), BYTE_VOCABULARY, None
+    config, vocab_size, baseline_gap = RolloutConfig(max_model_len=640), BYTE_VOCABULARY, None
 
     def __init__(self, worker: GlooWorker) -> None:
         self.member, self.heard = SimpleNamespace(name="w", handle=Remote(worker), syncing=False), []

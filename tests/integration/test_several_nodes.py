@@ -13,7 +13,7 @@ from fleet_worker import Telling, make_fleet
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table, remove_placement_group
 
-from actors.cluster.nodes import barred, reached
+from actors.cluster.nodes import find_unreachable, reached
 from actors.cluster.placement import check_places, connect, may_grow, refuse_hopeless, reserve
 from actors.learner.ranks import Ranks
 from t2g.config import ClusterConfig, EngineConfig, RoleConfig, WorkersConfig
@@ -109,7 +109,7 @@ def test_what_no_node_will_ever_have_is_refused_at_once(nodes: Cluster) -> None:
 
 def test_every_node_reaches_the_ports_of_those_with_ranks(nodes: Cluster) -> None:
     roles = {"learner": RoleConfig(labels={"rl/role": "learner"}), "rollout": engine(1, labels={"rl/role": "rollout"})}
-    assert barred(roles, timeout_s=60) == []
+    assert find_unreachable(roles, timeout_s=60) == []
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from actors.vllm_compat import transports
-from actors.vllm_compat.plugin import IpcSharedEngine, NcclBroadcastEngine, Part, WeightManifest
+from actors.vllm_compat.plugin import BucketInfo, IpcSharedEngine, NcclBroadcastEngine, WeightManifest
 from actors.vllm_compat.transports import (
     IpcSender,
     NcclSender,
@@ -30,7 +30,7 @@ from actors.vllm_compat.transports import (
     rebuild_arguments,
 )
 from actors.weights.buckets import Rendezvous
-from actors.weights.intake import Intake
+from actors.weights.weight_receiver import WeightReceiver
 
 NAMES = ("a.weight", "a.bias", "b.weight")
 TENSORS = [torch.arange(6).reshape(2, 3), torch.tensor([7]), torch.arange(8, 12).reshape(4, 1)]
@@ -87,7 +87,7 @@ def invite(transfer: Any, rendezvous: Rendezvous, rank: int) -> None:
 def test_broadcasts_bring_every_engine_the_ranks_tensors_version_after_version_in_one_group() -> None:
     rendezvous, versions = rendezvous_of("w0", "w1"), range(2)
     engines = [engine(NcclBroadcastEngine) for _ in range(2)]
-    told: list[queue.SimpleQueue[Part]] = [queue.SimpleQueue() for _ in engines]
+    told: list[queue.SimpleQueue[BucketInfo]] = [queue.SimpleQueue() for _ in engines]
 
     def receive(number: int) -> Any:
         transfer, model = engines[number]
@@ -114,7 +114,7 @@ def test_broadcasts_bring_every_engine_the_ranks_tensors_version_after_version_i
                     sent = version * len(BUCKETS) + index
                     assert sender._group.num_broadcasts == sent, "an engine hears of a bucket before it is broadcast"
                     for inbox in told:
-                        inbox.put(Part(version=5, index=bucket.index, names=list(bucket.names), way=bucket.way))
+                        inbox.put(BucketInfo(version=5, index=bucket.index, names=list(bucket.names), way=bucket.way))
         for done in receiving:
             done.result(20)
 
@@ -200,7 +200,7 @@ def test_whoever_waits_for_a_member_that_is_gone_is_released() -> None:
 @pytest.mark.usefixtures("_cpu")
 def test_an_engine_refuses_a_broadcast_that_was_broken_off_and_takes_the_next_round() -> None:
     transfer, model = engine(NcclBroadcastEngine)
-    part = Part(version=5, index=0, names=list(NAMES), way={})
+    part = BucketInfo(version=5, index=0, names=list(NAMES), way={})
     with pytest.raises(RuntimeError, match="no group"):
         transfer.receive_weights(part)
     transfer.model_update_group = broken = Fallible(hangs=True)
@@ -217,7 +217,7 @@ def test_an_engine_is_told_of_its_group_beside_the_announcements() -> None:
     transfer, _ = engine(NcclBroadcastEngine)
     told: list[dict[str, Any]] = []
 
-    class Joining(Intake):
+    class Joining(WeightReceiver):
         async def _tell_core(self, info: dict[str, Any]) -> None:
             told.append(over_the_wire(info))
 
@@ -284,7 +284,7 @@ def test_an_engine_reads_the_memory_of_the_rank_on_its_gpu(monkeypatch: pytest.M
     lonely = {"handles": {"GPU-0": bucket.way["handles"]["GPU-0"]}}
     open_version(transfer)
     with pytest.raises(ValueError, match="IPC handle not found for GPU UUID GPU-1"):
-        transfer.receive_weights(Part(version=5, index=0, names=list(NAMES[:2]), way=lonely))
+        transfer.receive_weights(BucketInfo(version=5, index=0, names=list(NAMES[:2]), way=lonely))
 
 
 def test_a_bucket_is_packed_while_the_one_before_is_read() -> None:

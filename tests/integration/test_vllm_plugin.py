@@ -14,7 +14,7 @@ import torch
 from recorder import Recorder
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from actors.vllm_compat.plugin import Part, StoreWeightTransferEngine, WeightManifest, descends_from
+from actors.vllm_compat.plugin import BucketInfo, StoreWeightTransferEngine, WeightManifest, descends_from
 from actors.weights.buckets import hash_of
 
 
@@ -35,7 +35,7 @@ BITS = torch.arange(1, 8).to(torch.bfloat16).view(torch.uint16).numpy()
 PARTS = {"a": BITS[:4], "b": BITS[4:]}
 
 
-def bucket(folder: Path, *, names: Sequence[str] = ("a", "b"), **changes: object) -> Part:
+def bucket(folder: Path, *, names: Sequence[str] = ("a", "b"), **changes: object) -> BucketInfo:
     """Tensor a at byte 0, tensor b at byte 64, as bfloat16 1 .. 7."""
     data = np.zeros(128, np.uint8)
     data[:8], data[64:70] = PARTS["a"].view(np.uint8), PARTS["b"].view(np.uint8)
@@ -46,7 +46,7 @@ def bucket(folder: Path, *, names: Sequence[str] = ("a", "b"), **changes: object
         "xxh3": hash_of(*(PARTS.get(n, BITS) for n in names)), "tensor_xxh3": [],
     }  # fmt: skip
     of_part = {name: changes.pop(name) for name in part.keys() & changes.keys()}
-    return Part(**(part | of_part), way=way | changes)
+    return BucketInfo(**(part | of_part), way=way | changes)
 
 
 def test_tensors_have_announced_shapes_and_the_learners_bytes(tmp_path: Path) -> None:

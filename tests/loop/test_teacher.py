@@ -16,7 +16,7 @@ from actors.learner.parts import LearnerSpec
 from t2g.algo.losses import policy_loss
 from t2g.config import LearnerConfig, ModelConfig, ObjectiveConfig
 from t2g.errors import RunStopped
-from t2g.loop.steps import advantage_samples, teachers_words
+from t2g.loop.steps import advantage_samples, teacher_contexts
 from t2g.types import Prompt, Rollout, ScoredRollout, SpanFeedback
 
 
@@ -101,12 +101,12 @@ def test_the_teacher_reads_the_best_paid_response_of_the_group_where_that_is_ano
 
     scored = [one("p", "poor", -1.0, "wrong "), one("p", "best", 2.0, "right"), one("p", "next", 1.0, "")]
     scored += [one("q", "alone", -3.0, "all wrong"), one("r", "same", 1.0, "fine"), one("r", "equal", 1.0, " ")]
-    assert teachers_words(scored, sibling=False) == [["wrong"], ["right"], [], ["all wrong"], ["fine"], []]
-    assert teachers_words(scored, sibling=True) == [
+    assert teacher_contexts(scored, sibling=False) == [["wrong"], ["right"], [], ["all wrong"], ["fine"], []]
+    assert teacher_contexts(scored, sibling=True) == [
         ["wrong\nBetter: best", "wrong"], ["right"], ["Better: best"], ["all wrong"], ["fine"], [],
     ]  # fmt: skip
     scored[1] = replace(scored[1], truncation_penalty=-1.5)  # worth .5 now, and `next` is worth 1
-    assert teachers_words(scored[:3], sibling=True) == [
+    assert teacher_contexts(scored[:3], sibling=True) == [
         ["wrong\nBetter: next", "wrong"], ["right\nBetter: next", "right"], [],
     ]  # fmt: skip
 
@@ -158,14 +158,14 @@ def test_the_learner_says_the_old_logprobs_before_the_update_where_a_teacher_nee
             model=ModelConfig(policy="m"), learner=once, objective=ObjectiveConfig(**objective), num_updates=1, seed=1
         )
 
-    assert spec().old_is_current and not spec(teacher={}).old_is_current
+    assert spec().defers_old_logprobs and not spec(teacher={}).defers_old_logprobs
 
 
 def test_where_the_better_response_does_not_fit_the_critique_alone_is_shown(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = [["a yes, b no" + " and more" * 1000, "a yes, b no"]]
-    monkeypatch.setattr("t2g.loop.trainer.teachers_words", lambda scored, sibling: told * len(scored))
+    monkeypatch.setattr("t2g.loop.trainer.teacher_contexts", lambda scored, sibling: told * len(scored))
     bench, shown = taught_bench(tokenizer, tmp_path, sibling=True)
     bench.run()
     assert shown and all("and more" not in tokenizer.decode(r.prompt_ids) for r in shown)

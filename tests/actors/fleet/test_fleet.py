@@ -171,7 +171,7 @@ def test_workers_join_and_leave_while_requests_go_on_and_no_call_waits_for_the_j
 
     async def run() -> tuple[list[str], list[str]]:
         gate.unlink()
-        fleet.want(4)
+        fleet.set_target_size(4)
         await until(fleet, lambda: len(fleet.report()["workers"]) == 4)
         while_joining = await asyncio.gather(*(work(fleet) for _ in range(8)))
         assert len(fleet.serving()) == 2 and fleet.joining
@@ -180,7 +180,7 @@ def test_workers_join_and_leave_while_requests_go_on_and_no_call_waits_for_the_j
         name_them(fleet)
         asked = [asyncio.ensure_future(work(fleet, seconds=1.0)) for _ in range(8)]
         await until(fleet, lambda: all(m.load == 2 for m in fleet.serving()))
-        fleet.want(1)
+        fleet.set_target_size(1)
         await until(fleet, lambda: len(fleet.serving()) == 1)
         assert {w["state"] for w in fleet.report()["workers"]} == {"serving", "draining"}
         finished = await asyncio.gather(*asked)
@@ -215,7 +215,7 @@ def test_only_a_worker_with_the_weights_serves_and_one_that_missed_them_catches_
         answers = await asked  # at once, not when they are late
         assert [m.name for m in fleet.serving()] == ["test worker 1"]
         fleet.catch_up = catch_up
-        fleet.want(3)
+        fleet.set_target_size(3)
         await until(fleet, lambda: len(fleet.serving()) == 3)
         return answers
 
@@ -258,7 +258,7 @@ def test_an_answer_that_is_lost_is_asked_for_elsewhere_and_costs_no_worker(fleet
 
 def test_many_requests_that_do_not_reach_a_worker_at_once_leave_it_to_its_probes(fleet: Fleet) -> None:
     """Which it answers here: until then requests wait, though it is the only one."""
-    fleet.want(1)
+    fleet.set_target_size(1)
     fleet.tick()
     (only,) = fleet.serving()
 
@@ -313,7 +313,7 @@ def test_who_was_late_in_a_weight_sync_is_sent_none_until_it_answers_a_probe(fle
 def test_nobody_is_dismissed_in_the_middle_of_a_weight_sync(fleet: Fleet) -> None:
     for member in fleet.serving():
         member.syncing = True
-    fleet.want(1)
+    fleet.set_target_size(1)
     fleet.tick()
     assert len(fleet.serving()) == 2
     fleet.missed(fleet.serving()[0], "computes something else")

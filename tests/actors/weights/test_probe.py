@@ -51,37 +51,39 @@ def wrong_layers(engine: Any) -> None:
 @pytest.mark.parametrize("plant", [wrong_tensor, wrong_layers])
 def test_rounding_passes_and_wrong_weights_do_not(dtype: torch.dtype, plant: Callable[[Any], None]) -> None:
     engine, learner = model("eager", dtype), model("sdpa", dtype)
-    agreed = gap_between(scores(engine), scores(learner))
-    assert 0 < agreed.median <= agreed.p95 <= agreed.largest < FLOORS[dtype]
+    usual = gap_between(scores(engine), scores(learner))
+    assert 0 < usual.median <= usual.p95 <= usual.largest < FLOORS[dtype]
     for trained in (engine, learner):
         move(trained, 0.05)
-    assert why_refused(gap_between(scores(engine), scores(learner)), floor=FLOORS[dtype], agreed=agreed) == ""
+    assert why_refused(gap_between(scores(engine), scores(learner)), floor=FLOORS[dtype], baseline_gap=usual) == ""
     plant(engine)
-    assert "nats apart" in why_refused(gap_between(scores(engine), scores(learner)), floor=FLOORS[dtype], agreed=agreed)
+    assert "nats apart" in why_refused(
+        gap_between(scores(engine), scores(learner)), floor=FLOORS[dtype], baseline_gap=usual
+    )
 
 
 @DTYPES
 def test_an_engine_that_kept_its_old_weights_is_seen_where_the_gap_is_too_small(dtype: torch.dtype) -> None:
     engine, learner = model("eager", dtype), model("sdpa", dtype)
     before, expected = scores(engine), scores(learner)
-    agreed = gap_between(before, expected)
+    usual = gap_between(before, expected)
     step = 1e-5 if dtype is torch.float32 else 0.006
     move(learner, step)
     moved = scores(learner)
-    assert why_refused(gap_between(before, moved), floor=FLOORS[dtype], agreed=agreed) == "", "by its size alone"
-    assert is_stuck((before, scores(engine)), (expected, moved), agreed)
+    assert why_refused(gap_between(before, moved), floor=FLOORS[dtype], baseline_gap=usual) == "", "by its size alone"
+    assert is_stuck((before, scores(engine)), (expected, moved), usual)
     move(engine, step)
-    assert not is_stuck((before, scores(engine)), (expected, moved), agreed), "it has the new ones"
-    assert not is_stuck((before, before), (expected, expected), agreed), "nobody has moved"
+    assert not is_stuck((before, scores(engine)), (expected, moved), usual), "it has the new ones"
+    assert not is_stuck((before, before), (expected, expected), usual), "nobody has moved"
 
 
 def test_a_model_that_rounds_much_has_its_own_measure() -> None:
     """A mixture of experts: .4 at the most, where the floor is .25; but the median says that it is the same model."""
     found = Gap(largest=0.9, p95=0.2, median=0.02)
-    assert "at the most" in why_refused(found, floor=0.25, agreed=None)
-    assert why_refused(found, floor=0.25, agreed=Gap(largest=0.4, p95=0.1, median=0.01)) == ""
+    assert "at the most" in why_refused(found, floor=0.25, baseline_gap=None)
+    assert why_refused(found, floor=0.25, baseline_gap=Gap(largest=0.4, p95=0.1, median=0.01)) == ""
     shifted = Gap(largest=0.9, p95=0.5, median=0.1)
-    assert "in the median" in why_refused(shifted, floor=0.25, agreed=Gap(largest=0.4, p95=0.1, median=0.01))
+    assert "in the median" in why_refused(shifted, floor=0.25, baseline_gap=Gap(largest=0.4, p95=0.1, median=0.01))
 
 
 def test_the_three_numbers_of_a_gap() -> None:
@@ -89,7 +91,7 @@ def test_the_three_numbers_of_a_gap() -> None:
     assert (found.largest, found.median) == (0.5, 0.25) and found.p95 == pytest.approx(0.475)
     for broken in ([-1, np.nan], [-1, -np.inf]):
         wrong = gap_between(np.float32(broken), np.float32([-1, -2]))
-        assert wrong.largest == wrong.median == np.inf and why_refused(wrong, floor=9e9, agreed=None)
+        assert wrong.largest == wrong.median == np.inf and why_refused(wrong, floor=9e9, baseline_gap=None)
 
 
 def test_the_probe_is_made_of_prompts_and_filled_up() -> None:

@@ -97,7 +97,7 @@ class FakeWorker:
         return np.full(len(ids) - 1, sum(self.weights), np.float32)
 
 
-class Receiver:
+class SyncTarget:
     def __init__(self, name: str, handle: FakeWorker) -> None:
         self.name, self.handle, self.syncing, self.version = name, handle, False, None
 
@@ -108,27 +108,27 @@ class FakeFleet:
     config = RolloutConfig(max_model_len=32, max_new_tokens=8, health=HealthConfig(probe_timeout_s=0.5, max_failures=2))
     vocab_size = 50
     turn = "engines"
-    agreed: Gap | None = None
+    baseline_gap: Gap | None = None
 
     def __init__(self, **workers: FakeWorker) -> None:
-        self.members = [Receiver(name, worker) for name, worker in workers.items()]
+        self.members = [SyncTarget(name, worker) for name, worker in workers.items()]
         self.heard: list[tuple[str, Any]] = []  # (name, version that it has, or why it missed it); workers race
 
-    def receivers(self) -> list[Receiver]:
+    def receivers(self) -> list[SyncTarget]:
         return list(self.members)
 
-    async def ask(self, receiver: Receiver, submit: Callable[[Any], Any], what: str) -> Any:
+    async def ask(self, receiver: SyncTarget, submit: Callable[[Any], Any], what: str) -> Any:
         assert receiver.syncing
         try:
             return await submit(receiver.handle)
         except ValueError as error:
             raise MissedSync(f"refused {what}: {error}") from error
 
-    def has_weights(self, receiver: Receiver, version: int) -> None:
+    def has_weights(self, receiver: SyncTarget, version: int) -> None:
         receiver.version = version
         self.heard.append((receiver.name, version))
 
-    def missed(self, receiver: Receiver, reason: str, *, late: bool = False) -> None:
+    def missed(self, receiver: SyncTarget, reason: str, *, late: bool = False) -> None:
         self.heard.append((receiver.name, reason))
         if late:
             self.members = [member for member in self.members if member is not receiver]
@@ -242,9 +242,9 @@ def test_a_worker_that_hangs_is_waited_for_no_longer_than_the_grace() -> None:
     result = push(fleet)
     assert result.seconds < 10 and result.missed == ("w1",)
     assert fleet.members[0].handle.log == ONCE
-    (name, reason), proved = fleet.heard
+    (name, reason), verified = fleet.heard
     assert name == "w1" and reason.startswith("is late: a bucket of weights took it more than ")
-    assert proved == ("w0", 3)
+    assert verified == ("w0", 3)
 
 
 @pytest.mark.parametrize("worker", [FakeWorker(hangs_at_open=True), FakeWorker(breaks=(1, 1), hangs=True)])
@@ -256,12 +256,12 @@ def test_an_only_engine_that_hangs_is_late_once_and_the_second_try_waits_for_its
         async with asyncio.timeout(10):
             while fleet.members:
                 await asyncio.sleep(0.05)
-            fleet.members.append(Receiver("w0", FakeWorker()))
+            fleet.members.append(SyncTarget("w0", FakeWorker()))
             return await pushed
 
     assert asyncio.run(replaced()).missed == ()
-    (name, reason), proved = fleet.heard
-    assert name == "w0" and reason.startswith("is late: ") and proved == ("w0", 3)
+    (name, reason), verified = fleet.heard
+    assert name == "w0" and reason.startswith("is late: ") and verified == ("w0", 3)
 
 
 def test_when_nobody_got_it_the_whole_is_sent_once_more_without_the_learner() -> None:
@@ -320,7 +320,7 @@ def test_a_sync_that_is_cancelled_leaves_every_worker_stale_and_no_stream_open()
 
 
 def test_a_late_joiner_catches_up_from_what_is_held() -> None:
-    fleet, learner, joiner = FakeFleet(w0=FakeWorker()), FakeLearner(), Receiver("w1", FakeWorker())
+    fleet, learner, joiner = FakeFleet(w0=FakeWorker()), FakeLearner(), SyncTarget("w1", FakeWorker())
 
     async def joins() -> None:
         sync = WeightSync(learner, fleet, CONFIG)
@@ -338,7 +338,7 @@ def test_a_late_joiner_catches_up_from_what_is_held() -> None:
 
 def test_a_joiner_whose_bucket_is_gone_says_that_the_learner_is_lost() -> None:
     fleet = FakeFleet(w0=FakeWorker())
-    joiner = Receiver("w1", FakeWorker(breaks=(1, 1), lost=True))
+    joiner = SyncTarget("w1", FakeWorker(breaks=(1, 1), lost=True))
 
     async def joins() -> None:
         sync = WeightSync(FakeLearner(), fleet, CONFIG)
@@ -351,7 +351,7 @@ def test_a_joiner_whose_bucket_is_gone_says_that_the_learner_is_lost() -> None:
 
 
 def test_a_push_and_a_catch_up_take_turns_and_a_joiner_gets_the_newer_version() -> None:
-    fleet, joiner = FakeFleet(w0=FakeWorker()), Receiver("w1", FakeWorker())
+    fleet, joiner = FakeFleet(w0=FakeWorker()), SyncTarget("w1", FakeWorker())
 
     async def meet() -> None:
         sync = WeightSync(FakeLearner(), fleet, CONFIG)
@@ -363,10 +363,10 @@ def test_a_push_and_a_catch_up_take_turns_and_a_joiner_gets_the_newer_version() 
 
 
 def test_an_engine_that_sleeps_is_brought_nothing_and_none_sleeps_while_it_is() -> None:
-    fleet, joiner, slept = FakeFleet(w0=FakeWorker()), Receiver("w1", FakeWorker()), list[list[Any]]()
+    fleet, joiner, slept = FakeFleet(w0=FakeWorker()), SyncTarget("w1", FakeWorker()), list[list[Any]]()
 
     class Sleepers(FakeFleet):
-        def receivers(self) -> list[Receiver]:
+        def receivers(self) -> list[SyncTarget]:
             slept.append(list(joiner.handle.log))
             return []
 
@@ -389,7 +389,7 @@ def test_a_push_takes_over_from_a_joiner_that_hangs_and_from_those_that_wait_beh
 ) -> None:
     monkeypatch.setattr(rounds, "GRACE_S", 60)
     fleet = FakeFleet(w0=FakeWorker())
-    joiners = [Receiver("w1", FakeWorker(hangs_at_open=True)), Receiver("w2", FakeWorker())]
+    joiners = [SyncTarget("w1", FakeWorker(hangs_at_open=True)), SyncTarget("w2", FakeWorker())]
 
     async def meet() -> None:
         sync = WeightSync(FakeLearner(), fleet, CONFIG)
@@ -430,7 +430,9 @@ def test_one_version_is_held_also_where_a_push_takes_over_from_a_joiner(
     async def pushed() -> None:
         sync = WeightSync(learner, fleet, CONFIG)
         await sync.push(3)
-        joining = asyncio.create_task(sync.catch_up(Receiver("w1", FakeWorker(hangs_at_open=True)))) if joins else None
+        joining = (
+            asyncio.create_task(sync.catch_up(SyncTarget("w1", FakeWorker(hangs_at_open=True)))) if joins else None
+        )
         await asyncio.sleep(0.1)
         async with asyncio.timeout(5):
             await sync.push(4)
@@ -442,7 +444,7 @@ def test_one_version_is_held_also_where_a_push_takes_over_from_a_joiner(
 
 
 def test_a_joiner_has_no_more_time_than_it_would_have_in_a_push() -> None:
-    fleet, joiner = FakeFleet(w0=FakeWorker()), Receiver("w1", FakeWorker(hangs_at_open=True))
+    fleet, joiner = FakeFleet(w0=FakeWorker()), SyncTarget("w1", FakeWorker(hangs_at_open=True))
 
     async def join() -> None:
         sync = WeightSync(FakeLearner(), fleet, CONFIG)
@@ -462,7 +464,7 @@ def test_a_push_waits_for_the_first_worker_and_says_when_none_came() -> None:
         sync = WeightSync(FakeLearner(), fleet, CONFIG)
         pushed = asyncio.create_task(sync.push(3))
         await asyncio.sleep(0.1)
-        fleet.members.append(Receiver("w0", FakeWorker()))
+        fleet.members.append(SyncTarget("w0", FakeWorker()))
         assert (await pushed).policy_version == 3
 
     asyncio.run(late())
@@ -509,10 +511,10 @@ def test_with_nccl_the_same_crew_meets_once_and_another_one_anew() -> None:
         await sync.push(3)
         await sync.push(4)
         assert joins(first) == [(1, 3)] and joins(second) == [(2, 3)] and learner.calls.count("address") == 1
-        fleet.members.append(Receiver("w2", FakeWorker()))
+        fleet.members.append(SyncTarget("w2", FakeWorker()))
         await sync.push(5)
         assert joins(first) == [(1, 3), (1, 4)] and joins(fleet.members[2].handle) == [(3, 4)]
-        fleet.members[1] = Receiver("w1", FakeWorker())  # its successor, of the same name
+        fleet.members[1] = SyncTarget("w1", FakeWorker())  # its successor, of the same name
         await sync.push(6)
         assert joins(first)[2:] == [(1, 4)] and joins(fleet.members[1].handle) == [(2, 4)]
 
@@ -525,7 +527,7 @@ def test_with_nccl_an_engine_that_is_lost_costs_the_round_and_the_next_has_a_gro
     members = list(fleet.members)
     lose = fleet.missed
 
-    def missed(receiver: Receiver, reason: str, *, late: bool = False) -> None:
+    def missed(receiver: SyncTarget, reason: str, *, late: bool = False) -> None:
         lose(receiver, reason, late=late)
         if receiver.name == "w1":
             fleet.members = members[:1]  # it is dead
@@ -551,7 +553,7 @@ def test_half_a_sync_is_sent_again_by_the_learner_where_nothing_is_held(config: 
 
 @pytest.mark.parametrize("config", [NCCL, IPC])
 def test_a_late_joiner_has_the_learner_send_once_more(config: LearnerConfig) -> None:
-    fleet, learner, joiner = FakeFleet(w0=FakeWorker()), FakeLearner(), Receiver("w1", FakeWorker())
+    fleet, learner, joiner = FakeFleet(w0=FakeWorker()), FakeLearner(), SyncTarget("w1", FakeWorker())
 
     async def join() -> None:
         sync = WeightSync(learner, fleet, config)
@@ -571,7 +573,7 @@ def test_a_late_joiner_has_the_learner_send_once_more(config: LearnerConfig) -> 
 
 
 def test_a_joiner_does_not_serve_what_the_learner_sent_while_it_went_on() -> None:
-    fleet, joiner = FakeFleet(w0=FakeWorker()), Receiver("w1", FakeWorker())
+    fleet, joiner = FakeFleet(w0=FakeWorker()), SyncTarget("w1", FakeWorker())
     learner = FakeLearner()
 
     async def join() -> None:
@@ -602,7 +604,7 @@ def test_a_worker_is_in_a_sync_from_the_moment_it_is_asked() -> None:
     seen: list[bool] = []
 
     class Fleet(FakeFleet):
-        def ask(self, receiver: Receiver, submit: Callable[[Any], Any], what: str) -> Coroutine[Any, Any, None]:
+        def ask(self, receiver: SyncTarget, submit: Callable[[Any], Any], what: str) -> Coroutine[Any, Any, None]:
             seen.append(receiver.syncing)
             return asyncio.sleep(60)
 
@@ -612,7 +614,7 @@ def test_a_worker_is_in_a_sync_from_the_moment_it_is_asked() -> None:
 
 
 def test_a_learner_that_is_lost_while_a_joiner_catches_up_is_told_and_leaves_no_stream_open() -> None:
-    fleet, joiner, learner = FakeFleet(w0=FakeWorker()), Receiver("w1", FakeWorker()), FakeLearner()
+    fleet, joiner, learner = FakeFleet(w0=FakeWorker()), SyncTarget("w1", FakeWorker()), FakeLearner()
 
     async def join() -> None:
         sync = WeightSync(learner, fleet, NCCL)
@@ -648,7 +650,7 @@ def test_the_gap_on_the_checkpoint_is_measured_before_anything_is_sent_and_kept_
     written = json.loads(kept.read_text())
     assert set(written) == {"largest", "p95", "median"} and written["largest"] == pytest.approx(1e-4, rel=1e-2)
     resumed = first_push(kept, FakeWorker(), version=3)
-    assert resumed.agreed == fleet.agreed and json.loads(kept.read_text()) == written
+    assert resumed.baseline_gap == fleet.baseline_gap and json.loads(kept.read_text()) == written
 
 
 def test_the_next_run_on_engines_that_have_served_takes_their_measure(tmp_path: Path) -> None:

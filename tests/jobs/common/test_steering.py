@@ -25,7 +25,7 @@ class FakeFleet:
         self.asked: list[int] = []
         self.failure: Exception | None = None
 
-    def want(self, number: int) -> None:
+    def set_target_size(self, number: int) -> None:
         self.asked.append(number)
         self.wanted, self.given_up = number, 0
 

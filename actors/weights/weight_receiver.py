@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from actors.weights.adapters import Adapters
-from actors.weights.arena import Arena
 from actors.weights.buckets import Bucket, Rendezvous, Shapes
+from actors.weights.shared_buffer import SharedBuffer
 
 T = TypeVar("T")
 
 
-class Intake:
+class WeightReceiver:
     """Of `actors.engines.engine.Engine`, which it is mixed into: `open_update`, `load_bucket` for each bucket in any
     order and two at a time, `close_update`. Calls of an earlier round are refused.
 
@@ -36,11 +36,11 @@ class Intake:
         raise NotImplementedError("this is the engine's own")
 
     @cached_property
-    def _free(self) -> asyncio.Queue[Arena]:
+    def _free(self) -> asyncio.Queue[SharedBuffer]:
         """Two: one is written while the core reads the other."""
-        arenas: asyncio.Queue[Arena] = asyncio.Queue()
+        arenas: asyncio.Queue[SharedBuffer] = asyncio.Queue()
         for _ in range(2):
-            arenas.put_nowait(Arena())
+            arenas.put_nowait(SharedBuffer())
         return arenas
 
     async def open_update(self, round_id: str, version: int, dtype: str, shapes: Shapes) -> None:
@@ -92,13 +92,13 @@ class Intake:
         if not tensors:
             yield {}, time.monotonic()
             return
-        arena = await self._free.get()
+        buffer = await self._free.get()
         try:
             started = time.monotonic()
-            offsets, num_bytes = await asyncio.to_thread(arena.write, tensors)
-            yield {"path": arena.path, "offsets": offsets, "num_bytes": num_bytes}, started
+            offsets, num_bytes = await asyncio.to_thread(buffer.write, tensors)
+            yield {"path": buffer.path, "offsets": offsets, "num_bytes": num_bytes}, started
         finally:
-            self._free.put_nowait(arena)
+            self._free.put_nowait(buffer)
 
     async def close_update(self, round_id: str) -> None:
         """Refuse or commit the version, then let the frozen requests go on with the new weights."""

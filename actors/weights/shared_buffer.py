@@ -12,7 +12,7 @@ ALIGNMENT = 64  # bytes, of each tensor
 PAGE = 2**21  # a huge page
 
 
-class Arena:
+class SharedBuffer:
     """Memory that the engine core maps by path. A memfd has no name: nothing is left behind when the actor is killed,
     and a container's small /dev/shm is no limit. Kept from sync to sync, since a fresh page costs more than a copy."""
 
@@ -36,14 +36,14 @@ class Arena:
         return offsets, ends[-1]
 
 
-class Maps:
+class BufferMapping:
     """Arenas as the engine core sees them, each mapped once."""
 
     def __init__(self) -> None:
         self._bytes: dict[str, np.ndarray] = {}
 
     def read(self, path: str, num_bytes: int) -> np.ndarray:
-        """The first bytes of the arena at `path`, or more; they change with its next `write`."""
+        """The first bytes of the buffer at `path`, or more; they change with its next `write`."""
         if len(self._bytes.get(path, b"")) < num_bytes:
             with open(path, "r+b") as file:
                 self._bytes[path] = map_whole(file.fileno())
