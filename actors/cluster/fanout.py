@@ -15,10 +15,10 @@ GRACE_S = 10.0
 
 
 def collect(refs: Sequence["ray.ObjectRef[Any]"], *, who: str, call: str, timeout_s: float) -> list[Any]:
-    """Results in order. `who` and the position name an actor, `call` says what it was asked for.
+    """Results in order. `who` and the position name an actor, `call` names the request.
 
     Raises UserError or RunStopped as an actor raised it; LearnerLost when one died or did not answer within timeout_s,
-    RunStopped when one raised anything else. Of several failures a death is told first, then an error of ours.
+    RunStopped when one raised anything else. Of several failures, a dead actor is reported first, then an error of t2g.
     """
     refs = list(refs)
     deadline = time.monotonic() + timeout_s

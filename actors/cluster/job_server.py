@@ -40,7 +40,7 @@ class JobServer:
     @contextmanager
     def at(cls, address: str | None) -> Iterator[Self]:
         """The one at `address`; None: of RAY_ADDRESS, else of this machine. UserError when it cannot be spoken to."""
-        if address is not None:  # Ray would prefer these to what it is told
+        if address is not None:  # Ray would prefer these to its arguments
             for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):
                 os.environ.pop(name, None)
         try:
@@ -101,7 +101,7 @@ class JobServer:
             try:
                 asyncio.run(asyncio.wait_for(self._print_log(job_id), patience_s))
             except TimeoutError:
-                late = f"job {job_id} has not ended {patience_s:.0f} s after it was told to stop"
+                late = f"job {job_id} has not ended {patience_s:.0f} s after the stop request"
                 raise RunStopped(late) from None
         job = self._wait_for_end(job_id, self._end_timeout_s)
         print(f"job {job_id}: {job.status}", flush=True)

@@ -98,8 +98,8 @@ def find_unreachable(roles: Mapping[str, ProcessConfig], *, timeout_s: float) ->
     try:
         opened = [_answer(listener.listen.remote(), deadline) for listener in listeners]
         open_ = {n["NodeName"]: at for n, at in zip(ranks, opened, strict=False) if at}
-        asked = {node_id: _on(node_id, reached, open_, CONNECT_S) for node_id in sources} if open_ else {}
-        found = {sources[node_id]["NodeName"]: _answer(ref, deadline) or {} for node_id, ref in asked.items()}
+        refs = {node_id: _on(node_id, reached, open_, CONNECT_S) for node_id in sources} if open_ else {}
+        found = {sources[node_id]["NodeName"]: _answer(ref, deadline) or {} for node_id, ref in refs.items()}
     finally:
         for listener in listeners:
             ray.kill(listener)

@@ -180,13 +180,13 @@ def is_ready(place: PlacementGroup) -> bool:
 def reserve(roles: Mapping[str, ProcessConfig], *, timeout_s: float) -> list[PlacementGroup]:
     """The places of all workers, see `ask`, all ready. Raises UserError, and keeps none, when `timeout_s` is over."""
     deadline = time.monotonic() + timeout_s
-    asked = [(name, ask(role)) for name, role in roles.items() for _ in range(role.num_processes // _size(role))]
+    groups = [(name, ask(role)) for name, role in roles.items() for _ in range(role.num_processes // _size(role))]
     # `wait` asks the cluster; `ready` would start a process in each place to ask.
-    waiting = [name for name, group in asked if not group.wait(max(LAST_LOOK_S, deadline - time.monotonic()))]
+    waiting = [name for name, group in groups if not group.wait(max(LAST_LOOK_S, deadline - time.monotonic()))]
     if not waiting:
-        return [group for _, group in asked]
+        return [group for _, group in groups]
     have, left = _amounts(ray.cluster_resources()), _amounts(ray.available_resources())
-    for _, group in asked:
+    for _, group in groups:
         remove_placement_group(group)
     missing = "; ".join(
         f"{waiting.count(name) * _size(role)} of {role.num_processes} {name} workers: each needs {wish(role)}"
@@ -209,13 +209,15 @@ def by_gpu(place: PlacementGroup, config: ProcessConfig, *, timeout_s: float) ->
     if config.gpus and len(nodes) > 1:
         # A function of a module would import that first, for seconds.
         look = ray.remote(lambda: [int(gpu) for gpu in ray.get_gpu_ids()])
-        asked = [look.options(**actor_options(config, place, bundle=i), max_retries=0).remote() for i in sorted(nodes)]
-        gpus = collect(asked, who="place", call="the look at its GPU", timeout_s=timeout_s)
+        requests = [
+            look.options(**actor_options(config, place, bundle=i), max_retries=0).remote() for i in sorted(nodes)
+        ]
+        gpus = collect(requests, who="place", call="the look at its GPU", timeout_s=timeout_s)
     return sorted(nodes, key=lambda bundle: (nodes[bundle], gpus[bundle]))
 
 
 def wish(config: ProcessConfig) -> str:
-    """What a place must have, in words."""
+    """Return the requirements of a place as text."""
     labels = f" on a node with labels {dict(config.labels)}" if config.labels else ""
     return f"{config.cpus:g} CPUs, {config.gpus:g} GPUs and {config.memory_gib:g} GiB{labels}"
 

@@ -61,7 +61,7 @@ class ChatFleet(Fleet):
             )
         self.model = f"{config.llm.model}@{config.llm.revision or 'local'}"
         self.name = f"{config.llm.model} on own engines"
-        # Whoever asks waits llm.request_timeout_s.
+        # The caller waits for llm.request_timeout_s.
         self._timeout_s = min(config.engine.request_timeout_s, config.llm.request_timeout_s / TRIES)
         super().__init__({"config": config, "seed": seed}, config.engine, placement_timeout_s=placement_timeout_s)
 

@@ -107,7 +107,13 @@ class Engine:
         guided: bool = False,
         sleeps: bool = False,
     ) -> None:
-        """transport: of the weights that it receives, if any; lora: they are adapters. sleeps: it may be asked to."""
+        """Describe an engine without starting it.
+
+        Args:
+            transport: Transport of received weights, if any.
+            lora: Settings of received adapters, if any.
+            sleeps: Whether the engine can sleep.
+        """
         self._model, self._revision, self._config, self._seed = model, revision, config, seed
         self._lora, self._adapter = lora, None
         self._transport, self._guided, self._sleeps, self._resting = transport, guided, sleeps, False

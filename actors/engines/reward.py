@@ -106,7 +106,7 @@ RewardActor = ray.remote(RewardWorker)
 
 
 class RewardFleet(Fleet):
-    """Reward workers as one feedback source and aligner. Answers are kept for whoever asks again."""
+    """Reward workers as one feedback source and aligner. Answers are cached for equal requests."""
 
     name, role, actor = SOURCE, "reward", RewardActor
 

@@ -79,7 +79,11 @@ class RolloutFleet(Fleet):
     turn: Turn = "engines"
 
     def __init__(self, model: str, config: RolloutConfig, *, placement_timeout_s: float, **how: Any) -> None:
-        """how: seed, revision, transport, lora, sleeps of `Engine`; weights come by store where nothing is said."""
+        """Start the fleet.
+
+        Args:
+            how: seed, revision, transport, lora and sleeps of `Engine`; the default transport is store.
+        """
         how = {"model": model, "config": config, "transport": "store", **how}
         super().__init__(how, config, placement_timeout_s=placement_timeout_s)
 
@@ -94,9 +98,9 @@ class RolloutFleet(Fleet):
         RunStopped when none is left.
         """
         check_window(prompt, sampling.max_new_tokens, self.config.max_model_len)
-        asked = prompt.prompt_id, prompt.prompt_ids, sampling
+        request = prompt.prompt_id, prompt.prompt_ids, sampling
         return await self.calls(
-            [lambda worker, i=i: worker.sample.remote(*asked, i) for i in range(sampling.num_samples)],
+            [lambda worker, i=i: worker.sample.remote(*request, i) for i in range(sampling.num_samples)],
             timeout_s=self.config.deadline_s,
             what=f"prompt {prompt.prompt_id}",
         )
@@ -105,7 +109,7 @@ class RolloutFleet(Fleet):
         """Who gets the next weights, between two syncs. Who cannot be reached misses them, and catches up, or its
         successor does."""
         for member in self.started():
-            member.sync_ended()  # one that was lost while a push took over from its catch-up heard of no end
+            member.sync_ended()  # a worker that failed while a push replaced its catch-up got no end
         for member in self.serving():
             if not member.health.reachable:
                 self.missed(member, "could not be reached")

@@ -30,22 +30,22 @@ POLL_S = 0.2
 
 
 def options(arguments: Mapping[str, Any]) -> list[str]:
-    """An engine's arguments as the server's command line takes them.
+    """Return the engine's arguments as command-line options of the server.
 
     >>> options({"max_model_len": 64, "seed": None, "enforce_eager": True, "quantization": {"a": 1}, "x": False})
     ['--max-model-len', '64', '--enforce-eager', '--quantization', '{"a": 1}', '--no-x']
     """
-    words: list[str] = []
+    cli_options: list[str] = []
     for name, value in arguments.items():
         option = name.replace("_", "-")
         match value:
             case None:
                 continue
             case bool():
-                words.append(f"--{option}" if value else f"--no-{option}")
+                cli_options.append(f"--{option}" if value else f"--no-{option}")
             case _:
-                words += [f"--{option}", value if isinstance(value, str) else json.dumps(value)]
-    return words
+                cli_options += [f"--{option}", value if isinstance(value, str) else json.dumps(value)]
+    return cli_options
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def serving(job: ServeJob, log: Path, stop: Callable[[], bool]) -> Iterator[tupl
 
     Args:
         log: File for the output of the server.
-        stop: Whether the job was told to stop.
+        stop: Returns whether the job received a stop signal.
 
     Yields:
         The process of the server and its base URL, "http://127.0.0.1:8000/v1", once the server answers there.
@@ -69,13 +69,13 @@ def serving(job: ServeJob, log: Path, stop: Callable[[], bool]) -> Iterator[tupl
     environment = engine_environment(job.engine, owner=os.getpid(), receives_weights=False)
     environment |= listening_environment(os.environ)
     command = [sys.executable, "-m", MODULE, *options(engine.arguments() | at)]
-    with log.open("wb") as said, ended(command, os.environ | environment, stdout=said, stderr=said) as process:
+    with log.open("wb") as output, ended(command, os.environ | environment, stdout=output, stderr=output) as process:
         url = f"http://{host}:{port}"
         deadline = time.monotonic() + job.engine.start_timeout_s
         while not _answers(f"{url}/health"):
             if process.poll() is not None:
-                words = log.read_text(errors="replace").strip().splitlines() or ["nothing"]
-                raise UserError(f"the server of {job.model.policy} ended before it answered: {words[-1]}; see {log}")
+                lines = log.read_text(errors="replace").strip().splitlines() or ["nothing"]
+                raise UserError(f"the server of {job.model.policy} ended before it answered: {lines[-1]}; see {log}")
             if stop() or time.monotonic() > deadline:
                 late = f"has not answered within engine.start_timeout_s={job.engine.start_timeout_s:g}"
                 raise RunStopped(f"the server of {job.model.policy} {'was stopped' if stop() else late}; see {log}")

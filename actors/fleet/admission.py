@@ -1,4 +1,4 @@
-"""Who gets room in which worker, in turn; and how much of the workers' time nobody had a request for.
+"""Assign requests to workers in order, and measure the share of time in which workers had no request.
 
 A worker has room for so many requests, and each gives its part back when it ends. A request that waits costs nothing:
 with hundreds of workers and tens of thousands of requests the driver's core has other things to do.
@@ -30,7 +30,7 @@ class Waiter:
 class Admission:
     """To `members`, a list that its owner goes on changing.
 
-    room: requests of a worker at which it gets no more. care: runs beside those who wait, until nobody does.
+    room: requests of a worker at which it gets no more. care: runs while requests wait.
     """
 
     def __init__(self, members: list[Member], *, room: int, care: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -45,7 +45,7 @@ class Admission:
 
     async def enter(self, load: int, *, avoid: Member | None) -> Member:
         """The worker with the least load for its capacity, once it has room for one; those who came first go first.
-        Call `leave` for each of `load`. avoid: who is asked last, as are those in which something failed."""
+        Call `leave` for each of `load`. avoid: the worker to use last, like workers with a failure."""
         waiter = Waiter(load, avoid, asyncio.get_running_loop().create_future())
         self._waiting.append(waiter)
         if len(self._waiting) == 1:
@@ -67,7 +67,7 @@ class Admission:
         if member.load == 1:
             self.idle.account(self._members, time.monotonic())
         member.load -= 1
-        if self._waiting:  # nobody else has more room than before
+        if self._waiting:  # no other worker has more room than before
             others = member.health.suspect or self._waiting[0].avoid is member
             self.admit(None if others else [member])
 
@@ -88,7 +88,7 @@ class Admission:
             waiter.place.set_result(member)
 
     def refuse(self, error: Exception) -> None:
-        """Whoever waits raises it."""
+        """Raise it in every waiting request."""
         while self._waiting:
             if not (place := self._waiting.popleft().place).done():
                 place.set_exception(error)

@@ -1,8 +1,8 @@
 """The workers of one role as their driver sees them: each with a place of its own, replaced when it is lost, joining
 and leaving while requests go on, loaded evenly, each wait with a deadline.
 
-Knows nothing of what the workers do. What happens to a worker is told to `actors.fleet.health`, which says what
-becomes of it. All of it runs on the driver's event loop: nothing here needs a lock.
+Knows nothing of what the workers do. Events of a worker go to `actors.fleet.health`, which decides its
+state. All of it runs on the driver's event loop: nothing here needs a lock.
 """
 
 import asyncio
@@ -134,17 +134,17 @@ class Fleet:
         Tells admission how much each has room for.
         """
         members = [m for m in self.serving() if m.health.reachable]
-        asked = [asyncio.wrap_future(m.handle.measure.remote().future()) for m in members]
-        if asked:
-            await asyncio.wait(asked, timeout=MEASURE_S)
-        for answer in asked:
+        requests = [asyncio.wrap_future(m.handle.measure.remote().future()) for m in members]
+        if requests:
+            await asyncio.wait(requests, timeout=MEASURE_S)
+        for answer in requests:
             answer.cancel()
-        here = [(m, a) for m, a in zip(members, asked, strict=True) if not a.cancelled()]
+        here = [(m, a) for m, a in zip(members, requests, strict=True) if not a.cancelled()]
         answers = [(m, a.result()) for m, a in here if a.exception() is None]
-        most = max((said.cache_tokens for _, said in answers), default=0)
-        for member, said in answers:
-            member.capacity = said.cache_tokens / most if said.cache_tokens else 1.0
-        return summary([said for _, said in answers])
+        most = max((measured.cache_tokens for _, measured in answers), default=0)
+        for member, measured in answers:
+            member.capacity = measured.cache_tokens / most if measured.cache_tokens else 1.0
+        return summary([measured for _, measured in answers])
 
     def close(self) -> None:
         """End every worker; their engine cores end with them."""
@@ -171,7 +171,7 @@ class Fleet:
         reasons: list[str] = []
         member: Member | None = None
         for _ in range(TRIES):
-            if time.monotonic() - self._ticked_at >= TICK_S:  # nobody else may: not every job supervises
+            if time.monotonic() - self._ticked_at >= TICK_S:  # it may be the only caller: not every job supervises
                 self.tick()
             left = [number for number in range(len(submits)) if number not in answers]
             member = await self._admission.enter(len(left), avoid=member)
@@ -223,7 +223,7 @@ class Fleet:
                 elif now - reached_at > self._patience_s:
                     patience = f"within {self._patience_s:g} s"
                     raise RunStopped(f"no {self.role} worker came to serve {patience}: {self._words()}")
-            except Exception as error:  # noqa: BLE001 - whoever waits raises it
+            except Exception as error:  # noqa: BLE001 - the waiting request raises it
                 self._admission.refuse(error)
 
     # ------------------------------------------------------------------------------------------------------- care
@@ -374,7 +374,7 @@ class Fleet:
         return member
 
     def _check_floor(self, now: float) -> None:
-        """Raises RunStopped, or what a worker said of its start, when fewer workers than the floor are left."""
+        """Raises RunStopped, or the error of a worker's start, when fewer workers than the floor are left."""
         floor, coming = self.config.workers.min, sum(m.health.state is State.STARTING for m in self._members)
         have = len(self.started())
         if have >= min(floor, self.wanted):

@@ -1,6 +1,6 @@
 """The life of one worker of a fleet: what happened to it -> its state. Pure; `actors.fleet.fleet` executes it.
 
-STARTING -> STALE -> SERVING -> DRAINING -> DEAD. A worker without the current weights is STALE and serves nobody.
+STARTING -> STALE -> SERVING -> DRAINING -> DEAD. A worker without the current weights is STALE and gets no requests.
 Probes, requests and weight syncs that fail are counted apart: an engine that answers probes may be deaf to requests,
 and one that misses syncs may answer both.
 """

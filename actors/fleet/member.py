@@ -40,7 +40,7 @@ def cause(error: Exception) -> Exception:
 
 
 class Interrupted(Exception):
-    """The worker stopped serving: whoever waits for it asks somebody else."""
+    """The worker stopped serving: its requests go to another worker."""
 
 
 class Notifier:
@@ -133,13 +133,13 @@ class Member:
         Raises Interrupted.
         """
         deadline, num_interrupts = time.monotonic() + timeout_s, self._num_interrupts
-        asked: list[tuple[Any, asyncio.Future[Any]]] = []
+        requests: list[tuple[Any, asyncio.Future[Any]]] = []
         try:
             for submit in submits:
                 ref = submit(self.handle)
-                asked.append((ref, asyncio.wrap_future(ref.future())))
-                asked[-1][1].add_done_callback(lambda _: leave(self))
-            answers = [answer for _, answer in asked]
+                requests.append((ref, asyncio.wrap_future(ref.future())))
+                requests[-1][1].add_done_callback(lambda _: leave(self))
+            answers = [answer for _, answer in requests]
             all_done = asyncio.gather(*answers, return_exceptions=True)
             while self._num_interrupts == num_interrupts:
                 if not all_done.done():
@@ -154,16 +154,16 @@ class Member:
                     return answers
             raise Interrupted
         finally:
-            for ref, answer in asked:
+            for ref, answer in requests:
                 if not answer.done():
                     answer.cancel()
                     with contextlib.suppress(RayActorError):
                         ray.cancel(ref)
-            for _ in submits[len(asked) :]:
+            for _ in submits[len(requests) :]:
                 leave(self)
 
     def interrupt(self) -> None:
-        """Whoever waits for it asks somebody else."""
+        """Send the waiting requests to other workers."""
         self._num_interrupts += 1
         self._changed.ring()
 

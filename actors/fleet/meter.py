@@ -1,4 +1,4 @@
-"""What the engines of a fleet did since they were last asked: one counts, the driver adds up. Pure."""
+"""Work of a fleet's engines since the last query: each engine counts, the driver adds up. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -127,7 +127,7 @@ class LearnerWorker:
         zero3.save_checkpoint(self.parts[part].engine, folder, part)
         mine = [self._rng_file(part, folder), *(folder / part).glob(f"*zero_pp_rank_{self.rank}_*")]
         hashed = {str(file.relative_to(folder)): entry(file) for file in mine}
-        torch.distributed.barrier()  # whoever comes back may rename the folder
+        torch.distributed.barrier()  # the caller may rename the folder after it
         return hashed
 
     def convert(self, part: PartName, folder: Path) -> None:
@@ -152,7 +152,7 @@ class LearnerWorker:
 
 
 def _peak_gib(role: RoleConfig) -> float:
-    """What torch held of the GPU since it was last asked to count; of a CPU's process in its whole life."""
+    """Return the peak memory of the GPU since the last call; on a CPU that of the process since its start."""
     held = torch.cuda.max_memory_allocated() if role.gpus else 1024 * getrusage(RUSAGE_SELF).ru_maxrss
     return held / 2**30
 
@@ -199,8 +199,8 @@ class LearnerGroup:
 
     def _start(self) -> None:
         deadline = self._deadline()
-        asked = [(ranks, [ranks.workers[0].address.remote()]) for ranks in self.groups]
-        found = [(ranks, ranks.collect(refs, "address", deadline)[0]) for ranks, refs in asked]
+        requests = [(ranks, [ranks.workers[0].address.remote()]) for ranks in self.groups]
+        found = [(ranks, ranks.collect(refs, "address", deadline)[0]) for ranks, refs in requests]
         begun = [(ranks, [worker.start.remote(*address) for worker in ranks.workers]) for ranks, address in found]
         for ranks, refs in begun:
             ranks.collect(refs, "start", deadline)
@@ -313,8 +313,8 @@ class LearnerGroup:
     ) -> Generator["ray.ObjectRef[Bucket]", None, None]:
         """References to buckets in rank 0's object store; rank 0 gathers STREAM_AHEAD buckets ahead of the consumer.
 
-        With ipc it is one, and a bucket may be asked for once the engines have loaded the one before. With nccl rank 0
-        broadcasts a bucket when it has yielded it, and is not asked for the next before the engines have it.
+        With ipc it is one, and a bucket may be requested once the engines have loaded the previous one. With nccl, rank
+        0 broadcasts a bucket when it has yielded it, and does not get the next request before the engines have it.
         full: each bucket with a hash of every tensor. rendezvous: with nccl, of rank 0 and the engines.
         Other calls wait until all are taken: the ranks are in the middle of this one. Closing the iterator early waits
         for nothing; Ray then takes the rest from the ranks and drops it.
@@ -353,7 +353,7 @@ class LearnerGroup:
     def save(self, folder: Path) -> dict[str, dict[str, Any]]:
         """Model, optimizer, scheduler and RNG of every rank, into an existing empty folder that all ranks see.
 
-        Under LoRA without the frozen weights: whoever goes on has them from model.policy.
+        Under LoRA without the frozen weights: a resume reads them from model.policy.
         """
         found = self._on_parts([*self.parts], "save", lambda worker, part, rank: worker.save.remote(part, folder))
         state = {"num_updates": self.policy_version, "num_ranks": {part: len(r) for part, r in self.parts.items()}}
@@ -361,7 +361,7 @@ class LearnerGroup:
         return {name: known for by_rank in found.values() for share in by_rank for name, known in share.items()}
 
     def load(self, folder: Path) -> None:
-        """What `save` wrote; the next update is the one that would have followed.
+        """What `save` wrote; the next update continues exactly.
 
         A part that another number of ranks wrote is converted first (`zero3.convert_checkpoint`), into a folder beside
         it that is removed again.

@@ -1,7 +1,7 @@
 """Low-rank adapters (Hu et al., arXiv 2106.09685): peft puts them in; merging, and the names of both forms, are here.
 
-A weight W [out, in] under an adapter computes W x + scaling * B (A dropout(x)), scaling = alpha / r. Whoever takes
-weights out of a model sees checkpoint names and merged weights, as if it had been trained whole. Knows no DeepSpeed.
+A weight W [out, in] under an adapter computes W x + scaling * B (A dropout(x)), scaling = alpha / r. Weights taken
+out of a model have checkpoint names and are merged, as if all weights had been trained. Does not know DeepSpeed.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -101,7 +101,7 @@ def checkpoint_weight(model: torch.nn.Module, name: str, parts: Iterable[torch.T
 
 
 def adapter_name(name: str) -> str | None:
-    """What an adapter's file calls a weight of the model; None for one that is not an adapter's.
+    """Return the name of a weight in an adapter file; None if the weight is not part of an adapter.
 
     >>> adapter_name("model.q.lora_A.default.weight")
     'base_model.model.model.q.lora_A.weight'

@@ -55,7 +55,7 @@ class LearnerSpec:
 
     @property
     def defers_old_logprobs(self) -> bool:
-        """Whether the forward pass of an update's only step can say the old logprobs, which nobody asks for before it:
+        """Return whether the forward pass of an update's only step can compute the old logprobs, not needed before it:
         no critic, no teacher, and the KL is a term of the loss.
         """
         objective = self.objective
@@ -112,7 +112,7 @@ def _memory(spec: LearnerSpec, num_ranks: int) -> dict[str, Any]:
 def by_place(
     sequences: Sequence[Rollout | TrainSequence], members: Sequence[int], columns: Mapping[str, torch.Tensor]
 ) -> dict[int, dict[str, np.ndarray]]:
-    """What a microbatch of these members said of all their response tokens, by their places: [N] -> [R] each."""
+    """Split the values of all response tokens of a microbatch by member, in order of their places: [N] -> [R]."""
     arrays = {name: column.cpu().numpy() for name, column in columns.items()}
     found, end = dict[int, dict[str, np.ndarray]](), 0
     for i in members:
@@ -310,7 +310,7 @@ class PolicyTrainer(ModelTrainer):
     def stream_weights(self, dtype: Dtype, full: bool, rendezvous: Rendezvous | None = None) -> Iterator[Bucket]:
         """The policy's weights, bucket by bucket on rank 0; the other ranks join the gathers and yield nothing.
 
-        full: with a hash of each tensor. A bucket's arrays are to be read before the next one is asked for.
+        full: with a hash of each tensor. A bucket's arrays are to be read before the next request.
         rendezvous: with nccl, of rank 0 and the engines.
         """
         sender, where = self._sender, {}

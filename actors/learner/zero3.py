@@ -291,7 +291,7 @@ def rest(engine: Engine, on: bool) -> None:
 def save_checkpoint(engine: Engine, folder: Path, tag: str) -> None:
     """Trained parameters, optimizer and schedule of every rank under folder/tag; on return all ranks have written.
 
-    Frozen parameters are left out: whoever goes on has them from where the model came from.
+    Frozen parameters are left out: a resume reads them from the model.
     """
     adam = engine.optimizer.optimizer
     for flat in engine.optimizer.fp32_partitioned_groups_flat:

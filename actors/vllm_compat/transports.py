@@ -78,7 +78,7 @@ def communicator(store: TCPStore, rank: int, size: int, device: torch.device) ->
 
 
 class NcclSender:
-    """Of rank 0. Never raises for an engine: it goes on gathering with the others, and whoever got nothing says so."""
+    """Broadcast from rank 0. Never raises for an engine: an engine that received nothing reports it itself."""
 
     everywhere = False  # whether every rank needs the tensors of a bucket, or rank 0 alone
     _group: Any = None
@@ -117,7 +117,7 @@ class NcclSender:
 
 @contextmanager
 def ended_when_stalled(group: Any, after_s: float = STALL_S) -> Iterator[None]:
-    """Ends the group when the block takes longer: its broadcasts return, and nobody waits for a member that is gone.
+    """Ends the group when the block takes longer: its broadcasts return, and no member waits for a failed one.
 
     group: as vLLM's PyNcclCommunicator, `disabled` from then on.
     """

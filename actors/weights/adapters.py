@@ -21,7 +21,7 @@ NUMBER = 1  # vLLM's of the only adapter: a request under way goes on with what 
 
 def engine_arguments(lora: LoRAConfig, model: str, revision: str | None) -> dict[str, Any]:
     """Of vLLM: room for one adapter, on every linear layer but the head. A head with one would kill an engine that is
-    asked for prompt logprobs, as of a probe, beside other requests (vLLM 0.32)."""
+    computes prompt logprobs, as for a probe, beside other requests (vLLM 0.32)."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):

@@ -1,7 +1,7 @@
 """One version of the weights on its way from the learner, or from what is held of it, to several workers at once.
 
 With the transports ipc and nccl (`transports`) nothing is held: the learner sends again, as long as it has that
-version. A group of broadcasts is kept until somebody leaves it or joins, so that nobody waits for an engine that has
+version. A group of broadcasts is kept until a member leaves or joins, so that no member waits for an engine that has
 gone.
 """
 
@@ -43,7 +43,7 @@ class WeightSource(Protocol):
         """References to buckets as `plan_buckets` cuts them; tensors converted to `dtype` ("float32" or "bfloat16").
 
         full: each with a hash of every tensor. rendezvous: with nccl; the engines are on their way there, and a bucket
-        is broadcast without waiting for the next to be asked for.
+        is broadcast without waiting for the next request.
         """
 
     def probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
@@ -87,9 +87,9 @@ class Version:
     made_at: int  # the learner's policy_version: nothing can be sent again once that is another
     shapes: Shapes
     probe: np.ndarray  # [N] int32, the tokens that a worker with these weights must score as the learner does
-    probe_logprobs: np.ndarray | None = None  # [N - 1] float32, the learner's, once it was asked
+    probe_logprobs: np.ndarray | None = None  # [N - 1] float32, the learner's, computed once
     scores: dict[str, np.ndarray] = field(default_factory=dict)  # of the probe, by the worker's name
-    before: "Version | None" = None  # the one that was sent last, without its buckets
+    before: "Version | None" = None  # the version sent before, without its buckets
     held: list[Any] = field(default_factory=list)  # references to its buckets; none with ipc and nccl
     verified: list[SyncTarget] = field(default_factory=list)  # who has it
     missed: dict[str, str] = field(default_factory=dict)  # name of a worker -> why it missed it the last time
@@ -123,7 +123,7 @@ class Round:
 
     @property
     def _broadcasts(self) -> bool:
-        """So that nobody finishes when one has refused."""
+        """Return whether weights are broadcast and cannot be sent again: then no worker finishes if one refused."""
         return self.config.sync_transport == "nccl" and not self.config.is_replayable
 
     async def deliver(self) -> list[float]:
@@ -209,7 +209,7 @@ class Round:
         return rendezvous, [asyncio.ensure_future(joining)]
 
     async def _expected(self) -> np.ndarray:
-        """[N - 1] float32: the learner's logprobs of the probe, asked for once. Call it when all buckets are out."""
+        """[N - 1] float32: the learner's logprobs of the probe, computed once. Call it when all buckets are out."""
         if self.version.probe_logprobs is None:
             self.version.num_calls += 1
             self.version.probe_logprobs = await asyncio.to_thread(self.learner.probe_logprobs, self.version.probe)
@@ -241,7 +241,7 @@ class Round:
         return wrong and f"on the probe of {len(self.version.probe)} tokens {wrong}"
 
     async def agree(self) -> Gap | None:
-        """How far apart a worker and the learner are on the checkpoint that both have loaded; None: nobody says."""
+        """Return the gap between workers and learner on the checkpoint that both loaded; None if no worker answers."""
         answers = await self._each(lambda w: w.score.remote(self.version.probe), "the probe of the checkpoint")
         logprobs = await self._expected()
         gaps = [gap_between(scores, logprobs) for _, scores in answers]
@@ -255,13 +255,13 @@ class Round:
         All have until the round's deadline and at most timeout_s; once the first has answered, or in a broadcast
         refused, the others have `grace_s`.
         """
-        started, asked = time.monotonic(), dict[asyncio.Future[Any], SyncTarget]()
+        started, requests = time.monotonic(), dict[asyncio.Future[Any], SyncTarget]()
         until = min(self.deadline, started + timeout_s)
         self.version.num_calls += len(self.participants)
         for receiver in self.participants:
             receiver.syncing = True  # now: set by the task, it might come after the end of the sync
-            asked[asyncio.ensure_future(self.fleet.ask(receiver, submit, what))] = receiver
-        answers, pending = [], set(asked)
+            requests[asyncio.ensure_future(self.fleet.ask(receiver, submit, what))] = receiver
+        answers, pending = [], set(requests)
         try:
             while pending:
                 left_s = max(0.0, until - time.monotonic())
@@ -270,17 +270,17 @@ class Round:
                     break
                 for task in done:
                     try:
-                        answers.append((asked[task], task.result()))
+                        answers.append((requests[task], task.result()))
                     except MissedSync as error:
-                        self._drop(asked[task], str(error))
+                        self._drop(requests[task], str(error))
                 if answers or self._broadcasts:
                     took_s = time.monotonic() - started
                     until = min(until, started + took_s + grace_s(took_s))
             for task in pending:
-                words = f"is late: {what} took it more than {time.monotonic() - started:.3g} s"
-                self._drop(asked[task], words, late=True)
+                reason = f"is late: {what} took it more than {time.monotonic() - started:.3g} s"
+                self._drop(requests[task], reason, late=True)
         finally:
-            await end([*asked])
+            await end([*requests])
         return answers
 
     def _drop_all(self, reason: str) -> None:

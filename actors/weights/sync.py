@@ -24,7 +24,7 @@ from t2g.errors import RunStopped
 from t2g.files import write_atomic
 from t2g.types import WeightSyncResult
 
-TRIES = 2  # of a version that nobody got
+TRIES = 2  # pushes of a version that no worker verified
 RECEIVER_POLL_S = 0.2
 
 
@@ -46,7 +46,7 @@ class WeightSync:
         self._probe = probe_ids(prompts, fleet.vocab_size, min(PROBE_TOKENS, fleet.config.max_model_len - 1))
         if kept is not None and kept.exists():
             fleet.baseline_gap = Gap(**json.loads(kept.read_bytes()))
-        self._held: Version | None = None  # the last one that was sent
+        self._held: Version | None = None  # the last version that was sent
         self._held_s = 0.0  # that its push took
         self._group = Group()
         self.sending = asyncio.Lock()  # of push and catch_up
@@ -56,11 +56,11 @@ class WeightSync:
         """Send to all workers there are, once more whole when none of them got it; returns when one or more have it.
 
         Waits where no worker is up, and for none that catches up from what is held: it gets this version. Raises
-        RunStopped when nobody has it within learner.step_timeout_s, or after two tries, with every worker's reason,
+        RunStopped when no worker has it within learner.step_timeout_s, or after two tries, with every worker's reason,
         and LearnerLost as `catch_up`.
         """
         before = self._held and replace(self._held, held=[], before=None)
-        self._held = None  # frees the object store for what comes, which whoever waits to catch up gets as well
+        self._held = None  # frees the object store for the new version, which also serves waiting catch-ups
         self._take_over()
         async with self.sending:
             started = time.monotonic()
@@ -81,8 +81,8 @@ class WeightSync:
                         num_calls=version.num_calls,
                         missed=tuple(sorted(version.missed.keys() - {receiver.name for receiver in version.verified})),
                     )
-        words = "; ".join(f"{name} {reason}" for name, reason in sorted(version.missed.items()))
-        raise RunStopped(f"no rollout worker got version {policy_version} of the weights, sent twice: {words}")
+        reasons = "; ".join(f"{name} {reason}" for name, reason in sorted(version.missed.items()))
+        raise RunStopped(f"no rollout worker got version {policy_version} of the weights, sent twice: {reasons}")
 
     async def _agree(self, version: Version) -> None:
         """Measure how far engines and learner are apart before anything was sent, and keep it. Of engines that have
@@ -110,7 +110,7 @@ class WeightSync:
         """
         if self._catching_up is not None and self._config.is_replayable:
             round_, delivery = self._catching_up
-            round_.participants.clear()  # nobody missed anything
+            round_.participants.clear()  # no worker missed anything
             delivery.cancel()
 
     async def catch_up(self, receiver: SyncTarget) -> None:

@@ -36,8 +36,10 @@ class Turns:
     async def _take(self, turn: Turn) -> None:
         if turn == "engines" and self.learner is not None:
             await asyncio.to_thread(self.learner.rest, True)
-        said = await asyncio.gather(*(self._rest(receiver, turn == "learner") for receiver in self._fleet.receivers()))
-        if wrong := [words for words in said if words]:
+        errors = await asyncio.gather(
+            *(self._rest(receiver, turn == "learner") for receiver in self._fleet.receivers())
+        )
+        if wrong := [error for error in errors if error]:
             raise RunStopped(f"engines and ranks cannot take turns on their GPUs: {'; '.join(wrong)}")
         if turn == "learner" and self.learner is not None:
             await asyncio.to_thread(self.learner.rest, False)
@@ -47,8 +49,8 @@ class Turns:
         """What went wrong."""
         what = "its sleep" if on else "its waking"
         try:
-            asked = self._fleet.ask(receiver, lambda worker: worker.rest.remote(on), what)
-            await asyncio.wait_for(asked, self._timeout_s)
+            request = self._fleet.ask(receiver, lambda worker: worker.rest.remote(on), what)
+            await asyncio.wait_for(request, self._timeout_s)
         except MissedSync as error:
             return f"{receiver.name} {error}"
         except TimeoutError:

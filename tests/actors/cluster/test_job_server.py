@@ -135,7 +135,7 @@ def test_a_job_that_does_not_stop_is_told_of() -> None:
     client = FakeClient(log="step 1\n", ends=False, ctrl_c=True)
     client.add("own")
     client.stoppable = False
-    with pytest.raises(RunStopped, match="job own has not ended 0 s after it was told to stop"):
+    with pytest.raises(RunStopped, match="job own has not ended 0 s after the stop request"):
         JobServer(client, end_timeout_s=0.1).follow("own", wait_s=0.1)
     with pytest.raises(RunStopped, match="job own has not ended within 0 s; its status is RUNNING"):
         JobServer(client, end_timeout_s=0.1).stop("own", wait_s=0.1)
