@@ -151,12 +151,12 @@ class SharedGroup(LearnerGroup):
         self.actor = Processes(hosts)
         super().__init__(spec, placement_timeout_s=placement_timeout_s)
 
-    def stream_weights(self, dtype: Any, *, full: bool = False, meeting: Any = None) -> Iterator[Any]:
+    def stream_weights(self, dtype: Any, *, full: bool = False, rendezvous: Any = None) -> Iterator[Any]:
         first = self.parts["policy"].workers[0]
         if isinstance(first, LocalRank):
-            yield from map(ray.put, first.worker.stream_weights(dtype, full, meeting))
+            yield from map(ray.put, first.worker.stream_weights(dtype, full, rendezvous))
         else:
-            yield from super().stream_weights(dtype, full=full, meeting=meeting)
+            yield from super().stream_weights(dtype, full=full, rendezvous=rendezvous)
 
     def close(self) -> None:
         for ranks in self.groups:
