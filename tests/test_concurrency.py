@@ -106,7 +106,7 @@ def test_a_stop_ends_what_runs() -> None:
         tidy(unless_stopped([works.rests(), works.fails()], lambda: False))
 
 
-def test_tasks_of_somebody_else_go_on_after_a_stop() -> None:
+def test_foreign_tasks_continue_after_a_stop() -> None:
     works = Works()
 
     async def waiting() -> None:

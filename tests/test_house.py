@@ -113,7 +113,7 @@ def pins(kind: str) -> dict[str, str]:
     return dict(fields)
 
 
-def test_eager_imports_are_told_from_late_ones() -> None:
+def test_eager_imports_are_distinguished_from_late_ones() -> None:
     tree = ast.parse("import a.b\nif 1:\n    from c import d\nclass K:\n    import e\n    def f(s): import g\n")
     assert eager_imports(tree) == {"a", "c", "e"}
     assert set(imports(tree)) == {"a", "c", "e", "g"}
@@ -232,7 +232,7 @@ def code_lines(source: str) -> int:
     return sum(i not in documented and bool(line.strip()) and line.lstrip()[0] != "#" for i, line in lines)
 
 
-def test_rooms_not_a_corridor() -> None:
+def test_modules_lie_in_packages() -> None:
     """At most five files lie flat in t2g, none in actors; what jobs share lies in a room below them."""
     flat = {package: [f.name for f in (ROOT / package).glob("*.py") if f.stem != "__init__"] for package in PACKAGES}
     assert len(flat["t2g"]) <= 5
@@ -247,7 +247,7 @@ def test_no_two_files_have_one_name() -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_package_has_a_door_sign_and_no_code_behind_it(package: str) -> None:
+def test_every_package_has_a_docstring_and_no_code_in_its_init(package: str) -> None:
     """`__init__.py` says what lives there; only re-exports of public names may follow the docstring."""
     for folder in sorted({file.parent for file in modules(package)}):
         tree = parse(folder / "__init__.py")

@@ -101,7 +101,7 @@ def test_the_driver_must_know_cuda_13(preflight: ModuleType, answer: str | None,
     assert problem is None if found is None else found in problem
 
 
-def test_the_version_of_the_driver_is_asked_of_nvidia_smi(
+def test_the_driver_version_comes_from_nvidia_smi(
     preflight: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))

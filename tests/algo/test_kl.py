@@ -82,7 +82,7 @@ def test_full_kl_worked_by_hand() -> None:
     assert full_kl(torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(2, 3, dtype=torch.bfloat16)).tolist() == [0, 0]
 
 
-def test_full_kl_survives_words_that_are_ruled_out() -> None:
+def test_full_kl_survives_tokens_of_probability_zero() -> None:
     logits = torch.tensor([[0.0, 0.0, -torch.inf]], requires_grad=True)
     kl = full_kl(logits, torch.tensor([[0.0, 0.0, -torch.inf]]))
     assert kl.tolist() == [0]

@@ -99,7 +99,7 @@ def test_without_sequences_there_is_a_gradient_of_nothing(chunked: bool) -> None
         assert not grad.any()
 
 
-def test_what_is_not_asked_for_is_none() -> None:
+def test_statistics_that_were_not_requested_are_none() -> None:
     model = tiny_model()
     rows = Rows(sequences(), CPU)
     whole = rows.token_outputs(model, 1.0, entropy=True, ref_logits=rows.logits(model))

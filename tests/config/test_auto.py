@@ -30,7 +30,7 @@ def test_a_config_of_ones_own_takes_the_gpus(caplog: pytest.LogCaptureFixture) -
     assert message.startswith("auto (1 CPUs, 8 GPUs): rollout.gpus=1.0, ") and 'learner.dtype="bfloat16"' in message
 
 
-def test_what_was_chosen_on_cpus_is_told_by_its_value(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_choice_on_cpus_is_reported_by_its_value(caplog: pytest.LogCaptureFixture) -> None:
     own({"CPU": 4.0, "memory": 8.0 * GIB})
     (message,) = caplog.messages
     assert message == (
@@ -133,7 +133,7 @@ def test_another_machine_is_another_run(tmp_path: Path) -> None:
     assert kept == own(BOX)
 
 
-def test_where_nobody_knows_the_machine_values_are_asked_for() -> None:
+def test_an_unknown_machine_needs_explicit_values() -> None:
     with pytest.raises(UserError, match=r"rollout\.gpus, .*learner\.dtype.*: got auto, but this job needs values"):
         loading.load(PolicyJob, OWN, environ={}, cwd=ROOT, have=None)
     with pytest.raises(UserError, match=r"rollout\.max_new_tokens: got \"auto\""):

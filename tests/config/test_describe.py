@@ -62,7 +62,7 @@ def test_policy() -> None:
     ]
 
 
-def test_a_reward_model_has_a_role_and_evaluation_is_told() -> None:
+def test_a_reward_model_has_a_role_and_evaluation_is_described() -> None:
     feedback = FeedbackConfig(reward_model="rm")
     text = PolicyJob(model=MODEL, data=DATA, eval_data=DATA, feedback=feedback).describe()
     assert "feedback.engine: 1 actor, each 0.5 CPU" in text

@@ -167,7 +167,7 @@ def test_the_environment_of_engines_and_ranks_is_text_without_secrets(tmp_path: 
 
 
 @pytest.mark.parametrize(("tokens", "deadline_s"), [(16, 90), (256, 90), (1024, 360)])
-def test_who_may_write_more_has_longer(tokens: int, deadline_s: float) -> None:
+def test_a_longer_output_limit_has_a_longer_deadline(tokens: int, deadline_s: float) -> None:
     engine = RewardEngineConfig(max_new_tokens=tokens, request_timeout_s=90)
     assert engine.deadline_s == deadline_s
 
@@ -432,7 +432,7 @@ def test_a_key_in_the_file_is_refused_with_its_line(tmp_path: Path) -> None:
     assert "secret" not in str(sentences)
 
 
-def test_words_that_only_look_like_keys_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_that_only_resembles_keys_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "EMPTY")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     monkeypatch.setenv("MY_KEY_FILE", "/home/me/keys.json")
@@ -600,7 +600,7 @@ def test_an_engine_has_at_most_its_share_of_the_memory(tmp_path: Path) -> None:
         ("learner.offload=cpu", "learner.offload=none"),
     ],
 )
-def test_turns_are_refused_where_they_cannot_be_taken(tmp_path: Path, overrides: str, need: str) -> None:
+def test_time_sharing_is_refused_where_it_cannot_work(tmp_path: Path, overrides: str, need: str) -> None:
     given = ("cluster.gpu_sharing=alternate", "rollout.gpus=1", "learner.gpus=1")
     rollout, learner = load(tmp_path, GOOD, *given).reserved
     assert 0.5 < rollout.gpus < 1 and rollout.gpus + learner.gpus == 1, "in Ray's books"

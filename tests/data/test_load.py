@@ -94,7 +94,9 @@ def test_columns_are_renamed(tmp_path: Path) -> None:
         ("d.txt", "a,b", "files of this kind are not read"),
     ],
 )
-def test_broken_files_are_told_with_their_line(tmp_path: Path, name: str, content: str | bytes, reason: str) -> None:
+def test_broken_files_are_reported_with_their_line(
+    tmp_path: Path, name: str, content: str | bytes, reason: str
+) -> None:
     path = write(tmp_path / name, content)
     with pytest.raises(UserError, match=reason) as error:
         load(path)
@@ -171,7 +173,7 @@ def test_a_folder_of_the_datasets_library(tmp_path: Path) -> None:
     assert load(tmp_path) == [{"prompt": "a"}]
 
 
-def test_a_subset_of_a_hub_dataset_is_asked_for_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_subset_of_a_hub_dataset_is_requested_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def loaded(*path: str | None, **how: str | None) -> list[dict[str, str]]:

@@ -39,7 +39,7 @@ def test_every_shipped_config_can_be_checked(file: Path) -> None:
     assert problems == []
 
 
-def test_the_plan_in_words() -> None:
+def test_the_plan_is_formatted() -> None:
     _, lines = check(*GOOD, "rollout.workers={min: 12, max: 32}", "rollout.gpus=2")
     assert lines[:4] == [
         "learner: 6 ranks of 1 GPU -> 1 pod; a pod has 6 GPUs, 24 CPUs and 288 GiB for them",
@@ -160,7 +160,7 @@ def test_engine_and_rank_leave_two_gib_of_a_card_of_24() -> None:
     assert 22.5 - float(row[-1]) - config.rollout.gpu_memory_utilization * 22.5 >= 2
 
 
-def test_engines_and_ranks_in_turn_are_counted_once_and_fit_by_halves() -> None:
+def test_time_shared_engines_and_ranks_are_counted_once_and_fit_by_halves() -> None:
     turns = (*GOOD, "cluster.gpu_sharing=alternate", "rollout.workers={min: 8, max: 8}", "learner.workers=8",
              "rollout.labels.rl/role=learner", "rollout.max_staleness=0",
              "rollout.gpu_memory_utilization=0.8")  # fmt: skip

@@ -73,13 +73,13 @@ def test_each_fault_is_one_sentence() -> None:
     ]
 
 
-def test_who_does_not_reach_whom_is_told() -> None:
+def test_unreachable_pairs_are_reported() -> None:
     find_unreachable = [Unreachable(source="gpu-0", target="learner-0", reason="port 4711 of 10.0.0.2: timed out")]
     (sentence,) = findings(NODES, [], {}, None, find_unreachable)
     assert sentence.startswith("node gpu-0 does not reach node learner-0: port 4711 of 10.0.0.2: timed out; ")
 
 
-def test_a_package_that_a_node_lacks_is_told() -> None:
+def test_a_missing_package_of_a_node_is_reported() -> None:
     bare = Node(name="bare", labels={}, resources={}, versions={"python": "3.11.9"})
     assert findings((HEAD, bare), [], {}, None) == [
         "ray differs between nodes: 2.60.0 on head; none on bare; give them the same image"

@@ -30,7 +30,7 @@ def test_flops_by_hand() -> None:
     assert one == 6 * (32 * 218_112_000 + 128_256 * 4096) * 1000 + 6 * 32 * 4096 * 10**6
 
 
-def test_a_device_that_nobody_knows_has_no_peak() -> None:
+def test_an_unknown_device_has_no_peak() -> None:
     assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
     assert peak_flops("NVIDIA GeForce RTX 4090") is None
 

@@ -400,7 +400,7 @@ def test_names(run: str, name: str) -> None:
 
 
 @given(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,46}", fullmatch=True))
-def test_every_run_name_becomes_one_that_kubernetes_takes(run: str) -> None:
+def test_every_run_name_becomes_a_valid_kubernetes_name(run: str) -> None:
     name = resource_name(run)
     assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name)
     assert len(name) <= 47

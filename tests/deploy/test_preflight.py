@@ -123,7 +123,7 @@ def test_what_is_not_on_this_machine(model: Path, data: str, sections: dict[str,
     assert len(found.missing) == 1 and words in found.missing[0] and found.wrong == [], found
 
 
-def test_a_name_that_no_hub_knows_is_asked_for_once(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_name_is_requested_once(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def unreachable(self: object, name: str, **how: Any) -> None:
@@ -141,7 +141,7 @@ ANSWER = Response(404, request=Request("GET", "http://hub"))
 
 
 @pytest.mark.parametrize("error", [ConnectionError("no network"), RepositoryNotFoundError("404", response=ANSWER)])
-def test_a_data_set_that_no_hub_knows_is_asked_for_once(
+def test_an_unknown_data_set_is_requested_once(
     model: Path, error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     asked = []
@@ -165,7 +165,7 @@ def test_a_data_set_that_no_hub_knows_is_asked_for_once(
     assert sentence.endswith("there is no folder of that name")
 
 
-def test_all_faults_are_told_at_once_and_a_small_machine_too(tmp_path: Path) -> None:
+def test_all_faults_are_reported_together(tmp_path: Path) -> None:
     job = policy(tmp_path / "no", "no.jsonl", feedback=critic("of_one"), task="nothing")
     found = preflight(job, {"CPU": 0.5, "GPU": 0, "memory": 64 * GIB})
     assert [words.partition(":")[0] for words in found.missing] == [
@@ -203,7 +203,7 @@ def test_all_records_are_read_before_a_start(model: Path, data: str, tmp_path: P
     assert first.startswith("eval_data record 2: ") and last == "1 more records are wrong" and len(found.wrong) == 4
 
 
-def test_wrong_records_are_told_beside_a_missing_model_and_an_async_function(tmp_path: Path) -> None:
+def test_wrong_records_are_reported_with_a_missing_model_and_an_async_function(tmp_path: Path) -> None:
     path = write_records(tmp_path / "wrong.jsonl", {"prompt": "Why?"}, {"text": "b"})
     job = policy("/no/model", path, feedback=critic("not_yet"))
     found = preflight(job, ROOMY)

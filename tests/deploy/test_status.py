@@ -41,7 +41,7 @@ def test_an_old_picture_says_so_and_a_clock_that_is_behind_does_not() -> None:
     assert "as of 0 s ago\nidle" in format_status("own", STATUS, done=False, now=THEN - timedelta(seconds=5))
 
 
-def test_of_a_finished_run_no_engine_is_told_and_no_driver_is_missed() -> None:
+def test_a_finished_run_reports_no_engines_and_needs_no_driver() -> None:
     last, later = STATUS.model_copy(update={"step": 100, "samples": 6400}), THEN + timedelta(hours=2)
     assert format_status("own", last, done=True, now=later).splitlines() == [
         "run own: step 100 of 100, 6400 samples, as of 2 h 00 min ago",
@@ -61,7 +61,7 @@ def test_nothing_in_the_file_steers_the_terminal() -> None:
     assert "a?b" in words and "?[2J?" in words
 
 
-def test_phases_are_told_with_the_reason_of_the_last(tmp_path: Path) -> None:
+def test_phases_are_reported_with_the_reason_of_the_last(tmp_path: Path) -> None:
     def words() -> str:
         return format_status("own", read_status(tmp_path), done=False, now=now())
 

@@ -38,7 +38,7 @@ def test_another_style_task_or_instruction_is_refused(tmp_path: Path) -> None:
         check_card(tmp_path, trained.model_copy(update={"prompt_version": "0"}))
 
 
-def test_a_model_without_a_card_is_asked_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_without_a_card_gets_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for model in (tmp_path, Path("some/model-on-the-hub")):
         with caplog.at_level(logging.WARNING):
             check_card(model, make_card(TinyTask(), BARE))

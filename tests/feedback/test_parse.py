@@ -283,7 +283,7 @@ def test_ranges_are_taken_as_they_are() -> None:
      ("c" * (MAX_ANSWER_CHARS + 1), [], []),
      {"critique": "c", "good": []}, {"critique": "c", "good": [], "poor": [], "bad": []}],
 )  # fmt: skip
-def test_rubbish_of_a_program_is_told_apart(answer: Any) -> None:
+def test_invalid_answers_of_a_program_are_distinguished(answer: Any) -> None:
     with pytest.raises(ValueError, match=r"needs? to be|needs critique|no quote"):
         judged(answer)
 

@@ -88,7 +88,7 @@ def test_spans_without_quotes_are_quoted() -> None:
     assert (record.good, record.poor) == ((), (Quote(quote="phone", occurrence=2, severity=3),))
 
 
-def test_a_task_words_the_prompt_of_a_published_row() -> None:
+def test_a_task_writes_the_prompt_of_a_published_row() -> None:
     row = {"question": "Add.", "test": "from solution import add\n", "solution": "x", "code_feedback": "Wrong."}
     assert read_record(row).prompt == "Add."
     assert read_record(row, get_task("code")).prompt == get_task("code").prompt_text(row) != "Add."

@@ -114,7 +114,7 @@ def test_an_annotation_that_is_cut_is_unparsable_with_a_reason(fleets: Fleets, m
         assert "cut after 48 tokens" in feedback.reason and feedback.version.startswith(str(model))
 
 
-def test_no_room_for_a_question_is_said_before_an_engine_starts(model: Path) -> None:
+def test_a_window_too_small_is_reported_before_an_engine_starts(model: Path) -> None:
     config = make_config(model).model_copy(update={"llm": LLMConfig(model=str(model), max_output_tokens=4096)})
     with pytest.raises(UserError, match=r"llm\.max_output_tokens=4096 leaves no room"):
         ChatFleet(config, seed=1, placement_timeout_s=1)

@@ -100,7 +100,7 @@ def test_a_stop_ends_it(base: Path, tmp_path: Path) -> None:
     assert train(base, tmp_path / "policy", stop=True, workers=1) == (None, [])
 
 
-def test_a_late_rank_is_told(base: Path, tmp_path: Path) -> None:
+def test_a_late_rank_is_reported(base: Path, tmp_path: Path) -> None:
     with pytest.raises(LearnerLost, match="learner rank 0 is late"):
         train(base, tmp_path / "policy", workers=1, step_timeout_s=0.1)
 

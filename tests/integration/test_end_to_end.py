@@ -106,7 +106,7 @@ REFUSED_ON_RAY: list[tuple[dict[str, object], str]] = [
 
 
 @pytest.mark.parametrize(("overrides", "sentence"), REFUSED)
-def test_what_cannot_work_is_said_in_a_sentence(
+def test_an_impossible_setting_fails_with_one_sentence(
     overrides: dict[str, object],
     sentence: str,
     folder: Path,

@@ -38,7 +38,7 @@ def test_a_folder_without_a_model(tmp_path: Path) -> None:
     assert str(tmp_path) in refuse(tmp_path)
 
 
-def test_an_architecture_that_nobody_knows(tmp_path: Path) -> None:
+def test_an_unknown_architecture(tmp_path: Path) -> None:
     random_model(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(

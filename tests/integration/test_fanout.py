@@ -77,7 +77,7 @@ def test_the_late_one_is_named(ranks: list) -> None:
     ray.kill(late)
 
 
-def test_a_death_is_told_before_what_it_causes(ranks: list) -> None:
+def test_a_death_is_reported_before_its_consequences(ranks: list) -> None:
     """A dead peer shows first as a broken connection in the others."""
     victim = rank_class().remote()
     ray.get(victim.value.remote(1), timeout=30)

@@ -88,7 +88,7 @@ def test_a_dead_workers_requests_go_elsewhere_and_another_takes_its_place(fleet:
     assert "recovery_s" not in fleet.metrics()
 
 
-def test_what_a_worker_raises_reaches_whoever_asked(fleet: Fleet, begin: Callable[..., Fleet]) -> None:
+def test_an_exception_of_a_worker_reaches_the_caller(fleet: Fleet, begin: Callable[..., Fleet]) -> None:
     with pytest.raises(SamplingFailed, match=r"^x: (test worker \d failed: .*cannot do it.*){3}$"):
         asyncio.run(fleet.call(lambda w: w.stumble.remote(), timeout_s=20, what="x"))
     with pytest.raises(UserError, match=r"^prompt 7 is rubbish$"):
@@ -99,7 +99,7 @@ def test_what_a_worker_raises_reaches_whoever_asked(fleet: Fleet, begin: Callabl
         begin(actor=Unwilling).wait_ready()
 
 
-def test_a_worker_that_waits_for_a_place_holds_nobody_up_and_leaves_without_having_come(
+def test_a_worker_waiting_for_placement_blocks_no_other_and_can_leave(
     begin: Callable[..., Fleet],
 ) -> None:
     fleet = ready(begin(CONFIG.model_copy(update={"cpus": free_cpus() * 0.4})))

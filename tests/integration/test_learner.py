@@ -83,7 +83,7 @@ def test_forward_equals_the_plain_model(groups: dict[str, LearnerGroup], rollout
     assert groups["one"].forward([]) == []
 
 
-def test_the_policy_rests_while_the_critic_warms_up(
+def test_the_policy_is_not_updated_while_the_critic_warms_up(
     groups: dict[str, LearnerGroup], start: dict[str, Path], rollouts: list[Rollout]
 ) -> None:
     group = groups["one"]

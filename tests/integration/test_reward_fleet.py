@@ -88,7 +88,7 @@ def align(fleet: RewardFleet, response: str, critiques: list[str]) -> list[SpanF
     return asyncio.run(run())
 
 
-def test_every_answer_parses_and_is_the_same_when_asked_again(fleet: RewardFleet) -> None:
+def test_every_answer_parses_and_is_reproducible(fleet: RewardFleet) -> None:
     responses = [f"The phone hums {i} times." for i in range(8)] + [""]
     answers = judge(fleet, responses)
     assert {a.status for a in answers} <= {"ok", "empty"}
@@ -116,7 +116,7 @@ def test_a_given_critique_comes_back_with_spans_and_is_kept_beside_the_models_ow
     assert failed.status == "failed" and "do not fit" in failed.reason
 
 
-def test_a_model_is_not_asked_for_what_it_was_not_trained_for(tmp_path: Path) -> None:
+def test_a_model_with_another_card_is_refused(tmp_path: Path) -> None:
     """Refused before any engine is started."""
     task = get_task("prompts")
     write_card(tmp_path, make_card(task, StyleConfig(critique=False)))

@@ -136,7 +136,7 @@ EVENTS = st.lists(st.sampled_from(["step"] * 30 + ["weights", "weights", "abort"
 @given(lengths=st.lists(st.integers(1, 200), min_size=1, max_size=4), events=EVENTS)
 @example(lengths=[2, 5], events=["step", "weights"])  # one ends in the step that was under way
 @settings(max_examples=100, deadline=None)
-def test_every_token_is_told_once_in_order_and_by_its_weights(lengths: list[int], events: list[str]) -> None:
+def test_every_token_is_delivered_once_in_order_with_its_version(lengths: list[int], events: list[str]) -> None:
     core = Core(Kept(lengths))
     lost: set[str] = set()
     for event in [*events, *["step"] * max(lengths)]:
@@ -197,7 +197,7 @@ def test_they_are_vllms_schedulers() -> None:
     assert [f"{kind.__module__}.{kind.__name__}" for kind in classes] == [*SCHEDULERS]
 
 
-def test_vllm_has_no_finish_reason_that_nobody_has_classified() -> None:
+def test_every_finish_reason_of_vllm_is_classified() -> None:
     """A new one is a failure until somebody reads what it means; see `Engine._finished`."""
     failures = {"abort", "error", "repetition"}
     assert {str(reason) for reason in FinishReason} == {*get_args(OurFinishReason), *failures}

@@ -106,7 +106,7 @@ def test_a_training_that_lost_a_rank_goes_on_after_its_checkpoint(trained: Train
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= written and "half.safetensors" not in written
 
 
-def test_every_step_is_told_and_a_controller_that_ends_by_design_is_not(trained: Trained) -> None:
+def test_every_step_is_reported_and_a_planned_exit_of_the_controller_is_not(trained: Trained) -> None:
     assert trained.steps == sorted(trained.steps) and set(trained.steps) <= set(range(21, 51))
     assert set(trained.steps) - {30, 40, 50}, "steps between two reports"
     assert trained.raylet_lines == []
@@ -205,7 +205,7 @@ def test_a_training_that_is_given_up_leaves_no_process(base: Path, cluster: Clus
     assert psutil.wait_procs(seen, timeout=10)[1] == []
 
 
-def test_no_place_for_the_ranks_is_said_in_time(base: Path, cluster: ClusterConfig, tmp_path: Path) -> None:
+def test_missing_room_for_the_ranks_is_reported_in_time(base: Path, cluster: ClusterConfig, tmp_path: Path) -> None:
     short = cluster.model_copy(update={"placement_timeout_s": 2})
     with pytest.raises(UserError, match=r"no place .* 3 sft workers: each needs 1000 CPUs"):
         train(base, tmp_path / "big", short, workers=3, cpus=1000)

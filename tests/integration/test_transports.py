@@ -120,7 +120,7 @@ def test_broadcasts_bring_every_engine_the_ranks_tensors_version_after_version_i
 
 
 @pytest.mark.usefixtures("_cpu")
-def test_whoever_does_not_come_to_a_meeting_is_named_and_nobody_waits_longer() -> None:
+def test_a_participant_missing_from_the_rendezvous_is_named_and_the_others_wait_no_longer() -> None:
     rendezvous, started = rendezvous_of("w0", "w1", "w1"), time.monotonic()
     with ThreadPoolExecutor() as pool:
         waiting = [pool.submit(join, rendezvous, rank, CPU, 3) for rank in (0, 1)]
@@ -162,7 +162,7 @@ def sender_to(*groups: Fallible | None, monkeypatch: pytest.MonkeyPatch) -> Nccl
     return NcclSender()
 
 
-def test_a_group_is_kept_for_the_same_meeting_and_ends_when_another_one_meets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_serves_one_rendezvous_and_ends_at_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     groups, rendezvous = [Fallible(hangs=False) for _ in range(3)], rendezvous_of("w0")
     sender = sender_to(*groups, monkeypatch=monkeypatch)
     for _ in range(2):
@@ -184,7 +184,7 @@ def test_a_rank_goes_on_without_the_engines(group: Fallible | None, monkeypatch:
         assert group.disabled and group.num_broadcasts == 1, "nothing is sent in a broken group"
 
 
-def test_whoever_waits_for_a_member_that_is_gone_is_released() -> None:
+def test_requests_waiting_for_a_removed_member_are_released() -> None:
     group = Fallible(hangs=True)
     started = time.monotonic()
     with ended_when_stalled(group, after_s=0.1):
@@ -213,7 +213,7 @@ def test_an_engine_refuses_a_broadcast_that_was_broken_off_and_takes_the_next_ro
     assert model.loaded.keys() == set(NAMES), "what it loaded from the broken group was never committed"
 
 
-def test_an_engine_is_told_of_its_group_beside_the_announcements() -> None:
+def test_an_engine_gets_its_group_with_the_manifests() -> None:
     transfer, _ = engine(NcclBroadcastEngine)
     told: list[dict[str, Any]] = []
 

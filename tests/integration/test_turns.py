@@ -38,7 +38,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("gpus")
-def test_each_gpu_has_an_engine_and_a_rank_which_work_in_turn() -> None:
+def test_each_gpu_alternates_between_an_engine_and_a_rank() -> None:
     workers = {"initial": NUM_GPUS, "min": NUM_GPUS}
     rollout = RolloutConfig(workers=workers, gpus=ENGINE_SHARE, **SMALL)
     learner = LearnerConfig(workers=NUM_GPUS, gpus=1 - ENGINE_SHARE, sync_transport="ipc", **SMALL)

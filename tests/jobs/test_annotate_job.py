@@ -194,7 +194,7 @@ def test_half_a_file_is_not_taken_for_a_whole_one(given: AnnotateJob) -> None:
     assert {name: (folder / name).read_text() for name in whole} == whole
 
 
-def test_failed_feedback_is_in_the_file_and_asked_for_again(given: AnnotateJob) -> None:
+def test_failed_feedback_is_in_the_file_and_requested_again(given: AnnotateJob) -> None:
     folder = given.run.folder
     fleets = FakeFleets(given)
     fleets.critic.failing = lambda prompt: int(prompt.prompt_id[1:]) < 8  # 40 %
@@ -272,7 +272,7 @@ def test_another_config_is_refused_by_the_names_of_its_keys(sampled: AnnotateJob
     assert annotate_data(freer, FakeFleets(sampled))["records"] == NUM_SAMPLES
 
 
-def test_a_config_that_nobody_answered_to_may_change(given: AnnotateJob) -> None:
+def test_a_config_without_answers_can_change(given: AnnotateJob) -> None:
     fleets = FakeFleets(given)
     fleets.critic.failing = lambda prompt: True
     with pytest.raises(RunStopped, match="100% of 20 responses"):
@@ -362,9 +362,7 @@ def test_what_needs_ray(tmp_path: Path, options: dict[str, Any], cluster: bool) 
     assert bool(job(tmp_path, **options).roles()) is cluster
 
 
-def test_a_dry_run_says_what_an_endpoint_will_be_asked_for(
-    given: AnnotateJob, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_describes_endpoint_requests(given: AnnotateJob, capsys: pytest.CaptureFixture[str]) -> None:
     llm = {"model": "judge", "url": "http://127.0.0.1:1/v1", "key_env": "T2G_TEST_NOT_SET", "max_output_tokens": 100}
     config = job(given.run.root, source="llm", llm=llm)
     assert "feedback: llm" in describe(config)

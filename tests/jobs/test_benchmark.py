@@ -51,7 +51,7 @@ def sides(**rates: float) -> Record:
     }
 
 
-def test_sides_take_turns_forth_and_back() -> None:
+def test_sides_alternate_in_both_directions() -> None:
     assert turns(["a", "b"], 4) == [*"abbaabba"]
     assert turns(["a", "b", "c"], 2) == [*"abccba"]
 
@@ -99,7 +99,7 @@ def test_seconds_of_the_processor_and_memory_are_those_of_the_tree() -> None:
     assert peak_gib() > 0.05
 
 
-def test_a_process_that_is_told_with_less_takes_nothing_back() -> None:
+def test_a_later_report_with_less_removes_nothing() -> None:
     before = cpu_seconds()
     assert 0 <= cpu_since(before | {os.getpid(): before[os.getpid()] + 100}) < 2
 
@@ -151,7 +151,7 @@ def test_results_are_kept_by_phase_and_held_against_the_limit(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("mean_length", "probability"), [(None, 0.0), (64.0, 1 / 64)])
-def test_models_end_their_responses_as_often_as_asked(
+def test_models_end_their_responses_at_the_configured_rate(
     tmp_path: Path, mean_length: float | None, probability: float
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -185,7 +185,7 @@ def test_the_driver_hands_out_samples_without_an_engine(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("with_trl", [True, False])
-def test_the_step_is_held_against_its_floor_and_against_trl_by_the_same_turns(
+def test_the_step_is_compared_with_its_lower_bound_and_trl_by_alternating_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_trl: bool
 ) -> None:
     ran: list[str] = []

@@ -192,7 +192,7 @@ def test_a_finished_comparison_is_read_again_without_a_run(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["span", "dpo", "ilf", "reflection"])
-def test_a_finished_run_is_kept_whoever_made_its_policy(tmp_path: Path, name: str) -> None:
+def test_a_finished_run_is_kept_for_every_procedure(tmp_path: Path, name: str) -> None:
     arms = arms_of(tmp_path, f"compare.methods=[{name}]")
     arm = arms.arm(name, 1, 0.1)
     begin_folder(arm, **arms.made_of(name))  # as `train` and `run_baseline` do

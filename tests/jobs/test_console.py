@@ -24,7 +24,7 @@ def test_every_job_has_a_word_and_every_word_a_job() -> None:
     assert scripts == {"t2g": "jobs.__main__:main"}
 
 
-def test_the_jobs_words_and_exit_code_are_its_own(tmp_path: Path) -> None:
+def test_the_output_and_exit_code_of_a_job_are_passed_on(tmp_path: Path) -> None:
     asked = [sys.executable, "-m", "jobs", "report", "--run", str(tmp_path)]
     done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 2 and "holds no finished step" in done.stderr and "Traceback" not in done.stderr

@@ -66,7 +66,7 @@ def test_what_the_config_says_is_left_for_the_server_to_refuse(tmp_path: Path, m
     assert (config.task, config.feedback.style) == ("prompts", StyleConfig())
 
 
-def test_a_model_without_a_card_and_one_on_the_hub_are_asked_as_the_config_says(tmp_path: Path) -> None:
+def test_models_without_a_card_follow_the_config(tmp_path: Path) -> None:
     for name in (str(tmp_path), "someone/reward-model"):
         config = job(tmp_path, name)
         assert as_trained(config) == config
@@ -83,7 +83,7 @@ def records_of(config: EvaluateJob) -> list[AnnotatedRecord]:
     return usable_records("data.path", config.data, config.task)
 
 
-def test_only_records_with_usable_feedback_are_asked_about(tmp_path: Path) -> None:
+def test_only_records_with_usable_feedback_are_judged(tmp_path: Path) -> None:
     assert [record.prompt_id for record in records_of(job(tmp_path, "m"))] == ["1", "2"]
     with pytest.raises(UserError, match=r"heldout.jsonl has no record with feedback that could be used"):
         records_of(job(tmp_path, "m", RECORDS[2:]))

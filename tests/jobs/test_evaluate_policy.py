@@ -94,7 +94,7 @@ def pair(result: dict[str, Any], measure: str) -> dict[str, Any]:
     return next(one for one in result["pairs"] if one["measure"] == measure)
 
 
-def test_a_policy_that_is_cut_to_8_words_is_found_worse(tmp_path: Path, models: Path) -> None:
+def test_a_policy_truncated_to_8_words_is_worse(tmp_path: Path, models: Path) -> None:
     config = job(tmp_path, models)
     result = run(config, {"whole": Engine(100), "cut": Engine(8)})
     for measure in ("rouge1", "rouge2", "rougeL", "bleu"):
@@ -244,7 +244,7 @@ def test_a_signal_lets_what_is_under_way_come_in_and_the_same_command_goes_on(tm
     assert sorted(first.asked + second.asked) == sorted(record["id"] for record in RECORDS)
 
 
-def test_prompts_that_no_engine_answers_are_asked_again_by_the_next_start(tmp_path: Path, models: Path) -> None:
+def test_unanswered_prompts_are_sampled_again_by_the_next_start(tmp_path: Path, models: Path) -> None:
     config = job(tmp_path, models, policies={"cut": {"policy": str(models / "cut")}})
     engine = Engine(8, left=15)
     engine.end = SamplingFailed
@@ -479,7 +479,9 @@ def prefers_long(number: int, body: dict[str, Any]) -> Reply:
     return verdict("A" if len(first) > len(second) else "B")(number, body)
 
 
-def test_a_judge_is_asked_in_both_orders_and_paid_once(tmp_path: Path, models: Path, server: FakeEndpoint) -> None:
+def test_a_judge_sees_both_orders_and_is_called_once_for_each(
+    tmp_path: Path, models: Path, server: FakeEndpoint
+) -> None:
     config = job(tmp_path, models, RECORDS[:4], judges={"j": llm(server)})
     server.reply = prefers_long
     engines = {"whole": Engine(100), "cut": Engine(8)}
@@ -517,7 +519,7 @@ def test_other_weights_are_sampled_scored_and_judged_anew(tmp_path: Path, models
     assert result["policies"]["b"]["words"]["value"] > result["policies"]["c"]["words"]["value"] == 12
 
 
-def test_rubbish_is_counted_and_a_server_that_fails_is_asked_again(
+def test_invalid_answers_are_counted_and_a_failing_server_is_retried(
     tmp_path: Path, models: Path, server: FakeEndpoint
 ) -> None:
     config = job(tmp_path, models, RECORDS[:4], judges={"j": llm(server)})

@@ -108,7 +108,7 @@ def test_a_loss_that_is_another_one_is_a_no(monkeypatch: pytest.MonkeyPatch, tmp
     assert code == 3 and said["items"][0]["answer"] == "no" and "0.01 of its size" in said["items"][0]["why"]
 
 
-def test_a_job_that_fails_or_hangs_is_a_no_with_its_last_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_failed_or_hanging_job_reports_its_last_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     jobs = Jobs()
     jobs.fails = True
     code, said = check(monkeypatch, tmp_path, jobs, "world")
@@ -117,7 +117,7 @@ def test_a_job_that_fails_or_hangs_is_a_no_with_its_last_words(monkeypatch: pyte
     assert "did not end within" in check(monkeypatch, tmp_path, jobs, "world")[1]["items"][0]["why"]
 
 
-def test_what_engines_said_last_stays_with_a_no(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_last_output_of_engines_stays_with_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     logs.mkdir()
     (logs / "worker-1.err").write_text("".join(f"{i}\n" for i in range(100)) + "ValueError: no room for a cache\n")
@@ -163,7 +163,7 @@ def test_an_engine_is_measured_with_joined_outputs_and_without(monkeypatch: pyte
     assert closed == [True, False]
 
 
-def test_an_engine_is_asked_as_it_can_be_asked_and_its_successor_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_gets_supported_calls_and_its_successor_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
     class Handle:

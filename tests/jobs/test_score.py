@@ -47,7 +47,7 @@ def test_no_feedback_is_an_error_with_its_reason(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == ""
 
 
-def test_a_model_that_is_not_there_is_told_before_anything_starts(
+def test_a_missing_model_is_reported_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

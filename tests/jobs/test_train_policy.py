@@ -84,7 +84,7 @@ def test_a_smoke_run_shows_one_response_with_its_spans(tmp_path: Path, capsys: p
 
 
 @pytest.mark.parametrize("source", ["reward_model", "program"])
-def test_the_stages_have_a_reward_model_where_it_is_asked(
+def test_the_artifacts_have_a_reward_model_on_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
     def made(demo: Any, fleets: Any, *, reward: bool) -> None:

@@ -94,7 +94,7 @@ def test_a_record_is_known_again_by_what_was_judged(payload: dict[str, Any]) -> 
     assert by_response == sample.key and by_number != replace(sample, response=None).key
 
 
-def test_the_policy_is_asked_once_for_each_prompt_that_lacks_something(tmp_path: Path) -> None:
+def test_the_policy_samples_once_for_each_incomplete_prompt(tmp_path: Path) -> None:
     policy, asked = FakeRollouts(letter_tokenizer(tmp_path)), []
 
     async def write(prompt: Prompt) -> list[str]:
@@ -154,7 +154,7 @@ def test_something_is_held_out_and_something_is_not(prompts: set[str], share: fl
     assert held or len(prompts) < 2
 
 
-def test_the_share_that_is_held_out_and_who_it_is() -> None:
+def test_the_held_out_share_and_its_members() -> None:
     prompts = [str(i) for i in range(4000)]
     held = heldout_prompts(prompts, 0.25)
     assert abs(len(held) / 4000 - 0.25) < 0.03  # four standard deviations
@@ -192,7 +192,7 @@ def test_a_summary_counts_and_groups() -> None:
     assert summary_words(nothing) == "1 records: 1 failed\n  1 x status failed"
 
 
-def test_words_that_no_file_can_hold_do_not_end_the_run() -> None:
+def test_text_that_no_file_can_hold_does_not_end_the_run() -> None:
     class Rude(FakeFeedback):
         async def judge(self, prompt: Prompt, response_text: str) -> Any:
             return replace(await super().judge(prompt, response_text), reason='quote "\ud800" does not occur')

@@ -191,7 +191,7 @@ def test_what_ends_beside_the_run_ends_it_and_keeps_the_finished_steps(
     assert bench.checkpoint_step() == bench.metrics()[-1]["step"] >= 3
 
 
-def test_prompts_that_nobody_answers_are_dropped_and_told(tokenizer: Any, tmp_path: Path) -> None:
+def test_unanswered_prompts_are_dropped_and_reported(tokenizer: Any, tmp_path: Path) -> None:
     bench = Bench(tmp_path, tokenizer, CONFIG)
     failing = {"p3", "p4"}
 
@@ -260,7 +260,7 @@ def test_too_many_unanswered_prompts_stop_the_run(tokenizer: Any, tmp_path: Path
         bench.run()
 
 
-def test_a_held_out_prompt_that_nobody_answers_stops_the_run(tokenizer: Any, tmp_path: Path) -> None:
+def test_an_unanswered_held_out_prompt_stops_the_run(tokenizer: Any, tmp_path: Path) -> None:
     bench = Bench(tmp_path, tokenizer, CONFIG)
 
     def fail(prompt: Any) -> None:

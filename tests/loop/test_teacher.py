@@ -37,7 +37,7 @@ def test_the_teacher_alone_gives_its_log_probability_less_the_policys() -> None:
     assert second == ([-0.5, 0.0], [1, 1])
 
 
-def test_a_response_of_which_nothing_was_said_has_no_part_in_the_loss() -> None:
+def test_a_response_without_spans_adds_nothing_to_the_loss() -> None:
     _, second = samples([[-0.5, -3.0, -1.0], None])
     assert second[1] == [0, 0]
 

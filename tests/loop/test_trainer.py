@@ -75,7 +75,7 @@ def test_the_next_step_goes_on_while_a_checkpoint_is_sealed(
     assert bench.checkpoint_step() == NUM_STEPS
 
 
-def test_who_is_cancelled_while_a_checkpoint_is_sealed_leaves_it_whole(
+def test_cancellation_during_a_checkpoint_leaves_it_complete(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench, go_on, seal = Bench(tmp_path, tokenizer, job()), threading.Event(), checkpoint._seal
@@ -310,7 +310,7 @@ def test_the_coefficient_goes_where_the_penalty_is(tokenizer: Any, tmp_path: Pat
 
 
 @pytest.mark.parametrize("loss_aggregation", ["token", "sequence"])
-def test_minibatches_are_weighted_as_asked(tokenizer: Any, tmp_path: Path, loss_aggregation: str) -> None:
+def test_minibatches_are_weighted_by_the_config(tokenizer: Any, tmp_path: Path, loss_aggregation: str) -> None:
     bench = Bench(tmp_path, tokenizer, job(loss_aggregation=loss_aggregation))
     bench.run()
     assert all(len(batch.minibatches) == 4 * 2 for batch in bench.learner.batches)  # epochs x minibatches
@@ -318,9 +318,7 @@ def test_minibatches_are_weighted_as_asked(tokenizer: Any, tmp_path: Path, loss_
         np.testing.assert_allclose([s.weights for s in minibatch], 1 / (16 * LENGTH), rtol=1e-6)
 
 
-def test_with_turns_the_learner_trains_and_saves_in_its_own_and_engines_sample_in_theirs(
-    tokenizer: Any, tmp_path: Path
-) -> None:
+def test_with_time_sharing_learner_and_engines_work_one_after_the_other(tokenizer: Any, tmp_path: Path) -> None:
     class Recorded:
         turn, taken = "learner", 0
 

@@ -123,7 +123,7 @@ def test_another_page_changes_nothing(server: MarkServer, origin: str) -> None:
         ("item/0", {"spans": [{"start": 0, "end": 1, "label": 1, "severity": 4}]}, 400),
     ],
 )
-def test_rubbish_is_refused_in_words(server: MarkServer, name: str, body: Any, code: int) -> None:
+def test_invalid_input_is_refused_with_a_message(server: MarkServer, name: str, body: Any, code: int) -> None:
     answered, words, _ = ask(server, name, body)
     assert answered == code and words
     assert server.marks.finished == [False] and server.marks[0].critique == ""

@@ -71,7 +71,7 @@ def test_a_number_out_of_bounds_is_refused_and_nothing_is_written(
     assert not (folder / CONTROL_FILE).exists()
 
 
-def test_fleets_that_nobody_scales_by_hand_are_refused(folder: Path) -> None:
+def test_fleets_without_manual_scaling_are_refused(folder: Path) -> None:
     loading.write(job(folder, autoscale=True), folder)
     with pytest.raises(UserError, match="chooses their number itself"):
         write_wanted(folder, Wanted(rollouts=2))
@@ -110,7 +110,7 @@ def test_a_file_that_is_none_of_ours_is_one_warning(
 
 
 @pytest.mark.parametrize("what", ["pipe", "folder", "link", "loop", "endless"])
-def test_what_is_no_file_is_one_warning_and_keeps_nobody_waiting(
+def test_a_path_without_a_file_is_one_warning_and_causes_no_wait(
     folder: Path, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
     control, path = Control(folder, scalable(job(folder))), folder / CONTROL_FILE

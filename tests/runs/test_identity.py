@@ -236,7 +236,7 @@ def test_a_folder_of_another_layout_is_refused(tmp_path: Path, content: str | No
         finished(tmp_path, Identity.of(job()), "summary.json")
 
 
-def test_a_result_is_given_back_to_who_asks_for_the_same(made: Made) -> None:
+def test_a_result_is_returned_for_the_same_identity(made: Made) -> None:
     identity, folder = made.begin(), made.root / "runs" / "own"
     assert finished(folder, identity, "summary.json") is None
     (folder / "summary.json").write_text(json.dumps({"steps": 3}))

@@ -41,7 +41,7 @@ def test_without_a_terminal_at_most_a_line_in_ten_seconds(shown: Shown) -> None:
     ]
 
 
-def test_the_time_left_is_told_from_the_pace_of_this_session(shown: Shown) -> None:
+def test_the_remaining_time_follows_the_speed_of_this_session(shown: Shown) -> None:
     out = shown.on(terminal=False)
     with stage("train", 40, 30) as train:
         shown.now += 11

@@ -211,7 +211,7 @@ def test_what_meets_what_is_required(in_force: list[str], missing: list[str]) ->
     assert isolation.lacking(("processes", "files", "network"), in_force) == missing
 
 
-def test_who_starts_a_sandbox_can_no_longer_be_looked_into() -> None:
+def test_a_process_that_starts_a_sandbox_is_not_dumpable() -> None:
     code = (
         "from t2g.sandbox import available\nimport ctypes\navailable([])\nprint(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))"
     )
@@ -457,7 +457,7 @@ READINGS: dict[str, tuple[list[dict[int, str]], bool]] = {
 
 
 @pytest.mark.parametrize("case", READINGS)
-def test_who_is_left_is_read_until_two_readings_agree(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remaining_processes_are_read_until_two_readings_agree(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """4 has the tests in 5, these the worker in 6, whose children, in these states, are what a solution has left."""
     readings, left = READINGS[case]
     each = iter(readings)

@@ -142,7 +142,7 @@ def test_a_revision_prompt_shows_prompt_response_and_critique(words: Any) -> Non
     assert made.prompt_text == "What is 2 + 2?"
 
 
-def test_without_critique_or_room_nothing_is_asked(words: Any) -> None:
+def test_without_critique_or_room_no_request_is_made(words: Any) -> None:
     asked = (prompt(), rollout([1], text="x"))
     assert revision_prompt(PromptsTask(), (*asked, feedback(" ")), words, 1000) is None
     failed = make_failed_feedback("failed", source="program", version="v")

@@ -78,7 +78,7 @@ def test_when_scalar_is_reached() -> None:
 
 
 @given(SCORES, SCORES)
-def test_scalar_always_reaches_itself_and_nobody_needs_less_than_nothing(mine: list[float], its: list[float]) -> None:
+def test_scalar_always_reaches_itself_and_no_share_is_negative(mine: list[float], its: list[float]) -> None:
     scalar = a_run(*its)
     assert reach(scalar, scalar)["samples"] is not None
     found = reach(a_run(*mine), scalar)["samples"]
@@ -115,7 +115,7 @@ def test_the_summary_of_two_seeds() -> None:
     json.dumps(found, allow_nan=False)
 
 
-def test_without_scalar_nothing_is_told_of_it() -> None:
+def test_without_scalar_no_figure_is_relative_to_it() -> None:
     found = summarise({"span": {1: a_run(0.1, 0.5)}})["span"]
     assert not [name for name in found if "scalar" in name or name == "overhead"]
     assert found["score"] == {"mean": 0.5, "low": None, "high": None}
@@ -154,7 +154,7 @@ def test_a_seed_that_never_got_there_counts_with_all_its_samples() -> None:
     assert (found["samples_to_scalar_best"], found["seeds_at_scalar_best"]) == (10, 1)
 
 
-def test_who_is_not_trained_reaches_nothing() -> None:
+def test_an_untrained_method_reaches_nothing() -> None:
     scalar = a_run(0.1, 0.2)
     revised = a_run(0.1, 0.9, step_s=0.0)
     assert reach(replace(revised, step_seconds=None), scalar) == {"samples": None, "seconds": None, "share": None}

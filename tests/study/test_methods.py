@@ -101,7 +101,7 @@ def test_the_configs_of_the_paper_are_its_preset(task: str) -> None:
     assert with_overrides(job, read_method("paper").overrides) == job
 
 
-def test_who_makes_the_policy_is_said_in_the_file() -> None:
+def test_the_procedure_of_a_method_is_in_its_file() -> None:
     methods = {name: read_method(name) for name in SHIPPED}
     assert {name: m.procedure for name, m in methods.items() if m.procedure != "ppo"} == {
         "sft": "base", "reflection": "reflection", "dpo": "dpo", "ilf": "ilf",

@@ -103,7 +103,7 @@ def test_a_long_answer_is_bounded() -> None:
     assert found == {"reason": "x" * 1000, "verdict": "A"}
 
 
-def test_the_reason_is_asked_for_first() -> None:
+def test_the_reason_is_requested_first() -> None:
     llm, task = LLMConfig(model="m"), get_task("summarization")
     asked = question(task, "the post", "one", "two", llm)
     text = asked.messages[0]["content"]

@@ -214,7 +214,7 @@ def test_the_most_suspicious_lines_are_blamed() -> None:
     assert blamed_lines(outcome(result(False, "125"), result(False, "135"), result(True, "123")), LINES) == [5]
 
 
-def test_of_many_equal_lines_the_one_that_returned_is_blamed() -> None:
+def test_of_equally_suspicious_lines_the_returning_one_is_blamed() -> None:
     assert blamed_lines(outcome(result(False, "1234", returned=3)), LINES) == [3]
     assert blamed_lines(outcome(result(False, "1234", returned=7)), LINES) == [4]
 

@@ -38,7 +38,7 @@ def test_a_published_record() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["question_id"])
-def test_the_shipped_faults_stand_where_they_are_said_to(row: dict[str, Any]) -> None:
+def test_the_shipped_faults_are_at_their_stated_positions(row: dict[str, Any]) -> None:
     """Every solution is whole lines of Python, and its faulty lines are lines of code."""
     compile(row["solution"], "solution.py", "exec")
     lines = row["solution"].splitlines()

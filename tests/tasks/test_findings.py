@@ -61,7 +61,7 @@ def test_faithfulness_by_hand() -> None:
     assert faithfulness(TEXT, TEXT)["copied"] == 1
 
 
-def test_a_record_is_asked_and_measured() -> None:
+def test_a_record_becomes_a_prompt_and_a_measure() -> None:
     task = get_task("findings")
     record = {"title": "does zinc help?", "post": "Zinc helps.", "ideal_human_summary": "Zinc helps."}
     (message,) = task.policy_messages(record)

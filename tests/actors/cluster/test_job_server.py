@@ -131,7 +131,7 @@ def test_ctrl_c_stops_the_job_and_waits_for_its_end(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == "step 1\nstopping job own: it has 5 s to leave a checkpoint\njob own: STOPPED\n"
 
 
-def test_a_job_that_does_not_stop_is_told_of() -> None:
+def test_a_job_that_does_not_stop_is_reported() -> None:
     client = FakeClient(log="step 1\n", ends=False, ctrl_c=True)
     client.add("own")
     client.stoppable = False
@@ -141,6 +141,6 @@ def test_a_job_that_does_not_stop_is_told_of() -> None:
         JobServer(client, end_timeout_s=0.1).stop("own", wait_s=0.1)
 
 
-def test_nobody_at_the_address_is_a_sentence() -> None:
+def test_an_unreachable_address_is_one_sentence() -> None:
     with pytest.raises(UserError, match="no Ray job server answers at http://127"), JobServer.at("http://127.0.0.1:9"):
         pass

@@ -24,7 +24,7 @@ def test_roles_that_fit_exactly_fit() -> None:
     assert shortfall(ROLES, {"CPU": 2, "memory": 6 * GIB}) is None
 
 
-def test_what_is_missing_is_said_with_every_part() -> None:
+def test_missing_inputs_are_reported_for_every_part() -> None:
     assert shortfall(ROLES, {"CPU": 2, "memory": 4 * GIB}) == (
         "6 GiB of memory needed (rollout 2 x 1.5, learner 1 x 3), 4 free; lower workers or memory_gib"
     )
@@ -59,9 +59,7 @@ def test_a_machine_too_small_is_refused_before_any_model_is_loaded_and_ray_ends(
     assert 1 <= how["num_cpus"] <= len(os.sched_getaffinity(0))
 
 
-def test_gpus_that_a_job_leaves_alone_are_said_first(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unused_gpus_are_reported_first(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     have = {"CPU": 8, "GPU": 2, "memory": 64 * GIB}
     node = {"Alive": True, "Resources": have, "Labels": {}}
     ray = SimpleNamespace(init=lambda **how: None, cluster_resources=lambda: have, nodes=lambda: [node])
@@ -107,7 +105,9 @@ def test_a_worker_needs_one_node_that_has_all_of_it(role: RoleConfig, sentence: 
     ],
     ids=["by hand", "second autoscaler", "by hand, first", "first autoscaler", "not known"],
 )
-def test_who_adds_nodes(monkeypatch: pytest.MonkeyPatch, types: Any, second: bool, report: Any, grows: bool) -> None:
+def test_autoscaling_adds_nodes(
+    monkeypatch: pytest.MonkeyPatch, types: Any, second: bool, report: Any, grows: bool
+) -> None:
     nodes = [SimpleNamespace(ray_node_type_name=name) for name in types]
     context = SimpleNamespace(gcs_address="head:6379")
     ray = SimpleNamespace(get_runtime_context=lambda: context, nodes=lambda: [{"NodeID": "1"}, {"NodeID": "2"}])
@@ -131,7 +131,7 @@ def test_cores_are_those_that_this_process_and_its_container_may_use(
     assert placement.resources("local")["CPU"] == cores
 
 
-def test_what_auto_is_told_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_reads_the_resources_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[Any] = []
     ray = SimpleNamespace(
         init=lambda **how: said.append(how["address"]),

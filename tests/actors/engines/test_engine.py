@@ -47,7 +47,7 @@ def test_a_gpu_engine_takes_large_steps_and_its_user_may_choose_others() -> None
 
 
 @pytest.mark.parametrize("gpus", [0, 2])
-def test_whatever_the_program_sets_nobody_else_may_but_two(gpus: float) -> None:
+def test_fields_set_by_the_program_are_refused_from_users(gpus: float) -> None:
     config = EngineConfig(gpus=gpus)
     arguments = Engine("m", config, seed=1, transport="store", guided=True).arguments()
     free = {"max_num_batched_tokens", "enable_prefix_caching"}

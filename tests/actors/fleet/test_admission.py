@@ -150,7 +150,7 @@ def test_a_step_takes_no_longer_than_its_own_samples_do(begin: Callable[[int], F
     assert share >= 0.95
 
 
-def test_who_is_cancelled_between_its_place_and_its_turn_gives_the_place_back() -> None:
+def test_a_request_cancelled_before_its_call_returns_its_slot() -> None:
     member = Member("one", None, EngineConfig())  # type: ignore[arg-type]
     member.health = Health(since=0, state=State.SERVING)
 
@@ -173,7 +173,7 @@ def test_who_is_cancelled_between_its_place_and_its_turn_gives_the_place_back() 
     asyncio.run(run())
 
 
-def test_a_place_that_becomes_free_wakes_one_who_waits_and_looks_at_one_worker() -> None:
+def test_a_free_slot_wakes_one_waiting_request_and_checks_one_worker() -> None:
     """With 256 workers and a thousand who wait, each end of a request would else cost a walk over all of either. (One
     who has nothing left to do is an idle worker, which is counted.)"""
     looked: list[str] = []

@@ -118,7 +118,7 @@ def test_a_worker_that_dies_again_and_again_is_given_up_and_the_floor_stops_the_
         asyncio.run(run())
 
 
-def test_a_request_that_nobody_answers_has_failed_and_says_with_whom(fleet: Fleet) -> None:
+def test_an_unanswered_request_fails_and_names_its_workers(fleet: Fleet) -> None:
     with pytest.raises(SamplingFailed, match=r"^work: no answer by test worker \d within 0\.3 s; no answer by test w"):
         asyncio.run(work(fleet, seconds=60, timeout_s=0.3))
     with pytest.raises(SamplingFailed, match=r"^x: (test worker \d failed: .*cannot do it.*){3}$"):
@@ -147,7 +147,7 @@ def test_a_late_worker_is_passed_over_until_it_answers(begin: Callable[..., Flee
     assert again == ["test worker 1"] * 2 + ["zero"] * 2
 
 
-def test_a_worker_that_hangs_is_found_by_its_probes_long_before_its_requests_are_late(fleet: Fleet) -> None:
+def test_probes_find_a_hanging_worker_long_before_request_timeouts(fleet: Fleet) -> None:
     first = fleet.started()[0]
     become(first, "zero", "deaf")
 
@@ -193,7 +193,7 @@ def test_workers_join_and_leave_while_requests_go_on_and_no_call_waits_for_the_j
     assert fleet.metrics()["restarts"] == 0
 
 
-def test_only_a_worker_with_the_weights_serves_and_one_that_missed_them_catches_up(
+def test_only_a_synced_worker_serves_and_a_failed_one_catches_up(
     begin: Callable[..., Fleet],
 ) -> None:
     fleet = ready(begin())
@@ -249,7 +249,7 @@ class LostAnswer:
         return future
 
 
-def test_an_answer_that_is_lost_is_asked_for_elsewhere_and_costs_no_worker(fleet: Fleet) -> None:
+def test_a_lost_answer_is_retried_elsewhere_and_costs_no_worker(fleet: Fleet) -> None:
     answers = iter([lambda worker: LostAnswer(), lambda worker: worker.work.remote()])
     answer = asyncio.run(fleet.call(lambda worker: next(answers)(worker), timeout_s=5, what="work"))
     first, second = fleet.serving()
@@ -272,7 +272,7 @@ def test_many_requests_that_do_not_reach_a_worker_at_once_leave_it_to_its_probes
     assert only.restarts == 0 and not only.health.suspect
 
 
-def test_who_cannot_be_reached_misses_the_next_weights(fleet: Fleet) -> None:
+def test_an_unreachable_worker_misses_the_next_weights(fleet: Fleet) -> None:
     first, second = fleet.serving()
     fleet.failed(first, ActorUnavailableError("no route", b"\0" * 16))
     for _ in range(3):
@@ -280,7 +280,7 @@ def test_who_cannot_be_reached_misses_the_next_weights(fleet: Fleet) -> None:
     assert first.health.state is State.STALE and first.health.missed_syncs == 1
 
 
-def test_who_was_lost_while_a_push_took_over_from_its_catch_up_is_probed_and_gets_the_next_weights(
+def test_a_worker_lost_between_catch_up_and_push_is_probed_and_gets_the_next_weights(
     fleet: Fleet,
 ) -> None:
     first, second = fleet.serving()
@@ -296,7 +296,7 @@ def test_who_was_lost_while_a_push_took_over_from_its_catch_up_is_probed_and_get
     assert first.restarts == 0
 
 
-def test_who_was_late_in_a_weight_sync_is_sent_none_until_it_answers_a_probe(fleet: Fleet) -> None:
+def test_a_worker_that_timed_out_in_a_sync_gets_no_weights_until_it_answers_a_probe(fleet: Fleet) -> None:
     first, second = fleet.serving()
 
     async def run() -> None:
@@ -310,7 +310,7 @@ def test_who_was_late_in_a_weight_sync_is_sent_none_until_it_answers_a_probe(fle
     assert first.health.state is State.STALE and first.restarts == 0
 
 
-def test_nobody_is_dismissed_in_the_middle_of_a_weight_sync(fleet: Fleet) -> None:
+def test_no_worker_is_removed_during_a_weight_sync(fleet: Fleet) -> None:
     for member in fleet.serving():
         member.syncing = True
     fleet.set_target_size(1)
@@ -339,7 +339,7 @@ def test_care_after_a_learner_was_made_again_counts_anew(fleet: Fleet) -> None:
     asyncio.run(run())
 
 
-def test_a_fleet_that_nobody_supervises_is_cared_for_by_its_requests(fleet: Fleet) -> None:
+def test_requests_supervise_an_unsupervised_fleet(fleet: Fleet) -> None:
     first = fleet.serving()[0]
     first.handle.die()
 
@@ -428,7 +428,7 @@ def test_a_worker_that_was_given_up_comes_back_when_the_window_has_passed(begin:
     assert fleet.expected == 2 and sorted(m.restarts for m in fleet.serving()) == [0, 2]
 
 
-def test_when_nobody_comes_to_serve_the_run_stops_and_says_who_was_waited_for(begin: Callable[..., Fleet]) -> None:
+def test_a_run_without_serving_workers_stops_and_names_them(begin: Callable[..., Fleet]) -> None:
     async def in_vain(member: Member) -> None: ...
 
     fleet = ready(begin())
@@ -439,7 +439,7 @@ def test_when_nobody_comes_to_serve_the_run_stops_and_says_who_was_waited_for(be
         asyncio.run(work(fleet))
 
 
-def test_what_a_worker_says_of_its_start_reaches_the_user_and_a_late_start_is_told(
+def test_start_messages_reach_the_user_and_a_late_start_is_reported(
     begin: Callable[..., Fleet], tmp_path: Path
 ) -> None:
     unwilling = begin(actor=Unwilling)
@@ -461,7 +461,7 @@ def test_idle_time_is_the_share_of_the_workers_without_a_request() -> None:
     assert clock.share([busy], start + 6) == 0.0
 
 
-def test_engines_say_what_they_did_and_who_is_deaf_holds_nobody_up(
+def test_engines_report_their_stats_and_a_silent_one_delays_no_other(
     begin: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("actors.fleet.fleet.MEASURE_S", 0.2)

@@ -81,7 +81,7 @@ def test_death_is_final_and_time_in_a_state_starts_when_it_changes(events: list[
 
 
 @given(st.lists(st.sampled_from(EVENTS), max_size=30))
-def test_nobody_serves_without_weights(events: list[Event]) -> None:
+def test_no_worker_serves_without_weights(events: list[Event]) -> None:
     lived = life(*events)
     for event, before, now in zip(events, lived, lived[1:], strict=False):
         if now.state is State.SERVING and before.state is not State.SERVING:
@@ -96,7 +96,7 @@ def test_a_restart_budget_counts_the_last_seconds_alone() -> None:
     assert HealthConfig().restart_window_s == LearnerConfig().restart_window_s == 6 * 3600
 
 
-def test_what_takes_too_long_is_said() -> None:
+def test_a_missed_deadline_is_reported() -> None:
     config = EngineConfig(start_timeout_s=10, request_timeout_s=5)
     starting = Health(since=100)
     assert overdue(starting, now=110, config=config) == ""

@@ -82,7 +82,7 @@ def test_ranks_that_fall_silent_are_late_in_a_sentence() -> None:
         _follow(lambda: ([], False), 0, lambda step, progress: None)
 
 
-def test_a_start_that_failed_is_told_with_what_happened_and_not_with_the_trace() -> None:
+def test_a_failed_start_is_reported_without_a_trace() -> None:
     trace = "One of the worker actors failed to initialize due to error:\nTraceback\n  File\nActorDied: out of memory"
     said = str(_explain(ControllerError(RuntimeError(trace))))
     assert said.endswith("failed to initialize due to error: ActorDied: out of memory") and "File" not in said

@@ -52,7 +52,7 @@ def take(which: Turns, *order: Any) -> None:
     asyncio.run(run())
 
 
-def test_nobody_comes_before_the_others_have_left() -> None:
+def test_new_engines_start_after_the_old_ones_have_left() -> None:
     log: list[str] = []
     fleet = Fleet(Engine("w0", log), Engine("w1", log))
     take(turns(fleet, log), "engines", "learner", "learner", "engines", "engines")

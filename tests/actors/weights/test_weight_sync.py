@@ -264,7 +264,7 @@ def test_an_only_engine_that_hangs_is_late_once_and_the_second_try_waits_for_its
     assert name == "w0" and reason.startswith("is late: ") and verified == ("w0", 3)
 
 
-def test_when_nobody_got_it_the_whole_is_sent_once_more_without_the_learner() -> None:
+def test_a_push_without_verified_workers_is_repeated_once_without_the_learner() -> None:
     fleet, learner = FakeFleet(w0=FakeWorker(deaf=1), w1=FakeWorker(breaks=(1, 0))), FakeLearner()
     result = push(fleet, learner)
     deaf, broken = (m.handle for m in fleet.members)
@@ -286,7 +286,7 @@ def test_the_learner_and_the_workers_score_the_probe_at_the_same_time() -> None:
     assert push(FakeFleet(w0=worker), FakeLearner(scored=worker.scored)).missed == ()
 
 
-def test_a_learner_that_dies_in_the_probe_proves_nobody() -> None:
+def test_a_learner_lost_in_the_probe_verifies_no_worker() -> None:
     fleet = FakeFleet(w0=FakeWorker())
     with pytest.raises(LearnerLost, match="died during probe_logprobs"):
         push(fleet, FakeLearner(lost_at=NUM_BUCKETS))
@@ -350,7 +350,7 @@ def test_a_joiner_whose_bucket_is_gone_says_that_the_learner_is_lost() -> None:
     assert fleet.heard[-1][0] == "w1" and "got half a sync" in fleet.heard[-1][1]
 
 
-def test_a_push_and_a_catch_up_take_turns_and_a_joiner_gets_the_newer_version() -> None:
+def test_a_push_and_a_catch_up_alternate_and_a_joiner_gets_the_newer_version() -> None:
     fleet, joiner = FakeFleet(w0=FakeWorker()), SyncTarget("w1", FakeWorker())
 
     async def meet() -> None:
@@ -482,7 +482,7 @@ def joins(worker: FakeWorker) -> list[tuple[int, int]]:
     return [entry[2:] for entry in worker.log if entry[0] == "join"]
 
 
-def test_with_nccl_a_group_has_the_learner_and_who_opened_the_round() -> None:
+def test_with_nccl_a_group_has_the_learner_and_the_participants_of_the_round() -> None:
     fleet, learner = FakeFleet(w0=FakeWorker(), w1=FakeWorker(), w2=FakeWorker(hangs_at_open=True)), FakeLearner()
     first, second, hung = (m.handle for m in fleet.members)
     result = push(fleet, learner, config=NCCL)
@@ -493,7 +493,7 @@ def test_with_nccl_a_group_has_the_learner_and_who_opened_the_round() -> None:
     assert result.num_calls == 4 + 3 + 2 * (1 + 3 + 1 + 1)  # open; then of two: join, three buckets, close, the probe
 
 
-def test_each_gpu_of_an_engine_is_a_rank_of_the_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_gpu_of_an_engine_is_a_rank_of_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two engines of two GPUs: the learner is rank 0, an engine's GPUs count on from the rank that it is told."""
     fleet = FakeFleet(w0=FakeWorker(), w1=FakeWorker())
     monkeypatch.setattr(fleet, "config", fleet.config.model_copy(update={"gpus": 2}), raising=False)
@@ -502,7 +502,7 @@ def test_each_gpu_of_an_engine_is_a_rank_of_the_meeting(monkeypatch: pytest.Monk
     assert [joins(member.handle) for member in fleet.members] == [[(1, 5)], [(3, 5)]]
 
 
-def test_with_nccl_the_same_crew_meets_once_and_another_one_anew() -> None:
+def test_with_nccl_a_group_is_kept_for_the_same_participants_only() -> None:
     fleet, learner = FakeFleet(w0=FakeWorker(), w1=FakeWorker()), FakeLearner()
     first, second = (member.handle for member in fleet.members)
 
@@ -599,7 +599,7 @@ def test_with_nccl_an_engine_that_hangs_in_a_broadcast_has_no_more_time_once_ano
     assert [name for name, heard in fleet.heard if heard == 3] == ["w0"]
 
 
-def test_a_worker_is_in_a_sync_from_the_moment_it_is_asked() -> None:
+def test_a_worker_is_in_a_sync_from_its_request_on() -> None:
     """A task would set it later, perhaps after the end of the sync."""
     seen: list[bool] = []
 
@@ -613,7 +613,7 @@ def test_a_worker_is_in_a_sync_from_the_moment_it_is_asked() -> None:
     assert seen and all(seen)
 
 
-def test_a_learner_that_is_lost_while_a_joiner_catches_up_is_told_and_leaves_no_stream_open() -> None:
+def test_a_learner_lost_during_a_catch_up_is_reported_and_closes_its_stream() -> None:
     fleet, joiner, learner = FakeFleet(w0=FakeWorker()), SyncTarget("w1", FakeWorker()), FakeLearner()
 
     async def join() -> None:
@@ -667,7 +667,7 @@ def test_engines_of_another_model_are_refused_before_anything_is_sent(tmp_path: 
     assert fleet.members[0].handle.log == [] and not (tmp_path / "probe.json").exists()
 
 
-def test_an_engine_whose_update_never_arrived_is_told_from_one_that_is_merely_near(tmp_path: Path) -> None:
+def test_a_missing_update_is_distinguished_from_a_small_one(tmp_path: Path) -> None:
     """The learner moves by a fifth of the tolerance: the gap alone would let version 0 pass for version 1."""
 
     class Moving(FakeLearner):

@@ -44,7 +44,7 @@ def test_the_model_reasons_first_and_spans_come_last() -> None:
 
 @pytest.mark.parametrize("name", ["summarization", "qa", "code", "prompts", "tiny"])
 @pytest.mark.parametrize("critique", [None, "The bag is wrong."])
-def test_one_form_of_the_answer_is_asked_for(name: str, critique: str | None) -> None:
+def test_one_form_of_the_answer_is_requested(name: str, critique: str | None) -> None:
     """The reward model's form, two lists of quotes, contradicts the annotator's."""
     for labels in ("sparse", "dense"):
         request = make_request(get_task(name), prompt(), RESPONSE, StyleConfig(labels=labels), critique)
@@ -54,7 +54,7 @@ def test_one_form_of_the_answer_is_asked_for(name: str, critique: str | None) ->
         assert all(f'"{key}":' in message["content"] for key in request.keys)
 
 
-def test_redundancy_is_poor_and_asked_about() -> None:
+def test_redundancy_is_poor_and_in_the_prompt() -> None:
     review = get_task("summarization").review
     assert "says something again" in review.instructions(StyleConfig())
     asked = make_request(get_task("summarization"), prompt(), RESPONSE, StyleConfig()).messages[0]["content"]
@@ -103,7 +103,7 @@ def test_another_style_or_vote_is_another_version() -> None:
     assert annotator(chat).version == annotator(chat).version
 
 
-def test_a_given_critique_is_kept_and_its_pieces_are_asked_for() -> None:
+def test_a_given_critique_is_kept_and_its_spans_are_requested() -> None:
     critique = "I like that it names the phone.\nThere is no bag!"
     said = {"reasoning": "r", "spans": [span("bag", "poor", phrase="no bag"), span("phone", "good", phrase="phone")]}
     chat = ScriptedChat(json.dumps(said))
@@ -116,7 +116,7 @@ def test_a_given_critique_is_kept_and_its_pieces_are_asked_for() -> None:
 # What is wrong is told
 
 
-def test_a_miss_is_told_and_the_call_is_made_again() -> None:
+def test_a_failed_call_is_reported_and_repeated() -> None:
     feedback, chat = ask(MISS, GOOD)
     assert spans(feedback) == [("phone", 1)] and feedback.num_quotes == feedback.num_located == 1
     assert [message["role"] for message in chat.asked[1]] == ["user", "assistant", "user"]
@@ -172,13 +172,13 @@ def test_a_critique_without_quotes_is_an_answer() -> None:
         (None, "The entry null of spans is wrong"),
     ],
 )
-def test_entries_that_are_told_left_out_and_counted(entry: Any, fault: str) -> None:
+def test_flawed_entries_are_reported_left_out_and_counted(entry: Any, fault: str) -> None:
     feedback, chat = ask(answer("It is wrong.", span("bag", "poor", phrase="wrong"), entry), max_tries=2)
     assert fault in chat.asked[1][-1]["content"]
     assert (spans(feedback), feedback.num_quotes, feedback.num_located) == ([("bag", -1)], 2, 1)
 
 
-def test_a_phrase_that_the_critique_does_not_have_is_told_and_its_span_is_kept() -> None:
+def test_a_phrase_missing_from_the_critique_is_reported_and_its_span_kept() -> None:
     feedback, chat = ask(answer("It is wrong.", span("bag", "poor", phrase="the bag")), max_tries=2)
     assert 'The phrase "the bag" of the quote "bag" does not occur in the critique.' in chat.asked[1][-1]["content"]
     assert spans(feedback) == [("bag", -1)] and feedback.spans[0].critique_range is None

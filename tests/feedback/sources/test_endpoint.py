@@ -63,7 +63,7 @@ def test_the_client_is_of_the_loop_that_asks(server: FakeEndpoint) -> None:
 
 
 @pytest.mark.parametrize("status", [408, 409, 429, 500, 502, 503, 529])
-def test_what_may_pass_is_asked_again_for_so_long(
+def test_transient_errors_are_retried_until_the_deadline(
     server: FakeEndpoint, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
     monkeypatch.setattr(endpoint, "MAX_RETRIES", 2)
@@ -176,7 +176,7 @@ def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal(chat(server)).kind == "connection"
 
 
-def test_a_server_that_is_late(server: FakeEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_misses_its_deadline(server: FakeEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "MAX_RETRIES", 0)
     hung_up = threading.Event()
 

@@ -84,7 +84,7 @@ def test_the_text_of_a_prompt_counts_before_an_id_that_another_data_set_may_have
     assert judge(source, prompt("8", "Why?"), "yes").status == "failed"  # judged for prompt 7 only
 
 
-def test_a_response_that_nobody_judged_is_failed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_response_without_judgement_is_failed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = human(write(tmp_path / "human.jsonl", ROW))
     assert judge(source, prompt("8", ""), "a phone").status == "failed"
     assert "no judgement of this response to prompt 7" in judge(source, prompt("7", ""), "a phone.").reason
@@ -159,7 +159,7 @@ def test_a_broken_line_is_failed_feedback_that_names_it(tmp_path: Path, change: 
     assert judge(source, prompt("7", ""), "a phone").status == "ok"
 
 
-def test_of_two_who_judge_a_response_the_first_counts_and_the_other_is_named(
+def test_the_first_of_two_judgements_counts_and_the_other_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     bare = {name: ROW[name] for name in ("prompt_id", "response")} | {"critique": "No spans."}

@@ -64,7 +64,7 @@ def test_a_judgement_is_finished_before_another_begins() -> None:
     assert [len(messages) for messages in chat.asked] == [1, 3, 1, 3]
 
 
-def test_nobody_answers_and_the_run_stops() -> None:
+def test_a_run_without_answers_stops() -> None:
     source = annotator(ScriptedChat(GONE))
     for _ in range(MAX_LOST - 1):
         assert judge(source).reason == "gone"
@@ -77,7 +77,7 @@ def test_an_answer_in_between_is_a_sign_of_life() -> None:
     assert [judge(source).status for _ in range(2 * MAX_LOST)].count("ok") == 2
 
 
-def test_each_kind_of_failure_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_kind_of_failure_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     source = annotator(ScriptedChat(GONE, GONE, GONE, ChatError("x", "?")))
     for _ in range(4):
         judge(source)

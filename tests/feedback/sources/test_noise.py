@@ -57,7 +57,7 @@ def test_move_keeps_the_length_and_takes_every_other_place_alike() -> None:
     assert noisy(feedback(whole), move=1.0).spans == (whole,)
 
 
-def test_rates_are_those_asked_for() -> None:
+def test_rates_are_those_of_the_config() -> None:
     many = feedback(*[GOOD, POOR] * 2000)
     spans = noisy(many, drop=0.1, drop_poor=0.6).spans
     good = sum(span.label == 1 for span in spans)

@@ -182,9 +182,7 @@ def test_an_expected_end_is_one_sentence_and_a_code(
     assert capsys.readouterr() == ("", f"python -m jobs.demo: {sentence}\n")
 
 
-def test_a_config_that_a_job_makes_itself_is_checked_in_the_same_words(
-    config: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_internal_config_fails_with_the_same_message(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(DemoJob, lambda job: bool(RunConfig(seed=-1)), words, ["--config", config]) == 2
     assert "seed: got -1, needs greater than or equal to 0" in capsys.readouterr().err
 

@@ -67,7 +67,7 @@ def job(folder: Path, **overrides: object) -> PolicyJob:
     return config
 
 
-def test_what_the_operator_wants_is_asked_of_the_fleets_and_the_picture_is_written(tmp_path: Path) -> None:
+def test_requested_sizes_reach_the_fleets_and_the_status_is_written(tmp_path: Path) -> None:
     config = job(tmp_path)
     rollouts, feedback = FakeFleet("rollout", 1), FakeFeedback()
     steered = Steering(config, rollouts, feedback)  # type: ignore[arg-type]
