@@ -1,4 +1,4 @@
-"""The rules of the house that no linter knows: where Ray is spoken to, what may stand where, what belongs together."""
+"""Rules of the repository that no linter checks: imports, layout, pins and shipped configs."""
 
 import ast
 import re
@@ -73,31 +73,27 @@ SCHEMAS: dict[str, type[BaseModel]] = {
 CONFIGS = [file for file in shipped() if file.parent.name != "methods"]  # for those see study/test_methods
 
 
-def modules(package: str) -> list[Path]:
+def list_modules(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
-def imports(tree: ast.AST) -> Iterator[str]:
-    """Top names of all modules that `tree` imports, inside functions too: `import a.b` and `from a.b import c` -> a."""
+def find_imports(tree: ast.AST) -> Iterator[str]:
+    """Yield the top-level package of each import, also inside functions: `from a.b import c` yields a."""
     for node in ast.walk(tree):
-        yield from imported(node)
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield (node.module or "").partition(".")[0]
 
 
-def imported(node: ast.AST) -> Iterator[str]:
-    if isinstance(node, ast.Import):
-        yield from (alias.name.partition(".")[0] for alias in node.names)
-    elif isinstance(node, ast.ImportFrom):
-        yield (node.module or "").partition(".")[0]
-
-
-def eager_imports(tree: ast.Module) -> set[str]:
-    """What is imported as soon as the module is: everything outside functions, class bodies and conditions included."""
+def find_eager_imports(tree: ast.Module) -> set[str]:
+    """Return the packages that importing the module imports: all but those inside functions."""
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     inside = {id(node) for function in functions for node in ast.walk(function)}
-    found = (
+    nodes = (
         node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in inside
     )
-    return {name for node in found for name in imports(node)}
+    return {name for node in nodes for name in find_imports(node)}
 
 
 @cache
@@ -105,8 +101,8 @@ def parse(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"), str(file))
 
 
-def pins(kind: str) -> dict[str, str]:
-    """Package -> exact version in the constraints of the set."""
+def read_pins(kind: str) -> dict[str, str]:
+    """Return the exact version of each package in the constraints file of a set."""
     lines = (ROOT / "docker" / f"constraints-{kind}.txt").read_text().splitlines()
     fields = [line.split()[0].split("==") for line in lines if line[:1].isalnum()]
     assert all(len(field) == 2 for field in fields), "a constraint that is not name==version"
@@ -115,22 +111,24 @@ def pins(kind: str) -> dict[str, str]:
 
 def test_eager_imports_are_distinguished_from_late_ones() -> None:
     tree = ast.parse("import a.b\nif 1:\n    from c import d\nclass K:\n    import e\n    def f(s): import g\n")
-    assert eager_imports(tree) == {"a", "c", "e"}
-    assert set(imports(tree)) == {"a", "c", "e", "g"}
+    assert find_eager_imports(tree) == {"a", "c", "e"}
+    assert set(find_imports(tree)) == {"a", "c", "e", "g"}
 
 
-def test_only_actors_and_jobs_speak_to_ray() -> None:
-    assert [file for file in modules("t2g") if RAY_CALLS.search(file.read_text(encoding="utf-8"))] == []
+def test_only_actors_and_jobs_call_ray() -> None:
+    assert [file for file in list_modules("t2g") if RAY_CALLS.search(file.read_text(encoding="utf-8"))] == []
 
 
 def test_the_method_never_imports_ray_vllm_or_deepspeed() -> None:
-    wrong = {file: found for file in modules("t2g") if (found := set(imports(parse(file))) & (LATE | {"ray"}))}
+    wrong = {
+        file: found for file in list_modules("t2g") if (found := set(find_imports(parse(file))) & (LATE | {"ray"}))
+    }
     assert wrong == {}
 
 
 def test_heavy_packages_are_imported_late() -> None:
-    files = [file for package in PACKAGES for file in modules(package) if file not in INSIDE_VLLM]
-    wrong = {file: found for file in files if (found := eager_imports(parse(file)) & LATE)}
+    files = [file for package in PACKAGES for file in list_modules(package) if file not in INSIDE_VLLM]
+    wrong = {file: found for file in files if (found := find_eager_imports(parse(file)) & LATE)}
     assert wrong == {}
 
 
@@ -146,7 +144,7 @@ def test_nothing_is_added_to_the_top_level() -> None:
     assert {top for top in tops if not top.startswith(".")} <= TOP_LEVEL
 
 
-def docstrings(tree: ast.Module) -> Iterator[str]:
+def find_docstrings(tree: ast.Module) -> Iterator[str]:
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     yield from (ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, documented))
 
@@ -176,7 +174,7 @@ def test_every_file_that_a_docstring_cites_exists() -> None:
     missing = {
         f"{file.relative_to(ROOT)}: {name}"
         for file, tree in trees.items()
-        for docstring in docstrings(tree)
+        for docstring in find_docstrings(tree)
         for name in find_missing_citations(docstring, file.parent, known)
     }
     assert missing == set()
@@ -207,7 +205,7 @@ def test_files_of_a_user_change_neither_lint_nor_tests(tmp_path: Path) -> None:
     makefile = (ROOT / "Makefile").read_text()
     (lint,) = re.findall(r"^LIGHT := \$\(RUN\) (.*?) &&", makefile, re.M)
     (test,) = re.findall(r"^PYTEST := \$\(RUN\) (.*)$", makefile, re.M)
-    some = ["tests/test_house.py", "tests/config", "-k", "top_level or auto or config_loads"]
+    some = ["tests/test_repository.py", "tests/config", "-k", "top_level or auto or config_loads"]
     for command in (lint.split(), [*test.split(), *some]):
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
@@ -216,7 +214,7 @@ def test_files_of_a_user_change_neither_lint_nor_tests(tmp_path: Path) -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_modules_stay_small(package: str) -> None:
     """Docstrings and comments are not counted: the limit must not make them shorter."""
-    sizes = {file: code_lines(file.read_text(encoding="utf-8")) for file in modules(package)}
+    sizes = {file: code_lines(file.read_text(encoding="utf-8")) for file in list_modules(package)}
     assert {file: size for file, size in sizes.items() if size > MAX_LINES} == {}
 
 
@@ -233,7 +231,7 @@ def code_lines(source: str) -> int:
 
 
 def test_modules_lie_in_packages() -> None:
-    """At most five files lie flat in t2g, none in actors; what jobs share lies in a room below them."""
+    """At most five modules lie flat in t2g and none in actors; the modules flat in jobs are the jobs."""
     flat = {package: [f.name for f in (ROOT / package).glob("*.py") if f.stem != "__init__"] for package in PACKAGES}
     assert len(flat["t2g"]) <= 5
     assert flat["actors"] == []
@@ -241,27 +239,27 @@ def test_modules_lie_in_packages() -> None:
 
 
 def test_no_two_files_have_one_name() -> None:
-    """Where a program and a room's file would share one, the reader opens the wrong one."""
-    names = [file.name for package in PACKAGES for file in modules(package) if file.stem != "__init__"]
+    """A reader who searches a file by name finds one."""
+    names = [file.name for package in PACKAGES for file in list_modules(package) if file.stem != "__init__"]
     assert sorted({name for name in names if names.count(name) > 1}) == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_package_has_a_docstring_and_no_code_in_its_init(package: str) -> None:
-    """`__init__.py` says what lives there; only re-exports of public names may follow the docstring."""
-    for folder in sorted({file.parent for file in modules(package)}):
+    """Only re-exports of public names may follow the docstring."""
+    for folder in sorted({file.parent for file in list_modules(package)}):
         tree = parse(folder / "__init__.py")
-        assert ast.get_docstring(tree), f"{folder} has no door sign"
+        assert ast.get_docstring(tree), f"{folder}/__init__.py has no docstring"
         code = [n for n in tree.body[1:] if not isinstance(n, ast.ImportFrom | ast.Assign)]
         assert code == [], f"{folder}/__init__.py holds code"
 
 
 @pytest.mark.parametrize("kind", ["cpu", "gpu"])
-def test_constraints_pin_what_the_project_asks_for(kind: str) -> None:
+def test_constraints_pin_every_requirement(kind: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"], *extras[kind], *extras["dev"], *extras["eval"], *extras["wandb"]]
-    pinned = pins(kind)
+    pinned = read_pins(kind)
     for text in wanted:
         requirement = Requirement(text)
         assert requirement.name in pinned, f"{requirement.name} has no exact version"
@@ -289,14 +287,14 @@ JOBS = [f.stem for f in sorted((ROOT / "jobs").glob("*.py")) if PROGRAM in f.rea
 
 @pytest.mark.parametrize("job", JOBS)
 def test_no_job_loads_anything_heavy_before_it_runs(job: str) -> None:
-    """`--help` in under a second: importing the job pulls in neither torch nor ray, transformers or datasets."""
+    """`--help` takes under a second only without torch, ray, transformers and datasets."""
     code = f"import sys, jobs.{job}; print(*sorted({{'torch', 'ray', 'transformers', 'datasets'}} & set(sys.modules)))"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
 
 
-def test_the_contract_of_what_programs_share_names_them_all() -> None:
+def test_the_import_contract_of_jobs_common_names_every_job() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    (named,) = (one["forbidden_modules"] for one in contracts if one.get("source_modules") == ["jobs.common"])
-    assert named == [f"jobs.{job}" for job in JOBS]
+    (forbidden,) = (c["forbidden_modules"] for c in contracts if c.get("source_modules") == ["jobs.common"])
+    assert forbidden == [f"jobs.{job}" for job in JOBS]
