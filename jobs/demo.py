@@ -44,7 +44,7 @@ def arm_job(demo: DemoJob, arm: Placement) -> PolicyJob:
 
 def summarise(demo: DemoJob, stages: dict[str, dict[str, Any]], arms: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """summary.json: held-out facts of the base and of each arm at equal samples, from what the stages wrote."""
-    from t2g.runs.versions import versions
+    from t2g.runs.versions import collect_versions
 
     first = arms[demo.arms[0]]
     timing = {f"{name}_s": metrics["seconds"] for name, metrics in stages.items()}
@@ -57,7 +57,7 @@ def summarise(demo: DemoJob, stages: dict[str, dict[str, Any]], arms: dict[str, 
         "steps": first["steps"],
         "samples": first["samples"],
         "timing": timing | {"stages_and_arms_s": sum(timing.values())},
-        "versions": versions(),
+        "versions": collect_versions(),
     }
 
 

@@ -27,7 +27,7 @@ from t2g.deploy.status import format_status
 from t2g.deploy.submission import STAGES, Submission, read_config, submission, uploaded_path
 from t2g.errors import UserError
 from t2g.report.run_page import SUMMARY_FILE
-from t2g.runs.control import Wanted, now, read_status, write_wanted
+from t2g.runs.control import TargetSizes, now, read_status, write_target_sizes
 from t2g.runs.progress import log_duration
 
 LOOK_TIMEOUT_S = 60.0  # for all nodes together
@@ -61,8 +61,8 @@ def status(arguments: argparse.Namespace) -> int:
 
 def scale(arguments: argparse.Namespace) -> int:
     """Ask a run for another number of workers; it sees to that within seconds."""
-    requested = Wanted(rollouts=arguments.rollouts, rewards=arguments.rewards)
-    wanted = write_wanted(arguments.root / arguments.run, requested)
+    requested = TargetSizes(rollouts=arguments.rollouts, rewards=arguments.rewards)
+    wanted = write_target_sizes(arguments.root / arguments.run, requested)
     sizes = ", ".join(f"{number} {field}" for field, number in wanted.model_dump(exclude_none=True).items())
     print(f"run {arguments.run} has the target {sizes}")
     return 0

@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobs.common.cli import print_made
-from t2g.concurrency import beside
+from t2g.concurrency import run_with_background
 from t2g.config import DemoJob, PolicyJob, ShapeConfig, loading, with_overrides
 from t2g.deploy.check import check_config
 from t2g.errors import RunStopped
 from t2g.files import write_atomic
 from t2g.interfaces import Sampling
 from t2g.runs.progress import log_duration
-from t2g.runs.versions import versions
+from t2g.runs.versions import collect_versions
 from t2g.types import Prompt
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def engine(machine: Machine) -> Figures:
             rollout = job.rollout.model_copy(update={"join_outputs": join_outputs})
             with Fleets() as fleets:
                 fleet = fleets.rollouts(job.model, rollout, job)
-                figures[name] = asyncio.run(beside(measure(fleet, prompts), fleet.supervise()))
+                figures[name] = asyncio.run(run_with_background(measure(fleet, prompts), fleet.supervise()))
     return figures
 
 
@@ -204,7 +204,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     given.out.mkdir(parents=True, exist_ok=True)
     machine = Machine(out=given.out.absolute(), gpus=torch.cuda.device_count(), timeout_s=given.timeout_s)
     gpus = [torch.cuda.get_device_name(i) for i in range(machine.gpus)]
-    result: Figures = {"gpus": gpus or ON_CPU, "versions": versions(), "date": time.strftime("%Y-%m-%d"), "items": []}
+    result: Figures = {
+        "gpus": gpus or ON_CPU,
+        "versions": collect_versions(),
+        "date": time.strftime("%Y-%m-%d"),
+        "items": [],
+    }
     for item in given.items:
         with log_duration(item):
             result["items"].append(found := answer(item, machine))

@@ -44,14 +44,14 @@ def _name(text: str) -> str:
 def serve(data: Path, folder: Path, by: str, task: str, port: int) -> None:
     """Until SIGTERM or Ctrl-C."""
     from t2g.data.load import load_records
-    from t2g.loop.annotation import given_samples
+    from t2g.loop.annotation import make_samples
     from t2g.marking.mark_server import MarkServer
     from t2g.marking.marks import RECORDS_FILE, Marks
     from t2g.tasks.base import get_task
 
     if not data.is_file():
         raise UserError(f"{data}: there is no such file")
-    samples = given_samples(load_records(DataConfig(path=str(data))), get_task(task))
+    samples = make_samples(load_records(DataConfig(path=str(data))), get_task(task))
     with sole_process(folder / by), closing(Marks(folder, by, samples)) as marks, MarkServer(marks, port) as server:
         stop = stop_flag()
         lacking = [sample.problem for sample in samples if sample.problem]

@@ -14,7 +14,7 @@ from t2g.config import PolicyJob, with_overrides
 
 def smoke_words(config: PolicyJob, summary: dict[str, Any]) -> str:
     """What three steps say of the whole run: its speed, how long it will take, and whether the feedback is mute."""
-    from t2g.runs.progress import duration
+    from t2g.runs.progress import format_duration
 
     timing, num_steps = summary["timing"], config.num_steps
     step_s = timing["steps_s"] / summary["steps"]
@@ -22,7 +22,7 @@ def smoke_words(config: PolicyJob, summary: dict[str, Any]) -> str:
     evaluations_s = timing["evaluations_s"] / 2 * (1 + num_steps / config.eval.every)
     text = (
         f"smoke run done: {summary['samples'] / timing['steps_s']:.1f} samples/s, {step_s:.1f} s a step; "
-        f"{num_steps} steps will take about {duration(step_s * num_steps + evaluations_s)}"
+        f"{num_steps} steps will take about {format_duration(step_s * num_steps + evaluations_s)}"
     )
     if summary["unlabelled"]:
         text += (

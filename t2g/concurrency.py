@@ -12,23 +12,23 @@ Result = TypeVar("Result")
 Work = Coroutine[Any, Any, Result]
 
 
-async def end(tasks: Sequence["asyncio.Future[Any]"]) -> None:
+async def cancel_all(tasks: Sequence["asyncio.Future[Any]"]) -> None:
     """Cancel those that still run, and wait until they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def together(works: Iterable[Work[Result]]) -> list[Result]:
+async def gather_all(works: Iterable[Work[Result]]) -> list[Result]:
     """What they return, in order. The first exception is raised, once the others have been ended."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return await asyncio.gather(*tasks)
     finally:
-        await end(tasks)
+        await cancel_all(tasks)
 
 
-async def beside(main: Work[Result], *others: Work[None]) -> Result:
+async def run_with_background(main: Work[Result], *others: Work[None]) -> Result:
     """What `main` returns, while `others` run beside it, which may return before it does.
 
     The first exception of any is raised, once all have been ended.
@@ -43,10 +43,10 @@ async def beside(main: Work[Result], *others: Work[None]) -> Result:
                     task.result()
         return tasks[0].result()
     finally:
-        await end(tasks)
+        await cancel_all(tasks)
 
 
-async def results_unless_stopped(tasks: Sequence["asyncio.Future[Result]"], stop: Callable[[], bool]) -> list[Result]:
+async def wait_unless_stopped(tasks: Sequence["asyncio.Future[Result]"], stop: Callable[[], bool]) -> list[Result]:
     """What they return, in order; the first exception is raised at once. Stopped soon after `stop()` says so.
 
     The tasks are the caller's: those that still run go on.
@@ -61,10 +61,10 @@ async def results_unless_stopped(tasks: Sequence["asyncio.Future[Result]"], stop
     return [task.result() for task in tasks]
 
 
-async def unless_stopped(works: Iterable[Work[Result]], stop: Callable[[], bool]) -> list[Result]:
+async def gather_unless_stopped(works: Iterable[Work[Result]], stop: Callable[[], bool]) -> list[Result]:
     """`together`, but Stopped soon after `stop()` says so."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
-        return await results_unless_stopped(tasks, stop)
+        return await wait_unless_stopped(tasks, stop)
     finally:
-        await end(tasks)
+        await cancel_all(tasks)

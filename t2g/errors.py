@@ -5,7 +5,7 @@ class UserError(ValueError):
     """The user's to mend, exit code 2. Says which field or file and line, what it got and what it needs."""
 
 
-class NotHere(UserError):
+class MissingLocally(UserError):
     """What this machine lacks, and another may have: a file, a folder, a key in the environment."""
 
 

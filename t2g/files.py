@@ -13,7 +13,7 @@ import xxhash
 
 from t2g.errors import UserError
 
-TEMPORARY = ".tmp-"  # begins the name of what is not whole yet
+TEMPORARY_PREFIX = ".tmp-"  # begins the name of what is not whole yet
 _REMEDIES = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some space",
@@ -28,10 +28,10 @@ _REMEDIES = {
 def write_atomic(path: Path, data: bytes) -> None:
     """Replace `path` by `data` at once: a reader, or a crash, finds the old content or the new one, never a part.
 
-    Raises UserError for what `unwritable` knows; the old content then stands.
+    Raises UserError for what `describe_write_failure` knows; the old content then stands.
     """
-    temporary = path.with_name(f"{TEMPORARY}{path.name}")
-    with unwritable_in_words(path):
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
+    with raise_if_unwritable(path):
         try:
             with temporary.open("wb") as file:
                 file.write(data)
@@ -45,25 +45,25 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def unwritable_in_words(path: Path) -> Iterator[None]:
+def raise_if_unwritable(path: Path) -> Iterator[None]:
     """What the block writes to `path` cannot be written: UserError with file, folder, reason and what is left."""
     try:
         yield
     except OSError as error:
-        if not (reason := unwritable(error)):
+        if not (reason := describe_write_failure(error)):
             raise
-        raise cannot_write(path.name, path.parent, reason, "what was written before is kept") from error
+        raise make_write_error(path.name, path.parent, reason, "what was written before is kept") from error
 
 
-def cannot_write(what: str, folder: Path, reason: str, kept: str) -> UserError:
-    """reason: see `unwritable`. kept: what the user need not fear for."""
+def make_write_error(what: str, folder: Path, reason: str, kept: str) -> UserError:
+    """reason: see `describe_write_failure`. kept: what the user need not fear for."""
     free = f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB left"
     return UserError(
         f"{what} cannot be written to {folder} ({free}; {kept}): {reason}; then start the same command again"
     )
 
 
-def unwritable(error: BaseException | None) -> str:
+def describe_write_failure(error: BaseException | None) -> str:
     """What keeps a file from being written, and what helps: "No space left on device: free some space". "" for another
     error. Another process may have met it: then only the words of the error cross.
     """
@@ -75,7 +75,7 @@ def unwritable(error: BaseException | None) -> str:
     return ""
 
 
-def readable_as_the_folder(folder: Path) -> None:
+def match_folder_permissions(folder: Path) -> None:
     """Whoever may read the folder may read what lies in it: safetensors writes for the owner alone."""
     mode = folder.stat().st_mode
     for path in folder.rglob("*"):
@@ -90,10 +90,10 @@ def hash_file(file: Path) -> str:
 
 @cache
 def _hash_bytes(file: Path, size: int, changed_ns: int) -> str:
-    return entry(file)["xxh3"]
+    return describe_file(file)["xxh3"]
 
 
-def entry(path: Path) -> dict[str, Any]:
+def describe_file(path: Path) -> dict[str, Any]:
     """What a manifest says of a file."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:

@@ -51,7 +51,7 @@ class Learner(Protocol):
     def save(self, folder: Path) -> dict[str, dict[str, Any]]:
         """Trained weights, optimizers, schedules and RNG of every rank, into an existing empty folder.
 
-        `t2g.files.entry` of the files that were hashed by who wrote them, by their names in the folder.
+        `t2g.files.describe_file` of the files that were hashed by who wrote them, by their names in the folder.
         """
 
     def load(self, folder: Path) -> None: ...

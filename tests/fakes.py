@@ -19,7 +19,7 @@ from t2g.algo.corrections import importance_weights
 from t2g.algo.logprobs import Rows
 from t2g.algo.losses import kl_loss, policy_loss, value_loss
 from t2g.feedback.parse import make_failed_feedback, make_feedback
-from t2g.files import entry
+from t2g.files import describe_file
 from t2g.interfaces import FeedbackSource, Sampling
 from t2g.sandbox import SandboxConfig
 from t2g.tasks.tiny.assets import build_tokenizer
@@ -188,7 +188,7 @@ class FakeLearner:
         with self.call("save"):
             state = {"table": [self.logits, self.critic], "optimizer": self.optimizer.state_dict()}
             torch.save({**state, "num_updates": self.num_updates}, folder / "fake.pt")
-            return {"fake.pt": entry(folder / "fake.pt")}
+            return {"fake.pt": describe_file(folder / "fake.pt")}
 
     def load(self, folder: Path) -> None:
         state = torch.load(folder / "fake.pt", weights_only=True)

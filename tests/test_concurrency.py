@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from t2g.concurrency import beside, end, results_unless_stopped, together, unless_stopped
+from t2g.concurrency import cancel_all, gather_all, gather_unless_stopped, run_with_background, wait_unless_stopped
 from t2g.errors import Stopped
 
 
@@ -50,15 +50,15 @@ def tidy(work: Coroutine[Any, Any, Any]) -> Any:
 
 def test_results_come_in_order_of_the_works() -> None:
     works = Works()
-    assert tidy(together(works.gives(i, rounds=5 - i) for i in range(5))) == [0, 1, 2, 3, 4]
+    assert tidy(gather_all(works.gives(i, rounds=5 - i) for i in range(5))) == [0, 1, 2, 3, 4]
     assert works.told == [f"gave {i}" for i in (4, 3, 2, 1, 0)]
-    assert tidy(together([])) == []
+    assert tidy(gather_all([])) == []
 
 
 def test_the_first_error_ends_the_others_before_it_is_raised() -> None:
     works = Works()
     with pytest.raises(ValueError, match="failed"):
-        tidy(together([works.rests(), works.fails(), works.rests(), works.gives(1, rounds=1)]))
+        tidy(gather_all([works.rests(), works.fails(), works.rests(), works.gives(1, rounds=1)]))
     assert works.told == ["gave 1", "ended", "ended"]
 
 
@@ -66,9 +66,9 @@ def test_a_cancelled_group_ends_its_members() -> None:
     works = Works()
 
     async def cancelled() -> None:
-        task = asyncio.ensure_future(together([works.rests(), works.rests()]))
+        task = asyncio.ensure_future(gather_all([works.rests(), works.rests()]))
         await works.gives(1)  # they are under way
-        await end([task])
+        await cancel_all([task])
         assert task.cancelled()
 
     tidy(cancelled())
@@ -77,33 +77,33 @@ def test_a_cancelled_group_ends_its_members() -> None:
 
 def test_the_main_work_ends_what_runs_beside_it() -> None:
     works = Works()
-    assert tidy(beside(works.gives(7, rounds=9), works.rests(), works.gives(1), works.rests())) == 7
+    assert tidy(run_with_background(works.gives(7, rounds=9), works.rests(), works.gives(1), works.rests())) == 7
     assert works.told == ["gave 1", "gave 7", "ended", "ended"]
 
 
 def test_an_error_beside_the_main_work_ends_it() -> None:
     works = Works()
     with pytest.raises(ValueError, match="failed"):
-        tidy(beside(works.rests(), works.gives(1), works.fails(), works.rests()))
+        tidy(run_with_background(works.rests(), works.gives(1), works.fails(), works.rests()))
     assert works.told == ["gave 1", "ended", "ended"]
 
 
 def test_an_error_of_the_main_work_is_its_own() -> None:
     works = Works()
     with pytest.raises(ValueError, match="failed"):
-        tidy(beside(works.fails(), works.rests()))
+        tidy(run_with_background(works.fails(), works.rests()))
     assert works.told == ["ended"]
 
 
 def test_a_stop_ends_what_runs() -> None:
     works = Works()
     with pytest.raises(Stopped):
-        tidy(unless_stopped([works.gives(1), works.rests()], lambda: bool(works.told)))
+        tidy(gather_unless_stopped([works.gives(1), works.rests()], lambda: bool(works.told)))
     assert works.told == ["gave 1", "ended"]
-    assert tidy(unless_stopped([works.gives(1), works.gives(2)], lambda: False)) == [1, 2]
-    assert tidy(unless_stopped([], lambda: False)) == []
+    assert tidy(gather_unless_stopped([works.gives(1), works.gives(2)], lambda: False)) == [1, 2]
+    assert tidy(gather_unless_stopped([], lambda: False)) == []
     with pytest.raises(ValueError, match="failed"):
-        tidy(unless_stopped([works.rests(), works.fails()], lambda: False))
+        tidy(gather_unless_stopped([works.rests(), works.fails()], lambda: False))
 
 
 def test_foreign_tasks_continue_after_a_stop() -> None:
@@ -112,9 +112,9 @@ def test_foreign_tasks_continue_after_a_stop() -> None:
     async def waiting() -> None:
         tasks = [asyncio.ensure_future(works.gives(1)), asyncio.ensure_future(works.rests())]
         with pytest.raises(Stopped):
-            await results_unless_stopped(tasks, lambda: bool(works.told))
+            await wait_unless_stopped(tasks, lambda: bool(works.told))
         assert not tasks[1].done()
-        await end(tasks)
-        assert await results_unless_stopped(tasks[:1], lambda: False) == [1]
+        await cancel_all(tasks)
+        assert await wait_unless_stopped(tasks[:1], lambda: False) == [1]
 
     tidy(waiting())

@@ -244,7 +244,7 @@ def test_control_files(control: bytes, status: bytes) -> None:
         folder = Path(name)
         (folder / CONTROL_FILE).write_bytes(control)
         (folder / STATUS_FILE).write_bytes(status)
-        wanted = Control(folder, {"rollouts": WorkersConfig(max=4)}).news()
+        wanted = Control(folder, {"rollouts": WorkersConfig(max=4)}).read_changes()
         assert wanted == {} or (wanted.keys() == {"rollouts"} and 1 <= wanted["rollouts"] <= 4)
         with suppress(UserError):
             read_status(folder)

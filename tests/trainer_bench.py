@@ -9,7 +9,7 @@ from typing import Any
 from fakes import FakeFeedback, FakeLearner, FakeRollouts, FakeSync, LetterTask, letter_prompts
 
 from t2g.config import PolicyJob
-from t2g.loop.steps import prompt_indices
+from t2g.loop.steps import select_prompts
 from t2g.loop.trainer import Trainer, TrainerState
 from t2g.runs.checkpoint import CheckpointStore
 from t2g.runs.identity import Identity
@@ -45,7 +45,7 @@ def job(
 
 def chosen(step: int) -> list[str]:
     """The ids of a step's prompts."""
-    indices = prompt_indices(num_prompts=NUM_PROMPTS, per_step=PER_STEP, step=step, seed=1)
+    indices = select_prompts(num_prompts=NUM_PROMPTS, per_step=PER_STEP, step=step, seed=1)
     return [f"p{i}" for i in indices]
 
 
@@ -78,7 +78,7 @@ class Bench:
             sync=FakeSync(self.learner, self.rollouts),
             log=RunLog(folder, config.log),
             checkpoints=CheckpointStore(folder / "checkpoints", keep=2),
-            identity=Identity.of(config),
+            identity=Identity.from_config(config),
             stop=stop,
             extra_metrics=self.extra_metrics,
             **options,

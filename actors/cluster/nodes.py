@@ -19,7 +19,7 @@ from t2g.config import ProcessConfig
 from t2g.deploy.doctor import Node, PendingGroup, Unreachable
 from t2g.deploy.pods import satisfies
 from t2g.errors import UserError
-from t2g.runs.versions import versions
+from t2g.runs.versions import collect_versions
 from t2g.sandbox import available
 
 WAITING = ("PENDING", "RESCHEDULING")
@@ -72,7 +72,7 @@ def listening_environment(given: Mapping[str, str]) -> dict[str, str]:
 def examine(path: Path | None, require: Sequence[str]) -> dict[str, Any]:
     """Fields of a `Node`."""
     return {
-        "versions": versions(),
+        "versions": collect_versions(),
         "sees_file": None if path is None else path.exists(),
         "sandbox": available(require) if require else "",
     }

@@ -36,7 +36,7 @@ from t2g.config import Dtype, ObjectiveConfig, RoleConfig
 from t2g.deploy.flops import peak_flops, train_flops
 from t2g.deploy.memory import shape_of
 from t2g.errors import LearnerLost
-from t2g.files import entry
+from t2g.files import describe_file
 from t2g.types import Rollout, TokenStats, TrainBatch, TrainSequence, UpdateResult
 
 STATE_FILE = "learner.json"
@@ -121,12 +121,12 @@ class LearnerWorker:
     def save(self, part: PartName, folder: Path) -> dict[str, dict[str, Any]]:
         """The part, its optimizer and schedule, and the RNGs, into an existing folder; on return all have written.
 
-        What `t2g.files.entry` says of the files of this rank, by their names in the folder.
+        What `t2g.files.describe_file` says of the files of this rank, by their names in the folder.
         """
         torch.save(torch.get_rng_state(), self._rng_file(part, folder))
         zero3.save_checkpoint(self.parts[part].engine, folder, part)
         mine = [self._rng_file(part, folder), *(folder / part).glob(f"*zero_pp_rank_{self.rank}_*")]
-        hashed = {str(file.relative_to(folder)): entry(file) for file in mine}
+        hashed = {str(file.relative_to(folder)): describe_file(file) for file in mine}
         torch.distributed.barrier()  # the caller may rename the folder after it
         return hashed
 

@@ -70,7 +70,7 @@ def run_sft(
     """
     if not examples:
         raise UserError(f"{LABEL} got no examples")
-    kept = identity.finished(out_folder, made_of, DONE_FILE)
+    kept = identity.load_result(out_folder, made_of, DONE_FILE)
     if kept is not None:
         logger.info("%s is already trained with these settings: kept", out_folder)
         return kept
@@ -80,7 +80,7 @@ def run_sft(
     checkpoint, done = _resume_point(part, made_of)
     for leftover in (part / MODEL, part / RAY_TRAIN) if checkpoint else (part,):
         shutil.rmtree(leftover, ignore_errors=True)
-    identity.keep(part, made_of)
+    identity.save_identity(part, made_of)
     on_start(done)
 
     started = time.monotonic()
@@ -91,7 +91,7 @@ def run_sft(
         folder=part, checkpoint=checkpoint, done=done,
     )  # fmt: skip
     metrics = _fit(job, cluster, on_report) | {"wall_s": time.monotonic() - started}
-    identity.keep(part / MODEL, made_of)
+    identity.save_identity(part / MODEL, made_of)
     write_atomic(part / MODEL / DONE_FILE, json.dumps(metrics, indent=1).encode())
     os.replace(part / MODEL, out_folder)
     shutil.rmtree(part)
@@ -118,7 +118,7 @@ def _resume_point(part: Path, made_of: Identity) -> tuple[Path | None, int]:
     if not part.exists():
         return None, 0
     try:
-        identity.check(part, made_of)
+        identity.check_identity(part, made_of)
         if found := CheckpointStore(part / CHECKPOINTS, keep=1).latest():
             return found[0], found[1]["step"]
         reason = f"{part} has no whole checkpoint"

@@ -26,7 +26,7 @@ from actors.learner import lora
 from actors.learner.whole_weights import WholeWeights
 from t2g.config import Dtype, OptimConfig
 from t2g.errors import RunStopped
-from t2g.files import readable_as_the_folder
+from t2g.files import match_folder_permissions
 
 Engine = Any  # deepspeed.DeepSpeedEngine
 log = logging.getLogger(__name__)
@@ -270,7 +270,7 @@ def export(engine: Engine, tokenizer: Any, folder: Path) -> None:
         tokenizer.save_pretrained(folder)
         if adapter:
             lora.write_adapter(engine.module, adapter, folder / lora.FOLDER)
-        readable_as_the_folder(folder)
+        match_folder_permissions(folder)
     torch.distributed.barrier()
 
 

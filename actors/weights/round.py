@@ -18,7 +18,7 @@ import numpy as np
 
 from actors.weights.buckets import Rendezvous, Shapes
 from actors.weights.probe import Gap, gap_between, is_stuck, why_refused
-from t2g.concurrency import end
+from t2g.concurrency import cancel_all
 from t2g.config import LearnerConfig, RolloutConfig
 from t2g.errors import MissedSync
 from t2g.interfaces import Turn
@@ -151,7 +151,7 @@ class Round:
             self._drop_all(f"got half a sync, which broke off: {str(error) or type(error).__name__}")
             raise
         finally:
-            await end(tasks)
+            await cancel_all(tasks)
 
     async def _timed(self, stage: str, submit: Callable[[Any], Any], what: str, **timeout: float) -> None:
         started = time.monotonic()
@@ -186,7 +186,7 @@ class Round:
                 yield ref
         finally:
             _close(stream)
-            await end(joining)
+            await cancel_all(joining)
         if self.learner.policy_version != version.made_at:
             self._drop_all(f"was sent version {version.number} when the learner went on")
 
@@ -280,7 +280,7 @@ class Round:
                 reason = f"is late: {what} took it more than {time.monotonic() - started:.3g} s"
                 self._drop(requests[task], reason, late=True)
         finally:
-            await end([*requests])
+            await cancel_all([*requests])
         return answers
 
     def _drop_all(self, reason: str) -> None:

@@ -27,9 +27,9 @@ from t2g.feedback.sources.make import make_local_source
 from t2g.files import write_atomic
 from t2g.interfaces import FeedbackSource, Sampling
 from t2g.loop import annotation
-from t2g.loop.annotation import Sample, Turns, Write
+from t2g.loop.annotation import ConcurrencyLimit, Sample, Write
 from t2g.runs.journal import Journal, read_journal
-from t2g.runs.progress import duration, stage
+from t2g.runs.progress import format_duration, show_progress
 from t2g.tasks.base import Task, get_task
 from t2g.tasks.references import check_references
 from t2g.text.tokenizer import load_tokenizer
@@ -59,7 +59,7 @@ def read_samples(config: AnnotateJob) -> list[Sample]:
     """
     task, rows = get_task(config.task), load_records(config.data)
     if config.model is None or config.annotate.responses == "data":
-        samples = annotation.given_samples(rows, task)
+        samples = annotation.make_samples(rows, task)
         samples = _with_modes(samples, task, config)
         if all(sample.problem for sample in samples):
             raise UserError(f"data.path={config.data.path}: no record can be judged; {samples[0].problem}")
@@ -118,7 +118,7 @@ def annotate_samples(
         pace = len(missing) / (time.monotonic() - started)
         summary = write_files(config, folder, requested, records)
         if smoke:
-            left = duration(len(samples) / pace)
+            left = format_duration(len(samples) / pace)
             print(f"smoke run done: {pace:.1f} samples/s; {len(samples)} samples will take about {left}")
         return summary
 
@@ -154,7 +154,7 @@ def collect(
     have some seconds to end.
     """
     done = len(records)
-    with closing(Journal(journal_path)) as journal, stage("annotate", done + len(samples), done=done) as bar:
+    with closing(Journal(journal_path)) as journal, show_progress("annotate", done + len(samples), done=done) as bar:
 
         def on_record(sample: Sample, record: AnnotatedRecord) -> None:
             if record.status != "failed":  # no answer: the next start asks again
@@ -162,10 +162,10 @@ def collect(
             records[sample.key] = record
             bar.advance()
 
-        turns = Turns(_at_once(options))
+        limit = ConcurrencyLimit(_at_once(options))
         patience_s = options.llm.request_timeout_s if options.judge_model == "llm" else DRAIN_S
-        work = annotation.annotate(samples, source, on_record, turns, write=write)
-        asyncio.run(attended(work, turns, journal.sync, stop, patience_s))
+        work = annotation.annotate(samples, source, on_record, limit, write=write)
+        asyncio.run(attended(work, limit, journal.sync, stop, patience_s))
 
 
 def _at_once(options: AnnotateConfig) -> int:
@@ -181,9 +181,13 @@ def _at_once(options: AnnotateConfig) -> int:
 
 
 async def attended(
-    work: Coroutine[Any, Any, None], turns: Turns, at_tick: Callable[[], None], stop: StopFlag, patience_s: float
+    work: Coroutine[Any, Any, None],
+    limit: ConcurrencyLimit,
+    at_tick: Callable[[], None],
+    stop: StopFlag,
+    patience_s: float,
 ) -> None:
-    """`stop` closes `turns`; `work` is cancelled when none is under way, after patience_s, or by a second signal."""
+    """`stop` closes `limit`; `work` is cancelled when none is under way, after patience_s, or by a second signal."""
     task = asyncio.ensure_future(work)
 
     async def until(over: Callable[[], bool]) -> None:
@@ -194,12 +198,12 @@ async def attended(
     await until(lambda: bool(stop))
     if task.done():
         return task.result()
-    turns.close()
+    limit.close()
     name, stop.signal_name = stop.signal_name, None  # a second signal sets it again
-    waits = f"waiting up to {patience_s:g} s for {turns.num_under_way} answers under way"
+    waits = f"waiting up to {patience_s:g} s for {limit.num_under_way} answers under way"
     print(f"{name}: {waits}; once more to stop at once", file=sys.stderr)
     deadline = time.monotonic() + patience_s
-    await until(lambda: bool(stop) or not turns.num_under_way or time.monotonic() >= deadline)
+    await until(lambda: bool(stop) or not limit.num_under_way or time.monotonic() >= deadline)
     stop.signal_name = name
     if not task.cancel():
         task.result()  # what ended the work counts before the signal
@@ -210,14 +214,14 @@ def write_files(config: AnnotateJob, folder: Path, samples: Sequence[Sample], re
     """annotated.jsonl; then, unless too much failed, the two parts and the summary, which is returned."""
     (folder / DONE_FILE).unlink(missing_ok=True)
     made = [
-        annotation.refused(s, config.annotate.source)
+        annotation.make_refused_record(s, config.annotate.source)
         if s.problem
         else records[s.key].model_copy(update={"sample_index": s.sample_index})
         for s in samples
     ]
     write_annotated(folder / ANNOTATED_FILE, made)
     summary = annotation.summarize(made)
-    text, limit = annotation.summary_words(summary), config.annotate.max_failed_share
+    text, limit = annotation.format_summary(summary), config.annotate.max_failed_share
     usable = [record for record in made if record.usable]
     if not usable or summary["failed_share"] > limit:
         raise RunStopped(
@@ -225,7 +229,7 @@ def write_files(config: AnnotateJob, folder: Path, samples: Sequence[Sample], re
             f"{config.annotate.source}; annotate.max_failed_share allows {limit:.0%}. The others are kept in "
             f"{JOURNAL_FILE}: the same command asks again for those that failed\n{text}"
         )
-    heldout = annotation.heldout_prompts((record.prompt for record in usable), config.annotate.heldout_share)
+    heldout = annotation.select_heldout_prompts((record.prompt for record in usable), config.annotate.heldout_share)
     for name, held in ((TRAIN_FILE, False), (HELDOUT_FILE, True)):
         part = [record for record in usable if (record.prompt in heldout) is held]
         write_annotated(folder / name, part)

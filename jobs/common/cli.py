@@ -24,7 +24,7 @@ from pydantic import BaseModel, ValidationError
 from t2g.config import AnyJob, loading
 from t2g.config.validation_errors import format_errors, section_type
 from t2g.errors import RunStopped, Stopped, UserError
-from t2g.files import unwritable
+from t2g.files import describe_write_failure
 
 Config = TypeVar("Config", bound=AnyJob)
 
@@ -90,7 +90,7 @@ def exit_code(prog: str, run: Callable[[], int | None], interrupted: str = "inte
         print(f"{prog}: {getattr(error, 'cause', error)}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 3
     except OSError as error:
-        if not (reason := unwritable(error)):
+        if not (reason := describe_write_failure(error)):
             raise
         print(f"{prog}: {getattr(error, 'filename', None) or 'a file'}: {reason}", file=sys.stderr)
         return 2

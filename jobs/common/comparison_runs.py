@@ -34,10 +34,10 @@ from t2g.feedback.parse import read_judgement
 from t2g.feedback.records import AnnotatedRecord, load_annotated, make_annotated_record, write_annotated
 from t2g.files import write_atomic
 from t2g.interfaces import FeedbackSource
-from t2g.loop.sampling import JudgedResponse, sampling_of
+from t2g.loop.sampling import JudgedResponse, make_sampling
 from t2g.report.comparison_page import write_comparison
 from t2g.runs.log import METRICS_FILE, read_records
-from t2g.runs.versions import versions
+from t2g.runs.versions import collect_versions
 from t2g.sandbox import SandboxConfig
 from t2g.study import targeting
 from t2g.study.baselines import POLICY
@@ -64,7 +64,7 @@ class Target:
     def __init__(self, arms: Arms, data: PolicyData, fleets: Fleets) -> None:
         job = arms.reference
         prompts, samples = data.eval_prompts[: job.eval.num_prompts], job.run.folder / "samples"
-        self._tokenizer, self._sampling = data.tokenizer, sampling_of(job, "reference", 0, num_samples=1)
+        self._tokenizer, self._sampling = data.tokenizer, make_sampling(job, "reference", 0, num_samples=1)
 
         def make() -> dict[str, Any]:
             rollouts, feedback = fleets.for_policy(job, data.task)
@@ -302,7 +302,7 @@ def finish(arms: Arms, search: dict[str, Any], rewards: dict[str, Any]) -> None:
         "rewards": rewards,
         "search": search,
         "config": arms.job.model_dump(mode="json"),
-        "versions": versions(),
+        "versions": collect_versions(),
     }
     folder = arms.job.run.folder
     write_atomic(folder / "compare.json", json.dumps(summary, indent=1).encode())

@@ -21,7 +21,7 @@ from actors.engines.rollout import sample_seed
 from jobs.common.annotation_runs import DRAIN_S, attended
 from jobs.common.cli import StopFlag
 from jobs.common.run_folder import begin_folder
-from t2g.concurrency import together
+from t2g.concurrency import gather_all
 from t2g.config import ModelConfig, PolicyEvaluationJob
 from t2g.data.load import load_records
 from t2g.data.prompts import make_prompts
@@ -29,13 +29,13 @@ from t2g.errors import RunStopped, SamplingFailed, UserError
 from t2g.feedback.sources.chat_client import ChatClient, ChatError, ChatRequest
 from t2g.feedback.sources.endpoint import EndpointChat
 from t2g.interfaces import RolloutSource, Sampling
-from t2g.loop.annotation import Turns
-from t2g.loop.sampling import sampling_of
+from t2g.loop.annotation import ConcurrencyLimit
+from t2g.loop.sampling import make_sampling
 from t2g.report.policy_page import write_policy_evaluation
 from t2g.runs.contents import model_version, source_hash
 from t2g.runs.journal import Journal, read_journal
-from t2g.runs.progress import stage
-from t2g.runs.versions import versions
+from t2g.runs.progress import show_progress
+from t2g.runs.versions import collect_versions
 from t2g.study.pairwise import Judgement, question, read_verdict, win_rates
 from t2g.study.policy_eval import PASSED, Answers, Response, Scores, bert_score, columns, content_key, summarise
 from t2g.study.reflection import Reflecting
@@ -93,7 +93,7 @@ def measure_version(config: PolicyEvaluationJob, task: Task) -> str:
     modules = dict.fromkeys(filter(None, map(inspect.getmodule, type(task).__mro__[:-1])))
     source = [inspect.getsource(module) for module in modules], source_hash(config.task)
     encoder = config.bertscore and (model_version(config.bertscore, None), config.bertscore_layer)
-    return content_key(source, config.sandbox, encoder, versions())
+    return content_key(source, config.sandbox, encoder, collect_versions())
 
 
 def read_rows(path: Path, schema: type[Row]) -> dict[str, Row]:
@@ -180,7 +180,7 @@ class Evaluation:
             model, room = self._models[name], rollout.max_prompt_tokens
             tokenizer = load_tokenizer(model.policy, model.revision)
             source = Reflecting(rollouts=source, task=self.task, tokenizer=tokenizer, max_prompt_tokens=room)
-        sampling = sampling_of(config, "eval", 0, num_samples=rollout.samples_per_prompt)
+        sampling = make_sampling(config, "eval", 0, num_samples=rollout.samples_per_prompt)
 
         async def ask(key: str, prompt: Prompt) -> Answers:
             if source:
@@ -188,7 +188,7 @@ class Evaluation:
             else:
                 asker = self._askers[self.config.endpoints[name]]
                 requests = (asker.ask(self._to_server(prompt, sampling, i)) for i in range(sampling.num_samples))
-                answers = [(answer.text, answer.finish_reason) for answer in await together(requests)]
+                answers = [(answer.text, answer.finish_reason) for answer in await gather_all(requests)]
             responses = tuple(Response(text=text, cut=reason == "length") for text, reason in answers)
             return Answers(prompt_id=prompt.prompt_id, key=key, responses=responses)
 
@@ -280,18 +280,18 @@ def collect(
         Stopped: `stop` was set.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    turns, known = Turns(at_once), read_rows(path, schema)
+    limit, known = ConcurrencyLimit(at_once), read_rows(path, schema)
     missing = {key: item for key, item in items.items() if key not in known}
 
     async def one(key: str, item: Any) -> None:
-        async with turns.one() as begins:
+        async with limit.acquire() as begins:
             if begins:
                 with suppress(ChatError, SamplingFailed):  # the journal then lacks the row
                     journal.append(await ask(key, item))
                     bar.advance()
 
-    with closing(Journal(path)) as journal, stage(title, len(missing)) as bar:
-        asyncio.run(attended(together(one(*pair) for pair in missing.items()), turns, journal.sync, stop, patience_s))
+    with closing(Journal(path)) as journal, show_progress(title, len(missing)) as bar:
+        asyncio.run(attended(gather_all(one(*pair) for pair in missing.items()), limit, journal.sync, stop, patience_s))
     rows = read_rows(path, schema)
     if num_lost := len(items.keys() - rows.keys()):
         raise RunStopped(f"{title}: {num_lost} of {len(missing)} got no answer; the same command asks again")

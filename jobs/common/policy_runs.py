@@ -33,7 +33,7 @@ from jobs.common.cli import StopFlag
 from jobs.common.fleets import Fleets
 from jobs.common.steering import Steering
 from jobs.common.supervised import MODEL, supervise
-from t2g.concurrency import beside
+from t2g.concurrency import run_with_background
 from t2g.config import LearnerConfig, ModelConfig, PolicyJob, RolloutConfig, RunConfig, SFTJob, with_overrides
 from t2g.data.batching import count_steps
 from t2g.data.load import load_records
@@ -41,16 +41,16 @@ from t2g.data.prompts import make_prompts
 from t2g.errors import LearnerLost, RunStopped, Stopped
 from t2g.files import write_atomic
 from t2g.interfaces import FeedbackSource, RolloutSource
-from t2g.loop.steps import check_outcome_rewards, prompt_indices
+from t2g.loop.steps import check_outcome_rewards, select_prompts
 from t2g.loop.trainer import Trainer, TrainerState
 from t2g.report.model_card import write_model_card
 from t2g.report.run_page import SUMMARY_FILE, report_run
 from t2g.runs import identity
 from t2g.runs.checkpoint import CheckpointStore
 from t2g.runs.log import METRICS_FILE, RunLog, read_records
-from t2g.runs.metrics import NEUTRAL_SHARE, held_out, step_line
-from t2g.runs.progress import log_duration, stage
-from t2g.runs.versions import versions
+from t2g.runs.metrics import NEUTRAL_SHARE, format_step, select_held_out
+from t2g.runs.progress import log_duration, show_progress
+from t2g.runs.versions import collect_versions
 from t2g.study import baselines
 from t2g.study.baselines import METHODS, POLICY, Arm, Metrics, PreferencePair
 from t2g.tasks.base import Task, get_task
@@ -92,7 +92,7 @@ def read_data(config: PolicyJob, arms: Sequence[PolicyJob] = ()) -> PolicyData:
     prompts = make_prompts(load_records(config.data), task, tokenizer, room, too_long=config.data.too_long)
     check_outcome_rewards(task, prompts, max(job.objective.outcome_rewards for job in (config, *arms)))
     # Refuses a file with fewer prompts than a step takes now, and not when all engines have started.
-    prompt_indices(num_prompts=len(prompts), per_step=config.rollout.prompts_per_step, step=1, seed=config.run.seed)
+    select_prompts(num_prompts=len(prompts), per_step=config.rollout.prompts_per_step, step=1, seed=config.run.seed)
     eval_prompts: list[Prompt] = []
     if config.eval_data is not None:
         records = load_records(config.eval_data, "eval_data")[: config.eval.num_prompts]
@@ -109,7 +109,7 @@ def run_references(config: PolicyJob, data: PolicyData) -> PolicyData:
     """
     references = data.task, config.feedback.sandbox, config.feedback.concurrency, config.run.folder
     prompts = check_references(data.prompts, *references)
-    prompt_indices(num_prompts=len(prompts), per_step=config.rollout.prompts_per_step, step=1, seed=config.run.seed)
+    select_prompts(num_prompts=len(prompts), per_step=config.rollout.prompts_per_step, step=1, seed=config.run.seed)
     eval_prompts = check_references(data.eval_prompts, *references)
     return replace(data, prompts=prompts, eval_prompts=eval_prompts)
 
@@ -128,7 +128,7 @@ def train(
     Raises Stopped when `stop` ended the run at a checkpoint: the same call goes on from there.
 
     rollouts: engines of the same model. after: called once all steps are done, while the learner lives and the engines
-    have its weights; a run whose `after` did not return is not finished. more: see `Identity.of`.
+    have its weights; a run whose `after` did not return is not finished. more: see `Identity.from_config`.
     """
     steering = Steering(config, rollouts, feedback)  # one for all learners: its picture of the run stays
     attempt = partial(one_learner, config, data, rollouts, feedback, steering, stop, after)
@@ -198,22 +198,22 @@ def one_learner(
             sync=sync,
             log=log,
             checkpoints=CheckpointStore(folder / "checkpoints", config.checkpoint.keep),
-            identity=identity.load(folder),
+            identity=identity.load_identity(folder),
             stop=lambda: bool(stop),
             extra_metrics=steering.metrics,
             turns=turns,
             lost_at=lost_at,
         )
         done = trainer.resume().step
-        with stage(f"PPO {config.run.name}", config.num_steps, done=done) as bar:
+        with show_progress(f"PPO {config.run.name}", config.num_steps, done=done) as bar:
 
             def on_step(step: int, metrics: dict[str, float]) -> None:
-                bar.say(step_line(step, metrics))
+                bar.print_line(format_step(step, metrics))
                 bar.advance(min(step, 1))  # step 0 is the evaluation before the first update
                 steering.on_step(step, metrics)
 
             trainer.on_step = on_step
-            state = asyncio.run(beside(trainer.run(), *steering.duties()))
+            state = asyncio.run(run_with_background(trainer.run(), *steering.duties()))
         if state.step == config.num_steps:
             with log_duration("writing the policy"):
                 learner.export(folder / "policy")
@@ -246,7 +246,7 @@ def run_baseline(
     """The summary of a run in `job.run.folder`, made from its beginning. Raises Stopped when `stop` ended it.
 
     Engines of the base, of the reviser and of the result live here, one after the other.
-    reviser: a model folder or hub name; none: the policy itself. more: see `Identity.of`.
+    reviser: a model folder or hub name; none: the policy itself. more: see `Identity.from_config`.
 
     job: see `baselines.check`. UserError for a folder of another run.
     """
@@ -269,7 +269,7 @@ def run_baseline(
             serve=partial(own_engines, job),
             train=partial(train_pairs if procedure == "dpo" else train_examples, job, stop),
         )
-        log.step(job.num_steps, METHODS[procedure](arm))
+        log.write_step(job.num_steps, METHODS[procedure](arm))
     return write_summary(job, seconds=time.monotonic() - started)
 
 
@@ -290,10 +290,10 @@ def train_pairs(job: PolicyJob, stop: StopFlag, pairs: Sequence[PreferencePair])
 
     part = job.run.folder / f"{POLICY}.part"
     size = baselines.batch_size(job, len(pairs))
-    with stage(f"{job.run.name}: DPO", count_steps(len(pairs), job.learner.num_epochs, size)) as bar:
+    with show_progress(f"{job.run.name}: DPO", count_steps(len(pairs), job.learner.num_epochs, size)) as bar:
         trained = train_dpo(
             job.model, job.learner, pairs,
-            cluster=job.cluster, stop=lambda: bool(stop), on_progress=bar.reach,
+            cluster=job.cluster, stop=lambda: bool(stop), on_progress=bar.advance_to,
             batch_size=size, seed=job.run.seed, out_folder=part,
         )  # fmt: skip
     if trained is None:
@@ -324,10 +324,10 @@ def report_steps_done(*configs: PolicyJob) -> bool:
         UserError: A run was made with other inputs.
     """
     for config in configs:
-        step = CheckpointStore(config.run.folder / "checkpoints", keep=1).step_beyond(config.num_steps)
+        step = CheckpointStore(config.run.folder / "checkpoints", keep=1).find_step_after(config.num_steps)
         if step is None or config.run.smoke or config.run.resume == "never":
             return False
-        kept = identity.load(config.run.folder).config.get(identity.SCHEDULE)  # num_steps may be another
+        kept = identity.load_identity(config.run.folder).config.get(identity.SCHEDULE)  # num_steps may be another
         run_folder.check_folder(with_overrides(config, {identity.SCHEDULE: kept}))
         print(f"{config.run.folder} is already at step {step}: num_steps={config.num_steps} leaves nothing to do")
     return True
@@ -350,7 +350,7 @@ def write_summary(config: PolicyJob, *, seconds: float) -> dict[str, Any]:
     """summary.json and report.html of a finished run, from what the run wrote."""
     folder = config.run.folder
     lines = [record for _, record in read_records(folder / METRICS_FILE)]
-    evaluated = [held_out(line) for line in lines if held_out(line)]
+    evaluated = [select_held_out(line) for line in lines if select_held_out(line)]
     summary = {
         "steps": lines[-1]["step"],
         "samples": int(lines[-1]["samples"]),
@@ -359,7 +359,7 @@ def write_summary(config: PolicyJob, *, seconds: float) -> dict[str, Any]:
         "unlabelled": all(line.get(NEUTRAL_SHARE) == 1.0 for line in lines if line["step"] > 0),
         "timing": {"wall_s": seconds}
         | {name: sum(line.get(metric, 0.0) for line in lines) for name, metric in TIMES.items()},
-        "versions": versions(),
+        "versions": collect_versions(),
     }
     write_atomic(folder / SUMMARY_FILE, json.dumps(summary, indent=1).encode())
     if (folder / POLICY).is_dir():

@@ -18,7 +18,7 @@ from t2g.feedback.examples import make_reward_examples
 from t2g.feedback.records import AnnotatedRecord, load_annotated
 from t2g.files import write_atomic
 from t2g.report.reward_page import write_evaluation
-from t2g.runs.progress import stage
+from t2g.runs.progress import show_progress
 from t2g.study.reward_eval import JudgedRecord, ServedModel, judge_records, parse_warning, reward_metrics
 from t2g.tasks.base import get_task
 from t2g.text.tokenizer import load_tokenizer
@@ -106,7 +106,7 @@ def judge_all(model: ServedModel, records: Sequence[AnnotatedRecord], tokenizer:
 
     tokenizer: spans are compared on its tokens.
     """
-    with stage("asking the reward model", len(records)) as bar:
+    with show_progress("asking the reward model", len(records)) as bar:
         judged = asyncio.run(judge_records(model, records, tokenizer, bar.advance))
     if warning := parse_warning(reward_metrics(judged)):
         print(warning)

@@ -29,18 +29,18 @@ def check_folder(config: JobConfig, *leftovers: str, **more: Any) -> Identity:
 
     Args:
         leftovers: files and folders that bind the next start; by default the config of the last start.
-        more: see `Identity.of`.
+        more: see `Identity.from_config`.
 
     Returns: the identity with which the run goes on. A smoke run goes on with nothing.
-    Raises: UserError, see `identity.check`.
+    Raises: UserError, see `identity.check_identity`.
     """
-    folder, made_of = config.run.folder, Identity.of(config, **more)
+    folder, made_of = config.run.folder, Identity.from_config(config, **more)
     found = [name for name in leftovers or (loading.FILE_NAME,) if (folder / name).exists()]
     if config.run.smoke or not found:
         return made_of
     if config.run.resume == "never":
         raise UserError(f"run.resume=never, and {folder / found[0]} exists: remove it or choose another run.name")
-    return identity.check(folder, made_of)
+    return identity.check_identity(folder, made_of)
 
 
 def begin_folder(config: JobConfig, *leftovers: str, **more: Any) -> Path:
@@ -52,7 +52,7 @@ def begin_folder(config: JobConfig, *leftovers: str, **more: Any) -> Path:
                 shutil.rmtree(path)
             elif path.name not in (LOCK, PROGRESS_FILE):
                 path.unlink()
-    identity.keep(folder, made_of)
+    identity.save_identity(folder, made_of)
     loading.write(config, folder)
     with (folder / COMMANDS_FILE).open("a", encoding="utf-8", errors="replace") as file:
         file.write(f"{now().isoformat()} {mask_secrets(shlex.join(sys.orig_argv))}\n")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from t2g.config import PolicyJob
 from t2g.config.describe import samples_per_step
 from t2g.errors import UserError
-from t2g.loop.scaling import PATIENCE, StepLoad, wanted_workers
-from t2g.runs.control import Control, FleetStatus, Status, now, scalable, write_status
+from t2g.loop.scaling import PATIENCE, StepLoad, compute_target_workers
+from t2g.runs.control import Control, FleetStatus, Status, get_scalable_fleets, now, write_status
 
 if TYPE_CHECKING:
     from actors.engines.rollout import RolloutFleet
@@ -30,7 +30,7 @@ class Steering:
     def __init__(self, config: PolicyJob, rollouts: "RolloutFleet", feedback: "FeedbackSource") -> None:
         self._config = config
         self._fleets: dict[str, Fleet] = {"rollout": rollouts} | ({"reward": feedback.fleet} if feedback.fleet else {})
-        self._control = Control(config.run.folder, scalable(config))
+        self._control = Control(config.run.folder, get_scalable_fleets(config))
         self._loads: list[StepLoad] = []
         self._step, self._metrics = 0, dict[str, float]()
 
@@ -41,7 +41,7 @@ class Steering:
     async def _steer(self) -> None:
         looks = 0
         while True:
-            wanted = self._control.news()
+            wanted = self._control.read_changes()
             for role, fleet in self._fleets.items():
                 if FIELDS[role] in wanted:
                     fleet.set_target_size(wanted[FIELDS[role]])
@@ -76,7 +76,7 @@ class Steering:
         )
         self._loads = [*self._loads, load][-PATIENCE:]
         workers, current = self._config.rollout.workers, fleet.expected
-        number = wanted_workers(self._loads, current=current, joining=fleet.joining, workers=workers)
+        number = compute_target_workers(self._loads, current=current, joining=fleet.joining, workers=workers)
         if number != current:
             fleet.set_target_size(number)
 

@@ -14,7 +14,7 @@ from t2g.feedback.examples import make_policy_examples
 from t2g.report.model_card import write_model_card
 from t2g.runs import identity
 from t2g.runs.log import RunLog
-from t2g.runs.progress import Stage, duration, stage
+from t2g.runs.progress import ProgressBar, format_duration, show_progress
 from t2g.tasks.base import get_task
 from t2g.text.tokenizer import load_tokenizer
 from t2g.types import TrainSequence
@@ -50,28 +50,28 @@ def _supervise(config: SFTJob, examples: Sequence[TrainSequence], title: str) ->
         options = with_overrides(options, {"num_epochs": min(options.num_epochs, share)})
     num_steps = count_steps(len(examples), options.num_epochs, options.batch_size)
     with closing(RunLog(folder, config.log)) as log, ExitStack() as shown:
-        bar: Stage | None = None  # a model that is kept shows none, and keeps its lines
+        bar: ProgressBar | None = None  # a model that is kept shows none, and keeps its lines
 
         def on_start(done: int) -> None:
             nonlocal bar
             log.truncate(first_step=done + 1)
-            bar = shown.enter_context(stage(title, num_steps, done=done))
+            bar = shown.enter_context(show_progress(title, num_steps, done=done))
 
         def on_report(step: int, progress: SFTProgress | None) -> None:
             assert bar is not None
             if progress:
-                log.step(step, {f"sft/{key}": value for key, value in asdict(progress).items() if key != "step"})
-            bar.reach(step)
+                log.write_step(step, {f"sft/{key}": value for key, value in asdict(progress).items() if key != "step"})
+            bar.advance_to(step)
 
         metrics = run_sft(
             model=config.model, examples=examples, options=options, cluster=config.cluster,
-            out_folder=folder / MODEL, seed=config.run.seed, made_of=identity.load(folder),
+            out_folder=folder / MODEL, seed=config.run.seed, made_of=identity.load_identity(folder),
             on_start=on_start, on_report=on_report,
         )  # fmt: skip
     write_model_card(folder / MODEL, config)
     line = f"loss {metrics['loss']:.4f} after {metrics['step']:.0f} steps, {metrics['tokens_per_s']:.0f} tokens/s"
     if config.run.smoke:
-        left = duration(metrics["train_s"] / metrics["step"] * whole)
+        left = format_duration(metrics["train_s"] / metrics["step"] * whole)
         line += f"; the whole training of {whole} steps takes about {left}"
     print(line)
     return metrics

@@ -19,7 +19,7 @@ from jobs.common.policy_runs import learner_spec
 from jobs.stopwatch.bare import BareEngine, BareLearner, begin
 from jobs.stopwatch.bare_trl import Grpo
 from jobs.stopwatch.watch import Bench, Done, Race, Record, Side
-from t2g.concurrency import beside, end
+from t2g.concurrency import cancel_all, run_with_background
 from t2g.config import BenchmarkJob, PolicyJob, with_overrides
 from t2g.feedback.parse import make_feedback
 from t2g.interfaces import FeedbackSource
@@ -178,7 +178,7 @@ async def running_loop(bench: Bench, job: PolicyJob) -> AsyncIterator[Side]:
 
     async def run() -> None:
         await may_go_on.acquire()
-        await beside(trainer.run(), fleet.supervise())
+        await run_with_background(trainer.run(), fleet.supervise())
 
     async def step() -> Done:
         """All responses have max_new_tokens. The parts of the time are those of the step before."""
@@ -201,7 +201,7 @@ async def running_loop(bench: Bench, job: PolicyJob) -> AsyncIterator[Side]:
                 prompts=prompts, eval_prompts=(),
                 rollouts=fleet, feedback=Counted(), learner=learner,
                 sync=WeightSync(learner, fleet, job.learner, prompts=[prompt.prompt_ids for prompt in prompts]),
-                log=log, checkpoints=CheckpointStore(folder / "checkpoints", 1), identity=Identity.of(job),
+                log=log, checkpoints=CheckpointStore(folder / "checkpoints", 1), identity=Identity.from_config(job),
                 stop=lambda: False, extra_metrics=wait_for_turn,
                 on_step=lambda _, metrics: last_metrics.update(metrics),
             )  # fmt: skip
@@ -210,4 +210,4 @@ async def running_loop(bench: Bench, job: PolicyJob) -> AsyncIterator[Side]:
             try:
                 yield step
             finally:
-                await end([running])
+                await cancel_all([running])

@@ -17,7 +17,7 @@ from actors.weights.sync import WeightSync
 from jobs.common.fleets import Fleets
 from jobs.stopwatch.race_step import loop_job
 from jobs.stopwatch.watch import Bench, Done, Race, Record
-from t2g.concurrency import beside
+from t2g.concurrency import run_with_background
 from t2g.config import with_overrides
 from t2g.errors import RunStopped
 
@@ -33,7 +33,7 @@ async def measure(bench: Bench) -> list[Record]:
         fleet = fleets.rollouts(job.model, job.rollout, job)
         group = LearnerGroup(spec, placement_timeout_s=job.cluster.placement_timeout_s)
         with closing(group) as learner:
-            return await beside(races(bench, learner, fleet), fleet.supervise())
+            return await run_with_background(races(bench, learner, fleet), fleet.supervise())
 
 
 async def races(bench: Bench, learner: LearnerGroup, fleet: RolloutFleet) -> list[Record]:

@@ -10,7 +10,7 @@ from t2g.config import BenchmarkJob
 from t2g.files import write_atomic
 from t2g.runs import identity
 from t2g.runs.identity import Identity
-from t2g.runs.versions import versions
+from t2g.runs.versions import collect_versions
 from t2g.study.tables import NOTHING, markdown
 
 FILE, TABLE_FILE = "benchmark.json", "benchmark.md"
@@ -26,16 +26,16 @@ class Results:
     def __init__(self, config: BenchmarkJob) -> None:
         """UserError for a folder in which another config was measured."""
         self._folder = config.run.folder
-        made_of = Identity.of(config)
-        kept = identity.finished(self._folder, made_of, FILE) if config.run.resume == "auto" else None
+        made_of = Identity.from_config(config)
+        kept = identity.load_result(self._folder, made_of, FILE) if config.run.resume == "auto" else None
         if kept is None:
-            identity.keep(self._folder, made_of)
+            identity.save_identity(self._folder, made_of)
         self.phases: dict[str, Any] = kept["phases"] if kept else {}
 
     def add(self, phase: str, records: Sequence[Record]) -> None:
         """Keep a phase's records in place of earlier ones, and write both files."""
         at = datetime.now(UTC).isoformat(timespec="seconds")
-        self.phases[phase] = {"at": at, "versions": versions(), "races": list(records)}
+        self.phases[phase] = {"at": at, "versions": collect_versions(), "races": list(records)}
         write_atomic(self._folder / FILE, json.dumps({"phases": self.phases}, indent=1).encode())
         write_atomic(self._folder / TABLE_FILE, self.table().encode())
 

@@ -46,7 +46,7 @@ def token_columns(
         logprobs = logits.log_softmax(-1)
         found = [logprobs.gather(-1, next_ids[:, None]).squeeze(-1)]
         if request.entropy:
-            found.append(entropy_of(logprobs))
+            found.append(compute_entropy(logprobs))
         if ref_logits is not None:
             found.append(full_kl(logits, ref_logits.float() / request.temperature))
         return torch.stack(found, dim=-1)
@@ -59,12 +59,12 @@ def token_columns(
     return torch.cat([compute(*rows) for rows in zip(chunks, next_ids, reference, strict=True)])
 
 
-def entropy_of(logprobs: torch.Tensor) -> torch.Tensor:
+def compute_entropy(logprobs: torch.Tensor) -> torch.Tensor:
     """H = -sum_v p_v log p_v, nats. logprobs: [..., V], normalised. Returns [...].
 
     0 log 0 = 0 in value and gradient: a token of probability 0 has log-probability -inf, and 0 * inf is not a number.
 
-    >>> entropy_of(torch.tensor([0.5, 0.5, 0.0]).log())
+    >>> compute_entropy(torch.tensor([0.5, 0.5, 0.0]).log())
     tensor(0.6931)
     """
     probabilities = logprobs.exp()

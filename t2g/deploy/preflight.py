@@ -29,7 +29,7 @@ from t2g.config import (
 from t2g.data.load import SUFFIXES, check_revision, load_records
 from t2g.data.prompts import make_prompts
 from t2g.deploy.memory import BYTES, GIB, find_shape, host_bytes
-from t2g.errors import NotHere, UserError
+from t2g.errors import MissingLocally, UserError
 from t2g.feedback.card import check_card, make_card
 from t2g.feedback.sources.endpoint import EndpointChat
 from t2g.feedback.sources.make import make_local_source
@@ -58,7 +58,7 @@ class Findings:
         try:
             return check(*arguments, **options)
         except UserError as error:
-            known = self.missing if isinstance(error, NotHere) else self.wrong
+            known = self.missing if isinstance(error, MissingLocally) else self.wrong
             known += [line for line in str(error).splitlines() if line not in [*self.wrong, *self.missing]]
             return None
 
@@ -205,7 +205,7 @@ def _check_data(key: str, data: DataConfig) -> bool:
         load_records(data.model_copy(update={"limit": 1}), key)
     elif not path.exists():
         if path.suffix in SUFFIXES or path.is_absolute():
-            raise NotHere(f"{key}.path={path}: there is no such file")
+            raise MissingLocally(f"{key}.path={path}: there is no such file")
         check_revision(key, data)
         read = Path(os.environ.get("HF_DATASETS_CACHE", f"{HF_HOME}/datasets"), data.path.replace("/", "___"))
         fetched = Path(HF_HUB_CACHE, f"datasets--{data.path.replace('/', '--')}")

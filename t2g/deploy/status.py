@@ -3,7 +3,7 @@
 from datetime import datetime
 
 from t2g.runs.control import FleetStatus, Status
-from t2g.runs.progress import duration
+from t2g.runs.progress import format_duration
 
 ENDED = ("stopped", "failed", "done")
 SILENT_S = 60.0  # the driver writes every few seconds: after so long it is not there, or hangs
@@ -20,7 +20,7 @@ def format_status(name: str, status: Status, *, done: bool, now: datetime) -> st
       rollout worker 0  serving       12         1     8
     """
     age_s = (now - status.updated).total_seconds()
-    ago = f"{duration(max(0.0, age_s))} ago"
+    ago = f"{format_duration(max(0.0, age_s))} ago"
     lines = [f"run {name}: step {status.step} of {status.num_steps}, {status.samples} samples, as of {ago}"]
     if done and status.step >= status.num_steps:
         lines.append("it is done: policy/, summary.json and report.html are written")

@@ -22,7 +22,7 @@ from t2g.config import StyleConfig
 from t2g.config.validation_errors import format_first_error
 from t2g.data.load import describe_unserializable
 from t2g.tasks.base import SPARSE
-from t2g.text.quotes import find_occurrence, locate, places
+from t2g.text.quotes import find_occurrence, locate, locate_all
 from t2g.types import FinishReason, Severity, Span, SpanFeedback
 
 MAX_ANSWER_CHARS = 65_536  # an answer, a critique or an execution that is longer is not looked at
@@ -279,7 +279,7 @@ def _unclaimed(critique: str, quote: Quote, label: int, claimed: dict[tuple[int,
 def _sentences_with(critique: str, quote: str) -> tuple[tuple[int, int], ...]:
     """Those that contain the quote, in order, each once."""
     ends, found = _sentence_ends(critique), {}
-    for first, last in places(critique, quote):
+    for first, last in locate_all(critique, quote):
         before, after = bisect_right(ends, first), bisect_left(ends, last)
         start, stop = ends[before - 1] if before else 0, ends[after] if after < len(ends) else len(critique)
         if (start, stop) not in found:

@@ -61,7 +61,7 @@ def _key(prompt_id: str, prompt_text: str, payload: dict[str, Any], which: str |
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def given_samples(records: Sequence[Record], task: Task) -> list[Sample]:
+def make_samples(records: Sequence[Record], task: Task) -> list[Sample]:
     """A sample for each record, in order, with the response that the record holds; no tokenizer is needed.
 
     Several responses to one prompt, or under one id, are numbered by sample_index. A record without a usable prompt or
@@ -109,7 +109,7 @@ def plant_samples(samples: Sequence[Sample], task: Task, per_prompt: float, *, s
     return planted
 
 
-class Turns:
+class ConcurrencyLimit:
     """Lets `at_once` judgements be under way. After `close` none begins, and those under way go on."""
 
     def __init__(self, at_once: int) -> None:
@@ -136,19 +136,19 @@ async def annotate(
     samples: Sequence[Sample],
     feedback: FeedbackSource,
     on_record: Callable[[Sample, AnnotatedRecord], None],
-    turns: Turns,
+    limit: ConcurrencyLimit,
     *,
     write: Write | None = None,
 ) -> None:
     """`on_record` hears of a record for each sample, as soon as it is made, in no fixed order.
 
     Failed feedback is a record of that status. `write` is asked once for each prompt with samples that have no
-    response; those with a problem do not belong here, see `refused`. What had no turn before `turns` closed has none.
+    response; those with a problem do not belong here, see `refused`. What had no turn before `limit` closed has none.
     """
     by_prompt: dict[str, list[Sample]] = {}
 
     async def judged(sample: Sample, response: str) -> None:
-        async with turns.one() as begins:
+        async with limit.acquire() as begins:
             if begins:
                 said = await feedback.judge(sample.prompt, response)
                 on_record(
@@ -169,13 +169,13 @@ async def annotate(
     await asyncio.gather(*given, *(written(of_prompt) for of_prompt in by_prompt.values()))
 
 
-def refused(sample: Sample, source: str) -> AnnotatedRecord:
+def make_refused_record(sample: Sample, source: str) -> AnnotatedRecord:
     """The failed record of a sample with a problem, which nobody needs to be asked about."""
     nothing = make_failed_feedback("failed", source=source, version="", reason=sample.problem)
     return make_annotated_record(sample.prompt, "", nothing, sample_index=sample.sample_index)
 
 
-def heldout_prompts(prompts: Iterable[str], share: float) -> set[str]:
+def select_heldout_prompts(prompts: Iterable[str], share: float) -> set[str]:
     """The prompts (texts, so that one with two ids is not on both sides) whose records the reward model never learns.
 
     Those whose hash is below `share`: the same ones whatever else the data holds. At least one, and at most all but
@@ -220,7 +220,7 @@ def _grouped(reasons: Iterable[str]) -> list[tuple[int, str]]:
     return [(len(alike), alike[0]) for alike in largest]
 
 
-def summary_words(summary: dict[str, Any]) -> str:
+def format_summary(summary: dict[str, Any]) -> str:
     """One line of counts, then a line for each kind of failure."""
     counts = ", ".join(f"{summary[status]} {status}" for status in STATUSES if summary[status])
     line = f"{summary['records']} records: {counts}"

@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
-from t2g.concurrency import end, results_unless_stopped, together
+from t2g.concurrency import cancel_all, gather_all, wait_unless_stopped
 from t2g.config import PolicyJob
 from t2g.data.buffer import Group
 from t2g.errors import SamplingFailed
 from t2g.interfaces import FeedbackSource, RolloutSource, Sampling
-from t2g.loop.sampling import Judged, sampling_of
-from t2g.loop.steps import prompt_indices
+from t2g.loop.sampling import JudgedStep, make_sampling
+from t2g.loop.steps import select_prompts
 from t2g.types import Prompt
 
 
@@ -42,17 +42,17 @@ class Producer:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await end([task for tasks in self._steps.values() for task in tasks])
+        await cancel_all([task for tasks in self._steps.values() for task in tasks])
 
     def admit(self, step: int) -> None:
         """Begin with a step's prompts, unless they were begun before. UserError when there are too few."""
         if step in self._steps:
             return
         rollout = self._config.rollout
-        chosen = prompt_indices(
+        chosen = select_prompts(
             num_prompts=len(self._prompts), per_step=rollout.prompts_per_step, step=step, seed=self._config.run.seed
         )
-        sampling = sampling_of(self._config, "train", step, num_samples=rollout.samples_per_prompt)
+        sampling = make_sampling(self._config, "train", step, num_samples=rollout.samples_per_prompt)
         finished = {group.prompt.prompt_id: group for group in self._restored.pop(step, ())}
         self._sampled_at[step] = 0.0
         self._steps[step] = [
@@ -67,17 +67,17 @@ class Producer:
         except SamplingFailed as error:
             return Group(prompt=prompt, samples=(), failure=str(error))
         self._sampled_at[step] = time.monotonic()
-        said = await together(self._feedback.judge(prompt, rollout.response_text) for rollout in sampled)
+        said = await gather_all(self._feedback.judge(prompt, rollout.response_text) for rollout in sampled)
         return Group(prompt=prompt, samples=tuple(zip(sampled, said, strict=True)))
 
-    async def take(self, step: int, stop: Callable[[], bool]) -> Judged:
+    async def take(self, step: int, stop: Callable[[], bool]) -> JudgedStep:
         """The samples of a step that was admitted, once they are all there. Stopped soon after `stop()` says so."""
         started = time.monotonic()
-        groups = await results_unless_stopped(self._steps[step], stop)
+        groups = await wait_unless_stopped(self._steps[step], stop)
         del self._steps[step]
         unsampled = {group.prompt.prompt_id: group.failure for group in groups if not group.samples}
         generate_s = max(0.0, self._sampled_at.pop(step) - started)
-        return Judged(
+        return JudgedStep(
             pairs=tuple((group.prompt, *sample) for group in groups for sample in group.samples),
             generate_s=generate_s,
             feedback_s=time.monotonic() - started - generate_s,

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from t2g.concurrency import together
+from t2g.concurrency import gather_all
 from t2g.config import PolicyEvaluationJob, PolicyJob
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.sources.noise import NoisyFeedback
@@ -26,7 +26,7 @@ JudgedResponse = tuple[Prompt, Rollout, SpanFeedback]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged:
+class JudgedStep:
     """One step's samples before the learner has seen them."""
 
     pairs: tuple[JudgedResponse, ...]
@@ -36,7 +36,7 @@ class Judged:
     num_unsampled: int = 0  # responses that they would have had
 
 
-def sampling_of(config: PolicyJob | PolicyEvaluationJob, split: str, step: int, *, num_samples: int) -> Sampling:
+def make_sampling(config: PolicyJob | PolicyEvaluationJob, split: str, step: int, *, num_samples: int) -> Sampling:
     """How the policy is sampled in this step; never otherwise than PPO assumes."""
     rollout = config.rollout
     return Sampling(
@@ -53,7 +53,7 @@ def training_feedback(config: PolicyJob, feedback: FeedbackSource) -> FeedbackSo
     return feedback if noise is None else NoisyFeedback(feedback, noise, seed=config.run.seed)
 
 
-def usable(judged: Judged, config: PolicyJob, *, step: int, source: str) -> list[JudgedResponse]:
+def select_usable(judged: JudgedStep, config: PolicyJob, *, step: int, source: str) -> list[JudgedResponse]:
     """Those whose feedback can be used. RunStopped when more than `feedback.max_failed_share` of the step is lost."""
     kept = [(p, r, f) for p, r, f in judged.pairs if f.usable]
     num_asked = len(judged.pairs) + judged.num_unsampled
@@ -69,7 +69,7 @@ def usable(judged: Judged, config: PolicyJob, *, step: int, source: str) -> list
     return kept
 
 
-def dropped(judged: Judged) -> list[dict[str, Any]]:
+def make_dropped_records(judged: JudgedStep) -> list[dict[str, Any]]:
     """What of a step is not trained on, and why: the lines of dropped.jsonl. No sample_index: a whole prompt."""
     prompts = [{"prompt_id": i, "sample_index": None, "reason": why} for i, why in judged.unsampled.items()]
     return prompts + [
@@ -105,12 +105,12 @@ async def sample_held_out(
     config: PolicyJob, prompts: Sequence[Prompt], rollouts: RolloutSource
 ) -> list[tuple[Prompt, Rollout]]:
     """Responses to the held-out prompts, with the same seeds at every evaluation and in every arm."""
-    sampling = sampling_of(config, "eval", 0, num_samples=config.eval.samples_per_prompt)
-    groups = await together(rollouts.sample(prompt, sampling) for prompt in prompts)
+    sampling = make_sampling(config, "eval", 0, num_samples=config.eval.samples_per_prompt)
+    groups = await gather_all(rollouts.sample(prompt, sampling) for prompt in prompts)
     return [(p, r) for p, group in zip(prompts, groups, strict=True) for r in group]
 
 
-async def held_out_metrics(
+async def compute_held_out_metrics(
     config: PolicyJob,
     task: Task,
     pairs: Sequence[tuple[Prompt, Rollout]],
@@ -126,11 +126,11 @@ async def held_out_metrics(
     """
     turn = asyncio.Semaphore(config.feedback.concurrency)
     measurable = pairs if all(task.can_measure(prompt) for prompt, _ in pairs) else ()
-    rows = await together(measure(task, *pair, config.feedback.sandbox, turn) for pair in measurable)
+    rows = await gather_all(measure(task, *pair, config.feedback.sandbox, turn) for pair in measurable)
     first = pairs[: config.log.num_samples]  # of the same prompts each time: the report's before and after
     asked = first if rows else pairs
-    said = await together(feedback.judge(p, r.response_text) for p, r in asked)
-    log.samples(step, "eval", [(*pair, judged) for pair, judged in zip(first, said, strict=False)])
+    said = await gather_all(feedback.judge(p, r.response_text) for p, r in asked)
+    log.write_samples(step, "eval", [(*pair, judged) for pair, judged in zip(first, said, strict=False)])
     metrics = {"eval/length_mean": float(np.mean([len(r.response_ids) for _, r in pairs]))}
     if rows:
         metrics |= {f"eval/{name}": float(np.mean([row[name] for row in rows])) for name in rows[0]}

@@ -23,7 +23,7 @@ class StepLoad:
     buffered: float  # finished samples that waited when the learner took its batch, in steps' worth
 
 
-def wanted_workers(steps: Sequence[StepLoad], *, current: int, joining: bool, workers: WorkersConfig) -> int:
+def compute_target_workers(steps: Sequence[StepLoad], *, current: int, joining: bool, workers: WorkersConfig) -> int:
     """The size to ask for, in [workers.min, workers.max]; `current`: asked for and not given up.
 
     Rollouts are what the learner waits for when it starves and no finished samples pile up. Then the fleet grows by
@@ -35,13 +35,13 @@ def wanted_workers(steps: Sequence[StepLoad], *, current: int, joining: bool, wo
     Two engines without a pause, a learner that waits during 40 % of three steps:
 
     >>> short = StepLoad(seconds=9.0, num_workers=2, learner_idle=0.4, rollout_idle=0.0, buffered=0.0)
-    >>> wanted_workers([short] * 3, current=2, joining=False, workers=WorkersConfig(min=1, max=4))
+    >>> compute_target_workers([short] * 3, current=2, joining=False, workers=WorkersConfig(min=1, max=4))
     3
 
     Four engines that idle during 35 % of the time, 1.4 workers' worth, while a step's worth of samples waits:
 
     >>> ample = StepLoad(seconds=9.0, num_workers=4, learner_idle=0.0, rollout_idle=0.35, buffered=1.0)
-    >>> wanted_workers([ample] * 3, current=4, joining=False, workers=WorkersConfig(min=1, max=4))
+    >>> compute_target_workers([ample] * 3, current=4, joining=False, workers=WorkersConfig(min=1, max=4))
     3
     """
     size = min(max(current, workers.min), workers.max)

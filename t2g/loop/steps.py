@@ -18,7 +18,7 @@ from t2g.types import Prompt, Rollout, ScoredRollout, SpanFeedback, TokenStats, 
 MAX_LOG_RATIO = 20.0  # nats: beyond, a probability is none
 
 
-def prompt_indices(*, num_prompts: int, per_step: int, step: int, seed: int) -> list[int]:
+def select_prompts(*, num_prompts: int, per_step: int, step: int, seed: int) -> list[int]:
     """The prompts of step 1, 2, ...: one permutation per epoch, cut into whole steps; what is left over is left out.
 
     So no step holds a prompt twice. A function of its arguments alone: a resumed run sees the prompts it would have
@@ -84,7 +84,7 @@ def pad(rows: Sequence[np.ndarray]) -> torch.Tensor:
     return torch.nn.utils.rnn.pad_sequence([torch.from_numpy(np.array(r, np.float32)) for r in rows], batch_first=True)
 
 
-def refuse_not_finite(step: int, scored: Sequence[ScoredRollout], stats: Sequence[TokenStats]) -> None:
+def check_finite(step: int, scored: Sequence[ScoredRollout], stats: Sequence[TokenStats]) -> None:
     """RunStopped, naming step, prompt, sample and token, for the first number that would poison the update."""
     for s, t in zip(scored, stats, strict=True):
         columns = {
@@ -102,7 +102,7 @@ def refuse_not_finite(step: int, scored: Sequence[ScoredRollout], stats: Sequenc
                 )
 
 
-def advantage_samples(
+def make_train_samples(
     scored: Sequence[ScoredRollout],
     stats: Sequence[TokenStats],
     objective: ObjectiveConfig,

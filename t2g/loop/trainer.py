@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from t2g.algo.kl import adapt_kl_coef
-from t2g.concurrency import unless_stopped
+from t2g.concurrency import gather_unless_stopped
 from t2g.config import PolicyJob, with_overrides
 from t2g.data.batching import make_train_batch
 from t2g.data.buffer import Group, read_groups, write_groups
@@ -29,11 +29,18 @@ from t2g.feedback.rewards import compute_step_ids
 from t2g.interfaces import FeedbackSource, Learner, RolloutSource, Turn, Turns, WeightSync
 from t2g.loop.alarms import alarms
 from t2g.loop.producer import Producer
-from t2g.loop.sampling import dropped, held_out_metrics, measure, sample_held_out, training_feedback, usable
+from t2g.loop.sampling import (
+    compute_held_out_metrics,
+    make_dropped_records,
+    measure,
+    sample_held_out,
+    select_usable,
+    training_feedback,
+)
 from t2g.loop.steps import (
-    advantage_samples,
+    check_finite,
     fault_recall,
-    refuse_not_finite,
+    make_train_samples,
     step_kl,
     step_metrics,
     sync_metrics,
@@ -101,14 +108,14 @@ class Trainer:
     def resume(self) -> TrainerState:
         """Load the last checkpoint, if there is one, and open the log after it. Comes before `run`.
 
-        UserError for a checkpoint of another identity, see `identity.check`.
+        UserError for a checkpoint of another identity, see `identity.check_identity`.
         """
         found = self.checkpoints.latest()
         if found is None:
             self.log.truncate(0)
             return self.state
         folder, saved = found
-        identity.check(folder, self.identity)
+        identity.check_identity(folder, self.identity)
         self.state = TrainerState(**saved)
         self._finished = read_groups(folder / "buffer", {prompt.prompt_id: prompt for prompt in self.prompts})
         self.learner.load(folder / "learner")
@@ -163,8 +170,8 @@ class Trainer:
             producer.admit(admitted)
         try:
             judged = await producer.take(step, self.stop)
-            kept = usable(judged, self.config, step=step, source=self.feedback.name)
-            scored = await unless_stopped([self._scored(*triple) for triple in kept], self.stop)
+            kept = select_usable(judged, self.config, step=step, source=self.feedback.name)
+            scored = await gather_unless_stopped([self._scored(*triple) for triple in kept], self.stop)
         except Stopped:
             return False
         ages = token_staleness(
@@ -203,8 +210,8 @@ class Trainer:
             if self.eval_prompts and (step % self.config.eval.every == 0 or step == self.config.num_steps):
                 metrics |= await self._evaluate(step=step)
         finally:  # the step is done, whatever becomes of its evaluation
-            self.log.samples(step, "train", judged.pairs, scored, self.tokenizer, token_columns(samples, stats))
-            self.log.dropped(step, dropped(judged))
+            self.log.write_samples(step, "train", judged.pairs, scored, self.tokenizer, token_columns(samples, stats))
+            self.log.write_dropped(step, make_dropped_records(judged))
             self._log(step, metrics)
             self._learner_is_at_state = True
         return True
@@ -217,10 +224,10 @@ class Trainer:
         Where the update alone looks at the policy, that is its view.
         """
         stats = await self._call(self.learner.forward, [s.rollout for s in scored])
-        refuse_not_finite(step, scored, stats)
+        check_finite(step, scored, stats)
         objective, kl_coef, seed = self.config.objective, self.state.kl_coef, self.config.run.seed
         teacher = await self._score_teacher(scored, prompts) if objective.teacher else ()
-        samples = advantage_samples(scored, stats, objective, kl_coef=kl_coef, seed=seed, teacher=teacher)
+        samples = make_train_samples(scored, stats, objective, kl_coef=kl_coef, seed=seed, teacher=teacher)
         batch = make_train_batch(
             samples,
             num_epochs=self.config.learner.num_epochs,
@@ -302,16 +309,16 @@ class Trainer:
         """Held-out prompts, sampled as in training. A task without a measure of its own is scored by the feedback."""
         started = time.monotonic()
         pairs = await sample_held_out(self.config, self.eval_prompts, self.rollouts)
-        metrics = await held_out_metrics(self.config, self.task, pairs, self.feedback, self.log, step=step)
+        metrics = await compute_held_out_metrics(self.config, self.task, pairs, self.feedback, self.log, step=step)
         await self._sealed()
         await self._call(self.checkpoints.keep_best, step, self.learner.export, metrics["eval/score"])
         return metrics | {"time/eval_s": time.monotonic() - started}
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
-        self.log.step(step, metrics)
+        self.log.write_step(step, metrics)
         self.history.append(metrics)
         said = alarms(self.history, self.config.alarms)
-        self.log.alarms(step, said)
+        self.log.write_alarms(step, said)
         for sentence in said:
             logger.warning("step %d: %s", step, sentence)
         self.on_step(step, metrics)
@@ -323,7 +330,7 @@ class Trainer:
         groups = producer.finished()
 
         def fill(folder: Path) -> Entries:
-            identity.keep(folder, self.identity)
+            identity.save_identity(folder, self.identity)
             (folder / "learner").mkdir()
             hashed = self.learner.save(folder / "learner")
             self.learner.export(folder / "policy")

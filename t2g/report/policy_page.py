@@ -10,7 +10,7 @@ import numpy as np
 from t2g.files import write_atomic
 from t2g.report.reward_page import HTML_FILE, JSON_FILE
 from t2g.report.templates import number, render_page
-from t2g.runs.versions import versions
+from t2g.runs.versions import collect_versions
 from t2g.study.policy_eval import BLEU, Answers, Columns, bleu_signature, general, has_only_ties
 from t2g.study.tables import figure, markdown
 from t2g.types import Prompt
@@ -44,7 +44,7 @@ def write_policy_evaluation(
         "problems": _problems(answers),
         "examples": _examples(measured, measures[0]),
         "bleu_signature": bleu_signature() if BLEU in measures else None,
-        "versions": versions(),
+        "versions": collect_versions(),
     }
     write_atomic(folder / JSON_FILE, json.dumps(result, indent=1).encode())
     write_atomic(folder / MD_FILE, _markdown(result, measures).encode())

@@ -9,7 +9,7 @@ from typing import Any
 from t2g.feedback.records import AnnotatedRecord
 from t2g.files import write_atomic
 from t2g.report.templates import render_page
-from t2g.runs.versions import versions
+from t2g.runs.versions import collect_versions
 from t2g.study import reward_eval
 
 JSON_FILE, HTML_FILE = "evaluation.json", "evaluation.html"
@@ -37,7 +37,7 @@ def write_evaluation(
         "num_resamples": reward_eval.NUM_RESAMPLES,
         "token_confusion": reward_eval.token_confusion(judged),
         "errors": {kind: _errors_json(found, records, judged) for kind, found in errors.items()},
-        "versions": versions(),
+        "versions": collect_versions(),
     }
     write_atomic(folder / JSON_FILE, json.dumps(result, indent=1).encode())
     render_page(

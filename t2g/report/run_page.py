@@ -143,7 +143,7 @@ def _read_run(folder: Path) -> _Run:
         raise UserError(
             f"{folder / METRICS_FILE} holds no finished step: the folder of a run of jobs.train_policy is needed"
         )
-    base = next((m.held_out(step) for step in steps if step[m.STEP] == 0), {})
+    base = next((m.select_held_out(step) for step in steps if step[m.STEP] == 0), {})
     path = folder / SUMMARY_FILE
     summary = {"steps": steps[-1][m.STEP], "samples": int(steps[-1].get(m.SAMPLES) or 0)}
     if path.exists():
@@ -214,7 +214,7 @@ def write_report(
     chart is of the held-out metric that eval/score repeats. beside: the arms are runs of their own, whose examples are
     a response of each, and in which this differs: name -> a value for each.
     """
-    bases = [m.held_out(steps[0]).items() for steps in arms.values() if steps and not steps[0].get(m.STEP)]
+    bases = [m.select_held_out(steps[0]).items() for steps in arms.values() if steps and not steps[0].get(m.STEP)]
     first = dict(item for item in next(iter(bases), ()) if beside is None or all(item in base for base in bases))
     base, timing = first | summary.get("base", {}), summary.get("timing", {})
     parts = {name: value for name, value in timing.items() if name not in TOTALS}
@@ -311,7 +311,7 @@ def series(name: str, steps: Sequence[Step], x: str, y: str, by_label: bool = Fa
 
 def last_held_out(steps: Sequence[Step]) -> dict[str, float]:
     """Held-out metrics of the last step that evaluated, without their prefix."""
-    return next((found for step in reversed(steps) if (found := m.held_out(step))), {})
+    return next((found for step in reversed(steps) if (found := m.select_held_out(step))), {})
 
 
 def headline(base: Mapping[str, float], finals: Mapping[str, Mapping[str, float]]) -> str | None:

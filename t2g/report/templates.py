@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from t2g.files import write_atomic
 from t2g.report.segments import Segment, printable, segments
-from t2g.runs.progress import duration
+from t2g.runs.progress import format_duration
 from t2g.types import Span, SpanFeedback
 
 MAX_TEXT_CHARS = 4000
@@ -62,7 +62,7 @@ def phrases(feedback: SpanFeedback) -> list[Span]:
     return [Span(start=start, end=end, label=label) for (start, end), label in ranges]
 
 
-environment.filters |= {"number": number, "seconds": duration}
+environment.filters |= {"number": number, "seconds": format_duration}
 plain.filters["number"] = number
 environment.tests["figure"] = is_figure
 environment.globals |= {"shown": shown, "phrases": phrases, "max_chars": MAX_TEXT_CHARS}

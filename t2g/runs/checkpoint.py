@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from t2g.files import TEMPORARY, cannot_write, entry, sync_path, unwritable, write_atomic
+from t2g.files import TEMPORARY_PREFIX, describe_file, describe_write_failure, make_write_error, sync_path, write_atomic
 
 log = logging.getLogger(__name__)
 
-Entries = Mapping[str, dict[str, Any]]  # by the names of files in a folder, see `t2g.files.entry`
+Entries = Mapping[str, dict[str, Any]]  # by the names of files in a folder, see `t2g.files.describe_file`
 Fill = Callable[[Path], Entries | Any]  # anything else tells no hashes
 
 MANIFEST = "manifest.json"
@@ -45,8 +45,9 @@ class CheckpointStore:
         hashes; `state` is everything else a resume needs and must be JSON. Until the rename the former checkpoints
         stand untouched.
 
-        Raises UserError when it cannot be written, see `t2g.files.unwritable`; whatever else `fill` raises passes
-        through, temporary folder removed.
+        Raises:
+            UserError: The checkpoint cannot be written, see `t2g.files.describe_write_failure`. Other errors of `fill`
+                pass through, and the temporary folder is removed.
         """
         return self.begin(step, fill, state)()
 
@@ -81,7 +82,7 @@ class CheckpointStore:
             log.warning("checkpoint %s is torn (%s) and is skipped", folder, state)
         return None
 
-    def step_beyond(self, step: int) -> int | None:
+    def find_step_after(self, step: int) -> int | None:
         """Return the step of the newest intact checkpoint where it is later than `step`, else None."""
         if not any(int(folder.name.removeprefix("step-")) > step for folder in self._steps()):
             return None
@@ -101,7 +102,7 @@ class CheckpointStore:
         final = self.folder / f"best-{number:04d}"
         _remove(final)  # sealed, but the run ended before the link was moved; or torn
         self._fill(final, export, SCORE, {"step": step, "score": score}, f"the best policy of step {step}")()
-        link = self.folder / f"{TEMPORARY}best-link"
+        link = self.folder / f"{TEMPORARY_PREFIX}best-link"
         _remove(link)
         link.symlink_to(final.name)
         if not (best_link := self.folder / "best").is_symlink():
@@ -139,9 +140,9 @@ class CheckpointStore:
         """`fill` a sibling of `final`, with `content` as JSON. What is returned brings it to the disk with a manifest,
         and renames it."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for left_over in self.folder.glob(f"{TEMPORARY}*-*"):
+        for left_over in self.folder.glob(f"{TEMPORARY_PREFIX}*-*"):
             _remove(left_over)
-        temporary = self.folder / f"{TEMPORARY}{final.name}"
+        temporary = self.folder / f"{TEMPORARY_PREFIX}{final.name}"
         temporary.mkdir()
         with self._whole_or_not_there(temporary, what):
             returned = fill(temporary)
@@ -161,12 +162,12 @@ class CheckpointStore:
         try:
             yield
         except BaseException as error:
-            reason = unwritable(error) or _hidden_reason(temporary)
+            reason = describe_write_failure(error) or _hidden_reason(temporary)
             shutil.rmtree(temporary)
             if isinstance(error, Exception) and reason:
                 last = self.latest()
                 kept = f"the last good one, {last[0].name}, is kept" if last else "there is none before it"
-                raise cannot_write(what, self.folder, reason, kept) from error
+                raise make_write_error(what, self.folder, reason, kept) from error
             raise
 
 
@@ -176,7 +177,7 @@ def _seal(folder: Path, known: Entries) -> None:
     known: of files that their writer has hashed.
     """
     names = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
-    files = {name: known.get(name) or entry(folder / name) for name in names}
+    files = {name: known.get(name) or describe_file(folder / name) for name in names}
     for path in folder.rglob("*"):
         sync_path(path)
     write_atomic(folder / MANIFEST, json.dumps({"files": files}, indent=1).encode())
@@ -188,7 +189,7 @@ def _read_sealed(folder: Path, content: str) -> dict[str, Any] | str:
         files = json.loads(_regular(folder / MANIFEST).read_text(encoding="utf-8"))["files"]
         for name, expected in files.items():
             path = _regular(folder / name)
-            if path.stat().st_size != expected["bytes"] or entry(path) != expected:
+            if path.stat().st_size != expected["bytes"] or describe_file(path) != expected:
                 return f"{name} differs from {MANIFEST}"
         held = json.loads((folder / content).read_text(encoding="utf-8")) if content in files else None
     except FileNotFoundError as error:
@@ -208,12 +209,12 @@ def _regular(path: Path) -> Path:
 
 
 def _hidden_reason(folder: Path) -> str:
-    """Why what wrote here could not go on, as `unwritable` has it, where its error does not say so; "" if not known."""
+    """Return the reason that a writer's error hides, in the form of `describe_write_failure`; "" if it is unknown."""
     if shutil.disk_usage(folder).free < _FULL_BELOW_BYTES:
-        return unwritable(OSError(errno.ENOSPC, ""))
+        return describe_write_failure(OSError(errno.ENOSPC, ""))
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     cut = limit != resource.RLIM_INFINITY and any(path.stat().st_size >= limit for path in folder.rglob("*"))
-    return unwritable(OSError(errno.EFBIG, "")) if cut else ""
+    return describe_write_failure(OSError(errno.EFBIG, "")) if cut else ""
 
 
 def _remove(path: Path) -> None:

@@ -28,10 +28,10 @@ logger = logging.getLogger(__name__)
 CONTROL_FILE = "control.json"
 STATUS_FILE = "status.json"
 MAX_BYTES = 1 << 20  # read of either file: a larger one is none of ours
-SECTIONS = {"rollouts": "rollout.workers", "rewards": "feedback.engine.workers"}  # field of Wanted -> its bounds
+SECTIONS = {"rollouts": "rollout.workers", "rewards": "feedback.engine.workers"}  # field of TargetSizes -> its bounds
 
 
-class Wanted(Section):
+class TargetSizes(Section):
     """Target number of workers of each fleet; None: the fleet keeps its size."""
 
     rollouts: int | None = Field(None, strict=True)
@@ -69,8 +69,8 @@ class Status(Section):
     idle: dict[str, float] = Field({}, description="learner, rollout, reward -> share of the last step without work")
 
 
-def scalable(config: PolicyJob) -> dict[str, WorkersConfig]:
-    """The fleets that an operator may scale, as fields of Wanted, and their bounds.
+def get_scalable_fleets(config: PolicyJob) -> dict[str, WorkersConfig]:
+    """The fleets that an operator may scale, as fields of TargetSizes, and their bounds.
 
     Not the rollout fleet of a run that scales itself: two hands on one wheel would undo each other.
     """
@@ -78,7 +78,7 @@ def scalable(config: PolicyJob) -> dict[str, WorkersConfig]:
     return bounds | ({"rewards": config.feedback.engine.workers} if config.feedback.own_engines else {})
 
 
-def write_wanted(folder: Path, wanted: Wanted) -> Wanted:
+def write_target_sizes(folder: Path, wanted: TargetSizes) -> TargetSizes:
     """Lay the numbers of `wanted` over what control.json holds; returns what it holds then.
 
     UserError for a folder without a run, for a fleet that the run does not have and for a number out of its bounds.
@@ -86,7 +86,7 @@ def write_wanted(folder: Path, wanted: Wanted) -> Wanted:
     if not (folder / loading.FILE_NAME).exists():
         raise UserError(f"{folder} holds no run (no {loading.FILE_NAME}); check --run and --root")
     config = loading.load(PolicyJob, folder / loading.FILE_NAME)
-    bounds, requested = scalable(config), wanted.model_dump(exclude_none=True)
+    bounds, requested = get_scalable_fleets(config), wanted.model_dump(exclude_none=True)
     if not requested:
         raise UserError("no target is given: rollouts or rewards needs a number")
     why_not = {
@@ -101,44 +101,44 @@ def write_wanted(folder: Path, wanted: Wanted) -> Wanted:
             raise UserError(
                 f"{field}: got {number}, and {SECTIONS[field]} of this run allows {workers.min} to {workers.max}"
             )
-    merged = (read_wanted(folder) or Wanted()).model_copy(update=requested)
+    merged = (read_target_sizes(folder) or TargetSizes()).model_copy(update=requested)
     write_atomic(folder / CONTROL_FILE, merged.model_dump_json().encode())
     return merged
 
 
-def read_wanted(folder: Path) -> Wanted | None:
-    """What control.json holds; Wanted() and a warning where it is none of ours, None where there is nothing to read."""
+def read_target_sizes(folder: Path) -> TargetSizes | None:
+    """Return the sizes in control.json: None without a readable file, `TargetSizes()` and a warning if it is invalid."""
     path = folder / CONTROL_FILE
     content = _bytes(path)
     if path.is_symlink() or (path.exists() and not path.is_file()):
         logger.warning("%s is passed over: it is no file, or a link to one", path)
-        return Wanted()
+        return TargetSizes()
     try:
-        return Wanted.model_validate_json(content) if content else None
+        return TargetSizes.model_validate_json(content) if content else None
     except ValidationError as error:
         logger.warning("%s is passed over: %s", path, format_first_error(error))
-        return Wanted()
+        return TargetSizes()
 
 
 class Control:
     """The driver's view of control.json: always within bounds, one warning for each content that is not."""
 
     def __init__(self, folder: Path, bounds: Mapping[str, WorkersConfig]) -> None:
-        """bounds: those of `scalable(config)`; what the file says about other fleets is passed over."""
+        """bounds: those of `get_scalable_fleets(config)`; what the file says about other fleets is passed over."""
         self._folder, self._bounds = folder, bounds
         self._seen: int | None = None
 
-    def news(self) -> dict[str, int]:
-        """What the file says, as fields of Wanted, once each time that it was written; cheap enough for every second.
+    def read_changes(self) -> dict[str, int]:
+        """Return the sizes in the file, by fields of `TargetSizes`, once for each time that it is written.
 
-        A file that is missing or unreadable changes nothing: the last target stays.
+        A missing or unreadable file changes nothing: the last target stays. A call is cheap enough for every second.
         """
         path = self._folder / CONTROL_FILE
         try:
             written_ns = path.lstat().st_mtime_ns
         except OSError:
             return {}
-        if written_ns == self._seen or (wanted := read_wanted(self._folder)) is None:
+        if written_ns == self._seen or (wanted := read_target_sizes(self._folder)) is None:
             return {}
         self._seen = written_ns
         requested, bounds = wanted.model_dump(exclude_none=True), self._bounds

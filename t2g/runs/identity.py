@@ -101,13 +101,13 @@ class Identity(Section):
         return settings, changes
 
 
-def keep(folder: Path, identity: Identity) -> None:
+def save_identity(folder: Path, identity: Identity) -> None:
     """Write the identity of what is made in `folder`, which is created."""
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / IDENTITY_FILE, identity.model_dump_json(indent=1).encode())
 
 
-def load(folder: Path) -> Identity:
+def load_identity(folder: Path) -> Identity:
     """Read the identity of what lies in `folder`. UserError where this program cannot go on from it."""
     try:
         return Identity.model_validate_json((folder / IDENTITY_FILE).read_bytes())
@@ -117,7 +117,7 @@ def load(folder: Path) -> Identity:
         raise UserError(sentence) from None
 
 
-def check(folder: Path, identity: Identity) -> Identity:
+def check_identity(folder: Path, identity: Identity) -> Identity:
     """Compare what lies in `folder` with what would be made now.
 
     An entry of run.accept counts once for each time that it is given: after it accepted a change, it accepts no later
@@ -126,7 +126,7 @@ def check(folder: Path, identity: Identity) -> Identity:
     Returns: `identity`, with the accepted changes of the folder.
     Raises: UserError that names each difference, and the entries of run.accept that would accept them.
     """
-    kept = load(folder)
+    kept = load_identity(folder)
     settings, changes = identity.since(kept)
     used = Counter(change.token for change in kept.accepted)
     refused = [change for change in changes if identity.accept.count(change.token) <= used[change.token]]
@@ -142,11 +142,11 @@ def check(folder: Path, identity: Identity) -> Identity:
     # An identity that `load` gave has the accepted changes of the run already, and a checkpoint in it may be older.
     identity = identity.model_copy(update={"accepted": identity.accepted or (*kept.accepted, *changes)})
     if changes:
-        keep(folder, identity)
+        save_identity(folder, identity)
     return identity
 
 
-def finished(folder: Path, identity: Identity, result_file: str) -> dict[str, Any] | None:
+def load_result(folder: Path, identity: Identity, result_file: str) -> dict[str, Any] | None:
     """Return the result in `folder`, None where it is not finished. UserError where its inputs were others.
 
     result_file: a JSON object that is written when all else is there.
@@ -154,5 +154,5 @@ def finished(folder: Path, identity: Identity, result_file: str) -> dict[str, An
     path = folder / result_file
     if not path.exists():
         return None
-    check(folder, identity)
+    check_identity(folder, identity)
     return json.loads(path.read_text())

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from t2g.config.validation_errors import format_first_error
 from t2g.errors import UserError
-from t2g.files import unwritable_in_words
+from t2g.files import raise_if_unwritable
 
 Record = TypeVar("Record", bound=BaseModel)
 
@@ -43,7 +43,7 @@ class Journal:
     def append(self, record: BaseModel) -> None:
         """One more line, whole or not at all. UserError where it cannot be written."""
         rest = memoryview(f"{record.model_dump_json()}\n".encode())
-        with unwritable_in_words(self._path):
+        with raise_if_unwritable(self._path):
             file = self._file = self._open() if self._file is None else self._file
             size = os.fstat(file).st_size
             try:

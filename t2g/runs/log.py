@@ -14,7 +14,7 @@ import numpy as np
 from t2g.config import LogConfig
 from t2g.errors import UserError
 from t2g.feedback import token_offsets
-from t2g.files import unwritable_in_words, write_atomic
+from t2g.files import raise_if_unwritable, write_atomic
 from t2g.runs.metrics import STEP
 from t2g.types import FinishReason, Prompt, Rollout, ScoredRollout, SpanFeedback
 
@@ -78,7 +78,7 @@ class RunLog:
             self._sinks.append(WandbSink(self._config.wandb_project, self._folder))
         return history
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """One line of metrics.jsonl, and the same numbers to every dashboard."""
         assert step > self._last_step, f"step {step} was logged before"
         self._last_step = step
@@ -87,7 +87,7 @@ class RunLog:
         for sink in self._sinks:
             sink.log(step, metrics)
 
-    def samples(
+    def write_samples(
         self,
         step: int,
         split: Split,
@@ -128,11 +128,11 @@ class RunLog:
                 )
         _append(self._folder / SAMPLES_FILE, records)
 
-    def dropped(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """What of the step was not trained on; see `t2g.loop.sampling.dropped`."""
+    def write_dropped(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """What of the step was not trained on; see `t2g.loop.sampling.make_dropped_records`."""
         _append(self._folder / DROPPED_FILE, [{STEP: step, **record} for record in records])
 
-    def alarms(self, step: int, sentences: Sequence[str]) -> None:
+    def write_alarms(self, step: int, sentences: Sequence[str]) -> None:
         """What `t2g.loop.alarms` says of the step."""
         if sentences:
             _append(self._folder / ALARMS_FILE, [{STEP: step, "alarm": sentence} for sentence in sentences])
@@ -207,7 +207,7 @@ def _drop_steps(path: Path, first_step: int) -> list[dict[str, Any]]:
 
 def _append(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     """Add lines and bring them to the disk; json.dumps escapes what is not ASCII, lone surrogates included."""
-    with unwritable_in_words(path), path.open("a", encoding="ascii") as file:
+    with raise_if_unwritable(path), path.open("a", encoding="ascii") as file:
         file.writelines(f"{json.dumps(record)}\n" for record in records)
         file.flush()
         os.fsync(file.fileno())

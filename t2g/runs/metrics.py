@@ -105,19 +105,19 @@ _LINE = (  # parts of the line per step: metric and how it reads
 )
 
 
-def step_line(step: int, metrics: Mapping[str, float | None]) -> str:
+def format_step(step: int, metrics: Mapping[str, float | None]) -> str:
     """One line for the terminal; a metric that the step does not have is left out.
 
-    >>> step_line(3, {"reward/token_mean": 0.0415, "policy/kl": 0.2, "eval/fact_f1": 0.71})
+    >>> format_step(3, {"reward/token_mean": 0.0415, "policy/kl": 0.2, "eval/fact_f1": 0.71})
     'step 3 | reward +0.042 | KL 0.200 | eval fact_f1 0.710'
     """
     parts = [f"step {step}"]
     parts += [text.format(metrics[name]) for name, text in _LINE if metrics.get(name) is not None]
-    parts += [f"eval {name} {value:.3f}" for name, value in held_out(metrics).items()]
+    parts += [f"eval {name} {value:.3f}" for name, value in select_held_out(metrics).items()]
     return " | ".join(parts)
 
 
-def held_out(metrics: Mapping[str, float | None]) -> dict[str, float]:
+def select_held_out(metrics: Mapping[str, float | None]) -> dict[str, float]:
     """The held-out metrics of one step, without their prefix."""
     found = ((name, value) for name, value in metrics.items() if name.startswith(EVAL))
     return {name.removeprefix(EVAL): value for name, value in found if value is not None}

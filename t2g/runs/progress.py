@@ -24,7 +24,7 @@ _last_line_at = 0.0  # of time.monotonic
 _blocks: list[object] = []  # the innermost is last
 
 
-class Stage:
+class ProgressBar:
     """A bar on a terminal, else at most one line in SECONDS_BETWEEN_LINES."""
 
     def __init__(self, name: str, total: int, done: int, progress: Progress) -> None:
@@ -40,13 +40,13 @@ class Stage:
         late = self._progress.disable and now - self._last >= SECONDS_BETWEEN_LINES
         if late and (left := task.time_remaining) is not None:
             self._last = now
-            self.say(f"{self.position}, {duration(left)} left")
+            self.print_line(f"{self.position}, {format_duration(left)} left")
 
-    def reach(self, done: int) -> None:
+    def advance_to(self, done: int) -> None:
         """So many of the stage's `total` are done, or more by an earlier call."""
         self.advance(max(0, done - int(self._task.completed)))
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Print a line of its own, above the bar where there is one."""
         # Without rich's own reading of brackets and numbers, and without breaking the line.
         self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -58,7 +58,7 @@ class Stage:
 
 
 @contextmanager
-def stage(name: str, total: int, done: int = 0) -> Iterator[Stage]:
+def show_progress(name: str, total: int, done: int = 0) -> Iterator[ProgressBar]:
     """Show the progress of one stage while the block runs; the last line says how long it took.
 
     done: how much of `total` an earlier session did; the time left follows from the pace of this one.
@@ -69,13 +69,13 @@ def stage(name: str, total: int, done: int = 0) -> Iterator[Stage]:
     columns = *Progress.get_default_columns(), MofNCompleteColumn()
     look = {"console": console, "disable": not console.is_terminal, "transient": True}
     with Progress(*columns, **look, speed_estimate_period=RATE_PERIOD_S) as progress:
-        shown = Stage(name, total, done, progress)
+        shown = ProgressBar(name, total, done, progress)
         if done:
-            shown.say(f"{name}: going on after {done} of {total}")
-        write = record_line if console.is_terminal else shown.say  # the bar is on the terminal
+            shown.print_line(f"{name}: going on after {done} of {total}")
+        write = record_line if console.is_terminal else shown.print_line  # the bar is on the terminal
         with _limit_silence(lambda elapsed: write(f"{shown.position}, {elapsed} so far")):
             yield shown
-    shown.say(f"{name}: done in {duration(console.get_time() - begin)}")
+    shown.print_line(f"{name}: done in {format_duration(console.get_time() - begin)}")
 
 
 @contextmanager
@@ -85,7 +85,7 @@ def log_duration(work: str) -> Iterator[None]:
     _print_line(f"{work} ...")
     with _limit_silence(lambda elapsed: _print_line(f"{work}: {elapsed} so far")):
         yield
-    _print_line(f"{work}: {duration(time.monotonic() - started)}")
+    _print_line(f"{work}: {format_duration(time.monotonic() - started)}")
 
 
 def _print_line(line: str) -> None:
@@ -101,7 +101,7 @@ def _limit_silence(write_line: Callable[[str], None]) -> Iterator[None]:
     def watch() -> None:
         while not ended.wait(POLL_S):
             if _blocks[-1:] == [ended] and time.monotonic() - max(_last_line_at, started) >= MAX_SILENCE_S:
-                write_line(duration(time.monotonic() - started))
+                write_line(format_duration(time.monotonic() - started))
 
     _blocks.append(ended)
     threading.Thread(target=watch, name="progress", daemon=True).start()
@@ -134,9 +134,9 @@ def record_lines(folder: Path) -> Iterator[None]:
         _folder = outer
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """
-    >>> duration(7.4), duration(75), duration(3700)
+    >>> format_duration(7.4), format_duration(75), format_duration(3700)
     ('7 s', '1 min 15 s', '1 h 01 min')
     """
     minutes, rest = divmod(round(seconds), 60)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from t2g.concurrency import unless_stopped
+from t2g.concurrency import gather_unless_stopped
 from t2g.config import ModelConfig, PolicyJob, RoleConfig, RolloutConfig, SFTLoRAConfig, SFTOptions, with_overrides
 from t2g.data.prompts import encode_revision
 from t2g.errors import RunStopped, UserError
@@ -33,16 +33,16 @@ from t2g.feedback.examples import encode_target
 from t2g.interfaces import FeedbackSource, RolloutSource
 from t2g.loop.producer import Producer
 from t2g.loop.sampling import (
-    Judged,
     JudgedResponse,
-    held_out_metrics,
+    JudgedStep,
+    compute_held_out_metrics,
+    make_sampling,
     sample_held_out,
-    sampling_of,
+    select_usable,
     training_feedback,
-    usable,
 )
 from t2g.runs.log import RunLog
-from t2g.runs.progress import stage
+from t2g.runs.progress import show_progress
 from t2g.tasks.base import Task
 from t2g.types import Prompt, Rollout, TrainSequence
 
@@ -155,15 +155,15 @@ METHODS: dict[str, Callable[[Arm], Metrics]] = {"dpo": dpo, "ilf": ilf, "reflect
 # ------------------------------------------------------------------------------------------------- responses and marks
 async def ask_base(
     arm: Arm, num_samples: int, rollouts: RolloutSource
-) -> tuple[list[tuple[Prompt, Rollout]], list[Judged]]:
+) -> tuple[list[tuple[Prompt, Rollout]], list[JudgedStep]]:
     """Held-out responses of the base, whose score becomes step 0; and `num_samples` to each prompt of every step."""
     job, steps = arm.job, []
     held_out, metrics = await score_held_out(arm, rollouts, step=0)
-    arm.log.step(0, metrics)
+    arm.log.write_step(0, metrics)
     if num_samples == 0:
         return held_out, []
     asked = with_overrides(job, {"rollout.samples_per_prompt": num_samples})
-    with stage(f"{job.run.name}: samples of the base", job.num_steps) as bar:
+    with show_progress(f"{job.run.name}: samples of the base", job.num_steps) as bar:
         async with Producer(asked, arm.prompts, rollouts, training_feedback(job, arm.feedback)) as producer:
             for step in range(1, job.num_steps + 1):
                 producer.admit(step)
@@ -172,25 +172,25 @@ async def ask_base(
     return held_out, steps
 
 
-async def revise_steps(arm: Arm, steps: Sequence[Judged], rollouts: RolloutSource) -> list[Judged]:
+async def revise_steps(arm: Arm, steps: Sequence[JudgedStep], rollouts: RolloutSource) -> list[JudgedStep]:
     """Of each step the revisions of its responses, judged: as many as PPO's samples of a prompt, less the response."""
     job, revised = arm.job, []
     feedback, num_samples = training_feedback(job, arm.feedback), job.rollout.samples_per_prompt - 1
-    with stage(f"{job.run.name}: revisions", job.num_steps) as bar:
+    with show_progress(f"{job.run.name}: revisions", job.num_steps) as bar:
         for step, judged in enumerate(steps, start=1):
-            kept = usable(judged, job, step=step, source=feedback.name)
+            kept = select_usable(judged, job, step=step, source=feedback.name)
             began = time.monotonic()
             found = await revise(arm, kept, rollouts, split="revise", step=step, num_samples=num_samples)
             sampled_at = time.monotonic()
             pairs = await judge(arm, feedback, [(prompt, new) for (prompt, _, _), some in found for new in some])
             feedback_s = time.monotonic() - sampled_at
-            revised.append(Judged(pairs=tuple(pairs), generate_s=sampled_at - began, feedback_s=feedback_s))
+            revised.append(JudgedStep(pairs=tuple(pairs), generate_s=sampled_at - began, feedback_s=feedback_s))
             bar.advance()
     return revised
 
 
 async def judge(arm: Arm, feedback: FeedbackSource, pairs: Sequence[tuple[Prompt, Rollout]]) -> list[JudgedResponse]:
-    said = await unless_stopped((feedback.judge(p, r.response_text) for p, r in pairs), arm.stop)
+    said = await gather_unless_stopped((feedback.judge(p, r.response_text) for p, r in pairs), arm.stop)
     return [(p, r, f) for (p, r), f in zip(pairs, said, strict=True)]
 
 
@@ -199,9 +199,11 @@ async def revise(
 ) -> list[tuple[JudgedResponse, list[Rollout]]]:
     """`num_samples` revisions of each response, none where there is no critique or no room for it."""
     room = revising_rollout(arm.job).max_prompt_tokens
-    sampling = sampling_of(arm.job, split, step, num_samples=num_samples)
+    sampling = make_sampling(arm.job, split, step, num_samples=num_samples)
     asked = [revision_prompt(arm.task, one, arm.reviser_tokenizer, room) for one in judged]
-    answers = iter(await unless_stopped((rollouts.sample(prompt, sampling) for prompt in asked if prompt), arm.stop))
+    answers = iter(
+        await gather_unless_stopped((rollouts.sample(prompt, sampling) for prompt in asked if prompt), arm.stop)
+    )
     return [(one, next(answers) if prompt else []) for one, prompt in zip(judged, asked, strict=True)]
 
 
@@ -214,7 +216,7 @@ async def score_held_out(
 
 
 async def measure(arm: Arm, pairs: Sequence[tuple[Prompt, Rollout]], *, step: int) -> Metrics:
-    return await held_out_metrics(arm.job, arm.task, pairs, arm.feedback, arm.log, step=step)
+    return await compute_held_out_metrics(arm.job, arm.task, pairs, arm.feedback, arm.log, step=step)
 
 
 def score_result(arm: Arm) -> Metrics:
@@ -223,7 +225,7 @@ def score_result(arm: Arm) -> Metrics:
     return arm.serve(model, arm.job.rollout, partial(score_held_out, arm, step=arm.job.num_steps))[1]
 
 
-def run_metrics(job: PolicyJob, steps: Sequence[Judged], learnt: Sequence[Scored], *, learn_s: float) -> Metrics:
+def run_metrics(job: PolicyJob, steps: Sequence[JudgedStep], learnt: Sequence[Scored], *, learn_s: float) -> Metrics:
     """Samples and seconds of the whole run as if it were one step; learnt: what the policy was trained on.
 
     samples are those that the run was given, as PPO counts responses whose feedback failed.
@@ -245,7 +247,7 @@ def run_metrics(job: PolicyJob, steps: Sequence[Judged], learnt: Sequence[Scored
 
 
 # ---------------------------------------------------------------------------------------------------- what is learnt
-def score(arm: Arm, steps: Sequence[Judged], tokenizer: Any) -> list[list[Scored]]:
+def score(arm: Arm, steps: Sequence[JudgedStep], tokenizer: Any) -> list[list[Scored]]:
     """The usable responses of every step by prompt, in order, with their summed rewards.
 
     tokenizer: of the model that wrote them.
@@ -253,7 +255,7 @@ def score(arm: Arm, steps: Sequence[Judged], tokenizer: Any) -> list[list[Scored
     groups: dict[tuple[int, str], list[Scored]] = defaultdict(list)
     for step, judged in enumerate(steps, start=1):
         asked = judged.pairs or judged.unsampled
-        for p, r, f in usable(judged, arm.job, step=step, source=arm.feedback.name) if asked else ():
+        for p, r, f in select_usable(judged, arm.job, step=step, source=arm.feedback.name) if asked else ():
             offsets = token_offsets(tokenizer, r.response_ids)
             objective = arm.job.objective
             paid = token_rewards(offsets, f.spans, text=r.response_text, rule=objective.rewards).sum()

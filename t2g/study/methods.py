@@ -115,8 +115,8 @@ class Arms:
         return self._run(name, f"search/{name}-{lr}-{seed}", seed, lr)
 
     def made_of(self, name: str) -> dict[str, Any]:
-        """What of a run its own config does not hold to (see `Identity.of`): scores are means over evaluations after
-        the same numbers of samples, and a baseline's procedure stands in no policy job.
+        """What of a run its own config does not hold, see `Identity.from_config`: scores are means over evaluations
+        after the same numbers of samples, and a baseline's procedure stands in no policy job.
         """
         grid, method = {"num_steps": self.job.num_steps, "eval.every": self.job.eval.every}, self.methods[name]
         baseline = {"procedure": method.procedure, "reviser": self.job.compare.reviser}

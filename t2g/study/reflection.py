@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from t2g.concurrency import together
+from t2g.concurrency import gather_all
 from t2g.data.prompts import encode_revision
 from t2g.interfaces import RolloutSource, Sampling
 from t2g.tasks.base import Task
@@ -25,7 +25,7 @@ class Reflecting:
     async def sample(self, prompt: Prompt, sampling: Sampling) -> Sequence[Rollout]:
         """An answer stays as it is where its critique is empty, or the window has no room for all."""
         first = await self.rollouts.sample(prompt, sampling)
-        return await together(self._again(prompt, rollout, replace(sampling, num_samples=1)) for rollout in first)
+        return await gather_all(self._again(prompt, rollout, replace(sampling, num_samples=1)) for rollout in first)
 
     async def _again(self, prompt: Prompt, first: Rollout, sampling: Sampling) -> Rollout:
         def asked(what: str, ids: Any) -> Prompt:  # of each answer, with seeds of its own

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from t2g.config import StyleConfig
-from t2g.errors import NotHere, UserError
+from t2g.errors import MissingLocally, UserError
 from t2g.sandbox import SandboxConfig
 from t2g.text.tokenizer import Message
 from t2g.types import Prompt
@@ -192,7 +192,7 @@ def get_task(name: str) -> Task:
     try:
         return getattr(importlib.import_module(module), attribute)()
     except Exception as error:  # the user's module may raise anything while it is imported, its class when made
-        kind = NotHere if isinstance(error, ModuleNotFoundError) else UserError
+        kind = MissingLocally if isinstance(error, ModuleNotFoundError) else UserError
         raise kind(f"task={name!r} cannot be loaded: {type(error).__name__}: {error}") from error
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from t2g.config import StyleConfig
-from t2g.errors import NotHere
+from t2g.errors import MissingLocally
 from t2g.sandbox import Outcome, SandboxConfig, TestResult, available, run_solution
 from t2g.tasks.base import Critic
 from t2g.tasks.code import extract_code
@@ -47,11 +47,11 @@ def make_critic(sandbox: SandboxConfig, style: StyleConfig, run: RunTests = run_
         run: As `run_solution`. The critic raises what it raises.
 
     Raises:
-        NotHere: This machine cannot isolate what `sandbox.require` names.
+        MissingLocally: This machine cannot isolate what `sandbox.require` names.
         ValueError: By the critic: there are no tests, or they do not compile.
     """
     if lacking := available(sandbox.require):
-        raise NotHere(lacking)
+        raise MissingLocally(lacking)
 
     def critic(prompt_text: str, response_text: str, *, payload: Mapping[str, Any]) -> dict[str, Any]:
         tests = payload.get("test")

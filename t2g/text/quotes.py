@@ -28,11 +28,11 @@ def locate(text: str, quote: str, occurrence: int = 1) -> tuple[int, int] | None
         locate("with it", "it") == (5, 7), and its second place is (1, 3)
         locate("so  “good”", 'so "good"') == (0, 10)
     """
-    found = places(text, quote)
+    found = locate_all(text, quote)
     return found[occurrence - 1] if 1 <= occurrence <= len(found) else None
 
 
-def places(text: str, quote: str) -> list[tuple[int, int]]:
+def locate_all(text: str, quote: str) -> list[tuple[int, int]]:
     """All that `locate` finds, MAX_MATCHES at most, in its order."""
     if not quote:
         return []

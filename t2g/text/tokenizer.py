@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from t2g.errors import NotHere, UserError
+from t2g.errors import MissingLocally, UserError
 
 Message = dict[str, str]  # role: system, user or assistant; content
 CONFIG_FILE = "config.json"
@@ -30,21 +30,21 @@ def check_model(key: str, model: str, revision: str | None = None) -> None:
 
 
 def check_hub(key: str, name: str, revision: str | None, kind: Literal["model", "dataset"], cached: Check) -> None:
-    """NotHere, naming `key`, unless the name is `cached` or the hub knows it."""
+    """MissingLocally, naming `key`, unless the name is `cached` or the hub knows it."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
     nowhere = f"{key}={name}: there is no folder of that name"
     if name.startswith((".", "/", "~")) or name.count("/") > 1:  # a name on the hub is `name` or `owner/name`
-        raise NotHere(nowhere)
+        raise MissingLocally(nowhere)
     if cached():
         return
     try:
         HfApi().repo_info(name, repo_type=kind, revision=revision, timeout=HUB_TIMEOUT_S)
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-        raise NotHere(f"{nowhere}, and the hub knows no such {kind}, or shows it to others only") from error
+        raise MissingLocally(f"{nowhere}, and the hub knows no such {kind}, or shows it to others only") from error
     except Exception as error:  # whatever its HTTP library raises
-        raise NotHere(f"{nowhere}, nor in the hub's cache, and the hub cannot be asked: {error}") from error
+        raise MissingLocally(f"{nowhere}, nor in the hub's cache, and the hub cannot be asked: {error}") from error
 
 
 def load_tokenizer(model: str, revision: str | None = None) -> Any:

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from t2g.algo.head import CHUNK_TOKENS, TokenRequest, entropy_of, token_columns
+from t2g.algo.head import CHUNK_TOKENS, TokenRequest, compute_entropy, token_columns
 
 
 def request(
@@ -63,7 +63,7 @@ def test_entropy_and_its_gradient() -> None:
     """dH / dz_v = -p_v (log p_v + H): towards the even distribution, where it is 0."""
     odds = torch.tensor([[1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 3.0, 4.0]])
     logits = odds.log().requires_grad_()
-    entropy = entropy_of(logits.log_softmax(-1))
+    entropy = compute_entropy(logits.log_softmax(-1))
     p = odds / odds.sum(-1, keepdim=True)
     expected = torch.tensor([math.log(4), sum(-x / 10 * math.log(x / 10) for x in (1, 2, 3, 4))])
     torch.testing.assert_close(entropy, expected)

@@ -125,10 +125,10 @@ def test_what_is_given_stays() -> None:
 
 
 def test_another_machine_is_another_run(tmp_path: Path) -> None:
-    identity.keep(tmp_path, Identity.of(own(BOX)))
-    identity.check(tmp_path, Identity.of(own(BOX)))
+    identity.save_identity(tmp_path, Identity.from_config(own(BOX)))
+    identity.check_identity(tmp_path, Identity.from_config(own(BOX)))
     with pytest.raises(UserError, match=r'learner\.dtype \("bfloat16" -> "float32"\).* rollout\.enforce_eager'):
-        identity.check(tmp_path, Identity.of(own({})))
+        identity.check_identity(tmp_path, Identity.from_config(own({})))
     kept = loading.load(PolicyJob, loading.write(own(BOX), tmp_path), environ={}, cwd=ROOT)
     assert kept == own(BOX)
 

@@ -35,7 +35,7 @@ from jobs.common.run_folder import begin_folder
 from t2g.config import PolicyJob, loading
 from t2g.errors import Stopped
 from t2g.loop.scaling import PATIENCE, STARVING
-from t2g.loop.steps import prompt_indices
+from t2g.loop.steps import select_prompts
 
 ROOT = Path(__file__).parents[2]
 SEED = 5
@@ -186,7 +186,7 @@ def check_samples(job: PolicyJob, prompts: Any) -> None:
     assert not [r["reason"] for r in dropped if "feedback failed" in r["reason"]], "rewards were waited for"
     without = Counter(key_of(record) for record in dropped)
     for step in range(1, job.num_steps + 1):
-        chosen = prompt_indices(num_prompts=NUM_PROMPTS, per_step=PROMPTS_PER_STEP, step=step, seed=SEED)
+        chosen = select_prompts(num_prompts=NUM_PROMPTS, per_step=PROMPTS_PER_STEP, step=step, seed=SEED)
         for prompt_id in (prompts[i].prompt_id for i in chosen):
             unsampled = without.pop((step, prompt_id, None), 0)
             for index in range(SAMPLES):

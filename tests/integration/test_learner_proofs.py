@@ -35,7 +35,7 @@ from t2g.config import ObjectiveConfig, OptimConfig, RolloutConfig
 from t2g.data.batching import normalize_weights
 from t2g.feedback import token_offsets, token_rewards
 from t2g.interfaces import Sampling
-from t2g.loop.steps import advantage_samples
+from t2g.loop.steps import make_train_samples
 from t2g.types import Prompt, Rollout, ScoredRollout, Span, SpanFeedback, TrainBatch, TrainSample, TrainSequence
 
 # AdamW's first step is lr * g / (|g| + eps). Clipped this far below eps, g is left as it is: lr * g / eps. So the
@@ -254,7 +254,7 @@ def test_one_span_moves_what_came_before_it(learners: dict[str, Started], base: 
     )
     learner = learners["ranks"]
     learner.group.load(learner.folder)  # whose critic says 0
-    (sample,) = advantage_samples([scored], learner.group.forward([rollout]), objective, kl_coef=0.0, seed=1)
+    (sample,) = make_train_samples([scored], learner.group.forward([rollout]), objective, kl_coef=0.0, seed=1)
     expected = [-((gamma * lam) ** (labelled - t)) if t <= labelled else 0.0 for t in range(len(response_ids))]
     assert 2 < labelled < len(response_ids) - 2
     np.testing.assert_allclose(sample.advantages, expected, rtol=1e-5, atol=0)

@@ -33,7 +33,7 @@ from t2g.config.loading import load
 from t2g.errors import RunStopped, Stopped, UserError
 from t2g.feedback.sources.annotator import MAX_FAULTS, MAX_NOTES_CHARS, MAX_REPEATED_CHARS, make_follow_up, make_request
 from t2g.feedback.sources.chat_client import BYTES_PER_TOKEN, estimate_tokens
-from t2g.loop.annotation import heldout_prompts
+from t2g.loop.annotation import select_heldout_prompts
 from t2g.tasks.base import get_task
 from t2g.tasks.tiny import world
 from t2g.tasks.tiny.assets import build_tokenizer
@@ -168,7 +168,7 @@ def test_a_killed_annotation_pays_for_no_record_twice(sampled: AnnotateJob) -> N
     assert prompt_ids(folder / ANNOTATED_FILE) == ids
     assert [row["sample_index"] for row in read(folder / ANNOTATED_FILE)] == [0, 1] * NUM_PROMPTS
     assert sorted(prompt_ids(folder / JOURNAL_FILE)) == sorted(ids)
-    held = heldout_prompts((f"write {i}" for i in range(NUM_PROMPTS)), 0.3)
+    held = select_heldout_prompts((f"write {i}" for i in range(NUM_PROMPTS)), 0.3)
     for name, inside in ((TRAIN_FILE, False), (HELDOUT_FILE, True)):
         part = [i for i in ids if (f"write {i[1:]}" in held) is inside]
         assert part and prompt_ids(folder / name) == part

@@ -17,7 +17,7 @@ from jobs.common.run_folder import begin_folder
 from t2g.config import ModelConfig, PolicyJob, RolloutConfig
 from t2g.errors import RunStopped, Stopped, UserError
 from t2g.interfaces import RolloutSource, Sampling
-from t2g.loop.sampling import Judged
+from t2g.loop.sampling import JudgedStep
 from t2g.runs.log import METRICS_FILE, SAMPLES_FILE, RunLog, read_records
 from t2g.sandbox import SandboxConfig
 from t2g.study.baselines import Arm, ask_base, dpo, ilf, reflection, revise_steps
@@ -96,7 +96,7 @@ class World:
         self.served.append((Path(model.policy).name, rollout.max_model_len))
         return asyncio.run(ask(self.base if model == self.job.model else self.reviser))
 
-    def from_base(self, num_samples: int) -> tuple[list[tuple[Prompt, Rollout]], list[Judged]]:
+    def from_base(self, num_samples: int) -> tuple[list[tuple[Prompt, Rollout]], list[JudgedStep]]:
         return self.serve(self.job.model, self.job.rollout, partial(ask_base, self.arm, num_samples))
 
     def lines(self, name: str) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import pytest
 
 from jobs import deploy
 from t2g.config import PolicyJob, loading
-from t2g.runs.control import Status, Wanted, now, read_wanted, write_status
+from t2g.runs.control import Status, TargetSizes, now, read_target_sizes, write_status
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def command(*words: object) -> int:
 
 def test_scale_writes_down_what_the_run_reads(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command("scale", "--run", "own", "--root", root, "--rollouts", 3) == 0
-    assert read_wanted(root / "own") == Wanted(rollouts=3)
+    assert read_target_sizes(root / "own") == TargetSizes(rollouts=3)
     assert capsys.readouterr().out == "run own has the target 3 rollouts\n"
 
 
@@ -50,7 +50,7 @@ def test_what_cannot_be_scaled_is_the_users_to_mend(
 ) -> None:
     assert command("scale", "--root", root, *words) == 2
     assert sentence in capsys.readouterr().err
-    assert read_wanted(root / "own") is None
+    assert read_target_sizes(root / "own") is None
 
 
 def test_status_for_eyes_and_for_programs(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

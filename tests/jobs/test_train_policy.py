@@ -152,7 +152,7 @@ def test_fewer_steps_than_are_done_leave_nothing_to_do(
 
     for job in configs(40)[-len(arms) :]:
         resolved = resolve_stages(job, demo_of(job)) if len(arms) == 1 else job
-        identity.keep(job.run.folder, Identity.of(resolved))
+        identity.save_identity(job.run.folder, Identity.from_config(resolved))
         loading.write(resolved, job.run.folder)
 
     start(19)

@@ -17,16 +17,16 @@ from t2g.feedback.parse import Quote, make_feedback
 from t2g.feedback.records import AnnotatedRecord
 from t2g.interfaces import Sampling
 from t2g.loop.annotation import (
+    ConcurrencyLimit,
     Sample,
-    Turns,
     annotate,
-    given_samples,
-    heldout_prompts,
+    format_summary,
+    make_refused_record,
+    make_samples,
     plant_samples,
     record_keys,
-    refused,
+    select_heldout_prompts,
     summarize,
-    summary_words,
 )
 from t2g.tasks.prompts_only import PromptsTask
 from t2g.tasks.tiny.task import TinyTask
@@ -44,14 +44,14 @@ ROWS = [
 
 
 def samples_of(*rows: dict[str, Any]) -> list[Sample]:
-    return given_samples(rows, PromptsTask())
+    return make_samples(rows, PromptsTask())
 
 
 def judged(samples: list[Sample], **keywords: Any) -> dict[str, AnnotatedRecord]:
     """Records by key."""
     heard: dict[str, AnnotatedRecord] = {}
     hear = lambda sample, record: heard.update({sample.key: record})  # noqa: E731
-    asyncio.run(annotate(samples, FakeFeedback(), hear, Turns(9), **keywords))
+    asyncio.run(annotate(samples, FakeFeedback(), hear, ConcurrencyLimit(9), **keywords))
     return heard
 
 
@@ -64,7 +64,7 @@ def test_a_sample_for_each_record_and_a_problem_that_names_it() -> None:
     assert samples[3].problem == "data record 4 has no response; it has id, prompt"
     assert samples[4].problem.startswith("data record 5: has no field prompt or messages")
     assert samples[5].problem.startswith("data record 6: field response is ['here']")
-    failed = refused(samples[3], "llm")
+    failed = make_refused_record(samples[3], "llm")
     assert (failed.prompt_id, failed.response, failed.status, failed.source) == ("d", "", "failed", "llm")
     assert failed.reason == samples[3].problem
 
@@ -131,24 +131,24 @@ def test_a_task_that_plants_no_faults_is_refused() -> None:
 
 
 def test_after_the_close_nothing_begins_and_what_is_under_way_goes_on() -> None:
-    turns, heard = Turns(2), []
+    limit, heard = ConcurrencyLimit(2), []
 
     class Closing(FakeFeedback):
         async def judge(self, prompt: Prompt, response_text: str) -> Any:
-            assert turns.num_under_way <= 2
+            assert limit.num_under_way <= 2
             if prompt.prompt_id == "p3":
-                turns.close()
+                limit.close()
             await asyncio.sleep(0)
             return await super().judge(prompt, response_text)
 
     samples = samples_of(*({"id": f"p{i}", "prompt": "Why?", "response": "a"} for i in range(9)))
-    asyncio.run(annotate(samples, Closing(), lambda _, made: heard.append(made.prompt_id), turns))
-    assert heard == ["p0", "p1", "p2", "p3"] and turns.num_under_way == 0
+    asyncio.run(annotate(samples, Closing(), lambda _, made: heard.append(made.prompt_id), limit))
+    assert heard == ["p0", "p1", "p2", "p3"] and limit.num_under_way == 0
 
 
 @given(st.sets(st.text(max_size=3), max_size=12), st.floats(0.01, 0.99))
 def test_something_is_held_out_and_something_is_not(prompts: set[str], share: float) -> None:
-    held = heldout_prompts(prompts, share)
+    held = select_heldout_prompts(prompts, share)
     assert held <= prompts
     assert len(held) < max(len(prompts), 1)
     assert held or len(prompts) < 2
@@ -156,10 +156,10 @@ def test_something_is_held_out_and_something_is_not(prompts: set[str], share: fl
 
 def test_the_held_out_share_and_its_members() -> None:
     prompts = [str(i) for i in range(4000)]
-    held = heldout_prompts(prompts, 0.25)
+    held = select_heldout_prompts(prompts, 0.25)
     assert abs(len(held) / 4000 - 0.25) < 0.03  # four standard deviations
-    assert heldout_prompts(prompts[:400], 0.25) == held & set(prompts[:400])  # whatever else there is
-    assert heldout_prompts(["only", "only"], 0.5) == set()
+    assert select_heldout_prompts(prompts[:400], 0.25) == held & set(prompts[:400])  # whatever else there is
+    assert select_heldout_prompts(["only", "only"], 0.5) == set()
 
 
 def record(status: str, **fields: Any) -> AnnotatedRecord:
@@ -182,14 +182,14 @@ def test_a_summary_counts_and_groups() -> None:
         "spans_per_response": 1.0, "located_share": 0.5, "agreement": 0.75,
         "reasons": [(2, "record 3 has no response"), (1, "the answer is no JSON")],
     }  # fmt: skip
-    assert summary_words(summary).splitlines() == [
+    assert format_summary(summary).splitlines() == [
         "5 records: 1 ok, 1 empty, 1 unparsable, 2 failed; 1.0 spans each; 50% of the quotes located; agreement 0.75",
         "  2 x record 3 has no response",
         "  1 x the answer is no JSON",
     ]
     nothing = summarize([record("failed")])
     assert (nothing["spans_per_response"], nothing["located_share"], nothing["agreement"]) == (None, None, None)
-    assert summary_words(nothing) == "1 records: 1 failed\n  1 x status failed"
+    assert format_summary(nothing) == "1 records: 1 failed\n  1 x status failed"
 
 
 def test_text_that_no_file_can_hold_does_not_end_the_run() -> None:
@@ -198,7 +198,9 @@ def test_text_that_no_file_can_hold_does_not_end_the_run() -> None:
             return replace(await super().judge(prompt, response_text), reason='quote "\ud800" does not occur')
 
     heard = []
-    asyncio.run(annotate(samples_of(ROWS[0]), Rude(), lambda _, made: heard.append(made.model_dump_json()), Turns(1)))
+    asyncio.run(
+        annotate(samples_of(ROWS[0]), Rude(), lambda _, made: heard.append(made.model_dump_json()), ConcurrencyLimit(1))
+    )
     assert 'quote \\"?\\" does not occur' in heard[0]
 
 

@@ -18,7 +18,7 @@ from trainer_bench import NUM_STEPS, Bench, chosen, job
 
 from jobs.common.cli import StopFlag
 from jobs.common.policy_runs import with_restarts
-from t2g.concurrency import beside
+from t2g.concurrency import run_with_background
 from t2g.config import LearnerConfig, PolicyJob, with_overrides
 from t2g.errors import LearnerLost, RunStopped, SamplingFailed, Stopped, UserError
 from t2g.loop.trainer import TrainerState
@@ -187,7 +187,7 @@ def test_what_ends_beside_the_run_ends_it_and_keeps_the_finished_steps(
         raise RunStopped("no rollout worker is left")
 
     with pytest.raises(RunStopped, match="no rollout worker is left"):
-        asyncio.run(beside(bench.tidy(), floor()))
+        asyncio.run(run_with_background(bench.tidy(), floor()))
     assert bench.checkpoint_step() == bench.metrics()[-1]["step"] >= 3
 
 

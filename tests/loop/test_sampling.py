@@ -10,7 +10,7 @@ from fakes import LetterTask, letter_prompts
 
 from t2g.config import PolicyJob
 from t2g.feedback.parse import make_failed_feedback, make_feedback
-from t2g.loop.sampling import held_out_metrics
+from t2g.loop.sampling import compute_held_out_metrics
 from t2g.types import Rollout, SpanFeedback
 
 CONFIG = PolicyJob(
@@ -37,8 +37,8 @@ def score(*said: SpanFeedback) -> float:
         return next(answers)
 
     pairs = [(p, rollout(p.prompt_id, "ggpp")) for p in letter_prompts(len(said))]
-    log: Any = SimpleNamespace(samples=lambda *_: None)
-    metrics = held_out_metrics(CONFIG, task, pairs, SimpleNamespace(judge=judge), log, step=0)  # type: ignore[arg-type]
+    log: Any = SimpleNamespace(write_samples=lambda *_: None)
+    metrics = compute_held_out_metrics(CONFIG, task, pairs, SimpleNamespace(judge=judge), log, step=0)  # type: ignore[arg-type]
     return asyncio.run(metrics)["eval/score"]
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from t2g.config import WorkersConfig
 from t2g.loop import scaling
-from t2g.loop.scaling import PATIENCE, SPARE, StepLoad, wanted_workers
+from t2g.loop.scaling import PATIENCE, SPARE, StepLoad, compute_target_workers
 
 WORKERS = WorkersConfig(min=1, max=4)
 SHORT = {"seconds": 2.0, "learner_idle": 0.4, "rollout_idle": 0.0, "buffered": 0.0}
@@ -26,7 +26,7 @@ bounds = st.tuples(st.integers(1, 9), st.integers(0, 9)).map(lambda b: WorkersCo
 
 def decide(*steps: dict[str, float], current: int = 2, joining: bool = False, workers: WorkersConfig = WORKERS) -> int:
     records = [StepLoad(num_workers=current, **step) for step in steps]
-    return wanted_workers(records, current=current, joining=joining, workers=workers)
+    return compute_target_workers(records, current=current, joining=joining, workers=workers)
 
 
 def test_the_worked_example() -> None:
@@ -60,8 +60,8 @@ def test_what_is_done(steps: list[dict[str, float]], size: int) -> None:
 
 def test_steps_of_another_size_do_not_count() -> None:
     steps = [StepLoad(num_workers=n, **SHORT) for n in (1, 2, 2)]
-    assert wanted_workers(steps, current=2, joining=False, workers=WORKERS) == 2
-    assert wanted_workers([*steps, steps[-1]], current=2, joining=False, workers=WORKERS) == 3
+    assert compute_target_workers(steps, current=2, joining=False, workers=WORKERS) == 2
+    assert compute_target_workers([*steps, steps[-1]], current=2, joining=False, workers=WORKERS) == 3
 
 
 def test_nothing_changes_while_a_worker_joins() -> None:

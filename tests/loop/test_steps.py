@@ -13,11 +13,11 @@ from t2g.config import ObjectiveConfig
 from t2g.errors import RunStopped, UserError
 from t2g.feedback.parse import make_failed_feedback, make_feedback
 from t2g.loop.steps import (
-    advantage_samples,
     check_outcome_rewards,
     fault_recall,
-    prompt_indices,
+    make_train_samples,
     sampling_seed,
+    select_prompts,
     step_kl,
     step_metrics,
     sync_metrics,
@@ -50,14 +50,14 @@ def test_an_epoch_holds_each_prompt_at_most_once_and_leaves_out_less_than_a_step
 ) -> None:
     if per_step > num_prompts:
         with pytest.raises(UserError, match=rf"prompts_per_step={per_step}.*only {num_prompts} prompts"):
-            prompt_indices(num_prompts=num_prompts, per_step=per_step, step=1, seed=seed)
+            select_prompts(num_prompts=num_prompts, per_step=per_step, step=1, seed=seed)
         return
     steps = num_prompts // per_step
     for epoch in range(2):
         seen = [
             i
             for step in range(epoch * steps + 1, (epoch + 1) * steps + 1)
-            for i in prompt_indices(num_prompts=num_prompts, per_step=per_step, step=step, seed=seed)
+            for i in select_prompts(num_prompts=num_prompts, per_step=per_step, step=step, seed=seed)
         ]
         assert len(set(seen)) == len(seen) == steps * per_step > num_prompts - per_step
         assert set(seen) <= set(range(num_prompts))
@@ -125,7 +125,7 @@ def stats(length: int, *, old: float = -1.0, ref: float = -1.0, value: float = 0
 def test_one_labelled_token_gives_the_identity_of_the_method() -> None:
     objective = ObjectiveConfig(advantages="gae", lam=0.5, whiten="none")
     _, scored = scored_pair([0.0, 0.0, -1.0, 0.0])
-    samples = advantage_samples([scored], [stats(4)], objective, kl_coef=0.3, seed=1)
+    samples = make_train_samples([scored], [stats(4)], objective, kl_coef=0.3, seed=1)
     np.testing.assert_allclose(samples[0].advantages, [-0.25, -0.5, -1.0, 0.0])
 
 
@@ -133,7 +133,7 @@ def test_scalar_placement_pays_the_sum_at_the_end_and_the_kl_where_it_arises() -
     objective = ObjectiveConfig(advantages="gae", lam=1.0, whiten="none", rewards={"placement": "scalar"})
     _, scored = scored_pair([1.0, -1.0, 1.0])
     told = [stats(3, old=-1.0, ref=-1.5)]
-    samples = advantage_samples([scored], told, objective, kl_coef=0.2, seed=1)
+    samples = make_train_samples([scored], told, objective, kl_coef=0.2, seed=1)
     assert step_kl(told) == pytest.approx(1.5)
     assert step_kl([*told, stats(1)]) == pytest.approx(0.75)
     # rewards -.1, -.1, 1 - .1; lambda 1 and no values: the sum from here to the end
@@ -145,7 +145,7 @@ def test_step_placement_pays_each_step_at_its_end_and_the_outcome_reward_at_the_
         advantages="gae", lam=0.0, whiten="none", span_coef=0.5, outcome_rewards=2.0, rewards={"placement": "step"}
     )
     _, scored = scored_pair([1.0, 1.0, -1.0, 0.0], steps=[0, 0, 1, 1], outcome_reward=0.25)
-    samples = advantage_samples([scored], [stats(4)], objective, kl_coef=0.0, seed=1)
+    samples = make_train_samples([scored], [stats(4)], objective, kl_coef=0.0, seed=1)
     assert samples[0].advantages.tolist() == [0, 1, 0, -0.5 + 0.5]
 
 
@@ -153,7 +153,7 @@ def test_step_placement_pays_each_step_at_its_end_and_the_outcome_reward_at_the_
 def test_a_penalty_in_the_loss_is_not_paid_in_the_reward_as_well(estimator: str) -> None:
     objective = ObjectiveConfig(advantages="gae", lam=1.0, whiten="none", kl_estimator=estimator)
     _, scored = scored_pair([0.0, 1.0])
-    samples = advantage_samples([scored], [stats(2, ref=-1.5)], objective, kl_coef=0.2, seed=1)
+    samples = make_train_samples([scored], [stats(2, ref=-1.5)], objective, kl_coef=0.2, seed=1)
     assert samples[0].advantages.tolist() == [1, 1]
     assert samples[0].ref_logprobs.tolist() == [-1.5, -1.5]
     assert step_kl([stats(2, ref=-1.5)]) == 1.0  # the controller sees it
@@ -164,7 +164,7 @@ def test_a_truncated_response_pays_its_penalty_at_its_last_token_in_any_placemen
         objective = ObjectiveConfig(advantages="gae", lam=0.0, whiten="none", rewards={"placement": placement})
         _, scored = scored_pair([1.0, 0.0, 0.0])
         truncated = replace(scored, truncation_penalty=-0.5)
-        whole, short = advantage_samples([scored, truncated], [stats(3)] * 2, objective, kl_coef=0.0, seed=1)
+        whole, short = make_train_samples([scored, truncated], [stats(3)] * 2, objective, kl_coef=0.0, seed=1)
         assert short.advantages.tolist() == expected and truncated.rewards.tolist() == [1.0, 0.0, -0.5]
         assert whole.advantages.sum() == 1 and scored.token_rewards.tolist() == [1, 0, 0]
 
@@ -174,7 +174,7 @@ def test_groups_are_the_samples_of_one_prompt() -> None:
     pairs = [("p", [1.0, 0.0]), ("q", [1.0]), ("p", [0.0]), ("p", [1.0, -1.0, 2.0])]
     scored = [scored_pair(deltas, prompt_id=prompt_id)[1] for prompt_id, deltas in pairs]
     told = [stats(len(deltas), value=9.0) for _, deltas in pairs]
-    samples = advantage_samples(scored, told, objective, kl_coef=0.0, seed=1)
+    samples = make_train_samples(scored, told, objective, kl_coef=0.0, seed=1)
     # p: sums 1, 0, 2; each less the mean of the other two. q stands alone
     assert [s.advantages.tolist() for s in samples] == [[0, 0], [0], [-1.5], [1.5, 1.5, 1.5]]
 
@@ -182,7 +182,7 @@ def test_groups_are_the_samples_of_one_prompt() -> None:
 def test_padding_of_a_short_response_takes_no_part_in_whitening() -> None:
     objective = ObjectiveConfig(advantages="gae", lam=0.0, whiten="full")
     pairs = [scored_pair([1.0, 1.0, 0.0, 0.0])[1], scored_pair([1.0, 0.0])[1]]
-    samples = advantage_samples(pairs, [stats(4), stats(2)], objective, kl_coef=0.0, seed=1)
+    samples = make_train_samples(pairs, [stats(4), stats(2)], objective, kl_coef=0.0, seed=1)
     # six tokens 1 1 0 0 1 0: mean .5, deviation .5
     np.testing.assert_allclose(samples[0].advantages, [1, 1, -1, -1], rtol=1e-6)
     np.testing.assert_allclose(samples[1].advantages, [1, -1], rtol=1e-6)

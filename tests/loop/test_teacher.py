@@ -16,7 +16,7 @@ from actors.learner.parts import LearnerSpec
 from t2g.algo.losses import policy_loss
 from t2g.config import LearnerConfig, ModelConfig, ObjectiveConfig
 from t2g.errors import RunStopped
-from t2g.loop.steps import advantage_samples, teacher_contexts
+from t2g.loop.steps import make_train_samples, teacher_contexts
 from t2g.types import Prompt, Rollout, ScoredRollout, SpanFeedback
 
 
@@ -26,7 +26,7 @@ def samples(teacher: list[list[float] | None], **rule: Any) -> list[tuple[list[f
     scored = [scored_pair(deltas)[1] for deltas in ([1.0, 0.0, 1.0], [0.0, 0.0])]
     told = [stats(3), stats(2)]
     rows = [None if row is None else np.array(row, np.float32) for row in teacher]
-    made = advantage_samples(scored, told, objective, kl_coef=0.0, seed=1, teacher=rows)
+    made = make_train_samples(scored, told, objective, kl_coef=0.0, seed=1, teacher=rows)
     assert all(s.advantages.dtype == s.weights.dtype == np.float32 for s in made)
     return [(s.advantages.tolist(), s.weights.tolist()) for s in made]
 
@@ -80,7 +80,7 @@ def test_the_loss_is_that_of_trls_trainer_on_the_same_ids() -> None:
     scored = [scored_pair([0.0] * n)[1] for n in lengths]
     told = [replace(stats(n), old_logprobs=plain(chosen(student, i))) for i, n in enumerate(lengths)]
     said = [plain(chosen(teacher, i)) if has else None for i, has in enumerate(has_teacher)]
-    made = advantage_samples(scored, told, objective, kl_coef=0.0, seed=1, teacher=said)
+    made = make_train_samples(scored, told, objective, kl_coef=0.0, seed=1, teacher=said)
     now = torch.cat([chosen(student, i) for i in range(3)])
     ours, _ = policy_loss(
         logprobs=now,

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from t2g.errors import UserError
-from t2g.loop.annotation import given_samples
+from t2g.loop.annotation import make_samples
 from t2g.marking.mark_server import MAX_BYTES, MarkServer
 from t2g.marking.marks import Marks
 from t2g.tasks.base import get_task
@@ -22,7 +22,7 @@ ROWS = [{"prompt": "<b>What?</b>", "response": "a\u202eb 👍 cd"}]
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[MarkServer]:
-    marks = Marks(tmp_path, "ann", given_samples(ROWS, get_task("prompts")))
+    marks = Marks(tmp_path, "ann", make_samples(ROWS, get_task("prompts")))
     with closing(marks), MarkServer(marks) as server:
         serving = Thread(target=server.serve_forever, args=(0.01,))
         serving.start()

@@ -10,7 +10,7 @@ from t2g.config import DataConfig
 from t2g.errors import UserError
 from t2g.feedback.records import load_annotated
 from t2g.feedback.sources.human import HumanFeedback
-from t2g.loop.annotation import Sample, given_samples
+from t2g.loop.annotation import Sample, make_samples
 from t2g.marking.marks import JOURNAL_FILE, RECORDS_FILE, Mark, Marks, StaleMark
 from t2g.tasks.base import get_task
 from t2g.types import Span
@@ -24,7 +24,7 @@ ROWS = [
 
 
 def samples() -> list[Sample]:
-    return given_samples(ROWS, get_task("prompts"))
+    return make_samples(ROWS, get_task("prompts"))
 
 
 def mark(*spans: tuple[int, int, int], critique: str = "so", done: bool = True, version: int = 0) -> Mark:
@@ -135,12 +135,12 @@ def test_nothing_is_finished_without_a_critique(tmp_path: Path) -> None:
 
 def test_data_without_responses_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="data record 1 has no response"):
-        Marks(tmp_path, "ann", given_samples(ROWS[3:], get_task("prompts")))
+        Marks(tmp_path, "ann", make_samples(ROWS[3:], get_task("prompts")))
 
 
 def test_a_changed_response_is_marked_anew(tmp_path: Path) -> None:
     marks = Marks(tmp_path, "ann", samples())
     marks.put(1, mark((0, 2, 1)))
     rows = [ROWS[0], ROWS[1] | {"response": "eg"}]
-    assert Marks(tmp_path, "ann", given_samples(rows, get_task("prompts"))).finished == [False, False]
+    assert Marks(tmp_path, "ann", make_samples(rows, get_task("prompts"))).finished == [False, False]
     assert json.loads((tmp_path / "ann" / JOURNAL_FILE).read_text())["critique"] == "so"

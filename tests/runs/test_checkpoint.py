@@ -12,7 +12,7 @@ import pytest
 
 from t2g.errors import UserError
 from t2g.feedback.records import AnnotatedRecord
-from t2g.files import entry, write_atomic
+from t2g.files import describe_file, write_atomic
 from t2g.runs.checkpoint import MANIFEST, SCORE, STATE, CheckpointStore
 from t2g.runs.journal import read_journal
 
@@ -85,7 +85,7 @@ def test_a_crash_before_the_seal_leaves_the_checkpoint_before(tmp_path: Path) ->
 def test_a_hash_that_the_writer_knows_is_taken(tmp_path: Path) -> None:
     def fill(folder: Path) -> dict[str, Any]:
         weights("one")(folder)
-        return {"learner/rank0.pt": entry(folder / "learner" / "rank0.pt") | {"by": "rank 0"}}
+        return {"learner/rank0.pt": describe_file(folder / "learner" / "rank0.pt") | {"by": "rank 0"}}
 
     path = CheckpointStore(tmp_path, keep=1).write(1, fill, {"step": 1})
     files = json.loads((path / MANIFEST).read_text())["files"]
@@ -199,7 +199,7 @@ def test_a_disk_that_gives_a_checkpoint_back_no_more_is_one_to_skip(
     def broken(path: Path) -> dict[str, object]:
         if bad in path.parents:
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-        return entry(path)
+        return describe_file(path)
 
     monkeypatch.setattr("t2g.runs.checkpoint.entry", broken)
     assert store.latest() == (good, {"step": 5})
@@ -335,7 +335,7 @@ def break_score(best: Path) -> None:
 def break_score_kind(best: Path) -> None:
     (best / SCORE).write_text('{"step": 1, "score": "high"}')
     manifest = json.loads((best / MANIFEST).read_text())
-    manifest["files"][SCORE] = entry(best / SCORE)
+    manifest["files"][SCORE] = describe_file(best / SCORE)
     (best / MANIFEST).write_text(json.dumps(manifest))
 
 

@@ -16,13 +16,13 @@ from t2g.runs.control import (
     Control,
     FleetStatus,
     Status,
-    Wanted,
+    TargetSizes,
     WorkerStatus,
+    get_scalable_fleets,
     read_status,
-    read_wanted,
-    scalable,
+    read_target_sizes,
     write_status,
-    write_wanted,
+    write_target_sizes,
 )
 
 
@@ -46,10 +46,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_what_is_written_is_read_and_other_fleets_keep_their_wish(folder: Path) -> None:
-    assert read_wanted(folder) is None
-    assert write_wanted(folder, Wanted(rollouts=3)) == Wanted(rollouts=3)
-    assert write_wanted(folder, Wanted(rewards=2)) == Wanted(rollouts=3, rewards=2)
-    assert write_wanted(folder, Wanted(rollouts=1)) == read_wanted(folder) == Wanted(rollouts=1, rewards=2)
+    assert read_target_sizes(folder) is None
+    assert write_target_sizes(folder, TargetSizes(rollouts=3)) == TargetSizes(rollouts=3)
+    assert write_target_sizes(folder, TargetSizes(rewards=2)) == TargetSizes(rollouts=3, rewards=2)
+    assert (
+        write_target_sizes(folder, TargetSizes(rollouts=1))
+        == read_target_sizes(folder)
+        == TargetSizes(rollouts=1, rewards=2)
+    )
     assert json.loads((folder / CONTROL_FILE).read_text()) == {"rollouts": 1, "rewards": 2}
 
 
@@ -66,7 +70,7 @@ def test_a_number_out_of_bounds_is_refused_and_nothing_is_written(
     folder: Path, asked: dict[str, int], sentence: str
 ) -> None:
     with pytest.raises(UserError) as refused:
-        write_wanted(folder, Wanted(**asked))
+        write_target_sizes(folder, TargetSizes(**asked))
     assert str(refused.value) == sentence
     assert not (folder / CONTROL_FILE).exists()
 
@@ -74,22 +78,22 @@ def test_a_number_out_of_bounds_is_refused_and_nothing_is_written(
 def test_fleets_without_manual_scaling_are_refused(folder: Path) -> None:
     loading.write(job(folder, autoscale=True), folder)
     with pytest.raises(UserError, match="chooses their number itself"):
-        write_wanted(folder, Wanted(rollouts=2))
+        write_target_sizes(folder, TargetSizes(rollouts=2))
     loading.write(job(folder, source="program"), folder)
     with pytest.raises(UserError, match=r"feedback\.source=program has no engines"):
-        write_wanted(folder, Wanted(rewards=2))
+        write_target_sizes(folder, TargetSizes(rewards=2))
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no run"):
-        write_wanted(tmp_path / "nobody", Wanted(rollouts=2))
+        write_target_sizes(tmp_path / "nobody", TargetSizes(rollouts=2))
     assert not (tmp_path / "nobody").exists()
 
 
 def test_bounds_are_those_of_the_fleets_that_are_scaled_by_hand(tmp_path: Path) -> None:
-    assert set(scalable(job(tmp_path / "a"))) == {"rollouts", "rewards"}
-    assert set(scalable(job(tmp_path / "a", autoscale=True))) == {"rewards"}
-    assert set(scalable(job(tmp_path / "a", source="program"))) == {"rollouts"}
+    assert set(get_scalable_fleets(job(tmp_path / "a"))) == {"rollouts", "rewards"}
+    assert set(get_scalable_fleets(job(tmp_path / "a", autoscale=True))) == {"rewards"}
+    assert set(get_scalable_fleets(job(tmp_path / "a", source="program"))) == {"rollouts"}
 
 
 @pytest.mark.parametrize(
@@ -99,38 +103,38 @@ def test_bounds_are_those_of_the_fleets_that_are_scaled_by_hand(tmp_path: Path) 
 def test_a_file_that_is_none_of_ours_is_one_warning(
     folder: Path, caplog: pytest.LogCaptureFixture, content: bytes
 ) -> None:
-    control = Control(folder, scalable(job(folder)))
+    control = Control(folder, get_scalable_fleets(job(folder)))
     (folder / CONTROL_FILE).write_bytes(content)
     with caplog.at_level(logging.WARNING):
-        assert [control.news() for _ in range(3)] == [{}, {}, {}]
+        assert [control.read_changes() for _ in range(3)] == [{}, {}, {}]
     assert len(caplog.records) == 1 and CONTROL_FILE in caplog.text
     for _ in range(2):
-        write_wanted(folder, Wanted(rollouts=2))
-        assert control.news() == {"rollouts": 2}, "also when it is asked for again"
+        write_target_sizes(folder, TargetSizes(rollouts=2))
+        assert control.read_changes() == {"rollouts": 2}, "also when it is asked for again"
 
 
 @pytest.mark.parametrize("what", ["pipe", "folder", "link", "loop", "endless"])
 def test_a_path_without_a_file_is_one_warning_and_causes_no_wait(
     folder: Path, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
-    control, path = Control(folder, scalable(job(folder))), folder / CONTROL_FILE
+    control, path = Control(folder, get_scalable_fleets(job(folder))), folder / CONTROL_FILE
     (folder / "elsewhere").write_text('{"rollouts": 3}')
     targets = {"link": "elsewhere", "loop": CONTROL_FILE, "endless": "/dev/zero"}
     if what in targets:
         path.symlink_to(targets[what])
     else:
         os.mkfifo(path) if what == "pipe" else path.mkdir()
-    assert [control.news() for _ in range(3)] == [{}, {}, {}]
+    assert [control.read_changes() for _ in range(3)] == [{}, {}, {}]
     assert len(caplog.records) == 1 and CONTROL_FILE in caplog.text
 
 
 def test_numbers_out_of_bounds_are_brought_within_them_with_one_warning(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    control = Control(folder, scalable(job(folder)))
+    control = Control(folder, get_scalable_fleets(job(folder)))
     (folder / CONTROL_FILE).write_text('{"rollouts": 99, "rewards": -1}')
     with caplog.at_level(logging.WARNING):
-        assert [control.news() for _ in range(3)] == [{"rollouts": 4, "rewards": 2}, {}, {}]
+        assert [control.read_changes() for _ in range(3)] == [{"rollouts": 4, "rewards": 2}, {}, {}]
     assert [r.getMessage().partition("asks for ")[2] for r in caplog.records] == [
         "{'rollouts': 99, 'rewards': -1}, and in this run are scaled by hand rollout.workers from 1 to 4 and "
         "feedback.engine.workers from 2 to 3: {'rollouts': 4, 'rewards': 2} it is",
@@ -140,35 +144,35 @@ def test_numbers_out_of_bounds_are_brought_within_them_with_one_warning(
 def test_a_wish_for_a_fleet_that_is_not_scaled_is_passed_over(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     control = Control(folder, {"rewards": WorkersConfig(max=3)})
     (folder / CONTROL_FILE).write_text('{"rollouts": 2, "rewards": 3}')
-    assert control.news() == {"rewards": 3}
+    assert control.read_changes() == {"rewards": 3}
     assert "rollouts" in caplog.text
 
 
 def test_a_file_that_goes_away_and_comes_back_is_no_news(folder: Path) -> None:
-    control = Control(folder, scalable(job(folder)))
-    assert control.news() == {}
-    write_wanted(folder, Wanted(rollouts=2))
-    assert control.news() == {"rollouts": 2}
+    control = Control(folder, get_scalable_fleets(job(folder)))
+    assert control.read_changes() == {}
+    write_target_sizes(folder, TargetSizes(rollouts=2))
+    assert control.read_changes() == {"rollouts": 2}
     (folder / CONTROL_FILE).rename(folder / "away")
-    assert control.news() == {}
+    assert control.read_changes() == {}
     (folder / "away").rename(folder / CONTROL_FILE)
-    assert control.news() == {}
+    assert control.read_changes() == {}
 
 
 def test_a_wish_that_could_not_be_read_is_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    control = Control(folder, scalable(job(folder)))
-    write_wanted(folder, Wanted(rollouts=2))
+    control = Control(folder, get_scalable_fleets(job(folder)))
+    write_target_sizes(folder, TargetSizes(rollouts=2))
     with monkeypatch.context() as broken:
         broken.setattr("t2g.runs.control._bytes", lambda path: b"")
-        assert control.news() == {}
-    assert control.news() == {"rollouts": 2}
+        assert control.read_changes() == {}
+    assert control.read_changes() == {"rollouts": 2}
 
 
 @given(st.binary(max_size=200))
 def test_no_content_can_hurt_the_reader(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     folder = tmp_path_factory.mktemp("any")
     (folder / CONTROL_FILE).write_bytes(content)
-    wanted = Control(folder, {"rollouts": WorkersConfig(max=4)}).news()
+    wanted = Control(folder, {"rollouts": WorkersConfig(max=4)}).read_changes()
     assert wanted in ({}, *({"rollouts": number} for number in (1, 2, 3, 4)))
 
 

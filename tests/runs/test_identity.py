@@ -11,7 +11,15 @@ import pytest
 
 from t2g.config import AnnotateJob, PolicyJob, with_overrides
 from t2g.errors import UserError
-from t2g.runs.identity import IDENTITY_FILE, ContentChange, Identity, check, finished, keep, load
+from t2g.runs.identity import (
+    IDENTITY_FILE,
+    ContentChange,
+    Identity,
+    check_identity,
+    load_identity,
+    load_result,
+    save_identity,
+)
 
 CRITIC = "def critic(prompt, response):\n    return 'fine', [], []\n"
 
@@ -46,9 +54,9 @@ class Made:
 
     def begin(self, *accept: str, **changed: Any) -> Identity:
         """As a job's start does."""
-        identity, folder = Identity.of(self.job(*accept, **changed)), self.root / "runs" / "own"
-        identity = check(folder, identity) if (folder / IDENTITY_FILE).exists() else identity
-        keep(folder, identity)
+        identity, folder = Identity.from_config(self.job(*accept, **changed)), self.root / "runs" / "own"
+        identity = check_identity(folder, identity) if (folder / IDENTITY_FILE).exists() else identity
+        save_identity(folder, identity)
         return identity
 
     def refusal(self, *accept: str, **changed: Any) -> str:
@@ -86,7 +94,7 @@ def test_a_change_behind_a_name_is_refused_until_its_hash_is_accepted(made: Made
     content = (made.root / file).read_text()
 
     made.write(file, content + " ")
-    second = Identity.of(made.job()).contents[key]
+    second = Identity.from_config(made.job()).contents[key]
     assert f"made with other inputs: the content of {key} (hash {before} -> {second})" in made.refusal()
     assert f"run.accept=[{part}:{second}] goes on" in made.refusal()
     assert second in made.refusal(f"{part}:{before}"), "the hash of the old content accepts nothing"
@@ -97,7 +105,7 @@ def test_a_change_behind_a_name_is_refused_until_its_hash_is_accepted(made: Made
     assert made.begin().accepted == (change,), "the next plain start goes on"
 
     made.write(file, content + "  ")
-    third = Identity.of(made.job()).contents[key]
+    third = Identity.from_config(made.job()).contents[key]
     refusal = made.refusal(f"{part}:{second}")  # a line that is left in a YAML file
     assert f"run.accept=[{part}:{third}]" in refusal
 
@@ -107,7 +115,7 @@ def test_a_change_that_comes_again_is_accepted_again_and_not_by_the_line_of_the_
     hashes = []
     for content in ("b", "c"):
         made.write("train.jsonl", content)
-        hashes.append(Identity.of(made.job()).contents["data.path"])
+        hashes.append(Identity.from_config(made.job()).contents["data.path"])
         made.begin(f"data:{hashes[-1]}")
     made.write("train.jsonl", "b")
     lines = [f"data:{found}" for found in hashes]
@@ -119,7 +127,7 @@ def test_what_is_accepted_is_that_change_alone(made: Made) -> None:
     made.begin()
     made.write("train.jsonl", "other")
     made.write("heldout.jsonl", "other")
-    found = Identity.of(made.job()).contents
+    found = Identity.from_config(made.job()).contents
     tokens = f"data:{found['data.path']}", f"eval_data:{found['eval_data.path']}"
     assert tokens[0].removeprefix("data:") == tokens[1].removeprefix("eval_data:"), "the same content"
     assert f"run.accept=[{tokens[1]}]" in made.refusal(tokens[0])
@@ -137,25 +145,25 @@ def test_a_moved_folder_with_the_same_contents_goes_on(made: Made, monkeypatch: 
     assert made.begin() == before
     shutil.copy(there / "train.jsonl", there / "renamed.jsonl")
     named = with_overrides(made.job(), {"data.path": str(there / "renamed.jsonl")})
-    assert check(there / "runs" / "own", Identity.of(named)) == before
+    assert check_identity(there / "runs" / "own", Identity.from_config(named)) == before
 
 
 def test_a_name_on_a_hub_stays_a_name_and_so_does_a_model_of_a_server() -> None:
-    hub = Identity.of(job(model={"policy": "owner/name", "revision": "c1"}, data={"path": "owner/set"}))
+    hub = Identity.from_config(job(model={"policy": "owner/name", "revision": "c1"}, data={"path": "owner/set"}))
     assert hub.config["model.policy"] == "owner/name" and hub.config["model.revision"] == "c1"
     assert hub.config["data.path"] == "owner/set" and hub.contents == {}
     llm = {"url": "http://127.0.0.1:1/v1", "model": str(Path.cwd())}
-    served = Identity.of(job(feedback={"source": "llm", "llm": llm}))
+    served = Identity.from_config(job(feedback={"source": "llm", "llm": llm}))
     assert served.config["feedback.llm.model"] == str(Path.cwd()) and served.contents == {}
 
 
 def test_an_annotation_compares_its_data_record_by_record(made: Made) -> None:
     config = {"data": {"path": str(made.root / "train.jsonl")}, "annotate": {"source": f"{made.module}:critic"}}
-    before = Identity.of(AnnotateJob.model_validate(config))
+    before = Identity.from_config(AnnotateJob.model_validate(config))
     made.write("train.jsonl", "other")
-    assert Identity.of(AnnotateJob.model_validate(config)) == before
+    assert Identity.from_config(AnnotateJob.model_validate(config)) == before
     made.write(f"{made.module}.py", CRITIC + "\n")
-    after = Identity.of(AnnotateJob.model_validate(config))
+    after = Identity.from_config(AnnotateJob.model_validate(config))
     assert before.contents.keys() == after.contents.keys() == {"annotate.source"}
     assert before.contents != after.contents
 
@@ -171,9 +179,9 @@ def test_what_is_not_there_yet_is_compared_once_it_is(made: Made) -> None:
 
 def test_the_same_run_is_one_whose_fixed_parts_are_the_same(tmp_path: Path) -> None:
     constant = {"policy": {"schedule": "constant"}}
-    keep(tmp_path / "run", Identity.of(job(learner=constant)))
+    save_identity(tmp_path / "run", Identity.from_config(job(learner=constant)))
     free = {"num_steps": 500, "rollout": {"workers": 3}, "cluster": {"address": "auto"}, "learner": constant}
-    check(tmp_path / "run", Identity.of(job(**free)))
+    check_identity(tmp_path / "run", Identity.from_config(job(**free)))
 
 
 @pytest.mark.parametrize(
@@ -187,12 +195,12 @@ def test_the_same_run_is_one_whose_fixed_parts_are_the_same(tmp_path: Path) -> N
 def test_another_is_refused_in_a_sentence_that_names_the_part_and_what_to_do(
     tmp_path: Path, now: PolicyJob, words: str
 ) -> None:
-    keep(tmp_path, Identity.of(job()))
+    save_identity(tmp_path, Identity.from_config(job()))
     with pytest.raises(UserError) as error:
-        check(tmp_path, Identity.of(now))
+        check_identity(tmp_path, Identity.from_config(now))
     assert str(error.value) == f"{tmp_path} was made with other inputs: {words}; restore that, or take another run.name"
     with pytest.raises(UserError, match=r'inputs: method \(null -> "dpo"\)'):
-        check(tmp_path, Identity.of(job(), method="dpo"))
+        check_identity(tmp_path, Identity.from_config(job(), method="dpo"))
 
 
 GAE = {"advantages": "gae"}
@@ -214,17 +222,17 @@ def test_another_number_of_steps_keeps_the_schedule_or_is_refused(
     tmp_path: Path, learner: dict[str, Any], objective: dict[str, Any], spans: int | None
 ) -> None:
     given = {"learner": learner, "objective": objective}
-    keep(tmp_path, first := Identity.of(job(**given)))
+    save_identity(tmp_path, first := Identity.from_config(job(**given)))
     assert first.config["learner.schedule_steps"] == spans
-    longer = Identity.of(job(**given, num_steps=9))
+    longer = Identity.from_config(job(**given, num_steps=9))
     if spans == 3:
         with pytest.raises(UserError) as error:
-            check(tmp_path, longer)
+            check_identity(tmp_path, longer)
         assert "learner.schedule_steps (3 -> 9)" in str(error.value)
         assert "learner.schedule_steps=3 keeps the learning-rate schedule whatever num_steps is" in str(error.value)
         given["learner"] = learner | {"schedule_steps": 3}
-        longer = Identity.of(job(**given, num_steps=9))
-    check(tmp_path, longer)
+        longer = Identity.from_config(job(**given, num_steps=9))
+    check_identity(tmp_path, longer)
 
 
 @pytest.mark.parametrize("content", [None, "", "[]", '{"fingerprint": "9a"}', '{"format": 2, "config": {}}'])
@@ -233,20 +241,20 @@ def test_a_folder_of_another_layout_is_refused(tmp_path: Path, content: str | No
     if content is not None:
         (tmp_path / IDENTITY_FILE).write_text(content)
     with pytest.raises(UserError, match=r"by another version of this program.*take another run\.name"):
-        finished(tmp_path, Identity.of(job()), "summary.json")
+        load_result(tmp_path, Identity.from_config(job()), "summary.json")
 
 
 def test_a_result_is_returned_for_the_same_identity(made: Made) -> None:
     identity, folder = made.begin(), made.root / "runs" / "own"
-    assert finished(folder, identity, "summary.json") is None
+    assert load_result(folder, identity, "summary.json") is None
     (folder / "summary.json").write_text(json.dumps({"steps": 3}))
-    assert finished(folder, Identity.of(made.job()), "summary.json") == {"steps": 3}
+    assert load_result(folder, Identity.from_config(made.job()), "summary.json") == {"steps": 3}
     made.write("train.jsonl", "other")
     with pytest.raises(UserError, match=r"the content of data\.path"):
-        finished(folder, Identity.of(made.job()), "summary.json")
-    after = Identity.of(made.job()).contents["data.path"]
-    assert finished(folder, Identity.of(made.job(f"data:{after}")), "summary.json") == {"steps": 3}
-    assert load(folder).contents["data.path"] == after
+        load_result(folder, Identity.from_config(made.job()), "summary.json")
+    after = Identity.from_config(made.job()).contents["data.path"]
+    assert load_result(folder, Identity.from_config(made.job(f"data:{after}")), "summary.json") == {"steps": 3}
+    assert load_identity(folder).contents["data.path"] == after
 
 
 def test_missing_content_is_refused_by_name_and_cannot_be_accepted(made: Made) -> None:

@@ -14,7 +14,7 @@ from t2g.config import LogConfig
 from t2g.errors import UserError
 from t2g.runs import metrics
 from t2g.runs.log import ALARMS_FILE, DROPPED_FILE, METRICS_FILE, SAMPLES_FILE, RunLog, read_records
-from t2g.runs.metrics import held_out, step_line
+from t2g.runs.metrics import format_step, select_held_out
 from t2g.types import Prompt, Rollout, ScoredRollout, Span, SpanFeedback
 
 PLAIN = LogConfig(tensorboard=False, num_samples=2)
@@ -66,10 +66,10 @@ def test_every_step_stands_once_after_a_resume(tmp_path: Path) -> None:
     log = RunLog(tmp_path, PLAIN)
     assert log.truncate(0) == []
     for step in range(6):
-        log.step(step, {"policy/kl": step / 4})
-        log.samples(step, "eval", [judged(0)])
-        log.dropped(step, [{"prompt_id": "p", "sample_index": None, "reason": "why"}] * 2)
-        log.alarms(step, ["high"] if step % 2 else [])
+        log.write_step(step, {"policy/kl": step / 4})
+        log.write_samples(step, "eval", [judged(0)])
+        log.write_dropped(step, [{"prompt_id": "p", "sample_index": None, "reason": "why"}] * 2)
+        log.write_alarms(step, ["high"] if step % 2 else [])
     resumed = RunLog(tmp_path, PLAIN)
     history = resumed.truncate(4)  # the last checkpoint was that of step 3
     assert history == [{"step": s, "policy/kl": s / 4} for s in range(4)]
@@ -111,7 +111,7 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path: Path, bad: str) -> None:
 def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
     log = RunLog(tmp_path, PLAIN)
     log.truncate(0)
-    log.step(1, {"a": float("nan"), "b": float("-inf"), "c": np.float32(0.5)})
+    log.write_step(1, {"a": float("nan"), "b": float("-inf"), "c": np.float32(0.5)})
     assert lines(tmp_path / METRICS_FILE) == [{"step": 1, "a": None, "b": None, "c": 0.5}]
 
 
@@ -122,9 +122,9 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path, name: str) -> None:
     (tmp_path / name).unlink()
     (tmp_path / name).symlink_to("/dev/full")  # the kernel's own "No space left on device"
     write = {
-        METRICS_FILE: lambda: log.step(1, {"a": 0.5}),
-        SAMPLES_FILE: lambda: log.samples(1, "eval", [judged(0)]),
-        DROPPED_FILE: lambda: log.dropped(1, [{"prompt_id": "p"}]),
+        METRICS_FILE: lambda: log.write_step(1, {"a": 0.5}),
+        SAMPLES_FILE: lambda: log.write_samples(1, "eval", [judged(0)]),
+        DROPPED_FILE: lambda: log.write_dropped(1, [{"prompt_id": "p"}]),
     }
     with pytest.raises(UserError, match=rf"^{name} cannot be written to "):
         write[name]()
@@ -133,9 +133,9 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path, name: str) -> None:
 def test_a_step_cannot_be_logged_twice(tmp_path: Path) -> None:
     log = RunLog(tmp_path, PLAIN)
     log.truncate(3)
-    log.step(3, {})
+    log.write_step(3, {})
     with pytest.raises(AssertionError, match="step 3 was logged before"):
-        log.step(3, {})
+        log.write_step(3, {})
 
 
 def test_samples_hold_critique_spans_and_tokens(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_samples_hold_critique_spans_and_tokens(tmp_path: Path) -> None:
         if f.status == "ok"
     ]
     advantages = [np.array([0.5, i, 1 / 3, 0], np.float32) for i in range(len(scored))]
-    log.samples(7, "train", triples, scored, tokenizer(), {"token_advantages": advantages})
+    log.write_samples(7, "train", triples, scored, tokenizer(), {"token_advantages": advantages})
     first, second = lines(tmp_path / SAMPLES_FILE)  # two of four, evenly: p0 and p2
     assert first == {
         "step": 7,
@@ -185,8 +185,8 @@ def test_held_out_samples_go_with_the_feedback_there_is(tmp_path: Path) -> None:
     log = RunLog(tmp_path, LogConfig(tensorboard=False, num_samples=3))
     log.truncate(0)
     triples = [judged(i) for i in range(5)]
-    log.samples(0, "eval", [triples[0], *((p, r, None) for p, r, _ in triples[1:3])])
-    log.samples(1, "eval", triples[:1])
+    log.write_samples(0, "eval", [triples[0], *((p, r, None) for p, r, _ in triples[1:3])])
+    log.write_samples(1, "eval", triples[:1])
     found = [(r["step"], r["prompt_id"], r["feedback"] is not None) for r in lines(tmp_path / SAMPLES_FILE)]
     assert found == [(0, "p0", True), (0, "p1", False), (0, "p2", False), (1, "p0", True)]
     assert {r["split"] for r in lines(tmp_path / SAMPLES_FILE)} == {"eval"}
@@ -195,7 +195,7 @@ def test_held_out_samples_go_with_the_feedback_there_is(tmp_path: Path) -> None:
 def test_no_samples_are_kept_when_none_are_wanted(tmp_path: Path) -> None:
     log = RunLog(tmp_path, LogConfig(tensorboard=False, num_samples=0))
     log.truncate(0)
-    log.samples(1, "train", [judged(0)])
+    log.write_samples(1, "train", [judged(0)])
     assert (tmp_path / SAMPLES_FILE).read_text() == ""
 
 
@@ -204,7 +204,7 @@ def test_text_without_utf8_can_be_logged(tmp_path: Path) -> None:
     log.truncate(0)
     prompt, rollout, _ = judged(0)
     odd = Prompt(prompt_id="p", prompt_ids=prompt.prompt_ids, prompt_text="\ud800\u2028\n\0", task="tiny")
-    log.samples(1, "eval", [(odd, rollout, None)])
+    log.write_samples(1, "eval", [(odd, rollout, None)])
     assert [r["prompt"] for _, r in read_records(tmp_path / SAMPLES_FILE)] == ["\ud800\u2028\n\0"]
 
 
@@ -212,8 +212,8 @@ def test_sinks_get_every_step_and_are_closed(tmp_path: Path) -> None:
     sink = FakeSink()
     log = RunLog(tmp_path, PLAIN, [sink])
     log.truncate(0)
-    log.step(1, {"a": 0.5})
-    log.step(2, {"a": 0.25})
+    log.write_step(1, {"a": 0.5})
+    log.write_step(2, {"a": 0.25})
     log.close()
     assert sink.steps == [(1, {"a": 0.5}), (2, {"a": 0.25})]
     assert sink.closed
@@ -227,7 +227,7 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None
         log = RunLog(tmp_path, config)
         log.truncate(first_step)
         for step in range(first_step, 4):
-            log.step(step, {"policy/kl": value})
+            log.write_step(step, {"policy/kl": value})
         log.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
@@ -274,10 +274,10 @@ def test_step_line_is_one_line_of_what_there_is() -> None:
         "eval/fact_f1": 0.7125,
         "eval/score": None,
     }
-    assert step_line(12, step) == (
+    assert format_step(12, step) == (
         "step 12 | reward -0.013 | good 12.5% | poor 6.2% | neutral 81.2% | KL 1.500 | entropy 0.750 | "
         "PPO-clipped 2.0% | length 45.2 | truncated 12.5% | gap 3.0e-06 | 812 tokens/s | generate 3.1s | "
         "feedback 5.0s | learn 4.0s | sync 0.1s | eval fact_f1 0.713"
     )
-    assert step_line(0, {"policy/kl": None}) == "step 0"
-    assert held_out(step) == {"fact_f1": 0.7125}
+    assert format_step(0, {"policy/kl": None}) == "step 0"
+    assert select_held_out(step) == {"fact_f1": 0.7125}

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from t2g.runs import progress
-from t2g.runs.progress import duration, log_duration, record_lines, stage
+from t2g.runs.progress import format_duration, log_duration, record_lines, show_progress
 
 
 class Shown:
@@ -29,7 +29,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Shown:
 
 def test_without_a_terminal_at_most_a_line_in_ten_seconds(shown: Shown) -> None:
     out = shown.on(terminal=False)
-    with stage("annotate", 40) as annotate:
+    with show_progress("annotate", 40) as annotate:
         for _ in range(40):
             shown.now += 0.7
             annotate.advance()
@@ -43,7 +43,7 @@ def test_without_a_terminal_at_most_a_line_in_ten_seconds(shown: Shown) -> None:
 
 def test_the_remaining_time_follows_the_speed_of_this_session(shown: Shown) -> None:
     out = shown.on(terminal=False)
-    with stage("train", 40, 30) as train:
+    with show_progress("train", 40, 30) as train:
         shown.now += 11
         train.advance(False)
         train.advance(True)
@@ -60,25 +60,25 @@ def test_the_remaining_time_follows_the_speed_of_this_session(shown: Shown) -> N
 
 def test_a_bar_begins_where_the_last_session_ended(shown: Shown) -> None:
     out = shown.on(terminal=True)
-    with stage("train", 40, done=30) as train:
+    with show_progress("train", 40, done=30) as train:
         train.advance()
     assert "31/40" in out.file.getvalue()
 
 
 def test_lines_of_ones_own_are_printed_as_they_are(shown: Shown) -> None:
     out = shown.on(terminal=False)
-    with stage("train", 1) as train:
-        train.say("step 3 | [bold]reward[/] " + "x" * 200)
+    with show_progress("train", 1) as train:
+        train.print_line("step 3 | [bold]reward[/] " + "x" * 200)
     assert out.file.getvalue().splitlines()[0] == "step 3 | [bold]reward[/] " + "x" * 200
 
 
 def test_a_terminal_has_a_bar_and_nested_stages(shown: Shown) -> None:
     out = shown.on(terminal=True)
-    with stage("train", 3) as train:
+    with show_progress("train", 3) as train:
         train.advance(2)
-        with stage("evaluate", 5) as evaluate:
+        with show_progress("evaluate", 5) as evaluate:
             evaluate.advance(5)
-        train.say("step 2")
+        train.print_line("step 2")
     text = out.file.getvalue()
     assert "2/3" in text
     assert "step 2" in text
@@ -87,7 +87,7 @@ def test_a_terminal_has_a_bar_and_nested_stages(shown: Shown) -> None:
 
 def test_a_stage_that_fails_is_not_done(shown: Shown) -> None:
     out = shown.on(terminal=False)
-    with pytest.raises(RuntimeError, match="lost"), stage("train", 3):
+    with pytest.raises(RuntimeError, match="lost"), show_progress("train", 3):
         raise RuntimeError("lost")
     assert out.file.getvalue() == ""
 
@@ -114,7 +114,7 @@ def test_work_that_is_silent_says_how_far_it_is_also_into_the_file(
     shown: Shown, impatient: None, tmp_path: Path, terminal: bool
 ) -> None:
     out, file = shown.on(terminal=terminal), tmp_path / "run" / "progress.log"
-    with record_lines(file.parent), stage("train", 11) as train:
+    with record_lines(file.parent), show_progress("train", 11) as train:
         train.advance(3)
         wait_for("train: 3 of 11, ", file)
     assert lines_of(file)[-1] == "train: done in 0 s"
@@ -125,7 +125,7 @@ def test_the_innermost_work_speaks(
     shown: Shown, impatient: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown.on(terminal=False)
-    with record_lines(tmp_path), stage("outer", 2), log_duration("inner"):
+    with record_lines(tmp_path), show_progress("outer", 2), log_duration("inner"):
         wait_for("s so far", tmp_path / "progress.log")
         wait_for("inner: ", tmp_path / "progress.log")
     lines = lines_of(tmp_path / "progress.log")
@@ -139,22 +139,22 @@ def test_no_line_is_added_while_others_are_printed(
 ) -> None:
     monkeypatch.setattr(progress, "POLL_S", 0.01)
     shown.on(terminal=False)
-    with record_lines(tmp_path), stage("train", 2) as train:
-        train.say("step 1")
+    with record_lines(tmp_path), show_progress("train", 2) as train:
+        train.print_line("step 1")
         time.sleep(0.1)  # ten looks
     assert lines_of(tmp_path / "progress.log") == ["step 1", "train: done in 0 s"]
 
 
 def test_a_bar_never_goes_back(shown: Shown) -> None:
     shown.on(terminal=False)
-    with stage("train", 9) as train:
-        train.reach(5)
-        train.reach(3)
+    with show_progress("train", 9) as train:
+        train.advance_to(5)
+        train.advance_to(3)
         assert train.position == "train: 5 of 9"
 
 
 def test_duration() -> None:
-    assert [duration(s) for s in (0.4, 59.6, 75, 3700, 90_000)] == [
+    assert [format_duration(s) for s in (0.4, 59.6, 75, 3700, 90_000)] == [
         "0 s",
         "1 min 00 s",
         "1 min 15 s",

@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field, ValidationError
 from t2g.config import LLMConfig
 from t2g.config.texts import mask_secrets
 from t2g.config.validation_errors import format_first_error
-from t2g.errors import NotHere, RunStopped, UserError
+from t2g.errors import MissingLocally, RunStopped, UserError
 from t2g.feedback.sources.chat_client import Chat, ChatError, ChatRequest, Completion, PerLoop, estimate_tokens
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class EndpointChat(Chat):
         assert config.url is not None and config.model is not None, "see FeedbackConfig"
         key = os.environ.get(config.key_env, "").strip()
         if not key:
-            raise NotHere(
+            raise MissingLocally(
                 f"llm.key_env names {config.key_env}, which is not set; "
                 "export it (any word will do where the server asks for none)"
             )
@@ -133,10 +133,10 @@ class EndpointChat(Chat):
 
 
 def check_proxies() -> None:
-    """Raise NotHere for a proxy that the HTTP library would refuse with a message that holds its password."""
+    """Raise MissingLocally for a proxy that the HTTP library would refuse with a message that holds its password."""
     for scheme, url in getproxies().items():
         if scheme in ("http", "https", "all") and not PROXY.fullmatch(url):
-            raise NotHere(f"the environment variable {scheme.upper()}_PROXY needs the form http://host:port")
+            raise MissingLocally(f"the environment variable {scheme.upper()}_PROXY needs the form http://host:port")
 
 
 async def read_body(chunks: AsyncIterator[bytes], limit: int = MAX_BODY_BYTES) -> bytes:

@@ -20,7 +20,7 @@ from typing import Any
 
 from t2g.data.load import SUFFIXES, read_file, read_lines
 from t2g.data.published import translate_row
-from t2g.errors import NotHere, UserError
+from t2g.errors import MissingLocally, UserError
 from t2g.feedback.parse import make_failed_feedback, make_feedback
 from t2g.feedback.records import AnnotatedRecord, read_record, shorten_list
 from t2g.feedback.sources.chat_client import FailureLog
@@ -51,7 +51,7 @@ class HumanFeedback(FeedbackSource):
     ) -> None:
         """columns: our field -> the file's field. UserError for a file that is missing or judges nothing."""
         if not path.is_file():
-            raise NotHere(f"human_file={path}: there is no such file")
+            raise MissingLocally(f"human_file={path}: there is no such file")
         self._path, self._task = path, task
         self.aligner = aligner
         self._failures = FailureLog()

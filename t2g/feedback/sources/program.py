@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
-from t2g.errors import NotHere, RunStopped, UserError
+from t2g.errors import MissingLocally, RunStopped, UserError
 from t2g.feedback.parse import make_failed_feedback, read_judgement
 from t2g.feedback.sources.chat_client import FailureLog, PerLoop
 from t2g.interfaces import FeedbackSource
@@ -104,7 +104,7 @@ def load_function(import_path: str) -> Critic:
     try:
         function = getattr(importlib.import_module(module_name), attribute)
     except (Exception, SystemExit) as error:  # the user's module may raise anything while it is imported
-        kind = NotHere if isinstance(error, ModuleNotFoundError) else UserError
+        kind = MissingLocally if isinstance(error, ModuleNotFoundError) else UserError
         raise kind(f"feedback.source={import_path} cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(function):
         raise UserError(f"feedback.source={import_path} is a {type(function).__name__}; it needs to be a function")

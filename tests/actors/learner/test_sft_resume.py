@@ -11,9 +11,9 @@ from actors.learner.sft_rank import Report, SFTProgress
 from t2g.config import SFTOptions
 from t2g.errors import RunStopped
 from t2g.runs.checkpoint import CheckpointStore
-from t2g.runs.identity import Identity, keep
+from t2g.runs.identity import Identity, save_identity
 
-MADE_OF = Identity.of(SFTOptions(workers=2), weights="w", data="d")
+MADE_OF = Identity.from_config(SFTOptions(workers=2), weights="w", data="d")
 
 
 def checkpoint(part: Path, step: int) -> Path:
@@ -26,14 +26,14 @@ def checkpoint(part: Path, step: int) -> Path:
 def test_the_last_whole_checkpoint_of_the_same_training(tmp_path: Path) -> None:
     part = tmp_path / "model.part"
     assert _resume_point(part, MADE_OF) == (None, 0)
-    keep(part, MADE_OF)
+    save_identity(part, MADE_OF)
     assert _resume_point(part, MADE_OF) == (None, 0)
     folder = checkpoint(part, 500)
     assert _resume_point(part, MADE_OF) == (folder, 500)
     less_memory = SFTOptions(workers=2, offload="cpu", gradient_checkpointing=True)
-    assert _resume_point(part, Identity.of(less_memory, weights="w", data="d")) == (folder, 500)
-    assert _resume_point(part, Identity.of(SFTOptions(workers=2), weights="w", data="e")) == (None, 0)
-    assert _resume_point(part, Identity.of(SFTOptions(workers=1), weights="w", data="d")) == (None, 0)
+    assert _resume_point(part, Identity.from_config(less_memory, weights="w", data="d")) == (folder, 500)
+    assert _resume_point(part, Identity.from_config(SFTOptions(workers=2), weights="w", data="e")) == (None, 0)
+    assert _resume_point(part, Identity.from_config(SFTOptions(workers=1), weights="w", data="d")) == (None, 0)
     (folder / "weights").write_text("torn")
     assert _resume_point(part, MADE_OF) == (None, 0)
 

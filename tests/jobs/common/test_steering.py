@@ -13,7 +13,7 @@ from jobs.common.steering import Steering
 from t2g.config import PolicyJob, loading
 from t2g.errors import LearnerLost, RunStopped, Stopped
 from t2g.loop.trainer import TrainerState
-from t2g.runs.control import Wanted, read_status, write_wanted
+from t2g.runs.control import TargetSizes, read_status, write_target_sizes
 
 STARVED = {"samples": 32.0, "idle/learner": 0.6, "buffer/samples": 0.0, "time/step_s": 2.0}
 
@@ -77,7 +77,7 @@ def test_requested_sizes_reach_the_fleets_and_the_status_is_written(tmp_path: Pa
         assert len(duties) == 3
         await asyncio.sleep(0.05)
         assert rollouts.asked == []
-        write_wanted(config.run.folder, Wanted(rollouts=3))
+        write_target_sizes(config.run.folder, TargetSizes(rollouts=3))
         async with asyncio.timeout(10):
             while 3 not in rollouts.asked:
                 await asyncio.sleep(0.01)
