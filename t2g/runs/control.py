@@ -107,7 +107,7 @@ def write_target_sizes(folder: Path, wanted: TargetSizes) -> TargetSizes:
 
 
 def read_target_sizes(folder: Path) -> TargetSizes | None:
-    """Return the sizes in control.json: None without a readable file, `TargetSizes()` and a warning if it is invalid."""
+    """Return the sizes in control.json: None without a readable file, `TargetSizes()` if it is invalid."""
     path = folder / CONTROL_FILE
     content = _bytes(path)
     if path.is_symlink() or (path.exists() and not path.is_file()):
