@@ -121,7 +121,7 @@ class ConcurrencyLimit:
         self._open = False
 
     @asynccontextmanager
-    async def one(self) -> AsyncIterator[bool]:
+    async def acquire(self) -> AsyncIterator[bool]:
         """Whether the judgement may begin, once it is its turn."""
         async with self._free:
             begins = self._open

@@ -60,7 +60,7 @@ class Identity(Section):
     accept: tuple[str, ...] = Field((), exclude=True)  # run.accept of this start
 
     @classmethod
-    def of(cls, config: BaseModel, **more: Any) -> Self:
+    def from_config(cls, config: BaseModel, **more: Any) -> Self:
         """Return the identity of what `config` makes now; reads the content behind each local path.
 
         A path with nothing behind it yet, such as a stage that is still to be made, has no content to compare.

@@ -201,7 +201,7 @@ def test_a_disk_that_gives_a_checkpoint_back_no_more_is_one_to_skip(
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
         return describe_file(path)
 
-    monkeypatch.setattr("t2g.runs.checkpoint.entry", broken)
+    monkeypatch.setattr("t2g.runs.checkpoint.describe_file", broken)
     assert store.latest() == (good, {"step": 5})
     assert "Input/output error" in caplog.text
 

@@ -74,7 +74,7 @@ def test_every_step_stands_once_after_a_resume(tmp_path: Path) -> None:
     history = resumed.truncate(4)  # the last checkpoint was that of step 3
     assert history == [{"step": s, "policy/kl": s / 4} for s in range(4)]
     for step in (4, 5, 6):
-        resumed.step(step, {"policy/kl": -1.0})
+        resumed.write_step(step, {"policy/kl": -1.0})
     assert [(r["step"], r["policy/kl"]) for r in lines(tmp_path / METRICS_FILE)] == [
         *((s, s / 4) for s in range(4)),
         *((s, -1.0) for s in (4, 5, 6)),
