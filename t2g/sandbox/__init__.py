@@ -1,7 +1,7 @@
-"""Generated code and its tests in, a verdict test by test out: `run_solution(code, tests, limits)`.
+"""Run generated code against its tests and return a verdict for each test: `run_solution(code, tests, limits)`.
 
-Self-contained: it imports nothing of t2g, and anybody may import it, by this door. `run` is the caller's side, `box`
-what runs inside and `start` the program between them. What is proved and what is not: README.md.
+The package imports nothing of t2g; other packages import only this module. `run` is the caller's side, `box` runs
+inside the sandbox, and `start` is the program that forks sandboxes. README.md lists what the sandbox proves.
 """
 
 from t2g.sandbox.config import SandboxConfig

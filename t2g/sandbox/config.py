@@ -1,4 +1,4 @@
-"""The limits of a sandbox. pydantic only: the room knows nothing of t2g."""
+"""The limits of a sandbox. Imports pydantic only: the sandbox knows nothing of t2g."""
 
 from typing import Literal
 

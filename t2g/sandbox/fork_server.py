@@ -1,4 +1,4 @@
-"""The caller's side of the process that forks sandboxes: one per calling process, started by its first run."""
+"""Start and call the process that forks sandboxes (`box.parent`): one per calling process, started by its first run."""
 
 import atexit
 import contextlib
@@ -24,34 +24,36 @@ _ENVIRONMENT = {
 
 
 class SandboxFailed(RuntimeError):
-    """No sandbox was started: this says nothing about the solution."""
+    """No sandbox started. The error says nothing about the solution."""
 
 
 class _Server:
     """One process that runs `start.py`."""
 
     def __init__(self) -> None:
-        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        python = getattr(sys, "_base_executable", None) or sys.executable  # a virtual environment's reads its files
+        self.control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        python = (
+            getattr(sys, "_base_executable", None) or sys.executable
+        )  # that of a virtual environment would read its files
         start = str(Path(__file__).with_name("start.py"))
-        # Forks keep the command line: by "caller" an operator finds who started them.
+        # Forks keep the command line: "caller" shows an operator which process started them.
         paths = json.dumps({"packages": PACKAGES, "own_code": OWN_CODE, "caller": os.getpid()})
-        with theirs:
+        with server_end:
             self.process = subprocess.Popen(
-                [python, "-s", "-S", "-P", start, paths], stdin=theirs, stdout=subprocess.DEVNULL,
+                [python, "-s", "-S", "-P", start, paths], stdin=server_end, stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE, cwd="/", env=_ENVIRONMENT, start_new_session=True,
             )  # fmt: skip
 
     def fork(self, plan: str, descriptors: list[int], deadline: float) -> int | None:
         """Return a descriptor of a new sandbox's process; None if the server ended or missed the deadline.
 
-        Each request has a socket for its answer, so that threads do not wait for each other.
+        Each request has its own socket for the answer, so that threads do not wait for each other.
         """
-        answer, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        answer, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with answer, contextlib.suppress(OSError):
-            with theirs:
+            with server_end:
                 self.control.settimeout(max(deadline - time.monotonic(), 0.05))
-                socket.send_fds(self.control, [plan.encode()], [*descriptors, theirs.fileno()])
+                socket.send_fds(self.control, [plan.encode()], [*descriptors, server_end.fileno()])
             answer.settimeout(max(deadline - time.monotonic(), 0.05))
             _, received, _, _ = socket.recv_fds(answer, 64, 1)
             return next(iter(received), None)
@@ -64,7 +66,7 @@ class _Server:
         return self.process.communicate()[1][-500:].decode(errors="replace")
 
 
-_lock = threading.Lock()  # of `_server`; no thread waits for a sandbox while it holds the lock
+_lock = threading.Lock()  # guards `_server`; no thread waits for a sandbox while it holds the lock
 _server: _Server | None = None
 
 
@@ -74,10 +76,10 @@ def fork_sandbox(plan: str, descriptors: list[int], deadline: float) -> int:
     Args:
         plan: See `box.supervisor.main`.
         descriptors: Standard input, output and error of the sandbox.
-        deadline: Of the start, in seconds of time.monotonic.
+        deadline: Deadline of the start, seconds of time.monotonic.
 
     Raises:
-        SandboxFailed: The server ended or missed the deadline; it is removed and the next call starts another.
+        SandboxFailed: The server ended or missed the deadline. It is removed, and the next call starts another.
     """
     global _server
     with _lock:
@@ -93,7 +95,7 @@ def fork_sandbox(plan: str, descriptors: list[int], deadline: float) -> int:
 
 
 def _forget() -> None:
-    """Let a fork of the caller start a server of its own, which ends with it."""
+    """Forget the server in a fork of the caller, which then starts its own."""
     global _server, _lock
     if _server is not None:
         _server.control.close()

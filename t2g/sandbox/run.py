@@ -1,6 +1,6 @@
-"""A sandbox for generated code: runs a solution against its tests and says what happened, test by test.
+"""Run a solution against its tests in a sandbox and return the result of each test.
 
-What this proves and what not, what right solutions lose, and what isolates a run: README.md.
+README.md lists what a verdict proves, what differs from plain pytest, and what isolates a run.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from t2g.sandbox.box.clock import KILL_S, START_S, TIMED_OUT
-from t2g.sandbox.box.isolation import hide, lacking
+from t2g.sandbox.box.isolation import missing_isolation, set_dumpable
 from t2g.sandbox.config import SandboxConfig
 from t2g.sandbox.fork_server import PACKAGES, SandboxFailed, fork_sandbox
 
@@ -32,14 +32,14 @@ MAX_TESTS = 100  # results that an outcome keeps
 MAX_TEXT = 300  # characters of one text in a result
 Text = Annotated[str, AfterValidator(lambda text: " ".join(text[:MAX_TEXT].split()))]
 Line = Annotated[int, Field(ge=0, lt=2**31)]
-TESTS_MIB = 64  # of the tests' process, beside the solution's memory
+TESTS_MIB = 64  # memory of the tests' process, beside that of the solution
 Reason = Literal[
     "passed", "failed", "syntax", "bad_tests", "timeout", "exited", "killed", "too_much_output", "left_processes",
     "no_result",
 ]  # fmt: skip
-_INCONCLUSIVE = ("timeout", "killed", "no_result")  # a machine that is slow or out of memory causes these, too
-_SPARE_S = 2.0  # for the supervisor, to end what is left; past this it is ended itself
-_VISIBLE = [  # what a run can read: the system's libraries, the interpreter's, and its packages
+_INCONCLUSIVE = ("timeout", "killed", "no_result")  # may be caused by a slow machine or one out of memory
+_CLEANUP_S = 2.0  # for the supervisor to end the remaining processes; then it is killed
+_VISIBLE = [  # readable in a run: the libraries of the system and the interpreter, and its packages
     "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/lib", "/lib64", "/etc/ld.so.cache",
     f"{sys.base_prefix}/lib", *map(sysconfig.get_path, ("stdlib", "platstdlib")), *PACKAGES,
 ]  # fmt: skip
@@ -47,7 +47,7 @@ _VISIBLE = [  # what a run can read: the system's libraries, the interpreter's, 
 
 @dataclass(frozen=True, kw_only=True, config={"strict": True})
 class TestResult:
-    """One test. Lines are lines of the solution, from 1."""
+    """Result of one test. Line numbers are those of the solution, from 1."""
 
     __test__ = False  # pytest looks for classes named Test*
 
@@ -56,45 +56,47 @@ class TestResult:
     skipped: bool = False
     error: Text = ""  # name of the exception's type
     message: Text = ""
-    statement: Text = ""  # of the tests, where it was raised
-    expected: Text = ""  # repr of what the assertion compared, where it compared something
+    statement: Text = ""  # of the tests, in which the error was raised
+    expected: Text = ""  # repr of the compared value; "" if the assertion compared nothing
     got: Text = ""
-    trace: tuple[Line, ...] = ()  # of the traceback, innermost last
-    lines: tuple[Line, ...] = ()  # that ran during this test
-    returned: Line = 0  # of the last return to the test; 0: none
+    trace: tuple[Line, ...] = ()  # lines of the traceback, innermost last
+    lines: tuple[Line, ...] = ()  # lines that ran during this test
+    returned: Line = 0  # line of the last return to the test; 0: none
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
+    """Result of one run."""
+
     passed: bool
     reason: Reason
     tests: tuple[TestResult, ...]
-    isolation: tuple[str, ...]  # what was in force, by the names in README.md
-    mode: Mode = "separate"  # of the tests; together: the solution can have forged this outcome
+    isolation: tuple[str, ...]  # isolation in force, by the names in README.md
+    mode: Mode = "separate"  # together: the solution could have forged this outcome
     output: str
-    seconds: float  # wall clock, the start of the sandbox included
+    seconds: float  # wall clock, including the start of the sandbox
 
 
 class Refused(RuntimeError):
-    """This machine cannot isolate what `SandboxConfig.require` names: nothing ran. The sentence says how to get it."""
+    """This machine cannot isolate what `SandboxConfig.require` names. Nothing ran; the message says how to fix it."""
 
 
 def available(require: Iterable[str]) -> str:
-    """The sentence of `Refused`, or nothing where this machine can isolate all of `require`."""
-    return _refusal(lacking(require, run_solution("", "", SandboxConfig(require=())).isolation))
+    """Return the message of `Refused`; "" if this machine can isolate all of `require`."""
+    return _refusal(missing_isolation(require, run_solution("", "", SandboxConfig(require=())).isolation))
 
 
 def run_solution(code: str, tests: str, limits: SandboxConfig) -> Outcome:
     """Run pytest-style `tests` (`from solution import f`) against `code`.
 
-    The calling process hides its memory and environment (`isolation.hide`). `limits.tests=auto` is separate:
-    `choose_mode` needs a reference.
+    Other processes of this user can no longer read the memory and environment of the calling process
+    (`isolation.set_dumpable`). `limits.tests=auto` means separate here; `choose_mode` resolves it by a reference.
 
     Raises:
         Refused: This machine cannot isolate what `limits.require` names.
         SandboxFailed: Two attempts started no sandbox within START_S.
     """
-    hide()
+    set_dumpable(False)
     started = time.monotonic()
     with contextlib.suppress(SandboxFailed):
         return _run(code, tests, limits, started, started + START_S / 2)
@@ -102,25 +104,25 @@ def run_solution(code: str, tests: str, limits: SandboxConfig) -> Outcome:
 
 
 def _run(code: str, tests: str, limits: SandboxConfig, started: float, start_deadline: float) -> Outcome:
-    """Run them in one sandbox. Times are of time.monotonic."""
+    """Run code and tests in one sandbox. Times are seconds of time.monotonic."""
     mode: Mode = "together" if limits.tests == "together" else "separate"
-    stage = tempfile.mkdtemp(prefix="t2g-sandbox-")
-    cgroup = _make_cgroup(Path(stage).name, (limits.memory_mib + TESTS_MIB) * 2**20)
+    folder = tempfile.mkdtemp(prefix="t2g-sandbox-")
+    cgroup = _make_cgroup(Path(folder).name, (limits.memory_mib + TESTS_MIB) * 2**20)
     try:
-        plan = limits.model_dump() | {"tests": mode, "cgroup": cgroup, "stage": stage, "visible": _VISIBLE}
+        plan = limits.model_dump() | {"tests": mode, "cgroup": cgroup, "folder": folder, "visible": _VISIBLE}
         job = json.dumps({"code": code, "tests": tests}).encode()
-        found = _converse(json.dumps(plan), job, limits, start_deadline)
+        result = _run_plan(json.dumps(plan), job, limits, start_deadline)
     finally:
-        _remove(stage)
+        _remove_folder(folder)
         _remove_cgroup(cgroup)
-    return _read(*found, mode, limits, time.monotonic() - started)
+    return _parse_outcome(*result, mode, limits, time.monotonic() - started)
 
 
 def choose_mode(reference: str, tests: str, limits: SandboxConfig) -> Mode | None:
-    """Return the mode in which `tests` pass the reference solution, `separate` if both; None if neither.
+    """Return the mode in which the reference solution passes `tests`, `separate` before `together`; None if neither.
 
-    `together` is tried only where the tests ran and failed: else a slow machine would decide that a solution can forge
-    its verdict.
+    `together` is tried only if the tests ran and failed. Otherwise a slow machine would choose the mode in which a
+    solution can forge its verdict.
     """
     modes: tuple[Mode, ...] = ("separate", "together") if limits.tests == "auto" else (limits.tests,)
     for mode in modes:
@@ -136,15 +138,18 @@ def choose_mode(reference: str, tests: str, limits: SandboxConfig) -> Mode | Non
 
 
 def _make_cgroup(name: str, memory: int) -> str:
-    """The folder of a cgroup that holds so many bytes; "" where this user may make none: the supervisor watches."""
+    """Return the folder of a new cgroup with this memory limit in bytes.
+
+    Returns "" if this user may make none; then the supervisor alone bounds the memory.
+    """
     for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
         number, controllers, path = line.split(":", 2)
-        old = "memory" in controllers.split(",")
-        if old or number == "0":
-            folder = Path("/sys/fs/cgroup", "memory" if old else "", path.strip("/"), name)
+        is_v1 = "memory" in controllers.split(",")
+        if is_v1 or number == "0":
+            folder = Path("/sys/fs/cgroup", "memory" if is_v1 else "", path.strip("/"), name)
             with contextlib.suppress(OSError):
                 folder.mkdir()
-                limit = folder / ("memory.limit_in_bytes" if old else "memory.max")
+                limit = folder / ("memory.limit_in_bytes" if is_v1 else "memory.max")
                 limit.write_text(str(memory), encoding="ascii")
                 return str(folder)
             _remove_cgroup(str(folder))
@@ -152,8 +157,8 @@ def _make_cgroup(name: str, memory: int) -> str:
 
 
 def _remove_cgroup(folder: str) -> None:
-    """Remove it once the last process in it has ended; "": there is none."""
-    deadline = time.monotonic() + _SPARE_S
+    """Remove a cgroup once its last process has ended; "" stands for no cgroup."""
+    deadline = time.monotonic() + _CLEANUP_S
     while os.path.isdir(folder) and time.monotonic() < deadline:
         try:
             os.rmdir(folder)
@@ -161,16 +166,17 @@ def _remove_cgroup(folder: str) -> None:
             time.sleep(0.001)
 
 
-def _remove(stage: str) -> None:
-    """Whatever a solution that had no file system of its own has left there."""
+def _remove_folder(folder: str) -> None:
+    """Remove the working folder with the files that a solution without its own file system left there."""
     try:
-        shutil.rmtree(stage)
+        shutil.rmtree(folder)
     except (OSError, RecursionError):  # folders without rights, or too deep
-        subprocess.run(["chmod", "-R", "u+rwx", stage], capture_output=True, check=False)
-        subprocess.run(["rm", "-rf", stage], capture_output=True, check=False)
+        subprocess.run(["chmod", "-R", "u+rwx", folder], capture_output=True, check=False)
+        subprocess.run(["rm", "-rf", folder], capture_output=True, check=False)
 
 
 def _refusal(missing: list[str]) -> str:
+    """Return the message of `Refused` for missing names of `isolation.MECHANISMS`; "" if none is missing."""
     if not missing:
         return ""
     return (
@@ -180,73 +186,82 @@ def _refusal(missing: list[str]) -> str:
     )
 
 
-def _converse(plan: str, job: bytes, limits: SandboxConfig, start_deadline: float) -> tuple[bytes, bytes, bool]:
-    """Start a sandbox and wait for its end or the deadline: (verdict, output, whether it was ended here)."""
+def _run_plan(plan: str, job: bytes, limits: SandboxConfig, start_deadline: float) -> tuple[bytes, bytes, bool]:
+    """Start a sandbox, wait until it ends, and return its verdict, its output and whether it missed its deadline.
+
+    A sandbox that missed its deadline is killed.
+    """
     reader, writer = os.pipe()
-    with tempfile.TemporaryFile() as given, tempfile.NamedTemporaryFile() as output, open(reader, "rb", 0) as verdict:
-        given.write(job)
-        given.seek(0)
-        with open(writer, "wb", 0), open(output.name, "ab", 0) as end:  # what runs can write its output, not read it
-            process = fork_sandbox(plan, [given.fileno(), writer, end.fileno()], start_deadline)
-        found, deadline = b"", start_deadline
-        while len(found) <= MAX_VERDICT_BYTES and _wait(verdict.fileno(), deadline):
+    with (
+        tempfile.TemporaryFile() as job_file,
+        tempfile.NamedTemporaryFile() as output,
+        open(reader, "rb", 0) as verdict,
+    ):
+        job_file.write(job)
+        job_file.seek(0)
+        with open(writer, "wb", 0), open(output.name, "ab", 0) as output_end:  # write-only for the run
+            process = fork_sandbox(plan, [job_file.fileno(), writer, output_end.fileno()], start_deadline)
+        received, deadline = b"", start_deadline
+        while len(received) <= MAX_VERDICT_BYTES and _wait(verdict.fileno(), deadline):
             piece = os.read(verdict.fileno(), 65536)
             if not piece:
                 break
-            if not found:  # the first line: the time of the run begins
-                deadline = time.monotonic() + limits.timeout_s + KILL_S + _SPARE_S
-            found += piece
-        late = not _wait(process, deadline)
-        if late:
+            if not received:  # the first line: the time of the run begins
+                deadline = time.monotonic() + limits.timeout_s + KILL_S + _CLEANUP_S
+            received += piece
+        is_late = not _wait(process, deadline)
+        if is_late:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(process, signal.SIGKILL)
         os.close(process)
-        return found, output.read(limits.max_output_kib * 1024 + 1), late
+        return received, output.read(limits.max_output_kib * 1024 + 1), is_late
 
 
 def _wait(descriptor: int, deadline: float) -> bool:
-    """Return whether it can be read, or of a process whether it has ended, before the deadline."""
-    poll = select.poll()  # select refuses descriptors from 1024 on, which a driver has
+    """Return whether the descriptor becomes readable before the deadline; that of a process does when it ends."""
+    poll = select.poll()  # select refuses descriptors from 1024 on, which a driver may have
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(1000 * max(deadline - time.monotonic(), 0.05)))
 
 
 class _Verdict(BaseModel):
-    """The line that the tests' process writes. Tests come from data sets: even this may be broken."""
+    """Verdict line of the tests' process. Tests come from data sets, so that even this line may be invalid."""
 
     reason: Reason
     tests: list[TestResult]
     output: str = ""
 
 
-def _read(verdict: bytes, output: bytes, late: bool, mode: Mode, limits: SandboxConfig, seconds: float) -> Outcome:
+def _parse_outcome(
+    verdict: bytes, output: bytes, is_late: bool, mode: Mode, limits: SandboxConfig, seconds: float
+) -> Outcome:
     lines = verdict.split(b"\n")
-    if not lines[0]:  # written before anything of theirs runs
+    if not lines[0]:  # written before code of the solution or the tests runs
         raise SandboxFailed(f"a sandbox did not start within {seconds:.0f} s: {output[-500:].decode(errors='replace')}")
     isolation = tuple(json.loads(lines[0]))
-    if missing := lacking(limits.require, isolation):
+    if missing := missing_isolation(limits.require, isolation):
         raise Refused(_refusal(missing))
     try:
-        found = _Verdict.model_validate_json(lines[1] if len(lines) > 1 else b"")
+        parsed = _Verdict.model_validate_json(lines[1] if len(lines) > 1 else b"")
     except ValidationError:
-        found = _Verdict(reason="no_result", tests=[])
-    reason = found.reason
+        parsed = _Verdict(reason="no_result", tests=[])
+    reason = parsed.reason
     if len(output) > limits.max_output_kib * 1024:
         reason = "too_much_output"
-    elif late or lines[-1] == TIMED_OUT:
+    elif is_late or lines[-1] == TIMED_OUT:
         reason = "timeout"
     return Outcome(
         passed=reason == "passed",
         reason=reason,
-        tests=_most_telling(found.tests),
+        tests=_limit_results(parsed.tests),
         isolation=isolation,
         mode=mode,
-        output=f"{found.output}{output.decode(errors='replace')}"[: limits.max_output_kib * 1024],
+        output=f"{parsed.output}{output.decode(errors='replace')}"[: limits.max_output_kib * 1024],
         seconds=seconds,
     )
 
 
-def _most_telling(tests: list[TestResult]) -> tuple[TestResult, ...]:
-    """Return at most MAX_TESTS, failed ones first to stay, in the order in which they ran."""
-    kept = sorted(range(len(tests)), key=lambda place: (tests[place].passed, place))[:MAX_TESTS]
-    return tuple(tests[place] for place in sorted(kept))
+def _limit_results(tests: list[TestResult]) -> tuple[TestResult, ...]:
+    """Return at most MAX_TESTS results in the order in which they ran; failed tests take precedence."""
+    kept = sorted(range(len(tests)), key=lambda index: (tests[index].passed, index))[:MAX_TESTS]
+    return tuple(tests[index] for index in sorted(kept))

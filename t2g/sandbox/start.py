@@ -1,6 +1,6 @@
-"""The program that `fork_server` starts: it holds pytest ready and forks a sandbox for each request.
+"""Program that `fork_server` starts: it imports pytest once and forks a sandbox for each request.
 
-`t2g.sandbox` imports pydantic, which is not available here: so the package is declared without its `__init__`.
+`t2g.sandbox` imports pydantic, which is not available here. The package is declared without its `__init__` instead.
 """
 
 import json
@@ -17,5 +17,5 @@ if __name__ == "__main__":
     sys.path.extend(paths["packages"])
     from t2g.sandbox.box import parent
 
-    sys.path.remove(paths["own_code"])  # a sandbox does not see it; all of `box` is imported by now
+    sys.path.remove(paths["own_code"])  # invisible to sandboxes; all of `box` is imported now
     parent.serve()

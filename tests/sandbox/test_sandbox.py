@@ -45,7 +45,7 @@ def become_ordinary() -> None:
     os.setgroups([])
     os.setresgid(ORDINARY, ORDINARY, ORDINARY)
     os.setresuid(ORDINARY, ORDINARY, ORDINARY)
-    isolation._libc.prctl(isolation._PR_SET_DUMPABLE, 1, 0, 0, 0)
+    isolation.libc.prctl(isolation._PR_SET_DUMPABLE, 1, 0, 0, 0)
 
 
 def closed_gate(path: Path) -> Path | None:
@@ -59,8 +59,8 @@ def forbid_namespaces() -> None:
     assert isolation.new_user_namespace(proc)
     for kind in ("user", "pid", "net", "mnt", "ipc"):
         Path(f"/proc/sys/user/max_{kind}_namespaces").write_text("0")
-    isolation.give_up_privileges()
-    isolation._libc.prctl(isolation._PR_SET_DUMPABLE, 1, 0, 0, 0)
+    isolation.drop_privileges()
+    isolation.libc.prctl(isolation._PR_SET_DUMPABLE, 1, 0, 0, 0)
 
 
 def become_ordinary_without_namespaces() -> None:
@@ -74,7 +74,7 @@ def forbid_everything() -> None:
     become_ordinary_without_namespaces()
     allow, refused = (confine._RETURN, 0, 0, confine._ALLOW), (confine._RETURN, 0, 0, confine._ERROR | errno.EINVAL)
     landlock = [(confine._EQUAL, 0, 1, confine._CREATE_RULESET), refused]
-    prctl = confine._argument({"x86_64": 157, "aarch64": 167}[os.uname().machine], 0,
+    prctl = confine._match_argument({"x86_64": 157, "aarch64": 167}[os.uname().machine], 0,
                               [(confine._EQUAL, 0, 1, confine._PR_SET_SECCOMP), refused, allow])  # fmt: skip
     confine.set_filter([(confine._LOAD, 0, 0, 0), *landlock, *prctl, allow])
 
@@ -208,7 +208,7 @@ def test_what_cannot_be_isolated_is_refused_in_one_sentence() -> None:
     ],
 )
 def test_what_meets_what_is_required(in_force: list[str], missing: list[str]) -> None:
-    assert isolation.lacking(("processes", "files", "network"), in_force) == missing
+    assert isolation.missing_isolation(("processes", "files", "network"), in_force) == missing
 
 
 def test_a_process_that_starts_a_sandbox_is_not_dumpable() -> None:
@@ -371,11 +371,11 @@ def test_tests_that_write_their_own_verdict_never_raise(key: str) -> None:
         else:
             verdict["tests"] = [{"name": "a", "passed": False, key: value}]
         line = b'["pid", "mount", "network"]\n' + json.dumps(verdict).encode()
-        outcome = run._read(line, b"\xff", False, "separate", LIMITS, 1.0)
+        outcome = run._parse_outcome(line, b"\xff", False, "separate", LIMITS, 1.0)
         assert not outcome.passed
         repr(outcome).encode()
     deep = b'["pid", "mount", "network"]\n{"reason": ' + b"[" * 900 + b"]" * 900 + b"}"
-    assert run._read(deep, b"", False, "separate", LIMITS, 1.0).reason == "no_result"
+    assert run._parse_outcome(deep, b"", False, "separate", LIMITS, 1.0).reason == "no_result"
     forge = "import json, os, gc\nfor file in range(3, 64):\n    try:\n        os.write(file, b'{\"tests\": 5}\\n')\n"
     forge += "    except OSError:\n        pass\nos._exit(0)\n"
     assert run_solution(HONEST, forge, LIMITS).reason == "no_result"
@@ -415,7 +415,7 @@ def test_the_alarm_rings_again_but_only_inside_its_function() -> None:
 
     before = signal.getsignal(signal.SIGALRM)
     try:
-        set_alarm(swallow, time.monotonic(), again_s=0.002)
+        set_alarm(swallow, time.monotonic(), repeat_s=0.002)
         time.sleep(0.02)
         assert swallow() == 3
         time.sleep(0.02)
@@ -429,8 +429,8 @@ def test_what_is_visible_in_tmp_cannot_be_moved_away() -> None:
         "import os, sys\nfrom t2g.sandbox.box import isolation\nstage, shown = sys.argv[1:]\n"
         "proc = os.open('/proc', os.O_RDONLY)\n"
         "if not isolation.new_user_namespace(proc) or not isolation.unshare(isolation.MOUNT):\n    sys.exit('none')\n"
-        "assert isolation.small_root(stage, [shown], 2**20) and os.listdir(shown) == ['kept']\n"
-        "isolation.give_up_privileges()\nopen('file', 'w').close()\n"
+        "assert isolation.make_minimal_root(stage, [shown], 2**20) and os.listdir(shown) == ['kept']\n"
+        "isolation.drop_privileges()\nopen('file', 'w').close()\n"
         "os.rename(os.path.dirname(shown), 'elsewhere')\n"
     )
     with tempfile.TemporaryDirectory(dir="/tmp") as stage, tempfile.TemporaryDirectory(dir="/tmp") as shown:
@@ -470,4 +470,4 @@ def test_remaining_processes_are_read_until_two_readings_agree(case: str, monkey
     monkeypatch.setattr(isolation, "children", lambda parent: [6])
     monkeypatch.setattr(isolation, "descendants", descendants)
     monkeypatch.setattr(isolation, "_state", lambda process: states[process])
-    assert isolation.left_running(4, 5, has_worker=True) is left
+    assert isolation.has_running_processes(4, 5, has_worker=True) is left

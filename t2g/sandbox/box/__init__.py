@@ -1,5 +1,5 @@
-"""What runs in the processes of the sandbox: a parent that holds pytest ready, and per run a supervisor, the tests and
-the solution.
+"""Code that runs in the processes of the sandbox.
 
-May import the standard library, pytest, numpy and its own modules only.
+There is one parent that has imported pytest. Each run has a supervisor, a process for the tests and one for the
+solution. Modules may import the standard library, pytest, numpy and each other only.
 """

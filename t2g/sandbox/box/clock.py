@@ -1,4 +1,4 @@
-"""How long the parts of a sandbox wait, and the alarm that interrupts what runs too long."""
+"""Deadlines of the parts of a sandbox, and the alarm that interrupts code that runs too long."""
 
 import signal
 import time
@@ -6,21 +6,27 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-START_S = 60.0  # for the sandbox to be made; the deadline of a run counts from then on, whatever else the machine does
-# Past the deadline. The solution rings at once, so that its hanging line can be named; who does not react is ended.
-TESTS_RING_S, KILL_S = 0.2, 1.0
-AGAIN_S = 0.02
-TIMED_OUT = b'"timed out"'  # the line of a supervisor that had to kill the tests
+START_S = 60.0  # for the start of the sandbox; the deadline of a run counts from then on, however slow the machine is
+# Seconds past the deadline. The alarm of the solution has none, so that its hanging line is known; then the alarm of
+# the tests rings, and at last the supervisor kills them.
+TESTS_ALARM_S, KILL_S = 0.2, 1.0
+REPEAT_S = 0.02
+TIMED_OUT = b'"timed out"'  # written by a supervisor that had to kill the tests
 
 
 class OutOfTime(BaseException):
     """The time is up. Raised in the solution or a test, wherever it is."""
 
 
-def set_alarm(function: Callable[..., Any], deadline: float, again_s: float = 0.0) -> None:
-    """From `deadline` (seconds of time.monotonic) on raises OutOfTime inside `function` and what it calls, and nowhere
-    else: an alarm in the code that handles the first one would lose the verdict. again_s: and raises it again this
-    often, since a test may swallow it; 0: once.
+def set_alarm(function: Callable[..., Any], deadline: float, repeat_s: float = 0.0) -> None:
+    """Raise OutOfTime inside `function`, or in what it calls, from the deadline on.
+
+    It is raised nowhere else: in the code that handles the first exception, a second one would lose the verdict.
+
+    Args:
+        function: Running function; a call of it must be on the stack for the exception to be raised.
+        deadline: Seconds of time.monotonic.
+        repeat_s: Interval of further exceptions, since a test may catch the first; 0: only one.
     """
 
     def ring(number: int, frame: types.FrameType | None) -> None:
@@ -30,4 +36,4 @@ def set_alarm(function: Callable[..., Any], deadline: float, again_s: float = 0.
             frame = frame.f_back
 
     signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, max(deadline - time.monotonic(), 1e-3), again_s)
+    signal.setitimer(signal.ITIMER_REAL, max(deadline - time.monotonic(), 1e-3), repeat_s)

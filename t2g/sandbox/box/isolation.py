@@ -1,7 +1,7 @@
-"""Namespaces, a small file system of its own, and limits, for the calling process and what it starts. Linux only.
-What needs no namespaces is in t2g.sandbox.box.confine.
+"""Isolate the calling process and its children by namespaces, a minimal root file system and limits. Linux only.
 
-Each step says whether it worked; nothing here raises because the machine does not allow something.
+Each step returns whether it worked; none raises because the machine does not allow it. Isolation without namespaces is
+in `t2g.sandbox.box.confine`.
 """
 
 import contextlib
@@ -9,46 +9,47 @@ import ctypes
 import os
 import resource
 import signal
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from t2g.sandbox.box.confine import DEVICES, check
+from t2g.sandbox.box.confine import DEVICES, NO_NEW_PRIVS, check_result, libc
 
-# What a sandbox may be required to isolate, and what each is met by; the names are those of Outcome.isolation.
-MEANS = {"processes": {"pid", "signals"}, "files": {"mount", "landlock"}, "network": {"network", "seccomp"}}
+# What `SandboxConfig.require` may name, and the mechanisms of Outcome.isolation that each provide it.
+MECHANISMS = {"processes": {"pid", "signals"}, "files": {"mount", "landlock"}, "network": {"network", "seccomp"}}
 USER, PID, NETWORK = 0x10000000, 0x20000000, 0x40000000
 MOUNT, IPC = 0x00020000, 0x08000000
-FIRST_THROWAWAY_UID, NUM_THROWAWAY_UIDS = 61184, 4000  # in the range that systemd keeps for users that it makes up
+FIRST_THROWAWAY_UID, NUM_THROWAWAY_UIDS = 61184, 4000  # in the range that systemd reserves for dynamic users
 _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
 _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
 _AT_RECURSIVE, _MNT_DETACH = 0x8000, 2
 _SYS_MOUNT_SETATTR = 442  # the same number on every architecture
 _SYS_CLONE = {"x86_64": 56, "aarch64": 220}
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
-_libc = ctypes.CDLL(None, use_errno=True)
-_READINGS = 20  # of /proc, each some milliseconds
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
+_MAX_READINGS = 20  # of /proc, some milliseconds each
 
 
-def lacking(require: Iterable[str], in_force: Iterable[str]) -> list[str]:
-    """Names of MEANS that are required, and met by nothing that is in force. Processes are not isolated where files are
-    not: /proc shows the memory of processes of the same user."""
-    in_force = set(in_force)
-    missing = {name for name, means in MEANS.items() if means.isdisjoint(in_force)}
+def missing_isolation(require: Iterable[str], in_force: Collection[str]) -> list[str]:
+    """Return the required names of MECHANISMS for which no mechanism is in force.
+
+    Without isolated files, processes are not isolated either: /proc shows the memory of processes of the same user.
+    """
+    missing = {name for name, mechanisms in MECHANISMS.items() if mechanisms.isdisjoint(in_force)}
     return [name for name in require if name in missing or (name == "processes" and "files" in missing)]
 
 
 def unshare(flag: int) -> bool:
-    return _libc.unshare(flag) == 0
+    return libc.unshare(flag) == 0
 
 
 def fork_isolated() -> int:
-    """`os.fork` into a process namespace of its own, where the machine allows one.
+    """Fork into a new process namespace if the machine allows one, else as `os.fork`.
 
-    After `unshare` the calling process could start no thread: so this is `clone`, between what Python does at a fork.
+    After `unshare` the calling process could start no thread. This function calls `clone` instead, between Python's
+    hooks of a fork.
     """
     ctypes.pythonapi.PyOS_BeforeFork()
-    process = _libc.syscall(_SYS_CLONE[os.uname().machine], PID | signal.SIGCHLD, 0, 0, 0, 0)
+    process = libc.syscall(_SYS_CLONE[os.uname().machine], PID | signal.SIGCHLD, 0, 0, 0, 0)
     if process == 0:
         ctypes.pythonapi.PyOS_AfterFork_Child()
     else:
@@ -57,7 +58,11 @@ def fork_isolated() -> int:
 
 
 def new_user_namespace(proc: int) -> bool:
-    """A user namespace with the caller's own ids in it: all capabilities inside, none outside. proc: /proc, open."""
+    """Enter a user namespace that keeps the caller's ids: all capabilities inside, none outside.
+
+    Args:
+        proc: Open descriptor of /proc.
+    """
     uid, gid = os.geteuid(), os.getegid()
     if not unshare(USER):
         return False
@@ -70,10 +75,15 @@ def new_user_namespace(proc: int) -> bool:
     return True
 
 
-def become_nobody(number: int, needs: Iterable[str]) -> bool:
-    """Changes root into a user that owns nothing, if that user can still read `needs`. number: makes it unique."""
+def become_throwaway_user(number: int, readable: Iterable[str]) -> bool:
+    """Change root into a user that owns nothing, if that user can still read `readable`.
+
+    Args:
+        number: Selects the user id, so that sandboxes have different ones.
+        readable: Files and folders that must stay readable.
+    """
     uid = FIRST_THROWAWAY_UID + number % NUM_THROWAWAY_UIDS
-    folders = {folder for path in needs for folder in (path, *Path(path).parents) if os.path.isdir(folder)}
+    folders = {folder for path in readable for folder in (path, *Path(path).parents) if os.path.isdir(folder)}
     try:
         if os.geteuid() != 0 or not all(os.stat(folder).st_mode & 0o001 for folder in folders):
             return False
@@ -82,42 +92,47 @@ def become_nobody(number: int, needs: Iterable[str]) -> bool:
         os.setresuid(uid, uid, uid)
     except OSError:
         return False
-    show()  # else /proc/self/uid_map is root's
+    set_dumpable(True)  # else /proc/self/uid_map belongs to root
     return True
 
 
-def small_root(stage: str, visible: Iterable[str], tmp_bytes: int) -> bool:
-    """Makes a read-only file system of `visible` (absolute folders and files), five devices and an empty, writable
-    working folder of `tmp_bytes` the root. stage: an existing empty folder. Needs MOUNT and its capabilities.
+def make_minimal_root(folder: str, visible: Iterable[str], tmp_bytes: int) -> bool:
+    """Replace the root by a read-only file system with visible files, five devices and a writable working folder.
 
-    The working folder is /tmp, or /box where something visible lies in /tmp: in a writable folder the solution could
-    rename what leads to it and put modules of its own in the place of those that the tests import.
+    Needs a mount namespace and its capabilities. The working folder is /tmp, or /box if a visible path lies in /tmp.
+    Otherwise the solution could rename a folder on that path and replace modules that the tests import.
+
+    Args:
+        folder: An existing empty folder, in which the root is built.
+        visible: Absolute files and folders.
+        tmp_bytes: Size of the working folder.
     """
     paths = sorted({os.path.normpath(path) for path in visible})
-    room = "/box" if any(path.startswith("/tmp/") for path in paths) else "/tmp"
+    work_folder = "/box" if any(path.startswith("/tmp/") for path in paths) else "/tmp"
     try:
         _mount("none", "/", None, _MS_REC | _MS_PRIVATE, None)
-        _mount("tmpfs", stage, "tmpfs", _MS_NOSUID, "size=1m,mode=755")
+        _mount("tmpfs", folder, "tmpfs", _MS_NOSUID, "size=1m,mode=755")
         for path in paths:
-            if not os.path.lexists(stage + path) and os.path.lexists(path):
-                _show(stage, path)
+            if not os.path.lexists(folder + path) and os.path.lexists(path):
+                _bind(folder, path)
         for device in DEVICES:
-            _show(stage, device, _ATTR_NOSUID)
-        os.mkdir(stage + room)
-        _mount("tmpfs", stage + room, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={tmp_bytes},nr_inodes=4096,mode=1777")
-        _set_attributes(stage, _ATTR_RDONLY | _ATTR_NOSUID, 0)
-        os.chdir(stage)
-        check(_libc.syscall(_SYS_PIVOT_ROOT[os.uname().machine], b".", b"."))
-        check(_libc.umount2(b".", _MNT_DETACH))
-        os.chdir(room)
+            _bind(folder, device, _ATTR_NOSUID)
+        os.mkdir(folder + work_folder)
+        options = f"size={tmp_bytes},nr_inodes=4096,mode=1777"
+        _mount("tmpfs", folder + work_folder, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
+        _set_attributes(folder, _ATTR_RDONLY | _ATTR_NOSUID, 0)
+        os.chdir(folder)
+        check_result(libc.syscall(_SYS_PIVOT_ROOT[os.uname().machine], b".", b"."))
+        check_result(libc.umount2(b".", _MNT_DETACH))
+        os.chdir(work_folder)
     except (OSError, KeyError):
         return False
     return True
 
 
-def _show(stage: str, path: str, attributes: int = _ATTR_RDONLY | _ATTR_NOSUID | _ATTR_NODEV) -> None:
-    """`path` at the same place under `stage`: a link as the same link, anything else bound read-only."""
-    target = stage + path
+def _bind(folder: str, path: str, attributes: int = _ATTR_RDONLY | _ATTR_NOSUID | _ATTR_NODEV) -> None:
+    """Make `path` visible under `folder`: copy a symbolic link, bind anything else read-only."""
+    target = folder + path
     os.makedirs(os.path.dirname(target), exist_ok=True)
     if os.path.islink(path):
         os.symlink(os.readlink(path), target)
@@ -132,53 +147,50 @@ def _show(stage: str, path: str, attributes: int = _ATTR_RDONLY | _ATTR_NOSUID |
 
 def _mount(source: str, target: str, kind: str | None, flags: int, options: str | None) -> None:
     encoded = [None if text is None else os.fsencode(text) for text in (source, target, kind, options)]
-    check(_libc.mount(*encoded[:3], ctypes.c_ulong(flags), encoded[3]))
+    check_result(libc.mount(*encoded[:3], ctypes.c_ulong(flags), encoded[3]))
 
 
 def _set_attributes(path: str, attributes: int, flags: int) -> None:
     request = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)  # struct mount_attr
     size = ctypes.c_size_t(ctypes.sizeof(request))
-    check(_libc.syscall(_SYS_MOUNT_SETATTR, -100, os.fsencode(path), flags, ctypes.byref(request), size))
+    check_result(libc.syscall(_SYS_MOUNT_SETATTR, -100, os.fsencode(path), flags, ctypes.byref(request), size))
 
 
-def give_up_privileges() -> None:
-    """No capability is left and none can come back, by a set-uid program neither; and `hide`."""
-    _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    header, nothing = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-    check(_libc.capset(ctypes.byref(header), ctypes.byref(nothing)))
-    hide()
+def drop_privileges() -> None:
+    """Drop all capabilities for good, so that no set-uid program can restore them, and make the process undumpable."""
+    libc.prctl(NO_NEW_PRIVS, 1, 0, 0, 0)
+    header, no_capabilities = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    check_result(libc.capset(ctypes.byref(header), ctypes.byref(no_capabilities)))
+    set_dumpable(False)
 
 
-def hide() -> None:
-    """Other processes of the same user can no longer look into the memory, environment and open files of this one."""
-    _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
-
-
-def show() -> None:
-    """The opposite of `hide`."""
-    _libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
+def set_dumpable(is_dumpable: bool) -> None:
+    """Set whether other processes of this user can read the memory, environment and open files of this one."""
+    libc.prctl(_PR_SET_DUMPABLE, int(is_dumpable), 0, 0, 0)
 
 
 def die_with_parent() -> None:
-    _libc.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0)
+    libc.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0)
 
 
 def adopt_orphans() -> None:
-    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def set_limits(limits: dict[int, int]) -> None:
-    """Lower limits of this process and of each that it starts. limits: by `resource.RLIMIT_*`; RLIMIT_NPROC counts all
-    processes of this user in this user namespace.
+    """Lower limits of this process and its later children.
+
+    Args:
+        limits: Value by `resource.RLIMIT_*`. RLIMIT_NPROC counts all processes of this user in this user namespace.
     """
-    for limit, wanted in limits.items():
+    for limit, requested in limits.items():
         hard = resource.getrlimit(limit)[1]
-        value = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        value = requested if hard == resource.RLIM_INFINITY else min(requested, hard)
         resource.setrlimit(limit, (value, value))
 
 
 def _status(process: int | str) -> dict[str, str]:
-    """Return the lines of /proc/PID/status by name; {}: it ended."""
+    """Return the lines of /proc/PID/status by name; {} if the process has ended."""
     with contextlib.suppress(OSError), open(f"/proc/{process}/status", encoding="utf-8", errors="replace") as file:
         return dict(line.split(":", 1) for line in file if ":" in line)
     return {}
@@ -186,15 +198,15 @@ def _status(process: int | str) -> dict[str, str]:
 
 def count_tasks(uid: int) -> int:
     """Return the number of processes and threads of a user, as RLIMIT_NPROC counts them outside a user namespace."""
-    found = [_status(name) for name in os.listdir("/proc") if name.isdigit()]
-    # The folder's owner would not do: it is root once a process has given up its rights.
-    return sum(int(status["Threads"]) for status in found if status and int(status["Uid"].split()[0]) == uid)
+    statuses = [_status(name) for name in os.listdir("/proc") if name.isdigit()]
+    # The owner of the folder in /proc is root for a process that is not dumpable.
+    return sum(int(status["Threads"]) for status in statuses if status and int(status["Uid"].split()[0]) == uid)
 
 
 def children(parent: int) -> list[int]:
-    """Return processes that `parent` started or adopted, those that ended and wait to be reaped included."""
+    """Return the processes that `parent` started or adopted, including zombies."""
     found: list[int] = []
-    with contextlib.suppress(OSError):  # it ended meanwhile
+    with contextlib.suppress(OSError):  # the process has ended
         for task in os.listdir(f"/proc/{parent}/task"):
             with contextlib.suppress(OSError), open(f"/proc/{parent}/task/{task}/children", encoding="ascii") as file:
                 found += map(int, file.read().split())
@@ -202,41 +214,45 @@ def children(parent: int) -> list[int]:
 
 
 def descendants(parent: int) -> list[int]:
-    """`children`, and theirs."""
+    """Return `children` of the process, of those and so on."""
     found = children(parent)
-    return found + [below for process in found for below in descendants(process)]
+    return found + [descendant for process in found for descendant in descendants(process)]
 
 
-def left_running(own: int, tests: int, *, has_worker: bool) -> bool:
-    """Return whether something still runs that the solution started; by the kernel's word, not the solution's.
+def has_running_processes(supervisor: int, tests: int, *, has_worker: bool) -> bool:
+    """Return whether a process that the solution started still runs, by the kernel's process list.
 
-    own: this process; tests: its child, whose own children are, where it has_worker, the solution's process and what
-    the tests started. Both may have adopted what a process of the solution orphaned.
+    /proc is read one process after the other. A process that forks and ends meanwhile is read as ended, and its child
+    was not in the list yet. Two readings must therefore agree on the ended processes. If no two do, the solution keeps
+    starting processes.
 
-    /proc is read one process after the other: one that forks and ends meanwhile is read as ended, and its child was
-    not in the list yet. So two readings must agree on who has ended; where none do, something is born all the time.
+    Args:
+        supervisor: Ancestor of all processes of the run. It may have adopted orphans of the solution, as may `tests`.
+        tests: The tests' process, a child of the supervisor.
+        has_worker: The children of `tests` are the solution's process and processes that the tests started.
     """
-    before = None
-    for _ in range(_READINGS):
-        known = {own, tests, *(children(tests) if has_worker else ())}
-        states = {process: _state(process) for process in descendants(own) if process not in known}
+    ended_before = None
+    for _ in range(_MAX_READINGS):
+        known = {supervisor, tests, *(children(tests) if has_worker else ())}
+        states = {process: _state(process) for process in descendants(supervisor) if process not in known}
         if any(state not in "ZX" for state in states.values()):
             return True
-        if states.keys() == before:
+        if states.keys() == ended_before:
             return False
-        before = states.keys()
+        ended_before = states.keys()
     return True
 
 
 def _state(process: int) -> str:
-    """Return the state as in /proc: Z or X once it has ended."""
+    """Return the state as in /proc: Z or X for a process that has ended."""
     return _status(process).get("State", "X").strip()[0]
 
 
 def memory_of(process: int | str, names: Iterable[str] = ("RssAnon", "RssShmem")) -> int:
-    """Return the bytes that only this process and its forks hold, without the files that it maps; 0: it ended.
+    """Return the memory of a process in bytes, by default without mapped files; 0 if it has ended.
 
-    names: lines of /proc/PID/status to add up.
+    Args:
+        names: Lines of /proc/PID/status to add up.
     """
     status = _status(process)
     return sum(int(status.get(name, "0").split()[0]) for name in names) * 1024

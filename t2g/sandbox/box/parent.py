@@ -1,7 +1,7 @@
-"""The process that pays the imports once: every sandbox is a fork of it.
+"""Process that imports pytest once; every sandbox is a fork of it.
 
-It reads limits and paths only. Code and tests go through a pipe to the fork, so that no run finds another run's data in
-the memory that it inherits. README.md lists what a fork inherits.
+It reads limits and paths only. Code and tests go through a pipe to the fork, so that no run finds the data of another
+run in the memory that it inherits. README.md lists what a fork inherits.
 """
 
 import contextlib
@@ -15,10 +15,10 @@ from t2g.sandbox.box import isolation, supervisor, tester
 
 
 def serve() -> None:
-    """Fork a supervisor for each request on descriptor 0, until the caller's end is closed.
+    """Fork a supervisor for each request on descriptor 0, until the caller closes the other end.
 
-    A request is JSON (see supervisor.main) with four descriptors: the sandbox's standard input, output and error, and
-    a socket for the answer, which carries a descriptor of the supervisor's process.
+    A request is JSON (see `supervisor.main`) with four descriptors: standard input, output and error of the sandbox,
+    and a socket for the answer. The answer carries a descriptor of the supervisor's process.
     """
     control = socket.socket(fileno=0)
     session = tester.prepare_session()
@@ -26,7 +26,7 @@ def serve() -> None:
         import numpy.random
 
         os.register_at_fork(after_in_child=numpy.random.seed)  # else the solution could predict the tests' numbers
-    isolation.hide()
+    isolation.set_dumpable(False)
     gc.freeze()  # a collection in a fork would copy every page
     while True:
         request, descriptors, _, _ = socket.recv_fds(control, 2**16, 4)

@@ -1,6 +1,7 @@
-"""Two processes that use each other's objects. A `Peer` is one end of a socket pair: `request` asks the other end to do
-something with one of its objects and meanwhile answers what the other end asks (a callback). `Peer.allows` says what
-the other end may ask.
+"""Let two processes use each other's objects.
+
+A `Peer` is one end of a socket pair. `request` sends an operation on an object of the other end, and handles the other
+end's requests (callbacks) until the reply arrives. `Peer.is_allowed` decides which requests of the other end are valid.
 """
 
 import inspect
@@ -11,14 +12,14 @@ import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from t2g.sandbox.box.remote import FORWARDED, QUIET, Gone, Remote, Unsupported, is_remote, proxy_class
-from t2g.sandbox.box.values import Codec, Exchange, Json, known_exception, lines_of, refill
+from t2g.sandbox.box.remote import FORWARDED, NON_MUTATING, Gone, Remote, Unsupported, is_remote, proxy_class
+from t2g.sandbox.box.values import Codec, Exchange, Json, find_stdlib_exception, replace_contents, traceback_lines
 
 MAX_MESSAGE_BYTES = 2**25
 MAX_TRACE = 20  # lines of a traceback
-_ENDS = {"__next__": StopIteration, "__anext__": StopAsyncIteration}  # by method: the exception that it may raise
-_CONTROL = ("SkipTest", "KeyboardInterrupt")  # what pytest obeys: of the solution they are exceptions like others
-# By plain type: the plain value under an instance of a subclass, by the type's own methods.
+_END_OF_ITERATION = {"__next__": StopIteration, "__anext__": StopAsyncIteration}  # exceptions that a method may raise
+_CONTROL = ("SkipTest", "KeyboardInterrupt")  # pytest acts on these; those of the solution are ordinary exceptions
+# By plain type: returns the plain value of an instance of a subclass, by the methods of the plain type.
 _PLAIN: dict[type, Callable[[Any], Any]] = {
     int: int.__int__, float: float.__float__, complex: complex.__complex__, str: str.__str__, dict: dict.copy
 }  # fmt: skip
@@ -27,49 +28,52 @@ for _kind in (bytes, tuple, frozenset, list, set, bytearray):
 
 
 class Peer(Codec):
-    """One end."""
+    """One end of the connection."""
 
-    is_solution = False  # this end runs the solution
+    is_solution = False  # whether this end runs the solution
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
         self._reader = end.makefile("rb")
-        self._lock = threading.RLock()  # a thread of the tests waits for the request of another
-        self._objects: list[Any] = []  # ours that the other end knows; kept until the end
-        self._numbers: dict[int, int] = {}
-        self._proxies: dict[int, Any] = {}  # theirs
+        self._lock = threading.RLock()  # threads of the tests send requests one after the other
+        self._objects: list[Any] = []  # objects of this end that the other end knows, for the whole run
+        self._numbers: dict[int, int] = {}  # of these objects, by id
+        self._proxies: dict[int, Any] = {}  # of objects of the other end, by number
         self._serial = 0
-        self.num_changes = 0  # requests that may have changed an object of theirs
+        self.num_changes = 0  # requests that may have changed an object of the other end
         self.gone = False
 
-    def allows(self, operation: str, target: Any, name: str) -> bool:
-        """Return whether the other end may do this here."""
+    def is_allowed(self, operation: str, target: Any, name: str) -> bool:
+        """Return whether this end performs the operation for the other end."""
         return self.is_solution
 
     def take_note(self) -> Json:
-        """Return what goes with the next reply, beside the answer."""
+        """Return data for the next reply, in addition to the answer."""
         return None
 
     def on_note(self, note: Json) -> None:
-        """Handle the other end's note."""
+        """Handle the note of a reply."""
 
-    def root(self, operation: str, *args: Any) -> Any:
+    def call_root(self, method: str, *args: Any) -> Any:
         """Call a method of the other end's object 0, which is known from the start."""
-        return self.request("method", Remote(self, 0), operation, *args)
+        return self.request("method", Remote(self, 0), method, *args)
 
-    # -- asking and answering
+    # -- requests and replies
 
     def request(self, operation: str, target: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return what the other end answers; raise what was raised there, and Gone when it has ended.
+        """Perform an operation on an object of the other end and return the result.
 
-        StopIteration of the solution, but from an iterator, is a RuntimeError: it would end `all(map(f, xs))`. So is
-        each subclass of it.
+        Exceptions of the other end are raised here. StopIteration of the solution becomes RuntimeError unless an
+        iterator raised it, as do its subclasses: it would end `all(map(f, xs))`.
+
+        Raises:
+            Gone: The other process has ended.
         """
         try:
             with self._lock:
                 return self._request(operation, target, *args, **kwargs)
         except (StopIteration, StopAsyncIteration) as error:
-            may_raise = _ENDS.get(args[0], ()) if operation == "method" else ()
+            may_raise = _END_OF_ITERATION.get(args[0], ()) if operation == "method" else ()
             if self.is_solution or isinstance(error, may_raise):
                 raise
             failure = RuntimeError(f"the solution raised {type(error).__name__}")
@@ -86,50 +90,50 @@ class Peer(Codec):
             raise Gone("the process has ended")
         self._serial += 1
         serial, exchange = self._serial, Exchange()
-        quiet = operation == "method" and args[0] in QUIET
-        self.num_changes += not quiet and operation not in ("get", "plain", "signature")
+        is_non_mutating = operation == "method" and args[0] in NON_MUTATING
+        self.num_changes += not is_non_mutating and operation not in ("get", "plain", "signature")
         parts = [self.encode(part, exchange) for part in (target, list(args), kwargs)]
         self._send({"ask": serial, "operation": operation, "parts": parts})
         while True:
             message = self._receive()
             if "ask" in message:
-                self._answer(message)
+                self._handle_request(message)
             elif message.get("reply") == serial:
-                return self._read_reply(message, exchange, quiet)
+                return self._read_reply(message, exchange, is_non_mutating)
             else:
-                self._lost("it answered a request that was not sent")
+                self._fail("it answered a request that was not sent")
 
     def serve(self) -> None:
-        """Answers until the other end is gone."""
+        """Handle requests until the other process ends."""
         while True:
-            self._answer(self._receive())
+            self._handle_request(self._receive())
 
-    def _read_reply(self, message: Json, exchange: Exchange, quiet: bool) -> Any:
+    def _read_reply(self, message: Json, exchange: Exchange, is_non_mutating: bool) -> Any:
         try:
             self.on_note(message["note"])
-            for number, items in [] if quiet else message["changed"]:
-                container = exchange.known[number]
-                refill(container, [self.decode(item, exchange) for item in items])
+            for number, items in [] if is_non_mutating else message["changed"]:
+                container = exchange.containers[number]
+                replace_contents(container, [self.decode(item, exchange) for item in items])
             if "error" not in message:
                 return self.decode(message["value"], exchange)
             error = self._read_error(message["error"], exchange)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as problem:
-            self._lost(f"it answered what cannot be read: {problem!r:.80}")
+            self._fail(f"it answered what cannot be read: {problem!r:.80}")
         raise error
 
-    def _answer(self, message: Json) -> None:
+    def _handle_request(self, message: Json) -> None:
         exchange, owner, reply = Exchange(), os.getpid(), {"reply": message["ask"], "changed": []}
         try:
             target, args, kwargs = (self.decode(part, exchange) for part in message["parts"])
             value = self.perform(message["operation"], target, args, kwargs)
-            reply["changed"] = [[n, self.encode_items(exchange.known[n], exchange)] for n in exchange.changed()]
+            reply["changed"] = [[n, self.encode_items(exchange.containers[n], exchange)] for n in exchange.changed()]
             reply["value"] = self.encode(value, exchange)
         except Gone:
             raise
-        except BaseException as error:  # noqa: BLE001 whatever the solution raises is its answer
+        except BaseException as error:  # noqa: BLE001 any exception of the solution is its answer
             reply["changed"], reply["error"] = [], self._encode_error(error)
         if os.getpid() != owner:
-            os._exit(0)  # a fork that the solution made and that came back here
+            os._exit(0)  # a fork that the solution made and that returned to here
         reply["note"] = self.take_note()
         try:
             self._send(reply)
@@ -138,13 +142,13 @@ class Peer(Codec):
             self._send(reply | {"changed": [], "error": self._encode_error(error)})
 
     def perform(self, operation: str, target: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """What the other end asks for: the only place where code of the solution runs in its process."""
+        """Return the result of an operation. In its process, code of the solution runs only inside this method."""
         name = args[0] if operation not in ("call", "signature") and args else ""
-        if not self.allows(operation, target, name):
+        if not self.is_allowed(operation, target, name):
             raise Unsupported(f"the solution may not {operation} {name} here")
         return _OPERATIONS[operation](target, args, kwargs)
 
-    # -- messages, one a line
+    # -- messages, one per line
 
     def _send(self, message: Json) -> None:
         data = json.dumps(message).encode() + b"\n"
@@ -153,7 +157,7 @@ class Peer(Codec):
         try:
             self._end.sendall(data)
         except OSError:
-            self._lost("the process has ended")
+            self._fail("the process has ended")
 
     def _receive(self) -> Json:
         try:
@@ -162,10 +166,10 @@ class Peer(Codec):
         except (OSError, ValueError, RecursionError):
             message = None
         if not isinstance(message, dict):
-            self._lost("the process has ended")
+            self._fail("the process has ended")
         return message
 
-    def _lost(self, reason: str) -> NoReturn:
+    def _fail(self, reason: str) -> NoReturn:
         self.gone = True
         raise Gone(reason)
 
@@ -190,7 +194,7 @@ class Peer(Codec):
         }
 
     def _export_exception_class(self, value: type[BaseException], exchange: Exchange) -> Json:
-        if known_exception(value.__module__, value.__qualname__) is value:
+        if find_stdlib_exception(value.__module__, value.__qualname__) is value:
             return {"known": [value.__module__, value.__qualname__]}
         bases = [self.encode(base, exchange) for base in value.__bases__ if issubclass(base, BaseException)]
         return {"mirror": self._number(value), "name": value.__name__, "bases": bases}
@@ -207,10 +211,10 @@ class Peer(Codec):
         if tag == "object":
             return self._proxy(message, exchange)
         if tag == "known":
-            found = known_exception(*message["known"])
-            if not self.is_solution and found and found.__name__ in _CONTROL:
-                found = None
-            return found or type(str(message["known"][1]), (Exception,), {})
+            kind = find_stdlib_exception(*message["known"])
+            if kind and (self.is_solution or kind.__name__ not in _CONTROL):
+                return kind
+            return type(str(message["known"][1]), (Exception,), {})
         if tag == "mirror":
             return self._mirror(message, exchange)
         if tag == "exception":
@@ -225,17 +229,17 @@ class Peer(Codec):
         return self._proxies[number]
 
     def _mirror(self, message: Json, exchange: Exchange) -> type:
-        """A class here for an exception class there, so that `pytest.raises` and `except` know it."""
+        """Return a local class for an exception class of the other end, for `pytest.raises` and `except`."""
         number = message["mirror"]
         if number not in self._proxies:
             bases = tuple(self._exception_class(base, exchange) for base in message["bases"]) or (Exception,)
 
-            def attribute(error: Any, name: str) -> Any:
+            def get_attribute(error: Any, name: str) -> Any:
                 if error.remote_instance is None:
                     raise AttributeError(name)
                 return self.request("get", error.remote_instance, name)
 
-            body = {"remote_number": number, "remote_instance": None, "__getattr__": attribute}
+            body = {"remote_number": number, "remote_instance": None, "__getattr__": get_attribute}
             self._proxies[number] = type(str(message["name"]), bases, body | {"__module__": "solution"})
         return self._proxies[number]
 
@@ -244,7 +248,7 @@ class Peer(Codec):
         args = [self.decode(part, exchange) for part in message["args"]]
         try:
             error = kind(*args)
-        except Exception:  # noqa: BLE001 a class whose __init__ wants something else than its args
+        except Exception:  # noqa: BLE001 a class whose __init__ takes other arguments than its args
             error = kind.__new__(kind, *args)
             error.args = tuple(args)
         if "remote_number" in vars(kind):
@@ -264,13 +268,15 @@ class Peer(Codec):
         except BaseException:  # noqa: BLE001 the arguments are the solution's objects
             kind = self.encode(type(error), Exchange())
             encoded = {"exception": kind, "number": self._number(error), "args": [type(error).__name__]}
-        return {"exception": encoded, "lines": lines_of(error, "solution.py")[-MAX_TRACE:]}
+        return {"exception": encoded, "lines": traceback_lines(error, "solution.py")[-MAX_TRACE:]}
 
     def _read_error(self, message: Json, exchange: Exchange) -> BaseException:
         error = self.decode(message["exception"], Exchange())
         if not isinstance(error, BaseException):
             raise TypeError("no exception")
-        error.solution_lines = tuple(int(line) for line in message["lines"])  # also the mark of where it comes from
+        error.solution_lines = tuple(
+            int(line) for line in message["lines"]
+        )  # its presence also marks an error of the other end
         return error
 
 
@@ -286,7 +292,7 @@ _OPERATIONS: dict[str, Callable[[Any, list[Any], dict[str, Any]], Any]] = {
 
 
 def _parts_of(parameter: inspect.Parameter) -> tuple[Any, ...]:
-    """Return name, kind, and what it has of default and annotation: a type, or text."""
+    """Return name, kind, and default and annotation if the parameter has them; an annotation is a type or text."""
     parts = {"default": parameter.default, "annotation": parameter.annotation}
     if not isinstance(parameter.annotation, type):
         parts["annotation"] = str(parameter.annotation)
@@ -294,5 +300,5 @@ def _parts_of(parameter: inspect.Parameter) -> tuple[Any, ...]:
 
 
 def _plain_part(value: Any) -> Any:
-    """The plain value under an instance of a subclass of a plain type; None: there is none."""
+    """Return the plain value of an instance of a subclass of a plain type; None for other objects."""
     return next((to_plain(value) for kind, to_plain in _PLAIN.items() if isinstance(value, kind)), None)

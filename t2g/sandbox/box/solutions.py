@@ -1,4 +1,4 @@
-"""What the tests' process has of a solution: the module `solution`, what it prints, and the lines that ran."""
+"""The solution as the tests' process sees it: the module `solution`, its output and the lines that ran."""
 
 import builtins
 import inspect
@@ -18,33 +18,37 @@ from _pytest import approx
 from t2g.sandbox.box import worker
 from t2g.sandbox.box.output import Output
 from t2g.sandbox.box.peer import Peer
-from t2g.sandbox.box.remote import FORWARDED, as_plain, no_dict
+from t2g.sandbox.box.remote import FORWARDED, as_plain, forward_dict
 
 _HOOKS = (
     "pytest_generate_tests pytest_plugins pytestmark setUpModule setup_function setup_module tearDownModule "
     "teardown_function teardown_module"
 )
-_OPEN_MODULES = ("tests", "_io")  # of the classes whose instances a solution may change
-_READABLE_MODULES = (*_OPEN_MODULES, "unittest.mock")
+_WRITABLE_MODULES = ("tests", "_io")  # a solution may change instances of their classes
+_READABLE_MODULES = (*_WRITABLE_MODULES, "unittest.mock")
 _NAMES = ("__name__", "__qualname__", "__doc__")
 _METHODS = {*FORWARDED, "__eq__", "__hash__", "__repr__", "__str__"}
 
 
 class LocalSolution(worker.Tracer):
-    """A solution in the tests' own process. It can do with the verdict what it likes."""
+    """A solution in the tests' own process. It can forge the verdict."""
 
-    gone = False  # its process has ended
+    gone = False  # whether its process has ended
 
     def __init__(self, max_output: int) -> None:
         super().__init__()
         self.output = Output(max_output)
 
     def load(self, code: str, deadline: float) -> None:
-        """Make it the module `solution`; raise what it raises. deadline: of time.monotonic."""
+        """Execute the code as the module `solution`; its exceptions are raised.
+
+        Args:
+            deadline: Deadline of the whole run, seconds of time.monotonic; `Run` applies it in this process.
+        """
         worker.load_module(code)
 
     def describe_end(self) -> str:
-        """Return how its process ended."""
+        """Return the reason of the outcome if the process of the solution has ended."""
         return "exited"
 
 
@@ -57,13 +61,13 @@ class RemoteSolution(Peer):
         self.output = Output(max_output, strict=False)
 
     def begin(self) -> None:
-        self.root("begin")
+        self.call_root("begin")
 
     def lines(self) -> tuple[list[int], int]:
-        return self.root("lines")
+        return self.call_root("lines")
 
-    def allows(self, operation: str, target: Any, name: str) -> bool:
-        """Return whether the solution may do this: it uses what it was handed, and reads objects of the tests."""
+    def is_allowed(self, operation: str, target: Any, name: str) -> bool:
+        """Return whether the solution may do this: use objects that it received, and read attributes of the tests'."""
         if id(target) not in self._numbers:
             return False
         if operation in ("call", "signature"):
@@ -72,29 +76,29 @@ class RemoteSolution(Peer):
             return name in _METHODS
         if operation == "get" and name in _NAMES and (inspect.isclass(target) or inspect.isroutine(target)):
             return True
-        modules = _READABLE_MODULES if operation == "get" else _OPEN_MODULES
+        modules = _READABLE_MODULES if operation == "get" else _WRITABLE_MODULES
         return type(target).__module__ in modules and not name.startswith("_")
 
     def on_note(self, note: Any) -> None:
-        """Print here what the solution printed, and warn of what it warned of."""
+        """Print the text and issue the warnings of the solution."""
         sys.stdout.write(str(note["out"]))
-        self.output.flood |= bool(note["flood"])
+        self.output.has_overflowed |= bool(note["flood"])
         for message, category, line in note["warnings"]:
             kind = getattr(builtins, str(category), UserWarning)
             if isinstance(kind, type) and issubclass(kind, Warning):
                 warnings.warn_explicit(str(message), kind, worker.FILE, int(line))
 
     def load(self, code: str, deadline: float) -> None:
-        remote, names = self.root("load", code, lambda prompt="": builtins.input(prompt), deadline)
+        remote, names = self.call_root("load", code, lambda prompt="": builtins.input(prompt), deadline)
 
         class Module(types.ModuleType):
-            __dict__ = property(no_dict)
+            __dict__ = property(forward_dict)
 
             @property
             def __all__(self) -> list[str]:
-                """Nothing that already means something in the tests: no `abs`, no `pytest` of the solution's."""
-                taken = {"pytest", "unittest", *_HOOKS.split(), *dir(builtins), *vars(sys.modules["tests"])}
-                return [name for name in names if name not in taken]
+                """Public names, without those that already have a meaning in the tests: no `abs`, no `pytest`."""
+                reserved = {"pytest", "unittest", *_HOOKS.split(), *dir(builtins), *vars(sys.modules["tests"])}
+                return [name for name in names if name not in reserved]
 
             def __getattr__(self, name: str) -> Any:
                 if name.startswith("__"):
@@ -109,7 +113,7 @@ class RemoteSolution(Peer):
 
         sys.modules["solution"] = Module("solution")
         seed = random.seed
-        random.seed = lambda *args, **kwargs: (seed(*args, **kwargs), self.root("seed", *args, **kwargs))[0]
+        random.seed = lambda *args, **kwargs: (seed(*args, **kwargs), self.call_root("seed", *args, **kwargs))[0]
         _guard_approx()
 
     def describe_end(self) -> str:
@@ -118,14 +122,14 @@ class RemoteSolution(Peer):
             if process:
                 return "killed" if os.WIFSIGNALED(status) else "exited"
             time.sleep(0.002)
-        return "exited"  # it only closed its end
+        return "exited"  # the process only closed its end
 
 
 Solution = LocalSolution | RemoteSolution
 
 
 def _guard_approx() -> None:
-    """Let `pytest.approx` see plain data only: an object of the solution would answer each of its questions."""
+    """Let `pytest.approx` compare plain data only: an object of the solution could answer each comparison with true."""
 
     def guard(equals: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
         def guarded(self: Any, actual: Any) -> bool:

@@ -1,13 +1,14 @@
-"""One run, in a fork of `parent`: three processes, one inside the other.
+"""One run, in a fork of `parent`: three processes, each a child of the previous one.
 
-    supervisor   waits, ends everything at the deadline, leaves nothing behind
+    supervisor   waits, kills all processes at the deadline, leaves none behind
       tester     new namespaces; reads code and tests; runs the tests; writes the verdict to standard output
         worker   a process namespace of its own; forked before the tests are read; runs the solution
 
-With `sandbox.tests: together` there is no worker: the tester runs the solution, too.
+With `sandbox.tests: together` there is no worker; the tester runs the solution, too.
 
-Standard output gets lines of JSON: what isolates the run, written when its time begins, the verdict, and TIMED_OUT from
-a supervisor that had to kill the tests. Standard error gets what tests and solution write past `sys.stdout`.
+Standard output receives lines of JSON: the isolation in force, written when the time of the run begins; the verdict;
+and TIMED_OUT from a supervisor that had to kill the tests. Standard error receives the output of tests and solution
+that bypasses `sys.stdout`.
 """
 
 import contextlib
@@ -28,100 +29,102 @@ from t2g.sandbox.box.solutions import LocalSolution, RemoteSolution
 if TYPE_CHECKING:
     import pytest
 
-_LOOK_S = 0.02  # between two looks at the memory in all
+_MEMORY_INTERVAL_S = 0.02  # between two checks of the memory of all processes
 
 
 def main(plan: dict[str, Any], session: "pytest.Session") -> None:
     """Run one sandbox in this process, a fork of the parent.
 
     Args:
-        plan: the fields of `SandboxConfig`, `tests` decided, and
-            cgroup: folder of a cgroup for this run; "": there is none.
-            stage: an empty folder: the working folder, or where a new root is built.
-            visible: files and folders that the run can read.
-        session: see `tester.prepare_session`.
+        plan: The fields of `SandboxConfig`, with `tests` resolved, and
+            cgroup: Folder of a cgroup for this run; "": none.
+            folder: An empty folder: the working folder, or where the new root is built.
+            visible: Files and folders that the run can read.
+        session: See `tester.prepare_session`.
     """
-    isolation.show()  # until it has its namespaces: a hidden process cannot write its own /proc files
+    isolation.set_dumpable(True)  # until the namespaces exist: an undumpable process cannot write its own /proc files
     isolation.adopt_orphans()
     os.setsid()
-    os.chdir(plan["stage"])
+    os.chdir(plan["folder"])
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     in_force = ["process_group"]
     with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
-        file.write("1000")  # before anything else on this machine
+        file.write("1000")  # out of memory, the kernel kills this run before other processes of the machine
     if plan["cgroup"]:
-        cgroup = os.open(f"{plan['cgroup']}/cgroup.procs", os.O_WRONLY)  # while this user may
+        cgroup = os.open(f"{plan['cgroup']}/cgroup.procs", os.O_WRONLY)  # before the user changes
     has_pid = isolation.unshare(isolation.PID)
     if not has_pid:
         _change_user(proc, os.getpid(), plan["visible"], in_force)
         has_pid = isolation.unshare(isolation.PID)
     in_force += ["pid"] * has_pid
-    owner, (end, mark) = os.getpid(), socket.socketpair()
+    supervisor, (control, tester_control) = os.getpid(), socket.socketpair()
     lists_children = os.path.exists("/proc/thread-self/children")  # CONFIG_PROC_CHILDREN of the kernel
-    inner = os.fork()
-    if inner == 0:
+    tests = os.fork()
+    if tests == 0:
         try:
-            end.close()
+            control.close()
             if plan["cgroup"]:
                 with contextlib.suppress(OSError):
                     os.write(cgroup, b"0")
                     in_force.append("cgroup")
-            _isolate(plan, proc, owner, in_force)
+            _isolate(plan, proc, supervisor, in_force)
             if not lists_children:
-                in_force = [name for name in in_force if name not in isolation.MEANS["processes"]]
-            _tester(plan, in_force, mark, session)
+                in_force = [name for name in in_force if name not in isolation.MECHANISMS["processes"]]
+            _run_tester(plan, in_force, tester_control, session)
         finally:
             os._exit(1)
-    isolation.hide()
-    mark.close()
+    isolation.set_dumpable(False)
+    tester_control.close()
     os.close(0)
     os.close(2)
-    in_time = _wait(plan, inner, end)
-    _sweep()
-    if not in_time:
+    is_in_time = _wait(plan, tests, control)
+    _kill_remaining()
+    if not is_in_time:
         os.write(1, b"\n" + TIMED_OUT)
     os._exit(0)
 
 
-def _wait(plan: dict[str, Any], tests: int, end: socket.socket) -> bool:
-    """Return whether the tests' process ends in time; else it is killed, and with it its process namespace.
+def _wait(plan: dict[str, Any], tests: int, control: socket.socket) -> bool:
+    """Wait for the tests' process and return whether it ended in time; else kill it and its process namespace.
 
     Args:
-        plan: its `memory_mib` bounds what all processes that the tests started hold. What goes beyond is killed, but
-            the tests live and report it.
-        tests: the tests' process.
-        end: gets "+" when the time of the run begins, and "?" for whether anything of the solution's still runs.
+        plan: `memory_mib` bounds the memory of all processes that the tests started. Beyond it they are killed; the
+            tests' process continues and reports that.
+        tests: The tests' process.
+        control: Receives "+" when the time of the run begins, and "?" for whether a process of the solution still runs.
     """
-    held = isolation.memory_of(os.getpid())  # of the parent's memory; each process of the run has it, too
-    started, deadline = False, time.monotonic() + START_S
-    while (rest := deadline - time.monotonic()) > 0:
-        if select.select([end], [], [], min(rest, _LOOK_S))[0]:
-            match end.recv(1):
+    inherited = isolation.memory_of(os.getpid())  # memory of the parent, which each process of the run shows, too
+    has_started, deadline = False, time.monotonic() + START_S
+    while (remaining_s := deadline - time.monotonic()) > 0:
+        if select.select([control], [], [], min(remaining_s, _MEMORY_INTERVAL_S))[0]:
+            match control.recv(1):
                 case b"+":
-                    if not started:  # once: what holds this socket could ask for more time again and again
-                        started, deadline = True, time.monotonic() + plan["timeout_s"] + KILL_S
+                    if not has_started:  # once: an attacker of this socket could ask for more time again and again
+                        has_started, deadline = True, time.monotonic() + plan["timeout_s"] + KILL_S
                 case b"?":
-                    left = isolation.left_running(os.getpid(), tests, has_worker=plan["tests"] == "separate")
-                    end.send(b"+" if left else b"-")
+                    has_worker = plan["tests"] == "separate"
+                    is_running = isolation.has_running_processes(os.getpid(), tests, has_worker=has_worker)
+                    control.send(b"+" if is_running else b"-")
                 case _:
                     os.waitpid(tests, 0)
                     return True
-        if os.waitpid(tests, os.WNOHANG)[0]:  # what it left running may hold its end of the socket
+        if os.waitpid(tests, os.WNOHANG)[0]:  # a process that it left running may keep its end of the socket open
             return True
-        below = [process for process in isolation.descendants(os.getpid()) if process != tests]
-        if sum(max(isolation.memory_of(process) - held, 0) for process in below) > plan["memory_mib"] * 2**20:
-            _kill(below)
+        started = [process for process in isolation.descendants(os.getpid()) if process != tests]
+        memory = sum(max(isolation.memory_of(process) - inherited, 0) for process in started)
+        if memory > plan["memory_mib"] * 2**20:
+            _kill(started)
     os.kill(tests, signal.SIGKILL)
     os.waitpid(tests, 0)
     return False
 
 
-def _sweep() -> None:
-    """Kills what came to us when its parent died, until nothing comes any more."""
+def _kill_remaining() -> None:
+    """Kill the processes that this process adopted when their parents ended, until none is left."""
     deadline = time.monotonic() + 1
-    while (left := isolation.descendants(os.getpid())) and time.monotonic() < deadline:
-        _kill(left)
-        for process in left:
+    while (remaining := isolation.descendants(os.getpid())) and time.monotonic() < deadline:
+        _kill(remaining)
+        for process in remaining:
             with contextlib.suppress(OSError):
                 os.waitpid(process, 0)
 
@@ -132,70 +135,75 @@ def _kill(processes: list[int]) -> None:
             os.kill(process, signal.SIGKILL)
 
 
-def _tester(plan: dict[str, Any], in_force: list[str], mark: socket.socket, session: "pytest.Session") -> None:
-    os.setsid()  # a signal to its process group would reach the supervisor out of a process namespace, too
-    ours, theirs = socket.socketpair()
-    alone = {"user", "throwaway_user", "mount"} & set(in_force)  # a new user namespace counts processes from 0
-    most = plan["max_processes"] + (3 if alone else isolation.count_tasks(os.geteuid()))
-    # The worker cannot even name the tester.
-    inner = isolation.fork_isolated() if plan["tests"] == "separate" else None
-    isolation.give_up_privileges()
-    # Only now: other sandboxes of this user must not keep ours from starting.
-    isolation.set_limits({resource.RLIMIT_NPROC: most})
-    if inner == 0:
+def _run_tester(plan: dict[str, Any], in_force: list[str], control: socket.socket, session: "pytest.Session") -> None:
+    os.setsid()  # a signal to the process group would reach the supervisor even from inside a process namespace
+    tester_end, worker_end = socket.socketpair()
+    has_own_user = {"user", "throwaway_user", "mount"} & set(in_force)  # a new user namespace counts processes from 0
+    max_tasks = plan["max_processes"] + (3 if has_own_user else isolation.count_tasks(os.geteuid()))
+    # In its own process namespace, the worker has no id by which it could name the tester.
+    worker_id = isolation.fork_isolated() if plan["tests"] == "separate" else None
+    isolation.drop_privileges()
+    # Only now: other sandboxes of this user must not prevent the fork above.
+    isolation.set_limits({resource.RLIMIT_NPROC: max_tasks})
+    if worker_id == 0:
         try:
-            _worker(plan, in_force, theirs)
+            _run_worker(plan, in_force, worker_end)
         finally:
             os._exit(1)
     verdict_file = os.dup(1)
     os.dup2(2, 1)
-    _confine(plan, in_force, verdict_file, mark.fileno(), ours.fileno())
+    _confine(plan, in_force, verdict_file, control.fileno(), tester_end.fileno())
     os.write(verdict_file, json.dumps(in_force).encode() + b"\n")
-    if isolation.lacking(plan["require"], in_force):
+    if isolation.missing_isolation(plan["require"], in_force):
         os._exit(0)
     job = json.loads(sys.stdin.buffer.read())
-    mark.send(b"+")
+    control.send(b"+")
     deadline = time.monotonic() + plan["timeout_s"]
-    most_output = plan["max_output_kib"] * 1024
-    solution = RemoteSolution(ours, inner, most_output) if inner else LocalSolution(most_output)
-    verdict = tester.Run(session, solution, mark, deadline).report(job["code"], job["tests"])
-    data = json.dumps(verdict, ensure_ascii=False).encode(errors="replace") + b"\n"  # halves of characters are no text
+    max_output = plan["max_output_kib"] * 1024
+    solution = RemoteSolution(tester_end, worker_id, max_output) if worker_id else LocalSolution(max_output)
+    verdict = tester.Run(session, solution, control, deadline).report(job["code"], job["tests"])
+    data = json.dumps(verdict, ensure_ascii=False).encode(errors="replace") + b"\n"  # lone surrogates cannot be encoded
     while data:
         data = data[os.write(verdict_file, data) :]
     os._exit(0)
 
 
-def _change_user(proc: int, owner: int, needs: list[str], in_force: list[str]) -> None:
-    """See `isolation.become_nobody` and `new_user_namespace`. Appends to `in_force` what worked."""
-    if isolation.become_nobody(owner, needs):
+def _change_user(proc: int, number: int, readable: list[str], in_force: list[str]) -> None:
+    """Change the user and append to `in_force` what worked.
+
+    See `isolation.become_throwaway_user` and `isolation.new_user_namespace`.
+    """
+    if isolation.become_throwaway_user(number, readable):
         in_force.append("throwaway_user")
     if "user" not in in_force and isolation.new_user_namespace(proc):
         in_force.append("user")
 
 
-def _isolate(plan: dict[str, Any], proc: int, owner: int, in_force: list[str]) -> None:
-    """Isolate this process and those that it starts; append to `in_force` what worked.
+def _isolate(plan: dict[str, Any], proc: int, supervisor: int, in_force: list[str]) -> None:
+    """Isolate this process and its later children, and append to `in_force` what worked.
 
     Args:
-        plan: see `main`.
-        proc: /proc, open.
-        owner: the supervisor's process id, for a user id of this sandbox's own.
-        in_force: names of README.md.
+        plan: See `main`.
+        proc: Open descriptor of /proc.
+        supervisor: Process id, from which the sandbox gets a user id of its own.
+        in_force: Names of README.md.
     """
     isolation.die_with_parent()
     namespaces = {"network": isolation.NETWORK, "ipc": isolation.IPC}
     in_force += [name for name, flag in namespaces.items() if isolation.unshare(flag)]
-    most_file = plan["max_file_mib"] * 2**20
-    most_memory = plan["memory_mib"] * 2**20 + isolation.memory_of("self", ["VmSize"])  # the parent's address space
-    if isolation.unshare(isolation.MOUNT) and isolation.small_root(plan["stage"], plan["visible"], 4 * most_file):
+    max_file = plan["max_file_mib"] * 2**20
+    max_memory = plan["memory_mib"] * 2**20 + isolation.memory_of("self", ["VmSize"])  # the parent's address space
+    if isolation.unshare(isolation.MOUNT) and isolation.make_minimal_root(
+        plan["folder"], plan["visible"], 4 * max_file
+    ):
         in_force.append("mount")
-        _change_user(proc, owner, [], in_force)
+        _change_user(proc, supervisor, [], in_force)
     else:
-        os.chdir(plan["stage"])
+        os.chdir(plan["folder"])
         if os.geteuid() == 0:
             os.chmod(".", 0o777)
-        _change_user(proc, owner, plan["visible"], in_force)
-    limits = {resource.RLIMIT_AS: most_memory, resource.RLIMIT_CPU: plan["cpu_s"], resource.RLIMIT_FSIZE: most_file}
+        _change_user(proc, supervisor, plan["visible"], in_force)
+    limits = {resource.RLIMIT_AS: max_memory, resource.RLIMIT_CPU: plan["cpu_s"], resource.RLIMIT_FSIZE: max_file}
     isolation.set_limits(limits | {resource.RLIMIT_NOFILE: 64, resource.RLIMIT_CORE: 0})
     in_force.append("rlimits")
     if confine.landlock_abi() > 0 and "mount" not in in_force:
@@ -207,8 +215,9 @@ def _isolate(plan: dict[str, Any], proc: int, owner: int, in_force: list[str]) -
 
 
 def _confine(plan: dict[str, Any], in_force: list[str], *kept: int) -> None:
-    """Close what else than `kept` is open above standard error, as the machine's /proc, then restrict files and calls.
-    Each process for itself: within one Landlock domain the solution could signal the tests.
+    """Close all descriptors above standard error except `kept`, then restrict files and system calls.
+
+    Each process calls this for itself: within one Landlock domain the solution could signal the tests.
     """
     for low, high in zip([2, *sorted(kept)], [*sorted(kept), 4096], strict=True):
         os.closerange(low + 1, high)
@@ -216,17 +225,16 @@ def _confine(plan: dict[str, Any], in_force: list[str], *kept: int) -> None:
     if landlock:
         confine.restrict_files(plan["visible"], [os.getcwd(), *confine.DEVICES])
     if "seccomp" in in_force:
-        scoped = landlock and confine.landlock_abi() >= confine.SIGNAL_ABI
-        confine.filter_calls(keep_modes=landlock, own_signals="signals" in in_force and not scoped)
+        is_scoped = landlock and confine.landlock_abi() >= confine.SIGNAL_ABI
+        confine.filter_calls(keep_modes=landlock, own_signals="signals" in in_force and not is_scoped)
 
 
-def _worker(plan: dict[str, Any], in_force: list[str], end: socket.socket) -> None:
-    """No file is left but the socket, and standard output and error, which are the same pipe."""
+def _run_worker(plan: dict[str, Any], in_force: list[str], end: socket.socket) -> None:
+    """Run the solution's process; it keeps only the socket, and standard output and error, which are the same file."""
     isolation.die_with_parent()
     isolation.adopt_orphans()
-    os.setsid()  # as the tester
-    null = os.open("/dev/null", os.O_RDONLY)
-    os.dup2(null, 0)
+    os.setsid()  # as in `_run_tester`
+    os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
     os.dup2(2, 1)
     _confine(plan, in_force, end.fileno())
     worker.main(end, plan["max_output_kib"] * 1024)

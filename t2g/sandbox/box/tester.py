@@ -1,7 +1,7 @@
-"""The process that runs the tests, with real pytest.
+"""Process that runs the tests with real pytest.
 
-Where the solution has a process of its own, it is reached through proxies only: what is compared here, with what, and
-what the verdict is, the solution can neither read nor write.
+A solution in a process of its own is used through proxies only. It can neither read nor write the compared values and
+the verdict.
 """
 
 import ast
@@ -22,22 +22,24 @@ from _pytest.assertion import rewrite, util
 from _pytest.config import _prepareconfig
 
 from t2g.sandbox.box import worker
-from t2g.sandbox.box.clock import AGAIN_S, TESTS_RING_S, OutOfTime, set_alarm
-from t2g.sandbox.box.remote import Gone, type_of
+from t2g.sandbox.box.clock import REPEAT_S, TESTS_ALARM_S, OutOfTime, set_alarm
+from t2g.sandbox.box.remote import Gone, call_type
 from t2g.sandbox.box.solutions import Solution
-from t2g.sandbox.box.values import lines_of
+from t2g.sandbox.box.values import traceback_lines
 
 MAX_TESTS = 1000
 MAX_TEXT = 300  # characters of a message or a value in a result
 FILE = "tests.py"
-_OFF = "assertion cacheprovider doctest faulthandler pastebin stepwise terminal threadexception unraisableexception"
+_DISABLED_PLUGINS = (
+    "assertion cacheprovider doctest faulthandler pastebin stepwise terminal threadexception unraisableexception"
+)
 Json = dict[str, Any]
 
 
 def prepare_session() -> pytest.Session:
-    """Return a session of pytest that has everything but tests: no plug-ins of others, no cache, no configuration."""
+    """Return a pytest session without tests. It loads no external plug-in, no cache and no configuration."""
     arguments = ["-c", "/dev/null", "--rootdir=/", "--noconftest", "--capture=no"]
-    config = _prepareconfig([*arguments, *(f"-pno:{name}" for name in _OFF.split())], [])
+    config = _prepareconfig([*arguments, *(f"-pno:{name}" for name in _DISABLED_PLUGINS.split())], [])
     config._do_configure()
     session = pytest.Session.from_config(config)
     config.hook.pytest_sessionstart(session=session)
@@ -45,43 +47,50 @@ def prepare_session() -> pytest.Session:
 
 
 class _Module(pytest.Module):
-    """The tests, which have no file."""
+    """Module of the tests, which have no file."""
 
     def _getobj(self) -> types.ModuleType:
         return sys.modules["tests"]
 
 
 class Run:
-    """One run of tests against a solution; a plug-in of pytest."""
+    """One run of tests against a solution. It is a plug-in of pytest."""
 
     def __init__(self, session: pytest.Session, solution: Solution, supervisor: socket.socket, deadline: float) -> None:
-        """deadline: seconds of time.monotonic."""
+        """Prepare a run.
+
+        Args:
+            session: See `prepare_session`.
+            solution: The solution, not loaded yet.
+            supervisor: Socket to `supervisor.main`.
+            deadline: Seconds of time.monotonic.
+        """
         self._session, self._solution, self._supervisor, self._deadline = session, solution, supervisor, deadline
         self._results: list[Json] = []
-        self._running = ""  # name of what runs now
+        self._running = ""  # name of the current test or phase
         self._tests = ""
-        self._error: BaseException | None = None  # of the phase of a test that ran last
-        self._reports: list[tuple[str, BaseException | None]] = []  # (outcome, error) of the phases of this test
-        self._compared: list[tuple[str, Any, Any]] = []  # operator, left, right of this test's failed comparisons
+        self._error: BaseException | None = None  # error of the last phase of a test
+        self._reports: list[tuple[str, BaseException | None]] = []  # (outcome, error) of each phase of this test
+        self._compared: list[tuple[str, Any, Any]] = []  # (operator, left, right) of the test's failed comparisons
         util._reprcompare = lambda *compared: self._compared.append(compared)
 
     def report(self, code: str, tests: str) -> Json:
         """Return the verdict: {"reason": ..., "tests": [result, ...], "output": ...}.
 
-        Reasons: passed, failed, syntax (of the solution), bad_tests (they do not compile, or hold no test), timeout,
-        exited or killed (the solution's process, in the middle), too_much_output, left_processes (all tests passed).
-        A run that ends past the deadline is a timeout, whatever was noticed first.
+        Reasons: passed, failed, syntax (of the solution), bad_tests (not compilable, or without a test), timeout,
+        exited or killed (the solution's process ended during the run), too_much_output, and left_processes (all tests
+        passed). A run that ends past the deadline is a timeout, whatever was noticed first.
         """
         output = sys.stdout = self._solution.output
         self._tests = tests
         reason = "failed"
-        set_alarm(Run._run, self._deadline + TESTS_RING_S, AGAIN_S)
+        set_alarm(Run._run, self._deadline + TESTS_ALARM_S, REPEAT_S)
         try:
             reason = self._run(code)
-        except BaseException as error:  # noqa: BLE001 also what the solution's process raises between the tests
+        except BaseException as error:  # noqa: BLE001 also errors of the solution's process between the tests
             if not self._results or self._results[-1]["name"] != self._running:
                 self._add_result(error)
-        if output.flood:
+        if output.has_overflowed:
             reason = "too_much_output"
         elif self._is_late():
             reason = "timeout"
@@ -102,39 +111,40 @@ class Run:
         module = sys.modules["tests"] = types.ModuleType("tests")
         if not self._attempt("import of the tests", lambda: exec(compiled, module.__dict__)):  # noqa: S102
             return "failed"
-        for item, following in self._collect():
-            if len(self._results) == MAX_TESTS or self._solution.output.flood or self._is_late():
+        for item, next_item in self._collect():
+            if len(self._results) == MAX_TESTS or self._solution.output.has_overflowed or self._is_late():
                 break
-            self._run_test(item, following)
+            self._run_test(item, next_item)
         if not self._results:
             return "bad_tests"
         ran = [result for result in self._results if not result["skipped"]]
         if not ran or not all(result["passed"] for result in ran):
             return "failed"
-        self._running = "search for processes that are left"
+        self._running = "search for remaining processes"
         self._supervisor.send(b"?")
         return "passed" if self._supervisor.recv(1) == b"-" else "left_processes"
 
     def _attempt(self, name: str, call: Callable[[], Any]) -> bool:
+        """Return whether a call raises nothing; else add its error as a result of this name."""
         self._running = name
         try:
             call()
         except (OutOfTime, Gone):
             raise
-        except BaseException as error:  # noqa: BLE001 whatever it raises is its result
+        except BaseException as error:  # noqa: BLE001 any exception is the result of the phase
             self._add_result(error, skipped=isinstance(error, pytest.skip.Exception))
             return False
         return True
 
     def _compile(self) -> types.CodeType:
-        """Compile the tests as pytest does, with `type(x)` of an object of the solution as its class."""
+        """Compile the tests as pytest does, with `call_type` for each call of `type` with one argument."""
         tree = ast.parse(self._tests, FILE)
         for node in ast.walk(tree):
             match node:
                 case ast.Call(func=ast.Name(id="type"), args=[value]):
                     node.func, node.args = ast.Name("box_type", ast.Load()), [node.func, value]
         ast.fix_missing_locations(tree)
-        vars(builtins).update(box_type=type_of)
+        vars(builtins).update(box_type=call_type)
         rewrite.rewrite_asserts(tree, self._tests.encode(errors="replace"), FILE)
         return compile(tree, FILE, "exec", dont_inherit=True)
 
@@ -154,12 +164,12 @@ class Run:
             self._running = _name(report.nodeid)
             self._add_result(pytest.Collector.CollectError(str(report.longrepr)[-MAX_TEXT:]))
 
-    def _run_test(self, item: pytest.Item, following: pytest.Item | None) -> None:
+    def _run_test(self, item: pytest.Item, next_item: pytest.Item | None) -> None:
         self._running = _name(item.nodeid)
         self._reports.clear()
         self._compared.clear()
         self._solution.begin()
-        item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
+        item.ihook.pytest_runtest_protocol(item=item, nextitem=next_item)
         if self._solution.gone:
             raise Gone("the process has ended")
         errors = [error for outcome, error in self._reports if outcome == "failed"]
@@ -168,7 +178,7 @@ class Run:
         self._results[-1] |= {"lines": lines, "returned": returned}
 
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
-        """Run a coroutine, which pytest leaves to plug-ins."""
+        """Run a coroutine function, which pytest itself does not support."""
         if not inspect.iscoroutinefunction(pyfuncitem.obj):
             return None
         names = pyfuncitem._fixtureinfo.argnames
@@ -176,7 +186,7 @@ class Run:
         return True
 
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> pytest.TestReport:
-        """Report a phase of a test without pytest's text, which takes longer than most tests."""
+        """Report a phase of a test without pytest's text, which takes more time than most tests."""
         self._error = call.excinfo.value if call.excinfo else None
         skipped = isinstance(self._error, pytest.skip.Exception)
         outcome, text = ("skipped", ("", 0, "")) if skipped else ("failed" if self._error else "passed", None)
@@ -193,10 +203,11 @@ class Run:
         self._results.append(result | {"lines": [], "returned": 0} | (self._explain(error) if error else {}))
 
     def _explain(self, error: BaseException) -> Json:
+        """Return the fields of a result that describe its error."""
         if isinstance(error, SyntaxError) and error.filename == worker.FILE:
             return {"error": "SyntaxError", "message": str(error.msg)[:MAX_TEXT], "trace": [error.lineno or 1]}
-        result = {"error": type(error).__name__, "message": _text(error, str), "trace": _solution_lines(error)}
-        if not (lines := lines_of(error, FILE)):
+        result = {"error": type(error).__name__, "message": _format(error, str), "trace": _solution_lines(error)}
+        if not (lines := traceback_lines(error, FILE)):
             return result
         nodes = (node for node in ast.walk(ast.parse(self._tests)) if isinstance(node, ast.Assert))
         node = next((node for node in nodes if node.lineno <= lines[-1] <= (node.end_lineno or 0)), None)
@@ -206,11 +217,11 @@ class Run:
             operator, *values = self._compared[-1]
             compares = [part for part in ast.walk(node.test) if isinstance(part, ast.Compare)]
             part = compares[min(len(self._compared), len(compares)) - 1] if compares else None
-            if part and not _calls(part.left) and _calls(part.comparators[0]):
+            if part and not _has_call(part.left) and _has_call(part.comparators[0]):
                 values.reverse()
             if operator in ("==", "is"):
-                message = f"\n{result['message']}".partition("\nassert ")[0].strip()  # the remainder repeats it
-                result |= {"got": _text(values[0], repr), "expected": _text(values[1], repr), "message": message}
+                message = f"\n{result['message']}".partition("\nassert ")[0].strip()  # what follows repeats the values
+                result |= {"got": _format(values[0], repr), "expected": _format(values[1], repr), "message": message}
         return result
 
 
@@ -219,23 +230,24 @@ def _name(nodeid: str) -> str:
 
 
 def _solution_lines(error: BaseException) -> list[int]:
-    """Return the solution's lines in the traceback of the error, or else of the one in whose handling it was raised."""
+    """Return the solution's lines in the traceback of an error, or else of the error that it was raised from."""
     current: BaseException | None = error
     for _ in range(10):
         if current is None:
             break
-        if lines := getattr(current, "solution_lines", ()) or lines_of(current, worker.FILE):
+        if lines := getattr(current, "solution_lines", ()) or traceback_lines(current, worker.FILE):
             return list(lines)
         current = current.__cause__ or current.__context__
     return []
 
 
-def _text(value: Any, show: Callable[[Any], str]) -> str:
+def _format(value: Any, function: Callable[[Any], str]) -> str:
+    """Return `str` or `repr` of a value, or the name of its type if that raises an error."""
     try:
-        return show(value)[:MAX_TEXT]
+        return function(value)[:MAX_TEXT]
     except Exception:  # noqa: BLE001 an object of the tests or the solution
         return f"<{type(value).__name__}>"
 
 
-def _calls(node: ast.expr) -> bool:
+def _has_call(node: ast.expr) -> bool:
     return any(isinstance(child, ast.Call) for child in ast.walk(node))

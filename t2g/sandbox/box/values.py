@@ -1,8 +1,8 @@
-"""Python values as JSON and back, between two processes of which one is not trusted.
+"""Encode Python values as JSON and decode them, between two processes of which one is not trusted.
 
-Plain data (numbers, texts, containers, dates) is copied. Everything else stays where it is and is known to the
-other side by its number: there a `Remote` stands for it (t2g.sandbox.box.remote). Nothing in a message can name code
-to be run: decoding makes plain data, proxies and exceptions of the standard library, and nothing else.
+Plain data (numbers, text, containers, dates) is copied. Any other object stays in its process, and the other process
+holds a `Remote` with its number (t2g.sandbox.box.remote). A message cannot name code to run: decoding makes only plain
+data, proxies, and exceptions of the standard library.
 """
 
 import builtins
@@ -14,13 +14,13 @@ from collections.abc import Callable
 from typing import Any
 
 Json = Any
-# Containers that may change while the other side works on its copy; the changes are sent back.
+# Containers that may change while the other process works on its copy; the changes are sent back.
 MUTABLE: dict[str, type] = {
     "list": list, "dict": dict, "set": set, "bytearray": bytearray,
     "deque": deque, "OrderedDict": OrderedDict, "defaultdict": defaultdict, "Counter": Counter,
 }  # fmt: skip
 _KINDS = {kind: name for name, kind in MUTABLE.items()}
-# By the name of a type: the parts that its values are made of. Without a maker below, the type itself makes them.
+# By type name: the arguments from which the type, or its function in _MAKERS, makes an equal value.
 _PARTS: dict[str, Callable[[Any], Any]] = {
     "builtins.int": lambda v: (hex(v),),
     "builtins.bytes": lambda v: (v.hex(),),
@@ -44,44 +44,44 @@ _PARTS: dict[str, Callable[[Any], Any]] = {
     "zoneinfo.ZoneInfo": lambda v: (v.key,),
     "array.array": lambda v: (v.typecode, v.tolist()),
 }
+_BUILTIN_TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)}
 _MAKERS: dict[str, Callable[..., Any]] = {
     "builtins.int": lambda text: int(text, 16),
     "builtins.bytes": bytes.fromhex,
     "builtins.tuple": lambda *parts: parts,
     "builtins.frozenset": lambda *parts: frozenset(parts),
-    "builtins.type": lambda name: _builtin_type(name),
+    "builtins.type": _BUILTIN_TYPES.__getitem__,
     "builtins.ellipsis": lambda: ...,
     "builtins.NotImplementedType": lambda: NotImplemented,
 }
-_BIG = 2**53
+_MAX_JSON_INT = 2**53
 
 
 class Exchange:
-    """One request and its reply: mutable containers in it are numbered in the order in which both sides meet them."""
+    """Mutable containers of one request and its reply, numbered in the order in which both processes meet them."""
 
     def __init__(self) -> None:
-        self.known: list[Any] = []
-        self.numbers: dict[int, int] = {}
-        self.received: list[tuple[int, list[Any]]] = []  # (number, contents as they came)
+        self.containers: list[Any] = []
+        self.numbers: dict[int, int] = {}  # by id
+        self.received: list[tuple[int, list[Any]]] = []  # (number, contents as received)
 
     def add(self, container: Any) -> int:
-        self.known.append(container)
-        self.numbers[id(container)] = len(self.known) - 1
-        return len(self.known) - 1
+        self.containers.append(container)
+        self.numbers[id(container)] = number = len(self.containers) - 1
+        return number
 
     def changed(self) -> list[int]:
-        """Return numbers of the received containers that no longer hold the same objects in the same order."""
-        both = ((number, _flat(contents(self.known[number])), _flat(before)) for number, before in self.received)
-        return [n for n, now, before in both if list(map(id, now)) != list(map(id, before))]
+        """Return the numbers of the received containers that no longer hold the same objects in the same order."""
+        return [n for n, items in self.received if _item_ids(contents(self.containers[n])) != _item_ids(items)]
 
 
 def contents(container: Any) -> list[Any]:
-    """Return what a mutable container holds: its elements, or the (key, value) pairs of a dictionary."""
+    """Return the elements of a mutable container; (key, value) pairs of a dictionary."""
     return list(container.items()) if isinstance(container, dict) else list(container)
 
 
-def refill(container: Any, items: list[Any]) -> None:
-    """Put `items` in the place of what the container held."""
+def replace_contents(container: Any, items: list[Any]) -> None:
+    """Replace the elements of a container, or the pairs of a dictionary."""
     container.clear()
     if isinstance(container, dict):
         for key, value in items:
@@ -92,24 +92,24 @@ def refill(container: Any, items: list[Any]) -> None:
         container.extend(items)
 
 
-def _flat(items: list[Any]) -> list[Any]:
-    return [part for item in items for part in (item if type(item) is tuple else (item,))]
+def _item_ids(items: list[Any]) -> list[int]:
+    return [id(part) for item in items for part in (item if type(item) is tuple else (item,))]
 
 
 class Codec:
-    """Copies plain values. A subclass has `export` and `resolve`, which name any other object."""
+    """Encode and decode plain values. `export` and `resolve` of a subclass encode and decode any other object."""
 
     export: Callable[[Any, Exchange], Json]
     resolve: Callable[[str, Json, Exchange], Any]
 
     def encode(self, value: Any, exchange: Exchange) -> Json:
         kind = type(value)
-        if value is None or kind in (bool, str, float) or (kind is int and -_BIG < value < _BIG):
+        if value is None or kind in (bool, str, float) or (kind is int and abs(value) < _MAX_JSON_INT):
             return value
         if kind in _KINDS:
             return self._encode_mutable(_KINDS[kind], value, exchange)
         name = f"{kind.__module__}.{kind.__qualname__}"
-        if name in _PARTS and (kind is not type or getattr(builtins, value.__name__, None) is value):
+        if name in _PARTS and (kind is not type or _BUILTIN_TYPES.get(value.__name__) is value):
             return {"made": [name, [self.encode(part, exchange) for part in _PARTS[name](value)]]}
         if kind.__module__ == "numpy" and getattr(value, "shape", None) == () and type(value.item()) is not kind:
             return self.encode(value.item(), exchange)  # a scalar of numpy
@@ -126,7 +126,11 @@ class Codec:
         return [self.encode(item, exchange) for item in contents(container)]
 
     def decode(self, message: Json, exchange: Exchange) -> Any:
-        """ValueError, TypeError, KeyError or IndexError for a message that no encoder makes."""
+        """Return the value of a message.
+
+        Raises:
+            ValueError, TypeError, KeyError, IndexError: No encoder makes this message.
+        """
         if isinstance(message, list):
             raise ValueError("a bare list")
         if not isinstance(message, dict):
@@ -135,7 +139,7 @@ class Codec:
         if tag in MUTABLE:
             return self._decode_mutable(tag, message, exchange)
         if tag == "same":
-            return exchange.known[body]
+            return exchange.containers[body]
         if tag != "made":
             return self.resolve(tag, message, exchange)
         name, parts = body
@@ -150,27 +154,21 @@ class Codec:
         container = deque(maxlen=extra) if name == "deque" else MUTABLE[name]()
         if name == "defaultdict":
             container.default_factory = extra
-        number = exchange.add(container)  # before its items, which may hold it
+        number = exchange.add(container)  # before its items are decoded, which may contain it
         items = [self.decode(item, exchange) for item in message[name]]
-        refill(container, items)
+        replace_contents(container, items)
         exchange.received.append((number, items))
         return container
 
 
-def _builtin_type(name: str) -> type:
-    if not isinstance(found := getattr(builtins, name), type):
-        raise ValueError(f"{name} is no type")
-    return found
-
-
-def lines_of(error: BaseException, file: str) -> list[int]:
-    """Return the lines of that file in the error's traceback, innermost last."""
+def traceback_lines(error: BaseException, file: str) -> list[int]:
+    """Return the lines of a file in the traceback of an error, innermost last."""
     frames = traceback.walk_tb(error.__traceback__)
     return [line for frame, line in frames if frame.f_code.co_filename == file]
 
 
-def known_exception(module: str, name: str) -> type[BaseException] | None:
-    """Return an exception of the standard library that is imported already; no message can cause an import."""
+def find_stdlib_exception(module: str, name: str) -> type[BaseException] | None:
+    """Return an exception class of an imported module of the standard library; a message cannot cause an import."""
     if module.partition(".")[0] not in sys.stdlib_module_names or module not in sys.modules:
         return None
     found = getattr(sys.modules[module], name, None)

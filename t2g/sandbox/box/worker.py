@@ -1,4 +1,4 @@
-"""The process of the solution: runs its code and answers requests about its objects. Nothing here is trusted."""
+"""Process of the solution: it runs the code and handles requests about its objects. Nothing here is trusted."""
 
 import contextlib
 import copy
@@ -16,14 +16,18 @@ from t2g.sandbox.box.peer import Peer
 from t2g.sandbox.box.remote import Gone
 
 FILE = "solution.py"
-MAX_LINE_EVENTS = 20_000  # of one test; later lines are not recorded, and the code runs at full speed again
+MAX_LINE_EVENTS = 20_000  # per test; later lines are not recorded, and the code runs without tracing
 
 
 def load_module(code: str, **names: Any) -> types.ModuleType:
-    """Execute the code as the module `solution`, which has these names from the start. SyntaxError of that FILE."""
+    """Execute the code as the module `solution`, which has the given names from the start.
+
+    Raises:
+        SyntaxError: The code does not compile; any exception of the code is raised, too.
+    """
     try:
         compiled = compile(code, FILE, "exec", dont_inherit=True)
-    except (ValueError, RecursionError, MemoryError) as error:  # what it cannot parse, as null bytes
+    except (ValueError, RecursionError, MemoryError) as error:  # such as null bytes
         raise SyntaxError(str(error), (FILE, 1, 1, "")) from None
     module = sys.modules["solution"] = types.ModuleType("solution")
     module.__file__ = FILE
@@ -33,17 +37,17 @@ def load_module(code: str, **names: Any) -> types.ModuleType:
 
 
 class Tracer:
-    """Records the lines of the solution that run in a test."""
+    """Record the lines of the solution that run in a test."""
 
     def __init__(self) -> None:
         self._lines: set[int] = set()
-        self._room = 0
+        self._remaining_events = 0
         self._returned = 0  # line of the last return from the solution
 
     def begin(self) -> None:
-        """Forget the lines of the last test."""
+        """Start recording for the next test."""
         self._lines.clear()
-        self._room = MAX_LINE_EVENTS
+        self._remaining_events = MAX_LINE_EVENTS
         sys.settrace(self._enter)
 
     def lines(self) -> tuple[list[int], int]:
@@ -56,8 +60,8 @@ class Tracer:
     def _trace(self, frame: types.FrameType, event: str, argument: object) -> Any:
         if event == "line":
             self._lines.add(frame.f_lineno)
-            self._room -= 1
-            if self._room <= 0:
+            self._remaining_events -= 1
+            if self._remaining_events <= 0:
                 sys.settrace(None)
         elif event == "return":
             self._returned = frame.f_lineno
@@ -65,7 +69,7 @@ class Tracer:
 
 
 class Worker(Peer, Tracer):
-    """The solution's end. Object 0 of itself: what the tests' process may ask for before it knows another object."""
+    """The solution's end. It is its own object 0, the only object that the tests' process knows at the start."""
 
     is_solution = True
 
@@ -75,15 +79,15 @@ class Worker(Peer, Tracer):
         self._number(self)
         self._printed = sys.stdout = Output(max_output)
         self._warned: list[tuple[str, str, int]] = []
-        warnings.simplefilter("always")  # the tests' process decides what becomes of a warning
+        warnings.simplefilter("always")  # the tests' process applies its own warning filters
         warnings.showwarning = lambda message, category, file, line, *_: self._warned.append(
             (str(message), category.__name__, line)
         )
 
     def take_note(self) -> dict[str, Any]:
-        """Return what was printed and warned of since the last reply."""
+        """Return the printed text and the warnings since the last reply."""
         warned, self._warned = self._warned, []
-        return {"out": self._printed.take(), "flood": self._printed.flood, "warnings": warned}
+        return {"out": self._printed.take(), "flood": self._printed.has_overflowed, "warnings": warned}
 
     def seed(self, *args: Any, **kwargs: Any) -> None:
         random.seed(*args, **kwargs)
@@ -94,15 +98,21 @@ class Worker(Peer, Tracer):
     def deepcopy(self, value: Any) -> Any:
         return copy.deepcopy(value)
 
-    def load(self, code: str, ask: Any, deadline: float) -> tuple[types.ModuleType, list[str]]:
-        """Return the module, executed, and its public names. ask: the tests' `input`; deadline: of time.monotonic."""
+    def load(self, code: str, read_input: Any, deadline: float) -> tuple[types.ModuleType, list[str]]:
+        """Execute the code; return the module and its public names.
+
+        Args:
+            code: The solution.
+            read_input: `input` of the tests' process.
+            deadline: Deadline of the whole run, seconds of time.monotonic.
+        """
         set_alarm(Peer.perform, deadline)
-        module = load_module(code, input=lambda prompt="": ask(prompt))
+        module = load_module(code, input=lambda prompt="": read_input(prompt))
         return module, [name for name in vars(module) if not name.startswith("_")]
 
 
 def main(end: socket.socket, max_output: int) -> None:
-    """Serve until the other end is closed."""
+    """Handle requests until the tests' process closes its end, then exit."""
     with contextlib.suppress(Gone):
         Worker(end, max_output).serve()
     os._exit(0)
