@@ -20,7 +20,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 
 help:
 	@echo "make demo      the whole pipeline on the tiny world, three arms, a table and a report (ARGS=\"key=value ...\")"
-	@echo "make real      a real instruct model of 135 M on real texts: critiques, SFT, PPO from a critic's words, a table"
+	@echo "make real      a real instruct model of 135 M on real texts: critiques, SFT, PPO from a feedback function, a table"
 	@echo "make test      lint, unit tests, then the real stack: Ray, vLLM, DeepSpeed ZeRO-3"
 	@echo "make test-all  the same with the slow suites"
 	@echo "make lint      ruff and the import contracts"

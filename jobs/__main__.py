@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rest = ["--config", str(DEMO), *rest]
     sys.argv[1:] = rest
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as `python -m` does: a critic beside the config is found
+        sys.path.insert(0, os.getcwd())  # as `python -m` does: a feedback function beside the config is found
     run_module(f"jobs.{MODULES[given.job]}", run_name="__main__", alter_sys=True)  # which ends the process
     return 0
 

@@ -3,7 +3,7 @@
     python -m jobs.demo --config configs/tiny/demo.yaml
 
 The arms share stages 1 and 2, prompts, seeds and engines, and differ in one field: where the rewards are paid. The
-programmatic critic annotates and the facts measure; every sample of PPO is judged by the reward model.
+feedback function annotates and the facts measure; every sample of PPO is judged by the reward model.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Train a policy by span-level PPO.
 
     python -m jobs.train_policy --config configs/own/policy.yaml model.policy=my/model data.path=my.jsonl \
-        feedback.source=my_pkg.critics:critic
+        feedback.source=my_pkg.feedback:judge
 """
 
 import sys

@@ -56,7 +56,7 @@ class Rollout:
 class Span:
     """A stretch of a response that the critique calls good or poor."""
 
-    __pydantic_config__: ClassVar = ConfigDict(revalidate_instances="always")  # a user's critic makes spans, too
+    __pydantic_config__: ClassVar = ConfigDict(revalidate_instances="always")  # users' functions make spans, too
 
     start: int  # half-open character range of response_text
     end: int

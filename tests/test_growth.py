@@ -8,7 +8,7 @@ import pytest
 
 from t2g.feedback.parse import find_sentence
 from t2g.feedback.rewards import compute_step_ids
-from t2g.tasks import code_critic, human_eval
+from t2g.tasks import code_feedback, human_eval
 from t2g.tasks.base import Task
 from t2g.tasks.code import _imported_names, extract_code
 from t2g.tasks.tiny import revision, world
@@ -22,12 +22,12 @@ def steps(text: str) -> None:
 
 
 def program(text: str) -> None:
-    for pattern in (human_eval._IMPORT, human_eval._FUNCTION, code_critic._CONDITION, code_critic._OTHERWISE):
+    for pattern in (human_eval._IMPORT, human_eval._FUNCTION, code_feedback._CONDITION, code_feedback._OTHERWISE):
         list(pattern.finditer(text))
 
 
 def drastic(text: str) -> None:
-    for pattern in code_critic._DRASTIC.values():
+    for pattern in code_feedback._DRASTIC.values():
         pattern.search(text)
 
 

@@ -33,7 +33,7 @@ def job(
                 "samples_per_prompt": samples_per_prompt,
                 "max_staleness": max_staleness,
             },
-            "feedback": {"source": "pkg:critic", "noise": noise},
+            "feedback": {"source": "pkg:judge", "noise": noise},
             "objective": {"kl_coef": 0.01, **objective},
             "learner": {"minibatches_per_epoch": 2},
             "eval": {"every": 3},

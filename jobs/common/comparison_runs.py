@@ -1,7 +1,7 @@
 """The runs of a comparison, made where they are not there yet; then its figures, from what the runs wrote.
 
-Reward models are arms as well: one for each style that the methods ask for, over seeds. All learn from the
-responses of the demo's stages, judged by the tiny world's critic, and are measured on the same held-out ones; a seed
+Reward models are arms as well: one for each style that the methods ask for, over seeds. All learn from the responses of
+the demo's stages, judged by the tiny world's feedback function, and are measured on the same held-out ones; a seed
 decides the initial weights and the order of the records. The figures are described in `t2g.study.reward_eval`, of
 policies in `t2g.study.comparison` and `t2g.study.targeting`.
 """
@@ -265,9 +265,9 @@ def write_dense(job: RewardJob, sparse: RewardJob) -> None:
 
 
 def relabelled(record: AnnotatedRecord, style: StyleConfig) -> AnnotatedRecord:
-    """The same response with critique and quotes of the tiny world's critic in another style."""
-    critic = TinyTask().critic(style=style, sandbox=SandboxConfig())
-    answer = critic(record.prompt, record.response, payload=record.payload)
+    """The same response with critique and quotes of the tiny world's feedback function in another style."""
+    judge = TinyTask().make_feedback_function(style=style, sandbox=SandboxConfig())
+    answer = judge(record.prompt, record.response, payload=record.payload)
     feedback = read_judgement(answer, record.response, source=record.source, version=record.version)
     return make_annotated_record(record.to_prompt(), record.response, feedback, sample_index=record.sample_index)
 

@@ -65,7 +65,7 @@ AnyJob = TypeVar("AnyJob", bound=PolicyJob)
 ENGINE = "feedback.engine"
 STAGE_FILE = "stage.json"
 REVISER_EPOCHS = 5.0
-CRITIC = "t2g.tasks.tiny.task:critic"
+FEEDBACK_FUNCTION = "t2g.tasks.tiny.task:feedback_function"
 WORLD, BASE, ANNOTATED, REWARD, REVISER = "world", "base", "annotated", "reward", "reviser"
 
 
@@ -101,7 +101,7 @@ def annotate_job(demo: DemoJob) -> AnnotateJob:
         model=base_model(demo),
         data=DataConfig(path=str(demo.run.folder / WORLD / "train.jsonl"), limit=demo.annotate),
         rollout=with_overrides(demo.rollout, {"samples_per_prompt": 1}),
-        annotate=AnnotateConfig(source=CRITIC, responses="policy", planted=demo.planted),
+        annotate=AnnotateConfig(source=FEEDBACK_FUNCTION, responses="policy", planted=demo.planted),
     )
 
 

@@ -1,1 +1,1 @@
-"""What `t2g init` writes into a new folder: a critic, prompts, a config and a README. The user's own from then on."""
+"""Files that `t2g init` copies into a new folder: a feedback function, prompts, a config and a README."""

@@ -146,7 +146,7 @@ def loop_job(bench: Bench, changes: Mapping[str, Any] | None = None) -> PolicyJo
             "model": {"policy": str(bench.models.fixed)},
             "data": {"path": "none"},
             "num_steps": MOST_STEPS,
-            "feedback": {"source": "pkg:critic"},
+            "feedback": {"source": "pkg:judge"},
             "rollout": config.rollout,
             "learner": config.learner,
             "checkpoint": {"every": MOST_STEPS},

@@ -59,8 +59,14 @@ def make_quote(response_text: str, span: Span) -> Quote:
 
 
 def parse_piece(item: Any, label: Literal[-1, 1]) -> Quote | Span:
-    """What a critic may give for a piece of the response: "text", (text, occurrence), a Quote or its JSON, a half-open
-    range (start, end) of the response's characters, or a Span of this label. ValueError for anything else.
+    """Return the quote or span that a feedback function gives for a piece of the response.
+
+    Args:
+        item: "text", (text, occurrence), a Quote or its JSON, a half-open range (start, end) of the response's
+            characters, or a Span of this label.
+
+    Raises:
+        ValueError: It is anything else.
     """
     match item:
         case Span() if item.label == label:

@@ -3,7 +3,7 @@
     {"prompt_id": "7", "prompt": "I bought a phone ...", "response": "about a laptop.", "critique": "The thing is ...",
      "good": [], "poor": ["laptop"],
      "spans": [{"start": 8, "end": 14, "label": -1, "severity": 1, "critique_range": null}],
-     "status": "ok", "reason": "", "source": "program", "version": "my_pkg.critics:critic", "execution": {},
+     "status": "ok", "reason": "", "source": "program", "version": "my_pkg.feedback:judge", "execution": {},
      "agreement": null, "num_quotes": 1, "num_located": 1, "task": "prompts", "sample_index": 0,
      "payload": {"facts": {"thing": "phone"}}}
 

@@ -1,6 +1,6 @@
 """Stage 1: which responses want feedback, what was said of them, and what is left to ask.
 
-Written against the seams of `t2g.interfaces`: whether the critic is a program, a person or a model is the source's
+Written against the seams of `t2g.interfaces`: whether the feedback source is a program, a person or a model is its own
 business. Files, signals and engines are the job's.
 """
 

@@ -15,7 +15,7 @@ from t2g.text.tokenizer import Message
 from t2g.types import Prompt
 
 Record = Mapping[str, Any]  # one row of a data file, columns already mapped
-Critic = Callable[..., Any]  # (prompt_text, response_text, *, payload) -> a judgement of t2g.feedback.parse
+FeedbackFunction = Callable[..., Any]  # (prompt_text, response_text, *, payload) -> a judgement of t2g.feedback.parse
 SPARSE = StyleConfig()  # the default style
 
 _SEVERE = '{"quote": "...", "severity": 3}'
@@ -93,7 +93,7 @@ class Task:
         return next((str(record[field]) for field in ID_FIELDS if record.get(field) is not None), None)
 
     def payload(self, record: Record) -> dict[str, Any]:
-        """What else critic and measure may look at: all fields but the ids and the input."""
+        """What else feedback function and measure may look at: all fields but the ids and the input."""
         return {key: value for key, value in record.items() if key not in (*ID_FIELDS, *self.input_fields)}
 
     def response(self, record: Record) -> str | None:
@@ -127,7 +127,7 @@ class Task:
         """What the record says of its own response, for `notes`."""
         return None
 
-    def critic(self, *, style: StyleConfig, sandbox: SandboxConfig) -> Critic | None:
+    def make_feedback_function(self, *, style: StyleConfig, sandbox: SandboxConfig) -> FeedbackFunction | None:
         """The task's own program that criticises a response, if it has one."""
         return None
 

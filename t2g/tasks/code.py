@@ -13,7 +13,7 @@ from typing import Any
 from t2g.config import StyleConfig
 from t2g.errors import RunStopped
 from t2g.sandbox import Outcome, SandboxConfig, SandboxFailed, choose_mode, run_solution
-from t2g.tasks.base import Critic, Record, Review, Task, optional_text, text_field
+from t2g.tasks.base import FeedbackFunction, Record, Review, Task, optional_text, text_field
 from t2g.tasks.references import NEITHER, with_mode
 from t2g.text.tokenizer import Message
 from t2g.types import Prompt
@@ -89,11 +89,11 @@ class CodeTask(Task):
     def own_notes(self, payload: Mapping[str, Any]) -> str | None:
         return _render_log(payload.get("log"))
 
-    def critic(self, *, style: StyleConfig, sandbox: SandboxConfig) -> Critic:
+    def make_feedback_function(self, *, style: StyleConfig, sandbox: SandboxConfig) -> FeedbackFunction:
         """Runs the tests of payload["test"] on the response, in a sandbox."""
-        from t2g.tasks.code_critic import make_critic
+        from t2g.tasks.code_feedback import make_feedback_function
 
-        return make_critic(sandbox, style, self.run)
+        return make_feedback_function(sandbox, style, self.run)
 
     def can_measure(self, prompt: Prompt) -> bool:
         return isinstance(tests := prompt.payload.get("test"), str) and bool(tests.strip())

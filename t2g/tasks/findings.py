@@ -1,7 +1,7 @@
-"""Findings of studies, summed up by a real small model (`make real`): the task, and a measure that no critic sees.
+"""The task of `make real`: summaries of research findings, and a measure that the feedback function does not use.
 
-The critic (`findings_critic`) quotes the names, numbers and dates that a summary invents. Here the same fault is
-measured by another definition, and beside it what a policy could do instead of telling the truth: say less, or copy.
+The feedback function (`findings_feedback`) quotes the names, numbers and dates that a summary invents. Here the same
+fault is measured by another definition. Two further metrics show evasion: shorter summaries, and copied text.
 """
 
 import re

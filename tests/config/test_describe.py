@@ -24,7 +24,7 @@ from t2g.config.describe import max_microbatches
 
 MODEL = ModelConfig(policy="base")
 DATA = DataConfig(path="a.jsonl")
-PROGRAM = FeedbackConfig(source="critics:critic")
+PROGRAM = FeedbackConfig(source="my_feedback:judge")
 RUN = RunConfig(root="/data", name="one")
 ROLLOUT = RolloutConfig(prompts_per_step=12, samples_per_prompt=2, max_model_len=500, workers=2, cpus=1, memory_gib=2)
 LEARNER = LearnerConfig(num_epochs=4, minibatches_per_epoch=3, tokens_per_microbatch=1100, workers=2, gpus=1)
@@ -53,7 +53,7 @@ def test_policy() -> None:
         "each of at most 2 microbatches of 1100 tokens on each of 2 ranks",
         "weights: by store, into engines of float32",
         "run: 50 steps, 1,200 samples in all",
-        "feedback: critics:critic",
+        "feedback: my_feedback:judge",
         "evaluation: none, there is no eval_data",
         "rollout: 2 actors, each 1 CPU, 0 GPU, 1 thread, about 2 GiB",
         "learner: 2 actors, each 0.5 CPU, 1 GPU, 1 thread, about 1.5 GiB",
@@ -92,10 +92,10 @@ def test_supervised_jobs() -> None:
 
 
 def test_annotate() -> None:
-    annotate = AnnotateConfig(source="critics:critic", responses="policy")
+    annotate = AnnotateConfig(source="my_feedback:judge", responses="policy")
     text = AnnotateJob(model=MODEL, data=DATA, annotate=annotate, rollout=ROLLOUT).describe()
     assert text.startswith("2 responses to each prompt of a.jsonl, temperature 1, at most 128 new tokens each\n")
-    assert "feedback: critics:critic; records of 10% of the prompts are held out" in text
+    assert "feedback: my_feedback:judge; records of 10% of the prompts are held out" in text
     assert "rollout: 2 actors" in text
 
 

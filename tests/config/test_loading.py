@@ -34,7 +34,7 @@ model: {policy: base}
 data:
   path: prompts.jsonl
 feedback:
-  source: "critics:critic"
+  source: "my_feedback:judge"
 rollout:
   temperature: 0.6
 """

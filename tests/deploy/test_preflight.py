@@ -19,8 +19,8 @@ from t2g.errors import UserError
 
 GIB = 2**30
 ROOMY = {"CPU": 8, "GPU": 0, "memory": 64 * GIB}
-CRITICS = """
-def critic(prompt, response): return "", [], []
+FUNCTIONS = """
+def judge(prompt, response): return "", [], []
 def with_payload(prompt, response, payload): return "", [], []
 def of_one(response): return "", [], []
 def of_three(prompt, response, style): return "", [], []
@@ -38,12 +38,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _critics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    (tmp_path / "preflight_critics.py").write_text(CRITICS)
+def _functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "preflight_functions.py").write_text(FUNCTIONS)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)  # a user's own files may lie in the repository's folder
     yield
-    sys.modules.pop("preflight_critics", None)
+    sys.modules.pop("preflight_functions", None)
 
 
 @pytest.fixture
@@ -54,12 +54,12 @@ def data(tmp_path: Path) -> str:
 
 
 def policy(model: Path | str, data: str, /, **sections: Any) -> PolicyJob:
-    given = {"model": {"policy": str(model)}, "data": {"path": data}, "feedback": critic("critic")}
+    given = {"model": {"policy": str(model)}, "data": {"path": data}, "feedback": function("judge")}
     return PolicyJob.model_validate(given | sections)
 
 
-def critic(name: str) -> dict[str, str]:
-    return {"source": f"preflight_critics:{name}"}
+def function(name: str) -> dict[str, str]:
+    return {"source": f"preflight_functions:{name}"}
 
 
 def all_of(found: Findings) -> list[str]:
@@ -67,19 +67,28 @@ def all_of(found: Findings) -> list[str]:
 
 
 def test_a_run_that_can_start(model: Path, data: str) -> None:
-    for name in ("critic", "with_payload"):
-        assert all_of(preflight(policy(model, data, feedback=critic(name)), ROOMY)) == []
+    for name in ("judge", "with_payload"):
+        assert all_of(preflight(policy(model, data, feedback=function(name)), ROOMY)) == []
 
 
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"feedback": critic("of_one")}, "preflight_critics:of_one cannot be called with (prompt_text, response_text)"),
-        ({"feedback": critic("of_three")}, "but is of_three(prompt, response, style)"),
-        ({"feedback": critic("not_yet")}, "preflight_critics:not_yet is an async function; it needs to be a plain one"),
-        ({"feedback": critic("caller")}, "preflight_critics:caller is an async function; it needs to be a plain one"),
-        ({"feedback": critic("table")}, "is a dict; it needs to be a function"),
-        ({"feedback": critic("nobody")}, "has no attribute 'nobody'"),
+        (
+            {"feedback": function("of_one")},
+            "preflight_functions:of_one cannot be called with (prompt_text, response_text)",
+        ),
+        ({"feedback": function("of_three")}, "but is of_three(prompt, response, style)"),
+        (
+            {"feedback": function("not_yet")},
+            "preflight_functions:not_yet is an async function; it needs to be a plain one",
+        ),
+        (
+            {"feedback": function("caller")},
+            "preflight_functions:caller is an async function; it needs to be a plain one",
+        ),
+        ({"feedback": function("table")}, "is a dict; it needs to be a function"),
+        ({"feedback": function("nobody")}, "has no attribute 'nobody'"),
         ({"feedback": {"source": "program"}}, "task prompts has no program of its own"),
         ({"task": "summarisation"}, "task='summarisation' is none of"),
         ({"rollout": {"max_model_len": 4096}}, "rollout.max_model_len=4096, and "),
@@ -100,7 +109,7 @@ def test_what_no_machine_can_run(model: Path, data: str, sections: dict[str, Any
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"feedback": {"source": "nowhere_at_all.critics:critic"}}, "No module named 'nowhere_at_all'"),
+        ({"feedback": {"source": "nowhere_at_all.feedback:judge"}}, "No module named 'nowhere_at_all'"),
         ({"task": "nowhere_at_all:Task"}, "No module named 'nowhere_at_all'"),
         ({"data": {"path": "my.jsonl"}}, "data.path=my.jsonl: there is no such file"),
         ({"eval_data": {"path": "/no/held.parquet"}}, "eval_data.path=/no/held.parquet: there is no such file"),
@@ -166,18 +175,18 @@ def test_an_unknown_data_set_is_requested_once(
 
 
 def test_all_faults_are_reported_together(tmp_path: Path) -> None:
-    job = policy(tmp_path / "no", "no.jsonl", feedback=critic("of_one"), task="nothing")
+    job = policy(tmp_path / "no", "no.jsonl", feedback=function("of_one"), task="nothing")
     found = preflight(job, {"CPU": 0.5, "GPU": 0, "memory": 64 * GIB})
     assert [words.partition(":")[0] for words in found.missing] == [
         "this machine is too small", f"model.policy={tmp_path / 'no'}", "data.path=no.jsonl",
     ]  # fmt: skip
-    assert len(found.wrong) == 1, "a task that is unknown has no critic"
+    assert len(found.wrong) == 1, "a task that is unknown has no feedback function"
 
 
 def test_a_module_that_ends_the_process_while_it_is_imported(model: Path, data: str, tmp_path: Path) -> None:
-    (tmp_path / "ending_critics.py").write_text("raise SystemExit(0)")
-    (sentence,) = preflight(policy(model, data, feedback={"source": "ending_critics:critic"}), None).wrong
-    assert sentence == "feedback.source=ending_critics:critic cannot be imported: SystemExit: 0"
+    (tmp_path / "ending_functions.py").write_text("raise SystemExit(0)")
+    (sentence,) = preflight(policy(model, data, feedback={"source": "ending_functions:judge"}), None).wrong
+    assert sentence == "feedback.source=ending_functions:judge cannot be imported: SystemExit: 0"
 
 
 def write_records(path: Path, *records: dict[str, Any]) -> str:
@@ -205,7 +214,7 @@ def test_all_records_are_read_before_a_start(model: Path, data: str, tmp_path: P
 
 def test_wrong_records_are_reported_with_a_missing_model_and_an_async_function(tmp_path: Path) -> None:
     path = write_records(tmp_path / "wrong.jsonl", {"prompt": "Why?"}, {"text": "b"})
-    job = policy("/no/model", path, feedback=critic("not_yet"))
+    job = policy("/no/model", path, feedback=function("not_yet"))
     found = preflight(job, ROOMY)
     assert read_inputs(found, job, lengths) is None
     assert found.missing == ["model.policy=/no/model: there is no folder of that name"]
@@ -257,7 +266,7 @@ def test_other_jobs_name_other_models(model: Path, data: str) -> None:
     }
     for key, job in jobs.items():
         assert preflight(job, None).missing == [f"{key}=/no/model: there is no folder of that name"]
-    given = AnnotateJob.model_validate({**at, "model": none, "annotate": {"source": "preflight_critics:of_one"}})
+    given = AnnotateJob.model_validate({**at, "model": none, "annotate": {"source": "preflight_functions:of_one"}})
     assert "of_one" in preflight(given, None).wrong[0]
 
 

@@ -248,7 +248,7 @@ def test_guided_decoding_without_a_critique_writes_none() -> None:
     assert not grammar_accepts('{"critique": "c", "good": ["a"], "poor": []}', style=BARE)
 
 
-def test_pieces_that_a_critic_may_give() -> None:
+def test_pieces_that_a_feedback_function_may_give() -> None:
     assert parse_piece("a", 1) == Quote(quote="a")
     assert parse_piece(("a", 2), 1) == Quote(quote="a", occurrence=2)
     assert parse_piece({"quote": "a", "severity": 3}, 1) == Quote(quote="a", severity=3)

@@ -20,7 +20,7 @@ from t2g.tasks.prompts_only import PromptsTask
 MAX_GAP = 2e-4  # nats, float32, between the engine on the export and transformers on the same folder
 
 
-def critic(prompt: str, response: str) -> tuple[str, list[str], list[str]]:
+def judge(prompt: str, response: str) -> tuple[str, list[str], list[str]]:
     """The first letter is good and the last one poor, each in half of the responses: equal ones would move nothing."""
     letters = response.strip()
     good = letters[:1] if letters and ord(letters[0]) % 2 else ""
@@ -44,7 +44,7 @@ def job(folder: Path, learner: dict[str, Any]) -> PolicyJob:
             "data": {"path": str(folder / "prompts.jsonl")},
             "num_steps": 1,
             "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_model_len": 96, "max_new_tokens": 12},
-            "feedback": {"source": f"{__name__}:critic"},
+            "feedback": {"source": f"{__name__}:judge"},
             "learner": {"policy": {"lr": 1e-3}, "num_epochs": 1, **learner},
             "log": {"tensorboard": False},
         }

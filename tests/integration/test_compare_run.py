@@ -1,4 +1,4 @@
-"""jobs.compare on the real stack with a user's own model, data and critic: stopped in between, gone on, read again."""
+"""jobs.compare on the real stack with a user's model, data and feedback function: stopped, resumed, read again."""
 
 import json
 import os
@@ -13,8 +13,8 @@ from models import random_model
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 800
-CRITIC = """\
-def critic(prompt, response):
+FUNCTION = """\
+def judge(prompt, response):
     letters = "aeiou"
     good = [(c, 1) for c in letters if c in response]
     poor = [(c, 1) for c in "xyz" if c in response]
@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
     random_model(tmp_path / "policy", "llama", seed=1)
     prompts = [{"prompt": f"Say what is wrong. It always hums, {i} times."} for i in range(8)]
     (tmp_path / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in prompts))
-    (tmp_path / "vowels.py").write_text(CRITIC)
+    (tmp_path / "vowels.py").write_text(FUNCTION)
     return tmp_path
 
 
@@ -36,7 +36,7 @@ def start(folder: Path, *overrides: str) -> "subprocess.Popen[bytes]":
     environ |= {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": f"{folder}:{environ.get('PYTHONPATH', '')}"}
     values = [
         f"run.root={folder / 'runs'}", f"model.policy={folder / 'policy'}", f"data.path={folder / 'prompts.jsonl'}",
-        f"eval_data={{path: {folder / 'prompts.jsonl'}, limit: 4}}", "feedback.source=vowels:critic", "task=prompts",
+        f"eval_data={{path: {folder / 'prompts.jsonl'}, limit: 4}}", "feedback.source=vowels:judge", "task=prompts",
         "artifacts=null", "num_steps=2", "eval.every=1", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=2",
         "rollout.max_new_tokens=24", "compare.methods=[sft, scalar, grpo]", "compare.seeds=[1]",
         "compare.lr_grid=[1.0e-3]", "compare.reference_prompts=4", *overrides,

@@ -44,7 +44,7 @@ time.sleep(5)  # longer than Ray waits for a stopped job by default
 Path(__file__).with_name("left").touch()
 print("left a checkpoint", flush=True)
 """
-CRITIC = "def critic(prompt, response):\n    return 'the first letter is fine', [(response[:1], 1)], []\n"
+FUNCTION = "def judge(prompt, response):\n    return 'the first letter is fine', [(response[:1], 1)], []\n"
 # What a run without a reward model and without held-out prompts must show on the metrics port.
 SHOWN = {
     "ray_t2g_step", "ray_t2g_samples", "ray_t2g_reward_token_mean", "ray_t2g_kl_nats", "ray_t2g_entropy_nats",
@@ -72,17 +72,18 @@ def strangers(head: Head) -> Iterator[dict[str, str]]:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A working directory of its own with our code and a critic."""
+    """A working directory of its own with our code and a feedback function."""
     for package in ("t2g", "actors", "jobs", "configs"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "critics.py").write_text(CRITIC)
+    (tmp_path / "my_feedback.py").write_text(FUNCTION)
     return tmp_path
 
 
 def submission(root: Path, **values: object) -> list[str]:
     """Words of a submit of the run `own`, without --address."""
     values = {
-        "run.root": root, "run.name": "own", "data.path": root / "prompts.jsonl", "feedback.source": "critics:critic",
+        "run.root": root, "run.name": "own", "data.path": root / "prompts.jsonl",
+        "feedback.source": "my_feedback:judge",
         "model.policy": root / "policy", "eval_data": "null", "rollout.prompts_per_step": 4,
         "rollout.samples_per_prompt": 2, "rollout.max_model_len": 128, "rollout.max_new_tokens": 16,
         "rollout.workers": "{min: 1, max: 2}", "checkpoint.every": 1000, **values,

@@ -101,7 +101,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
 ]
 REFUSED_ON_RAY: list[tuple[dict[str, object], str]] = [
     ({"learner.workers": 400}, "CPUs needed"),
-    ({"feedback.source": "no.such:critic"}, "feedback.source=no.such:critic cannot be imported"),
+    ({"feedback.source": "no.such:judge"}, "feedback.source=no.such:judge cannot be imported"),
 ]
 
 

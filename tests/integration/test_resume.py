@@ -18,8 +18,8 @@ MARK = "T2G_TEST_RUN"  # in the environment of everything that a driver starts
 COMPARED = ("policy/", "critic/", "reward/", "tokens/", "response/", "feedback/", "importance/", "gap/", "eval/")
 TOLERANCE = 1e-6
 
-CRITIC = """
-def critic(prompt, response):
+FUNCTION = """
+def judge(prompt, response):
     letters = [c for c in response if c.isascii() and c.isalpha()]
     good = [c for c in letters if c.lower() in "aeiou"]
     return "vowels are good", good[:2], [c for c in letters if c not in good][:2]
@@ -52,7 +52,7 @@ def lines(run: Path) -> list[dict[str, float]]:
 @pytest.mark.slow  # five starts of a whole run; tests/test_restarts.py has the same on fakes
 def test_a_run_killed_three_times_has_the_numbers_of_one_that_was_not(tmp_path: Path) -> None:
     folder, log = make_folder(tmp_path), tmp_path / "log.txt"
-    (folder / "vowels.py").write_text(CRITIC)
+    (folder / "vowels.py").write_text(FUNCTION)
     mark = f"{os.getpid()}-{tmp_path.name}"
     environ = {MARK: mark, "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
 
@@ -61,7 +61,7 @@ def test_a_run_killed_three_times_has_the_numbers_of_one_that_was_not(tmp_path: 
             folder,
             **{
                 "run.name": name,
-                "feedback.source": "vowels:critic",
+                "feedback.source": "vowels:judge",
                 "num_steps": NUM_STEPS,
                 "checkpoint.every": 2,
                 "learner.policy.lr": 0.001,

@@ -41,14 +41,14 @@ def scale(root: Path, number: int) -> None:
 @pytest.mark.slow
 def test_workers_join_and_leave_a_running_job(tmp_path: Path) -> None:
     random_model(tmp_path / "policy", "llama", seed=1)
-    (tmp_path / "critics.py").write_text(
-        "def critic(prompt, response):\n    return 'the first letter is fine', [(response[:1], 1)], []\n"
+    (tmp_path / "my_feedback.py").write_text(
+        "def judge(prompt, response):\n    return 'the first letter is fine', [(response[:1], 1)], []\n"
     )
     prompts = [{"prompt": f"Say what is wrong, {i}."} for i in range(12)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     run, log = tmp_path / "runs" / "own", tmp_path / "log.txt"
     overrides = {
-        "feedback.source": "critics:critic", "feedback.engine": "{}", "eval_data": "null", "num_steps": NUM_STEPS,
+        "feedback.source": "my_feedback:judge", "feedback.engine": "{}", "eval_data": "null", "num_steps": NUM_STEPS,
         "rollout.workers": "{min: 1, max: 3}", "learner.workers": 1, "checkpoint.every": 50,
     }  # fmt: skip
     process = start(command(tmp_path, **overrides), log, PYTHONPATH=str(tmp_path))

@@ -45,11 +45,11 @@ NUM_SAMPLES = 2 * NUM_PROMPTS
 
 
 class FakeFleets:
-    """One policy and one critic, which may do `before_judging` each time."""
+    """One policy and one feedback source, which may do `before_judging` each time."""
 
     def __init__(self, config: AnnotateJob, before_judging: Callable[[Prompt], None] = lambda prompt: None) -> None:
         self.config = config
-        self.critic = FakeFeedback()
+        self.source = FakeFeedback()
         self.before_judging = before_judging
         self.num_judged = 0
 
@@ -62,7 +62,7 @@ class FakeFleets:
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
         self.before_judging(prompt)
         self.num_judged += 1
-        return await self.critic.judge(prompt, response_text)
+        return await self.source.judge(prompt, response_text)
 
 
 def job(folder: Path, **annotate: Any) -> AnnotateJob:
@@ -72,7 +72,7 @@ def job(folder: Path, **annotate: Any) -> AnnotateJob:
             "model": {"policy": str(folder / "model")},
             "data": {"path": str(folder / "data.jsonl")},
             "rollout": {"samples_per_prompt": 2, "max_new_tokens": 8, "max_model_len": 128},
-            "annotate": {"source": "my.critics:critic", "max_failed_share": 0.25, "heldout_share": 0.3} | annotate,
+            "annotate": {"source": "my.feedback:judge", "max_failed_share": 0.25, "heldout_share": 0.3} | annotate,
         }
     )
 
@@ -197,14 +197,14 @@ def test_half_a_file_is_not_taken_for_a_whole_one(given: AnnotateJob) -> None:
 def test_failed_feedback_is_in_the_file_and_requested_again(given: AnnotateJob) -> None:
     folder = given.run.folder
     fleets = FakeFleets(given)
-    fleets.critic.failing = lambda prompt: int(prompt.prompt_id[1:]) < 8  # 40 %
+    fleets.source.failing = lambda prompt: int(prompt.prompt_id[1:]) < 8  # 40 %
     with pytest.raises(RunStopped, match=r"40% of 20 responses .* allows 25%(?s:.*)20 records: 12 ok, 8 failed"):
         annotate_data(given, fleets)
     assert [row["status"] for row in read(folder / ANNOTATED_FILE)] == ["failed"] * 8 + ["ok"] * 12
     assert len(read(folder / JOURNAL_FILE)) == 12 and not (folder / DONE_FILE).exists()
 
     again = FakeFleets(given)
-    again.critic.failing = lambda prompt: prompt.prompt_id == "p0"
+    again.source.failing = lambda prompt: prompt.prompt_id == "p0"
     metrics = annotate_data(given, again)
     assert again.num_judged == 8
     assert (metrics["failed"], metrics["ok"], metrics["failed_share"]) == (1, 19, pytest.approx(1 / 20))
@@ -274,10 +274,10 @@ def test_another_config_is_refused_by_the_names_of_its_keys(sampled: AnnotateJob
 
 def test_a_config_without_answers_can_change(given: AnnotateJob) -> None:
     fleets = FakeFleets(given)
-    fleets.critic.failing = lambda prompt: True
+    fleets.source.failing = lambda prompt: True
     with pytest.raises(RunStopped, match="100% of 20 responses"):
         annotate_data(given, fleets)
-    other = with_options(given, source="my.critics:better")
+    other = with_options(given, source="my.feedback:better")
     assert annotate_data(other, FakeFleets(given))["ok"] == 20
 
 

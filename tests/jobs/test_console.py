@@ -11,7 +11,7 @@ import pytest
 
 from configs import shipped
 from jobs import __main__ as console
-from jobs.starter.critics import critic
+from jobs.starter.feedback import judge
 from t2g.config import PolicyJob, loading
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,9 +55,9 @@ def test_a_new_folder_has_all_that_a_run_reads_and_a_full_one_is_left_alone(
 ) -> None:
     folder = tmp_path / "mine"
     assert console.main(["init", str(folder)]) == 0
-    assert {file.name for file in folder.iterdir()} == {"README.md", "critics.py", "policy.yaml", "prompts.jsonl"}
+    assert {file.name for file in folder.iterdir()} == {"README.md", "feedback.py", "policy.yaml", "prompts.jsonl"}
     config = loading.load(PolicyJob, folder / "policy.yaml", environ={}, cwd=folder)
-    assert config.data.path == str(folder / "prompts.jsonl") and config.feedback.source == "critics:critic"
+    assert config.data.path == str(folder / "prompts.jsonl") and config.feedback.source == "feedback:judge"
     prompts = [json.loads(line)["prompt"] for line in (folder / "prompts.jsonl").read_text().splitlines()]
     assert len(set(prompts)) == len(prompts) >= config.rollout.prompts_per_step
     (folder / "policy.yaml").write_text("mine")
@@ -65,13 +65,13 @@ def test_a_new_folder_has_all_that_a_run_reads_and_a_full_one_is_left_alone(
     assert "is not empty" in capsys.readouterr().err and (folder / "policy.yaml").read_text() == "mine"
 
 
-def test_the_first_critic_blames_what_says_nothing_and_what_was_said() -> None:
+def test_the_starter_function_blames_what_says_nothing_and_what_was_said() -> None:
     text = "It is very old. It hums. It hums."
-    critique, good, poor = critic("Why?", text)
+    critique, good, poor = judge("Why?", text)
     assert [text[start:end] for start, end in poor] == ["very", " It hums."]
     assert [text[start:end] for start, end in good] == ["It is very old.", " It hums."]
     assert "'very', 'It hums.'" in critique
-    assert critic("Why?", " ")[1:] == ([], [])
+    assert judge("Why?", " ")[1:] == ([], [])
 
 
 def test_the_wheel_holds_configs_and_starts_the_demo_from_an_empty_folder(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_the_wheel_holds_configs_and_starts_the_demo_from_an_empty_folder(tmp_pa
         names = set(package.namelist())
         package.extractall(site)
     configs = {str(file.relative_to(ROOT)) for file in shipped()}
-    starter = {f"jobs/starter/{name}" for name in ("critics.py", "policy.yaml", "prompts.jsonl", "README.md")}
+    starter = {f"jobs/starter/{name}" for name in ("feedback.py", "policy.yaml", "prompts.jsonl", "README.md")}
     assert configs | starter | {"t2g/report/page.html", "t2g/marking/mark.js", "t2g/deploy/kuberay.yaml.j2"} <= names
     code = f"import sys; sys.path.insert(0, {str(site)!r}); from jobs.__main__ import main; main(['demo', '--dry-run'])"
     command = [sys.executable, "-I", "-c", code]

@@ -107,14 +107,14 @@ def test_check_fails_on_what_cannot_run_and_tells_it_from_what_is_elsewhere(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "check_critics.py").write_text("def critic(response): ...\n")
+    (tmp_path / "check_functions.py").write_text("def judge(response): ...\n")
     base = ["check", "--config", "configs/slf5k/policy.yaml", "data.path=/mnt/t2g/x.json", "model.policy=./no"]
     assert command(*base, "feedback={source: program}") == 1
     assert "problem: task summarization has no program of its own" in capsys.readouterr().out
-    assert command(*base, "feedback={source: 'check_critics:critic'}") == 1
-    assert "problem: feedback.source=check_critics:critic cannot be called with" in capsys.readouterr().out
-    assert command(*base, "feedback={source: 'nowhere_at_all:critic'}") == 0, "another machine may have it"
-    assert "not here: feedback.source=nowhere_at_all:critic cannot be imported" in capsys.readouterr().out
+    assert command(*base, "feedback={source: 'check_functions:judge'}") == 1
+    assert "problem: feedback.source=check_functions:judge cannot be called with" in capsys.readouterr().out
+    assert command(*base, "feedback={source: 'nowhere_at_all:judge'}") == 0, "another machine may have it"
+    assert "not here: feedback.source=nowhere_at_all:judge cannot be imported" in capsys.readouterr().out
     sft = ["check", "--stage", "sft", "--config", "configs/own/sft.yaml", "sft={gpus: 1, workers: 1}", "--gpu", "24"]
     assert command(*sft, "model.policy=Qwen/Qwen2.5-1.5B-Instruct", "data.path=/mnt/t2g/x.jsonl") == 1
     said = capsys.readouterr().out

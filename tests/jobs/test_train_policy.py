@@ -33,7 +33,7 @@ def summary_of(folder: Path, lines: list[dict[str, float]]) -> tuple[PolicyJob, 
     job = PolicyJob.model_validate(
         {
             "run": {"name": "own", "root": str(folder)}, "model": {"policy": "m"}, "task": "summarization",
-            "data": {"path": "d.jsonl"}, "feedback": {"source": "my_pkg.critics:critic"}, "num_steps": 10,
+            "data": {"path": "d.jsonl"}, "feedback": {"source": "my_pkg.feedback:judge"}, "num_steps": 10,
             "eval": {"every": 5},
         }
     )  # fmt: skip
@@ -50,9 +50,9 @@ def test_a_smoke_run_says_what_the_whole_run_takes(tmp_path: Path) -> None:
     assert smoke_words(job, summary) == ("smoke run done: 2.0 samples/s, 4.0 s a step; 10 steps will take about 55 s")
 
 
-def test_a_smoke_run_of_a_critic_that_quotes_nothing_says_so(tmp_path: Path) -> None:
+def test_a_smoke_run_of_a_function_that_quotes_nothing_says_so(tmp_path: Path) -> None:
     job, summary = summary_of(tmp_path, LINES)
-    sentence = "no token of these responses was labelled: feedback.source=my_pkg.critics:critic quoted nothing"
+    sentence = "no token of these responses was labelled: feedback.source=my_pkg.feedback:judge quoted nothing"
     assert sentence in smoke_words(job, summary)
 
 

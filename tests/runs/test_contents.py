@@ -70,12 +70,12 @@ def test_a_function_is_its_file_and_every_file_of_its_package(
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     package = f"pkg_of_{tmp_path.name}"
-    function = "def critic(prompt, response): ...\n"
-    write(tmp_path / f"{package}_alone.py", f"from {package}.inner.critics import critic\n")
-    write(tmp_path / package / "inner" / "critics.py", function)
+    function = "def judge(prompt, response): ...\n"
+    write(tmp_path / f"{package}_alone.py", f"from {package}.inner.my_feedback import judge\n")
+    write(tmp_path / package / "inner" / "my_feedback.py", function)
     if not is_namespace:
         write(tmp_path / package / "__init__.py", "")
-    names = f"{package}.inner.critics:critic", f"{package}_alone:critic"
+    names = f"{package}.inner.my_feedback:judge", f"{package}_alone:judge"
     before = [source_hash(name) for name in names]
     assert all(before) and len(set(before)) == 2
 
@@ -90,16 +90,18 @@ def test_a_function_is_its_file_and_every_file_of_its_package(
     assert [source_hash(name) for name in names] == before
 
 
-@pytest.mark.parametrize("name", ["t2g.tasks.tiny.task:critic", "time:sleep", "no_such_module:critic", "json:none"])
+@pytest.mark.parametrize(
+    "name", ["t2g.tasks.tiny.task:feedback_function", "time:sleep", "no_such_module:judge", "json:none"]
+)
 def test_what_has_no_source_of_a_users_own_has_no_hash(name: str) -> None:
     assert source_hash(name) == ""
 
 
 def test_a_module_that_cannot_be_imported_has_no_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
-    write(tmp_path / "broken_critic.py", "raise RuntimeError('no')\n")
-    assert source_hash("broken_critic:critic") == ""
-    assert "broken_critic" not in sys.modules
+    write(tmp_path / "broken_function.py", "raise RuntimeError('no')\n")
+    assert source_hash("broken_function:judge") == ""
+    assert "broken_function" not in sys.modules
     assert source_hash("json:dumps") != ""
 
 

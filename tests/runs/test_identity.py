@@ -21,11 +21,11 @@ from t2g.runs.identity import (
     save_identity,
 )
 
-CRITIC = "def critic(prompt, response):\n    return 'fine', [], []\n"
+FUNCTION = "def judge(prompt, response):\n    return 'fine', [], []\n"
 
 
 def job(**changed: Any) -> PolicyJob:
-    base = {"model": {"policy": "m"}, "data": {"path": "d.jsonl"}, "num_steps": 3, "feedback": {"source": "pkg:critic"}}
+    base = {"model": {"policy": "m"}, "data": {"path": "d.jsonl"}, "num_steps": 3, "feedback": {"source": "pkg:judge"}}
     return PolicyJob.model_validate(base | changed)
 
 
@@ -40,7 +40,7 @@ class Made:
         (root / "train.jsonl").write_text('{"prompt": "a", "tests": "assert 1"}\n')
         (root / "heldout.jsonl").write_text('{"prompt": "b"}\n')
         (root / "human.jsonl").write_text('{"prompt": "a", "response": "b", "critique": "c", "good": []}\n')
-        (root / f"{module}.py").write_text(CRITIC)
+        (root / f"{module}.py").write_text(FUNCTION)
 
     def job(self, *accept: str, **changed: Any) -> PolicyJob:
         return job(
@@ -48,7 +48,7 @@ class Made:
             model={"policy": str(self.root / "model")},
             data={"path": str(self.root / "train.jsonl")},
             eval_data={"path": str(self.root / "heldout.jsonl")},
-            feedback={"source": f"{self.module}:critic", "human_file": str(self.root / "human.jsonl")},
+            feedback={"source": f"{self.module}:judge", "human_file": str(self.root / "human.jsonl")},
             **changed,
         )
 
@@ -72,7 +72,7 @@ class Made:
 
 @pytest.fixture
 def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
-    made = Made(tmp_path / "here", f"critic_of_{tmp_path.name}")
+    made = Made(tmp_path / "here", f"function_of_{tmp_path.name}")
     monkeypatch.syspath_prepend(str(made.root))
     return made
 
@@ -158,11 +158,11 @@ def test_a_name_on_a_hub_stays_a_name_and_so_does_a_model_of_a_server() -> None:
 
 
 def test_an_annotation_compares_its_data_record_by_record(made: Made) -> None:
-    config = {"data": {"path": str(made.root / "train.jsonl")}, "annotate": {"source": f"{made.module}:critic"}}
+    config = {"data": {"path": str(made.root / "train.jsonl")}, "annotate": {"source": f"{made.module}:judge"}}
     before = Identity.from_config(AnnotateJob.model_validate(config))
     made.write("train.jsonl", "other")
     assert Identity.from_config(AnnotateJob.model_validate(config)) == before
-    made.write(f"{made.module}.py", CRITIC + "\n")
+    made.write(f"{made.module}.py", FUNCTION + "\n")
     after = Identity.from_config(AnnotateJob.model_validate(config))
     assert before.contents.keys() == after.contents.keys() == {"annotate.source"}
     assert before.contents != after.contents

@@ -64,7 +64,7 @@ def job(**changes: Any) -> PolicyJob:
         "model": {"policy": "m"},
         "data": {"path": "d.jsonl"},
         "eval_data": {"path": "e.jsonl"},
-        "feedback": {"source": "my.critics:critic"},
+        "feedback": {"source": "my.feedback:judge"},
         "num_steps": 10,
         "rollout": {"prompts_per_step": 64, "samples_per_prompt": 2, "max_model_len": 128, "max_new_tokens": 48},
         "learner": {"num_epochs": 2, "minibatches_per_epoch": 2},
@@ -178,7 +178,7 @@ def test_imitation_has_the_learners_settings() -> None:
 
 
 def test_the_reviser_has_room_for_the_critique() -> None:
-    with_engine = {"source": "my.critics:critic", "engine": {"max_model_len": 384, "max_new_tokens": 256}}
+    with_engine = {"source": "my.feedback:judge", "engine": {"max_model_len": 384, "max_new_tokens": 256}}
     assert revising_rollout(job(feedback=with_engine)).max_model_len == 512
 
 

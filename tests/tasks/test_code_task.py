@@ -113,14 +113,14 @@ def test_a_sandbox_that_did_not_start_is_no_score(monkeypatch: pytest.MonkeyPatc
     def fail(*args: object) -> None:
         raise SandboxFailed("a sandbox did not start within 60 s")
 
-    critic = TASK.critic(style=StyleConfig(), sandbox=SandboxConfig())
+    judge = TASK.make_feedback_function(style=StyleConfig(), sandbox=SandboxConfig())
     monkeypatch.setattr(code, "run_solution", fail)
     monkeypatch.setattr(code, "choose_mode", fail)
     record = prompt(test="def test():\n    pass\n", solution="x = 1\n")
     for call in (
         lambda: TASK.measure(record, "x = 1\n", sandbox=SandboxConfig()),
         lambda: TASK.reference_mode(record, sandbox=SandboxConfig()),
-        lambda: critic("question", "x = 1\n", payload=record.payload),
+        lambda: judge("question", "x = 1\n", payload=record.payload),
     ):
         with pytest.raises(RunStopped, match="a sandbox did not start within 60 s; the same command resumes"):
             call()

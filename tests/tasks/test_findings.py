@@ -1,4 +1,4 @@
-"""The critic of inventions, and the measure that it has no part in: on texts whose details were counted by hand."""
+"""The feedback function that quotes inventions, and the independent measure, on texts with details counted by hand."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import pytest
 from t2g.sandbox import SandboxConfig
 from t2g.tasks.base import get_task
 from t2g.tasks.findings import faithfulness
-from t2g.tasks.findings_critic import critic
+from t2g.tasks.findings_feedback import feedback_function
 from t2g.types import Prompt
 
 TEXT = "Title: does zinc help?\nIn Uganda, 1,250 of 2,000 patients of the WHO study improved by 12.5% in March 2019."
@@ -25,7 +25,7 @@ INVENTED = [  # what stands in no text, and how severe it is
 
 
 def quoted(response: str) -> list[tuple[str, int]]:
-    _, good, poor = critic(TEXT, response)
+    _, good, poor = feedback_function(TEXT, response)
     assert all(span.label == 1 for span in good) and all(span.label == -1 for span in poor)
     return [(response[span.start : span.end], span.severity) for span in poor]
 
@@ -43,11 +43,11 @@ def test_what_the_text_does_not_say_is_found_by_both(summary: str, inventions: l
 
 
 def test_the_critique_says_of_each_quote_what_is_wrong_where_the_span_says() -> None:
-    critique, good, poor = critic(TEXT, "Zinc helped 300 in Uganda, in Uganda.")
+    critique, good, poor = feedback_function(TEXT, "Zinc helped 300 in Uganda, in Uganda.")
     assert critique == "300: the text has no such number. Uganda: so says the text."
     assert [critique[slice(*span.critique_range)] for span in (*poor, *good)] == [critique[:33], critique[34:]]
     assert [(span.start, span.end) for span in good] == [(19, 25)]  # said again it earns nothing
-    assert critic(TEXT, "it helps")[1:] == ([], [])
+    assert feedback_function(TEXT, "it helps")[1:] == ([], [])
 
 
 def test_faithfulness_by_hand() -> None:

@@ -39,7 +39,7 @@ def test_the_reference_decides_the_mode_and_a_wrong_one_is_left_out(
         "plain": "separate", "patched": "together", "bare": None,
     }  # fmt: skip
     assert "1 of 4 reference solutions do not pass their tests" in caplog.text and "record wrong" in caplog.text
-    judge = TASK.critic(style=StyleConfig(), sandbox=LIMITS)
+    judge = TASK.make_feedback_function(style=StyleConfig(), sandbox=LIMITS)
     outcome = judge("p", PRINTED, payload=kept[1].payload)["execution"]
     assert (outcome["passed"], outcome["mode"]) == (True, "together")
     assert TASK.measure(kept[1], PRINTED, sandbox=LIMITS) == {"passed": 1.0}
@@ -69,7 +69,7 @@ def test_a_machine_that_cannot_isolate_is_an_error_of_the_user(monkeypatch: pyte
 
 def test_a_record_that_names_a_mode_cannot_overrule_the_config() -> None:
     separate = LIMITS.model_copy(update={"tests": "separate"})
-    judged = TASK.critic(style=StyleConfig(), sandbox=separate)(
+    judged = TASK.make_feedback_function(style=StyleConfig(), sandbox=separate)(
         "p", PRINTED, payload=prompt("patched", tests_mode="together").payload
     )
     assert judged["execution"]["mode"] == "separate" and not judged["execution"]["passed"]

@@ -16,7 +16,7 @@ from t2g.sandbox import SandboxConfig
 from t2g.tasks.base import get_task
 from t2g.tasks.tiny import world
 from t2g.tasks.tiny.assets import build_tokenizer
-from t2g.tasks.tiny.task import critic
+from t2g.tasks.tiny.task import feedback_function
 from t2g.types import Prompt
 
 PUBLISHED = Path(__file__).parents[1] / "data" / "slf5k.json"
@@ -180,5 +180,5 @@ def test_the_tiny_world_walks_the_same_path() -> None:
     asked = prompt(row["post"], **task.payload(row))
     assert task.measure(asked, row["ideal_human_summary"], sandbox=SANDBOX)["fact_f1"] == 1.0  # type: ignore[index]
     assert task.score_name in task.measure(asked, "", sandbox=SANDBOX)  # type: ignore[operator]
-    judged = critic(row["post"], row["ideal_human_summary"], payload=asked.payload)
+    judged = feedback_function(row["post"], row["ideal_human_summary"], payload=asked.payload)
     assert len(judged.good) == len(row["facts"]) == 5

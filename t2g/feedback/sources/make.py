@@ -18,7 +18,7 @@ def make_local_source(
     """The source that `config.source` names; every one but those of engines of our own.
 
     aligner: who finds the spans of human critiques that have none, where engines of ours do. folder: of the run, where
-    critic.log keeps what a function raises. UserError for a source that cannot be used.
+    feedback.log keeps what a function raises. UserError for a source that cannot be used.
     """
     match config.source:
         case "llm":
@@ -31,10 +31,10 @@ def make_local_source(
             human.check_alignment()
             return human
         case "program":
-            critic = task.critic(style=config.style, sandbox=config.sandbox)
-            if critic is None:
+            function = task.make_feedback_function(style=config.style, sandbox=config.sandbox)
+            if function is None:
                 raise UserError(f"task {task.name} has no program of its own; name one as pkg.mod:function")
-            return ProgramFeedback(critic, timeout_s=config.timeout_s, parallel=config.concurrency)
+            return ProgramFeedback(function, timeout_s=config.timeout_s, parallel=config.concurrency)
     assert config.source != "reward_model", "the reward model is served by actors.engines.reward"
-    log = folder / "critic.log" if folder else None
+    log = folder / "feedback.log" if folder else None
     return ProgramFeedback(config.source, timeout_s=config.timeout_s, log=log)

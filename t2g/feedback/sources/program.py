@@ -1,4 +1,4 @@
-"""Feedback from a program: a task's own critic, or a function of the user's that is called without being trusted."""
+"""Feedback from a program: a task's own function, or a function of the user's that is called without being trusted."""
 
 import asyncio
 import importlib
@@ -13,7 +13,7 @@ from t2g.errors import MissingLocally, RunStopped, UserError
 from t2g.feedback.parse import make_failed_feedback, read_judgement
 from t2g.feedback.sources.chat_client import FailureLog, PerLoop
 from t2g.interfaces import FeedbackSource
-from t2g.tasks.base import Critic
+from t2g.tasks.base import FeedbackFunction
 from t2g.types import Prompt, SpanFeedback
 
 MAX_TIMEOUTS = 3  # in a row
@@ -21,25 +21,33 @@ MAX_WORDS = 300  # of a reason
 
 
 class ProgramFeedback(FeedbackSource):
-    """A critic from prompt text and response to (critique, good pieces, poor pieces), or a dict with those keys and
-    perhaps an execution; for pieces see `t2g.feedback.parse.parse_piece`.
+    """The judgements of a feedback function.
 
-    critic: the function, or its import path. Called as `critic(prompt_text, response_text)`, and with `payload=` too
-    where it has a parameter of that name. `parallel` calls run at a time: 1 for a function that may keep state. A call
-    that got no answer in `timeout_s` is left behind in its thread, and the next runs beside it. After MAX_TIMEOUTS of
-    those in a row the run is stopped. What the critic raises is a failed judgement with a reason.
+    The function maps prompt text and response to (critique, good pieces, poor pieces), or to a dict with those keys and
+    optionally `execution`; for pieces see `t2g.feedback.parse.parse_piece`. An exception is failed feedback with a
+    reason. A call that exceeds `timeout_s` keeps its thread, and the next call runs beside it.
     """
 
     name = "program"
 
     def __init__(
-        self, critic: Critic | str, *, timeout_s: float = 120, parallel: int = 1, log: Path | None = None
+        self, function: FeedbackFunction | str, *, timeout_s: float = 120, parallel: int = 1, log: Path | None = None
     ) -> None:
-        """log: a file for the first traceback of each kind; its folder may be there or not."""
-        self._critic = load_function(critic) if isinstance(critic, str) else critic
-        self._path = critic if isinstance(critic, str) else _path_of(critic)
+        """Load the function.
+
+        Args:
+            function: The function or its import path. It is called as `function(prompt_text, response_text)`, with
+                `payload=` where it has such a parameter.
+            parallel: Concurrent calls; 1 for a function that may keep state.
+            log: File for the first traceback of each kind; its folder is created if needed.
+
+        Raises:
+            UserError: As `load_function`.
+        """
+        self._function = load_function(function) if isinstance(function, str) else function
+        self._path = function if isinstance(function, str) else _path_of(function)
         self._timeout_s = timeout_s
-        self._wants_payload = _wants_payload(self._critic)
+        self._wants_payload = _wants_payload(self._function)
         self._failures, self._log, self._kinds = FailureLog(), log, set[str]()
         self._num_timeouts = 0  # since the last answer
         self._turn = PerLoop(lambda: asyncio.Semaphore(parallel))
@@ -61,15 +69,15 @@ class ProgramFeedback(FeedbackSource):
         return feedback
 
     def _answer(self, prompt: Prompt, response_text: str) -> SpanFeedback:
-        """Raises nothing. All of the critic's code runs here, that of its iterators and representations as well."""
+        """Raises nothing. All of the function's code runs here, that of its iterators and representations as well."""
         keywords = {"payload": prompt.payload} if self._wants_payload else {}
         try:
-            answer = self._critic(prompt.prompt_text, response_text, **keywords)
+            answer = self._function(prompt.prompt_text, response_text, **keywords)
             try:
                 return read_judgement(answer, response_text, source=self.name, version=self._path)
             except ValueError as error:
                 return self._failed(f"returned rubbish: {_whole(str(error))}")
-        except BaseException as error:  # noqa: BLE001 a critic that calls sys.exit must not end the run either
+        except BaseException as error:  # noqa: BLE001 a function that calls sys.exit must not end the run either
             words = traceback.format_exception_only(error)[-1].strip()  # an error's own __str__ may raise, too
             return self._failed(f"raised {_whole(words)}{self._noted(error)}")
 
@@ -88,17 +96,19 @@ class ProgramFeedback(FeedbackSource):
         return f" (traceback in {self._log})"
 
     def _failed(self, sentence: str) -> SpanFeedback:
-        return make_failed_feedback("failed", source=self.name, version=self._path, reason=f"the critic {sentence}")
+        return make_failed_feedback(
+            "failed", source=self.name, version=self._path, reason=f"the feedback function {sentence}"
+        )
 
     def _refuse_hung(self) -> None:
         if self._num_timeouts >= MAX_TIMEOUTS:
             raise RunStopped(
-                f"critic {self._path} gave no answer {MAX_TIMEOUTS} times in a row, in {self._timeout_s:g} s each; "
-                "mend the critic, or raise feedback.timeout_s"
+                f"feedback function {self._path} gave no answer {MAX_TIMEOUTS} times in a row, in {self._timeout_s:g} "
+                "s each; correct the function, or raise feedback.timeout_s"
             )
 
 
-def load_function(import_path: str) -> Critic:
+def load_function(import_path: str) -> FeedbackFunction:
     """The function at `pkg.mod:function`. UserError when there is none, or it cannot be imported or called."""
     module_name, _, attribute = import_path.partition(":")
     try:
@@ -120,7 +130,7 @@ def load_function(import_path: str) -> Critic:
     return function
 
 
-def _wants_payload(function: Critic) -> bool:
+def _wants_payload(function: FeedbackFunction) -> bool:
     parameters = inspect.signature(function).parameters.values()
     return any(p.name == "payload" or p.kind is p.VAR_KEYWORD for p in parameters)
 
@@ -130,10 +140,10 @@ def _whole(words: str) -> str:
     return words if len(words) <= MAX_WORDS else f"{words[:MAX_WORDS].rpartition(' ')[0] or words[:MAX_WORDS]} …"
 
 
-def _path_of(critic: Critic) -> str:
-    """Where a function comes from; of one that a function makes, that function: `t2g.tasks.code_critic:make_critic`."""
-    name = getattr(critic, "__qualname__", type(critic).__qualname__)
-    return f"{getattr(critic, '__module__', '?')}:{name.partition('.<locals>')[0]}"
+def _path_of(function: FeedbackFunction) -> str:
+    """Return where a function comes from; for a closure the function that made it."""
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{getattr(function, '__module__', '?')}:{name.partition('.<locals>')[0]}"
 
 
 async def _in_thread(timeout_s: float, call: Callable[[], SpanFeedback]) -> SpanFeedback:
@@ -143,5 +153,5 @@ async def _in_thread(timeout_s: float, call: Callable[[], SpanFeedback]) -> Span
     """
     result: Future[SpanFeedback] = Future()
     result.set_running_or_notify_cancel()  # else the thread of a call left behind could not set it
-    threading.Thread(target=lambda: result.set_result(call()), name="critic", daemon=True).start()
+    threading.Thread(target=lambda: result.set_result(call()), name="feedback function", daemon=True).start()
     return await asyncio.wait_for(asyncio.wrap_future(result), timeout_s)

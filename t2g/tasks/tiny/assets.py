@@ -1,8 +1,8 @@
 """Tokenizers and random-weight models for the tiny world: ordinary Hugging Face folders, made in a second.
 
-Both tokenizers are byte-level BPE, and different: the reward model's also learns the critic's phrases and JSON. Merges
-are learnt inside phrases and values, never across two of them, so that one phrase is about one token and sequences stay
-short. torch and transformers are imported inside the functions only.
+Both tokenizers are byte-level BPE, and different: the reward model's also learns the phrases of critiques and JSON.
+Merges are learnt inside phrases and values, never across two of them, so that one phrase is about one token and
+sequences stay short. torch and transformers are imported inside the functions only.
 """
 
 from collections.abc import Iterable

@@ -1,6 +1,6 @@
 """The tiny world of code: rules in words, programs of a few branches with planted faults, and the tests that decide.
 
-Records are KodCode's, so that the critic of the code task and its sandbox take them as they are.
+Records are KodCode's, so that the feedback function of the code task and its sandbox take them as they are.
 
     question  red: add 2; blue: times 3; teal: minus 4.
     program   def f(k, n):

@@ -18,12 +18,12 @@ DROPPED = 0.3  # share of a critique's sentences that an example leaves out
 
 
 def sentences(critique: str) -> list[str]:
-    """The critic's sentences: no value or clause has a full stop in it."""
+    """The critique's sentences: no value or clause has a full stop in it."""
     return re.split(r"(?<=\.) ", critique) if critique else []
 
 
 def corrected(facts: Facts, response: str, critique: str) -> str:
-    """`response` as the sentences of `critique` that the critic would say of it have it; nothing else changes.
+    """Return `response`, corrected where `critique` holds the sentence that feedback gives for the clause.
 
     A clause that is said to be wrong states the fact, one said to be invented or repeated is dropped, and so is one
     that then says again what stands before it. A fact said to be missing is added before the first clause about a later

@@ -8,7 +8,7 @@ import numpy as np
 
 from t2g.config import StyleConfig
 from t2g.sandbox import Outcome, SandboxConfig
-from t2g.tasks.base import SPARSE, Critic, Record, text_field
+from t2g.tasks.base import SPARSE, FeedbackFunction, Record, text_field
 from t2g.tasks.code import CodeTask
 from t2g.tasks.summarization import SummarizationTask
 from t2g.tasks.tiny import world
@@ -38,9 +38,9 @@ class TinyTask(SummarizationTask):
         asked = f"{instruction}{prompt.prompt_text[:input_limit]}{world.FEEDBACK_SUMMARY_HEADER}"
         return [{"role": "user", "content": asked + response_text}]
 
-    def critic(self, *, style: StyleConfig, sandbox: SandboxConfig) -> Critic:
+    def make_feedback_function(self, *, style: StyleConfig, sandbox: SandboxConfig) -> FeedbackFunction:
         """Reads the payload's facts; nothing runs that would need a sandbox."""
-        return partial(critic, dense=style.labels == "dense")
+        return partial(feedback_function, dense=style.labels == "dense")
 
     def revise_messages(
         self, prompt: Prompt, response_text: str, critique: str, input_limit: int | None = None
@@ -63,13 +63,15 @@ class TinyTask(SummarizationTask):
         return world.measure(prompt.payload["facts"], response_text) if self.can_measure(prompt) else None
 
 
-def critic(prompt_text: str, response_text: str, *, payload: Mapping[str, Any], dense: bool = False) -> world.Judgement:
-    """The tiny world's programmatic critic (`world.critic`), which needs the facts in the payload."""
-    return world.critic(payload["facts"], response_text, dense=dense)
+def feedback_function(
+    prompt_text: str, response_text: str, *, payload: Mapping[str, Any], dense: bool = False
+) -> world.Judgement:
+    """The tiny world's feedback function (`world.judge_summary`), which needs the facts in the payload."""
+    return world.judge_summary(payload["facts"], response_text, dense=dense)
 
 
 class TinyCodeTask(CodeTask):
-    """Truth by execution: critic and critique are those of the task code."""
+    """Truth by execution: feedback function and critique are those of the task code."""
 
     name = "tiny_code"
     instruction = "Write f. "

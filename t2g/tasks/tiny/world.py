@@ -1,4 +1,4 @@
-"""The built-in tiny world: posts that state K facts, summaries with planted faults, a critic and a measure.
+"""The built-in tiny world: posts that state K facts, summaries with planted faults, a feedback function and a measure.
 
 What it is: a task small enough to be learnt from random weights in minutes on two cores, written in the SLF5K
 record format, so that it walks the path that real data walks. What it is not: a benchmark.
@@ -12,7 +12,7 @@ record format, so that it walks the path that real data walks. What it is not: a
 
 K is 5, or what `world.num_facts` says, up to 20: the first K slots. A record's `facts` tell which.
 
-The critic sees the facts and serves annotation only; the measure sees the facts and nothing of the critic's words.
+The feedback function sees the facts and serves annotation only; the measure sees the facts and nothing of the critique.
 """
 
 import hashlib
@@ -76,7 +76,7 @@ Facts = Mapping[str, str]
 
 
 class Judgement(NamedTuple):
-    """What the critic says of one response."""
+    """What the feedback function says of one response."""
 
     critique: str
     good: list[Span]
@@ -93,7 +93,7 @@ class Clause(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """The critic's verdict of one clause, and the sentence that says it."""
+    """The feedback function's verdict of one clause, and the sentence that says it."""
 
     clause: Clause
     verdict: str  # right, wrong, repeated or invented
@@ -164,7 +164,7 @@ def write_summary(facts: Facts, rates: WorldConfig, rng: np.random.Generator) ->
     return ", ".join(clauses) + "."
 
 
-# ------------------------------------------------------------------------------------------------------ critic, measure
+# ---------------------------------------------------------------------------------------------------- feedback, measure
 _SLOT_OF_LEAD = {lead: slot for slot, lead in CLAUSE_LEADS.items()}
 _CLAUSE = re.compile(r"[^,.;\n]+")
 
@@ -193,7 +193,7 @@ def split_clauses(response: str, num_facts: int = 5) -> list[Clause]:
 
 
 def findings(facts: Facts, response: str) -> list[Finding]:
-    """The verdict on each clause, in order, and how the critic says it. KeyError where the facts lack a slot."""
+    """The verdict on each clause, in order, and how the critique says it. KeyError where the facts lack a slot."""
     if missing := set(first_slots(len(facts))) - set(facts):
         raise KeyError(min(missing))
     found = []
@@ -211,7 +211,7 @@ def findings(facts: Facts, response: str) -> list[Finding]:
     return found
 
 
-def critic(facts: Facts, response: str, *, dense: bool = False) -> Judgement:
+def judge_summary(facts: Facts, response: str, *, dense: bool = False) -> Judgement:
     """Critique of any response in English, evidence before verdict, with its good and poor spans.
 
     A clause that states a fact: its value is good when it is right and new, poor when it is wrong or was already stated
@@ -277,7 +277,7 @@ def make_records(*, count: int, heldout: bool, rates: WorldConfig, seed: int) ->
             "tldr_human_reference_summary": reference,
             "ideal_human_summary": ideal_summary(facts),
             "generated_summary_for_feedback": generated,
-            "feedback": critic(facts, generated).critique,
+            "feedback": judge_summary(facts, generated).critique,
             "facts": facts,
         }
 

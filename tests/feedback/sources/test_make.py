@@ -38,7 +38,7 @@ def test_which_model_has_a_part_in_the_feedback(fields: dict[str, Any], model: s
 
 def test_programs() -> None:
     own = make_local_source(FeedbackConfig(source="program"), get_task("code"))
-    named = make_local_source(FeedbackConfig(source="t2g.tasks.tiny.task:critic"), get_task("prompts"))
+    named = make_local_source(FeedbackConfig(source="t2g.tasks.tiny.task:feedback_function"), get_task("prompts"))
     assert isinstance(own, ProgramFeedback) and isinstance(named, ProgramFeedback)
     with pytest.raises(UserError, match=r"task prompts has no program of its own; name one as pkg\.mod:function"):
         make_local_source(FeedbackConfig(source="program"), get_task("prompts"))

@@ -1,4 +1,4 @@
-"""A user's critic in the loop: what it returns, what it may break, and what it cannot."""
+"""A user's feedback function in the loop: what it returns, what it may break, and what it cannot."""
 
 import asyncio
 import itertools
@@ -24,7 +24,7 @@ from t2g.types import Prompt, Span, SpanFeedback
 PROMPT = Prompt(
     prompt_id="7", prompt_ids=np.zeros(0, np.int32), prompt_text="Hi?", task="prompts", payload={"fact": "phone"}
 )
-RUNNING: list[int] = []  # how many critics ran at once, seen by each
+RUNNING: list[int] = []  # how many functions ran at once, seen by each
 
 
 def plain(prompt: str, response: str) -> tuple[str, list[str], list[tuple[str, int]]]:
@@ -137,10 +137,10 @@ def test_a_function_instead_of_its_path() -> None:
 
 
 def made(word: str) -> Any:
-    def critic(prompt: str, response: str, *, payload: dict[str, Any]) -> Any:
+    def feedback_function(prompt: str, response: str, *, payload: dict[str, Any]) -> Any:
         return word, [payload["fact"]], []
 
-    return critic
+    return feedback_function
 
 
 def test_a_function_that_a_function_made_is_known_by_its_maker() -> None:
@@ -164,24 +164,27 @@ def test_an_empty_response() -> None:
         ("number_as_quote", "returned rubbish: 5 is no quote"),
     ],
 )
-def test_a_critic_that_misbehaves_is_failed_and_said_once(
+def test_a_function_that_misbehaves_is_failed_and_said_once(
     name: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    critic = source(name)
+    program = source(name)
     with caplog.at_level(logging.WARNING):
-        first, second = judge(critic), judge(critic)
+        first, second = judge(program), judge(program)
     assert first.status == second.status == "failed"
-    assert first.reason.startswith("the critic ") and reason in first.reason
+    assert first.reason.startswith("the feedback function ") and reason in first.reason
     assert len(caplog.messages) == 1
     assert reason in caplog.messages[0]
     assert "prompt 7" in caplog.messages[0]
 
 
 @pytest.mark.parametrize("name", ["hanging", "quotes_that_hang"])
-def test_a_critic_that_hangs_is_failed_within_its_time(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_function_that_hangs_is_failed_within_its_time(name: str, caplog: pytest.LogCaptureFixture) -> None:
     started = time.monotonic()
     failed = judge(source(name, timeout_s=0.05))
-    assert (failed.status, failed.reason) == ("failed", "the critic gave no answer within feedback.timeout_s=0.05")
+    assert (failed.status, failed.reason) == (
+        "failed",
+        "the feedback function gave no answer within feedback.timeout_s=0.05",
+    )
     assert time.monotonic() - started < 2
     assert "timeout_s=0.05" in caplog.messages[0]
 
@@ -192,45 +195,45 @@ def test_quotes_without_end_are_cut() -> None:
 
 
 def test_the_third_hang_in_a_row_stops_the_run() -> None:
-    critic = source("hanging", timeout_s=0.05)
+    program = source("hanging", timeout_s=0.05)
 
     async def step() -> None:
-        await asyncio.gather(*(critic.judge(PROMPT, "x") for _ in range(64)))
+        await asyncio.gather(*(program.judge(PROMPT, "x") for _ in range(64)))
 
     started = time.monotonic()
     with pytest.raises(RunStopped, match=r"test_program:hanging gave no answer 3 times in a row, in 0\.05 s each"):
         asyncio.run(step())
     assert time.monotonic() - started < 2  # and not 64 x .05 s
     with pytest.raises(RunStopped):  # nor is it asked again
-        judge(critic)
+        judge(program)
 
 
 def test_hangs_that_are_not_in_a_row_do_not_stop_the_run() -> None:
-    critic = source("hanging_on_demand", timeout_s=0.05)
-    statuses = [judge(critic, response).status for response in ("hang", "hang", "x", "hang", "hang", "x")]
+    program = source("hanging_on_demand", timeout_s=0.05)
+    statuses = [judge(program, response).status for response in ("hang", "hang", "x", "hang", "hang", "x")]
     assert statuses == ["failed", "failed", "empty"] * 2
 
 
 def test_calls_come_one_at_a_time_and_their_time_counts_from_their_turn() -> None:
-    critic = source("slow", timeout_s=0.5)
+    program = source("slow", timeout_s=0.5)
 
     async def many() -> list[SpanFeedback]:
-        return await asyncio.gather(*(critic.judge(PROMPT, "x") for _ in range(40)))  # 0.8 s in all
+        return await asyncio.gather(*(program.judge(PROMPT, "x") for _ in range(40)))  # 0.8 s in all
 
     answers = asyncio.run(many())
     assert {answer.critique for answer in answers} == {"1"}
     assert {answer.critique for answer in asyncio.run(many())} == {"1"}  # in another loop too
 
 
-def test_a_task_s_own_critic_may_run_in_parallel() -> None:
+def test_a_task_s_own_function_may_run_in_parallel() -> None:
     meeting = threading.Barrier(3)
 
-    def critic(prompt: str, response: str) -> Any:
+    def feedback_function(prompt: str, response: str) -> Any:
         meeting.wait(5)  # answers only when three are inside
         return "met", [], []
 
     async def many() -> list[SpanFeedback]:
-        parallel = ProgramFeedback(critic, timeout_s=10, parallel=3)
+        parallel = ProgramFeedback(feedback_function, timeout_s=10, parallel=3)
         return await asyncio.gather(*(parallel.judge(PROMPT, "x") for _ in range(6)))
 
     assert [feedback.critique for feedback in asyncio.run(many())] == ["met"] * 6
@@ -250,11 +253,11 @@ def test_an_import_path_that_does_not_resolve(path: str, reason: str) -> None:
 
 
 def test_a_module_that_breaks_while_it_is_imported(tmp_path: Path) -> None:
-    (tmp_path / "broken_critic_module.py").write_text("1 / 0\n")
+    (tmp_path / "broken_function_module.py").write_text("1 / 0\n")
     sys.path.insert(0, str(tmp_path))
     try:
         with pytest.raises(UserError, match="ZeroDivisionError"):
-            ProgramFeedback("broken_critic_module:f")
+            ProgramFeedback("broken_function_module:f")
     finally:
         sys.path.remove(str(tmp_path))
 
@@ -265,12 +268,12 @@ def test_the_factory_makes_it() -> None:
 
 
 def test_the_traceback_of_each_kind_of_error_lies_in_the_run_folder(tmp_path: Path) -> None:
-    def critic(prompt: str, response: str) -> None:
+    def feedback_function(prompt: str, response: str) -> None:
         raise KeyError("word " * 200) if response == "key" else ZeroDivisionError("by nothing")
 
-    source = ProgramFeedback(critic, log=tmp_path / "run" / "critic.log")
+    source = ProgramFeedback(feedback_function, log=tmp_path / "run" / "feedback.log")
     reasons = [asyncio.run(source.judge(PROMPT, text)).reason for text in ("key", "zero", "zero")]
-    kept = (tmp_path / "run" / "critic.log").read_text()
+    kept = (tmp_path / "run" / "feedback.log").read_text()
     assert kept.count("ZeroDivisionError: by nothing") == 1 and kept.count("Traceback") == 2
-    assert "in critic" in kept and str(tmp_path) in reasons[0] and str(tmp_path) not in reasons[2]
+    assert "in feedback_function" in kept and str(tmp_path) in reasons[0] and str(tmp_path) not in reasons[2]
     assert "word …" in reasons[0], "no message is cut within a word"

@@ -57,7 +57,7 @@ def test_another_style_of_labels_is_another_run(tmp_path: Path) -> None:
         once(job.run.folder, job.model_copy(update={"style": StyleConfig(labels="dense")}), dict)
 
 
-def test_dense_records_are_those_of_the_dense_critic(tmp_path: Path) -> None:
+def test_dense_records_are_those_of_the_dense_feedback_function(tmp_path: Path) -> None:
     arms, demo = study(tmp_path)
     sparse = reward_job(demo)
     for data in (sparse.data, sparse.eval_data):

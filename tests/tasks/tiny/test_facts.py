@@ -26,7 +26,7 @@ def test_a_record_without_facts_has_no_measure() -> None:
 
 
 @pytest.mark.parametrize("num_facts", [3, 10, 20])
-def test_posts_summaries_critic_and_measure_know_the_facts_of_their_record(num_facts: int) -> None:
+def test_posts_summaries_feedback_and_measure_know_the_facts_of_their_record(num_facts: int) -> None:
     rates = WorldConfig(num_facts=num_facts, wrong=0.3, missing=0.2, invented=0.15, repeated=0.1)
     rows = list(world.make_records(count=300, heldout=False, rates=rates, seed=2))
     clauses = 0.0
@@ -34,10 +34,10 @@ def test_posts_summaries_critic_and_measure_know_the_facts_of_their_record(num_f
         facts, ideal, faulty = row["facts"], row["ideal_human_summary"], row["tldr_human_reference_summary"]
         assert len(facts) == num_facts == row["post"].count(".")
         assert all(fact in row["post"] for fact in facts.values())
-        said = world.critic(facts, ideal)
+        said = world.judge_summary(facts, ideal)
         assert [ideal[s.start : s.end] for s in said.good] == list(facts.values()) and not said.poor
         assert (world.measure(facts, ideal)["fact_f1"], world.measure(facts, ideal)["clauses"]) == (1.0, num_facts)
-        counts, judged = world.measure(facts, faulty), world.critic(facts, faulty)
+        counts, judged = world.measure(facts, faulty), world.judge_summary(facts, faulty)
         clauses += counts["clauses"]
         assert len(judged.good) == pytest.approx(counts["fact_recall"] * num_facts)
         assert len(judged.poor) == counts["wrong"] + counts["invented"] + counts["repeated"]
@@ -85,7 +85,7 @@ def test_windows_hold_what_a_world_writes(num_facts: int, tmp_path: Path) -> Non
         asked = policy.apply_chat_template(task.policy_messages(row), add_generation_prompt=True, tokenize=False)
         said = task.feedback_messages(Prompt(prompt_id="p", prompt_text=row["post"], task="tiny"), text)
         question = reward.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
-        critique, *sides = world.critic(facts, text)
+        critique, *sides = world.judge_summary(facts, text)
         target = format_answer(critique, *([make_quote(text, span) for span in side] for side in sides))
         summary, answer = len(policy(text).input_ids) + 1, len(reward(target).input_ids) + 1
         lengths.append(

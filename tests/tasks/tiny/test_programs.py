@@ -1,4 +1,4 @@
-"""The world of code: rules, faulty programs, tests; the interpreter against the sandbox; whom the critic blames."""
+"""The world of code: rules, faulty programs, tests; the interpreter against the sandbox; which lines are blamed."""
 
 import json
 from pathlib import Path
@@ -52,10 +52,10 @@ def test_a_question_in_both_wordings() -> None:
     assert programs.write_question(RULES, 1) == "If red, plus 2. If blue, by 3. If teal, less 4."
 
 
-def test_the_critic_blames_the_wrong_line_and_none_for_what_is_missing() -> None:
-    critic = get_task("tiny_code").critic(style=StyleConfig(), sandbox=SandboxConfig(require=()))
-    assert critic is not None
-    said = critic("", FAULTY, payload={"test": TESTS})
+def test_feedback_blames_the_wrong_line_and_none_for_what_is_missing() -> None:
+    judge = get_task("tiny_code").make_feedback_function(style=StyleConfig(), sandbox=SandboxConfig(require=()))
+    assert judge is not None
+    said = judge("", FAULTY, payload={"test": TESTS})
     assert [FAULTY[span.start : span.end] for span in said["poor"]] == ["return n * 5"]
     assert [FAULTY[span.start : span.end] for span in said["good"]] == ["return n + 2"]
     assert "A case is missing before line 6" in said["critique"]

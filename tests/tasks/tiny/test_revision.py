@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from t2g.config import WorldConfig
 from t2g.tasks.tiny.revision import corrected, sentences, thinned
-from t2g.tasks.tiny.world import critic, measure, sample_facts, write_clause, write_summary
+from t2g.tasks.tiny.world import judge_summary, measure, sample_facts, write_clause, write_summary
 
 FACTS = {"name": "Zoë", "thing": "phone", "fault": "hums", "day": "Monday", "place": "Oslo"}
 RESPONSE = "by Zoë, about a laptop, sells honey, by Zoë, since Friday."
@@ -36,14 +36,14 @@ SAID = {
     ],
 )
 def test_only_what_the_critique_says_is_changed(said: tuple[str, ...], expected: str) -> None:
-    assert " ".join(SAID.values()) == critic(FACTS, RESPONSE).critique
+    assert " ".join(SAID.values()) == judge_summary(FACTS, RESPONSE).critique
     assert corrected(FACTS, RESPONSE, " ".join(SAID[key] for key in said)) == expected
 
 
 def test_a_correction_never_says_a_fact_twice() -> None:
     """The wrong name becomes the right one, which stands after it already; both are spoken of."""
     response = "by Otto, by Zoë."
-    assert corrected(FACTS, response, critic(FACTS, response).critique).count("by Zoë") == 1
+    assert corrected(FACTS, response, judge_summary(FACTS, response).critique).count("by Zoë") == 1
 
 
 def test_nothing_left_is_an_empty_sentence() -> None:
@@ -59,7 +59,7 @@ def test_whole_critiques_lead_to_every_fact_and_thinned_ones_never_further_away(
     rng = np.random.default_rng(seed)
     facts = sample_facts(rng, heldout=False)
     response = write_summary(facts, WorldConfig(invented=0.5, repeated=0.5), rng)
-    critique = critic(facts, response).critique
+    critique = judge_summary(facts, response).critique
     assert measure(facts, corrected(facts, response, critique))["fact_f1"] == 1.0
     part = thinned(critique, rng, dropped=dropped)
     assert set(sentences(part)) <= set(sentences(critique))

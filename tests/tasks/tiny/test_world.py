@@ -1,4 +1,4 @@
-"""The tiny world: posts, planted faults, the critic, the measure, prompts, tokenizers and initial models."""
+"""The tiny world: posts, planted faults, the feedback, the measure, prompts, tokenizers and initial models."""
 
 import itertools
 import json
@@ -31,7 +31,7 @@ def quotes(response: str, found: list[Span]) -> list[tuple[str, int]]:
 
 
 def target_of(facts: world.Facts, response: str, *, style: StyleConfig = SPARSE) -> str:
-    critique, *sides = world.critic(facts, response)
+    critique, *sides = world.judge_summary(facts, response)
     return format_answer(critique, *([make_quote(response, span) for span in side] for side in sides), style=style)
 
 
@@ -101,7 +101,7 @@ def test_records_are_reproducible_and_carry_the_slf5k_fields(tmp_path: Path) -> 
     assert row["ideal_human_summary"] == world.ideal_summary(row["facts"])
 
 
-# --------------------------------------------------------------------------------------------------------------- critic
+# ------------------------------------------------------------------------------------------------------------- feedback
 def test_clauses_and_their_values() -> None:
     assert world.split_clauses("by Zoë, la la.") == [Clause(0, 6, "name", 3), Clause(8, 13, None, 8)]
     assert world.split_clauses(" ,. ;\n") == []
@@ -111,9 +111,9 @@ def test_clauses_and_their_values() -> None:
     assert world.split_clauses("byte 1") == [Clause(0, 6, None, 0)]
 
 
-def test_critic_gives_evidence_then_verdict_for_every_clause() -> None:
+def test_feedback_gives_evidence_then_verdict_for_every_clause() -> None:
     response = "by José, about a laptop, plays chess, since Monday."
-    judged = world.critic(FACTS, response)
+    judged = world.judge_summary(FACTS, response)
     assert judged.critique == (
         "The name is José, it says José: right. The thing is phone, it says laptop: wrong. "
         "It says plays chess: invented. The day is Monday, it says Monday: right. "
@@ -127,7 +127,7 @@ def test_critic_gives_evidence_then_verdict_for_every_clause() -> None:
 
 def test_a_right_fact_pays_once() -> None:
     response = "it hums, it hums, it leaks, it hums."
-    judged = world.critic(FACTS, response)
+    judged = world.judge_summary(FACTS, response)
     assert quotes(response, judged.good) == [("hums", 1)]
     assert quotes(response, judged.poor) == [("hums", 2), ("leaks", 1), ("hums", 3)]
     assert judged.critique.startswith(
@@ -138,28 +138,28 @@ def test_a_right_fact_pays_once() -> None:
 
 def test_a_wrong_fact_may_be_put_right() -> None:
     response = "in Oslo, in 東京."
-    judged = world.critic(FACTS, response)
+    judged = world.judge_summary(FACTS, response)
     assert quotes(response, judged.good) == [("東京", 1)]
     assert quotes(response, judged.poor) == [("Oslo", 1)]
 
 
 def test_a_value_in_the_wrong_clause_and_an_unknown_value_are_wrong() -> None:
     response = "since phone; about a zebra\nby José José"
-    judged = world.critic(FACTS, response)
+    judged = world.judge_summary(FACTS, response)
     assert quotes(response, judged.good) == []
     assert quotes(response, judged.poor) == [("phone", 1), ("zebra", 1), ("José José", 1)]
 
 
 def test_an_empty_response_is_all_omissions() -> None:
     response = ""
-    judged = world.critic(FACTS, response)
+    judged = world.judge_summary(FACTS, response)
     assert (judged.good, judged.poor) == ([], [])
     assert judged.critique.count("is missing.") == 5
 
 
 def test_dense_labels_are_whole_clauses_with_the_same_verdicts() -> None:
     summary = "by José, about a laptop, plays chess, it hums, it hums."
-    sparse, dense = world.critic(FACTS, summary), world.critic(FACTS, summary, dense=True)
+    sparse, dense = world.judge_summary(FACTS, summary), world.judge_summary(FACTS, summary, dense=True)
     assert dense.critique == sparse.critique
     assert quotes(summary, dense.good) == [("by José", 1), ("it hums", 1)]
     assert quotes(summary, dense.poor) == [("about a laptop", 1), ("plays chess", 1), ("it hums", 2)]
@@ -174,8 +174,8 @@ def test_garbage_gets_quotes_that_stand_in_it_and_never_overlap(seed: int, dense
     rng = np.random.default_rng(seed)
     words = ["by", "in", "about a", "José", "東京", "it", "hums", "🎧", ",", ", ", ".", '"', "\\", "\n", "�", " ", "\t"]
     response = "".join(words[i] + " " * int(rng.integers(2)) for i in rng.integers(len(words), size=30))
-    judged = world.critic(FACTS, response, dense=dense)
-    assert judged == world.critic(FACTS, response, dense=dense)
+    judged = world.judge_summary(FACTS, response, dense=dense)
+    assert judged == world.judge_summary(FACTS, response, dense=dense)
     taken: list[tuple[int, int]] = []
     for span in [*judged.good, *judged.poor]:
         text = response[span.start : span.end]
@@ -231,15 +231,15 @@ def test_every_style_has_instructions_of_its_own_and_the_default_those_of_the_de
     assert len(told) == 4 and all(text.endswith(" Post: A post.\nSummary: it hums.") for text in told)
 
 
-def test_the_task_knows_its_critic_and_its_response() -> None:
+def test_the_task_knows_its_feedback_function_and_its_response() -> None:
     (record,) = world.make_records(count=1, heldout=False, rates=WorldConfig(), seed=3)
     task = TinyTask()
     response = task.response(record)
     assert response == record["generated_summary_for_feedback"] and task.response({"post": "p"}) is None
     for labels in ("sparse", "dense"):
-        critic = task.critic(style=StyleConfig(labels=labels), sandbox=SandboxConfig())
-        judged = critic(record["post"], response, payload=task.payload(record))
-        assert judged == world.critic(record["facts"], response, dense=labels == "dense")
+        judge = task.make_feedback_function(style=StyleConfig(labels=labels), sandbox=SandboxConfig())
+        judged = judge(record["post"], response, payload=task.payload(record))
+        assert judged == world.judge_summary(record["facts"], response, dense=labels == "dense")
 
 
 def test_target_is_plain_json_with_occurrences_only_where_needed() -> None:
@@ -307,7 +307,9 @@ def test_planted_responses_hold_faults_of_each_class_and_follow_from_the_seed() 
     assert planted == [TASK.plant_faults(prompt, np.random.default_rng(seed)) for seed in range(400)]
     responses = [response for response in planted if response]
     counts = Counter(kind for response in responses for kind, _, _ in TASK.faults(prompt, response))
-    counts["missing"] = sum(world.critic(FACTS, response).critique.count("is missing.") for response in responses)
+    counts["missing"] = sum(
+        world.judge_summary(FACTS, response).critique.count("is missing.") for response in responses
+    )
     assert set(counts) == {"wrong", "repeated", "invented", "missing"}
     assert min(counts.values()) > 0.3 * len(planted), counts  # each class stands in every third response at least
     assert TASK.plant_faults(POST, np.random.default_rng(0)) is None  # its payload has no facts

@@ -10,8 +10,16 @@ from t2g.config import StyleConfig
 from t2g.errors import UserError
 from t2g.feedback.parse import make_quote, read_judgement
 from t2g.sandbox import Outcome, SandboxConfig, TestResult
-from t2g.tasks import code_critic
-from t2g.tasks.code_critic import blamed_lines, code_lines, default_lines, make_critic, ochiai, omissions, praised_lines
+from t2g.tasks import code_feedback
+from t2g.tasks.code_feedback import (
+    blamed_lines,
+    code_lines,
+    default_lines,
+    make_feedback_function,
+    ochiai,
+    omissions,
+    praised_lines,
+)
 from t2g.types import Span, SpanFeedback
 
 RECORDS = [
@@ -23,7 +31,7 @@ TESTS = "from solution import f\n\ndef test_one():\n    assert f(1) == 2\n\ndef 
 
 
 def judged(response: str, tests: str = TESTS, *, limits: SandboxConfig = LIMITS, **style: Any) -> dict[str, Any]:
-    return make_critic(limits, StyleConfig(**style))("question", response, payload={"test": tests})
+    return make_feedback_function(limits, StyleConfig(**style))("question", response, payload={"test": tests})
 
 
 def feedback(response: str, judgement: dict[str, Any]) -> SpanFeedback:
@@ -136,7 +144,7 @@ def test_programs_that_do_not_come_to_an_end(code: str, reason: str, words: str,
 )
 def test_tests_that_cannot_judge(payload: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        make_critic(LIMITS, StyleConfig())("question", "x = 1\n", payload=payload)
+        make_feedback_function(LIMITS, StyleConfig())("question", "x = 1\n", payload=payload)
 
 
 RULES = """from solution import f
@@ -233,7 +241,9 @@ def test_code_lines_are_those_of_the_compiler() -> None:
     assert code_lines("a\r\n\r\n  b \rc", 10) == {1: (10, "a"), 3: (17, "b"), 4: (20, "c")}
 
 
-def test_a_machine_that_cannot_isolate_what_is_required_has_no_critic(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code_critic, "available", lambda require: f"no {' and '.join(require)}")
+def test_a_machine_that_cannot_isolate_what_is_required_has_no_feedback_function(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(code_feedback, "available", lambda require: f"no {' and '.join(require)}")
     with pytest.raises(UserError, match="no files and network"):
-        make_critic(LIMITS.model_copy(update={"require": ("files", "network")}), StyleConfig())
+        make_feedback_function(LIMITS.model_copy(update={"require": ("files", "network")}), StyleConfig())

@@ -1,4 +1,4 @@
-"""The critic of the code task: runs the tests, says in words what happened, and points at lines of the program.
+"""The feedback function of the code task: run the tests, describe the results, and point at lines.
 
 A failing test blames the innermost line of its traceback. A test that fails without one blames by spectrum-based fault
 localisation: the lines that ran most in failing and least in passing tests (Ochiai; Abreu et al. 2007, "On the accuracy
@@ -16,7 +16,7 @@ from typing import Any, Literal
 from t2g.config import StyleConfig
 from t2g.errors import MissingLocally
 from t2g.sandbox import Outcome, SandboxConfig, TestResult, available, run_solution
-from t2g.tasks.base import Critic
+from t2g.tasks.base import FeedbackFunction
 from t2g.tasks.code import extract_code
 from t2g.tasks.references import with_mode
 from t2g.types import Span
@@ -38,22 +38,24 @@ _DRASTIC = {
 }
 
 
-def make_critic(sandbox: SandboxConfig, style: StyleConfig, run: RunTests = run_solution) -> Critic:
-    """critic(prompt_text, response_text, *, payload) -> {"critique", "good", "poor", "execution"}, pieces as spans.
+def make_feedback_function(
+    sandbox: SandboxConfig, style: StyleConfig, run: RunTests = run_solution
+) -> FeedbackFunction:
+    """Return the function (prompt_text, response_text, *, payload) -> {"critique", "good", "poor", "execution"}.
 
-    payload["test"] holds the tests. It may be called from several threads at once.
+    Good and poor pieces are spans. payload["test"] holds the tests. The function is safe to call from several threads.
 
     Args:
-        run: As `run_solution`. The critic raises what it raises.
+        run: As `run_solution`. The function raises what it raises.
 
     Raises:
         MissingLocally: This machine cannot isolate what `sandbox.require` names.
-        ValueError: By the critic: there are no tests, or they do not compile.
+        ValueError: By the function: there are no tests, or they do not compile.
     """
     if lacking := available(sandbox.require):
         raise MissingLocally(lacking)
 
-    def critic(prompt_text: str, response_text: str, *, payload: Mapping[str, Any]) -> dict[str, Any]:
+    def feedback_function(prompt_text: str, response_text: str, *, payload: Mapping[str, Any]) -> dict[str, Any]:
         tests = payload.get("test")
         if not isinstance(tests, str) or not tests.strip():
             raise ValueError(f"the record's tests are {tests!r:.80}; field test needs a text")
@@ -63,7 +65,7 @@ def make_critic(sandbox: SandboxConfig, style: StyleConfig, run: RunTests = run_
             raise ValueError("the record's tests do not compile, or hold no test")
         return judge(outcome, code, start, style, sandbox)
 
-    return critic
+    return feedback_function
 
 
 def judge(outcome: Outcome, code: str, start: int, style: StyleConfig, sandbox: SandboxConfig) -> dict[str, Any]:

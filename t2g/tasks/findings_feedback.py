@@ -1,4 +1,4 @@
-"""A critic in words: it quotes the names, numbers and dates of a summary, and says which of them its text has."""
+"""A feedback function that quotes the names, numbers and dates of a summary, and says which of them its text has."""
 
 import re
 from collections.abc import Iterator
@@ -23,11 +23,11 @@ class Piece(NamedTuple):
     end: int
 
 
-def critic(prompt_text: str, response_text: str) -> tuple[str, list[Span], list[Span]]:
+def feedback_function(prompt_text: str, response_text: str) -> tuple[str, list[Span], list[Span]]:
     """(critique, good spans, poor spans): a piece that the text has is good where it stands first, one that it does not
     have is poor wherever it stands; a wrong number or date does more harm (severity 3) than a name (2).
 
-    >>> critic("Zinc helped 40 of 60.", "In 2019 it helped 40.")[0]
+    >>> feedback_function("Zinc helped 40 of 60.", "In 2019 it helped 40.")[0]
     '2019: the text has no such date. 40: so says the text.'
     """
     known, told = set(_words(prompt_text)), set[str]()
