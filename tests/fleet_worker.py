@@ -8,7 +8,7 @@ from typing import Any
 import ray
 
 from actors.fleet.fleet import Fleet
-from actors.fleet.meter import Measured
+from actors.fleet.meter import EngineStats
 from t2g.config import EngineConfig
 from t2g.errors import UserError
 
@@ -34,9 +34,9 @@ class Worker:
         while self.mood == "deaf":
             await asyncio.sleep(0.05)
 
-    async def measure(self) -> Measured:
+    async def measure(self) -> EngineStats:
         await self.probe()
-        return Measured(busy_s=2.0, num_generated=100, num_steps=1, cache_tokens=self.cache_tokens)
+        return EngineStats(busy_s=2.0, num_generated=100, num_steps=1, cache_tokens=self.cache_tokens)
 
     async def work(self, seconds: float = 0.0) -> str:
         self.open += 1

@@ -14,7 +14,7 @@ import numpy as np
 import ray
 from tokenizers import Tokenizer
 
-from actors.fleet.meter import Measured
+from actors.fleet.meter import EngineStats
 from actors.weights.buckets import Bucket
 from t2g.feedback.parse import make_feedback
 from t2g.interfaces import Sampling
@@ -48,8 +48,8 @@ class StubRolloutWorker:
 
     async def probe(self) -> None: ...
 
-    async def measure(self) -> Measured:
-        return Measured()
+    async def measure(self) -> EngineStats:
+        return EngineStats()
 
     async def sample(self, prompt_id: str, prompt_ids: np.ndarray, sampling: Sampling, index: int) -> Rollout:
         await asyncio.sleep(SLOW_S if (self._folder / SLOW).exists() else WORK_S)
@@ -100,8 +100,8 @@ class StubRewardWorker:
 
     async def probe(self) -> None: ...
 
-    async def measure(self) -> Measured:
-        return Measured()
+    async def measure(self) -> EngineStats:
+        return EngineStats()
 
     async def judge(
         self, prompt: Prompt, response_text: str, *, critique: str | None = None, guided: bool = True

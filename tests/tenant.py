@@ -1,4 +1,4 @@
-"""Who lives on a GPU and does nothing with it, for tests of places and turns; imports little, so it starts at once."""
+"""An actor that holds a GPU and does nothing with it, for tests of placement and GPU sharing; imports little."""
 
 import asyncio
 import time
@@ -22,10 +22,15 @@ class Tenant:
 
     async def probe(self) -> None: ...
 
-    async def rest(self, *given: Any) -> None:
-        """(on) of an engine, (part, on) of a rank."""
+    async def sleep(self, *part: str) -> None:
         await asyncio.sleep(self.naps_s)
-        self.log.append((time.time(), "rests" if given[-1] else "works"))
+        self.log.append((time.time(), "sleeps"))
+
+    async def wake_up(self, *part: str) -> None:
+        await asyncio.sleep(self.naps_s)
+        self.log.append((time.time(), "works"))
+
+    offload_states, reload_states = sleep, wake_up  # of a rank
 
     async def said(self) -> tuple[str, list[tuple[float, str]]]:
         """On which GPU, and what it did when."""

@@ -69,9 +69,9 @@ def connect(config: ClusterConfig, roles: Mapping[str, ProcessConfig]) -> None:
         section = next(iter(roles))
         logger.warning("%g GPUs are there, and this job runs on CPUs: %s.gpus=auto takes them", gpus, section)
     try:
-        refuse_hopeless(roles, None if address == "local" else address)
+        check_capacity(roles, None if address == "local" else address)
         if address != "local":
-            check_places(roles, timeout_s=config.placement_timeout_s)
+            check_placement(roles, timeout_s=config.placement_timeout_s)
     except BaseException:
         ray.shutdown()
         raise
@@ -113,7 +113,7 @@ def _join(address: str, config: ClusterConfig) -> None:
         raise UserError(f"cluster.address: the Ray cluster at {address} cannot be joined: {reason}") from error
 
 
-def refuse_hopeless(roles: Mapping[str, ProcessConfig], address: str | None) -> None:
+def check_capacity(roles: Mapping[str, ProcessConfig], address: str | None) -> None:
     """UserError for roles that this machine, or the cluster of that address, can never hold: by its books, whoever has
     the resources now."""
     alive = [node for node in ray.nodes() if node["Alive"]]
@@ -144,7 +144,7 @@ def may_grow() -> bool:
     return not types <= {f"node_{node['NodeID']}" for node in ray.nodes()}
 
 
-def check_places(roles: Mapping[str, ProcessConfig], *, timeout_s: float) -> None:
+def check_placement(roles: Mapping[str, ProcessConfig], *, timeout_s: float) -> None:
     """All workers of all roles get their places at the same time, and give them back.
 
     Raises UserError when `timeout_s` is over: else the last role would hear of it after the others have loaded their
@@ -199,7 +199,7 @@ def reserve(roles: Mapping[str, ProcessConfig], *, timeout_s: float) -> list[Pla
     )
 
 
-def by_gpu(place: PlacementGroup, config: ProcessConfig, *, timeout_s: float) -> list[int]:
+def order_bundles_by_gpu(place: PlacementGroup, config: ProcessConfig, *, timeout_s: float) -> list[int]:
     """Bundles of a ready place by node, and there by GPU: ranks that follow each other are neighbours.
 
     Which GPU is whose only a process in the bundle knows. Raises LearnerLost where one does not say within timeout_s.

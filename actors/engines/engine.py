@@ -18,7 +18,7 @@ import numpy as np
 from actors.cluster.fanout import first_sentence
 from actors.cluster.nodes import listening_environment
 from actors.cluster.toolkit import build_environment
-from actors.fleet.meter import Measured, Meter
+from actors.fleet.meter import EngineStats, Meter
 from actors.vllm_compat.stats import make_stat_logger
 from actors.weights.adapters import engine_arguments
 from t2g.config import EngineConfig, LoRAConfig, Transport
@@ -105,18 +105,18 @@ class Engine:
         transport: Transport | None = None,
         lora: LoRAConfig | None = None,
         guided: bool = False,
-        sleeps: bool = False,
+        can_sleep: bool = False,
     ) -> None:
         """Describe an engine without starting it.
 
         Args:
             transport: Transport of received weights, if any.
             lora: Settings of received adapters, if any.
-            sleeps: Whether the engine can sleep.
+            can_sleep: Whether the engine can sleep.
         """
         self._model, self._revision, self._config, self._seed = model, revision, config, seed
         self._lora, self._adapter = lora, None
-        self._transport, self._guided, self._sleeps, self._resting = transport, guided, sleeps, False
+        self._transport, self._guided, self._can_sleep, self._is_sleeping = transport, guided, can_sleep, False
         self._request_numbers = itertools.count()
         self._meter = Meter()
         self._llm: Any = None
@@ -146,7 +146,7 @@ class Engine:
             vllm_config = AsyncEngineArgs(**self.arguments()).create_engine_config(UsageContext.ENGINE_CONTEXT)
             if not self._config.gpus:
                 self._check_kv_cache(vllm_config)
-            elif self._config.gpus < 1 and not self._sleeps:
+            elif self._config.gpus < 1 and not self._can_sleep:
                 self._fix_kv_cache(vllm_config, gpu_bytes=current_platform.get_device_total_memory())
             if self._config.join_outputs:
                 self._join_outputs(vllm_config)
@@ -244,7 +244,7 @@ class Engine:
             arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
             arguments["tensor_parallel_size"] = config.tensor_parallel
             arguments["max_num_batched_tokens"] = GPU_BATCHED_TOKENS
-            arguments["enable_sleep_mode"] = self._sleeps
+            arguments["enable_sleep_mode"] = self._can_sleep
         else:
             arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
             # A prompt prefilled in two steps kills the engine: vLLM rewinds the request's own generator by an offset,
@@ -262,15 +262,21 @@ class Engine:
 
     async def probe(self) -> None:
         """Answered by a core whose loop turns, also while its engine is paused or has no room for a request."""
-        await self._of_core(self._llm.is_sleeping())
+        await self._await_core(self._llm.is_sleeping())
 
-    async def rest(self, on: bool) -> None:
-        """Sleep, weights in host memory and KV cache forgotten, once no request is under way; or wake up."""
-        if on != self._resting:
-            await self._of_core(self._llm.sleep(level=1, mode="wait") if on else self._llm.wake_up())
-            self._resting = on
+    async def sleep(self) -> None:
+        """Wait for running requests, then move the weights to host memory and drop the KV cache."""
+        if not self._is_sleeping:
+            await self._await_core(self._llm.sleep(level=1, mode="wait"))
+            self._is_sleeping = True
 
-    async def measure(self) -> Measured:
+    async def wake_up(self) -> None:
+        """Move the weights back to the GPU."""
+        if self._is_sleeping:
+            await self._await_core(self._llm.wake_up())
+            self._is_sleeping = False
+
+    async def measure(self) -> EngineStats:
         """What vLLM did since the last call."""
         cache = self._llm.vllm_config.cache_config
         return self._meter.read(time.monotonic(), cache_tokens=(cache.num_gpu_blocks or 0) * cache.block_size)
@@ -287,7 +293,7 @@ class Engine:
         """Sample one response; temperature 0 is greedy. guide: a `grammar` (EBNF) or `json` schema that it obeys."""
         from vllm.sampling_params import StructuredOutputsParams
 
-        finished = await self._finished(
+        finished = await self._run_request(
             prompt_ids,
             temperature=temperature,
             top_p=1.0,
@@ -309,7 +315,7 @@ class Engine:
             text=decode(self._tokenizer, ids),
             logprobs=np.asarray(logprobs, np.float32),
             finish_reason=output.finish_reason,
-            versions=tuple((s.start, s.end, weight_version(s.version)) for s in output.weight_versions),
+            versions=tuple((s.start, s.end, parse_weight_version(s.version)) for s in output.weight_versions),
         )
 
     async def score(self, ids: np.ndarray) -> np.ndarray:
@@ -317,11 +323,11 @@ class Engine:
 
         At temperature 1 always: vLLM's prompt logprobs skip the sampling processors, whatever `logprobs_mode` says.
         """
-        finished = await self._finished(ids, temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        finished = await self._run_request(ids, temperature=0.0, max_tokens=1, prompt_logprobs=0)
         entries = zip(finished.prompt_logprobs[1:], ids[1:], strict=True)
         return np.asarray([entry[int(i)].logprob for entry, i in entries], np.float32)
 
-    async def _finished(self, ids: np.ndarray, **sampling: Any) -> Any:
+    async def _run_request(self, ids: np.ndarray, **sampling: Any) -> Any:
         """Return vLLM's output for these tokens, once they are whole.
 
         Raises RuntimeError for a request that vLLM aborted, failed or stopped for repetition: the fleet tries again.
@@ -334,7 +340,7 @@ class Engine:
         stream = self._llm.generate(prompt, params, str(next(self._request_numbers)), lora_request=self._adapter)
         self._meter.enter(time.monotonic())
         try:
-            (output,) = await self._of_core(_collect(stream))
+            (output,) = await self._await_core(_collect(stream))
         finally:
             self._meter.leave(time.monotonic())
         reason = output.outputs[0].finish_reason
@@ -342,7 +348,7 @@ class Engine:
             raise RuntimeError(f"vLLM ended the request with finish_reason={reason}; stop or length is needed")
         return output
 
-    async def _of_core(self, answer: Awaitable[T]) -> T:
+    async def _await_core(self, answer: Awaitable[T]) -> T:
         """Return the core's answer. A core that died ends this process: the driver sees a dead worker, no failure."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -388,6 +394,6 @@ def kv_cache_bytes(*, num_tokens: int, block_size: int, token_bytes: int) -> int
     return (math.ceil(num_tokens / block_size) + 1) * block_size * token_bytes
 
 
-def weight_version(label: str) -> int:
+def parse_weight_version(label: str) -> int:
     """vLLM says "default" until the first weights are committed."""
     return 0 if label == "default" else int(label)

@@ -71,7 +71,7 @@ RolloutActor = ray.remote(RolloutWorker)
 
 
 class RolloutFleet(Fleet):
-    """Rollout workers as one source of rollouts, and as the receivers of a weight sync."""
+    """Rollout workers as one source of rollouts, and as the targets of a weight sync."""
 
     role, actor = "rollout", RolloutActor
     config: RolloutConfig
@@ -82,7 +82,7 @@ class RolloutFleet(Fleet):
         """Start the fleet.
 
         Args:
-            how: seed, revision, transport, lora and sleeps of `Engine`; the default transport is store.
+            how: seed, revision, transport, lora and can_sleep of `Engine`; the default transport is store.
         """
         how = {"model": model, "config": config, "transport": "store", **how}
         super().__init__(how, config, placement_timeout_s=placement_timeout_s)
@@ -105,7 +105,7 @@ class RolloutFleet(Fleet):
             what=f"prompt {prompt.prompt_id}",
         )
 
-    def receivers(self) -> list[Member]:
+    def targets(self) -> list[Member]:
         """Who gets the next weights, between two syncs. Who cannot be reached misses them, and catches up, or its
         successor does."""
         for member in self.started():
@@ -115,17 +115,17 @@ class RolloutFleet(Fleet):
                 self.missed(member, "could not be reached")
         return [member for member in self.started() if member.health.reachable]
 
-    async def ask(self, receiver: Member, submit: Callable[[Any], Any], what: str) -> Any:
+    async def request(self, target: Member, submit: Callable[[Any], Any], what: str) -> Any:
         """One call of a weight sync on one worker.
 
         Raises MissedSync when it died or refused, LearnerLost when a bucket was lost on its way.
         """
         try:
-            return await submit(receiver.handle)
+            return await submit(target.handle)
         except RayTaskError as error:  # before DIED: of an argument that is lost Ray makes one of both kinds
             if isinstance(error.cause, ObjectLostError):
                 raise LearnerLost(f"{what} was lost with the node of learner rank 0") from error
             raise MissedSync(f"refused {what}: {first_line(error.cause)}") from error
         except DIED as error:
-            self.failed(receiver, error)
+            self.failed(target, error)
             raise MissedSync(f"{fate(error)} during {what}") from error

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.5  # between two rounds of care
 MEASURE_S = 2.0  # for the engines' numbers
-MAX_WORDS = 6  # losses that the last sentence of a run tells of
+MAX_LOSSES = 6  # losses that the last sentence of a run tells of
 CatchUp = Callable[[Member], Coroutine[Any, Any, None]]  # brings a STALE worker the current weights
 TRIES = 3  # of one request, each on another worker where there is one
 
@@ -38,7 +38,7 @@ class Fleet:
     """Starts `config.workers.initial` actors of one class. `wait_ready` before the first request; `close` at the end.
 
     Of a worker's methods it calls `start`, `probe`, whose answer says that the worker works, and `measure`, which
-    returns a `Measured`.
+    returns a `EngineStats`.
     """
 
     role: ClassVar[str]
@@ -53,7 +53,7 @@ class Fleet:
         self.started_with: Any = None  # what the workers' `start` returned, the same for all
         self._members: list[Member] = []
         self._given_up: list[Member] = []  # lost workers without a successor, while their restart budget is used up
-        self._history: deque[str] = deque(maxlen=MAX_WORDS)  # the last losses, for the sentence that ends a run
+        self._history: deque[str] = deque(maxlen=MAX_LOSSES)  # the last losses, for the sentence that ends a run
         self._failure: RunStopped | None = None  # of a catch-up, for the next round of care to raise
         self._numbers = iter(range(1_000_000))
         room = math.ceil((1 + QUEUE) * config.max_num_seqs)
@@ -283,7 +283,7 @@ class Fleet:
             self._has_started, self._start_error = True, None
             self._tell(member, "started")
             if self.catch_up is None:
-                self._tell(member, "weights_proved")
+                self._tell(member, "weights_verified")
 
     def _see_probe(self, member: Member, now: float) -> None:
         try:
@@ -343,7 +343,7 @@ class Fleet:
     def has_weights(self, member: Member, version: int) -> None:
         """The worker computes what the learner computes: it serves."""
         member.version = version
-        self._tell(member, "weights_proved")
+        self._tell(member, "weights_verified")
         member.sync_ended()
 
     def missed(self, member: Member, reason: str, *, late: bool = False) -> None:

@@ -13,8 +13,8 @@ from typing import Literal
 from t2g.config import EngineConfig, HealthConfig, LearnerConfig
 
 Event = Literal[
-    "started", "weights_proved", "sync_missed", "request_answered", "request_failed", "probe_answered", "probe_failed",
-    "unreachable", "dismissed", "drained", "died",
+    "started", "weights_verified", "sync_missed", "request_answered", "request_failed", "probe_answered",
+    "probe_failed", "unreachable", "dismissed", "drained", "died",
 ]  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def after(health: Health, event: Event, *, now: float, config: HealthConfig, rea
     """The worker after `event`. DEAD is final.
 
     >>> worker = after(Health(since=0), "started", now=9, config=HealthConfig())
-    >>> worker.state, after(worker, "weights_proved", now=10, config=HealthConfig()).state
+    >>> worker.state, after(worker, "weights_verified", now=10, config=HealthConfig()).state
     (<State.STALE: 'stale'>, <State.SERVING: 'serving'>)
     """
     if health.state is State.DEAD:
@@ -52,7 +52,7 @@ def after(health: Health, event: Event, *, now: float, config: HealthConfig, rea
     match event:
         case "started" if health.state is State.STARTING:
             return _into(health, State.STALE, now)
-        case "weights_proved" if health.state in (State.STALE, State.SERVING):
+        case "weights_verified" if health.state in (State.STALE, State.SERVING):
             return replace(_into(health, State.SERVING, now), missed_syncs=0)
         case "sync_missed" if health.state in (State.STALE, State.SERVING):
             stale = _into(health, State.STALE, now)

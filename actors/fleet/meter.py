@@ -1,31 +1,31 @@
-"""Work of a fleet's engines since the last query: each engine counts, the driver adds up. Pure."""
+"""Statistics of a fleet's engines since the last query: each engine counts, the driver adds up. No side effects."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 
 @dataclass(kw_only=True)
-class Measured:
-    """One engine; it counts in it until it is read. Preempted: had its cache taken, and is computed again."""
+class EngineStats:
+    """Counters of one engine since they were last read."""
 
-    busy_s: float = 0.0  # with a request
+    busy_s: float = 0.0  # time with a request
     num_generated: int = 0  # tokens
-    num_preempted: int = 0  # requests
+    num_preempted: int = 0  # requests that lost their KV cache and were computed again
     num_steps: int = 0  # of its scheduler
     sum_queued: int = 0  # over the steps: requests that were in the engine and not decoded
-    cache_use: float = 0.0  # the largest share of its KV cache that was in use
-    cache_tokens: int = 0  # that have room in the cache
+    cache_use: float = 0.0  # the largest share of its KV cache in use
+    cache_tokens: int = 0  # capacity of the cache
 
 
 class Meter:
-    """Times are seconds of the caller's clock."""
+    """The counters of one engine. Times are seconds of the caller's clock."""
 
     def __init__(self) -> None:
-        self._so_far = Measured()
+        self._so_far = EngineStats()
         self._open, self._since = 0, 0.0
 
     def enter(self, now: float) -> None:
-        """A request begins."""
+        """Count a request that begins."""
         if self._open == 0:
             self._since = now
         self._open += 1
@@ -35,20 +35,20 @@ class Meter:
         self._open -= 1
 
     def step(self, *, generated: int, preempted: int, queued: int, cache_use: float) -> None:
-        """One step of the scheduler."""
-        now = self._so_far
-        now.num_generated += generated
-        now.num_preempted += preempted
-        now.num_steps += 1
-        now.sum_queued += queued
-        now.cache_use = max(now.cache_use, cache_use)
+        """Count one step of the scheduler."""
+        stats = self._so_far
+        stats.num_generated += generated
+        stats.num_preempted += preempted
+        stats.num_steps += 1
+        stats.sum_queued += queued
+        stats.cache_use = max(stats.cache_use, cache_use)
 
-    def read(self, now: float, *, cache_tokens: int) -> Measured:
-        """Since the last call."""
+    def read(self, now: float, *, cache_tokens: int) -> EngineStats:
+        """Return the counters since the last call, and reset them."""
         self._count_time(now)
-        found, self._so_far = self._so_far, Measured()
-        found.cache_tokens = cache_tokens
-        return found
+        stats, self._so_far = self._so_far, EngineStats()
+        stats.cache_tokens = cache_tokens
+        return stats
 
     def _count_time(self, now: float) -> None:
         if self._open:
@@ -56,11 +56,12 @@ class Meter:
             self._since = now
 
 
-def summary(engines: Sequence[Measured]) -> dict[str, float]:
-    """Of a fleet, {} where none had a step. Two engines, 800 tokens in 2 s and 400 in 1 s: tokens_per_s 400.
+def summary(engines: Sequence[EngineStats]) -> dict[str, float]:
+    """Return the metrics of a fleet, {} if no engine had a step.
 
-    >>> two = [Measured(busy_s=2, num_generated=800, num_steps=8), Measured(busy_s=1, num_generated=400, num_steps=4)]
-    >>> summary(two)["tokens_per_s"]
+    >>> first = EngineStats(busy_s=2, num_generated=800, num_steps=8)
+    >>> second = EngineStats(busy_s=1, num_generated=400, num_steps=4)
+    >>> summary([first, second])["tokens_per_s"]
     400.0
     """
     steps = sum(engine.num_steps for engine in engines)

@@ -101,11 +101,11 @@ class LearnerWorker:
         flops = train_flops(shape, lengths, has_head=part == "policy", frozen=frozen)
         return {f"{part}/mfu": flops / seconds / (peak * self.role.workers)}
 
-    def seen(self, batch: TrainBatch) -> dict[int, dict[str, np.ndarray]]:
-        return self.parts["policy"].seen(batch)
+    def last_update_stats(self, batch: TrainBatch) -> dict[int, dict[str, np.ndarray]]:
+        return self.parts["policy"].last_update_stats(batch)
 
-    def announce(self) -> Shapes:
-        return self.parts["policy"].announce()
+    def get_manifest(self) -> Shapes:
+        return self.parts["policy"].get_manifest()
 
     def stream_weights(self, dtype: Dtype, full: bool, rendezvous: Rendezvous | None = None) -> Iterator[Bucket]:
         if self._port is not None:
@@ -144,8 +144,11 @@ class LearnerWorker:
         if not universal:
             torch.set_rng_state(torch.load(self._rng_file(part, folder), weights_only=True))
 
-    def rest(self, part: PartName, on: bool) -> None:
-        zero3.rest(self.parts[part].engine, on)
+    def offload_states(self, part: PartName) -> None:
+        zero3.offload_states(self.parts[part].engine)
+
+    def reload_states(self, part: PartName) -> None:
+        zero3.reload_states(self.parts[part].engine)
 
     def _rng_file(self, part: PartName, folder: Path) -> Path:
         return folder / f"rng-{part}-{self.rank}.pt"
@@ -271,7 +274,7 @@ class LearnerGroup:
             raise
         stats: tuple[TokenStats, ...] = ()
         if self.spec.defers_old_logprobs:
-            stats = self._seen(batch, given)
+            stats = self._last_update_stats(batch, given)
             samples = zip(batch.minibatches[0], stats, strict=True)
             batch = replace(batch, minibatches=(tuple(replace(s, old_logprobs=t.old_logprobs) for s, t in samples),))
         seconds = time.monotonic() - started
@@ -284,23 +287,29 @@ class LearnerGroup:
         metrics["learner/tokens_per_s"] = num_tokens / seconds
         return UpdateResult(policy_version=self.policy_version, metrics=metrics, stats=stats)
 
-    def _seen(self, batch: TrainBatch, given: "ray.ObjectRef[TrainBatch]") -> tuple[TokenStats, ...]:
+    def _last_update_stats(self, batch: TrainBatch, given: "ray.ObjectRef[TrainBatch]") -> tuple[TokenStats, ...]:
         """Of each sample of an update's only step."""
-        shares = self._on_policy("seen", lambda w: w.seen.remote(given))
+        shares = self._on_policy("last_update_stats", lambda w: w.last_update_stats.remote(given))
         found = {i: fields for share in shares for i, fields in share.items()}
         samples: Any = batch.minibatches[0]
         return tuple(
             TokenStats(**found[i], ref_logprobs=s.ref_logprobs, values=s.values) for i, s in enumerate(samples)
         )
 
-    def rest(self, on: bool) -> None:
-        """On: gradients and the optimizers' states go into host memory. Before anything trains or is saved they must
-        come back; what sends, scores or exports the weights needs none of them."""
-        self._on_parts([*self.parts], "rest", lambda worker, part, rank: worker.rest.remote(part, on))
+    def offload_states(self) -> None:
+        """Move gradients and optimizer states to host memory.
 
-    def announce(self) -> Shapes:
+        Call `reload_states` before the next update or save. Sending, scoring and exporting weights need no states.
+        """
+        self._on_parts([*self.parts], "offload_states", lambda worker, part, rank: worker.offload_states.remote(part))
+
+    def reload_states(self) -> None:
+        """Move gradients and optimizer states back to the device."""
+        self._on_parts([*self.parts], "reload_states", lambda worker, part, rank: worker.reload_states.remote(part))
+
+    def get_manifest(self) -> Shapes:
         """Names and shapes of the policy in the order of `stream_weights`; nothing is gathered."""
-        return self._on_policy("announce", lambda w: w.announce.remote())[0]
+        return self._on_policy("get_manifest", lambda w: w.get_manifest.remote())[0]
 
     def address(self) -> tuple[str, int]:
         """A host and port that rank 0 keeps free until the next `stream_weights`, whose `rendezvous` is there."""

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from actors.learner import lora, zero3
+from actors.learner.full_weights import FullWeights, metadata
 from actors.learner.models import checkpoint_layers, load_for_training
-from actors.learner.whole_weights import WholeWeights, metadata
 from actors.vllm_compat.transports import IpcSender, NcclSender, Sender
 from actors.weights.buckets import Bucket, Rendezvous, Shapes, make_bucket
 from t2g.algo.corrections import importance_weights
@@ -109,7 +109,7 @@ def _memory(spec: LearnerSpec, num_ranks: int) -> dict[str, Any]:
     return {"dtype": spec.learner.dtype, "world_size": num_ranks, "offload": spec.learner.offload == "cpu"}
 
 
-def by_place(
+def split_by_sequence(
     sequences: Sequence[Rollout | TrainSequence], members: Sequence[int], columns: Mapping[str, torch.Tensor]
 ) -> dict[int, dict[str, np.ndarray]]:
     """Split the values of all response tokens of a microbatch by member, in order of their places: [N] -> [R]."""
@@ -135,7 +135,7 @@ class ModelTrainer:
         self.engine.eval()
         found: dict[int, dict[str, np.ndarray]] = {}
         for members in self._microbatches(sequences):
-            found |= by_place(sequences, members, self._stats(self._rows([sequences[i] for i in members])))
+            found |= split_by_sequence(sequences, members, self._stats(self._rows([sequences[i] for i in members])))
         return found
 
     def update(self, batch: TrainBatch, *, label: str) -> Metrics:
@@ -242,11 +242,11 @@ class PolicyTrainer(ModelTrainer):
         self._passes.clear()
         return super().update(batch, label=label)
 
-    def seen(self, batch: TrainBatch) -> dict[int, dict[str, np.ndarray]]:
+    def last_update_stats(self, batch: TrainBatch) -> dict[int, dict[str, np.ndarray]]:
         """Old logprobs and entropy, [R] each, of this rank's share of the batch that was the last update."""
         (minibatch,) = batch.minibatches
         shares = zip(self._microbatches(minibatch), self._passes, strict=True)
-        return {i: fields for share in shares for i, fields in by_place(minibatch, *share).items()}
+        return {i: fields for share in shares for i, fields in split_by_sequence(minibatch, *share).items()}
 
     def _loss(self, rows: Rows, kl_coef: float) -> tuple[torch.Tensor, Metrics]:
         if self.spec.loss == "ppo":
@@ -293,13 +293,13 @@ class PolicyTrainer(ModelTrainer):
             loss = loss - objective.entropy_coef * weighted_sum(now.entropy, weights)
         return loss, metrics
 
-    def announce(self) -> Shapes:
+    def get_manifest(self) -> Shapes:
         """Names and shapes of what is sent, the policy or its adapters, in that order. No collective."""
         return metadata(self.engine, adapters=self.spec.learner.sends_adapters)
 
     @cached_property
-    def _weights(self) -> WholeWeights:
-        return WholeWeights(self.engine, adapters=self.spec.learner.sends_adapters)
+    def _weights(self) -> FullWeights:
+        return FullWeights(self.engine, adapters=self.spec.learner.sends_adapters)
 
     @cached_property
     def _sender(self) -> Sender | None:
@@ -317,7 +317,7 @@ class PolicyTrainer(ModelTrainer):
         if sender is not None:
             where = {"device": self.engine.device, "everywhere": sender.everywhere}
             if rendezvous is not None and self.engine.global_rank == 0:
-                sender.meet(rendezvous, self.engine.device)
+                sender.join_group(rendezvous, self.engine.device)
         bucket_bytes, started = int(self.spec.learner.sync_bucket_mib * 2**20), time.monotonic()
         for index, bucket in enumerate(self._weights.buckets(bucket_bytes, dtype, **where)):
             if bucket:

@@ -39,7 +39,9 @@ class Ranks:
         self._place: PlacementGroup | None
         (self._place,) = placement.reserve({section: role}, timeout_s=placement_timeout_s)
         try:
-            for rank, bundle in enumerate(placement.by_gpu(self._place, role, timeout_s=placement_timeout_s)):
+            for rank, bundle in enumerate(
+                placement.order_bundles_by_gpu(self._place, role, timeout_s=placement_timeout_s)
+            ):
                 options = placement.actor_options(role, self._place, environment, bundle=bundle)
                 self.workers.append(actor.options(**options).remote(*args, role, rank))
         except BaseException:

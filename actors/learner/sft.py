@@ -19,7 +19,7 @@ import ray.train.torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.cluster.fanout import collect, first_line
-from actors.cluster.placement import bundle, check_places, process_environment
+from actors.cluster.placement import bundle, check_placement, process_environment
 from actors.learner.parts import LearnerSpec
 from actors.learner.ranks import rank_environment
 from actors.learner.sft_rank import CHECKPOINTS, LABEL, MODEL, REPORT_EVERY, RankJob, Report, SFTProgress, train_loop
@@ -84,7 +84,7 @@ def run_sft(
     on_start(done)
 
     started = time.monotonic()
-    check_places({"sft": options}, timeout_s=cluster.placement_timeout_s)
+    check_placement({"sft": options}, timeout_s=cluster.placement_timeout_s)
     num_steps = count_steps(len(examples), options.num_epochs, options.batch_size)
     job = RankJob(
         spec=_learner_spec(model, options, num_steps, seed), options=options, examples=ray.put(list(examples)),

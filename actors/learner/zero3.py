@@ -1,4 +1,4 @@
-"""ZeRO-3 engines, exact gradient accumulation, checkpoints: with `whole_weights.py` all that knows DeepSpeed.
+"""ZeRO-3 engines, exact gradient accumulation, checkpoints: with `full_weights.py` all that knows DeepSpeed.
 
 Called inside a rank's process only. What takes an engine is a collective: all ranks call it, in the same order. What
 it is not: it knows neither PPO nor Ray, and it builds no model.
@@ -23,7 +23,7 @@ import torch
 
 from actors.cluster.toolkit import build_environment
 from actors.learner import lora
-from actors.learner.whole_weights import WholeWeights
+from actors.learner.full_weights import FullWeights
 from t2g.config import Dtype, OptimConfig
 from t2g.errors import RunStopped
 from t2g.files import match_folder_permissions
@@ -263,7 +263,7 @@ def export(engine: Engine, tokenizer: Any, folder: Path) -> None:
     dtype = "bfloat16" if engine.bfloat16_enabled() else "float32"
     merged, adapter = (
         {n: t.clone() for bucket in weights.buckets(EXPORT_BUCKET_BYTES, dtype) for n, t in bucket}
-        for weights in (WholeWeights(engine), WholeWeights(engine, adapters=True))
+        for weights in (FullWeights(engine), FullWeights(engine, adapters=True))
     )
     if engine.global_rank == 0:
         engine.module.save_pretrained(folder, state_dict=merged)
@@ -274,18 +274,25 @@ def export(engine: Engine, tokenizer: Any, folder: Path) -> None:
     torch.distributed.barrier()
 
 
-def rest(engine: Engine, on: bool) -> None:
-    """Gradients, AdamW's moments and its float32 weights into host memory, or back; the model's weights stay."""
+def offload_states(engine: Engine) -> None:
+    """Move gradients, AdamW's moments and its float32 weights to host memory; the model's weights stay."""
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
 
-    device = torch.device("cpu") if on else engine.device
+    _move_adam_states(engine, torch.device("cpu"))
+    engine.offload_states(include=[State.lp_grads, State.contiguous_grad_buffer])  # also empties the CUDA cache
+
+
+def reload_states(engine: Engine) -> None:
+    """Move back what `offload_states` moved."""
+    _move_adam_states(engine, engine.device)
+    engine.reload_states()
+
+
+def _move_adam_states(engine: Engine, device: torch.device) -> None:
+    """DeepSpeed moves the states of its own FusedAdam only, and this optimizer is torch's AdamW."""
     moments = [state[name] for state in engine.optimizer.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    for tensor in (*engine.optimizer.fp32_partitioned_groups_flat, *moments):  # DeepSpeed moves its FusedAdam's only
+    for tensor in (*engine.optimizer.fp32_partitioned_groups_flat, *moments):
         tensor.data = tensor.data.to(device)
-    if on:
-        engine.offload_states(include=[State.lp_grads, State.contiguous_grad_buffer])  # and gives back what is cached
-    else:
-        engine.reload_states()
 
 
 def save_checkpoint(engine: Engine, folder: Path, tag: str) -> None:

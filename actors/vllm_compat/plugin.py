@@ -28,8 +28,8 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferUpdateInfo,
 )
 
-from actors.vllm_compat.transports import ended_when_stalled, join, rebuild_arguments
-from actors.weights.buckets import ITEM_BYTES, Rendezvous, hash_of
+from actors.vllm_compat.transports import abort_when_stalled, join_group, rebuild_arguments
+from actors.weights.buckets import ITEM_BYTES, Rendezvous, hash_arrays
 from actors.weights.shared_buffer import BufferMapping
 
 BACKENDS = {"store": "StoreWeightTransferEngine", "nccl": "NcclBroadcastEngine", "ipc": "IpcSharedEngine"}
@@ -38,7 +38,7 @@ OWNER_POLL_S = 0.5
 
 
 def register() -> None:
-    """Called by vLLM once in each of an engine's processes."""
+    """Register the transports. vLLM calls this once in each process of an engine."""
     for transport, engine in BACKENDS.items():
         if (name := f"t2g_{transport}") not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(name, __name__, engine)
@@ -48,10 +48,9 @@ def register() -> None:
 
 
 def _end_with_owner(owner: int) -> None:
-    """A killed actor cannot close its engine: without this the core would keep its memory, and its GPU, for ever.
+    """End this process with the actor that owns it: a killed actor cannot close its engine, which would keep its GPU.
 
-    The owner may be dead before this process looks for it, seconds after it was started, and its pid may be another
-    process by then: only an ancestor is the owner.
+    The owner may die before this check, and its pid may then belong to another process: only an ancestor is the owner.
     """
     while descends_from(owner):
         time.sleep(OWNER_POLL_S)
@@ -59,13 +58,13 @@ def _end_with_owner(owner: int) -> None:
 
 
 def descends_from(pid: int) -> bool:
-    """Whether process `pid` is an ancestor of this one: the orphans of a dead process get another parent at once."""
+    """Return whether process `pid` is an ancestor of this one. Orphans get another parent at once."""
     return any(parent.pid == pid for parent in psutil.Process().parents())
 
 
 @dataclass
 class WeightManifest(WeightTransferInitInfo):
-    """Opens a version: everything that will be sent. vLLM's `start` takes no argument, so it comes as init info."""
+    """Everything that a version sends. vLLM's `start` takes no argument, so this is sent as init info."""
 
     version: int
     dtype: str  # "float32" or "bfloat16", of every tensor
@@ -74,7 +73,7 @@ class WeightManifest(WeightTransferInitInfo):
 
 @dataclass
 class GroupInitInfo(WeightTransferInitInfo):
-    """To a group of the learner and the engines that take a version."""
+    """The process group of the learner and the engines that receive a version."""
 
     rendezvous: dict[str, Any]  # fields of a `Rendezvous`
     rank_offset: int  # the rank of this engine's first GPU
@@ -84,35 +83,36 @@ class GroupInitInfo(WeightTransferInitInfo):
 class BucketInfo(WeightTransferUpdateInfo):
     """One bucket of a version.
 
-    way: that of `actors.weights.buckets.Bucket`; with store also the file that both processes can map (`path`, of
-    `num_bytes`), overwritten once the bucket is loaded, and in it the `offsets` of the tensors in bytes.
+    `transport_meta` is that of `actors.weights.buckets.Bucket`. With store it also has the file that both processes map
+    (`path`, of `num_bytes`), which is overwritten once the bucket is loaded, and the byte `offsets` of the tensors.
     """
 
     version: int
     index: int
     names: list[str]
-    way: dict[str, Any]
+    transport_meta: dict[str, Any]
 
 
-class WholeVersion(WeightTransferEngine[Any, Any]):
-    """One version as buckets: refuses what was not announced, and to finish unless it got exactly what was.
+class ManifestTransferEngine(WeightTransferEngine[Any, Any]):
+    """Receive a version in buckets, and check them against the manifest.
 
-    How a bucket's bytes get here is the affair of the class beside or below it.
+    It refuses tensors that are not in the manifest, and refuses to finish with a missing tensor. Subclasses read the
+    bytes of a bucket.
     """
 
     init_info_cls, update_info_cls = WeightManifest, BucketInfo
     _manifest: WeightManifest | None = None
-    _missing: dict[str, list[int]]  # name -> shape of what has not come yet
+    _missing: dict[str, list[int]]  # name -> shape of the tensors not received yet
     _open = False
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.packed = True  # of vLLM's nccl and ipc engines: a bucket comes in one piece
+        self.packed = True  # vLLM's nccl and ipc engines then receive a bucket in one piece
 
     def init_transfer_engine(self, init_info: WeightManifest) -> None:
         self._manifest = init_info
         self._missing = dict(init_info.shapes)
-        if self._open:  # the round before broke off
+        if self._open:  # the previous round was interrupted
             self._begin()
 
     def start_weight_update(self) -> None:
@@ -123,29 +123,37 @@ class WholeVersion(WeightTransferEngine[Any, Any]):
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         if self._open:
-            # vLLM would go on counting where the broken round stopped, and load a module before its last part is in.
+            # vLLM would continue counting from the interrupted round, and load a module before its last part.
             finalize_layerwise_reload(self.model, self.model_config)
         initialize_layerwise_reload(self.model)
         self._open = True
 
     def receive_weights(self, update_info: BucketInfo) -> None:
-        """Raises ValueError for bytes of another version or hash, and for names not announced or already received."""
-        announced = self._manifest
-        if announced is None or update_info.version != announced.version:
+        """Load one bucket.
+
+        Raises:
+            ValueError: The version, a hash or a name is not that of the manifest, or a name was received before.
+        """
+        manifest = self._manifest
+        if manifest is None or update_info.version != manifest.version:
             raise ValueError(f"bucket {update_info.index} of version {update_info.version} was not announced")
-        wrong = [n for n in update_info.names if n not in self._missing]
-        if wrong:
-            raise ValueError(f"bucket {update_info.index}: {_few(wrong)} not announced, or sent before")
-        self._load(update_info, [announced.shapes[name] for name in update_info.names], announced.dtype)
+        wrong_names = [n for n in update_info.names if n not in self._missing]
+        if wrong_names:
+            raise ValueError(f"bucket {update_info.index}: {_few(wrong_names)} not announced, or sent before")
+        self._load(update_info, [manifest.shapes[name] for name in update_info.names], manifest.dtype)
         for name in update_info.names:
             del self._missing[name]
 
     def _load(self, bucket: BucketInfo, shapes: list[list[int]], dtype: str) -> None:
-        """Get the bytes of one bucket and have the model load them."""
+        """Read the bytes of one bucket and have the model load them."""
         raise NotImplementedError
 
     def finish_weight_update(self) -> None:
-        """Raises ValueError when a name is missing, which would keep its old value; only a whole version mends that."""
+        """Commit the version.
+
+        Raises:
+            ValueError: A tensor is missing and would keep its old value. Only a full push repairs that.
+        """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         assert self._manifest is not None
@@ -159,8 +167,11 @@ class WholeVersion(WeightTransferEngine[Any, Any]):
         self._open = False
 
     def _pack_tied_weights(self) -> None:
-        """A tied output layer gets nothing under its own name, so vLLM's reload leaves it alone; but on a CPU it
-        computes with a packed copy of the weight, which would stay the old one."""
+        """Pack the weight of a tied output layer again.
+
+        No tensor has its name, so vLLM's reload skips it. On a CPU it computes with a packed copy of the weight, which
+        would keep the old values.
+        """
         from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
         owned: set[int] = set()
@@ -172,18 +183,21 @@ class WholeVersion(WeightTransferEngine[Any, Any]):
             owned |= own
 
 
-class StoreWeightTransferEngine(WholeVersion):
-    """Receives mapped bytes and their hashes."""
+class StoreWeightTransferEngine(ManifestTransferEngine):
+    """Receives buckets in shared memory, with their hashes."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._maps = BufferMapping()
+        self._mapping = BufferMapping()
 
     def _load(self, bucket: BucketInfo, shapes: list[list[int]], dtype: str) -> None:
-        data = self._maps.read(bucket.way["path"], bucket.way["num_bytes"])
+        data = self._mapping.read(bucket.transport_meta["path"], bucket.transport_meta["num_bytes"])
         kind = {"float32": np.float32, "bfloat16": np.uint16}[dtype]
-        views = [np.ndarray(shape, kind, data, at) for shape, at in zip(shapes, bucket.way["offsets"], strict=True)]
-        if hash_of(*views) != bucket.way["xxh3"]:
+        views = [
+            np.ndarray(shape, kind, data, at)
+            for shape, at in zip(shapes, bucket.transport_meta["offsets"], strict=True)
+        ]
+        if hash_arrays(*views) != bucket.transport_meta["xxh3"]:
             raise ValueError(f"bucket {bucket.index} of version {bucket.version} arrived with other bytes")
         self.model.load_weights(self._tensors(bucket, views, getattr(torch, dtype)))
         self._own_pending()
@@ -191,15 +205,15 @@ class StoreWeightTransferEngine(WholeVersion):
     def _tensors(
         self, bucket: BucketInfo, views: list[np.ndarray], dtype: torch.dtype
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        hashes = bucket.way["tensor_xxh3"] or [""] * len(views)
+        hashes = bucket.transport_meta["tensor_xxh3"] or [""] * len(views)
         for name, view, expected in zip(bucket.names, views, hashes, strict=True):
             tensor = torch.from_numpy(view).view(dtype).to(self.device)
-            if expected and hash_of(tensor.reshape(-1).view(torch.uint8).cpu().numpy()) != expected:
+            if expected and hash_arrays(tensor.reshape(-1).view(torch.uint8).cpu().numpy()) != expected:
                 raise ValueError(f"{name} of version {bucket.version} has other bytes than the learner's")
             yield name, tensor
 
     def _own_pending(self) -> None:
-        """Copy what vLLM keeps for later, as of a padded vocabulary until `finish`: the data will hold other bytes."""
+        """Copy tensors that vLLM keeps until `finish`, as of a padded vocabulary: the next bucket overwrites them."""
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
         for module in self.model.modules():
@@ -210,53 +224,54 @@ class StoreWeightTransferEngine(WholeVersion):
         self._manifest = None
 
 
-class NcclBroadcastEngine(WholeVersion, NCCLWeightTransferEngine):
-    """vLLM's nccl engine, in a group that is kept from version to version until its members are others."""
+class NcclBroadcastEngine(ManifestTransferEngine, NCCLWeightTransferEngine):
+    """vLLM's nccl engine, with a process group that is reused until its members change."""
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
-        """An announcement, or where this engine meets the learner."""
         return (GroupInitInfo if "rendezvous" in init_dict else WeightManifest)(**init_dict)
 
     def init_transfer_engine(self, init_info: Any) -> None:
-        """Raises RuntimeError as `transports.join`."""
+        """Take the manifest, or join the group. Raises RuntimeError as `transports.join_group`."""
         if isinstance(init_info, WeightManifest):
-            WholeVersion.init_transfer_engine(self, init_info)
+            ManifestTransferEngine.init_transfer_engine(self, init_info)
             return
         NCCLWeightTransferEngine.shutdown(self)
         members = tuple(init_info.rendezvous["members"])
         rank = init_info.rank_offset + self.parallel_config.rank
-        self.model_update_group = join(Rendezvous(**init_info.rendezvous | {"members": members}), rank, self.device)
+        self.model_update_group = join_group(
+            Rendezvous(**init_info.rendezvous | {"members": members}), rank, self.device
+        )
 
     def _load(self, bucket: BucketInfo, shapes: list[list[int]], dtype: str) -> None:
-        """Raises RuntimeError when the broadcast does not come in time, or was broken off."""
+        """Raises RuntimeError when the broadcast does not arrive in time, or was aborted."""
         info = NCCLWeightTransferUpdateInfo(names=bucket.names, dtype_names=[dtype] * len(shapes), shapes=shapes)
         group = self.model_update_group
         if group is None:
             raise RuntimeError("the engine has no group to receive weights in")
-        with ended_when_stalled(group):
+        with abort_when_stalled(group):
             NCCLWeightTransferEngine.receive_weights(self, info)
-        if group.disabled:  # what was loaded are no weights
+        if group.disabled:  # the loaded bytes are not weights
             raise RuntimeError(f"the broadcast of bucket {bucket.index} of version {bucket.version} was broken off")
 
 
-class IpcSharedEngine(WholeVersion, IPCWeightTransferEngine):
+class IpcSharedEngine(ManifestTransferEngine, IPCWeightTransferEngine):
     """vLLM's ipc engine."""
 
     def _load(self, bucket: BucketInfo, shapes: list[list[int]], dtype: str) -> None:
-        """Raises ValueError when no learner rank is on this GPU."""
+        """Raises ValueError if no learner rank is on this GPU."""
         item_bytes = ITEM_BYTES[dtype]
         info = IPCWeightTransferUpdateInfo(
             names=bucket.names,
             dtype_names=[dtype] * len(shapes),
             shapes=shapes,
-            ipc_handles={gpu: rebuild_arguments(handle) for gpu, handle in bucket.way["handles"].items()},
+            ipc_handles={gpu: rebuild_arguments(handle) for gpu, handle in bucket.transport_meta["handles"].items()},
             tensor_sizes=[math.prod(shape) * item_bytes for shape in shapes],
         )
         IPCWeightTransferEngine.receive_weights(self, info)
 
     def finish_weight_update(self) -> None:
         super().finish_weight_update()
-        self._packed_importer.close()  # memory of a rank that is gone would stay as long as it is mapped
+        self._packed_importer.close()  # mapped memory of a removed rank would not be freed
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:

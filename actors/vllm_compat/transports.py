@@ -1,9 +1,9 @@
-"""How ranks on GPUs send a bucket without Ray's object store: learner.sync_transport ipc and nccl.
+"""Senders of buckets from ranks on GPUs without Ray's object store: learner.sync_transport ipc and nccl.
 
-ipc: every rank packs it into memory of its own GPU, from where the engine on that GPU copies it. nccl: rank 0
-broadcasts it to the engines of the round, with vLLM's packed broadcast, in a group that is kept as long as its members
-are the same. The engines' side is vLLM's own, see `plugin`. vLLM's trainer-side classes are not used: they drive
-all engines at once without a deadline. Nothing of what was sent remains: to send again is to gather again.
+ipc: every rank packs the bucket into memory of its own GPU, and the engine on that GPU copies it. nccl: rank 0
+broadcasts the bucket to the engines of the round with vLLM's packed broadcast. The group is reused while its members
+stay the same. The engines' side is vLLM's own, see `plugin`. vLLM's trainer-side classes are not used: they drive all
+engines at once without a deadline. Sent buckets are not stored: sending again needs gathering again.
 """
 
 import logging
@@ -21,16 +21,17 @@ from torch.distributed import TCPStore
 
 from actors.weights.buckets import Bucket, Rendezvous
 
-STALL_S = 30.0  # for one broadcast, and for its group to meet: past it somebody is taken to be gone
+STALL_S = 30.0  # timeout of one broadcast, and of joining its group
 JOIN_POLL_S = 0.05
 
 logger = logging.getLogger(__name__)
 
 
-def join(rendezvous: Rendezvous, rank: int, device: torch.device, deadline_s: float = STALL_S) -> Any:
-    """The group, as vLLM's PyNcclCommunicator, once all have come.
+def join_group(rendezvous: Rendezvous, rank: int, device: torch.device, deadline_s: float = STALL_S) -> Any:
+    """Return the group, as vLLM's PyNcclCommunicator, once all members have joined.
 
-    Raises RuntimeError, which says who has not come within deadline_s, or that they came and NCCL found no way.
+    Raises:
+        RuntimeError: Members did not join within deadline_s, and the message names them; or NCCL cannot connect.
     """
     until = time.monotonic() + deadline_s
     try:
@@ -51,10 +52,10 @@ def join(rendezvous: Rendezvous, rank: int, device: torch.device, deadline_s: fl
     def connect() -> None:
         try:
             made.put(communicator(store, rank, len(rendezvous.members), device))
-        except RuntimeError as error:  # raised below, where somebody hears of it
+        except RuntimeError as error:  # raised below, in the caller's thread
             made.put(error)
 
-    threading.Thread(target=connect, name="t2g-join", daemon=True).start()  # NCCL's own start waits for ever
+    threading.Thread(target=connect, name="t2g-join", daemon=True).start()  # NCCL's init has no timeout
     try:
         group = made.get(timeout=deadline_s)
     except queue.Empty:
@@ -67,7 +68,7 @@ def join(rendezvous: Rendezvous, rank: int, device: torch.device, deadline_s: fl
 
 
 def communicator(store: TCPStore, rank: int, size: int, device: torch.device) -> Any:
-    """In a thread of its own, whose current device would be the first one."""
+    """Connect to the group. The caller's thread is new, and its current device would be the first one."""
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
     from vllm.distributed.utils import StatelessProcessGroup
     from vllm.utils.nccl import unpinned_nccl_env
@@ -78,28 +79,32 @@ def communicator(store: TCPStore, rank: int, size: int, device: torch.device) ->
 
 
 class NcclSender:
-    """Broadcast from rank 0. Never raises for an engine: an engine that received nothing reports it itself."""
+    """Broadcast from rank 0. A failure of an engine raises nothing here: the engine reports it itself."""
 
-    everywhere = False  # whether every rank needs the tensors of a bucket, or rank 0 alone
+    everywhere = False  # whether every rank needs the tensors of a bucket, or only rank 0
     _group: Any = None
     _rendezvous: Rendezvous | None = None
 
-    def meet(self, rendezvous: Rendezvous, device: torch.device) -> None:
-        """The group of a round: that of the one before where its members still are together."""
+    def join_group(self, rendezvous: Rendezvous, device: torch.device) -> None:
+        """Join the group of a round, or keep the current group if it is the same and intact."""
         if rendezvous == self._rendezvous and self._group is not None and not self._group.disabled:
             return
-        if self._group is not None:  # not sooner: an engine may still have read from it
+        if self._group is not None:  # not before: an engine may still have read from it
             self._group.destroy()
         self._group, self._rendezvous = None, rendezvous
         try:
-            self._group = join(rendezvous, 0, device)
+            self._group = join_group(rendezvous, 0, device)
         except RuntimeError as error:
             logger.warning("weights cannot be broadcast: %s", error)
 
     def send(
         self, index: int, names: Sequence[str], tensors: Sequence[torch.Tensor], started: float
     ) -> Iterator[Bucket]:
-        """Yields, on rank 0, what the engines must hear of it. started: see `actors.weights.buckets.make_bucket`."""
+        """Yield the bucket's description on rank 0, then broadcast its bytes.
+
+        Args:
+            started: See `actors.weights.buckets.make_bucket`.
+        """
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
         yield Bucket(index=index, names=tuple(names), gather_s=time.monotonic() - started)
@@ -107,7 +112,7 @@ class NcclSender:
             return
         _finish(tensors)  # the broadcast has streams of its own
         try:
-            with ended_when_stalled(self._group):
+            with abort_when_stalled(self._group):
                 pairs = iter(zip(names, tensors, strict=True))
                 packed_nccl_broadcast_producer(pairs, self._group, 0, lambda pair: pair[1])
         except RuntimeError as error:
@@ -116,10 +121,11 @@ class NcclSender:
 
 
 @contextmanager
-def ended_when_stalled(group: Any, after_s: float = STALL_S) -> Iterator[None]:
-    """Ends the group when the block takes longer: its broadcasts return, and no member waits for a failed one.
+def abort_when_stalled(group: Any, after_s: float = STALL_S) -> Iterator[None]:
+    """Destroy the group if the block takes longer than `after_s`: no member then waits for a failed one.
 
-    group: as vLLM's PyNcclCommunicator, `disabled` from then on.
+    Args:
+        group: vLLM's PyNcclCommunicator; it is `disabled` from then on.
     """
     timer = threading.Timer(after_s, group.destroy)
     timer.daemon = True
@@ -131,64 +137,64 @@ def ended_when_stalled(group: Any, after_s: float = STALL_S) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Shared:
-    """Memory of this process's GPU that another process may map."""
+class SharedMemory:
+    """GPU memory of this process that another process may map."""
 
     memory: torch.Tensor  # [N] uint8
-    gpu: str  # its UUID
-    handle: tuple[Any, ...]  # of numbers and bytes: what torch's rebuild_cuda_tensor takes from `storage_device` on
+    gpu: str  # UUID of the GPU
+    handle: tuple[Any, ...]  # numbers and bytes: the arguments of torch's rebuild_cuda_tensor from `storage_device` on
 
 
 def rebuild_arguments(handle: Sequence[Any]) -> tuple[Any, ...]:
-    """All that torch's rebuild_cuda_tensor takes, for the memory of a `Shared`. No pickle comes with a handle."""
+    """Return all arguments of torch's rebuild_cuda_tensor for a `SharedMemory`. A handle contains no pickle."""
     return (torch.Tensor, (handle[2],), (1,), 0, torch.storage.TypedStorage, torch.uint8, *handle)
 
 
 class IpcSender:
-    """Two memories in turn: a bucket is packed while the engines copy the one before.
+    """Alternates between two shared memories: a bucket is packed while the engines copy the previous one.
 
-    They are shared once and kept: what an engine that is gone never gave back could not be freed again.
+    The memories are allocated once and reused: memory that a removed engine has mapped could not be freed.
     """
 
     everywhere = True
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._shared: dict[int, Shared] = {}
+        self._shared: dict[int, SharedMemory] = {}
 
     def send(
         self, index: int, names: Sequence[str], tensors: Sequence[torch.Tensor], started: float
     ) -> Iterator[Bucket]:
-        """As that of `NcclSender`."""
-        num_bytes, turn = sum(tensor.nbytes for tensor in tensors), index % 2
-        if turn not in self._shared or len(self._shared[turn].memory) < num_bytes:
-            self._shared[turn] = self.share(num_bytes)
-        shared = self._shared[turn]
+        """Pack the bucket into shared memory; yield its description with the handles of all GPUs on rank 0."""
+        num_bytes, slot = sum(tensor.nbytes for tensor in tensors), index % 2
+        if slot not in self._shared or len(self._shared[slot].memory) < num_bytes:
+            self._shared[slot] = self.share(num_bytes)
+        shared = self._shared[slot]
         torch.cat([t.reshape(-1).view(torch.uint8) for t in tensors], out=shared.memory[:num_bytes])
         _finish([shared.memory])
         handles = dict(self.gather((shared.gpu, shared.handle)))
         if self._rank == 0:
             gather_s = time.monotonic() - started
-            yield Bucket(index=index, names=tuple(names), gather_s=gather_s, way={"handles": handles})
+            yield Bucket(index=index, names=tuple(names), gather_s=gather_s, transport_meta={"handles": handles})
 
-    def share(self, num_bytes: int) -> Shared:
+    def share(self, num_bytes: int) -> SharedMemory:
         from torch.multiprocessing.reductions import reduce_tensor
 
         memory = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
         _, arguments = reduce_tensor(memory)
-        return Shared(memory, str(torch.cuda.get_device_properties(memory.device).uuid), tuple(arguments[6:]))
+        return SharedMemory(memory, str(torch.cuda.get_device_properties(memory.device).uuid), tuple(arguments[6:]))
 
     def gather(self, own: Any) -> list[Any]:
-        """What every rank gives, in order of rank."""
+        """Return the values of all ranks, in order of rank."""
         gathered: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(gathered, own)
         return gathered
 
 
-Sender = NcclSender | IpcSender  # of one rank, for the whole run
+Sender = NcclSender | IpcSender
 
 
 def _finish(tensors: Sequence[torch.Tensor]) -> None:
-    """What this process's GPU has to do for them: other streams and other processes do not wait for it."""
+    """Wait for this process's GPU: other streams and processes do not wait for it."""
     if tensors[0].is_cuda:
         torch.cuda.synchronize()

@@ -1,6 +1,6 @@
-"""Weights as they travel: named tensors in buckets of whole modules, with the hash of their bytes.
+"""Buckets of weights: the named tensors of complete modules, with the hash of their bytes.
 
-Knows neither Ray nor how a bucket gets to an engine (`actors.weights.sync`, `actors.vllm_compat.transports`).
+This module knows neither Ray nor the transports (`actors.weights.sync`, `actors.vllm_compat.transports`).
 """
 
 import math
@@ -14,54 +14,56 @@ import xxhash
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
-
-# What is announced before any byte is sent: the shape of each tensor by its name in the Hugging Face checkpoint, in the
-# order in which they are sent. Tied weights are announced and sent once.
+# The shape of each tensor by its name in the Hugging Face checkpoint, in sending order. Tied weights appear once.
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """Whole modules of one version, in announced order.
+    """Complete modules of one version, in the order of the manifest.
 
-    store: the bytes come along; `way` has `xxh3`, the hash of all of them in order, taken by the learner rank before
-    they leave it, and `tensor_xxh3`, with learner.sync_verify=full of each tensor, else empty.
-    ipc: they lie in memory of each rank's GPU, tensor after tensor, until the bucket after the next is made; `way` has
-    `handles`, of each GPU by its UUID, see `actors.vllm_compat.transports.Shared`.
-    nccl: they follow by broadcast.
+    store: `tensors` has the bytes. `transport_meta` has `xxh3`, the hash of all of them in order, computed by the
+    learner rank, and `tensor_xxh3`, the hash of each tensor with learner.sync_verify=full, else empty.
+    ipc: the bytes lie in the GPU memory of each rank, tensor after tensor, until the bucket after the next is packed.
+    `transport_meta` has `handles`, by the UUID of the GPU, see `actors.vllm_compat.transports.SharedMemory`.
+    nccl: the bytes follow by broadcast.
     """
 
     index: int  # 0, 1, ... within a version
     names: tuple[str, ...]
-    gather_s: float  # that the rank took until it was ready to go
-    way: dict[str, Any] = field(default_factory=dict)  # to the bytes: goes into the engine core as it is
-    tensors: tuple[np.ndarray, ...] = ()  # C-contiguous, float32, or for bfloat16 its bits in uint16; as announced
+    gather_s: float  # until the rank had the bucket ready
+    transport_meta: dict[str, Any] = field(default_factory=dict)  # passed to the engine core unchanged
+    tensors: tuple[np.ndarray, ...] = ()  # C-contiguous, float32, or for bfloat16 its bits in uint16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """The address and members of one nccl process group. Two are equal only if their ids are."""
+    """The address and members of one nccl process group; `id` is unique."""
 
     id: str
     host: str
     port: int
-    members: tuple[str, ...]  # by rank: the learner, whose rank 0 is rank 0 here too, then the engines, each GPU a rank
+    members: tuple[str, ...]  # by rank: rank 0 of the learner, then the engines, one rank per GPU
 
 
 def make_bucket(
     index: int, names: Sequence[str], tensors: Sequence[np.ndarray], *, full: bool, started: float
 ) -> Bucket:
-    """For Ray's object store. full: with a hash of each tensor as well. started: of time.monotonic, when the rank
-    began to gather it."""
-    hashes = {"xxh3": hash_of(*tensors), "tensor_xxh3": [hash_of(tensor) for tensor in tensors] if full else []}
+    """Make a bucket for Ray's object store.
+
+    Args:
+        full: Whether to hash each tensor as well.
+        started: The value of time.monotonic when the rank began to gather the bucket.
+    """
+    hashes = {"xxh3": hash_arrays(*tensors), "tensor_xxh3": [hash_arrays(tensor) for tensor in tensors] if full else []}
     gather_s = time.monotonic() - started
-    return Bucket(index=index, names=tuple(names), gather_s=gather_s, way=hashes, tensors=tuple(tensors))
+    return Bucket(index=index, names=tuple(names), gather_s=gather_s, transport_meta=hashes, tensors=tuple(tensors))
 
 
-def hash_of(*arrays: Any) -> str:
-    """xxh3 of the bytes of C-contiguous arrays, one after the other.
+def hash_arrays(*arrays: Any) -> str:
+    """Return the xxh3 hash of the concatenated bytes of C-contiguous arrays.
 
-    >>> hash_of(np.arange(4)) == hash_of(np.arange(2), np.arange(2, 4))
+    >>> hash_arrays(np.arange(4)) == hash_arrays(np.arange(2), np.arange(2, 4))
     True
     """
     digest = xxhash.xxh3_64()
@@ -71,16 +73,16 @@ def hash_of(*arrays: Any) -> str:
 
 
 def num_bytes(shapes: Shapes, dtype: str) -> int:
-    """Of all tensors once they are `dtype`."""
+    """Return the bytes of all tensors in `dtype`."""
     return sum(map(math.prod, shapes.values())) * ITEM_BYTES[dtype]
 
 
-def module_key(name: str) -> str:
-    """The part of a model that must travel in one bucket: a whole decoder layer, else the module that owns the tensor.
+def get_module_name(name: str) -> str:
+    """Return the module that must be sent in one bucket: the decoder layer, else the module that owns the tensor.
 
-    >>> module_key("model.layers.3.self_attn.q_proj.weight"), module_key("model.layers.3.mlp.experts.7.w1")
+    >>> get_module_name("model.layers.3.self_attn.q_proj.weight"), get_module_name("model.layers.3.mlp.experts.7.w1")
     ('model.layers.3', 'model.layers.3')
-    >>> module_key("model.embed_tokens.weight")
+    >>> get_module_name("model.embed_tokens.weight")
     'model.embed_tokens'
     """
     parts = name.split(".")
@@ -89,14 +91,14 @@ def module_key(name: str) -> str:
 
 
 def plan_buckets(shapes: Shapes, *, dtype: str, bucket_bytes: float) -> list[tuple[str, ...]]:
-    """Names of each bucket, in announced order: whole modules, at most `bucket_bytes` unless one module is larger.
+    """Return the tensor names of each bucket: complete modules, at most `bucket_bytes` unless one module is larger.
 
-    A bucket never ends inside a module: the engine fuses q, k, v (and gate, up) into one tensor and keeps references
-    to the first parts until the last has come; the buffer they lie in would be overwritten by a later bucket.
+    A bucket never ends inside a module. The engine fuses q, k, v (and gate, up) into one tensor, and keeps references
+    to the first parts until it has the last. A later bucket would overwrite the buffer of these parts.
     """
     modules: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, shape in shapes.items():
-        modules.setdefault(module_key(name), {})[name] = shape
+        modules.setdefault(get_module_name(name), {})[name] = shape
     buckets: list[tuple[str, ...]] = []
     filled = math.inf
     for members in modules.values():

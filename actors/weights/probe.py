@@ -1,7 +1,7 @@
-"""Whether an engine computes what the learner computes: the logprobs that both give of the same tokens.
+"""Compare engine and learner by their logprobs of the same tokens.
 
-Two programs that round in other places never agree to the bit, and how far apart they are depends on model, dtype and
-kernels. So it is measured once, on the checkpoint that both have loaded from the same files, before anything is sent.
+Their kernels round differently, so the logprobs never match exactly. The usual gap depends on model, dtype and kernels.
+It is measured once, on the checkpoint that both loaded from the same files, before any weights are sent.
 """
 
 import math
@@ -12,23 +12,23 @@ import numpy as np
 
 PROBE_TOKENS = 64
 PROBE_SEED = 20250522
-SLACK = 3.0  # training makes logits larger, and with them what rounding does
-MEDIAN_SHARE = 0.1  # of the floor: rounding has long tails, wrong weights move every token
+SLACK = 3.0  # training makes logits larger, and with them the rounding errors
+MEDIAN_SHARE = 0.1  # of the tolerance: rounding has long tails, wrong weights change every token
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
-    """|engine - learner| over the probe's logprobs, nats. All are inf where one value is NaN or infinite."""
+    """|engine - learner| over the probe's logprobs, in nats. All fields are inf if one value is NaN or infinite."""
 
     largest: float
     p95: float
     median: float
 
 
-def gap_between(engine: np.ndarray, learner: np.ndarray) -> Gap:
-    """Of [N - 1] logprobs each.
+def compute_gap(engine: np.ndarray, learner: np.ndarray) -> Gap:
+    """Return the gap between two arrays of logprobs, [N - 1] each.
 
-    >>> gap_between(np.array([-1.0, -2.0, -3.0]), np.array([-1.0, -2.5, -3.25])).largest
+    >>> compute_gap(np.array([-1.0, -2.0, -3.0]), np.array([-1.0, -2.5, -3.25])).largest
     0.5
     """
     gaps = np.abs(engine.astype(np.float64) - learner)
@@ -37,8 +37,8 @@ def gap_between(engine: np.ndarray, learner: np.ndarray) -> Gap:
     return Gap(largest=float(gaps.max()), p95=float(np.percentile(gaps, 95)), median=float(np.median(gaps)))
 
 
-def why_refused(gap: Gap, *, floor: float, baseline_gap: Gap | None) -> str:
-    """Return what is wrong with a gap, "" if nothing.
+def explain_refusal(gap: Gap, *, floor: float, baseline_gap: Gap | None) -> str:
+    """Return why a gap is too large, "" if it is not.
 
     The largest difference may be `floor`, or SLACK x that of the baseline; the median MEDIAN_SHARE x `floor`, or SLACK
     x that of the baseline.
@@ -46,25 +46,31 @@ def why_refused(gap: Gap, *, floor: float, baseline_gap: Gap | None) -> str:
     Args:
         baseline_gap: The gap at the checkpoint; None if it was never measured.
     """
-    usual = baseline_gap or Gap(largest=0.0, p95=0.0, median=math.inf)
-    for what, found, base, least in (
-        ("at the most", gap.largest, usual.largest, floor),
-        ("in the median", gap.median, usual.median, floor * MEDIAN_SHARE),
+    baseline = baseline_gap or Gap(largest=0.0, p95=0.0, median=math.inf)
+    for what, value, base, minimum in (
+        ("at the most", gap.largest, baseline.largest, floor),
+        ("in the median", gap.median, baseline.median, floor * MEDIAN_SHARE),
     ):
-        if found > (limit := max(least, SLACK * base)):
+        if value > (limit := max(minimum, SLACK * base)):
             allowed = f"allowed is {limit:.3g}, by learner.probe_tolerance={floor:g} and {base:.3g} on the checkpoint"
-            return f"{found:.3g} nats apart {what}; {allowed}"
+            return f"{value:.3g} nats apart {what}; {allowed}"
     return ""
 
 
 def is_stuck(scores: Sequence[np.ndarray], logprobs: Sequence[np.ndarray], baseline_gap: Gap) -> bool:
-    """Whether an engine answers to the bit what it answered before, though the learner moved by more than the two were
-    ever apart: it computes with the old weights. Each is (before, now).
+    """Return whether an engine still computes with its old weights.
+
+    Its scores are then bitwise equal to the previous ones, although the learner's logprobs changed by more than the
+    baseline gap.
+
+    Args:
+        scores: (previous, current) of the engine.
+        logprobs: (previous, current) of the learner.
     """
     return bool(np.array_equal(*scores) and np.max(np.abs(np.subtract(*logprobs))) > baseline_gap.largest)
 
 
-def probe_ids(prompts: Sequence[np.ndarray], vocab_size: int, num_tokens: int) -> np.ndarray:
-    """[N] int32: the first tokens of the prompts, one after the other; where they are too few, random ones follow."""
+def make_probe_ids(prompts: Sequence[np.ndarray], vocab_size: int, num_tokens: int) -> np.ndarray:
+    """Return [N] int32: the concatenated first tokens of the prompts, filled up with random tokens."""
     fill = np.random.default_rng(PROBE_SEED).integers(0, vocab_size, num_tokens, dtype=np.int32)
     return np.concatenate([*prompts[:num_tokens], fill])[:num_tokens].astype(np.int32)

@@ -1,8 +1,7 @@
-"""One version of the weights on its way from the learner, or from what is held of it, to several workers at once.
+"""One attempt to push a version of the weights from the learner, or from its stored buckets, to several workers.
 
-With the transports ipc and nccl (`transports`) nothing is held: the learner sends again, as long as it has that
-version. A group of broadcasts is kept until a member leaves or joins, so that no member waits for an engine that has
-gone.
+With the transports ipc and nccl (`transports`) no buckets are stored: the learner sends again, while it still has that
+version. A broadcast group is reused until a member leaves or joins, so that no member waits for a removed engine.
 """
 
 import asyncio
@@ -17,92 +16,108 @@ from typing import Any, Protocol
 import numpy as np
 
 from actors.weights.buckets import Rendezvous, Shapes
-from actors.weights.probe import Gap, gap_between, is_stuck, why_refused
+from actors.weights.probe import Gap, compute_gap, explain_refusal, is_stuck
 from t2g.concurrency import cancel_all
 from t2g.config import LearnerConfig, RolloutConfig
 from t2g.errors import MissedSync
 from t2g.interfaces import Turn
 
-BUCKETS_ABOARD = 2  # in a worker at once: one is copied while the engine core loads the other
-GRACE_S = 30.0  # at the least
-GRACE_RATIO = 3.0  # of the first one's time, where that is more
+MAX_BUCKETS_IN_FLIGHT = 2  # per worker: one is copied while the engine core loads the other
+GRACE_S = 30.0  # minimum time for the other workers after the first answer
+GRACE_RATIO = 3.0  # times the duration of the first answer, if that is longer
 
 
 class WeightSource(Protocol):
-    """What the learner group offers to a weight sync. Blocking calls; LearnerLost when a rank is."""
+    """The learner group as a weight sync uses it. The calls block, and raise LearnerLost if a rank is lost."""
 
     policy_version: int  # it changes before the weights do
 
-    def announce(self) -> Shapes:
-        """Every parameter of the policy in the order in which it is sent, without gathering any."""
+    def get_manifest(self) -> Shapes:
+        """Return every parameter of the policy in sending order, without gathering any."""
 
     def address(self) -> tuple[str, int]:
-        """A host and port for the rendezvous of the next `stream_weights`."""
+        """Return a host and port for the rendezvous of the next `stream_weights`."""
 
     def stream_weights(self, dtype: str, *, full: bool, rendezvous: Rendezvous | None) -> Generator[Any, None, None]:
-        """References to buckets as `plan_buckets` cuts them; tensors converted to `dtype` ("float32" or "bfloat16").
+        """Yield references to the buckets of `plan_buckets`.
 
-        full: each with a hash of every tensor. rendezvous: with nccl; the engines are on their way there, and a bucket
-        is broadcast without waiting for the next request.
+        Args:
+            dtype: Type of the sent tensors, "float32" or "bfloat16".
+            full: Whether each bucket has a hash of every tensor.
+            rendezvous: With nccl, the rendezvous that the engines are joining. The learner then broadcasts a bucket
+                without waiting for the next request.
         """
 
     def probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
-        """[N - 1] float32: log softmax(logits)[ids[t + 1]] after ids[: t + 1], at temperature 1 as `Engine.score`."""
+        """Return [N - 1] float32: log softmax(logits)[ids[t + 1]] after ids[: t + 1], at temperature 1.
+
+        `Engine.score` returns the same quantity.
+        """
 
 
 class SyncTarget(Protocol):
-    """A rollout worker as the fleet knows it."""
+    """A rollout worker of the fleet."""
 
     name: str
     handle: Any
-    version: int | None  # of its weights; none: those that it loaded from the model's folder
-    syncing: bool  # its engine is paused, until the fleet hears that it has the weights or missed them
+    version: int | None  # of its weights; None: those of the model's folder
+    syncing: bool  # its engine is paused, until `has_weights` or `missed` is called
 
 
 class EngineFleet(Protocol):
-    """What a weight sync needs of `actors.engines.rollout.RolloutFleet`."""
+    """The interface of `actors.engines.rollout.RolloutFleet` that a weight sync uses."""
 
     config: RolloutConfig
     vocab_size: int
-    turn: Turn  # whose the GPUs are, with cluster.gpu_sharing=alternate: a fleet outlives the learners of its runs
-    baseline_gap: Gap | None  # of its engines and a learner on the checkpoint, for the runs that come after
+    turn: Turn  # which side has the GPUs with cluster.gpu_sharing=alternate; a fleet outlives the learners of its runs
+    baseline_gap: Gap | None  # between its engines and a learner on the checkpoint; later runs reuse it
 
-    def receivers(self) -> Sequence[SyncTarget]:
-        """The workers that have started and can be reached."""
+    def targets(self) -> Sequence[SyncTarget]:
+        """Return the workers that have started and can be reached."""
 
-    def ask(self, receiver: Any, submit: Callable[[Any], Any], what: str) -> Coroutine[Any, Any, Any]:
-        """submit(handle) on it. Raises MissedSync when it died or raised, LearnerLost when a bucket is gone."""
+    def request(self, target: Any, submit: Callable[[Any], Any], what: str) -> Coroutine[Any, Any, Any]:
+        """Return the result of submit(handle).
 
-    def has_weights(self, receiver: Any, version: int) -> None: ...
+        Raises:
+            MissedSync: The worker died or raised an error.
+            LearnerLost: A bucket is lost.
+        """
 
-    def missed(self, receiver: Any, reason: str, *, late: bool = False) -> None:
-        """late: it may hang. It is no receiver until it has answered something."""
+    def has_weights(self, target: Any, version: int) -> None:
+        """Record that the worker verified this version."""
+
+    def missed(self, target: Any, reason: str, *, late: bool = False) -> None:
+        """Record that the worker missed the sync.
+
+        Args:
+            late: Whether it timed out. It is no target again until it answers a probe or a request.
+        """
 
 
 @dataclass(kw_only=True)
 class Version:
-    """What is needed to bring one version to a worker, and what that took so far."""
+    """One version of the weights: what a push needs, and the outcome so far."""
 
     number: int
-    made_at: int  # the learner's policy_version: nothing can be sent again once that is another
+    made_at: int  # the learner's policy_version: once it changes, this version cannot be gathered again
     shapes: Shapes
-    probe: np.ndarray  # [N] int32, the tokens that a worker with these weights must score as the learner does
+    probe: np.ndarray  # [N] int32, the tokens that engines and learner score
     probe_logprobs: np.ndarray | None = None  # [N - 1] float32, the learner's, computed once
-    scores: dict[str, np.ndarray] = field(default_factory=dict)  # of the probe, by the worker's name
-    before: "Version | None" = None  # the version sent before, without its buckets
-    held: list[Any] = field(default_factory=list)  # references to its buckets; none with ipc and nccl
-    verified: list[SyncTarget] = field(default_factory=list)  # who has it
-    missed: dict[str, str] = field(default_factory=dict)  # name of a worker -> why it missed it the last time
-    num_calls: int = 1  # of workers and of the learner; the first was `announce`
+    scores: dict[str, np.ndarray] = field(default_factory=dict)  # of the probe, by worker name
+    previous: "Version | None" = None  # the version sent before, without its buckets
+    buckets: list[Any] = field(default_factory=list)  # references; none with ipc and nccl
+    verified: list[SyncTarget] = field(default_factory=list)  # the workers that have it
+    missed: dict[str, str] = field(default_factory=dict)  # worker name -> why it missed the version the last time
+    num_calls: int = 1  # of workers and of the learner; the first was `get_manifest`
     stages: dict[str, float] = field(default_factory=dict)  # seconds of work, of the slowest worker
 
-    def took(self, stage: str, seconds: float) -> None:
+    def add_seconds(self, stage: str, seconds: float) -> None:
         self.stages[stage] = self.stages.get(stage, 0.0) + seconds
 
 
 @dataclass
 class Group:
-    """With nccl: who met the last time, and has not parted since."""
+    """The current process group of nccl."""
 
     participants: Sequence[SyncTarget] = ()
     rendezvous: Rendezvous | None = None
@@ -110,16 +125,16 @@ class Group:
 
 @dataclass
 class Round:
-    """One try to bring a version to a participants. Who dies, is late or disagrees drops out."""
+    """One attempt to push a version. A worker that dies, times out or fails the probe drops out."""
 
     learner: WeightSource
     fleet: EngineFleet
     config: LearnerConfig
     version: Version
-    participants: list[SyncTarget]  # that have all that was sent so far
-    deadline: float  # of time.monotonic, for all of it
+    participants: list[SyncTarget]  # the workers that have all buckets sent so far
+    deadline: float  # of time.monotonic, for the whole round
     group: Group
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)  # what is of another is not loaded, however late it comes
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)  # workers refuse late calls of another round
 
     @property
     def _broadcasts(self) -> bool:
@@ -127,54 +142,57 @@ class Round:
         return self.config.sync_transport == "nccl" and not self.config.is_replayable
 
     async def deliver(self) -> list[float]:
-        """All buckets to the participants; returns the probe gap of each worker that verified to have them."""
+        """Send all buckets to the participants; return the probe gap of each worker that verified them."""
         version, engine = self.version, self.fleet.config
-        aboard = BUCKETS_ABOARD if self.config.is_replayable else 1  # the next one takes the memory of the one before
+        # Without replay the next bucket overwrites the memory of this one.
+        max_in_flight = MAX_BUCKETS_IN_FLIGHT if self.config.is_replayable else 1
         tasks: list[asyncio.Future[Any]] = []
         try:
-            await self._timed(
+            await self._call_all_timed(
                 "open",
                 lambda w: w.open_update.remote(self.id, version.number, engine.dtype, version.shapes),
                 "the start of a weight sync",
-                timeout_s=engine.health.probe_timeout_s * engine.health.max_failures,  # who takes longer hangs
+                timeout_s=engine.health.probe_timeout_s * engine.health.max_failures,  # a slower worker hangs
             )
             async with aclosing(self._buckets()) as buckets:
                 async for ref in buckets:
                     tasks.append(asyncio.ensure_future(self._load(ref)))
-                    if len(tasks) >= aboard:
-                        await tasks[-aboard]
-            tasks.append(asyncio.ensure_future(self._expected()))  # scored while the engines load what is left
+                    if len(tasks) >= max_in_flight:
+                        await tasks[-max_in_flight]
+            # The learner scores the probe while the engines load the last buckets.
+            tasks.append(asyncio.ensure_future(self._learner_logprobs()))
             await asyncio.gather(*tasks[:-1])
-            await self._timed("close", lambda w: w.close_update.remote(self.id), "the end of a weight sync")
-            return await self._prove(tasks[-1])
+            await self._call_all_timed("close", lambda w: w.close_update.remote(self.id), "the end of a weight sync")
+            return await self._verify(tasks[-1])
         except BaseException as error:
             self._drop_all(f"got half a sync, which broke off: {str(error) or type(error).__name__}")
             raise
         finally:
             await cancel_all(tasks)
 
-    async def _timed(self, stage: str, submit: Callable[[Any], Any], what: str, **timeout: float) -> None:
+    async def _call_all_timed(self, stage: str, submit: Callable[[Any], Any], what: str, **timeout: float) -> None:
         started = time.monotonic()
-        await self._each(submit, what, **timeout)
-        self.version.took(stage, time.monotonic() - started)
+        await self._call_all(submit, what, **timeout)
+        self.version.add_seconds(stage, time.monotonic() - started)
 
     async def _load(self, ref: Any) -> None:
-        """One bucket into the workers: each answers with its seconds by stage."""
-        answers = await self._each(lambda w: w.load_bucket.remote(self.id, ref), "a bucket of weights")
+        """Have the workers load one bucket; each answers with its seconds by stage."""
+        answers = await self._call_all(lambda w: w.load_bucket.remote(self.id, ref), "a bucket of weights")
         for stage in answers[0][1] if answers else ():
-            self.version.took(stage, max(seconds[stage] for _, seconds in answers))
+            self.version.add_seconds(stage, max(seconds[stage] for _, seconds in answers))
 
     async def _buckets(self) -> AsyncGenerator[Any, None]:
-        """What is held, else the learner's, held where they can be; participants are dropped if it continued meanwhile.
+        """Yield the stored buckets, or else stream them from the learner and store them if they are replayable.
 
-        Whether the workers still listen makes no difference to it: the ranks are in the middle of one call.
+        The stream continues when no participant is left, since the ranks are inside a collective call. All participants
+        are dropped if the learner updated its weights meanwhile.
         """
         version = self.version
-        if version.held:
-            for ref in version.held:
+        if version.buckets:
+            for ref in version.buckets:
                 yield ref
             return
-        rendezvous, joining = await self._meet() if self._broadcasts else (None, [])
+        rendezvous, joining = await self._form_group() if self._broadcasts else (None, [])
         version.num_calls += 1
         full = self.config.sync_verify == "full"
         stream = self.learner.stream_weights(self.fleet.config.dtype, full=full, rendezvous=rendezvous)
@@ -182,7 +200,7 @@ class Round:
             while (ref := await asyncio.to_thread(next, stream, None)) is not None:
                 await asyncio.gather(*joining)
                 if self.config.is_replayable:
-                    version.held.append(ref)
+                    version.buckets.append(ref)
                 yield ref
         finally:
             _close(stream)
@@ -190,77 +208,78 @@ class Round:
         if self.learner.policy_version != version.made_at:
             self._drop_all(f"was sent version {version.number} when the learner went on")
 
-    async def _meet(self) -> tuple[Rendezvous, list["asyncio.Future[Any]"]]:
-        """Where this round's group meets, and the engines on their way there; the learner must now go as well.
+    async def _form_group(self) -> tuple[Rendezvous, list["asyncio.Future[Any]"]]:
+        """Return the rendezvous of this round, and the tasks of the engines that join it.
 
-        Those who are still together from the round before need not meet again.
+        The learner must join it next. A group whose members have not changed is reused, without tasks.
         """
         if self.group.rendezvous is not None and self.group.participants == self.participants:
             return self.group.rendezvous, []
         self.version.num_calls += 1
         host, port = await asyncio.to_thread(self.learner.address)
-        gpus = self.fleet.config.tensor_parallel  # of an engine: each is a rank, and rank 0 the learner's
-        ranks = {receiver.handle: 1 + index * gpus for index, receiver in enumerate(self.participants)}
-        members = ("the learner", *(receiver.name for receiver in self.participants for _ in range(gpus)))
+        gpus = self.fleet.config.tensor_parallel  # per engine: each GPU is a rank; rank 0 is the learner's
+        ranks = {target.handle: 1 + index * gpus for index, target in enumerate(self.participants)}
+        members = ("the learner", *(target.name for target in self.participants for _ in range(gpus)))
         rendezvous = Rendezvous(id=self.id, host=host, port=port, members=members)
         self.group.participants, self.group.rendezvous = list(self.participants), rendezvous
         what = "the rendezvous with the learner"
-        joining = self._each(lambda w: w.join_group.remote(self.id, rendezvous, ranks[w]), what)
+        joining = self._call_all(lambda w: w.join_group.remote(self.id, rendezvous, ranks[w]), what)
         return rendezvous, [asyncio.ensure_future(joining)]
 
-    async def _expected(self) -> np.ndarray:
-        """[N - 1] float32: the learner's logprobs of the probe, computed once. Call it when all buckets are out."""
+    async def _learner_logprobs(self) -> np.ndarray:
+        """Return the learner's logprobs of the probe, [N - 1] float32, computed once. Call it after the last bucket."""
         if self.version.probe_logprobs is None:
             self.version.num_calls += 1
             self.version.probe_logprobs = await asyncio.to_thread(self.learner.probe_logprobs, self.version.probe)
         return self.version.probe_logprobs
 
-    async def _prove(self, expected: "asyncio.Future[np.ndarray]") -> list[float]:
+    async def _verify(self, expected: "asyncio.Future[np.ndarray]") -> list[float]:
+        """Compare the scores of the workers with the learner's; return the gap of each worker that agrees."""
         started, gaps = time.monotonic(), []
-        answers = await self._each(lambda w: w.score.remote(self.version.probe), "the probe")
+        answers = await self._call_all(lambda w: w.score.remote(self.version.probe), "the probe")
         logprobs = await expected
-        for receiver, scores in answers:
-            gap = gap_between(scores, logprobs)
-            if wrong := self._wrong(receiver, scores, logprobs, gap):
-                self._drop(receiver, f"does not compute what the learner computes: {wrong}")
+        for target, scores in answers:
+            gap = compute_gap(scores, logprobs)
+            if mismatch := self._find_mismatch(target, scores, logprobs, gap):
+                self._drop(target, f"does not compute what the learner computes: {mismatch}")
                 continue
             gaps.append(gap.largest)
-            self.version.scores[receiver.name] = scores
-            self.version.verified.append(receiver)
-            self.fleet.has_weights(receiver, self.version.number)
-        self.version.took("verify", time.monotonic() - started)
+            self.version.scores[target.name] = scores
+            self.version.verified.append(target)
+            self.fleet.has_weights(target, self.version.number)
+        self.version.add_seconds("verify", time.monotonic() - started)
         return gaps
 
-    def _wrong(self, receiver: SyncTarget, scores: np.ndarray, logprobs: np.ndarray, gap: Gap) -> str:
-        baseline_gap, before = self.fleet.baseline_gap, self.version.before
-        wrong = why_refused(gap, floor=self.config.probe_floor(self.fleet.config), baseline_gap=baseline_gap)
-        if not wrong and baseline_gap and before and receiver.name in before.scores:
-            assert before.probe_logprobs is not None
-            if is_stuck((before.scores[receiver.name], scores), (before.probe_logprobs, logprobs), baseline_gap):
-                return f"it answers the probe as with version {before.number}, to the bit, and the learner does not"
-        return wrong and f"on the probe of {len(self.version.probe)} tokens {wrong}"
+    def _find_mismatch(self, target: SyncTarget, scores: np.ndarray, logprobs: np.ndarray, gap: Gap) -> str:
+        baseline_gap, previous = self.fleet.baseline_gap, self.version.previous
+        mismatch = explain_refusal(gap, floor=self.config.probe_floor(self.fleet.config), baseline_gap=baseline_gap)
+        if not mismatch and baseline_gap and previous and target.name in previous.scores:
+            assert previous.probe_logprobs is not None
+            if is_stuck((previous.scores[target.name], scores), (previous.probe_logprobs, logprobs), baseline_gap):
+                return f"it answers the probe as with version {previous.number}, to the bit, and the learner does not"
+        return mismatch and f"on the probe of {len(self.version.probe)} tokens {mismatch}"
 
-    async def agree(self) -> Gap | None:
+    async def measure_baseline_gap(self) -> Gap | None:
         """Return the gap between workers and learner on the checkpoint that both loaded; None if no worker answers."""
-        answers = await self._each(lambda w: w.score.remote(self.version.probe), "the probe of the checkpoint")
-        logprobs = await self._expected()
-        gaps = [gap_between(scores, logprobs) for _, scores in answers]
+        answers = await self._call_all(lambda w: w.score.remote(self.version.probe), "the probe of the checkpoint")
+        logprobs = await self._learner_logprobs()
+        gaps = [compute_gap(scores, logprobs) for _, scores in answers]
         return max(gaps, key=lambda gap: gap.median, default=None)
 
-    async def _each(
+    async def _call_all(
         self, submit: Callable[[Any], Any], what: str, *, timeout_s: float = math.inf
     ) -> list[tuple[SyncTarget, Any]]:
-        """submit(handle) on all of the participants -> answers of those that gave one; the others are dropped.
+        """Call submit(handle) on all participants; return the answers, and drop the participants without one.
 
-        All have until the round's deadline and at most timeout_s; once the first has answered, or in a broadcast
-        refused, the others have `grace_s`.
+        The timeout is the round's deadline and at most timeout_s. After the first answer, or the first refusal in a
+        broadcast, the other participants have `compute_grace_s` seconds.
         """
         started, requests = time.monotonic(), dict[asyncio.Future[Any], SyncTarget]()
         until = min(self.deadline, started + timeout_s)
         self.version.num_calls += len(self.participants)
-        for receiver in self.participants:
-            receiver.syncing = True  # now: set by the task, it might come after the end of the sync
-            requests[asyncio.ensure_future(self.fleet.ask(receiver, submit, what))] = receiver
+        for target in self.participants:
+            target.syncing = True  # set here: the task might start after the end of the sync
+            requests[asyncio.ensure_future(self.fleet.request(target, submit, what))] = target
         answers, pending = [], set(requests)
         try:
             while pending:
@@ -275,7 +294,7 @@ class Round:
                         self._drop(requests[task], str(error))
                 if answers or self._broadcasts:
                     took_s = time.monotonic() - started
-                    until = min(until, started + took_s + grace_s(took_s))
+                    until = min(until, started + took_s + compute_grace_s(took_s))
             for task in pending:
                 reason = f"is late: {what} took it more than {time.monotonic() - started:.3g} s"
                 self._drop(requests[task], reason, late=True)
@@ -284,26 +303,26 @@ class Round:
         return answers
 
     def _drop_all(self, reason: str) -> None:
-        for receiver in list(self.participants):
-            self._drop(receiver, reason)
+        for target in list(self.participants):
+            self._drop(target, reason)
 
-    def _drop(self, receiver: SyncTarget, reason: str, *, late: bool = False) -> None:
-        """Go on without it. A worker that has two buckets aboard fails twice and is dropped once."""
-        if receiver in self.participants:
-            self.participants.remove(receiver)
+    def _drop(self, target: SyncTarget, reason: str, *, late: bool = False) -> None:
+        """Continue without this worker. A worker with two buckets in flight fails twice and is dropped once."""
+        if target in self.participants:
+            self.participants.remove(target)
             self.group.rendezvous = None
-            self.version.missed[receiver.name] = reason
-            self.fleet.missed(receiver, reason, late=late)
+            self.version.missed[target.name] = reason
+            self.fleet.missed(target, reason, late=late)
 
 
-def grace_s(first_s: float) -> float:
-    """Seconds that are left to the others when the first one took first_s."""
+def compute_grace_s(first_s: float) -> float:
+    """Return the seconds that the other workers have after the first one answered in first_s."""
     return max(GRACE_S, GRACE_RATIO * first_s)
 
 
 def _close(stream: Generator[Any, None, None]) -> None:
-    """Here and now: left to the garbage collector, the stream would be ended after Ray is."""
+    """Close the stream now: the garbage collector would close it after Ray has shut down."""
     try:
         stream.close()
-    except ValueError:  # cancelled while a thread waits in it for the next bucket: it ends with the process
+    except ValueError:  # a cancelled thread still waits in it for the next bucket: it ends with the process
         return

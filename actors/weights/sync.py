@@ -1,9 +1,9 @@
-"""Weights from the learner group into every rollout engine: sent by version, checked by hashes, verified by a probe.
+"""Weight sync from the learner group to every rollout engine: versioned, checked by hashes, verified by a probe.
 
-The way of one version (`round`): the learner announces names and shapes and streams buckets (`buckets`), every worker
-hands them to its engine (`engines.engine`), and each then scores the same 64 tokens and must agree with the learner,
-since vLLM does not notice a bad sync. A worker that dies, is late or disagrees drops out of the round, and nobody
-waits for it: it is STALE, and catches up in a round of its own.
+In a round (`round`) the learner sends a manifest of names and shapes, and streams buckets (`buckets`). Every worker
+passes them to its engine (`engines.engine`) and then scores the same 64 tokens. The scores must match the learner's,
+since vLLM does not detect a failed sync. A worker that dies, times out or fails the probe drops out of the round: it is
+STALE, and catches up in a round of its own.
 """
 
 import asyncio
@@ -17,15 +17,15 @@ from pathlib import Path
 import numpy as np
 
 from actors.weights.buckets import num_bytes
-from actors.weights.probe import PROBE_TOKENS, Gap, probe_ids
-from actors.weights.round import EngineFleet, Group, Round, SyncTarget, Version, WeightSource, grace_s
+from actors.weights.probe import PROBE_TOKENS, Gap, make_probe_ids
+from actors.weights.round import EngineFleet, Group, Round, SyncTarget, Version, WeightSource, compute_grace_s
 from t2g.config import LearnerConfig
 from t2g.errors import RunStopped
 from t2g.files import write_atomic
 from t2g.types import WeightSyncResult
 
 TRIES = 2  # pushes of a version that no worker verified
-RECEIVER_POLL_S = 0.2
+TARGET_POLL_S = 0.2
 
 
 class WeightSync:
@@ -38,61 +38,77 @@ class WeightSync:
         config: LearnerConfig,
         *,
         prompts: Sequence[np.ndarray] = (),
-        kept: Path | None = None,
+        baseline_file: Path | None = None,
     ) -> None:
-        """prompts: [P] int32 each, which the probe is made of. kept: a file of the run, for how far engines and learner
-        were apart on the checkpoint, which nobody can measure once there is another version."""
-        self._learner, self._fleet, self._config, self._kept = learner, fleet, config, kept
-        self._probe = probe_ids(prompts, fleet.vocab_size, min(PROBE_TOKENS, fleet.config.max_model_len - 1))
-        if kept is not None and kept.exists():
-            fleet.baseline_gap = Gap(**json.loads(kept.read_bytes()))
-        self._held: Version | None = None  # the last version that was sent
-        self._held_s = 0.0  # that its push took
+        """Prepare the probe and read the baseline gap.
+
+        Args:
+            prompts: Prompts that the probe is made of, [P] int32 each.
+            baseline_file: File of the run that stores the gap between engines and learner on the checkpoint. The gap
+                cannot be measured again once the weights have changed.
+        """
+        self._learner, self._fleet, self._config, self._baseline_file = learner, fleet, config, baseline_file
+        self._probe = make_probe_ids(prompts, fleet.vocab_size, min(PROBE_TOKENS, fleet.config.max_model_len - 1))
+        if baseline_file is not None and baseline_file.exists():
+            fleet.baseline_gap = Gap(**json.loads(baseline_file.read_bytes()))
+        self._sent: Version | None = None  # the last version that was sent
+        self._push_s = 0.0  # duration of its push
         self._group = Group()
-        self.sending = asyncio.Lock()  # of push and catch_up
+        self.sending = asyncio.Lock()  # held by push and catch_up
         self._catching_up: tuple[Round, asyncio.Future[list[float]]] | None = None
 
     async def push(self, policy_version: int) -> WeightSyncResult:
-        """Send to all workers there are, once more whole when none of them got it; returns when one or more have it.
+        """Push the weights to every worker; return once at least one worker has verified them.
 
-        Waits where no worker is up, and for none that catches up from what is held: it gets this version. Raises
-        RunStopped when no worker has it within learner.step_timeout_s, or after two tries, with every worker's reason,
-        and LearnerLost as `catch_up`.
+        If no worker verifies the new version, the full push is retried once. The call waits while no worker is up. It
+        cancels a catch-up from stored buckets: that worker gets the new version.
+
+        Raises:
+            RunStopped: No worker verified the version within learner.step_timeout_s or in two attempts. The message has
+                the reason of every worker.
+            LearnerLost: As `catch_up`.
         """
-        before = self._held and replace(self._held, held=[], before=None)
-        self._held = None  # frees the object store for the new version, which also serves waiting catch-ups
+        previous = self._sent and replace(self._sent, buckets=[], previous=None)
+        self._sent = None  # frees the object store for the new version, which also serves waiting catch-ups
         self._take_over()
         async with self.sending:
             started = time.monotonic()
-            shapes, made_at = await asyncio.to_thread(self._learner.announce), self._learner.policy_version
-            version = Version(number=policy_version, made_at=made_at, shapes=shapes, probe=self._probe, before=before)
+            shapes, made_at = await asyncio.to_thread(self._learner.get_manifest), self._learner.policy_version
+            version = Version(
+                number=policy_version, made_at=made_at, shapes=shapes, probe=self._probe, previous=previous
+            )
             if policy_version == 0:
-                await self._agree(version)
+                await self._record_baseline_gap(version)
             for _ in range(TRIES):
-                gaps = await self._round(version, await self._some_receivers()).deliver()
-                self._held, self._held_s = version, time.monotonic() - started
+                gaps = await self._round(version, await self._wait_for_targets()).deliver()
+                self._sent, self._push_s = version, time.monotonic() - started
                 if gaps:
                     return WeightSyncResult(
                         policy_version=policy_version,
-                        seconds=self._held_s,
+                        seconds=self._push_s,
                         bytes=num_bytes(shapes, self._fleet.config.dtype),
                         probe_gap=max(gaps),
                         stages=dict(version.stages),
                         num_calls=version.num_calls,
-                        missed=tuple(sorted(version.missed.keys() - {receiver.name for receiver in version.verified})),
+                        missed=tuple(sorted(version.missed.keys() - {target.name for target in version.verified})),
                     )
         reasons = "; ".join(f"{name} {reason}" for name, reason in sorted(version.missed.items()))
         raise RunStopped(f"no rollout worker got version {policy_version} of the weights, sent twice: {reasons}")
 
-    async def _agree(self, version: Version) -> None:
-        """Measure how far engines and learner are apart before anything was sent, and keep it. Of engines that have
-        served another run, that run has.
+    async def _record_baseline_gap(self, version: Version) -> None:
+        """Measure the gap between engines and learner on the checkpoint, and store it.
 
-        Raises RunStopped where they are so far apart that they cannot have the same model.
+        Engines that already served another run keep the gap that this run measured.
+
+        Raises:
+            RunStopped: The gap is so large that engines and learner cannot have the same model.
         """
-        fresh = [receiver for receiver in await self._some_receivers() if receiver.version is None]
+        fresh = [target for target in await self._wait_for_targets() if target.version is None]
         if fresh:
-            gap, floor = await self._round(version, fresh).agree(), self._config.probe_floor(self._fleet.config)
+            gap, floor = (
+                await self._round(version, fresh).measure_baseline_gap(),
+                self._config.probe_floor(self._fleet.config),
+            )
             if gap is not None and gap.median > floor:
                 raise RunStopped(
                     f"engines and learner loaded model.policy, and are {gap.median:.3g} nats apart in the median of "
@@ -100,34 +116,36 @@ class WeightSync:
                     "more: they compute different models"
                 )
             self._fleet.baseline_gap = gap or self._fleet.baseline_gap
-        if self._kept is not None and self._fleet.baseline_gap is not None:
-            write_atomic(self._kept, json.dumps(asdict(self._fleet.baseline_gap), indent=1).encode())
+        if self._baseline_file is not None and self._fleet.baseline_gap is not None:
+            write_atomic(self._baseline_file, json.dumps(asdict(self._fleet.baseline_gap), indent=1).encode())
 
     def _take_over(self) -> None:
-        """From a worker that catches up from what is held; where the learner sends, its ranks are in the middle of it.
+        """Cancel a catch-up from stored buckets. A catch-up from the learner goes on: its ranks are in a collective.
 
-        A function of its own: what is cancelled keeps the buckets that it was to send as long as anybody knows it.
+        This is a separate function because a reference to the cancelled task would keep its buckets in memory.
         """
         if self._catching_up is not None and self._config.is_replayable:
             round_, delivery = self._catching_up
             round_.participants.clear()  # no worker missed anything
             delivery.cancel()
 
-    async def catch_up(self, receiver: SyncTarget) -> None:
-        """Bring a STALE worker the last version that was pushed; the fleet hears of the outcome.
+    async def catch_up(self, target: SyncTarget) -> None:
+        """Send a STALE worker the last pushed version, and report the outcome to the fleet.
 
-        Does nothing before the first push, which reaches every worker, nor to a worker that a push has reached since,
-        nor where a push waits, the engines sleep, or the learner is needed and has gone on. What is held it gets with a
-        push's grace. Raises LearnerLost as the learner does, and when what is held was lost with the node of rank 0.
+        Does nothing before the first push, for a worker that a push has reached meanwhile, while a push waits, while
+        the engines sleep, or if the buckets are not stored and the learner has newer weights.
+
+        Raises:
+            LearnerLost: A rank is lost, or the stored buckets were lost with the node of rank 0.
         """
         async with self.sending:
-            version = self._held
-            if version is None or receiver in version.verified or self._fleet.turn == "learner":
+            version = self._sent
+            if version is None or target in version.verified or self._fleet.turn == "learner":
                 return
-            if not version.held and self._learner.policy_version != version.made_at:
+            if not version.buckets and self._learner.policy_version != version.made_at:
                 return
-            patience_s = grace_s(self._held_s) if self._config.is_replayable else math.inf
-            round_ = self._round(version, [receiver], patience_s)
+            timeout_s = compute_grace_s(self._push_s) if self._config.is_replayable else math.inf
+            round_ = self._round(version, [target], timeout_s)
             delivery = asyncio.ensure_future(round_.deliver())
             self._catching_up = round_, delivery
             try:
@@ -141,10 +159,10 @@ class WeightSync:
         deadline = time.monotonic() + min(timeout_s, self._config.step_timeout_s)
         return Round(self._learner, self._fleet, self._config, version, list(participants), deadline, self._group)
 
-    async def _some_receivers(self) -> Sequence[SyncTarget]:
+    async def _wait_for_targets(self) -> Sequence[SyncTarget]:
         deadline = time.monotonic() + self._config.step_timeout_s
-        while not (receivers := self._fleet.receivers()):
+        while not (targets := self._fleet.targets()):
             if time.monotonic() > deadline:
                 raise RunStopped(f"no rollout worker was up for weights within {self._config.step_timeout_s:g} s")
-            await asyncio.sleep(RECEIVER_POLL_S)
-        return receivers
+            await asyncio.sleep(TARGET_POLL_S)
+        return targets

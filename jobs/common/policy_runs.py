@@ -25,9 +25,9 @@ from actors.engines.rollout import RolloutFleet
 from actors.fleet.health import restarts_left
 from actors.learner.learner import LearnerGroup
 from actors.learner.parts import LearnerSpec
+from actors.weights.gpu_time_sharing import GpuTimeSharing
 from actors.weights.probe import PROBE_TOKENS
 from actors.weights.sync import WeightSync
-from actors.weights.turns import Turns
 from jobs.common import run_folder
 from jobs.common.cli import StopFlag
 from jobs.common.fleets import Fleets
@@ -176,7 +176,7 @@ def one_learner(
     if lost_at is not None:  # with its node, perhaps: another takes minutes to come
         placement_timeout_s = max(placement_timeout_s, config.learner.step_timeout_s)
     alternates = config.cluster.gpu_sharing == "alternate"
-    turns = Turns(rollouts, timeout_s=config.learner.step_timeout_s) if alternates else None
+    turns = GpuTimeSharing(rollouts, timeout_s=config.learner.step_timeout_s) if alternates else None
     if turns is not None:
         asyncio.run(turns.take("learner"))  # its models need the room
     with log_duration("loading: learner"):
@@ -184,7 +184,7 @@ def one_learner(
     log = RunLog(folder, config.log, [RayMetrics(config.run.name)])
     with closing(group) as learner, closing(log), ExitStack() as engines:
         probe = [prompt.prompt_ids for prompt in data.prompts[:PROBE_TOKENS]]
-        sync = WeightSync(learner, rollouts, config.learner, prompts=probe, kept=folder / "probe.json")
+        sync = WeightSync(learner, rollouts, config.learner, prompts=probe, baseline_file=folder / "probe.json")
         rollouts.catch_up = sync.catch_up
         if turns is not None:
             turns.learner, turns.sending = learner, sync.sending

@@ -15,11 +15,11 @@ PASSES = 4
 
 
 async def measure(bench: Bench) -> list[Record]:
-    from actors.weights.buckets import hash_of
+    from actors.weights.buckets import hash_arrays
 
     source, target = np.ones(BYTES, np.uint8), np.zeros(BYTES, np.uint8)
     copy = side(lambda: np.copyto(target, source), PASSES * BYTES / 1e9, PASSES)
-    hashing = side(lambda: hash_of(target), PASSES * BYTES / 1e9, PASSES)
+    hashing = side(lambda: hash_arrays(target), PASSES * BYTES / 1e9, PASSES)
     return [
         await bench.race(Race(name="machine, memory", unit="GB", sides={"memcpy": copy, "xxh3": hashing})),
         await bench.race(Race(name="machine, bfloat16 matrix product", unit="GFLOP", sides=products())),

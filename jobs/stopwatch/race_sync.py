@@ -47,7 +47,7 @@ async def races(bench: Bench, learner: LearnerGroup, fleet: RolloutFleet) -> lis
         for verify in ("probe", "full") if store else ("probe",):
             sync = WeightSync(learner, fleet, with_overrides(config.learner, {"sync_verify": verify}))
             pushes[f"push, {verify}"] = partial(push, sync, fleet, versions)
-        size = num_bytes(learner.announce(), dtype)
+        size = num_bytes(learner.get_manifest(), dtype)
         source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)  # touched before they are copied
         sides = {"copy": partial(copy, source, target, workers), **pushes}
         if store and workers == config.workers[0]:
@@ -80,7 +80,7 @@ async def learner_alone(learner: LearnerGroup, dtype: Any) -> Done:
 
     def stream() -> tuple[float, float]:
         refs = list(learner.stream_weights(dtype))
-        return sum(ray.get(ref).gather_s for ref in refs), num_bytes(learner.announce(), dtype) / GB
+        return sum(ray.get(ref).gather_s for ref in refs), num_bytes(learner.get_manifest(), dtype) / GB
 
     started = time.monotonic()
     gather_s, amount = await asyncio.to_thread(stream)

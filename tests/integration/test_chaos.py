@@ -26,7 +26,7 @@ from processes import title
 from ray.cluster_utils import Cluster
 from stub_engines import BREAK_SYNC, SLOW, StubReward, StubRollout
 
-from actors.cluster.placement import check_places
+from actors.cluster.placement import check_placement
 from actors.engines.reward import RewardFleet
 from actors.engines.rollout import RolloutFleet
 from jobs.common.cli import StopFlag
@@ -157,7 +157,7 @@ def run_through(stage: Stage, job: PolicyJob, plan: dict[int, str], fleets: Call
     """The run with its faults; its metrics."""
     begin_folder(job)
     data = read_data(job)
-    check_places(job.roles(), timeout_s=60)
+    check_placement(job.roles(), timeout_s=60)
     done, broken = threading.Event(), list[str]()
     chaos = threading.Thread(target=break_things, args=(stage, job.run.folder, plan, done, broken), daemon=True)
     rollouts, feedback = fleets()

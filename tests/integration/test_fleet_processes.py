@@ -10,7 +10,7 @@ import pytest
 import ray
 from fleet_worker import Unwilling, Worker, make_fleet
 
-from actors.cluster.placement import check_places
+from actors.cluster.placement import check_placement
 from actors.engines.rollout import RolloutFleet
 from actors.fleet.fleet import Fleet
 from t2g.config import EngineConfig, HealthConfig, LearnerConfig, WorkersConfig
@@ -170,6 +170,6 @@ def test_roles_that_only_fit_one_after_the_other_are_refused_together_and_nothin
     cpus = free_cpus()
     roles = {"rollout": EngineConfig(cpus=0.2, memory_gib=0.1), "learner": LearnerConfig(cpus=cpus, memory_gib=0.1)}
     with pytest.raises(UserError, match=r"no place within 2 s for 1 of 1 learner workers: each needs [\d.]+ CPUs"):
-        check_places(roles, timeout_s=2)
-    check_places(roles | {"learner": LearnerConfig(cpus=cpus - 0.2, memory_gib=0.1)}, timeout_s=10)
-    check_places({"learner": roles["learner"]}, timeout_s=10)
+        check_placement(roles, timeout_s=2)
+    check_placement(roles | {"learner": LearnerConfig(cpus=cpus - 0.2, memory_gib=0.1)}, timeout_s=10)
+    check_placement({"learner": roles["learner"]}, timeout_s=10)

@@ -140,9 +140,9 @@ def test_a_restored_group_makes_the_same_next_update(
     group.load(tmp_path)
     assert group.policy_version == version
     if group.spec.learner.offload == "none":
-        group.rest(True)  # as in a turn of the engines, in which weights are sent, scored and written
+        group.offload_states()  # as in a turn of the engines, in which weights are sent, scored and written
         assert np.isfinite(group.probe_logprobs(np.arange(9, dtype=np.int32))).all() and sent_weights(group)
-        group.rest(False)
+        group.reload_states()
     second = group.update(batch)
     again = sent_weights(group)
     timing = {"learner/tokens_per_s": 0.0, "learner/peak_memory_gib": 0.0}
@@ -155,7 +155,7 @@ def test_stream_announcement_and_export_agree(
 ) -> None:
     group = groups["ranks"]
     sent = sent_weights(group)
-    assert [*group.announce().items()] == [(name, t.shape) for name, t in sent.items()]
+    assert [*group.get_manifest().items()] == [(name, t.shape) for name, t in sent.items()]
     (tmp_path / "policy").mkdir(mode=0o750)
     group.export(tmp_path / "policy")
     assert {file.stat().st_mode & 0o777 for file in (tmp_path / "policy").iterdir()} == {0o640}

@@ -20,9 +20,9 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from actors.learner.full_weights import FullWeights, metadata
 from actors.learner.learner import LearnerGroup
 from actors.learner.parts import LearnerSpec, load_policy
-from actors.learner.whole_weights import WholeWeights, metadata
 from t2g.algo.logprobs import Rows
 from t2g.config import LoRAConfig, ObjectiveConfig
 from t2g.data.batching import microbatches
@@ -143,9 +143,9 @@ def test_frozen_weights_never_move_and_the_others_are_merged_as_peft_does(
     adapted = adapter_of(tmp_path / "policy")
     assert len(adapted) == 2 * 7
     assert sent.keys() == expected.keys() == start.keys() == exported.keys()
-    assert [*group.announce().items()] == [(name, w.shape) for name, w in sent.items()]
+    assert [*group.get_manifest().items()] == [(name, w.shape) for name, w in sent.items()]
     engine = group.parts["policy"].workers[0].worker.parts["policy"].engine
-    factors = {n: t.clone() for b in WholeWeights(engine, adapters=True).buckets(2**12, "float32") for n, t in b}
+    factors = {n: t.clone() for b in FullWeights(engine, adapters=True).buckets(2**12, "float32") for n, t in b}
     alone = load_file(tmp_path / "policy" / "adapter" / "adapter_model.safetensors")
     assert factors.keys() == alone.keys() == metadata(engine, adapters=True).keys()
     assert all(torch.equal(factors[name], weight) for name, weight in alone.items())

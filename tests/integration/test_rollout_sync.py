@@ -58,13 +58,13 @@ class TorchLearner:
         if before is not None:
             self.sent[stale] = before.get_parameter(stale).detach()
 
-    def announce(self) -> Shapes:
+    def get_manifest(self) -> Shapes:
         return {name: tuple(p.shape) for name, p in self.weights.items()}
 
     def stream_weights(
         self, dtype: str, *, full: bool, rendezvous: Rendezvous | None
     ) -> Iterator["ray.ObjectRef[Bucket]"]:
-        for index, planned in enumerate(plan_buckets(self.announce(), dtype=dtype, bucket_bytes=2**17)):
+        for index, planned in enumerate(plan_buckets(self.get_manifest(), dtype=dtype, bucket_bytes=2**17)):
             if index == self.lost_at:
                 raise LearnerLost("learner rank 0 died during stream_weights")
             names = tuple(n for n in planned if n != self.withheld)
@@ -309,8 +309,8 @@ class GlooLearner(TorchLearner):
 
     def _send_all(self, dtype: str, rendezvous: Rendezvous, put: Callable[[Bucket], None]) -> None:
         sender = self.sender
-        sender.meet(rendezvous, torch.device("cpu"))
-        for index, names in enumerate(plan_buckets(self.announce(), dtype=dtype, bucket_bytes=2**17)):
+        sender.join_group(rendezvous, torch.device("cpu"))
+        for index, names in enumerate(plan_buckets(self.get_manifest(), dtype=dtype, bucket_bytes=2**17)):
             if index == self.lost_at:
                 raise LearnerLost("learner rank 0 died during stream_weights")
             for bucket in sender.send(index, names, [self.sent[name] for name in names], time.monotonic()):
@@ -335,16 +335,16 @@ class OneEngine:
     def __init__(self, worker: GlooWorker) -> None:
         self.member, self.heard = SimpleNamespace(name="w", handle=Remote(worker), syncing=False), []
 
-    def receivers(self) -> list[SimpleNamespace]:
+    def targets(self) -> list[SimpleNamespace]:
         return [self.member]
 
-    async def ask(self, receiver: Any, submit: Callable[[Any], Any], what: str) -> Any:
-        return await submit(receiver.handle)
+    async def request(self, target: Any, submit: Callable[[Any], Any], what: str) -> Any:
+        return await submit(target.handle)
 
-    def has_weights(self, receiver: Any, version: int) -> None:
+    def has_weights(self, target: Any, version: int) -> None:
         self.heard.append(version)
 
-    def missed(self, receiver: Any, reason: str, *, late: bool = False) -> None:
+    def missed(self, target: Any, reason: str, *, late: bool = False) -> None:
         self.heard.append(reason)
 
 

@@ -14,7 +14,7 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table, remove_placement_group
 
 from actors.cluster.nodes import find_unreachable, reached
-from actors.cluster.placement import check_places, connect, may_grow, refuse_hopeless, reserve
+from actors.cluster.placement import check_capacity, check_placement, connect, may_grow, reserve
 from actors.learner.ranks import Ranks
 from t2g.config import ClusterConfig, EngineConfig, RoleConfig, WorkersConfig
 from t2g.errors import UserError
@@ -57,8 +57,8 @@ def test_an_engine_has_all_its_gpus_in_one_process_on_one_node_and_the_clusters_
 
 def test_no_engine_is_spread_over_nodes(nodes: Cluster) -> None:
     with pytest.raises(UserError, match=r"1 of 1 rollout workers: each needs 0\.5 CPUs, 3 GPUs and 0\.1 GiB"):
-        check_places({"rollout": engine(3)}, timeout_s=1)
-    check_places({"rollout": engine(1, workers=4)}, timeout_s=20)
+        check_placement({"rollout": engine(3)}, timeout_s=1)
+    check_placement({"rollout": engine(1, workers=4)}, timeout_s=20)
 
 
 def test_ranks_are_a_gang_in_order_of_node_and_gpu(nodes: Cluster) -> None:
@@ -101,9 +101,9 @@ def test_what_no_node_will_ever_have_is_refused_at_once(nodes: Cluster) -> None:
     five = {"learner": RoleConfig(workers=2 * GPUS + 1, gpus=1)}
     started = time.monotonic()
     with pytest.raises(UserError, match=r"no autoscaler adds nodes, is too small: 5 GPUs needed \(learner 5 x 1\)"):
-        refuse_hopeless(five, nodes.address)
+        check_capacity(five, nodes.address)
     with pytest.raises(UserError, match=r"is too small: rollout: no node has 0\.5 CPUs, 3 GPUs"):
-        refuse_hopeless({"rollout": engine(GPUS + 1)}, nodes.address)
+        check_capacity({"rollout": engine(GPUS + 1)}, nodes.address)
     assert time.monotonic() - started < 5
 
 

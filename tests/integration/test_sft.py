@@ -149,14 +149,14 @@ def test_one_rank_gives_the_same_weights(trained: Trained, base: Path, cluster: 
 def gradient_that_is_no_number() -> tuple[str, bool]:
     """What a step says whose loss is 0 and whose gradient is 0 * inf, and whether the weights are as before."""
     from actors.learner import zero3
-    from actors.learner.whole_weights import WholeWeights
+    from actors.learner.full_weights import FullWeights
 
     zero3.init_distributed(0, 1, "127.0.0.1", free_port(), "gloo", timeout_s=60)
     model = torch.nn.Linear(2, 1)
     engine = zero3.build_engine(model, OptimConfig(lr=1.0), num_steps=1, dtype="float32", world_size=1)
 
     def weights() -> list[torch.Tensor]:
-        return [w.clone() for bucket in WholeWeights(engine).buckets(1 << 20, "float32") for _, w in bucket]
+        return [w.clone() for bucket in FullWeights(engine).buckets(1 << 20, "float32") for _, w in bucket]
 
     def loss_fn(wrapped: Any, microbatch: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
         return (wrapped(microbatch).sum() * 0).sqrt(), {}

@@ -124,8 +124,8 @@ def apart(one: Path, other: Path) -> float:
 def bfloat16_training(base: str, examples: list[Any], scratch: str) -> dict[str, Any]:
     """Twelve steps with adapters, then the last four once more in a new engine from a checkpoint."""
     from actors.learner import lora, zero3
+    from actors.learner.full_weights import FullWeights, metadata
     from actors.learner.models import load_for_training
-    from actors.learner.whole_weights import WholeWeights, metadata
     from t2g.algo.logprobs import Rows
     from t2g.algo.losses import supervised_loss
     from t2g.data.batching import normalize_weights
@@ -151,7 +151,7 @@ def bfloat16_training(base: str, examples: list[Any], scratch: str) -> dict[str,
         return [zero3.train_step(engine, [rows], loss_fn, label="drill").metrics["policy/loss"] for _ in range(number)]
 
     def weights(engine: Any) -> dict[str, torch.Tensor]:
-        buckets = WholeWeights(engine).buckets(1 << 16, "bfloat16")
+        buckets = FullWeights(engine).buckets(1 << 16, "bfloat16")
         return {name: weight.clone() for bucket in buckets for name, weight in bucket}
 
     engine = start()

@@ -24,9 +24,9 @@ from actors.vllm_compat.plugin import BucketInfo, IpcSharedEngine, NcclBroadcast
 from actors.vllm_compat.transports import (
     IpcSender,
     NcclSender,
-    Shared,
-    ended_when_stalled,
-    join,
+    SharedMemory,
+    abort_when_stalled,
+    join_group,
     rebuild_arguments,
 )
 from actors.weights.buckets import Rendezvous
@@ -108,13 +108,20 @@ def test_broadcasts_bring_every_engine_the_ranks_tensors_version_after_version_i
     with ThreadPoolExecutor() as pool:
         receiving = [pool.submit(receive, number) for number in range(2)]
         for version in versions:
-            sender.meet(rendezvous, CPU)
+            sender.join_group(rendezvous, CPU)
             for index, part in enumerate(BUCKETS):
                 for bucket in sender.send(index, NAMES[part], TENSORS[part], time.monotonic()):
                     sent = version * len(BUCKETS) + index
                     assert sender._group.num_broadcasts == sent, "an engine hears of a bucket before it is broadcast"
                     for inbox in told:
-                        inbox.put(BucketInfo(version=5, index=bucket.index, names=list(bucket.names), way=bucket.way))
+                        inbox.put(
+                            BucketInfo(
+                                version=5,
+                                index=bucket.index,
+                                names=list(bucket.names),
+                                transport_meta=bucket.transport_meta,
+                            )
+                        )
         for done in receiving:
             done.result(20)
 
@@ -123,12 +130,12 @@ def test_broadcasts_bring_every_engine_the_ranks_tensors_version_after_version_i
 def test_a_participant_missing_from_the_rendezvous_is_named_and_the_others_wait_no_longer() -> None:
     rendezvous, started = rendezvous_of("w0", "w1", "w1"), time.monotonic()
     with ThreadPoolExecutor() as pool:
-        waiting = [pool.submit(join, rendezvous, rank, CPU, 3) for rank in (0, 1)]
+        waiting = [pool.submit(join_group, rendezvous, rank, CPU, 3) for rank in (0, 1)]
         for here in waiting:
             with pytest.raises(RuntimeError, match=r"^w1 did not come to the rendezvous within 3 s$"):
                 here.result(10)
     with pytest.raises(RuntimeError, match=r"^the learner did not open the rendezvous within 3 s$"):
-        join(rendezvous_of("w0"), 1, CPU, 3)
+        join_group(rendezvous_of("w0"), 1, CPU, 3)
     assert time.monotonic() - started < 20
 
 
@@ -137,7 +144,7 @@ def test_a_start_of_nccl_that_hangs_has_a_deadline(monkeypatch: pytest.MonkeyPat
     never = threading.Event()
     monkeypatch.setattr(transports, "communicator", lambda *given: never.wait(20))
     with pytest.raises(RuntimeError, match=r"^1 members came to the rendezvous, and NCCL did not connect .* 3 s"):
-        join(rendezvous_of(), 0, CPU, 3)
+        join_group(rendezvous_of(), 0, CPU, 3)
     never.set()
 
     def refused(*given: Any) -> None:
@@ -145,7 +152,7 @@ def test_a_start_of_nccl_that_hangs_has_a_deadline(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(transports, "communicator", refused)
     with pytest.raises(RuntimeError, match="came to the rendezvous, and NCCL error: unhandled"):
-        join(rendezvous_of(), 0, CPU, 3)
+        join_group(rendezvous_of(), 0, CPU, 3)
 
 
 def sender_to(*groups: Fallible | None, monkeypatch: pytest.MonkeyPatch) -> NcclSender:
@@ -158,7 +165,7 @@ def sender_to(*groups: Fallible | None, monkeypatch: pytest.MonkeyPatch) -> Nccl
             raise RuntimeError("w0 did not come")
         return group
 
-    monkeypatch.setattr(transports, "join", joined)
+    monkeypatch.setattr(transports, "join_group", joined)
     return NcclSender()
 
 
@@ -166,9 +173,9 @@ def test_a_group_serves_one_rendezvous_and_ends_at_the_next(monkeypatch: pytest.
     groups, rendezvous = [Fallible(hangs=False) for _ in range(3)], rendezvous_of("w0")
     sender = sender_to(*groups, monkeypatch=monkeypatch)
     for _ in range(2):
-        sender.meet(rendezvous, CPU)
+        sender.join_group(rendezvous, CPU)
         assert sender._group is groups[0] and not groups[0].disabled
-    sender.meet(rendezvous_of("w0", "w1"), CPU)
+    sender.join_group(rendezvous_of("w0", "w1"), CPU)
     assert sender._group is groups[1] and [group.disabled for group in groups] == [True, False, False]
 
 
@@ -177,7 +184,7 @@ def test_a_group_serves_one_rendezvous_and_ends_at_the_next(monkeypatch: pytest.
 def test_a_rank_goes_on_without_the_engines(group: Fallible | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other ranks are in the next gather: an exception here would leave them there."""
     sender = sender_to(group, monkeypatch=monkeypatch)
-    sender.meet(rendezvous_of("w0"), CPU)
+    sender.join_group(rendezvous_of("w0"), CPU)
     sent = [b.index for i, part in enumerate(BUCKETS) for b in sender.send(i, NAMES[part], TENSORS[part], 0.0)]
     assert sent == [0, 1]
     if group is not None:
@@ -187,11 +194,11 @@ def test_a_rank_goes_on_without_the_engines(group: Fallible | None, monkeypatch:
 def test_requests_waiting_for_a_removed_member_are_released() -> None:
     group = Fallible(hangs=True)
     started = time.monotonic()
-    with ended_when_stalled(group, after_s=0.1):
+    with abort_when_stalled(group, after_s=0.1):
         group.broadcast(TENSORS[0], 0)
     assert group.disabled and 0.1 <= time.monotonic() - started < 5
     quick = Fallible(hangs=True)
-    with ended_when_stalled(quick, after_s=0.1):
+    with abort_when_stalled(quick, after_s=0.1):
         pass
     time.sleep(0.2)
     assert not quick.disabled
@@ -200,7 +207,7 @@ def test_requests_waiting_for_a_removed_member_are_released() -> None:
 @pytest.mark.usefixtures("_cpu")
 def test_an_engine_refuses_a_broadcast_that_was_broken_off_and_takes_the_next_round() -> None:
     transfer, model = engine(NcclBroadcastEngine)
-    part = BucketInfo(version=5, index=0, names=list(NAMES), way={})
+    part = BucketInfo(version=5, index=0, names=list(NAMES), transport_meta={})
     with pytest.raises(RuntimeError, match="no group"):
         transfer.receive_weights(part)
     transfer.model_update_group = broken = Fallible(hangs=True)
@@ -218,7 +225,7 @@ def test_an_engine_gets_its_group_with_the_manifests() -> None:
     told: list[dict[str, Any]] = []
 
     class Joining(WeightReceiver):
-        async def _tell_core(self, info: dict[str, Any]) -> None:
+        async def _init_core_transfer(self, info: dict[str, Any]) -> None:
             told.append(over_the_wire(info))
 
     rendezvous = rendezvous_of("w0", "w1", host="10.0.0.1")
@@ -231,15 +238,17 @@ def test_an_engine_gets_its_group_with_the_manifests() -> None:
 
 
 class Memories:
-    """Shared memory of a GPU that is none: the handle is a number, which `rebuild` looks up as CUDA would."""
+    """SharedMemory memory of a GPU that is none: the handle is a number, which `rebuild` looks up as CUDA would."""
 
     def __init__(self, gpu: str) -> None:
         self.gpu, self.made = gpu, []
         self.closed = 0
 
-    def share(self, num_bytes: int) -> Shared:
+    def share(self, num_bytes: int) -> SharedMemory:
         self.made.append(torch.zeros(num_bytes, dtype=torch.uint8))
-        return Shared(self.made[-1], self.gpu, (0, bytes([len(self.made) - 1]), num_bytes, 0, False, b"", 0, b"", True))
+        return SharedMemory(
+            self.made[-1], self.gpu, (0, bytes([len(self.made) - 1]), num_bytes, 0, False, b"", 0, b"", True)
+        )
 
     def rebuild(self, arguments: list[Any]) -> torch.Tensor:
         assert arguments[:6] == [torch.Tensor, (arguments[8],), (1,), 0, torch.storage.TypedStorage, torch.uint8]
@@ -275,16 +284,16 @@ def test_an_engine_reads_the_memory_of_the_rank_on_its_gpu(monkeypatch: pytest.M
         assert not list(other.send(index, NAMES[part], TENSORS[part], 0.0)), "rank 0 alone tells the engines"
         wrong = [tensor + 1 for tensor in TENSORS[part]]
         (bucket,) = first.send(index, NAMES[part], wrong, 0.0)
-        assert set(bucket.way["handles"]) == {"GPU-0", "GPU-1"}
-        info = {"version": 5, "index": index, "names": list(bucket.names), "way": bucket.way}
+        assert set(bucket.transport_meta["handles"]) == {"GPU-0", "GPU-1"}
+        info = {"version": 5, "index": index, "names": list(bucket.names), "transport_meta": bucket.transport_meta}
         transfer.receive_weights(transfer.parse_update_info(over_the_wire(info)))
     transfer.finish_weight_update()
     check(model)
     assert here.closed == 1
-    lonely = {"handles": {"GPU-0": bucket.way["handles"]["GPU-0"]}}
+    lonely = {"handles": {"GPU-0": bucket.transport_meta["handles"]["GPU-0"]}}
     open_version(transfer)
     with pytest.raises(ValueError, match="IPC handle not found for GPU UUID GPU-1"):
-        transfer.receive_weights(BucketInfo(version=5, index=0, names=list(NAMES[:2]), way=lonely))
+        transfer.receive_weights(BucketInfo(version=5, index=0, names=list(NAMES[:2]), transport_meta=lonely))
 
 
 def test_a_bucket_is_packed_while_the_one_before_is_read() -> None:
@@ -293,7 +302,7 @@ def test_a_bucket_is_packed_while_the_one_before_is_read() -> None:
 
     def send(index: int, tensor: torch.Tensor) -> bytes:
         (bucket,) = sender.send(index, ["a"], [tensor], 0.0)
-        return bucket.way["handles"]["g"][1]
+        return bucket.transport_meta["handles"]["g"][1]
 
     large = torch.arange(100, dtype=torch.float32)
     first, second = send(0, large), send(1, TENSORS[0])

@@ -15,10 +15,10 @@ from recorder import Recorder
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from actors.vllm_compat.plugin import BucketInfo, StoreWeightTransferEngine, WeightManifest, descends_from
-from actors.weights.buckets import hash_of
+from actors.weights.buckets import hash_arrays
 
 
-def announce(transfer: StoreWeightTransferEngine) -> None:
+def open_version(transfer: StoreWeightTransferEngine) -> None:
     transfer.init_transfer_engine(WeightManifest(version=5, dtype="bfloat16", shapes={"a": [2, 2], "b": [3]}))
 
 
@@ -26,7 +26,7 @@ def engine(model: Recorder | None = None) -> tuple[StoreWeightTransferEngine, Re
     model = model or Recorder()
     config = SimpleNamespace(parallel_config=None, model_config=None)
     engine = StoreWeightTransferEngine(SimpleNamespace(), config, torch.device("cpu"), model)
-    announce(engine)
+    open_version(engine)
     engine.start_weight_update()
     return engine, model
 
@@ -41,17 +41,17 @@ def bucket(folder: Path, *, names: Sequence[str] = ("a", "b"), **changes: object
     data[:8], data[64:70] = PARTS["a"].view(np.uint8), PARTS["b"].view(np.uint8)
     (folder / "arena").write_bytes(data.tobytes())
     part = {"version": 5, "index": 0, "names": list(names)}
-    way = {
+    transport_meta = {
         "path": str(folder / "arena"), "offsets": [{"a": 0, "b": 64}.get(n, 64) for n in names], "num_bytes": 128,
-        "xxh3": hash_of(*(PARTS.get(n, BITS) for n in names)), "tensor_xxh3": [],
+        "xxh3": hash_arrays(*(PARTS.get(n, BITS) for n in names)), "tensor_xxh3": [],
     }  # fmt: skip
     of_part = {name: changes.pop(name) for name in part.keys() & changes.keys()}
-    return BucketInfo(**(part | of_part), way=way | changes)
+    return BucketInfo(**(part | of_part), transport_meta=transport_meta | changes)
 
 
 def test_tensors_have_announced_shapes_and_the_learners_bytes(tmp_path: Path) -> None:
     transfer, model = engine()
-    each = [hash_of(part) for part in PARTS.values()]
+    each = [hash_arrays(part) for part in PARTS.values()]
     transfer.receive_weights(bucket(tmp_path, tensor_xxh3=each))
     transfer.finish_weight_update()
     assert model.loaded["a"].tolist() == [[1, 2], [3, 4]] and model.loaded["b"].tolist() == [5, 6, 7]
@@ -96,7 +96,7 @@ def test_what_vllm_keeps_for_later_outlives_the_arena(tmp_path: Path) -> None:
 def test_a_round_that_broke_off_is_over_when_the_next_version_is_announced(tmp_path: Path) -> None:
     transfer, model = engine()
     transfer.receive_weights(bucket(tmp_path, names=["b"]))
-    announce(transfer)
+    open_version(transfer)
     transfer.receive_weights(bucket(tmp_path))
     transfer.finish_weight_update()
     assert set(model.loaded) == {"a", "b"}

@@ -75,7 +75,7 @@ def test_ranks_of_a_node_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> N
     nodes: Any = {"bundles_to_node_id": {0: "b", 1: "a", 2: "b", 3: "a"}}
     monkeypatch.setattr(placement, "placement_group_table", lambda place: nodes)
     place: Any = None
-    assert placement.by_gpu(place, RoleConfig(workers=4), timeout_s=1) == [1, 3, 0, 2]
+    assert placement.order_bundles_by_gpu(place, RoleConfig(workers=4), timeout_s=1) == [1, 3, 0, 2]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from actors.engines.engine import (
     Engine,
     engine_environment,
     kv_cache_bytes,
-    weight_version,
+    parse_weight_version,
 )
 from t2g.config import EngineConfig
 from t2g.deploy.memory import GIB, LLAMA_3_8B, ModelShape
@@ -108,7 +108,7 @@ def test_one_sentence_of_what_vllm_says(message: str, sentence: str) -> None:
 
 
 def test_weights_have_version_0_until_the_first_sync() -> None:
-    assert (weight_version("default"), weight_version("12")) == (0, 12)
+    assert (parse_weight_version("default"), parse_weight_version("12")) == (0, 12)
 
 
 def test_the_only_plugin_of_an_engine_is_ours() -> None:

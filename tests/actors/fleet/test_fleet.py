@@ -276,7 +276,7 @@ def test_an_unreachable_worker_misses_the_next_weights(fleet: Fleet) -> None:
     first, second = fleet.serving()
     fleet.failed(first, ActorUnavailableError("no route", b"\0" * 16))
     for _ in range(3):
-        assert RolloutFleet.receivers(fleet) == [second]
+        assert RolloutFleet.targets(fleet) == [second]
     assert first.health.state is State.STALE and first.health.missed_syncs == 1
 
 
@@ -289,8 +289,8 @@ def test_a_worker_lost_between_catch_up_and_push_is_probed_and_gets_the_next_wei
         fleet.missed(first, "was behind")
         first.syncing = True
         fleet.failed(first, ActorUnavailableError("no route", b"\0" * 16))
-        assert RolloutFleet.receivers(fleet) == [second]
-        await until(fleet, lambda: RolloutFleet.receivers(fleet) == [first, second])
+        assert RolloutFleet.targets(fleet) == [second]
+        await until(fleet, lambda: RolloutFleet.targets(fleet) == [first, second])
 
     asyncio.run(run())
     assert first.restarts == 0
@@ -302,9 +302,9 @@ def test_a_worker_that_timed_out_in_a_sync_gets_no_weights_until_it_answers_a_pr
     async def run() -> None:
         become(first, "zero", "deaf")
         fleet.missed(first, "is late", late=True)
-        assert RolloutFleet.receivers(fleet) == [second]
+        assert RolloutFleet.targets(fleet) == [second]
         become(first, "zero")
-        await until(fleet, lambda: RolloutFleet.receivers(fleet) == [first, second])
+        await until(fleet, lambda: RolloutFleet.targets(fleet) == [first, second])
 
     asyncio.run(run())
     assert first.health.state is State.STALE and first.restarts == 0

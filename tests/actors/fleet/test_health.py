@@ -29,25 +29,25 @@ def life(*events: Event) -> list[Health]:
 @pytest.mark.parametrize(
     ("events", "states"),
     [
-        (("started", "weights_proved", "dismissed", "drained"), "stale serving draining dead"),
-        (("started", "weights_proved", "sync_missed", "weights_proved"), "stale serving stale serving"),
+        (("started", "weights_verified", "dismissed", "drained"), "stale serving draining dead"),
+        (("started", "weights_verified", "sync_missed", "weights_verified"), "stale serving stale serving"),
         (("started", "sync_missed", "sync_missed"), "stale stale dead"),
-        (("started", "sync_missed", "weights_proved", "sync_missed"), "stale stale serving stale"),
-        (("started", "weights_proved", "request_failed", "request_failed"), "stale serving serving dead"),
+        (("started", "sync_missed", "weights_verified", "sync_missed"), "stale stale serving stale"),
+        (("started", "weights_verified", "request_failed", "request_failed"), "stale serving serving dead"),
         (
-            ("started", "weights_proved", "request_failed", "probe_answered", "request_failed"),
+            ("started", "weights_verified", "request_failed", "probe_answered", "request_failed"),
             "stale serving serving serving dead",  # probes say nothing about requests
         ),
         (
-            ("started", "weights_proved", "request_failed", "request_answered", "request_failed"),
+            ("started", "weights_verified", "request_failed", "request_answered", "request_failed"),
             "stale serving serving serving serving",
         ),
         (("started", "probe_failed", "probe_answered", "probe_failed", "probe_failed"), "stale stale stale stale dead"),
-        (("started", "weights_proved", *["unreachable"] * 3), "stale serving serving serving serving"),
+        (("started", "weights_verified", *["unreachable"] * 3), "stale serving serving serving serving"),
         (("dismissed",), "dead"),
         (("started", "dismissed"), "stale dead"),
-        (("weights_proved",), "starting"),
-        (("started", "weights_proved", "died", "started"), "stale serving dead dead"),
+        (("weights_verified",), "starting"),
+        (("started", "weights_verified", "died", "started"), "stale serving dead dead"),
     ],
 )
 def test_lives(events: tuple[Event, ...], states: str) -> None:
@@ -56,12 +56,12 @@ def test_lives(events: tuple[Event, ...], states: str) -> None:
 
 @pytest.mark.parametrize("answer", ["probe_answered", "request_answered"])
 def test_where_nothing_arrives_no_request_is_sent_until_something_is_answered(answer: Event) -> None:
-    lived = life("started", "weights_proved", "unreachable", "probe_failed", answer)
+    lived = life("started", "weights_verified", "unreachable", "probe_failed", answer)
     assert [h.reachable for h in lived] == [True, True, True, False, False, True]
 
 
 def test_what_failed_makes_it_suspect_until_it_answers_and_the_last_reason_is_kept() -> None:
-    lived = life("started", "weights_proved", "request_failed", "probe_answered")
+    lived = life("started", "weights_verified", "request_failed", "probe_answered")
     assert [h.suspect for h in lived] == [False, False, False, True, False]
     assert lived[-1].reason == "r3" and lived[-1].failed_requests == 1
 
@@ -85,7 +85,7 @@ def test_no_worker_serves_without_weights(events: list[Event]) -> None:
     lived = life(*events)
     for event, before, now in zip(events, lived, lived[1:], strict=False):
         if now.state is State.SERVING and before.state is not State.SERVING:
-            assert event == "weights_proved" and before.state is State.STALE
+            assert event == "weights_verified" and before.state is State.STALE
 
 
 def test_a_restart_budget_counts_the_last_seconds_alone() -> None:
@@ -101,8 +101,8 @@ def test_a_missed_deadline_is_reported() -> None:
     starting = Health(since=100)
     assert overdue(starting, now=110, config=config) == ""
     assert overdue(starting, now=110.5, config=config) == "did not start within 10 s"
-    draining = life("started", "weights_proved", "dismissed")[-1]
+    draining = life("started", "weights_verified", "dismissed")[-1]
     assert overdue(draining, now=8, config=config) == ""
     assert overdue(draining, now=8.5, config=config) == "did not finish its requests within 5 s"
-    serving = life("started", "weights_proved")[-1]
+    serving = life("started", "weights_verified")[-1]
     assert overdue(serving, now=1e9, config=config) == ""

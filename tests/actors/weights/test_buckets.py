@@ -5,7 +5,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.weights.buckets import hash_of, make_bucket, module_key, num_bytes, plan_buckets
+from actors.weights.buckets import get_module_name, hash_arrays, make_bucket, num_bytes, plan_buckets
 
 LLAMA = {
     "model.embed_tokens.weight": (10, 4),  # 40
@@ -41,28 +41,32 @@ def test_every_name_is_sent_once_and_no_layer_is_split(rows: list[tuple[int, str
     homes = {}
     for index, bucket in enumerate(buckets):
         for name in bucket:
-            assert homes.setdefault(module_key(name), index) == index
+            assert homes.setdefault(get_module_name(name), index) == index
     sizes = {name: 4 * size for name, (size,) in shapes.items()}
     for bucket in buckets:
-        one_module = len({module_key(n) for n in bucket}) == 1
+        one_module = len({get_module_name(n) for n in bucket}) == 1
         assert one_module or sum(sizes[n] for n in bucket) <= bucket_bytes
 
 
 def test_bias_and_weight_of_a_module_outside_the_layers_stay_together() -> None:
-    assert module_key("lm_head.weight") == module_key("lm_head.bias") == "lm_head"
-    assert module_key("transformer.h.11.attn.c_attn.bias") == "transformer.h.11"
+    assert get_module_name("lm_head.weight") == get_module_name("lm_head.bias") == "lm_head"
+    assert get_module_name("transformer.h.11.attn.c_attn.bias") == "transformer.h.11"
 
 
 def test_the_hash_is_of_the_bytes_and_of_nothing_else() -> None:
     matrix, vector = np.arange(6, dtype=np.uint16).reshape(2, 3), np.float32([1.5, -2])
     bucket = make_bucket(3, ["a", "b"], [matrix, vector], full=True, started=0.0)
     data = matrix.tobytes() + vector.tobytes()
-    assert bucket.way["xxh3"] == xxhash.xxh3_64_hexdigest(data) and bucket.index == 3 and bucket.names == ("a", "b")
-    assert bucket.way["tensor_xxh3"] == [xxhash.xxh3_64_hexdigest(part) for part in (data[:12], data[12:])]
-    assert make_bucket(0, ["a"], [matrix], full=False, started=0.0).way["tensor_xxh3"] == []
+    assert (
+        bucket.transport_meta["xxh3"] == xxhash.xxh3_64_hexdigest(data)
+        and bucket.index == 3
+        and bucket.names == ("a", "b")
+    )
+    assert bucket.transport_meta["tensor_xxh3"] == [xxhash.xxh3_64_hexdigest(part) for part in (data[:12], data[12:])]
+    assert make_bucket(0, ["a"], [matrix], full=False, started=0.0).transport_meta["tensor_xxh3"] == []
     changed = vector.copy()
     changed.view(np.uint8)[0] ^= 1
-    assert hash_of(matrix, changed) != bucket.way["xxh3"]
+    assert hash_arrays(matrix, changed) != bucket.transport_meta["xxh3"]
 
 
 def test_bytes_are_counted_in_the_type_that_travels() -> None:

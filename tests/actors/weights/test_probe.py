@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from actors.weights.probe import Gap, gap_between, is_stuck, probe_ids, why_refused
+from actors.weights.probe import Gap, compute_gap, explain_refusal, is_stuck, make_probe_ids
 
-IDS = probe_ids([], 300, 64)
+IDS = make_probe_ids([], 300, 64)
 FLOORS = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 DTYPES = pytest.mark.parametrize("dtype", FLOORS, ids=["float32", "bfloat16"])
 
@@ -51,14 +51,14 @@ def wrong_layers(engine: Any) -> None:
 @pytest.mark.parametrize("plant", [wrong_tensor, wrong_layers])
 def test_rounding_passes_and_wrong_weights_do_not(dtype: torch.dtype, plant: Callable[[Any], None]) -> None:
     engine, learner = model("eager", dtype), model("sdpa", dtype)
-    usual = gap_between(scores(engine), scores(learner))
+    usual = compute_gap(scores(engine), scores(learner))
     assert 0 < usual.median <= usual.p95 <= usual.largest < FLOORS[dtype]
     for trained in (engine, learner):
         move(trained, 0.05)
-    assert why_refused(gap_between(scores(engine), scores(learner)), floor=FLOORS[dtype], baseline_gap=usual) == ""
+    assert explain_refusal(compute_gap(scores(engine), scores(learner)), floor=FLOORS[dtype], baseline_gap=usual) == ""
     plant(engine)
-    assert "nats apart" in why_refused(
-        gap_between(scores(engine), scores(learner)), floor=FLOORS[dtype], baseline_gap=usual
+    assert "nats apart" in explain_refusal(
+        compute_gap(scores(engine), scores(learner)), floor=FLOORS[dtype], baseline_gap=usual
     )
 
 
@@ -66,11 +66,13 @@ def test_rounding_passes_and_wrong_weights_do_not(dtype: torch.dtype, plant: Cal
 def test_an_engine_that_kept_its_old_weights_is_seen_where_the_gap_is_too_small(dtype: torch.dtype) -> None:
     engine, learner = model("eager", dtype), model("sdpa", dtype)
     before, expected = scores(engine), scores(learner)
-    usual = gap_between(before, expected)
+    usual = compute_gap(before, expected)
     step = 1e-5 if dtype is torch.float32 else 0.006
     move(learner, step)
     moved = scores(learner)
-    assert why_refused(gap_between(before, moved), floor=FLOORS[dtype], baseline_gap=usual) == "", "by its size alone"
+    assert explain_refusal(compute_gap(before, moved), floor=FLOORS[dtype], baseline_gap=usual) == "", (
+        "by its size alone"
+    )
     assert is_stuck((before, scores(engine)), (expected, moved), usual)
     move(engine, step)
     assert not is_stuck((before, scores(engine)), (expected, moved), usual), "it has the new ones"
@@ -80,24 +82,24 @@ def test_an_engine_that_kept_its_old_weights_is_seen_where_the_gap_is_too_small(
 def test_a_model_that_rounds_much_has_its_own_measure() -> None:
     """A mixture of experts: .4 at the most, where the floor is .25; but the median says that it is the same model."""
     found = Gap(largest=0.9, p95=0.2, median=0.02)
-    assert "at the most" in why_refused(found, floor=0.25, baseline_gap=None)
-    assert why_refused(found, floor=0.25, baseline_gap=Gap(largest=0.4, p95=0.1, median=0.01)) == ""
+    assert "at the most" in explain_refusal(found, floor=0.25, baseline_gap=None)
+    assert explain_refusal(found, floor=0.25, baseline_gap=Gap(largest=0.4, p95=0.1, median=0.01)) == ""
     shifted = Gap(largest=0.9, p95=0.5, median=0.1)
-    assert "in the median" in why_refused(shifted, floor=0.25, baseline_gap=Gap(largest=0.4, p95=0.1, median=0.01))
+    assert "in the median" in explain_refusal(shifted, floor=0.25, baseline_gap=Gap(largest=0.4, p95=0.1, median=0.01))
 
 
 def test_the_three_numbers_of_a_gap() -> None:
-    found = gap_between(np.float32([-1, -2, -3]), np.float32([-1, -2.5, -3.25]))
+    found = compute_gap(np.float32([-1, -2, -3]), np.float32([-1, -2.5, -3.25]))
     assert (found.largest, found.median) == (0.5, 0.25) and found.p95 == pytest.approx(0.475)
     for broken in ([-1, np.nan], [-1, -np.inf]):
-        wrong = gap_between(np.float32(broken), np.float32([-1, -2]))
-        assert wrong.largest == wrong.median == np.inf and why_refused(wrong, floor=9e9, baseline_gap=None)
+        wrong = compute_gap(np.float32(broken), np.float32([-1, -2]))
+        assert wrong.largest == wrong.median == np.inf and explain_refusal(wrong, floor=9e9, baseline_gap=None)
 
 
 def test_the_probe_is_made_of_prompts_and_filled_up() -> None:
     prompts = [np.arange(5, 9, dtype=np.int32), np.arange(20, 23, dtype=np.int32)]
-    ids = probe_ids(prompts, 300, 64)
+    ids = make_probe_ids(prompts, 300, 64)
     assert ids[:7].tolist() == [5, 6, 7, 8, 20, 21, 22] and ids.dtype == np.int32 and len(ids) == 64
-    np.testing.assert_array_equal(ids, probe_ids(prompts, 300, 64))
+    np.testing.assert_array_equal(ids, make_probe_ids(prompts, 300, 64))
     assert ids.min() >= 0 and ids.max() < 300 and len(set(ids.tolist())) > 40
-    assert probe_ids(prompts, 300, 3).tolist() == [5, 6, 7]
+    assert make_probe_ids(prompts, 300, 3).tolist() == [5, 6, 7]

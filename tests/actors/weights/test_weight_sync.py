@@ -15,9 +15,9 @@ import pytest
 
 from actors.weights import round as rounds
 from actors.weights.buckets import Bucket, Rendezvous, Shapes, make_bucket
+from actors.weights.gpu_time_sharing import GpuTimeSharing
 from actors.weights.probe import Gap
 from actors.weights.sync import WeightSync
-from actors.weights.turns import Turns
 from t2g.config import HealthConfig, LearnerConfig, RolloutConfig
 from t2g.errors import LearnerLost, MissedSync, RunStopped
 
@@ -103,7 +103,7 @@ class SyncTarget:
 
 
 class FakeFleet:
-    """Who was late is no receiver any more."""
+    """Who was late is no target any more."""
 
     config = RolloutConfig(max_model_len=32, max_new_tokens=8, health=HealthConfig(probe_timeout_s=0.5, max_failures=2))
     vocab_size = 50
@@ -114,24 +114,24 @@ class FakeFleet:
         self.members = [SyncTarget(name, worker) for name, worker in workers.items()]
         self.heard: list[tuple[str, Any]] = []  # (name, version that it has, or why it missed it); workers race
 
-    def receivers(self) -> list[SyncTarget]:
+    def targets(self) -> list[SyncTarget]:
         return list(self.members)
 
-    async def ask(self, receiver: SyncTarget, submit: Callable[[Any], Any], what: str) -> Any:
-        assert receiver.syncing
+    async def request(self, target: SyncTarget, submit: Callable[[Any], Any], what: str) -> Any:
+        assert target.syncing
         try:
-            return await submit(receiver.handle)
+            return await submit(target.handle)
         except ValueError as error:
             raise MissedSync(f"refused {what}: {error}") from error
 
-    def has_weights(self, receiver: SyncTarget, version: int) -> None:
-        receiver.version = version
-        self.heard.append((receiver.name, version))
+    def has_weights(self, target: SyncTarget, version: int) -> None:
+        target.version = version
+        self.heard.append((target.name, version))
 
-    def missed(self, receiver: SyncTarget, reason: str, *, late: bool = False) -> None:
-        self.heard.append((receiver.name, reason))
+    def missed(self, target: SyncTarget, reason: str, *, late: bool = False) -> None:
+        self.heard.append((target.name, reason))
         if late:
-            self.members = [member for member in self.members if member is not receiver]
+            self.members = [member for member in self.members if member is not target]
 
 
 class Group:
@@ -168,9 +168,9 @@ class FakeLearner:
         self.calls.append("address")
         return "learner", next(self.ports)
 
-    def announce(self) -> Shapes:
+    def get_manifest(self) -> Shapes:
         assert threading.current_thread() is not threading.main_thread(), "the event loop must turn meanwhile"
-        self.calls.append("announce")
+        self.calls.append("get_manifest")
         return SHAPES
 
     def stream_weights(self, dtype: str, *, full: bool, rendezvous: Rendezvous | None) -> Iterator[Bucket]:
@@ -217,7 +217,7 @@ def test_a_sync_sends_to_every_worker_and_reports_the_worst_gap() -> None:
     assert result.policy_version == 3 and result.bytes == 3 * 2 * 4 and result.missed == ()
     assert result.probe_gap == pytest.approx(1e-4, rel=1e-2)
     assert sorted(fleet.heard) == [("w0", 3), ("w1", 3)]
-    assert learner.calls == ["announce", "stream", "probe"]
+    assert learner.calls == ["get_manifest", "stream", "probe"]
     assert result.num_calls == 3 + 2 * (1 + 3 + 1 + 1)  # of each worker: open, three buckets, close, the probe
     assert result.stages["hand_over"] == 3 * 0.25 and result.stages["load"] == 3 * 0.5
     assert set(result.stages) == {"open", "gather", "hand_over", "load", "close", "verify"}
@@ -270,7 +270,7 @@ def test_a_push_without_verified_workers_is_repeated_once_without_the_learner() 
     deaf, broken = (m.handle for m in fleet.members)
     assert deaf.log == ONCE + ONCE and broken.log[-len(ONCE) :] == ONCE
     assert len(set(deaf.rounds)) == 2
-    assert learner.calls == ["announce", "stream", "probe"]
+    assert learner.calls == ["get_manifest", "stream", "probe"]
     assert result.missed == () and sorted(heard for heard in fleet.heard if heard[1] == 3) == [("w0", 3), ("w1", 3)]
 
 
@@ -333,7 +333,7 @@ def test_a_late_joiner_catches_up_from_what_is_held() -> None:
     asyncio.run(joins())
     assert joiner.handle.log == fleet.members[0].handle.log == ONCE
     assert fleet.heard == [("w0", 3), ("w1", 3)]
-    assert learner.calls == ["announce", "stream", "probe"]
+    assert learner.calls == ["get_manifest", "stream", "probe"]
 
 
 def test_a_joiner_whose_bucket_is_gone_says_that_the_learner_is_lost() -> None:
@@ -366,12 +366,12 @@ def test_an_engine_that_sleeps_is_brought_nothing_and_none_sleeps_while_it_is() 
     fleet, joiner, slept = FakeFleet(w0=FakeWorker()), SyncTarget("w1", FakeWorker()), list[list[Any]]()
 
     class Sleepers(FakeFleet):
-        def receivers(self) -> list[SyncTarget]:
+        def targets(self) -> list[SyncTarget]:
             slept.append(list(joiner.handle.log))
             return []
 
     async def meet() -> None:
-        sync, turns = WeightSync(FakeLearner(), fleet, CONFIG), Turns(sleepers := Sleepers(), timeout_s=5)
+        sync, turns = WeightSync(FakeLearner(), fleet, CONFIG), GpuTimeSharing(sleepers := Sleepers(), timeout_s=5)
         turns.sending = sync.sending
         await sync.push(3)
         fleet.turn = "learner"
@@ -489,7 +489,7 @@ def test_with_nccl_a_group_has_the_learner_and_the_participants_of_the_round() -
     assert [entry for entry in first.log if entry[0] != "join"] == ONCE and first.log[1][0] == "join"
     assert joins(first) == [(1, 3)] and joins(second) == [(2, 3)] and joins(hung) == [], "nobody waits for who hangs"
     assert first.most_aboard == 1, "a bucket is broadcast when every engine has loaded the one before"
-    assert learner.calls == ["announce", "address", "stream", "probe"] and result.missed == ("w2",)
+    assert learner.calls == ["get_manifest", "address", "stream", "probe"] and result.missed == ("w2",)
     assert result.num_calls == 4 + 3 + 2 * (1 + 3 + 1 + 1)  # open; then of two: join, three buckets, close, the probe
 
 
@@ -527,15 +527,15 @@ def test_with_nccl_an_engine_that_is_lost_costs_the_round_and_the_next_has_a_gro
     members = list(fleet.members)
     lose = fleet.missed
 
-    def missed(receiver: SyncTarget, reason: str, *, late: bool = False) -> None:
-        lose(receiver, reason, late=late)
-        if receiver.name == "w1":
+    def missed(target: SyncTarget, reason: str, *, late: bool = False) -> None:
+        lose(target, reason, late=late)
+        if target.name == "w1":
             fleet.members = members[:1]  # it is dead
 
     fleet.missed = missed
     result = push(fleet, learner, config=NCCL)
     assert joins(members[0].handle) == [(1, 3), (1, 2)] and joins(members[1].handle) == [(2, 3)]
-    assert learner.calls == ["announce", "address", "stream", "probe", "address", "stream"]
+    assert learner.calls == ["get_manifest", "address", "stream", "probe", "address", "stream"]
     assert result.missed == ("w1",) and fleet.heard[-1] == ("w0", 3)
     assert ("w0", "refused a bucket of weights: the broadcast was broken off: one is gone") in fleet.heard
 
@@ -604,8 +604,8 @@ def test_a_worker_is_in_a_sync_from_its_request_on() -> None:
     seen: list[bool] = []
 
     class Fleet(FakeFleet):
-        def ask(self, receiver: SyncTarget, submit: Callable[[Any], Any], what: str) -> Coroutine[Any, Any, None]:
-            seen.append(receiver.syncing)
+        def request(self, target: SyncTarget, submit: Callable[[Any], Any], what: str) -> Coroutine[Any, Any, None]:
+            seen.append(target.syncing)
             return asyncio.sleep(60)
 
     with pytest.raises(RunStopped):
@@ -638,15 +638,15 @@ class Loaded(FakeWorker):
 
 def first_push(kept: Path, worker: FakeWorker, version: int = 0) -> FakeFleet:
     fleet = FakeFleet(w0=worker)
-    asyncio.run(WeightSync(FakeLearner(), fleet, CONFIG, kept=kept).push(version))
+    asyncio.run(WeightSync(FakeLearner(), fleet, CONFIG, baseline_file=kept).push(version))
     return fleet
 
 
 def test_the_gap_on_the_checkpoint_is_measured_before_anything_is_sent_and_kept_on_resume(tmp_path: Path) -> None:
     kept, worker = tmp_path / "probe.json", Loaded()
     learner, fleet = FakeLearner(), FakeFleet(w0=worker)
-    asyncio.run(WeightSync(learner, fleet, CONFIG, kept=kept).push(0))
-    assert learner.calls == ["announce", "probe", "stream"] and worker.log[1:] == ONCE[1:]
+    asyncio.run(WeightSync(learner, fleet, CONFIG, baseline_file=kept).push(0))
+    assert learner.calls == ["get_manifest", "probe", "stream"] and worker.log[1:] == ONCE[1:]
     written = json.loads(kept.read_text())
     assert set(written) == {"largest", "p95", "median"} and written["largest"] == pytest.approx(1e-4, rel=1e-2)
     resumed = first_push(kept, FakeWorker(), version=3)
@@ -656,14 +656,14 @@ def test_the_gap_on_the_checkpoint_is_measured_before_anything_is_sent_and_kept_
 def test_the_next_run_on_engines_that_have_served_takes_their_measure(tmp_path: Path) -> None:
     fleet = first_push(tmp_path / "a.json", Loaded())
     fleet.members[0].handle.weights[0] = 50.0  # what the first run trained
-    asyncio.run(WeightSync(FakeLearner(), fleet, CONFIG, kept=tmp_path / "b.json").push(0))
+    asyncio.run(WeightSync(FakeLearner(), fleet, CONFIG, baseline_file=tmp_path / "b.json").push(0))
     assert (tmp_path / "a.json").read_text() == (tmp_path / "b.json").read_text()
 
 
 def test_engines_of_another_model_are_refused_before_anything_is_sent(tmp_path: Path) -> None:
     fleet = FakeFleet(w0=Loaded(off=0.5))
     with pytest.raises(RunStopped, match=r"0\.5 nats apart in the median .*probe_tolerance=0\.001 .*different models"):
-        asyncio.run(WeightSync(FakeLearner(), fleet, CONFIG, kept=tmp_path / "probe.json").push(0))
+        asyncio.run(WeightSync(FakeLearner(), fleet, CONFIG, baseline_file=tmp_path / "probe.json").push(0))
     assert fleet.members[0].handle.log == [] and not (tmp_path / "probe.json").exists()
 
 
@@ -677,7 +677,7 @@ def test_a_missing_update_is_distinguished_from_a_small_one(tmp_path: Path) -> N
     fleet = FakeFleet(w0=Loaded())
 
     async def twice() -> None:
-        sync = WeightSync(Moving(), fleet, CONFIG, kept=tmp_path / "probe.json")
+        sync = WeightSync(Moving(), fleet, CONFIG, baseline_file=tmp_path / "probe.json")
         await sync.push(0)
         await sync.push(1)
 

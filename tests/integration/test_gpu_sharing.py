@@ -1,5 +1,7 @@
-"""Engines and ranks on the same GPUs in turn: Ray's places and processes are real, the GPUs are numbers in its books,
-and whoever lives there only says what is asked of it."""
+"""Engines and ranks share the same GPUs over time, on real Ray placement groups and processes.
+
+The GPUs are Ray resources without hardware, and the actors only record the calls.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ from tenant import Tenant
 from actors.engines.rollout import RolloutFleet
 from actors.learner.learner import LearnerGroup
 from actors.learner.parts import LearnerSpec
-from actors.weights.turns import Turns
+from actors.weights.gpu_time_sharing import GpuTimeSharing
 from t2g.config import LearnerConfig, ModelConfig, RolloutConfig
 from t2g.config.jobs import ENGINE_SHARE
 from t2g.errors import RunStopped
@@ -42,9 +44,9 @@ def test_each_gpu_alternates_between_an_engine_and_a_rank() -> None:
     workers = {"initial": NUM_GPUS, "min": NUM_GPUS}
     rollout = RolloutConfig(workers=workers, gpus=ENGINE_SHARE, **SMALL)
     learner = LearnerConfig(workers=NUM_GPUS, gpus=1 - ENGINE_SHARE, sync_transport="ipc", **SMALL)
-    fleet = Engines("model", rollout, seed=1, placement_timeout_s=20, transport="ipc", sleeps=True)
+    fleet = Engines("model", rollout, seed=1, placement_timeout_s=20, transport="ipc", can_sleep=True)
     fleet.wait_ready()
-    turns = Turns(fleet, timeout_s=10)
+    turns = GpuTimeSharing(fleet, timeout_s=10)
     asyncio.run(turns.take("learner"))
     spec = LearnerSpec(model=ModelConfig(policy="model"), learner=learner, num_updates=1, seed=1, loss="supervised")
     turns.learner = group = Group(spec, placement_timeout_s=20)
@@ -59,14 +61,16 @@ def test_each_gpu_alternates_between_an_engine_and_a_rank() -> None:
     for who in said:
         assert {gpu for gpu, _ in said[who]} == {str(i) for i in range(NUM_GPUS)}, f"one {who} on each GPU"
     events = sorted((at, f"{who} {what}") for who in said for _, log in said[who] for at, what in log)
-    order = ["engine rests", "rank rests", "engine works", "engine rests", "rank works", "rank rests", "engine works"]
+    order = [
+        "engine sleeps", "rank sleeps", "engine works", "engine sleeps", "rank works", "rank sleeps", "engine works",
+    ]  # fmt: skip
     assert [what for _, what in events] == [what for what in order for _ in range(NUM_GPUS)]
 
     asyncio.run(turns.take("learner"))
     ray.get(engines[1].nap.remote(60))
-    impatient = Turns(fleet, timeout_s=0.5)
+    impatient = GpuTimeSharing(fleet, timeout_s=0.5)
     impatient.learner = group
-    late = r"cannot take turns on their GPUs: rollout worker 1 is late: its waking took it more than 0\.5 s$"
+    late = r"cannot take turns on their GPUs: rollout worker 1 is late: its wake-up took it more than 0\.5 s$"
     with pytest.raises(RunStopped, match=late):
         asyncio.run(impatient.take("engines"))
     group.close()

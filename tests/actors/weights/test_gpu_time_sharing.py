@@ -1,4 +1,4 @@
-"""Who has the GPUs when, who is waited for, and what is said of an engine that does not wake."""
+"""Which side has the GPUs, which side waits, and the error of an engine that does not wake up."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 
-from actors.weights.turns import Turns
+from actors.weights.gpu_time_sharing import GpuTimeSharing
 from t2g.errors import MissedSync, RunStopped
 
 
 class Engine:
-    """`log`: of all who take turns, in order."""
+    """`log`: of engines and learner, in order."""
 
     def __init__(self, name: str, log: list[str], *, hangs_at: str = "", fails_at: str = "") -> None:
         self.name, self.handle = name, self
-        self.rest = SimpleNamespace(remote=lambda on: self._do("sleep" if on else "wake", log, hangs_at, fails_at))
+        self.sleep = SimpleNamespace(remote=lambda: self._do("sleep", log, hangs_at, fails_at))
+        self.wake_up = SimpleNamespace(remote=lambda: self._do("wake", log, hangs_at, fails_at))
 
     async def _do(self, what: str, log: list[str], hangs_at: str, fails_at: str) -> None:
         await asyncio.sleep(60 if what == hangs_at else 0.01)
@@ -31,20 +32,22 @@ class Fleet:
     def __init__(self, *engines: Engine) -> None:
         self.engines = engines
 
-    def receivers(self) -> list[Engine]:
+    def targets(self) -> list[Engine]:
         return list(self.engines)
 
-    async def ask(self, receiver: Engine, submit: Callable[[Any], Any], what: str) -> Any:
-        return await submit(receiver)
+    async def request(self, target: Engine, submit: Callable[[Any], Any], what: str) -> Any:
+        return await submit(target)
 
 
-def turns(fleet: Any, log: list[str], timeout_s: float = 5) -> Turns:
-    found = Turns(fleet, timeout_s=timeout_s)
-    found.learner = SimpleNamespace(rest=lambda on: log.append("offload" if on else "reload"))
+def share(fleet: Any, log: list[str], timeout_s: float = 5) -> GpuTimeSharing:
+    found = GpuTimeSharing(fleet, timeout_s=timeout_s)
+    found.learner = SimpleNamespace(
+        offload_states=lambda: log.append("offload"), reload_states=lambda: log.append("reload")
+    )
     return found
 
 
-def take(which: Turns, *order: Any) -> None:
+def take(which: GpuTimeSharing, *order: Any) -> None:
     async def run() -> None:
         for turn in order:
             await which.take(turn)
@@ -52,10 +55,10 @@ def take(which: Turns, *order: Any) -> None:
     asyncio.run(run())
 
 
-def test_new_engines_start_after_the_old_ones_have_left() -> None:
+def test_the_next_side_waits_until_the_other_side_has_left() -> None:
     log: list[str] = []
     fleet = Fleet(Engine("w0", log), Engine("w1", log))
-    take(turns(fleet, log), "engines", "learner", "learner", "engines", "engines")
+    take(share(fleet, log), "engines", "learner", "learner", "engines", "engines")
     assert set(log[:2]) == {"w0 sleep", "w1 sleep"} and log[2:4] == ["reload", "offload"]
     assert set(log[4:]) == {"w0 wake", "w1 wake"}
 
@@ -63,22 +66,22 @@ def test_new_engines_start_after_the_old_ones_have_left() -> None:
 def test_engines_sleep_before_there_is_a_learner_and_the_next_learner_finds_them_so() -> None:
     log: list[str] = []
     fleet = Fleet(Engine("w0", log))
-    take(Turns(fleet, timeout_s=5), "learner")
+    take(GpuTimeSharing(fleet, timeout_s=5), "learner")
     assert log == ["w0 sleep"] and fleet.turn == "learner"
-    take(turns(fleet, log), "learner", "engines")
+    take(share(fleet, log), "learner", "engines")
     assert log == ["w0 sleep", "offload", "w0 wake"]
 
 
 @pytest.mark.parametrize(
-    ("how", "words"),
+    ("how", "reason"),
     [
-        ({"hangs_at": "wake"}, r"w1 is late: its waking took it more than 0\.2 s$"),
+        ({"hangs_at": "wake"}, r"w1 is late: its wake-up took it more than 0\.2 s$"),
         ({"fails_at": "wake"}, r"w1 refused its wake: CUDA out of memory$"),
     ],
 )
-def test_an_engine_that_does_not_wake_stops_the_run_with_its_name(how: dict[str, str], words: str) -> None:
+def test_an_engine_that_does_not_wake_stops_the_run_with_its_name(how: dict[str, str], reason: str) -> None:
     log: list[str] = []
     fleet = Fleet(Engine("w0", log), Engine("w1", log, **how))
-    with pytest.raises(RunStopped, match=r"cannot take turns on their GPUs: " + words):
-        take(turns(fleet, log, timeout_s=0.2), "learner", "engines")
+    with pytest.raises(RunStopped, match=r"cannot take turns on their GPUs: " + reason):
+        take(share(fleet, log, timeout_s=0.2), "learner", "engines")
     assert fleet.turn == "learner"

@@ -16,7 +16,7 @@ from t2g.config import Dtype
 
 
 def metadata(engine: Any, *, adapters: bool = False) -> Shapes:
-    """Every weight in the order of `WholeWeights.buckets`. Tied weights appear once, adapters are merged.
+    """Every weight in the order of `FullWeights.buckets`. Tied weights appear once, adapters are merged.
 
     adapters: theirs alone.
 
@@ -26,7 +26,7 @@ def metadata(engine: Any, *, adapters: bool = False) -> Shapes:
     return {name: shapes[own] for name, (own, *_) in lora.sources(shapes, adapters=adapters).items()}
 
 
-class WholeWeights:
+class FullWeights:
     """Of one deepspeed.DeepSpeedEngine. `buckets` and `gather` are collectives: all ranks call them, in one order.
 
     What they give lies in memory that the next bucket overwrites: read it, or copy it, before. On CPUs that memory is
@@ -110,5 +110,5 @@ class WholeWeights:
 
 
 def whole(parameter: Any, pieces: torch.Tensor) -> torch.Tensor:
-    """The parameter as it is without ZeRO-3; pieces: of `WholeWeights.gather`."""
+    """The parameter as it is without ZeRO-3; pieces: of `FullWeights.gather`."""
     return pieces.reshape(-1)[: parameter.ds_numel].view(parameter.ds_shape)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from actors.learner.whole_weights import WholeWeights, metadata
+from actors.learner.full_weights import FullWeights, metadata
 
 # Odd numbers of elements: the last rank's partitions are padded.
 SHAPES = {"embed.weight": (7, 3), "layers.0.a": (5,), "layers.0.b": (2, 2), "norm.weight": (1,)}
@@ -48,7 +48,7 @@ def tensors(dtypes: dict[str, torch.dtype]) -> dict[str, torch.Tensor]:
 def rank_main(rank: int, folder: str, whole: dict[str, torch.Tensor]) -> None:
     """The buckets three times; each rank writes what it was given, and where in memory it lay."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    weights, found, addresses = WholeWeights(FakeEngine(whole, rank, 2)), [], []
+    weights, found, addresses = FullWeights(FakeEngine(whole, rank, 2)), [], []
     for dtype, everywhere in (("float32", False), ("float32", True), ("bfloat16", False)):
         buckets = list[list[tuple[str, torch.Tensor]]]()
         for bucket in weights.buckets(40, dtype, everywhere=everywhere):
@@ -82,7 +82,7 @@ def test_two_ranks_give_the_whole_weights(tmp_path: Path) -> None:
 def test_one_rank_has_its_weights_without_a_copy() -> None:
     whole = tensors({})
     engine = FakeEngine(whole, 0, 1)
-    buckets = list(WholeWeights(engine).buckets(10**6, "float32"))
+    buckets = list(FullWeights(engine).buckets(10**6, "float32"))
     assert [name for bucket in buckets for name, _ in bucket] == [*metadata(engine)] == [*SHAPES]
     for name, tensor in buckets[0]:
         assert torch.equal(tensor, whole[name])

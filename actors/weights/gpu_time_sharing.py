@@ -1,0 +1,67 @@
+"""cluster.gpu_sharing=alternate: engines and learner ranks share the same GPUs, one of them at a time.
+
+A sleeping engine keeps its weights in host memory and drops its prefix cache. A learner rank offloads optimizer states
+and gradients; its weights stay on the GPU, so that they can still be gathered, sent and written. Engines can therefore
+take the GPUs for a weight push, for sampling, or after a checkpoint.
+"""
+
+import asyncio
+from typing import Protocol
+
+from actors.weights.round import EngineFleet, SyncTarget
+from t2g.errors import MissedSync, RunStopped
+from t2g.interfaces import Turn
+
+
+class OffloadableLearner(Protocol):
+    """The learner group. The calls block and raise LearnerLost."""
+
+    def offload_states(self) -> None:
+        """Move optimizer states and gradients to host memory."""
+
+    def reload_states(self) -> None:
+        """Move optimizer states and gradients back to the GPUs."""
+
+
+class GpuTimeSharing:
+    """Implements `t2g.interfaces.Turns`. Without a `learner`, only the engines sleep and wake up."""
+
+    learner: OffloadableLearner | None = None
+
+    def __init__(self, fleet: EngineFleet, *, timeout_s: float) -> None:
+        self._fleet, self._timeout_s = fleet, timeout_s
+        self.sending = asyncio.Lock()  # the lock of the weight sync: no engine may sleep during a catch-up
+
+    async def take(self, turn: Turn) -> None:
+        """Give the GPUs to the engines or to the learner, once the others have released them.
+
+        Raises:
+            RunStopped: An engine did not sleep or wake up; the message has its name.
+        """
+        if turn != self._fleet.turn:
+            async with self.sending:
+                await self._take(turn)
+
+    async def _take(self, turn: Turn) -> None:
+        if turn == "engines" and self.learner is not None:
+            await asyncio.to_thread(self.learner.offload_states)
+        errors = await asyncio.gather(*(self._switch(target, turn == "learner") for target in self._fleet.targets()))
+        if failures := [error for error in errors if error]:
+            raise RunStopped(f"engines and ranks cannot take turns on their GPUs: {'; '.join(failures)}")
+        if turn == "learner" and self.learner is not None:
+            await asyncio.to_thread(self.learner.reload_states)
+        self._fleet.turn = turn
+
+    async def _switch(self, target: SyncTarget, should_sleep: bool) -> str:
+        """Have one engine sleep or wake up; return what failed, "" if nothing."""
+        what = "its sleep" if should_sleep else "its wake-up"
+        try:
+            request = self._fleet.request(
+                target, lambda worker: worker.sleep.remote() if should_sleep else worker.wake_up.remote(), what
+            )
+            await asyncio.wait_for(request, self._timeout_s)
+        except MissedSync as error:
+            return f"{target.name} {error}"
+        except TimeoutError:
+            return f"{target.name} is late: {what} took it more than {self._timeout_s:g} s"
+        return ""
