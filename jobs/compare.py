@@ -24,7 +24,7 @@ def describe(job: CompareJob) -> str:
     """How many runs there are, and what one of them is."""
     check(arms := Arms(job))
     config = job.compare
-    searched = len(arms.trained) * len(config.lr_grid) * len(config.search_seeds)
+    searched = len(arms.trained_methods) * len(config.lr_grid) * len(config.search_seeds)
     searched *= len(config.lr_grid) > 1 and len(config.seeds) > 0
     compared = sum(method.procedure != "base" for method in arms.methods.values()) * len(config.seeds)
     noisy = len(config.noise) * len(NOISY) * len(config.seeds)

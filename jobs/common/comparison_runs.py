@@ -113,7 +113,7 @@ class Session:
     fleets: Fleets
 
     def run(self, name: str, arm: PolicyJob, after: After = lambda *_: None, data: PolicyData | None = None) -> None:
-        method, made_of, data = self.arms.methods[name], self.arms.made_of(name), data or self.data
+        method, made_of, data = self.arms.methods[name], self.arms.identity_extras(name), data or self.data
         made_of |= {} if data is self.data else {"held_out": SEARCH_POSTS}
         if finished(arm, **made_of) is not None:
             return
@@ -157,7 +157,7 @@ class Session:
         for seed, name in product(config.seeds, names):
             arm = self.arms.arm(name, seed, chosen.get(name))
             self.run(name, arm, partial(target.measure, arm))
-            if self.arms.methods[name].trained and not (arm.run.folder / TARGETING_FILE).exists():
+            if self.arms.methods[name].is_trained and not (arm.run.folder / TARGETING_FILE).exists():
                 target.measure_exported(arm, self.fleets.feedback(arm.feedback, self.data.task, arm))
         if set(NOISY) <= set(names):
             for noise, seed, name in product(config.noise, config.seeds, NOISY):
@@ -200,7 +200,7 @@ def run_all(arms: Arms, data: PolicyData, stop: StopFlag) -> dict[str, Any]:
         with Fleets() as fleets:
             session = Session(arms=arms, data=data, search_data=search_data, stop=stop, fleets=fleets)
             target = target or Target(arms, data, fleets)
-            for name in (name for name in names if arms.methods[name].trained):
+            for name in (name for name in names if arms.methods[name].is_trained):
                 scores, search["chosen"][name] = session.find_lr(name)
                 search["scores"] |= {name: scores} if scores else {}
             session.run_arms(names, search["chosen"], target)
@@ -286,7 +286,7 @@ def load_all(arms: Arms, chosen: dict[str, float]) -> tuple[dict[str, dict[int, 
 
     def load(name: str, noise: str = "") -> dict[int, Run]:
         if arms.methods[name].procedure == "base":
-            return {seed: base_run(run) for seed, run in load(arms.trained[0]).items()}
+            return {seed: base_run(run) for seed, run in load(arms.trained_methods[0]).items()}
         return {seed: load_run(arms.arm(name, seed, chosen.get(name), noise)) for seed in config.seeds}
 
     runs = {name: load(name) for name in arms.methods} if config.seeds else {}

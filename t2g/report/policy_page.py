@@ -11,7 +11,7 @@ from t2g.files import write_atomic
 from t2g.report.reward_page import HTML_FILE, JSON_FILE
 from t2g.report.templates import number, render_page
 from t2g.runs.versions import collect_versions
-from t2g.study.policy_eval import BLEU, Answers, Columns, bleu_signature, general, has_only_ties
+from t2g.study.policy_eval import BLEU, Answers, Columns, bleu_signature, general_measures, has_only_ties
 from t2g.study.tables import figure, markdown
 from t2g.types import Prompt
 
@@ -77,7 +77,7 @@ def _problems(answers: Mapping[str, Sequence[Answers]]) -> dict[str, Any]:
     for policy, rows in answers.items():
         for place, row in enumerate(rows):
             for index, response in enumerate(row.responses):
-                values = general(response)
+                values = general_measures(response)
                 for kind, least in PROBLEMS.items():
                     found[kind] += [(policy, place, index)] * (values[kind] >= least)
     return {kind: {"count": len(at), "examples": at[:NUM_EXAMPLES]} for kind, at in found.items()}

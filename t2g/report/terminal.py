@@ -1,6 +1,6 @@
-"""Feedback on one response for a terminal: the critique, the response with its spans marked, a line for each span.
+"""Print the feedback on one response: the critique, the response with its spans marked, and a line for each span.
 
-The model's words are untrusted: what a terminal would obey is shown as pictures (`t2g.report.segments.printable`).
+Model output is untrusted: control characters are replaced (`t2g.report.segments.printable`).
 """
 
 from rich.console import Console
@@ -15,7 +15,7 @@ MARKS = {(True, False): "+", (False, True): "-", (True, True): "±"}
 
 
 def show_feedback(console: Console, response: str, feedback: SpanFeedback) -> None:
-    """Print it; in colours where the console has them, else with marks.
+    """Print the feedback on a response; spans are coloured, or between marks on a console without colours.
 
     Without colours "about a laptop by Ann." is "about a [-laptop-] by [+Ann+]."
     """
@@ -25,14 +25,14 @@ def show_feedback(console: Console, response: str, feedback: SpanFeedback) -> No
     if not feedback.spans:
         lines.append("no spans")
     if feedback.num_located < feedback.num_quotes:
-        lost = feedback.num_quotes - feedback.num_located
-        lines.append(f"{lost} of {feedback.num_quotes} quotes do not stand in the response")
+        missing = feedback.num_quotes - feedback.num_located
+        lines.append(f"{missing} of {feedback.num_quotes} quotes are not in the response")
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True, emoji=False)
 
 
 def marked(response: str, feedback: SpanFeedback, colours: bool) -> Text:
-    """The response with its good and poor spans in colours, or between marks."""
+    """Return the response with its good and poor spans in colours, or between marks."""
     text = Text()
     for segment in segments(printable(response), feedback.spans):
         label = (segment.good, segment.poor)
@@ -44,7 +44,8 @@ def marked(response: str, feedback: SpanFeedback, colours: bool) -> Text:
 
 
 def span_line(span: Span, response: str, feedback: SpanFeedback) -> str:
-    """
+    """Format one span with its severity, its text and the phrase of the critique about it.
+
     >>> feedback = SpanFeedback(critique="It says laptop.", spans=(), status="ok", source="", version="")
     >>> span_line(Span(start=2, end=8, label=-1, severity=3, critique_range=(0, 15)), "a laptop", feedback)
     'poor, severity 3: "laptop" (It says laptop.)'

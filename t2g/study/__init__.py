@@ -1,5 +1,5 @@
-"""Studies: methods side by side, and how good a reward model is: method files in, configs of runs out; what the runs
-wrote in, figures out.
+"""Comparisons of methods, and evaluation of policies and reward models.
 
-Pure, but for the three baselines that ask models something. report, actors and jobs may import it.
+In: method files and what runs wrote. Out: configs of runs, and figures. Only the baselines, `reflection` and
+`targeting` call models. report, actors and jobs may import this package.
 """

@@ -1,15 +1,16 @@
-"""Run the baselines of the paper (arXiv 2505.22338) that are not PPO on the harness of PPO.
+"""Run the baselines of the paper (arXiv 2505.22338) that are not PPO.
 
-The same base policy, prompts, seeds, feedback source, number of samples and evaluation:
+They share PPO's base policy, prompts, seeds, feedback source, number of samples and evaluation:
 
-    dpo         the samples of all steps of the base; of each prompt the better against the worse, by `actors.learner`
-    ilf         imitation learning from language feedback (Scheurer et al., arXiv 2303.16755): of the samples of a
-                prompt one is a response and the others are revisions of it, written with its critique in view; the
-                base is fine-tuned on the best of these
-    reflection  nothing is trained: the policy answers a held-out prompt, reads the critique and answers again
+    dpo         samples from the base policy at all steps; `actors.learner` trains on pairs of a better and a worse
+                response to the same prompt
+    ilf         imitation learning from language feedback (Scheurer et al., arXiv 2303.16755): one sample of a prompt is
+                a response, the other samples revise it with its critique in the context; the base policy is fine-tuned
+                on the best revision
+    reflection  no training: the policy answers a held-out prompt, reads the critique and answers again
 
-All is measured by the summed rewards of a response, which is what scalar PPO pays: the same information. Written
-against the Protocols: who serves a model and who trains one is given by the caller (`jobs.common.policy_runs`).
+Responses are ranked by the sum of their token rewards, the reward of scalar PPO. This module depends on Protocols
+only: the caller (`jobs.common.policy_runs`) provides the functions that serve and train a model.
 """
 
 import asyncio
@@ -46,20 +47,23 @@ from t2g.runs.progress import show_progress
 from t2g.tasks.base import Task
 from t2g.types import Prompt, Rollout, TrainSequence
 
-POLICY = "policy"  # folder of the result, where something was trained
+POLICY = "policy"  # folder of the trained model, inside the run folder
 
 Metrics = dict[str, float]
-# (model, how it is served, what is asked of its engines) -> the answer; the engines live as long as that takes
+# (model, engine settings, coroutine function) -> its result; the engines live until the coroutine has returned
 Serve = Callable[[ModelConfig, RolloutConfig, Callable[[RolloutSource], Coroutine[Any, Any, Any]]], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """One run. `job.model` is the base. Training leaves its model in POLICY; whoever is stopped raises Stopped."""
+    """The inputs of one baseline run.
+
+    `job.model` is the base policy. `train` writes its model to the folder POLICY. A stop request raises RunStopped.
+    """
 
     job: PolicyJob
     task: Task
-    tokenizer: Any  # of the base
+    tokenizer: Any  # of the base policy
     prompts: Sequence[Prompt]
     eval_prompts: Sequence[Prompt]
     feedback: FeedbackSource
@@ -72,7 +76,7 @@ class Arm:
 
 
 class Scored(NamedTuple):
-    """A response with usable feedback and what it is worth."""
+    """A response with usable feedback, and its reward."""
 
     prompt: Prompt
     rollout: Rollout
@@ -81,7 +85,7 @@ class Scored(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PreferencePair:
-    """What DPO learns from: the sampled ids, never text that was encoded again."""
+    """A training example of DPO: the ids as sampled, never re-encoded from text."""
 
     prompt_ids: np.ndarray  # [P] int32
     chosen_ids: np.ndarray  # [R] int32
@@ -89,14 +93,18 @@ class PreferencePair:
 
 
 def check(procedure: str, job: PolicyJob) -> None:
-    """UserError, before any engine starts, for settings with which the method makes no sense."""
+    """Check, before any engine starts, that the method can run with the job's settings.
+
+    Raises:
+        UserError: A setting does not fit the method.
+    """
     compares = {"dpo": "two responses to compare", "ilf": "a response and a revision of it"}.get(procedure)
     if compares and job.rollout.samples_per_prompt < 2:
         raise UserError(f"{procedure} needs {compares}: rollout.samples_per_prompt is 1; set it to 2 or more")
     if procedure != "dpo" and not job.feedback.style.critique:
         raise UserError(f"{procedure} shows the critique to a model, and feedback.style.critique=false has none")
     if job.eval_data is None:
-        raise UserError(f"{procedure} is measured on held-out prompts; eval_data is missing")
+        raise UserError(f"{procedure} is evaluated on held-out prompts; eval_data is missing")
     if compares and job.objective.outcome_rewards > 0:
         raise UserError(
             f"{procedure} ranks responses by their spans alone, and does not use "
@@ -106,35 +114,40 @@ def check(procedure: str, job: PolicyJob) -> None:
 
 # ------------------------------------------------------------------------------------------------------------- methods
 def dpo(arm: Arm) -> Metrics:
-    steps = arm.serve(arm.job.model, arm.job.rollout, partial(ask_base, arm, arm.job.rollout.samples_per_prompt))[1]
+    """Train the base policy on preference pairs of its own samples."""
+    steps = arm.serve(arm.job.model, arm.job.rollout, partial(sample_base, arm, arm.job.rollout.samples_per_prompt))[1]
     scored = score(arm, steps, arm.tokenizer)
     pairs, ties = preference_pairs(scored)
     if not pairs:
-        raise RunStopped(f"dpo has nothing to learn from: in all {ties} pairs both responses are worth the same")
+        raise RunStopped(f"dpo has nothing to learn from: in all {ties} pairs both responses have the same reward")
     began = time.monotonic()
     trained = arm.train(pairs)
     metrics = {f"dpo/{name}": value for name, value in trained.items()}
     metrics |= {"dpo/pairs": float(len(pairs)), "dpo/ties_share": ties / (ties + len(pairs))}
-    learnt = [one for group in scored for one in group]
-    return metrics | run_metrics(arm.job, steps, learnt, learn_s=time.monotonic() - began) | score_result(arm)
+    responses = [response for group in scored for response in group]
+    return metrics | run_metrics(arm.job, steps, responses, learn_s=time.monotonic() - began) | score_result(arm)
 
 
 def ilf(arm: Arm) -> Metrics:
-    steps = arm.serve(arm.job.model, arm.job.rollout, partial(ask_base, arm, 1))[1]
+    """Fine-tune the base policy on the best revision of each of its responses."""
+    steps = arm.serve(arm.job.model, arm.job.rollout, partial(sample_base, arm, 1))[1]
     revised = arm.serve(arm.reviser, revising_rollout(arm.job), partial(revise_steps, arm, steps))
-    best = [max(group, key=lambda one: one.reward) for group in score(arm, revised, arm.reviser_tokenizer)]
+    best = [max(group, key=lambda r: r.reward) for group in score(arm, revised, arm.reviser_tokenizer)]
     if not best:
-        raise RunStopped("ilf has nothing to imitate: no response has a critique that the reviser has room for")
+        raise RunStopped("ilf has nothing to imitate: no response has a critique that fits the reviser's context")
     began = time.monotonic()
     trained = arm.train(imitation_examples(best, arm.tokenizer))
-    metrics = {"ilf/loss": trained["loss"], "ilf/revised_share": len(best) / sum(len(one.pairs) for one in steps)}
+    metrics = {"ilf/loss": trained["loss"], "ilf/revised_share": len(best) / sum(len(step.pairs) for step in steps)}
     metrics |= run_metrics(arm.job, [*steps, *revised], best, learn_s=time.monotonic() - began)
     return metrics | score_result(arm)
 
 
 def reflection(arm: Arm) -> Metrics:
-    """A response without a critique that the reviser has room for stays as it is."""
-    held_out = arm.serve(arm.job.model, arm.job.rollout, partial(ask_base, arm, 0))[0]
+    """Revise the base policy's held-out responses and evaluate the revisions.
+
+    A response is kept unrevised if it has no critique or the critique does not fit the reviser's context.
+    """
+    held_out = arm.serve(arm.job.model, arm.job.rollout, partial(sample_base, arm, 0))[0]
 
     async def answer_again(rollouts: RolloutSource) -> tuple[list[tuple[Prompt, Rollout]], Metrics]:
         began = time.monotonic()
@@ -152,19 +165,23 @@ def reflection(arm: Arm) -> Metrics:
 METHODS: dict[str, Callable[[Arm], Metrics]] = {"dpo": dpo, "ilf": ilf, "reflection": reflection}
 
 
-# ------------------------------------------------------------------------------------------------- responses and marks
-async def ask_base(
+# ---------------------------------------------------------------------------------------------- responses and feedback
+async def sample_base(
     arm: Arm, num_samples: int, rollouts: RolloutSource
 ) -> tuple[list[tuple[Prompt, Rollout]], list[JudgedStep]]:
-    """Held-out responses of the base, whose score becomes step 0; and `num_samples` to each prompt of every step."""
+    """Sample the base policy, and log its held-out score as step 0.
+
+    Returns:
+        The held-out responses, and for each step `num_samples` judged responses to each of its prompts.
+    """
     job, steps = arm.job, []
     held_out, metrics = await score_held_out(arm, rollouts, step=0)
     arm.log.write_step(0, metrics)
     if num_samples == 0:
         return held_out, []
-    asked = with_overrides(job, {"rollout.samples_per_prompt": num_samples})
+    sampling_job = with_overrides(job, {"rollout.samples_per_prompt": num_samples})
     with show_progress(f"{job.run.name}: samples of the base", job.num_steps) as bar:
-        async with Producer(asked, arm.prompts, rollouts, training_feedback(job, arm.feedback)) as producer:
+        async with Producer(sampling_job, arm.prompts, rollouts, training_feedback(job, arm.feedback)) as producer:
             for step in range(1, job.num_steps + 1):
                 producer.admit(step)
                 steps.append(await producer.take(step, arm.stop))
@@ -173,16 +190,16 @@ async def ask_base(
 
 
 async def revise_steps(arm: Arm, steps: Sequence[JudgedStep], rollouts: RolloutSource) -> list[JudgedStep]:
-    """Of each step the revisions of its responses, judged: as many as PPO's samples of a prompt, less the response."""
+    """Return each step's judged revisions: `samples_per_prompt` - 1 of each response, so that PPO samples as many."""
     job, revised = arm.job, []
     feedback, num_samples = training_feedback(job, arm.feedback), job.rollout.samples_per_prompt - 1
     with show_progress(f"{job.run.name}: revisions", job.num_steps) as bar:
         for step, judged in enumerate(steps, start=1):
-            kept = select_usable(judged, job, step=step, source=feedback.name)
+            responses = select_usable(judged, job, step=step, source=feedback.name)
             began = time.monotonic()
-            found = await revise(arm, kept, rollouts, split="revise", step=step, num_samples=num_samples)
+            revisions = await revise(arm, responses, rollouts, split="revise", step=step, num_samples=num_samples)
             sampled_at = time.monotonic()
-            pairs = await judge(arm, feedback, [(prompt, new) for (prompt, _, _), some in found for new in some])
+            pairs = await judge(arm, feedback, [(prompt, new) for (prompt, _, _), news in revisions for new in news])
             feedback_s = time.monotonic() - sampled_at
             revised.append(JudgedStep(pairs=tuple(pairs), generate_s=sampled_at - began, feedback_s=feedback_s))
             bar.advance()
@@ -190,52 +207,58 @@ async def revise_steps(arm: Arm, steps: Sequence[JudgedStep], rollouts: RolloutS
 
 
 async def judge(arm: Arm, feedback: FeedbackSource, pairs: Sequence[tuple[Prompt, Rollout]]) -> list[JudgedResponse]:
-    said = await gather_unless_stopped((feedback.judge(p, r.response_text) for p, r in pairs), arm.stop)
-    return [(p, r, f) for (p, r), f in zip(pairs, said, strict=True)]
+    """Return the responses with the feedback on them."""
+    feedbacks = await gather_unless_stopped((feedback.judge(p, r.response_text) for p, r in pairs), arm.stop)
+    return [(p, r, f) for (p, r), f in zip(pairs, feedbacks, strict=True)]
 
 
 async def revise(
     arm: Arm, judged: Sequence[JudgedResponse], rollouts: RolloutSource, *, split: str, step: int, num_samples: int
 ) -> list[tuple[JudgedResponse, list[Rollout]]]:
-    """`num_samples` revisions of each response, none where there is no critique or no room for it."""
-    room = revising_rollout(arm.job).max_prompt_tokens
+    """Return each response with `num_samples` revisions of it, or none if `revision_prompt` returns None."""
+    max_tokens = revising_rollout(arm.job).max_prompt_tokens
     sampling = make_sampling(arm.job, split, step, num_samples=num_samples)
-    asked = [revision_prompt(arm.task, one, arm.reviser_tokenizer, room) for one in judged]
+    prompts = [revision_prompt(arm.task, response, arm.reviser_tokenizer, max_tokens) for response in judged]
     answers = iter(
-        await gather_unless_stopped((rollouts.sample(prompt, sampling) for prompt in asked if prompt), arm.stop)
+        await gather_unless_stopped((rollouts.sample(prompt, sampling) for prompt in prompts if prompt), arm.stop)
     )
-    return [(one, next(answers) if prompt else []) for one, prompt in zip(judged, asked, strict=True)]
+    return [(response, next(answers) if prompt else []) for response, prompt in zip(judged, prompts, strict=True)]
 
 
 async def score_held_out(
     arm: Arm, rollouts: RolloutSource, *, step: int
 ) -> tuple[list[tuple[Prompt, Rollout]], Metrics]:
+    """Sample the held-out prompts and return the responses with their metrics."""
     began = time.monotonic()
     pairs = await sample_held_out(arm.job, arm.eval_prompts, rollouts)
     return pairs, await measure(arm, pairs, step=step) | {"time/eval_s": time.monotonic() - began}
 
 
 async def measure(arm: Arm, pairs: Sequence[tuple[Prompt, Rollout]], *, step: int) -> Metrics:
+    """Return the held-out metrics of responses."""
     return await compute_held_out_metrics(arm.job, arm.task, pairs, arm.feedback, arm.log, step=step)
 
 
 def score_result(arm: Arm) -> Metrics:
-    """The held-out score of the trained policy: the same prompts and seeds as the base's."""
+    """Return the held-out metrics of the trained policy, on the prompts and seeds of the base policy."""
     model = ModelConfig(policy=str(arm.job.run.folder / POLICY))
     return arm.serve(model, arm.job.rollout, partial(score_held_out, arm, step=arm.job.num_steps))[1]
 
 
-def run_metrics(job: PolicyJob, steps: Sequence[JudgedStep], learnt: Sequence[Scored], *, learn_s: float) -> Metrics:
-    """Samples and seconds of the whole run as if it were one step; learnt: what the policy was trained on.
+def run_metrics(job: PolicyJob, steps: Sequence[JudgedStep], trained: Sequence[Scored], *, learn_s: float) -> Metrics:
+    """Return the samples and seconds of the run as if it were one step.
 
-    samples are those that the run was given, as PPO counts responses whose feedback failed.
+    `samples` is the run's budget: PPO, too, counts responses whose feedback failed.
+
+    Args:
+        trained: The responses that the policy was trained on.
     """
     rollout = job.rollout
-    responses = [pair for one in steps for pair in one.pairs]
-    generate_s, feedback_s = sum(one.generate_s for one in steps), sum(one.feedback_s for one in steps)
+    responses = [pair for step in steps for pair in step.pairs]
+    generate_s, feedback_s = sum(step.generate_s for step in steps), sum(step.feedback_s for step in steps)
     return {
         "samples": float(job.num_steps * rollout.prompts_per_step * rollout.samples_per_prompt),
-        "reward/response_mean": mean(one.reward for one in learnt),
+        "reward/response_mean": mean(response.reward for response in trained),
         "response/length_mean": mean(len(r.response_ids) for _, r, _ in responses),
         "response/truncated_share": mean(r.is_truncated for _, r, _ in responses),
         "feedback/failed_share": mean(not f.usable for _, _, f in responses),
@@ -246,36 +269,39 @@ def run_metrics(job: PolicyJob, steps: Sequence[JudgedStep], learnt: Sequence[Sc
     }
 
 
-# ---------------------------------------------------------------------------------------------------- what is learnt
+# -------------------------------------------------------------------------------------------------- training examples
 def score(arm: Arm, steps: Sequence[JudgedStep], tokenizer: Any) -> list[list[Scored]]:
-    """The usable responses of every step by prompt, in order, with their summed rewards.
+    """Group the usable responses by step and prompt, in order, each with the sum of its rewards.
 
-    tokenizer: of the model that wrote them.
+    Args:
+        tokenizer: Tokenizer of the model that wrote the responses.
     """
+    objective = arm.job.objective
     groups: dict[tuple[int, str], list[Scored]] = defaultdict(list)
     for step, judged in enumerate(steps, start=1):
-        asked = judged.pairs or judged.unsampled
-        for p, r, f in select_usable(judged, arm.job, step=step, source=arm.feedback.name) if asked else ():
+        has_samples = judged.pairs or judged.unsampled
+        for p, r, f in select_usable(judged, arm.job, step=step, source=arm.feedback.name) if has_samples else ():
             offsets = token_offsets(tokenizer, r.response_ids)
-            objective = arm.job.objective
-            paid = token_rewards(offsets, f.spans, text=r.response_text, rule=objective.rewards).sum()
-            reward = float(paid) + (objective.truncation_penalty if r.is_truncated else 0.0)
+            span_reward = token_rewards(offsets, f.spans, text=r.response_text, rule=objective.rewards).sum()
+            reward = float(span_reward) + (objective.truncation_penalty if r.is_truncated else 0.0)
             groups[step, p.prompt_id].append(Scored(prompt=p, rollout=r, reward=reward))
     return list(groups.values())
 
 
 def preference_pairs(groups: Iterable[Sequence[Scored]]) -> tuple[list[PreferencePair], int]:
-    """Of each prompt's responses the best with the worst, the second best with the second worst, and so on; and the
-    number of pairs that are left out since both are worth the same.
+    """Pair each prompt's best response with its worst, the second best with the second worst, and so on.
 
-    A response stands in one pair at most, so that a pass over the pairs is a pass over the samples. Of equals the
-    earlier sample comes first; the middle one of an odd number has no partner.
+    A response is in one pair at most, so that a pass over the pairs is a pass over the samples. Responses of equal
+    reward keep their order. The middle response of an odd number has no partner.
 
     Rewards 2, 0, 1, 0 -> (2, 0), (1, 0); rewards 1, 1 -> no pair, one tie.
+
+    Returns:
+        The pairs, and the number of ties: pairs left out because both responses have the same reward.
     """
     pairs, ties = [], 0
     for group in groups:
-        ranking = sorted(group, key=lambda one: -one.reward)  # stable
+        ranking = sorted(group, key=lambda response: -response.reward)  # stable
         for chosen, rejected in zip(ranking[: len(ranking) // 2], reversed(ranking), strict=False):
             if chosen.reward == rejected.reward:
                 ties += 1
@@ -291,36 +317,40 @@ def preference_pairs(groups: Iterable[Sequence[Scored]]) -> tuple[list[Preferenc
 
 
 def imitation_examples(best: Sequence[Scored], tokenizer: Any) -> list[TrainSequence]:
-    """The policy's own prompts with the revised responses as targets; the reviser's tokenizer may be another one."""
-    targets = [encode_target(one.rollout.response_text, tokenizer) for one in best]
+    """Return the policy's prompts with the revised responses as targets, encoded by the policy's tokenizer."""
+    targets = [encode_target(response.rollout.response_text, tokenizer) for response in best]
     return [
-        TrainSequence(prompt_ids=one.prompt.prompt_ids, response_ids=ids, weights=np.ones(len(ids), np.float32))
-        for one, ids in zip(best, targets, strict=True)
+        TrainSequence(prompt_ids=response.prompt.prompt_ids, response_ids=ids, weights=np.ones(len(ids), np.float32))
+        for response, ids in zip(best, targets, strict=True)
     ]
 
 
 def revision_prompt(task: Task, judged: JudgedResponse, tokenizer: Any, max_prompt_tokens: int) -> Prompt | None:
-    """What asks for the response again, with the critique in view; None where there is no critique, or no room for it.
+    """Return the prompt that asks for a revision of the response, with its critique in the context.
 
-    tokenizer: of the model that is asked.
+    Args:
+        tokenizer: Tokenizer of the reviser.
+
+    Returns:
+        None if there is no critique, or if it does not fit in `max_prompt_tokens`.
     """
     prompt, rollout, feedback = judged
     if not feedback.usable or not feedback.critique.strip():
         return None
     ids = encode_revision(task, prompt, rollout.response_text, feedback.critique, tokenizer, max_prompt_tokens)
-    # A prompt may have several responses: the revisions of each are sampled with a seed of their own.
+    # The seed depends on the prompt_id: revisions of two responses to one prompt need different seeds.
     prompt_id = f"{prompt.prompt_id}/{rollout.sample_index}"
     return None if ids is None else replace(prompt, prompt_id=prompt_id, prompt_ids=ids)
 
 
 # ------------------------------------------------------------------------------------------------------------- settings
 def batch_size(job: PolicyJob, num_items: int) -> int:
-    """Items of one optimizer step: a pass over them has as many steps as PPO makes in a pass over its samples."""
+    """Return the items per optimizer step such that an epoch has as many steps as an epoch of PPO over its samples."""
     return ceil(num_items / (job.num_steps * job.learner.minibatches_per_epoch))
 
 
 def sft_options(job: PolicyJob, num_examples: int) -> SFTOptions:
-    """Supervised training with the learner's resources, optimizer and passes."""
+    """Return settings of supervised training with the learner's resources, optimizer and epochs."""
     learner = job.learner
     shared = {"dtype", "num_epochs", "tokens_per_microbatch", "gradient_checkpointing", "offload"}
     return SFTOptions(
@@ -333,5 +363,5 @@ def sft_options(job: PolicyJob, num_examples: int) -> SFTOptions:
 
 
 def revising_rollout(job: PolicyJob) -> RolloutConfig:
-    """Engines with room for a critique beside prompt and response: as much as the feedback's engines have for all."""
+    """Return engine settings with a context window for prompt, response and critique: `PolicyJob.revision_window`."""
     return with_overrides(job.rollout, {"max_model_len": job.revision_window})

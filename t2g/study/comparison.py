@@ -1,8 +1,9 @@
-"""The figures of a comparison, from what its runs wrote. Pure: curves in, summary and table out.
+"""Compute the figures of a comparison from what its runs wrote. Pure: curves in, summary and tables out.
 
-A run's score is the mean of its last three held-out evaluations. A smoothed curve has at each evaluation the mean of
-it and the two before it, of fewer where training had just begun; the base, before training, is in no mean. Scalar's
-best is the highest point of its smoothed curve of the same seed. Intervals are Student's t over seeds, 95 %.
+A run's score is the mean of its last three held-out evaluations. A point of a smoothed curve is the mean of an
+evaluation and the two before it, or of fewer at the start. The base policy's evaluation at step 0 is in no mean.
+Scalar's best is the highest point of the smoothed curve of the scalar run with the same seed. Intervals are Student's t
+over seeds, 95 %.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,17 +22,17 @@ STEP, SAMPLES, SCORE, STEP_S = "step", "samples", "eval/score", "time/step_s"  #
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run: its held-out evaluations in order, from step 0, and what its steps took."""
+    """A run's held-out evaluations in order, from step 0, and the durations of its steps."""
 
-    samples: tuple[int, ...]  # responses sampled for training until each evaluation
+    samples: tuple[int, ...]  # responses sampled for training before each evaluation
     scores: tuple[float, ...]
-    seconds: tuple[float, ...]  # of the steps until each evaluation, evaluations left out
-    step_seconds: float | None  # of a step, median; None for a run without steps
-    targeting: Mapping[str, Any] | None = None  # see t2g.study.targeting; None where it was not measured
+    seconds: tuple[float, ...]  # of the steps before each evaluation, without the evaluations
+    step_seconds: float | None  # median duration of a step; None for a run without steps
+    targeting: Mapping[str, Any] | None = None  # see t2g.study.targeting; None if not measured
 
     @property
     def score(self) -> float:
-        """The last point of the smoothed curve."""
+        """Return the last point of the smoothed curve."""
         return self.smoothed[-1]
 
     @property
@@ -40,14 +41,17 @@ class Run:
         return base, *(mean(later[max(0, i + 1 - WINDOW) : i + 1]) for i in range(len(later)))
 
     def first_at(self, level: float) -> int | None:
-        """Index of the first evaluation at which the smoothed curve reaches `level`."""
+        """Return the index of the first evaluation at which the smoothed curve reaches `level`, or None."""
         return next((i for i, score in enumerate(self.smoothed) if score >= level), None)
 
 
 def read_run(records: Iterable[Mapping[str, Any]], targeting: Mapping[str, Any] | None = None) -> Run:
-    """A run from the lines of its metrics.jsonl. UserError for one without a held-out score.
+    """Return a run from the lines of its metrics.jsonl.
 
-    A baseline that trains once, on the samples of all steps, has one line for all of them.
+    A baseline that trains once, on the samples of all steps, has one line for all steps.
+
+    Raises:
+        UserError: The run has no held-out score.
     """
     points, steps, seconds, last = [], [], 0.0, 0
     for record in records:
@@ -58,28 +62,32 @@ def read_run(records: Iterable[Mapping[str, Any]], targeting: Mapping[str, Any] 
         if record.get(SCORE) is not None:
             points.append((int(record.get(SAMPLES, 0)), float(record[SCORE]), seconds))
     if not points:
-        raise UserError("a run has no held-out score: its eval_data gave none that can be compared")
+        raise UserError("a run has no held-out score that can be compared: check its eval_data")
     samples, scores, times = zip(*points, strict=True)
     step_seconds = median(steps) if steps else None
     return Run(samples=samples, scores=scores, seconds=times, step_seconds=step_seconds, targeting=targeting)
 
 
 def base_run(run: Run) -> Run:
-    """The policy before training, which every run measures first: no token has changed."""
-    still = {"criticised": 0.0, "praised": 0.0, "unmentioned": 0.0, "difference": 0.0, "matched": 0.0, "returns": None}
+    """Return the run of the base policy: step 0 of any run, at which no log-probability has changed."""
     return replace(
-        run, samples=run.samples[:1], scores=run.scores[:1], seconds=run.seconds[:1], step_seconds=None, targeting=still
+        run,
+        samples=run.samples[:1],
+        scores=run.scores[:1],
+        seconds=run.seconds[:1],
+        step_seconds=None,
+        targeting=dict.fromkeys(TARGETING, 0.0) | {"returns": None},
     )
 
 
 def summarise(runs: Mapping[str, Mapping[int, Run]]) -> dict[str, dict[str, Any]]:
-    """compare.json's `methods`, from method -> seed -> run."""
+    """Return `methods` of compare.json, from method -> seed -> run."""
     scalar = runs.get(SCALAR)
     return {method: summarise_method(by_seed, scalar) for method, by_seed in runs.items()}
 
 
 def summarise_method(by_seed: Mapping[int, Run], scalar: Mapping[int, Run] | None) -> dict[str, Any]:
-    """Figures of one method, beside scalar's of the same seeds where there are any."""
+    """Return the figures of one method, compared with the scalar runs of the same seeds if there are any."""
     summary: dict[str, Any] = {
         "score": interval([run.score for run in by_seed.values()]),
         "samples": max(run.samples[-1] for run in by_seed.values()),
@@ -113,45 +121,48 @@ def summarise_method(by_seed: Mapping[int, Run], scalar: Mapping[int, Run] | Non
 
 
 def censored(by_seed: Mapping[int, Run], reached: Mapping[int, Mapping[str, float | None]]) -> list[float]:
-    """Samples to scalar's best of each seed that was trained; of one that never got there those of the whole run.
+    """Return each trained seed's samples to scalar's best, or all samples of its run if it never reaches that.
 
-    The mean is a restricted mean, a lower bound that leaves no seed out, as the mean over those that got there does.
+    Their mean is a restricted mean: a lower bound over all seeds. A mean over the seeds that reach it leaves seeds out.
 
         800 of 1,280 samples, and never in 1,280 -> 800, 1,280
     """
-    found = {seed: run.samples[-1] for seed, run in by_seed.items() if run.step_seconds is not None}
-    return [most if (at := reached[seed]["samples"]) is None else at for seed, most in found.items()]
+    totals = {seed: run.samples[-1] for seed, run in by_seed.items() if run.step_seconds is not None}
+    return [total if (at := reached[seed]["samples"]) is None else at for seed, total in totals.items()]
 
 
 def mean_known(values: Iterable[float | None]) -> float | None:
-    """Of those that are not None; None where all are."""
-    known = [value for value in values if value is not None]
-    return mean(known) if known else None
+    """Return the mean of the values that are not None, or None if all are."""
+    numbers = [value for value in values if value is not None]
+    return mean(numbers) if numbers else None
 
 
 def reach(run: Run, scalar: Run) -> dict[str, float | None]:
-    """When `run` first is as good as scalar of the same seed ever was: samples, seconds, and the samples as a share of
-    those that scalar itself took. None where it never is, and where nothing is trained.
+    """Return when `run` first reaches the best of the scalar run with its seed.
+
+    Returns:
+        samples, seconds, and share: the samples divided by those that the scalar run took. All are None if the run
+        never reaches it, or is not trained.
     """
     best = max(scalar.smoothed)
-    at, own = run.first_at(best), scalar.first_at(best)
-    assert own is not None
+    at, scalar_at = run.first_at(best), scalar.first_at(best)
+    assert scalar_at is not None
     if run.step_seconds is None or at is None:
         return {"samples": None, "seconds": None, "share": None}
-    share = run.samples[at] / scalar.samples[own] if scalar.samples[own] else 1.0
+    share = run.samples[at] / scalar.samples[scalar_at] if scalar.samples[scalar_at] else 1.0
     return {"samples": run.samples[at], "seconds": run.seconds[at], "share": share}
 
 
-def summarise_targeting(measured: Sequence[Mapping[str, Any] | None]) -> dict[str, Interval] | None:
-    """Means over seeds of what t2g.study.targeting measured; None where a run was not measured."""
-    if any(one is None for one in measured):
+def summarise_targeting(measurements: Sequence[Mapping[str, Any] | None]) -> dict[str, Interval] | None:
+    """Return means over seeds of the measurements of t2g.study.targeting, or None if a run has none."""
+    if None in measurements:
         return None
-    found = {name: [one[name] for one in measured if one and one.get(name) is not None] for name in TARGETING}
-    return {name: interval(values) if values else None for name, values in found.items()}
+    by_name = {name: [m[name] for m in measurements if m and m.get(name) is not None] for name in TARGETING}
+    return {name: interval(values) if values else None for name, values in by_name.items()}
 
 
 def summarise_noise(runs: Mapping[str, Mapping[str, Mapping[int, Run]]]) -> dict[str, dict[str, Any]]:
-    """compare.json's `noise`, from noise -> method -> seed -> run; beside both scores the paired difference."""
+    """Return `noise` of compare.json, from noise -> method -> seed -> run: scores, and their paired difference."""
     summary: dict[str, dict[str, Any]] = {}
     for name, by_method in runs.items():
         span, scalar = by_method["span"], by_method[SCALAR]
@@ -191,12 +202,12 @@ JSON."""
 
 
 def tables(summary: Mapping[str, Any]) -> str:
-    """Markdown of compare.json: methods, noise and reward models, where there are any."""
+    """Return compare.json as Markdown: tables of methods, noise and reward models, each if there are any."""
     parts = []
     if methods := summary["methods"]:
         search = summary["search"]
-        tried = {name: [float(lr) for lr in search["scores"].get(name, ())] for name in search["chosen"]}
-        ends = {name: (min(rates), max(rates)) if rates else () for name, rates in tried.items()}
+        grids = {name: [float(lr) for lr in search["scores"].get(name, ())] for name in search["chosen"]}
+        ends = {name: (min(grid), max(grid)) if grid else () for name, grid in grids.items()}
         lrs = {name: f"{lr:g}{'*' if lr in ends[name] else ''}" for name, lr in search["chosen"].items()}
         rows = [(name, lrs.get(name, NOTHING), *_cells(figures)) for name, figures in methods.items()]
         samples = max(figures["samples"] for figures in methods.values())

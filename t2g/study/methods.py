@@ -1,14 +1,16 @@
-"""Methods of a comparison, each a small YAML file of what it changes in the policy job; and their runs as configs.
+"""Build the configs of a comparison's runs from its method files.
+
+A method is a YAML file with a description and overrides of the policy job:
 
     about: Text2Grad, rewards on the tokens of the spans that the critique speaks of.
     overrides: {objective.rewards.placement: span}
 
-The shipped files lie in configs/methods, and in the wheel; `compare.methods` may name another by its path.
+The shipped files are in configs/methods, and in the wheel; `compare.methods` may also name a file by its path.
 
-    <run>/search/<method>-<lr>-<seed>      chooses the learning rate
-    <run>/arms/<method>-<seed>             is compared
-    <run>/noise/<noise>-<method>-<seed>    is compared under noise
-    <run>/rewards/<model>-<seed>/model     a reward model that `compare.rewards` trains
+    <run>/search/<method>-<lr>-<seed>      runs of the learning rate search
+    <run>/arms/<method>-<seed>             compared runs
+    <run>/noise/<noise>-<method>-<seed>    compared runs with noise in the feedback
+    <run>/rewards/<model>-<seed>/model     reward models that `compare.rewards` trains
 """
 
 from dataclasses import dataclass
@@ -23,28 +25,29 @@ from t2g.config import CompareJob, PolicyJob, RunConfig, Section, loading, with_
 from t2g.config.validation_errors import format_errors
 from t2g.errors import UserError
 
-Scores = dict[float, dict[int, float | None]]  # learning rate -> seed -> score, None for a run that stopped
+Scores = dict[float, dict[int, float | None]]  # learning rate -> seed -> score, None for a run that diverged
 
 SHIPPED = Path(__file__).parents[2] / "configs" / "methods"  # beside t2g in a checkout, an upload and a wheel
-PLACEHOLDER = "${artifacts}"  # in a path: the folder of the demo that a job builds on
-PLAIN = "plain"  # the reward model of methods that change nothing about it
-NOISY = ("span", "scalar")  # are run with compare.noise
-MAX_WIDER = 4  # rates that a search may add to its grid
-READS_STYLE = {"critique": ("reward_model", "llm"), "labels": ("reward_model", "llm", "program")}  # key -> sources
+PLACEHOLDER = "${artifacts}"  # in a path: the folder of the demo whose artifacts the job uses
+PLAIN = "plain"  # reward model of the methods that do not change the feedback style
+NOISY = ("span", "scalar")  # methods that run under `compare.noise`
+MAX_WIDER = 4  # learning rates that a search may add to its grid
+# key of feedback.style -> feedback sources that use it
+READS_STYLE = {"critique": ("reward_model", "llm"), "labels": ("reward_model", "llm", "program")}
 
 
 class Method(Section):
-    """What one file says."""
+    """The content of a method file."""
 
-    about: str = Field(..., description="what it is, in a sentence")
+    about: str = Field(..., description="description of the method in one sentence")
     procedure: Literal["ppo", "base", "reflection", "dpo", "ilf"] = Field(
-        "ppo", description="who makes the policy; base: nobody, others than ppo: t2g.study.baselines"
+        "ppo", description="how the policy is made; base: not trained; reflection, dpo, ilf: see t2g.study.baselines"
     )
     overrides: dict[str, Any] = Field({}, description="dotted key of jobs.train_policy -> its value")
 
     @property
-    def trained(self) -> bool:
-        """Whether weights move, so that there is a learning rate."""
+    def is_trained(self) -> bool:
+        """Return whether the method changes weights, and so has a learning rate."""
         return self.procedure not in ("base", "reflection")
 
     @property
@@ -52,11 +55,15 @@ class Method(Section):
         return self.procedure in ("reflection", "dpo", "ilf")
 
 
-ITSELF = Method(about="The job as it is.")
+UNCHANGED = Method(about="The job as it is.")
 
 
 def read_method(entry: str) -> Method:
-    """entry: a shipped method's name, or the path of a file."""
+    """Read a method file, given by the name of a shipped method or by its path.
+
+    Raises:
+        UserError: There is no such file, or it is not a method.
+    """
     file = Path(entry) if entry.endswith(".yaml") else SHIPPED / f"{entry}.yaml"
     if not file.is_file():
         known = ", ".join(sorted(file.stem for file in SHIPPED.glob("*.yaml")))
@@ -65,9 +72,9 @@ def read_method(entry: str) -> Method:
 
 
 def next_lr(scores: Scores) -> float | None:
-    """The rate to try next: a step of the grid beyond its end where that end is the best so far, else None.
+    """Return the next learning rate to try: one grid step beyond the end of the grid if that end is the best so far.
 
-    A rate at which a run stopped by itself counts as one that was worse.
+    A learning rate at which a run diverged counts as worse. Otherwise the search is over: None.
 
     >>> next_lr({1e-4: {1: 0.5}, 1e-3: {1: 0.7}}), next_lr({1e-4: {1: 0.5}, 1e-3: {1: 0.7}, 1e-2: {1: 0.2}})
     (0.01, None)
@@ -81,7 +88,11 @@ def next_lr(scores: Scores) -> float | None:
 
 
 def choose_lr(scores: Scores) -> float:
-    """The learning rate with the best mean over seeds, the smaller of equals; UserError for none."""
+    """Return the learning rate with the best mean score over seeds, the smaller one of equals.
+
+    Raises:
+        UserError: At every learning rate a run diverged.
+    """
     means = {lr: mean(by.values()) for lr, by in sorted(scores.items()) if None not in by.values()}
     if not means:
         raise UserError(f"no learning rate of compare.lr_grid={[*scores]} trains to the end; add smaller ones")
@@ -90,33 +101,44 @@ def choose_lr(scores: Scores) -> float:
 
 @dataclass(frozen=True)
 class Arms:
-    """The runs of a comparison as configs. UserError for a method that is unknown or cannot be."""
+    """The configs of a comparison's runs.
+
+    Raises:
+        UserError: A method is unknown, or its overrides do not fit the job.
+    """
 
     job: CompareJob
-    stages: str = PLACEHOLDER  # what ${artifacts} stands for in the methods' own files
+    stages: str = PLACEHOLDER  # value of ${artifacts} in the method files
 
     @cached_property
     def methods(self) -> dict[str, Method]:
-        """By name, which is that of the file."""
+        """Return the methods by the name of their files, without the suffix."""
         return {Path(entry).stem: read_method(entry) for entry in self.job.compare.methods}
 
     @property
-    def trained(self) -> list[str]:
-        return [name for name, method in self.methods.items() if method.trained]
+    def trained_methods(self) -> list[str]:
+        return [name for name, method in self.methods.items() if method.is_trained]
 
     def arm(self, name: str, seed: int, lr: float | None = None, noise: str = "") -> PolicyJob:
-        """The run that is compared, under one of `compare.noise`; without `lr` at the job's own learning rate."""
+        """Return the config of a compared run.
+
+        Args:
+            lr: Learning rate; None for the job's own.
+            noise: A name of `compare.noise`; "" for feedback without noise.
+        """
         if noise:
-            errors = {"feedback.noise": self.job.compare.noise[noise]}
-            return self._run(name, f"noise/{noise}-{name}-{seed}", seed, lr, errors)
+            changes = {"feedback.noise": self.job.compare.noise[noise]}
+            return self._run(name, f"noise/{noise}-{name}-{seed}", seed, lr, changes)
         return self._run(name, f"arms/{name}-{seed}", seed, lr)
 
     def search(self, name: str, seed: int, lr: float) -> PolicyJob:
+        """Return the config of a run of the learning rate search."""
         return self._run(name, f"search/{name}-{lr}-{seed}", seed, lr)
 
-    def made_of(self, name: str) -> dict[str, Any]:
-        """What of a run its own config does not hold, see `Identity.from_config`: scores are means over evaluations
-        after the same numbers of samples, and a baseline's procedure stands in no policy job.
+    def identity_extras(self, name: str) -> dict[str, Any]:
+        """Return what identifies a run in addition to its own config (see `Identity.from_config`).
+
+        Runs are compared at equal numbers of samples per evaluation, and no policy job holds a baseline's procedure.
         """
         grid, method = {"num_steps": self.job.num_steps, "eval.every": self.job.eval.every}, self.methods[name]
         baseline = {"procedure": method.procedure, "reviser": self.job.compare.reviser}
@@ -124,16 +146,16 @@ class Arms:
 
     @property
     def reference(self) -> PolicyJob:
-        """The job itself; with these settings the base responds to `compare.reference_prompts`."""
+        """Return the job with which the base policy responds to `compare.reference_prompts` prompts."""
         changes = {"eval.num_prompts": self.job.compare.reference_prompts}
         return self._run("reference", "reference", self.job.run.seed, None, changes)
 
     def reward_model(self, name: str) -> str:
-        """Which model of `compare.rewards` a method needs: the first method's with the same style."""
-        wanted = _style_changes(self.methods.get(name, ITSELF))
-        if not wanted:
+        """Return the name of the method's model of `compare.rewards`; methods of equal feedback style share one."""
+        style = _style_changes(self.methods.get(name, UNCHANGED))
+        if not style:
             return PLAIN
-        return next(other for other, method in self.methods.items() if _style_changes(method) == wanted)
+        return next(sharer for sharer, method in self.methods.items() if _style_changes(method) == style)
 
     def reward_folder(self, model: str, seed: int) -> Path:
         return self.job.run.folder / "rewards" / f"{model}-{seed}"
@@ -141,56 +163,61 @@ class Arms:
     def _run(
         self, name: str, folder: str, seed: int, lr: float | None, more: dict[str, Any] | None = None
     ) -> PolicyJob:
-        at = self.job.run.folder / folder
-        run = RunConfig(root=at.parent, name=at.name, seed=seed, accept=self.job.run.accept)
+        path = self.job.run.folder / folder
+        run = RunConfig(root=path.parent, name=path.name, seed=seed, accept=self.job.run.accept)
         changes: dict[str, Any] = {"run": run, "artifacts": None}
         if lr is not None:
             changes["learner.policy.lr"] = lr
         if self.job.compare.rewards:
             model = self.reward_folder(self.reward_model(name), self.job.compare.rewards.seeds[0]) / "model"
             changes["feedback.reward_model"] = str(model)
-        given = self.methods.get(name, ITSELF).overrides | (more or {})
-        changes |= {k: v.replace(PLACEHOLDER, self.stages) if isinstance(v, str) else v for k, v in given.items()}
+        overrides = self.methods.get(name, UNCHANGED).overrides | (more or {})
+        changes |= {k: v.replace(PLACEHOLDER, self.stages) if isinstance(v, str) else v for k, v in overrides.items()}
         policy_job = PolicyJob(**{field: getattr(self.job, field) for field in PolicyJob.model_fields})
         try:
             return with_overrides(policy_job, changes, loading.path_context())
         except ValidationError as error:
-            raise UserError(
-                "\n".join(format_errors(PolicyJob, error, lambda _: f"compare.methods has {name}: "))
-            ) from None
-        except UserError as error:  # a key stands below a value
+            messages = format_errors(PolicyJob, error, lambda _: f"compare.methods has {name}: ")
+            raise UserError("\n".join(messages)) from None
+        except UserError as error:  # a dotted key goes through a plain value
             raise UserError(f"compare.methods has {name}: {error}") from None
 
     def check(self, score_name: str) -> None:
-        """UserError, before anything starts, for methods with which this job makes no sense.
+        """Check, before anything starts, that the job can compare its methods.
 
-        score_name: of the task's own measure; without one, feedback that a method changes would give the marks.
+        Args:
+            score_name: The task's own measure, "" if it has none. Without one the feedback is the score.
+
+        Raises:
+            UserError: A method does not fit the job.
         """
         job, config = self.job, self.job.compare
-        if config.seeds and not self.trained:
-            raise UserError("compare.methods has none that is trained; sft is measured at step 0 of the others")
+        if config.seeds and not self.trained_methods:
+            raise UserError(
+                "compare.methods has no trained method; sft is measured at step 0 of a trained method's run"
+            )
         if config.noise and not set(NOISY) <= set(self.methods):
-            raise UserError("compare.noise needs span and scalar among compare.methods, whose learning rates it takes")
+            raise UserError("compare.noise needs span and scalar among compare.methods: it uses their learning rates")
         changed = [name for name in self.methods if self.arm(name, 0).feedback != self.reference.feedback]
         if changed and config.seeds and not score_name:
             raise UserError(
-                f"{', '.join(changed)} cannot be compared: task {job.task} has no measure of its own, so the feedback "
-                "that they change would judge them; leave them out"
+                f"{', '.join(changed)} cannot be compared: task {job.task} has no measure of its own, so these methods "
+                "would be scored by the feedback that they change; leave them out"
             )
         source = job.feedback.source
         for name, method in self.methods.items():
             style = _style_changes(method)
-            for reads in (READS_STYLE[key.removeprefix("feedback.style.")] for key in style):
-                if source not in reads:
+            for sources in (READS_STYLE[key.removeprefix("feedback.style.")] for key in style):
+                if source not in sources:
                     raise UserError(
-                        f"compare.methods has {name}, and feedback.source={source} does not read the style that it "
-                        f"changes; {', '.join(reads)} would"
+                        f"compare.methods has {name}, which changes a feedback style that feedback.source={source} "
+                        f"does not use; set feedback.source to one of {', '.join(sources)}"
                     )
-            own = config.rewards or "feedback.reward_model" in method.overrides
-            if source == "reward_model" and style and not own:
+            has_own_model = config.rewards or "feedback.reward_model" in method.overrides
+            if source == "reward_model" and style and not has_own_model:
                 raise UserError(
-                    f"compare.methods has {name}, which needs a reward model of its own: give compare.rewards, or a "
-                    "method file with feedback.reward_model among its overrides"
+                    f"compare.methods has {name}, which needs a reward model of its own: set compare.rewards, or "
+                    "feedback.reward_model among the overrides of the method file"
                 )
 
 

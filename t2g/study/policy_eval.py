@@ -1,8 +1,8 @@
-"""What is measured of a policy's responses, and how policies differ on the same prompts.
+"""Measure the responses of policies, and compare policies on the same prompts.
 
-A measure is a row of numbers for each prompt, [N, K], which its samples share, and a figure of the sums of all rows: a
-mean (K 1), or corpus BLEU (K 10). What needs neither a model nor a program is counted here; ROUGE, facts and tests come
-from `Task.measure`.
+A measure has K numbers for each prompt, [N, K], summed or averaged over the prompt's samples. Its figure is a function
+of their sums over prompts: a mean (K = 1), or corpus BLEU (K = 10). Text statistics and BLEU are computed here. ROUGE,
+facts and tests come from `Task.measure`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,19 +16,19 @@ import xxhash
 from pydantic import BaseModel
 from pydantic_core import to_json
 
-from t2g.study.paired import Draws, Figure, compare, holm, mean_of, told
+from t2g.study.paired import Draws, Figure, compare, holm, mean_of, with_interval
 
 BLEU, PASSED = "bleu", "passed"
-REFERENCED = "rougeL"  # a task that is measured so is measured by BLEU as well
-NGRAM = 4  # words whose second use counts as repetition (Welleck et al., arXiv 1908.04319)
-GENERAL = ("words", "cut", "empty", "repetition")  # described, not tested: neither side of them is better
+REFERENCED = "rougeL"  # a task with this measure has references, so BLEU is computed as well
+NGRAM = 4  # length of a repeated n-gram (Welleck et al., arXiv 1908.04319)
+GENERAL = ("words", "cut", "empty", "repetition")  # reported without a test: neither direction is better
 
 Columns = Mapping[str, np.ndarray]  # measure -> [N, K]
 
 
 class Response(BaseModel):
     text: str
-    cut: bool  # by the limit of tokens
+    cut: bool  # truncated by the token limit
 
 
 class Answers(BaseModel):
@@ -40,7 +40,7 @@ class Answers(BaseModel):
 
 
 class Scores(BaseModel):
-    """What the task measures of them, in the same order."""
+    """The task's measures of the responses of an `Answers`, in the same order."""
 
     prompt_id: str
     key: str  # `content_key` of measure, prompt with references and tests, and responses
@@ -48,28 +48,28 @@ class Scores(BaseModel):
 
 
 def content_key(*content: Any) -> str:
-    """Return a hash of plain values, models and dataclasses: equal content has the same key in every run."""
+    """Return a hash of plain values, models and dataclasses. Equal content has the same key in every run."""
     return xxhash.xxh3_128_hexdigest(to_json(content, inf_nan_mode="constants", serialize_unknown=True))
 
 
-def general(response: Response) -> dict[str, float]:
-    """
-    >>> general(Response(text="no no no no no", cut=False))
+def general_measures(response: Response) -> dict[str, float]:
+    """Return the measures GENERAL of a response.
+
+    >>> general_measures(Response(text="no no no no no", cut=False))
     {'words': 5.0, 'cut': 0.0, 'empty': 0.0, 'repetition': 0.5}
     """
     words = response.text.split()
-    pieces = [tuple(words[i : i + NGRAM]) for i in range(len(words) - NGRAM + 1)]
-    values = {
-        "words": len(words),
-        "cut": response.cut,
-        "empty": not words,
-        "repetition": 1 - len(set(pieces)) / len(pieces) if pieces else 0,
+    ngrams = [tuple(words[i : i + NGRAM]) for i in range(len(words) - NGRAM + 1)]
+    return {
+        "words": float(len(words)),
+        "cut": float(response.cut),
+        "empty": float(not words),
+        "repetition": 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0,
     }
-    return {name: float(value) for name, value in values.items()}
 
 
 def pass_at(k: int, num_samples: int, num_passed: int) -> float:
-    """The chance that one of k samples passes, without bias from the num_samples >= k that were drawn.
+    """Return the unbiased estimate of pass@k from num_samples >= k samples.
 
     1 - C(n - c, k) / C(n, k), Chen et al., arXiv 2107.03374, equation 1.
 
@@ -87,20 +87,23 @@ def _bleu() -> Any:
 
 
 def bleu_counts(text: str, reference: str) -> np.ndarray:
-    """Of one response: matched and all n-grams of 1 to 4 words, its words, the reference's words. -> [10]"""
+    """Return the counts of one response that corpus BLEU needs. -> [10]
+
+    Matched n-grams for n = 1 to 4, all n-grams for n = 1 to 4, response length, reference length.
+    """
     score = _bleu().corpus_score([text], [[reference]])
     return np.array([*score.counts, *score.totals, score.sys_len, score.ref_len], float)
 
 
 def bleu(sums: np.ndarray) -> np.ndarray:
-    """Corpus BLEU of summed counts, [..., 10] -> [...], 0 to 100; the same as sacrebleu's of the texts."""
+    """Return corpus BLEU, 0 to 100, from summed counts, [..., 10] -> [...]; equal to sacrebleu's score of the texts."""
     rows = np.rint(sums.reshape(-1, 10)).astype(int).tolist()
     scores = [_bleu().compute_bleu(row[:4], row[4:8], *row[8:], smooth_method="exp").score for row in rows]
     return np.array(scores).reshape(sums.shape[:-1])
 
 
 def bleu_signature() -> str:
-    """What sacrebleu asks to be told with every number."""
+    """Return sacrebleu's signature, to be reported with every BLEU score."""
     _bleu().corpus_score([""], [[""]])
     return str(_bleu().get_signature())
 
@@ -113,7 +116,7 @@ def _bert_scorer(folder: str, layer: int) -> Any:
 
 
 def bert_score(text: str, reference: str, folder: str, layer: int) -> float:
-    """F1 of Zhang et al., arXiv 1904.09675; 0 for a blank text, which the package cannot take."""
+    """Return BERTScore F1 (Zhang et al., arXiv 1904.09675), or 0 for a blank text, which the package refuses."""
     if not (text.strip() and reference.strip()):
         return 0.0
     return float(_bert_scorer(folder, layer).score([text], [reference])[2][0])
@@ -126,41 +129,48 @@ def figure_of(measure: str, num_prompts: int) -> Figure:
 def columns(
     rows: Sequence[Answers], scores: Sequence[Scores], references: Sequence[str | None], ks: Sequence[int]
 ) -> dict[str, np.ndarray]:
-    """Every measure of one policy, the task's own first. rows, scores, references: by prompt; ks: of pass@k."""
-    found: dict[str, np.ndarray] = {}
+    """Return all measures of one policy, the task's own first.
+
+    Args:
+        rows: Responses by prompt.
+        scores: The task's measures by prompt.
+        references: By prompt.
+        ks: The k of pass@k.
+    """
+    measures: dict[str, np.ndarray] = {}
     for name in scores[0].scores[0]:
-        values = np.array([[sample[name] for sample in of.scores] for of in scores])  # [N, S]
+        values = np.array([[sample[name] for sample in row.scores] for row in scores])  # [N, S]
         if name == PASSED:
             passed = [(values.shape[1], int(num)) for num in values.sum(1)]
-            found |= {f"pass@{k}": np.array([[pass_at(k, *counts)] for counts in passed]) for k in ks}
+            measures |= {f"pass@{k}": np.array([[pass_at(k, *counts)] for counts in passed]) for k in ks}
         else:
-            found[name] = values.mean(1, keepdims=True)
-    if REFERENCED in found:
+            measures[name] = values.mean(1, keepdims=True)
+    if REFERENCED in measures:
         pairs = zip(rows, references, strict=True)
-        found[BLEU] = np.stack([sum(bleu_counts(r.text, str(wanted)) for r in row.responses) for row, wanted in pairs])
-    told = [[general(response) for response in row.responses] for row in rows]
-    return found | {name: np.array([[np.mean([one[name] for one in row])] for row in told]) for name in GENERAL}
+        measures[BLEU] = np.stack([sum(bleu_counts(r.text, str(ref)) for r in row.responses) for row, ref in pairs])
+    general = [[general_measures(response) for response in row.responses] for row in rows]
+    return measures | {name: np.array([[np.mean([r[name] for r in row])] for row in general]) for name in GENERAL}
 
 
 def summarise(policies: Mapping[str, Columns], *, seed: int) -> dict[str, Any]:
-    """Each policy's figures with intervals, and every pair's differences; JSON values.
+    """Return each policy's figures with intervals, and the differences of every pair of policies; JSON values.
 
-    A pair is (later, earlier) in the order of `policies`; p_holm: of `p` among all pairs and tested measures, both None
-    for the general ones.
+    A pair is (later, earlier) in the order of `policies`. p_holm is p adjusted over all pairs and tested measures. Both
+    are None for the measures GENERAL.
     """
     num_prompts = len(next(iter(next(iter(policies.values())).values())))
     draws = Draws(num_prompts, seed=seed)
 
     def estimate(measure: str, values: np.ndarray) -> dict[str, float]:
         figure = figure_of(measure, num_prompts)
-        return told(figure(draws.resampled(values)), figure(values.sum(0)), num_prompts)
+        return with_interval(figure(draws.resampled(values)), figure(values.sum(0)), num_prompts)
 
-    figures = {policy: {name: estimate(name, of[name]) for name in of} for policy, of in policies.items()}
+    figures = {policy: {name: estimate(name, values) for name, values in c.items()} for policy, c in policies.items()}
     pairs = [
-        {"policy": other, "against": one, "measure": name}
-        | compare(values, policies[one][name], figure_of(name, num_prompts), draws)
-        for one, other in combinations(policies, 2)
-        for name, values in policies[other].items()
+        {"policy": policy, "against": against, "measure": name}
+        | compare(values, policies[against][name], figure_of(name, num_prompts), draws)
+        for against, policy in combinations(policies, 2)
+        for name, values in policies[policy].items()
     ]
     tested = [pair for pair in pairs if pair["measure"] not in GENERAL]
     adjusted = iter(holm([pair["p"] for pair in tested]))
@@ -170,11 +180,11 @@ def summarise(policies: Mapping[str, Columns], *, seed: int) -> dict[str, Any]:
 
 
 def has_only_ties(summary: Mapping[str, Any], judged: Mapping[str, Any]) -> bool:
-    """Return whether no tested measure and no judge tells two policies apart on any prompt.
+    """Return whether no tested measure and no judge distinguishes two policies on any prompt.
 
     Args:
-        summary: Of `summarise`.
-        judged: Of `pairwise.win_rates`.
+        summary: Result of `summarise`.
+        judged: Result of `pairwise.win_rates`.
     """
     ties = [pair["value"] == pair["resolvable"] == 0 for pair in summary["pairs"] if pair["p_holm"] is not None]
     ties += [rate["low"] == rate["high"] == 0.5 for pair in judged["pairs"] if (rate := pair["win_rate"])]

@@ -1,4 +1,4 @@
-"""A policy that answers, criticises its own answer, and answers again with the critique in view; nothing is trained."""
+"""A policy that answers, criticises its own answer and revises it. Nothing is trained."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from t2g.types import Prompt, Rollout
 
 @dataclass(frozen=True, kw_only=True)
 class Reflecting:
-    """Engines of a policy, seen as those of the policy that reflects. Its first answers are the policy's own."""
+    """A rollout source that revises the responses of another one. Both phases use the engines of one policy."""
 
     rollouts: RolloutSource
     task: Task
@@ -23,23 +23,23 @@ class Reflecting:
     max_prompt_tokens: int
 
     async def sample(self, prompt: Prompt, sampling: Sampling) -> Sequence[Rollout]:
-        """An answer stays as it is where its critique is empty, or the window has no room for all."""
+        """Sample responses, and revise each one whose critique is not empty and fits the context window."""
         first = await self.rollouts.sample(prompt, sampling)
-        return await gather_all(self._again(prompt, rollout, replace(sampling, num_samples=1)) for rollout in first)
+        return await gather_all(self._revise(prompt, rollout, replace(sampling, num_samples=1)) for rollout in first)
 
-    async def _again(self, prompt: Prompt, first: Rollout, sampling: Sampling) -> Rollout:
-        def asked(what: str, ids: Any) -> Prompt:  # of each answer, with seeds of its own
-            return replace(prompt, prompt_id=f"{prompt.prompt_id}/{first.sample_index}/{what}", prompt_ids=ids)
+    async def _revise(self, prompt: Prompt, first: Rollout, sampling: Sampling) -> Rollout:
+        def follow_up(phase: str, ids: Any) -> Prompt:  # the prompt_id decides the seed: each answer gets its own
+            return replace(prompt, prompt_id=f"{prompt.prompt_id}/{first.sample_index}/{phase}", prompt_ids=ids)
 
         build: Callable[..., list[Message]] = partial(self.task.critique_messages, prompt, first.response_text)
         ids = fit_chat(build, self.tokenizer, self.max_prompt_tokens, input_chars=len(prompt.prompt_text))
         if ids is None:
             return first
-        (critique,) = await self.rollouts.sample(asked("critique", ids), sampling)
-        if not (said := critique.response_text.strip()):
+        (answer,) = await self.rollouts.sample(follow_up("critique", ids), sampling)
+        if not (critique := answer.response_text.strip()):
             return first
-        ids = encode_revision(self.task, prompt, first.response_text, said, self.tokenizer, self.max_prompt_tokens)
+        ids = encode_revision(self.task, prompt, first.response_text, critique, self.tokenizer, self.max_prompt_tokens)
         if ids is None:
             return first
-        (second,) = await self.rollouts.sample(asked("again", ids), sampling)
+        (second,) = await self.rollouts.sample(follow_up("again", ids), sampling)
         return replace(second, prompt_id=prompt.prompt_id, sample_index=first.sample_index)

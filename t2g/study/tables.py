@@ -1,4 +1,4 @@
-"""Means over seeds, how sure they are (Student's t for a handful of values), and the Markdown that shows them."""
+"""Means over seeds with Student's t intervals, formatted numbers and Markdown tables."""
 
 from collections.abc import Iterable, Sequence
 from math import sqrt
@@ -11,9 +11,9 @@ Interval = dict[str, float | None]
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """`mean` of at most 10 values, and `low` and `high` of its 95 % interval: mean -+ t * s / sqrt(n).
+    """Return the mean of at most 10 values, and the ends of its 95 % interval: mean -+ t * s / sqrt(n).
 
-    Both are None for one value, and all are for none.
+    The ends are None for a single value. All three are None without values.
 
     >>> interval([1.0, 1.0])
     {'mean': 1.0, 'low': 1.0, 'high': 1.0}
@@ -26,18 +26,20 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 def spread(value: Interval | None) -> str:
-    """
+    """Format a mean and half the width of its interval.
+
     >>> spread({"mean": 0.5, "low": 0.4, "high": 0.6}), spread({"mean": 0.5, "low": None, "high": None}), spread(None)
     ('0.500 ± 0.100', '0.500', '–')
     """
     if value is None or value["mean"] is None:
         return NOTHING
-    doubt = "" if value["high"] is None else f" ± {value['high'] - value['mean']:.3f}"
-    return f"{value['mean']:.3f}{doubt}"
+    half = "" if value["high"] is None else f" ± {value['high'] - value['mean']:.3f}"
+    return f"{value['mean']:.3f}{half}"
 
 
 def figure(value: float | None, form: str) -> str:
-    """
+    """Format a number, or the lack of one.
+
     >>> figure(0.525, "+.0%"), figure(1280, ",.0f"), figure(None, ".3f")
     ('+52%', '1,280', '–')
     """
@@ -45,5 +47,5 @@ def figure(value: float | None, form: str) -> str:
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table, without a line break at its end."""
+    """Return a Markdown table, without a line break at its end."""
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in (head, ["---"] * len(head), *rows))

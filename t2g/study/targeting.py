@@ -1,8 +1,8 @@
-"""What training changed, and where: log-probability of the base's own responses, by what the feedback said of a token.
+"""Measure where training changed log-probabilities: on criticised, praised or unmentioned tokens.
 
-The reference is one response of the base to each of some held-out prompts, with its feedback, made before any training.
-Training that acts where the criticism points lowers the log-probability of criticised tokens and leaves those that were
-never mentioned alone.
+The reference is one response of the base policy to each of some held-out prompts, with its feedback, sampled before any
+training. Training that acts where the critique points lowers the log-probability of criticised tokens, and does not
+change that of unmentioned tokens.
 """
 
 import asyncio
@@ -17,20 +17,20 @@ from t2g.interfaces import FeedbackSource, RolloutSource, Sampling
 from t2g.loop.sampling import JudgedResponse
 from t2g.types import Prompt, Rollout, SpanFeedback
 
-NUM_ALIKE = 10  # unmentioned tokens that a criticised one is held against
+NUM_MATCHES = 10  # unmentioned tokens that a criticised token is compared with
 MENTIONS = {-1: "criticised", 1: "praised", 0: "unmentioned"}
 
 
 async def sample_and_judge(
     prompts: Sequence[Prompt], rollouts: RolloutSource, feedback: FeedbackSource, sampling: Sampling
 ) -> list[JudgedResponse]:
-    """One response to each prompt, with its feedback."""
+    """Return one response to each prompt, with its feedback."""
 
-    async def one(prompt: Prompt) -> JudgedResponse:
+    async def respond(prompt: Prompt) -> JudgedResponse:
         (rollout,) = await rollouts.sample(prompt, sampling)
         return prompt, rollout, await feedback.judge(prompt, rollout.response_text)
 
-    return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
+    return list(await asyncio.gather(*(respond(prompt) for prompt in prompts)))
 
 
 async def measure(
@@ -41,31 +41,36 @@ async def measure(
     sampling: Sampling,
     tokenizer: Any,
 ) -> dict[str, Any]:
-    """`changes_by_mention` and `returns` of a trained policy.
+    """Return `changes_by_mention` and `returns` of a trained policy.
 
-    Criticism that returns is told by one source: an ablation's reward model quotes in its own way, so `feedback` judges
-    the reference again.
+    `feedback` judges the reference again, since returned criticism must come from one source: the reward model of an
+    ablation quotes differently.
 
-    logprobs: [R] float32 each, the trained policy's, of the reference's tokens; the base's are those of the engine that
-        sampled them. rollouts: engines of that policy. sampling: as the reference was sampled, seed included, so that a
-        response changes only where the policy did.
+    Args:
+        logprobs: The trained policy's log-probabilities of the reference's tokens, [R] float32 each. The base policy's
+            are those of the engine that sampled the reference.
+        rollouts: Engines with the trained policy.
+        sampling: Sampling parameters of the reference, including the seed, so that only the policy changes a response.
     """
     before = await asyncio.gather(*(feedback.judge(p, r.response_text) for p, r, _ in reference))
     after = await sample_and_judge([p for p, _, _ in reference], rollouts, feedback, sampling)
-    again = returns(
+    returned = returns(
         [criticisms(r.response_text, f) for (_, r, _), f in zip(reference, before, strict=True)],
         [criticisms(r.response_text, f) for _, r, f in after],
     )
     judged = [(r, f, new - r.rollout_logprobs) for (_, r, f), new in zip(reference, logprobs, strict=True) if f.usable]
     labels = [mentions(tokenizer, r, f) for r, f, _ in judged]
     base = [r.rollout_logprobs for r, _, _ in judged]
-    return changes_by_mention(labels, [change for _, _, change in judged], base) | again
+    return changes_by_mention(labels, [change for _, _, change in judged], base) | returned
 
 
 def mentions(tokenizer: Any, rollout: Rollout, feedback: SpanFeedback) -> np.ndarray:
-    """-> [R] int8: -1 criticised (also where it is praised as well), 1 praised, 0 never mentioned (EOS always)."""
+    """Return the label of each token, [R] int8.
+
+    -1 criticised (even if praised as well), 1 praised, 0 unmentioned (always for EOS).
+    """
     offsets = token_offsets(tokenizer, rollout.response_ids)
-    # The job's own rule may pay nothing for some spans; they are criticism all the same.
+    # Without the job's reward rule, under which some criticised spans may have no reward.
     deltas = token_rewards(offsets, feedback.spans, text=rollout.response_text)
     return np.sign(deltas).astype(np.int8)
 
@@ -73,18 +78,25 @@ def mentions(tokenizer: Any, rollout: Rollout, feedback: SpanFeedback) -> np.nda
 def changes_by_mention(
     labels: Sequence[np.ndarray], changes: Sequence[np.ndarray], base: Sequence[np.ndarray]
 ) -> dict[str, Any]:
-    """Mean change of log-probability over the tokens of each kind, nats, with their number; None for a kind without.
+    """Return the mean change of log-probability, in nats, and the number of tokens by label.
 
-    labels, changes, base (log-probabilities before): [R] each, of the same responses. `difference` is criticised less
-    unmentioned: below 0 where training turned against what was criticised, and not against everything. `matched` is
-    that among tokens that the base thought about as likely: faults are unlikelier than other tokens, which moves them
-    whatever is paid.
+    `difference` is the mean of criticised less that of unmentioned tokens: below 0 if training acted against criticised
+    tokens, and not against all tokens. `matched` compares tokens of about equal log-probability under the base policy:
+    faults are less likely than other tokens, and unlikely tokens change more under any reward.
 
         labels [-1, 0, 0], changes [-2, .5, -.5] -> criticised -2, praised None, unmentioned 0, difference -2
+
+    Args:
+        labels: See `mentions`, [R] each.
+        changes: Changes of the log-probabilities, [R] each.
+        base: Log-probabilities under the base policy, [R] each.
+
+    Returns:
+        The means, difference and matched are None where there is no such token.
     """
     label, change = np.concatenate(labels), np.concatenate(changes)
-    of = {name: change[label == value] for value, name in MENTIONS.items()}
-    means = {name: float(part.mean()) if part.size else None for name, part in of.items()}
+    parts = {name: change[label == value] for value, name in MENTIONS.items()}
+    means = {name: float(part.mean()) if part.size else None for name, part in parts.items()}
     criticised, unmentioned = means["criticised"], means["unmentioned"]
     difference = None if criticised is None or unmentioned is None else criticised - unmentioned
     matched = matched_difference(label, change, np.concatenate(base))
@@ -92,39 +104,43 @@ def changes_by_mention(
         **means,
         "difference": difference,
         "matched": matched,
-        "tokens": {name: int(part.size) for name, part in of.items()},
+        "tokens": {name: int(part.size) for name, part in parts.items()},
     }
 
 
 def matched_difference(label: np.ndarray, change: np.ndarray, base: np.ndarray) -> float | None:
-    """Mean over the criticised tokens of their change less the mean change of the NUM_ALIKE unmentioned tokens of the
-    nearest `base`; None without both kinds. label, change, base: [N].
+    """Return the mean difference of criticised tokens from unmentioned tokens of similar log-probability.
+
+    Each criticised token's change is compared with the mean change of the NUM_MATCHES unmentioned tokens of the nearest
+    `base`. None if there are no criticised or no unmentioned tokens. label, change, base: [N].
     """
     criticised, unmentioned = label == -1, label == 0
     if not (criticised.any() and unmentioned.any()):
         return None
     order = np.argsort(base[unmentioned], kind="stable")
-    sums, count = np.append(0, np.cumsum(change[unmentioned][order])), min(NUM_ALIKE, len(order))
-    place = np.searchsorted(base[unmentioned][order], base[criticised])
-    first = np.clip(place - count // 2, 0, len(order) - count)
+    sums, count = np.append(0, np.cumsum(change[unmentioned][order])), min(NUM_MATCHES, len(order))
+    nearest = np.searchsorted(base[unmentioned][order], base[criticised])
+    first = np.clip(nearest - count // 2, 0, len(order) - count)
     return float((change[criticised] - (sums[first + count] - sums[first]) / count).mean())
 
 
 def criticisms(response_text: str, feedback: SpanFeedback) -> frozenset[str] | None:
-    """The quotes that are called poor, each once; None where the feedback is of no use."""
+    """Return the quotes that are labelled poor, each once, or None if the feedback is unusable."""
     if not feedback.usable:
         return None
     return frozenset(response_text[span.start : span.end] for span in feedback.spans if span.label < 0)
 
 
 def returns(before: Sequence[frozenset[str] | None], after: Sequence[frozenset[str] | None]) -> dict[str, Any]:
-    """Of the criticisms of the base's responses, the share that is made of the new ones to the same prompts as well.
-
-    before, after: by prompt; a prompt without usable feedback on both sides does not count.
+    """Return the share of the base policy's criticisms that recur on the new responses to the same prompts.
 
         before [{Lima, laptop}, {Ann}], after [{Lima}, {}] -> 1 of 3
+
+    Args:
+        before: Criticised quotes by prompt, None for unusable feedback. Such a prompt does not count.
+        after: As before, of the new responses.
     """
-    both = [(old, new) for old, new in zip(before, after, strict=True) if old is not None and new is not None]
-    count = sum(len(old) for old, _ in both)
-    again = sum(len(old & new) for old, new in both)
-    return {"returns": again / count if count else None, "criticisms": count, "prompts": len(both)}
+    pairs = [(old, new) for old, new in zip(before, after, strict=True) if old is not None and new is not None]
+    count = sum(len(old) for old, _ in pairs)
+    recurring = sum(len(old & new) for old, new in pairs)
+    return {"returns": recurring / count if count else None, "criticisms": count, "prompts": len(pairs)}

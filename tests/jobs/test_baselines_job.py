@@ -20,7 +20,7 @@ from t2g.interfaces import RolloutSource, Sampling
 from t2g.loop.sampling import JudgedStep
 from t2g.runs.log import METRICS_FILE, SAMPLES_FILE, RunLog, read_records
 from t2g.sandbox import SandboxConfig
-from t2g.study.baselines import Arm, ask_base, dpo, ilf, reflection, revise_steps
+from t2g.study.baselines import Arm, dpo, ilf, reflection, revise_steps, sample_base
 from t2g.tasks.prompts_only import PromptsTask
 from t2g.types import Prompt, Rollout
 
@@ -97,7 +97,7 @@ class World:
         return asyncio.run(ask(self.base if model == self.job.model else self.reviser))
 
     def from_base(self, num_samples: int) -> tuple[list[tuple[Prompt, Rollout]], list[JudgedStep]]:
-        return self.serve(self.job.model, self.job.rollout, partial(ask_base, self.arm, num_samples))
+        return self.serve(self.job.model, self.job.rollout, partial(sample_base, self.arm, num_samples))
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         return [record for _, record in read_records(self.job.run.folder / name)]
@@ -208,7 +208,7 @@ def test_reflection_answers_held_out_prompts_again_and_keeps_what_has_no_critiqu
 
 def test_nothing_to_learn_from_stops_the_run_in_a_sentence(world: World) -> None:
     world.base.logits[:, 0] = 50.0  # always `aaaa`
-    with pytest.raises(RunStopped, match="in all 6 pairs both responses are worth the same"):
+    with pytest.raises(RunStopped, match="in all 6 pairs both responses have the same reward"):
         dpo(world.arm)
 
 

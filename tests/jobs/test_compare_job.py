@@ -68,13 +68,13 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, override: str, sente
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["compare.methods=[sft, reflection]"], "none that is trained"),
+        (["compare.methods=[sft, reflection]"], "has no trained method"),
         (["compare.methods=[spam]"], "compare.methods has spam; there are "),
-        (["compare.methods=[span, dense]"], "has dense, which needs a reward model of its own: give compare.rewards"),
+        (["compare.methods=[span, dense]"], "has dense, which needs a reward model of its own: set compare.rewards"),
         (["compare.methods=[span, dense]"], "has dense, which needs a reward model of its own"),
         (
             ["compare.methods=[span, no_critique]", "feedback.source=program"],
-            "has no_critique, and feedback.source=program does not read the style",
+            "has no_critique, which changes a feedback style that feedback.source=program does not use",
         ),
         (
             ["compare.methods=[paper, grpo]", "rollout.samples_per_prompt=1"],
@@ -143,7 +143,7 @@ def test_the_dry_run_counts_the_runs_and_says_what_the_methods_are(tmp_path: Pat
 # ----------------------------------------------------------------------------------------------- finished, and resumed
 def pretend(arms: Arms, arm: PolicyJob, *scores: float) -> None:
     """A finished run with these held-out scores, the first before training."""
-    begin_folder(arm, **arms.made_of("span"))
+    begin_folder(arm, **arms.identity_extras("span"))
     lines = [
         {"step": i, "samples": 128.0 * i, "eval/score": score} | ({"time/step_s": 2.0} if i else {})
         for i, score in enumerate(scores)
@@ -195,7 +195,7 @@ def test_a_finished_comparison_is_read_again_without_a_run(tmp_path: Path) -> No
 def test_a_finished_run_is_kept_for_every_procedure(tmp_path: Path, name: str) -> None:
     arms = arms_of(tmp_path, f"compare.methods=[{name}]")
     arm = arms.arm(name, 1, 0.1)
-    begin_folder(arm, **arms.made_of(name))  # as `train` and `run_baseline` do
+    begin_folder(arm, **arms.identity_extras(name))  # as `train` and `run_baseline` do
     (arm.run.folder / "summary.json").write_text(json.dumps({"steps": arm.num_steps}))
     session(arms).run(name, arm)
     other = arms_of(tmp_path, f"compare.methods=[{name}]", "compare.reviser=other")

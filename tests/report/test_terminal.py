@@ -60,7 +60,7 @@ def test_where_good_and_poor_overlap() -> None:
 
 def test_no_critique_no_spans_and_quotes_that_were_not_found() -> None:
     assert shown("ab", says(critique="", lost=2)) == (
-        "(no critique)\n\nab\n\nno spans\n2 of 2 quotes do not stand in the response\n"
+        "(no critique)\n\nab\n\nno spans\n2 of 2 quotes are not in the response\n"
     )
 
 

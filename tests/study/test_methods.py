@@ -106,7 +106,7 @@ def test_the_procedure_of_a_method_is_in_its_file() -> None:
     assert {name: m.procedure for name, m in methods.items() if m.procedure != "ppo"} == {
         "sft": "base", "reflection": "reflection", "dpo": "dpo", "ilf": "ilf",
     }  # fmt: skip
-    assert [name for name, method in methods.items() if not method.trained] == ["reflection", "sft"]
+    assert [name for name, method in methods.items() if not method.is_trained] == ["reflection", "sft"]
     assert [name for name, method in methods.items() if method.is_baseline] == ["dpo", "ilf", "reflection"]
 
 

@@ -15,7 +15,7 @@ from t2g.study.policy_eval import (
     bleu_signature,
     columns,
     content_key,
-    general,
+    general_measures,
     has_only_ties,
     pass_at,
     summarise,
@@ -60,7 +60,7 @@ def test_bleu_of_summed_counts_is_sacrebleus_of_all_texts() -> None:
 
 @pytest.mark.parametrize("text", ["", " \n", "one", "a a a a a a", "ü" * 9000])
 def test_any_text_has_general_measures(text: str) -> None:
-    found = general(Response(text=text, cut=True))
+    found = general_measures(Response(text=text, cut=True))
     assert found["cut"] == 1 and found["empty"] == float(not text.strip()) and 0 <= found["repetition"] < 1
     assert found["repetition"] == pytest.approx(2 / 3 if text == "a a a a a a" else 0)
 

@@ -228,11 +228,11 @@ def test_every_kind_of_error_once() -> None:
         "invented_good": (1, [(0, ["dd"])]),
         "invented_poor": (1, [(0, ["ee"])]),
         "wrong_label": (1, [(0, ["cc"])]),
-        "not_located": (2, [(1, ["2 of 5 quotes do not stand in the response"])]),
+        "not_located": (2, [(1, ["2 of 5 quotes are not in the response"])]),
         "unparsable": (
             2,
             [
-                (1, ["without guided decoding the answer is not the JSON that was asked for"]),
+                (1, ["without guided decoding the answer is not JSON of the requested schema"]),
                 (2, ["failed: it was late"]),  # and nothing of it counts as missed
             ],
         ),
