@@ -219,9 +219,8 @@ async def revise(
     max_tokens = revising_rollout(arm.job).max_prompt_tokens
     sampling = make_sampling(arm.job, split, step, num_samples=num_samples)
     prompts = [revision_prompt(arm.task, response, arm.reviser_tokenizer, max_tokens) for response in judged]
-    answers = iter(
-        await gather_unless_stopped((rollouts.sample(prompt, sampling) for prompt in prompts if prompt), arm.stop)
-    )
+    requests = (rollouts.sample(prompt, sampling) for prompt in prompts if prompt)
+    answers = iter(await gather_unless_stopped(requests, arm.stop))
     return [(response, next(answers) if prompt else []) for response, prompt in zip(judged, prompts, strict=True)]
 
 
