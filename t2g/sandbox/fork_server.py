@@ -32,9 +32,8 @@ class _Server:
 
     def __init__(self) -> None:
         self.control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        python = (
-            getattr(sys, "_base_executable", None) or sys.executable
-        )  # that of a virtual environment would read its files
+        # The interpreter of a virtual environment would read files of that environment.
+        python = getattr(sys, "_base_executable", None) or sys.executable
         start = str(Path(__file__).with_name("start.py"))
         # Forks keep the command line: "caller" shows an operator which process started them.
         paths = json.dumps({"packages": PACKAGES, "own_code": OWN_CODE, "caller": os.getpid()})

@@ -83,7 +83,8 @@ class Refused(RuntimeError):
 
 def available(require: Iterable[str]) -> str:
     """Return the message of `Refused`; "" if this machine can isolate all of `require`."""
-    return _refusal(missing_isolation(require, run_solution("", "", SandboxConfig(require=())).isolation))
+    missing = missing_isolation(require, run_solution("", "", SandboxConfig(require=())).isolation)
+    return _format_refusal(missing) if missing else ""
 
 
 def run_solution(code: str, tests: str, limits: SandboxConfig) -> Outcome:
@@ -115,7 +116,7 @@ def _run(code: str, tests: str, limits: SandboxConfig, started: float, start_dea
     finally:
         _remove_folder(folder)
         _remove_cgroup(cgroup)
-    return _parse_outcome(*result, mode, limits, time.monotonic() - started)
+    return _parse(*result, mode, limits, time.monotonic() - started)
 
 
 def choose_mode(reference: str, tests: str, limits: SandboxConfig) -> Mode | None:
@@ -175,10 +176,8 @@ def _remove_folder(folder: str) -> None:
         subprocess.run(["rm", "-rf", folder], capture_output=True, check=False)
 
 
-def _refusal(missing: list[str]) -> str:
-    """Return the message of `Refused` for missing names of `isolation.MECHANISMS`; "" if none is missing."""
-    if not missing:
-        return ""
+def _format_refusal(missing: list[str]) -> str:
+    """Return the message of `Refused` for missing names of `isolation.MECHANISMS`."""
     return (
         f"generated code cannot be isolated from this machine's {', '.join(missing)}: allow user namespaces (sysctl "
         "user.max_user_namespaces), or run on Linux 5.13 or later with landlock in /sys/kernel/security/lsm, in a "
@@ -192,15 +191,11 @@ def _run_plan(plan: str, job: bytes, limits: SandboxConfig, start_deadline: floa
     A sandbox that missed its deadline is killed.
     """
     reader, writer = os.pipe()
-    with (
-        tempfile.TemporaryFile() as job_file,
-        tempfile.NamedTemporaryFile() as output,
-        open(reader, "rb", 0) as verdict,
-    ):
-        job_file.write(job)
-        job_file.seek(0)
+    with tempfile.TemporaryFile() as stdin, tempfile.NamedTemporaryFile() as output, open(reader, "rb", 0) as verdict:
+        stdin.write(job)
+        stdin.seek(0)
         with open(writer, "wb", 0), open(output.name, "ab", 0) as output_end:  # write-only for the run
-            process = fork_sandbox(plan, [job_file.fileno(), writer, output_end.fileno()], start_deadline)
+            process = fork_sandbox(plan, [stdin.fileno(), writer, output_end.fileno()], start_deadline)
         received, deadline = b"", start_deadline
         while len(received) <= MAX_VERDICT_BYTES and _wait(verdict.fileno(), deadline):
             piece = os.read(verdict.fileno(), 65536)
@@ -232,15 +227,13 @@ class _Verdict(BaseModel):
     output: str = ""
 
 
-def _parse_outcome(
-    verdict: bytes, output: bytes, is_late: bool, mode: Mode, limits: SandboxConfig, seconds: float
-) -> Outcome:
+def _parse(verdict: bytes, output: bytes, is_late: bool, mode: Mode, limits: SandboxConfig, seconds: float) -> Outcome:
     lines = verdict.split(b"\n")
     if not lines[0]:  # written before code of the solution or the tests runs
         raise SandboxFailed(f"a sandbox did not start within {seconds:.0f} s: {output[-500:].decode(errors='replace')}")
     isolation = tuple(json.loads(lines[0]))
     if missing := missing_isolation(limits.require, isolation):
-        raise Refused(_refusal(missing))
+        raise Refused(_format_refusal(missing))
     try:
         parsed = _Verdict.model_validate_json(lines[1] if len(lines) > 1 else b"")
     except ValidationError:

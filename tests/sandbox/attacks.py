@@ -222,11 +222,12 @@ ATTACKS: dict[str, tuple[str, str, str]] = {
               "for _, child in ends:\n    os.kill(child, 9)\n    os.waitpid(child, 0)\nreturn all(held)"), "*", "*",
     ),
     "second answer": (
-        "import gc, json, struct\nfrom socket import socket\n"
+        "import gc, json\nfrom socket import socket\n"
         "ends = [o for o in gc.get_objects() if type(o) is socket]\n"
-        "def f(x):\n    said = json.dumps({'reply': 1, 'changed': [], 'note': {'out': '', 'flood': False}, "
-        "'value': True}).encode()\n    for end in ends:\n        if end.fileno() >= 0:\n"
-        "            end.sendall(struct.pack('!I', len(said)) + said)\n    return 0\n",
+        "def f(x):\n    note = {'out': '', 'flood': False, 'warnings': []}\n"
+        "    reply = json.dumps({'reply': 1, 'changed': [], 'note': note, 'value': True}).encode()\n"
+        "    for end in ends:\n        if end.fileno() >= 0:\n"
+        "            end.sendall(reply + b'\\n')\n    return 0\n",
         "*",
         "*",
     ),

@@ -618,6 +618,35 @@ def test_patch():
 """,
 )
 
+# Names that the proxies and the connection use for their own parameters.
+CASES["keyword arguments"] = (
+    """
+import random
+def f(numbers, target=0, operation='', method='', name='', self=None, args=(), kwargs=None):
+    return numbers.index(target), operation, method, name, self, args, kwargs
+class Call:
+    def __call__(self, target, operation): return target - operation
+def back(function): return function(target=1, operation=2, self=3)
+def roll(): return random.random()
+""",
+    """
+import random
+from solution import Call, back, f, roll
+
+def test_functions():
+    assert f([7, 9], target=9) == (1, '', '', '', None, (), None)
+    assert f([0], operation='o', method='m', name='n', self='s', args=1, kwargs=2) == (0, 'o', 'm', 'n', 's', 1, 2)
+    assert Call()(target=5, operation=2) == 3
+    assert back(lambda **names: names) == {'target': 1, 'operation': 2, 'self': 3}
+
+def test_seed():
+    random.seed(a=5)
+    first = roll()
+    random.seed(a=5)
+    assert roll() == first
+""",
+)
+
 # An object that agrees with everybody: B is its base, R what its operators give.
 AGREES = """
 class U(B):

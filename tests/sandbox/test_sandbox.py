@@ -371,11 +371,11 @@ def test_tests_that_write_their_own_verdict_never_raise(key: str) -> None:
         else:
             verdict["tests"] = [{"name": "a", "passed": False, key: value}]
         line = b'["pid", "mount", "network"]\n' + json.dumps(verdict).encode()
-        outcome = run._parse_outcome(line, b"\xff", False, "separate", LIMITS, 1.0)
+        outcome = run._parse(line, b"\xff", False, "separate", LIMITS, 1.0)
         assert not outcome.passed
         repr(outcome).encode()
     deep = b'["pid", "mount", "network"]\n{"reason": ' + b"[" * 900 + b"]" * 900 + b"}"
-    assert run._parse_outcome(deep, b"", False, "separate", LIMITS, 1.0).reason == "no_result"
+    assert run._parse(deep, b"", False, "separate", LIMITS, 1.0).reason == "no_result"
     forge = "import json, os, gc\nfor file in range(3, 64):\n    try:\n        os.write(file, b'{\"tests\": 5}\\n')\n"
     forge += "    except OSError:\n        pass\nos._exit(0)\n"
     assert run_solution(HONEST, forge, LIMITS).reason == "no_result"

@@ -23,9 +23,7 @@ _BIND_AND_CONNECT, _ABSTRACT_SOCKETS_AND_SIGNALS = 3, 3
 
 # By architecture: its audit number, and the column of its system call numbers below (0: no such call).
 _MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-_FIRST_NEW = (
-    424  # the same numbers on every architecture from here on; glibc and Python need none of them, io_uring is one
-)
+_FIRST_NEW = 424  # from here on the same numbers on every architecture, io_uring's among them; glibc needs none
 _FORBIDDEN = {
     "socket": (41, 198), "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
     "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180), "memfd_create": (319, 279),
@@ -80,9 +78,8 @@ def restrict_files(readable: Iterable[str], writable: Iterable[str]) -> None:
     rights = (1 << _NUM_RIGHTS.get(abi, 16)) - 1
     network = _BIND_AND_CONNECT if abi >= _TCP_ABI else 0
     scope = _ABSTRACT_SOCKETS_AND_SIGNALS if abi >= SIGNAL_ABI else 0
-    rules = check_result(
-        libc.syscall(_CREATE_RULESET, struct.pack("QQQ", rights, network, scope), ctypes.c_size_t(24), 0)
-    )
+    ruleset = struct.pack("QQQ", rights, network, scope)
+    rules = check_result(libc.syscall(_CREATE_RULESET, ruleset, ctypes.c_size_t(len(ruleset)), 0))
     try:
         for paths, allowed in ((readable, _EXECUTE | _READ | _LIST), (writable, rights)):
             for path in filter(os.path.exists, paths):

@@ -99,7 +99,7 @@ def become_throwaway_user(number: int, readable: Iterable[str]) -> bool:
 def make_minimal_root(folder: str, visible: Iterable[str], tmp_bytes: int) -> bool:
     """Replace the root by a read-only file system with visible files, five devices and a writable working folder.
 
-    Needs a mount namespace and its capabilities. The working folder is /tmp, or /box if a visible path lies in /tmp.
+    The root is in a new mount namespace. The working folder is /tmp, or /box if a visible path lies in /tmp.
     Otherwise the solution could rename a folder on that path and replace modules that the tests import.
 
     Args:
@@ -110,6 +110,7 @@ def make_minimal_root(folder: str, visible: Iterable[str], tmp_bytes: int) -> bo
     paths = sorted({os.path.normpath(path) for path in visible})
     work_folder = "/box" if any(path.startswith("/tmp/") for path in paths) else "/tmp"
     try:
+        check_result(libc.unshare(MOUNT))
         _mount("none", "/", None, _MS_REC | _MS_PRIVATE, None)
         _mount("tmpfs", folder, "tmpfs", _MS_NOSUID, "size=1m,mode=755")
         for path in paths:

@@ -54,13 +54,13 @@ class Peer(Codec):
     def on_note(self, note: Json) -> None:
         """Handle the note of a reply."""
 
-    def call_root(self, method: str, *args: Any) -> Any:
+    def call_root(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the other end's object 0, which is known from the start."""
-        return self.request("method", Remote(self, 0), method, *args)
+        return self.request("method", Remote(self, 0), method, *args, **kwargs)
 
     # -- requests and replies
 
-    def request(self, operation: str, target: Any, *args: Any, **kwargs: Any) -> Any:
+    def request(self, operation: str, target: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Perform an operation on an object of the other end and return the result.
 
         Exceptions of the other end are raised here. StopIteration of the solution becomes RuntimeError unless an
@@ -85,7 +85,7 @@ class Peer(Codec):
         parts = self.request("signature", target)
         return inspect.Signature([inspect.Parameter(name, kind, **rest) for name, kind, rest in parts])
 
-    def _request(self, operation: str, target: Any, *args: Any, **kwargs: Any) -> Any:
+    def _request(self, operation: str, target: Any, /, *args: Any, **kwargs: Any) -> Any:
         if self.gone:
             raise Gone("the process has ended")
         self._serial += 1
@@ -274,9 +274,8 @@ class Peer(Codec):
         error = self.decode(message["exception"], Exchange())
         if not isinstance(error, BaseException):
             raise TypeError("no exception")
-        error.solution_lines = tuple(
-            int(line) for line in message["lines"]
-        )  # its presence also marks an error of the other end
+        # Its presence also marks an error of the other end.
+        error.solution_lines = tuple(int(line) for line in message["lines"])
         return error
 
 

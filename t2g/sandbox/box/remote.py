@@ -111,10 +111,10 @@ class Remote:
         return len(self) > 0 if hasattr(type(self), "__len__") else True  # type: ignore[arg-type]
 
     def __copy__(self) -> Any:
-        return self._peer.call_root("copy", self)
+        return self._peer.call_root("call", "copy", self)
 
     def __deepcopy__(self, memo: object) -> Any:
-        return self._peer.call_root("deepcopy", self)
+        return self._peer.call_root("call", "deepcopy", self)
 
     def __reduce_ex__(self, protocol: object) -> str:
         raise Unsupported("the tests pickle an object of the solution")
@@ -138,7 +138,7 @@ def call_type(function: Any, value: Any) -> Any:
 
 
 def _forward(name: str) -> Callable[..., Any]:
-    def method(self: Remote, *args: Any, **kwargs: Any) -> Any:
+    def method(self: Remote, /, *args: Any, **kwargs: Any) -> Any:
         if name in ("__exit__", "__aexit__"):
             args = (args[0], args[1], None)  # a traceback stays in its process
         plain = self._current_plain() if name in _OPERATORS else self._plain
@@ -172,12 +172,12 @@ def _check_answer(proxy: Remote, plain: Any, name: str, args: tuple[Any, ...], a
     is_same = False  # the answer is another object with the plain result
     if plain is not None and not remotes and not is_mixed:
         needs_object = isinstance(plain, _MUTABLE) and name in _CONTENT  # the current content is in the other process
-        function = _OPERATORS.get(name) or getattr(type(plain), name, None)
-        if function is not None and (name in _ORDER or not (is_remote(answer) or needs_object)):
-            return function(plain, *args)
+        apply = _OPERATORS.get(name) or getattr(type(plain), name, None)
+        if apply is not None and (name in _ORDER or not (is_remote(answer) or needs_object)):
+            return apply(plain, *args)
         with contextlib.suppress(TypeError):
             is_same = (
-                name in _OPERATORS and answer._plain is not None and answer._current_plain() == function(plain, *args)
+                name in _OPERATORS and answer._plain is not None and answer._current_plain() == apply(plain, *args)
             )
     is_mixed |= name in _OPERATORS and len(remotes) < len(args) and not is_same
     if answer is NotImplemented:
@@ -203,7 +203,7 @@ def as_plain(value: Any) -> Any:
 
 
 _METHODS = {name: _forward(name) for name in FORWARDED}
-_METHODS["__call__"] = lambda self, *args, **kwargs: self._peer.request("call", self, *args, **kwargs)
+_METHODS["__call__"] = lambda self, /, *args, **kwargs: self._peer.request("call", self, *args, **kwargs)
 _METHODS["__dataclass_fields__"] = property(lambda self: self._peer.request("get", self, "__dataclass_fields__"))
 
 

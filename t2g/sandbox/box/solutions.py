@@ -112,8 +112,12 @@ class RemoteSolution(Peer):
                 delattr(remote, name)
 
         sys.modules["solution"] = Module("solution")
-        seed = random.seed
-        random.seed = lambda *args, **kwargs: (seed(*args, **kwargs), self.call_root("seed", *args, **kwargs))[0]
+
+        def seed_both(*args: Any, **kwargs: Any) -> None:
+            seed(*args, **kwargs)
+            self.call_root("call", "seed", *args, **kwargs)
+
+        seed, random.seed = random.seed, seed_both
         _guard_approx()
 
     def describe_end(self) -> str:

@@ -193,9 +193,7 @@ def _isolate(plan: dict[str, Any], proc: int, supervisor: int, in_force: list[st
     in_force += [name for name, flag in namespaces.items() if isolation.unshare(flag)]
     max_file = plan["max_file_mib"] * 2**20
     max_memory = plan["memory_mib"] * 2**20 + isolation.memory_of("self", ["VmSize"])  # the parent's address space
-    if isolation.unshare(isolation.MOUNT) and isolation.make_minimal_root(
-        plan["folder"], plan["visible"], 4 * max_file
-    ):
+    if isolation.make_minimal_root(plan["folder"], plan["visible"], 4 * max_file):
         in_force.append("mount")
         _change_user(proc, supervisor, [], in_force)
     else:

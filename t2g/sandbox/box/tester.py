@@ -30,7 +30,7 @@ from t2g.sandbox.box.values import traceback_lines
 MAX_TESTS = 1000
 MAX_TEXT = 300  # characters of a message or a value in a result
 FILE = "tests.py"
-_DISABLED_PLUGINS = (
+_DISABLED = (
     "assertion cacheprovider doctest faulthandler pastebin stepwise terminal threadexception unraisableexception"
 )
 Json = dict[str, Any]
@@ -39,7 +39,7 @@ Json = dict[str, Any]
 def prepare_session() -> pytest.Session:
     """Return a pytest session without tests. It loads no external plug-in, no cache and no configuration."""
     arguments = ["-c", "/dev/null", "--rootdir=/", "--noconftest", "--capture=no"]
-    config = _prepareconfig([*arguments, *(f"-pno:{name}" for name in _DISABLED_PLUGINS.split())], [])
+    config = _prepareconfig([*arguments, *(f"-pno:{name}" for name in _DISABLED.split())], [])
     config._do_configure()
     session = pytest.Session.from_config(config)
     config.hook.pytest_sessionstart(session=session)

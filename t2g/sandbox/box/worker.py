@@ -89,14 +89,9 @@ class Worker(Peer, Tracer):
         warned, self._warned = self._warned, []
         return {"out": self._printed.take(), "flood": self._printed.has_overflowed, "warnings": warned}
 
-    def seed(self, *args: Any, **kwargs: Any) -> None:
-        random.seed(*args, **kwargs)
-
-    def copy(self, value: Any) -> Any:
-        return copy.copy(value)
-
-    def deepcopy(self, value: Any) -> Any:
-        return copy.deepcopy(value)
+    def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a function of the standard library in this process."""
+        return {"seed": random.seed, "copy": copy.copy, "deepcopy": copy.deepcopy}[name](*args, **kwargs)
 
     def load(self, code: str, read_input: Any, deadline: float) -> tuple[types.ModuleType, list[str]]:
         """Execute the code; return the module and its public names.
