@@ -28,7 +28,7 @@ def auto_keys(values: Mapping[str, Any], prefix: Keys = ()) -> Iterator[Keys]:
             yield (*prefix, name)
 
 
-def resolve_auto(values: Mapping[str, Any], have: Mapping[str, float]) -> dict[str, Any]:
+def resolve_auto(values: Mapping[str, Any], resources: Mapping[str, float]) -> dict[str, Any]:
     """Return `values` with a number or a dtype in place of each `auto`.
 
     If the processes need more GPUs than there are, each gets an equal share of one GPU. On CPUs, engines and ranks
@@ -36,7 +36,7 @@ def resolve_auto(values: Mapping[str, Any], have: Mapping[str, float]) -> dict[s
 
     Args:
         values: A config before validation.
-        have: GPU, CPU (cores of a node) and memory in bytes, under Ray's names.
+        resources: GPU, CPU (cores of a node) and memory in bytes, under Ray's names.
 
     >>> values = {"rollout": {"gpus": "auto", "workers": 2}, "learner": {"gpus": "auto", "dtype": "auto"}}
     >>> resolve_auto(values, {"GPU": 1})
@@ -45,9 +45,9 @@ def resolve_auto(values: Mapping[str, Any], have: Mapping[str, float]) -> dict[s
     >>> resolve_auto(values, {"CPU": 4})
     {'rollout': {'workers': 2}, 'learner': {'threads': 4}}
     """
-    gpus = int(have.get("GPU", 0))
+    gpus = int(resources.get("GPU", 0))
     share = int(100 / max(1, ceil(_count_auto(values, "gpus") / gpus))) / 100 if gpus else 0.0
-    host_gib = HOST_MEMORY_SHARE * have.get("memory", 0) / GIB / max(1, gpus)
+    host_gib = HOST_MEMORY_SHARE * resources.get("memory", 0) / GIB / max(1, gpus)
     rollout = values.get("rollout")
     alternate = not (isinstance(rollout, Mapping) and rollout.get("max_staleness"))
 
@@ -60,7 +60,7 @@ def resolve_auto(values: Mapping[str, Any], have: Mapping[str, float]) -> dict[s
     def threads(section: str) -> int:
         """Return the cores of a process of this section, shared with those that run at the same time."""
         concurrent = {name: value for name, value in values.items() if run_together(section, name)}
-        return max(1, int(have.get("CPU", 1)) // max(1, _count_auto(concurrent, "threads")))
+        return max(1, int(resources.get("CPU", 1)) // max(1, _count_auto(concurrent, "threads")))
 
     return {
         name: _resolve_section(value, share, host_gib, threads(name)) if isinstance(value, Mapping) else value

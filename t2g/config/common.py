@@ -46,20 +46,20 @@ class FollowingSection(Section):
 Config = TypeVar("Config", bound=Section)
 
 
-def with_overrides(config: Config, overrides: Mapping[str, Any], here: PathContext | None = None) -> Config:
+def with_overrides(config: Config, overrides: Mapping[str, Any], context: PathContext | None = None) -> Config:
     """Return a validated copy with other values at dotted keys: {"learner.policy.lr": 1e-5, "artifacts": None}.
 
     `model_fields_set` gains only the overridden fields.
 
     Args:
-        here: The base of relative paths in values that a user wrote, as in `loading.load`.
+        context: The base of relative paths in values that a user wrote, as in `loading.load`.
 
     Raises:
         ValidationError: A value, or the config as a whole, is invalid.
     """
     for key, value in overrides.items():
         config = with_value_at(config, key.split("."), value)
-    return type(config).model_validate(config, context=here)
+    return type(config).model_validate(config, context=context)
 
 
 def with_derived(config: Config, changes: Mapping[str, Any]) -> Config:
@@ -114,16 +114,16 @@ class RunConfig(Section):
     @field_validator("root")
     @classmethod
     def make_root_absolute(cls, root: Path, info: ValidationInfo) -> Path:
-        here: PathContext | None = info.context
-        if here is None:
+        context: PathContext | None = info.context
+        if context is None:
             return root
         root = root.expanduser()
-        if not root.is_absolute() and here.is_ray_job:
+        if not root.is_absolute() and context.is_ray_job:
             raise ValueError(
                 f"run.root: got {str(root)!r}, but a Ray job needs an absolute path: its working directory is a "
                 "temporary copy, and what is written there vanishes"
             )
-        return Path(os.path.normpath(here.cwd / root))
+        return Path(os.path.normpath(context.cwd / root))
 
     @property
     def folder(self) -> Path:
@@ -200,7 +200,7 @@ class ProcessConfig(FollowingSection):
         "memory_gib and gpu_memory_utilization may be auto, too",
     )
     threads: ResumeMutable[int] = Field(
-        default_factory=lambda given: max(1, int(given.get("cpus", 1))) if given.get("gpus") else 1, ge=1,
+        default_factory=lambda data: max(1, int(data.get("cpus", 1))) if data.get("gpus") else 1, ge=1,
         description="CPU compute threads of each process; default 1, with a GPU (for offload=cpu) the value of cpus; "
         "auto: its share of the cores",
     )  # fmt: skip

@@ -58,15 +58,15 @@ def format_process(section: str, process: ProcessConfig) -> str:
     )
 
 
-def format_resources(found: Mapping[str, ProcessConfig]) -> list[str]:
+def format_resources(processes: Mapping[str, ProcessConfig]) -> list[str]:
     """Return one line for each role, then the sum."""
-    if not found:
+    if not processes:
         return ["no own engines, and no Ray"]
     cpus, gpus, memory_gib = (
-        sum(process.num_processes * getattr(process, field) for process in found.values())
+        sum(process.num_processes * getattr(process, field) for process in processes.values())
         for field in ("cpus", "gpus", "memory_gib")
     )
-    lines = [format_process(section, process) for section, process in found.items()]
+    lines = [format_process(section, process) for section, process in processes.items()]
     return [*lines, f"together: {cpus:g} CPU, {gpus:g} GPU, about {memory_gib:g} GiB"]
 
 

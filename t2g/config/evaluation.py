@@ -73,9 +73,9 @@ class PolicyEvaluationJob(JobConfig):
         return {"rollout": self.rollout} if self.served else {}  # one policy at a time
 
     def describe_work(self) -> list[str]:
-        each = f"{count(self.rollout.samples_per_prompt, 'response')} to each prompt of {self.data.path}"
+        responses = f"{count(self.rollout.samples_per_prompt, 'response')} to each prompt of {self.data.path}"
         policies = f"policies: {', '.join(self.names)}; judges: {', '.join(self.judges) or 'none'}"
-        return [policies, f"{each}, {format_sampling(self.rollout)}"]
+        return [policies, f"{responses}, {format_sampling(self.rollout)}"]
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -16,16 +16,16 @@ class WorkersConfig(Section):
 
     initial: int = Field(1, ge=1, description="engines at the start")
     min: int = Field(1, ge=1, description="the run stops when fewer serve for longer than a start takes")
-    max: int = Field(default_factory=lambda given: given.get("initial", 1), ge=1, description="upper bound of scaling")
+    max: int = Field(default_factory=lambda data: data.get("initial", 1), ge=1, description="upper bound of scaling")
 
     @model_validator(mode="before")
     @classmethod
-    def expand_worker_count(cls, given: Any) -> Any:
-        if isinstance(given, int) and not isinstance(given, bool):
-            return {"initial": given}
-        if isinstance(given, dict) and "initial" not in given:
-            return {**given, "initial": given.get("min", 1)}
-        return given
+    def expand_worker_count(cls, value: Any) -> Any:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return {"initial": value}
+        if isinstance(value, dict) and "initial" not in value:
+            return {**value, "initial": value.get("min", 1)}
+        return value
 
     @model_validator(mode="after")
     def check_worker_order(self) -> "WorkersConfig":
@@ -78,7 +78,7 @@ class EngineConfig(ProcessConfig):
     dtype: Dtype = "float32"
     max_model_len: int = Field(1024, ge=16, description="most tokens of a prompt plus its response")
     max_num_seqs: int = Field(
-        default_factory=lambda given: 512 if given.get("gpus") else 64, ge=1,
+        default_factory=lambda data: 512 if data.get("gpus") else 64, ge=1,
         description="sequences decoded together; default 64, on GPUs 512",
     )  # fmt: skip
     kv_cache_gib: ResumeMutable[float] = Field(0.25, gt=0, description="KV cache of a CPU engine, GiB")
@@ -94,7 +94,7 @@ class EngineConfig(ProcessConfig):
         True, description="send up to 64 tokens of a response in one message from the engine core"
     )
     start_timeout_s: ResumeMutable[float] = Field(
-        default_factory=lambda given: 1200 if given.get("gpus") else 240, gt=0,
+        default_factory=lambda data: 1200 if data.get("gpus") else 240, gt=0,
         description="default 240, on GPUs 1200, where a first start compiles",
     )  # fmt: skip
     request_timeout_s: ResumeMutable[float] = Field(
@@ -295,14 +295,14 @@ class FeedbackConfig(Section):
 
     @model_validator(mode="after")
     def check_source(self) -> Self:
-        need = {
+        required = {
             "reward_model": ("reward_model", self.reward_model),
             "llm": ("llm.model, a name at the server of llm.url or a model for own engines", self.llm.model),
             "human": ("human_file", self.human_file),
         }
         for field, source in (("source", self.source), ("align", self.judge_model)):
-            if source in need and need[source][1] is None:
-                raise ValueError(f"{field}={source} needs {need[source][0]}")
+            if source in required and required[source][1] is None:
+                raise ValueError(f"{field}={source} needs {required[source][0]}")
         if self.source not in SOURCES and ":" not in self.source:
             raise ValueError(
                 f"source={self.source!r} is neither one of {', '.join(SOURCES)} nor an import path pkg.mod:function"

@@ -34,9 +34,7 @@ from t2g.config.field_marks import PathOrName, ResumeMutable
 from t2g.config.gpus import check_gpus
 from t2g.config.learning import LearnerConfig, ObjectiveConfig, Placement, SFTOptions
 
-ENGINE_SHARE = (
-    0.6  # of a GPU, reserved with Ray for gpu_sharing=alternate; above half, so that a GPU gets only one engine
-)
+ENGINE_SHARE = 0.6  # of a GPU, reserved with Ray for gpu_sharing=alternate; above half: only one engine for each GPU
 
 
 class AnyJob(Section):
@@ -56,7 +54,8 @@ class AnyJob(Section):
         A PolicyJob with separate ranks for the critic and its own reward engines: rollout, learner,
         learner.critic_ranks, feedback.engine.
         """
-        return {f"{name}.engine": one.engine for name, one in self.feedback_sections.items() if one.own_engines}
+        sections = self.feedback_sections.items()
+        return {f"{name}.engine": section.engine for name, section in sections if section.own_engines}
 
     def describe(self) -> str:
         """Return the work of the job, the resources of its processes, and its run folder."""
@@ -92,8 +91,8 @@ class SyncedJob(AnyJob):
             RoleConfig.check_one_rank_per_gpu(learner)
         if "sync_transport" in learner.model_fields_set:
             return learner
-        whole = min(info.data["rollout"].gpus, learner.gpus) >= 1 and learner.sync_verify == "probe"
-        transport = "ipc" if sharing != "none" else "nccl" if whole else "store"
+        has_whole_gpus = min(info.data["rollout"].gpus, learner.gpus) >= 1 and learner.sync_verify == "probe"
+        transport = "ipc" if sharing != "none" else "nccl" if has_whole_gpus else "store"
         return with_derived(learner, {"sync_transport": transport})
 
     @property
@@ -218,14 +217,14 @@ class AnnotateJob(JobConfig):
 
     def describe_work(self) -> list[str]:
         options = self.annotate
-        what = f"the response of each record of {self.data.path}"
+        responses = f"the response of each record of {self.data.path}"
         if options.responses == "policy":
-            each = count(self.rollout.samples_per_prompt, "response")
-            what = f"{each} to each prompt of {self.data.path}, {format_sampling(self.rollout)}"
-        what += f"; {options.planted:g} more for each prompt with planted faults" if options.planted else ""
+            number = count(self.rollout.samples_per_prompt, "response")
+            responses = f"{number} to each prompt of {self.data.path}, {format_sampling(self.rollout)}"
+        responses += f"; {options.planted:g} more for each prompt with planted faults" if options.planted else ""
         aligner = f", aligned by {options.align}" if options.source == "human" and options.align else ""
         heldout = f"records of {options.heldout_share:.0%} of the prompts are held out"
-        return [what, f"feedback: {options.source}{aligner}; {heldout}"]
+        return [responses, f"feedback: {options.source}{aligner}; {heldout}"]
 
     @model_validator(mode="before")
     @classmethod
@@ -316,9 +315,9 @@ class DemoJob(SyncedJob):
             case _:
                 return values
         for section, windows in WINDOWS.items():
-            given = values.get(section, {})
-            if isinstance(given, dict):
-                values = {**values, section: {key: ceil(scale * n) for key, n in windows.items()} | given}
+            set_values = values.get(section, {})
+            if isinstance(set_values, dict):
+                values = {**values, section: {key: ceil(scale * n) for key, n in windows.items()} | set_values}
         return values
 
 

@@ -88,7 +88,7 @@ class ObjectiveConfig(FollowingSection):
         "that without; none: the rewards' advantage alone",
     )
     whiten: Literal["full", "scale_only", "none"] = Field(
-        default_factory=lambda given: "none" if given.get("advantages") == "group_normalised" else "full",
+        default_factory=lambda data: "none" if data.get("advantages") == "group_normalised" else "full",
         description="normalisation over the tokens of the step; default full, with group_normalised none",
     )
     clip_eps: float = Field(0.2, gt=0, lt=1)
@@ -103,12 +103,12 @@ class ObjectiveConfig(FollowingSection):
     )
     entropy_coef: float = Field(0.0, ge=0, description="coefficient of the entropy bonus")
     loss_aggregation: Literal["token", "sequence"] = Field(
-        default_factory=lambda given: "sequence" if given.get("advantages") == "group_normalised" else "token",
+        default_factory=lambda data: "sequence" if data.get("advantages") == "group_normalised" else "token",
         description="token: mean over tokens; sequence: mean over responses of their token means, the default with "
         "group_normalised (GRPO, eq. 3)",
     )
     kl_estimator: Literal["k1", "k3", "full"] = Field(
-        default_factory=lambda given: "k1" if given.get("advantages") == "gae" else "k3",
+        default_factory=lambda data: "k1" if data.get("advantages") == "gae" else "k3",
         description="k1: in the reward, the default with gae; k3, or full over the whole vocabulary: a term of the "
         "loss. k3 is the default without a critic, where k1 would update a group of equal rewards by its KL alone. "
         "full keeps the logits of a microbatch in memory",

@@ -61,48 +61,48 @@ def load(
     values, lines = read_yaml(file)
     merged: Any = values
     try:
-        given = [_override(text) for text in overrides]
-        for keys, value in given:
+        parsed = [_override(text) for text in overrides]
+        for keys, value in parsed:
             merged = with_value_at(merged, keys, value)
     except UserError as error:
         raise UserError(f"command line: {error}") from None
     resources: Mapping[str, float] = {}
-    if automatic := list(auto_keys(merged)):
+    if chosen_keys := list(auto_keys(merged)):
         if have is None:
-            names = ", ".join(map(dotted_key, automatic))
+            names = ", ".join(map(dotted_key, chosen_keys))
             raise UserError(
                 f"{names}: got auto, but this job needs values: the resources of the processes are not known here"
             )
         cluster = merged.get("cluster")
         resources = have(cluster.get("address") if isinstance(cluster, Mapping) else None)
         merged, values = resolve_auto(merged, resources), resolve_auto(values, {})
-    at = path_context(environ, cwd)
+    context = path_context(environ, cwd)
     try:
-        config = schema.model_validate(merged, context=at)
-        if automatic:
-            logger.warning(format_auto(config, automatic, resources))
+        config = schema.model_validate(merged, context=context)
+        if chosen_keys:
+            logger.warning(format_auto(config, chosen_keys, resources))
         return config
     except ValidationError as error:
-        gaps = [detail["loc"] for detail in _collect_errors(schema, values, at) if detail["type"] == "missing"]
-        for keys, value in given:
+        gaps = [detail["loc"] for detail in _collect_errors(schema, values, context) if detail["type"] == "missing"]
+        for keys, value in parsed:
             if any(keys == gap[: len(keys)] or gap == keys[: len(gap)] for gap in gaps):
                 values = with_value_at(values, keys, value)  # a missing value would hide other errors of the file
-        of_file = [(detail["loc"], detail["msg"]) for detail in _collect_errors(schema, values, at)]
+        file_errors = [(detail["loc"], detail["msg"]) for detail in _collect_errors(schema, values, context)]
 
-        def place(detail: ErrorDetails) -> str:
+        def format_origin(detail: ErrorDetails) -> str:
             sections = [detail["loc"][:length] for length in range(len(detail["loc"]), 0, -1)]
-            if (detail["loc"], detail["msg"]) not in of_file or any(keys in sections for keys, _ in given):
+            if (detail["loc"], detail["msg"]) not in file_errors or any(keys in sections for keys, _ in parsed):
                 return "command line: "
             return next((f"{file}:{lines[keys]}: " for keys in sections if keys in lines), f"{file}: ")
 
-        raise UserError("\n".join(format_errors(schema, error, place))) from None
+        raise UserError("\n".join(format_errors(schema, error, format_origin))) from None
 
 
-def format_auto(config: BaseModel, automatic: Sequence[Keys], resources: Mapping[str, float]) -> str:
+def format_auto(config: BaseModel, keys: Sequence[Keys], resources: Mapping[str, float]) -> str:
     """Return the values chosen for `auto`: "auto (2 CPUs, no GPU): rollout.gpus=0, rollout.threads=2"."""
     chosen = flatten(config.model_dump(mode="json"))
     gpus = f"{resources['GPU']:g} GPUs" if resources.get("GPU") else "no GPU"
-    values = ", ".join(f"{key}={format_value(chosen.get(key))}" for key in map(dotted_key, automatic))
+    values = ", ".join(f"{key}={format_value(chosen.get(key))}" for key in map(dotted_key, keys))
     return f"auto ({resources.get('CPU', 1):g} CPUs, {gpus}): {values}"
 
 
@@ -113,9 +113,9 @@ def path_context(environ: Mapping[str, str] = os.environ, cwd: Path | None = Non
     return PathContext(cwd, is_ray_job=uploaded or JOB_ENV in environ, is_uploaded=uploaded)
 
 
-def _collect_errors(schema: type[BaseModel], values: Mapping[str, Any], at: PathContext) -> list[ErrorDetails]:
+def _collect_errors(schema: type[BaseModel], values: Mapping[str, Any], context: PathContext) -> list[ErrorDetails]:
     try:
-        schema.model_validate(values, context=at)
+        schema.model_validate(values, context=context)
     except ValidationError as error:
         return error.errors()
     return []
@@ -135,11 +135,11 @@ def write(config: BaseModel, folder: Path) -> Path:
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return values by dotted key: {"a": {"b": 1}} -> {"a.b": 1}; lists and empty sections count as values."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in values.items():
         inner = isinstance(value, Mapping) and value
-        found |= flatten(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
-    return found
+        flat |= flatten(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
+    return flat
 
 
 def identity_values(config: BaseModel) -> dict[str, Any]:
@@ -171,8 +171,8 @@ def read_yaml(file: Path) -> tuple[dict[str, Any], dict[Keys, int]]:
         if keys in lines:
             raise UserError(f"{file}:{line}: {dotted_key(keys)} is given twice, first in line {lines[keys]}")
         lines[keys] = line
-    if found := [f"{file}:{lines.get(keys, 1)}: {sentence}" for keys, sentence in text_problems(values)]:
-        raise UserError("\n".join(found))
+    if problems := [f"{file}:{lines.get(keys, 1)}: {sentence}" for keys, sentence in text_problems(values)]:
+        raise UserError("\n".join(problems))
     return values, lines
 
 

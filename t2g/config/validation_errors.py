@@ -31,15 +31,15 @@ Keys = tuple[str | int, ...]  # ("rollout", "temperature"); an integer is an ind
 
 
 def format_errors(
-    schema: type[BaseModel], error: ValidationError, place: Callable[[ErrorDetails], str] = lambda detail: ""
+    schema: type[BaseModel], error: ValidationError, format_origin: Callable[[ErrorDetails], str] = lambda detail: ""
 ) -> list[str]:
     """Return one sentence for each of pydantic's errors: the dotted key, the value found and what is needed.
 
     Args:
-        place: Returns the origin of an error, "policy.yaml:7: ", which begins its sentence.
+        format_origin: Returns the origin of an error, "policy.yaml:7: ", which begins its sentence.
     """
     sentences = [
-        place(detail) + mask_secrets(_format_error(schema, detail["loc"], detail))
+        format_origin(detail) + mask_secrets(_format_error(schema, detail["loc"], detail))
         for detail in error.errors()
         if detail["type"] != "default_factory_not_called"  # reports only that another field of the section is invalid
     ]

