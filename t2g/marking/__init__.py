@@ -1,3 +1,3 @@
-"""Marking by hand: responses in; out come a page on loopback, what each person said of them, and how far two agree.
+"""Annotation by people: a page on loopback to mark responses on, the marks of each person, and their agreement.
 
 May import `t2g.report` and below. Only jobs import it."""

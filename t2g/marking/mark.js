@@ -1,19 +1,19 @@
-// One response after the other. Places are counted in characters, as Python does, and not in JavaScript's halves.
+// The page shows one response at a time. Positions are code points, as in Python, not JavaScript's UTF-16 units.
 "use strict";
 const at = (id) => document.getElementById(id);
 const names = { 1: "good", [-1]: "poor" };
 let state, place, item, characters;
 let moving = false;
-let before = []; // the marks before each change of this response
-let last = null; // the mark that 1, 2, 3 and x mean where none is selected
+let before = []; // the spans before each change of this response, for undo
+let last = null; // the span that 1, 2, 3 and x change if no span is selected
 let sent = Promise.resolve(); // the last save
-let queued = null; // one that has not begun
+let queued = null; // a save that has not started
 let typing, caret;
 
 async function ask(path, body) {
   const headers = { "Content-Type": "application/json" };
-  const asked = fetch(path, body && { method: "POST", headers, body: JSON.stringify(body) });
-  const answer = await asked.catch(() => { throw new Error("t2g mark does not answer: start it again and take its new address"); });
+  const request = fetch(path, body && { method: "POST", headers, body: JSON.stringify(body) });
+  const answer = await request.catch(() => { throw new Error("t2g mark does not respond: start it again and open its new address"); });
   if (!answer.ok) throw new Error(await answer.text());
   return answer.json();
 }
@@ -23,7 +23,7 @@ function say(problem) {
   at("problem").hidden = !problem;
 }
 
-// One after the other; what changes meanwhile goes with the next. Whoever leaves the response waits for `sent`.
+// Saves run one at a time; a change during a save is part of the next. Leaving the response waits for `sent`.
 function save() {
   clearTimeout(typing);
   typing = null;
@@ -38,14 +38,14 @@ function save() {
   return mine.then(() => { if (sent === mine) at("saved").textContent = "saved"; });
 }
 
-function told(promise) {
+function reportError(promise) {
   promise.catch((error) => say(error.message));
 }
 
 async function show(next) {
   const fresh = await ask("state"), there = next ?? Math.max(0, fresh.finished.indexOf(false));
-  const found = await ask(`item/${there}`);
-  [state, place, item] = [fresh, there, found];
+  const loaded = await ask(`item/${there}`);
+  [state, place, item] = [fresh, there, loaded];
   characters = [...item.response];
   before = [];
   last = null;
@@ -82,7 +82,7 @@ function draw() {
   }
 }
 
-// Half-open characters of the response, without blanks at the ends; null where the selection is elsewhere.
+// The selected characters of the response, half-open, without blanks at the ends; null for a selection elsewhere.
 function selected() {
   const selection = getSelection(), response = at("response");
   if (!selection.rangeCount || !response.contains(selection.getRangeAt(0).commonAncestorContainer)) return null;
@@ -101,34 +101,34 @@ function change(spans, now) {
   item.spans = spans.sort((a, b) => a.start - b.start);
   last = now;
   draw();
-  told(save());
+  reportError(save());
 }
 
-// A mark takes the place of those that it lies over.
+// A new span replaces the spans that it overlaps.
 function mark(label) {
   const range = selected();
   if (!range || range.start === range.end) return say("select some words of the response first");
-  const others = item.spans.filter((span) => span.end <= range.start || range.end <= span.start);
+  const disjoint = item.spans.filter((span) => span.end <= range.start || range.end <= span.start);
   const span = { ...range, label, severity: 1 };
-  change([...others, span], span);
+  change([...disjoint, span], span);
   getSelection().collapseToEnd();
 }
 
-function meant() {
+function currentSpan() {
   const range = selected();
   const under = range && item.spans.filter((span) => span.start <= range.start && range.end <= span.end);
   return under?.length ? under[0] : last;
 }
 
-function weigh(severity) {
-  const old = meant();
+function setSeverity(severity) {
+  const old = currentSpan();
   if (!old) return say("mark something first, or put the caret into a mark");
   const span = { ...old, severity };
-  change(item.spans.map((one) => (one === old ? span : one)), span);
+  change(item.spans.map((s) => (s === old ? span : s)), span);
 }
 
 function remove() {
-  const old = meant();
+  const old = currentSpan();
   if (!old) return say("put the caret into a mark");
   change(item.spans.filter((span) => span !== old), null);
 }
@@ -138,7 +138,7 @@ function undo() {
   item.spans = before.pop();
   last = null;
   draw();
-  told(save());
+  reportError(save());
 }
 
 async function finish() {
@@ -146,8 +146,8 @@ async function finish() {
   item.done = true;
   await save();
   state.finished[place] = true;
-  const open = [...state.finished.keys()].filter((other) => !state.finished[other]);
-  await show(open.find((other) => other > place) ?? open[0] ?? (place + 1) % state.finished.length);
+  const open = [...state.finished.keys()].filter((index) => !state.finished[index]);
+  await show(open.find((index) => index > place) ?? open[0] ?? (place + 1) % state.finished.length);
   if (!open.length) at("progress").textContent += ": that was the last one";
 }
 
@@ -156,27 +156,27 @@ async function go(step) {
   await show((place + step + state.finished.length) % state.finished.length);
 }
 
-// To the response, where the caret was.
+// Move the focus to the response, at the former caret.
 function back() {
   at("response").focus();
   getSelection().removeAllRanges();
   getSelection().addRange(caret);
 }
 
-// To another response: not twice at once.
+// Go to another response; ignored while a move is in progress.
 function move(action) {
   if (moving) return;
   moving = true;
-  told(action().finally(() => { moving = false; }));
+  reportError(action().finally(() => { moving = false; }));
 }
 
 const keys = {
-  g: () => mark(1), p: () => mark(-1), 1: () => weigh(1), 2: () => weigh(2), 3: () => weigh(3), x: remove, u: undo,
+  g: () => mark(1), p: () => mark(-1), 1: () => setSeverity(1), 2: () => setSeverity(2), 3: () => setSeverity(3), x: remove, u: undo,
   c: () => { caret = getSelection().getRangeAt(0).cloneRange(); at("critique").focus(); }, n: () => move(finish), enter: () => move(finish),
   s: () => move(() => go(1)), b: () => move(() => go(-1)),
 };
 
-// What was wrong with the key before is over.
+// Clear the previous error, then run the key's action.
 function act(key) {
   say("");
   keys[key]();
@@ -194,18 +194,18 @@ document.addEventListener("keydown", (event) => {
 });
 for (const kind of ["beforeinput", "paste", "cut", "drop", "dragstart"])
   at("response").addEventListener(kind, (event) => event.preventDefault());
-// Of what an input method writes into the response nothing can be prevented.
+// Input methods cannot be prevented from writing into the response: restore its text.
 at("response").addEventListener("input", () => { at("response").textContent = item.response; draw(); });
 at("critique").addEventListener("input", () => {
   say("");
   at("saved").textContent = "saving";
   clearTimeout(typing);
-  typing = setTimeout(() => told(save()), 300);
+  typing = setTimeout(() => reportError(save()), 300);
 });
-at("critique").addEventListener("change", () => told(save()));
+at("critique").addEventListener("change", () => reportError(save()));
 for (const button of document.querySelectorAll("#keys button")) {
   button.addEventListener("mousedown", (event) => event.preventDefault()); // the selection stays
   button.addEventListener("click", () => act(button.dataset.key));
 }
 addEventListener("beforeunload", (event) => { if (["saving", "not saved"].includes(at("saved").textContent)) event.preventDefault(); });
-told(show());
+reportError(show());

@@ -1,8 +1,8 @@
-"""The page to mark on, for one person at this machine: a server on loopback, behind a secret in its address.
+"""Serve the annotation page to one person on this machine: an HTTP server on loopback with a secret in its address.
 
-Every other page in the person's browser can reach a server on loopback, too. So a request needs the secret (which no
-other page can read), our own name as its host (a name that was made to point here is another) and, where it changes
-something, our own page as its origin. What the data holds goes out as JSON alone; the page shows it as text.
+Any other page in the person's browser can reach a server on loopback. A request therefore needs the secret, which
+other pages cannot read; the loopback address as its host, against DNS rebinding; and, if it changes something, this
+page as its origin. Data is sent as JSON only, and the page shows it as text.
 """
 
 import secrets
@@ -20,7 +20,7 @@ from t2g.marking.marks import Mark, Marks, StaleMark
 from t2g.report.segments import printable
 
 LOOPBACK = "127.0.0.1"
-MAX_BYTES = 1 << 20  # of a request
+MAX_BYTES = 1 << 20  # of a request's body
 PAGE = {"": ("mark.html", "text/html"), "mark.js": ("mark.js", "text/javascript"), "mark.css": ("mark.css", "text/css")}
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -29,88 +29,98 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
-Answer = tuple[str, bytes]  # type of the content, content
+Reply = tuple[str, bytes]  # content type, content
 
 
 class MarkServer(ThreadingHTTPServer):
-    """`handle_request` until the person has done; port 0 takes a free one. UserError for one that is taken."""
+    """The server of one person's marks: call `handle_request` until the person has finished.
 
-    timeout = 0.2  # s that handle_request waits
+    Port 0 chooses a free port.
+
+    Raises:
+        UserError: The port is in use.
+    """
+
+    timeout = 0.2  # s, of handle_request
 
     def __init__(self, marks: Marks, port: int = 0) -> None:
         self.marks, self.secret = marks, secrets.token_urlsafe(16)
         try:
             super().__init__((LOOPBACK, port), _Handler)
         except OSError as error:
-            raise UserError(f"--port={port} cannot be had: {error.strerror}; leave it out for a free one") from error
+            raise UserError(f"--port={port} is not available: {error.strerror}; omit it for a free port") from error
         self.origin = f"http://{LOOPBACK}:{self.server_address[1]}"
         self.url = f"{self.origin}/{self.secret}/"
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: MarkServer
-    timeout = 30  # s that a connection may be silent
+    timeout = 30  # s that a connection may be idle
 
     def do_GET(self) -> None:
-        self._answer(self._get)
+        self._reply(self._get)
 
     def do_POST(self) -> None:
-        self._answer(self._post)
+        self._reply(self._post)
 
     def log_message(self, *_: Any) -> None:
-        """The address has the secret in it."""
+        """Log nothing: the address contains the secret."""
 
-    def _answer(self, handle: Callable[[str], Answer]) -> None:
-        code, answer = 200, ("text/plain", b"")
+    def _reply(self, handle: Callable[[str], Reply]) -> None:
+        code, kind = 200, "text/plain"
         try:
-            answer = handle(self._asked())
+            kind, content = handle(self._resource())
         except ValidationError as error:
-            code, answer = 400, ("text/plain", format_first_error(error).encode())
+            code, content = 400, format_first_error(error).encode()
         except (PermissionError, LookupError, ValueError) as error:
             code = {PermissionError: 403, LookupError: 404, StaleMark: 409}.get(type(error), 400)
-            answer = "text/plain", str(error).encode(errors="replace")
+            content = str(error).encode(errors="replace")
         self.send_response(code)
-        headers = {"Content-Type": f"{answer[0]}; charset=utf-8", "Content-Length": str(len(answer[1]))}
+        headers = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(content))}
         for name, value in (headers | HEADERS).items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(answer[1])
+        self.wfile.write(content)
 
-    def _asked(self) -> str:
-        """What stands behind the secret. PermissionError for whoever is not our page."""
-        origin, secret = self.server.origin, self.path.split("/")[1]
-        asked_by = self.headers.get("Origin", origin if self.command == "GET" else "")
-        if f"http://{self.headers.get('Host')}" != origin or asked_by != origin:
-            raise PermissionError(f"only {origin} itself may ask")
+    def _resource(self) -> str:
+        """Return the path behind the secret.
+
+        Raises:
+            PermissionError: The request is not from the page of this server.
+        """
+        own_origin, secret = self.server.origin, self.path.split("/")[1]
+        origin = self.headers.get("Origin", own_origin if self.command == "GET" else "")
+        if f"http://{self.headers.get('Host')}" != own_origin or origin != own_origin:
+            raise PermissionError(f"requests are accepted from {own_origin} only")
         if not secrets.compare_digest(secret.encode(), self.server.secret.encode()):
-            raise PermissionError("take the whole address that t2g mark printed")
+            raise PermissionError("use the complete address that t2g mark printed")
         return self.path.partition(f"/{secret}/")[2]
 
-    def _get(self, asked: str) -> Answer:
+    def _get(self, resource: str) -> Reply:
         marks = self.server.marks
-        if asked in PAGE:
-            name, kind = PAGE[asked]
+        if resource in PAGE:
+            name, kind = PAGE[resource]
             return kind, (Path(__file__).parent / name).read_bytes()
-        if asked == "state":
+        if resource == "state":
             return _json({"by": marks.by, "finished": marks.finished, "agreements": marks.agreement_messages()})
-        place = self._place(asked)
-        sample = marks.samples[place]
+        index = self._index(resource)
+        sample = marks.samples[index]
         texts = {"prompt": printable(sample.prompt.prompt_text), "response": printable(sample.response or "")}
-        return _json(texts | marks[place].model_dump())
+        return _json(texts | marks[index].model_dump())
 
-    def _post(self, asked: str) -> Answer:
+    def _post(self, resource: str) -> Reply:
         size = int(self.headers.get("Content-Length", 0))
         if self.headers.get("Content-Type") != "application/json" or not 0 < size <= MAX_BYTES:
-            raise ValueError(f"JSON of at most {MAX_BYTES} bytes is needed")
+            raise ValueError(f"the body must be JSON of at most {MAX_BYTES} bytes")
         mark = Mark.model_validate_json(self.rfile.read(size))
-        return _json({"version": self.server.marks.put(self._place(asked), mark)})
+        return _json({"version": self.server.marks.put(self._index(resource), mark)})
 
-    def _place(self, asked: str) -> int:
-        kind, _, number = asked.partition("/")
+    def _index(self, resource: str) -> int:
+        kind, _, number = resource.partition("/")
         if kind != "item" or not number.isdecimal() or int(number) >= len(self.server.marks.samples):
-            raise LookupError("there is nothing here")
+            raise LookupError("there is no such resource")
         return int(number)
 
 
-def _json(value: Any) -> Answer:
+def _json(value: Any) -> Reply:
     return "application/json", to_json(value)

@@ -1,5 +1,6 @@
-"""What one person says of responses: a line of a journal for each change, a file of annotated records of what is
-finished, and how far two people agree.
+"""Store one person's marks: a journal with a line for each change, and the annotated records of finished responses.
+
+The labels of two people can be compared.
 
     FOLDER/ann/journal.jsonl     {"key": "4b1c...", "critique": "It was a phone.", "spans": [...], "done": true}
     FOLDER/ann/annotated.jsonl   the records of `t2g.feedback.records`, in the order of the data
@@ -8,7 +9,6 @@ finished, and how far two people agree.
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -26,7 +26,7 @@ JOURNAL_FILE, RECORDS_FILE = "journal.jsonl", "annotated.jsonl"
 
 
 class Mark(BaseModel):
-    """What somebody has said of a response by now."""
+    """A person's annotation of a response."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -34,86 +34,91 @@ class Mark(BaseModel):
     critique: str = Field("", max_length=MAX_ANSWER_CHARS)
     spans: tuple[Span, ...] = Field((), max_length=MAX_QUOTES)
     done: bool = False  # finished: it becomes a record
-    version: int = Field(0, ge=0)  # changes of this response so far; sent with a change: those that the page knew
+    version: int = Field(0, ge=0)  # number of changes; in a request: the version that the page has loaded
 
 
 class StaleMark(ValueError):
-    """A change of a version that is not the latest: another page changed the response in between."""
+    """A change of an outdated version: another page has changed the mark since this page loaded it."""
 
 
 class Marks:
-    """The responses of `samples` that can be judged, each once, and what `by` says of them. Several threads may ask."""
+    """The marks of the person `by` on the responses of `samples` that can be judged, each once. Thread-safe."""
 
     def __init__(self, folder: Path, by: str, samples: Sequence[Sample]) -> None:
-        """UserError for data without a response, and for a journal that is none."""
+        """Read the person's journal and write the annotated records.
+
+        Raises:
+            UserError: No sample has a response, or the journal is invalid.
+        """
         self.samples = list({sample.key: sample for sample in samples if not sample.problem}.values())
         if not self.samples:
             raise UserError(f"no record can be judged; {samples[0].problem}")
         self.by, self._all, self._folder = by, folder, folder / by
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._marks = self._said_by(by)
+        self._marks = self._read_marks(by)
         self._journal, self._lock = Journal(self._folder / JOURNAL_FILE), Lock()
-        done = (place for place, finished in enumerate(self.finished) if finished)
-        self._records = {place: self._record(place, self[place]) for place in done}
+        done = (index for index, finished in enumerate(self.finished) if finished)
+        self._records = {index: self._record(index, self[index]) for index in done}
         self._write()
 
-    def __getitem__(self, place: int) -> Mark:
-        key = self.samples[place].key
+    def __getitem__(self, index: int) -> Mark:
+        key = self.samples[index].key
         return self._marks.get(key, Mark(key=key))
 
-    def put(self, place: int, mark: Mark) -> int:
+    def put(self, index: int, mark: Mark) -> int:
         """Write a change to the disk and return its version.
 
         Raises:
-            StaleMark: `mark.version` is not the version that `self[place]` has.
-            ValueError: the mark does not fit the response.
-            UserError: the disk is full.
+            StaleMark: `mark.version` is not the version of `self[index]`.
+            ValueError: The mark does not fit the response.
+            UserError: The disk is full.
         """
-        mark = mark.model_copy(update={"key": self.samples[place].key, "version": mark.version + 1})
-        if mark.done and not mark.critique.strip():  # no source of feedback would take it
+        mark = mark.model_copy(update={"key": self.samples[index].key, "version": mark.version + 1})
+        if mark.done and not mark.critique.strip():  # training would reject the record
             raise ValueError("a critique is missing: what is right, what is wrong?")
-        record = self._record(place, mark)
+        record = self._record(index, mark)
         with self._lock:
-            if mark.version != self[place].version + 1:
+            if mark.version != self[index].version + 1:
                 raise StaleMark("another tab changed this response: reload this page; its last change is not saved")
             self._journal.append(mark)
             self._journal.sync()
             self._marks[mark.key] = mark
-            before = self._records.pop(place, None)
+            before = self._records.pop(index, None)
             if mark.done:
-                self._records[place] = record
+                self._records[index] = record
             if mark.done or before:
                 self._write()
         return mark.version
 
     @property
     def finished(self) -> list[bool]:
-        return [self[place].done for place in range(len(self.samples))]
+        return [self[index].done for index in range(len(self.samples))]
 
     def agreement_messages(self) -> list[str]:
         """Return a sentence for each other person who finished some of the same responses, or has a broken journal."""
         messages = []
-        for other in sorted({file.parent.name for file in self._all.glob(f"*/{JOURNAL_FILE}")} - {self.by}):
+        for person in sorted({file.parent.name for file in self._all.glob(f"*/{JOURNAL_FILE}")} - {self.by}):
             try:
-                messages += [found] if (found := self._agreement(other)) else []
+                messages += [message] if (message := self._agreement(person)) else []
             except (UserError, OSError) as error:
-                messages.append(f"with {other}: not compared, because {error}")
+                messages.append(f"with {person}: not compared, because {error}")
         return [printable(message) for message in messages]
 
     def close(self) -> None:
         with self._lock:
             self._journal.close()
 
-    def _agreement(self, other: str) -> str | None:
-        """Return a sentence on the labels of the characters that are not blank of the responses that both finished.
+    def _agreement(self, person: str) -> str | None:
+        """Return a sentence on the agreement of the labels of non-blank characters, or None without common responses.
 
-        None without such a response. UserError for a journal with a broken line.
+        Raises:
+            UserError: The person's journal has a broken line.
         """
-        theirs = self._said_by(other)
+        marks = self._read_marks(person)
         pairs = [
-            [_labels(sample.response or "", mark.spans) for mark in (mine, theirs[sample.key])]
-            for sample, mine in ((sample, self[place]) for place, sample in enumerate(self.samples))
-            if mine.done and sample.key in theirs and theirs[sample.key].done
+            [_labels(sample.response or "", mark.spans) for mark in (own, marks[sample.key])]
+            for sample, own in ((sample, self[index]) for index, sample in enumerate(self.samples))
+            if own.done and sample.key in marks and marks[sample.key].done
         ]
         if not pairs:
             return None
@@ -121,27 +126,26 @@ class Marks:
         by_kappa = kappa(a, b)
         chance = "" if by_kappa is None else f", kappa {by_kappa:.2f}"
         return (
-            f"with {other}: {len(pairs)} responses that both marked, the same label on {np.mean(a == b):.0%} "
+            f"with {person}: {len(pairs)} responses that both marked, the same label on {np.mean(a == b):.0%} "
             f"of {len(a)} characters{chance}"
         )
 
-    def _said_by(self, name: str) -> dict[str, Mark]:
+    def _read_marks(self, name: str) -> dict[str, Mark]:
         return {mark.key: mark for mark in read_journal(self._all / name / JOURNAL_FILE, Mark)}
 
-    def _record(self, place: int, mark: Mark) -> AnnotatedRecord:
-        sample, sides = self.samples[place], {1: list[Any](), -1: list[Any]()}
+    def _record(self, index: int, mark: Mark) -> AnnotatedRecord:
+        sample = self.samples[index]
         response = sample.response or ""
-        for span in mark.spans:
-            sides[span.label].append(span)
-        said = make_feedback(mark.critique, sides[1], sides[-1], response, source="human", version=self.by)
-        if said.num_located < said.num_quotes:
+        good, poor = ([span for span in mark.spans if span.label == label] for label in (1, -1))
+        feedback = make_feedback(mark.critique, good, poor, response, source="human", version=self.by)
+        if feedback.num_located < feedback.num_quotes:
             raise ValueError(f"a span is blank, or not within the {len(response)} characters of the response")
-        return make_annotated_record(sample.prompt, response, said, sample_index=sample.sample_index)
+        return make_annotated_record(sample.prompt, response, feedback, sample_index=sample.sample_index)
 
     def _write(self) -> None:
         write_annotated(self._folder / RECORDS_FILE, [record for _, record in sorted(self._records.items())])
 
 
 def _labels(response: str, spans: Sequence[Span]) -> np.ndarray:
-    written = np.array([not character.isspace() for character in response], bool)
-    return label_characters(spans, len(response))[written]
+    is_written = np.array([not character.isspace() for character in response], bool)
+    return label_characters(spans, len(response))[is_written]

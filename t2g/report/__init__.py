@@ -1,3 +1,3 @@
-"""Reports: numbers and texts in; out comes one HTML file that opens without a network, or lines for a terminal.
+"""Reports of runs, comparisons and evaluations: self-contained HTML files without network access, or terminal output.
 
-Imports jinja2 and rich; may import `t2g.study` and below. Only jobs import it."""
+Imports jinja2 and rich; may import `t2g.study` and below. Only jobs and `t2g.marking` import it."""

@@ -1,4 +1,4 @@
-"""What a comparison shows: report.html, and its curves as a picture of their own. Computes means of curves only."""
+"""Write report.html of a comparison, and its curves as curves.svg. Computes means of curves only."""
 
 from collections.abc import Mapping, Sequence
 from math import ceil
@@ -15,12 +15,17 @@ from t2g.study.tables import interval, spread
 
 HTML_FILE, SVG_FILE = "report.html", "curves.svg"
 BASE = "sft"
-ENTRY = 110  # least width of a legend's entry, units of the picture
-ROW = 22
+ENTRY = 110  # minimum width of a legend entry, in units of the viewBox
+ROW = 22  # height of a legend row
 
 
 def write_comparison(folder: Path, summary: Mapping[str, Any], runs: Mapping[str, Mapping[int, Run]]) -> None:
-    """Both files, from compare.json and the runs that it is about."""
+    """Write both files.
+
+    Args:
+        summary: The content of compare.json.
+        runs: method -> seed -> run.
+    """
     lines = [mean_curve(method, by_seed) for method, by_seed in runs.items() if method != BASE]
     base = BASE if BASE in runs else None
     level = summary["methods"][base]["score"]["mean"] if base else None
@@ -41,24 +46,24 @@ def write_comparison(folder: Path, summary: Mapping[str, Any], runs: Mapping[str
 
 
 def mean_curve(name: str, by_seed: Mapping[int, Run]) -> Series:
-    """Mean over seeds at each evaluation, and the 95 % interval as its band where there are several seeds."""
+    """Return the mean over seeds at each evaluation, with its 95 % interval as the band if there are several seeds."""
     runs = [*by_seed.values()]
     length = min(len(run.scores) for run in runs)
-    found = [interval([run.scores[i] for run in runs]) for i in range(length)]
-    band = {key: [point[key] for point in found] for key in ("low", "high")} if len(runs) > 1 else {}
-    return Series(name=name, x=runs[0].samples[:length], y=[point["mean"] for point in found], **band)
+    points = [interval([run.scores[i] for run in runs]) for i in range(length)]
+    band = {key: [point[key] for point in points] for key in ("low", "high")} if len(runs) > 1 else {}
+    return Series(name=name, x=runs[0].samples[:length], y=[point["mean"] for point in points], **band)
 
 
 def picture(chart: Markup, lines: Sequence[Series], level: str | None) -> str:
-    """Return a chart as a file that needs no page around it: with its own colours, on white, its legend above it."""
+    """Return a chart as a standalone SVG file: with its own colours, a white background, and a legend above it."""
     entries = [(f"line {style}", name) for name, style in legend_entries(lines)] + ([("level", level)] if level else [])
     entry = max(ENTRY, *(CHAR * len(name) + 44 for _, name in entries))
     per_row = max(1, WIDTH // entry)
-    places = [(entry * (i % per_row) + 10, ROW * (i // per_row) + 14) for i in range(len(entries))]
+    positions = [(entry * (i % per_row) + 10, ROW * (i // per_row) + 14) for i in range(len(entries))]
     return render(
         "picture.svg",
         chart=chart,
-        entries=zip(places, entries, strict=True),
+        entries=zip(positions, entries, strict=True),
         dashes=DASHES,
         top=ROW * ceil(len(entries) / per_row),
         width=WIDTH,

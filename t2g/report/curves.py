@@ -1,4 +1,4 @@
-"""Line charts as inline SVG: numbers in, markup out. The page gives the classes s0..s7, good and poor their looks."""
+"""Line charts as inline SVG: numbers in, markup out. The page styles the classes s0..s7, good and poor."""
 
 import math
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ WIDTH, HEIGHT = 560, 300  # of the viewBox; the page scales it
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 46  # margins for tick labels and axis names; longer labels widen LEFT and RIGHT
 CHAR = 7  # width of a character of a label
 MAX_AXIS_CHARS = 34  # of an axis name
-MAX_POINTS = 400  # per line: more cannot be told apart, and a long run would make a heavy page
-MARKED_POINTS = 30  # a line with more points carries no markers
-DASHES = ("none", "8 4", "2 4", "10 3 2 3", "4 3", "12 5", "1 3", "6 2 1 2")  # by style
+MAX_POINTS = 400  # per line: more are indistinguishable, and a long run would make a large page
+MARKED_POINTS = 30  # a line with more points has no markers
+DASHES = ("none", "8 4", "2 4", "10 3 2 3", "4 3", "12 5", "1 3", "6 2 1 2")  # of the classes s0..s7
 
 Point = tuple[float, float]
 Item = TypeVar("Item")
@@ -23,10 +23,11 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One line; points whose x or y is not finite are left out.
+    """A line of a chart. Points whose x or y is not finite are left out.
 
-    low, high: of a band around it, one for each point, finite; no band where they are empty.
-    style: class of its colour, good or poor; by default its place among the lines decides.
+    Attributes:
+        low, high: Ends of a band around the line, finite, one for each point. Empty: no band.
+        style: Class of its colour, good or poor. Empty: s0..s7 by its index.
     """
 
     name: str
@@ -37,17 +38,18 @@ class Series:
     style: str = ""
 
     def outline(self) -> list[Point]:
-        """The band's corners: along its upper edge and back along its lower one; [] without a band."""
+        """Return the corners of the band, along the upper edge and back along the lower edge; [] without a band."""
         return [*zip(self.x, self.high, strict=False), *reversed([*zip(self.x, self.low, strict=False)])]
 
     def points(self) -> list[Point]:
-        both = zip(self.x, self.y, strict=True)
-        return thinned([(x, y) for x, y in both if math.isfinite(x) and math.isfinite(y)])
+        """Return the finite points, at most MAX_POINTS of them."""
+        points = zip(self.x, self.y, strict=True)
+        return thinned([(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)])
 
 
 def legend_entries(series: Sequence[Series]) -> list[tuple[str, str]]:
     """Return the name and the class of each line."""
-    return [(one.name, one.style or f"s{index % len(DASHES)}") for index, one in enumerate(series)]
+    return [(line.name, line.style or f"s{index % len(DASHES)}") for index, line in enumerate(series)]
 
 
 def line_chart(
@@ -58,9 +60,10 @@ def line_chart(
     level: float | None = None,
     y_range: Sequence[float] = (),
 ) -> Markup:
-    """Return an SVG element, "" without points.
+    """Return a chart as an SVG element, or "" without points.
 
-    It has axes, ticks, a line for each series and a dashed horizontal line at `level`. The y axis includes `y_range`.
+    The chart has axes, ticks, a line for each series and a dashed horizontal line at `level`. The y axis includes
+    `y_range`.
     """
     lines = [s.points() for s in series]
     xs = [x for points in lines for x, _ in points]
@@ -72,7 +75,7 @@ def line_chart(
     y_ticks = nice_ticks(min(ys), max(ys))
     x_low, x_high = min(xs), max(max(xs), min(xs) + x_ticks[1] - x_ticks[0])
     x_labels = [(x, text) for x, text in tick_labels(x_ticks) if x_low <= x <= x_high]
-    x_chars, y_chars = (max(len(text) for _, text in found) for found in (x_labels, tick_labels(y_ticks)))
+    x_chars, y_chars = (max(len(text) for _, text in labels) for labels in (x_labels, tick_labels(y_ticks)))
     left, right = max(LEFT, CHAR * y_chars + 26), max(RIGHT, CHAR * x_chars // 2)
 
     def at(x: float, y: float) -> Point:
@@ -80,8 +83,8 @@ def line_chart(
         up = (y - y_ticks[0]) / (y_ticks[-1] - y_ticks[0])
         return round(left + across * (WIDTH - left - right), 1), round(TOP + (1 - up) * (HEIGHT - TOP - BOTTOM), 1)
 
-    width = (WIDTH - left - right) * (x_ticks[1] - x_ticks[0]) / (x_high - x_low)  # between two ticks
-    every = math.ceil(CHAR * (x_chars + 1) / width)
+    tick_width = (WIDTH - left - right) * (x_ticks[1] - x_ticks[0]) / (x_high - x_low)
+    every = math.ceil(CHAR * (x_chars + 1) / tick_width)
     return render(
         "chart.svg",
         width=WIDTH,
@@ -96,21 +99,22 @@ def line_chart(
         lines=[
             {
                 "style": style,
-                "name": one.name,
+                "name": name,
                 "points": points,
-                "places": [at(*point) for point in points],
-                "band": [at(*point) for point in one.outline()],
+                "positions": [at(*point) for point in points],
+                "band": [at(*point) for point in line.outline()],
             }
-            for one, points, (_, style) in zip(series, lines, legend_entries(series), strict=True)
+            for line, points, (name, style) in zip(series, lines, legend_entries(series), strict=True)
         ],
         marked=MARKED_POINTS,
     )
 
 
 def nice_ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
-    """Return multiples of 1, 2 or 5 times a power of ten, about five of them, that enclose [low, high].
+    """Return about five multiples of 1, 2 or 5 times a power of ten that enclose [low, high].
 
-    whole: no fractions, for steps and counts.
+    Args:
+        whole: Without fractions, for steps and counts.
 
     >>> nice_ticks(0.13, 0.87), nice_ticks(1, 3, whole=True)
     ([0.0, 0.2, 0.4, 0.6, 0.8, 1.0], [1.0, 2.0, 3.0])
@@ -127,7 +131,7 @@ def nice_ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
 
 
 def tick_labels(ticks: Sequence[float]) -> list[tuple[float, str]]:
-    """Return the ticks with their texts, which have the digits that tell neighbours apart.
+    """Return the ticks with their texts, with as many digits as neighbours need to differ.
 
     >>> [text for _, text in tick_labels([0.25, 0.5])], [text for _, text in tick_labels([1e8, 1.01e8])]
     (['0.25', '0.50'], ['1.00e8', '1.01e8'])
@@ -142,8 +146,8 @@ def tick_labels(ticks: Sequence[float]) -> list[tuple[float, str]]:
     ]
 
 
-def thinned(points: Sequence[Item], most: int = MAX_POINTS) -> list[Item]:
-    """At most so many of them, evenly chosen, first and last kept."""
-    if len(points) <= most:
+def thinned(points: Sequence[Item], limit: int = MAX_POINTS) -> list[Item]:
+    """Return at most `limit` of the points, evenly spaced, including the first and the last."""
+    if len(points) <= limit:
         return [*points]
-    return [points[round(i * (len(points) - 1) / (most - 1))] for i in range(most)]
+    return [points[round(i * (len(points) - 1) / (limit - 1))] for i in range(limit)]

@@ -1,4 +1,4 @@
-"""README.md of an exported model: what it was made of and what was measured, as hubs of models show it."""
+"""Write the model card (README.md) of an exported model: its origin and its held-out metrics."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +12,12 @@ from t2g.runs.versions import collect_versions
 def write_model_card(
     model: Path, config: PolicyJob | SFTJob, base: Mapping[str, float] = {}, measured: Mapping[str, float] = {}
 ) -> None:
-    """Beside the weights in `model`; base, measured: held-out metrics before and after."""
+    """Write README.md into the model's folder.
+
+    Args:
+        base: Held-out metrics before training.
+        measured: Held-out metrics after training.
+    """
     job = (type(config).__doc__ or "").partition(":")[0]
     values = {"config": config, "job": job, "versions": collect_versions(), "base": base, "measured": measured}
     text = plain.get_template("model_card.md").render(values)

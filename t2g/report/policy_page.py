@@ -1,4 +1,4 @@
-"""What an evaluation of policies leaves: evaluation.json, .md and .html, and exports. Computes nothing itself."""
+"""Write the results of a policy evaluation: evaluation.json, .md and .html, and exports. Computes no figures."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from t2g.types import Prompt
 MD_FILE, EXPORTS = "evaluation.md", "exports"
 NUM_EXAMPLES = 6
 ONLY_TIES = "Every pair ties on every prompt: take harder prompts, or another rollout.temperature."
-PROBLEMS = {"empty": 1.0, "cut": 1.0, "repetition": 0.5}  # general measure -> from where on a response is shown for it
+PROBLEMS = {"empty": 1.0, "cut": 1.0, "repetition": 0.5}  # measure -> value from which a response counts as a problem
 
 
 def write_policy_evaluation(
@@ -30,9 +30,17 @@ def write_policy_evaluation(
     summary: Mapping[str, Any],
     judged: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """All files into `folder`; returns what evaluation.json holds.
+    """Write all files into `folder`.
 
-    answers, measured: policy -> by prompt. summary: of `policy_eval.summarise`; judged: of `pairwise.win_rates`.
+    Args:
+        about: What was evaluated, plain values.
+        answers: policy -> responses by prompt.
+        measured: policy -> measures by prompt.
+        summary: Result of `policy_eval.summarise`.
+        judged: Result of `pairwise.win_rates`.
+
+    Returns:
+        The content of evaluation.json.
     """
     names = [*summary["policies"]]
     measures = [*summary["policies"][names[0]]]
@@ -66,30 +74,30 @@ def write_policy_evaluation(
 
 
 def _examples(measured: Mapping[str, Columns], measure: str) -> list[int]:
-    """Places of the prompts on which the policies differ most."""
+    """Return the indices of the prompts on which the policies differ most."""
     values = np.hstack([columns[measure] for columns in measured.values()])  # [N, policies]
     return np.argsort(-np.ptp(values, axis=1), kind="stable")[:NUM_EXAMPLES].tolist()
 
 
 def _problems(answers: Mapping[str, Sequence[Answers]]) -> dict[str, Any]:
-    """Of each kind how many responses have it, and the first: [policy, place of the prompt, sample]."""
-    found: dict[str, list[tuple[str, int, int]]] = {kind: [] for kind in PROBLEMS}
-    for policy, rows in answers.items():
-        for place, row in enumerate(rows):
-            for index, response in enumerate(row.responses):
-                values = general_measures(response)
-                for kind, least in PROBLEMS.items():
-                    found[kind] += [(policy, place, index)] * (values[kind] >= least)
-    return {kind: {"count": len(at), "examples": at[:NUM_EXAMPLES]} for kind, at in found.items()}
+    """Return the number of responses with each problem, and examples: [policy, index of the prompt, sample]."""
+    values = {
+        (policy, row_index, sample): general_measures(response)
+        for policy, rows in answers.items()
+        for row_index, row in enumerate(rows)
+        for sample, response in enumerate(row.responses)
+    }
+    problems = {kind: [at for at, v in values.items() if v[kind] >= least] for kind, least in PROBLEMS.items()}
+    return {kind: {"count": len(at), "examples": at[:NUM_EXAMPLES]} for kind, at in problems.items()}
 
 
 def _markdown(result: Mapping[str, Any], measures: Sequence[str]) -> str:
-    def told(value: Mapping[str, float]) -> str:
+    def format_interval(value: Mapping[str, float]) -> str:
         return f"{number(value['value'])} ({number(value['low'])} to {number(value['high'])})"
 
-    policies = [[name, *map(told, of.values())] for name, of in result["policies"].items()]
+    policies = [[name, *map(format_interval, figures.values())] for name, figures in result["policies"].items()]
     pairs = [
-        [pair["policy"], pair["against"], pair["measure"], told(pair)]
+        [pair["policy"], pair["against"], pair["measure"], format_interval(pair)]
         + [figure(pair[key], ".4f") for key in ("p", "p_holm")]
         + [number(pair[key]) for key in ("wins", "ties", "losses", "resolvable")]
         for pair in result["pairs"]
@@ -100,7 +108,7 @@ def _markdown(result: Mapping[str, Any], measures: Sequence[str]) -> str:
 
 
 def _export(folder: Path, prompts: Sequence[Prompt], answers: Mapping[str, Sequence[Answers]]) -> None:
-    """The first responses of each policy as AlpacaEval's own tool reads them."""
+    """Write the first responses of each policy in the format of AlpacaEval."""
     folder.mkdir(exist_ok=True)
     for name, rows in answers.items():
         texts = zip(prompts, rows, strict=True)

@@ -1,4 +1,4 @@
-"""What an evaluation of a span reward model leaves: evaluation.json and evaluation.html. Computes nothing itself."""
+"""Write the results of a reward model evaluation: evaluation.json and evaluation.html. Computes no figures."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -23,9 +23,15 @@ def write_evaluation(
     judged: Sequence[reward_eval.JudgedRecord],
     seed: int,
 ) -> dict[str, Any]:
-    """Both files into `folder`; returns what evaluation.json holds.
+    """Write both files into `folder`.
 
-    about: whose evaluation this is, plain values. judged: of `records`, in their order. seed: of the resamples.
+    Args:
+        about: What was evaluated, plain values.
+        judged: `records`, judged, in the same order.
+        seed: Seed of the resamples.
+
+    Returns:
+        The content of evaluation.json.
     """
     errors = reward_eval.find_errors(judged)
     metrics = reward_eval.reward_metrics(judged)
@@ -36,7 +42,7 @@ def write_evaluation(
         "intervals": reward_eval.bootstrap_intervals(judged, seed=seed),
         "num_resamples": reward_eval.NUM_RESAMPLES,
         "token_confusion": reward_eval.token_confusion(judged),
-        "errors": {kind: _errors_json(found, records, judged) for kind, found in errors.items()},
+        "errors": {kind: _errors_json(of_kind, records, judged) for kind, of_kind in errors.items()},
         "versions": collect_versions(),
     }
     write_atomic(folder / JSON_FILE, json.dumps(result, indent=1).encode())
@@ -63,11 +69,11 @@ def _errors_json(
         {
             "prompt_id": records[index].prompt_id,
             "sample_index": records[index].sample_index,
-            "what": what,
+            "what": texts,
             "response": judged[index].response,
             "gold": asdict(judged[index].gold),
             "model": asdict(judged[index].feedback),
         }
-        for index, what in errors.examples
+        for index, texts in errors.examples
     ]
     return {"count": errors.count, "num_records": errors.num_records, "examples": examples}

@@ -1,9 +1,11 @@
-"""The report of a run folder of jobs.train_policy, finished or not, from the files that the run writes; and of several
-arms. Deliberately no numbers of its own.
+"""Write report.html of a run of jobs.train_policy, finished or not, or of several runs or arms.
+
+All figures come from the files of the run folder: nothing is computed here.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,8 +31,8 @@ MAX_EXAMPLES = 24
 MAX_ALARMS = 50
 MAX_TIMELINE = 12  # steps at which one prompt is shown
 MAX_CONFIG_CHARS = 40_000
-TOTALS = ("stages_and_arms_s", "wall_s")  # of the other entries of `timing`
-OVER_STEPS = (  # title, unit of the axis (a share has one from 0 to 1), metrics
+TOTALS = ("stages_and_arms_s", "wall_s")  # entries of `timing` that are sums of the other entries
+OVER_STEPS = (  # title, label of the y axis (0 to 1 for a share), metrics
     ("Mean token reward", "mean token reward", (m.TOKEN_REWARD,)),
     ("Labelled tokens", "share of tokens", ("tokens/poor_share", "tokens/good_share")),
     ("KL to the reference", "nats per sequence", (m.KL,)),
@@ -56,7 +58,7 @@ _ALARM = TypeAdapter(_Alarm)
 
 
 class _Summary(BaseModel):
-    """Of summary.json what `write_report` reads by name; the rest is figures."""
+    """The fields of summary.json that `write_report` reads by name. Other fields are shown as figures."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -68,24 +70,24 @@ class _Summary(BaseModel):
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """What the files of a run folder hold."""
+    """The content of a run folder."""
 
     steps: list[Step]
     summary: dict[str, Any]
     examples: list[Example]
-    alarms: list[tuple[str, str]]  # when, sentence
+    alarms: list[tuple[str, str]]  # step, message
     made: dict[str, str]
 
 
 def find_run(folder: Path) -> Path:
-    """Return the folder, or that of its smoke run where the run itself has not been started."""
+    """Return the folder, or the folder of its smoke run if the run itself has not started."""
     smoke = folder / "smoke"
     return smoke if (smoke / METRICS_FILE).exists() and not (folder / METRICS_FILE).exists() else folder
 
 
 def run_name(folder: Path) -> str:
-    """Return the name by the config of a run folder, else that of the folder; a smoke run is called so."""
-    match _settings(folder):
+    """Return the run's name from its config, or else the folder's name; a smoke run is marked as such."""
+    match _read_config(folder):
         case {"run": {"name": str(name), "smoke": bool(smoke)}}:
             return f"{name} (smoke run)" if smoke else name
     return folder.resolve().name
@@ -94,8 +96,10 @@ def run_name(folder: Path) -> str:
 def report_run(folder: Path) -> Path:
     """Write `folder`/report.html and return its path.
 
-    Without a summary.json (the run goes on) the figures at the top are those of the last step.
-    Raises UserError when the folder holds no finished step, or a file that no run wrote.
+    Without a summary.json (the run has not finished) the figures at the top are those of the last step.
+
+    Raises:
+        UserError: The folder has no finished step, or a file with invalid content.
     """
     run, path = _read_run(folder), folder / REPORT_FILE
     title, arms = f"Text2Grad: {run_name(folder)}", {"policy": run.steps}
@@ -106,35 +110,37 @@ def report_run(folder: Path) -> Path:
 
 
 def report_beside(folders: Sequence[Path]) -> Path:
-    """The same page of several runs, in the folder of the first: their curves in one picture, their figures and what
-    differs of their configs in a column each, their last responses to the same prompts.
+    """Write a page about several runs into the first run's folder, and return its path.
+
+    It has charts with a line for each run, a table of the figures and config values that differ, and the last responses
+    of each run to the same prompts.
     """
     short = [run_name(folder) for folder in folders]
     names = short if len(set(short)) == len(short) else [str(folder) for folder in folders]
     runs = [_read_run(folder) for folder in folders]
     latest = [{(s.split, s.prompt, s.sample_index): s for *_, s in run.examples} for run in runs]
-    shared = [key for key in latest[0] if all(key in found for found in latest)]
-    figures = [flatten(run.summary | {"config": _settings(folder)}) for run, folder in zip(runs, folders, strict=True)]
-    rows = {key: [found.get(key) for found in figures] for key in dict.fromkeys(k for found in figures for k in found)}
-    told = ("base.", "policy.")  # in the table of held-out results
+    shared = [key for key in latest[0] if all(key in samples for samples in latest)]
+    figures = [flatten(run.summary | {"config": _read_config(path)}) for run, path in zip(runs, folders, strict=True)]
+    rows = {key: [values.get(key) for values in figures] for key in dict.fromkeys(chain(*figures))}
+    in_results = ("base.", "policy.")  # prefixes of the figures that the table of held-out results shows
     path = folders[0] / BESIDE_FILE
     write_report(
         path,
         title=" and ".join(names),
         summary={},
         arms=dict(zip(names, (run.steps for run in runs), strict=True)),
-        examples=[[found[key] for found in latest] for key in sorted(shared, key=lambda key: key[0] != "eval")],
+        examples=[[samples[key] for samples in latest] for key in sorted(shared, key=lambda key: key[0] != "eval")],
         alarms=[(f"{name}, {when}", text) for name, run in zip(names, runs, strict=True) for when, text in run.alarms],
-        beside={key: row for key, row in rows.items() if row[1:] != row[:-1] and not key.startswith(told)},
+        beside={key: row for key, row in rows.items() if row[1:] != row[:-1] and not key.startswith(in_results)},
     )
     return path
 
 
-def _settings(folder: Path) -> Any:
+def _read_config(folder: Path) -> Any:
     try:
         return yaml.safe_load((folder / FILE_NAME).read_bytes()) if (folder / FILE_NAME).is_file() else None
     except yaml.YAMLError as error:
-        raise UserError(f"{folder / FILE_NAME} is no config as a run writes it ({error})") from error
+        raise UserError(f"{folder / FILE_NAME} is not the config of a run ({error})") from error
 
 
 def _read_run(folder: Path) -> _Run:
@@ -150,7 +156,7 @@ def _read_run(folder: Path) -> _Run:
         try:
             summary = _Summary.model_validate_json(path.read_bytes()).model_dump(exclude_unset=True)
         except ValidationError as error:
-            raise UserError(f"{path} is no summary as a run writes it ({format_first_error(error)})") from error
+            raise UserError(f"{path} is not the summary of a run ({format_first_error(error)})") from error
     return _Run(
         steps=steps,
         summary={"base": base} | summary,
@@ -161,20 +167,21 @@ def _read_run(folder: Path) -> _Run:
 
 
 def examples(path: Path) -> list[Example]:
-    """One for each sample of a prompt, by step. Prompts answered at two steps come first, among them held-out ones,
-    then the latest.
+    """Return the logged responses by prompt and sample index, each in the order of the steps.
+
+    Examples of two steps or more come first, among them those of held-out prompts, then those of the latest steps.
     """
-    found: dict[tuple[str, str, str, int], list[SampleRecord]] = {}
+    by_key: dict[tuple[str, str, str, int], list[SampleRecord]] = {}
     for sample in _read(path, _SAMPLE):
-        # Ids are unique in one data set only, and the held-out one is another.
-        responses = found.setdefault((sample.split, sample.prompt_id, sample.prompt, sample.sample_index), [])
+        # A prompt_id is unique within one data set; the held-out data set may have the same id.
+        responses = by_key.setdefault((sample.split, sample.prompt_id, sample.prompt, sample.sample_index), [])
         if not responses or sample.step > responses[-1].step:
             responses.append(sample)
-    return sorted(found.values(), key=lambda of: (len(of) == 1, of[-1].split != "eval", -of[-1].step))
+    return sorted(by_key.values(), key=lambda rs: (len(rs) == 1, rs[-1].split != "eval", -rs[-1].step))
 
 
 def how_made(folder: Path) -> dict[str, str]:
-    """The last command, when it was given, and the resolved config; what of them is there."""
+    """Return the last command, its date and the resolved config, each if there is such a file."""
     made = {}
     if (commands := folder / COMMANDS_FILE).is_file():
         last = commands.read_text(errors="replace").strip().rpartition("\n")[2]
@@ -185,12 +192,16 @@ def how_made(folder: Path) -> dict[str, str]:
 
 
 def _read(path: Path, schema: TypeAdapter[Any]) -> Iterator[Any]:
-    """The lines of a file that a RunLog wrote. UserError for one that it did not."""
+    """Yield the lines of a file that a RunLog wrote.
+
+    Raises:
+        UserError: A line is invalid.
+    """
     for number, record in read_records(path):
         try:
             yield schema.validate_python(record)
         except ValidationError as error:
-            raise UserError(f"{path}:{number} is no line as a run writes it ({format_first_error(error)})") from error
+            raise UserError(f"{path}:{number} is not a line of a run's log ({format_first_error(error)})") from error
 
 
 def write_report(
@@ -204,15 +215,21 @@ def write_report(
     alarms: Sequence[tuple[str, str]] = (),
     beside: Mapping[str, Sequence[Any]] | None = None,
 ) -> None:
-    """Write the report of one run or of several arms, replacing an older one at once.
+    """Write the report of one run or of several arms, atomically replacing an older one.
 
-    It opens with a typical example; the others stand below the charts.
-    summary: its plain values (no mappings, no yes or no) become the figures at the top. Read of it, where it has them:
-    `base`, held-out metrics of the policy before training, without `eval/`, beside those of an arm's step 0;
-    `reward_model`, name -> share; `timing`, stage -> seconds, those in TOTALS apart; `versions`. arms: name -> metrics
-    by step, as in metrics.jsonl. examples: see `examples`; made: see `how_made`; alarms: when, sentence. The first
-    chart is of the held-out metric that eval/score repeats. beside: the arms are runs of their own, whose examples are
-    a response of each, and in which this differs: name -> a value for each.
+    A typical example is at the top, other examples are below the charts. The first chart is of the held-out metric that
+    eval/score repeats.
+
+    Args:
+        summary: Its numbers and strings are the figures at the top. Also read, if present: `base`, held-out metrics
+            before training without the prefix `eval/`, which override those of step 0; `reward_model`, name -> share;
+            `timing`, name -> seconds; `versions`.
+        arms: name -> metrics by step, as in metrics.jsonl.
+        examples: See `examples`.
+        made: See `how_made`.
+        alarms: (step, message).
+        beside: Not None if the arms are runs with configs of their own: name -> the value of each run, of what differs.
+            An example then has one response of each run.
     """
     bases = [m.select_held_out(steps[0]).items() for steps in arms.values() if steps and not steps[0].get(m.STEP)]
     first = dict(item for item in next(iter(bases), ()) if beside is None or all(item in base for base in bases))
@@ -220,7 +237,7 @@ def write_report(
     parts = {name: value for name, value in timing.items() if name not in TOTALS}
     finals = {name: last_held_out(steps) for name, steps in arms.items()}
     metric, opening = headline(base, finals), typical_example(examples)
-    others = [example for example in examples if example is not opening]
+    further = [example for example in examples if example is not opening]
     render_page(
         path,
         "template.html",
@@ -233,16 +250,16 @@ def write_report(
         finals=finals,
         rows=metric_rows(base, finals, first=metric),
         charts=list(charts(arms, base, metric)),
-        examples=[of if beside is not None else ends(of) for of in others[:MAX_EXAMPLES]],
+        examples=[example if beside is not None else ends(example) for example in further[:MAX_EXAMPLES]],
         opening=opening if beside is not None else ends(opening),
         sides=["Before", "After"] if beside is None else [*arms],
         timeline=thinned(opening, MAX_TIMELINE) if beside is None else (),
-        strips=strips([one for of in examples for one in of]) if beside is None else [],
+        strips=strips([*chain(*examples)]) if beside is None else [],
         alarms=alarms[-MAX_ALARMS:],
         beside=beside,
         names=NAMES,
         levels=LEVELS,
-        num_left_out=max(0, len(others) - MAX_EXAMPLES),
+        num_left_out=max(0, len(further) - MAX_EXAMPLES),
         reward_model=summary.get("reward_model", {}),
         versions=summary.get("versions", {}),
         timing=parts,
@@ -252,29 +269,30 @@ def write_report(
 
 
 def typical_example(examples: Sequence[Example]) -> Example:
-    """Return the example whose change is the median one: good less poor spans of the last response against the first.
+    """Return the example with the median change from the first to the last response, in good less poor spans.
 
-    Held-out prompts come first, then others that were answered and judged twice; without any it is the first example.
+    It is chosen among the held-out prompts with two judged responses, else among all prompts with two judged responses.
+    Without such prompts it is the first example.
     """
-    judged = [of for of in examples if len(of) > 1 and all(one.feedback and one.feedback.usable for one in ends(of))]
-    pairs = [ends(of) for of in judged if of[-1].split == "eval" or judged[0][-1].split != "eval"]
+    judged = [e for e in examples if len(e) > 1 and all(s.feedback and s.feedback.usable for s in ends(e))]
+    pairs = [ends(e) for e in judged if e[-1].split == "eval" or judged[0][-1].split != "eval"]
     changes = [sum(s.label for s in b.feedback.spans) - sum(s.label for s in a.feedback.spans) for a, b in pairs]
     middle = sorted(range(len(changes)), key=changes.__getitem__)[len(changes) // 2 :][:1]
     return judged[middle[0]] if middle else next(iter(examples), ())
 
 
 def ends(example: Example) -> Example:
-    """Return the first response and the last one, where there are two."""
+    """Return the first and the last response of an example, or the only one."""
     return (example[0], example[-1])[: len(example)] if example else ()
 
 
 def charts(
     arms: Mapping[str, Sequence[Step]], base: Mapping[str, float], metric: str | None
 ) -> Iterator[tuple[str, Markup, str | None, list[tuple[str, str]]]]:
-    """Yield title, picture, name of the dashed line, and name and class of the others, for each chart with points.
+    """Yield title, SVG, name of the dashed line, and names and classes of the lines, for each chart with points.
 
-    The first is the held-out metric against samples, then what OVER_STEPS names against steps: a line for each arm, or
-    for each of several metrics of a single arm.
+    The first chart is the held-out metric against samples. The charts of OVER_STEPS follow, with a line for each arm,
+    or for each metric of a single arm.
     """
     if metric is not None:
         level = base.get(metric)
@@ -298,36 +316,37 @@ def charts(
 
 
 def series(name: str, steps: Sequence[Step], x: str, y: str, by_label: bool = False) -> Series:
-    """Return one arm's line; step 0 has no samples yet, and a step where x or y is null is no point.
+    """Return the line of an arm. Step 0 has no samples; a step whose x or y is null has no point.
 
-    by_label: a share of good tokens is green, one of poor tokens red.
+    Args:
+        by_label: A share of good tokens is green, a share of poor tokens red.
     """
     points = [(step.get(x, 0.0), step.get(y)) for step in steps]
-    found = [point for point in points if None not in point]
+    points = [point for point in points if None not in point]
     label = y.partition("/")[2].partition("_")[0]
     style = label if by_label and label in ("good", "poor") else ""
-    return Series(name=name, x=[a for a, _ in found], y=[b for _, b in found], style=style)
+    return Series(name=name, x=[a for a, _ in points], y=[b for _, b in points], style=style)
 
 
 def last_held_out(steps: Sequence[Step]) -> dict[str, float]:
-    """Held-out metrics of the last step that evaluated, without their prefix."""
-    return next((found for step in reversed(steps) if (found := m.select_held_out(step))), {})
+    """Return the held-out metrics of the last step with an evaluation, without their prefix."""
+    return next((metrics for step in reversed(steps) if (metrics := m.select_held_out(step))), {})
 
 
 def headline(base: Mapping[str, float], finals: Mapping[str, Mapping[str, float]]) -> str | None:
-    """The metric that `score` repeats, else `score`, else the first there is."""
-    known = [base, *finals.values()]
-    names = [name for values in known for name in values if name != "score"]
+    """Return the name of the metric that `score` repeats, else `score`, else the first metric."""
+    evaluations = [base, *finals.values()]
+    names = [name for values in evaluations for name in values if name != "score"]
     for name in names:
-        if all(values.get(name) == values["score"] for values in known if "score" in values):
+        if all(values.get(name) == values["score"] for values in evaluations if "score" in values):
             return name
-    return "score" if any("score" in values for values in known) else next(iter(names), None)
+    return "score" if any("score" in values for values in evaluations) else next(iter(names), None)
 
 
 def metric_rows(
     base: Mapping[str, float], finals: Mapping[str, Mapping[str, float]], *, first: str | None
 ) -> list[tuple[str, float | None, list[float | None]]]:
-    """(metric, base, one value per arm), `first` on top; `score` is left out where it only repeats `first`."""
+    """Return (metric, base, a value per arm), `first` on top; without `score` if it only repeats `first`."""
     names = dict.fromkeys([first] if first else [])
     names |= dict.fromkeys(name for values in (base, *finals.values()) for name in values)
     if first != "score":

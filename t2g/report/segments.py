@@ -1,4 +1,4 @@
-"""Cuts a text at the ends of its spans, so that overlapping and nested spans become plain neighbours for HTML."""
+"""Split a text at the ends of its spans, so that overlapping and nested spans become adjacent segments for HTML."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,18 +10,18 @@ from t2g.types import Span
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """A stretch of text that the same spans cover; joined in order, segments give the text back."""
+    """A part of a text that the same spans cover."""
 
     text: str
-    good: bool  # a good span covers it
+    good: bool  # covered by a good span
     poor: bool
-    opens: tuple[tuple[int, int], ...]  # (index, label) of the spans that begin here
+    opens: tuple[tuple[int, int], ...]  # (index, label) of the spans that begin with this segment
 
 
 def segments(text: str, spans: Sequence[Span]) -> list[Segment]:
-    """The text in order, cut where a span begins or ends.
+    """Split the text where a span begins or ends. The segments in order are the whole text.
 
-    Spans may overlap, nest, repeat or reach beyond the text (it may have been shortened); empty ones are left out.
+    Spans may overlap, nest, repeat or exceed the text, which may be shortened. Empty spans are ignored.
 
     >>> spans = [Span(start=0, end=3, label=1), Span(start=2, end=4, label=-1)]
     >>> [(s.text, s.good, s.poor) for s in segments("abcd", spans)]
@@ -39,13 +39,10 @@ def segments(text: str, spans: Sequence[Span]) -> list[Segment]:
 
 
 def printable(text: str) -> str:
-    """Replace each character that a page or a terminal would obey by a picture or U+FFFD: ranges stay right.
-
-    Tabs and line ends are kept.
-    """
-    return CONTROL.sub(lambda found: _picture(found[0]), text)
+    """Replace each control character except tabs and line ends by a symbol or U+FFFD. Character ranges stay valid."""
+    return CONTROL.sub(lambda match: _symbol(match[0]), text)
 
 
-def _picture(character: str) -> str:
+def _symbol(character: str) -> str:
     code = ord(character)
     return character if character in "\n\t" else chr(0x2400 + code) if code < 32 else "␡" if code == 0x7F else "\ufffd"

@@ -1,4 +1,4 @@
-"""The templates of this folder: no script, nothing fetched; each text is untrusted, so it is escaped and printable."""
+"""Render the templates of this folder. Pages have no scripts and load nothing; every text is untrusted and escaped."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ environment = Environment(
     loader=_loader, autoescape=True, undefined=StrictUndefined,
     finalize=lambda value: printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
 )  # fmt: skip
-plain = Environment(loader=_loader, autoescape=False, undefined=StrictUndefined)  # for texts that are no pages
+plain = Environment(loader=_loader, autoescape=False, undefined=StrictUndefined)  # for Markdown
 
 
 def render(template: str, **values: Any) -> Markup:
@@ -27,7 +27,7 @@ def render(template: str, **values: Any) -> Markup:
 
 
 def render_page(path: Path, template: str, **values: Any) -> None:
-    """Write the page that a template makes of `values`, replacing an older one at once."""
+    """Render a page and write it, atomically replacing an older one."""
     write_atomic(path, render(template, **values).encode(errors="replace"))  # a lone surrogate has no UTF-8
 
 
@@ -36,7 +36,8 @@ def is_figure(value: Any) -> bool:
 
 
 def number(value: Any) -> str:
-    """
+    """Format a number for a page; other values as str, None as a dash.
+
     >>> number(0.71234), number(38.42), number(12800), number(1.0), number(None), number("span")
     ('0.712', '38.4', '12,800', '1.000', '–', 'span')
     >>> number(975.0), number(975.5)
@@ -51,13 +52,13 @@ def number(value: Any) -> str:
     return f"{value:,.{decimals}f}"
 
 
-def shown(text: str, spans: Sequence[Span] = ()) -> list[Segment]:
-    """The first MAX_TEXT_CHARS characters, cut at the spans."""
+def split_text(text: str, spans: Sequence[Span] = ()) -> list[Segment]:
+    """Return the first MAX_TEXT_CHARS characters, split at the spans."""
     return segments(printable(text[:MAX_TEXT_CHARS]), spans)
 
 
 def phrases(feedback: SpanFeedback) -> list[Span]:
-    """What of the critique speaks of each span, so that both carry the same number; empty where nothing does."""
+    """Return the range of the critique about each span, empty if there is none, so that both get the same number."""
     ranges = [(s.critique_range or (0, 0), s.label) for s in feedback.spans]
     return [Span(start=start, end=end, label=label) for (start, end), label in ranges]
 
@@ -65,4 +66,4 @@ def phrases(feedback: SpanFeedback) -> list[Span]:
 environment.filters |= {"number": number, "seconds": format_duration}
 plain.filters["number"] = number
 environment.tests["figure"] = is_figure
-environment.globals |= {"shown": shown, "phrases": phrases, "max_chars": MAX_TEXT_CHARS}
+environment.globals |= {"split_text": split_text, "phrases": phrases, "max_chars": MAX_TEXT_CHARS}

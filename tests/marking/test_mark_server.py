@@ -140,5 +140,5 @@ def test_a_request_that_is_too_large_is_not_read(server: MarkServer) -> None:
 
 def test_only_this_machine_can_reach_it_and_a_taken_port_is_one_sentence(server: MarkServer, tmp_path: Path) -> None:
     assert server.server_address[0] == "127.0.0.1" and len(server.secret) >= 20
-    with pytest.raises(UserError, match="cannot be had"):
+    with pytest.raises(UserError, match="is not available"):
         MarkServer(server.marks, server.server_address[1])

@@ -99,9 +99,12 @@ def test_report_of_a_running_and_of_a_finished_run(tmp_path: Path, capsys: pytes
     ("files", "words"),
     [
         ({}, "metrics.jsonl holds no finished step"),
-        ({"metrics.jsonl": '{"step": 1}\n', "summary.json": "{"}, "summary.json is no summary"),
-        ({"metrics.jsonl": '{"step": 1}\n', "summary.json": "[]"}, "summary.json is no summary"),
-        ({"metrics.jsonl": '{"step": 1}\n', "samples.jsonl": '{"step": 1}\n'}, "samples.jsonl:1 is no line"),
+        ({"metrics.jsonl": '{"step": 1}\n', "summary.json": "{"}, "summary.json is not the summary of a run"),
+        ({"metrics.jsonl": '{"step": 1}\n', "summary.json": "[]"}, "summary.json is not the summary of a run"),
+        (
+            {"metrics.jsonl": '{"step": 1}\n', "samples.jsonl": '{"step": 1}\n'},
+            "samples.jsonl:1 is not a line of a run's log",
+        ),
         ({"metrics.jsonl": "x\ny\n"}, "metrics.jsonl:1 is no JSON object with a step"),
     ],
 )
@@ -207,7 +210,7 @@ def test_two_runs_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "What differs" not in page and "One prompt in each run" in page
     assert main([str(one), str(one)]) == 0 and (one / "report.html").exists(), "one run is not beside itself"
     (two / "config.yaml").write_text("{")
-    assert main([str(one), str(two)]) == 2 and "is no config as a run writes it" in capsys.readouterr().err
+    assert main([str(one), str(two)]) == 2 and "is not the config of a run" in capsys.readouterr().err
 
 
 def test_a_page_opens_with_the_typical_change_of_a_held_out_prompt(tmp_path: Path) -> None:
@@ -253,7 +256,7 @@ def test_alarms_of_a_run_stand_on_its_page(tmp_path: Path) -> None:
     write_lines(run / "alarms.jsonl", [{"step": 1, "alarm": "the KL is high"}])
     assert "<dt>step 1</dt><dd>the KL is high</dd>" in report_run(run).read_text()
     write_lines(run / "alarms.jsonl", [{"step": 1}])
-    with pytest.raises(UserError, match=r"alarms.jsonl:1 is no line"):
+    with pytest.raises(UserError, match=r"alarms.jsonl:1 is not a line"):
         report_run(run)
 
 
