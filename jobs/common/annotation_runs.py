@@ -84,7 +84,7 @@ def _check(prompts: Sequence[Prompt], task: Task, config: AnnotateJob, *, leave_
     options = config.annotate
     if options.source != "program":
         return list(prompts)
-    return check_references(prompts, task, options.sandbox, options.concurrency, config.run.folder, leave_out=leave_out)
+    return check_references(prompts, task, options.sandbox, config.run.folder, leave_out=leave_out)
 
 
 def annotate_samples(
@@ -176,8 +176,10 @@ def _at_once(options: AnnotateConfig) -> int:
         case "reward_model":
             return 2 * options.engine.workers.initial * options.engine.max_num_seqs
         case "program":
-            return options.concurrency
-    return 1
+            return options.sandbox.max_concurrent
+        case "human":
+            return 1
+    return options.concurrency
 
 
 async def attended(

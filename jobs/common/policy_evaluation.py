@@ -93,7 +93,7 @@ def measure_version(config: PolicyEvaluationJob, task: Task) -> str:
     modules = dict.fromkeys(filter(None, map(inspect.getmodule, type(task).__mro__[:-1])))
     source = [inspect.getsource(module) for module in modules], source_hash(config.task)
     encoder = config.bertscore and (model_version(config.bertscore, None), config.bertscore_layer)
-    return content_key(source, config.sandbox, encoder, collect_versions())
+    return content_key(source, config.sandbox.dump_limits(), encoder, collect_versions())
 
 
 def read_rows(path: Path, schema: type[Row]) -> dict[str, Row]:
@@ -113,8 +113,7 @@ class Evaluation:
         self.config, (self.task, records, self.prompts) = config, questions or read_questions(config)
         self._records = {prompt.prompt_id: record for prompt, record in zip(self.prompts, records, strict=True)}
         self.folder = begin_folder(config, RESPONSES)
-        at_once = config.concurrency
-        self.prompts = check_references(self.prompts, self.task, config.sandbox, at_once, self.folder, leave_out=False)
+        self.prompts = check_references(self.prompts, self.task, config.sandbox, self.folder, leave_out=False)
         servers = [*config.endpoints.values(), *config.judges.values()]
         self._askers = {llm: ChatClient(EndpointChat(llm), llm, config.timeout_s) for llm in servers}
         self._measure_version = measure_version(config, self.task)

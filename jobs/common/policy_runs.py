@@ -107,7 +107,7 @@ def run_references(config: PolicyJob, data: PolicyData) -> PolicyData:
     Raises:
         UserError: Too few prompts are left for a step.
     """
-    references = data.task, config.feedback.sandbox, config.feedback.concurrency, config.run.folder
+    references = data.task, config.feedback.sandbox, config.run.folder
     prompts = check_references(data.prompts, *references)
     select_prompts(num_prompts=len(prompts), per_step=config.rollout.prompts_per_step, step=1, seed=config.run.seed)
     eval_prompts = check_references(data.eval_prompts, *references)

@@ -283,7 +283,9 @@ class FeedbackConfig(Section):
         {}, description="field of t2g -> field of the human file, such as {critique: comment}"
     )
     sandbox: SandboxConfig = SandboxConfig()
-    concurrency: ResumeMutable[int] = Field(2, ge=1, description="sandboxes at once, in evaluation as well")
+    concurrency: ResumeMutable[int] = Field(
+        16, ge=1, description="calls of a feedback function at once; 1 for a function that keeps state"
+    )
     timeout_s: float = Field(
         120, gt=0, description="deadline of the feedback on one response, retries included. A reward model with "
         "engine.max_new_tokens above 256 has proportionally more",

@@ -124,7 +124,7 @@ async def compute_held_out_metrics(
     A task without one is scored by the feedback: good less poor spans by their number, -1 to 1 and 0 where there is
     none. A rate and no count, which would grow with the response. The first ones go into samples.jsonl with theirs.
     """
-    turn = asyncio.Semaphore(config.feedback.concurrency)
+    turn = asyncio.Semaphore(config.feedback.sandbox.max_concurrent)
     measurable = pairs if all(task.can_measure(prompt) for prompt, _ in pairs) else ()
     rows = await gather_all(measure(task, *pair, config.feedback.sandbox, turn) for pair in measurable)
     first = pairs[: config.log.num_samples]  # of the same prompts each time: the report's before and after

@@ -99,7 +99,7 @@ class Trainer:
         self.state = TrainerState(kl_coef=self.config.objective.kl_coef)
         self.history: list[dict[str, float]] = []
         self._finished: dict[int, list[Group]] = {}  # by the checkpoint
-        self._measuring = asyncio.Semaphore(self.config.feedback.concurrency)
+        self._measuring = asyncio.Semaphore(self.config.feedback.sandbox.max_concurrent)
         self._since = time.monotonic()
         self._busy_s = 0.0  # of the learner, in this step
         self._sealing: asyncio.Future[Path] | None = None

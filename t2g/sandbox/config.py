@@ -1,6 +1,7 @@
 """The limits of a sandbox. Imports pydantic only: the sandbox knows nothing of t2g."""
 
-from typing import Literal
+import os
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -22,6 +23,19 @@ class SandboxConfig(BaseModel):
         "patched by them, and can forge its verdict; auto: separate, or together for a record whose reference solution "
         "passes only there",
     )
+    # The mark of `t2g.config.field_marks.ResumeMutable`.
+    concurrency: Annotated[int | None, "can change on resume"] = Field(
+        None, ge=1, description="sandboxes at once, in evaluation as well; none: one for each core"
+    )
     require: tuple[Literal["processes", "files", "network"], ...] = Field(
         ("processes", "files", "network"), description="isolated from the machine's own, or nothing runs"
     )
+
+    @property
+    def max_concurrent(self) -> int:
+        """Return how many sandboxes run at once."""
+        return self.concurrency or len(os.sched_getaffinity(0))
+
+    def dump_limits(self) -> dict[str, Any]:
+        """Return the fields that can change a verdict."""
+        return self.model_dump(exclude={"concurrency"})

@@ -110,7 +110,7 @@ def _run(code: str, tests: str, limits: SandboxConfig, started: float, start_dea
     folder = tempfile.mkdtemp(prefix="t2g-sandbox-")
     cgroup = _make_cgroup(Path(folder).name, (limits.memory_mib + TESTS_MIB) * 2**20)
     try:
-        plan = limits.model_dump() | {"tests": mode, "cgroup": cgroup, "folder": folder, "visible": _VISIBLE}
+        plan = limits.dump_limits() | {"tests": mode, "cgroup": cgroup, "folder": folder, "visible": _VISIBLE}
         job = json.dumps({"code": code, "tests": tests}).encode()
         result = _run_plan(json.dumps(plan), job, limits, start_deadline)
     finally:

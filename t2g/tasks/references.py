@@ -33,7 +33,6 @@ def check_references(
     prompts: Sequence[Prompt],
     task: Task,
     sandbox: SandboxConfig,
-    concurrency: int,
     folder: Path,
     *,
     leave_out: bool = True,
@@ -41,7 +40,6 @@ def check_references(
     """Run each record's reference solution against its tests, and put the mode in which it passes into the payload.
 
     Args:
-        concurrency: Sandboxes at once.
         folder: Run folder, which keeps the modes. A resume runs no reference again, since a slow machine could decide
             otherwise and change the prompts of the run.
         leave_out: Whether records are left out whose reference passes in neither mode.
@@ -57,7 +55,7 @@ def check_references(
     missing = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in known}
     logger.info("running the reference solutions of up to %d records, for sandbox.tests=auto", len(missing))
     try:
-        with ThreadPoolExecutor(concurrency) as pool:
+        with ThreadPoolExecutor(sandbox.max_concurrent) as pool:
             found = list(pool.map(lambda prompt: task.reference_mode(prompt, sandbox=sandbox), missing.values()))
     except Refused as refused:
         raise UserError(str(refused)) from refused
@@ -85,5 +83,5 @@ def check_references(
 
 
 def _key(prompt: Prompt, task: Task, sandbox: SandboxConfig) -> str:
-    content = [task.name, prompt.payload, sandbox.model_dump()]
+    content = [task.name, prompt.payload, sandbox.dump_limits()]
     return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, default=str).encode())

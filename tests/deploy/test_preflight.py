@@ -24,7 +24,7 @@ def judge(prompt, response): return "", [], []
 def with_payload(prompt, response, payload): return "", [], []
 def of_one(response): return "", [], []
 def of_three(prompt, response, style): return "", [], []
-async def not_yet(prompt, response): return "", [], []
+async def asynchronous(prompt, response): return "", [], []
 class Caller:
     async def __call__(self, prompt, response): return "", [], []
 caller = Caller()
@@ -67,7 +67,7 @@ def all_of(found: Findings) -> list[str]:
 
 
 def test_a_run_that_can_start(model: Path, data: str) -> None:
-    for name in ("judge", "with_payload"):
+    for name in ("judge", "with_payload", "asynchronous", "caller"):
         assert all_of(preflight(policy(model, data, feedback=function(name)), ROOMY)) == []
 
 
@@ -79,14 +79,6 @@ def test_a_run_that_can_start(model: Path, data: str) -> None:
             "preflight_functions:of_one cannot be called with (prompt_text, response_text)",
         ),
         ({"feedback": function("of_three")}, "but is of_three(prompt, response, style)"),
-        (
-            {"feedback": function("not_yet")},
-            "preflight_functions:not_yet is an async function; it needs to be a plain one",
-        ),
-        (
-            {"feedback": function("caller")},
-            "preflight_functions:caller is an async function; it needs to be a plain one",
-        ),
         ({"feedback": function("table")}, "is a dict; it needs to be a function"),
         ({"feedback": function("nobody")}, "has no attribute 'nobody'"),
         ({"feedback": {"source": "program"}}, "task prompts has no program of its own"),
@@ -212,14 +204,14 @@ def test_all_records_are_read_before_a_start(model: Path, data: str, tmp_path: P
     assert first.startswith("eval_data record 2: ") and last == "1 more records are wrong" and len(found.wrong) == 4
 
 
-def test_wrong_records_are_reported_with_a_missing_model_and_an_async_function(tmp_path: Path) -> None:
+def test_wrong_records_are_reported_with_a_missing_model_and_a_function_of_another_signature(tmp_path: Path) -> None:
     path = write_records(tmp_path / "wrong.jsonl", {"prompt": "Why?"}, {"text": "b"})
-    job = policy("/no/model", path, feedback=function("not_yet"))
+    job = policy("/no/model", path, feedback=function("of_three"))
     found = preflight(job, ROOMY)
     assert read_inputs(found, job, lengths) is None
     assert found.missing == ["model.policy=/no/model: there is no folder of that name"]
-    asynchronous, record = found.wrong
-    assert "not_yet is an async function" in asynchronous and record.startswith("data record 2: ")
+    signature, record = found.wrong
+    assert "of_three(prompt, response, style)" in signature and record.startswith("data record 2: ")
     with pytest.raises(UserError, match=r"^3 problems:\n- feedback.source=.*\n- data record 2: .*\n- model.policy="):
         found.refuse()
 

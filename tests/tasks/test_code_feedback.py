@@ -131,7 +131,8 @@ def test_without_a_critique() -> None:
 )
 def test_programs_that_do_not_come_to_an_end(code: str, reason: str, words: str, poor: str | None) -> None:
     """No way to fail is without a poor span: else leaving would be worth more than being wrong."""
-    judgement = judged(code, limits=LIMITS.model_copy(update={"timeout_s": 0.5}))
+    timeout_s = 0.5 if reason == "timeout" else LIMITS.timeout_s
+    judgement = judged(code, limits=LIMITS.model_copy(update={"timeout_s": timeout_s}))
     assert judgement["execution"]["reason"] == reason
     assert words in judgement["critique"]
     blamed = [code[span.start : span.end] for span in judgement["poor"]]

@@ -34,7 +34,7 @@ def test_the_reference_decides_the_mode_and_a_wrong_one_is_left_out(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     bare = Prompt(prompt_id="bare", prompt_text="p", task="code", payload={"test": "def test():\n    pass\n"})
-    kept = check_references([*map(prompt, RECORDS), bare], TASK, LIMITS, 2, tmp_path)
+    kept = check_references([*map(prompt, RECORDS), bare], TASK, LIMITS, tmp_path)
     assert {p.prompt_id: p.payload.get("tests_mode") for p in kept} == {
         "plain": "separate", "patched": "together", "bare": None,
     }  # fmt: skip
@@ -48,14 +48,14 @@ def test_the_reference_decides_the_mode_and_a_wrong_one_is_left_out(
 
 def test_nothing_left_is_an_error_and_other_modes_ask_no_reference(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nothing is left; the first is record wrong"):
-        check_references([prompt("wrong")], TASK, LIMITS, 1, tmp_path)
+        check_references([prompt("wrong")], TASK, LIMITS, tmp_path)
     assert [
-        p.payload["tests_mode"] for p in check_references([prompt("wrong")], TASK, LIMITS, 1, tmp_path, leave_out=False)
+        p.payload["tests_mode"] for p in check_references([prompt("wrong")], TASK, LIMITS, tmp_path, leave_out=False)
     ] == ["neither"]
     separate = LIMITS.model_copy(update={"tests": "separate"})
-    assert "tests_mode" not in check_references([prompt("wrong")], TASK, separate, 1, tmp_path)[0].payload
+    assert "tests_mode" not in check_references([prompt("wrong")], TASK, separate, tmp_path)[0].payload
     planted = get_task("tiny_code")  # its references have faults on purpose
-    assert "tests_mode" not in check_references([prompt("wrong")], planted, LIMITS, 1, tmp_path)[0].payload
+    assert "tests_mode" not in check_references([prompt("wrong")], planted, LIMITS, tmp_path)[0].payload
 
 
 def test_a_machine_that_cannot_isolate_is_an_error_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_machine_that_cannot_isolate_is_an_error_of_the_user(monkeypatch: pyte
 
     monkeypatch.setattr(type(TASK), "reference_mode", refuse)
     with pytest.raises(UserError, match="network cannot be isolated"):
-        check_references([prompt("plain")], TASK, LIMITS, 1, tmp_path)
+        check_references([prompt("plain")], TASK, LIMITS, tmp_path)
 
 
 def test_a_record_that_names_a_mode_cannot_overrule_the_config() -> None:
@@ -77,7 +77,7 @@ def test_a_record_that_names_a_mode_cannot_overrule_the_config() -> None:
 
 def test_a_resume_takes_the_modes_of_the_first_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     records = [prompt("plain"), prompt("patched")]
-    first = [p.payload for p in check_references(records, TASK, LIMITS, 2, tmp_path)]
+    first = [p.payload for p in check_references(records, TASK, LIMITS, tmp_path)]
     ran: list[str] = []
 
     def time_out(prompt: Prompt, **_: object) -> str:
@@ -85,7 +85,7 @@ def test_a_resume_takes_the_modes_of_the_first_start(monkeypatch: pytest.MonkeyP
         return "neither"
 
     monkeypatch.setattr(TASK, "reference_mode", time_out)
-    assert [p.payload for p in check_references(records, TASK, LIMITS, 2, tmp_path)] == first and ran == []
+    assert [p.payload for p in check_references(records, TASK, LIMITS, tmp_path)] == first and ran == []
     changed = [prompt("plain"), prompt("patched", imports="import os")]
-    assert [p.prompt_id for p in check_references(changed, TASK, LIMITS, 2, tmp_path)] == ["plain"]
+    assert [p.prompt_id for p in check_references(changed, TASK, LIMITS, tmp_path)] == ["plain"]
     assert ran == ["patched"], "a changed record is run again"

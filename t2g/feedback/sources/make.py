@@ -34,7 +34,7 @@ def make_local_source(
             function = task.make_feedback_function(style=config.style, sandbox=config.sandbox)
             if function is None:
                 raise UserError(f"task {task.name} has no program of its own; name one as pkg.mod:function")
-            return ProgramFeedback(function, timeout_s=config.timeout_s, parallel=config.concurrency)
+            return ProgramFeedback(function, timeout_s=config.timeout_s, concurrency=config.sandbox.max_concurrent)
     assert config.source != "reward_model", "the reward model is served by actors.engines.reward"
     log = folder / "feedback.log" if folder else None
-    return ProgramFeedback(config.source, timeout_s=config.timeout_s, log=log)
+    return ProgramFeedback(config.source, timeout_s=config.timeout_s, concurrency=config.concurrency, log=log)

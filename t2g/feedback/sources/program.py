@@ -3,11 +3,15 @@
 import asyncio
 import importlib
 import inspect
+import math
 import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from t2g.errors import MissingLocally, RunStopped, UserError
 from t2g.feedback.parse import make_failed_feedback, read_judgement
@@ -25,20 +29,21 @@ class ProgramFeedback(FeedbackSource):
 
     The function maps prompt text and response to (critique, good pieces, poor pieces), or to a dict with those keys and
     optionally `execution`; for pieces see `t2g.feedback.parse.parse_piece`. An exception is failed feedback with a
-    reason. A call that exceeds `timeout_s` keeps its thread, and the next call runs beside it.
+    reason. Each call of a plain function has a thread of its own, which a call that exceeds `timeout_s` keeps. An async
+    function runs on one event loop in a thread of its own, so that blocking code in it does not block the driver.
     """
 
     name = "program"
 
     def __init__(
-        self, function: FeedbackFunction | str, *, timeout_s: float = 120, parallel: int = 1, log: Path | None = None
+        self, function: FeedbackFunction | str, *, timeout_s: float = 120, concurrency: int = 1, log: Path | None = None
     ) -> None:
         """Load the function.
 
         Args:
             function: The function or its import path. It is called as `function(prompt_text, response_text)`, with
                 `payload=` where it has such a parameter.
-            parallel: Concurrent calls; 1 for a function that may keep state.
+            concurrency: Most calls at once; 1 for a function that keeps state.
             log: File for the first traceback of each kind; its folder is created if needed.
 
         Raises:
@@ -49,18 +54,25 @@ class ProgramFeedback(FeedbackSource):
         self._timeout_s = timeout_s
         self._wants_payload = _wants_payload(self._function)
         self._failures, self._log, self._kinds = FailureLog(), log, set[str]()
-        self._num_timeouts = 0  # since the last answer
-        self._turn = PerLoop(lambda: asyncio.Semaphore(parallel))
+        self._num_timeouts, self._timed_out_at = 0, -math.inf  # since the last answer; when the last one was counted
+        self._calls = PerLoop(lambda: asyncio.Semaphore(concurrency))
+        self._loop = start_event_loop() if _is_async(self._function) else None
 
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
-        """Raises RunStopped after MAX_TIMEOUTS calls in a row that gave no answer: each costs the step `timeout_s`."""
-        async with self._turn.get():
+        """Return the feedback on one response.
+
+        Raises:
+            RunStopped: MAX_TIMEOUTS calls in a row, begun one after the other, exceeded `timeout_s`.
+        """
+        async with self._calls.get():
             self._refuse_hung()
+            started = time.monotonic()
             try:
-                feedback = await _in_thread(self._timeout_s, lambda: self._answer(prompt, response_text))
+                feedback = await asyncio.wait_for(self._start_call(prompt, response_text), self._timeout_s)
                 self._num_timeouts = 0
             except TimeoutError:
-                self._num_timeouts += 1
+                if started >= self._timed_out_at:  # concurrent calls that time out together count once
+                    self._num_timeouts, self._timed_out_at = self._num_timeouts + 1, time.monotonic()
                 feedback = self._failed(f"gave no answer within feedback.timeout_s={self._timeout_s:g}")
         if feedback.status == "failed":
             kind = feedback.reason.partition(":")[0]
@@ -68,18 +80,36 @@ class ProgramFeedback(FeedbackSource):
             self._refuse_hung()
         return feedback
 
-    def _answer(self, prompt: Prompt, response_text: str) -> SpanFeedback:
-        """Raises nothing. All of the function's code runs here, that of its iterators and representations as well."""
+    def _start_call(self, prompt: Prompt, response_text: str) -> Awaitable[SpanFeedback]:
+        """Start a call in its thread or on the event loop, where all code of the function runs, its iterators too."""
         keywords = {"payload": prompt.payload} if self._wants_payload else {}
-        try:
-            answer = self._function(prompt.prompt_text, response_text, **keywords)
+        call = partial(self._function, prompt.prompt_text, response_text, **keywords)
+
+        def answer() -> SpanFeedback:
             try:
-                return read_judgement(answer, response_text, source=self.name, version=self._path)
-            except ValueError as error:
-                return self._failed(f"returned rubbish: {_whole(str(error))}")
-        except BaseException as error:  # noqa: BLE001 a function that calls sys.exit must not end the run either
-            words = traceback.format_exception_only(error)[-1].strip()  # an error's own __str__ may raise, too
-            return self._failed(f"raised {_whole(words)}{self._noted(error)}")
+                return self._read(call(), response_text)
+            except BaseException as error:  # noqa: BLE001 a function that calls sys.exit must not end the run either
+                return self._make_raised_feedback(error)
+
+        async def answer_async() -> SpanFeedback:
+            try:
+                return self._read(await call(), response_text)
+            except BaseException as error:  # noqa: BLE001 as above
+                return self._make_raised_feedback(error)
+
+        if self._loop is None:
+            return run_in_thread(answer)
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answer_async(), self._loop))
+
+    def _read(self, answer: Any, response_text: str) -> SpanFeedback:
+        try:
+            return read_judgement(answer, response_text, source=self.name, version=self._path)
+        except ValueError as error:
+            return self._failed(f"returned rubbish: {_whole(str(error))}")
+
+    def _make_raised_feedback(self, error: BaseException) -> SpanFeedback:
+        message = traceback.format_exception_only(error)[-1].strip()  # an error's own __str__ may raise, too
+        return self._failed(f"raised {_whole(message)}{self._noted(error)}")
 
     def _noted(self, error: BaseException) -> str:
         """Where the traceback is, of the first error of its kind."""
@@ -118,8 +148,6 @@ def load_function(import_path: str) -> FeedbackFunction:
         raise kind(f"feedback.source={import_path} cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(function):
         raise UserError(f"feedback.source={import_path} is a {type(function).__name__}; it needs to be a function")
-    if any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
-        raise UserError(f"feedback.source={import_path} is an async function; it needs to be a plain one (def)")
     try:
         inspect.signature(function).bind("prompt", "response", **({"payload": {}} if _wants_payload(function) else {}))
     except TypeError as error:
@@ -135,6 +163,10 @@ def _wants_payload(function: FeedbackFunction) -> bool:
     return any(p.name == "payload" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
+def _is_async(function: FeedbackFunction) -> bool:
+    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+
+
 def _whole(words: str) -> str:
     """At most MAX_WORDS characters, not cut within a word."""
     return words if len(words) <= MAX_WORDS else f"{words[:MAX_WORDS].rpartition(' ')[0] or words[:MAX_WORDS]} …"
@@ -146,12 +178,16 @@ def _path_of(function: FeedbackFunction) -> str:
     return f"{getattr(function, '__module__', '?')}:{name.partition('.<locals>')[0]}"
 
 
-async def _in_thread(timeout_s: float, call: Callable[[], SpanFeedback]) -> SpanFeedback:
-    """The call's result from a daemon thread: one that hangs is left behind and cannot keep the process alive.
-
-    Raises TimeoutError; the call raises nothing.
-    """
+def run_in_thread(call: Callable[[], SpanFeedback]) -> Awaitable[SpanFeedback]:
+    """Start `call`, which must not raise, in a daemon thread: one that hangs cannot keep the process alive."""
     result: Future[SpanFeedback] = Future()
-    result.set_running_or_notify_cancel()  # else the thread of a call left behind could not set it
+    result.set_running_or_notify_cancel()  # else the thread of an abandoned call could not set it
     threading.Thread(target=lambda: result.set_result(call()), name="feedback function", daemon=True).start()
-    return await asyncio.wait_for(asyncio.wrap_future(result), timeout_s)
+    return asyncio.wrap_future(result)
+
+
+def start_event_loop() -> asyncio.AbstractEventLoop:
+    """Start an event loop in a daemon thread, for as long as the process lives."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="async feedback function", daemon=True).start()
+    return loop

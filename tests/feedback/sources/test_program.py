@@ -225,18 +225,84 @@ def test_calls_come_one_at_a_time_and_their_time_counts_from_their_turn() -> Non
     assert {answer.critique for answer in asyncio.run(many())} == {"1"}  # in another loop too
 
 
-def test_a_task_s_own_function_may_run_in_parallel() -> None:
-    meeting = threading.Barrier(3)
+DEFAULT = FeedbackConfig(source=f"{__name__}:plain").concurrency
+BARRIER, ASYNC_BARRIER = threading.Barrier(DEFAULT), asyncio.Barrier(DEFAULT)
 
-    def feedback_function(prompt: str, response: str) -> Any:
-        meeting.wait(5)  # answers only when three are inside
-        return "met", [], []
+
+def waits_for_others(prompt: str, response: str) -> Any:
+    BARRIER.wait(10)  # passes only when all calls are inside
+    return "passed", [], []
+
+
+async def async_waits_for_others(prompt: str, response: str) -> Any:
+    async with asyncio.timeout(10):
+        await ASYNC_BARRIER.wait()
+    return "passed", [], []
+
+
+@pytest.mark.parametrize("name", ["waits_for_others", "async_waits_for_others"])
+def test_as_many_calls_run_at_once_as_the_config_says(name: str) -> None:
+    source = make_local_source(FeedbackConfig(source=f"{__name__}:{name}", timeout_s=20), PromptsTask())
 
     async def many() -> list[SpanFeedback]:
-        parallel = ProgramFeedback(feedback_function, timeout_s=10, parallel=3)
-        return await asyncio.gather(*(parallel.judge(PROMPT, "x") for _ in range(6)))
+        return await asyncio.gather(*(source.judge(PROMPT, "x") for _ in range(2 * DEFAULT)))
 
-    assert [feedback.critique for feedback in asyncio.run(many())] == ["met"] * 6
+    assert [feedback.critique for feedback in asyncio.run(many())] == ["passed"] * 2 * DEFAULT
+
+
+LOOPS: list[asyncio.AbstractEventLoop] = []
+RELEASE = threading.Event()
+
+
+async def async_with_payload(prompt: str, response: str, *, payload: dict[str, Any]) -> dict[str, Any]:
+    LOOPS.append(asyncio.get_running_loop())
+    await asyncio.sleep(0)
+    return {"critique": "", "good": [payload["fact"]], "poor": []}
+
+
+async def blocking(prompt: str, response: str) -> Any:
+    return str(RELEASE.wait(10)), [], []
+
+
+async def async_raising(prompt: str, response: str) -> None:
+    raise asyncio.CancelledError if response == "cancel" else KeyError("facts")
+
+
+async def async_hanging(prompt: str, response: str) -> None:
+    await asyncio.Event().wait()
+
+
+def test_async_calls_share_one_loop_across_loops_of_the_driver() -> None:
+    program = source("async_with_payload")
+    assert [[(s.start, s.end) for s in judge(program).spans] for _ in range(2)] == [[(2, 7)]] * 2
+    assert LOOPS[0] is LOOPS[1]
+
+
+def test_blocking_code_in_an_async_function_does_not_block_the_driver() -> None:
+    async def driver() -> SpanFeedback:
+        judgement = asyncio.ensure_future(source("blocking").judge(PROMPT, "x"))
+        await asyncio.sleep(0.05)
+        RELEASE.set()  # by the driver's loop, while the function blocks
+        return await judgement
+
+    assert asyncio.run(driver()).critique == "True"
+
+
+@pytest.mark.parametrize(("response", "kind"), [("x", "KeyError"), ("cancel", "CancelledError")])
+def test_an_async_function_that_raises_is_failed_feedback(response: str, kind: str) -> None:
+    feedback = judge(source("async_raising"), response)
+    assert feedback.status == "failed" and kind in feedback.reason
+
+
+def test_concurrent_timeouts_count_once_and_three_rounds_stop_the_run() -> None:
+    program = ProgramFeedback(async_hanging, timeout_s=0.05, concurrency=8)
+
+    async def step(calls: int) -> list[SpanFeedback]:
+        return await asyncio.gather(*(program.judge(PROMPT, "x") for _ in range(calls)))
+
+    assert {feedback.status for feedback in asyncio.run(step(8))} == {"failed"}
+    with pytest.raises(RunStopped, match="3 times in a row"):
+        asyncio.run(step(64))
 
 
 @pytest.mark.parametrize(
