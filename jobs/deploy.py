@@ -42,8 +42,8 @@ def submit(arguments: argparse.Namespace) -> int:
     config = read_config(arguments.stage, arguments.config, arguments.overrides, root)
     refuse_wrong(preflight(config))
     job = submission(arguments.stage, config, uploaded_path(arguments.config, root), arguments.overrides)
-    with JobServer.at(arguments.address) as server:
-        for job_id in server.living(config.run.name):
+    with JobServer.connect(arguments.address) as server:
+        for job_id in server.running_attempts(config.run.name):
             raise UserError(f"run {config.run.name} goes on as job {job_id}: stop it first, or take another run.name")
         job_id = server.submit(job, root)
         print(f"job {job_id}: submitted; its run folder is {config.run.folder}", flush=True)
@@ -72,8 +72,8 @@ def stop(arguments: argparse.Namespace) -> int:
     """Tell a run on a cluster to stop, and wait for its checkpoint."""
     from actors.cluster.job_server import JobServer
 
-    with JobServer.at(arguments.address) as server:
-        living = server.living(arguments.run)
+    with JobServer.connect(arguments.address) as server:
+        living = server.running_attempts(arguments.run)
         if not living:
             raise UserError(f"--run: no job of run {arguments.run} is alive on this cluster")
         for job_id, wait_s in living.items():
@@ -90,7 +90,7 @@ def doctor(arguments: argparse.Namespace) -> int:
         return _doctor_as_job(arguments)
     import ray
 
-    from actors.cluster.nodes import find_unreachable, look_at_nodes, pending_groups
+    from actors.cluster.nodes import find_unreachable, inspect_nodes, pending_groups
     from actors.cluster.placement import connect
 
     config = load(PolicyJob, arguments.config, arguments.overrides) if arguments.config else None
@@ -98,7 +98,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     require = config.feedback.sandbox.require if config and config.task == "code" else ()
     connect(ClusterConfig(address=address), {})
     try:
-        nodes = look_at_nodes(shared, require, timeout_s=LOOK_TIMEOUT_S)
+        nodes = inspect_nodes(shared, require, timeout_s=LOOK_TIMEOUT_S)
         where = config.roles() if config else {}
         found = findings(
             nodes, pending_groups(), where, shared, find_unreachable(where, timeout_s=LOOK_TIMEOUT_S) if config else ()
@@ -119,7 +119,7 @@ def _doctor_as_job(arguments: argparse.Namespace) -> int:
     if arguments.config:
         given += ["--config", str(uploaded_path(arguments.config, root))]
     job = Submission(name="doctor", arguments=("jobs.deploy", *given, *arguments.overrides))
-    with JobServer.at(arguments.address) as server:
+    with JobServer.connect(arguments.address) as server:
         return server.follow(server.submit(job, root), job.stop_wait_s)
 
 

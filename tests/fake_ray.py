@@ -123,10 +123,10 @@ class FakeRay:
         """Of Ray, for fleets and their members."""
         places = SimpleNamespace(
             reserve=lambda roles, timeout_s: [object() for c in roles.values() for _ in range(c.num_processes)],
-            ask=lambda config: object(),
+            request_placement=lambda config: object(),
             is_ready=lambda place: True,
             actor_options=lambda config, place: {},
-            wish=placement.wish,
+            describe_requirements=placement.describe_requirements,
         )
         for module in (fleet_module, member_module):
             monkeypatch.setattr(module, "placement", places)

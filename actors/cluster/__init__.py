@@ -1,4 +1,4 @@
-"""What every other room needs of Ray: connection, places, calls with deadlines, the job server, a look at the nodes.
+"""Ray for the other packages: connection, placement, calls with deadlines, the job server, checks of the nodes.
 
-Imports no other room of actors.
+Imports no other package of actors.
 """

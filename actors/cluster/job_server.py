@@ -1,4 +1,4 @@
-"""Ray's job server as `jobs.deploy` uses it: submit, follow, stop. Each request has a deadline."""
+"""A client of Ray's job server for `jobs.deploy`: submit, follow, stop. Each request has a deadline."""
 
 import asyncio
 import contextlib
@@ -19,28 +19,32 @@ from t2g.deploy.submission import Submission, files_to_upload, is_attempt, refus
 from t2g.errors import RunStopped, UserError
 
 REQUEST_TIMEOUT_S = 60.0  # one request; an upload of 50 MiB needs 7 Mbit/s
-END_TIMEOUT_S = 30.0  # from the end of a job's log, or of the time that it had to stop, to the end of the job
+END_TIMEOUT_S = 30.0  # from the end of a job's log, or of its time to stop, to the end of the job
 POLL_S = 0.5
 
 
 class Client(JobSubmissionClient):
     def _do_request(self, *args: Any, **options: Any) -> Any:
-        return super()._do_request(*args, **{"timeout": REQUEST_TIMEOUT_S, **options})  # Ray's own waits for ever
+        return super()._do_request(*args, **{"timeout": REQUEST_TIMEOUT_S, **options})  # Ray's own has no timeout
 
 
 class JobServer:
     """The jobs of one cluster."""
 
     def __init__(self, client: Any, *, end_timeout_s: float = END_TIMEOUT_S) -> None:
-        """client: a JobSubmissionClient."""
+        """`client` is a JobSubmissionClient."""
         self._client, self._end_timeout_s = client, end_timeout_s
-        self._printed = 0  # characters of the log that is followed
+        self._printed = 0  # printed characters of the followed log
 
     @classmethod
     @contextmanager
-    def at(cls, address: str | None) -> Iterator[Self]:
-        """The one at `address`; None: of RAY_ADDRESS, else of this machine. UserError when it cannot be spoken to."""
-        if address is not None:  # Ray would prefer these to its arguments
+    def connect(cls, address: str | None) -> Iterator[Self]:
+        """Connect to the job server at `address`, or if None at RAY_ADDRESS, or else on this machine.
+
+        Raises:
+            UserError: The server does not answer, or refuses the request.
+        """
+        if address is not None:  # Ray prefers these variables to its arguments
             for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):
                 os.environ.pop(name, None)
         try:
@@ -55,11 +59,11 @@ class JobServer:
         except (ConnectionError, requests.exceptions.RequestException) as error:
             where = address or "RAY_ADDRESS or on this machine"
             raise UserError(f"no Ray job server answers at {where} ({type(error).__name__}); see --address") from None
-        except RuntimeError as error:  # what Ray's client makes of an answer other than 200
+        except RuntimeError as error:  # Ray's client raises it for an answer other than 200
             raise UserError(f"the job server of the cluster: {' '.join(str(error).split())}") from None
 
     def submit(self, job: Submission, root: Path) -> str:
-        """Upload the code under `root` and start the job; returns its id. UserError for an upload that is too large."""
+        """Upload the code under `root`, start the job, return its id. Raises UserError for a too large upload."""
         files = files_to_upload(root)
         refuse_large(root, files)
         taken = {known.submission_id for known in self._client.list_jobs()}
@@ -73,8 +77,8 @@ class JobServer:
                 metadata=dict(job.metadata),
             )
 
-    def living(self, run_name: str) -> dict[str, float]:
-        """Attempts at a run that have not ended: id -> seconds that it may need to stop."""
+    def running_attempts(self, run_name: str) -> dict[str, float]:
+        """Return the attempts at a run that have not ended: id -> seconds that the job may need to stop."""
         jobs = [job for job in self._client.list_jobs() if job.submission_id and not job.status.is_terminal()]
         return {
             job.submission_id: stop_wait_s(job.metadata)
@@ -83,45 +87,49 @@ class JobServer:
         }
 
     def stop(self, job_id: str, wait_s: float) -> str:
-        """SIGTERM to the job's driver; its status once it has ended. RunStopped when that takes longer than wait_s."""
+        """Send SIGTERM to the job's driver; return its final status.
+
+        Raises:
+            RunStopped: The job does not end within wait_s.
+        """
         self._client.stop_job(job_id)
         return str(self._wait_for_end(job_id, wait_s + self._end_timeout_s).status)
 
     def follow(self, job_id: str, wait_s: float) -> int:
-        """Print the job's log until it ends; its exit code, 130 for a job that was stopped.
+        """Print the job's log until it ends; return its exit code, 130 for a job that was stopped.
 
-        Ctrl-C stops the job and waits for its end, at most `wait_s`; a second Ctrl-C leaves it to that.
+        Ctrl-C stops the job and waits for its end, at most `wait_s`. A second Ctrl-C ends the waiting.
         """
         try:
             asyncio.run(self._print_log(job_id))
         except KeyboardInterrupt:
             print(f"stopping job {job_id}: it has {wait_s:.0f} s to leave a checkpoint", flush=True)
             self._client.stop_job(job_id)
-            patience_s = wait_s + self._end_timeout_s
+            timeout_s = wait_s + self._end_timeout_s
             try:
-                asyncio.run(asyncio.wait_for(self._print_log(job_id), patience_s))
+                asyncio.run(asyncio.wait_for(self._print_log(job_id), timeout_s))
             except TimeoutError:
-                late = f"job {job_id} has not ended {patience_s:.0f} s after the stop request"
+                late = f"job {job_id} has not ended {timeout_s:.0f} s after the stop request"
                 raise RunStopped(late) from None
         job = self._wait_for_end(job_id, self._end_timeout_s)
         print(f"job {job_id}: {job.status}", flush=True)
         return {"SUCCEEDED": 0, "STOPPED": 130}.get(str(job.status), job.driver_exit_code or 3)
 
     async def _print_log(self, job_id: str) -> None:
-        """Until the job has ended. A connection that breaks is made again, and nothing is printed twice."""
+        """Print the log until the job has ended. A lost connection is restored, and no text is printed twice."""
         while True:
-            seen = 0
+            num_read = 0
             with contextlib.suppress(RuntimeError, aiohttp.ClientError):
                 async for text in self._client.tail_job_logs(job_id):
-                    print(text[max(0, self._printed - seen) :], end="", flush=True)
-                    seen += len(text)
-                    self._printed = max(self._printed, seen)
+                    print(text[max(0, self._printed - num_read) :], end="", flush=True)
+                    num_read += len(text)
+                    self._printed = max(self._printed, num_read)
             if self._client.get_job_status(job_id).is_terminal():
                 return
             await asyncio.sleep(POLL_S)
 
     def _wait_for_end(self, job_id: str, timeout_s: float) -> Any:
-        """The job's details once it has ended."""
+        """Return the job's details once it has ended."""
         deadline = time.monotonic() + timeout_s
         while not (job := self._client.get_job_info(job_id)).status.is_terminal():
             if time.monotonic() > deadline:

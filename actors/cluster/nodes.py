@@ -1,4 +1,4 @@
-"""Looks at every node of a live cluster, and from node to node: tiny tasks and listeners, no model."""
+"""Checks of every node of a live cluster and of the connections between nodes, by small tasks without a model."""
 
 import socket
 import time
@@ -27,28 +27,33 @@ CONNECT_S = 5.0
 Listening = Mapping[str, tuple[str, int]]  # by the name of a node: host and port
 
 
-def look_at_nodes(shared: Path | None, require: Sequence[str], *, timeout_s: float) -> list[Node]:
-    """Every living node, with its versions, whether it sees a file that this process writes into `shared`, and whether
-    a sandbox there isolates all of `require`.
+def inspect_nodes(shared: Path | None, require: Sequence[str], *, timeout_s: float) -> list[Node]:
+    """Return every living node with the results of its checks.
 
-    UserError when this process cannot write there. A node that does not answer in time is one with a fault.
+    Args:
+        shared: Folder that every node should see: this process writes a file there.
+        require: What the sandbox of a node must isolate.
+        timeout_s: A node that does not answer within this time has a fault.
+
+    Raises:
+        UserError: This process cannot write to `shared`.
     """
     alive = [node for node in ray.nodes() if node["Alive"]]
-    with ExitStack() as until_then:
+    with ExitStack() as stack:
         probe = None
         if shared is not None:
             try:
                 shared.mkdir(parents=True, exist_ok=True)
-                probe = Path(until_then.enter_context(NamedTemporaryFile(dir=shared, prefix=".doctor-")).name)
+                probe = Path(stack.enter_context(NamedTemporaryFile(dir=shared, prefix=".doctor-")).name)
             except OSError as error:
                 raise UserError(f"{shared}: a run could not write there: {error.strerror}") from None
-        refs = [_on(node["NodeID"], examine, probe, require) for node in alive]
+        refs = [_submit_to_node(node["NodeID"], inspect_node, probe, require) for node in alive]
         deadline = time.monotonic() + timeout_s
-        return [_node(node, ref, deadline, timeout_s) for node, ref in zip(alive, refs, strict=True)]
+        return [_make_node(node, ref, deadline, timeout_s) for node, ref in zip(alive, refs, strict=True)]
 
 
 def pending_groups() -> list[PendingGroup]:
-    """Placement groups that wait for a place, of all jobs of the cluster. Asks the dashboard."""
+    """Return the pending placement groups of all jobs of the cluster. Needs the dashboard."""
     groups = [group for group in list_placement_groups(detail=True, limit=10_000) if group.state in WAITING]
     return [
         PendingGroup(
@@ -60,17 +65,20 @@ def pending_groups() -> list[PendingGroup]:
     ]
 
 
-def listening_environment(given: Mapping[str, str]) -> dict[str, str]:
-    """With which gloo, NCCL and vLLM listen on this node's address alone; what is `given` already stays as it is."""
+def listening_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables with which gloo, NCCL and vLLM listen on this node's address only.
+
+    Variables that `environment` already has are left out.
+    """
     address = ray.util.get_node_ip_address()
     interfaces = psutil.net_if_addrs().items()
-    name = next((name for name, found in interfaces if address in [one.address for one in found]), None)
-    wanted = {"VLLM_HOST_IP": address, "GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name and f"={name}"}
-    return {key: value for key, value in wanted.items() if value and key not in given}
+    name = next((name for name, addresses in interfaces if address in [a.address for a in addresses]), None)
+    variables = {"VLLM_HOST_IP": address, "GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name and f"={name}"}
+    return {key: value for key, value in variables.items() if value and key not in environment}
 
 
-def examine(path: Path | None, require: Sequence[str]) -> dict[str, Any]:
-    """Fields of a `Node`."""
+def inspect_node(path: Path | None, require: Sequence[str]) -> dict[str, Any]:
+    """Return the fields of a `Node`, on that node."""
     return {
         "versions": collect_versions(),
         "sees_file": None if path is None else path.exists(),
@@ -79,7 +87,7 @@ def examine(path: Path | None, require: Sequence[str]) -> dict[str, Any]:
 
 
 class Listener:
-    """A port as rank 0 of a learner opens one for the meeting of a broadcast; open as long as this lives."""
+    """A port like that of a learner's rendezvous; it is open while this actor lives."""
 
     def listen(self) -> tuple[str, int]:
         host = ray.util.get_node_ip_address()
@@ -88,17 +96,20 @@ class Listener:
 
 
 def find_unreachable(roles: Mapping[str, ProcessConfig], *, timeout_s: float) -> list[Unreachable]:
-    """Where a node that may hold a rank or an engine cannot reach one that may hold a rank. Nodes that do not answer
-    are left out: `look_at_nodes` has them."""
+    """Return the failing connections from a node of ranks or engines to a node of ranks.
+
+    Nodes that do not answer are left out: `inspect_nodes` reports them.
+    """
     alive = [node for node in ray.nodes() if node["Alive"]]
     ranks, engines = ([n for n in alive if satisfies(n["Labels"], roles[s].labels)] for s in ("learner", "rollout"))
     sources = {node["NodeID"]: node for node in [*ranks, *engines]}
     deadline = time.monotonic() + timeout_s
-    listeners = [_on(node["NodeID"], Listener) for node in ranks] if len(sources) > 1 else []
+    listeners = [_submit_to_node(node["NodeID"], Listener) for node in ranks] if len(sources) > 1 else []
     try:
         opened = [_answer(listener.listen.remote(), deadline) for listener in listeners]
         open_ = {n["NodeName"]: at for n, at in zip(ranks, opened, strict=False) if at}
-        refs = {node_id: _on(node_id, reached, open_, CONNECT_S) for node_id in sources} if open_ else {}
+        checked = sources if open_ else {}
+        refs = {id_: _submit_to_node(id_, find_failed_connections, open_, CONNECT_S) for id_ in checked}
         found = {sources[node_id]["NodeName"]: _answer(ref, deadline) or {} for node_id, ref in refs.items()}
     finally:
         for listener in listeners:
@@ -108,8 +119,8 @@ def find_unreachable(roles: Mapping[str, ProcessConfig], *, timeout_s: float) ->
     ]
 
 
-def reached(listening: Listening, timeout_s: float) -> dict[str, str]:
-    """Name of each node that does not let this one in, and why."""
+def find_failed_connections(listening: Listening, timeout_s: float) -> dict[str, str]:
+    """Return the nodes that refuse a connection from this node: name -> reason."""
     refused = {}
     for name, (host, port) in listening.items():
         try:
@@ -120,27 +131,27 @@ def reached(listening: Listening, timeout_s: float) -> dict[str, str]:
 
 
 def _answer(ref: Any, deadline: float) -> Any:
-    """None where none comes in time."""
+    """Return the result, None if the call fails or times out."""
     try:
         return ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
     except RayError:
         return None
 
 
-def _on(node_id: str, work: Any, *args: Any) -> Any:
-    """A task, or an actor, on that node."""
-    here = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
-    once = {} if isinstance(work, type) else {"max_retries": 0}
-    return ray.remote(work).options(num_cpus=0, scheduling_strategy=here, **once).remote(*args)
+def _submit_to_node(node_id: str, work: Any, *args: Any) -> Any:
+    """Start a task or an actor on a node."""
+    strategy = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
+    retries = {} if isinstance(work, type) else {"max_retries": 0}
+    return ray.remote(work).options(num_cpus=0, scheduling_strategy=strategy, **retries).remote(*args)
 
 
-def _node(node: dict[str, Any], ref: Any, deadline: float, timeout_s: float) -> Node:
-    found: dict[str, Any] = {"versions": {}}
+def _make_node(node: dict[str, Any], ref: Any, deadline: float, timeout_s: float) -> Node:
+    fields: dict[str, Any] = {"versions": {}}
     try:
-        found = ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
+        fields = ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
     except ray.exceptions.GetTimeoutError:
         ray.cancel(ref, force=True)
-        found["fault"] = f"it did not answer within {timeout_s:g} s"
+        fields["fault"] = f"it did not answer within {timeout_s:g} s"
     except RayError as error:
-        found["fault"] = first_line(error)
-    return Node(name=node["NodeName"], labels=node["Labels"], resources=node["Resources"], **found)
+        fields["fault"] = first_line(error)
+    return Node(name=node["NodeName"], labels=node["Labels"], resources=node["Resources"], **fields)

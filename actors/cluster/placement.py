@@ -1,6 +1,6 @@
-"""Where actors may run: joins or starts the Ray cluster, checks that the roles fit, reserves their places.
+"""Placement of actors: join or start the Ray cluster, check that the roles fit, reserve their placement groups.
 
-Nothing waits for ever: what does not fit is a UserError that says what is needed and what there is.
+Every wait has a timeout. A role that does not fit is a UserError with its requirements and the cluster's resources.
 """
 
 import gc
@@ -48,16 +48,19 @@ def resources(address: str | None) -> Mapping[str, float]:
 
 
 def _cores() -> int:
-    """Of this machine or container, for this process: Ray knows a container's quota, but no affinity."""
+    """Return the cores for this process. Ray's own count ignores its CPU affinity."""
     return max(1, min(len(os.sched_getaffinity(0)), int(get_num_cpus(override_docker_cpu_warning=True))))
 
 
 def connect(config: ClusterConfig, roles: Mapping[str, ProcessConfig]) -> None:
     """Join the cluster of `config.address`, else of the surrounding `ray job`, else start one on this machine.
 
-    `roles` maps a role's config section (such as "rollout") to its resources, for every role of the job. Raises
-    UserError, before any model is loaded, when this machine or a cluster without an autoscaler can never hold them all,
-    and when a cluster that was joined does not within `placement_timeout_s`.
+    Args:
+        roles: The resources of every role of the job, by config section such as "rollout".
+
+    Raises:
+        UserError: The roles exceed this machine or a cluster without an autoscaler, or do not fit into a joined cluster
+            within `placement_timeout_s`. It is raised before any model is loaded.
     """
     address = config.address or os.environ.get("RAY_ADDRESS") or "local"
     if address == "local":
@@ -75,25 +78,25 @@ def connect(config: ClusterConfig, roles: Mapping[str, ProcessConfig]) -> None:
     except BaseException:
         ray.shutdown()
         raise
-    # Tens of thousands of requests that wait are live objects: at Python's own pace its collector goes through all of
-    # them again and again, and takes two thirds of the driver's time.
+    # Tens of thousands of waiting requests are live objects: with Python's default thresholds its garbage collector
+    # would take two thirds of the driver's time.
     gc.set_threshold(100_000, 20, 20)
 
 
 def _start(config: ClusterConfig) -> None:
-    """A cluster with the cores, GPUs and free memory of this machine or container, less the object store."""
+    """Start a cluster with the cores, GPUs and free memory of this machine or container, less the object store."""
     ray.init(
         address="local",
         num_cpus=_cores(),
         object_store_memory=int((config.object_store_gib or 1) * GIB),
         include_dashboard=False,
         _system_config={"worker_niceness": 0},  # Ray's own 15 starves engines and ranks beside whatever else runs
-        **_quiet(config),
+        **_init_options(config),
     )
 
 
-def _quiet(config: ClusterConfig) -> dict[str, Any]:
-    """How this process joins; what it starts has `config.env`, to which `actor_options` add."""
+def _init_options(config: ClusterConfig) -> dict[str, Any]:
+    """Return the options of `ray.init`. Actors inherit `config.env`, to which `actor_options` adds."""
     environment = {"runtime_env": {"env_vars": config.env}} if config.env else {}
     return {"log_to_driver": False, "logging_level": logging.ERROR, **environment}
 
@@ -105,7 +108,7 @@ def _join(address: str, config: ClusterConfig) -> None:
             "address (HOST:6379), or to be started by `ray job submit`"
         )
     try:
-        ray.init(address=address, **_quiet(config))
+        ray.init(address=address, **_init_options(config))
     except ConnectionError as error:
         raise UserError(f"cluster.address: no Ray cluster answers at {address}") from error
     except (ValueError, RuntimeError) as error:  # another version of Ray or Python, or no address at all
@@ -114,8 +117,7 @@ def _join(address: str, config: ClusterConfig) -> None:
 
 
 def check_capacity(roles: Mapping[str, ProcessConfig], address: str | None) -> None:
-    """UserError for roles that this machine, or the cluster of that address, can never hold: by its books, whoever has
-    the resources now."""
+    """Raise UserError for roles that exceed the total resources of this machine, or of the cluster at `address`."""
     alive = [node for node in ray.nodes() if node["Alive"]]
     misfit = shortfall(roles, ray.cluster_resources()) or describe_misfit(roles, alive)
     if misfit and not (address and may_grow()):
@@ -124,17 +126,19 @@ def check_capacity(roles: Mapping[str, ProcessConfig], address: str | None) -> N
 
 
 def describe_misfit(roles: Mapping[str, ProcessConfig], nodes: Sequence[Mapping[str, Any]]) -> str | None:
-    """One sentence about the first role of which no node can hold a worker. nodes: as `ray.nodes` has them."""
+    """Describe the first role whose worker fits on no node, None if all fit. nodes: of `ray.nodes`."""
     for section, role in roles.items():
         fitting = (node["Resources"] for node in nodes if satisfies(node["Labels"], role.labels))
         if not any(all(have.get(name, 0) >= need for name, need in bundle(role).items()) for have in fitting):
-            return f"{section}: no node has {wish(role)}; lower what a worker needs"
+            return f"{section}: no node has {describe_requirements(role)}; lower what a worker needs"
     return None
 
 
 def may_grow() -> bool:
-    """Whether an autoscaler may add nodes to the cluster, as far as it is known. Ray 2.60 gives nodes that were started
-    by hand types of their own, node_<id>; its first autoscaler tells types in a report, its second one of each node.
+    """Return whether an autoscaler may add nodes to the cluster.
+
+    Ray 2.60 gives manually started nodes the type node_<id>. Its first autoscaler has the types in a report, its second
+    one in the status of each node.
     """
     status = get_cluster_status(ray.get_runtime_context().gcs_address)
     types = {node.ray_node_type_name for node in (*status.active_nodes, *status.idle_nodes)}
@@ -145,25 +149,28 @@ def may_grow() -> bool:
 
 
 def check_placement(roles: Mapping[str, ProcessConfig], *, timeout_s: float) -> None:
-    """All workers of all roles get their places at the same time, and give them back.
+    """Reserve the placement groups of all workers of all roles at the same time, then remove them.
 
-    Raises UserError when `timeout_s` is over: else the last role would hear of it after the others have loaded their
-    models.
+    Raises:
+        UserError: They do not fit within `timeout_s`. Otherwise the last role would fail after the others have loaded
+            their models.
     """
     for group in reserve(roles, timeout_s=timeout_s):
         remove_placement_group(group)
 
 
-def ask(config: ProcessConfig) -> PlacementGroup:
-    """A place for one engine, or for all ranks of a role on as few nodes as there can be; it may come later or never:
-    what waits is what an autoscaler reacts to."""
+def request_placement(config: ProcessConfig) -> PlacementGroup:
+    """Request a placement group for one engine, or for all ranks of a role on as few nodes as possible.
+
+    It becomes ready later or never. An autoscaler reacts to pending placement groups.
+    """
     size = _size(config)
     selectors = [config.labels] * size if config.labels else None
     return placement_group([bundle(config)] * size, strategy="PACK", bundle_label_selector=selectors)
 
 
 def _size(config: ProcessConfig) -> int:
-    """Workers of one place: ranks come and go together, engines alone."""
+    """Return the workers of one placement group: ranks share one, each engine has its own."""
     return config.workers if isinstance(config, RoleConfig) else 1
 
 
@@ -172,16 +179,24 @@ def bundle(config: ProcessConfig) -> dict[str, float]:
     return {name: amount for name, amount in bundle.items() if amount}
 
 
-def is_ready(place: PlacementGroup) -> bool:
-    """Whether the place is there. Does not wait."""
-    return bool(placement_group_table(place)["state"] == "CREATED")
+def is_ready(group: PlacementGroup) -> bool:
+    """Return whether the placement group is ready, without waiting."""
+    return bool(placement_group_table(group)["state"] == "CREATED")
 
 
 def reserve(roles: Mapping[str, ProcessConfig], *, timeout_s: float) -> list[PlacementGroup]:
-    """The places of all workers, see `ask`, all ready. Raises UserError, and keeps none, when `timeout_s` is over."""
+    """Return the placement groups of all workers, see `request_placement`, once all are ready.
+
+    Raises:
+        UserError: They are not ready within `timeout_s`; none is kept.
+    """
     deadline = time.monotonic() + timeout_s
-    groups = [(name, ask(role)) for name, role in roles.items() for _ in range(role.num_processes // _size(role))]
-    # `wait` asks the cluster; `ready` would start a process in each place to ask.
+    groups = [
+        (name, request_placement(role))
+        for name, role in roles.items()
+        for _ in range(role.num_processes // _size(role))
+    ]
+    # `wait` queries the cluster; `ready` would start a process in each placement group.
     waiting = [name for name, group in groups if not group.wait(max(LAST_LOOK_S, deadline - time.monotonic()))]
     if not waiting:
         return [group for _, group in groups]
@@ -189,7 +204,8 @@ def reserve(roles: Mapping[str, ProcessConfig], *, timeout_s: float) -> list[Pla
     for _, group in groups:
         remove_placement_group(group)
     missing = "; ".join(
-        f"{waiting.count(name) * _size(role)} of {role.num_processes} {name} workers: each needs {wish(role)}"
+        f"{waiting.count(name) * _size(role)} of {role.num_processes} {name} workers: "
+        f"each needs {describe_requirements(role)}"
         for name, role in roles.items()
         if name in waiting
     )
@@ -200,9 +216,12 @@ def reserve(roles: Mapping[str, ProcessConfig], *, timeout_s: float) -> list[Pla
 
 
 def order_bundles_by_gpu(place: PlacementGroup, config: ProcessConfig, *, timeout_s: float) -> list[int]:
-    """Bundles of a ready place by node, and there by GPU: ranks that follow each other are neighbours.
+    """Return the bundles of a ready placement group ordered by node and GPU, so that successive ranks are neighbours.
 
-    Which GPU is whose only a process in the bundle knows. Raises LearnerLost where one does not say within timeout_s.
+    Only a process in a bundle can see its GPU.
+
+    Raises:
+        LearnerLost: A bundle does not answer within timeout_s.
     """
     nodes: Mapping[int, str] = placement_group_table(place)["bundles_to_node_id"]
     gpus: Sequence[Any] = [0] * len(nodes)
@@ -212,12 +231,12 @@ def order_bundles_by_gpu(place: PlacementGroup, config: ProcessConfig, *, timeou
         requests = [
             look.options(**actor_options(config, place, bundle=i), max_retries=0).remote() for i in sorted(nodes)
         ]
-        gpus = collect(requests, who="place", call="the look at its GPU", timeout_s=timeout_s)
+        gpus = collect(requests, actor_name="place", call="the look at its GPU", timeout_s=timeout_s)
     return sorted(nodes, key=lambda bundle: (nodes[bundle], gpus[bundle]))
 
 
-def wish(config: ProcessConfig) -> str:
-    """Return the requirements of a place as text."""
+def describe_requirements(config: ProcessConfig) -> str:
+    """Return the requirements of a worker as text."""
     labels = f" on a node with labels {dict(config.labels)}" if config.labels else ""
     return f"{config.cpus:g} CPUs, {config.gpus:g} GPUs and {config.memory_gib:g} GiB{labels}"
 
@@ -228,14 +247,14 @@ def _amounts(resources: Mapping[str, float]) -> str:
 
 
 def process_environment(config: ProcessConfig) -> dict[str, str]:
-    """num_gpus=0 alone no longer hides the GPUs of others."""
+    """Return the environment of a worker. num_gpus=0 alone no longer hides the GPUs of other processes."""
     return {"OMP_NUM_THREADS": str(config.threads), **({} if config.gpus else {"CUDA_VISIBLE_DEVICES": ""})}
 
 
 def actor_options(
     config: ProcessConfig, group: PlacementGroup, environment: Mapping[str, str] | None = None, *, bundle: int = 0
 ) -> dict[str, Any]:
-    """Ray options of a worker in a bundle of its reserved place; environment: more variables of its process."""
+    """Return Ray's options of a worker in a bundle of its placement group; `environment` adds variables."""
     return {
         "num_cpus": config.cpus,
         "num_gpus": config.gpus,

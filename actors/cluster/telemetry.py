@@ -31,7 +31,7 @@ GAUGES: dict[str, tuple[str, str]] = {
     "sync/bytes": ("t2g_sync_bytes", "weights sent to each worker"),
     "speed/tokens_per_s": ("t2g_tokens_per_second", "sampled tokens by seconds of the whole step"),
 }
-# Metrics that count what happened in one step: summed up over the life of the driver.
+# Metrics that count events of one step: summed up over the life of the driver.
 COUNTERS: dict[str, tuple[str, str]] = {
     "rollout/restarts": ("t2g_rollout_restarts", "rollout workers that were lost and replaced"),
     "reward/restarts": ("t2g_reward_restarts", "reward workers that were lost and replaced"),
@@ -50,7 +50,7 @@ class RayMetrics:
         self._counters = {metric: Counter(name, text, (TAG,)) for metric, (name, text) in COUNTERS.items()}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A metric that the step does not have keeps its last value."""
+        """Export the metrics of a step. Other metrics keep their last value."""
         for metric, value in {**metrics, "step": step}.items():
             if not math.isfinite(value):
                 continue
@@ -60,4 +60,4 @@ class RayMetrics:
                 self._counters[metric].inc(value, tags=self._tags)
 
     def close(self) -> None:
-        """Ray stops to export a driver's metrics when the driver ends."""
+        """Do nothing: Ray stops the export when the driver ends."""

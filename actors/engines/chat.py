@@ -1,4 +1,4 @@
-"""An instruct model as an annotator on engines of our own: the same requests as to an endpoint, no server between.
+"""An instruct model as an annotator on local engines: the same requests as to an endpoint, without a server.
 
 `ChatWorker` is the remote side, `ChatFleet` the driver's, which implements `t2g.feedback.sources.chat_client.Chat`.
 """
@@ -15,7 +15,7 @@ from t2g.text.tokenizer import check_chat_template, encode_chat
 
 
 class ChatWorker(Engine):
-    """One engine that answers chats. `start` first; it raises UserError for a tokenizer without a chat template."""
+    """One engine that answers chats. `start` raises UserError for a tokenizer without a chat template."""
 
     def __init__(self, config: FeedbackConfig, seed: int) -> None:
         assert config.llm.model is not None
@@ -25,7 +25,7 @@ class ChatWorker(Engine):
         check_chat_template(self._tokenizer)
 
     async def complete(self, question: ChatRequest) -> Completion:
-        """Raises UserError for messages that the chat template refuses or the window has no room for."""
+        """Answer one chat. Raises UserError if the chat template refuses it, or the window is too small."""
         ids = np.asarray(encode_chat(self._tokenizer, question.messages), np.int32)
         if len(ids) + question.max_output_tokens > self._config.max_model_len:
             raise UserError(
@@ -66,7 +66,7 @@ class ChatFleet(Fleet):
         super().__init__({"config": config, "seed": seed}, config.engine, placement_timeout_s=placement_timeout_s)
 
     async def complete(self, question: ChatRequest) -> Completion:
-        """Raises ChatError for a question that does not fit and for late workers, RunStopped when none is left."""
+        """Answer one chat. Raises ChatError if it does not fit or no worker answers, RunStopped if none is left."""
         try:
             return await self.call(
                 lambda worker: worker.complete.remote(question), timeout_s=self._timeout_s, what="a chat"

@@ -1,6 +1,6 @@
-"""One vLLM engine inside a Ray actor process, with the tokenizer of its model: what every worker is.
+"""One vLLM engine in an actor process, with the tokenizer of its model: the base of every worker.
 
-Not here: Ray, prompts, retries. vllm is imported after the process environment is set.
+It knows neither Ray nor prompts nor retries. vllm is imported after the environment of the process is set.
 """
 
 import asyncio
@@ -39,29 +39,29 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """What the engine sampled for one request."""
+    """One sampled response."""
 
     ids: np.ndarray  # [R] int32, the stop token included
-    text: str  # our own decode of them
+    text: str  # decoded by our tokenizer
     logprobs: np.ndarray  # [R] float32, of softmax(logits / temperature)
     finish_reason: FinishReason
     versions: tuple[tuple[int, int, int], ...]  # (start, end, weight version): adjoining ranges, all of ids
 
 
-# glibc's malloc keeps what is freed: a weight sync packs every matrix anew, and memory that comes back from the system
-# costs more than the packing.
+# glibc's malloc then keeps freed memory: a weight sync packs every matrix again, and new memory from the system costs
+# more than the packing.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 
 
 def engine_environment(config: EngineConfig, *, owner: int, receives_weights: bool) -> dict[str, str]:
-    """What vLLM must find in the environment before it is imported, here and in the engine core."""
+    """Return vLLM's environment variables, for this process before the import and for the engine core."""
     common = {
         "T2G_ENGINE_OWNER": str(owner),
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_PLUGINS": PLUGIN,  # what else is installed has no part in this engine
+        "VLLM_PLUGINS": PLUGIN,  # excludes other installed plug-ins
     }
     if config.gpus:
         return common | compile_cache() | build_environment()
@@ -72,8 +72,8 @@ def engine_environment(config: EngineConfig, *, owner: int, receives_weights: bo
         # Bound threads of two engines would fight for one core while the other core idles.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(config.threads),
-        # A thread that waits must sleep: spinning takes the core from the learner and from other engines. Not at once,
-        # for within a step of a small model the next part comes sooner than a sleeper wakes.
+        # A waiting thread must sleep: spinning takes the core from the learner and from other engines. It spins for a
+        # moment first: in a step of a small model the next part comes sooner than a sleeping thread wakes up.
         "OMP_WAIT_POLICY": "PASSIVE",
         "GOMP_SPINCOUNT": "10000" if config.threads > 1 else "0",  # some tens of microseconds
         "KMP_BLOCKTIME": "0",
@@ -82,9 +82,9 @@ def engine_environment(config: EngineConfig, *, owner: int, receives_weights: bo
 
 
 def compile_cache() -> dict[str, str]:
-    """Where vLLM keeps what it compiles: beside the models, so that it outlives a pod and is there for the next one.
+    """Return the folder of vLLM's compile cache: beside the models, so that the next pod can use it.
 
-    HF_HOME=/mnt/t2g/huggingface -> {"VLLM_CACHE_ROOT": "/mnt/t2g/vllm"}; {} where that is set, or cannot be written.
+    HF_HOME=/mnt/t2g/huggingface -> {"VLLM_CACHE_ROOT": "/mnt/t2g/vllm"}; {} if it is already set, or not writable.
     """
     beside = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser().parent
     if "VLLM_CACHE_ROOT" in os.environ or not os.access(beside, os.W_OK):
@@ -123,11 +123,12 @@ class Engine:
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
-        """Load the model and warm up; returns the size of its vocabulary.
+        """Load the model and warm up; return the size of its vocabulary.
 
-        Raises UserError when vLLM refuses the model or the settings, and as `check_tokenizer`.
+        Raises:
+            UserError: vLLM refuses the model or the settings, or as `check_tokenizer`.
         """
-        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB only; it would win over kv_cache_memory_bytes
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it overrides kv_cache_memory_bytes, in steps of 1 GiB
         receives = self._transport is not None
         os.environ.update(engine_environment(self._config, owner=os.getpid(), receives_weights=receives))
         os.environ.update(listening_environment(os.environ))
@@ -155,8 +156,8 @@ class Engine:
             )
         except UserError:
             raise
-        except (TypeError, ValueError, OSError, RuntimeError) as error:  # TypeError: of an argument that it lacks
-            log = f"; {LOG} says why" if isinstance(error, RuntimeError) else ""  # of its core, a process of its own
+        except (TypeError, ValueError, OSError, RuntimeError) as error:  # TypeError: an unknown argument
+            log = f"; {LOG} says why" if isinstance(error, RuntimeError) else ""  # the core is a separate process
             raise UserError(f"vLLM cannot serve the model {self._model}: {first_sentence(error)}{log}") from error
         try:
             await self.score(np.zeros(WARM_UP_TOKENS, np.int32)[: self._config.max_model_len - 1])
@@ -165,21 +166,21 @@ class Engine:
                 f"vLLM loaded the model {self._model} and died in its first forward: its kernels may not know this "
                 f"shape (on a CPU the head dimension must be 32 or more); {LOG} says which"
             ) from error
-        envs.enable_envs_cache()  # as its core does; here each token would read the environment twice
+        envs.enable_envs_cache()  # otherwise each token reads the environment twice
         self._watch = asyncio.create_task(self._end_with_core())
         return self._llm.model_config.get_vocab_size()
 
     def check_tokenizer(self) -> None:
-        """UserError for a tokenizer that the worker has no use for."""
+        """Raise UserError for a tokenizer that the worker cannot use."""
 
     def _check_build(self, *, for_cpus: bool) -> None:
-        """UserError where the vLLM that is installed has no engines of this kind: its core would die without a word."""
+        """Raise UserError if the installed vLLM is for other devices: its core would die without an error."""
         if for_cpus == (self._config.gpus > 0):
             other = "CPUs: gpus must be 0" if for_cpus else "GPUs: gpus must be more, or auto"
             raise UserError(f"gpus={self._config.gpus:g} for {self._model}, and the vLLM installed is for {other}")
 
     def _join_outputs(self, vllm_config: Any) -> None:
-        """Set the scheduler that joins outputs. Raises UserError for an engine with outputs that it does not join."""
+        """Set the scheduler that joins outputs. Raises UserError for an engine with outputs that it cannot join."""
         unjoined = {
             "routed experts": vllm_config.aux_output_config.enable_return_routed_experts,
             "sampling masks": vllm_config.model_config.return_sampling_mask,
@@ -191,7 +192,7 @@ class Engine:
         scheduling.scheduler_cls = SCHEDULERS[bool(scheduling.async_scheduling)]
 
     def _check_kv_cache(self, vllm_config: Any) -> None:
-        """UserError when not even one sequence fits: the engine core would die of it without a reason."""
+        """Raise UserError if not even one sequence fits: the engine core would die without an error."""
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         if model.use_mla or model.is_hybrid or model.get_sliding_window() is not None:
             return  # needs less than a key and a value for each token, layer and head
@@ -209,35 +210,37 @@ class Engine:
             )
 
     def _fix_kv_cache(self, vllm_config: Any, *, gpu_bytes: int) -> None:
-        """vLLM would measure it, and count what others on the GPU take or give back meanwhile as its own: two engines
-        that start side by side would end each other. So it does where the shape is not known, or nothing seems to fit.
+        """Compute the size of the KV cache, so that vLLM does not measure it.
+
+        vLLM's measurement counts memory that other processes on the GPU allocate or free meanwhile: two engines that
+        start together would fail. If the shape is unknown or nothing seems to fit, vLLM measures.
         """
         shape = find_shape(self._model, self._revision)
         if shape and (fit := engine_fit(shape, self._config, sequences=1, gpu_bytes=gpu_bytes)).fitting:
             vllm_config.cache_config.kv_cache_memory_bytes = int(fit.cache)
 
     def arguments(self) -> dict[str, Any]:
-        """Of vLLM's engine, by its own names."""
+        """Return the arguments of vLLM's engine, by vLLM's names."""
         config = self._config
         arguments: dict[str, Any] = {
             "model": self._model,
             "revision": self._revision,
             "tokenizer_revision": self._revision,
             "trust_remote_code": False,
-            "load_format": "safetensors",  # a .bin file is a pickle
+            "load_format": "safetensors",  # a .bin file is a pickle, which can run code
             "dtype": config.dtype,
             "max_model_len": config.max_model_len,
             "max_num_seqs": config.max_num_seqs,
             "enforce_eager": config.enforce_eager,
             "enable_prefix_caching": True,
             "seed": self._seed,
-            # The default, raw, is taken before the temperature: no importance ratio would be near 1.
+            # The default, raw logprobs, ignores the temperature: no importance ratio would be near 1.
             "logprobs_mode": "processed_logprobs",
             # The model's own generation_config.json would set top_p, penalties and a cap on max_tokens.
             "generation_config": "vllm",
             "disable_log_stats": True,
             "skip_tokenizer_init": not self._guided,
-            # Inside a placement group vLLM would choose ray, which wants a bundle for each GPU.
+            # Inside a placement group vLLM would choose ray, which needs a bundle for each GPU.
             "distributed_executor_backend": "uni" if config.tensor_parallel == 1 else "mp",
         }
         if config.gpus:
@@ -256,12 +259,12 @@ class Engine:
         elif self._transport is not None:
             arguments["weight_transfer_config"] = {"backend": f"t2g_{self._transport}"}  # of actors.vllm_compat.plugin
         if self._guided:
-            # A model may write white space between the tokens of JSON until its answer is cut.
+            # Otherwise a model may write white space between the tokens of JSON until its answer is truncated.
             arguments["structured_outputs_config"] = {"backend": "xgrammar", "disable_any_whitespace": True}
         return arguments | config.engine_args
 
     async def probe(self) -> None:
-        """Answered by a core whose loop turns, also while its engine is paused or has no room for a request."""
+        """Return once the core's loop answers, which it does also while the engine is paused or full."""
         await self._await_core(self._llm.is_sleeping())
 
     async def sleep(self) -> None:
@@ -277,7 +280,7 @@ class Engine:
             self._is_sleeping = False
 
     async def measure(self) -> EngineStats:
-        """What vLLM did since the last call."""
+        """Return the statistics of vLLM since the last call."""
         cache = self._llm.vllm_config.cache_config
         return self._meter.read(time.monotonic(), cache_tokens=(cache.num_gpu_blocks or 0) * cache.block_size)
 
@@ -290,7 +293,12 @@ class Engine:
         seed: int | None,
         guide: dict[str, Any] | None = None,
     ) -> Completion:
-        """Sample one response; temperature 0 is greedy. guide: a `grammar` (EBNF) or `json` schema that it obeys."""
+        """Sample one response.
+
+        Args:
+            temperature: 0 is greedy.
+            guide: A `grammar` (EBNF) or `json` schema for guided decoding.
+        """
         from vllm.sampling_params import StructuredOutputsParams
 
         finished = await self._run_request(
@@ -303,7 +311,7 @@ class Engine:
             seed=seed,
             stop_token_ids=self._stop_ids,
             logprobs=0,
-            flat_logprobs=True,  # three lists, not a dict and an object for each token
+            flat_logprobs=True,  # three lists instead of a dict and an object for each token
             structured_outputs=StructuredOutputsParams(**guide) if guide else None,
         )
         output = finished.outputs[0]
@@ -319,18 +327,19 @@ class Engine:
         )
 
     async def score(self, ids: np.ndarray) -> np.ndarray:
-        """[N - 1] float32: entry t is log softmax(logits)[ids[t + 1]] after ids[: t + 1].
+        """Return [N - 1] float32: entry t is log softmax(logits)[ids[t + 1]] after ids[: t + 1].
 
-        At temperature 1 always: vLLM's prompt logprobs skip the sampling processors, whatever `logprobs_mode` says.
+        The temperature is always 1: vLLM's prompt logprobs skip the sampling processors in every `logprobs_mode`.
         """
         finished = await self._run_request(ids, temperature=0.0, max_tokens=1, prompt_logprobs=0)
         entries = zip(finished.prompt_logprobs[1:], ids[1:], strict=True)
         return np.asarray([entry[int(i)].logprob for entry, i in entries], np.float32)
 
     async def _run_request(self, ids: np.ndarray, **sampling: Any) -> Any:
-        """Return vLLM's output for these tokens, once they are whole.
+        """Return vLLM's final output for these tokens.
 
-        Raises RuntimeError for a request that vLLM aborted, failed or stopped for repetition: the fleet tries again.
+        Raises:
+            RuntimeError: vLLM aborted the request, failed, or stopped it for repetition; the fleet retries it.
         """
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
@@ -349,7 +358,7 @@ class Engine:
         return output
 
     async def _await_core(self, answer: Awaitable[T]) -> T:
-        """Return the core's answer. A core that died ends this process: the driver sees a dead worker, no failure."""
+        """Return the core's answer. If the core died, end this process, so that the driver sees a dead worker."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
@@ -360,7 +369,7 @@ class Engine:
             os._exit(1)
 
     async def _end_with_core(self) -> None:
-        """A live actor around a dead engine would take requests for ever; Ray sees a dead process at once."""
+        """End this process with the core: otherwise the actor would take requests that no engine answers."""
         while not self._llm.errored:
             await asyncio.sleep(CORE_POLL_S)
         os._exit(1)
@@ -371,22 +380,22 @@ async def _collect(stream: AsyncIterator[T]) -> list[T]:
 
 
 def stop_token_ids(model: str, tokenizer: Any, revision: str | None) -> list[int]:
-    """Tokens that end a response: the tokenizer's EOS and those of the model's generation_config.json.
+    """Return the tokens that end a response: the tokenizer's EOS and those of the model's generation_config.json.
 
-    The engine reads neither: it has no tokenizer, and that file would also change how is sampled.
+    The engine reads neither: it has no tokenizer, and that file would also change the sampling.
     """
     from transformers import GenerationConfig
 
     try:
-        listed = GenerationConfig.from_pretrained(model, revision=revision).eos_token_id
+        eos = GenerationConfig.from_pretrained(model, revision=revision).eos_token_id
     except OSError:
-        listed = None  # the file is optional
-    ids = listed if isinstance(listed, list) else [listed]
+        eos = None  # the file is optional
+    ids = eos if isinstance(eos, list) else [eos]
     return sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None})
 
 
 def kv_cache_bytes(*, num_tokens: int, block_size: int, token_bytes: int) -> int:
-    """Of one sequence, in whole blocks, and of the block that vLLM keeps for itself.
+    """Return the bytes of the blocks of one sequence, and of the block that vLLM reserves.
 
     >>> kv_cache_bytes(num_tokens=100, block_size=16, token_bytes=512) == (7 + 1) * 16 * 512
     True
@@ -395,5 +404,5 @@ def kv_cache_bytes(*, num_tokens: int, block_size: int, token_bytes: int) -> int
 
 
 def parse_weight_version(label: str) -> int:
-    """vLLM says "default" until the first weights are committed."""
+    """Return the version in a label of vLLM; "default", before the first commit, is 0."""
     return 0 if label == "default" else int(label)

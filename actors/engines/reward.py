@@ -1,6 +1,6 @@
-"""The span reward model as a server: guided decoding in vLLM, its own tokenizer, its own workers.
+"""The span reward model on vLLM workers, with its own tokenizer and guided decoding.
 
-Guided by a grammar of exactly the JSON that it is trained to write (`t2g.feedback.grammar.make_answer_grammar`).
+The grammar allows exactly the JSON that the model is trained to write (`t2g.feedback.grammar.make_answer_grammar`).
 `RewardWorker` is the remote side, `RewardFleet` the driver's, which implements `t2g.interfaces.FeedbackSource`.
 """
 
@@ -28,13 +28,12 @@ from t2g.types import Prompt, SpanFeedback
 logger = logging.getLogger(__name__)
 
 SOURCE = "reward_model"
-MAX_ANSWERS = 4096  # that are kept
+MAX_CACHED_ANSWERS = 4096
 BLANK = Prompt(prompt_id="(none)", prompt_text="", task="")
 
 
 class RewardWorker(Engine):
-    """One reward engine. `start` first; it raises UserError when the instructions alone do not fit, or there is no chat
-    template."""
+    """One reward engine. `start` raises UserError if the instructions do not fit, or without a chat template."""
 
     _config: RewardEngineConfig
 
@@ -50,26 +49,31 @@ class RewardWorker(Engine):
     async def judge(
         self, prompt: Prompt, response_text: str, *, critique: str | None = None, guided: bool = True
     ) -> SpanFeedback:
-        """Greedy, so that the same response gets the same critique. A cut answer is unparsable.
+        """Judge one response. Decoding is greedy: the same response gets the same critique.
 
-        critique: given by somebody else; the answer begins with it, and the model goes on with the span map. Raises
-        UserError when response and critique do not fit beside the instructions.
+        A truncated answer is unparsable.
+
+        Args:
+            critique: A critique by another annotator. The answer begins with it, and the model adds the span map.
+
+        Raises:
+            UserError: Response and critique do not fit beside the instructions.
         """
-        begun_ids, begun, grammar = np.zeros(0, np.int32), "", self._guide
+        prefix_ids, prefix, grammar = np.zeros(0, np.int32), "", self._guide
         if critique is not None:
-            whole = format_answer_prefix(critique)
-            begun_ids, begun = begin_answer(whole, self._tokenizer)
-            grammar = self._grammar(whole[len(begun) :])
-        ids = self._prompt_ids(prompt, response_text, self._config.max_prompt_tokens - len(begun_ids))
+            full_prefix = format_answer_prefix(critique)
+            prefix_ids, prefix = begin_answer(full_prefix, self._tokenizer)
+            grammar = self._grammar(full_prefix[len(prefix) :])
+        ids = self._prompt_ids(prompt, response_text, self._config.max_prompt_tokens - len(prefix_ids))
         done = await self.generate(
-            np.concatenate([ids, begun_ids]),
+            np.concatenate([ids, prefix_ids]),
             temperature=0.0,
             max_new_tokens=self._config.max_new_tokens,
             seed=None,
             guide={"grammar": grammar} if guided else None,
         )
         return parse_answer(
-            begun + done.text,
+            prefix + done.text,
             response_text,
             source=SOURCE,
             version=self._version,
@@ -90,14 +94,14 @@ class RewardWorker(Engine):
         )
 
 
-def begin_answer(begun: str, tokenizer: Any) -> tuple[np.ndarray, str]:
-    """Tokens of the beginning of an answer as training spells it, [P] int32, and the text that they make.
+def begin_answer(prefix: str, tokenizer: Any) -> tuple[np.ndarray, str]:
+    """Return the tokens of an answer's prefix as in training, [P] int32, and their text.
 
-    The last token is left to the model: in training it may have held characters of what follows as well, a full stop
-    and the quotation mark behind it. Nor is a character cut in two.
+    The model writes the last token itself: in training it may also contain the next characters, such as a full stop and
+    the quotation mark after it. No character is split between tokens.
     """
-    ids = encode_target(begun, tokenizer)[:-2]
-    while not begun.startswith(text := decode(tokenizer, ids)):
+    ids = encode_target(prefix, tokenizer)[:-2]
+    while not prefix.startswith(text := decode(tokenizer, ids)):
         ids = ids[:-1]
     return ids, text
 
@@ -106,12 +110,12 @@ RewardActor = ray.remote(RewardWorker)
 
 
 class RewardFleet(Fleet):
-    """Reward workers as one feedback source and aligner. Answers are cached for equal requests."""
+    """Reward workers as a feedback source and aligner. Answers are cached for equal requests."""
 
     name, role, actor = SOURCE, "reward", RewardActor
 
     def __init__(self, config: FeedbackConfig, task: Task, *, seed: int, placement_timeout_s: float) -> None:
-        """UserError when the model was trained for another task or style; see `t2g.feedback.card`."""
+        """Raises UserError if the model was trained for another task or style; see `t2g.feedback.card`."""
         assert config.reward_model is not None
         card = make_card(task, config.style)
         check_card(Path(config.reward_model), card)
@@ -120,43 +124,50 @@ class RewardFleet(Fleet):
         self._model, self._writes_critiques = config.reward_model, config.style.critique
         engine = config.engine
         self._timeout_s = min(engine.deadline_s, engine.timeout_scale * config.timeout_s / TRIES)
-        # By what is judged, prompt, response and a critique that was given: ids are no key, held-out prompts may have
-        # those of others.
-        self._judged: dict[tuple[str, str, str | None], SpanFeedback] = {}
+        # By prompt, response and critique: ids are no key, since held-out prompts may have the ids of others.
+        self._cache: dict[tuple[str, str, str | None], SpanFeedback] = {}
         arguments = {"config": config, "task": task, "seed": seed, "version": self.version}
         super().__init__(arguments, config.engine, placement_timeout_s=placement_timeout_s)
 
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
-        """Failed feedback when no worker answers in time, and for a response too long for the reward model's window.
-        Raises RunStopped when no worker is left.
+        """Judge one response.
+
+        The feedback is failed if no worker answers in time, or the response is too long for the reward model's window.
+
+        Raises:
+            RunStopped: No worker is left.
         """
-        return await self._kept(prompt, response_text, None)
+        return await self._judge_cached(prompt, response_text, None)
 
     async def align(self, prompt: Prompt, response_text: str, critique: str) -> SpanFeedback:
-        """The spans of a critique that somebody else wrote; else as `judge`. UserError for a model that writes none."""
+        """Return the spans of a critique by another annotator; otherwise as `judge`.
+
+        Raises:
+            UserError: The reward model was trained without critiques.
+        """
         if not self._writes_critiques:
             raise UserError(f"reward model {self._model} writes no critiques, so it cannot align one")
-        return await self._kept(prompt, response_text, critique)
+        return await self._judge_cached(prompt, response_text, critique)
 
-    async def _kept(self, prompt: Prompt, response_text: str, critique: str | None) -> SpanFeedback:
+    async def _judge_cached(self, prompt: Prompt, response_text: str, critique: str | None) -> SpanFeedback:
         key = (prompt.prompt_text, response_text, critique)
-        if key in self._judged:
-            return self._judged[key]
-        feedback = await self._ask(prompt, response_text, critique=critique)
+        if key in self._cache:
+            return self._cache[key]
+        feedback = await self._request(prompt, response_text, critique=critique)
         if feedback.status != "failed":
-            self._judged[key] = feedback
-        if len(self._judged) > MAX_ANSWERS:
-            del self._judged[next(iter(self._judged))]  # the oldest
+            self._cache[key] = feedback
+        if len(self._cache) > MAX_CACHED_ANSWERS:
+            del self._cache[next(iter(self._cache))]  # the oldest
         return feedback
 
     async def judge_unguided(self, prompt: Prompt, response_text: str) -> SpanFeedback:
-        """`judge` without guided decoding, for the parse rate; nothing is kept."""
-        return await self._ask(prompt, response_text, guided=False)
+        """Judge without guided decoding and without the cache, for the parse rate."""
+        return await self._request(prompt, response_text, guided=False)
 
-    async def _ask(self, prompt: Prompt, response_text: str, **how: Any) -> SpanFeedback:
+    async def _request(self, prompt: Prompt, response_text: str, **options: Any) -> SpanFeedback:
         try:
             return await self.call(
-                lambda worker: worker.judge.remote(prompt, response_text, **how),
+                lambda worker: worker.judge.remote(prompt, response_text, **options),
                 timeout_s=self._timeout_s,
                 what=f"the feedback on prompt {prompt.prompt_id}",
             )
@@ -164,6 +175,6 @@ class RewardFleet(Fleet):
             logger.warning("no feedback: %s", error)
             return make_failed_feedback("failed", source=SOURCE, version=self.version, reason=str(error))
 
-    def forget(self) -> None:
-        """Every answer that was kept: a run that is timed must not profit from one before it."""
-        self._judged.clear()
+    def clear_cache(self) -> None:
+        """Drop all cached answers: a timed run must not use those of an earlier run."""
+        self._cache.clear()

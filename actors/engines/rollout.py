@@ -14,7 +14,7 @@ from ray.exceptions import ObjectLostError, RayTaskError
 from actors.cluster.fanout import first_line
 from actors.engines.engine import Engine
 from actors.fleet.fleet import Fleet
-from actors.fleet.member import DIED, Member, fate
+from actors.fleet.member import DIED, Member, describe_loss
 from actors.weights.probe import Gap
 from actors.weights.weight_receiver import WeightReceiver
 from t2g.config import RolloutConfig
@@ -24,7 +24,7 @@ from t2g.types import Prompt, Rollout
 
 
 def sample_seed(seed: int, prompt_id: str, sample_index: int) -> int:
-    """Seed of one response: the same in any batch, on any worker, in any order.
+    """Return the seed of one response, independent of batch, worker and order.
 
     >>> sample_seed(1, "a", 0) == sample_seed(1, "a", 0), sample_seed(1, "a", 0) == sample_seed(1, "a", 1)
     (True, False)
@@ -33,7 +33,7 @@ def sample_seed(seed: int, prompt_id: str, sample_index: int) -> int:
 
 
 def check_window(prompt: Prompt, max_new_tokens: int, max_model_len: int) -> None:
-    """Raises UserError for a prompt that is empty or leaves no room for the whole response."""
+    """Raise UserError for a prompt that is empty or leaves no room for the full response."""
     num_tokens = len(prompt.prompt_ids)
     if num_tokens == 0:
         raise UserError(f"prompt {prompt.prompt_id} has no tokens")
@@ -45,10 +45,10 @@ def check_window(prompt: Prompt, max_new_tokens: int, max_model_len: int) -> Non
 
 
 class RolloutWorker(Engine, WeightReceiver):
-    """One policy engine. `start` first."""
+    """One policy engine."""
 
     async def sample(self, prompt_id: str, prompt_ids: np.ndarray, sampling: Sampling, index: int) -> Rollout:
-        """Response `index` of those to a prompt, [P] int32."""
+        """Sample response `index` of a prompt, [P] int32."""
         done = await self.generate(
             prompt_ids,
             temperature=sampling.temperature,
@@ -71,31 +71,33 @@ RolloutActor = ray.remote(RolloutWorker)
 
 
 class RolloutFleet(Fleet):
-    """Rollout workers as one source of rollouts, and as the targets of a weight sync."""
+    """Rollout workers as a source of rollouts, and as the targets of a weight sync."""
 
     role, actor = "rollout", RolloutActor
     config: RolloutConfig
     baseline_gap: Gap | None = None
     turn: Turn = "engines"
 
-    def __init__(self, model: str, config: RolloutConfig, *, placement_timeout_s: float, **how: Any) -> None:
+    def __init__(self, model: str, config: RolloutConfig, *, placement_timeout_s: float, **engine: Any) -> None:
         """Start the fleet.
 
         Args:
-            how: seed, revision, transport, lora and can_sleep of `Engine`; the default transport is store.
+            engine: seed, revision, transport, lora and can_sleep of `Engine`; the default transport is store.
         """
-        how = {"model": model, "config": config, "transport": "store", **how}
-        super().__init__(how, config, placement_timeout_s=placement_timeout_s)
+        arguments = {"model": model, "config": config, "transport": "store", **engine}
+        super().__init__(arguments, config, placement_timeout_s=placement_timeout_s)
 
     @property
     def vocab_size(self) -> int:
         return self.started_with
 
     async def sample(self, prompt: Prompt, sampling: Sampling) -> list[Rollout]:
-        """All responses to one prompt, on one worker, so that they share its prefix cache; each as it finds room.
+        """Sample all responses to one prompt on one worker, so that they share its prefix cache.
 
-        Raises UserError for a prompt that is empty or too long, SamplingFailed when no worker could answer it,
-        RunStopped when none is left.
+        Raises:
+            UserError: The prompt is empty or too long.
+            SamplingFailed: No worker answered.
+            RunStopped: No worker is left.
         """
         check_window(prompt, sampling.max_new_tokens, self.config.max_model_len)
         request = prompt.prompt_id, prompt.prompt_ids, sampling
@@ -106,26 +108,27 @@ class RolloutFleet(Fleet):
         )
 
     def targets(self) -> list[Member]:
-        """Who gets the next weights, between two syncs. Who cannot be reached misses them, and catches up, or its
-        successor does."""
+        """Return the targets of the next weight sync. An unreachable worker misses it, and catches up later."""
         for member in self.started():
-            member.sync_ended()  # a worker that failed while a push replaced its catch-up got no end
+            member.end_sync()  # for a worker that failed while a push replaced its catch-up
         for member in self.serving():
             if not member.health.reachable:
                 self.missed(member, "could not be reached")
         return [member for member in self.started() if member.health.reachable]
 
     async def request(self, target: Member, submit: Callable[[Any], Any], what: str) -> Any:
-        """One call of a weight sync on one worker.
+        """Make one call of a weight sync on one worker.
 
-        Raises MissedSync when it died or refused, LearnerLost when a bucket was lost on its way.
+        Raises:
+            MissedSync: The worker died or raised an error.
+            LearnerLost: A bucket is lost.
         """
         try:
             return await submit(target.handle)
-        except RayTaskError as error:  # before DIED: of an argument that is lost Ray makes one of both kinds
+        except RayTaskError as error:  # before DIED: for a lost argument Ray raises an error of both types
             if isinstance(error.cause, ObjectLostError):
                 raise LearnerLost(f"{what} was lost with the node of learner rank 0") from error
             raise MissedSync(f"refused {what}: {first_line(error.cause)}") from error
         except DIED as error:
             self.failed(target, error)
-            raise MissedSync(f"{fate(error)} during {what}") from error
+            raise MissedSync(f"{describe_loss(error)} during {what}") from error

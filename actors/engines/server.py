@@ -1,6 +1,6 @@
-"""vLLM's OpenAI-compatible server on a policy: a process of its own, which ends with the block, or with this process.
+"""vLLM's OpenAI-compatible server on a policy, in a process that ends with the block or with this process.
 
-It is vLLM's module, not its command: `vllm serve` asks for the metadata of a package named vllm, and the CPU build has
+It runs vLLM's module, not its command: `vllm serve` reads the metadata of a package named vllm, and the CPU build has
 another name. Its arguments are those of our engines.
 """
 
@@ -25,7 +25,7 @@ from t2g.config import ServeJob
 from t2g.errors import RunStopped, UserError
 
 MODULE = "vllm.entrypoints.openai.api_server"
-END_S = 20.0  # that a process has from SIGTERM to its end
+END_S = 20.0  # timeout from SIGTERM to the end of the process
 POLL_S = 0.2
 
 
@@ -65,10 +65,10 @@ def serving(job: ServeJob, log: Path, stop: Callable[[], bool]) -> Iterator[tupl
     """
     host, port = job.serve.host, find_free_port(job.serve.host, job.serve.port)
     engine = Engine(job.model.policy, job.engine, seed=job.run.seed, revision=job.model.revision, guided=True)
-    at = {"host": host, "port": port, "served_model_name": job.serve.name}
+    listen = {"host": host, "port": port, "served_model_name": job.serve.name}
     environment = engine_environment(job.engine, owner=os.getpid(), receives_weights=False)
     environment |= listening_environment(os.environ)
-    command = [sys.executable, "-m", MODULE, *options(engine.arguments() | at)]
+    command = [sys.executable, "-m", MODULE, *options(engine.arguments() | listen)]
     with log.open("wb") as output, ended(command, os.environ | environment, stdout=output, stderr=output) as process:
         url = f"http://{host}:{port}"
         deadline = time.monotonic() + job.engine.start_timeout_s
@@ -90,12 +90,12 @@ def serving(job: ServeJob, log: Path, stop: Callable[[], bool]) -> Iterator[tupl
 def ended(
     command: Sequence[str], environment: Mapping[str, str] | None = None, **more: Any
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A command with all the processes that it starts, none of which outlives the block."""
+    """Run a command; end it with all its child processes when the block ends."""
     process = subprocess.Popen(command, env=environment, start_new_session=True, **more)
     try:
         yield process
     finally:
-        for number in (signal.SIGTERM, signal.SIGKILL):  # the second also for what the first process left behind
+        for number in (signal.SIGTERM, signal.SIGKILL):  # SIGKILL also ends orphaned child processes
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
             with suppress(subprocess.TimeoutExpired):

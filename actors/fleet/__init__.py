@@ -1,5 +1,5 @@
-"""Workers that come, go, hang and die: requests in, answers out, from any of them.
+"""Fleets of workers that answer requests, with replacement of failed workers.
 
-`health` decides what becomes of a worker, `admission` what is sent to it, `member` is one, `fleet` all of them. Knows
-nothing of vLLM.
+`health` decides the state of a worker, `admission` assigns requests, `member` is one worker, `fleet` all of them. This
+package does not know vLLM.
 """

@@ -1,7 +1,7 @@
 """Assign requests to workers in order, and measure the share of time in which workers had no request.
 
-A worker has room for so many requests, and each gives its part back when it ends. A request that waits costs nothing:
-with hundreds of workers and tens of thousands of requests the driver's core has other things to do.
+Each worker has room for a number of requests. A waiting request costs no CPU time: the driver may have hundreds of
+workers and tens of thousands of requests.
 """
 
 import asyncio
@@ -15,28 +15,34 @@ from typing import Any
 from actors.fleet.health import State
 from actors.fleet.member import Member
 
-QUEUE = 0.25  # of what a worker does at once: so much more is in it, so that it never waits for the driver
+QUEUE = 0.25  # share of max_num_seqs that is queued in a worker, so that it never waits for the driver
 
 
 @dataclass(frozen=True, eq=False)
 class Waiter:
-    """Requests that go to one worker together."""
+    """Requests that are sent to one worker together."""
 
     load: int
     avoid: Member | None
-    place: "asyncio.Future[Member]"
+    assigned: "asyncio.Future[Member]"
 
 
 class Admission:
-    """To `members`, a list that its owner goes on changing.
+    """Assign requests to the members of a fleet."""
 
-    room: requests of a worker at which it gets no more. care: runs while requests wait.
-    """
+    def __init__(
+        self, members: list[Member], *, room: int, on_waiting: Callable[[], Coroutine[Any, Any, None]]
+    ) -> None:
+        """Start without requests.
 
-    def __init__(self, members: list[Member], *, room: int, care: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        self._members, self._room, self._care = members, room, care
+        Args:
+            members: The workers; their owner changes this list.
+            room: Number of requests at which a worker gets no more.
+            on_waiting: Runs while requests wait.
+        """
+        self._members, self._room, self._on_waiting = members, room, on_waiting
         self._waiting: deque[Waiter] = deque()
-        self._caring: asyncio.Task[None] | None = None
+        self._watch_task: asyncio.Task[None] | None = None
         self.idle = IdleClock()
 
     @property
@@ -44,23 +50,28 @@ class Admission:
         return bool(self._waiting)
 
     async def enter(self, load: int, *, avoid: Member | None) -> Member:
-        """The worker with the least load for its capacity, once it has room for one; those who came first go first.
-        Call `leave` for each of `load`. avoid: the worker to use last, like workers with a failure."""
+        """Return the worker with the least load for its capacity, once it has room for a request; first in, first out.
+
+        Call `leave` for each of the `load` requests.
+
+        Args:
+            avoid: The worker to use last, like workers with a failure.
+        """
         waiter = Waiter(load, avoid, asyncio.get_running_loop().create_future())
         self._waiting.append(waiter)
         if len(self._waiting) == 1:
             self.admit()
-        if self._waiting and (self._caring is None or self._caring.done()):
-            self._caring = asyncio.ensure_future(self._care())
+        if self._waiting and (self._watch_task is None or self._watch_task.done()):
+            self._watch_task = asyncio.ensure_future(self._on_waiting())
         try:
-            return await waiter.place
+            return await waiter.assigned
         except asyncio.CancelledError:
-            if waiter.place.cancelled():
+            if waiter.assigned.cancelled():
                 with suppress(ValueError):
                     self._waiting.remove(waiter)
-            elif waiter.place.exception() is None:
+            elif waiter.assigned.exception() is None:
                 for _ in range(load):
-                    self.leave(waiter.place.result())
+                    self.leave(waiter.assigned.result())
             raise
 
     def leave(self, member: Member) -> None:
@@ -68,11 +79,11 @@ class Admission:
             self.idle.account(self._members, time.monotonic())
         member.load -= 1
         if self._waiting:  # no other worker has more room than before
-            others = member.health.suspect or self._waiting[0].avoid is member
-            self.admit(None if others else [member])
+            prefers_others = member.health.suspect or self._waiting[0].avoid is member
+            self.admit(None if prefers_others else [member])
 
     def admit(self, among: Sequence[Member] | None = None) -> None:
-        """Who waits goes in as long as the best of these workers, by default of all, has room."""
+        """Assign waiting requests while the best of these workers, by default of all, has room."""
         while self._waiting:
             waiter = self._waiting[0]
             able = [m for m in among or self._members if m.health.state is State.SERVING and m.health.reachable]
@@ -80,36 +91,36 @@ class Admission:
             if member is None or member.load >= self._room:
                 return
             self._waiting.popleft()
-            if waiter.place.done():  # cancelled, and not yet taken out
+            if waiter.assigned.done():  # cancelled, but not removed yet
                 continue
             if member.load == 0:
                 self.idle.account(self._members, time.monotonic())
             member.load += waiter.load
-            waiter.place.set_result(member)
+            waiter.assigned.set_result(member)
 
     def refuse(self, error: Exception) -> None:
         """Raise it in every waiting request."""
         while self._waiting:
-            if not (place := self._waiting.popleft().place).done():
-                place.set_exception(error)
+            if not (assigned := self._waiting.popleft().assigned).done():
+                assigned.set_exception(error)
 
 
 class IdleClock:
-    """Share of the time of those who have started and do not leave in which they had no request."""
+    """The share of time in which the started workers had no request."""
 
     def __init__(self) -> None:
         self._at = time.monotonic()
         self._idle_s = self._all_s = 0.0
 
     def account(self, members: Sequence[Member], now: float) -> None:
-        """The time since the last call, with the loads as they were all that time."""
+        """Add the time since the last call; the loads must not have changed in it."""
         passed, self._at = now - self._at, now
         loads = [m.load for m in members if m.health.state in (State.STALE, State.SERVING)]
         self._all_s += passed * len(loads)
         self._idle_s += passed * loads.count(0)
 
     def share(self, members: Sequence[Member], now: float) -> float:
-        """Since the last call of `share`; 0 where there was no worker."""
+        """Return the idle share since the last call of `share`; 0 without workers."""
         self.account(members, now)
         share = self._idle_s / self._all_s if self._all_s else 0.0
         self._idle_s = self._all_s = 0.0

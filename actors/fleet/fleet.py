@@ -1,8 +1,8 @@
-"""The workers of one role as their driver sees them: each with a place of its own, replaced when it is lost, joining
-and leaving while requests go on, loaded evenly, each wait with a deadline.
+"""The driver's side of the workers of one role.
 
-Knows nothing of what the workers do. Events of a worker go to `actors.fleet.health`, which decides its
-state. All of it runs on the driver's event loop: nothing here needs a lock.
+Each worker has its own placement group, is replaced when it is lost, and can join or leave while requests run. Requests
+are balanced, and each wait has a deadline. This module does not know what the workers do. `actors.fleet.health` decides
+the state of a worker. All code runs on the driver's event loop, so that no lock is needed.
 """
 
 import asyncio
@@ -19,26 +19,26 @@ from ray.exceptions import RayTaskError
 from actors.cluster import placement
 from actors.cluster.fanout import first_line
 from actors.fleet.admission import QUEUE, Admission
-from actors.fleet.health import Event, State, after, overdue, restarts_left
-from actors.fleet.member import DIED, UNREACHABLE, Interrupted, Member, cause, fate, why
+from actors.fleet.health import Event, State, apply_event, describe_overdue, restarts_left
+from actors.fleet.member import DIED, UNREACHABLE, Interrupted, Member, describe_error, describe_loss, unwrap_error
 from actors.fleet.meter import summary
 from t2g.config import EngineConfig
 from t2g.errors import RunStopped, SamplingFailed, UserError
 
 logger = logging.getLogger(__name__)
 
-TICK_S = 0.5  # between two rounds of care
-MEASURE_S = 2.0  # for the engines' numbers
-MAX_LOSSES = 6  # losses that the last sentence of a run tells of
+TICK_S = 0.5  # between two ticks
+MEASURE_S = 2.0  # timeout of the engines' statistics
+MAX_LOSSES = 6  # losses that the error at the end of a run lists
 CatchUp = Callable[[Member], Coroutine[Any, Any, None]]  # brings a STALE worker the current weights
-TRIES = 3  # of one request, each on another worker where there is one
+TRIES = 3  # attempts of one request, each on another worker if there is one
 
 
 class Fleet:
-    """Starts `config.workers.initial` actors of one class. `wait_ready` before the first request; `close` at the end.
+    """`config.workers.initial` actors of one class. Call `wait_ready` before the first request and `close` at the end.
 
-    Of a worker's methods it calls `start`, `probe`, whose answer says that the worker works, and `measure`, which
-    returns a `EngineStats`.
+    A worker has the methods `start`, `probe`, which answers while the worker works, and `measure`, which returns
+    `EngineStats`.
     """
 
     role: ClassVar[str]
@@ -47,36 +47,38 @@ class Fleet:
     def __init__(self, arguments: Mapping[str, Any], config: EngineConfig, *, placement_timeout_s: float) -> None:
         self.config, self._arguments = config, arguments
         self._placement_timeout_s = placement_timeout_s
-        self._patience_s = placement_timeout_s + config.start_timeout_s  # what a successor takes: a place, a start
-        self.catch_up: CatchUp | None = None  # without one, a worker serves the weights that it loaded
+        self._replacement_timeout_s = placement_timeout_s + config.start_timeout_s
+        self.catch_up: CatchUp | None = None  # if None, a worker serves the weights that it loaded
         self.wanted = config.workers.initial
-        self.started_with: Any = None  # what the workers' `start` returned, the same for all
+        self.started_with: Any = None  # the result of the workers' `start`, the same for all
         self._members: list[Member] = []
-        self._given_up: list[Member] = []  # lost workers without a successor, while their restart budget is used up
-        self._history: deque[str] = deque(maxlen=MAX_LOSSES)  # the last losses, for the sentence that ends a run
-        self._failure: RunStopped | None = None  # of a catch-up, for the next round of care to raise
+        self._unreplaced: list[Member] = []  # lost workers that wait for their restart budget
+        self._history: deque[str] = deque(maxlen=MAX_LOSSES)  # the last losses, for the error at the end of a run
+        self._failure: RunStopped | None = None  # of a catch-up; the next tick raises it
         self._numbers = iter(range(1_000_000))
         room = math.ceil((1 + QUEUE) * config.max_num_seqs)
-        self._admission = Admission(self._members, room=room, care=self._watch)
+        self._admission = Admission(self._members, room=room, on_waiting=self._watch_waiting)
         self._ticked_at = 0.0
         self._start_error: Exception | None = None  # of the last start that failed, while no worker has started
         self._has_started = False  # whether any worker has started
-        self._short_since: float | None = None  # since when fewer workers than the floor have started
-        self._recoveries: list[float] = []  # seconds from a loss to its successor's service, not yet reported
+        self._short_since: float | None = None  # since when fewer workers than workers.min have started
+        self._recoveries: list[float] = []  # seconds from a loss until its successor serves, not yet reported
         self._restarts = 0
-        for place in placement.reserve({self.role: config}, timeout_s=placement_timeout_s):
-            self._add(place).begin(self.actor, self._arguments)
+        for placement_group in placement.reserve({self.role: config}, timeout_s=placement_timeout_s):
+            self._add(placement_group).start_process(self.actor, self._arguments)
 
     @property
     def fleet(self) -> "Fleet":
-        """What looks after the workers of a feedback source (`t2g.interfaces.FeedbackSource`)."""
+        """Return the fleet of a feedback source (`t2g.interfaces.FeedbackSource`)."""
         return self
 
     # ------------------------------------------------------------------------------------------------- for the jobs
     def wait_ready(self) -> None:
-        """Until every engine has started.
+        """Wait until every engine has started.
 
-        Raises UserError for a model that cannot be served, RunStopped when fewer than the floor start in time.
+        Raises:
+            UserError: The model cannot be served.
+            RunStopped: Fewer than workers.min engines start in time.
         """
         deadline = time.monotonic() + self.config.start_timeout_s
         while any(m.health.state is State.STARTING for m in self._members) and time.monotonic() < deadline:
@@ -86,52 +88,51 @@ class Fleet:
             raise self._too_few()
 
     async def supervise(self) -> None:
-        """Rounds of care until cancelled. Raises RunStopped when the floor of workers cannot be held, LearnerLost as
-        `catch_up` does."""
-        self._failure = self._short_since = None  # since the last rounds a learner may have been made again
+        """Call `tick` until cancelled. Raises RunStopped as `tick`, LearnerLost as `catch_up`."""
+        self._failure = self._short_since = None  # the learner may have been restarted since the last call
         while True:
             self.tick()
             await asyncio.sleep(TICK_S)
 
     def set_target_size(self, number: int) -> None:
-        """So many workers from now on. Those too many finish what they have; new ones join when they are ready."""
-        if number != self.wanted or self._given_up:
+        """Set the number of workers. Surplus workers finish their requests; new ones join when they are ready."""
+        if number != self.wanted or self._unreplaced:
             logger.warning("%s workers: %d wanted, was %d", self.role, number, self.wanted)
             self.wanted = number
-            self._given_up = []  # who asks for workers gets them, whatever became of earlier ones
+            self._unreplaced = []  # a new target size does not wait for restart budgets
 
     def serving(self) -> list[Member]:
         return [m for m in self._members if m.health.state is State.SERVING]
 
     def started(self) -> list[Member]:
-        """Those with a loaded model that are not leaving: what a weight sync is for."""
+        """Return the workers with a loaded model that are not leaving: the targets of a weight sync."""
         return [m for m in self._members if m.health.state in (State.STALE, State.SERVING)]
 
     @property
     def expected(self) -> int:
-        """Workers that are wanted and were not given up."""
-        return self.wanted - len(self._given_up)
+        """Return the number of wanted workers without those that wait for their restart budget."""
+        return self.wanted - len(self._unreplaced)
 
     @property
     def joining(self) -> bool:
         return any(m.health.state in (State.STARTING, State.STALE) for m in self._members)
 
     def report(self) -> dict[str, Any]:
-        """The fleet as JSON, for status.json."""
+        """Return the fleet as JSON, for status.json."""
         return {"role": self.role, "wanted": self.wanted, "workers": [m.report() for m in self._members]}
 
     def metrics(self) -> dict[str, float]:
-        """Since the last call: the share of engine time without a request, losses, the longest recovery."""
+        """Return the metrics since the last call: idle share of engine time, losses, the longest recovery."""
         found = {"workers": float(len(self.serving())), "restarts": float(self._restarts)}
         if self._recoveries:
             found["recovery_s"] = max(self._recoveries)
         self._recoveries, self._restarts = [], 0
         return found | {"idle": self._admission.idle.share(self._members, time.monotonic())}
 
-    async def measured(self) -> dict[str, float]:
-        """What the engines themselves say of the time since the last call; who does not answer at once is left out.
+    async def engine_metrics(self) -> dict[str, float]:
+        """Return the engines' own statistics since the last call, and update the members' capacities.
 
-        Tells admission how much each has room for.
+        Engines that do not answer within MEASURE_S are left out.
         """
         members = [m for m in self.serving() if m.health.reachable]
         requests = [asyncio.wrap_future(m.handle.measure.remote().future()) for m in members]
@@ -139,12 +140,12 @@ class Fleet:
             await asyncio.wait(requests, timeout=MEASURE_S)
         for answer in requests:
             answer.cancel()
-        here = [(m, a) for m, a in zip(members, requests, strict=True) if not a.cancelled()]
-        answers = [(m, a.result()) for m, a in here if a.exception() is None]
-        most = max((measured.cache_tokens for _, measured in answers), default=0)
-        for member, measured in answers:
-            member.capacity = measured.cache_tokens / most if measured.cache_tokens else 1.0
-        return summary([measured for _, measured in answers])
+        done = [(m, a) for m, a in zip(members, requests, strict=True) if not a.cancelled()]
+        answers = [(m, a.result()) for m, a in done if a.exception() is None]
+        max_tokens = max((stats.cache_tokens for _, stats in answers), default=0)
+        for member, stats in answers:
+            member.capacity = stats.cache_tokens / max_tokens if stats.cache_tokens else 1.0
+        return summary([stats for _, stats in answers])
 
     def close(self) -> None:
         """End every worker; their engine cores end with them."""
@@ -154,62 +155,65 @@ class Fleet:
 
     # ------------------------------------------------------------------------------------------------- for requests
     async def call(self, submit: Callable[[Any], Any], *, timeout_s: float, what: str) -> Any:
-        """`submit(worker)`: `calls` of one."""
+        """Return the answer to one request, as `calls`."""
         (answer,) = await self.calls([submit], timeout_s=timeout_s, what=what)
         return answer
 
     async def calls(self, submits: Sequence[Callable[[Any], Any]], *, timeout_s: float, what: str) -> list[Any]:
-        """Each `submit(worker)` on the least loaded worker, in their order; on others what that one does not answer
-        because it dies, is late or loses its weights. A worker that failed is passed over until it answers something.
+        """Send each `submit(worker)` to the least loaded worker, and return the answers in order.
 
-        They enter together, where one has room, and each gives its room back when it ends. Who finds no room waits
-        here, before the deadline starts.
+        Requests that this worker does not answer, because it dies, times out or loses its weights, go to another one. A
+        worker that failed is avoided until it answers a call. All requests are assigned to one worker together; the
+        deadline starts once it has room.
 
-        Raises SamplingFailed after TRIES tries, RunStopped when no worker is left, and the worker's own UserError.
+        Raises:
+            SamplingFailed: No answer after TRIES attempts.
+            RunStopped: No worker is left.
+            UserError: The worker raised it.
         """
         answers: dict[int, Any] = {}
         reasons: list[str] = []
         member: Member | None = None
         for _ in range(TRIES):
-            if time.monotonic() - self._ticked_at >= TICK_S:  # it may be the only caller: not every job supervises
+            if time.monotonic() - self._ticked_at >= TICK_S:  # not every job calls `supervise`
                 self.tick()
-            left = [number for number in range(len(submits)) if number not in answers]
-            member = await self._admission.enter(len(left), avoid=member)
+            open_ = [number for number in range(len(submits)) if number not in answers]
+            member = await self._admission.enter(len(open_), avoid=member)
             try:
-                found = await member.answers([submits[number] for number in left], timeout_s, self._admission.leave)
+                futures = await member.answers([submits[number] for number in open_], timeout_s, self._admission.leave)
             except Interrupted:
                 reasons.append(f"{member.name} {member.health.reason or 'stopped serving'}")
                 continue
-            failures = [self._why_not(member, answer, timeout_s) for answer in found]
-            answers |= {n: a.result() for n, a, why_not in zip(left, found, failures, strict=True) if not why_not}
+            failures = [self._explain_failure(member, future, timeout_s) for future in futures]
+            answers |= {n: f.result() for n, f, failure in zip(open_, futures, failures, strict=True) if not failure}
             if len(answers) == len(submits):
-                self._tell(member, "request_answered")
+                self._apply_event(member, "request_answered")
                 return [answers[number] for number in range(len(submits))]
             reasons.append(next(filter(None, failures)))
-            if any(answer.cancelled() for answer in found):  # however many are late, the worker was so once
+            if any(future.cancelled() for future in futures):  # several late requests count as one failure
                 logger.warning("%s: %s", what, reasons[-1])
-                self._tell(member, "request_failed", f"did not answer within {timeout_s:g} s")
+                self._apply_event(member, "request_failed", f"did not answer within {timeout_s:g} s")
         raise SamplingFailed(f"{what}: {'; '.join(reasons)}")
 
-    def _why_not(self, member: Member, answer: "asyncio.Future[Any]", timeout_s: float) -> str:
-        """Why there is no answer; "" where there is one. Raises what the worker says to the user."""
+    def _explain_failure(self, member: Member, answer: "asyncio.Future[Any]", timeout_s: float) -> str:
+        """Return why a request has no answer, "" if it has one. Raises the worker's UserError or RunStopped."""
         if answer.cancelled():
             return f"no answer by {member.name} within {timeout_s:g} s"
         error = answer.exception()
         if isinstance(error, RayTaskError):
-            raised = cause(error)
+            raised = unwrap_error(error)
             if isinstance(raised, UserError | RunStopped):
                 raise raised from None
             return f"{member.name} failed: {first_line(raised)}"
         if isinstance(error, DIED):
             self.failed(member, error)
-            return f"{member.name} {fate(error)}"
+            return f"{member.name} {describe_loss(error)}"
         if error is not None:
             raise error
         return ""
 
-    async def _watch(self) -> None:
-        """While requests wait, what no answer tells: workers that come, are well again, or do not come at all."""
+    async def _watch_waiting(self) -> None:
+        """While requests wait, admit them to workers that start or recover, and fail if none does in time."""
         reached_at = time.monotonic()
         while self._admission.waiting:
             await asyncio.sleep(TICK_S)
@@ -220,88 +224,89 @@ class Fleet:
                 self._admission.admit()
                 if any(m.health.reachable for m in self.serving()):
                     reached_at = now
-                elif now - reached_at > self._patience_s:
-                    patience = f"within {self._patience_s:g} s"
-                    raise RunStopped(f"no {self.role} worker came to serve {patience}: {self._words()}")
+                elif now - reached_at > self._replacement_timeout_s:
+                    limit = f"within {self._replacement_timeout_s:g} s"
+                    raise RunStopped(f"no {self.role} worker came to serve {limit}: {self._describe_workers()}")
             except Exception as error:  # noqa: BLE001 - the waiting request raises it
                 self._admission.refuse(error)
 
-    # ------------------------------------------------------------------------------------------------------- care
+    # ------------------------------------------------------------------------------------------------- supervision
     def tick(self) -> None:
-        """One round of care; waits for nothing. Raises RunStopped when the floor of workers cannot be held."""
+        """Check and replace workers, without waiting. Raises RunStopped if fewer than workers.min are left."""
         if self._failure is not None:
             raise self._failure
         now = self._ticked_at = time.monotonic()
         self._admission.idle.account(self._members, now)
         for member in list(self._members):
-            self._care(member, now)
-        for member in [m for m in self._given_up if self._may_restart(m)]:
-            self._given_up.remove(member)
-            self._add(placement.ask(self.config), after=member)
+            self._supervise_member(member, now)
+        for member in [m for m in self._unreplaced if self._may_restart(m)]:
+            self._unreplaced.remove(member)
+            self._add(placement.request_placement(self.config), predecessor=member)
         self._resize()
         self._check_floor(now)
 
-    def _care(self, member: Member, now: float) -> None:
+    def _supervise_member(self, member: Member, now: float) -> None:
         if member.handle is None:
-            if placement.is_ready(member.place):
-                member.begin(self.actor, self._arguments)
-            elif not member.warned and now - member.health.since > self._placement_timeout_s:
-                member.warned = True
-                logger.warning("%s waits for a place: %s", member.name, placement.wish(self.config))
+            if placement.is_ready(member.placement_group):
+                member.start_process(self.actor, self._arguments)
+            elif not member.has_warned and now - member.health.since > self._placement_timeout_s:
+                member.has_warned = True
+                requirements = placement.describe_requirements(self.config)
+                logger.warning("%s waits for a placement: %s", member.name, requirements)
             return
         if member.health.state is State.STARTING:
-            self._see_start(member)
+            self._check_start(member)
         else:
-            self._see_probe(member, now)
-        if late := overdue(member.health, now=now, config=self.config):
-            self._tell(member, "died", late)
+            self._check_probe(member, now)
+        if late := describe_overdue(member.health, now=now, config=self.config):
+            self._apply_event(member, "died", late)
         elif member.health.state is State.DRAINING and member.load == 0:
-            self._tell(member, "drained", "left")
+            self._apply_event(member, "drained", "left")
         elif member.health.state is State.STALE and member.health.reachable and self.catch_up is not None:
-            member.bring_up(self._bring_up)
+            member.start_catch_up(self._catch_up)
 
-    async def _bring_up(self, member: Member) -> None:
+    async def _catch_up(self, member: Member) -> None:
         assert self.catch_up is not None
         try:
             await self.catch_up(member)
         except RunStopped as error:
             self._failure = error
 
-    def _see_start(self, member: Member) -> None:
+    def _check_start(self, member: Member) -> None:
         if not ray.wait([member.starting], timeout=0)[0]:
             return
         try:
             self.started_with = ray.get(member.starting)
         except DIED as error:
-            self._tell(member, "died", f"died in its start ({why(error)})")
+            self._apply_event(member, "died", f"died in its start ({describe_error(error)})")
         except RayTaskError as error:
-            raised = cause(error)
+            raised = unwrap_error(error)
             if not self._has_started:
                 self._start_error = raised if isinstance(raised, UserError | RunStopped) else error  # has a traceback
-            self._tell(member, "died", f"could not start ({first_line(raised)})")
+            self._apply_event(member, "died", f"could not start ({first_line(raised)})")
         else:
             self._has_started, self._start_error = True, None
-            self._tell(member, "started")
+            self._apply_event(member, "started")
             if self.catch_up is None:
-                self._tell(member, "weights_verified")
+                self._apply_event(member, "weights_verified")
 
-    def _see_probe(self, member: Member, now: float) -> None:
+    def _check_probe(self, member: Member, now: float) -> None:
         try:
             if member.probed(now):
-                self._tell(member, "probe_answered")
+                self._apply_event(member, "probe_answered")
         except TimeoutError:
             limit_s = self.config.health.probe_timeout_s
-            self._tell(member, "probe_failed", f"did not answer a probe within {limit_s:g} s")
+            self._apply_event(member, "probe_failed", f"did not answer a probe within {limit_s:g} s")
         except (RayTaskError, *UNREACHABLE) as error:
-            self._tell(member, "probe_failed", f"failed a probe ({why(error)})")
+            self._apply_event(member, "probe_failed", f"failed a probe ({describe_error(error)})")
         except DIED as error:
             self.failed(member, error)
 
-    def _tell(self, member: Member, event: Event, reason: str = "") -> None:
-        """What happened to a worker, and what follows from it."""
+    def _apply_event(self, member: Member, event: Event, reason: str = "") -> None:
+        """Update the health of a worker after an event, and act on its new state."""
         before = member.health.state
         now, health = time.monotonic(), self.config.health
-        member.health = after(member.health, event, now=now, config=health, reason=reason)
+        member.health = apply_event(member.health, event, now=now, config=health, reason=reason)
         state = member.health.state
         if state is before:
             return
@@ -316,7 +321,7 @@ class Fleet:
             self._remove(member, wanted=before is not State.DRAINING and event != "dismissed")
 
     def _remove(self, member: Member, *, wanted: bool) -> None:
-        """Kill it for good, as a worker that comes back would serve old weights; its successor waits for a place."""
+        """Kill a worker: if it came back, it would serve old weights. A wanted worker gets a successor."""
         self._members.remove(member)
         member.remove()
         if not wanted:
@@ -324,64 +329,69 @@ class Fleet:
         self._restarts += 1
         self._history.append(f"{member.name} {member.health.reason}")
         logger.warning("%s %s; %d left", member.name, member.health.reason, len(self.started()))
-        self._given_up.append(member)
+        self._unreplaced.append(member)
 
     def _may_restart(self, member: Member) -> bool:
         """Return whether a lost worker gets a successor now.
 
-        A second start that is refused for the same reason, while no worker has started, refuses the config itself.
+        If a second start is refused for the same reason while no worker has started, the config is at fault.
         """
         if isinstance(self._start_error, UserError) and member.health.reason == member.predecessor_reason:
             return False
         return restarts_left(member.restart_times, now=time.monotonic(), config=self.config.health) > 0
 
     def failed(self, member: Member, error: Exception) -> None:
-        """A call of it ended in one of DIED."""
+        """Record that a call of the worker ended in an error of DIED."""
         event = "unreachable" if isinstance(error, UNREACHABLE) else "died"
-        self._tell(member, event, f"{fate(error)} ({why(error)})")
+        self._apply_event(member, event, f"{describe_loss(error)} ({describe_error(error)})")
 
     def has_weights(self, member: Member, version: int) -> None:
-        """The worker computes what the learner computes: it serves."""
+        """Record that the worker verified this version: it serves."""
         member.version = version
-        self._tell(member, "weights_verified")
-        member.sync_ended()
+        self._apply_event(member, "weights_verified")
+        member.end_sync()
 
     def missed(self, member: Member, reason: str, *, late: bool = False) -> None:
-        """Half a sync or none: the worker is STALE, and its requests go elsewhere. late: its probes decide."""
+        """Record a missed weight sync: the worker is STALE, and its requests go to other workers.
+
+        Args:
+            late: Whether it timed out. It is then unreachable until it answers a probe.
+        """
         logger.warning("%s missed a weight sync: %s", member.name, reason)
         if late:
-            self._tell(member, "unreachable", reason)
-        self._tell(member, "sync_missed", f"missed a weight sync ({reason})")
-        member.sync_ended()
+            self._apply_event(member, "unreachable", reason)
+        self._apply_event(member, "sync_missed", f"missed a weight sync ({reason})")
+        member.end_sync()
 
     def _resize(self) -> None:
-        """Towards the wanted number."""
+        """Add or dismiss workers towards the wanted number."""
         living = [m for m in self._members if m.health.state is not State.DRAINING]
         for _ in range(self.expected - len(living)):
-            self._add(placement.ask(self.config))
-        for member in sorted(living, key=Member.dispensable)[: max(0, len(living) - self.wanted)]:
-            if not member.syncing:  # else its answers would count before its weights are proved; later
-                self._tell(member, "dismissed", "was not wanted any more")
+            self._add(placement.request_placement(self.config))
+        for member in sorted(living, key=Member.dismissal_order)[: max(0, len(living) - self.wanted)]:
+            if not member.syncing:  # its answers would count before its weights are verified; dismiss it later
+                self._apply_event(member, "dismissed", "was not wanted any more")
 
-    def _add(self, place: Any, *, after: Member | None = None) -> Member:
-        name = after.name if after else f"{self.role} worker {next(self._numbers)}"
-        member = Member(name, place, self.config)
-        if after:
+    def _add(self, placement_group: Any, *, predecessor: Member | None = None) -> Member:
+        name = predecessor.name if predecessor else f"{self.role} worker {next(self._numbers)}"
+        member = Member(name, placement_group, self.config)
+        if predecessor:
             now = time.monotonic()
-            member.restart_times, member.lost_at = (*after.restart_times, now), after.lost_at or now
-            member.predecessor_reason = after.health.reason
+            member.restart_times, member.lost_at = (*predecessor.restart_times, now), predecessor.lost_at or now
+            member.predecessor_reason = predecessor.health.reason
         self._members.append(member)
         return member
 
     def _check_floor(self, now: float) -> None:
-        """Raises RunStopped, or the error of a worker's start, when fewer workers than the floor are left."""
-        floor, coming = self.config.workers.min, sum(m.health.state is State.STARTING for m in self._members)
-        have = len(self.started())
-        if have >= min(floor, self.wanted):
+        """Raise RunStopped, or the error of a worker's start, if fewer than workers.min are left."""
+        floor = min(self.config.workers.min, self.wanted)
+        num_starting = sum(m.health.state is State.STARTING for m in self._members)
+        num_started = len(self.started())
+        if num_started >= floor:
             self._short_since = None
             return
         self._short_since = now if self._short_since is None else self._short_since
-        if have + coming < min(floor, self.wanted) or now - self._short_since > self._patience_s:
+        if num_started + num_starting < floor or now - self._short_since > self._replacement_timeout_s:
             raise self._too_few()
 
     def _too_few(self) -> Exception:
@@ -389,9 +399,9 @@ class Fleet:
             return self._start_error
         have = len(self.started())
         left = f"{have or 'no'} {self.role} worker{'s are' if have > 1 else ' is'} left"
-        return RunStopped(f"{left}, workers.min={self.config.workers.min}: {self._words()}")
+        return RunStopped(f"{left}, workers.min={self.config.workers.min}: {self._describe_workers()}")
 
-    def _words(self) -> str:
-        """Who was lost and why, and what the others do."""
+    def _describe_workers(self) -> str:
+        """Describe the lost workers with their reasons, and the state of the others."""
         living = [f"{m.name} is {m.health.state}" for m in self._members]
         return "; ".join([*self._history, *living])

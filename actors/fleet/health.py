@@ -1,8 +1,8 @@
-"""The life of one worker of a fleet: what happened to it -> its state. Pure; `actors.fleet.fleet` executes it.
+"""The state machine of a worker: events -> state. It has no side effects; `actors.fleet.fleet` executes it.
 
 STARTING -> STALE -> SERVING -> DRAINING -> DEAD. A worker without the current weights is STALE and gets no requests.
-Probes, requests and weight syncs that fail are counted apart: an engine that answers probes may be deaf to requests,
-and one that misses syncs may answer both.
+Failed probes, requests and weight syncs are counted separately: an engine that answers probes may not answer requests,
+and an engine that misses syncs may answer both.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ Event = Literal[
 
 
 class State(StrEnum):
-    STARTING = "starting"  # no place yet, or loading the model
-    STALE = "stale"  # loaded, and without the current weights
+    STARTING = "starting"  # waits for its placement, or loads the model
+    STALE = "stale"  # loaded, without the current weights
     SERVING = "serving"
-    DRAINING = "draining"  # finishes what it has, gets nothing new
+    DRAINING = "draining"  # finishes its requests, gets no new ones
     DEAD = "dead"
 
 
@@ -30,21 +30,21 @@ class State(StrEnum):
 class Health:
     """One worker. Times are seconds of the caller's clock."""
 
-    since: float  # when it came into its state
+    since: float  # when it entered its state
     state: State = State.STARTING
     failed_probes: int = 0  # in a row
     failed_requests: int = 0  # in a row
     missed_syncs: int = 0  # in a row
-    reachable: bool = True  # no request is sent to where none arrives; probes go on
-    suspect: bool = False  # something failed and nothing has been answered since: others are preferred
+    reachable: bool = True  # an unreachable worker gets no requests, only probes
+    suspect: bool = False  # a call failed and none was answered since: requests prefer other workers
     reason: str = ""  # of the last failure
 
 
-def after(health: Health, event: Event, *, now: float, config: HealthConfig, reason: str = "") -> Health:
-    """The worker after `event`. DEAD is final.
+def apply_event(health: Health, event: Event, *, now: float, config: HealthConfig, reason: str = "") -> Health:
+    """Return the health of a worker after `event`. DEAD is final.
 
-    >>> worker = after(Health(since=0), "started", now=9, config=HealthConfig())
-    >>> worker.state, after(worker, "weights_verified", now=10, config=HealthConfig()).state
+    >>> worker = apply_event(Health(since=0), "started", now=9, config=HealthConfig())
+    >>> worker.state, apply_event(worker, "weights_verified", now=10, config=HealthConfig()).state
     (<State.STALE: 'stale'>, <State.SERVING: 'serving'>)
     """
     if health.state is State.DEAD:
@@ -59,7 +59,7 @@ def after(health: Health, event: Event, *, now: float, config: HealthConfig, rea
             return _bounded(replace(stale, missed_syncs=health.missed_syncs + 1, reason=reason), now, config)
         case "request_answered":
             return replace(health, failed_requests=0, suspect=False, reachable=True)
-        case "unreachable":  # by many requests at once, perhaps for a moment: the probes count
+        case "unreachable":  # many requests report it at once, perhaps for a moment: only probes are counted
             return replace(health, reachable=False, suspect=True, reason=reason)
         case "request_failed":
             failed = replace(health, failed_requests=health.failed_requests + 1, suspect=True, reason=reason)
@@ -76,8 +76,8 @@ def after(health: Health, event: Event, *, now: float, config: HealthConfig, rea
     return health
 
 
-def overdue(health: Health, *, now: float, config: EngineConfig) -> str:
-    """Why a worker has been in its state for too long; "" while it has not. Waiting for a place is not counted here."""
+def describe_overdue(health: Health, *, now: float, config: EngineConfig) -> str:
+    """Return why a worker is too long in its state, "" if it is not. Waiting for a placement is not counted here."""
     waited = now - health.since
     if health.state is State.STARTING and waited > config.start_timeout_s:
         return f"did not start within {config.start_timeout_s:g} s"
@@ -101,7 +101,7 @@ def _into(health: Health, state: State, now: float) -> Health:
 
 
 def _bounded(health: Health, now: float, config: HealthConfig) -> Health:
-    """DEAD once a streak is as long as it may be."""
+    """Return DEAD once a count of successive failures reaches max_failures."""
     if max(health.failed_probes, health.failed_requests, health.missed_syncs) < config.max_failures:
         return health
     return _into(health, State.DEAD, now)

@@ -1,4 +1,4 @@
-"""One worker of a fleet: its place, its process, the requests that wait for it."""
+"""One worker of a fleet: its placement group, its process, its running requests."""
 
 import asyncio
 import contextlib
@@ -15,27 +15,26 @@ from actors.cluster.fanout import first_line
 from actors.fleet.health import Health, State
 from t2g.config import EngineConfig
 
-# No answer will come: the worker is gone, was ended by Ray's memory monitor, or its answer went with a node.
+# No answer will come: the worker died, Ray's memory monitor killed it, or a lost node had its answer.
 DIED = (RayActorError, OutOfMemoryError, ObjectLostError)
-UNREACHABLE = (ActorUnavailableError, ObjectLostError)  # of these: a node that may come back, with its workers
+UNREACHABLE = (ActorUnavailableError, ObjectLostError)  # a subset of DIED: the node may come back with its workers
 
 
-def fate(error: Exception) -> Literal["died", "could not be reached"]:
-    """What an exception of DIED says of the worker."""
+def describe_loss(error: Exception) -> Literal["died", "could not be reached"]:
+    """Describe what an exception of DIED means for the worker."""
     return "could not be reached" if isinstance(error, UNREACHABLE) else "died"
 
 
-def why(error: Exception) -> str:
-    """What an exception says in one line: of a call, what the worker raised, of a worker that could not be made, what
-    its constructor did."""
+def describe_error(error: Exception) -> str:
+    """Return one line: the error that the worker raised in a call, or the error of its constructor."""
     lines = str(error).strip().splitlines()
     if "creation task" in str(error):
         return f"{type(error).__name__}: {lines[-1]}"
-    return first_line(cause(error))
+    return first_line(unwrap_error(error))
 
 
-def cause(error: Exception) -> Exception:
-    """What the worker raised; Ray's own error also where that did not survive the way."""
+def unwrap_error(error: Exception) -> Exception:
+    """Return the error that the worker raised, or Ray's error if the worker's could not be pickled."""
     return error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
 
 
@@ -44,52 +43,52 @@ class Interrupted(Exception):
 
 
 class Notifier:
-    """Wakes all who wait for it, each in its own event loop."""
+    """Wake up all waiting coroutines, each in its own event loop."""
 
     def __init__(self) -> None:
         self._waiting: set[asyncio.Future[None]] = set()
 
     async def wait(self, *others: "asyncio.Future[Any]", timeout_s: float | None = None) -> bool:
-        """Until it rings or one of the others is done; whether that was so in time."""
-        rung = asyncio.get_running_loop().create_future()
-        self._waiting.add(rung)
+        """Wait for `notify` or one of the other futures; return False after a timeout."""
+        notified = asyncio.get_running_loop().create_future()
+        self._waiting.add(notified)
         try:
-            done, _ = await asyncio.wait([rung, *others], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait([notified, *others], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             return bool(done)
         finally:
-            self._waiting.discard(rung)
+            self._waiting.discard(notified)
 
-    def ring(self) -> None:
-        for rung in self._waiting:
-            if not rung.done():
-                rung.set_result(None)
+    def notify(self) -> None:
+        for notified in self._waiting:
+            if not notified.done():
+                notified.set_result(None)
 
 
 class Member:
-    """A worker from the wish for a place to its end. Its fleet decides; this does."""
+    """A worker from its placement request to its end. Its fleet decides; this class executes."""
 
-    def __init__(self, name: str, place: PlacementGroup, config: EngineConfig) -> None:
-        self.name, self.place, self._config = name, place, config
-        self.handle: Any = None  # none until there is a place
-        self.starting: Any = None  # reference to what its start returns
+    def __init__(self, name: str, placement_group: PlacementGroup, config: EngineConfig) -> None:
+        self.name, self.placement_group, self._config = name, placement_group, config
+        self.handle: Any = None  # None until the placement group is ready
+        self.starting: Any = None  # reference to the result of its start
         self.health = Health(since=time.monotonic())
-        self.load = 0  # sequences it was given and has not finished
+        self.load = 0  # sequences that were sent to it and are not finished
         self.version: int | None = None  # of its weights
-        self.restart_times: tuple[float, ...] = ()  # of its predecessors of the same name, and of itself
+        self.restart_times: tuple[float, ...] = ()  # of itself and its predecessors of the same name
         self.predecessor_reason = ""  # why its predecessor was lost
         self.lost_at: float | None = None  # when its predecessor was lost, until it serves
-        self.warned = False  # that it waits for a place
+        self.has_warned = False  # that it waits for a placement
         self.capacity = 1.0  # as a share of the largest of the fleet
-        self.syncing = False  # its engine is paused, or has weights not proved yet: no probe, and no answer counts
+        self.syncing = False  # its engine is paused, or its weights are not verified: no probes, no valid answers
         self._probe: Any = None
         self._probed_at = time.monotonic()
         self._num_interrupts = 0
         self._changed = Notifier()  # `syncing` or the number of interrupts
         self._catching_up: asyncio.Future[None] | None = None
 
-    def begin(self, actor: Any, arguments: Mapping[str, Any]) -> None:
-        """Start the process in its place."""
-        self.handle = actor.options(**placement.actor_options(self._config, self.place)).remote(**arguments)
+    def start_process(self, actor: Any, arguments: Mapping[str, Any]) -> None:
+        """Start the process in its placement group."""
+        self.handle = actor.options(**placement.actor_options(self._config, self.placement_group)).remote(**arguments)
         self.starting = self.handle.start.remote()
         self.health = Health(since=time.monotonic())
 
@@ -98,15 +97,16 @@ class Member:
         """The number of its predecessors."""
         return len(self.restart_times)
 
-    def sync_ended(self) -> None:
-        """Call it once the worker's state says how."""
+    def end_sync(self) -> None:
+        """Resume requests and probes after a sync, once the state of the worker is set."""
         self.syncing = False
-        self._changed.ring()
+        self._changed.notify()
 
     def probed(self, now: float) -> bool:
-        """Whether it has answered a probe since the last call; the next one is sent when it is due.
+        """Return whether it has answered a probe since the last call, and send the next probe when it is due.
 
-        Raises TimeoutError for a probe that is late, and as `ray.get`.
+        Raises:
+            TimeoutError: The probe is late; other errors as `ray.get`.
         """
         health = self._config.health
         if self.syncing:
@@ -127,10 +127,15 @@ class Member:
     async def answers(
         self, submits: Sequence[Callable[[Any], Any]], timeout_s: float, leave: "Callable[[Member], None]"
     ) -> list["asyncio.Future[Any]"]:
-        """What it answers to each, once no weight sync is under way: the weights that made it may be refused. Of those
-        that are late, a cancelled future. leave(self): as soon as one ends.
+        """Return the answers once no weight sync is running, since the weights that made them may be refused.
 
-        Raises Interrupted.
+        Late requests are returned as cancelled futures.
+
+        Args:
+            leave: Called with this member for each request that ends.
+
+        Raises:
+            Interrupted: The worker stopped serving.
         """
         deadline, num_interrupts = time.monotonic() + timeout_s, self._num_interrupts
         requests: list[tuple[Any, asyncio.Future[Any]]] = []
@@ -165,15 +170,15 @@ class Member:
     def interrupt(self) -> None:
         """Send the waiting requests to other workers."""
         self._num_interrupts += 1
-        self._changed.ring()
+        self._changed.notify()
 
-    def bring_up(self, catch_up: "Callable[[Member], Coroutine[Any, Any, None]]") -> None:
-        """Have it brought the current weights, unless that is under way."""
+    def start_catch_up(self, catch_up: "Callable[[Member], Coroutine[Any, Any, None]]") -> None:
+        """Start to bring the worker the current weights, unless this is already running."""
         if self._catching_up is None or self._catching_up.done():
             self._catching_up = asyncio.ensure_future(catch_up(self))
 
-    def dispensable(self) -> tuple[bool, bool, bool, int]:
-        """Sorts first who is missed least: without a place, not serving, suspect, with little to do."""
+    def dismissal_order(self) -> tuple[bool, bool, bool, int]:
+        """Return a sort key: first workers without a placement, not serving, suspect, with a small load."""
         serving = self.health.state is State.SERVING
         return self.handle is not None, serving, not self.health.suspect, self.load
 
@@ -182,10 +187,10 @@ class Member:
         return {"name": self.name, **state, "restarts": self.restarts, "load": self.load}
 
     def remove(self) -> None:
-        """Kill it and give its place back."""
+        """Kill the process and remove the placement group."""
         self.interrupt()
         if self._catching_up is not None:
             self._catching_up.cancel()
         if self.handle is not None:
             ray.kill(self.handle, no_restart=True)
-        remove_placement_group(self.place)
+        remove_placement_group(self.placement_group)

@@ -1,4 +1,4 @@
-"""Ranks under ZeRO-3: batches in, updates, log-probabilities, weights and checkpoints out; supervised training as well.
+"""Learner ranks under ZeRO-3: updates, log-probabilities, weights, checkpoints; supervised training and DPO.
 
-`zero3` and `full_weights` alone know DeepSpeed. jobs may import it.
+Only `zero3` and `full_weights` know DeepSpeed. jobs may import it.
 """

@@ -1,6 +1,6 @@
 """Direct preference optimisation (Rafailov et al., arXiv 2305.18290): the learner's ranks with `losses.dpo_loss`.
 
-Log-probabilities are those of softmax(logits), as in the paper, at whatever temperature the pairs were sampled, of the
+Log-probabilities are those of softmax(logits), as in the paper, for any sampling temperature of the pairs, and of the
 sampled ids.
 """
 
@@ -30,16 +30,19 @@ def train_dpo(
     seed: int,
     out_folder: Path,
 ) -> dict[str, float] | None:
-    """Train `model` on `pairs` for `learner.num_epochs` and write it to `out_folder`; None when `stop()` ended it.
+    """Train `model` on `pairs` for `learner.num_epochs` and write it to `out_folder`.
 
     Args:
-        batch_size: pairs of one optimizer step; a microbatch has room for `learner.tokens_per_microbatch` tokens.
-        on_progress: called with the number of optimizer steps that are done.
+        batch_size: Pairs of one optimizer step; a microbatch has room for `learner.tokens_per_microbatch` tokens.
+        on_progress: Called with the number of finished optimizer steps.
 
-    Returns loss, accuracy, margin (see `dpo_loss`) and grad_norm of the last step, and steps.
+    Returns:
+        loss, accuracy, margin (see `dpo_loss`) and grad_norm of the last step, and steps; None if `stop()` ended it.
 
-    Raises UserError when there is no place for the ranks, RunStopped when a loss or gradient is not finite, LearnerLost
-    when a rank dies or no step comes within `learner.step_timeout_s`.
+    Raises:
+        UserError: The ranks do not fit.
+        RunStopped: A loss or gradient is not finite.
+        LearnerLost: A rank died, or a step exceeded `learner.step_timeout_s`.
     """
     steps = draw_steps(len(pairs), num_epochs=learner.num_epochs, batch_size=batch_size, seed=seed)
     spec = LearnerSpec(model=model, learner=learner, loss="dpo", num_updates=len(steps), seed=seed)
@@ -57,7 +60,7 @@ def train_dpo(
 
 
 def paired_sequences(pairs: Sequence[PreferencePair], group: LearnerGroup) -> list[PairedSequence]:
-    """Chosen and rejected response of each pair in turn, all of one weight, as the group's reference sees them."""
+    """Return the chosen and the rejected response of each pair, with equal weights and reference logprobs."""
     plain = [
         TrainSequence(prompt_ids=pair.prompt_ids, response_ids=ids, weights=np.full(len(ids), 1 / len(ids), np.float32))
         for pair in pairs

@@ -1,9 +1,9 @@
 """The learner: policy and critic on ZeRO-3 ranks, one Ray actor per rank, in one group or in two.
 
-`LearnerWorker` is one rank, a plain class all of whose calls are collectives; it holds the parts (`parts`) of
-its group. `LearnerGroup` is the driver's side and implements `t2g.interfaces.Learner` and
-`actors.weights.sync.WeightSource`. It makes each call once per part, to the ranks that hold it: nothing here depends on
-whether policy and critic share their ranks, and where they do not both work at the same time.
+`LearnerWorker` is one rank, a plain class whose calls are collectives; it has the trainers (`parts`) of its group.
+`LearnerGroup` is the driver's side and implements `t2g.interfaces.Learner` and `actors.weights.sync.WeightSource`. It
+makes each call once per part, on the ranks of that part. Policy and critic may share their ranks; on separate ranks
+they work at the same time.
 """
 
 import json
@@ -40,33 +40,33 @@ from t2g.files import describe_file
 from t2g.types import Rollout, TokenStats, TrainBatch, TrainSequence, UpdateResult
 
 STATE_FILE = "learner.json"
-LOOK_S = 5.0  # a rank that died without breaking the others' connections is seen within so long
+FAILURE_POLL_S = 5.0  # to detect a dead rank whose connections did not break
 PEAK_MEMORY = "learner/peak_memory_gib"
-STREAM_AHEAD = 2  # buckets gathered before the first is taken: the next gather overlaps with the present send
+STREAM_AHEAD = 2  # buckets gathered ahead of the consumer: a gather overlaps with the previous send
 
 
 class LearnerWorker:
-    """One rank. After `start` every call is made on all ranks of the group, in the same order."""
+    """One rank. After `start` every call is made on all ranks of the group in the same order."""
 
     def __init__(self, spec: LearnerSpec, names: Sequence[PartName], role: RoleConfig, rank: int) -> None:
         torch.set_num_threads(role.threads)
         self.spec, self.names, self.role, self.rank = spec, names, role, rank
         self.parts: dict[PartName, PolicyTrainer | CriticTrainer] = {}
-        self._port: socket.socket | None = None  # of rank 0: the port of the rendezvous
+        self._port: socket.socket | None = None  # reserves the port of the rendezvous, on rank 0
 
     def address(self) -> tuple[str, int]:
-        """Where this rank can hold a rendezvous: its node's address and a port, kept from others until then."""
+        """Return the address and a port of a rendezvous on this rank; the port stays reserved until then."""
         self._port = socket.socket()
         self._port.bind((ray.util.get_node_ip_address(), 0))
         return self._port.getsockname()
 
     def start(self, master_addr: str, master_port: int) -> None:
-        """Join the group, load the models, partition them. UserError names model.policy when it cannot be loaded."""
+        """Load the models, join the group, partition the models. UserError if model.policy cannot be loaded."""
         on_gpu, num_ranks = self.role.gpus > 0, self.role.workers
         policy = load_policy(self.spec, on_gpu=on_gpu) if "policy" in self.names else None
         critic = load_critic(self.spec, on_gpu=on_gpu) if "critic" in self.names else None
         if self._port is not None:
-            self._port.close()  # not before the models are loaded: engines that start beside us look for ports
+            self._port.close()  # not before the models are loaded: engines that start now look for free ports
         os.environ.update(listening_environment(os.environ))
         zero3.init_distributed(
             self.rank, num_ranks, master_addr, master_port, "nccl" if on_gpu else "gloo",
@@ -90,7 +90,7 @@ class LearnerWorker:
         return metrics | {PEAK_MEMORY: _peak_gib(self.role)} | self._utilisation(part, batch, seconds)
 
     def _utilisation(self, part: PartName, batch: TrainBatch, seconds: float) -> Metrics:
-        """Nothing on a CPU, in float32, and for a model whose FLOPs no formula of ours gives."""
+        """Return model FLOPs utilisation; {} on a CPU, in float32, and for a model of unknown shape."""
         peak = peak_flops(torch.cuda.get_device_name()) if self.role.gpus else None
         model: Any = self.parts[part].engine.module
         shape = shape_of(getattr(model, "backbone", model).config.get_text_config().to_dict()) if peak else None
@@ -119,26 +119,28 @@ class LearnerWorker:
         self.parts["policy"].export(folder)
 
     def save(self, part: PartName, folder: Path) -> dict[str, dict[str, Any]]:
-        """The part, its optimizer and schedule, and the RNGs, into an existing folder; on return all have written.
+        """Write the part, its optimizer and schedule, and the RNGs into an existing folder; wait for all ranks.
 
-        What `t2g.files.describe_file` says of the files of this rank, by their names in the folder.
+        Returns:
+            `t2g.files.describe_file` of the files of this rank, by their names in the folder.
         """
         torch.save(torch.get_rng_state(), self._rng_file(part, folder))
         zero3.save_checkpoint(self.parts[part].engine, folder, part)
-        mine = [self._rng_file(part, folder), *(folder / part).glob(f"*zero_pp_rank_{self.rank}_*")]
-        hashed = {str(file.relative_to(folder)): describe_file(file) for file in mine}
+        own_files = [self._rng_file(part, folder), *(folder / part).glob(f"*zero_pp_rank_{self.rank}_*")]
+        hashed = {str(file.relative_to(folder)): describe_file(file) for file in own_files}
         torch.distributed.barrier()  # the caller may rename the folder after it
         return hashed
 
     def convert(self, part: PartName, folder: Path) -> None:
-        """Before a `load` by another number of ranks; rank 0 does it."""
+        """Convert the checkpoint on rank 0, for a `load` by another number of ranks."""
         if self.rank == 0:
             zero3.convert_checkpoint(folder, part)
 
     def load(self, part: PartName, folder: Path, universal: bool) -> None:
-        """What `save` wrote. universal: what `convert` made of it, and the RNG stays as this rank's seed made it.
+        """Load what `save` wrote, or with `universal` what `convert` wrote.
 
-        PPO and DPO draw nothing after `start`, and supervised training seeds the dropout of each step.
+        With `universal` the RNG keeps this rank's seed. PPO and DPO draw no random numbers after `start`, and
+        supervised training seeds the dropout of each step.
         """
         zero3.load_checkpoint(self.parts[part].engine, folder, part, universal=universal)
         if not universal:
@@ -164,33 +166,33 @@ LearnerActor = ray.remote(LearnerWorker)
 
 
 class LearnerGroup:
-    """The driver's side. Every call has `learner.step_timeout_s`; see `fanout.collect`.
+    """The driver's side. Every call has the timeout `learner.step_timeout_s`; see `fanout.collect`.
 
-    After an exception the ranks may be out of step with each other: `close` and start again from a checkpoint.
+    After an exception the ranks may be in different states: call `close` and start again from a checkpoint.
     """
 
-    actor: Any = LearnerActor  # what a rank is
+    actor: Any = LearnerActor  # class of a rank
 
     def __init__(self, spec: LearnerSpec, *, placement_timeout_s: float) -> None:
-        """Start all ranks and wait for them. UserError when they find no place or the model cannot be loaded."""
+        """Start all ranks and wait for them. Raises UserError if they do not fit or the model cannot be loaded."""
         self.spec = spec
-        self.policy_version = 0  # that an update makes counts from its beginning
-        self._turn = threading.Lock()  # two calls at once would reach the ranks in different orders
-        self._lost: LearnerLost | None = None  # what every call says from then on
+        self.policy_version = 0  # increased when an update begins
+        self._lock = threading.Lock()  # concurrent calls would reach the ranks in different orders
+        self._lost: LearnerLost | None = None  # raised by every later call
         self.groups: list[Ranks] = []
         self.parts: dict[PartName, Ranks] = {}
         roles = spec.learner.roles(spec.objective)
-        homes: dict[PartName, str] = {"policy": "learner"}
+        sections: dict[PartName, str] = {"policy": "learner"}
         if spec.objective.uses_critic:
-            homes["critic"] = [*roles][-1]
+            sections["critic"] = [*roles][-1]
         try:
             for section, role in roles.items():
-                names = [part for part, home in homes.items() if home == section]
-                who = "learner rank" if section == "learner" else "critic rank"
+                names = [part for part, home in sections.items() if home == section]
+                actor_name = "learner rank" if section == "learner" else "critic rank"
                 self.groups.append(
                     Ranks(
                         self.actor, spec, names,
-                        section=section, role=role, who=who, placement_timeout_s=placement_timeout_s,
+                        section=section, role=role, actor_name=actor_name, placement_timeout_s=placement_timeout_s,
                         environment=rank_environment(role, uses_cuda_ipc=spec.learner.uses_cuda_ipc),
                     )
                 )  # fmt: skip
@@ -203,20 +205,20 @@ class LearnerGroup:
     def _start(self) -> None:
         deadline = self._deadline()
         requests = [(ranks, [ranks.workers[0].address.remote()]) for ranks in self.groups]
-        found = [(ranks, ranks.collect(refs, "address", deadline)[0]) for ranks, refs in requests]
-        begun = [(ranks, [worker.start.remote(*address) for worker in ranks.workers]) for ranks, address in found]
-        for ranks, refs in begun:
+        addresses = [(ranks, ranks.collect(refs, "address", deadline)[0]) for ranks, refs in requests]
+        starts = [(ranks, [worker.start.remote(*address) for worker in ranks.workers]) for ranks, address in addresses]
+        for ranks, refs in starts:
             ranks.collect(refs, "start", deadline)
 
     def _deadline(self) -> float:
         return time.monotonic() + self.spec.learner.step_timeout_s
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _exclusive(self) -> Iterator[None]:
         timeout_s = self.spec.learner.step_timeout_s
         if self._lost is not None:  # ranks that hang would take every later call to its deadline again
             raise self._lost
-        if not self._turn.acquire(timeout=timeout_s):
+        if not self._lock.acquire(timeout=timeout_s):
             raise LearnerLost(f"the learner is late: the call before did not end within {timeout_s:g} s")
         try:
             yield
@@ -224,13 +226,13 @@ class LearnerGroup:
             self._lost = lost
             raise
         finally:
-            self._turn.release()
+            self._lock.release()
 
     def _on_parts(
         self, parts: Sequence[PartName], call: str, submit: Callable[[Any, PartName, int], Any]
     ) -> dict[PartName, list[Any]]:
-        """submit(worker, part, rank) on all ranks of all parts before any result is waited for; results by rank."""
-        with self._alone():
+        """Call submit(worker, part, rank) on all ranks of all parts, then wait; return the results by rank."""
+        with self._exclusive():
             deadline = self._deadline()
             refs = {
                 part: [submit(worker, part, rank) for rank, worker in enumerate(self.parts[part].workers)]
@@ -242,39 +244,43 @@ class LearnerGroup:
         return self._on_parts(["policy"], call, lambda worker, part, rank: submit(worker))["policy"]
 
     def forward(self, sequences: Sequence[Rollout | TrainSequence]) -> list[TokenStats]:
-        """Old logprobs, reference logprobs, values and entropy, each [R], in the order of `sequences`; 0 without a
-        critic, and where the update will say it (`LearnerSpec.defers_old_logprobs`)."""
-        given = ray.put(list(sequences))
-        results = self._on_parts(
-            [*self.parts], "forward", lambda worker, part, rank: worker.forward.remote(part, given)
-        )
-        silent = ["values", *(["old_logprobs", "entropy"] if self.spec.defers_old_logprobs else [])]
-        found = [{name: np.zeros(len(s.response_ids), np.float32) for name in silent} for s in sequences]
+        """Return old logprobs, reference logprobs, values and entropy, each [R], in the order of `sequences`.
+
+        Values are 0 without a critic. Old logprobs and entropy are 0 with `LearnerSpec.defers_old_logprobs`: the update
+        returns them.
+        """
+        refs = ray.put(list(sequences))
+        results = self._on_parts([*self.parts], "forward", lambda worker, part, rank: worker.forward.remote(part, refs))
+        zero_fields = ["values", *(["old_logprobs", "entropy"] if self.spec.defers_old_logprobs else [])]
+        stats = [{name: np.zeros(len(s.response_ids), np.float32) for name in zero_fields} for s in sequences]
         for i, fields in chain.from_iterable(share.items() for by_rank in results.values() for share in by_rank):
-            found[i] |= fields
-        return [TokenStats(**fields) for fields in found]
+            stats[i] |= fields
+        return [TokenStats(**fields) for fields in stats]
 
     def update(self, batch: TrainBatch) -> UpdateResult:
-        """Every optimizer step of the batch. Metrics: means over minibatches, names as in `t2g.runs.metrics`.
+        """Make every optimizer step of the batch; the policy skips the first `critic_warmup_steps` updates.
 
-        The policy rests during the first `critic_warmup_steps` updates. Raises RunStopped naming part and minibatch
-        when a loss or gradient is not finite; that step is not applied.
+        Returns:
+            Metrics as means over minibatches, by the names of `t2g.runs.metrics`.
+
+        Raises:
+            RunStopped: A loss or gradient is not finite; the message names part and minibatch. That step is not applied.
         """
-        started, given = time.monotonic(), ray.put(batch)
-        rests = self.policy_version < self.spec.warmup_updates
+        started, batch_ref = time.monotonic(), ray.put(batch)
+        skips_policy = self.policy_version < self.spec.warmup_updates
         self.policy_version += 1
         try:
             results = self._on_parts(
-                [part for part in self.parts if not (rests and part == "policy")],
+                [part for part in self.parts if not (skips_policy and part == "policy")],
                 "update",
-                lambda worker, part, rank: worker.update.remote(part, given, f"update {self.policy_version}"),
+                lambda worker, part, rank: worker.update.remote(part, batch_ref, f"update {self.policy_version}"),
             )
         except BaseException:
             self.policy_version -= 1
             raise
         stats: tuple[TokenStats, ...] = ()
         if self.spec.defers_old_logprobs:
-            stats = self._last_update_stats(batch, given)
+            stats = self._last_update_stats(batch, batch_ref)
             samples = zip(batch.minibatches[0], stats, strict=True)
             batch = replace(batch, minibatches=(tuple(replace(s, old_logprobs=t.old_logprobs) for s, t in samples),))
         seconds = time.monotonic() - started
@@ -287,13 +293,13 @@ class LearnerGroup:
         metrics["learner/tokens_per_s"] = num_tokens / seconds
         return UpdateResult(policy_version=self.policy_version, metrics=metrics, stats=stats)
 
-    def _last_update_stats(self, batch: TrainBatch, given: "ray.ObjectRef[TrainBatch]") -> tuple[TokenStats, ...]:
-        """Of each sample of an update's only step."""
-        shares = self._on_policy("last_update_stats", lambda w: w.last_update_stats.remote(given))
-        found = {i: fields for share in shares for i, fields in share.items()}
+    def _last_update_stats(self, batch: TrainBatch, batch_ref: "ray.ObjectRef[TrainBatch]") -> tuple[TokenStats, ...]:
+        """Return the statistics of each sample of an update with one step."""
+        shares = self._on_policy("last_update_stats", lambda w: w.last_update_stats.remote(batch_ref))
+        stats = {i: fields for share in shares for i, fields in share.items()}
         samples: Any = batch.minibatches[0]
         return tuple(
-            TokenStats(**found[i], ref_logprobs=s.ref_logprobs, values=s.values) for i, s in enumerate(samples)
+            TokenStats(**stats[i], ref_logprobs=s.ref_logprobs, values=s.values) for i, s in enumerate(samples)
         )
 
     def offload_states(self) -> None:
@@ -308,41 +314,44 @@ class LearnerGroup:
         self._on_parts([*self.parts], "reload_states", lambda worker, part, rank: worker.reload_states.remote(part))
 
     def get_manifest(self) -> Shapes:
-        """Names and shapes of the policy in the order of `stream_weights`; nothing is gathered."""
+        """Return names and shapes of the policy in the order of `stream_weights`, without a gather."""
         return self._on_policy("get_manifest", lambda w: w.get_manifest.remote())[0]
 
     def address(self) -> tuple[str, int]:
-        """A host and port that rank 0 keeps free until the next `stream_weights`, whose `rendezvous` is there."""
+        """Return a host and port that rank 0 reserves for the rendezvous of the next `stream_weights`."""
         ranks = self.parts["policy"]
-        with self._alone():
+        with self._exclusive():
             return ranks.collect([ranks.workers[0].address.remote()], "address", self._deadline())[0]
 
     def stream_weights(
         self, dtype: Dtype, *, full: bool = False, rendezvous: Rendezvous | None = None
     ) -> Generator["ray.ObjectRef[Bucket]", None, None]:
-        """References to buckets in rank 0's object store; rank 0 gathers STREAM_AHEAD buckets ahead of the consumer.
+        """Yield references to buckets in rank 0's object store; rank 0 gathers STREAM_AHEAD buckets in advance.
 
-        With ipc it is one, and a bucket may be requested once the engines have loaded the previous one. With nccl, rank
-        0 broadcasts a bucket when it has yielded it, and does not get the next request before the engines have it.
-        full: each bucket with a hash of every tensor. rendezvous: with nccl, of rank 0 and the engines.
-        Other calls wait until all are taken: the ranks are in the middle of this one. Closing the iterator early waits
-        for nothing; Ray then takes the rest from the ranks and drops it.
+        With ipc it gathers one, and the next bucket may be requested once the engines have loaded the previous one.
+        With nccl, rank 0 broadcasts a bucket after yielding it, and gets the next request once the engines have it.
+        Other calls wait until the stream has ended, since its calls are collectives. Closing the iterator early does
+        not wait; Ray then drops the other buckets.
+
+        Args:
+            full: Whether each bucket has a hash of every tensor.
+            rendezvous: With nccl, that of rank 0 and the engines.
         """
         ranks = self.parts["policy"]
         ahead = 1 if self.spec.learner.sync_transport == "ipc" else STREAM_AHEAD
         options = {"num_returns": "streaming", "_generator_backpressure_num_objects": ahead}
-        with self._alone():
+        with self._exclusive():
             streams = [w.stream_weights.options(**options).remote(dtype, full, rendezvous) for w in ranks.workers]
             yield from self._buckets(ranks, streams)
             ranks.collect([stream.completed() for stream in streams], "stream_weights", self._deadline())
 
     def _buckets(self, ranks: Ranks, streams: Sequence[Any]) -> Iterator["ray.ObjectRef[Bucket]"]:
-        """Of rank 0's stream, which fails as well when another rank has died: only together they say of what."""
+        """Yield from rank 0's stream. If it fails, the ends of all streams together show the cause."""
         stream, timeout_s = streams[0], self.spec.learner.step_timeout_s
-        ends = [other.completed() for other in streams]
+        ends = [stream.completed() for stream in streams]
         while True:
             deadline = self._deadline()
-            while not ray.wait([stream], timeout=min(LOOK_S, timeout_s), fetch_local=False)[0]:
+            while not ray.wait([stream], timeout=min(FAILURE_POLL_S, timeout_s), fetch_local=False)[0]:
                 if any_failed(ends[1:]):
                     ranks.collect(ends, "stream_weights", self._deadline())
                 if time.monotonic() > deadline:
@@ -356,49 +365,49 @@ class LearnerGroup:
             yield ref
 
     def probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
-        """[N - 1] float32, at temperature 1: what a worker with the same weights must say of the same tokens."""
+        """Return the logprobs of the probe, [N - 1] float32, at temperature 1; workers must return the same."""
         return self._on_policy("probe_logprobs", lambda w: w.probe_logprobs.remote(ids))[0]
 
     def save(self, folder: Path) -> dict[str, dict[str, Any]]:
-        """Model, optimizer, scheduler and RNG of every rank, into an existing empty folder that all ranks see.
+        """Write model, optimizer, scheduler and RNG of every rank into an existing empty folder that all ranks share.
 
-        Under LoRA without the frozen weights: a resume reads them from model.policy.
+        Under LoRA the frozen weights are left out: a resume reads them from model.policy.
         """
-        found = self._on_parts([*self.parts], "save", lambda worker, part, rank: worker.save.remote(part, folder))
+        results = self._on_parts([*self.parts], "save", lambda worker, part, rank: worker.save.remote(part, folder))
         state = {"num_updates": self.policy_version, "num_ranks": {part: len(r) for part, r in self.parts.items()}}
         (folder / STATE_FILE).write_text(json.dumps(state))
-        return {name: known for by_rank in found.values() for share in by_rank for name, known in share.items()}
+        return {name: entry for by_rank in results.values() for files in by_rank for name, entry in files.items()}
 
     def load(self, folder: Path) -> None:
-        """What `save` wrote; the next update continues exactly.
+        """Load what `save` wrote; the next update continues exactly.
 
-        A part that another number of ranks wrote is converted first (`zero3.convert_checkpoint`), into a folder beside
-        it that is removed again.
+        A part that another number of ranks wrote is first converted (`zero3.convert_checkpoint`), into a temporary
+        folder beside it.
         """
         state = json.loads((folder / STATE_FILE).read_text())
-        others = [part for part, ranks in self.parts.items() if state["num_ranks"][part] != len(ranks)]
+        resized = [part for part, ranks in self.parts.items() if state["num_ranks"][part] != len(ranks)]
         try:
-            self._on_parts(others, "convert", lambda worker, part, rank: worker.convert.remote(part, folder))
+            self._on_parts(resized, "convert", lambda worker, part, rank: worker.convert.remote(part, folder))
             self._on_parts(
-                [*self.parts], "load", lambda worker, part, rank: worker.load.remote(part, folder, part in others)
+                [*self.parts], "load", lambda worker, part, rank: worker.load.remote(part, folder, part in resized)
             )
         finally:
-            for part in others:
+            for part in resized:
                 shutil.rmtree(zero3.universal_folder(folder, part), ignore_errors=True)
         self.policy_version = state["num_updates"]
 
     def export(self, folder: Path) -> None:
-        """The policy as a Hugging Face folder in safetensors, tokenizer included; under LoRA its adapter beside it."""
+        """Write the policy as a Hugging Face folder in safetensors with its tokenizer, and under LoRA its adapter."""
         self._on_policy("export", lambda w: w.export.remote(folder))
 
     def close(self) -> None:
-        """Kill the ranks and give their places back. Safe to call twice."""
+        """Kill the ranks and remove their placement groups. Safe to call twice."""
         for ranks in self.groups:
             ranks.close()
 
 
 def correction_metrics(batch: TrainBatch, objective: ObjectiveConfig) -> Metrics:
-    """`importance_metrics` of every token that counts, once each, however many passes there are."""
+    """Return `importance_metrics` over the weighted tokens, each once, for any number of epochs."""
     samples = {id(s.old_logprobs): s for minibatch in batch.minibatches for s in minibatch}.values()
     counted = [(s.old_logprobs[s.weights > 0], s.rollout_logprobs[s.weights > 0]) for s in samples]
     old, rollout = (torch.from_numpy(np.concatenate(column)) for column in zip(*counted, strict=True))

@@ -1,7 +1,7 @@
-"""Low-rank adapters (Hu et al., arXiv 2106.09685): peft puts them in; merging, and the names of both forms, are here.
+"""Low-rank adapters (Hu et al., arXiv 2106.09685): added by peft, and merged and renamed here.
 
-A weight W [out, in] under an adapter computes W x + scaling * B (A dropout(x)), scaling = alpha / r. Weights taken
-out of a model have checkpoint names and are merged, as if all weights had been trained. Does not know DeepSpeed.
+A weight W [out, in] with an adapter computes W x + scaling * B (A dropout(x)), scaling = alpha / r. Exported weights
+have checkpoint names and are merged, as if all weights had been trained. This module does not know DeepSpeed.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,9 +22,11 @@ _FACTORS = (f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight")
 
 
 def add_adapters(model: Any, lora: LoRAConfig, base: ModelConfig, *, dropout: float) -> None:
-    """Freeze `model` and put an adapter on every linear layer but the head, in place. It computes the same as before.
+    """Freeze `model` and add an adapter to every linear layer but the head, in place. Its outputs stay the same.
 
-    model: a transformers PreTrainedModel. base: where it came from; the exported adapter names it.
+    Args:
+        model: A transformers PreTrainedModel.
+        base: Its source, which the exported adapter names.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -38,13 +40,13 @@ def add_adapters(model: Any, lora: LoRAConfig, base: ModelConfig, *, dropout: fl
         revision=base.revision,
     )
     inject_adapter_in_model(config, model, ADAPTER)
-    # ZeRO-3 fetches a layer's weights for the backward pass by its input's gradient; the first layer would have none.
+    # ZeRO-3 fetches a layer's weights in the backward pass by its input's gradient, which the first layer lacks.
     model.enable_input_require_grads()
 
 
 @contextmanager
 def adapters_off(model: torch.nn.Module) -> Iterator[None]:
-    """Within the block the model computes what it did before `add_adapters`; for passes without gradient."""
+    """Disable the adapters within the block, for passes without gradient."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
@@ -58,30 +60,31 @@ def adapters_off(model: torch.nn.Module) -> Iterator[None]:
 
 
 def sources(names: Iterable[str], *, adapters: bool = False) -> dict[str, tuple[str, ...]]:
-    """From a checkpoint's name of each weight to the model's: (its own,), or (frozen weight, A, B) under an adapter.
-    adapters: of the adapters' weights alone, by `adapter_name`.
+    """Map the checkpoint's name of each weight to the model's names: (own,), or (frozen weight, A, B) with an adapter.
+
+    With `adapters`, only the weights of adapters, by `adapter_name`.
 
     >>> sources(["q.base_layer.weight", "q.lora_A.default.weight", "q.lora_B.default.weight"])
     {'q.weight': ('q.base_layer.weight', 'q.lora_A.default.weight', 'q.lora_B.default.weight')}
     """
     if adapters:
         return {renamed: (name,) for name in names if (renamed := adapter_name(name))}
-    found: dict[str, tuple[str, ...]] = {}
+    mapping: dict[str, tuple[str, ...]] = {}
     for name in names:
         if name.endswith(_FACTORS):
             continue
         module, is_under, kind = name.rpartition(_BASE)
         if not is_under:
-            found[name] = (name,)
+            mapping[name] = (name,)
         elif kind == "weight":
-            found[f"{module}.weight"] = (name, *(module + factor for factor in _FACTORS))
+            mapping[f"{module}.weight"] = (name, *(module + factor for factor in _FACTORS))
         else:
-            found[f"{module}.{kind}"] = (name,)  # a bias has no adapter
-    return found
+            mapping[f"{module}.{kind}"] = (name,)  # a bias has no adapter
+    return mapping
 
 
 def merged_weight(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
-    """weight + scaling * b @ a, computed in float32, in the type of `weight`.
+    """Return weight + scaling * b @ a, computed in float32, in the type of `weight`.
 
     weight [out, in]; a [r, in]; b [out, r]; scaling = alpha / r.
     """
@@ -89,7 +92,7 @@ def merged_weight(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scalin
 
 
 def checkpoint_weight(model: torch.nn.Module, name: str, parts: Iterable[torch.Tensor]) -> torch.Tensor:
-    """What the checkpoint holds as `name`; parts: the tensors of `sources(...)[name]`, whole."""
+    """Return the checkpoint's tensor `name`; parts: the full tensors of `sources(...)[name]`."""
     weight, *factors = (part.detach() for part in parts)
     if not factors:
         return weight
@@ -112,7 +115,7 @@ def adapter_name(name: str) -> str | None:
 
 
 def write_adapter(model: Any, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """The adapter alone, as peft and vLLM read it. weights: by `adapter_name`, on the CPU."""
+    """Write the adapter only, in the format of peft and vLLM. weights: by `adapter_name`, on the CPU."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -121,9 +124,10 @@ def write_adapter(model: Any, weights: Mapping[str, torch.Tensor], folder: Path)
 
 
 def merge_adapter(adapter: Path, folder: Path, dtype: Dtype) -> None:
-    """The model that an adapter names as its base, with it merged in, as a model folder with a tokenizer.
+    """Merge an adapter into the base model that it names; write a model folder with a tokenizer.
 
-    UserError for an adapter without safetensors (a pickle is not read) and for a base that cannot be loaded.
+    Raises:
+        UserError: The adapter has no safetensors (pickles are not read), or its base cannot be loaded.
     """
     from peft import PeftConfig, PeftModel
 

@@ -1,4 +1,4 @@
-"""Model folders into torch modules for training; the same rules in every learner. Called inside a rank's process."""
+"""Load model folders as torch modules for training, by the same rules in every learner; called in a rank's process."""
 
 from typing import Any
 
@@ -13,19 +13,22 @@ from t2g.text.tokenizer import load_tokenizer
 def load_for_training(
     model: ModelConfig, *auto_classes: str, dtype: Dtype, on_gpu: bool
 ) -> tuple[Any, list[torch.nn.Module]]:
-    """The tokenizer, and the model once for each name of a transformers class, whole and on the CPU.
+    """Return the tokenizer, and one full model on the CPU for each transformers class.
 
-    safetensors only, and no code of the model's. UserError names model.policy when it cannot be loaded.
+    Only safetensors are read, and no code of the model is run.
+
+    Raises:
+        UserError: model.policy cannot be loaded.
     """
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()  # else each load reports that a critic has no lm_head
+    transformers.utils.logging.set_verbosity_error()  # otherwise each load reports that a critic has no lm_head
     source = {"revision": model.revision, "trust_remote_code": False}
     try:
         config = transformers.AutoConfig.from_pretrained(model.policy, **source)
         capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)  # Gemma 2: sdpa would ignore it
-        # On a CPU eager attention takes short rows at twice the speed of sdpa.
+        # On a CPU eager attention is twice as fast as sdpa for short rows.
         attention = "sdpa" if on_gpu and not capped else "eager"
         weights = {"use_safetensors": True, "attn_implementation": attention, "dtype": getattr(torch, dtype)}
         classes = [getattr(transformers, name) for name in auto_classes]
@@ -36,9 +39,10 @@ def load_for_training(
 
 
 def checkpoint_layers(model: Any, source: ModelConfig, *, section: str) -> None:
-    """Gradient checkpointing of every layer. UserError, naming the section, where the architecture has no such thing.
+    """Enable gradient checkpointing of every layer of a transformers PreTrainedModel.
 
-    model: a transformers PreTrainedModel.
+    Raises:
+        UserError: The architecture does not support it; the message names the config section.
     """
     if not model.supports_gradient_checkpointing:
         raise UserError(

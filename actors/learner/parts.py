@@ -1,7 +1,7 @@
-"""What a rank of the learner holds: the policy with its reference, and the critic. Each part is a ZeRO-3 engine.
+"""The trainers of a learner rank: the policy with its reference, and the critic. Each is a ZeRO-3 engine.
 
-A part knows neither Ray nor whether the other part lives in the same process. Reward-blind: advantages and returns,
-never spans.
+A trainer knows neither Ray nor whether the other trainer runs in the same process. It gets advantages and returns, not
+spans.
 """
 
 import time
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from actors.learner import lora, zero3
-from actors.learner.full_weights import FullWeights, metadata
+from actors.learner.full_weights import FullWeights, get_shapes
 from actors.learner.models import checkpoint_layers, load_for_training
 from actors.vllm_compat.transports import IpcSender, NcclSender, Sender
 from actors.weights.buckets import Bucket, Rendezvous, Shapes, make_bucket
@@ -37,30 +37,31 @@ DPO_BETA = 0.1  # the paper's, and TRL's default
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerSpec:
-    """What every rank must know."""
+    """The settings of every rank."""
 
     model: ModelConfig
     learner: LearnerConfig
     objective: ObjectiveConfig = NO_CRITIC  # of PPO
-    loss: Loss = "ppo"  # of the policy; none: it has no optimizer, and only sends its weights
+    loss: Loss = "ppo"  # of the policy; none: it has no optimizer and only sends its weights
     temperature: float = 1.0  # of the sampling: the policy is softmax(logits / temperature)
-    num_updates: int  # calls of `update` that the learning-rate schedules span
+    num_updates: int  # calls of `update` in the learning-rate schedules
     seed: int
     dropout: float = 0.0  # of adapters; under the supervised loss the model keeps its own dropout as well
 
     @property
     def warmup_updates(self) -> int:
-        """First updates in which the policy rests."""
+        """Return the number of first updates that train only the critic."""
         return self.learner.critic_warmup_steps if self.objective.uses_critic else 0
 
     @property
     def defers_old_logprobs(self) -> bool:
-        """Return whether the forward pass of an update's only step can compute the old logprobs, not needed before it:
-        no critic, no teacher, and the KL is a term of the loss.
+        """Return whether the old logprobs can be computed in the forward pass of the update itself.
+
+        It needs an update of one step, no critic, no teacher, and the KL as a term of the loss.
         """
         objective = self.objective
-        early = objective.uses_critic or not objective.kl_in_loss or objective.teacher is not None
-        return self.loss == "ppo" and not early and self.minibatches_per_update == 1
+        needs_logprobs = objective.uses_critic or not objective.kl_in_loss or objective.teacher is not None
+        return self.loss == "ppo" and not needs_logprobs and self.minibatches_per_update == 1
 
     @property
     def minibatches_per_update(self) -> int:
@@ -68,14 +69,14 @@ class LearnerSpec:
 
 
 def load_policy(spec: LearnerSpec, *, on_gpu: bool) -> tuple[Any, Any | None, Any]:
-    """Policy, reference and tokenizer, see `load_for_training`.
+    """Return policy, reference and tokenizer, see `load_for_training`.
 
-    No reference where the loss asks for none later on, and none under LoRA: it is the policy itself.
+    The reference is None if the loss needs none, and under LoRA, where it is the policy without adapters.
     """
     config = spec.learner
     has_copy = spec.loss == "ppo" and config.lora is None
     classes = ["AutoModelForCausalLM"] * (2 if has_copy else 1)
-    torch.manual_seed(spec.seed)  # of the adapters, and of weights that the model's folder lacks
+    torch.manual_seed(spec.seed)  # for adapters, and for weights that the model's folder lacks
     tokenizer, models = load_for_training(spec.model, *classes, dtype=config.dtype, on_gpu=on_gpu)
     policy, reference = (*models, None)[:2]
     prepare(policy, spec)
@@ -87,7 +88,7 @@ def load_policy(spec: LearnerSpec, *, on_gpu: bool) -> tuple[Any, Any | None, An
 
 
 def prepare(policy: Any, spec: LearnerSpec) -> None:
-    """Adapters and gradient checkpointing, as the spec says. UserError where the architecture has no such thing."""
+    """Add adapters and gradient checkpointing of the spec. Raises UserError if the architecture does not support it."""
     if spec.learner.lora is not None:
         lora.add_adapters(policy, spec.learner.lora, spec.model, dropout=spec.dropout)
     if spec.learner.gradient_checkpointing:
@@ -95,7 +96,7 @@ def prepare(policy: Any, spec: LearnerSpec) -> None:
 
 
 def load_critic(spec: LearnerSpec, *, on_gpu: bool) -> Critic:
-    """The policy's backbone with a value head, see `load_for_training`."""
+    """Return the policy's backbone with a value head, see `load_for_training`."""
     config = spec.learner
     _, (backbone,) = load_for_training(spec.model, "AutoModel", dtype=config.dtype, on_gpu=on_gpu)
     if config.gradient_checkpointing:
@@ -112,17 +113,17 @@ def _memory(spec: LearnerSpec, num_ranks: int) -> dict[str, Any]:
 def split_by_sequence(
     sequences: Sequence[Rollout | TrainSequence], members: Sequence[int], columns: Mapping[str, torch.Tensor]
 ) -> dict[int, dict[str, np.ndarray]]:
-    """Split the values of all response tokens of a microbatch by member, in order of their places: [N] -> [R]."""
+    """Split the values of all response tokens of a microbatch by sequence index: [N] -> [R]."""
     arrays = {name: column.cpu().numpy() for name, column in columns.items()}
-    found, end = dict[int, dict[str, np.ndarray]](), 0
+    by_sequence, end = dict[int, dict[str, np.ndarray]](), 0
     for i in members:
         start, end = end, end + len(sequences[i].response_ids)
-        found[i] = {name: array[start:end] for name, array in arrays.items()}
-    return found
+        by_sequence[i] = {name: array[start:end] for name, array in arrays.items()}
+    return by_sequence
 
 
 class ModelTrainer:
-    """A model on its ranks. Every call is a collective of them."""
+    """A model on its ranks. Every call is a collective."""
 
     name: PartName
 
@@ -131,31 +132,35 @@ class ModelTrainer:
 
     @torch.no_grad()
     def forward(self, sequences: Sequence[Rollout | TrainSequence]) -> dict[int, dict[str, np.ndarray]]:
-        """The part's fields of `TokenStats`, [R] each, of this rank's share of the sequences, by their places."""
+        """Return this model's fields of `TokenStats`, [R] each, of this rank's share, by sequence index."""
         self.engine.eval()
-        found: dict[int, dict[str, np.ndarray]] = {}
+        stats: dict[int, dict[str, np.ndarray]] = {}
         for members in self._microbatches(sequences):
-            found |= split_by_sequence(sequences, members, self._stats(self._rows([sequences[i] for i in members])))
-        return found
+            stats |= split_by_sequence(sequences, members, self._stats(self._rows([sequences[i] for i in members])))
+        return stats
 
     def update(self, batch: TrainBatch, *, label: str) -> Metrics:
-        """One optimizer step per minibatch; metrics are means over them (maxima where so named), the same on all ranks.
+        """Make one optimizer step per minibatch.
 
-        Raises RunStopped naming part, label and minibatch when a loss or gradient is not finite; that step is not
-        applied.
+        Returns:
+            Means of the metrics over minibatches, maxima for names that end in _max; the same on all ranks.
+
+        Raises:
+            RunStopped: A loss or gradient is not finite. The message names model, label and minibatch; that step is not
+                applied.
         """
 
         def loss_fn(engine: zero3.Engine, sequences: Sequence[Any]) -> tuple[torch.Tensor, Metrics]:
             return self._loss(self._rows(sequences), batch.kl_coef)
 
-        found = []
+        rows = []
         for number, minibatch in enumerate(batch.minibatches, start=1):
             share = [[minibatch[i] for i in members] for members in self._microbatches(minibatch)]
             where = f"{self.name}, {label}, minibatch {number} of {len(batch.minibatches)}"
             step = zero3.train_step(self.engine, share, loss_fn, label=where)
-            found.append(step.metrics | {f"{self.name}/grad_norm": step.grad_norm, f"{self.name}/lr": step.lr})
-        reduce: dict[str, Callable[..., Any]] = {key: np.max if key.endswith("_max") else np.mean for key in found[0]}
-        return {key: float(fn([row[key] for row in found])) for key, fn in reduce.items()}
+            rows.append(step.metrics | {f"{self.name}/grad_norm": step.grad_norm, f"{self.name}/lr": step.lr})
+        reduce: dict[str, Callable[..., Any]] = {key: np.max if key.endswith("_max") else np.mean for key in rows[0]}
+        return {key: float(fn([row[key] for row in rows])) for key, fn in reduce.items()}
 
     def _microbatches(self, sequences: Sequence[Rollout | TrainSequence]) -> list[list[int]]:
         return microbatches(
@@ -170,11 +175,11 @@ class ModelTrainer:
         return Rows(sequences, self.engine.device)
 
     def _stats(self, rows: Rows) -> dict[str, torch.Tensor]:
-        """[N] each."""
+        """Return the fields of `TokenStats`, [N] each."""
         raise NotImplementedError
 
     def _loss(self, rows: Rows, kl_coef: float) -> tuple[torch.Tensor, Metrics]:
-        """This microbatch's share. kl_coef: of the KL as a term of the policy's loss."""
+        """Return this microbatch's share of loss and metrics. kl_coef: of the KL term in the policy's loss."""
         raise NotImplementedError
 
 
@@ -201,7 +206,7 @@ class CriticTrainer(ModelTrainer):
 
 
 class PolicyTrainer(ModelTrainer):
-    """The policy and PPO's reference: a frozen copy, and under LoRA the same engine with its adapters off."""
+    """The policy and PPO's reference: a frozen copy, or under LoRA the same engine with disabled adapters."""
 
     name = "policy"
 
@@ -211,15 +216,15 @@ class PolicyTrainer(ModelTrainer):
         num_steps = max(1, spec.num_updates - spec.warmup_updates) * spec.minibatches_per_update
         super().__init__(spec, zero3.build_engine(policy, optim, num_steps=num_steps, **memory))
         self.tokenizer = tokenizer
-        self._passes: list[dict[str, torch.Tensor]] = []  # of this update, where the old logprobs are the current ones
-        self._copy = None if reference is None else zero3.build_engine(reference, None, **memory)
+        self._passes: list[dict[str, torch.Tensor]] = []  # of this update, with `defers_old_logprobs`
+        self._ref_engine = None if reference is None else zero3.build_engine(reference, None, **memory)
 
     @contextmanager
     def _reference(self) -> Iterator[Any]:
-        """The engine that computes the reference; within the block it is not the policy, and takes no gradient."""
+        """Yield the engine of the reference, without gradients."""
         with torch.no_grad():
-            if self._copy is not None:
-                yield self._copy
+            if self._ref_engine is not None:
+                yield self._ref_engine
                 return
             was_training = self.engine.module.training
             self.engine.eval()
@@ -228,22 +233,22 @@ class PolicyTrainer(ModelTrainer):
             self.engine.train(was_training)
 
     def _stats(self, rows: Rows) -> dict[str, torch.Tensor]:
-        found = {}
+        stats = {}
         if not self.spec.defers_old_logprobs:
-            now = rows.token_outputs(self.engine, self.spec.temperature, entropy=True)
-            found = {"old_logprobs": now.logprobs, "entropy": now.entropy}
-            found["ref_logprobs"] = now.logprobs  # of DPO, which asks once, before its first step: no second copy
+            outputs = rows.token_outputs(self.engine, self.spec.temperature, entropy=True)
+            stats = {"old_logprobs": outputs.logprobs, "entropy": outputs.entropy}
+            stats["ref_logprobs"] = outputs.logprobs  # for DPO, which calls this once, before its first step
         if self.spec.loss == "ppo":
             with self._reference() as reference:
-                found["ref_logprobs"] = rows.token_outputs(reference, self.spec.temperature).logprobs
-        return found
+                stats["ref_logprobs"] = rows.token_outputs(reference, self.spec.temperature).logprobs
+        return stats
 
     def update(self, batch: TrainBatch, *, label: str) -> Metrics:
         self._passes.clear()
         return super().update(batch, label=label)
 
     def last_update_stats(self, batch: TrainBatch) -> dict[int, dict[str, np.ndarray]]:
-        """Old logprobs and entropy, [R] each, of this rank's share of the batch that was the last update."""
+        """Return old logprobs and entropy, [R] each, of this rank's share of the last update."""
         (minibatch,) = batch.minibatches
         shares = zip(self._microbatches(minibatch), self._passes, strict=True)
         return {i: fields for share in shares for i, fields in split_by_sequence(minibatch, *share).items()}
@@ -252,11 +257,11 @@ class PolicyTrainer(ModelTrainer):
         if self.spec.loss == "ppo":
             return self._ppo_loss(rows, kl_coef)
         logprobs = rows.token_outputs(self.engine, self.spec.temperature).logprobs
-        given = {"logprobs": logprobs, "weights": rows.numbers("weights")}
+        inputs = {"logprobs": logprobs, "weights": rows.numbers("weights")}
         if self.spec.loss == "supervised":
-            return supervised_loss(**given)
+            return supervised_loss(**inputs)
         return dpo_loss(
-            **given,
+            **inputs,
             ref_logprobs=rows.numbers("ref_logprobs"),
             segment_ids=rows.segment_ids,
             num_pairs=len(rows.sequences) // 2,
@@ -264,7 +269,7 @@ class PolicyTrainer(ModelTrainer):
         )
 
     def _ppo_loss(self, rows: Rows, kl_coef: float) -> tuple[torch.Tensor, Metrics]:
-        """L_pi + kl_coef * KL - entropy_coef * H, this microbatch's share of each (arXiv 2505.22338, section 3.3)."""
+        """Return this microbatch's share of L_pi + kl_coef * KL - entropy_coef * H (arXiv 2505.22338, section 3.3)."""
         objective, temperature = self.spec.objective, self.spec.temperature
         weights, ref_logits, is_current = rows.numbers("weights"), None, self.spec.defers_old_logprobs
         if kl_coef > 0 and objective.kl_estimator == "full":
@@ -287,15 +292,15 @@ class PolicyTrainer(ModelTrainer):
             kl = weighted_sum(now.full_kl, weights)
             loss, metrics["policy/kl_loss"] = loss + kl_coef * kl, kl.item()
         elif kl_coef > 0:
-            kl, found = kl_loss(logprobs=now.logprobs, ref_logprobs=rows.numbers("ref_logprobs"), weights=weights)
-            loss, metrics = loss + kl_coef * kl, metrics | found
+            kl, kl_metrics = kl_loss(logprobs=now.logprobs, ref_logprobs=rows.numbers("ref_logprobs"), weights=weights)
+            loss, metrics = loss + kl_coef * kl, metrics | kl_metrics
         if objective.entropy_coef > 0:
             loss = loss - objective.entropy_coef * weighted_sum(now.entropy, weights)
         return loss, metrics
 
     def get_manifest(self) -> Shapes:
-        """Names and shapes of what is sent, the policy or its adapters, in that order. No collective."""
-        return metadata(self.engine, adapters=self.spec.learner.sends_adapters)
+        """Return names and shapes of the sent weights, of the policy or its adapters. This is no collective."""
+        return get_shapes(self.engine, adapters=self.spec.learner.sends_adapters)
 
     @cached_property
     def _weights(self) -> FullWeights:
@@ -308,38 +313,43 @@ class PolicyTrainer(ModelTrainer):
         return IpcSender(self.engine.global_rank) if self.spec.learner.sync_transport == "ipc" else NcclSender()
 
     def stream_weights(self, dtype: Dtype, full: bool, rendezvous: Rendezvous | None = None) -> Iterator[Bucket]:
-        """The policy's weights, bucket by bucket on rank 0; the other ranks join the gathers and yield nothing.
+        """Yield the policy's weights by bucket on rank 0; the other ranks join the gathers and yield nothing.
 
-        full: with a hash of each tensor. A bucket's arrays are to be read before the next request.
-        rendezvous: with nccl, of rank 0 and the engines.
+        The next bucket overwrites the arrays of the previous one.
+
+        Args:
+            full: Whether to hash each tensor.
+            rendezvous: With nccl, that of rank 0 and the engines.
         """
-        sender, where = self._sender, {}
+        sender, target = self._sender, {}
         if sender is not None:
-            where = {"device": self.engine.device, "everywhere": sender.everywhere}
+            target = {"device": self.engine.device, "everywhere": sender.everywhere}
             if rendezvous is not None and self.engine.global_rank == 0:
                 sender.join_group(rendezvous, self.engine.device)
         bucket_bytes, started = int(self.spec.learner.sync_bucket_mib * 2**20), time.monotonic()
-        for index, bucket in enumerate(self._weights.buckets(bucket_bytes, dtype, **where)):
+        for index, bucket in enumerate(self._weights.buckets(bucket_bytes, dtype, **target)):
             if bucket:
                 names, tensors = zip(*bucket, strict=True)
                 if sender is not None:
                     yield from sender.send(index, names, tensors, started)
                 else:
-                    yield make_bucket(index, names, [_wire(tensor) for tensor in tensors], full=full, started=started)
+                    yield make_bucket(
+                        index, names, [_to_numpy(tensor) for tensor in tensors], full=full, started=started
+                    )
                 started = time.monotonic()
 
     @torch.no_grad()
     def probe_logprobs(self, ids: np.ndarray) -> np.ndarray:
-        """[N - 1] float32: log softmax(logits)[ids[t + 1]] after ids[: t + 1], at temperature 1."""
+        """Return [N - 1] float32: log softmax(logits)[ids[t + 1]] after ids[: t + 1], at temperature 1."""
         self.engine.eval()
         probe = TrainSequence(prompt_ids=ids[:1], response_ids=ids[1:], weights=np.ones(len(ids) - 1))
         return Rows([probe], self.engine.device).token_outputs(self.engine, 1.0).logprobs.cpu().numpy()
 
     def export(self, folder: Path) -> None:
-        """The policy as a Hugging Face folder in safetensors, tokenizer included; under LoRA the adapter as well."""
+        """Write the policy as a Hugging Face folder in safetensors with its tokenizer, and under LoRA its adapter."""
         zero3.export(self.engine, self.tokenizer, folder)
 
 
-def _wire(tensor: torch.Tensor) -> np.ndarray:
-    """float32 as it is, bfloat16 as its bits: numpy has no bfloat16."""
+def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """Return the array of a tensor, for bfloat16 its bits in uint16: numpy has no bfloat16."""
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()

@@ -1,4 +1,4 @@
-"""The driver's side of a group of ranks: their places, one call to all of them, their end."""
+"""The driver's side of a group of ranks: their placement group, a call to all of them, their end."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -13,15 +13,15 @@ from t2g.config import RoleConfig
 
 
 def rank_environment(role: RoleConfig, *, uses_cuda_ipc: bool = False) -> dict[str, str]:
-    """Of a rank's process on a GPU: freed memory of one size serves another, for rows are of all lengths.
+    """Return the environment of a rank: on a GPU, expandable segments, since rows have many lengths.
 
-    uses_cuda_ipc: an engine maps its memory, which such memory does not let it do everywhere.
+    With uses_cuda_ipc an engine maps the rank's memory, which expandable segments do not always allow.
     """
     return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if role.gpus and not uses_cuda_ipc else {}
 
 
 class Ranks:
-    """Processes that make every call together, in one reserved place. `section` of the config describes them."""
+    """Processes that make every call together, in one placement group."""
 
     def __init__(
         self,
@@ -29,20 +29,24 @@ class Ranks:
         *args: Any,
         section: str,
         role: RoleConfig,
-        who: str,
+        actor_name: str,
         placement_timeout_s: float,
         environment: Mapping[str, str],
     ) -> None:
-        """Start actor(*args, role, rank) for each rank. UserError, naming section, when there is no place."""
-        self.who = who
+        """Start actor(*args, role, rank) for each rank.
+
+        Raises:
+            UserError: The ranks do not fit; the message names the config section.
+        """
+        self.actor_name = actor_name
         self.workers: list[Any] = []
-        self._place: PlacementGroup | None
-        (self._place,) = placement.reserve({section: role}, timeout_s=placement_timeout_s)
+        self._placement_group: PlacementGroup | None
+        (self._placement_group,) = placement.reserve({section: role}, timeout_s=placement_timeout_s)
         try:
             for rank, bundle in enumerate(
-                placement.order_bundles_by_gpu(self._place, role, timeout_s=placement_timeout_s)
+                placement.order_bundles_by_gpu(self._placement_group, role, timeout_s=placement_timeout_s)
             ):
-                options = placement.actor_options(role, self._place, environment, bundle=bundle)
+                options = placement.actor_options(role, self._placement_group, environment, bundle=bundle)
                 self.workers.append(actor.options(**options).remote(*args, role, rank))
         except BaseException:
             self.close()
@@ -52,13 +56,13 @@ class Ranks:
         return len(self.workers)
 
     def collect(self, refs: Sequence["ray.ObjectRef[Any]"], call: str, deadline: float) -> list[Any]:
-        """Results in order of rank; errors as `fanout.collect`. deadline: of time.monotonic."""
-        return collect(refs, who=self.who, call=call, timeout_s=max(0.0, deadline - time.monotonic()))
+        """Return the results in order of rank; errors as `fanout.collect`. deadline: of time.monotonic."""
+        return collect(refs, actor_name=self.actor_name, call=call, timeout_s=max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
-        """Kill the ranks and give their place back. Safe to call twice."""
+        """Kill the ranks and remove their placement group. Safe to call twice."""
         while self.workers:
             ray.kill(self.workers.pop(), no_restart=True)
-        if self._place is not None:
-            remove_placement_group(self._place)
-            self._place = None
+        if self._placement_group is not None:
+            remove_placement_group(self._placement_group)
+            self._placement_group = None

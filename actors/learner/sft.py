@@ -1,6 +1,6 @@
-"""Supervised training under Ray Train, as its driver sees it: start the ranks, follow them, keep what they wrote.
+"""The driver's side of supervised training under Ray Train: start the ranks, follow their reports, keep the model.
 
-The policy's fine-tuning and the span reward model's training are this one function; a rank is `sft_rank`.
+The policy's fine-tuning and the span reward model's training use this function; a rank is `sft_rank`.
 """
 
 import json
@@ -32,10 +32,10 @@ from t2g.runs.checkpoint import CheckpointStore
 from t2g.runs.identity import Identity
 from t2g.types import TrainSequence
 
-DRIVER_GRACE_S = 30.0  # the deadline of the ranks' collectives comes first: they know where they stand
+DRIVER_GRACE_S = 30.0  # the collectives of the ranks time out first: their errors name the step
 POLL_S = 0.2  # between two looks at the ranks' reports
 DONE_FILE = "sft.json"  # the metrics, written last: a folder without it is not finished
-RAY_TRAIN = "ray_train"  # folder of Ray Train, in that of an unfinished training
+RAY_TRAIN = "ray_train"  # folder of Ray Train in an unfinished training
 logger = logging.getLogger(__name__)
 
 
@@ -53,8 +53,8 @@ def run_sft(
 ) -> dict[str, float]:
     """Train `model` on `examples` and write it to `out_folder` (safetensors, tokenizer, identity.json, sft.json).
 
-    Ray must be connected. A finished `out_folder` of the same identity is kept and its metrics are returned at once; an
-    unfinished one, beside it under the name `.part`, goes on after its last checkpoint.
+    Ray must be connected. A finished `out_folder` of the same identity is kept, and its metrics are returned at once.
+    An unfinished training in `.part` beside it resumes after its last checkpoint.
 
     Args:
         made_of: identity of the training: model, examples, options and seed decide its result.
@@ -62,11 +62,12 @@ def run_sft(
         on_report: called soon after each step with the number of steps that are done, and with the progress every
             REPORT_EVERY of them.
 
-    Returns the last `SFTProgress` as a dict, and `wall_s`, start-up and export included; seconds are of this start.
+    Returns:
+        The last `SFTProgress` as a dict, and `wall_s` with start-up and export; seconds are of this start.
 
     Raises:
-        UserError: no examples, `out_folder` holds another training's model, no place for the ranks, or a full disk.
-        RunStopped: a loss or gradient that is not finite, a lost rank, a missed deadline (who and where it stood).
+        UserError: There are no examples, `out_folder` has another model, the ranks do not fit, or the disk is full.
+        RunStopped: A loss or gradient is not finite, a rank is lost, or a deadline is missed.
     """
     if not examples:
         raise UserError(f"{LABEL} got no examples")
@@ -77,7 +78,7 @@ def run_sft(
     if out_folder.exists():
         raise UserError(f"{out_folder} exists and was not written by {LABEL}: remove it or rename the run")
     part = out_folder.with_name(out_folder.name + ".part")
-    checkpoint, done = _resume_point(part, made_of)
+    checkpoint, done = _find_checkpoint(part, made_of)
     for leftover in (part / MODEL, part / RAY_TRAIN) if checkpoint else (part,):
         shutil.rmtree(leftover, ignore_errors=True)
     identity.save_identity(part, made_of)
@@ -113,8 +114,8 @@ def _learner_spec(model: ModelConfig, options: SFTOptions, num_steps: int, seed:
     )  # fmt: skip
 
 
-def _resume_point(part: Path, made_of: Identity) -> tuple[Path | None, int]:
-    """Folder of the last whole checkpoint of this training, and the steps behind it; (None, 0) without one."""
+def _find_checkpoint(part: Path, made_of: Identity) -> tuple[Path | None, int]:
+    """Return the folder of this training's last complete checkpoint and its steps; (None, 0) without one."""
     if not part.exists():
         return None, 0
     try:
@@ -131,39 +132,39 @@ def _resume_point(part: Path, made_of: Identity) -> tuple[Path | None, int]:
 def _fit(
     job: RankJob, cluster: ClusterConfig, on_report: Callable[[int, SFTProgress | None], None]
 ) -> dict[str, float]:
-    """Run the ranks and follow their reports. However this ends, all processes of the training end with it."""
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    """Run the ranks and follow their reports. All processes of the training end when this function ends."""
+    own_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     settings = {
-        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # its poll; the default of 2 s delays start and end
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # the default poll of 2 s delays start and end
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(cluster.placement_timeout_s),
-        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a process; a lost rank ends the training here anyway
+        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # one process less; a lost rank ends the training anyway
         "RAY_TRAIN_METRICS_ENABLED": "0",
-        "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths stay what they are for the driver
+        "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths then mean the same as for the driver
     }
     launcher = ray.remote(Launcher).options(
-        num_cpus=0, max_concurrency=2, scheduling_strategy=here, runtime_env={"env_vars": settings}
+        num_cpus=0, max_concurrency=2, scheduling_strategy=own_node, runtime_env={"env_vars": settings}
     ).remote()  # fmt: skip
     running = launcher.fit.remote(job)
-    patience_s = (REPORT_EVERY + 1) * job.options.timeout_s + DRIVER_GRACE_S
-    wait = partial(collect, who=LABEL, call="training", timeout_s=patience_s)
+    timeout_s = (REPORT_EVERY + 1) * job.options.timeout_s + DRIVER_GRACE_S
+    wait = partial(collect, actor_name=LABEL, call="training", timeout_s=timeout_s)
 
     def read_reports() -> tuple[list[Report], bool]:
         has_ended = bool(ray.wait([running], timeout=POLL_S)[0])
         return wait([launcher.take_reports.remote()])[0], has_ended
 
     try:
-        last = _follow(read_reports, patience_s, on_report)
+        last = _follow(read_reports, timeout_s, on_report)
         wait([running])  # raises what the training raised
         assert last is not None, "the last step is reported"
         return asdict(last)
     finally:
-        ray.kill(launcher)  # with it go controller and ranks, each owned by the one before
+        ray.kill(launcher)  # it owns the controller, which owns the ranks
 
 
 class Launcher:
-    """Ray Train's driver, in a process that can be ended from outside; and the reports of rank 0, until they are read.
+    """Ray Train's driver, in a process that can be killed, and the unread reports of rank 0.
 
-    Of the actor's two threads `fit` takes one: reports are read in the order in which they were made.
+    `fit` takes one of the actor's two threads, so that reports keep their order.
     """
 
     def __init__(self) -> None:
@@ -177,7 +178,7 @@ class Launcher:
         return taken
 
     def fit(self, job: RankJob) -> None:
-        """Train. Returns once every rank has ended, the model written."""
+        """Train until every rank has ended and the model is written."""
         options = job.options
         env = process_environment(options) | rank_environment(options) | {"TOKENIZERS_PARALLELISM": "false"}
         trainer = ray.train.torch.TorchTrainer(
@@ -196,7 +197,7 @@ class Launcher:
                 name="sft",
                 storage_path=str(job.folder / RAY_TRAIN),  # no Ray Train checkpoints: nothing but a marker is written
                 worker_runtime_env={"env_vars": env},
-                # A process that did not come up, on a node that was short of memory for a moment, is started once more.
+                # Retries once a process that did not start, as on a node that is short of memory for a moment.
                 failure_config=ray.train.FailureConfig(max_failures=0, controller_failure_limit=1),
                 logging_config=ray.train.LoggingConfig(log_level="ERROR"),
             ),
@@ -209,37 +210,37 @@ class Launcher:
 
 def _follow(
     read_reports: Callable[[], tuple[list[Report], bool]],
-    patience_s: float,
+    timeout_s: float,
     on_report: Callable[[int, SFTProgress | None], None],
 ) -> SFTProgress | None:
-    """Hand on each report until the training has ended, and return the last progress.
+    """Pass on each report until the training has ended, and return the last progress.
 
     Args:
-        read_reports: Returns the reports since its last call, and whether the training has ended. May wait a moment.
+        read_reports: Returns the reports since its last call, and whether the training has ended.
 
     Raises:
-        RunStopped: The next progress took over `patience_s`.
+        RunStopped: The next progress took over `timeout_s`.
     """
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     last: SFTProgress | None = None
     while True:
         reports, has_ended = read_reports()
         for step, progress in reports:
             on_report(step, progress)
             if progress:
-                last, deadline = progress, time.monotonic() + patience_s
+                last, deadline = progress, time.monotonic() + timeout_s
         if has_ended:
             return last
         if time.monotonic() > deadline:
             where = f"the ranks stood at step {last.step} of {last.num_steps}" if last else "no rank has reported yet"
             raise RunStopped(
-                f"{LABEL} is late: nothing was heard of its ranks for {patience_s:g} s, which is sft.timeout_s for "
+                f"{LABEL} is late: nothing was heard of its ranks for {timeout_s:g} s, which is sft.timeout_s for "
                 f"each of {REPORT_EVERY} steps and for what comes before or after them; {where}"
             )
 
 
 def _explain(error: ray.train.TrainingFailedError) -> Exception:
-    """Ray Train's error as one sentence: of several ranks' failures, one of ours comes first."""
+    """Return one error for Ray Train's: of several failures, an error of t2g comes first."""
     if isinstance(error, ray.train.ControllerError):
         failure = error.controller_failure
         _, *more = str(failure).strip().splitlines() or [""]

@@ -1,7 +1,4 @@
-"""One rank of supervised training under Ray Train: a learner's rank whose policy has another loss.
-
-`sft` starts it.
-"""
+"""One rank of supervised training under Ray Train: a learner rank with another loss. `sft` starts it."""
 
 import os
 import time
@@ -23,7 +20,7 @@ from t2g.data.batching import draw_steps, normalize_weights
 from t2g.runs.checkpoint import CheckpointStore
 from t2g.types import TrainBatch, TrainSequence
 
-LABEL = "supervised training"  # how messages call it
+LABEL = "supervised training"  # in messages
 REPORT_EVERY = 10  # optimizer steps between two reports
 CHECKPOINTS, MODEL = "checkpoints", "model"  # in the folder of an unfinished training
 ENGINE = "engine"  # what `LearnerWorker.save` wrote, in a checkpoint
@@ -31,7 +28,7 @@ ENGINE = "engine"  # what `LearnerWorker.save` wrote, in a checkpoint
 
 @dataclass(frozen=True, kw_only=True)
 class SFTProgress:
-    """Where training stands; loss, gradient norm and speed are means over the steps since the last report."""
+    """Progress of the training; loss, gradient norm and speed are means over the steps since the last report."""
 
     step: int  # optimizer steps done
     num_steps: int
@@ -39,20 +36,20 @@ class SFTProgress:
     grad_norm: float  # global, before clipping
     lr: float
     tokens_per_s: float  # prompt and target tokens of all ranks, padding not counted
-    train_s: float  # since the ranks began to train, in this start
+    train_s: float  # since the ranks of this start began to train
     left_s: float  # at the present speed
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankJob:
-    """What a rank needs to know."""
+    """The settings of a rank."""
 
     spec: LearnerSpec
     options: SFTOptions
     examples: ray.ObjectRef  # list[TrainSequence]
     folder: Path  # of the unfinished training
-    checkpoint: Path | None  # folder to go on from
-    done: int  # steps behind it
+    checkpoint: Path | None  # folder to resume from
+    done: int  # steps of the checkpoint
 
 
 Report = tuple[int, SFTProgress | None]  # optimizer steps done; progress every REPORT_EVERY of them
@@ -75,7 +72,7 @@ def train_loop(config: dict[str, Any]) -> None:
     for step, chosen in enumerate(steps[job.done :], start=job.done + 1):
         torch.manual_seed(((seed * 1_000_003 + step) * 1_000_003 + rank) % 2**63)  # dropout is a function of it
         batch = TrainBatch(minibatches=(normalize_weights([examples[i] for i in chosen]),))
-        recent.append(worker.update("policy", batch, f"{LABEL}, step {step}, examples {_short(chosen)}"))
+        recent.append(worker.update("policy", batch, f"{LABEL}, step {step}, examples {_format_indices(chosen)}"))
         num_tokens += sum(len(examples[i]) for i in chosen)
         progress: SFTProgress | None = None
         if step % REPORT_EVERY == 0 or step == len(steps):
@@ -99,23 +96,23 @@ def train_loop(config: dict[str, Any]) -> None:
 
 
 def _checkpoint(worker: LearnerWorker, folder: Path, step: int) -> None:
-    """Every rank writes its part, then rank 0 seals them as the only checkpoint. UserError when the disk is full."""
-    beside = folder / f"{ENGINE}.part"  # the store's own folder has a name that only rank 0 knows
-    beside.mkdir(exist_ok=True)
+    """Write the state of every rank, then commit it on rank 0 as the only checkpoint. UserError if the disk is full."""
+    partial = folder / f"{ENGINE}.part"  # only rank 0 knows the name of the store's folder
+    partial.mkdir(exist_ok=True)
 
-    def save(into: Path) -> None:
-        worker.save("policy", beside)
-        beside.rename(into / ENGINE)
+    def save(target: Path) -> None:
+        worker.save("policy", partial)
+        partial.rename(target / ENGINE)
 
     if worker.rank == 0:
         CheckpointStore(folder / CHECKPOINTS, keep=1).write(step, save, {"step": step})
     else:
-        worker.save("policy", beside)
+        worker.save("policy", partial)
 
 
-def _short(indices: Sequence[int]) -> str:
+def _format_indices(indices: Sequence[int]) -> str:
     """
-    >>> _short([7, 1, 2, 9, 4])
+    >>> _format_indices([7, 1, 2, 9, 4])
     '1, 2, 4 and 2 more'
     """
     text = ", ".join(str(index) for index in sorted(indices)[:3])

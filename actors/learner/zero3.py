@@ -1,7 +1,7 @@
-"""ZeRO-3 engines, exact gradient accumulation, checkpoints: with `full_weights.py` all that knows DeepSpeed.
+"""ZeRO-3 engines, exact gradient accumulation, checkpoints. Only this module and `full_weights.py` know DeepSpeed.
 
-Called inside a rank's process only. What takes an engine is a collective: all ranks call it, in the same order. What
-it is not: it knows neither PPO nor Ray, and it builds no model.
+It is called in a rank's process. Functions that take an engine are collectives: all ranks call them in the same order.
+It knows neither PPO nor Ray, and builds no model.
 """
 
 import contextlib
@@ -49,13 +49,15 @@ class StepResult:
 def init_distributed(
     rank: int, world_size: int, master_addr: str, master_port: int, backend: str, *, timeout_s: float
 ) -> None:
-    """Join the process group as `rank` (a group that already exists, as under Ray Train, is used as it is).
+    """Join the process group as `rank`. An existing group, as under Ray Train, is used.
 
-    backend: "gloo" on CPUs, "nccl" on GPUs. timeout_s bounds each collective. Rank 0 holds the rendezvous, on
-    master_addr alone, which is its own.
+    Args:
+        master_addr: Address of rank 0, which listens for the rendezvous on this address only.
+        backend: "gloo" on CPUs, "nccl" on GPUs.
+        timeout_s: Timeout of each collective.
     """
     if backend == "gloo":
-        os.environ["DS_ACCELERATOR"] = "cpu"  # else a node with GPUs would put a CPU rank on one
+        os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise a CPU rank on a node with GPUs would use one
     else:
         os.environ |= build_environment()
     env = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": master_addr, "MASTER_PORT": master_port}
@@ -66,11 +68,11 @@ def init_distributed(
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # DeepSpeed's calls
     if backend == "gloo":
-        # Else DeepSpeed tries the compilers of all its ops, and compiles for half a minute what inference alone needs.
+        # Otherwise DeepSpeed tests the compilers of all its ops, and compiles inference ops for half a minute.
         deepspeed.ops.__compatible_ops__ = {}
     if not torch.distributed.is_initialized():
         timeout = timedelta(seconds=timeout_s)
-        # The store has no secret, and torch alone would have it listen on every address of the node.
+        # The store has no authentication, and by default torch lets it listen on every address of the node.
         held = socket.create_server((master_addr, master_port)).detach() if rank == 0 else None
         store = torch.distributed.TCPStore(
             master_addr, master_port, world_size, is_master=rank == 0, timeout=timeout, master_listen_fd=held
@@ -86,7 +88,7 @@ def init_distributed(
 
 
 def lr_factor(step: int, optim: OptimConfig, num_steps: int) -> float:
-    """Learning rate of optimizer step `step` (0-based) as a share of optim.lr.
+    """Return the learning rate of optimizer step `step` (0-based) as a share of optim.lr.
 
     Linear warm-up over warmup_ratio * num_steps steps, then constant, linear or cosine down to final_lr_ratio at
     `num_steps`. Example: linear, num_steps 4, no warm-up, final 0 -> 1, .75, .5, .25.
@@ -124,7 +126,7 @@ def _config(model: torch.nn.Module, dtype: Dtype, world_size: int, *, offload: b
 
 
 def _gather_whole_layers(model: torch.nn.Module) -> None:
-    """Have ZeRO-3 gather a decoder layer at once: a gather for each of its weights waits longer than it computes."""
+    """Have ZeRO-3 gather a decoder layer at once: separate gathers of its weights wait longer than they compute."""
     from deepspeed.utils import set_z3_leaf_modules
 
     names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
@@ -133,22 +135,23 @@ def _gather_whole_layers(model: torch.nn.Module) -> None:
         set_z3_leaf_modules(model, list(layers))
 
 
-def _part(model: torch.nn.Module, config: dict[str, Any], dtype: Dtype) -> None:
-    """Part the weights among the ranks one by one: DeepSpeed itself would first move the whole model to the device.
+def _partition(model: torch.nn.Module, config: dict[str, Any], dtype: Dtype) -> None:
+    """Partition the weights among the ranks one by one: DeepSpeed would first move the full model to the device.
 
-    What `from_pretrained` has loaded in its files' own type are pages of those files, which the ranks of a node share.
+    Weights that `from_pretrained` loaded in the type of their files are pages of these files, which the ranks of a node
+    share.
     """
     import deepspeed
 
-    parting = deepspeed.zero.Init(module=torch.nn.Module(), config_dict_or_path=config)
+    zero_init = deepspeed.zero.Init(module=torch.nn.Module(), config_dict_or_path=config)
     for parameter in model.parameters():
-        # Of one type, as a critic's head is not: DeepSpeed casts only what is not parted. A copy, for rank 0's weights
-        # are written over it: a page would be this rank's for good.
+        # DeepSpeed casts only weights that are not partitioned, and a critic's head has another type. The copy is
+        # needed because rank 0's weights are written into it, which would make a shared page private.
         parameter.data = parameter.data.to(getattr(torch, dtype), copy=True)
-        parting._convert_to_zero_parameters([parameter])
+        zero_init._convert_to_zero_parameters([parameter])
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(parting.local_device)
+            module._buffers[name] = buffer.to(zero_init.local_device)
 
 
 def _on_gpu() -> bool:
@@ -158,7 +161,7 @@ def _on_gpu() -> bool:
 
 
 def _adamw(model: torch.nn.Module, optim: OptimConfig, *, offload: bool) -> torch.optim.Optimizer:
-    """Of a rank on a GPU: one kernel for all weights, or DeepSpeed's where the states lie in the host's memory."""
+    """Return torch's AdamW, fused on a GPU, or DeepSpeed's CPU Adam if the states are offloaded."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     trainable = [p for p in model.parameters() if p.requires_grad]
@@ -166,7 +169,7 @@ def _adamw(model: torch.nn.Module, optim: OptimConfig, *, offload: bool) -> torc
     if offload and _on_gpu():
         try:
             return DeepSpeedCPUAdam(trainable, **options)
-        except RuntimeError as error:  # it is compiled at its first use
+        except RuntimeError as error:  # it is compiled at the first use
             log.warning("%s; torch's AdamW takes its place, at a fraction of the speed", error)
     return torch.optim.AdamW(trainable, **options, fused=_on_gpu() and not offload)
 
@@ -180,19 +183,20 @@ def build_engine(
     world_size: int,
     offload: bool = False,
 ) -> Engine:
-    """A ZeRO-3 engine with AdamW, clipping by the global norm and the learning-rate schedule over `num_steps`.
+    """Return a ZeRO-3 engine with AdamW, clipping by the global norm, and the learning-rate schedule of `num_steps`.
 
-    Frozen parameters are partitioned too, and have no optimizer state; of the others the optimizer of a bfloat16 model
-    holds float32 copies. Rank 0's parameters win.
+    All ranks get rank 0's parameters. Frozen parameters are partitioned too, without optimizer state. For a bfloat16
+    model the optimizer has float32 copies of the others.
 
-    optim: none freezes the model, for forward passes only. offload: partitions and optimizer state lie in the host's
-    memory.
+    Args:
+        optim: None freezes the model, for forward passes only.
+        offload: Whether partitions and optimizer state lie in host memory.
     """
     import deepspeed
 
     _gather_whole_layers(model)
     config = _config(model, dtype, world_size, offload=offload)
-    _part(model, config, dtype)
+    _partition(model, config, dtype)
     if optim is None:
         model.requires_grad_(False)
         engine, *_ = deepspeed.initialize(model=model, config=config)
@@ -210,12 +214,15 @@ def build_engine(
 
 
 def train_step(engine: Engine, microbatches: Sequence[Any], loss_fn: LossFunction, *, label: str) -> StepResult:
-    """One optimizer step over this rank's microbatches; every rank has the same number of them, at least one.
+    """Make one optimizer step over this rank's microbatches; every rank has the same number of them, at least one.
 
-    loss_fn(engine, microbatch) -> (loss, metrics): both are this microbatch's *share* of the global mean, that is
-    sums divided by the global token count, so that shares add up over microbatches and ranks. DeepSpeed averages
-    gradients over ranks; the factor world_size takes that back.
-    Raises RunStopped with `label` on every rank, and applies nothing, when a loss or the gradient is not finite.
+    Args:
+        loss_fn: (engine, microbatch) -> (loss, metrics). Both are this microbatch's *share* of the global mean, that is
+            sums divided by the global token count, so that shares add up over microbatches and ranks. DeepSpeed
+            averages gradients over ranks; the factor world_size cancels that.
+
+    Raises:
+        RunStopped: A loss or the gradient is not finite, on every rank; the step is not applied.
     """
     assert microbatches, "a rank without tokens needs an empty microbatch: backward is a collective"
     engine.train()
@@ -241,7 +248,7 @@ def train_step(engine: Engine, microbatches: Sequence[Any], loss_fn: LossFunctio
 
 
 def _reduce(metrics: dict[str, float], device: torch.device) -> dict[str, float]:
-    """Over all ranks: the maximum of names that end in _max, the sum of all others. Same names on every rank."""
+    """Reduce over all ranks: the maximum of names that end in _max, the sum of the others. All ranks have all names."""
     dist = torch.distributed
     dtype = torch.float64 if device.type == "cpu" else torch.float32
     out = {}
@@ -256,9 +263,9 @@ def _reduce(metrics: dict[str, float], device: torch.device) -> dict[str, float]
 
 
 def export(engine: Engine, tokenizer: Any, folder: Path) -> None:
-    """The model as a Hugging Face folder in safetensors with its tokenizer, written by rank 0.
+    """Write the model as a Hugging Face folder in safetensors with its tokenizer, on rank 0.
 
-    Under LoRA the model is merged, and the adapter alone lies in the folder `adapter` in it.
+    Under LoRA the model is merged, and its folder `adapter` has the adapter.
     """
     dtype = "bfloat16" if engine.bfloat16_enabled() else "float32"
     merged, adapter = (
@@ -296,13 +303,13 @@ def _move_adam_states(engine: Engine, device: torch.device) -> None:
 
 
 def save_checkpoint(engine: Engine, folder: Path, tag: str) -> None:
-    """Trained parameters, optimizer and schedule of every rank under folder/tag; on return all ranks have written.
+    """Write trained parameters, optimizer and schedule of every rank under folder/tag; wait for all ranks.
 
     Frozen parameters are left out: a resume reads them from the model.
     """
     adam = engine.optimizer.optimizer
     for flat in engine.optimizer.fp32_partitioned_groups_flat:
-        if not adam.state[flat]:  # no step yet: what Adam begins with, without which nothing can be converted
+        if not adam.state[flat]:  # before the first step: without Adam's initial state a conversion fails
             moments = {name: torch.zeros_like(flat) for name in ("exp_avg", "exp_avg_sq")}
             adam.state[flat] = {"step": 0, **moments}
     _type_steps(engine)
@@ -314,28 +321,31 @@ def universal_folder(folder: Path, tag: str) -> Path:
 
 
 def convert_checkpoint(folder: Path, tag: str) -> None:
-    """Make of what `save_checkpoint` wrote a copy in `universal_folder` that any number of ranks can load.
+    """Convert a checkpoint of `save_checkpoint` into one in `universal_folder` that any number of ranks can load.
 
-    No collective: one rank calls it. While it works, the disk holds the part's state three times.
+    This is no collective: one rank calls it. Meanwhile the disk has three copies of the state.
     """
     from deepspeed.checkpoint import ds_to_universal
 
     target = universal_folder(folder, tag)
-    shutil.rmtree(target, ignore_errors=True)  # of a process that died over it
+    shutil.rmtree(target, ignore_errors=True)  # of a process that died in a conversion
     options = Namespace(
         input_folder=tag, output_folder=f"{target.name}/{tag}",
         num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False,
     )  # fmt: skip
     quiet = io.StringIO()
-    # It makes patterns of its folders, and fails on a path with a "+" or a bracket: relative ones have none.
+    # DeepSpeed uses the folders as patterns, and fails on a "+" or a bracket: relative paths have none.
     with contextlib.chdir(folder), contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
         ds_to_universal.main(options)
 
 
 def load_checkpoint(engine: Engine, folder: Path, tag: str, *, universal: bool = False) -> None:
-    """What `save_checkpoint` wrote with the same number of ranks; universal: what `convert_checkpoint` made of it.
+    """Load a checkpoint of the same number of ranks, or with `universal` one of `convert_checkpoint`.
 
-    DeepSpeed unpickles the files: only ever load the run's own folder. Raises FileNotFoundError.
+    DeepSpeed unpickles the files: load only the run's own folder.
+
+    Raises:
+        FileNotFoundError: The folder has no such checkpoint.
     """
     engine._config.load_universal_checkpoint = universal  # read at each load
     source = universal_folder(folder, tag) if universal else folder
@@ -346,7 +356,7 @@ def load_checkpoint(engine: Engine, folder: Path, tag: str, *, universal: bool =
 
 
 def _type_steps(engine: Engine) -> None:
-    """A count of steps for each sub-group, as its optimizer keeps it; loaded ones are another's, or one for all."""
+    """Set the step count of each sub-group to the type of its optimizer; loaded counts may have another type."""
     adam = engine.optimizer.optimizer
     for flat, state in adam.state.items():
         count = int(state["step"])
@@ -355,7 +365,7 @@ def _type_steps(engine: Engine) -> None:
 
 
 def _load_trained(*, src: dict[str, torch.Tensor], dst: torch.nn.Module) -> None:
-    """DeepSpeed's strict loading, but for frozen parameters: `save_checkpoint` leaves them out."""
+    """Load strictly, except for frozen parameters, which `save_checkpoint` leaves out."""
     missing, unexpected = dst.load_state_dict(src, strict=False)
     trained = {name for name, p in dst.named_parameters() if p.requires_grad}
     if unexpected or trained & set(missing):

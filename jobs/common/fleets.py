@@ -70,7 +70,7 @@ class Fleets(ExitStack):
         """Reward models judge again what they judged before."""
         for fleet in self._fleets.values():
             if isinstance(fleet, RewardFleet):
-                fleet.forget()
+                fleet.clear_cache()
 
     def _rollouts(self, model: ModelConfig, config: RolloutConfig, job: AnyJob) -> RolloutFleet:
         engine = config.model_dump_json(include=set(EngineConfig.model_fields))  # how it is sampled makes no other one

@@ -54,7 +54,7 @@ class Steering:
         """Of each fleet since the step before: idle share, workers, losses, the longest recovery, what engines say."""
         found = {}
         for role, fleet in self._fleets.items():
-            values = fleet.metrics() | await fleet.measured()
+            values = fleet.metrics() | await fleet.engine_metrics()
             found[IDLE + role] = values.pop("idle")
             found |= {f"{role}/{name}": value for name, value in values.items()}
         return found

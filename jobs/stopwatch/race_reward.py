@@ -58,6 +58,6 @@ async def ask_actor(generate: Any) -> Done:
 
 
 async def ask_fleet(fleet: RewardFleet, prompts: list[Prompt], judge: Any) -> Done:
-    fleet.forget()
+    fleet.clear_cache()
     answers = await asyncio.gather(*(judge(prompt, RESPONSE) for prompt in prompts))
     return Done(amount=ANSWERS, more={"failed": sum(feedback.status == "failed" for feedback in answers)})

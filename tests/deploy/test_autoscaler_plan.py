@@ -32,7 +32,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Any:
         return bundles, bundle_label_selector or [{} for _ in bundles]
 
     monkeypatch.setattr(placement, "placement_group", note)  # Ray itself would want a cluster
-    return placement.ask
+    return placement.request_placement
 
 
 def demand(place: Place) -> GangResourceRequest:

@@ -48,7 +48,7 @@ def ranks(cluster: None) -> Iterator[list]:
 
 
 def gather(refs: list, timeout_s: float = 30) -> list:
-    return collect(refs, who="learner rank", call="update", timeout_s=timeout_s)
+    return collect(refs, actor_name="learner rank", call="update", timeout_s=timeout_s)
 
 
 def test_results_in_order(ranks: list) -> None:
@@ -96,7 +96,7 @@ def test_whether_one_has_failed_by_now(ranks: list) -> None:
 def test_a_rank_that_dies_while_rank_0_hangs_in_a_weight_sync_is_named_before_the_deadline(
     ranks: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.learner.learner.LOOK_S", 0.5)
+    monkeypatch.setattr("actors.learner.learner.FAILURE_POLL_S", 0.5)
     monkeypatch.setattr("actors.cluster.fanout.GRACE_S", 2.0)
     actors = [rank_class().remote() for _ in range(2)]
     ray.get([actor.value.remote(1) for actor in actors], timeout=30)
@@ -106,7 +106,7 @@ def test_a_rank_that_dies_while_rank_0_hangs_in_a_weight_sync_is_named_before_th
         spec=SimpleNamespace(learner=LearnerConfig(step_timeout_s=50)), _deadline=lambda: time.monotonic() + 50
     )
     group = SimpleNamespace(
-        collect=lambda refs, call, deadline: collect(refs, who="learner rank", call=call, timeout_s=50)
+        collect=lambda refs, call, deadline: collect(refs, actor_name="learner rank", call=call, timeout_s=50)
     )
     with pytest.raises(LearnerLost, match=r"^learner rank 1 died during stream_weights: "):
         next(LearnerGroup._buckets(learner, group, streams))  # type: ignore[arg-type]

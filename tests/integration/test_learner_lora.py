@@ -20,7 +20,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from actors.learner.full_weights import FullWeights, metadata
+from actors.learner.full_weights import FullWeights, get_shapes
 from actors.learner.learner import LearnerGroup
 from actors.learner.parts import LearnerSpec, load_policy
 from t2g.algo.logprobs import Rows
@@ -147,7 +147,7 @@ def test_frozen_weights_never_move_and_the_others_are_merged_as_peft_does(
     engine = group.parts["policy"].workers[0].worker.parts["policy"].engine
     factors = {n: t.clone() for b in FullWeights(engine, adapters=True).buckets(2**12, "float32") for n, t in b}
     alone = load_file(tmp_path / "policy" / "adapter" / "adapter_model.safetensors")
-    assert factors.keys() == alone.keys() == metadata(engine, adapters=True).keys()
+    assert factors.keys() == alone.keys() == get_shapes(engine, adapters=True).keys()
     assert all(torch.equal(factors[name], weight) for name, weight in alone.items())
     for name, weight in sent.items():
         assert torch.equal(weight, exported[name])

@@ -13,7 +13,7 @@ from fleet_worker import Telling, make_fleet
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table, remove_placement_group
 
-from actors.cluster.nodes import find_unreachable, reached
+from actors.cluster.nodes import find_failed_connections, find_unreachable
 from actors.cluster.placement import check_capacity, check_placement, connect, may_grow, reserve
 from actors.learner.ranks import Ranks
 from t2g.config import ClusterConfig, EngineConfig, RoleConfig, WorkersConfig
@@ -81,7 +81,7 @@ def test_ranks_are_a_gang_in_order_of_node_and_gpu(nodes: Cluster) -> None:
         ray.remote(Rank),
         section="learner",
         role=gang(GPUS + 1),
-        who="rank",
+        actor_name="rank",
         placement_timeout_s=60,
         environment={},
     )
@@ -113,5 +113,5 @@ def test_every_node_reaches_the_ports_of_those_with_ranks(nodes: Cluster) -> Non
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
-        refused = reached({"far": ("127.0.0.1", port)}, timeout_s=2)
+        refused = find_failed_connections({"far": ("127.0.0.1", port)}, timeout_s=2)
     assert refused == {"far": f"port {port} of 127.0.0.1: Connection refused"}

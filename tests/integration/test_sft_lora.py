@@ -124,7 +124,7 @@ def apart(one: Path, other: Path) -> float:
 def bfloat16_training(base: str, examples: list[Any], scratch: str) -> dict[str, Any]:
     """Twelve steps with adapters, then the last four once more in a new engine from a checkpoint."""
     from actors.learner import lora, zero3
-    from actors.learner.full_weights import FullWeights, metadata
+    from actors.learner.full_weights import FullWeights, get_shapes
     from actors.learner.models import load_for_training
     from t2g.algo.logprobs import Rows
     from t2g.algo.losses import supervised_loss
@@ -169,7 +169,7 @@ def bfloat16_training(base: str, examples: list[Any], scratch: str) -> dict[str,
         "kept": set(torch.load(states, weights_only=False)["module"]),
         "moments": sum(moment.numel() for moment in moments),
         "dtypes": {moment.dtype for moment in moments},
-        "announced": [*metadata(engine).items()],
+        "announced": [*get_shapes(engine).items()],
         "sent": [(name, tuple(weight.shape)) for name, weight in weights(engine).items()],
         "same": all(torch.equal(weight, resumed[name]) for name, weight in weights(engine).items()),
     }

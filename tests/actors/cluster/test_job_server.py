@@ -104,8 +104,8 @@ def test_only_attempts_at_the_run_that_have_not_ended_are_alive() -> None:
     client.add("own", "STOPPED", **{RUN_KEY: "own"})
     client.add("own-2", "RUNNING", **{RUN_KEY: "own", STOP_WAIT_KEY: "90"})
     client.add("own-3", "PENDING", **{RUN_KEY: "own-3"})
-    assert JobServer(client).living("own") == {"own-2": 90.0}
-    assert JobServer(client).living("nobody") == {}
+    assert JobServer(client).running_attempts("own") == {"own-2": 90.0}
+    assert JobServer(client).running_attempts("nobody") == {}
 
 
 def test_the_log_is_printed_once_though_its_connection_breaks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,5 +142,8 @@ def test_a_job_that_does_not_stop_is_reported() -> None:
 
 
 def test_an_unreachable_address_is_one_sentence() -> None:
-    with pytest.raises(UserError, match="no Ray job server answers at http://127"), JobServer.at("http://127.0.0.1:9"):
+    with (
+        pytest.raises(UserError, match="no Ray job server answers at http://127"),
+        JobServer.connect("http://127.0.0.1:9"),
+    ):
         pass

@@ -158,7 +158,7 @@ def test_a_request_cancelled_before_its_call_returns_its_slot() -> None:
         await asyncio.sleep(60)
 
     async def run() -> None:
-        admission = Admission([member], room=1, care=care)
+        admission = Admission([member], room=1, on_waiting=care)
         assert await admission.enter(3, avoid=None) is member and member.load == 3
         second = asyncio.ensure_future(admission.enter(2, avoid=None))
         third = asyncio.ensure_future(admission.enter(1, avoid=None))
@@ -196,7 +196,7 @@ def test_a_free_slot_wakes_one_waiting_request_and_checks_one_worker() -> None:
         await asyncio.sleep(60)
 
     async def run() -> None:
-        admission, woken = Admission(members, room=2, care=care), []
+        admission, woken = Admission(members, room=2, on_waiting=care), []
 
         async def one(number: int) -> None:
             await admission.enter(1, avoid=None)

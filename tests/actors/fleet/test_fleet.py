@@ -326,7 +326,7 @@ def test_care_after_a_learner_was_made_again_counts_anew(fleet: Fleet) -> None:
     """Nobody looked after the fleet meanwhile: neither was anybody started, nor is what was lost still lost."""
     fleet._failure, fleet._short_since = LearnerLost("rank 0 died"), -1e9
     for member in fleet.serving():
-        fleet._tell(member, "died", "with its node")
+        fleet._apply_event(member, "died", "with its node")
 
     async def run() -> None:
         care = asyncio.ensure_future(fleet.supervise())
@@ -466,18 +466,18 @@ def test_engines_report_their_stats_and_a_silent_one_delays_no_other(
 ) -> None:
     monkeypatch.setattr("actors.fleet.fleet.MEASURE_S", 0.2)
     fleet = ready(begin())
-    assert asyncio.run(fleet.measured()) == {"tokens_per_s": 50.0, "queued": 0, "cache_use": 0, "preemptions": 0}
+    assert asyncio.run(fleet.engine_metrics()) == {"tokens_per_s": 50.0, "queued": 0, "cache_use": 0, "preemptions": 0}
     become(fleet.serving()[0], "zero", "deaf")
-    assert asyncio.run(fleet.measured())["tokens_per_s"] == 50.0
+    assert asyncio.run(fleet.engine_metrics())["tokens_per_s"] == 50.0
     become(fleet.serving()[1], "one", "deaf")
-    assert asyncio.run(fleet.measured()) == {}
+    assert asyncio.run(fleet.engine_metrics()) == {}
 
 
 def test_an_engine_with_less_room_gets_less(fleet: Fleet) -> None:
     """Half the cache, half the load: nine requests are three and six."""
     small, large = fleet.serving()
     small.handle.instance.cache_tokens = 320
-    asyncio.run(fleet.measured())
+    asyncio.run(fleet.engine_metrics())
     fleet._admission._room = 100
 
     async def run() -> list[int]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.fleet.health import Event, Health, State, after, overdue, restarts_left
+from actors.fleet.health import Event, Health, State, apply_event, describe_overdue, restarts_left
 from t2g.config import EngineConfig, HealthConfig, LearnerConfig
 
 CONFIG = HealthConfig(max_failures=2)
@@ -20,7 +20,7 @@ def life(*events: Event) -> list[Health]:
     start = Health(since=0)
     steps = itertools.accumulate(
         enumerate(events, start=1),
-        lambda health, event: after(health, event[1], now=event[0], config=CONFIG, reason=f"r{event[0]}"),
+        lambda health, event: apply_event(health, event[1], now=event[0], config=CONFIG, reason=f"r{event[0]}"),
         initial=start,
     )
     return list(steps)
@@ -99,10 +99,10 @@ def test_a_restart_budget_counts_the_last_seconds_alone() -> None:
 def test_a_missed_deadline_is_reported() -> None:
     config = EngineConfig(start_timeout_s=10, request_timeout_s=5)
     starting = Health(since=100)
-    assert overdue(starting, now=110, config=config) == ""
-    assert overdue(starting, now=110.5, config=config) == "did not start within 10 s"
+    assert describe_overdue(starting, now=110, config=config) == ""
+    assert describe_overdue(starting, now=110.5, config=config) == "did not start within 10 s"
     draining = life("started", "weights_verified", "dismissed")[-1]
-    assert overdue(draining, now=8, config=config) == ""
-    assert overdue(draining, now=8.5, config=config) == "did not finish its requests within 5 s"
+    assert describe_overdue(draining, now=8, config=config) == ""
+    assert describe_overdue(draining, now=8.5, config=config) == "did not finish its requests within 5 s"
     serving = life("started", "weights_verified")[-1]
-    assert overdue(serving, now=1e9, config=config) == ""
+    assert describe_overdue(serving, now=1e9, config=config) == ""

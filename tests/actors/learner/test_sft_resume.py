@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from ray.train import ControllerError
 
-from actors.learner.sft import _explain, _follow, _resume_point
+from actors.learner.sft import _explain, _find_checkpoint, _follow
 from actors.learner.sft_rank import Report, SFTProgress
 from t2g.config import SFTOptions
 from t2g.errors import RunStopped
@@ -25,24 +25,24 @@ def checkpoint(part: Path, step: int) -> Path:
 
 def test_the_last_whole_checkpoint_of_the_same_training(tmp_path: Path) -> None:
     part = tmp_path / "model.part"
-    assert _resume_point(part, MADE_OF) == (None, 0)
+    assert _find_checkpoint(part, MADE_OF) == (None, 0)
     save_identity(part, MADE_OF)
-    assert _resume_point(part, MADE_OF) == (None, 0)
+    assert _find_checkpoint(part, MADE_OF) == (None, 0)
     folder = checkpoint(part, 500)
-    assert _resume_point(part, MADE_OF) == (folder, 500)
+    assert _find_checkpoint(part, MADE_OF) == (folder, 500)
     less_memory = SFTOptions(workers=2, offload="cpu", gradient_checkpointing=True)
-    assert _resume_point(part, Identity.from_config(less_memory, weights="w", data="d")) == (folder, 500)
-    assert _resume_point(part, Identity.from_config(SFTOptions(workers=2), weights="w", data="e")) == (None, 0)
-    assert _resume_point(part, Identity.from_config(SFTOptions(workers=1), weights="w", data="d")) == (None, 0)
+    assert _find_checkpoint(part, Identity.from_config(less_memory, weights="w", data="d")) == (folder, 500)
+    assert _find_checkpoint(part, Identity.from_config(SFTOptions(workers=2), weights="w", data="e")) == (None, 0)
+    assert _find_checkpoint(part, Identity.from_config(SFTOptions(workers=1), weights="w", data="d")) == (None, 0)
     (folder / "weights").write_text("torn")
-    assert _resume_point(part, MADE_OF) == (None, 0)
+    assert _find_checkpoint(part, MADE_OF) == (None, 0)
 
 
 def test_what_another_version_of_the_program_left_is_not_gone_on_with(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoint(tmp_path, 500)
-    assert _resume_point(tmp_path, MADE_OF) == (None, 0)
+    assert _find_checkpoint(tmp_path, MADE_OF) == (None, 0)
     assert "by another version of this program" in caplog.text
     assert "starts from the base model" in caplog.text
 

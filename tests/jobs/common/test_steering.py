@@ -42,7 +42,7 @@ class FakeFleet:
         worker = {"name": f"{self.role} worker 0", "state": "serving", "version": 3, "restarts": 1, "load": 2}
         return {"role": self.role, "wanted": self.wanted, "workers": [worker]}
 
-    async def measured(self) -> dict[str, float]:
+    async def engine_metrics(self) -> dict[str, float]:
         return {"tokens_per_s": 800.0}
 
     def metrics(self) -> dict[str, float]:
