@@ -264,7 +264,7 @@ class LearnerGroup:
             Metrics as means over minibatches, by the names of `t2g.runs.metrics`.
 
         Raises:
-            RunStopped: A loss or gradient is not finite; the message names part and minibatch. That step is not applied.
+            RunStopped: A loss or gradient is not finite; the message names part and minibatch. The step is not applied.
         """
         started, batch_ref = time.monotonic(), ray.put(batch)
         skips_policy = self.policy_version < self.spec.warmup_updates

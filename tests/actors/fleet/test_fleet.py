@@ -432,7 +432,7 @@ def test_a_run_without_serving_workers_stops_and_names_them(begin: Callable[...,
     async def in_vain(member: Member) -> None: ...
 
     fleet = ready(begin())
-    fleet.catch_up, fleet._patience_s = in_vain, 2.0
+    fleet.catch_up, fleet._replacement_timeout_s = in_vain, 2.0
     for member in fleet.serving():
         fleet.missed(member, "was behind")
     with pytest.raises(RunStopped, match=r"^no test worker came to serve within 2 s: test worker 0 is stale; test wor"):
