@@ -1,4 +1,4 @@
-"""What a task is, and how one is found by name."""
+"""The base class of tasks, and the lookup by name."""
 
 import hashlib
 import importlib
@@ -24,25 +24,27 @@ ID_FIELDS = ("prompt_id", "question_id", "id")
 
 @dataclass(frozen=True, kw_only=True)
 class Review:
-    """The words in which a task asks for feedback."""
+    """The texts of a request for feedback."""
 
-    opening: str  # what is reviewed, and by what it is judged
+    opening: str  # subject and criteria of the review
     input_name: str  # heading of the input: "Post"
-    subject: str  # what the response is: "summary"
-    sparse: str  # how many pieces are quoted, and of what size
-    labels: str = ""  # what makes a piece good or poor, a sentence
-    severity: str = ""  # what 1, 2 and 3 of a poor piece mean, where the task tells them apart; RL pays by them
+    subject: str  # kind of response: "summary"
+    sparse: str  # number and size of the quoted pieces
+    labels: str = ""  # sentence that defines good and poor pieces
+    severity: str = ""  # meaning of severities 1, 2 and 3, where the task distinguishes them; RL pays by them
     questions: str = ""  # that an annotator answers for itself before it judges, in this order
 
     def instructions(self, style: StyleConfig) -> str:
-        """What is asked for in this style, and the JSON that `t2g.feedback.parse` reads."""
+        """Return the instructions in this style, with the JSON format that `t2g.feedback.parse` reads."""
         first = "Say so in a short critique, then quote" if style.critique else "Quote"
-        blamed = "that the critique praises (good) and blames (poor)" if style.critique else "that are good or poor"
+        judged = "that the critique praises (good) and blames (poor)" if style.critique else "that are good or poor"
         if style.labels == "dense":
-            what = f"the whole {self.subject} piece by piece, in order, each piece as good or as poor; leave none out."
+            pieces = (
+                f"the whole {self.subject} piece by piece, in order, each piece as good or as poor; leave none out."
+            )
         else:
-            what = f"the pieces of the {self.subject} {blamed}: {self.sparse}."
-        parts = [self.opening, first, what, self.labels]
+            pieces = f"the pieces of the {self.subject} {judged}: {self.sparse}."
+        parts = [self.opening, first, pieces, self.labels]
         if self.severity:
             parts.append(f"Severity of a poor piece: {self.severity}. 1 is a plain quote, 3 is {_SEVERE}.")
         return " ".join(part for part in (*parts, _answer_format(style)) if part)
@@ -62,84 +64,89 @@ def _answer_format(style: StyleConfig) -> str:
 
 
 class Task:
-    """A subclass says what is asked: name, input_fields, review and the first three methods. A class that inherits
-    nothing and has all that stands here is a task as well.
+    """Base class. A subclass defines name, input_fields, review and the first three methods.
+
+    A class that does not inherit from this one but has all its attributes is a task as well.
     """
 
     name: str  # goes into Prompt.task
-    score_name = ""  # key of `measure` that decides which checkpoint is best; "" for a task without a measure
-    step_pattern = r"[.!?](?=\s|$)|\n"  # where a step of a response ends (rewards.placement=step): sentences
-    input_fields: tuple[str, ...]  # fields that the prompt holds, so that the payload need not
+    score_name = ""  # key of `measure` that selects the best checkpoint; "" for a task without a measure
+    step_pattern = r"[.!?](?=\s|$)|\n"  # end of a step of a response (rewards.placement=step): sentences
+    input_fields: tuple[str, ...]  # fields that the prompt contains, and the payload therefore does not
     review: Review
 
     def policy_messages(self, record: Record, input_limit: int | None = None) -> list[Message]:
-        """The chat that the policy answers, input text cut to its first `input_limit` characters where a part of it
-        is worth an answer. A task that does not heed the limit has prompts too long for the policy's window refused.
+        """Return the chat that the policy answers.
 
-        Raises ValueError with a sentence about the record when a field is missing or of another type.
+        Args:
+            input_limit: Number of characters to which input text is truncated. A task whose inputs make no sense when
+                truncated may ignore it; prompts too long for the policy's window are then refused.
+
+        Raises:
+            ValueError: A field is missing or has another type.
         """
         raise NotImplementedError
 
     def prompt_text(self, record: Record) -> str:
-        """The input as the feedback source and the report see it."""
+        """Return the input as the feedback source and the report see it."""
         raise NotImplementedError
 
     def reference(self, record: Record) -> str | None:
-        """The answer to imitate in supervised training."""
+        """Return the target of supervised training."""
         raise NotImplementedError
 
     def prompt_id(self, record: Record) -> str | None:
-        """The record's own id, if it has one."""
+        """Return the record's own id, if it has one."""
         return next((str(record[field]) for field in ID_FIELDS if record.get(field) is not None), None)
 
     def payload(self, record: Record) -> dict[str, Any]:
-        """What else feedback function and measure may look at: all fields but the ids and the input."""
+        """Return what feedback function and measure may read besides: all fields but the ids and the input."""
         return {key: value for key, value in record.items() if key not in (*ID_FIELDS, *self.input_fields)}
 
     def response(self, record: Record) -> str | None:
-        """The response that the record holds and that wants feedback. ValueError when it is no text, or blank."""
+        """Return the record's response to judge, if it has one. ValueError if it is no text, or blank."""
         return optional_text(record, "response")
 
     def feedback_messages(
         self, prompt: Prompt, response_text: str, input_limit: int | None = None, *, style: StyleConfig = SPARSE
     ) -> list[Message]:
-        """The chat that the reward model answers. Must do with an empty payload."""
+        """Return the chat that the reward model answers. The payload of `prompt` may be empty."""
         content = f"{self.review.instructions(style)}\n\n{self.material(prompt, response_text, input_limit)}"
         return [{"role": "user", "content": content}]
 
     def material(self, prompt: Prompt, response_text: str, input_limit: int | None = None) -> str:
-        """What is to be judged, under headings: input and response."""
-        asked, subject = prompt.prompt_text[:input_limit], self.review.subject.capitalize()
-        return f"{self.review.input_name}:\n{asked}\n\n{subject}:\n{response_text}"
+        """Return input and response under headings."""
+        subject = self.review.subject.capitalize()
+        return f"{self.review.input_name}:\n{prompt.prompt_text[:input_limit]}\n\n{subject}:\n{response_text}"
 
     def notes(self, prompt: Prompt, response_text: str) -> str | None:
-        """What an annotator is shown of a response and a reward model is not: a human's feedback, the log of a test.
+        """Return what only an annotator sees: a human's feedback, the log of a test.
 
-        None for another response than the record's own: what was said of that one would mislead.
+        None unless the response is the record's own: notes about another response would mislead.
         """
         try:
-            own = self.response(prompt.payload)
-        except ValueError:  # the record's response is of no use; this one may be a sampled one
+            record_response = self.response(prompt.payload)
+        except ValueError:  # the record's response is invalid; `response_text` may be sampled
             return None
-        return self.own_notes(prompt.payload) if own == response_text else None
+        return self.own_notes(prompt.payload) if record_response == response_text else None
 
     def own_notes(self, payload: Mapping[str, Any]) -> str | None:
-        """What the record says of its own response, for `notes`."""
+        """Return the record's notes about its own response, for `notes`."""
         return None
 
     def make_feedback_function(self, *, style: StyleConfig, sandbox: SandboxConfig) -> FeedbackFunction | None:
-        """The task's own program that criticises a response, if it has one."""
+        """Return the task's own feedback function, if it has one."""
         return None
 
     def critique_messages(self, prompt: Prompt, response_text: str, input_limit: int | None = None) -> list[Message]:
-        """The chat that asks for a critique in plain words, as a policy that reflects on its own response is asked."""
-        wanted = f"Write a short critique of the {self.review.subject}: what is right, what is wrong, what is missing."
-        return [{"role": "user", "content": f"{self.material(prompt, response_text, input_limit)}\n\n{wanted}"}]
+        """Return the chat that asks for a critique as plain text, for a policy that reflects on its own response."""
+        request = f"Write a short critique of the {self.review.subject}: what is right, what is wrong, what is missing."
+        return [{"role": "user", "content": f"{self.material(prompt, response_text, input_limit)}\n\n{request}"}]
 
     def revise_messages(
         self, prompt: Prompt, response_text: str, critique: str, input_limit: int | None = None
     ) -> list[Message]:
-        """The chat that asks for the response again, with a critique of it in view."""
+        """Return the chat that asks for a revised response, with a critique of the first one."""
         subject = self.review.subject
         content = (
             f"{self.review.input_name}:\n{prompt.prompt_text[:input_limit]}\n\n"
@@ -150,25 +157,27 @@ class Task:
         return [{"role": "user", "content": content}]
 
     def faults(self, prompt: Prompt, response_text: str) -> Sequence[tuple[str, int, int]]:
-        """Faults that the task knows without any feedback: class, and half-open characters of the response."""
+        """Return faults that the task finds without feedback: class, start and end character of the response."""
         return ()
 
     def plant_faults(self, prompt: Prompt, rng: np.random.Generator) -> str | None:
-        """Return a right response with random faults of each class planted into it; None where the task cannot."""
+        """Return a correct response with random planted faults of each class, or None if the task has no planter."""
         return None
 
     def can_measure(self, prompt: Prompt) -> bool:
-        """Return whether `measure` gives `score_name` for every response to this prompt. Must execute nothing."""
+        """Return whether `measure` gives `score_name` for every response to this prompt. Executes no code."""
         return bool(self.score_name)
 
     def reference_mode(self, prompt: Prompt, *, sandbox: SandboxConfig) -> str | None:
-        """Return the mode of `sandbox.tests` in which the record's reference solution passes: separate or together;
-        neither; None where there is no reference or no test.
+        """Return the mode of `sandbox.tests` in which the record's reference solution passes.
+
+        Returns:
+            separate, together or neither; None without a reference or without tests.
         """
         return None
 
     def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float] | None:
-        """Metrics of one response that no feedback source has a part in, or None. sandbox: for what it runs."""
+        """Return metrics of one response that do not depend on any feedback source, or None."""
         return None
 
 
@@ -184,30 +193,34 @@ _TASKS = {
 
 
 def get_task(name: str) -> Task:
-    """The task of that name, or the one at an import path `pkg.mod:Class`. UserError when there is none."""
+    """Return the task of that name, or the task at an import path `pkg.mod:Class`. UserError if there is none."""
     path = _TASKS.get(name, name)
     module, colon, attribute = path.partition(":")
     if not (module and colon and attribute):
         raise UserError(f"task={name!r} is none of {', '.join(_TASKS)} and no import path pkg.mod:Class")
     try:
         return getattr(importlib.import_module(module), attribute)()
-    except Exception as error:  # the user's module may raise anything while it is imported, its class when made
+    except Exception as error:  # import of the user's module and construction of its class may raise anything
         kind = MissingLocally if isinstance(error, ModuleNotFoundError) else UserError
         raise kind(f"task={name!r} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 def stable_id(text: str) -> str:
-    """An id for a record that has none: the same text has the same id in every run."""
+    """Return an id of a text that is the same in every run."""
     return hashlib.blake2b(text.encode("utf-8", errors="replace"), digest_size=8).hexdigest()
 
 
 def optional_text(record: Record, *names: str) -> str | None:
-    """`text_field`, None where the record has none of them."""
+    """Return `text_field`, or None if the record has none of the fields."""
     return text_field(record, *names) if any(record.get(name) is not None for name in names) else None
 
 
 def text_field(record: Record, *names: str) -> str:
-    """The first of these fields that the record has. ValueError when it has none, or it is no text, or blank."""
+    """Return the first of these fields that the record has.
+
+    Raises:
+        ValueError: The record has none of them, or its value is no text, or blank.
+    """
     for name in names:
         if record.get(name) is not None:
             value = record[name]

@@ -1,7 +1,7 @@
-"""KodCode: Python problems with tests (Xu et al., arXiv 2503.02951), as the hub and as the paper's authors have it.
+"""KodCode: Python problems with tests (Xu et al., arXiv 2503.02951), in the formats of the hub and of the authors.
 
-Understood fields: question_id; question; test, a pytest module that imports from `solution`; response or solution: the
-code that wants feedback, and solution also the reference; log of its tests, an object or a string; gpt_difficulty.
+Fields: question_id; question; test, a pytest module that imports from `solution`; response or solution, the code to
+judge; solution is also the reference; log of its tests, an object or a string; gpt_difficulty.
 """
 
 import json
@@ -18,8 +18,8 @@ from t2g.tasks.references import NEITHER, with_mode
 from t2g.text.tokenizer import Message
 from t2g.types import Prompt
 
-MAX_NOTE_CHARS = 2000  # a log and the tests are shown up to here, each
-# Possessive, and no piece runs into where the next match may begin: else time grows with the square of the text.
+MAX_NOTE_CHARS = 2000  # of the log, and of the tests
+# Possessive quantifiers, and no piece overlaps the start of the next match: else time is quadratic in the text.
 _FENCE = re.compile(
     r"^[ \t]*+```[ \t]*+(\w*+)[^\n`]*+\n(.*?)(?=^[ \t]*+```|\Z)(?:[ \t]*+```)?", re.MULTILINE | re.DOTALL
 )
@@ -29,7 +29,7 @@ _IMPORTED = re.compile(r"^[^\S\n]*+from\s++solution\s++import\s++(\([^()]*+\)|[^
 
 @contextmanager
 def _stop_without_sandbox() -> Iterator[None]:
-    """Stop the run where no sandbox starts: a score of 0 would call a program wrong that never ran.
+    """Stop the run if no sandbox starts: a score of 0 would count a program as wrong that never ran.
 
     Raises:
         RunStopped: The run can be resumed.
@@ -64,13 +64,13 @@ class CodeTask(Task):
         return [{"role": "user", "content": self.instruction + self.prompt_text(record)}]
 
     def prompt_text(self, record: Record) -> str:
-        """The question, and the names that the tests import: a question need not say what a function is called."""
+        """Return the question and the names that the tests import: a question may not name its function."""
         names = _imported_names(record.get("test"))
-        asked = f"\n\nThe tests import from your program: {', '.join(names)}" if names else ""
-        return text_field(record, "question") + asked
+        imports = f"\n\nThe tests import from your program: {', '.join(names)}" if names else ""
+        return text_field(record, "question") + imports
 
     def reference(self, record: Record) -> str | None:
-        """The solution in the form that the policy is asked for."""
+        """Return the solution in the form that the policy is to answer."""
         solution = optional_text(record, "solution")
         return None if solution is None else "```python\n" + solution.strip("\n") + "\n```"
 
@@ -99,10 +99,7 @@ class CodeTask(Task):
         return isinstance(tests := prompt.payload.get("test"), str) and bool(tests.strip())
 
     def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float] | None:
-        """1 for a program that passes all its tests within the sandbox's limits, else 0: the mean is the pass rate.
-
-        None without tests.
-        """
+        """Return {"passed": 1 or 0}: whether all tests pass within the sandbox's limits; None without tests."""
         if not self.can_measure(prompt):
             return None
         return {"passed": self.passed(prompt, response_text, prompt.payload["test"], sandbox)}
@@ -125,7 +122,7 @@ class CodeTask(Task):
 
 
 def _with_imports(code: str, payload: Mapping[str, Any]) -> str:
-    """Return the program with the problem's imports before it, but after its imports from __future__."""
+    """Return the program with the problem's imports before it, after its imports from __future__."""
     imports = payload.get("imports")
     if not isinstance(imports, str):
         return code
@@ -135,10 +132,10 @@ def _with_imports(code: str, payload: Mapping[str, Any]) -> str:
 
 
 def extract_code(response_text: str) -> tuple[str, int]:
-    """The program in a response and where it starts: code == response_text[start : start + len(code)].
+    """Return the program in a response and its start: code == response_text[start : start + len(code)].
 
-    The first fenced block that is marked as Python, else the first block, up to the end where it is not closed; all of
-    a response without a block.
+    The program is the first fenced block that is marked as Python, else the first block. An unclosed block extends to
+    the end. A response without a block is a program as a whole.
 
         extract_code("Sure:\\n```python\\nx = 1\\n```\\nDone.") == ("x = 1\\n", 16)
     """
@@ -150,7 +147,7 @@ def extract_code(response_text: str) -> tuple[str, int]:
 
 
 def _imported_names(test: Any) -> list[str]:
-    """What a test module imports from `solution`, in order; [] for what is no text.
+    """Return the names that a test module imports from `solution`, in order; [] if it is no text.
 
     >>> _imported_names("from solution import Stack, pop as take\\n")
     ['Stack', 'pop']
@@ -162,7 +159,7 @@ def _imported_names(test: Any) -> list[str]:
 
 
 def _render_log(log: Any) -> str | None:
-    """A log of tests in at most about MAX_NOTE_CHARS characters: its end says what failed."""
+    """Return a log of tests in at most about MAX_NOTE_CHARS characters. The end is kept: it lists the failures."""
     if isinstance(log, str):
         try:
             parsed = json.loads(log)
@@ -173,13 +170,13 @@ def _render_log(log: Any) -> str | None:
         return _note("Log of the tests", log)
     outcome = {True: "passed", False: "failed"}.get(log.get("passed"), "of unknown outcome")
     kind = log.get("error_type")
-    said = f"The tests {outcome} ({kind})." if isinstance(kind, str) else f"The tests {outcome}."
+    summary = f"The tests {outcome} ({kind})." if isinstance(kind, str) else f"The tests {outcome}."
     printed = _note("Log of the tests", log.get("stdout")) or _note("Log of the tests", log.get("stderr"))
-    return f"{said}\n{printed}" if printed else said
+    return f"{summary}\n{printed}" if printed else summary
 
 
 def _note(heading: str, text: Any) -> str | None:
-    """`text` under a heading, the end of it where it is long; None for a blank text or none."""
+    """Return the end of `text` under a heading, or None if it is no text, or blank."""
     if not isinstance(text, str) or not text.strip():
         return None
     text = text.strip()

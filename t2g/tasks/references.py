@@ -1,4 +1,4 @@
-"""The mode in which the tests of a record run: with `sandbox.tests=auto` the record's reference solution decides it."""
+"""The test mode of each record: with `sandbox.tests=auto` the record's reference solution decides it."""
 
 import json
 import logging
@@ -24,7 +24,7 @@ MODES_FILE = "reference_modes.json"  # in the run folder: hash of record and san
 
 
 def with_mode(sandbox: SandboxConfig, payload: Mapping[str, Any]) -> SandboxConfig:
-    """Return the sandbox with the mode that the record's reference decided."""
+    """Return the sandbox with the mode that `check_references` stored in the payload."""
     together = sandbox.tests == "auto" and payload.get(MODE_FIELD) == "together"
     return sandbox.model_copy(update={"tests": "together"}) if together else sandbox
 
@@ -37,35 +37,35 @@ def check_references(
     *,
     leave_out: bool = True,
 ) -> list[Prompt]:
-    """Run each record's reference solution against its tests, and put the mode in which it passes into the payload.
+    """Run each record's reference solution against its tests, and store the mode in which it passes in the payload.
 
     Args:
-        folder: Run folder, which keeps the modes. A resume runs no reference again, since a slow machine could decide
-            otherwise and change the prompts of the run.
-        leave_out: Whether records are left out whose reference passes in neither mode.
+        folder: Run folder, where the modes are saved. A resumed run does not run references again: on a slow machine
+            the result could differ and change the prompts of the run.
+        leave_out: Whether records are removed whose reference passes in neither mode.
 
     Raises:
-        UserError: Nothing is left, or this machine cannot isolate the programs.
+        UserError: No record is left, or this machine cannot isolate the programs.
     """
     if sandbox.tests != "auto":
         return list(prompts)
     keys = [_key(prompt, task, sandbox) for prompt in prompts]
     file = folder / MODES_FILE
-    known: dict[str, str | None] = json.loads(file.read_bytes()) if file.exists() else {}
-    missing = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in known}
+    saved_modes: dict[str, str | None] = json.loads(file.read_bytes()) if file.exists() else {}
+    missing = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in saved_modes}
     logger.info("running the reference solutions of up to %d records, for sandbox.tests=auto", len(missing))
     try:
         with ThreadPoolExecutor(sandbox.max_concurrent) as pool:
-            found = list(pool.map(lambda prompt: task.reference_mode(prompt, sandbox=sandbox), missing.values()))
+            new_modes = list(pool.map(lambda prompt: task.reference_mode(prompt, sandbox=sandbox), missing.values()))
     except Refused as refused:
         raise UserError(str(refused)) from refused
-    known |= zip(missing, found, strict=True)
+    saved_modes |= zip(missing, new_modes, strict=True)
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(file, json.dumps(known).encode())
-    modes = [known[key] for key in keys]
+    write_atomic(file, json.dumps(saved_modes).encode())
+    modes = [saved_modes[key] for key in keys]
     pairs = list(zip(prompts, modes, strict=True))
     failed = [prompt.prompt_id for prompt, mode in pairs if mode == NEITHER]
-    kept = [
+    checked = [
         replace(prompt, payload={**prompt.payload, MODE_FIELD: mode}) if mode else prompt
         for prompt, mode in pairs
         if mode != NEITHER or not leave_out
@@ -75,11 +75,13 @@ def check_references(
         shares = ", ".join(f"{count / counts.total():.1%} {mode}" for mode, count in sorted(counts.items()))
         logger.info("tests of %d records with a reference solution: %s", counts.total(), shares)
     if failed:
-        what = f"{len(failed)} of {len(prompts)} reference solutions do not pass their tests with sandbox.tests=auto"
-        if leave_out and not kept:
-            raise UserError(f"{what}: nothing is left; the first is record {failed[0]}. Correct the data's tests")
-        logger.warning("%s%s; the first is record %s", what, ": left out" * leave_out, failed[0])
-    return kept
+        failures = (
+            f"{len(failed)} of {len(prompts)} reference solutions do not pass their tests with sandbox.tests=auto"
+        )
+        if leave_out and not checked:
+            raise UserError(f"{failures}: nothing is left; the first is record {failed[0]}. Correct the data's tests")
+        logger.warning("%s%s; the first is record %s", failures, ": left out" * leave_out, failed[0])
+    return checked
 
 
 def _key(prompt: Prompt, task: Task, sandbox: SandboxConfig) -> str:

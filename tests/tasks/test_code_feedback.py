@@ -12,13 +12,13 @@ from t2g.feedback.parse import make_quote, read_judgement
 from t2g.sandbox import Outcome, SandboxConfig, TestResult
 from t2g.tasks import code_feedback
 from t2g.tasks.code_feedback import (
-    blamed_lines,
-    code_lines,
-    default_lines,
+    find_blamed_lines,
+    find_code_lines,
+    find_default_lines,
+    find_omissions,
+    find_praised_lines,
     make_feedback_function,
     ochiai,
-    omissions,
-    praised_lines,
 )
 from t2g.types import Span, SpanFeedback
 
@@ -182,16 +182,16 @@ def test_beside_a_missing_case_a_wrong_line_is_blamed() -> None:
 def test_a_wrong_line_after_a_condition_that_gave_no_value_is_blamed() -> None:
     """Every test ends there: that some pass does not make it right."""
     tests = result(True, "134", returned=4), result(False, "1234", returned=4), result(False, "134", returned=4)
-    assert omissions(outcome(*tests), {4}) == []
+    assert find_omissions(outcome(*tests), {4}) == []
     other = result(True, "12", returned=2)
-    assert omissions(outcome(*tests, other), {4}) == [4] and omissions(outcome(*tests, other), {5}) == []
-    assert blamed_lines(outcome(*tests, other), LINES, [4]) == []
+    assert find_omissions(outcome(*tests, other), {4}) == [4] and find_omissions(outcome(*tests, other), {5}) == []
+    assert find_blamed_lines(outcome(*tests, other), LINES, [4]) == []
 
 
 def test_default_lines_by_hand() -> None:
     code = "def f():\n  y = 1\n  if x:\n    return 1\n\n  elif y: return 2\n  else:\n    y = 2\n    y = 3\n  return 4\n"
-    assert default_lines(code) == {7, 8, 9, 10}
-    assert default_lines("match x:\n  case 1:\n    y\n  case _:\n    z\nw\n") == {4, 5}
+    assert find_default_lines(code) == {7, 8, 9, 10}
+    assert find_default_lines("match x:\n  case 1:\n    y\n  case _:\n    z\nw\n") == {4, 5}
 
 
 # -- lines of an outcome, by hand
@@ -208,7 +208,7 @@ def result(passed: bool, lines: str, returned: int = 0, trace: tuple[int, ...] =
     return TestResult(name="t", passed=passed, lines=tuple(map(int, lines)), returned=returned, trace=trace)
 
 
-LINES = code_lines("".join(f"line{n}\n" for n in range(1, 9)), 0)
+LINES = find_code_lines("".join(f"line{n}\n" for n in range(1, 9)), 0)
 
 
 def test_ochiai_by_hand() -> None:
@@ -219,27 +219,27 @@ def test_ochiai_by_hand() -> None:
 
 
 def test_the_most_suspicious_lines_are_blamed() -> None:
-    assert blamed_lines(outcome(result(False, "1235"), result(True, "124")), LINES) == [3, 5]
-    assert blamed_lines(outcome(result(False, "125"), result(False, "135"), result(True, "123")), LINES) == [5]
+    assert find_blamed_lines(outcome(result(False, "1235"), result(True, "124")), LINES) == [3, 5]
+    assert find_blamed_lines(outcome(result(False, "125"), result(False, "135"), result(True, "123")), LINES) == [5]
 
 
 def test_of_equally_suspicious_lines_the_returning_one_is_blamed() -> None:
-    assert blamed_lines(outcome(result(False, "1234", returned=3)), LINES) == [3]
-    assert blamed_lines(outcome(result(False, "1234", returned=7)), LINES) == [4]
+    assert find_blamed_lines(outcome(result(False, "1234", returned=3)), LINES) == [3]
+    assert find_blamed_lines(outcome(result(False, "1234", returned=7)), LINES) == [4]
 
 
 def test_a_test_with_a_traceback_has_no_part_in_the_statistics() -> None:
-    assert blamed_lines(outcome(result(False, "12", trace=(1, 2)), result(False, "3")), LINES) == [2, 3]
+    assert find_blamed_lines(outcome(result(False, "12", trace=(1, 2)), result(False, "3")), LINES) == [2, 3]
 
 
 def test_lines_that_only_passing_tests_ran_are_praised() -> None:
     tests = outcome(result(True, "1245", returned=5), result(True, "124", returned=4), result(False, "13"))
-    assert praised_lines(tests, []) == [4, 5, 2]
-    assert praised_lines(tests, [4]) == [5, 2]
+    assert find_praised_lines(tests, []) == [4, 5, 2]
+    assert find_praised_lines(tests, [4]) == [5, 2]
 
 
 def test_code_lines_are_those_of_the_compiler() -> None:
-    assert code_lines("a\r\n\r\n  b \rc", 10) == {1: (10, "a"), 3: (17, "b"), 4: (20, "c")}
+    assert find_code_lines("a\r\n\r\n  b \rc", 10) == {1: (10, "a"), 3: (17, "b"), 4: (20, "c")}
 
 
 def test_a_machine_that_cannot_isolate_what_is_required_has_no_feedback_function(
