@@ -40,7 +40,7 @@ from t2g.study.pairwise import Judgement, question, read_verdict, win_rates
 from t2g.study.policy_eval import PASSED, Answers, Response, Scores, bert_score, columns, content_key, summarise
 from t2g.study.reflection import Reflecting
 from t2g.tasks.base import Record, Task, get_task
-from t2g.tasks.human_eval import as_kodcode
+from t2g.tasks.human_eval import convert_to_kodcode
 from t2g.tasks.references import check_references
 from t2g.text.tokenizer import load_tokenizer
 from t2g.types import Prompt
@@ -66,7 +66,7 @@ def read_questions(config: PolicyEvaluationJob) -> Questions:
     task = get_task(config.task)
     records: Sequence[Record] = load_records(config.data)[: SMOKE_PROMPTS if config.run.smoke else None]
     if task.score_name == PASSED:
-        records = as_kodcode(records)
+        records = convert_to_kodcode(records)
     prompts = make_prompts(records, task, None, 0)
     if len(prompts) < 2:
         raise UserError(f"data.path={config.data.path} has one record; an interval needs two prompts or more")

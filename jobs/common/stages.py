@@ -55,7 +55,7 @@ from t2g.study.methods import PLACEHOLDER
 from t2g.tasks.base import get_task
 from t2g.tasks.tiny import programs
 from t2g.tasks.tiny.assets import build_code_tokenizer, build_model, build_reward_model, build_tokenizers
-from t2g.tasks.tiny.revision import corrected, thinned
+from t2g.tasks.tiny.revision import correct_response, drop_sentences
 from t2g.tasks.tiny.world import write_world
 from t2g.text.tokenizer import load_tokenizer
 from t2g.types import TrainSequence
@@ -220,11 +220,11 @@ def _write_world(demo: DemoJob) -> dict[str, Any]:
 
 
 def _train_reviser(job: SFTJob) -> dict[str, Any]:
-    """`thinned` critiques and the responses that they would have."""
+    """Critiques without some sentences, and the responses that they would have."""
     rng, task, tokenizer = np.random.default_rng(job.run.seed), get_task(job.task), load_tokenizer(job.model.policy)
 
     def example(record: AnnotatedRecord) -> TrainSequence:
-        critique = thinned(record.critique, rng)
+        critique = drop_sentences(record.critique, rng)
 
         def build(room: int) -> np.ndarray:
             ids = encode_revision(task, record.to_prompt(), record.response, critique, tokenizer, room)
@@ -234,7 +234,7 @@ def _train_reviser(job: SFTJob) -> dict[str, Any]:
                 )
             return ids
 
-        target = corrected(record.payload["facts"], record.response, critique)
+        target = correct_response(record.payload["facts"], record.response, critique)
         return make_sft_example(build, target, tokenizer, max_length=job.sft.max_length)
 
     return supervise(job, [example(record) for record in load_annotated(job.data)], title="reviser")

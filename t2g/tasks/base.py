@@ -39,12 +39,10 @@ class Review:
         first = "Say so in a short critique, then quote" if style.critique else "Quote"
         judged = "that the critique praises (good) and blames (poor)" if style.critique else "that are good or poor"
         if style.labels == "dense":
-            pieces = (
-                f"the whole {self.subject} piece by piece, in order, each piece as good or as poor; leave none out."
-            )
+            scope = f"the whole {self.subject} piece by piece, in order, each piece as good or as poor; leave none out."
         else:
-            pieces = f"the pieces of the {self.subject} {judged}: {self.sparse}."
-        parts = [self.opening, first, pieces, self.labels]
+            scope = f"the pieces of the {self.subject} {judged}: {self.sparse}."
+        parts = [self.opening, first, scope, self.labels]
         if self.severity:
             parts.append(f"Severity of a poor piece: {self.severity}. 1 is a plain quote, 3 is {_SEVERE}.")
         return " ".join(part for part in (*parts, _answer_format(style)) if part)

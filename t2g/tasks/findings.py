@@ -31,51 +31,54 @@ class FindingsTask(SummarizationTask):
     )
 
     def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float] | None:
-        """ROUGE where there is a reference, and `faithfulness`."""
+        """Return `measure_faithfulness`, and ROUGE where there is a reference."""
         rouge = super().measure(prompt, response_text, sandbox=sandbox) or {}
-        return rouge | faithfulness(prompt.prompt_text, response_text)
+        return rouge | measure_faithfulness(prompt.prompt_text, response_text)
 
 
-def faithfulness(text: str, summary: str) -> dict[str, float]:
-    """What a summary says that its text does not, word by word, and what it could hide behind.
+def measure_faithfulness(text: str, summary: str) -> dict[str, float]:
+    """Return word-level measures of invention and evasion of a summary.
 
-    A detail is a number, by its value (`two` is 2, 1,000 is 1000), or a word with a capital that opens no sentence, by
-    its first five letters. invents: 1 where one detail or more is not in the text; invented: the share of the details
-    that are not, 0 without any; details: how many; novel: the share of the words of four letters and more whose first
-    five stand at the beginning of no word of the text; copied: the share of its words in four or more in a row that the
-    text has as well.
+    A detail is a number, compared by value (`two` is 2, 1,000 is 1000), or a capitalised word that does not begin a
+    sentence, compared by its first five letters.
 
-    >>> faithfulness("Zinc helped two of 60.", "In Rome zinc helped 2.")
+    - invents: 1 if at least one detail is not in the text, else 0.
+    - invented: share of the details that are not in the text; 0 without details.
+    - details: their number.
+    - novel: share of tokens of four or more letters whose first five letters begin no word of the text.
+    - copied: share of tokens in runs of four or more that the text also has.
+
+    >>> measure_faithfulness("Zinc helped two of 60.", "In Rome zinc helped 2.")
     {'invents': 1.0, 'invented': 0.5, 'details': 2.0, 'novel': 0.3333333333333333, 'copied': 0.0}
     """
-    source, said = _TOKEN.findall(text), _TOKEN.findall(_LISTED.sub("", summary))
-    known = {_value(token) for token in source}
+    source, tokens = _TOKEN.findall(text), _TOKEN.findall(_LISTED.sub("", summary))
+    source_values = {_value(token) for token in source}
     details = [
         _value(token)
-        for before, token in zip([".", *said], said, strict=False)
+        for before, token in zip([".", *tokens], tokens, strict=False)
         if _is_number(token) or (token[0].isupper() and len(token) > 1 and before not in ".!?:\n")
     ]
-    num_invented = sum(detail not in known for detail in details)
-    long = [_value(token) for token in said if token.isalpha() and len(token) >= COPIED_WORDS]
+    num_invented = sum(detail not in source_values for detail in details)
+    long_words = [_value(token) for token in tokens if token.isalpha() and len(token) >= COPIED_WORDS]
     return {
         "invents": float(num_invented > 0),
         "invented": num_invented / len(details) if details else 0.0,
         "details": float(len(details)),
-        "novel": sum(word not in known for word in long) / len(long) if long else 0.0,
-        "copied": copied([t.lower() for t in source if t.isalnum()], [t.lower() for t in said if t.isalnum()]),
+        "novel": sum(word not in source_values for word in long_words) / len(long_words) if long_words else 0.0,
+        "copied": compute_copied_share(*([t.lower() for t in side if t.isalnum()] for side in (source, tokens))),
     }
 
 
-def copied(source: Sequence[str], said: Sequence[str]) -> float:
-    """The share of the words said that lie in a run of COPIED_WORDS or more of the source. 0 without words."""
+def compute_copied_share(source: Sequence[str], summary: Sequence[str]) -> float:
+    """Return the share of the summary's tokens that lie in a run of COPIED_WORDS or more of the source."""
     runs = {tuple(source[i : i + COPIED_WORDS]) for i in range(len(source) - COPIED_WORDS + 1)}
     inside = {
-        i + place
-        for i in range(len(said) - COPIED_WORDS + 1)
-        if tuple(said[i : i + COPIED_WORDS]) in runs
-        for place in range(COPIED_WORDS)
+        i + offset
+        for i in range(len(summary) - COPIED_WORDS + 1)
+        if tuple(summary[i : i + COPIED_WORDS]) in runs
+        for offset in range(COPIED_WORDS)
     }
-    return len(inside) / len(said) if said else 0.0
+    return len(inside) / len(summary) if summary else 0.0
 
 
 def _is_number(token: str) -> bool:
@@ -83,7 +86,7 @@ def _is_number(token: str) -> bool:
 
 
 def _value(token: str) -> str:
-    """By what two tokens are one: 1,000 and 1000, two and 2, Studies and study's first five letters."""
+    """Return the value by which tokens are compared: 1000 for 1,000, 2 for two, the first five letters of a word."""
     word = token.lower()
     if word in _NUMBER_WORDS:
         return str(_NUMBER_WORDS.index(word))

@@ -1,7 +1,7 @@
-"""HumanEval (Chen et al., arXiv 2107.03374) as KodCode: one converter, for evaluations on problems of that format.
+"""Conversion of HumanEval problems (Chen et al., arXiv 2107.03374) to KodCode records, for evaluations.
 
-Understood fields: task_id; prompt, the beginning of a module up to the docstring of the function that is asked for;
-entry_point, its name; test, with `check(candidate)`; canonical_solution, the rest of the module.
+Fields: task_id; prompt, the beginning of a module up to the docstring of the requested function; entry_point, the name
+of the function; test, with `check(candidate)`; canonical_solution, the rest of the module.
 """
 
 import re
@@ -14,21 +14,25 @@ _IMPORT = re.compile(r"^(?:import|from)\s.*$", re.MULTILINE)
 _FUNCTION = re.compile(r"^def\s+(\w+)", re.MULTILINE)
 
 
-def as_kodcode(records: Sequence[Record]) -> list[Record]:
-    """KodCode records, with `imports`: those of the prompt, which an answer need not say again. Those of another format
-    stay themselves. UserError, with the number of the record (from 1), for a field that is missing or wrong.
+def convert_to_kodcode(records: Sequence[Record]) -> list[Record]:
+    """Return KodCode records with `imports`, the prompt's imports, which a response need not repeat.
+
+    Records of another format stay as they are.
+
+    Raises:
+        UserError: A field is missing or wrong; with the number of the record (from 1).
     """
     converted = []
     for number, record in enumerate(records, start=1):
         try:
-            converted.append(_converted(record) if "entry_point" in record else record)
+            converted.append(_convert(record) if "entry_point" in record else record)
         except ValueError as error:
             raise UserError(f"data record {number}: {error}") from error
     return converted
 
 
-def _converted(record: Record) -> Record:
-    """The tests import every function of the prompt: the one that is asked for may be the inverse of a given one."""
+def _convert(record: Record) -> Record:
+    # The tests import every function of the prompt: the requested function may be the inverse of a given one.
     prompt, test, entry = (text_field(record, name) for name in ("prompt", "test", "entry_point"))
     if not entry.isidentifier():
         raise ValueError(f"field entry_point is {entry!r:.80}; it needs the name of a function")

@@ -1,4 +1,4 @@
-"""The prompts-only task: any questions, judged in general terms. What a user's own data walks through.
+"""The default task for a user's own data: arbitrary prompts, judged by general criteria.
 
 {"prompt": "Why is the sky blue?"}
 {"messages": [{"role": "system", "content": "Be short."}, {"role": "user", "content": "..."}], "reference": "..."}
@@ -13,7 +13,7 @@ ROLES = ("system", "user", "assistant")
 
 
 class PromptsTask(Task):
-    """A record has `prompt` (text) or `messages`; with both, `prompt` counts. `reference` and all else are payload."""
+    """Records with `prompt` (text) or `messages`; `prompt` has priority. `reference` and all else are payload."""
 
     name = "prompts"
     input_fields = ("prompt", "messages")
@@ -31,7 +31,7 @@ class PromptsTask(Task):
         return self._messages(record)
 
     def prompt_text(self, record: Record) -> str:
-        """One user message as it is; a conversation with a role before each message."""
+        """Return a single message unchanged, or a conversation with the role before each message."""
         messages = self._messages(record)
         if len(messages) == 1:
             return messages[0]["content"]
@@ -50,11 +50,15 @@ class PromptsTask(Task):
 
 
 def read_messages(value: Any, name: str) -> list[Message]:
-    """The messages of field `name` without other keys. ValueError in a sentence for anything else, and for none."""
+    """Return the messages of field `name`, reduced to role and content.
+
+    Raises:
+        ValueError: The value is no list of messages, or empty.
+    """
     if not isinstance(value, list) or not value:
         raise ValueError(f"field {name} is no list of {{role, content}}")
     for i, message in enumerate(value):
-        fine = isinstance(message, dict) and isinstance(message.get("content"), str)
-        if not fine or message.get("role") not in ROLES:
+        has_content = isinstance(message, dict) and isinstance(message.get("content"), str)
+        if not has_content or message.get("role") not in ROLES:
             raise ValueError(f"{name}[{i}] needs a role, one of {', '.join(ROLES)}, and a content that is text")
     return [{"role": message["role"], "content": message["content"]} for message in value]

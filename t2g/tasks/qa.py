@@ -1,7 +1,7 @@
-"""UltraFeedback: open questions, as the hub (ultrafeedback_binarized) and as the paper's authors have it.
+"""UltraFeedback: open questions, in the formats of the hub (ultrafeedback_binarized) and of the paper's authors.
 
-Understood fields: prompt_id; prompt; response, a text or a conversation of {role, content} that ends with it; critique
-(of that response); on the hub chosen, a conversation too, stands for the response and the reference.
+Fields: prompt_id; prompt; response, a text or a conversation of {role, content} that ends with it; critique (of that
+response); on the hub `chosen`, also a conversation, is both the response and the reference.
 """
 
 from collections.abc import Mapping
@@ -16,8 +16,8 @@ class QATask(PromptsTask):
     name = "qa"
 
     def policy_messages(self, record: Record, input_limit: int | None = None) -> list[Message]:
-        *before, last = self._messages(record)
-        return [*before, {**last, "content": last["content"][:input_limit]}]
+        *history, last = self._messages(record)
+        return [*history, {**last, "content": last["content"][:input_limit]}]
 
     def reference(self, record: Record) -> str | None:
         if record.get("reference") is None and record.get("chosen") is not None:
@@ -35,7 +35,7 @@ class QATask(PromptsTask):
         return f"A critique of this response that was published with it:\n{critique}"
 
     def _messages(self, record: Record) -> list[Message]:
-        """The turns before the response where it comes with several: the last question alone would lose its sense."""
+        """Return all turns before the response: the last question alone would lose its context."""
         response = record.get("response")
         if isinstance(response, list) and len(response) > 2:
             return super()._messages({"messages": response[:-1]})
@@ -43,7 +43,7 @@ class QATask(PromptsTask):
 
 
 def _answer(record: Record, field: str) -> str:
-    """The text of a response, be it a text or the end of a conversation."""
+    """Return the text of a response that is a text or the end of a conversation."""
     if not isinstance(record[field], list):
         return text_field(record, field)
     last = read_messages(record[field], field)[-1]

@@ -75,12 +75,10 @@ def check_references(
         shares = ", ".join(f"{count / counts.total():.1%} {mode}" for mode, count in sorted(counts.items()))
         logger.info("tests of %d records with a reference solution: %s", counts.total(), shares)
     if failed:
-        failures = (
-            f"{len(failed)} of {len(prompts)} reference solutions do not pass their tests with sandbox.tests=auto"
-        )
+        summary = f"{len(failed)} of {len(prompts)} reference solutions do not pass their tests with sandbox.tests=auto"
         if leave_out and not checked:
-            raise UserError(f"{failures}: nothing is left; the first is record {failed[0]}. Correct the data's tests")
-        logger.warning("%s%s; the first is record %s", failures, ": left out" * leave_out, failed[0])
+            raise UserError(f"{summary}: nothing is left; the first is record {failed[0]}. Correct the data's tests")
+        logger.warning("%s%s; the first is record %s", summary, ": left out" * leave_out, failed[0])
     return checked
 
 

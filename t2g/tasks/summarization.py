@@ -1,8 +1,8 @@
-"""SLF5K: summaries of Reddit posts (Scheurer et al., arXiv 2303.16755), as the hub and as the paper's authors have it.
+"""SLF5K: summaries of Reddit posts (Scheurer et al., arXiv 2303.16755), in the formats of the hub and of the authors.
 
-Understood fields: id; subreddit, title; post or Post; ideal_human_summary or tldr_human_reference_summary (references);
-generated_summary or generated_summary_for_feedback, or response: the summary that wants feedback; feedback (a human's,
-of that summary).
+Fields: id; subreddit, title; post or Post; ideal_human_summary or tldr_human_reference_summary (references);
+response, generated_summary or generated_summary_for_feedback: the summary to judge; feedback (a human's, of that
+summary).
 """
 
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ class SummarizationTask(Task):
         return [{"role": "user", "content": self.instruction + self.prompt_text(record)[:input_limit]}]
 
     def prompt_text(self, record: Record) -> str:
-        """Subreddit, title and post; whichever of the first two the record has."""
+        """Return subreddit, title and post; the first two are optional."""
         head = [
             f"{label}: {text_field(record, field)}\n"
             for label, field in (("Subreddit", "subreddit"), ("Title", "title"))
@@ -63,7 +63,7 @@ class SummarizationTask(Task):
             return False
 
     def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float] | None:
-        """ROUGE F1 against the reference (Lin, 2004; with Porter's stemmer), 0 to 1; None without a reference."""
+        """Return ROUGE F1, 0 to 1 (Lin, 2004; with Porter's stemmer), or None without a reference."""
         reference = self.reference(prompt.payload)
         if reference is None:
             return None
@@ -78,6 +78,6 @@ def _first_text(record: Record, *names: str) -> str | None:
 
 @lru_cache(maxsize=1)
 def _rouge_scorer() -> Any:
-    from rouge_score.rouge_scorer import RougeScorer  # a second: it imports nltk for the stemmer, no data of it
+    from rouge_score.rouge_scorer import RougeScorer  # takes a second: it imports nltk
 
     return RougeScorer(list(ROUGE), use_stemmer=True)

@@ -5,7 +5,7 @@ import pytest
 
 from t2g.sandbox import SandboxConfig
 from t2g.tasks.base import get_task
-from t2g.tasks.findings import faithfulness
+from t2g.tasks.findings import measure_faithfulness
 from t2g.tasks.findings_feedback import feedback_function
 from t2g.types import Prompt
 
@@ -33,13 +33,15 @@ def quoted(response: str) -> list[tuple[str, int]]:
 @pytest.mark.parametrize("summary", TRUE)
 def test_what_the_text_says_is_blamed_by_neither(summary: str) -> None:
     assert quoted(summary) == []
-    assert faithfulness(TEXT, summary)["invents"] == 0
+    assert measure_faithfulness(TEXT, summary)["invents"] == 0
 
 
 @pytest.mark.parametrize(("summary", "inventions"), INVENTED)
 def test_what_the_text_does_not_say_is_found_by_both(summary: str, inventions: list[tuple[str, int]]) -> None:
     assert quoted(summary) == inventions
-    assert faithfulness(TEXT, summary)["invents"] == (summary[:4] != "NASA")  # a sentence's first word tells nothing
+    assert measure_faithfulness(TEXT, summary)["invents"] == (
+        summary[:4] != "NASA"
+    )  # a sentence's first word tells nothing
 
 
 def test_the_critique_says_of_each_quote_what_is_wrong_where_the_span_says() -> None:
@@ -51,14 +53,14 @@ def test_the_critique_says_of_each_quote_what_is_wrong_where_the_span_says() -> 
 
 
 def test_faithfulness_by_hand() -> None:
-    found = faithfulness("Zinc helped two of 60.", "In Rome zinc helped 2 children, and Rome 3 of 60.")
+    found = measure_faithfulness("Zinc helped two of 60.", "In Rome zinc helped 2 children, and Rome 3 of 60.")
     # details: Rome, 2 (two), Rome, 3, 60; long words: Rome, zinc, helped, children, Rome
     assert found == {"invents": 1, "invented": 3 / 5, "details": 5, "novel": 3 / 5, "copied": 0}
-    assert faithfulness("a b c d e f", "x a b c d e y z")["copied"] == 5 / 8
-    assert faithfulness("a b c d e f", "a b c x d e f")["copied"] == 0
-    nothing = faithfulness(TEXT, "")
+    assert measure_faithfulness("a b c d e f", "x a b c d e y z")["copied"] == 5 / 8
+    assert measure_faithfulness("a b c d e f", "a b c x d e f")["copied"] == 0
+    nothing = measure_faithfulness(TEXT, "")
     assert set(nothing.values()) == {0}
-    assert faithfulness(TEXT, TEXT)["copied"] == 1
+    assert measure_faithfulness(TEXT, TEXT)["copied"] == 1
 
 
 def test_a_record_becomes_a_prompt_and_a_measure() -> None:

@@ -7,7 +7,7 @@ import pytest
 from t2g.errors import UserError
 from t2g.sandbox import SandboxConfig
 from t2g.tasks.base import get_task
-from t2g.tasks.human_eval import as_kodcode
+from t2g.tasks.human_eval import convert_to_kodcode
 from t2g.types import Prompt
 
 TASK = get_task("code")
@@ -26,7 +26,7 @@ RECORD = {
 }
 
 
-(KODCODE,) = as_kodcode([RECORD])
+(KODCODE,) = convert_to_kodcode([RECORD])
 
 
 def passed(response: str, record: dict[str, Any] = KODCODE) -> float:
@@ -35,12 +35,12 @@ def passed(response: str, record: dict[str, Any] = KODCODE) -> float:
 
 
 def test_a_record_becomes_one_of_kodcode() -> None:
-    assert TASK.prompt_id(KODCODE) == "HumanEval/50" and as_kodcode([KODCODE])[0] is KODCODE
+    assert TASK.prompt_id(KODCODE) == "HumanEval/50" and convert_to_kodcode([KODCODE])[0] is KODCODE
     text = TASK.prompt_text(KODCODE)
     assert text.startswith("from typing") and text.endswith("import from your program: encode, decode")
     assert KODCODE["imports"] == "from typing import List"
     assert KODCODE["solution"] == RECORD["prompt"] + RECORD["canonical_solution"]
-    assert as_kodcode([{**RECORD, "canonical_solution": None}])[0]["solution"] is None
+    assert convert_to_kodcode([{**RECORD, "canonical_solution": None}])[0]["solution"] is None
 
 
 def test_its_own_solution_passes_and_a_wrong_one_does_not() -> None:
@@ -61,4 +61,4 @@ def test_an_answer_need_not_repeat_the_prompts_imports() -> None:
 )
 def test_a_broken_record_is_refused_by_its_field(changed: dict[str, Any], fact: str) -> None:
     with pytest.raises(UserError, match=f"record 2: field {fact} "):
-        as_kodcode([RECORD, {**RECORD, **changed}])
+        convert_to_kodcode([RECORD, {**RECORD, **changed}])

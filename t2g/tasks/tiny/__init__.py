@@ -1,5 +1,4 @@
-"""The built-in tiny worlds: posts that state facts, with faulty summaries; rules in words, with faulty programs. Each
-with what judges and what measures, and small models.
+"""The built-in tiny worlds: posts of facts with faulty summaries, and verbal rules with faulty programs.
 
-What `make demo` and the tests learn on. May import what `t2g.tasks` may.
+Each has a feedback function, a measure and small models, for `make demo` and the tests. Imports as in `t2g.tasks`.
 """

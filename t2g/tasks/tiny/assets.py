@@ -1,8 +1,8 @@
-"""Tokenizers and random-weight models for the tiny world: ordinary Hugging Face folders, made in a second.
+"""Tokenizers and random-weight models of the tiny worlds, as Hugging Face folders.
 
-Both tokenizers are byte-level BPE, and different: the reward model's also learns the phrases of critiques and JSON.
-Merges are learnt inside phrases and values, never across two of them, so that one phrase is about one token and
-sequences stay short. torch and transformers are imported inside the functions only.
+The policy and the reward model have different byte-level BPE tokenizers: the reward model's also learns the phrases of
+critiques and JSON. Merges are learnt inside phrases and values only, so that a phrase is about one token and sequences
+stay short. torch and transformers are imported inside the functions only.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-# The initial spread matters: Transformers' default of 0.02 learns copying five to ten times slower than 0.08.
+# With Transformers' default initializer_range of 0.02, copying is learnt five to ten times slower than with 0.08.
 SHAPE = {
     "hidden_size": 128,
     "intermediate_size": 384,
@@ -32,8 +32,8 @@ SHAPE = {
 def build_tokenizer(folder: Path | str, pieces: Iterable[str], *, vocab_size: int) -> Any:
     """Train a byte-level BPE tokenizer on `pieces`, save it in `folder` and return it (PreTrainedTokenizerFast).
 
-    Merges never join two pieces. The vocabulary holds five special tokens, the 256 bytes (so any text can be spelt)
-    and `vocab_size - 261` merges at most. `<|end|>` closes every chat message and is the end-of-sequence token.
+    Merges never join two pieces. The vocabulary has five special tokens, the 256 bytes and at most `vocab_size - 261`
+    merges. `<|end|>` closes every chat message and is the end-of-sequence token.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -61,31 +61,32 @@ def build_tokenizer(folder: Path | str, pieces: Iterable[str], *, vocab_size: in
 
 
 def build_tokenizers(folder: Path, num_facts: int = 5) -> tuple[Any, Any]:
-    """The policy's and the reward model's tokenizer, in `folder/policy` and `folder/reward`."""
+    """Build the tokenizers of policy and reward model in `folder/policy` and `folder/reward`."""
     policy, reward = (world.tokenizer_pieces(reward=reward, num_facts=num_facts) for reward in (False, True))
-    more = 90 * (num_facts - 5)  # merges that further slots need for a phrase or a value to be about one token
+    extra = max(0, 90 * (num_facts - 5))  # further slots need merges, else a phrase takes several tokens
     return (
-        build_tokenizer(folder / "policy", policy, vocab_size=900 + max(0, more)),
-        build_tokenizer(folder / "reward", reward, vocab_size=1300 + max(0, more)),
+        build_tokenizer(folder / "policy", policy, vocab_size=900 + extra),
+        build_tokenizer(folder / "reward", reward, vocab_size=1300 + extra),
     )
 
 
 def build_code_tokenizer(folder: Path) -> Any:
-    """The policy's of the world of code, in `folder/policy`."""
+    """Build the policy's tokenizer of the world of code in `folder/policy`."""
     pieces = programs.tokenizer_pieces(TinyCodeTask.instruction.rstrip())
     return build_tokenizer(folder / "policy", pieces, vocab_size=600)
 
 
 def build_reward_model(folder: Path | str, tokenizer: Any, *, seed: int, **shape: float) -> Any:
-    """`build_model` in the size of the reward model: a fifth faster than the default, and as good."""
+    """Build a model in the size of the reward model, a fifth faster than the default and as accurate."""
     return build_model(folder, tokenizer, seed=seed, intermediate_size=256, **shape)
 
 
 def build_model(folder: Path | str, tokenizer: Any, *, seed: int = 0, **shape: float) -> Any:
-    """A Llama-shaped model with random float32 weights, saved beside its tokenizer in `folder`; returns the model.
+    """Save a Llama model with random float32 weights and its tokenizer in `folder`; return the model.
 
-    shape: fields of LlamaConfig, in place of SHAPE's. The width of a head, `hidden_size / num_attention_heads`, must be
-    one that vLLM's CPU attention serves (32, 64, 80, 96, 112, 128, ...).
+    Args:
+        shape: Fields of LlamaConfig that replace those of SHAPE. vLLM's CPU attention must support the head size
+            `hidden_size / num_attention_heads` (32, 64, 80, 96, 112, 128, ...).
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

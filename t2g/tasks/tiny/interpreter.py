@@ -1,8 +1,8 @@
-"""What the sandbox would say of the tiny world's programs, in under a millisecond: a walk over their syntax.
+"""Interpreter of the tiny world's programs: the sandbox's outcome in under a millisecond, from the syntax tree.
 
-It knows one function of two arguments with branches and returns, over integers and words: nothing that could loop or
-call. Of all else, of a program or of tests, it says that it does not know, and the sandbox is asked. Nothing is
-executed: programs come from a model.
+It supports one function of two arguments with branches and returns, over integers and strings, without loops and calls.
+For any other program or tests it returns None, and the caller runs the sandbox. No code is executed: programs come from
+a model.
 """
 
 import ast
@@ -16,22 +16,22 @@ _OPERATIONS = {ast.Add: int.__add__, ast.Sub: int.__sub__, ast.Mult: int.__mul__
 Names = dict[str, int | str]
 
 
-class _Unknown(Exception):
-    """Raised where the program does what this interpreter does not."""
+class _UnsupportedError(Exception):
+    """The program uses syntax that this interpreter does not support."""
 
 
 def interpret(code: str, tests: str) -> Outcome | None:
-    """The outcome of the tests, None where it takes the sandbox to know."""
+    """Return the outcome of the tests, or None if only the sandbox can tell."""
     if not _MODULE.fullmatch(tests):
         return None
     try:
         function = _function(ast.parse(code))
         results = [_test(function, *case) for case in re.findall(_CASE, tests)]
     except SyntaxError as error:
-        told = {"error": "SyntaxError", "message": error.msg[:200], "trace": (error.lineno or 1,)}
-        results = [TestResult(name="import of the solution", passed=False, **told)]
+        details = {"error": "SyntaxError", "message": error.msg[:200], "trace": (error.lineno or 1,)}
+        results = [TestResult(name="import of the solution", passed=False, **details)]
         return _outcome("syntax", results)
-    except (_Unknown, ValueError, RecursionError, MemoryError):
+    except (_UnsupportedError, ValueError, RecursionError, MemoryError):
         return None
     return _outcome("passed" if all(result.passed for result in results) else "failed", results)
 
@@ -47,22 +47,22 @@ def _function(module: ast.Module) -> ast.FunctionDef:
             names = [argument.arg for argument in arguments.args]
             if len(names) == len(set(names)) == 2 and ast.unparse(arguments) == ", ".join(names):
                 return function
-    raise _Unknown
+    raise _UnsupportedError
 
 
 def _test(function: ast.FunctionDef, name: str, statement: str, word: str, n: str, expected: str) -> TestResult:
-    names: Names = dict(zip((one.arg for one in function.args.args), (word, int(n)), strict=True))
+    names: Names = dict(zip((argument.arg for argument in function.args.args), (word, int(n)), strict=True))
     lines: list[int] = []
     got = _run(function.body, names, lines)
     ran = {"lines": tuple(sorted(set(lines))), "returned": lines[-1]}
     if got == int(expected):
         return TestResult(name=name, passed=True, **ran)
-    told = {"error": "AssertionError", "statement": statement, "expected": expected, "got": repr(got)}
-    return TestResult(name=name, passed=False, **told, **ran)
+    details = {"error": "AssertionError", "statement": statement, "expected": expected, "got": repr(got)}
+    return TestResult(name=name, passed=False, **details, **ran)
 
 
 def _run(body: list[ast.stmt], names: Names, lines: list[int]) -> int | str | None:
-    """What these statements return, None where they do not. lines: gets those that run, in order."""
+    """Return the value that these statements return, or None. Append executed lines to `lines`."""
     for statement in body:
         lines.append(statement.lineno)
         match statement:
@@ -74,7 +74,7 @@ def _run(body: list[ast.stmt], names: Names, lines: list[int]) -> int | str | No
                 if got is not None:
                     return got
             case _:
-                raise _Unknown
+                raise _UnsupportedError
     return None
 
 
@@ -82,7 +82,7 @@ def _holds(test: ast.expr, names: Names) -> bool:
     match test:
         case ast.Compare(left=ast.Name() as left, ops=[ast.Eq()], comparators=[right]):
             return _value(left, names) == _value(right, names)
-    raise _Unknown
+    raise _UnsupportedError
 
 
 def _value(node: ast.expr, names: Names) -> int | str:
@@ -96,7 +96,7 @@ def _value(node: ast.expr, names: Names) -> int | str:
         case ast.IfExp(test=test, body=body, orelse=orelse):
             return _value(body if _holds(test, names) else orelse, names)
         case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _OPERATIONS:
-            one, other = _value(left, names), _value(right, names)
-            if isinstance(one, int) and isinstance(other, int):
-                return _OPERATIONS[type(operator)](one, other)
-    raise _Unknown
+            operands = _value(left, names), _value(right, names)
+            if all(isinstance(operand, int) for operand in operands):
+                return _OPERATIONS[type(operator)](*operands)
+    raise _UnsupportedError

@@ -1,6 +1,6 @@
-"""The tiny world of code: rules in words, programs of a few branches with planted faults, and the tests that decide.
+"""The tiny world of code: verbal rules, programs of a few branches with planted faults, and tests.
 
-Records are KodCode's, so that the feedback function of the code task and its sandbox take them as they are.
+Records have KodCode's format, so that the code task's feedback function and sandbox apply to them.
 
     question  red: add 2; blue: times 3; teal: minus 4.
     program   def f(k, n):
@@ -9,11 +9,11 @@ Records are KodCode's, so that the feedback function of the code task and its sa
                   if k == "blue":
                       return n * 5
                   return n
-    fails     two tests of blue, which the second return is blamed for, and two of teal, which no line is
+    fails     two tests of blue, which blame the second return, and two of teal, which blame no line
 
-Tests ask for each rule at SHOWN, and for two words that no rule has. Held-out records have `hidden_test` besides: the
-rules at HIDDEN, and all other words. A program that passes the first alone is right by the tests and not by the rules:
-one that looks at n, which SPECIAL of the branches of references do, or has a branch for a word that is not asked for.
+Tests check each rule at the values SHOWN, and two keys without a rule. Held-out records also have `hidden_test`: the
+rules at the values HIDDEN, and all other keys. A program that passes only the first tests violates the rules: it
+compares n, as a share SPECIAL of the branches of references do, or has a branch for a key without a rule.
 """
 
 from collections.abc import Iterable, Iterator
@@ -25,7 +25,7 @@ from t2g.config import WorldConfig
 from t2g.tasks.tiny.world import is_heldout
 
 WORDS = ("red", "blue", "green", "black", "white", "pink", "teal", "gold")
-OPERATORS = {"+": ("add", "plus"), "-": ("minus", "less"), "*": ("times", "by")}  # in the two wordings
+OPERATORS = {"+": ("add", "plus"), "-": ("minus", "less"), "*": ("times", "by")}  # by wording
 NUMBERS = range(2, 10)
 NUM_RULES = (3, 4, 5)
 SHOWN, HIDDEN = (2, 5), (3, 8)  # values of n
@@ -35,7 +35,7 @@ IMPORT = "from solution import f\n"
 
 
 class Rule(NamedTuple):
-    """What the program returns for a word: `n + 2` is ("red", "+", 2)."""
+    """The value that the program returns for a word: `n + 2` for red is ("red", "+", 2)."""
 
     word: str
     operator: str
@@ -46,53 +46,49 @@ class Rule(NamedTuple):
 
 
 def sample_rules(rng: np.random.Generator, *, heldout: bool) -> list[Rule]:
-    """Rules of different words, uniform over the combinations of the split; no held-out one is in any training set."""
+    """Return rules of different keys, uniform over the split's combinations, which no seed shares with the other."""
     while True:
-        words = rng.permutation(WORDS)[: rng.choice(NUM_RULES)]
-        rules = [Rule(str(word), _operator(rng), int(rng.choice(NUMBERS))) for word in words]
+        keys = rng.permutation(WORDS)[: rng.choice(NUM_RULES)]
+        rules = [Rule(str(key), _operator(rng), int(rng.choice(NUMBERS))) for key in keys]
         if is_heldout(f"{rule}" for rule in sorted(rules)) == heldout:
             return rules
 
 
 def write_question(rules: Iterable[Rule], wording: int) -> str:
-    said = [(rule.word, OPERATORS[rule.operator][wording], rule.number) for rule in rules]
+    parts = [(rule.word, OPERATORS[rule.operator][wording], rule.number) for rule in rules]
     if wording == 0:
-        return "; ".join(f"{word}: {operator} {number}" for word, operator, number in said) + "."
-    return " ".join(f"If {word}, {operator} {number}." for word, operator, number in said)
+        return "; ".join(f"{word}: {operator} {number}" for word, operator, number in parts) + "."
+    return " ".join(f"If {word}, {operator} {number}." for word, operator, number in parts)
 
 
 def write_program(rules: Iterable[Rule], rates: WorldConfig, rng: np.random.Generator) -> str:
-    """A program with planted faults, at least one branch long, in the order of the rules.
+    """Return a program with planted faults and at least one branch, in the order of the rules.
 
-    `wrong` and `missing` are probabilities of each rule: another operator or another number, each as often; no branch.
-    `invented` and `repeated` are of each program: a branch of a word without a rule, anywhere; a branch again, later.
+    Probabilities per rule: `wrong`, another operator or another number, equally often; `missing`, no branch.
+    Probabilities per program: `invented`, a branch of a word without a rule; `repeated`, a later copy of a branch.
     """
     rules, branches = list(rules), list[str]()
     while not branches:
         for rule in rules:
             if rng.random() >= rates.missing:
-                branches.append(_branch(_wrong(rule, rng) if rng.random() < rates.wrong else rule, rng))
+                branches.append(_write_branch(_change_rule(rule, rng) if rng.random() < rates.wrong else rule, rng))
     if rng.random() < rates.repeated:
         source = int(rng.integers(len(branches)))
         branches.insert(int(rng.integers(source + 1, len(branches) + 1)), branches[source])
     if rng.random() < rates.invented:
-        rule = Rule(str(rng.choice(_others(rules))), _operator(rng), int(rng.choice(NUMBERS)))
-        branches.insert(int(rng.integers(len(branches) + 1)), _branch(rule, rng))
+        rule = Rule(str(rng.choice(_list_other_words(rules))), _operator(rng), int(rng.choice(NUMBERS)))
+        branches.insert(int(rng.integers(len(branches) + 1)), _write_branch(rule, rng))
     return HEAD + "".join(branches) + LAST
 
 
-def _branch(rule: Rule, rng: np.random.Generator) -> str:
+def _write_branch(rule: Rule, rng: np.random.Generator) -> str:
+    value = f"n {rule.operator} {rule.number}"
     if rng.random() < SPECIAL:
-        one, other = map(rule.value, SHOWN)
-        return _text(rule.word, f"{one} if n == {SHOWN[0]} else {other}")
-    return _text(rule.word, f"n {rule.operator} {rule.number}")
+        value = f"{rule.value(SHOWN[0])} if n == {SHOWN[0]} else {rule.value(SHOWN[1])}"
+    return f'\n    if k == "{rule.word}":\n        return {value}'
 
 
-def _text(word: str, value: str) -> str:
-    return f'\n    if k == "{word}":\n        return {value}'
-
-
-def _wrong(rule: Rule, rng: np.random.Generator) -> Rule:
+def _change_rule(rule: Rule, rng: np.random.Generator) -> Rule:
     if rng.random() < 0.5:
         return rule._replace(operator=str(rng.choice([other for other in OPERATORS if other != rule.operator])))
     return rule._replace(number=int(rng.choice([other for other in NUMBERS if other != rule.number])))
@@ -102,25 +98,25 @@ def _operator(rng: np.random.Generator) -> str:
     return str(rng.choice(list(OPERATORS)))
 
 
-def _others(rules: Iterable[Rule]) -> list[str]:
+def _list_other_words(rules: Iterable[Rule]) -> list[str]:
     return sorted(set(WORDS) - {rule.word for rule in rules})
 
 
 # ------------------------------------------------------------------------------------------------------ tests, records
 def write_tests(cases: Iterable[tuple[str, int, int]]) -> str:
-    """A pytest module. cases: word, n, and what f returns for them."""
+    """Return a pytest module. cases: word, n, and the expected value of f."""
     return IMPORT + "".join(
         f'\n\ndef test_{word}_{n}():\n    assert f("{word}", {n}) == {value}\n' for word, n, value in cases
     )
 
 
 def make_records(*, count: int, heldout: bool, rates: WorldConfig, seed: int) -> Iterator[dict[str, Any]]:
-    """Rows in KodCode's format. `solution` has planted faults: it is what the base policy learns."""
+    """Yield rows in KodCode's format. `solution`, the base policy's target, has planted faults."""
     rng = np.random.default_rng([seed, int(heldout)])
     split = "heldout" if heldout else "train"
     for index in range(count):
         rules = sample_rules(rng, heldout=heldout)
-        others = [str(word) for word in rng.permutation(_others(rules))]
+        others = [str(word) for word in rng.permutation(_list_other_words(rules))]
         shown = [(rule.word, n, rule.value(n)) for rule in rules for n in SHOWN]
         shown += [(word, n, n) for word, n in zip(others, SHOWN, strict=False)]
         hidden = [(rule.word, n, rule.value(n)) for rule in rules for n in HIDDEN]
@@ -134,11 +130,12 @@ def make_records(*, count: int, heldout: bool, rates: WorldConfig, seed: int) ->
 
 
 def tokenizer_pieces(instruction: str) -> list[str]:
-    """See `world.tokenizer_pieces`. Words come more often than phrases, so that their merges rank first; what follows a
-    word of a rule, with its comma or colon, is one token: the next token is what a small model learns to look for.
+    """Return the pieces of the policy's tokenizer, as `world.tokenizer_pieces`.
+
+    A rule's operator is one token with the comma or colon before it: a small model learns to look at the next token.
     """
-    said = [f"{stop} {wordings[way]}" for wordings in OPERATORS.values() for way, stop in enumerate(":,")]
-    words = [*WORDS, *said, *(f" {word}" for word in ("If", "return", "n", "if", *WORDS, *OPERATORS, *NUMBERS))]
+    operators = [f"{stop} {names[wording]}" for names in OPERATORS.values() for wording, stop in enumerate(":,")]
+    pieces = [*WORDS, *operators, *(f" {word}" for word in ("If", "return", "n", "if", *WORDS, *OPERATORS, *NUMBERS))]
     return (
-        words * 20 + [HEAD, LAST, '\n    if k == "', '":\n        return', " n", " if n ==", " else", instruction] * 2
+        pieces * 20 + [HEAD, LAST, '\n    if k == "', '":\n        return', " n", " if n ==", " else", instruction] * 2
     )

@@ -1,7 +1,7 @@
-"""Revision in the tiny world: what a writer who believes a critique would write.
+"""Revisions in the tiny world: training examples that correct a response by its critique.
 
-The base policy of the tiny world never read a critique, so a reviser is taught by examples that this file makes. What
-it is not: a policy that learnt to revise by itself. Its corrections come from the world's own facts.
+The base policy of the tiny world never read a critique. These examples train a policy that revises. The corrections
+come from the world's own facts; the policy does not learn to revise by itself.
 
     response  by Zoë, about a laptop, sells honey.
     critique  The thing is phone, it says laptop: wrong. It says sells honey: invented. The place is missing.
@@ -12,29 +12,31 @@ import re
 
 import numpy as np
 
-from t2g.tasks.tiny.world import MISSING, Facts, findings, write_clause
+from t2g.tasks.tiny.world import MISSING, Facts, judge_clauses, write_clause
 
 DROPPED = 0.3  # share of a critique's sentences that an example leaves out
 
 
-def sentences(critique: str) -> list[str]:
-    """The critique's sentences: no value or clause has a full stop in it."""
+def split_sentences(critique: str) -> list[str]:
+    """Return the critique's sentences. No value or clause contains a full stop."""
     return re.split(r"(?<=\.) ", critique) if critique else []
 
 
-def corrected(facts: Facts, response: str, critique: str) -> str:
+def correct_response(facts: Facts, response: str, critique: str) -> str:
     """Return `response`, corrected where `critique` holds the sentence that feedback gives for the clause.
 
-    A clause that is said to be wrong states the fact, one said to be invented or repeated is dropped, and so is one
-    that then says again what stands before it. A fact said to be missing is added before the first clause about a later
-    slot. A clause of which nothing is said stays as it is, be it right or wrong, and a missing fact that the critique
-    does not mention stays missing. "." where nothing is left.
+    - A clause that the critique calls wrong states the fact.
+    - An invented or repeated clause is dropped, and so is a corrected clause that repeats an earlier one.
+    - A missing fact is inserted before the first clause about a later slot.
+    - Clauses and missing facts that the critique does not mention stay unchanged.
+
+    The result is "." if no clause remains.
     """
-    said = set(sentences(critique))
+    sentences = set(split_sentences(critique))
     clauses: list[tuple[str | None, str]] = []  # slot and text
-    for clause, _, sentence in findings(facts, response):
+    for clause, _, sentence in judge_clauses(facts, response):
         text = response[clause.start : clause.end]
-        if sentence in said:
+        if sentence in sentences:
             if clause.slot is None:
                 continue
             text = write_clause(clause.slot, facts[clause.slot])
@@ -43,16 +45,16 @@ def corrected(facts: Facts, response: str, critique: str) -> str:
         clauses.append((clause.slot, text))
     order = list(facts)
     for slot in order:
-        if MISSING.format(slot) in said and all(slot != other for other, _ in clauses):
+        if MISSING.format(slot) in sentences and all(slot != other for other, _ in clauses):
             later = (i for i, (other, _) in enumerate(clauses) if other and order.index(other) > order.index(slot))
             clauses.insert(next(later, len(clauses)), (slot, write_clause(slot, facts[slot])))
     return ", ".join(text for _, text in clauses) + "."
 
 
-def thinned(critique: str, rng: np.random.Generator, *, dropped: float = DROPPED) -> str:
-    """`critique` without a random share of its sentences.
+def drop_sentences(critique: str, rng: np.random.Generator, *, dropped: float = DROPPED) -> str:
+    """Return `critique` without a random share of its sentences.
 
-    With every fault named, what is right to write would follow from the post alone, and a reviser taught so would not
-    look at the critique.
+    If every critique named every fault, the right response would follow from the post alone, and the trained policy
+    would ignore the critique.
     """
-    return " ".join(sentence for sentence in sentences(critique) if rng.random() >= dropped)
+    return " ".join(sentence for sentence in split_sentences(critique) if rng.random() >= dropped)

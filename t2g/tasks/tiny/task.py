@@ -1,4 +1,4 @@
-"""The tiny worlds as tasks: SLF5K and KodCode records, instructions that a model of a million parameters can learn."""
+"""The tasks of the tiny worlds: SLF5K and KodCode records, with instructions for models of a million parameters."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -24,33 +24,33 @@ class TinyTask(SummarizationTask):
     step_pattern = r"[,.]"  # clauses: a summary is one sentence
 
     def prompt_text(self, record: Record) -> str:
-        """The post alone: the title states facts as well, without the faults that make the task one."""
+        """Return the post alone: the title also states facts."""
         return text_field(record, "post")
 
     def reference(self, record: Record) -> str | None:
-        """The summary with planted faults: what the base policy learns."""
+        """Return the summary with planted faults, the base policy's target."""
         return text_field(record, "tldr_human_reference_summary")
 
     def feedback_messages(
         self, prompt: Prompt, response_text: str, input_limit: int | None = None, *, style: StyleConfig = SPARSE
     ) -> list[Message]:
         instruction = world.FEEDBACK_INSTRUCTIONS[style.critique, style.labels]
-        asked = f"{instruction}{prompt.prompt_text[:input_limit]}{world.FEEDBACK_SUMMARY_HEADER}"
-        return [{"role": "user", "content": asked + response_text}]
+        request = f"{instruction}{prompt.prompt_text[:input_limit]}{world.FEEDBACK_SUMMARY_HEADER}"
+        return [{"role": "user", "content": request + response_text}]
 
     def make_feedback_function(self, *, style: StyleConfig, sandbox: SandboxConfig) -> FeedbackFunction:
-        """Reads the payload's facts; nothing runs that would need a sandbox."""
+        """Return `feedback_function`, which reads the payload's facts and needs no sandbox."""
         return partial(feedback_function, dense=style.labels == "dense")
 
     def revise_messages(
         self, prompt: Prompt, response_text: str, critique: str, input_limit: int | None = None
     ) -> list[Message]:
-        asked = f"Mend the summary. Post: {prompt.prompt_text[:input_limit]}"
-        return [{"role": "user", "content": f"{asked}\nSummary: {response_text}\nCritique: {critique}"}]
+        request = f"Mend the summary. Post: {prompt.prompt_text[:input_limit]}"
+        return [{"role": "user", "content": f"{request}\nSummary: {response_text}\nCritique: {critique}"}]
 
     def faults(self, prompt: Prompt, response_text: str) -> list[tuple[str, int, int]]:
-        found = world.findings(prompt.payload["facts"], response_text) if "facts" in prompt.payload else ()
-        return [(one.verdict, one.clause.start, one.clause.end) for one in found if one.verdict != "right"]
+        findings = world.judge_clauses(prompt.payload["facts"], response_text) if "facts" in prompt.payload else ()
+        return [(verdict, clause.start, clause.end) for clause, verdict, _ in findings if verdict != "right"]
 
     def plant_faults(self, prompt: Prompt, rng: np.random.Generator) -> str | None:
         facts = prompt.payload.get("facts")
@@ -66,12 +66,12 @@ class TinyTask(SummarizationTask):
 def feedback_function(
     prompt_text: str, response_text: str, *, payload: Mapping[str, Any], dense: bool = False
 ) -> world.Judgement:
-    """The tiny world's feedback function (`world.judge_summary`), which needs the facts in the payload."""
+    """Return `world.judge_summary` for the payload's facts."""
     return world.judge_summary(payload["facts"], response_text, dense=dense)
 
 
 class TinyCodeTask(CodeTask):
-    """Truth by execution: feedback function and critique are those of the task code."""
+    """Verbal rules and programs. Feedback function and critique are those of the task code."""
 
     name = "tiny_code"
     instruction = "Write f. "
@@ -80,18 +80,18 @@ class TinyCodeTask(CodeTask):
         return text_field(record, "question")
 
     def reference(self, record: Record) -> str | None:
-        """The program with planted faults: what the base policy learns."""
+        """Return the program with planted faults, the base policy's target."""
         return text_field(record, "solution")
 
     def reference_mode(self, prompt: Prompt, *, sandbox: SandboxConfig) -> str | None:
-        """None: references have planted faults."""
+        """Return None: references have planted faults."""
         return None
 
     def run(self, code: str, tests: str, sandbox: SandboxConfig) -> Outcome:
         return interpret(code, tests) or super().run(code, tests, sandbox)
 
     def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float] | None:
-        """passed: all tests, hidden ones too where there are any; shown_only: none but those that feedback sees."""
+        """Return passed, of all tests with the hidden ones, and shown_only: only the tests that feedback sees pass."""
         shown, hidden = super().measure(prompt, response_text, sandbox=sandbox), prompt.payload.get("hidden_test")
         if shown is None or hidden is None:
             return shown

@@ -1,7 +1,7 @@
 """The built-in tiny world: posts that state K facts, summaries with planted faults, a feedback function and a measure.
 
-What it is: a task small enough to be learnt from random weights in minutes on two cores, written in the SLF5K
-record format, so that it walks the path that real data walks. What it is not: a benchmark.
+The task can be learnt from random weights in minutes on two cores. Records have the SLF5K format, so that they pass
+through the code of real data. The world is not a benchmark.
 
     facts    {"name": "José", "thing": "phone", "fault": "hums", "day": "Monday", "place": "Oslo"}
     post     I bought a phone. My name is José. It always hums. I live in Oslo. It began on Monday.
@@ -10,9 +10,9 @@ record format, so that it walks the path that real data walks. What it is not: a
              The place is missing.
     good     José, hums, Monday        poor  laptop
 
-K is 5, or what `world.num_facts` says, up to 20: the first K slots. A record's `facts` tell which.
+K is `world.num_facts`, from 5 to 20: a record's `facts` are the first K slots.
 
-The feedback function sees the facts and serves annotation only; the measure sees the facts and nothing of the critique.
+The feedback function and the measure both read the facts. The measure does not read the critique.
 """
 
 import hashlib
@@ -53,13 +53,13 @@ _FACTS = {  # slot -> lead of its clause, how posts begin to state it, values
     "contact": ("reached by", ("Reach me by", "I answer by"), "letter pager fax radio text email courier pigeon"),
 }  # fmt: skip
 SLOTS = {slot: tuple(values.split()) for slot, (_, _, values) in _FACTS.items()}
-POST_TEMPLATES = {slot: tuple(f"{words} {{}}." for words in begun) for slot, (_, begun, _) in _FACTS.items()}
+POST_TEMPLATES = {slot: tuple(f"{opening} {{}}." for opening in openings) for slot, (_, openings, _) in _FACTS.items()}
 CLAUSE_LEADS = {slot: lead for slot, (lead, _, _) in _FACTS.items()}
 INVENTIONS = ("sells honey", "likes opera", "plays chess", "hates rain", "met a wizard", "saw a ghost")
 MISSING = "The {} is missing."
 POLICY_INSTRUCTION = "Summarise: "
 FEEDBACK_INSTRUCTION = "Judge the summary. Post: "
-# Further styles by (critique, labels). The tokenizers are trained on the first alone, which the demo's figures rest on.
+# By (critique, labels). The tokenizers are trained on the first only; the demo's results depend on them.
 FEEDBACK_INSTRUCTIONS = {
     (True, "sparse"): FEEDBACK_INSTRUCTION,
     (True, "dense"): "Judge every clause. Post: ",
@@ -67,16 +67,16 @@ FEEDBACK_INSTRUCTIONS = {
     (False, "dense"): "Quote every clause. Post: ",
 }
 FEEDBACK_SUMMARY_HEADER = "\nSummary: "
-# Rates of planted faults. A policy that improves keeps its repeats and inventions. A reward model that has read few of
-# them praises them, and training multiplies what is praised.
+# Rates of planted faults. An improving policy still repeats and invents. A reward model that has read few such faults
+# praises them, and training makes praised faults more frequent.
 PLANTED = WorldConfig(wrong=0.15, missing=0.15, invented=0.5, repeated=0.5)
-HELDOUT_ONE_IN = 8  # the share of fact combinations that only held-out posts may use
+HELDOUT_ONE_IN = 8  # one in so many combinations of facts is reserved for held-out posts
 
 Facts = Mapping[str, str]
 
 
 class Judgement(NamedTuple):
-    """What the feedback function says of one response."""
+    """Critique and spans of one response."""
 
     critique: str
     good: list[Span]
@@ -84,7 +84,7 @@ class Judgement(NamedTuple):
 
 
 class Clause(NamedTuple):
-    """One clause of a response: its half-open characters, the slot it speaks of (None: no slot) and its value."""
+    """One clause of a response: its half-open character range, its slot (None: no slot) and the start of its value."""
 
     start: int
     end: int
@@ -93,7 +93,7 @@ class Clause(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """The feedback function's verdict of one clause, and the sentence that says it."""
+    """The verdict on one clause, and its sentence in the critique."""
 
     clause: Clause
     verdict: str  # right, wrong, repeated or invented
@@ -102,8 +102,9 @@ class Finding(NamedTuple):
 
 # ------------------------------------------------------------------------------------------------ posts and summaries
 def sample_facts(rng: np.random.Generator, *, heldout: bool, num_facts: int = 5) -> dict[str, str]:
-    """One value for each of the first slots, uniform over the combinations of the asked split, which is a hash of the
-    facts, without a seed: no held-out post shares its combination with a training post of any seed.
+    """Return one value for each of the first slots, uniform over the split's combinations.
+
+    The split is a hash of the facts without a seed: no held-out post shares its facts with a training post of any seed.
     """
     while True:
         facts = {slot: SLOTS[slot][rng.integers(len(SLOTS[slot]))] for slot in first_slots(num_facts)}
@@ -112,18 +113,18 @@ def sample_facts(rng: np.random.Generator, *, heldout: bool, num_facts: int = 5)
 
 
 def is_heldout(parts: Iterable[str]) -> bool:
-    """Which split a combination belongs to, in every world of every seed."""
+    """Return whether a combination belongs to the held-out split, of every world and seed."""
     digest = hashlib.blake2b("\x1f".join(parts).encode(), digest_size=4).digest()
     return int.from_bytes(digest) % HELDOUT_ONE_IN == 0
 
 
 def first_slots(num_facts: int) -> tuple[str, ...]:
-    """Those that a world of so many facts has."""
+    """Return the slots of a world of `num_facts` facts."""
     return tuple(SLOTS)[:num_facts]
 
 
 def write_post(facts: Facts, rng: np.random.Generator) -> str:
-    """The facts in template sentences, in a random order, one space between them."""
+    """Return the facts as template sentences in random order."""
     sentences = [
         POST_TEMPLATES[slot][rng.integers(len(POST_TEMPLATES[slot]))].format(fact) for slot, fact in facts.items()
     ]
@@ -131,21 +132,21 @@ def write_post(facts: Facts, rng: np.random.Generator) -> str:
 
 
 def write_clause(slot: str, value: str) -> str:
-    """One clause of a summary: `write_clause("thing", "phone") == "about a phone"`."""
+    """Return one clause of a summary: `write_clause("thing", "phone") == "about a phone"`."""
     return f"{CLAUSE_LEADS[slot]} {value}"
 
 
 def ideal_summary(facts: Facts) -> str:
-    """Every fact, right, in the order of the slots."""
+    """Return the summary with every fact right, in the order of the slots."""
     return ", ".join(write_clause(slot, fact) for slot, fact in facts.items()) + "."
 
 
 def write_summary(facts: Facts, rates: WorldConfig, rng: np.random.Generator) -> str:
-    """A summary with planted faults, at least one clause long, in the order of the slots.
+    """Return a summary with planted faults and at least one clause, in the order of the slots.
 
-    `wrong` and `missing` are probabilities of each fact (one that is missing is not wrong), `invented` and `repeated`
-    of each summary: one clause about nothing in the post, anywhere; one clause again, anywhere after the first time.
-    A wrong value is uniform over the slot's seven others.
+    Probabilities per fact: `missing`, and `wrong` of the others: a value uniform over the slot's seven others.
+    Probabilities per summary: `invented`, one clause about nothing in the post, anywhere; `repeated`, one clause again,
+    anywhere after the first.
     """
     clauses: list[str] = []
     while not clauses:
@@ -176,7 +177,7 @@ def _lead_of(num_facts: int) -> re.Pattern[str]:
 
 
 def split_clauses(response: str, num_facts: int = 5) -> list[Clause]:
-    """The clauses of any text, in order: the non-blank stretches between `,`, `.`, `;` and line ends.
+    """Return the clauses of any text, in order: the non-blank stretches between `,`, `.`, `;` and line ends.
 
     `split_clauses("by Zoë, la la.") == [Clause(0, 6, "name", 3), Clause(8, 13, None, 8)]`
     """
@@ -192,63 +193,66 @@ def split_clauses(response: str, num_facts: int = 5) -> list[Clause]:
     return clauses
 
 
-def findings(facts: Facts, response: str) -> list[Finding]:
-    """The verdict on each clause, in order, and how the critique says it. KeyError where the facts lack a slot."""
+def judge_clauses(facts: Facts, response: str) -> list[Finding]:
+    """Return verdict and sentence of each clause, in order. KeyError if the facts lack a slot."""
     if missing := set(first_slots(len(facts))) - set(facts):
         raise KeyError(min(missing))
-    found = []
+    findings = []
     right: set[str] = set()
     for clause in split_clauses(response, len(facts)):
         text = response[clause.value_start : clause.end]
         if clause.slot is None:
-            found.append(Finding(clause, "invented", f"It says {text}: invented."))
+            findings.append(Finding(clause, "invented", f"It says {text}: invented."))
             continue
         fact = facts[clause.slot]
         verdict = "wrong" if text != fact else "repeated" if clause.slot in right else "right"
         if verdict == "right":
             right.add(clause.slot)
-        found.append(Finding(clause, verdict, f"The {clause.slot} is {fact}, it says {text}: {verdict}."))
-    return found
+        findings.append(Finding(clause, verdict, f"The {clause.slot} is {fact}, it says {text}: {verdict}."))
+    return findings
 
 
 def judge_summary(facts: Facts, response: str, *, dense: bool = False) -> Judgement:
-    """Critique of any response in English, evidence before verdict, with its good and poor spans.
+    """Return the critique of any response, with evidence before verdicts, and its good and poor spans.
 
-    A clause that states a fact: its value is good when it is right and new, poor when it is wrong or was already stated
-    right. A clause about nothing in the post is poor as a whole. A fact that is not stated is said to be missing and
-    labels nothing. Facts given as None or lacking a slot raise KeyError.
+    The value of a clause is good if it is right and new, poor if it is wrong or repeated. A clause about nothing in the
+    post is poor as a whole. A missing fact is part of the critique and has no span.
 
-    dense: every clause is a span as a whole, with the label of its value; the critique is the same.
+    Args:
+        dense: Make every clause a span as a whole, with the label of its value; the critique is the same.
+
+    Raises:
+        KeyError: The facts lack a slot.
     """
     good: list[Span] = []
     poor: list[Span] = []
-    found = findings(facts, response)
+    findings = judge_clauses(facts, response)
     position = 0
-    for clause, verdict, sentence in found:
+    for clause, verdict, sentence in findings:
         start = clause.start if dense else clause.value_start
         label: Literal[-1, 1] = 1 if verdict == "right" else -1
         about = (position, position + len(sentence))
         span = Span(start=start, end=clause.end, label=label, critique_range=about)
         (good if label == 1 else poor).append(span)
         position += len(sentence) + 1
-    spoken = {clause.slot for clause, _, _ in found}
-    missing = [MISSING.format(slot) for slot in facts if slot not in spoken]
-    return Judgement(" ".join([*(sentence for _, _, sentence in found), *missing]), good, poor)
+    stated = {clause.slot for clause, _, _ in findings}
+    missing = [MISSING.format(slot) for slot in facts if slot not in stated]
+    return Judgement(" ".join([*(sentence for _, _, sentence in findings), *missing]), good, poor)
 
 
 def measure(facts: Facts, response: str) -> dict[str, float]:
-    """How much of the facts a response states, from the facts alone.
+    """Return the measures of a response, from the facts alone.
 
     With c clauses, k distinct facts stated right and n facts: fact_precision k / c (0 without a clause), fact_recall
     k / n, fact_f1 = 2k / (c + n). Wrong, invented and repeated clauses all lower precision. `repeated` counts right
-    clauses beyond the first of their fact, `wrong` and `invented` theirs, `length` characters, `clauses` c.
+    clauses beyond the first of their fact; `wrong` and `invented` count clauses, `length` counts characters.
     """
-    counts = Counter(verdict for _, verdict, _ in findings(facts, response))
-    found, num_clauses = counts["right"], counts.total()
+    counts = Counter(verdict for _, verdict, _ in judge_clauses(facts, response))
+    num_right, num_clauses = counts["right"], counts.total()
     return {
-        "fact_precision": found / num_clauses if num_clauses else 0.0,
-        "fact_recall": found / len(facts),
-        "fact_f1": 2 * found / (num_clauses + len(facts)),
+        "fact_precision": num_right / num_clauses if num_clauses else 0.0,
+        "fact_recall": num_right / len(facts),
+        "fact_f1": 2 * num_right / (num_clauses + len(facts)),
         **{verdict: float(counts[verdict]) for verdict in ("repeated", "wrong", "invented")},
         "clauses": float(num_clauses),
         "length": float(len(response)),
@@ -257,11 +261,10 @@ def measure(facts: Facts, response: str) -> dict[str, float]:
 
 # -------------------------------------------------------------------------------------------------------------- records
 def make_records(*, count: int, heldout: bool, rates: WorldConfig, seed: int) -> Iterator[dict[str, Any]]:
-    """Rows in the SLF5K hub format, with the extra key `facts`.
+    """Yield rows in the SLF5K hub format, with the extra key `facts`.
 
-    `tldr_human_reference_summary` is the reference with planted faults (the base policy's target),
-    `ideal_human_summary` states every fact, `generated_summary_for_feedback` is another faulty draw and `feedback` its
-    critique.
+    `tldr_human_reference_summary` is the base policy's target, with planted faults. `ideal_human_summary` states every
+    fact. `generated_summary_for_feedback` is another faulty draw, and `feedback` its critique.
     """
     rng = np.random.default_rng([seed, int(heldout)])
     split = "heldout" if heldout else "train"
@@ -285,7 +288,7 @@ def make_records(*, count: int, heldout: bool, rates: WorldConfig, seed: int) ->
 def write_world(
     folder: Path, world: WorldConfig, make: Callable[..., Iterable[dict[str, Any]]] = make_records
 ) -> dict[str, Path]:
-    """Write `train.jsonl` and `heldout.jsonl` into `folder` and return their paths by split. make: of which world."""
+    """Write `train.jsonl` and `heldout.jsonl` into `folder` and return their paths by split. make: yields the rows."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = {}
     for split, count in (("train", world.num_train), ("heldout", world.num_heldout)):
@@ -296,10 +299,10 @@ def write_world(
 
 
 def tokenizer_pieces(*, reward: bool, num_facts: int = 5) -> list[str]:
-    """The words, phrases and values that a tokenizer is trained on: BPE learns merges inside a piece, never across two.
+    """Return the strings that a tokenizer is trained on. BPE learns merges inside a piece only.
 
-    Single words come far more often than phrases, so their merges rank first and a phrase is a run of whole words.
-    Values outside ASCII are left out, so they stay several tokens long, as rare words do under a real tokenizer.
+    A single word is far more frequent than a phrase: its merges rank first, and merges of a phrase join complete ones.
+    Values outside ASCII are left out and stay several tokens long, like a rare word under a real tokenizer.
     """
     slots = first_slots(num_facts)
     leads = [CLAUSE_LEADS[slot] for slot in slots]
@@ -318,6 +321,6 @@ def tokenizer_pieces(*, reward: bool, num_facts: int = 5) -> list[str]:
     else:
         phrases.append(POLICY_INSTRUCTION.rstrip())
     values = [value for slot in slots for value in SLOTS[slot] if value.isascii()]
-    words = [word for phrase in phrases for word in re.findall(r" ?\w+|[^\w\s]", phrase)]
-    words += [f" {value}" for value in values] + (values if reward else [])
-    return sorted(set(words)) * 50 + phrases * 2
+    vocabulary = [word for phrase in phrases for word in re.findall(r" ?\w+|[^\w\s]", phrase)]
+    vocabulary += [f" {value}" for value in values] + (values if reward else [])
+    return sorted(set(vocabulary)) * 50 + phrases * 2

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from t2g.config import WorldConfig
-from t2g.tasks.tiny.revision import corrected, sentences, thinned
+from t2g.tasks.tiny.revision import correct_response, drop_sentences, split_sentences
 from t2g.tasks.tiny.world import judge_summary, measure, sample_facts, write_clause, write_summary
 
 FACTS = {"name": "Zoë", "thing": "phone", "fault": "hums", "day": "Monday", "place": "Oslo"}
@@ -37,21 +37,21 @@ SAID = {
 )
 def test_only_what_the_critique_says_is_changed(said: tuple[str, ...], expected: str) -> None:
     assert " ".join(SAID.values()) == judge_summary(FACTS, RESPONSE).critique
-    assert corrected(FACTS, RESPONSE, " ".join(SAID[key] for key in said)) == expected
+    assert correct_response(FACTS, RESPONSE, " ".join(SAID[key] for key in said)) == expected
 
 
 def test_a_correction_never_says_a_fact_twice() -> None:
     """The wrong name becomes the right one, which stands after it already; both are spoken of."""
     response = "by Otto, by Zoë."
-    assert corrected(FACTS, response, judge_summary(FACTS, response).critique).count("by Zoë") == 1
+    assert correct_response(FACTS, response, judge_summary(FACTS, response).critique).count("by Zoë") == 1
 
 
 def test_nothing_left_is_an_empty_sentence() -> None:
-    assert corrected(FACTS, "sells honey.", "It says sells honey: invented.") == "."
+    assert correct_response(FACTS, "sells honey.", "It says sells honey: invented.") == "."
 
 
 def test_a_critique_of_another_response_changes_nothing() -> None:
-    assert corrected(FACTS, "by Zoë.", "The thing is phone, it says laptop: wrong. Nonsense.") == "by Zoë."
+    assert correct_response(FACTS, "by Zoë.", "The thing is phone, it says laptop: wrong. Nonsense.") == "by Zoë."
 
 
 @given(st.integers(0, 2**31), st.floats(0, 1))
@@ -60,10 +60,10 @@ def test_whole_critiques_lead_to_every_fact_and_thinned_ones_never_further_away(
     facts = sample_facts(rng, heldout=False)
     response = write_summary(facts, WorldConfig(invented=0.5, repeated=0.5), rng)
     critique = judge_summary(facts, response).critique
-    assert measure(facts, corrected(facts, response, critique))["fact_f1"] == 1.0
-    part = thinned(critique, rng, dropped=dropped)
-    assert set(sentences(part)) <= set(sentences(critique))
-    revised = corrected(facts, response, part)
+    assert measure(facts, correct_response(facts, response, critique))["fact_f1"] == 1.0
+    part = drop_sentences(critique, rng, dropped=dropped)
+    assert set(split_sentences(part)) <= set(split_sentences(critique))
+    revised = correct_response(facts, response, part)
     assert measure(facts, revised)["fact_f1"] >= measure(facts, response)["fact_f1"]
     for slot in facts:
         if f"The {slot} is" not in part:
@@ -74,7 +74,7 @@ def test_whole_critiques_lead_to_every_fact_and_thinned_ones_never_further_away(
 def test_thinning_drops_its_share_of_sentences() -> None:
     rng = np.random.default_rng(0)
     critique = " ".join(SAID.values())
-    counts = [len(sentences(thinned(critique, rng, dropped=0.3))) for _ in range(2000)]
+    counts = [len(split_sentences(drop_sentences(critique, rng, dropped=0.3))) for _ in range(2000)]
     assert np.mean(counts) == pytest.approx(0.7 * len(SAID), abs=0.1)
-    assert thinned(critique, rng, dropped=0.0) == critique
-    assert thinned(critique, rng, dropped=1.0) == ""
+    assert drop_sentences(critique, rng, dropped=0.0) == critique
+    assert drop_sentences(critique, rng, dropped=1.0) == ""
