@@ -38,7 +38,7 @@ READERS: list[tuple[Callable[[str], object], str, str]] = [  # what reads, how t
     *((program, "", piece) for piece in ("from\n", "def ", "def \n", "case ", "else ", "import ")),
     *((drastic, "", piece) for piece in ("spawn", "_exit", "kill")),
     *((world.split_clauses, "", piece) for piece in ("by ", ",", " ")),
-    (revision.sentences, "", ". "),
+    (revision.split_sentences, "", ". "),
     (lambda text: find_sentence(text, text[-9:]), "", ".a"),
     (lambda text: locate(text, text[: LENGTH // 2] + "?"), "", "a"),
 ]
