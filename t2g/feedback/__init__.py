@@ -1,4 +1,4 @@
-"""Text to numbers: prompts for critiques, parsing answers, locating quotes, projecting spans onto sampled tokens.
+"""Text to numbers: reward model prompts, parsed answers, located quotes, and spans projected onto sampled tokens.
 
 May import data, tasks and text; openai and transformers inside functions only. runs and all above may import it.
 """

@@ -1,8 +1,8 @@
-"""What a span reward model was trained to answer, in `span_reward.json` beside its weights.
+"""The card of a span reward model, `span_reward.json` beside its weights: the task and style of its training.
 
     {"task": "tiny", "style": {"critique": true, "labels": "sparse"}, "prompt_version": "5f0c2a91"}
 
-A model asked in another style, or with other instructions, still answers something: nobody would notice.
+Without the card a wrong style or other instructions would go unnoticed, since the model still answers.
 """
 
 import logging
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class RewardCard(Section):
-    """A task, a style, and the version of the instructions that the two make."""
+    """Task, style, and the version of their instructions."""
 
     task: str
     style: StyleConfig
@@ -38,7 +38,7 @@ def write_card(folder: Path, card: RewardCard) -> None:
 
 
 def read_card(folder: Path) -> RewardCard | None:
-    """The card of a model folder, if it has one. UserError for a file that is none."""
+    """Return the card of a model folder, if it has one. UserError if the file is invalid."""
     path = folder / CARD_FILE
     if not path.is_file():
         return None
@@ -48,28 +48,30 @@ def read_card(folder: Path) -> RewardCard | None:
         raise UserError(f"{path}: {format_first_error(error)}; it needs task, style and prompt_version") from error
 
 
-def check_card(folder: Path, asked: RewardCard) -> None:
-    """UserError when the model in `folder` was trained to answer something else than it is asked; a warning when
-    nobody can know (a folder without a card, the name of a model on the hub).
+def check_card(folder: Path, expected: RewardCard) -> None:
+    """Check that the model in `folder` was trained for the expected task, style and instructions.
+
+    Without a card (an older folder, the name of a model on a hub) a warning is logged.
+
+    Raises:
+        UserError: The card differs.
     """
     card = read_card(folder)
     if card is None:
-        logger.warning(
-            "reward model %s has no %s: nobody can tell whether it answers %s", folder, CARD_FILE, _words(asked)
-        )
-    elif (card.task, card.style) != (asked.task, asked.style):
+        logger.warning("reward model %s has no %s: not checked for %s", folder, CARD_FILE, _format_card(expected))
+    elif (card.task, card.style) != (expected.task, expected.style):
         raise UserError(
-            f"reward model {folder} was trained for {_words(card)}, and is asked for {_words(asked)}; "
-            "set task and style to what it was trained for, or train another"
+            f"reward model {folder} was trained for {_format_card(card)}, but the config needs "
+            f"{_format_card(expected)}; set task and style to those of its training, or train another model"
         )
-    elif card.prompt_version != asked.prompt_version:
+    elif card.prompt_version != expected.prompt_version:
         raise UserError(
             f"reward model {folder} was trained with version {card.prompt_version} of the instructions of task "
-            f"{card.task}, and would be asked with version {asked.prompt_version}; train it again"
+            f"{card.task}; the current version is {expected.prompt_version}; train it again"
         )
 
 
-def _words(card: RewardCard) -> str:
+def _format_card(card: RewardCard) -> str:
     return f"task {card.task}, {format_style(card.style)}"
 
 

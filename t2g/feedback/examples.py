@@ -1,4 +1,4 @@
-"""Supervised examples: a prompt and a target, every token of which weighs 1."""
+"""Supervised examples: a prompt and a target whose tokens all have weight 1."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -19,9 +19,12 @@ logger = logging.getLogger(__name__)
 
 
 def encode_target(text: str, tokenizer: Any) -> np.ndarray:
-    """`text` and the end-of-sequence token, [R] int32. UserError when the tokenizer has none.
+    """Return the ids of `text` and the end-of-sequence token, [R] int32.
 
-    Text that spells a special token stays text: a critique that quotes "<|end|>" must not teach to stop there.
+    Special tokens in the text are encoded as text: a critique that quotes "<|end|>" must not train the model to stop.
+
+    Raises:
+        UserError: The tokenizer has no end-of-sequence token.
     """
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no eos_token; a model trained without one never stops: set it in its folder")
@@ -32,9 +35,13 @@ def encode_target(text: str, tokenizer: Any) -> np.ndarray:
 def make_policy_examples(
     records: Sequence[Record], task: Task, tokenizer: Any, *, max_length: int, too_long: str = "error"
 ) -> list[TrainSequence]:
-    """Each record's prompt with its reference as the target. UserError with the record's number (from 1).
+    """Return an example for each record, with its prompt and its reference as the target.
 
-    too_long: what becomes of a prompt without room, see `DataConfig`.
+    Args:
+        too_long: error, skip or truncate, see `DataConfig`.
+
+    Raises:
+        UserError: A record cannot be used; with its number (from 1).
     """
     examples = []
     for number, record in enumerate(records, start=1):
@@ -60,14 +67,16 @@ def make_reward_examples(
     max_length: int,
     style: StyleConfig = SPARSE,
 ) -> list[TrainSequence]:
-    """Each judged response with [critique; span map] as the target.
+    """Return an example for each judged response, with [critique; span map] as the target.
 
-    In a style without a critique the target is the span map alone. `style.labels` chooses the instructions only:
-    whether the spans are sparse or dense was decided when the records were made.
+    In a style without a critique the target is the span map alone. `style.labels` selects the instructions only; the
+    records already have sparse or dense spans.
 
-    Records whose feedback failed or could not be parsed teach nothing and are left out; one with a critique and no span
-    stays. Records that do not fit into `max_length` are left out, too, counted and named by their number in `records`
-    (from 1) in a warning. UserError when no record is left.
+    Records with failed or unparsable feedback are left out; records with a critique and no span are used. Records that
+    do not fit into `max_length` are left out with a warning that gives their numbers (from 1).
+
+    Raises:
+        UserError: No record is left.
     """
     examples = []
     left_out: list[str] = []
@@ -81,8 +90,8 @@ def make_reward_examples(
         except UserError as error:
             left_out.append(f"record {number} (prompt {record.prompt_id}): {error}")
     if not examples:
-        why = left_out[0] if left_out else "none has feedback"
-        raise UserError(f"none of the {len(records)} annotated records can be used; {why}")
+        reason = left_out[0] if left_out else "none has feedback"
+        raise UserError(f"none of the {len(records)} annotated records can be used; {reason}")
     if left_out:
         logger.warning("%d annotated records are left out; %s", len(left_out), "; ".join(shorten_list(left_out)))
     return examples
@@ -95,19 +104,19 @@ def make_sft_example(
     *,
     max_length: int,
 ) -> TrainSequence:
-    """One example of at most `max_length` tokens; a prompt that is too long loses input text, the target nothing.
+    """Return one example of at most `max_length` tokens. Input text is truncated if needed, the target never.
 
     Args:
-        build_prompt: from the number of tokens left for the prompt to its ids [P]; it cuts input text only and raises
-            UserError when even the instructions do not fit.
+        build_prompt: Returns the prompt's ids [P] for a number of tokens left. It truncates input text only and raises
+            UserError if the instructions do not fit.
 
     Raises:
-        UserError: the target alone leaves no room for a prompt.
+        UserError: The target leaves no room for a prompt.
     """
     ids = encode_target(target, tokenizer)
-    room = max_length - len(ids)
-    if room < 1:
+    max_prompt_tokens = max_length - len(ids)
+    if max_prompt_tokens < 1:
         raise UserError(f"a target of {len(ids)} tokens leaves no room for its prompt in sft.max_length={max_length}")
-    prompt_ids = np.asarray(build_prompt(room), np.int32)
-    assert 1 <= len(prompt_ids) <= room, f"build_prompt returned {len(prompt_ids)} tokens for a room of {room}"
+    prompt_ids = np.asarray(build_prompt(max_prompt_tokens), np.int32)
+    assert 1 <= len(prompt_ids) <= max_prompt_tokens, f"{len(prompt_ids)} prompt tokens, limit {max_prompt_tokens}"
     return TrainSequence(prompt_ids=prompt_ids, response_ids=ids, weights=np.ones(len(ids), np.float32))

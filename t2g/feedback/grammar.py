@@ -1,4 +1,4 @@
-"""The answers that guided decoding lets a reward model write."""
+"""The grammar of a reward model's answers, for guided decoding."""
 
 from t2g.config import StyleConfig
 from t2g.tasks.base import SPARSE
@@ -14,17 +14,18 @@ def make_answer_grammar(
     style: StyleConfig = SPARSE,
     critique_suffix: str | None = None,
 ) -> str:
-    """Grammar (EBNF as xgrammar reads it) of exactly the JSON that `t2g.feedback.parse` formats, bounded in length.
+    """Return the grammar (EBNF of xgrammar) of exactly the JSON that `t2g.feedback.parse` formats, bounded in length.
 
-    A JSON schema will not do for this: with `maxLength` xgrammar (0.2.8) allows no escape, so that no quote could hold
-    a quotation mark or a line end, and vLLM then writes other separators than those of training. A text of n characters
-    with up to n / 40 escapes always fits into a bound of n, and none is longer than 2 n + 39.
+    A JSON schema does not work: with `maxLength` xgrammar (0.2.8) allows no escape, so that a quote could not contain a
+    quotation mark or a line end. vLLM would also use other separators than the training examples. A text of n
+    characters with up to n / 40 escapes fits into a bound of n; no text exceeds 2 n + 39 characters.
 
-    critique_suffix: the part of `format_answer_prefix` that is yet to be written, as JSON.
+    Args:
+        critique_suffix: The rest of a given critique, as JSON; see `format_answer_prefix`.
     """
     more = f'(", " quote){{0,{max_spans - 1}}}'
     if critique_suffix is not None:
-        literal = critique_suffix.replace("\\", "\\\\").replace('"', '\\"')  # it is JSON: no control characters in it
+        literal = critique_suffix.replace("\\", "\\\\").replace('"', '\\"')  # JSON: without control characters
         start, critique = f'"{literal}\\", "', ""
     elif style.critique:
         start = '"{\\"critique\\": \\"" critique "\\", "'
@@ -44,9 +45,9 @@ escape ::= "\\\\" (["\\\\bfnrt] | "u00" [0-1] [0-9a-f])
 
 
 def _bounded_text(rule: str, max_chars: int) -> str:
-    """Blocks that end with their escape or are full, then a rest: there is one way only to read a text.
+    """Return rules for a text as blocks, each full or ended by an escape, and a remainder. The parse is unique.
 
-    Characters counted one by one, escapes among them, would cost 30 ms a token; this costs 0.3 ms.
+    A rule that counts single characters, escapes included, takes 30 ms per token; these rules take 0.3 ms.
     """
     plain = r'[^"\\\x00-\x1F]'
     return (

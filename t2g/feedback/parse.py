@@ -1,8 +1,8 @@
-"""An answer in JSON to a critique with spans, and back. Answers are untrusted: parsed, bounded, never an exception.
+"""Conversion between JSON answers and feedback. Answers are untrusted: bounded, and no answer raises.
 
     {"critique": "It says phone, which is wrong.", "good": ["by Ann"], "poor": [{"quote": "phone", "occurrence": 2}]}
 
-A quote is a text, or an object with those of occurrence and severity that are not 1. Without a critique
+A quote is a text, or an object with occurrence and severity where they are not 1. Without a critique
 (`StyleConfig.critique` off) the answer is {"good": [...], "poor": [...]}.
 """
 
@@ -25,35 +25,35 @@ from t2g.tasks.base import SPARSE
 from t2g.text.quotes import find_occurrence, locate, locate_all
 from t2g.types import FinishReason, Severity, Span, SpanFeedback
 
-MAX_ANSWER_CHARS = 65_536  # an answer, a critique or an execution that is longer is not looked at
-MAX_QUOTES = 256  # good and poor ones each that are looked for; the rest counts as not located
+MAX_ANSWER_CHARS = 65_536  # of an answer, critique or execution; longer ones are rejected
+MAX_QUOTES = 256  # of each label that are located; further ones count as not located
 _SENTENCE_END = re.compile(r"[.!?;](?=\s|$)|[。！？；\n]")
 _SURROGATES = re.compile(r"[\ud800-\udfff]")
 _SPAN = TypeAdapter(Span)
 
 
 class Quote(BaseModel):
-    """A piece of the response in its own words. In JSON a plain text, where the other fields are 1."""
+    """A quoted piece of the response. In JSON a plain text if the other fields are 1."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     quote: str
-    occurrence: int = Field(1, strict=True, ge=1)  # which of its places is meant
+    occurrence: int = Field(1, strict=True, ge=1)  # 1: first occurrence in the response
     severity: Severity = 1
 
     @model_validator(mode="before")
     @classmethod
-    def _spelt_out(cls, given: Any) -> Any:
-        return {"quote": given} if isinstance(given, str) else given
+    def _read_text(cls, value: Any) -> Any:
+        return {"quote": value} if isinstance(value, str) else value
 
     @model_serializer
-    def _short(self) -> str | dict[str, Any]:
-        other = {name: value for name, value in vars(self).items() if name != "quote" and value != 1}
-        return {"quote": self.quote, **other} if other else self.quote
+    def _write_short(self) -> str | dict[str, Any]:
+        details = {name: value for name, value in vars(self).items() if name != "quote" and value != 1}
+        return {"quote": self.quote, **details} if details else self.quote
 
 
 def make_quote(response_text: str, span: Span) -> Quote:
-    """The words of a span."""
+    """Return the quote of a span."""
     text = response_text[span.start : span.end]
     return Quote(quote=text, occurrence=find_occurrence(response_text, text, span.start), severity=span.severity)
 
@@ -70,24 +70,24 @@ def parse_piece(item: Any, label: Literal[-1, 1]) -> Quote | Span:
     """
     match item:
         case Span() if item.label == label:
-            kind, given = _SPAN.validate_python, item
+            validate, value = _SPAN.validate_python, item
         case (int(start), int(end)):
-            kind, given = _SPAN.validate_python, {"start": start, "end": end, "label": label}
+            validate, value = _SPAN.validate_python, {"start": start, "end": end, "label": label}
         case (text, occurrence):
-            kind, given = Quote.model_validate, {"quote": text, "occurrence": occurrence}
+            validate, value = Quote.model_validate, {"quote": text, "occurrence": occurrence}
         case _:
-            kind, given = Quote.model_validate, item
+            validate, value = Quote.model_validate, item
     try:
-        return kind(given)
+        return validate(value)
     except ValidationError as error:
         reason = format_first_error(error)
         raise ValueError(f"{item!r:.80} is no quote and no range of the response: {reason}") from None
 
 
 def format_answer(critique: str, good: Iterable[Quote], poor: Iterable[Quote], *, style: StyleConfig = SPARSE) -> str:
-    """The answer that says this, byte for byte as guided decoding by `t2g.feedback.grammar` can write it.
+    """Return the JSON answer, in exactly the format that guided decoding by `t2g.feedback.grammar` allows.
 
-    Without a critique in the style it is left out.
+    In a style without a critique the critique is left out.
     """
     answer: dict[str, Any] = {"critique": critique} if style.critique else {}
     answer |= {"good": [quote.model_dump() for quote in good], "poor": [quote.model_dump() for quote in poor]}
@@ -95,8 +95,8 @@ def format_answer(critique: str, good: Iterable[Quote], poor: Iterable[Quote], *
 
 
 def format_answer_prefix(critique: str) -> str:
-    """`format_answer` up to the last character of the critique, its closing quotation mark not included."""
-    return f'{{"critique": {json.dumps(_whole(critique), ensure_ascii=False)[:-1]}'
+    """Return `format_answer` up to the critique's last character, without the closing quotation mark."""
+    return f'{{"critique": {json.dumps(_replace_surrogates(critique), ensure_ascii=False)[:-1]}'
 
 
 def parse_answer(
@@ -108,11 +108,11 @@ def parse_answer(
     finish_reason: FinishReason = "stop",
     style: StyleConfig = SPARSE,
 ) -> SpanFeedback:
-    """The feedback in a model's answer about `response_text`. Never raises.
+    """Return the feedback in a model's answer about `response_text`. Never raises.
 
-    Status: ok; empty (it parses, no span was located); unparsable (no such JSON object, cut by length, or longer than
-    MAX_ANSWER_CHARS). An entry that is no quote, or does not stand in the response, counts in num_quotes and not in
-    num_located. In a style without a critique the critique is "", whatever the answer says.
+    The status is ok; empty if no span was located; unparsable if the answer is no such JSON object, was truncated, or
+    exceeds MAX_ANSWER_CHARS. An entry that is no quote, or does not occur in the response, counts in num_quotes and not
+    in num_located. In a style without a critique, a critique in the answer is ignored.
     """
     kinds: dict[str, type] = ({"critique": str} if style.critique else {}) | {"good": list, "poor": list}
     answer = load_answer(text, kinds) if finish_reason == "stop" else "the answer was cut at its length limit"
@@ -129,7 +129,7 @@ def parse_answer(
 
 
 def load_answer(text: str, kinds: Mapping[str, type]) -> dict[str, Any] | str:
-    """A model's object with (at least) these keys of these kinds, or a sentence why it is none."""
+    """Return the answer's object if it has these keys with values of these types, else the reason as a sentence."""
     if len(text) > MAX_ANSWER_CHARS:
         return f"the answer has {len(text)} characters; at most {MAX_ANSWER_CHARS} are read"
     try:
@@ -150,11 +150,15 @@ def _quote_or_none(item: Any) -> Quote | None:
 
 
 def read_judgement(answer: Any, response_text: str, *, source: str, version: str) -> SpanFeedback:
-    """The feedback in what a program gives: (critique, good pieces, poor pieces), or a dict of critique, good, poor and
-    perhaps execution; for pieces see `parse_piece`. ValueError in a sentence for rubbish.
+    """Return the feedback in the result of a feedback function.
 
-    The pieces may be any iterables, which may raise or never end: at most MAX_QUOTES + 1 of each are taken, so that
-    one too many still counts as not located.
+    Args:
+        answer: (critique, good pieces, poor pieces), or a dict of critique, good, poor and optionally execution. The
+            pieces (see `parse_piece`) may be iterables that raise or never end: at most MAX_QUOTES + 1 are read, so
+            that an excess still counts as not located.
+
+    Raises:
+        ValueError: The answer has another form.
     """
     match answer:
         case {"critique": critique, "good": good, "poor": poor, **rest} if rest.keys() <= {"execution"}:
@@ -177,18 +181,18 @@ def read_judgement(answer: Any, response_text: str, *, source: str, version: str
             raise ValueError(f"the good or poor pieces are {side!r:.80}; they need to be a list")
     good, poor = (list(islice(side, MAX_QUOTES + 1)) for side in (good, poor))
     return make_feedback(
-        critique, good, poor, response_text, source=source, version=version, execution=_plain_execution(execution)
+        critique, good, poor, response_text, source=source, version=version, execution=_copy_execution(execution)
     )
 
 
-def _plain_execution(execution: Any) -> dict[str, Any]:
-    """A copy that a JSON file can hold. ValueError for anything else."""
+def _copy_execution(execution: Any) -> dict[str, Any]:
+    """Return a copy that a JSON file can hold. ValueError if there is none."""
     if not isinstance(execution, dict):
         raise ValueError(f"the execution is {execution!r:.80}; it needs to be a dict of plain JSON")
     if reason := describe_unserializable(execution):
         raise ValueError(f"the execution needs to be plain JSON: it {reason}")
     try:
-        text = _whole(json.dumps(execution, ensure_ascii=False, allow_nan=False))
+        text = _replace_surrogates(json.dumps(execution, ensure_ascii=False, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"the execution needs to be plain JSON: {error}") from error
     if len(text) > MAX_ANSWER_CHARS:
@@ -206,25 +210,28 @@ def make_feedback(
     version: str,
     execution: Mapping[str, Any] = MappingProxyType({}),
 ) -> SpanFeedback:
-    """The feedback of a critique with its good and poor pieces (see `parse_piece`); None stands for an unreadable one.
+    """Return the feedback of a critique with its good and poor pieces (see `parse_piece`).
 
-    Pieces that do not stand in the response, or are blank, are left out and counted; the same span twice is one span.
-    Raises ValueError for what is no piece.
+    Blank pieces, pieces that do not occur in the response and None (an unreadable piece) count in num_quotes only.
+    Equal spans are merged.
+
+    Raises:
+        ValueError: An item is no piece.
     """
-    critique = _whole(critique)
+    critique = _replace_surrogates(critique)
     num_located = 0
     spans: dict[tuple[int, int, int], Span] = {}
-    claimed: dict[tuple[int, int], int] = {}  # sentence of the critique -> label of the spans that it speaks of
+    claimed: dict[tuple[int, int], int] = {}  # sentence of the critique -> label of its spans
     for label, items in ((1, good), (-1, poor)):
         for item in items[:MAX_QUOTES]:
             piece = None if item is None else parse_piece(item, label)
-            span = _located(piece, label, response_text) if isinstance(piece, Quote) else piece
+            span = _locate_quote(piece, label, response_text) if isinstance(piece, Quote) else piece
             if span is None or not _has_text(span, response_text):
                 continue
             num_located += 1
             if span.critique_range is None or not 0 <= span.critique_range[0] < span.critique_range[1] <= len(critique):
                 quote = piece if isinstance(piece, Quote) else make_quote(response_text, span)
-                span = replace(span, critique_range=_unclaimed(critique, quote, label, claimed))
+                span = replace(span, critique_range=_claim_sentence(critique, quote, label, claimed))
             spans.setdefault((span.start, span.end, label), span)
     return SpanFeedback(
         critique=critique,
@@ -238,52 +245,54 @@ def make_feedback(
     )
 
 
-def _located(quote: Quote, label: Literal[-1, 1], response_text: str) -> Span | None:
-    place = locate(response_text, quote.quote, quote.occurrence)
-    return None if place is None else Span(start=place[0], end=place[1], label=label, severity=quote.severity)
+def _locate_quote(quote: Quote, label: Literal[-1, 1], response_text: str) -> Span | None:
+    found = locate(response_text, quote.quote, quote.occurrence)
+    return None if found is None else Span(start=found[0], end=found[1], label=label, severity=quote.severity)
 
 
 def _has_text(span: Span, response_text: str) -> bool:
-    inside = 0 <= span.start < span.end <= len(response_text)
-    return inside and not response_text[span.start : span.end].isspace()
+    is_inside = 0 <= span.start < span.end <= len(response_text)
+    return is_inside and not response_text[span.start : span.end].isspace()
 
 
 def make_failed_feedback(
     status: Literal["unparsable", "failed"], *, source: str, version: str, reason: str = ""
 ) -> SpanFeedback:
-    """A judgement that could not be used: `unparsable` or `failed`, and why in a sentence."""
+    """Return feedback that cannot be used, with the reason as a sentence."""
     return SpanFeedback(critique="", spans=(), status=status, source=source, version=version, reason=reason)
 
 
-def _whole(text: str) -> str:
-    """`text` without halves of characters, which JSON can spell and no file can hold."""
+def _replace_surrogates(text: str) -> str:
+    """Return `text` without lone surrogates, which JSON can represent and UTF-8 cannot."""
     return _SURROGATES.sub("\ufffd", text)
 
 
 def find_sentence(critique: str, quote: str, occurrence: int = 1) -> tuple[int, int] | None:
-    """Half-open characters of the critique's sentence that speaks of the quote, or None.
+    """Return the half-open character range of the critique's sentence about the quote, or None.
 
-    A critique that speaks of several places of the same words does so in order, a sentence each, whatever else a
-    sentence says of them: the `occurrence`-th sentence that contains them is taken, or the first where there are fewer.
+    Critiques discuss occurrences of the same text in order, one sentence each. The result is the `occurrence`-th
+    sentence that contains the quote, or the first if there are fewer.
     """
-    found = _sentences_with(critique, quote)
+    found = _find_sentences(critique, quote)
     return (found[occurrence - 1] if occurrence <= len(found) else found[0]) if found else None
 
 
-def _unclaimed(critique: str, quote: Quote, label: int, claimed: dict[tuple[int, int], int]) -> tuple[int, int] | None:
-    """`find_sentence`; a later one, where there is, for words that are blamed if that one praises them."""
+def _claim_sentence(
+    critique: str, quote: Quote, label: int, claimed: dict[tuple[int, int], int]
+) -> tuple[int, int] | None:
+    """Return and claim `find_sentence`, or a later sentence if a quote of the other label has claimed that one."""
     first = find_sentence(critique, quote.quote, quote.occurrence)
-    later = _sentences_with(critique, quote.quote)[quote.occurrence :]
-    free = (one for one in (first, *later) if one is not None and claimed.get(one, label) == label)
+    later = _find_sentences(critique, quote.quote)[quote.occurrence :]
+    free = (sentence for sentence in (first, *later) if sentence and claimed.get(sentence, label) == label)
     chosen = next(free, first)
     if chosen is not None:
         claimed.setdefault(chosen, label)
     return chosen
 
 
-@lru_cache(maxsize=64)  # the quotes of an answer, each asked for twice
-def _sentences_with(critique: str, quote: str) -> tuple[tuple[int, int], ...]:
-    """Those that contain the quote, in order, each once."""
+@lru_cache(maxsize=64)  # each quote of an answer is looked up twice
+def _find_sentences(critique: str, quote: str) -> tuple[tuple[int, int], ...]:
+    """Return the sentences that contain the quote, in order, without duplicates."""
     ends, found = _sentence_ends(critique), {}
     for first, last in locate_all(critique, quote):
         before, after = bisect_right(ends, first), bisect_left(ends, last)
@@ -294,6 +303,6 @@ def _sentences_with(critique: str, quote: str) -> tuple[tuple[int, int], ...]:
     return tuple(found.values())
 
 
-@lru_cache(maxsize=1)  # all quotes of an answer ask about one critique
+@lru_cache(maxsize=1)  # all quotes of an answer share a critique
 def _sentence_ends(critique: str) -> list[int]:
     return [match.end() for match in _SENTENCE_END.finditer(critique)]

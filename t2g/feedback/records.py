@@ -1,4 +1,4 @@
-"""Annotated records: what stage 1 writes and stage 2 learns from. JSON lines, one judged response each.
+"""Annotated records, written by annotation and read by reward model training: JSON lines, one judged response each.
 
     {"prompt_id": "7", "prompt": "I bought a phone ...", "response": "about a laptop.", "critique": "The thing is ...",
      "good": [], "poor": ["laptop"],
@@ -7,9 +7,8 @@
      "agreement": null, "num_quotes": 1, "num_located": 1, "task": "prompts", "sample_index": 0,
      "payload": {"facts": {"thing": "phone"}}}
 
-prompt, response and critique are needed. Spans are what counts: the quotes of a record without any are located when
-it is read, and its quotes are then those of its spans. Files that others published are read as they are
-(`t2g.data.published`).
+prompt, response and critique are required. Spans have priority over quotes: `read_record` locates the quotes of a
+record without spans, and sets the quotes to those of the spans. `t2g.data.published` reads published data sets.
 """
 
 import logging
@@ -47,19 +46,19 @@ class AnnotatedRecord(BaseModel):
     poor: tuple[Quote, ...] = ()
     spans: tuple[Span, ...] = ()
     status: FeedbackStatus = "ok"
-    reason: str = ""  # why the status is failed or unparsable
+    reason: str = ""  # reason of the status failed or unparsable
     source: str = "human"
     version: str = ""
-    execution: dict[str, Any] = {}  # what a program found
+    execution: dict[str, Any] = {}  # results of a program
     agreement: float | None = None  # mean pairwise F1 of several annotators' labels
-    num_quotes: int = 0  # quotes that the source gave; 0 where it is not known
-    num_located: int = 0  # quotes that stand in the response
+    num_quotes: int = 0  # quotes from the source; 0: unknown
+    num_located: int = 0  # quotes that occur in the response
     task: str = ""
     sample_index: int = Field(0, ge=0)
     payload: dict[str, Any] = {}
 
     @model_validator(mode="after")
-    def _spans_lie_in_the_response(self) -> "AnnotatedRecord":
+    def check_spans_are_in_the_response(self) -> "AnnotatedRecord":
         for i, span in enumerate(self.spans):
             if not 0 <= span.start < span.end <= len(self.response):
                 raise ValueError(f"spans[{i}] is [{span.start}, {span.end}) of {len(self.response)} characters")
@@ -71,119 +70,126 @@ class AnnotatedRecord(BaseModel):
         return self.status in USABLE
 
     def to_prompt(self) -> Prompt:
-        """The prompt that the reward model's prompt is built from; the policy's ids are not known here."""
+        """Return the prompt without the policy's token ids, which the record does not contain."""
         return Prompt(prompt_id=self.prompt_id, prompt_text=self.prompt, task=self.task, payload=self.payload)
 
     def to_feedback(self) -> SpanFeedback:
         return SpanFeedback(**{field.name: getattr(self, field.name) for field in fields(SpanFeedback)})
 
     def target(self, style: StyleConfig = SPARSE) -> str:
-        """The answer that the reward model learns to write: the critique where the style has one, then the quotes."""
+        """Return the reward model's target: the critique if the style has one, then the quotes."""
         return format_answer(self.critique, self.good, self.poor, style=style)
 
 
 def make_annotated_record(
     prompt: Prompt, response_text: str, feedback: SpanFeedback, *, sample_index: int = 0
 ) -> AnnotatedRecord:
-    """The record of one judged response; the quotes are what the spans cover."""
-    reason = feedback.reason.encode(errors="replace").decode()  # it may repeat halves of characters
+    """Return the record of one judged response, with the quotes of its spans."""
+    reason = feedback.reason.encode(errors="replace").decode()  # it may contain lone surrogates
     return AnnotatedRecord(
         prompt_id=prompt.prompt_id, prompt=prompt.prompt_text, response=response_text,
-        **vars(feedback) | {"reason": reason}, **_quotes_of(response_text, feedback.spans),
+        **vars(feedback) | {"reason": reason}, **_make_quotes(response_text, feedback.spans),
         task=prompt.task, sample_index=sample_index, payload=prompt.payload,
     )  # fmt: skip
 
 
-def _quotes_of(response: str, spans: Iterable[Span]) -> dict[str, tuple[Quote, ...]]:
-    """Fields good and poor: the pieces of the response that the spans cover."""
+def _make_quotes(response: str, spans: Iterable[Span]) -> dict[str, tuple[Quote, ...]]:
+    """Return the fields good and poor: the quotes of the spans."""
     quotes = [(span.label, make_quote(response, span)) for span in spans]
-    return {name: tuple(quote for of, quote in quotes if of == label) for name, label in LABELS.items()}
+    return {name: tuple(quote for sign, quote in quotes if sign == label) for name, label in LABELS.items()}
 
 
 def read_record(
     row: Mapping[str, Any], task: Task | None = None, *, on_flaw: Callable[[str], None] = lambda flaw: None
 ) -> AnnotatedRecord:
-    """A record from one row of a file, unknown fields in the payload. ValueError in a sentence for a broken row.
+    """Return the record of one row of a file, with unknown fields in the payload.
 
-    task: words the prompt of a row that has a post or a question in place of one, as in annotation and RL.
-    on_flaw: hears of quotes that are empty or do not stand in the response, which are left out, and of spans that
-    overlap or are blank, which stay; a sentence each.
+    Args:
+        task: Makes the prompt of a row that has, for example, a post instead of a prompt.
+        on_flaw: Receives a sentence for each quote that is empty or does not occur in the response, which is left out,
+            and for each span that overlaps another or is blank, which is kept.
+
+    Raises:
+        ValueError: The row is invalid.
     """
-    given, extra = translate_row(row, AnnotatedRecord.model_fields)
+    values, extra = translate_row(row, AnnotatedRecord.model_fields)
     if task is not None and row.get("prompt") is None:
-        given["prompt"] = task.prompt_text(row)
-    payload = given.get("payload", {})
+        values["prompt"] = task.prompt_text(row)
+    payload = values.get("payload", {})
     if not isinstance(payload, Mapping):
         raise ValueError(f"field payload is {payload!r:.80}; it needs to be an object")
-    given["payload"] = {**extra, **payload}
-    given["prompt_id"] = str(given["prompt_id"]) if "prompt_id" in given else stable_id(str(given.get("prompt")))
+    values["payload"] = {**extra, **payload}
+    values["prompt_id"] = str(values["prompt_id"]) if "prompt_id" in values else stable_id(str(values.get("prompt")))
     try:
-        record = AnnotatedRecord.model_validate(given)
+        record = AnnotatedRecord.model_validate(values)
     except ValidationError as error:
         raise ValueError(f"field {format_first_error(error)}") from error
     quotes = (*record.good, *record.poor)
-    if "status" not in given and not (record.critique.strip() or quotes or record.spans):
+    if "status" not in values and not (record.critique.strip() or quotes or record.spans):
         raise ValueError("has no feedback: the critique is empty, and there are neither quotes nor spans")
     spans, counts = record.spans, {}
     if quotes and not record.spans:
-        said = make_feedback(record.critique, record.good, record.poor, record.response, source="", version="")
-        spans = said.spans
-        counts = {"num_quotes": said.num_quotes, "num_located": said.num_located}
-    elif record.num_quotes == 0:  # not known
+        feedback = make_feedback(record.critique, record.good, record.poor, record.response, source="", version="")
+        spans = feedback.spans
+        counts = {"num_quotes": feedback.num_quotes, "num_located": feedback.num_located}
+    elif record.num_quotes == 0:  # unknown
         counts = dict.fromkeys(("num_quotes", "num_located"), len(spans))
-    status = given.get("status", "ok" if spans else "empty")
-    update = {"spans": spans, "status": status, **counts, **_quotes_of(record.response, spans)}
-    for flaw in _flaws(() if record.spans else quotes, spans, record.response):
+    status = values.get("status", "ok" if spans else "empty")
+    update = {"spans": spans, "status": status, **counts, **_make_quotes(record.response, spans)}
+    for flaw in _find_flaws(() if record.spans else quotes, spans, record.response):
         on_flaw(flaw)
     return record.model_copy(update=update)
 
 
-def _flaws(quotes: Sequence[Quote], spans: Sequence[Span], response: str) -> Iterator[str]:
+def _find_flaws(quotes: Sequence[Quote], spans: Sequence[Span], response: str) -> Iterator[str]:
     for quote in quotes:
         if not quote.quote.strip():
             yield "a quote is empty"
         elif locate(response, quote.quote, quote.occurrence) is None:
-            often = f" {quote.occurrence} times" if quote.occurrence > 1 else ""
-            yield f"the quote {quote.quote!r:.80} does not stand{often} in the response"
-    reached: Span | None = None
+            times = f" {quote.occurrence} times" if quote.occurrence > 1 else ""
+            yield f"the quote {quote.quote!r:.80} does not occur{times} in the response"
+    previous: Span | None = None  # the earlier span that ends last
     for span in sorted(spans, key=lambda span: (span.start, span.end)):
         if response[span.start : span.end].isspace():
             yield f"the span [{span.start}, {span.end}) is blank"
-        if reached is not None and span.start < reached.end:
-            yield f"the spans [{reached.start}, {reached.end}) and [{span.start}, {span.end}) overlap"
-        if reached is None or span.end > reached.end:
-            reached = span
+        if previous is not None and span.start < previous.end:
+            yield f"the spans [{previous.start}, {previous.end}) and [{span.start}, {span.end}) overlap"
+        if previous is None or span.end > previous.end:
+            previous = span
 
 
 def load_annotated(config: DataConfig, task: Task | None = None) -> list[AnnotatedRecord]:
-    """The annotated records of a data file.
+    """Return the annotated records of a data file.
 
-    Records that are broken are left out, and they and the flaws of others (see `read_record`) are counted and named by
-    the number of the record (from 1) in a warning. UserError when no record is left.
+    Invalid records are left out. Warnings list them and the flaws of others (see `read_record`) with the number of the
+    record (from 1).
+
+    Raises:
+        UserError: No record is left.
     """
     records = []
     flaws: list[str] = []
-    broken: list[str] = []
+    invalid: list[str] = []
     for number, row in enumerate(load_records(config), start=1):
         try:
-            found: list[str] = []
-            records.append(read_record(row, task, on_flaw=found.append))
-            flaws += [f"record {number}: {flaw}" for flaw in found]
+            record_flaws: list[str] = []
+            records.append(read_record(row, task, on_flaw=record_flaws.append))
+            flaws += [f"record {number}: {flaw}" for flaw in record_flaws]
         except ValueError as error:
-            broken.append(f"record {number}: {error}")
+            invalid.append(f"record {number}: {error}")
     if not records:
-        raise UserError(f"{config.path}: none of its {len(broken)} records can be used; {broken[0]}")
-    for what, sentences in (("records are left out", broken), ("flaws", flaws)):
+        raise UserError(f"{config.path}: none of its {len(invalid)} records can be used; {invalid[0]}")
+    for kind, sentences in (("records are left out", invalid), ("flaws", flaws)):
         if sentences:
-            logger.warning("%s: %d %s; %s", config.path, len(sentences), what, "; ".join(shorten_list(sentences)))
+            logger.warning("%s: %d %s; %s", config.path, len(sentences), kind, "; ".join(shorten_list(sentences)))
     return records
 
 
 def shorten_list(items: list[str]) -> list[str]:
-    """What a message names of `items`: the first five, and how many more there are."""
+    """Return the first five of `items`, and the number of the others, for a message."""
     return items if len(items) <= 5 else [*items[:5], f"and {len(items) - 5} more"]
 
 
 def write_annotated(path: Path, records: Iterable[AnnotatedRecord]) -> None:
-    """Write a file that `load_annotated` reads back as it was, whole or not at all."""
+    """Write the records atomically to a file that `load_annotated` reads back unchanged."""
     write_atomic(path, "".join(f"{record.model_dump_json()}\n" for record in records).encode())

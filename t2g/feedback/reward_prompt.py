@@ -1,7 +1,6 @@
-"""The one builder of the reward model's prompt: annotation, training, RL and evaluation all call it.
+"""The reward model's prompt, the same for annotation, training, RL and evaluation.
 
-A prompt too long loses input text, never the instructions, the chat header or the response (three different prompts and
-a cut at the end, where the instructions stood, were faults of the published code).
+In a prompt that is too long the input text is truncated, never the instructions, the chat header or the response.
 """
 
 import hashlib
@@ -27,10 +26,12 @@ def build_feedback_prompt(
     *,
     style: StyleConfig = SPARSE,
 ) -> np.ndarray:
-    """Token ids that ask for the feedback on one response, [P] int32, P <= `max_prompt_tokens`.
+    """Return the token ids of the request for feedback on one response, [P] int32, P <= `max_prompt_tokens`.
 
-    `prompt.prompt_ids` is not read: the policy's tokenizer is another one.
-    Raises UserError when even the response without any input text does not fit, or without a chat template.
+    `prompt.prompt_ids` is not read: the policy has another tokenizer.
+
+    Raises:
+        UserError: The response does not fit even without input text, or the tokenizer has no chat template.
     """
     build = partial(task.feedback_messages, prompt, response_text, style=style)
     ids = fit_chat(build, tokenizer, max_prompt_tokens, input_chars=len(prompt.prompt_text))
@@ -44,7 +45,7 @@ def build_feedback_prompt(
 
 
 def compute_prompt_version(task: Task, style: StyleConfig = SPARSE) -> str:
-    """Hash of the task's feedback instructions: other instructions, or another style, are another version."""
+    """Return a hash of the task's feedback instructions in this style."""
     blank = Prompt(prompt_id="", prompt_text="{input}", task=task.name)
     messages = json.dumps(task.feedback_messages(blank, "{response}", style=style), ensure_ascii=False)
     return hashlib.blake2b(messages.encode(), digest_size=4).hexdigest()

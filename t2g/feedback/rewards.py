@@ -1,4 +1,4 @@
-"""Spans to token rewards: the paper's delta (arXiv 2505.22338, eq. 6), a span's value once, and where it is paid."""
+"""Spans to token rewards: the paper's delta (arXiv 2505.22338, eq. 6) or one reward per span, and their placement."""
 
 import re
 from collections.abc import Sequence
@@ -17,22 +17,27 @@ PER_TOKEN = RewardRuleConfig(unit="token")
 def token_rewards(
     offsets: np.ndarray, spans: Sequence[Span], *, text: str, rule: RewardRuleConfig = PER_TOKEN
 ) -> np.ndarray:
-    """What the spans pay at every token: `rule.good` for a good one, `rule.poor[severity - 1]` for a poor one.
+    """Return the reward of every token: `rule.good` for a good span, `rule.poor[severity - 1]` for a poor span.
 
-    offsets: [R, 2], half-open character ranges of `text`. -> [R] float32, before any placement.
-    A token is covered by a span when they share at least one (`cover` any), half or all of the token's non-blank
-    characters; a token of blanks or without characters (EOS) is never covered.
+    A span covers a token if they share at least one (`cover` any), half or all of the token's non-blank characters. A
+    token of blanks or without characters (EOS) is never covered.
 
-    unit token, the paper's delta_t: each covered token is paid. Two spans of one label count once; of several poor ones
-    the most severe does. Where labels overlap `rule.overlap` says which wins, or that they add up.
-    unit span: each span is paid once, at the last token that it covers. Spans of one label that share characters are
-    one, as severe as the most severe; of two with other labels that do `rule.overlap` says which is paid.
+    - unit token, the paper's delta_t: each covered token is paid. Several spans of one label count once, with the
+      highest severity. `rule.overlap` selects the label of a token that both labels cover, or adds their rewards.
+    - unit span: each span is paid once, at the last token that it covers. Spans of one label that share characters are
+      merged, with the highest severity. `rule.overlap` selects the label that is paid if spans of both labels overlap.
+
+    Args:
+        offsets: [R, 2], half-open character ranges of `text`.
+
+    Returns:
+        [R] float32, before placement.
 
         text "so good, so bad", spans good (0, 7), poor (12, 15), tokens "so" " good" "," " so" " bad"
         -> [1, 1, 0, 0, -1] by token, [0, 1, 0, 0, -1] by span
     """
     if rule.unit == "span":
-        return _once(offsets, spans, text, rule)
+        return _pay_spans(offsets, spans, text, rule)
     good = find_covered_tokens(offsets, [span for span in spans if span.label == 1], text=text, cover=rule.cover)
     severity = np.zeros(len(offsets), np.int64)  # 0: no poor span
     for level in (1, 2, 3):
@@ -45,59 +50,62 @@ def token_rewards(
     return (rule.good * good + np.array([0.0, *rule.poor])[severity]).astype(np.float32)
 
 
-def _once(offsets: np.ndarray, spans: Sequence[Span], text: str, rule: RewardRuleConfig) -> np.ndarray:
-    merged = {label: _merged([span for span in spans if span.label == label]) for label in (1, -1)}
+def _pay_spans(offsets: np.ndarray, spans: Sequence[Span], text: str, rule: RewardRuleConfig) -> np.ndarray:
+    merged = {label: _merge_spans([span for span in spans if span.label == label]) for label in (1, -1)}
     paid = np.zeros(len(offsets), np.float32)
     for label, units in merged.items():
-        loses = rule.overlap == ("poor" if label == 1 else "good")
+        yields = rule.overlap == ("poor" if label == 1 else "good")  # to spans of the other label
         for unit in units:
-            at = np.flatnonzero(find_covered_tokens(offsets, [unit], text=text, cover=rule.cover))
-            if at.size and not (loses and any(_share(unit, other) for other in merged[-label])):
-                paid[at[-1]] += rule.good if label == 1 else rule.poor[unit.severity - 1]
+            covered = np.flatnonzero(find_covered_tokens(offsets, [unit], text=text, cover=rule.cover))
+            if covered.size and not (yields and any(_overlap(unit, other) for other in merged[-label])):
+                paid[covered[-1]] += rule.good if label == 1 else rule.poor[unit.severity - 1]
     return paid
 
 
-def _merged(spans: Sequence[Span]) -> list[Span]:
-    """Spans of one label, those that share characters as one."""
+def _merge_spans(spans: Sequence[Span]) -> list[Span]:
+    """Return the spans of one label, with overlapping ones merged."""
     units: list[Span] = []
     for span in sorted(spans, key=lambda span: span.start):
-        if units and _share(units[-1], span):
+        if units and _overlap(units[-1], span):
             last = units.pop()
             span = replace(last, end=max(last.end, span.end), severity=max(last.severity, span.severity))
         units.append(span)
     return units
 
 
-def _share(one: Span, other: Span) -> bool:
-    return one.start < other.end and other.start < one.end
+def _overlap(a: Span, b: Span) -> bool:
+    return a.start < b.end and b.start < a.end
 
 
 def find_covered_tokens(offsets: np.ndarray, spans: Sequence[Span], *, text: str, cover: str) -> np.ndarray:
-    """Which tokens at least one of `spans` covers. -> [R] bool."""
-    ink, starts, ends = _ink(text), offsets[:, 0], offsets[:, 1]
+    """Return whether at least one of `spans` covers a token, [R] bool."""
+    num_nonblank, starts, ends = _count_nonblank(text), offsets[:, 0], offsets[:, 1]
     result = np.zeros(len(offsets), bool)
     for span in spans:
         touched = np.flatnonzero((starts < span.end) & (ends > span.start))
         start, end = starts[touched], ends[touched]
-        shared = ink[np.minimum(end, span.end)] - ink[np.maximum(start, span.start)]
-        of_token = ink[end] - ink[start]
-        needed = {"any": 1, "half": of_token / 2, "all": of_token}[cover]
+        shared = num_nonblank[np.minimum(end, span.end)] - num_nonblank[np.maximum(start, span.start)]
+        token_chars = num_nonblank[end] - num_nonblank[start]
+        needed = {"any": 1, "half": token_chars / 2, "all": token_chars}[cover]
         result[touched] |= (shared > 0) & (shared >= needed)
     return result
 
 
-@lru_cache(maxsize=4)  # one text is asked about for each of its spans
-def _ink(text: str) -> np.ndarray:
-    """[characters + 1] int64: non-blank characters in text[:i]."""
+@lru_cache(maxsize=4)  # called for each span of a text
+def _count_nonblank(text: str) -> np.ndarray:
+    """Return the number of non-blank characters in text[:i], [characters + 1] int64."""
     return np.append(0, np.cumsum([not character.isspace() for character in text], dtype=np.int64))
 
 
 def compute_step_ids(offsets: np.ndarray, text: str, pattern: str) -> np.ndarray:
-    """Which step of the response each token belongs to: 0, 1, ..., rising. -> [R] int32.
+    """Return the step of each token: 0, 1, ..., rising, [R] int32.
 
-    offsets: [R, 2], half-open character ranges of `text`. A step ends with each match of `pattern`
-    (`Task.step_pattern`). A token belongs to the step in which its first character lies; one without characters where
-    the next character does, at the end of the text (EOS) to the last step.
+    A token belongs to the step of its first character. A token without characters belongs to the step of the next
+    character; at the end of the text (EOS) to the last step.
+
+    Args:
+        offsets: [R, 2], half-open character ranges of `text`.
+        pattern: Each match ends a step (`Task.step_pattern`).
 
         text "One. Two", tokens "One" "." " Two" EOS, sentences -> [0, 0, 1, 1]
     """
@@ -114,11 +122,17 @@ def apply_placement(
     prompt_id: str = "",
     sample_index: int = 0,
 ) -> np.ndarray:
-    """Where the deltas of one response are paid. deltas: [R], step_ids: [R], rising -> [R] float32, with the same sum.
+    """Return the deltas of one response at the tokens where they are paid, [R] float32, with the same sum.
 
-    span: where they are. step: each step's sum at its last token. scalar: the sum of all at the last token. shuffled:
-    the same deltas at random tokens of the same response, EOS among them since it is an action as well; the draw
-    depends on (seed, prompt_id, sample_index) only.
+    - span: unchanged.
+    - step: the sum of each step at its last token.
+    - scalar: the sum of all at the last token.
+    - shuffled: the same deltas at random tokens of the response, EOS included since it is an action. The draw depends
+      on (seed, prompt_id, sample_index) only.
+
+    Args:
+        deltas: [R].
+        step_ids: [R], rising.
     """
     if placement == "span" or len(deltas) == 0:
         return deltas.astype(np.float32)
@@ -133,7 +147,7 @@ def apply_placement(
 
 
 def compute_label_shares(deltas: np.ndarray) -> dict[str, float]:
-    """Shares of good, poor and neutral tokens among deltas [N], before any placement; all 0 where N is 0."""
+    """Return the shares of good, poor and neutral tokens in deltas [N] before placement; all 0 if N is 0."""
     count = max(len(deltas), 1)
     good, poor = int((deltas > 0).sum()), int((deltas < 0).sum())
     return {"good": good / count, "poor": poor / count, "neutral": (len(deltas) - good - poor) / count}

@@ -30,9 +30,9 @@ def test_every_style_has_a_version_of_its_own() -> None:
 def test_another_style_task_or_instruction_is_refused(tmp_path: Path) -> None:
     trained = make_card(TinyTask(), StyleConfig())
     write_card(tmp_path, trained)
-    with pytest.raises(UserError, match=r"for task tiny, with a critique, .* asked for task tiny, without a critique"):
+    with pytest.raises(UserError, match=r"for task tiny, with a critique, .* needs task tiny, without a critique"):
         check_card(tmp_path, make_card(TinyTask(), BARE))
-    with pytest.raises(UserError, match="asked for task code, with a critique, sparse labels; set task and style"):
+    with pytest.raises(UserError, match="needs task code, with a critique, sparse labels; set task and style"):
         check_card(tmp_path, trained.model_copy(update={"task": "code"}))
     with pytest.raises(UserError, match=f"version {trained.prompt_version} of the instructions .* with version 0"):
         check_card(tmp_path, trained.model_copy(update={"prompt_version": "0"}))
@@ -42,7 +42,7 @@ def test_a_model_without_a_card_gets_a_warning(tmp_path: Path, caplog: pytest.Lo
     for model in (tmp_path, Path("some/model-on-the-hub")):
         with caplog.at_level(logging.WARNING):
             check_card(model, make_card(TinyTask(), BARE))
-        assert caplog.messages.pop().endswith("whether it answers task tiny, without a critique, sparse labels")
+        assert caplog.messages.pop().endswith("not checked for task tiny, without a critique, sparse labels")
         caplog.clear()
 
 

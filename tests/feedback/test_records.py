@@ -139,9 +139,9 @@ def test_quotes_of_no_use_are_left_out_and_named(tmp_path: Path, caplog: pytest.
     assert [third.to_feedback().num_quotes, third.to_feedback().num_located] == [4, 2]
     flaws = (
         "record 1: a quote is empty",
-        "record 1: the quote 'laptop' does not stand in the response",
+        "record 1: the quote 'laptop' does not occur in the response",
         "record 3: a quote is empty",
-        "record 3: the quote 'tablet' does not stand in the response",
+        "record 3: the quote 'tablet' does not occur in the response",
         "record 3: the spans [0, 7) and [2, 7) overlap",
     )
     assert f"r.jsonl: 5 flaws; {'; '.join(flaws)}" in caplog.text

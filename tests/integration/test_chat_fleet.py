@@ -59,7 +59,7 @@ def fleets(cluster: None) -> Iterator[Fleets]:
 
 @pytest.fixture(scope="module")
 def fleet(fleets: Fleets, model: Path) -> ChatFleet:
-    return fleets.feedback(make_config(model), get_task("prompts"), JobConfig()).asker.chat
+    return fleets.feedback(make_config(model), get_task("prompts"), JobConfig()).client.chat
 
 
 def ask(fleet: ChatFleet, *seeds: int, temperature: float = 0.0, question: str | None = None) -> list[Completion]:

@@ -1,5 +1,5 @@
-"""Who judges: a language model, a program, a person's file. A prompt and a response in, `SpanFeedback` out.
+"""Feedback sources: language model, program, people's file. They map a prompt and a response to `SpanFeedback`.
 
-`make` gives the source that a config names. An answer from outside is untrusted: parsed, bounded, never an exception.
+`make` builds the source that a config names. External answers are untrusted: bounded, and no answer raises.
 jobs and actors may import it; the rest of t2g knows the Protocol in `t2g.interfaces` only.
 """

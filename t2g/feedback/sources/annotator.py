@@ -1,9 +1,9 @@
-"""What an annotator is asked and how its answer is read: reason step by step, then a critique, then its spans.
+"""Requests to annotators and their answers: step-by-step reasoning, then a critique, then its spans.
 
     {"reasoning": "...", "critique": "It says laptop, which is wrong.",
      "spans": [{"quote": "laptop", "occurrence": 1, "label": "poor", "severity": 2, "phrase": "laptop"}]}
 
-Answers are untrusted: parsed, bounded, never an exception. What is wrong with one becomes sentences for the model.
+Answers are untrusted: bounded, and no answer raises. Faults of an answer become sentences for the model.
 """
 
 import json
@@ -23,9 +23,9 @@ from t2g.text.tokenizer import Message
 from t2g.types import Prompt, Span, SpanFeedback
 
 LABELS = {1: "good", -1: "poor"}
-MAX_NOTES_CHARS = 8000  # a human's feedback or a test's log is shown up to here
-MAX_FAULTS = 8  # that are told to the model at once
-MAX_REPEATED_CHARS = 4000  # the model is shown its answer again up to here
+MAX_NOTES_CHARS = 8000  # of a human's feedback or a test's log
+MAX_FAULTS = 8  # in one follow-up
+MAX_REPEATED_CHARS = 4000  # of the model's answer in a follow-up
 
 _FORMAT = (
     "Answer with one JSON object with these keys in this order.\n"
@@ -44,20 +44,20 @@ _PHRASE = ' "phrase": the words of the critique that speak of this piece, exactl
 
 @dataclass(frozen=True, kw_only=True)
 class AnnotationRequest:
-    """One question to an annotator about one response."""
+    """One request to an annotator about one response."""
 
     messages: tuple[Message, ...]
     response_text: str
     keys: tuple[str, ...]  # of the answer, in order
-    critique: str | None  # given: only its spans are wanted
+    critique: str | None  # if given, the answer has only its spans
 
     @property
-    def with_phrases(self) -> bool:
+    def has_phrases(self) -> bool:
         return "critique" in self.keys or self.critique is not None
 
 
 class _Entry(Quote):
-    """One of an answer's spans; the schema is `answer_schema`."""
+    """One of an answer's spans; see `build_answer_schema`."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -67,7 +67,7 @@ class _Entry(Quote):
 
 @dataclass(frozen=True, kw_only=True)
 class ParsedAnswer:
-    """An answer as far as it can be used, and what is wrong with it, in sentences for the model."""
+    """The usable part of an answer, and its faults as sentences for the model."""
 
     feedback: SpanFeedback
     faults: tuple[str, ...]
@@ -76,43 +76,45 @@ class ParsedAnswer:
 def make_request(
     task: Task, prompt: Prompt, response_text: str, style: StyleConfig, critique: str | None = None
 ) -> AnnotationRequest:
-    """What the task judges by, the response, what only annotators are shown, and the form of the answer.
+    """Return a request with the task's criteria, the response, notes for annotators, and the answer format.
 
-    With a `critique` of somebody else the annotator is asked for the spans of that one.
+    Args:
+        critique: A critique by another author; the annotator then finds its spans only.
     """
     review = task.review
-    own = style.critique and critique is None  # the annotator writes one
-    pieces, questions = f"the pieces of the response that {'your critique speaks of' if own else 'decide'}", ""
+    writes_critique = style.critique and critique is None
+    pieces = f"the pieces of the response that {'your critique speaks of' if writes_critique else 'decide'}"
+    questions = ""
     if critique is not None:
-        shown: str | None = f"A person has written this critique of the response; keep to it:\n{critique}"
+        notes = f"A person has written this critique of the response; keep to it:\n{critique}"
         pieces = "the pieces of the response that this person's critique speaks of"
     else:
-        shown = (task.notes(prompt, response_text) or "")[:MAX_NOTES_CHARS]
+        notes = (task.notes(prompt, response_text) or "")[:MAX_NOTES_CHARS]
         questions = f" {review.questions}" if review.questions else ""
         if style.labels == "dense":
             pieces = "every piece of the response, so that nothing of it is left out"
         else:
             pieces += f" ({review.sparse})"
-    form = _FORMAT.format(questions=questions) + (_CRITIQUE if own else "")
-    phrase = _PHRASE if own or critique is not None else ""
+    form = _FORMAT.format(questions=questions) + (_CRITIQUE if writes_critique else "")
+    phrase = _PHRASE if writes_critique or critique is not None else ""
     form += _SPANS.format(pieces=pieces, severity=review.severity or _SEVERITY, phrase=phrase)
     opening = f"{review.opening} {review.labels}".strip()
-    parts = (opening, task.material(prompt, response_text), shown, form)
+    parts = (opening, task.material(prompt, response_text), notes, form)
     return AnnotationRequest(
-        messages=(_message("user", "\n\n".join(part for part in parts if part)),),
+        messages=(_make_message("user", "\n\n".join(part for part in parts if part)),),
         response_text=response_text,
-        keys=("reasoning", "critique", "spans") if own else ("reasoning", "spans"),
+        keys=("reasoning", "critique", "spans") if writes_critique else ("reasoning", "spans"),
         critique=critique,
     )
 
 
-def _message(role: str, content: str) -> Message:
-    """Without halves of characters, which JSON can spell and no request can carry."""
+def _make_message(role: str, content: str) -> Message:
+    """Return a message without lone surrogates, which no request can encode."""
     return {"role": role, "content": content.encode("utf-8", errors="replace").decode()}
 
 
-def answer_schema(request: AnnotationRequest) -> dict[str, Any]:
-    """JSON schema of an answer. It has no bounds, so that every server takes it: several refuse lengths and numbers."""
+def build_answer_schema(request: AnnotationRequest) -> dict[str, Any]:
+    """Return the JSON schema of an answer, without bounds of lengths and numbers, which some servers refuse."""
     text = {"type": "string"}
     span: dict[str, Any] = {
         "quote": text,
@@ -120,7 +122,7 @@ def answer_schema(request: AnnotationRequest) -> dict[str, Any]:
         "label": {"type": "string", "enum": list(LABELS.values())},
         "severity": {"type": "integer"},
     }
-    if request.with_phrases:
+    if request.has_phrases:
         span["phrase"] = text
     spans = {"type": "array", "items": _closed_object(span)}
     return _closed_object({key: spans if key == "spans" else text for key in request.keys})
@@ -131,34 +133,37 @@ def _closed_object(properties: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_answer(completion: Completion, request: AnnotationRequest, *, source: str, version: str) -> ParsedAnswer:
-    """The feedback in an answer. Quotes that do not stand in the response, or are blank or no quotes, or overlap one
-    before them (poor ones come first) count in num_quotes and not in num_located; a phrase that is not found leaves its
-    span. The same piece twice with one label is one span.
+    """Return the feedback in an answer, and its faults.
+
+    A quote counts in num_quotes only if it is invalid, blank, not in the response, or overlaps an earlier quote (poor
+    quotes come first). A span is kept if its phrase is not found. Equal spans with one label are merged.
     """
     answer = _load(completion, request)
     if isinstance(answer, str):
-        nothing = make_failed_feedback("unparsable", source=source, version=version, reason=answer)
-        return ParsedAnswer(feedback=nothing, faults=(f"{answer[0].upper()}{answer[1:]}.",))
+        unusable = make_failed_feedback("unparsable", source=source, version=version, reason=answer)
+        return ParsedAnswer(feedback=unusable, faults=(f"{answer[0].upper()}{answer[1:]}.",))
     critique = answer["critique"] if "critique" in request.keys else request.critique or ""
-    faults = [] if critique.strip() or not request.with_phrases else ["The critique is empty."]
+    faults = [] if critique.strip() or not request.has_phrases else ["The critique is empty."]
     items = sorted(answer["spans"], key=lambda item: not (isinstance(item, dict) and item.get("label") == "poor"))
     spans: list[Span] = []
     for item in items[: 2 * MAX_QUOTES]:
-        span, found = _read_span(item, request, critique)
+        span, item_faults = _read_span(item, request, critique)
         other = next((other for other in spans if span and other.start < span.end and span.start < other.end), None)
         if span and other and (other.start, other.end, other.label) != (span.start, span.end, span.label):
             fault = f"The {LABELS[span.label]} quote {_show(item['quote'])} overlaps a {LABELS[other.label]} one."
-            span, found = None, [fault]
-        faults += found
+            span, item_faults = None, [fault]
+        faults += item_faults
         spans += [span] if span else []
     good, poor = ([span for span in spans if span.label == label] for label in (1, -1))
-    lost = [None] * (len(items) - len(spans))
-    feedback = make_feedback(critique, [*good, *lost], poor, request.response_text, source=source, version=version)
+    not_located = [None] * (len(items) - len(spans))
+    feedback = make_feedback(
+        critique, [*good, *not_located], poor, request.response_text, source=source, version=version
+    )
     return ParsedAnswer(feedback=feedback, faults=tuple(faults))
 
 
 def _load(completion: Completion, request: AnnotationRequest) -> dict[str, Any] | str:
-    """The answer's object, or why it is none. Text around the object is forgiven: not every server follows a schema."""
+    """Return the answer's object, or a sentence why there is none. Text around the object is ignored."""
     if completion.finish_reason == "length":
         return f"the answer was cut after {completion.output_tokens} tokens; it must be shorter"
     text = completion.text
@@ -167,43 +172,44 @@ def _load(completion: Completion, request: AnnotationRequest) -> dict[str, Any] 
 
 
 def _read_span(item: Any, request: AnnotationRequest, critique: str) -> tuple[Span | None, list[str]]:
-    """The piece that one entry quotes, None if it stands nowhere, and what is wrong with the entry."""
+    """Return the span of one entry, None if its quote is not located, and the faults of the entry."""
     try:
         entry = _Entry.model_validate(item)
     except ValidationError as error:
         return None, [f"The entry {_show(item)} of spans is wrong; {format_first_error(error)}."]
     if not entry.quote.strip():
         return None, ["A quote is empty."]
-    faults, about = [], None
-    place = locate(request.response_text, entry.quote, entry.occurrence)
-    if place is None:
-        often = f" {entry.occurrence} times" if locate(request.response_text, entry.quote) is not None else ""
-        faults.append(f"The quote {_show(entry.quote)} does not occur{often} in the response.")
-    if request.with_phrases:
+    faults, critique_range = [], None
+    found = locate(request.response_text, entry.quote, entry.occurrence)
+    if found is None:
+        times = f" {entry.occurrence} times" if locate(request.response_text, entry.quote) is not None else ""
+        faults.append(f"The quote {_show(entry.quote)} does not occur{times} in the response.")
+    if request.has_phrases:
         phrase = entry.phrase
-        about = locate(critique, phrase) if isinstance(phrase, str) and phrase.strip() else None
-        if about is None:
-            where = f"of the quote {_show(entry.quote)}"
-            faults.append(f"The phrase {_show(phrase)} {where} does not occur in the critique.")
-    if place is None:
+        critique_range = locate(critique, phrase) if isinstance(phrase, str) and phrase.strip() else None
+        if critique_range is None:
+            faults.append(
+                f"The phrase {_show(phrase)} of the quote {_show(entry.quote)} does not occur in the critique."
+            )
+    if found is None:
         return None, faults
     label: Literal[-1, 1] = 1 if entry.label == "good" else -1
-    span = Span(start=place[0], end=place[1], label=label, severity=entry.severity, critique_range=about)
+    span = Span(start=found[0], end=found[1], label=label, severity=entry.severity, critique_range=critique_range)
     return span, faults
 
 
 def _show(value: Any) -> str:
-    """In quotation marks, at most 200 characters."""
+    """Return JSON of at most 200 characters."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 200 else text[:200] + "..."
 
 
 def make_follow_up(request: AnnotationRequest, answer: str, faults: Sequence[str]) -> tuple[Message, ...]:
-    """The question again, with the answer that was given and what is wrong with it."""
-    told = [*faults[:MAX_FAULTS], *([f"{len(faults) - MAX_FAULTS} more."] if len(faults) > MAX_FAULTS else [])]
-    complaint = "Your answer cannot be used as it is.\n" + "\n".join(f"- {fault}" for fault in told)
+    """Return the request's messages, then the answer and its faults."""
+    sentences = [*faults[:MAX_FAULTS], *([f"{len(faults) - MAX_FAULTS} more."] if len(faults) > MAX_FAULTS else [])]
+    complaint = "Your answer cannot be used as it is.\n" + "\n".join(f"- {sentence}" for sentence in sentences)
     return (
         *request.messages,
-        _message("assistant", answer[:MAX_REPEATED_CHARS] or "(nothing)"),
-        _message("user", f"{complaint}\nWrite the whole JSON object again, with every quote exact."),
+        _make_message("assistant", answer[:MAX_REPEATED_CHARS] or "(nothing)"),
+        _make_message("user", f"{complaint}\nWrite the whole JSON object again, with every quote exact."),
     )

@@ -1,4 +1,4 @@
-"""Asking somebody else and waiting for the answer: a language model, and what every source that waits needs."""
+"""The client of chat models, with concurrency, rate, deadline and budget; helpers of other sources that wait."""
 
 import asyncio
 import json
@@ -14,9 +14,9 @@ from t2g.config import LLMConfig
 from t2g.errors import RunStopped
 from t2g.text.tokenizer import Message
 
-MAX_LOST = 20  # questions in a row that got no answer: nobody will get one
-MESSAGE_TOKENS = 8  # what a message takes beside its text
-BYTES_PER_TOKEN = 3  # UTF-8: English has about 4, other scripts 2 to 4, so an estimate by it is rather high
+MAX_LOST = 20  # failed requests in a row, after which the run stops
+MESSAGE_TOKENS = 8  # of a message without its text
+BYTES_PER_TOKEN = 3  # UTF-8: English has about 4, other scripts 2 to 4; an estimate by 3 is rather high
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One answer, and what it cost."""
+    """One answer and its token counts."""
 
     text: str
     finish_reason: Literal["stop", "length", "refusal"]
@@ -34,128 +34,140 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatRequest:
-    """One request."""
+    """One request to a chat model."""
 
     messages: Sequence[Message]
-    schema: Mapping[str, Any]  # what JSON the answer is; {}: any text
+    schema: Mapping[str, Any]  # JSON schema of the answer; {}: any text
     max_output_tokens: int
     temperature: float
     seed: int
 
 
 class ChatError(Exception):
-    """No answer, and why in a sentence."""
+    """A request without an answer; the message is the reason."""
 
     def __init__(self, kind: str, sentence: str, *, is_transient: bool = False) -> None:
         super().__init__(sentence)
         self.kind = kind  # each is logged once
-        self.is_transient = is_transient  # another try may get an answer
+        self.is_transient = is_transient  # a retry may succeed
 
 
 class Chat(Protocol):
-    """`fleet` is None for those that derive from it."""
+    """A chat model: an endpoint, or a fleet of engines."""
 
     name: str  # for sentences
     model: str
     fleet: Any = None  # as `FeedbackSource.fleet`
 
-    async def complete(self, question: ChatRequest) -> Completion:
-        """The answer, as JSON of the schema if the model can be made to. May ask again what was not answered: how long
-        it may take is the caller's business.
+    async def complete(self, request: ChatRequest) -> Completion:
+        """Return the answer, as JSON of the schema if the model supports it.
 
-        Raises ChatError for what concerns this request; UserError or RunStopped when every other would fail, too.
+        The implementation may retry; the caller sets the deadline.
+
+        Raises:
+            ChatError: This request failed.
+            UserError, RunStopped: Every request would fail.
         """
 
 
 def estimate_tokens(text: str) -> int:
-    """How many tokens a text is for a tokenizer that is not here: UTF-8 bytes / BYTES_PER_TOKEN, rounded up."""
+    """Return an estimate of a text's tokens for an unknown tokenizer: UTF-8 bytes / BYTES_PER_TOKEN, rounded up."""
     return -(-len(text.encode("utf-8", errors="replace")) // BYTES_PER_TOKEN)
 
 
-def prompt_tokens(messages: Sequence[Message], schema: Mapping[str, Any]) -> int:
-    """Estimate of a request; many servers write the schema into the prompt."""
+def estimate_prompt_tokens(messages: Sequence[Message], schema: Mapping[str, Any]) -> int:
+    """Return an estimate of a request's tokens, with the schema: many servers write it into the prompt."""
     texts = sum(estimate_tokens(message["content"]) + MESSAGE_TOKENS for message in messages)
     return texts + estimate_tokens(json.dumps(schema))
 
 
 class PerLoop(Generic[T]):
-    """A semaphore or a client, made anew when another event loop runs: both belong to the loop they first wait in."""
+    """A semaphore or client per event loop: both are bound to the loop in which they are first awaited."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
-        self._of: tuple[asyncio.AbstractEventLoop, T] | None = None
+        self._current: tuple[asyncio.AbstractEventLoop, T] | None = None
 
     def get(self) -> T:
         loop = asyncio.get_running_loop()
-        if self._of is None or self._of[0] is not loop:
-            self._of = (loop, self._make())
-        return self._of[1]
+        if self._current is None or self._current[0] is not loop:
+            self._current = (loop, self._make())
+        return self._current[1]
 
 
 class FailureLog:
-    """Says each kind of failed judgement once, in a sentence; what counts failed feedback says how often."""
+    """Log of failed judgements: each kind once. The metrics of failed feedback count all of them."""
 
     def __init__(self) -> None:
-        self._said: set[str] = set()
+        self._logged_kinds: set[str] = set()
 
-    def say(self, kind: str, sentence: str) -> None:
-        if kind not in self._said:
-            self._said.add(kind)
-            logger.warning("feedback failed: %s (said once, counted each time)", sentence)
+    def log(self, kind: str, sentence: str) -> None:
+        if kind not in self._logged_kinds:
+            self._logged_kinds.add(kind)
+            logger.warning("feedback failed: %s (logged once, counted each time)", sentence)
 
 
 class ChatClient:
-    """A chat model that is asked many questions: with `llm.concurrency` open requests, `llm.requests_per_minute`, a
-    deadline, and `llm.max_total_tokens` in all."""
+    """Client of a chat model with a deadline per request.
+
+    It observes `llm.concurrency`, `llm.requests_per_minute` and the budget `llm.max_total_tokens`.
+    """
 
     def __init__(self, chat: Chat, llm: LLMConfig, timeout_s: float) -> None:
         self.chat, self._llm, self._timeout_s = chat, llm, timeout_s
-        self._place = PerLoop(lambda: asyncio.Semaphore(llm.concurrency))
-        # Requests so far apart that no minute has more than its share. The retries of the endpoint's client come on
-        # top: it heeds what the server says.
+        self._semaphore = PerLoop(lambda: asyncio.Semaphore(llm.concurrency))
+        # Requests are spaced evenly. Retries of the endpoint's client are not counted: it follows the server's limits.
         per_minute = llm.requests_per_minute
-        self._pace = PerLoop(lambda: AsyncLimiter(1, 60 / per_minute) if per_minute else nullcontext())
+        self._limiter = PerLoop(lambda: AsyncLimiter(1, 60 / per_minute) if per_minute else nullcontext())
         self._failures = FailureLog()
-        self._num_lost = 0  # questions in a row without an answer
-        self.num_tokens = 0  # spent so far, prompts and answers
+        self._num_lost = 0  # failed requests in a row
+        self.num_tokens = 0  # of all prompts and answers
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """Wait for it before a question: no deadline counts the wait."""
-        async with self._place.get(), self._pace.get():
+    async def slot(self) -> AsyncIterator[None]:
+        """Wait until a request may start. The wait does not count towards deadlines."""
+        async with self._semaphore.get(), self._limiter.get():
             yield
 
-    async def complete(self, question: ChatRequest, limit_s: float | None = None) -> Completion:
-        """An answer within limit_s, by default timeout_s. Raises ChatError at the cap, else as `Chat.complete`."""
+    async def complete(self, request: ChatRequest, limit_s: float | None = None) -> Completion:
+        """Return the answer within limit_s, by default timeout_s, without waiting for a slot.
+
+        Raises:
+            ChatError: The budget is spent, the request timed out, or as `Chat.complete`.
+        """
         cap = self._llm.max_total_tokens
         if cap is not None and self.num_tokens >= cap:
             sentence = f"{self.num_tokens} tokens are spent, and llm.max_total_tokens={cap}; raise it to go on"
             raise ChatError("cap", sentence)
         try:
             async with asyncio.timeout(self._timeout_s if limit_s is None else limit_s):
-                completion = await self.chat.complete(question)
+                completion = await self.chat.complete(request)
         except TimeoutError:
-            # It may have cost something all the same, and nobody will say how much.
-            self.num_tokens += prompt_tokens(question.messages, question.schema)
+            # The server may have billed the prompt all the same.
+            self.num_tokens += estimate_prompt_tokens(request.messages, request.schema)
             sentence = f"{self.chat.name} gave no answer within timeout_s={self._timeout_s:g}, all tries"
             raise ChatError("timeout", sentence) from None
         self._num_lost = 0
         self.num_tokens += completion.prompt_tokens + completion.output_tokens
         return completion
 
-    async def ask(self, question: ChatRequest) -> Completion:
-        """`complete`, in its turn. Also raises as `failed`."""
-        async with self.turn():
+    async def ask(self, request: ChatRequest) -> Completion:
+        """Wait for a slot and return the answer. Raises as `complete` and `record_failure`."""
+        async with self.slot():
             try:
-                return await self.complete(question)
+                return await self.complete(request)
             except ChatError as error:
-                self.failed(error)
+                self.record_failure(error)
                 raise
 
-    def failed(self, failed: ChatError) -> None:
-        """Says each kind once. RunStopped when nobody gets an answer any more."""
-        self._failures.say(failed.kind, str(failed))
-        if failed.kind not in ("cap", "refusal"):
+    def record_failure(self, error: ChatError) -> None:
+        """Log the failure, once per kind.
+
+        Raises:
+            RunStopped: MAX_LOST requests in a row failed.
+        """
+        self._failures.log(error.kind, str(error))
+        if error.kind not in ("cap", "refusal"):
             self._num_lost += 1
             if self._num_lost >= MAX_LOST:
-                raise RunStopped(f"{MAX_LOST} questions in a row got no answer, the last because: {failed}")
+                raise RunStopped(f"{MAX_LOST} requests in a row got no answer, the last because: {error}")

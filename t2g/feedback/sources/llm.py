@@ -1,7 +1,7 @@
-"""Feedback from a language model that annotates: asked, told what was wrong, asked again; several may vote.
+"""Feedback from a language model: requests, follow-ups about faults, and the vote of several annotators.
 
-Not here: how a model is reached (t2g.feedback.sources.endpoint, actors.engines.chat), what its answers look like
-(t2g.feedback.sources.annotator), and how votes are counted (t2g.feedback.sources.votes).
+Other modules have the transport (t2g.feedback.sources.endpoint, actors.engines.chat), the answer format
+(t2g.feedback.sources.annotator) and the vote (t2g.feedback.sources.votes).
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from t2g.feedback.parse import make_failed_feedback
 from t2g.feedback.sources.annotator import (
     AnnotationRequest,
     ParsedAnswer,
-    answer_schema,
+    build_answer_schema,
     make_follow_up,
     make_request,
     read_answer,
@@ -29,7 +29,7 @@ from t2g.feedback.sources.chat_client import (
     ChatRequest,
     Completion,
     PerLoop,
-    prompt_tokens,
+    estimate_prompt_tokens,
 )
 from t2g.feedback.sources.votes import vote
 from t2g.interfaces import FeedbackSource
@@ -38,116 +38,124 @@ from t2g.types import Prompt, SpanFeedback
 
 
 def estimate_cost(items: Iterable[tuple[Prompt, str]], config: FeedbackConfig, task: Task) -> str:
-    """What these judgements may cost, in a sentence, before the first of them: UTF-8 bytes / 3 for each prompt,
-    `llm.max_output_tokens` for each answer, no second tries. UserError when that is above `llm.max_total_tokens`.
+    """Return an estimate of the tokens of these judgements as a sentence.
+
+    It counts UTF-8 bytes / 3 for each prompt, `llm.max_output_tokens` for each answer, and no follow-ups.
+
+    Raises:
+        UserError: The estimate exceeds `llm.max_total_tokens`.
     """
     llm = config.llm
     requests = (make_request(task, prompt, response_text, config.style) for prompt, response_text in items)
-    sizes = [prompt_tokens(request.messages, answer_schema(request)) for request in requests]
+    sizes = [estimate_prompt_tokens(request.messages, build_answer_schema(request)) for request in requests]
     num_requests, prompts = llm.num_annotators * len(sizes), llm.num_annotators * sum(sizes)
     answers = num_requests * llm.max_output_tokens
-    words = (
+    estimate = (
         f"{llm.model}: {num_requests:,} requests, up to about {prompts + answers:,} tokens ({prompts:,} of prompts, "
         f"{answers:,} of answers), without second tries"
     )
     if llm.max_total_tokens is not None and prompts + answers > llm.max_total_tokens:
         raise UserError(
-            f"{words}, more than llm.max_total_tokens={llm.max_total_tokens}; raise it, or judge fewer records "
+            f"{estimate}, more than llm.max_total_tokens={llm.max_total_tokens}; raise it, or judge fewer records "
             "(data.limit) under another run.name"
         )
-    return words
+    return estimate
 
 
 class LLMFeedback(FeedbackSource):
-    """A feedback source, and an aligner: it also finds the spans of a critique that somebody else wrote."""
+    """A feedback source and aligner: it also finds the spans of a critique by another author."""
 
     name = "llm"
 
     def __init__(self, chat: Chat, config: FeedbackConfig, task: Task) -> None:
-        self.asker = ChatClient(chat, config.llm, config.timeout_s)
+        self.client = ChatClient(chat, config.llm, config.timeout_s)
         self._config, self._llm, self._task = config, config.llm, task
         votes = f"x{self._llm.num_annotators}" if self._llm.num_annotators > 1 else ""
         self.version = f"{chat.model}{votes}#{self._prompt_version()}"
-        # Judgements under way, each with several requests one after the other: a run that is killed loses these.
-        self._turn = PerLoop(lambda: asyncio.Semaphore(self._llm.concurrency))
+        # Bounds the judgements in progress, which a killed run loses; each has several sequential requests.
+        self._semaphore = PerLoop(lambda: asyncio.Semaphore(self._llm.concurrency))
         self.fleet = chat.fleet
 
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
-        """Critique and spans. What is no answer is failed feedback, an answer of no use is unparsable, with a reason.
+        """Return critique and spans. Without an answer the status is failed, with an unusable one unparsable.
 
-        Raises UserError for a wrong key or model, RunStopped after MAX_LOST annotators in a row without an answer.
+        Raises:
+            UserError: The key or the model is wrong.
+            RunStopped: MAX_LOST requests in a row got no answer.
         """
-        return await self._annotated(make_request(self._task, prompt, response_text, self._config.style))
+        return await self._annotate(make_request(self._task, prompt, response_text, self._config.style))
 
     async def align(self, prompt: Prompt, response_text: str, critique: str) -> SpanFeedback:
-        """The spans that this critique speaks of, else as `judge`."""
-        return await self._annotated(make_request(self._task, prompt, response_text, self._config.style, critique))
+        """Return the spans of this critique. Otherwise as `judge`."""
+        return await self._annotate(make_request(self._task, prompt, response_text, self._config.style, critique))
 
     def _prompt_version(self) -> str:
-        """Hash of all that every request says: other instructions are another version of the source."""
+        """Return a hash of the instructions, a part of the source's version."""
         blank = Prompt(prompt_id="", prompt_text="{input}", task=self._task.name)
         messages = make_request(self._task, blank, "{response}", self._config.style).messages
         return hashlib.blake2b(json.dumps(messages).encode(), digest_size=4).hexdigest()
 
-    async def _annotated(self, request: AnnotationRequest) -> SpanFeedback:
+    async def _annotate(self, request: AnnotationRequest) -> SpanFeedback:
         num_annotators = self._llm.num_annotators
-        async with self._turn.get():
-            answers = await asyncio.gather(*(self._annotator(request, seed) for seed in range(num_annotators)))
+        async with self._semaphore.get():
+            answers = await asyncio.gather(*(self._ask_annotator(request, seed) for seed in range(num_annotators)))
         if num_annotators == 1:
             return answers[0]
         usable = [answer for answer in answers if answer.usable]
         if 2 * len(usable) > num_annotators:
             return vote(usable, num_annotators, request.response_text)
-        without = next(answer for answer in answers if not answer.usable)
-        reason = f"{len(usable)} of {num_annotators} annotators gave a usable answer; one did not: {without.reason}"
-        return replace(without, critique="", reason=reason)
+        unusable = next(answer for answer in answers if not answer.usable)
+        reason = f"{len(usable)} of {num_annotators} annotators gave a usable answer; one did not: {unusable.reason}"
+        return replace(unusable, critique="", reason=reason)
 
-    async def _annotator(self, request: AnnotationRequest, seed: int) -> SpanFeedback:
-        """The feedback of one annotator, who is told what was wrong with an answer and asked again."""
-        left_s = self._config.timeout_s  # for all tries; waiting for a turn does not count: a slow pace is no failure
-        question = ChatRequest(
+    async def _ask_annotator(self, request: AnnotationRequest, seed: int) -> SpanFeedback:
+        """Return the feedback of one annotator, with follow-ups about the faults of an answer."""
+        left_s = (
+            self._config.timeout_s
+        )  # for all attempts; waiting for a slot does not count: a rate limit is no failure
+        chat_request = ChatRequest(
             messages=request.messages,
-            schema=answer_schema(request),
+            schema=build_answer_schema(request),
             max_output_tokens=self._llm.max_output_tokens,
             temperature=self._llm.temperature,
             seed=seed,
         )
         readings: list[ParsedAnswer] = []
-        failed: ChatError | None = None  # the last try
+        failure: ChatError | None = None  # of the last attempt
         for _ in range(self._llm.max_tries):
-            async with self.asker.turn():
+            async with self.client.slot():
                 started = time.monotonic()
                 try:
-                    completion, failed = await self._complete(question, left_s), None
+                    completion, failure = await self._complete(chat_request, left_s), None
                 except ChatError as error:
-                    failed = error
+                    failure = error
                 left_s -= time.monotonic() - started
-            if failed:
-                if not failed.is_transient:
+            if failure:
+                if not failure.is_transient:
                     break
                 continue
             readings.append(read_answer(completion, request, source=self.name, version=self.version))
             if not readings[-1].faults:
                 break
-            question = replace(question, messages=make_follow_up(request, completion.text, readings[-1].faults))
-        if failed and not any(reading.feedback.spans for reading in readings):
-            self.asker.failed(failed)
-            return make_failed_feedback("failed", source=self.name, version=self.version, reason=str(failed))
+            chat_request = replace(chat_request, messages=make_follow_up(request, completion.text, readings[-1].faults))
+        if failure and not any(reading.feedback.spans for reading in readings):
+            self.client.record_failure(failure)
+            return make_failed_feedback("failed", source=self.name, version=self.version, reason=str(failure))
         return choose_feedback(readings)
 
-    async def _complete(self, question: ChatRequest, limit_s: float) -> Completion:
-        """An answer. Raises ChatError for a refusal, too: asked again the model would refuse again."""
-        completion = await self.asker.complete(question, limit_s)
+    async def _complete(self, request: ChatRequest, limit_s: float) -> Completion:
+        """Return the answer. A refusal is a ChatError that is not transient: the model would refuse again."""
+        completion = await self.client.complete(request, limit_s)
         if completion.finish_reason == "refusal":
-            raise ChatError("refusal", f"{self.asker.chat.name} refused: {completion.text:.2000}")
+            raise ChatError("refusal", f"{self.client.chat.name} refused: {completion.text:.2000}")
         return completion
 
 
 def choose_feedback(readings: Sequence[ParsedAnswer]) -> SpanFeedback:
-    """The feedback of one annotator's answers (at least one), of which only the last may be without faults.
+    """Return the feedback of one annotator's answers (at least one), of which only the last may be without faults.
 
-    That one if it is; else the one with most quotes located, then fewest faults, then the later. Without a span it is
-    unparsable.
+    Without such an answer it is the feedback with most located quotes, then fewest faults, then the latest; unparsable
+    if it has no span.
     """
     if not readings[-1].faults:
         return readings[-1].feedback

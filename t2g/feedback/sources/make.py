@@ -1,4 +1,4 @@
-"""The feedback source that a config names, of those that need no cluster."""
+"""Construction of the feedback sources that need no cluster."""
 
 from pathlib import Path
 
@@ -15,10 +15,14 @@ from t2g.tasks.base import Task
 def make_local_source(
     config: FeedbackConfig, task: Task, *, aligner: Aligner | None = None, folder: Path | None = None
 ) -> FeedbackSource:
-    """The source that `config.source` names; every one but those of engines of our own.
+    """Return the source that `config.source` names, unless our own engines serve it.
 
-    aligner: who finds the spans of human critiques that have none, where engines of ours do. folder: of the run, where
-    feedback.log keeps what a function raises. UserError for a source that cannot be used.
+    Args:
+        aligner: Finds the spans of human critiques without spans, if our own engines serve it.
+        folder: Run folder; its feedback.log has the tracebacks of a user's function.
+
+    Raises:
+        UserError: The source cannot be used.
     """
     match config.source:
         case "llm":

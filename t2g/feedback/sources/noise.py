@@ -1,4 +1,4 @@
-"""Feedback made worse on purpose: what a method loses when spans are wrong, missing or elsewhere."""
+"""Artificial noise in feedback, to measure how a method depends on correct spans."""
 
 from dataclasses import replace
 
@@ -26,27 +26,27 @@ class NoisyFeedback(FeedbackSource):
 def add_noise(
     feedback: SpanFeedback, noise: NoiseConfig, *, response_text: str, rng: np.random.Generator
 ) -> SpanFeedback:
-    """Each span dropped, flipped and moved with the probabilities of `noise`; critique and counts stay as they were.
+    """Return the feedback with spans dropped, flipped and moved with the probabilities of `noise`.
 
-    A moved span keeps its length and goes to any other place of the response, each equally likely. Every span takes
-    the same draws at every level of noise: what a little noise changes, more of it changes as well.
+    A moved span keeps its length; its new position is uniform over all others. Every span takes the same draws at every
+    noise level, so that a higher level changes all that a lower level changes. Critique and counts stay the same.
     """
-    spans = (_changed(span, noise, len(response_text), rng.random(4).tolist()) for span in feedback.spans)
-    kept = tuple(span for span in spans if span is not None)
-    status = "empty" if feedback.status == "ok" and not kept else feedback.status
-    return replace(feedback, spans=kept, status=status)
+    spans = (_apply_noise(span, noise, len(response_text), rng.random(4).tolist()) for span in feedback.spans)
+    remaining = tuple(span for span in spans if span is not None)
+    status = "empty" if feedback.status == "ok" and not remaining else feedback.status
+    return replace(feedback, spans=remaining, status=status)
 
 
-def _changed(span: Span, noise: NoiseConfig, num_chars: int, draws: list[float]) -> Span | None:
-    """The span after its noise, None when it is dropped. draws: four numbers in [0, 1)."""
-    drop, flip, move, where = draws
+def _apply_noise(span: Span, noise: NoiseConfig, num_chars: int, draws: list[float]) -> Span | None:
+    """Return the noisy span, or None if it is dropped. draws: four numbers in [0, 1)."""
+    drop, flip, move, position = draws
     if drop < (noise.drop if span.label == 1 else max(noise.drop, noise.drop_poor)):
         return None
     if flip < noise.flip:
         span = replace(span, label=-span.label)
-    num_places = num_chars - (span.end - span.start)  # beside its own
-    if move < noise.move and num_places > 0:
-        start = int(where * num_places)
+    num_positions = num_chars - (span.end - span.start)  # without its own
+    if move < noise.move and num_positions > 0:
+        start = int(position * num_positions)
         start += start >= span.start
         span = replace(span, start=start, end=start + span.end - span.start)
     return span

@@ -1,4 +1,4 @@
-"""Feedback from a program: a task's own function, or a function of the user's that is called without being trusted."""
+"""Feedback from a task's own function or from a user's function, which is untrusted."""
 
 import asyncio
 import importlib
@@ -21,7 +21,7 @@ from t2g.tasks.base import FeedbackFunction
 from t2g.types import Prompt, SpanFeedback
 
 MAX_TIMEOUTS = 3  # in a row
-MAX_WORDS = 300  # of a reason
+MAX_REASON_CHARS = 300
 
 
 class ProgramFeedback(FeedbackSource):
@@ -43,7 +43,7 @@ class ProgramFeedback(FeedbackSource):
         Args:
             function: The function or its import path. It is called as `function(prompt_text, response_text)`, with
                 `payload=` where it has such a parameter.
-            concurrency: Most calls at once; 1 for a function that keeps state.
+            concurrency: Maximum number of concurrent calls; 1 for a function that keeps state.
             log: File for the first traceback of each kind; its folder is created if needed.
 
         Raises:
@@ -54,7 +54,7 @@ class ProgramFeedback(FeedbackSource):
         self._timeout_s = timeout_s
         self._wants_payload = _wants_payload(self._function)
         self._failures, self._log, self._kinds = FailureLog(), log, set[str]()
-        self._num_timeouts, self._timed_out_at = 0, -math.inf  # since the last answer; when the last one was counted
+        self._num_timeouts, self._timed_out_at = 0, -math.inf  # since the last answer; time of the last counted timeout
         self._calls = PerLoop(lambda: asyncio.Semaphore(concurrency))
         self._loop = start_event_loop() if _is_async(self._function) else None
 
@@ -65,7 +65,7 @@ class ProgramFeedback(FeedbackSource):
             RunStopped: MAX_TIMEOUTS calls in a row, begun one after the other, exceeded `timeout_s`.
         """
         async with self._calls.get():
-            self._refuse_hung()
+            self._check_timeouts()
             started = time.monotonic()
             try:
                 feedback = await asyncio.wait_for(self._start_call(prompt, response_text), self._timeout_s)
@@ -73,11 +73,11 @@ class ProgramFeedback(FeedbackSource):
             except TimeoutError:
                 if started >= self._timed_out_at:  # concurrent calls that time out together count once
                     self._num_timeouts, self._timed_out_at = self._num_timeouts + 1, time.monotonic()
-                feedback = self._failed(f"gave no answer within feedback.timeout_s={self._timeout_s:g}")
+                feedback = self._make_failed(f"gave no answer within feedback.timeout_s={self._timeout_s:g}")
         if feedback.status == "failed":
             kind = feedback.reason.partition(":")[0]
-            self._failures.say(kind, f"{self._path}: {feedback.reason}, on prompt {prompt.prompt_id}")
-            self._refuse_hung()
+            self._failures.log(kind, f"{self._path}: {feedback.reason}, on prompt {prompt.prompt_id}")
+            self._check_timeouts()
         return feedback
 
     def _start_call(self, prompt: Prompt, response_text: str) -> Awaitable[SpanFeedback]:
@@ -88,7 +88,7 @@ class ProgramFeedback(FeedbackSource):
         def answer() -> SpanFeedback:
             try:
                 return self._read(call(), response_text)
-            except BaseException as error:  # noqa: BLE001 a function that calls sys.exit must not end the run either
+            except BaseException as error:  # noqa: BLE001 sys.exit in a function must not end the run
                 return self._make_raised_feedback(error)
 
         async def answer_async() -> SpanFeedback:
@@ -105,14 +105,14 @@ class ProgramFeedback(FeedbackSource):
         try:
             return read_judgement(answer, response_text, source=self.name, version=self._path)
         except ValueError as error:
-            return self._failed(f"returned rubbish: {_whole(str(error))}")
+            return self._make_failed(f"returned an invalid judgement: {_shorten(str(error))}")
 
     def _make_raised_feedback(self, error: BaseException) -> SpanFeedback:
-        message = traceback.format_exception_only(error)[-1].strip()  # an error's own __str__ may raise, too
-        return self._failed(f"raised {_whole(message)}{self._noted(error)}")
+        message = traceback.format_exception_only(error)[-1].strip()  # str(error) may raise
+        return self._make_failed(f"raised {_shorten(message)}{self._log_traceback(error)}")
 
-    def _noted(self, error: BaseException) -> str:
-        """Where the traceback is, of the first error of its kind."""
+    def _log_traceback(self, error: BaseException) -> str:
+        """Write the traceback of the first error of its type to the log; return a reference to it, or ''."""
         kind = type(error).__name__
         if self._log is None or kind in self._kinds:
             return ""
@@ -125,12 +125,11 @@ class ProgramFeedback(FeedbackSource):
             return ""
         return f" (traceback in {self._log})"
 
-    def _failed(self, sentence: str) -> SpanFeedback:
-        return make_failed_feedback(
-            "failed", source=self.name, version=self._path, reason=f"the feedback function {sentence}"
-        )
+    def _make_failed(self, sentence: str) -> SpanFeedback:
+        reason = f"the feedback function {sentence}"
+        return make_failed_feedback("failed", source=self.name, version=self._path, reason=reason)
 
-    def _refuse_hung(self) -> None:
+    def _check_timeouts(self) -> None:
         if self._num_timeouts >= MAX_TIMEOUTS:
             raise RunStopped(
                 f"feedback function {self._path} gave no answer {MAX_TIMEOUTS} times in a row, in {self._timeout_s:g} "
@@ -139,11 +138,16 @@ class ProgramFeedback(FeedbackSource):
 
 
 def load_function(import_path: str) -> FeedbackFunction:
-    """The function at `pkg.mod:function`. UserError when there is none, or it cannot be imported or called."""
+    """Return the function at `pkg.mod:function`.
+
+    Raises:
+        MissingLocally: The module does not exist on this machine.
+        UserError: The function does not exist, or cannot be imported or called.
+    """
     module_name, _, attribute = import_path.partition(":")
     try:
         function = getattr(importlib.import_module(module_name), attribute)
-    except (Exception, SystemExit) as error:  # the user's module may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # importing a user's module may raise anything
         kind = MissingLocally if isinstance(error, ModuleNotFoundError) else UserError
         raise kind(f"feedback.source={import_path} cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(function):
@@ -167,9 +171,10 @@ def _is_async(function: FeedbackFunction) -> bool:
     return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
 
 
-def _whole(words: str) -> str:
-    """At most MAX_WORDS characters, not cut within a word."""
-    return words if len(words) <= MAX_WORDS else f"{words[:MAX_WORDS].rpartition(' ')[0] or words[:MAX_WORDS]} …"
+def _shorten(text: str) -> str:
+    """Return at most MAX_REASON_CHARS characters, cut at a blank."""
+    cut = text[:MAX_REASON_CHARS]
+    return text if text == cut else f"{cut.rpartition(' ')[0] or cut} …"
 
 
 def _path_of(function: FeedbackFunction) -> str:
@@ -179,9 +184,9 @@ def _path_of(function: FeedbackFunction) -> str:
 
 
 def run_in_thread(call: Callable[[], SpanFeedback]) -> Awaitable[SpanFeedback]:
-    """Start `call`, which must not raise, in a daemon thread: one that hangs cannot keep the process alive."""
+    """Start `call`, which must not raise, in a daemon thread, which does not keep the process alive if it hangs."""
     result: Future[SpanFeedback] = Future()
-    result.set_running_or_notify_cancel()  # else the thread of an abandoned call could not set it
+    result.set_running_or_notify_cancel()  # else a timeout cancels it, and set_result raises in the thread
     threading.Thread(target=lambda: result.set_result(call()), name="feedback function", daemon=True).start()
     return asyncio.wrap_future(result)
 

@@ -1,7 +1,6 @@
-"""Several annotators, one feedback: a vote on every character of the response.
+"""Majority vote of several annotators on every character of the response.
 
-Characters and not tokens, since annotators have no tokenizer in common with the policy: the tokens of any tokenizer
-follow from the spans that come out.
+The vote is by character, since annotators and policy have different tokenizers.
 """
 
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from t2g.types import Span, SpanFeedback
 
 
 def label_characters(spans: Sequence[Span], length: int) -> np.ndarray:
-    """[C] int8, one for each of `length` characters: +1 good, -1 poor, 0 neither; poor where a span of both lies."""
+    """Return the label of each of `length` characters, [C] int8: +1 good, -1 poor (has priority), 0 neither."""
     labels = np.zeros(length, np.int8)
     for span in sorted(spans, key=lambda span: -span.label):
         labels[span.start : span.end] = span.label
@@ -23,7 +22,7 @@ def label_characters(spans: Sequence[Span], length: int) -> np.ndarray:
 
 
 def majority(labels: np.ndarray, num_annotators: int) -> np.ndarray:
-    """[C] int8 from `labels` [n, C] of those who answered: the label that more than half of all annotators gave, or 0.
+    """Return the label that more than half of all annotators gave, or 0, [C] int8, from the labels [n, C] of n answers.
 
     majority([[1, -1, 0], [1, 1, 0], [1, -1, -1]], 3) == [1, -1, 0]
     """
@@ -32,21 +31,22 @@ def majority(labels: np.ndarray, num_annotators: int) -> np.ndarray:
 
 
 def f1(a: np.ndarray, b: np.ndarray) -> float:
-    """2 |same label| / (|a labelled| + |b labelled|) over characters, 1 where nobody labelled anything."""
+    """Return 2 |same label| / (|a labelled| + |b labelled|) over characters; 1 if nothing is labelled."""
     num_labelled = np.count_nonzero(a) + np.count_nonzero(b)
     return 1.0 if num_labelled == 0 else float(2 * np.count_nonzero((a == b) & (a != 0)) / num_labelled)
 
 
 def agreement(labels: np.ndarray) -> float | None:
-    """Mean F1 over all pairs of annotators, `labels` [n, C]; None for fewer than two."""
+    """Return the mean F1 over all pairs of annotators, `labels` [n, C]; None for fewer than two."""
     scores = [f1(a, b) for a, b in combinations(labels, 2)]
     return sum(scores) / len(scores) if scores else None
 
 
 def kappa(a: np.ndarray, b: np.ndarray) -> float | None:
-    """Cohen's kappa (1960) of two annotators' labels, [C] each: (p - e) / (1 - e), where p is the share of characters
-    with the same label and e what chance would give people who use the labels as often as these. None where e is 1:
-    both gave all characters one label.
+    """Return Cohen's kappa (1960) of two annotators' labels, [C] each: (p - e) / (1 - e).
+
+    p is the share of characters with the same label, e its expectation for independent annotators with the same label
+    frequencies. The result is None if e is 1: both gave all characters one label.
 
     kappa([1, 1, -1, 0], [1, 0, -1, 0]) == (3/4 - 5/16) / (1 - 5/16)
     """
@@ -56,7 +56,7 @@ def kappa(a: np.ndarray, b: np.ndarray) -> float | None:
 
 
 def find_labelled_runs(labels: np.ndarray, text: str) -> list[tuple[int, int, int]]:
-    """(start, end, label) of the longest stretches of one label in `labels` [C], without blanks at their ends.
+    """Return (start, end, label) of the maximal runs of one label in `labels` [C], without blanks at their ends.
 
     find_labelled_runs([1, 1, 1, 0, -1], "ab cd") == [(0, 2, 1), (4, 5, -1)]
     """
@@ -71,31 +71,31 @@ def find_labelled_runs(labels: np.ndarray, text: str) -> list[tuple[int, int, in
 
 
 def vote(answers: Sequence[SpanFeedback], num_annotators: int, response_text: str) -> SpanFeedback:
-    """One feedback from the usable `answers` (at least one) of `num_annotators`.
+    """Return one feedback from the usable `answers` (at least one) of `num_annotators`.
 
-    Its spans are what more than half of all annotators labelled alike; a span's severity is the (lower) median of those
-    who labelled it so. The critique is that of the annotator closest to the outcome, and spans point to its phrases.
-    Quotes are counted over all answers. A label that too few share leaves no span: then the status is empty.
+    Spans are the runs of characters with one label from more than half of all annotators. A span's severity is the
+    lower median over the annotators with its label. The critique is that of the annotator closest to the result. Quotes
+    are counted over all answers. The status is empty if no label has a majority.
     """
     labels = np.stack([label_characters(answer.spans, len(response_text)) for answer in answers])
     winner = majority(labels, num_annotators)
-    written = np.array([not character.isspace() for character in response_text], bool)
-    closest = max(range(len(answers)), key=lambda i: (f1(labels[i, written], winner[written]), -i))
+    nonblank = np.array([not character.isspace() for character in response_text], bool)
+    closest = max(range(len(answers)), key=lambda i: (f1(labels[i, nonblank], winner[nonblank]), -i))
     spans = []
     for start, end, label in find_labelled_runs(winner, response_text):
         by_annotator = [
             [span for span in answer.spans if span.label == label and _overlap(span, start, end) > 0]
             for answer in answers
         ]
-        severities = [max(span.severity for span in found) for found in by_annotator if found]
-        about = max(by_annotator[closest], key=lambda span: _overlap(span, start, end), default=None)
+        severities = [max(span.severity for span in matches) for matches in by_annotator if matches]
+        cited = max(by_annotator[closest], key=lambda span: _overlap(span, start, end), default=None)
         spans.append(
             Span(
                 start=start,
                 end=end,
                 label=label,
                 severity=median_low(severities),
-                critique_range=about.critique_range if about else None,
+                critique_range=cited.critique_range if cited else None,
             )
         )
     return replace(
@@ -104,7 +104,7 @@ def vote(answers: Sequence[SpanFeedback], num_annotators: int, response_text: st
         status="ok" if spans else "empty",
         num_quotes=sum(answer.num_quotes for answer in answers),
         num_located=sum(answer.num_located for answer in answers),
-        agreement=agreement(labels[:, written]),
+        agreement=agreement(labels[:, nonblank]),
     )
 
 

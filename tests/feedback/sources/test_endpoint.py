@@ -126,7 +126,7 @@ def test_a_redirect_is_not_followed(server: FakeEndpoint, status: int) -> None:
         headers = {"Location": f"http://me:pass1234@127.0.0.1:{other.server_port}/v1/chat/completions?to=x"}
         server.reply = lambda number, request: Reply(status, "", headers)
         with pytest.raises(
-            UserError, match=r"llm\.url=.* redirects to http://\*\*\*@127\S+/completions; no redirect is"
+            UserError, match=r"llm\.url=.* redirects to http://\*\*\*@127\S+/completions; redirects are not"
         ):
             ask(chat(server))
         assert len(server.requests) == 1 and other.requests == []

@@ -55,7 +55,7 @@ def test_an_answer_that_does_not_come_is_a_failure_with_a_price() -> None:
     feedback = judge(source)
     assert feedback.status == "failed" and "gave no answer within timeout_s=0.2" in feedback.reason
     words = estimate_cost([(prompt(), RESPONSE)], config(), get_task("summarization"))
-    assert f"({source.asker.num_tokens:,} of prompts" in words
+    assert f"({source.client.num_tokens:,} of prompts" in words
 
 
 def test_a_judgement_is_finished_before_another_begins() -> None:
@@ -68,7 +68,7 @@ def test_a_run_without_answers_stops() -> None:
     source = annotator(ScriptedChat(GONE))
     for _ in range(MAX_LOST - 1):
         assert judge(source).reason == "gone"
-    with pytest.raises(RunStopped, match=f"{MAX_LOST} questions in a row got no answer, .*gone"):
+    with pytest.raises(RunStopped, match=f"{MAX_LOST} requests in a row got no answer, .*gone"):
         judge(source)
 
 
@@ -93,7 +93,7 @@ def test_the_cap_ends_requests_but_not_records() -> None:
     feedback = [judge(source) for _ in range(3)]
     assert [f.status for f in feedback] == ["ok", "ok", "failed"]
     assert "220 tokens are spent" in feedback[2].reason and "llm.max_total_tokens=200" in feedback[2].reason
-    assert (source.asker.num_tokens, len(chat.asked)) == (220, 2)
+    assert (source.client.num_tokens, len(chat.asked)) == (220, 2)
     assert all(judge(source).status == "failed" for _ in range(MAX_LOST))  # each record is told, the run is not stopped
 
 

@@ -47,7 +47,7 @@ def leaving(prompt: str, response: str) -> None:
     sys.exit(3)
 
 
-def rubbish(prompt: str, response: str) -> Any:
+def invalid(prompt: str, response: str) -> Any:
     return "good"
 
 
@@ -157,11 +157,11 @@ def test_an_empty_response() -> None:
     [
         ("raising", "raised KeyError: 'facts'"),
         ("leaving", "raised SystemExit: 3"),
-        ("rubbish", "returned rubbish: 'good'"),
+        ("invalid", "returned an invalid judgement: 'good'"),
         ("raising_later", "raised OSError: the connection is gone"),
         ("unspeakable", "Unspeakable"),
         ("unspeakable_answer", "raised ZeroDivisionError"),
-        ("number_as_quote", "returned rubbish: 5 is no quote"),
+        ("number_as_quote", "returned an invalid judgement: 5 is no quote"),
     ],
 )
 def test_a_function_that_misbehaves_is_failed_and_said_once(
