@@ -31,29 +31,29 @@ def config(*, style: StyleConfig | None = None, timeout_s: float = 60.0, **llm: 
 
 
 class ScriptedChat(Chat):
-    """Says what it is told to, or fails; keeps what it was asked."""
+    """Gives scripted answers or errors; records the requests."""
 
     model = name = "scripted"
 
     def __init__(self, *script: str | Completion | Exception | Callable[[int], str], delay_s: float = 0.0) -> None:
         self.script, self.delay_s = script, delay_s
-        self.asked: list[Sequence[Message]] = []
+        self.requests: list[Sequence[Message]] = []
         self.schemas: list[Mapping[str, Any]] = []
         self.times: list[float] = []  # time.monotonic() at each
         self.answered = asyncio.Event()
 
     async def complete(self, question: ChatRequest) -> Completion:
-        said = self.script[min(len(self.asked), len(self.script) - 1)]
-        self.asked.append(question.messages)
+        scripted = self.script[min(len(self.requests), len(self.script) - 1)]
+        self.requests.append(question.messages)
         self.schemas.append(question.schema)
         self.times.append(time.monotonic())
         await asyncio.sleep(self.delay_s)
         self.answered.set()
-        if isinstance(said, Exception):
-            raise said
-        if isinstance(said, Completion):
-            return said
-        text = said if isinstance(said, str) else said(question.seed)
+        if isinstance(scripted, Exception):
+            raise scripted
+        if isinstance(scripted, Completion):
+            return scripted
+        text = scripted if isinstance(scripted, str) else scripted(question.seed)
         return Completion(text=text, finish_reason="stop", prompt_tokens=100, output_tokens=10)
 
 

@@ -1,4 +1,4 @@
-"""A reward model is asked only what it was trained to answer."""
+"""A reward model is used only for the task and style of its training."""
 
 import logging
 from pathlib import Path

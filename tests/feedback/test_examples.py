@@ -106,5 +106,5 @@ def test_without_a_critique_the_target_is_the_span_map(tokenizer: Any) -> None:
     task, style = PromptsTask(), StyleConfig(critique=False)
     (made,) = make_reward_examples([read_record(row)], task, tokenizer, max_length=2000, style=style)
     assert decode(tokenizer, made.response_ids) == '{"good": ["Zoë"], "poor": []}'
-    asked = task.feedback_messages(read_record(row).to_prompt(), "by Zoë", style=style)
-    assert decode(tokenizer, made.prompt_ids) == asked[0]["content"]
+    messages = task.feedback_messages(read_record(row).to_prompt(), "by Zoë", style=style)
+    assert decode(tokenizer, made.prompt_ids) == messages[0]["content"]

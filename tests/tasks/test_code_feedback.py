@@ -119,7 +119,7 @@ def test_without_a_critique() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "reason", "words", "poor"),
+    ("code", "reason", "expected_text", "poor"),
     [
         ("def f(x):\n    return (\n", "syntax", "does not compile", "return ("),
         ("def f(x):\n    while True:\n        x = 1\n", "timeout", "does not end within 0.5 seconds", None),
@@ -129,12 +129,12 @@ def test_without_a_critique() -> None:
         ("import ctypes\ndef f(x):\n    ctypes.string_at(0)\n", "killed", "is killed", "ctypes.string_at(0)"),
     ],
 )
-def test_programs_that_do_not_come_to_an_end(code: str, reason: str, words: str, poor: str | None) -> None:
+def test_programs_that_do_not_come_to_an_end(code: str, reason: str, expected_text: str, poor: str | None) -> None:
     """No way to fail is without a poor span: else leaving would be worth more than being wrong."""
     timeout_s = 0.5 if reason == "timeout" else LIMITS.timeout_s
     judgement = judged(code, limits=LIMITS.model_copy(update={"timeout_s": timeout_s}))
     assert judgement["execution"]["reason"] == reason
-    assert words in judgement["critique"]
+    assert expected_text in judgement["critique"]
     blamed = [code[span.start : span.end] for span in judgement["poor"]]
     assert blamed if poor is None else poor in blamed
 

@@ -1,4 +1,4 @@
-"""KodCode: the published records, what policy and annotator are told, and finding the program in a response."""
+"""KodCode: published records, prompts of policy and annotator, and extraction of the program from a response."""
 
 import json
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_tests_that_import_no_name(test: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("log", "said"),
+    ("log", "expected"),
     [
         ({"passed": True, "stdout": "3 passed", "stderr": ""}, "The tests passed.\nLog of the tests:\n3 passed"),
         ({"passed": False, "error_type": "timeout"}, "The tests failed (timeout)."),
@@ -84,8 +84,8 @@ def test_tests_that_import_no_name(test: Any) -> None:
         (["x"], None),
     ],
 )
-def test_a_log_in_any_form(log: Any, said: str | None) -> None:
-    assert TASK.notes(prompt(solution="s", log=log), "s") == said
+def test_a_log_in_any_form(log: Any, expected: str | None) -> None:
+    assert TASK.notes(prompt(solution="s", log=log), "s") == expected
 
 
 def test_notes_of_a_sampled_response_are_without_the_log_of_another() -> None:

@@ -48,7 +48,7 @@ def test_the_critique_says_of_each_quote_what_is_wrong_where_the_span_says() -> 
     critique, good, poor = feedback_function(TEXT, "Zinc helped 300 in Uganda, in Uganda.")
     assert critique == "300: the text has no such number. Uganda: so says the text."
     assert [critique[slice(*span.critique_range)] for span in (*poor, *good)] == [critique[:33], critique[34:]]
-    assert [(span.start, span.end) for span in good] == [(19, 25)]  # said again it earns nothing
+    assert [(span.start, span.end) for span in good] == [(19, 25)]  # a repeated detail earns nothing
     assert feedback_function(TEXT, "it helps")[1:] == ([], [])
 
 

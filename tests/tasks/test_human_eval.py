@@ -1,4 +1,4 @@
-"""HumanEval's format: what is asked, that its own solutions pass, and what an answer need not say again."""
+"""HumanEval's format: prompts, passing solutions, and imports that a response need not repeat."""
 
 from typing import Any
 

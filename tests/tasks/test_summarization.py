@@ -62,20 +62,20 @@ def test_a_hub_row() -> None:
 
 
 def test_a_human_s_feedback_is_about_one_summary_only() -> None:
-    asked = prompt("p", **TASK.payload(HUB_ROW))
-    assert TASK.notes(asked, "A lamp.") == "A human's feedback on this summary:\nSay that it leaks."
-    assert TASK.notes(asked, "A sampled summary.") is None
+    question = prompt("p", **TASK.payload(HUB_ROW))
+    assert TASK.notes(question, "A lamp.") == "A human's feedback on this summary:\nSay that it leaks."
+    assert TASK.notes(question, "A sampled summary.") is None
     assert TASK.notes(prompt("p", generated_summary="A lamp."), "A lamp.") is None
     assert TASK.notes(prompt("p", generated_summary=3, feedback="x"), "A lamp.") is None
 
 
 def test_rouge_by_hand() -> None:
-    asked = prompt("p", ideal_human_summary="the red phone hums loudly")
+    question = prompt("p", ideal_human_summary="the red phone hums loudly")
     # stems: the red phone hum loudli / a red phone hums -> 3 of 4 and 5 words, 2 of 3 and 4 pairs
-    got = TASK.measure(asked, "A red phone hums!", sandbox=SANDBOX)
+    got = TASK.measure(question, "A red phone hums!", sandbox=SANDBOX)
     assert got == {"rouge1": pytest.approx(6 / 9), "rouge2": pytest.approx(4 / 7), "rougeL": pytest.approx(6 / 9)}
     assert TASK.score_name in got
-    assert TASK.measure(asked, "", sandbox=SANDBOX) == {"rouge1": 0.0, "rouge2": 0.0, "rougeL": 0.0}
+    assert TASK.measure(question, "", sandbox=SANDBOX) == {"rouge1": 0.0, "rouge2": 0.0, "rougeL": 0.0}
     assert TASK.measure(prompt("p"), "A red phone hums!", sandbox=SANDBOX) is None
 
 
@@ -83,18 +83,18 @@ def test_rouge_by_hand() -> None:
 def test_instructions_follow_the_style(name: str) -> None:
     task = get_task(name)
 
-    def asked(critique: bool, labels: Literal["sparse", "dense"]) -> str:
+    def instructions(critique: bool, labels: Literal["sparse", "dense"]) -> str:
         style = StyleConfig(critique=critique, labels=labels)
         [message] = task.feedback_messages(prompt("{input}"), "{response}", style=style)
         return message["content"]
 
     for labels in ("sparse", "dense"):
-        assert '{"critique": "...", "good": ["..."], "poor": ["..."]}' in asked(True, labels)
-        assert '{"good": ["..."], "poor": ["..."]}' in asked(False, labels)
-        assert "critique" not in asked(False, labels)
-    assert "leave none out" in asked(True, "dense") and "leave none out" in asked(False, "dense")
-    assert "leave none out" not in asked(True, "sparse")
-    assert asked(True, "sparse") == task.feedback_messages(prompt("{input}"), "{response}")[0]["content"]
+        assert '{"critique": "...", "good": ["..."], "poor": ["..."]}' in instructions(True, labels)
+        assert '{"good": ["..."], "poor": ["..."]}' in instructions(False, labels)
+        assert "critique" not in instructions(False, labels)
+    assert "leave none out" in instructions(True, "dense") and "leave none out" in instructions(False, "dense")
+    assert "leave none out" not in instructions(True, "sparse")
+    assert instructions(True, "sparse") == task.feedback_messages(prompt("{input}"), "{response}")[0]["content"]
     styles = product((True, False), ("sparse", "dense"))
     assert len({compute_prompt_version(task, StyleConfig(critique=c, labels=labels)) for c, labels in styles}) == 4
 
@@ -127,17 +127,17 @@ def test_a_row_without_a_post(post: Any) -> None:
 @pytest.mark.parametrize("name", ["prompts", "summarization", "qa", "code", "tiny"])
 def test_the_feedback_prompt_holds_what_is_judged(name: str, tmp_path: Path) -> None:
     task, tokenizer = get_task(name), build_tokenizer(tmp_path, ["x"], vocab_size=261)  # one token a byte
-    asked = prompt("A post with words. " * 20)
-    whole = build_feedback_prompt(task, asked, "the response", tokenizer, 10_000)
+    question = prompt("A post with words. " * 20)
+    whole = build_feedback_prompt(task, question, "the response", tokenizer, 10_000)
     text = tokenizer.decode(whole)
-    assert asked.prompt_text in text
+    assert question.prompt_text in text
     assert text.endswith("the response<|end|><|assistant|>")
-    cut = build_feedback_prompt(task, asked, "the response", tokenizer, len(whole) - 7)
-    assert tokenizer.decode(cut) == text.replace(asked.prompt_text, asked.prompt_text[:-7])
-    least = len(whole) - len(asked.prompt_text)
-    assert len(build_feedback_prompt(task, asked, "the response", tokenizer, least)) == least
+    cut = build_feedback_prompt(task, question, "the response", tokenizer, len(whole) - 7)
+    assert tokenizer.decode(cut) == text.replace(question.prompt_text, question.prompt_text[:-7])
+    least = len(whole) - len(question.prompt_text)
+    assert len(build_feedback_prompt(task, question, "the response", tokenizer, least)) == least
     with pytest.raises(UserError, match=r"prompt 1: .* do not fit"):
-        build_feedback_prompt(task, asked, "the response", tokenizer, least - 1)
+        build_feedback_prompt(task, question, "the response", tokenizer, least - 1)
 
 
 def test_other_instructions_are_another_version() -> None:
@@ -177,8 +177,8 @@ def test_the_tiny_world_walks_the_same_path() -> None:
     assert task.prompt_text(row) == row["post"]
     assert task.reference(row) == row["tldr_human_reference_summary"]
     assert task.policy_messages(row, 5)[0]["content"] == world.POLICY_INSTRUCTION + row["post"][:5]
-    asked = prompt(row["post"], **task.payload(row))
-    assert task.measure(asked, row["ideal_human_summary"], sandbox=SANDBOX)["fact_f1"] == 1.0  # type: ignore[index]
-    assert task.score_name in task.measure(asked, "", sandbox=SANDBOX)  # type: ignore[operator]
-    judged = feedback_function(row["post"], row["ideal_human_summary"], payload=asked.payload)
+    question = prompt(row["post"], **task.payload(row))
+    assert task.measure(question, row["ideal_human_summary"], sandbox=SANDBOX)["fact_f1"] == 1.0  # type: ignore[index]
+    assert task.score_name in task.measure(question, "", sandbox=SANDBOX)  # type: ignore[operator]
+    judged = feedback_function(row["post"], row["ideal_human_summary"], payload=question.payload)
     assert len(judged.good) == len(row["facts"]) == 5

@@ -1,4 +1,4 @@
-"""What an annotator is asked, what its answer becomes, and how it is told what is wrong."""
+"""Requests to annotators, the feedback in their answers, and follow-ups about faults."""
 
 import asyncio
 import json
@@ -15,12 +15,12 @@ from t2g.tasks.base import get_task
 
 
 def test_an_answer_becomes_spans_that_point_into_the_critique() -> None:
-    said = answer(
+    scripted = answer(
         "The phone is right. The second red is wrong.",
         span("phone", "good", phrase="The phone is right"),
         span("red", "poor", occurrence=2, severity=3, phrase="second red"),
     )
-    feedback, _ = ask(said)
+    feedback, _ = ask(scripted)
     assert spans(feedback) == [("phone", 1), ("red", -1)]
     phone, red = feedback.spans
     assert (phone.critique_range, red.start, red.severity, red.critique_range) == ((0, 18), 15, 3, (24, 34))
@@ -34,7 +34,7 @@ def test_the_model_reasons_first_and_spans_come_last() -> None:
     assert schema["required"] == list(schema["properties"]) == ["reasoning", "critique", "spans"]
     entry = schema["properties"]["spans"]["items"]
     assert entry["required"] == ["quote", "occurrence", "label", "severity", "phrase"]
-    ((message,),) = chat.asked
+    ((message,),) = chat.requests
     task = get_task("summarization")
     assert message["content"].startswith(task.review.opening)
     order = [task.material(prompt(), RESPONSE), "step by step", task.review.questions, '"critique": then', '"spans"']
@@ -57,20 +57,22 @@ def test_one_form_of_the_answer_is_requested(name: str, critique: str | None) ->
 def test_redundancy_is_poor_and_in_the_prompt() -> None:
     review = get_task("summarization").review
     assert "says something again" in review.instructions(StyleConfig())
-    asked = make_request(get_task("summarization"), prompt(), RESPONSE, StyleConfig()).messages[0]["content"]
-    assert "says something again" in asked and "said twice" in asked
+    content = make_request(get_task("summarization"), prompt(), RESPONSE, StyleConfig()).messages[0]["content"]
+    assert "says something again" in content and "said twice" in content
 
 
 def test_a_severity_means_the_same_to_annotator_reward_model_and_pay() -> None:
     """A wrong line of code is paid for; one that works and could be improved is free."""
     task = get_task("code")
     meaning = task.review.severity
-    asked = make_request(task, prompt(), RESPONSE, StyleConfig()).messages[0]["content"]
-    assert meaning in asked and meaning in task.feedback_messages(prompt(), RESPONSE)[0]["content"]
-    assert "more harm" not in asked and "3 is wrong" in meaning and "1 works" in meaning
+    content = make_request(task, prompt(), RESPONSE, StyleConfig()).messages[0]["content"]
+    assert meaning in content and meaning in task.feedback_messages(prompt(), RESPONSE)[0]["content"]
+    assert "more harm" not in content and "3 is wrong" in meaning and "1 works" in meaning
     job = PolicyJob(task="code", model={"policy": "m"}, data={"path": "p"}, feedback={"source": "program"})
-    said = answer("So.", span("bag", "poor", severity=3, phrase="So"), span("phone", "poor", severity=1, phrase="So"))
-    judged, _ = ask(said)
+    scripted = answer(
+        "So.", span("bag", "poor", severity=3, phrase="So"), span("phone", "poor", severity=1, phrase="So")
+    )
+    judged, _ = ask(scripted)
     paid = {RESPONSE[s.start : s.end]: job.objective.rewards.poor[s.severity - 1] for s in judged.spans}
     assert paid == {"bag": -1.0, "phone": 0.0}
 
@@ -83,7 +85,7 @@ def test_without_a_critique_there_is_none_and_no_phrase() -> None:
     assert (feedback.critique, spans(feedback)) == ("", [("phone", 1)])
     assert chat.schemas[0]["required"] == ["reasoning", "spans"]
     assert "phrase" not in chat.schemas[0]["properties"]["spans"]["items"]["required"]
-    assert "critique" not in chat.asked[0][0]["content"]
+    assert "critique" not in chat.requests[0][0]["content"]
 
 
 def test_human_feedback_is_shown_of_the_response_it_is_about() -> None:
@@ -91,7 +93,7 @@ def test_human_feedback_is_shown_of_the_response_it_is_about() -> None:
     chat = ScriptedChat(GOOD)
     judge(annotator(chat), **record)
     judge(annotator(chat), "Another one: phone.", **record)
-    shown = ["The bag was blue." in messages[-1]["content"] for messages in chat.asked]
+    shown = ["The bag was blue." in messages[-1]["content"] for messages in chat.requests]
     assert shown == [True, False]
 
 
@@ -105,29 +107,32 @@ def test_another_style_or_vote_is_another_version() -> None:
 
 def test_a_given_critique_is_kept_and_its_spans_are_requested() -> None:
     critique = "I like that it names the phone.\nThere is no bag!"
-    said = {"reasoning": "r", "spans": [span("bag", "poor", phrase="no bag"), span("phone", "good", phrase="phone")]}
-    chat = ScriptedChat(json.dumps(said))
+    scripted = {
+        "reasoning": "r",
+        "spans": [span("bag", "poor", phrase="no bag"), span("phone", "good", phrase="phone")],
+    }
+    chat = ScriptedChat(json.dumps(scripted))
     feedback = asyncio.run(annotator(chat).align(prompt(), RESPONSE, critique))
     assert (feedback.critique, spans(feedback)) == (critique, [("phone", 1), ("bag", -1)])
     assert [critique[slice(*s.critique_range)] for s in feedback.spans if s.critique_range] == ["phone", "no bag"]
-    assert critique in chat.asked[0][0]["content"] and chat.schemas[0]["required"] == ["reasoning", "spans"]
+    assert critique in chat.requests[0][0]["content"] and chat.schemas[0]["required"] == ["reasoning", "spans"]
 
 
-# What is wrong is told
+# Faults
 
 
 def test_a_failed_call_is_reported_and_repeated() -> None:
     feedback, chat = ask(MISS, GOOD)
     assert spans(feedback) == [("phone", 1)] and feedback.num_quotes == feedback.num_located == 1
-    assert [message["role"] for message in chat.asked[1]] == ["user", "assistant", "user"]
-    assert chat.asked[1][0] == chat.asked[0][0] and chat.asked[1][1]["content"] == MISS
-    complaint = chat.asked[1][2]["content"]
+    assert [message["role"] for message in chat.requests[1]] == ["user", "assistant", "user"]
+    assert chat.requests[1][0] == chat.requests[0][0] and chat.requests[1][1]["content"] == MISS
+    complaint = chat.requests[1][2]["content"]
     assert 'The quote "case" does not occur in the response.' in complaint and '"bag"' not in complaint
 
 
 def test_after_the_last_try_what_was_located_is_used_and_misses_are_counted() -> None:
     feedback, chat = ask(MISS)
-    assert len(chat.asked) == 3
+    assert len(chat.requests) == 3
     assert (spans(feedback), feedback.num_quotes, feedback.num_located) == ([("bag", -1)], 2, 1)
     assert feedback.status == "ok"
 
@@ -150,7 +155,11 @@ def test_nothing_located_is_unparsable_with_a_reason() -> None:
 
 def test_a_critique_without_quotes_is_an_answer() -> None:
     feedback, chat = ask(answer("The colour of the phone is missing."))
-    assert (feedback.status, feedback.critique, len(chat.asked)) == ("empty", "The colour of the phone is missing.", 1)
+    assert (feedback.status, feedback.critique, len(chat.requests)) == (
+        "empty",
+        "The colour of the phone is missing.",
+        1,
+    )
 
 
 @pytest.mark.parametrize(
@@ -174,13 +183,13 @@ def test_a_critique_without_quotes_is_an_answer() -> None:
 )
 def test_flawed_entries_are_reported_left_out_and_counted(entry: Any, fault: str) -> None:
     feedback, chat = ask(answer("It is wrong.", span("bag", "poor", phrase="wrong"), entry), max_tries=2)
-    assert fault in chat.asked[1][-1]["content"]
+    assert fault in chat.requests[1][-1]["content"]
     assert (spans(feedback), feedback.num_quotes, feedback.num_located) == ([("bag", -1)], 2, 1)
 
 
 def test_a_phrase_missing_from_the_critique_is_reported_and_its_span_kept() -> None:
     feedback, chat = ask(answer("It is wrong.", span("bag", "poor", phrase="the bag")), max_tries=2)
-    assert 'The phrase "the bag" of the quote "bag" does not occur in the critique.' in chat.asked[1][-1]["content"]
+    assert 'The phrase "the bag" of the quote "bag" does not occur in the critique.' in chat.requests[1][-1]["content"]
     assert spans(feedback) == [("bag", -1)] and feedback.spans[0].critique_range is None
 
 
@@ -202,9 +211,9 @@ def test_a_phrase_missing_from_the_critique_is_reported_and_its_span_kept() -> N
 )
 def test_answers_that_cannot_be_read(text: str | Completion, fault: str) -> None:
     feedback, chat = ask(text, max_tries=2)
-    assert (feedback.status, len(chat.asked)) == ("unparsable", 2)
-    assert fault in chat.asked[1][-1]["content"] and fault in feedback.reason
-    assert all(len(message["content"]) < 6000 for message in chat.asked[1])
+    assert (feedback.status, len(chat.requests)) == ("unparsable", 2)
+    assert fault in chat.requests[1][-1]["content"] and fault in feedback.reason
+    assert all(len(message["content"]) < 6000 for message in chat.requests[1])
 
 
 def test_text_around_the_object_is_forgiven() -> None:
@@ -216,18 +225,18 @@ def test_half_characters_do_not_end_the_annotation() -> None:
     chat = ScriptedChat('{"reasoning": "", "critique": "bad \\ud800", "spans": [' + entry + "]}")
     feedback = asyncio.run(annotator(chat).judge(prompt(), "x \ud800"))
     assert feedback.status == "unparsable"
-    "".join(message["content"] for messages in chat.asked for message in messages).encode()
+    "".join(message["content"] for messages in chat.requests for message in messages).encode()
     feedback.critique.encode()
 
 
 def test_good_pieces_overlap_no_good_ones_and_the_same_piece_twice_is_one() -> None:
     twice = span("phone", "good", phrase="right"), span("phone", "good", phrase="right")
     feedback, chat = ask(answer("right", *twice, span("red phone", "good", phrase="right")), answer("right", *twice))
-    assert spans(feedback) == [("phone", 1)] and len(chat.asked) == 2
-    assert 'The good quote "red phone" overlaps a good one.' in chat.asked[1][-1]["content"]
+    assert spans(feedback) == [("phone", 1)] and len(chat.requests) == 2
+    assert 'The good quote "red phone" overlaps a good one.' in chat.requests[1][-1]["content"]
 
 
 def test_a_thousand_entries_are_bounded() -> None:
-    said = answer("red", *(span("red", "good", phrase="red") for _ in range(600)))
-    feedback, _ = ask(said, max_tries=1)
+    scripted = answer("red", *(span("red", "good", phrase="red") for _ in range(600)))
+    feedback, _ = ask(scripted, max_tries=1)
     assert feedback.num_quotes == 600 and len(feedback.spans) == 1

@@ -58,8 +58,8 @@ def test_a_request_and_its_answer(server: FakeEndpoint) -> None:
 
 
 def test_the_client_is_of_the_loop_that_asks(server: FakeEndpoint) -> None:
-    asked = chat(server)
-    assert [ask(asked).finish_reason for _ in range(2)] == ["stop", "stop"]
+    client = chat(server)
+    assert [ask(client).finish_reason for _ in range(2)] == ["stop", "stop"]
 
 
 @pytest.mark.parametrize("status", [408, 409, 429, 500, 502, 503, 529])
@@ -78,9 +78,9 @@ def test_transient_errors_are_retried_until_the_deadline(
 def test_what_concerns_this_request_alone(server: FakeEndpoint, status: int) -> None:
     refused = Reply(status, {"error": {"message": "too long"}})
     server.reply = lambda number, body: says("Fine.") if number == 1 else refused
-    asked = chat(server)
-    ask(asked)
-    failed = refusal(asked)
+    client = chat(server)
+    ask(client)
+    failed = refusal(client)
     assert not failed.is_transient and len(server.requests) == 2
     assert "too long" in str(failed) and str(status) in str(failed)
 
@@ -88,12 +88,12 @@ def test_what_concerns_this_request_alone(server: FakeEndpoint, status: int) -> 
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_wrong_key_is_named_by_its_variable_and_never_shown(server: FakeEndpoint, status: int) -> None:
     server.reply = lambda number, body: Reply(status, {"error": {"message": f"Incorrect API key: {KEY}"}})
-    asked = chat(server)
+    client = chat(server)
     with pytest.raises(UserError, match=f"refuses the key in the environment variable {KEY_VARIABLE}") as caught:
-        ask(asked)
+        ask(client)
     error: BaseException | None = caught.value
     assert KEY not in str(error) and error.__suppress_context__  # a traceback would show what the server said
-    assert KEY not in repr(asked)
+    assert KEY not in repr(client)
 
 
 def test_a_wrong_model_or_path(server: FakeEndpoint) -> None:
@@ -141,10 +141,10 @@ def test_a_body_that_grows_is_bounded_in_memory(
     body = b"x" * (64 * 2**20)
     sent = gzip.compress(body, 1) if encoding == "gzip" else body
     server.reply = lambda number, request: Reply(status, sent, {"Content-Encoding": encoding})
-    asked = chat(server)
+    client = chat(server)
     tracemalloc.start()
     try:
-        assert refusal(asked).kind == ("answer" if status == 200 else f"HTTP {status}")
+        assert refusal(client).kind == ("answer" if status == 200 else f"HTTP {status}")
         assert tracemalloc.get_traced_memory()[1] < 4 * MAX_BODY_BYTES
     finally:
         tracemalloc.stop()
@@ -196,7 +196,7 @@ def test_a_body_that_breaks_off(server: FakeEndpoint) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("body", "sentence"),
     [
         ("<html>proxy</html>", ": <html>"),
         ("\x1b[2J", ": ?[2J"),
@@ -214,26 +214,26 @@ def test_a_body_that_breaks_off(server: FakeEndpoint) -> None:
         (completion([{"type": "text", "text": "Fine."}]), "content: Input should be a valid string"),
     ],
 )
-def test_bodies_that_are_no_completion(server: FakeEndpoint, body: Any, words: str) -> None:
+def test_bodies_that_are_no_completion(server: FakeEndpoint, body: Any, sentence: str) -> None:
     server.reply = lambda number, request: Reply(body=body)
     failed = refusal(chat(server))
-    assert not failed.is_transient and words in str(failed)
+    assert not failed.is_transient and sentence in str(failed)
 
 
 @pytest.mark.parametrize("wrap", [str, lambda text: {"error": text}, lambda text: completion([text])])
 def test_a_key_that_is_repeated_where_the_sentence_is_cut(server: FakeEndpoint, wrap: Callable[[str], Any]) -> None:
-    asked = chat(server)
+    client = chat(server)
     for length in range(60, 320, 8):
         server.reply = lambda number, request, x="x" * length: Reply(body=wrap(x + KEY + "y" * 400))
-        assert "x" * 60 in str(refusal(asked))
+        assert "x" * 60 in str(refusal(client))
 
 
 def test_a_refusal_does_not_repeat_the_key_and_an_answer_stays_as_it_is(server: FakeEndpoint) -> None:
     refused = completion("")
     refused["choices"][0]["message"]["refusal"] = f"No, {KEY}, never."
     server.reply = lambda number, body: Reply(body=refused) if number == 1 else says("any company")
-    said = ask(chat(server))
-    assert (said.text, said.finish_reason) == ("No, ***, never.", "refusal")
+    reply = ask(chat(server))
+    assert (reply.text, reply.finish_reason) == ("No, ***, never.", "refusal")
     assert ask(chat(server, "any")).text == "any company"
 
 
@@ -272,9 +272,9 @@ def test_what_a_completion_says() -> None:
     assert (read("Fine!!").prompt_tokens, read("Fine!!").output_tokens) == (4, 2)  # bytes / 3, rounded up
 
 
-@pytest.mark.parametrize(("key", "words"), [("", "is not set"), (" \n", "is not set"), ("a\nb", "no key has")])
-def test_a_key_that_is_none(server: FakeEndpoint, key: str, words: str) -> None:
-    with pytest.raises(UserError, match=words) as caught:
+@pytest.mark.parametrize(("key", "sentence"), [("", "is not set"), (" \n", "is not set"), ("a\nb", "no key has")])
+def test_a_key_that_is_none(server: FakeEndpoint, key: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence) as caught:
         chat(server, key)
     assert KEY_VARIABLE in str(caught.value)
 

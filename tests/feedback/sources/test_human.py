@@ -31,8 +31,8 @@ def write(path: Path, *rows: dict[str, Any]) -> Path:
     return path
 
 
-def judge(source: HumanFeedback, asked: Prompt, response: str) -> SpanFeedback:
-    return asyncio.run(source.judge(asked, response))
+def judge(source: HumanFeedback, question: Prompt, response: str) -> SpanFeedback:
+    return asyncio.run(source.judge(question, response))
 
 
 def human(path: Path, **keywords: Any) -> HumanFeedback:
@@ -71,14 +71,14 @@ def test_by_id_and_by_text(tmp_path: Path) -> None:
 
 
 def test_the_text_of_a_prompt_counts_before_an_id_that_another_data_set_may_have(tmp_path: Path) -> None:
-    def row(critique: str, **asked: str) -> dict[str, Any]:
-        return {"response": "yes", "critique": critique, "good": [], **asked}
+    def row(critique: str, **question: str) -> dict[str, Any]:
+        return {"response": "yes", "critique": critique, "good": [], **question}
 
     rows = row("id", prompt_id="7"), row("text", prompt="Who?"), row("both", prompt_id="7", prompt="Why?")
     source = human(write(tmp_path / "human.jsonl", *rows))
     critiques = {
-        asked: judge(source, prompt(*asked), "yes").critique
-        for asked in (("7", "Who?"), ("7", "Why?"), ("7", "When?"), ("8", "Who?"))
+        question: judge(source, prompt(*question), "yes").critique
+        for question in (("7", "Who?"), ("7", "Why?"), ("7", "When?"), ("8", "Who?"))
     }
     assert list(critiques.values()) == ["text", "both", "id", "text"]
     assert judge(source, prompt("8", "Why?"), "yes").status == "failed"  # judged for prompt 7 only
@@ -208,11 +208,11 @@ def test_a_critique_without_spans_is_aligned_and_stays_the_persons(tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["human.jsonl", "ann, bob.jsonl"])
 def test_a_record_is_current_as_long_as_its_own_line_is(tmp_path: Path, name: str) -> None:
-    path, asked = tmp_path / name, prompt("7", "")
+    path, question = tmp_path / name, prompt("7", "")
     bare = {"prompt_id": "8", "response": "a red phone", "critique": "No phone."}
     first = human(write(path, ROW, bare), aligner=Aligner())
     records = [
-        make_annotated_record(asked, "a phone", judge(first, asked, "a phone")),
+        make_annotated_record(question, "a phone", judge(first, question, "a phone")),
         make_annotated_record(prompt("8", ""), "a red phone", judge(first, prompt("8", ""), "a red phone")),
     ]
     assert [first.is_current(record) for record in records] == [True, True]
@@ -235,7 +235,7 @@ def test_the_critiques_that_published_records_hold(name: str, file: str, critiqu
     if isinstance(rows, dict):
         row = {"id": next(iter(rows)), **row}
     source = HumanFeedback(DATA / file, task, aligner)
-    asked = replace(prompt(str(task.prompt_id(row)), task.prompt_text(row)), payload=task.payload(row))
+    question = replace(prompt(str(task.prompt_id(row)), task.prompt_text(row)), payload=task.payload(row))
     response = task.response(row)
-    assert response is not None and source.needs_aligner(asked, response)
-    assert judge(source, asked, response).critique.startswith(critique)
+    assert response is not None and source.needs_aligner(question, response)
+    assert judge(source, question, response).critique.startswith(critique)

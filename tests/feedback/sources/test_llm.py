@@ -25,7 +25,7 @@ GONE = ChatError("HTTP 400", "gone")
 def test_a_refusal_is_not_argued_with() -> None:
     no = Completion(text="I cannot help.", finish_reason="refusal", prompt_tokens=5, output_tokens=4)
     feedback, chat = ask(no)
-    assert (feedback.status, len(chat.asked)) == ("failed", 1)
+    assert (feedback.status, len(chat.requests)) == ("failed", 1)
     assert "refused: I cannot help." in feedback.reason
 
 
@@ -37,9 +37,9 @@ def test_a_failure_that_may_pass_takes_one_of_the_tries() -> None:
     broken = ChatError("connection", "the answer broke off", is_transient=True)
     assert spans(ask(broken, MISS, GOOD)[0]) == [("phone", 1)]
     feedback, chat = ask(MISS, broken, broken)
-    assert (spans(feedback), len(chat.asked)) == ([("bag", -1)], 3)
+    assert (spans(feedback), len(chat.requests)) == ([("bag", -1)], 3)
     feedback, chat = ask(broken)
-    assert (feedback.status, feedback.reason, len(chat.asked)) == ("failed", "the answer broke off", 3)
+    assert (feedback.status, feedback.reason, len(chat.requests)) == ("failed", "the answer broke off", 3)
 
 
 def test_the_deadline_is_of_all_tries() -> None:
@@ -47,21 +47,21 @@ def test_the_deadline_is_of_all_tries() -> None:
     started = time.monotonic()
     feedback = judge(annotator(chat, timeout_s=0.45, max_tries=1000))
     assert feedback.status == "failed" and "within timeout_s=0.45" in feedback.reason
-    assert len(chat.asked) <= 5 and time.monotonic() - started < 2
+    assert len(chat.requests) <= 5 and time.monotonic() - started < 2
 
 
 def test_an_answer_that_does_not_come_is_a_failure_with_a_price() -> None:
     source = annotator(ScriptedChat(GOOD, delay_s=3600), timeout_s=0.2)
     feedback = judge(source)
     assert feedback.status == "failed" and "gave no answer within timeout_s=0.2" in feedback.reason
-    words = estimate_cost([(prompt(), RESPONSE)], config(), get_task("summarization"))
-    assert f"({source.client.num_tokens:,} of prompts" in words
+    estimate = estimate_cost([(prompt(), RESPONSE)], config(), get_task("summarization"))
+    assert f"({source.client.num_tokens:,} of prompts" in estimate
 
 
 def test_a_judgement_is_finished_before_another_begins() -> None:
     chat = ScriptedChat(MISS, GOOD, MISS, GOOD)
     many(annotator(chat, concurrency=1), 2)
-    assert [len(messages) for messages in chat.asked] == [1, 3, 1, 3]
+    assert [len(messages) for messages in chat.requests] == [1, 3, 1, 3]
 
 
 def test_a_run_without_answers_stops() -> None:
@@ -93,26 +93,26 @@ def test_the_cap_ends_requests_but_not_records() -> None:
     feedback = [judge(source) for _ in range(3)]
     assert [f.status for f in feedback] == ["ok", "ok", "failed"]
     assert "220 tokens are spent" in feedback[2].reason and "llm.max_total_tokens=200" in feedback[2].reason
-    assert (source.client.num_tokens, len(chat.asked)) == (220, 2)
-    assert all(judge(source).status == "failed" for _ in range(MAX_LOST))  # each record is told, the run is not stopped
+    assert (source.client.num_tokens, len(chat.requests)) == (220, 2)
+    assert all(judge(source).status == "failed" for _ in range(MAX_LOST))  # each record fails, the run goes on stopped
 
 
 def test_an_estimate_counts_bytes_and_longest_answers() -> None:
     fields = {"num_annotators": 3, "temperature": 0.7, "max_output_tokens": 50, "max_total_tokens": 9999}
     _, chat = ask(GOOD, **fields)
-    content, schema = chat.asked[0][0]["content"], json.dumps(chat.schemas[0])
+    content, schema = chat.requests[0][0]["content"], json.dumps(chat.schemas[0])
     expected = -(-len(content.encode()) // 3) + 8 + -(-len(schema) // 3)
     items = [(prompt(), RESPONSE), (prompt(), RESPONSE)]
     total = 6 * (expected + 50)
 
-    def words(cap: int | None) -> str:
+    def estimate(cap: int | None) -> str:
         return estimate_cost(items, config(**fields | {"max_total_tokens": cap}), get_task("summarization"))
 
-    assert words(None) == words(total)
-    told = f"judge: 6 requests, up to about {total:,} tokens ({6 * expected:,} of prompts, 300 of answers)"
-    assert words(total).startswith(told)
+    assert estimate(None) == estimate(total)
+    opening = f"judge: 6 requests, up to about {total:,} tokens ({6 * expected:,} of prompts, 300 of answers)"
+    assert estimate(total).startswith(opening)
     with pytest.raises(UserError, match=rf"about {total:,} tokens .* \(data\.limit\) under another run\.name"):
-        words(total - 1)
+        estimate(total - 1)
 
 
 # Several annotators
@@ -125,7 +125,7 @@ def test_annotators_vote_and_agreement_is_reported() -> None:
     )
     assert spans(feedback) == [("phone", 1), ("bag", -1)]
     assert feedback.agreement == pytest.approx((2 * 5 / (8 + 5) + 2 * 3 / (8 + 3) + 0) / 3)
-    assert (feedback.num_quotes, len(chat.asked)) == (4, 3)
+    assert (feedback.num_quotes, len(chat.requests)) == (4, 3)
 
 
 def test_one_lost_annotator_of_three_weakens_the_vote_and_two_end_it() -> None:

@@ -204,7 +204,7 @@ def test_the_third_hang_in_a_row_stops_the_run() -> None:
     with pytest.raises(RunStopped, match=r"test_program:hanging gave no answer 3 times in a row, in 0\.05 s each"):
         asyncio.run(step())
     assert time.monotonic() - started < 2  # and not 64 x .05 s
-    with pytest.raises(RunStopped):  # nor is it asked again
+    with pytest.raises(RunStopped):  # without another call
         judge(program)
 
 

@@ -34,8 +34,8 @@ def test_posts_summaries_feedback_and_measure_know_the_facts_of_their_record(num
         facts, ideal, faulty = row["facts"], row["ideal_human_summary"], row["tldr_human_reference_summary"]
         assert len(facts) == num_facts == row["post"].count(".")
         assert all(fact in row["post"] for fact in facts.values())
-        said = world.judge_summary(facts, ideal)
-        assert [ideal[s.start : s.end] for s in said.good] == list(facts.values()) and not said.poor
+        verdict = world.judge_summary(facts, ideal)
+        assert [ideal[s.start : s.end] for s in verdict.good] == list(facts.values()) and not verdict.poor
         assert (world.measure(facts, ideal)["fact_f1"], world.measure(facts, ideal)["clauses"]) == (1.0, num_facts)
         counts, judged = world.measure(facts, faulty), world.judge_summary(facts, faulty)
         clauses += counts["clauses"]
@@ -82,14 +82,14 @@ def test_windows_hold_what_a_world_writes(num_facts: int, tmp_path: Path) -> Non
     policy, reward = assets.build_tokenizers(tmp_path, num_facts)
     for row in world.make_records(count=60, heldout=False, rates=job.world, seed=4):
         text, facts = row["ideal_human_summary"], row["facts"]
-        asked = policy.apply_chat_template(task.policy_messages(row), add_generation_prompt=True, tokenize=False)
-        said = task.feedback_messages(Prompt(prompt_id="p", prompt_text=row["post"], task="tiny"), text)
-        question = reward.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+        policy_chat = policy.apply_chat_template(task.policy_messages(row), add_generation_prompt=True, tokenize=False)
+        verdict = task.feedback_messages(Prompt(prompt_id="p", prompt_text=row["post"], task="tiny"), text)
+        question = reward.apply_chat_template(verdict, add_generation_prompt=True, tokenize=False)
         critique, *sides = world.judge_summary(facts, text)
         target = format_answer(critique, *([make_quote(text, span) for span in side] for side in sides))
         summary, answer = len(policy(text).input_ids) + 1, len(reward(target).input_ids) + 1
         lengths.append(
-            (summary, len(policy(asked).input_ids) + summary, answer, len(reward(question).input_ids) + answer)
+            (summary, len(policy(policy_chat).input_ids) + summary, answer, len(reward(question).input_ids) + answer)
         )
     longest = [max(column) for column in zip(*lengths, strict=True)]
     engine, rollout = job.reward_engine, job.rollout

@@ -55,11 +55,11 @@ def test_a_question_in_both_wordings() -> None:
 def test_feedback_blames_the_wrong_line_and_none_for_what_is_missing() -> None:
     judge = get_task("tiny_code").make_feedback_function(style=StyleConfig(), sandbox=SandboxConfig(require=()))
     assert judge is not None
-    said = judge("", FAULTY, payload={"test": TESTS})
-    assert [FAULTY[span.start : span.end] for span in said["poor"]] == ["return n * 5"]
-    assert [FAULTY[span.start : span.end] for span in said["good"]] == ["return n + 2"]
-    assert "A case is missing before line 6" in said["critique"]
-    assert said["execution"]["isolation"] == ["interpreted"]
+    judged = judge("", FAULTY, payload={"test": TESTS})
+    assert [FAULTY[span.start : span.end] for span in judged["poor"]] == ["return n * 5"]
+    assert [FAULTY[span.start : span.end] for span in judged["good"]] == ["return n + 2"]
+    assert "A case is missing before line 6" in judged["critique"]
+    assert judged["execution"]["isolation"] == ["interpreted"]
 
 
 def test_without_faults_a_program_passes_but_where_it_looks_at_n() -> None:
@@ -149,14 +149,14 @@ def test_the_sandbox_says_what_the_interpreter_says() -> None:
     ]
     known = 0
     for program in tried:
-        said = interpret(program, TESTS)
-        if said is not None:
+        judged = interpret(program, TESTS)
+        if judged is not None:
             known += 1
-            assert _told(said) == _told(run_solution(program, TESTS, BOX)), program
+            assert summarize(judged) == summarize(run_solution(program, TESTS, BOX)), program
     assert known >= 7
 
 
-def _told(outcome: Outcome) -> tuple[Any, ...]:
+def summarize(outcome: Outcome) -> tuple[Any, ...]:
     return outcome.passed, outcome.reason, outcome.tests
 
 

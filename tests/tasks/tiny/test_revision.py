@@ -23,7 +23,7 @@ SAID = {
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("keys", "expected"),
     [
         ((), "by Zoë, about a laptop, sells honey, by Zoë, since Friday."),
         (("name",), "by Zoë, about a laptop, sells honey, by Zoë, since Friday."),
@@ -35,9 +35,9 @@ SAID = {
         (tuple(SAID), "by Zoë, about a phone, it hums, since Monday, in Oslo."),
     ],
 )
-def test_only_what_the_critique_says_is_changed(said: tuple[str, ...], expected: str) -> None:
+def test_only_what_the_critique_says_is_changed(keys: tuple[str, ...], expected: str) -> None:
     assert " ".join(SAID.values()) == judge_summary(FACTS, RESPONSE).critique
-    assert correct_response(FACTS, RESPONSE, " ".join(SAID[key] for key in said)) == expected
+    assert correct_response(FACTS, RESPONSE, " ".join(SAID[key] for key in keys)) == expected
 
 
 def test_a_correction_never_says_a_fact_twice() -> None:

@@ -172,8 +172,26 @@ def test_dense_labels_are_whole_clauses_with_the_same_verdicts() -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_garbage_gets_quotes_that_stand_in_it_and_never_overlap(seed: int, dense: bool) -> None:
     rng = np.random.default_rng(seed)
-    words = ["by", "in", "about a", "José", "東京", "it", "hums", "🎧", ",", ", ", ".", '"', "\\", "\n", "�", " ", "\t"]
-    response = "".join(words[i] + " " * int(rng.integers(2)) for i in rng.integers(len(words), size=30))
+    pieces = [
+        "by",
+        "in",
+        "about a",
+        "José",
+        "東京",
+        "it",
+        "hums",
+        "🎧",
+        ",",
+        ", ",
+        ".",
+        '"',
+        "\\",
+        "\n",
+        "�",
+        " ",
+        "\t",
+    ]
+    response = "".join(pieces[i] + " " * int(rng.integers(2)) for i in rng.integers(len(pieces), size=30))
     judged = world.judge_summary(FACTS, response, dense=dense)
     assert judged == world.judge_summary(FACTS, response, dense=dense)
     taken: list[tuple[int, int]] = []
@@ -227,8 +245,8 @@ def test_every_style_has_instructions_of_its_own_and_the_default_those_of_the_de
     task = TinyTask()
     styles = [StyleConfig(critique=critique, labels=labels) for critique, labels in world.FEEDBACK_INSTRUCTIONS]
     assert styles[0] == StyleConfig()
-    told = {task.feedback_messages(POST, "it hums.", style=style)[0]["content"] for style in styles}
-    assert len(told) == 4 and all(text.endswith(" Post: A post.\nSummary: it hums.") for text in told)
+    contents = {task.feedback_messages(POST, "it hums.", style=style)[0]["content"] for style in styles}
+    assert len(contents) == 4 and all(text.endswith(" Post: A post.\nSummary: it hums.") for text in contents)
 
 
 def test_the_task_knows_its_feedback_function_and_its_response() -> None:
