@@ -60,12 +60,7 @@ def make_policy_examples(
 
 
 def make_reward_examples(
-    records: Sequence[AnnotatedRecord],
-    task: Task,
-    tokenizer: Any,
-    *,
-    max_length: int,
-    style: StyleConfig = SPARSE,
+    records: Sequence[AnnotatedRecord], task: Task, tokenizer: Any, *, max_length: int, style: StyleConfig = SPARSE
 ) -> list[TrainSequence]:
     """Return an example for each judged response, with [critique; span map] as the target.
 
@@ -98,11 +93,7 @@ def make_reward_examples(
 
 
 def make_sft_example(
-    build_prompt: Callable[[int], np.ndarray],
-    target: str,
-    tokenizer: Any,
-    *,
-    max_length: int,
+    build_prompt: Callable[[int], np.ndarray], target: str, tokenizer: Any, *, max_length: int
 ) -> TrainSequence:
     """Return one example of at most `max_length` tokens. Input text is truncated if needed, the target never.
 

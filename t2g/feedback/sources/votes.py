@@ -89,15 +89,9 @@ def vote(answers: Sequence[SpanFeedback], num_annotators: int, response_text: st
         ]
         severities = [max(span.severity for span in matches) for matches in by_annotator if matches]
         cited = max(by_annotator[closest], key=lambda span: _overlap(span, start, end), default=None)
-        spans.append(
-            Span(
-                start=start,
-                end=end,
-                label=label,
-                severity=median_low(severities),
-                critique_range=cited.critique_range if cited else None,
-            )
-        )
+        critique_range = cited.critique_range if cited else None
+        severity = median_low(severities)
+        spans.append(Span(start=start, end=end, label=label, severity=severity, critique_range=critique_range))
     return replace(
         answers[closest],
         spans=tuple(spans),

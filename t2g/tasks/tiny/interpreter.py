@@ -25,23 +25,19 @@ def interpret(code: str, tests: str) -> Outcome | None:
     if not _MODULE.fullmatch(tests):
         return None
     try:
-        function = _function(ast.parse(code))
-        results = [_test(function, *case) for case in re.findall(_CASE, tests)]
+        function = _find_function(ast.parse(code))
+        results = [_run_test(function, *case) for case in re.findall(_CASE, tests)]
+        reason = "passed" if all(result.passed for result in results) else "failed"
     except SyntaxError as error:
         details = {"error": "SyntaxError", "message": error.msg[:200], "trace": (error.lineno or 1,)}
-        results = [TestResult(name="import of the solution", passed=False, **details)]
-        return _outcome("syntax", results)
+        reason, results = "syntax", [TestResult(name="import of the solution", passed=False, **details)]
     except (_UnsupportedError, ValueError, RecursionError, MemoryError):
         return None
-    return _outcome("passed" if all(result.passed for result in results) else "failed", results)
-
-
-def _outcome(reason: str, results: list[TestResult]) -> Outcome:
     passed = reason == "passed"
     return Outcome(passed=passed, reason=reason, tests=tuple(results), isolation=("interpreted",), output="", seconds=0)
 
 
-def _function(module: ast.Module) -> ast.FunctionDef:
+def _find_function(module: ast.Module) -> ast.FunctionDef:
     match module.body:
         case [ast.FunctionDef(name="f", args=arguments, decorator_list=[], returns=None) as function]:
             names = [argument.arg for argument in arguments.args]
@@ -50,10 +46,10 @@ def _function(module: ast.Module) -> ast.FunctionDef:
     raise _UnsupportedError
 
 
-def _test(function: ast.FunctionDef, name: str, statement: str, word: str, n: str, expected: str) -> TestResult:
+def _run_test(function: ast.FunctionDef, name: str, statement: str, word: str, n: str, expected: str) -> TestResult:
     names: Names = dict(zip((argument.arg for argument in function.args.args), (word, int(n)), strict=True))
     lines: list[int] = []
-    got = _run(function.body, names, lines)
+    got = _run_statements(function.body, names, lines)
     ran = {"lines": tuple(sorted(set(lines))), "returned": lines[-1]}
     if got == int(expected):
         return TestResult(name=name, passed=True, **ran)
@@ -61,16 +57,16 @@ def _test(function: ast.FunctionDef, name: str, statement: str, word: str, n: st
     return TestResult(name=name, passed=False, **details, **ran)
 
 
-def _run(body: list[ast.stmt], names: Names, lines: list[int]) -> int | str | None:
+def _run_statements(body: list[ast.stmt], names: Names, lines: list[int]) -> int | str | None:
     """Return the value that these statements return, or None. Append executed lines to `lines`."""
     for statement in body:
         lines.append(statement.lineno)
         match statement:
             case ast.Return(value=ast.expr() as value):
-                return _value(value, names)
+                return _evaluate(value, names)
             case ast.If(test=test):
-                chosen = statement.body if _holds(test, names) else statement.orelse
-                got = _run(chosen, names, lines)
+                chosen = statement.body if _evaluate_condition(test, names) else statement.orelse
+                got = _run_statements(chosen, names, lines)
                 if got is not None:
                     return got
             case _:
@@ -78,14 +74,14 @@ def _run(body: list[ast.stmt], names: Names, lines: list[int]) -> int | str | No
     return None
 
 
-def _holds(test: ast.expr, names: Names) -> bool:
+def _evaluate_condition(test: ast.expr, names: Names) -> bool:
     match test:
         case ast.Compare(left=ast.Name() as left, ops=[ast.Eq()], comparators=[right]):
-            return _value(left, names) == _value(right, names)
+            return _evaluate(left, names) == _evaluate(right, names)
     raise _UnsupportedError
 
 
-def _value(node: ast.expr, names: Names) -> int | str:
+def _evaluate(node: ast.expr, names: Names) -> int | str:
     match node:
         case ast.Name(id=name) if name in names:
             return names[name]
@@ -94,9 +90,9 @@ def _value(node: ast.expr, names: Names) -> int | str:
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() as value)) if not isinstance(value, bool):
             return -value
         case ast.IfExp(test=test, body=body, orelse=orelse):
-            return _value(body if _holds(test, names) else orelse, names)
+            return _evaluate(body if _evaluate_condition(test, names) else orelse, names)
         case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _OPERATIONS:
-            operands = _value(left, names), _value(right, names)
+            operands = _evaluate(left, names), _evaluate(right, names)
             if all(isinstance(operand, int) for operand in operands):
                 return _OPERATIONS[type(operator)](*operands)
     raise _UnsupportedError

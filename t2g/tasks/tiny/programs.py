@@ -31,7 +31,6 @@ NUM_RULES = (3, 4, 5)
 SHOWN, HIDDEN = (2, 5), (3, 8)  # values of n
 SPECIAL = 0.05
 HEAD, LAST = "def f(k, n):", "\n    return n\n"
-IMPORT = "from solution import f\n"
 
 
 class Rule(NamedTuple):
@@ -105,7 +104,7 @@ def _list_other_words(rules: Iterable[Rule]) -> list[str]:
 # ------------------------------------------------------------------------------------------------------ tests, records
 def write_tests(cases: Iterable[tuple[str, int, int]]) -> str:
     """Return a pytest module. cases: word, n, and the expected value of f."""
-    return IMPORT + "".join(
+    return "from solution import f\n" + "".join(
         f'\n\ndef test_{word}_{n}():\n    assert f("{word}", {n}) == {value}\n' for word, n, value in cases
     )
 

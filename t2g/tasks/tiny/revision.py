@@ -14,8 +14,6 @@ import numpy as np
 
 from t2g.tasks.tiny.world import MISSING, Facts, judge_clauses, write_clause
 
-DROPPED = 0.3  # share of a critique's sentences that an example leaves out
-
 
 def split_sentences(critique: str) -> list[str]:
     """Return the critique's sentences. No value or clause contains a full stop."""
@@ -51,7 +49,7 @@ def correct_response(facts: Facts, response: str, critique: str) -> str:
     return ", ".join(text for _, text in clauses) + "."
 
 
-def drop_sentences(critique: str, rng: np.random.Generator, *, dropped: float = DROPPED) -> str:
+def drop_sentences(critique: str, rng: np.random.Generator, *, dropped: float = 0.3) -> str:
     """Return `critique` without a random share of its sentences.
 
     If every critique named every fault, the right response would follow from the post alone, and the trained policy

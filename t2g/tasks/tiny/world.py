@@ -167,11 +167,11 @@ def write_summary(facts: Facts, rates: WorldConfig, rng: np.random.Generator) ->
 
 # ---------------------------------------------------------------------------------------------------- feedback, measure
 _SLOT_OF_LEAD = {lead: slot for slot, lead in CLAUSE_LEADS.items()}
-_CLAUSE = re.compile(r"[^,.;\n]+")
+_CLAUSE = re.compile(r"[^,.;\s](?:[^,.;\n]*[^,.;\s])?")
 
 
 @lru_cache
-def _lead_of(num_facts: int) -> re.Pattern[str]:
+def _make_lead_pattern(num_facts: int) -> re.Pattern[str]:
     leads = sorted((CLAUSE_LEADS[slot] for slot in first_slots(num_facts)), key=len, reverse=True)
     return re.compile(rf"({'|'.join(map(re.escape, leads))})\s+(?=\S)")
 
@@ -183,11 +183,8 @@ def split_clauses(response: str, num_facts: int = 5) -> list[Clause]:
     """
     clauses = []
     for match in _CLAUSE.finditer(response):
-        text = match.group()
-        start, end = match.start() + len(text) - len(text.lstrip()), match.start() + len(text.rstrip())
-        if start >= end:
-            continue
-        lead = _lead_of(num_facts).match(response, start, end)
+        start, end = match.span()
+        lead = _make_lead_pattern(num_facts).match(response, start, end)
         slot = _SLOT_OF_LEAD[lead.group(1)] if lead else None
         clauses.append(Clause(start, end, slot, lead.end() if lead else start))
     return clauses
