@@ -34,7 +34,7 @@ def test_another_style_task_or_instruction_is_refused(tmp_path: Path) -> None:
         check_card(tmp_path, make_card(TinyTask(), BARE))
     with pytest.raises(UserError, match="needs task code, with a critique, sparse labels; set task and style"):
         check_card(tmp_path, trained.model_copy(update={"task": "code"}))
-    with pytest.raises(UserError, match=f"version {trained.prompt_version} of the instructions .* current version is 0"):
+    with pytest.raises(UserError, match=f"{trained.prompt_version} of the instructions .* current version is 0"):
         check_card(tmp_path, trained.model_copy(update={"prompt_version": "0"}))
 
 
