@@ -47,10 +47,6 @@ class LocalSolution(worker.Tracer):
         """
         worker.load_module(code)
 
-    def describe_end(self) -> str:
-        """Return the reason of the outcome if the process of the solution has ended."""
-        return "exited"
-
 
 class RemoteSolution(Peer):
     """A solution in a process of its own, the worker, at the other end of a socket."""
@@ -121,6 +117,7 @@ class RemoteSolution(Peer):
         _guard_approx()
 
     def describe_end(self) -> str:
+        """Return the reason of the outcome when the process of the solution has ended."""
         for _ in range(50):
             process, status = os.waitpid(self._worker, os.WNOHANG)
             if process:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from t2g.sandbox.box import confine, isolation, tester, worker
 from t2g.sandbox.box.clock import KILL_S, START_S, TIMED_OUT
+from t2g.sandbox.box.remote import Gone
 from t2g.sandbox.box.solutions import LocalSolution, RemoteSolution
 
 if TYPE_CHECKING:
@@ -228,11 +229,15 @@ def _confine(plan: dict[str, Any], in_force: list[str], *kept: int) -> None:
 
 
 def _run_worker(plan: dict[str, Any], in_force: list[str], end: socket.socket) -> None:
-    """Run the solution's process; it keeps only the socket, and standard output and error, which are the same file."""
+    """Run the solution's process until the tests' process ends.
+
+    It keeps only the socket, and standard output and error, which are the same file.
+    """
     isolation.die_with_parent()
     isolation.adopt_orphans()
     os.setsid()  # as in `_run_tester`
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
     os.dup2(2, 1)
     _confine(plan, in_force, end.fileno())
-    worker.main(end, plan["max_output_kib"] * 1024)
+    with contextlib.suppress(Gone):
+        worker.Worker(end, plan["max_output_kib"] * 1024).serve()
