@@ -10,7 +10,7 @@ from t2g.feedback.parse import find_sentence
 from t2g.feedback.rewards import compute_step_ids
 from t2g.tasks import code_feedback, human_eval
 from t2g.tasks.base import Task
-from t2g.tasks.code import _imported_names, extract_code
+from t2g.tasks.code import _find_imported_names, extract_code
 from t2g.tasks.tiny import revision, world
 from t2g.text.quotes import locate
 
@@ -33,7 +33,10 @@ def drastic(text: str) -> None:
 
 READERS: list[tuple[Callable[[str], object], str, str]] = [  # what reads, how the text begins, what it repeats
     *((extract_code, "```", piece) for piece in (" ", "a", " a", "\n", " \n", "`", "\n```")),
-    *((_imported_names, "", piece) for piece in ("\n", "from solution import (\n", "from solution import\n", "from\n")),
+    *(
+        (_find_imported_names, "", piece)
+        for piece in ("\n", "from solution import (\n", "from solution import\n", "from\n")
+    ),
     *((steps, "", piece) for piece in (".", ".\n", "?! ")),
     *((program, "", piece) for piece in ("from\n", "def ", "def \n", "case ", "else ", "import ")),
     *((drastic, "", piece) for piece in ("spawn", "_exit", "kill")),

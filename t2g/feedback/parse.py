@@ -246,8 +246,8 @@ def make_feedback(
 
 
 def _locate_quote(quote: Quote, label: Literal[-1, 1], response_text: str) -> Span | None:
-    found = locate(response_text, quote.quote, quote.occurrence)
-    return None if found is None else Span(start=found[0], end=found[1], label=label, severity=quote.severity)
+    position = locate(response_text, quote.quote, quote.occurrence)
+    return None if position is None else Span(start=position[0], end=position[1], label=label, severity=quote.severity)
 
 
 def _has_text(span: Span, response_text: str) -> bool:
@@ -273,8 +273,8 @@ def find_sentence(critique: str, quote: str, occurrence: int = 1) -> tuple[int, 
     Critiques discuss occurrences of the same text in order, one sentence each. The result is the `occurrence`-th
     sentence that contains the quote, or the first if there are fewer.
     """
-    found = _find_sentences(critique, quote)
-    return (found[occurrence - 1] if occurrence <= len(found) else found[0]) if found else None
+    sentences = _find_sentences(critique, quote)
+    return next(iter(sentences[occurrence - 1 :] or sentences), None)
 
 
 def _claim_sentence(
@@ -293,16 +293,16 @@ def _claim_sentence(
 @lru_cache(maxsize=64)  # each quote of an answer is looked up twice
 def _find_sentences(critique: str, quote: str) -> tuple[tuple[int, int], ...]:
     """Return the sentences that contain the quote, in order, without duplicates."""
-    ends, found = _sentence_ends(critique), {}
+    ends, ranges = _find_sentence_ends(critique), {}
     for first, last in locate_all(critique, quote):
         before, after = bisect_right(ends, first), bisect_left(ends, last)
         start, stop = ends[before - 1] if before else 0, ends[after] if after < len(ends) else len(critique)
-        if (start, stop) not in found:
+        if (start, stop) not in ranges:
             text = critique[start:stop]
-            found[start, stop] = start + len(text) - len(text.lstrip()), stop - (len(text) - len(text.rstrip()))
-    return tuple(found.values())
+            ranges[start, stop] = start + len(text) - len(text.lstrip()), stop - (len(text) - len(text.rstrip()))
+    return tuple(ranges.values())
 
 
 @lru_cache(maxsize=1)  # all quotes of an answer share a critique
-def _sentence_ends(critique: str) -> list[int]:
+def _find_sentence_ends(critique: str) -> list[int]:
     return [match.end() for match in _SENTENCE_END.finditer(critique)]

@@ -45,10 +45,10 @@ class Review:
         parts = [self.opening, first, scope, self.labels]
         if self.severity:
             parts.append(f"Severity of a poor piece: {self.severity}. 1 is a plain quote, 3 is {_SEVERE}.")
-        return " ".join(part for part in (*parts, _answer_format(style)) if part)
+        return " ".join(part for part in (*parts, _format_answer_rules(style)) if part)
 
 
-def _answer_format(style: StyleConfig) -> str:
+def _format_answer_rules(style: StyleConfig) -> str:
     critique, order, missing = "", "", "What is missing has no quote."
     if style.critique:
         critique, order = '"critique": "...", ', "Write the critique first. "
@@ -103,7 +103,7 @@ class Task:
 
     def response(self, record: Record) -> str | None:
         """Return the record's response to judge, if it has one. ValueError if it is no text, or blank."""
-        return optional_text(record, "response")
+        return get_optional_text(record, "response")
 
     def feedback_messages(
         self, prompt: Prompt, response_text: str, input_limit: int | None = None, *, style: StyleConfig = SPARSE
@@ -208,12 +208,12 @@ def stable_id(text: str) -> str:
     return hashlib.blake2b(text.encode("utf-8", errors="replace"), digest_size=8).hexdigest()
 
 
-def optional_text(record: Record, *names: str) -> str | None:
-    """Return `text_field`, or None if the record has none of the fields."""
-    return text_field(record, *names) if any(record.get(name) is not None for name in names) else None
+def get_optional_text(record: Record, *names: str) -> str | None:
+    """Return `get_text`, or None if the record has none of the fields."""
+    return get_text(record, *names) if any(record.get(name) is not None for name in names) else None
 
 
-def text_field(record: Record, *names: str) -> str:
+def get_text(record: Record, *names: str) -> str:
     """Return the first of these fields that the record has.
 
     Raises:

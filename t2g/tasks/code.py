@@ -13,7 +13,7 @@ from typing import Any
 from t2g.config import StyleConfig
 from t2g.errors import RunStopped
 from t2g.sandbox import Outcome, SandboxConfig, SandboxFailed, choose_mode, run_solution
-from t2g.tasks.base import FeedbackFunction, Record, Review, Task, optional_text, text_field
+from t2g.tasks.base import FeedbackFunction, Record, Review, Task, get_optional_text, get_text
 from t2g.tasks.references import NEITHER, with_mode
 from t2g.text.tokenizer import Message
 from t2g.types import Prompt
@@ -65,32 +65,32 @@ class CodeTask(Task):
 
     def prompt_text(self, record: Record) -> str:
         """Return the question and the names that the tests import: a question may not name its function."""
-        names = _imported_names(record.get("test"))
+        names = _find_imported_names(record.get("test"))
         imports = f"\n\nThe tests import from your program: {', '.join(names)}" if names else ""
-        return text_field(record, "question") + imports
+        return get_text(record, "question") + imports
 
     def reference(self, record: Record) -> str | None:
         """Return the solution in the form that the policy is to answer."""
-        solution = optional_text(record, "solution")
+        solution = get_optional_text(record, "solution")
         return None if solution is None else "```python\n" + solution.strip("\n") + "\n```"
 
     def response(self, record: Record) -> str | None:
-        return optional_text(record, "response", "solution")
+        return get_optional_text(record, "response", "solution")
 
     def notes(self, prompt: Prompt, response_text: str) -> str | None:
-        """The tests, which hold for any response; the log for the record's own."""
+        """Return difficulty and tests, and for the record's own response the log."""
         parts = [
-            _note("Difficulty", prompt.payload.get("gpt_difficulty")),
-            _note("Tests", prompt.payload.get("test")),
+            _format_note("Difficulty", prompt.payload.get("gpt_difficulty")),
+            _format_note("Tests", prompt.payload.get("test")),
             super().notes(prompt, response_text),
         ]
         return "\n\n".join(part for part in parts if part) or None
 
     def own_notes(self, payload: Mapping[str, Any]) -> str | None:
-        return _render_log(payload.get("log"))
+        return _format_log(payload.get("log"))
 
     def make_feedback_function(self, *, style: StyleConfig, sandbox: SandboxConfig) -> FeedbackFunction:
-        """Runs the tests of payload["test"] on the response, in a sandbox."""
+        """Return a function that runs the tests of payload["test"] on the response in a sandbox."""
         from t2g.tasks.code_feedback import make_feedback_function
 
         return make_feedback_function(sandbox, style, self.run)
@@ -106,7 +106,7 @@ class CodeTask(Task):
 
     def passed(self, prompt: Prompt, response_text: str, tests: str, sandbox: SandboxConfig) -> float:
         """Return 1 if the program in the response passes these tests, else 0."""
-        code = _with_imports(extract_code(response_text)[0], prompt.payload)
+        code = _add_imports(extract_code(response_text)[0], prompt.payload)
         return float(self.run(code, tests, with_mode(sandbox, prompt.payload)).passed)
 
     @_stop_without_sandbox()
@@ -114,14 +114,14 @@ class CodeTask(Task):
         solution, tests = prompt.payload.get("solution"), prompt.payload.get("test")
         if not isinstance(solution, str) or not isinstance(tests, str):
             return None
-        return choose_mode(_with_imports(solution, prompt.payload), tests, sandbox) or NEITHER
+        return choose_mode(_add_imports(solution, prompt.payload), tests, sandbox) or NEITHER
 
     @_stop_without_sandbox()
     def run(self, code: str, tests: str, sandbox: SandboxConfig) -> Outcome:
         return run_solution(code, tests, sandbox)
 
 
-def _with_imports(code: str, payload: Mapping[str, Any]) -> str:
+def _add_imports(code: str, payload: Mapping[str, Any]) -> str:
     """Return the program with the problem's imports before it, after its imports from __future__."""
     imports = payload.get("imports")
     if not isinstance(imports, str):
@@ -146,10 +146,10 @@ def extract_code(response_text: str) -> tuple[str, int]:
     return block[2], block.start(2)
 
 
-def _imported_names(test: Any) -> list[str]:
+def _find_imported_names(test: Any) -> list[str]:
     """Return the names that a test module imports from `solution`, in order; [] if it is no text.
 
-    >>> _imported_names("from solution import Stack, pop as take\\n")
+    >>> _find_imported_names("from solution import Stack, pop as take\\n")
     ['Stack', 'pop']
     """
     if not isinstance(test, str):
@@ -158,7 +158,7 @@ def _imported_names(test: Any) -> list[str]:
     return list(dict.fromkeys(part[0] for part in parts if part and part[0].isidentifier()))
 
 
-def _render_log(log: Any) -> str | None:
+def _format_log(log: Any) -> str | None:
     """Return a log of tests in at most about MAX_NOTE_CHARS characters. The end is kept: it lists the failures."""
     if isinstance(log, str):
         try:
@@ -167,15 +167,15 @@ def _render_log(log: Any) -> str | None:
             parsed = None
         log = parsed if isinstance(parsed, dict) else log
     if not isinstance(log, dict):
-        return _note("Log of the tests", log)
+        return _format_note("Log of the tests", log)
     outcome = {True: "passed", False: "failed"}.get(log.get("passed"), "of unknown outcome")
     kind = log.get("error_type")
     summary = f"The tests {outcome} ({kind})." if isinstance(kind, str) else f"The tests {outcome}."
-    printed = _note("Log of the tests", log.get("stdout")) or _note("Log of the tests", log.get("stderr"))
+    printed = _format_note("Log of the tests", log.get("stdout")) or _format_note("Log of the tests", log.get("stderr"))
     return f"{summary}\n{printed}" if printed else summary
 
 
-def _note(heading: str, text: Any) -> str | None:
+def _format_note(heading: str, text: Any) -> str | None:
     """Return the end of `text` under a heading, or None if it is no text, or blank."""
     if not isinstance(text, str) or not text.strip():
         return None

@@ -181,8 +181,8 @@ def find_praised_lines(outcome: Outcome, blamed: Iterable[int]) -> list[int]:
     failed_lines = {line for test in outcome.tests if not test.passed for line in test.lines}
     counts = Counter(line for test in passed for line in test.lines)
     returned = {test.returned for test in passed}
-    kept = [line for line in counts if line not in failed_lines and line not in set(blamed)]
-    return sorted(kept, key=lambda line: (line not in returned, -counts[line], line))
+    praised = [line for line in counts if line not in failed_lines and line not in set(blamed)]
+    return sorted(praised, key=lambda line: (line not in returned, -counts[line], line))
 
 
 def format_critique(

@@ -52,14 +52,14 @@ def measure_faithfulness(text: str, summary: str) -> dict[str, float]:
     {'invents': 1.0, 'invented': 0.5, 'details': 2.0, 'novel': 0.3333333333333333, 'copied': 0.0}
     """
     source, tokens = _TOKEN.findall(text), _TOKEN.findall(_LISTED.sub("", summary))
-    source_values = {_value(token) for token in source}
+    source_values = {_normalize(token) for token in source}
     details = [
-        _value(token)
+        _normalize(token)
         for before, token in zip([".", *tokens], tokens, strict=False)
         if _is_number(token) or (token[0].isupper() and len(token) > 1 and before not in ".!?:\n")
     ]
     num_invented = sum(detail not in source_values for detail in details)
-    long_words = [_value(token) for token in tokens if token.isalpha() and len(token) >= COPIED_WORDS]
+    long_words = [_normalize(token) for token in tokens if token.isalpha() and len(token) >= COPIED_WORDS]
     return {
         "invents": float(num_invented > 0),
         "invented": num_invented / len(details) if details else 0.0,
@@ -85,7 +85,7 @@ def _is_number(token: str) -> bool:
     return token[0].isdigit() or token.lower() in _NUMBER_WORDS
 
 
-def _value(token: str) -> str:
+def _normalize(token: str) -> str:
     """Return the value by which tokens are compared: 1000 for 1,000, 2 for two, the first five letters of a word."""
     word = token.lower()
     if word in _NUMBER_WORDS:

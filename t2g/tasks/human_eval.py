@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 
 from t2g.errors import UserError
-from t2g.tasks.base import Record, optional_text, text_field
+from t2g.tasks.base import Record, get_optional_text, get_text
 
 _IMPORT = re.compile(r"^(?:import|from)\s.*$", re.MULTILINE)
 _FUNCTION = re.compile(r"^def\s+(\w+)", re.MULTILINE)
@@ -33,11 +33,11 @@ def convert_to_kodcode(records: Sequence[Record]) -> list[Record]:
 
 def _convert(record: Record) -> Record:
     # The tests import every function of the prompt: the requested function may be the inverse of a given one.
-    prompt, test, entry = (text_field(record, name) for name in ("prompt", "test", "entry_point"))
+    prompt, test, entry = (get_text(record, name) for name in ("prompt", "test", "entry_point"))
     if not entry.isidentifier():
         raise ValueError(f"field entry_point is {entry!r:.80}; it needs the name of a function")
     names = ", ".join(dict.fromkeys([*_FUNCTION.findall(prompt), entry]))
-    solution = optional_text(record, "canonical_solution")
+    solution = get_optional_text(record, "canonical_solution")
     return {
         "id": record.get("task_id"),
         "question": prompt,

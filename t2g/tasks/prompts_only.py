@@ -6,7 +6,7 @@
 
 from typing import Any
 
-from t2g.tasks.base import Record, Review, Task, optional_text, text_field
+from t2g.tasks.base import Record, Review, Task, get_optional_text, get_text
 from t2g.text.tokenizer import Message
 
 ROLES = ("system", "user", "assistant")
@@ -38,11 +38,11 @@ class PromptsTask(Task):
         return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
     def reference(self, record: Record) -> str | None:
-        return optional_text(record, "reference")
+        return get_optional_text(record, "reference")
 
     def _messages(self, record: Record) -> list[Message]:
         if record.get("prompt") is not None or record.get("messages") is None:
-            return [{"role": "user", "content": text_field(record, "prompt", "messages")}]
+            return [{"role": "user", "content": get_text(record, "prompt", "messages")}]
         messages = read_messages(record["messages"], "messages")
         if messages[-1]["role"] != "user":
             raise ValueError(f"the last of messages is by {messages[-1]['role']}; the policy answers a user")

@@ -7,7 +7,7 @@ response); on the hub `chosen`, also a conversation, is both the response and th
 from collections.abc import Mapping
 from typing import Any
 
-from t2g.tasks.base import Record, text_field
+from t2g.tasks.base import Record, get_text
 from t2g.tasks.prompts_only import PromptsTask, read_messages
 from t2g.text.tokenizer import Message
 
@@ -21,12 +21,12 @@ class QATask(PromptsTask):
 
     def reference(self, record: Record) -> str | None:
         if record.get("reference") is None and record.get("chosen") is not None:
-            return _answer(record, "chosen")
+            return _get_answer(record, "chosen")
         return super().reference(record)
 
     def response(self, record: Record) -> str | None:
         field = next((field for field in ("response", "chosen") if record.get(field) is not None), None)
-        return None if field is None else _answer(record, field)
+        return None if field is None else _get_answer(record, field)
 
     def own_notes(self, payload: Mapping[str, Any]) -> str | None:
         critique = payload.get("critique")
@@ -42,11 +42,11 @@ class QATask(PromptsTask):
         return super()._messages(record)
 
 
-def _answer(record: Record, field: str) -> str:
+def _get_answer(record: Record, field: str) -> str:
     """Return the text of a response that is a text or the end of a conversation."""
     if not isinstance(record[field], list):
-        return text_field(record, field)
+        return get_text(record, field)
     last = read_messages(record[field], field)[-1]
     if last["role"] != "assistant":
         raise ValueError(f"field {field} ends with a message by {last['role']}; a response is by assistant")
-    return text_field(last, "content")
+    return get_text(last, "content")

@@ -49,7 +49,7 @@ def check_references(
     """
     if sandbox.tests != "auto":
         return list(prompts)
-    keys = [_key(prompt, task, sandbox) for prompt in prompts]
+    keys = [_make_key(prompt, task, sandbox) for prompt in prompts]
     file = folder / MODES_FILE
     saved_modes: dict[str, str | None] = json.loads(file.read_bytes()) if file.exists() else {}
     missing = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in saved_modes}
@@ -82,6 +82,6 @@ def check_references(
     return checked
 
 
-def _key(prompt: Prompt, task: Task, sandbox: SandboxConfig) -> str:
+def _make_key(prompt: Prompt, task: Task, sandbox: SandboxConfig) -> str:
     content = [task.name, prompt.payload, sandbox.dump_limits()]
     return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, default=str).encode())

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from t2g.sandbox import SandboxConfig
-from t2g.tasks.base import Record, Review, Task, text_field
+from t2g.tasks.base import Record, Review, Task, get_text
 from t2g.text.tokenizer import Message
 from t2g.types import Prompt
 
@@ -40,20 +40,20 @@ class SummarizationTask(Task):
     def prompt_text(self, record: Record) -> str:
         """Return subreddit, title and post; the first two are optional."""
         head = [
-            f"{label}: {text_field(record, field)}\n"
+            f"{label}: {get_text(record, field)}\n"
             for label, field in (("Subreddit", "subreddit"), ("Title", "title"))
             if record.get(field)
         ]
-        return "".join(head) + text_field(record, "post", "Post")
+        return "".join(head) + get_text(record, "post", "Post")
 
     def reference(self, record: Record) -> str | None:
-        return _first_text(record, "ideal_human_summary", "tldr_human_reference_summary")
+        return _get_first_text(record, "ideal_human_summary", "tldr_human_reference_summary")
 
     def response(self, record: Record) -> str | None:
-        return _first_text(record, "response", "generated_summary", "generated_summary_for_feedback")
+        return _get_first_text(record, "response", "generated_summary", "generated_summary_for_feedback")
 
     def own_notes(self, payload: Mapping[str, Any]) -> str | None:
-        feedback = _first_text(payload, "feedback")
+        feedback = _get_first_text(payload, "feedback")
         return f"A human's feedback on this summary:\n{feedback}" if feedback else None
 
     def can_measure(self, prompt: Prompt) -> bool:
@@ -71,9 +71,9 @@ class SummarizationTask(Task):
         return {name: float(scores[name].fmeasure) for name in ROUGE}
 
 
-def _first_text(record: Record, *names: str) -> str | None:
+def _get_first_text(record: Record, *names: str) -> str | None:
     present = [name for name in names if record.get(name)]
-    return text_field(record, *present) if present else None
+    return get_text(record, *present) if present else None
 
 
 @lru_cache(maxsize=1)

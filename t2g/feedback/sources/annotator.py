@@ -124,11 +124,11 @@ def build_answer_schema(request: AnnotationRequest) -> dict[str, Any]:
     }
     if request.has_phrases:
         span["phrase"] = text
-    spans = {"type": "array", "items": _closed_object(span)}
-    return _closed_object({key: spans if key == "spans" else text for key in request.keys})
+    spans = {"type": "array", "items": _make_object_schema(span)}
+    return _make_object_schema({key: spans if key == "spans" else text for key in request.keys})
 
 
-def _closed_object(properties: dict[str, Any]) -> dict[str, Any]:
+def _make_object_schema(properties: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
@@ -150,7 +150,9 @@ def read_answer(completion: Completion, request: AnnotationRequest, *, source: s
         span, item_faults = _read_span(item, request, critique)
         other = next((other for other in spans if span and other.start < span.end and span.start < other.end), None)
         if span and other and (other.start, other.end, other.label) != (span.start, span.end, span.label):
-            fault = f"The {LABELS[span.label]} quote {_show(item['quote'])} overlaps a {LABELS[other.label]} one."
+            fault = (
+                f"The {LABELS[span.label]} quote {_format_json(item['quote'])} overlaps a {LABELS[other.label]} one."
+            )
             span, item_faults = None, [fault]
         faults += item_faults
         spans += [span] if span else []
@@ -176,29 +178,30 @@ def _read_span(item: Any, request: AnnotationRequest, critique: str) -> tuple[Sp
     try:
         entry = _Entry.model_validate(item)
     except ValidationError as error:
-        return None, [f"The entry {_show(item)} of spans is wrong; {format_first_error(error)}."]
+        return None, [f"The entry {_format_json(item)} of spans is wrong; {format_first_error(error)}."]
     if not entry.quote.strip():
         return None, ["A quote is empty."]
     faults, critique_range = [], None
-    found = locate(request.response_text, entry.quote, entry.occurrence)
-    if found is None:
+    position = locate(request.response_text, entry.quote, entry.occurrence)
+    if position is None:
         times = f" {entry.occurrence} times" if locate(request.response_text, entry.quote) is not None else ""
-        faults.append(f"The quote {_show(entry.quote)} does not occur{times} in the response.")
+        faults.append(f"The quote {_format_json(entry.quote)} does not occur{times} in the response.")
     if request.has_phrases:
         phrase = entry.phrase
         critique_range = locate(critique, phrase) if isinstance(phrase, str) and phrase.strip() else None
         if critique_range is None:
             faults.append(
-                f"The phrase {_show(phrase)} of the quote {_show(entry.quote)} does not occur in the critique."
+                f"The phrase {_format_json(phrase)} of the quote {_format_json(entry.quote)} does not occur in the critique."
             )
-    if found is None:
+    if position is None:
         return None, faults
     label: Literal[-1, 1] = 1 if entry.label == "good" else -1
-    span = Span(start=found[0], end=found[1], label=label, severity=entry.severity, critique_range=critique_range)
+    start, end = position
+    span = Span(start=start, end=end, label=label, severity=entry.severity, critique_range=critique_range)
     return span, faults
 
 
-def _show(value: Any) -> str:
+def _format_json(value: Any) -> str:
     """Return JSON of at most 200 characters."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 200 else text[:200] + "..."

@@ -148,13 +148,13 @@ def _make_key(row: Record, task: Task) -> Key | None:
     with suppress(ValueError):  # `_read` reports it
         values = translate_row(row, FIELDS)[0]
     names = {field: value for field, value in values.items() if isinstance(value, str)}
-    response = _attempt(task.response, row) or names.get("response")
-    text = _attempt(task.prompt_text, row) or names.get("prompt")
+    response = _try_read(task.response, row) or names.get("response")
+    text = _try_read(task.prompt_text, row) or names.get("prompt")
     prompt_id = task.prompt_id(row) or names.get("prompt_id")
     return None if not response or (text is None and prompt_id is None) else (prompt_id, text, response)
 
 
-def _attempt(read: Callable[[Record], str | None], row: Record) -> str | None:
+def _try_read(read: Callable[[Record], str | None], row: Record) -> str | None:
     try:
         return read(row)
     except ValueError:

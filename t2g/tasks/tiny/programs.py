@@ -48,7 +48,7 @@ def sample_rules(rng: np.random.Generator, *, heldout: bool) -> list[Rule]:
     """Return rules of different keys, uniform over the split's combinations, which no seed shares with the other."""
     while True:
         keys = rng.permutation(WORDS)[: rng.choice(NUM_RULES)]
-        rules = [Rule(str(key), _operator(rng), int(rng.choice(NUMBERS))) for key in keys]
+        rules = [Rule(str(key), _sample_operator(rng), int(rng.choice(NUMBERS))) for key in keys]
         if is_heldout(f"{rule}" for rule in sorted(rules)) == heldout:
             return rules
 
@@ -75,7 +75,7 @@ def write_program(rules: Iterable[Rule], rates: WorldConfig, rng: np.random.Gene
         source = int(rng.integers(len(branches)))
         branches.insert(int(rng.integers(source + 1, len(branches) + 1)), branches[source])
     if rng.random() < rates.invented:
-        rule = Rule(str(rng.choice(_list_other_words(rules))), _operator(rng), int(rng.choice(NUMBERS)))
+        rule = Rule(str(rng.choice(_list_other_words(rules))), _sample_operator(rng), int(rng.choice(NUMBERS)))
         branches.insert(int(rng.integers(len(branches) + 1)), _write_branch(rule, rng))
     return HEAD + "".join(branches) + LAST
 
@@ -93,7 +93,7 @@ def _change_rule(rule: Rule, rng: np.random.Generator) -> Rule:
     return rule._replace(number=int(rng.choice([other for other in NUMBERS if other != rule.number])))
 
 
-def _operator(rng: np.random.Generator) -> str:
+def _sample_operator(rng: np.random.Generator) -> str:
     return str(rng.choice(list(OPERATORS)))
 
 

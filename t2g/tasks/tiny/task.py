@@ -8,7 +8,7 @@ import numpy as np
 
 from t2g.config import StyleConfig
 from t2g.sandbox import Outcome, SandboxConfig
-from t2g.tasks.base import SPARSE, FeedbackFunction, Record, text_field
+from t2g.tasks.base import SPARSE, FeedbackFunction, Record, get_text
 from t2g.tasks.code import CodeTask
 from t2g.tasks.summarization import SummarizationTask
 from t2g.tasks.tiny import world
@@ -25,11 +25,11 @@ class TinyTask(SummarizationTask):
 
     def prompt_text(self, record: Record) -> str:
         """Return the post alone: the title also states facts."""
-        return text_field(record, "post")
+        return get_text(record, "post")
 
     def reference(self, record: Record) -> str | None:
         """Return the summary with planted faults, the base policy's target."""
-        return text_field(record, "tldr_human_reference_summary")
+        return get_text(record, "tldr_human_reference_summary")
 
     def feedback_messages(
         self, prompt: Prompt, response_text: str, input_limit: int | None = None, *, style: StyleConfig = SPARSE
@@ -77,11 +77,11 @@ class TinyCodeTask(CodeTask):
     instruction = "Write f. "
 
     def prompt_text(self, record: Record) -> str:
-        return text_field(record, "question")
+        return get_text(record, "question")
 
     def reference(self, record: Record) -> str | None:
         """Return the program with planted faults, the base policy's target."""
-        return text_field(record, "solution")
+        return get_text(record, "solution")
 
     def reference_mode(self, prompt: Prompt, *, sandbox: SandboxConfig) -> str | None:
         """Return None: references have planted faults."""
