@@ -191,7 +191,8 @@ def _read_span(item: Any, request: AnnotationRequest, critique: str) -> tuple[Sp
         critique_range = locate(critique, phrase) if isinstance(phrase, str) and phrase.strip() else None
         if critique_range is None:
             faults.append(
-                f"The phrase {_format_json(phrase)} of the quote {_format_json(entry.quote)} does not occur in the critique."
+                f"The phrase {_format_json(phrase)} of the quote {_format_json(entry.quote)} "
+                "does not occur in the critique."
             )
     if position is None:
         return None, faults
