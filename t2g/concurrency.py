@@ -1,4 +1,4 @@
-"""Coroutines side by side that end together: whatever happens, nothing that was begun goes on unseen."""
+"""Concurrent coroutines that end together: no task is left running after an error or a stop."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -13,14 +13,14 @@ Work = Coroutine[Any, Any, Result]
 
 
 async def cancel_all(tasks: Sequence["asyncio.Future[Any]"]) -> None:
-    """Cancel those that still run, and wait until they have ended."""
+    """Cancel the tasks that still run, and wait until all have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def gather_all(works: Iterable[Work[Result]]) -> list[Result]:
-    """What they return, in order. The first exception is raised, once the others have been ended."""
+    """Return the results in order. The first exception is raised after the other coroutines are cancelled."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return await asyncio.gather(*tasks)
@@ -28,12 +28,12 @@ async def gather_all(works: Iterable[Work[Result]]) -> list[Result]:
         await cancel_all(tasks)
 
 
-async def run_with_background(main: Work[Result], *others: Work[None]) -> Result:
-    """What `main` returns, while `others` run beside it, which may return before it does.
+async def run_with_background(main: Work[Result], *background: Work[None]) -> Result:
+    """Return the result of `main` while `background` runs beside it; background work may return earlier.
 
-    The first exception of any is raised, once all have been ended.
+    The first exception of any coroutine is raised after all have ended.
     """
-    tasks = [asyncio.ensure_future(work) for work in (main, *others)]
+    tasks = [asyncio.ensure_future(work) for work in (main, *background)]
     try:
         while not tasks[0].done():
             running = [task for task in tasks if not task.done()]
@@ -47,9 +47,12 @@ async def run_with_background(main: Work[Result], *others: Work[None]) -> Result
 
 
 async def wait_unless_stopped(tasks: Sequence["asyncio.Future[Result]"], stop: Callable[[], bool]) -> list[Result]:
-    """What they return, in order; the first exception is raised at once. Stopped soon after `stop()` says so.
+    """Return the results in order; the first exception is raised at once.
 
-    The tasks are the caller's: those that still run go on.
+    The caller owns the tasks: after an exception, unfinished tasks keep running.
+
+    Raises:
+        Stopped: `stop()` returned True; it is polled every STOP_POLL_S.
     """
     pending = set(tasks)
     while pending:
@@ -62,7 +65,7 @@ async def wait_unless_stopped(tasks: Sequence["asyncio.Future[Result]"], stop: C
 
 
 async def gather_unless_stopped(works: Iterable[Work[Result]], stop: Callable[[], bool]) -> list[Result]:
-    """`together`, but Stopped soon after `stop()` says so."""
+    """Run `gather_all`, but raise Stopped soon after `stop()` returns True."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return await wait_unless_stopped(tasks, stop)

@@ -1,29 +1,29 @@
-"""What ends a job in one sentence, without a traceback: the user's errors, a run that protects itself, a signal."""
+"""Errors that end a job with one sentence and no traceback."""
 
 
 class UserError(ValueError):
-    """The user's to mend, exit code 2. Says which field or file and line, what it got and what it needs."""
+    """An error that the user can fix; exit code 2. The message names the field or file, its value and what it needs."""
 
 
 class MissingLocally(UserError):
-    """What this machine lacks, and another may have: a file, a folder, a key in the environment."""
+    """A file, folder or environment variable that this machine lacks and that another machine may have."""
 
 
 class Stopped(Exception):
-    """A signal ended the work where it can go on: the same command does."""
+    """A signal ended the work; the same command continues it."""
 
 
 class RunStopped(RuntimeError):
-    """The run stopped by itself to protect what it has: NaN, failed feedback, a floor of workers. Exit code 3."""
+    """The run stopped to protect its results: NaN, failed feedback, too few workers. Exit code 3."""
 
 
 class LearnerLost(RunStopped):
-    """A rank of the learner died or does not answer; its group can be started again from the last checkpoint."""
+    """A learner rank died or does not answer; its group can be restarted from the last checkpoint."""
 
 
 class SamplingFailed(RunStopped):
-    """One request that no worker could answer, in the words of each. Training does without it; else the job ends."""
+    """A request that no worker could answer, with the error of each worker. Training drops it; other jobs end."""
 
 
 class MissedSync(RuntimeError):
-    """A worker that died or refused in a weight sync: it does not have the weights."""
+    """A worker died in a weight sync, or refused it: it does not have the new weights."""

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written at once, hashed, brought to the disk; in words why they cannot be."""
+"""Atomic writes, hashes and fsync of files, and messages that explain why a file cannot be written."""
 
 import errno
 import os
@@ -13,7 +13,7 @@ import xxhash
 
 from t2g.errors import UserError
 
-TEMPORARY_PREFIX = ".tmp-"  # begins the name of what is not whole yet
+TEMPORARY_PREFIX = ".tmp-"  # of the name of an unfinished file or folder
 _REMEDIES = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some space",
@@ -26,9 +26,10 @@ _REMEDIES = {
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replace `path` by `data` at once: a reader, or a crash, finds the old content or the new one, never a part.
+    """Replace the file atomically: a reader, or a crash, finds the old content or the new content, never a mixture.
 
-    Raises UserError for what `describe_write_failure` knows; the old content then stands.
+    Raises:
+        UserError: The file cannot be written, see `describe_write_failure`; the old content is kept.
     """
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
     with raise_if_unwritable(path):
@@ -46,7 +47,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 @contextmanager
 def raise_if_unwritable(path: Path) -> Iterator[None]:
-    """What the block writes to `path` cannot be written: UserError with file, folder, reason and what is left."""
+    """Turn an OSError of the block that `describe_write_failure` knows into a UserError about `path`."""
     try:
         yield
     except OSError as error:
@@ -55,17 +56,23 @@ def raise_if_unwritable(path: Path) -> Iterator[None]:
         raise make_write_error(path.name, path.parent, reason, "what was written before is kept") from error
 
 
-def make_write_error(what: str, folder: Path, reason: str, kept: str) -> UserError:
-    """reason: see `describe_write_failure`. kept: what the user need not fear for."""
+def make_write_error(name: str, folder: Path, reason: str, kept: str) -> UserError:
+    """Return the error for `name`, which cannot be written to `folder`.
+
+    Args:
+        reason: The result of `describe_write_failure`.
+        kept: A clause that says which data are not lost.
+    """
     free = f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB left"
     return UserError(
-        f"{what} cannot be written to {folder} ({free}; {kept}): {reason}; then start the same command again"
+        f"{name} cannot be written to {folder} ({free}; {kept}): {reason}; then start the same command again"
     )
 
 
 def describe_write_failure(error: BaseException | None) -> str:
-    """What keeps a file from being written, and what helps: "No space left on device: free some space". "" for another
-    error. Another process may have met it: then only the words of the error cross.
+    """Return why a file cannot be written, and the remedy: "No space left on device: free some space".
+
+    Returns "" for another error. The message is searched too: an error from another process may have lost its errno.
     """
     while error is not None:
         for number, remedy in _REMEDIES.items():
@@ -76,25 +83,25 @@ def describe_write_failure(error: BaseException | None) -> str:
 
 
 def match_folder_permissions(folder: Path) -> None:
-    """Whoever may read the folder may read what lies in it: safetensors writes for the owner alone."""
+    """Give the content of the folder the folder's permissions: safetensors creates files for their owner only."""
     mode = folder.stat().st_mode
     for path in folder.rglob("*"):
         path.chmod(mode & (0o777 if path.is_dir() else 0o666))
 
 
 def hash_file(file: Path) -> str:
-    """Return the hash of a file's bytes, which are read once in a process until size or time of change differ."""
-    found = file.stat()
-    return _hash_bytes(file.resolve(), found.st_size, found.st_mtime_ns)
+    """Return the hash of a file's bytes. A process reads the file again only if its size or mtime changes."""
+    stat = file.stat()
+    return _hash_bytes(file.resolve(), stat.st_size, stat.st_mtime_ns)
 
 
 @cache
-def _hash_bytes(file: Path, size: int, changed_ns: int) -> str:
+def _hash_bytes(file: Path, size: int, mtime_ns: int) -> str:
     return describe_file(file)["xxh3"]
 
 
 def describe_file(path: Path) -> dict[str, Any]:
-    """What a manifest says of a file."""
+    """Return the manifest entry of a file: its size and its hash."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while block := file.read(1 << 22):
@@ -103,7 +110,7 @@ def describe_file(path: Path) -> dict[str, Any]:
 
 
 def sync_path(path: Path) -> None:
-    """fsync of a file, or of a folder, without which a rename may not survive a power cut."""
+    """Call fsync on a file or folder; without fsync of its folder a rename may not survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""The four seams of the loop: `t2g.loop.trainer` is written against these, fleets of Ray actors and fakes are them."""
+"""The interfaces of the training loop: fleets of Ray actors implement them, and so do the fakes of the tests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from t2g.types import Prompt, Rollout, SpanFeedback, TokenStats, TrainBatch, Upd
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the policy is sampled. top_p 1, top_k off, min_p 0 and no penalties always: PPO trains what it samples."""
+    """Sampling parameters. top_p is 1, top_k and min_p are off, and penalties are 0: PPO trains what it samples."""
 
     num_samples: int  # responses per prompt
     temperature: float
@@ -20,57 +20,58 @@ class Sampling:
 
 class RolloutSource(Protocol):
     async def sample(self, prompt: Prompt, sampling: Sampling) -> list[Rollout]:
-        """All `num_samples` responses to one prompt, in order of sample_index."""
+        """Return `num_samples` responses to one prompt, in order of sample_index."""
 
 
 class FeedbackSource(Protocol):
-    """The defaults are of those that derive from it."""
+    """Source of critiques and spans. The defaults are for classes that derive from it."""
 
-    name: str  # goes into SpanFeedback.source
-    fleet: Any = None  # the engines behind it, for whoever scales them; None: there are none of our own
+    name: str  # written to SpanFeedback.source
+    fleet: Any = None  # the source's own engines, for scaling; None: it has none
 
     async def judge(self, prompt: Prompt, response_text: str) -> SpanFeedback:
-        """Critique and spans of one response. Never raises for one bad answer: status says what happened."""
+        """Return critique and spans of one response. A bad answer does not raise: it is in the status."""
 
 
 class Aligner(Protocol):
     async def align(self, prompt: Prompt, response_text: str, critique: str) -> SpanFeedback:
-        """The spans that a critique by somebody else speaks of, with that critique. Else as `FeedbackSource.judge`."""
+        """Return the spans that a given critique is about, with that critique; else as `FeedbackSource.judge`."""
 
 
 class Learner(Protocol):
     def forward(self, rollouts: Sequence[Rollout]) -> list[TokenStats]:
-        """Old logprobs, reference logprobs, values (0 without a critic) and entropy, in the order of `rollouts`.
+        """Return old and reference logprobs, values (0 without a critic) and entropy, in the order of `rollouts`.
 
-        Old logprobs and entropy are 0 where nothing needs them before the update: its result then says them.
+        Old logprobs and entropy are 0 where nothing needs them before the update; `UpdateResult.stats` has them then.
         """
 
     def update(self, batch: TrainBatch) -> UpdateResult:
-        """Every optimizer step of the batch; policy_version goes up by one, in the critic's warm-up as well."""
+        """Run every optimizer step of the batch; policy_version grows by one, also in the critic's warm-up."""
 
     def save(self, folder: Path) -> dict[str, dict[str, Any]]:
-        """Trained weights, optimizers, schedules and RNG of every rank, into an existing empty folder.
+        """Write trained weights, optimizers, schedules and RNG of every rank into an existing empty folder.
 
-        `t2g.files.describe_file` of the files that were hashed by who wrote them, by their names in the folder.
+        Returns:
+            `t2g.files.describe_file` of each file that its writer has hashed, by its name in the folder.
         """
 
     def load(self, folder: Path) -> None: ...
 
     def export(self, folder: Path) -> None:
-        """The policy as a Hugging Face folder in safetensors, tokenizer included; adapters merged, and in `adapter`."""
+        """Write the policy as a Hugging Face folder with tokenizer; adapters are merged, and also kept in `adapter`."""
 
 
 class WeightSync(Protocol):
     async def push(self, policy_version: int) -> WeightSyncResult:
-        """The learner's weights into every rollout worker, verified by names and by a scored probe.
+        """Push the learner's weights to every rollout worker; names and a scored probe verify them.
 
-        The caller makes no other call of the learner meanwhile.
+        The caller must not call the learner meanwhile.
         """
 
 
 Turn = Literal["engines", "learner"]
 
 
-class Turns(Protocol):
+class GpuTimeSharing(Protocol):
     async def take(self, turn: Turn) -> None:
-        """The GPUs are theirs from now on, until the others take their turn. Does nothing where they have it."""
+        """Give the GPUs to the engines or to the learner; no effect if they have them already."""

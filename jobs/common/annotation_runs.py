@@ -27,7 +27,7 @@ from t2g.feedback.sources.make import make_local_source
 from t2g.files import write_atomic
 from t2g.interfaces import FeedbackSource, Sampling
 from t2g.loop import annotation
-from t2g.loop.annotation import ConcurrencyLimit, Sample, Write
+from t2g.loop.annotation import ConcurrencyLimit, Sample, SampleResponses
 from t2g.runs.journal import Journal, read_journal
 from t2g.runs.progress import format_duration, show_progress
 from t2g.tasks.base import Task, get_task
@@ -143,7 +143,7 @@ def collect(
     options: AnnotateConfig,
     samples: Sequence[Sample],
     source: FeedbackSource,
-    write: Write | None,
+    write: SampleResponses | None,
     journal_path: Path,
     records: Records,
     stop: StopFlag,
@@ -164,7 +164,7 @@ def collect(
 
         limit = ConcurrencyLimit(_at_once(options))
         patience_s = options.llm.request_timeout_s if options.judge_model == "llm" else DRAIN_S
-        work = annotation.annotate(samples, source, on_record, limit, write=write)
+        work = annotation.annotate(samples, source, on_record, limit, sample_responses=write)
         asyncio.run(attended(work, limit, journal.sync, stop, patience_s))
 
 
@@ -202,10 +202,10 @@ async def attended(
         return task.result()
     limit.close()
     name, stop.signal_name = stop.signal_name, None  # a second signal sets it again
-    waits = f"waiting up to {patience_s:g} s for {limit.num_under_way} answers under way"
+    waits = f"waiting up to {patience_s:g} s for {limit.num_in_flight} answers under way"
     print(f"{name}: {waits}; once more to stop at once", file=sys.stderr)
     deadline = time.monotonic() + patience_s
-    await until(lambda: bool(stop) or not limit.num_under_way or time.monotonic() >= deadline)
+    await until(lambda: bool(stop) or not limit.num_in_flight or time.monotonic() >= deadline)
     stop.signal_name = name
     if not task.cancel():
         task.result()  # what ended the work counts before the signal
@@ -242,7 +242,7 @@ def write_files(config: AnnotateJob, folder: Path, samples: Sequence[Sample], re
     return summary
 
 
-def _writer(config: AnnotateJob, fleets: "Fleets | None") -> Write:
+def _writer(config: AnnotateJob, fleets: "Fleets | None") -> SampleResponses:
     """The policy's engines, serving."""
     assert fleets is not None and config.model is not None, "see roles and AnnotateJob"
     rollouts = fleets.rollouts(config.model, config.rollout, config)

@@ -201,7 +201,7 @@ def one_learner(
             identity=identity.load_identity(folder),
             stop=lambda: bool(stop),
             extra_metrics=steering.metrics,
-            turns=turns,
+            gpu_time_sharing=turns,
             lost_at=lost_at,
         )
         done = trainer.resume().step

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from t2g.config import PolicyJob
 from t2g.config.describe import samples_per_step
 from t2g.errors import UserError
-from t2g.loop.scaling import PATIENCE, StepLoad, compute_target_workers
+from t2g.loop.scaling import WINDOW_STEPS, StepLoad, compute_target_workers
 from t2g.runs.control import Control, FleetStatus, Status, get_scalable_fleets, now, write_status
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Steering:
             rollout_idle=metrics["idle/rollout"],
             buffered=metrics["buffer/samples"] / samples_per_step(self._config.rollout),
         )
-        self._loads = [*self._loads, load][-PATIENCE:]
+        self._loads = [*self._loads, load][-WINDOW_STEPS:]
         workers, current = self._config.rollout.workers, fleet.expected
         number = compute_target_workers(self._loads, current=current, joining=fleet.joining, workers=workers)
         if number != current:

@@ -120,11 +120,11 @@ def encode_revision(
     tokenizer: Any,
     max_prompt_tokens: int,
     *,
-    whole: bool = False,
+    cut: bool = True,
 ) -> np.ndarray | None:
     """What a model reads that is to write a response again, with a critique of it in view. -> [P] int32.
 
     None for no room: a prompt too long loses input text, unless `whole`, and never the response or the critique.
     """
     build = partial(task.revise_messages, prompt, response_text, critique)
-    return fit_chat(build, tokenizer, max_prompt_tokens, input_chars=0 if whole else len(prompt.prompt_text))
+    return fit_chat(build, tokenizer, max_prompt_tokens, input_chars=len(prompt.prompt_text) if cut else 0)

@@ -1,4 +1,4 @@
-"""Alarms: words for a run that drifts. They stop nothing; the stops are in the trainer."""
+"""Alarms: warnings about a run that drifts. An alarm never stops the run; only the trainer does."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -7,13 +7,14 @@ from t2g.config import AlarmConfig
 from t2g.runs import metrics as m
 
 Step = Mapping[str, float | None]
-RECALL_STEPS = 3  # over which the recall of a class of faults is averaged
+RECALL_STEPS = 3  # window of the mean recall of a fault class
 
 
-def alarms(history: Sequence[Step], config: AlarmConfig) -> list[str]:
-    """Sentences for the bounds that the last step of `history` crossed; a bound that was crossed before is silent.
+def find_alarms(history: Sequence[Step], config: AlarmConfig) -> list[str]:
+    """Return a sentence for each bound that the last step crossed, unless the step before was beyond it already.
 
-    `history` holds the metrics of every step so far, those before a resume included: a resumed run repeats nothing.
+    Args:
+        history: The metrics of every step so far. Steps before a resume are included, so that no alarm is repeated.
     """
     sentences = []
     recalls = [name for name in history[-1] if name.startswith(m.RECALL)] if history else []
@@ -21,16 +22,17 @@ def alarms(history: Sequence[Step], config: AlarmConfig) -> list[str]:
         values = [step[name] for step in history if step.get(name) is not None]
         if not values or history[-1].get(name) is None:
             continue
-        if name in recalls:  # a step has few faults of a class, and a single one would decide
+        if name in recalls:  # a step has few faults of a class: a single fault would raise an alarm
             values = [fmean(values[max(0, end - RECALL_STEPS) : end]) for end in range(1, len(values) + 1)]
-        said = [_alarm(name, value, next(filter(None, values), 0.0), config) for value in values[-2:]]
-        if said[-1] and (len(said) == 1 or not said[0]):
-            sentences.append(said[-1])
+        first = next(filter(None, values), 0.0)
+        *before, last = [_format_alarm(name, value, first, config) for value in values[-2:]]
+        if last and not any(before):
+            sentences.append(last)
     return sentences
 
 
-def _alarm(name: str, value: float, first: float, config: AlarmConfig) -> str:
-    """Nothing for a value within its bound. first: of the run, where it was not 0."""
+def _format_alarm(name: str, value: float, first: float, config: AlarmConfig) -> str:
+    """Return the alarm of a metric, "" for a value within its bounds. first: the run's first value that is not 0."""
     match name:
         case m.KL if value > config.max_kl:
             return (

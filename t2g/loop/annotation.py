@@ -1,7 +1,7 @@
-"""Stage 1: which responses want feedback, what was said of them, and what is left to ask.
+"""The annotation stage: which responses need feedback, their records, and a summary of all records.
 
-Written against the seams of `t2g.interfaces`: whether the feedback source is a program, a person or a model is its own
-business. Files, signals and engines are the job's.
+Written against `t2g.interfaces`: a feedback source may be a program, a person or a model. Files, signals and engines
+belong to the job.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from pydantic_core import to_json
@@ -24,51 +24,51 @@ from t2g.interfaces import FeedbackSource
 from t2g.tasks.base import Record, Task, stable_id
 from t2g.types import FeedbackStatus, Prompt
 
-STATUSES: tuple[FeedbackStatus, ...] = ("ok", "empty", "unparsable", "failed")
-MAX_REASONS = 5  # kinds of failure that a summary names
-Write = Callable[[Prompt], Awaitable[Sequence[str]]]  # the policy's responses by sample_index
+STATUSES: tuple[FeedbackStatus, ...] = get_args(FeedbackStatus)
+MAX_REASONS = 5  # kinds of failure in a summary
+SampleResponses = Callable[[Prompt], Awaitable[Sequence[str]]]  # the policy's responses by sample_index
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One response that wants feedback: one record of the output."""
+    """One response that needs feedback; it becomes one record of the output."""
 
     prompt: Prompt
     sample_index: int  # which of the responses to this prompt, from 0
-    response: str | None = None  # none: the policy writes it, or the data lacks it
-    problem: str = ""  # why the data lacks it, in a sentence
+    response: str | None = None  # None: the policy writes it, or the data lack it
+    problem: str = ""  # why the data lack it, in a sentence
 
     @cached_property
     def key(self) -> str:
-        """Equal for samples that one judgement will do for."""
-        which = self.sample_index if self.response is None else self.response
-        return _key(self.prompt.prompt_id, self.prompt.prompt_text, self.prompt.payload, which)
+        """Key of the judgement; equal for samples that can share one."""
+        content = self.sample_index if self.response is None else self.response
+        return _make_key(self.prompt.prompt_id, self.prompt.prompt_text, self.prompt.payload, content)
 
 
 def record_keys(record: AnnotatedRecord) -> tuple[str, str]:
-    """Return the keys of the samples that the record answers: with this response, and with this number and none.
+    """Return the keys of the samples that the record answers: by its response, and by its sample_index.
 
-    A given or planted response is known by its text, so that a changed one is judged anew wherever it stands in the
-    file. A sampled response is known by its number, since it is not known beforehand.
+    A given or planted response is identified by its text: a changed text is judged anew at any position in the file.
+    A sampled response is identified by its index, because its text is not known in advance.
     """
     prompt = record.prompt_id, record.prompt, record.payload
-    return _key(*prompt, record.response), _key(*prompt, record.sample_index)
+    return _make_key(*prompt, record.response), _make_key(*prompt, record.sample_index)
 
 
-def _key(prompt_id: str, prompt_text: str, payload: dict[str, Any], which: str | int) -> str:
-    # As the record's line holds the payload: a date or a NaN there is read back as text and null.
-    content = to_json([prompt_id, prompt_text, payload, which], inf_nan_mode="null")
+def _make_key(prompt_id: str, prompt_text: str, payload: dict[str, Any], response: str | int) -> str:
+    # Serialized as in the record's line: a date or NaN in a payload is read back as text or null.
+    content = to_json([prompt_id, prompt_text, payload, response], inf_nan_mode="null")
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def make_samples(records: Sequence[Record], task: Task) -> list[Sample]:
-    """A sample for each record, in order, with the response that the record holds; no tokenizer is needed.
+    """Return a sample for each record, in order, with the record's response; no tokenizer is needed.
 
-    Several responses to one prompt, or under one id, are numbered by sample_index. A record without a usable prompt or
-    response has a `problem` that names its number, from 1.
+    Responses with the same prompt id are numbered by sample_index. A record without a usable prompt or response gets a
+    `problem`, which names its number from 1.
     """
     samples = []
-    seen: Counter[str] = Counter()
+    num_responses: Counter[str] = Counter()  # by prompt id
     for number, record in enumerate(records, start=1):
         text, payload, response, problem = "", {}, None, ""
         try:
@@ -80,13 +80,13 @@ def make_samples(records: Sequence[Record], task: Task) -> list[Sample]:
             problem = f"data record {number}: {error}"
         prompt_id = task.prompt_id(record) or stable_id(text or f"record {number}")
         prompt = Prompt(prompt_id=prompt_id, prompt_text=text, task=task.name, payload=payload)
-        samples.append(Sample(prompt, seen[prompt_id], response, problem))
-        seen[prompt_id] += 1
+        samples.append(Sample(prompt, num_responses[prompt_id], response, problem))
+        num_responses[prompt_id] += 1
     return samples
 
 
 def plant_samples(samples: Sequence[Sample], task: Task, per_prompt: float, *, seed: int) -> list[Sample]:
-    """Return a sample with planted faults for every prompt of `samples`, or for a part of them.
+    """Return samples with planted faults for the prompts of `samples`.
 
     Args:
         per_prompt: Mean number per prompt: 0.5 plants one response for every second prompt, 2 plants two for each.
@@ -110,26 +110,26 @@ def plant_samples(samples: Sequence[Sample], task: Task, per_prompt: float, *, s
 
 
 class ConcurrencyLimit:
-    """Lets `at_once` judgements be under way. After `close` none begins, and those under way go on."""
+    """A limit of concurrent judgements. After `close` no judgement starts; those in flight finish."""
 
-    def __init__(self, at_once: int) -> None:
-        self._free = asyncio.Semaphore(at_once)
-        self._open = True
-        self.num_under_way = 0
+    def __init__(self, max_in_flight: int) -> None:
+        self._slots = asyncio.Semaphore(max_in_flight)
+        self._is_open = True
+        self.num_in_flight = 0
 
     def close(self) -> None:
-        self._open = False
+        self._is_open = False
 
     @asynccontextmanager
     async def acquire(self) -> AsyncIterator[bool]:
-        """Whether the judgement may begin, once it is its turn."""
-        async with self._free:
-            begins = self._open
-            self.num_under_way += begins
+        """Wait for a slot and yield whether the judgement may start."""
+        async with self._slots:
+            may_start = self._is_open
+            self.num_in_flight += may_start
             try:
-                yield begins
+                yield may_start
             finally:
-                self.num_under_way -= begins
+                self.num_in_flight -= may_start
 
 
 async def annotate(
@@ -138,48 +138,50 @@ async def annotate(
     on_record: Callable[[Sample, AnnotatedRecord], None],
     limit: ConcurrencyLimit,
     *,
-    write: Write | None = None,
+    sample_responses: SampleResponses | None = None,
 ) -> None:
-    """`on_record` hears of a record for each sample, as soon as it is made, in no fixed order.
+    """Judge every sample and call `on_record` with each record as soon as it is made, in no fixed order.
 
-    Failed feedback is a record of that status. `write` is asked once for each prompt with samples that have no
-    response; those with a problem do not belong here, see `refused`. What had no turn before `limit` closed has none.
+    Failed feedback gives a record with that status. A sample that has no slot before `limit` is closed gets no record.
+
+    Args:
+        samples: Samples without a `problem`; see `make_refused_record` for those with one.
+        sample_responses: Called once for each prompt that has samples without a response.
     """
+
+    async def judge(sample: Sample, response: str) -> None:
+        async with limit.acquire() as may_start:
+            if may_start:
+                made = await feedback.judge(sample.prompt, response)
+                record = make_annotated_record(sample.prompt, response, made, sample_index=sample.sample_index)
+                on_record(sample, record)
+
+    async def sample_and_judge(group: Sequence[Sample]) -> None:
+        assert sample_responses is not None, "samples without a response need sample_responses"
+        responses = await sample_responses(group[0].prompt)
+        await asyncio.gather(*(judge(sample, responses[sample.sample_index]) for sample in group))
+
     by_prompt: dict[str, list[Sample]] = {}
-
-    async def judged(sample: Sample, response: str) -> None:
-        async with limit.acquire() as begins:
-            if begins:
-                said = await feedback.judge(sample.prompt, response)
-                on_record(
-                    sample, make_annotated_record(sample.prompt, response, said, sample_index=sample.sample_index)
-                )
-
-    async def written(of_prompt: Sequence[Sample]) -> None:
-        assert write is not None, "samples without a response, and nobody who writes one"
-        responses = await write(of_prompt[0].prompt)
-        await asyncio.gather(*(judged(sample, responses[sample.sample_index]) for sample in of_prompt))
-
-    given = []
+    works = []
     for sample in samples:
         if sample.response is None:
             by_prompt.setdefault(sample.prompt.prompt_id, []).append(sample)
         else:
-            given.append(judged(sample, sample.response))
-    await asyncio.gather(*given, *(written(of_prompt) for of_prompt in by_prompt.values()))
+            works.append(judge(sample, sample.response))
+    await asyncio.gather(*works, *(sample_and_judge(group) for group in by_prompt.values()))
 
 
 def make_refused_record(sample: Sample, source: str) -> AnnotatedRecord:
-    """The failed record of a sample with a problem, which nobody needs to be asked about."""
-    nothing = make_failed_feedback("failed", source=source, version="", reason=sample.problem)
-    return make_annotated_record(sample.prompt, "", nothing, sample_index=sample.sample_index)
+    """Return the failed record of a sample with a problem; no source judges it."""
+    failed = make_failed_feedback("failed", source=source, version="", reason=sample.problem)
+    return make_annotated_record(sample.prompt, "", failed, sample_index=sample.sample_index)
 
 
 def select_heldout_prompts(prompts: Iterable[str], share: float) -> set[str]:
-    """The prompts (texts, so that one with two ids is not on both sides) whose records the reward model never learns.
+    """Return the prompt texts whose records the reward model never trains on.
 
-    Those whose hash is below `share`: the same ones whatever else the data holds. At least one, and at most all but
-    one; none of a single prompt.
+    Selects texts whose hash is below `share`, so that other data do not change the selection. Texts are used because
+    a prompt with two ids must not be on both sides. At least one is selected and at most all but one; none of one.
     """
     order = sorted((int(stable_id(prompt), 16) / 2**64, prompt) for prompt in set(prompts))
     count = sum(fraction < share for fraction, _ in order)
@@ -188,11 +190,14 @@ def select_heldout_prompts(prompts: Iterable[str], share: float) -> set[str]:
 
 
 def summarize(records: Sequence[AnnotatedRecord]) -> dict[str, Any]:
-    """Counts and shares of `records` (at least one), and the reasons of those that are of no use.
+    """Return counts and shares of `records` (at least one), and the reasons of unusable records.
 
-    failed_share: neither ok nor empty, of all; spans_per_response: of the usable ones; located_share: of the quotes
-    that were given, those that stand in the response; agreement: mean over records with several annotators. The last
-    three are None where there is nothing to tell. reasons: [count, first example], most frequent first.
+    Returns:
+        failed_share: share of records that are neither ok nor empty.
+        spans_per_response: mean over usable records; None without one.
+        located_share: share of the quotes that occur in their response; None without a quote.
+        agreement: mean over records with several annotators; None without one.
+        reasons: [(count, first example)], most frequent first.
     """
     usable = [record for record in records if record.usable]
     statuses = Counter(record.status for record in records)
@@ -207,28 +212,28 @@ def summarize(records: Sequence[AnnotatedRecord]) -> dict[str, Any]:
         "located_share": sum(record.num_located for record in usable) / num_quotes if num_quotes else None,
         "agreement": sum(agreements) / len(agreements) if agreements else None,
         **{f"sandbox_{mode}_share": count / modes.total() for mode, count in sorted(modes.items())},
-        "reasons": _grouped(r.reason or f"status {r.status}" for r in records if not r.usable),
+        "reasons": _group_reasons(r.reason or f"status {r.status}" for r in records if not r.usable),
     }
 
 
-def _grouped(reasons: Iterable[str]) -> list[tuple[int, str]]:
-    """How often each kind, and one example: reasons that differ in their numbers only are of one kind."""
+def _group_reasons(reasons: Iterable[str]) -> list[tuple[int, str]]:
+    """Return (count, first example) of the most frequent kinds; reasons of one kind differ only in their numbers."""
     kinds: dict[str, list[str]] = {}
     for reason in reasons:
         kinds.setdefault(re.sub(r"\d+", "#", reason), []).append(reason)
     largest = sorted(kinds.values(), key=len, reverse=True)[:MAX_REASONS]
-    return [(len(alike), alike[0]) for alike in largest]
+    return [(len(kind), kind[0]) for kind in largest]
 
 
 def format_summary(summary: dict[str, Any]) -> str:
-    """One line of counts, then a line for each kind of failure."""
+    """Return the lines that describe a result of `summarize` to a user."""
     counts = ", ".join(f"{summary[status]} {status}" for status in STATUSES if summary[status])
     line = f"{summary['records']} records: {counts}"
-    for name, words in (
+    for name, template in (
         ("spans_per_response", "{:.1f} spans each"),
         ("located_share", "{:.0%} of the quotes located"),
         ("agreement", "agreement {:.2f}"),
     ):
         if summary[name] is not None:
-            line += "; " + words.format(summary[name])
+            line += "; " + template.format(summary[name])
     return "\n".join([line, *(f"  {count} x {reason}" for count, reason in summary["reasons"])])

@@ -1,7 +1,7 @@
-"""The responses of coming steps: sampled side by side, each judged as soon as it is there, handed out step by step.
+"""Sample and judge the responses of coming steps concurrently, and hand them out step by step.
 
-Which prompts a step has, and with which seeds, depends on (run.seed, step) alone: in whatever order responses arrive,
-every run trains on the same prompts in the same steps, each once per epoch.
+The prompts and seeds of a step depend on (run.seed, step) only. So every run trains on the same prompts in the same
+steps, each once per epoch, in whatever order responses arrive.
 """
 
 import asyncio
@@ -20,9 +20,10 @@ from t2g.types import Prompt
 
 
 class Producer:
-    """Used as `async with`, at whose end all that still runs is cancelled.
+    """Producer of judged steps, an async context manager: its exit cancels all unfinished work.
 
-    finished: groups by step that need not be sampled again, from a checkpoint.
+    Args:
+        finished: Groups by step, from a checkpoint, that are not sampled again.
     """
 
     def __init__(
@@ -31,12 +32,12 @@ class Producer:
         prompts: Sequence[Prompt],
         rollouts: RolloutSource,
         feedback: FeedbackSource,
-        finished: Mapping[int, Sequence[Group]] | None = None,
+        finished: Mapping[int, Sequence[Group]] = {},
     ) -> None:
         self._config, self._prompts, self._rollouts, self._feedback = config, prompts, rollouts, feedback
-        self._restored = dict(finished or {})
+        self._restored = dict(finished)
         self._steps: dict[int, list[asyncio.Task[Group]]] = {}
-        self._sampled_at: dict[int, float] = {}  # when a step's last response came
+        self._sampled_at: dict[int, float] = {}  # time of a step's latest response
 
     async def __aenter__(self) -> Self:
         return self
@@ -45,33 +46,41 @@ class Producer:
         await cancel_all([task for tasks in self._steps.values() for task in tasks])
 
     def admit(self, step: int) -> None:
-        """Begin with a step's prompts, unless they were begun before. UserError when there are too few."""
+        """Start to sample a step's prompts, unless they were started before.
+
+        Raises:
+            UserError: There are fewer prompts than a step needs.
+        """
         if step in self._steps:
             return
         rollout = self._config.rollout
-        chosen = select_prompts(
+        indices = select_prompts(
             num_prompts=len(self._prompts), per_step=rollout.prompts_per_step, step=step, seed=self._config.run.seed
         )
         sampling = make_sampling(self._config, "train", step, num_samples=rollout.samples_per_prompt)
         finished = {group.prompt.prompt_id: group for group in self._restored.pop(step, ())}
         self._sampled_at[step] = 0.0
         self._steps[step] = [
-            asyncio.ensure_future(self._group(step, self._prompts[i], sampling, finished)) for i in chosen
+            asyncio.ensure_future(self._make_group(step, self._prompts[i], sampling, finished)) for i in indices
         ]
 
-    async def _group(self, step: int, prompt: Prompt, sampling: Sampling, finished: Mapping[str, Group]) -> Group:
+    async def _make_group(self, step: int, prompt: Prompt, sampling: Sampling, finished: Mapping[str, Group]) -> Group:
         if prompt.prompt_id in finished:
             return finished[prompt.prompt_id]
         try:
-            sampled = await self._rollouts.sample(prompt, sampling)
+            rollouts = await self._rollouts.sample(prompt, sampling)
         except SamplingFailed as error:
             return Group(prompt=prompt, samples=(), failure=str(error))
         self._sampled_at[step] = time.monotonic()
-        said = await gather_all(self._feedback.judge(prompt, rollout.response_text) for rollout in sampled)
-        return Group(prompt=prompt, samples=tuple(zip(sampled, said, strict=True)))
+        feedback = await gather_all(self._feedback.judge(prompt, rollout.response_text) for rollout in rollouts)
+        return Group(prompt=prompt, samples=tuple(zip(rollouts, feedback, strict=True)))
 
     async def take(self, step: int, stop: Callable[[], bool]) -> JudgedStep:
-        """The samples of a step that was admitted, once they are all there. Stopped soon after `stop()` says so."""
+        """Return all samples of an admitted step once they are judged.
+
+        Raises:
+            Stopped: `stop()` returned True.
+        """
         started = time.monotonic()
         groups = await wait_unless_stopped(self._steps[step], stop)
         del self._steps[step]
@@ -85,14 +94,14 @@ class Producer:
             num_unsampled=len(unsampled) * self._config.rollout.samples_per_prompt,
         )
 
-    def finished(self) -> dict[int, list[Group]]:
-        """By step, the groups that wait for the others of their step; a prompt that nobody answered is none."""
-        found = {step: list(groups) for step, groups in self._restored.items()}
+    def collect_finished(self) -> dict[int, list[Group]]:
+        """Return the finished groups of unfinished steps, by step; prompts that could not be sampled are left out."""
+        finished = {step: list(groups) for step, groups in self._restored.items()}
         for step, tasks in self._steps.items():
             done = [t.result() for t in tasks if t.done() and not t.cancelled() and t.exception() is None]
-            found[step] = [group for group in done if group.samples]
-        return {step: groups for step, groups in found.items() if groups}
+            finished[step] = [group for group in done if group.samples]
+        return {step: groups for step, groups in finished.items() if groups}
 
-    def num_waiting(self) -> int:
-        """Samples in `finished`."""
-        return sum(len(group.samples) for groups in self.finished().values() for group in groups)
+    def count_waiting(self) -> int:
+        """Return the number of samples in `collect_finished`."""
+        return sum(len(group.samples) for groups in self.collect_finished().values() for group in groups)

@@ -1,7 +1,7 @@
-"""What is asked of rollout engines and feedback source, the same for PPO and for the baselines it is compared with.
+"""Requests to rollout engines and feedback sources, shared by PPO and the baselines it is compared with.
 
-The responses of a training step with their feedback, and the scores of held-out responses. Everything random is a
-function of (run.seed, step), so that two methods see the same prompts, and the same samples of the same weights.
+They cover the judged responses of a training step and the scores of held-out responses. All randomness is a function
+of (run.seed, step): two methods see the same prompts, and the same samples if their weights are equal.
 """
 
 import asyncio
@@ -27,17 +27,17 @@ JudgedResponse = tuple[Prompt, Rollout, SpanFeedback]
 
 @dataclass(frozen=True, kw_only=True)
 class JudgedStep:
-    """One step's samples before the learner has seen them."""
+    """One step's samples before the learner sees them."""
 
     pairs: tuple[JudgedResponse, ...]
-    generate_s: float  # waited for the last response
-    feedback_s: float  # from then for the last critique: scoring overlaps with sampling
-    unsampled: Mapping[str, str] = field(default_factory=dict)  # prompts without a response, and why: by prompt_id
-    num_unsampled: int = 0  # responses that they would have had
+    generate_s: float  # wait for the last response
+    feedback_s: float  # from then to the last feedback: feedback overlaps with sampling
+    unsampled: Mapping[str, str] = field(default_factory=dict)  # prompt_id -> why the prompt has no response
+    num_unsampled: int = 0  # responses that these prompts lack
 
 
 def make_sampling(config: PolicyJob | PolicyEvaluationJob, split: str, step: int, *, num_samples: int) -> Sampling:
-    """How the policy is sampled in this step; never otherwise than PPO assumes."""
+    """Return the sampling parameters of a step."""
     rollout = config.rollout
     return Sampling(
         num_samples=num_samples,
@@ -48,29 +48,33 @@ def make_sampling(config: PolicyJob | PolicyEvaluationJob, split: str, step: int
 
 
 def training_feedback(config: PolicyJob, feedback: FeedbackSource) -> FeedbackSource:
-    """The source as training hears it: with the noise of a study. Evaluation hears it as it is."""
+    """Return the source for training: with the noise of a study. Evaluation uses the source without noise."""
     noise = config.feedback.noise
     return feedback if noise is None else NoisyFeedback(feedback, noise, seed=config.run.seed)
 
 
 def select_usable(judged: JudgedStep, config: PolicyJob, *, step: int, source: str) -> list[JudgedResponse]:
-    """Those whose feedback can be used. RunStopped when more than `feedback.max_failed_share` of the step is lost."""
-    kept = [(p, r, f) for p, r, f in judged.pairs if f.usable]
-    num_asked = len(judged.pairs) + judged.num_unsampled
-    lost_share = 1 - len(kept) / num_asked
-    if lost_share > config.feedback.max_failed_share or not kept:
+    """Return the responses with usable feedback.
+
+    Raises:
+        RunStopped: More than `feedback.max_failed_share` of the step has no usable feedback.
+    """
+    usable = [(p, r, f) for p, r, f in judged.pairs if f.usable]
+    num_requested = len(judged.pairs) + judged.num_unsampled
+    lost_share = 1 - len(usable) / num_requested
+    if lost_share > config.feedback.max_failed_share or not usable:
         counts = {s: sum(f.status == s for _, _, f in judged.pairs) for s in ("failed", "unparsable")}
         unsampled = f"{judged.num_unsampled} not sampled, " if judged.unsampled else ""
         raise RunStopped(
-            f"step {step}: {lost_share:.0%} of {num_asked} samples have no usable feedback "
+            f"step {step}: {lost_share:.0%} of {num_requested} samples have no usable feedback "
             f"({unsampled}{counts['failed']} failed, {counts['unparsable']} unparsable) from {source}; "
             f"feedback.max_failed_share allows {config.feedback.max_failed_share:.0%}"
         )
-    return kept
+    return usable
 
 
 def make_dropped_records(judged: JudgedStep) -> list[dict[str, Any]]:
-    """What of a step is not trained on, and why: the lines of dropped.jsonl. No sample_index: a whole prompt."""
+    """Return the lines of dropped.jsonl: responses that are not trained on, and why. sample_index None: all of them."""
     prompts = [{"prompt_id": i, "sample_index": None, "reason": why} for i, why in judged.unsampled.items()]
     return prompts + [
         {
@@ -84,14 +88,14 @@ def make_dropped_records(judged: JudgedStep) -> list[dict[str, Any]]:
 
 
 async def measure(
-    task: Task, prompt: Prompt, rollout: Rollout, sandbox: SandboxConfig, turn: asyncio.Semaphore
+    task: Task, prompt: Prompt, rollout: Rollout, sandbox: SandboxConfig, limit: asyncio.Semaphore
 ) -> dict[str, float]:
-    """Return the task's own metrics of a response, `score_name` among them. In a thread: a task may run programs.
+    """Return the task's metrics of a response, with `score_name`. Runs in a thread: a task may execute programs.
 
     Raises:
         UserError: `Task.can_measure` accepted the prompt, and `Task.measure` does not measure the response.
     """
-    async with turn:
+    async with limit:
         metrics = await asyncio.to_thread(task.measure, prompt, rollout.response_text, sandbox=sandbox)
     if not metrics or task.score_name not in metrics:
         raise UserError(
@@ -104,7 +108,7 @@ async def measure(
 async def sample_held_out(
     config: PolicyJob, prompts: Sequence[Prompt], rollouts: RolloutSource
 ) -> list[tuple[Prompt, Rollout]]:
-    """Responses to the held-out prompts, with the same seeds at every evaluation and in every arm."""
+    """Return responses to the held-out prompts; seeds are the same in every evaluation and for every method."""
     sampling = make_sampling(config, "eval", 0, num_samples=config.eval.samples_per_prompt)
     groups = await gather_all(rollouts.sample(prompt, sampling) for prompt in prompts)
     return [(p, r) for p, group in zip(prompts, groups, strict=True) for r in group]
@@ -119,24 +123,24 @@ async def compute_held_out_metrics(
     *,
     step: int,
 ) -> dict[str, float]:
-    """Means over held-out responses: `eval/score` is the task's own measure.
+    """Return means over held-out responses; `eval/score` is the task's own measure.
 
-    A task without one is scored by the feedback: good less poor spans by their number, -1 to 1 and 0 where there is
-    none. A rate and no count, which would grow with the response. The first ones go into samples.jsonl with theirs.
+    Without such a measure the feedback gives the score of a response: good less poor spans by their number, -1 to 1,
+    and 0 without a span. It is a rate, because a count would grow with the length of the response. The first responses
+    are written to samples.jsonl with their feedback.
     """
-    turn = asyncio.Semaphore(config.feedback.sandbox.max_concurrent)
+    limit = asyncio.Semaphore(config.feedback.sandbox.max_concurrent)
     measurable = pairs if all(task.can_measure(prompt) for prompt, _ in pairs) else ()
-    rows = await gather_all(measure(task, *pair, config.feedback.sandbox, turn) for pair in measurable)
-    first = pairs[: config.log.num_samples]  # of the same prompts each time: the report's before and after
-    asked = first if rows else pairs
-    said = await gather_all(feedback.judge(p, r.response_text) for p, r in asked)
-    log.write_samples(step, "eval", [(*pair, judged) for pair, judged in zip(first, said, strict=False)])
+    rows = await gather_all(measure(task, *pair, config.feedback.sandbox, limit) for pair in measurable)
+    logged = pairs[: config.log.num_samples]  # the same prompts each time: the report compares before and after
+    judged = await gather_all(feedback.judge(p, r.response_text) for p, r in (logged if rows else pairs))
+    log.write_samples(step, "eval", [(*pair, f) for pair, f in zip(logged, judged, strict=False)])
     metrics = {"eval/length_mean": float(np.mean([len(r.response_ids) for _, r in pairs]))}
     if rows:
         metrics |= {f"eval/{name}": float(np.mean([row[name] for row in rows])) for name in rows[0]}
         return metrics | {"eval/score": metrics[f"eval/{task.score_name}"]}
-    rules, kept = config.objective.rewards, [f for f in said if f.usable]
-    values = [[rules.good if s.label > 0 else rules.poor[s.severity - 1] for s in f.spans] for f in kept]
+    rules, usable = config.objective.rewards, [f for f in judged if f.usable]
+    values = [[rules.good if s.label > 0 else rules.poor[s.severity - 1] for s in f.spans] for f in usable]
     shares = [sum(row) / sum(map(abs, row)) if any(row) else 0.0 for row in values]
     score = float(np.mean(shares)) if shares else float("-inf")
-    return metrics | {"eval/score": score, "eval/failed_share": 1 - len(kept) / len(said)}
+    return metrics | {"eval/score": score, "eval/failed_share": 1 - len(usable) / len(judged)}

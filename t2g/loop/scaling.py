@@ -1,57 +1,60 @@
-"""How many rollout workers a run that scales itself wants: one more, one less, or as many as it has."""
+"""Autoscaling of rollout workers: one more, one less, or no change."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from t2g.config import WorkersConfig
 
-PATIENCE = 3  # steps that are looked at together
-STARVING = 0.3  # the learner waits for samples during this share of their time
-BUSY = 0.5  # rollout engines idle for less than this share would be relieved by another
-PILE = 1.0  # finished samples, in steps' worth, that wait for feedback or for the learner
-SPARE = 1.25  # workers' worth of idle time; above 1, so that the fleet is not short again without the one that left
+WINDOW_STEPS = 3  # number of steps that are judged together
+STARVING = 0.3  # share of the window in which the learner waits for samples, from which it starves
+BUSY = 0.5  # rollout engines that are idle for a smaller share need another worker
+PILE = 1.0  # backlog, in steps' worth of finished samples that wait for feedback or for the learner
+SPARE = 1.25  # idle time, in workers' worth, that allows one less; above 1, or the smaller fleet would be too small
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepLoad:
-    """Who waited for whom in one step."""
+    """Idle times and backlog of one step."""
 
     seconds: float  # of the step, above 0
-    num_workers: int  # rollout workers that served in this step
+    num_workers: int  # rollout workers that served
     learner_idle: float  # share of the step's time in which the learner waited for samples, 0 .. 1
     rollout_idle: float  # share of the rollout engines' time without a request, 0 .. 1
     buffered: float  # finished samples that waited when the learner took its batch, in steps' worth
 
 
 def compute_target_workers(steps: Sequence[StepLoad], *, current: int, joining: bool, workers: WorkersConfig) -> int:
-    """The size to ask for, in [workers.min, workers.max]; `current`: asked for and not given up.
+    """Return the target number of workers, in [workers.min, workers.max].
 
-    Rollouts are what the learner waits for when it starves and no finished samples pile up. Then the fleet grows by
-    one, if its engines are busy; else it shrinks by one, if its idle time is worth more than a whole worker. Only the
-    last PATIENCE steps count, all of them with `current` workers, and nothing changes while one is `joining`. They are
-    judged together: with max_staleness 1 and slow engines two steps' samples come at once, so that the learner waits
-    long in every other step and not at all in the next.
+    If the learner starves without a backlog, rollouts are the bottleneck: the fleet grows by one, if its engines are
+    busy. Otherwise it shrinks by one, if its idle time is worth more than a whole worker. Only the last WINDOW_STEPS
+    steps count, and only if all of them had `current` workers. They are averaged: with max_staleness 1 and slow engines
+    the samples of two steps arrive together, and the learner waits in every other step only.
 
-    Two engines without a pause, a learner that waits during 40 % of three steps:
+    Args:
+        current: Workers that are requested and not given up.
+        joining: Whether a worker is starting; nothing changes then.
+
+    Two engines that are never idle, and a learner that waits during 40 % of three steps:
 
     >>> short = StepLoad(seconds=9.0, num_workers=2, learner_idle=0.4, rollout_idle=0.0, buffered=0.0)
     >>> compute_target_workers([short] * 3, current=2, joining=False, workers=WorkersConfig(min=1, max=4))
     3
 
-    Four engines that idle during 35 % of the time, 1.4 workers' worth, while a step's worth of samples waits:
+    Four engines that are idle for 35 % of the time (1.4 workers' worth), and a backlog of one step:
 
     >>> ample = StepLoad(seconds=9.0, num_workers=4, learner_idle=0.0, rollout_idle=0.35, buffered=1.0)
     >>> compute_target_workers([ample] * 3, current=4, joining=False, workers=WorkersConfig(min=1, max=4))
     3
     """
     size = min(max(current, workers.min), workers.max)
-    last = steps[-PATIENCE:]
-    if size != current or joining or len(last) < PATIENCE or any(step.num_workers != current for step in last):
+    last = steps[-WINDOW_STEPS:]
+    if size != current or joining or len(last) < WINDOW_STEPS or any(step.num_workers != current for step in last):
         return size
     seconds = sum(step.seconds for step in last)
     learner_idle = sum(step.seconds * step.learner_idle for step in last) / seconds
     rollout_idle = sum(step.seconds * step.rollout_idle for step in last) / seconds
-    buffered = sum(step.buffered for step in last) / PATIENCE
-    if learner_idle >= STARVING and buffered < PILE:  # rollouts are what the learner waits for
+    buffered = sum(step.buffered for step in last) / WINDOW_STEPS
+    if learner_idle >= STARVING and buffered < PILE:
         return min(size + 1, workers.max) if rollout_idle < BUSY else size
     return max(size - 1, workers.min) if rollout_idle * current >= SPARE else size

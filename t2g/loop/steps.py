@@ -1,4 +1,4 @@
-"""The pure pieces of one step: which prompts, which advantages, which numbers. No waiting, no state."""
+"""The pure functions of one step: prompts, advantages and metrics. They do not wait and keep no state."""
 
 import hashlib
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from t2g.algo.advantages import distillation_advantages, gae, group_advantages, step_rewards, whiten
+from t2g.algo.corrections import MAX_LOG_RATIO
 from t2g.algo.kl import sequence_kl
 from t2g.config import ObjectiveConfig
 from t2g.errors import RunStopped, UserError
@@ -15,20 +16,21 @@ from t2g.runs.metrics import RECALL, TRUNCATED_SHARE
 from t2g.tasks.base import Task
 from t2g.types import Prompt, Rollout, ScoredRollout, SpanFeedback, TokenStats, TrainSample, WeightSyncResult
 
-MAX_LOG_RATIO = 20.0  # nats: beyond, a probability is none
-
 
 def select_prompts(*, num_prompts: int, per_step: int, step: int, seed: int) -> list[int]:
-    """The prompts of step 1, 2, ...: one permutation per epoch, cut into whole steps; what is left over is left out.
+    """Return the indices of the prompts of a step (1, 2, ...).
 
-    So no step holds a prompt twice. A function of its arguments alone: a resumed run sees the prompts it would have
-    seen. UserError when there are fewer prompts than a step takes.
+    Each epoch is a permutation, cut into whole steps; the remainder is left out, so no step holds a prompt twice. The
+    result depends on the arguments only: a resumed run continues with the same prompts.
+
+    Raises:
+        UserError: There are fewer prompts than a step needs.
     """
     if per_step > num_prompts:
         raise UserError(f"rollout.prompts_per_step={per_step}, and data.path has only {num_prompts} prompts; lower it")
-    epoch, place = divmod(step - 1, num_prompts // per_step)
+    epoch, index = divmod(step - 1, num_prompts // per_step)
     order = np.random.default_rng([seed, epoch]).permutation(num_prompts)
-    return order[place * per_step : (place + 1) * per_step].tolist()
+    return order[index * per_step : (index + 1) * per_step].tolist()
 
 
 def check_outcome_rewards(task: Task, prompts: Sequence[Prompt], coef: float) -> None:
@@ -56,36 +58,37 @@ def check_outcome_rewards(task: Task, prompts: Sequence[Prompt], coef: float) ->
 
 
 def sampling_seed(seed: int, split: str, step: int) -> int:
-    """The seed of one step's sampling, of one split ("train", "eval"): different ones never meet."""
+    """Return the sampling seed of a step of a split ("train", "eval"); it differs between splits and steps."""
     digest = hashlib.blake2b(f"{seed}/{split}/{step}".encode(), digest_size=7).digest()
     return int.from_bytes(digest)
 
 
 def token_staleness(rollouts: Sequence[Rollout], *, policy_version: int, max_staleness: int) -> np.ndarray:
-    """Of each response token, the updates between the weights that made it and those it will train: [N] int.
+    """Return, for each response token, the updates between the weights that sampled it and those it trains: [N] int.
 
-    RunStopped, naming the sample, for one that is older than `max_staleness` or newer than the learner.
+    Raises:
+        RunStopped: A sample is older than `max_staleness`, or newer than the learner.
     """
     ages = []
     for rollout in rollouts:
-        made_by = {version for _, _, version in rollout.policy_versions}
-        if not made_by <= set(range(policy_version - max_staleness, policy_version + 1)):
+        versions = {version for _, _, version in rollout.policy_versions}
+        if not versions <= set(range(policy_version - max_staleness, policy_version + 1)):
             raise RunStopped(
                 f"prompt {rollout.prompt_id}, sample {rollout.sample_index} was sampled with weights of version "
-                f"{sorted(made_by)}, and the learner is at {policy_version}: rollout.max_staleness={max_staleness} "
+                f"{sorted(versions)}, and the learner is at {policy_version}: rollout.max_staleness={max_staleness} "
                 "forbids it"
             )
         ages += [np.full(end - start, policy_version - version) for start, end, version in rollout.policy_versions]
     return np.concatenate(ages)
 
 
-def pad(rows: Sequence[np.ndarray]) -> torch.Tensor:
-    """Ragged [R] float arrays as one [B, max R] float32 tensor, zeros at the right."""
+def pad_rows(rows: Sequence[np.ndarray]) -> torch.Tensor:
+    """Return ragged [R] float arrays as one [B, max R] float32 tensor, right-padded with zeros."""
     return torch.nn.utils.rnn.pad_sequence([torch.from_numpy(np.array(r, np.float32)) for r in rows], batch_first=True)
 
 
 def check_finite(step: int, scored: Sequence[ScoredRollout], stats: Sequence[TokenStats]) -> None:
-    """RunStopped, naming step, prompt, sample and token, for the first number that would poison the update."""
+    """Raise RunStopped for the first number that is not finite, with its step, prompt, sample and token."""
     for s, t in zip(scored, stats, strict=True):
         columns = {
             "reward": s.token_rewards,
@@ -111,26 +114,28 @@ def make_train_samples(
     seed: int,
     teacher: Sequence[np.ndarray | None] = (),
 ) -> list[TrainSample]:
-    """Rewards -> advantages -> whitening over the step.
+    """Turn rewards into whitened advantages and returns.
 
-    Advantages are whitened over all response tokens; returns come from the unwhitened ones.
-    teacher: with `objective.teacher`, the teacher's log-probabilities [R] of each response, None where it has read no
-    critique; such a response is left out of the loss where nothing but the teacher counts.
+    Advantages are whitened over all response tokens of the step; returns belong to the unwhitened advantages.
+
+    Args:
+        teacher: With `objective.teacher`, the teacher's log-probabilities [R] of each response; None if the teacher has
+            no critique of it. Such a response has no loss if the teacher's weight is 1.
     """
-    mask = pad([np.ones(len(s.rollout.response_ids)) for s in scored])
+    mask = pad_rows([np.ones(len(s.rollout.response_ids)) for s in scored])
     rules = objective.rewards
-    old, ref = pad([t.old_logprobs for t in stats]), pad([t.ref_logprobs for t in stats])
-    paid = [
+    old, ref = pad_rows([t.old_logprobs for t in stats]), pad_rows([t.ref_logprobs for t in stats])
+    placed = [
         apply_placement(
             s.token_rewards, rules.placement, step_ids=s.step_ids,
             seed=seed, prompt_id=s.rollout.prompt_id, sample_index=s.rollout.sample_index,
         )
         for s in scored
     ]  # fmt: skip
-    for row, s in zip(paid, scored, strict=True):
+    for row, s in zip(placed, scored, strict=True):
         row[-1:] += s.truncation_penalty
     rewards = step_rewards(
-        pad(paid),
+        pad_rows(placed),
         torch.tensor([s.outcome_reward for s in scored]),
         old,
         ref,
@@ -140,18 +145,18 @@ def make_train_samples(
         kl_coef=0.0 if objective.kl_in_loss else kl_coef,
     )
     if objective.uses_critic:
-        values = pad([t.values for t in stats])
+        values = pad_rows([t.values for t in stats])
         advantages, returns = gae(rewards, values, mask, objective.gamma, objective.lam)
     else:
-        number = {s.rollout.prompt_id: i for i, s in enumerate(scored)}  # one per prompt
-        groups = torch.tensor([number[s.rollout.prompt_id] for s in scored])
+        group_of = {s.rollout.prompt_id: i for i, s in enumerate(scored)}  # a number for each prompt
+        groups = torch.tensor([group_of[s.rollout.prompt_id] for s in scored])
         normalise = objective.advantages == "group_normalised"
         advantages, returns = group_advantages(rewards, mask, groups, objective.gamma, normalise=normalise)
     advantages = whiten(advantages, mask, objective.whiten)
     samples = []
-    for row, (s, t, taught_by) in enumerate(zip(scored, stats, teacher or [None] * len(scored), strict=True)):
+    for row, (s, t, logprobs) in enumerate(zip(scored, stats, teacher or [None] * len(scored), strict=True)):
         end = len(s.rollout.response_ids)
-        blended, weights = _blended(advantages[row, :end].numpy(), s, t, objective, taught_by)
+        blended, weights = _blend_teacher(advantages[row, :end].numpy(), s, t, objective, logprobs)
         samples.append(
             TrainSample(
                 prompt_ids=s.rollout.prompt_ids,
@@ -168,29 +173,14 @@ def make_train_samples(
     return samples
 
 
-def token_columns(samples: Sequence[TrainSample], stats: Sequence[TokenStats]) -> dict[str, list[np.ndarray]]:
-    """What samples.jsonl keeps of each token [R]: its advantage, and its probability by the learner before the update
-    over that by the engine that wrote it, bounded.
-    """
-    both = zip(samples, stats, strict=True)
-    ratios = [np.exp(np.clip(t.old_logprobs - s.rollout_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)) for s, t in both]
-    return {"token_advantages": [s.advantages for s in samples], "token_ratios": ratios}
-
-
-def step_kl(stats: Sequence[TokenStats]) -> float:
-    """The KL to the reference, nats per sequence, that the controller sees."""
-    mask = pad([np.ones_like(t.old_logprobs) for t in stats])
-    return sequence_kl(pad([t.old_logprobs for t in stats]), pad([t.ref_logprobs for t in stats]), mask)
-
-
-def _blended(
+def _blend_teacher(
     advantages: np.ndarray,
     scored: ScoredRollout,
     stats: TokenStats,
     objective: ObjectiveConfig,
     teacher: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Advantages and loss weights of one response, [R] each, once the teacher has had its say."""
+    """Return advantages and loss weights of one response, [R] each, blended with the teacher's if there is one."""
     share = 1 if objective.loss_aggregation == "token" else 1 / max(1, len(advantages))
     rule, weights = objective.teacher, np.full(len(advantages), share, np.float32)
     if rule is None:
@@ -199,6 +189,22 @@ def _blended(
         return (1 - rule.weight) * advantages, weights * np.float32(rule.weight < 1)
     where = np.ones_like(scored.deltas) if rule.where == "all" else scored.deltas != 0
     return distillation_advantages(advantages, teacher, stats.old_logprobs, where, rule.weight), weights
+
+
+def make_token_columns(samples: Sequence[TrainSample], stats: Sequence[TokenStats]) -> dict[str, list[np.ndarray]]:
+    """Return the per-token numbers [R] for samples.jsonl: advantages, and probability ratios of learner to engine.
+
+    The ratios are those before the update, clipped to exp(+-MAX_LOG_RATIO).
+    """
+    log_ratios = [t.old_logprobs - s.rollout_logprobs for s, t in zip(samples, stats, strict=True)]
+    ratios = [np.exp(np.clip(row, -MAX_LOG_RATIO, MAX_LOG_RATIO)) for row in log_ratios]
+    return {"token_advantages": [s.advantages for s in samples], "token_ratios": ratios}
+
+
+def step_kl(stats: Sequence[TokenStats]) -> float:
+    """Return the KL to the reference for the KL controller, nats per sequence."""
+    mask = pad_rows([np.ones_like(t.old_logprobs) for t in stats])
+    return sequence_kl(pad_rows([t.old_logprobs for t in stats]), pad_rows([t.ref_logprobs for t in stats]), mask)
 
 
 def step_metrics(
@@ -210,7 +216,7 @@ def step_metrics(
     kl: float,
     kl_coef: float,
 ) -> dict[str, float]:
-    """What the driver knows of a step; the names are those of `runs.metrics`. Shares are of tokens or of samples."""
+    """Return the driver's metrics of a step, see `t2g.runs.metrics`. Shares are of tokens or of samples."""
     deltas, rewards = (np.concatenate([getattr(s, name) for s in scored]) for name in ("deltas", "rewards"))
     gaps = np.concatenate([t.old_logprobs - s.rollout.rollout_logprobs for s, t in zip(scored, stats, strict=True)])
     quotes = sum(f.num_quotes for _, _, f in pairs)
@@ -237,34 +243,39 @@ def step_metrics(
 
 
 def fault_recall(task: Task, pairs: Sequence[tuple[Prompt, Rollout, SpanFeedback]]) -> dict[str, float]:
-    """What the feedback sees of the faults that the task itself knows: of each class the share that a poor span
-    touches, and of all the share that a good one does, which earns where it should cost.
+    """Return how well the feedback finds the faults that the task knows.
+
+    Returns:
+        For each fault class the share that overlaps a poor span; `feedback/faults_praised` is the share of all faults
+        that overlaps a good span, which is rewarded instead of penalised.
     """
-    seen: dict[str, list[bool]] = {}
+    recalled: dict[str, list[bool]] = {}
     praised = []
     for prompt, rollout, feedback in pairs:
         for kind, start, end in task.faults(prompt, rollout.response_text) if feedback.usable else ():
             labels = {span.label for span in feedback.spans if span.start < end and start < span.end}
-            seen.setdefault(f"{RECALL}{kind}", []).append(-1 in labels)
+            recalled.setdefault(f"{RECALL}{kind}", []).append(-1 in labels)
             praised.append(1 in labels)
-    shares = {name: float(np.mean(found)) for name, found in sorted(seen.items())}
+    shares = {name: float(np.mean(hits)) for name, hits in sorted(recalled.items())}
     return shares | ({"feedback/faults_praised": float(np.mean(praised))} if praised else {})
 
 
 def teacher_contexts(scored: Sequence[ScoredRollout], *, sibling: bool) -> list[list[str]]:
-    """What the teacher may be told of each response, the fullest first: with `sibling` the best paid response to the
-    same prompt below its critique, where that was paid more; its critique (SDPO, arXiv 2601.20802)."""
+    """Return the contexts that the teacher may read about each response, the longest first.
+
+    The last context is the critique. With `sibling`, the first one adds the response to the same prompt with the
+    highest reward, if its reward is higher (SDPO, arXiv 2601.20802).
+    """
     best: dict[str, ScoredRollout] = {}
-    for one in sorted(scored, key=lambda s: -s.rewards.sum()):  # stable: of equals the first
-        best.setdefault(one.rollout.prompt_id, one)
-    told = []
-    for one in scored:
-        critique, better = one.feedback.critique.strip(), best[one.rollout.prompt_id]
-        words = [critique] if critique else []
-        if sibling and better.rewards.sum() > one.rewards.sum():
-            words.insert(0, f"{critique}\nBetter: {better.rollout.response_text}".lstrip())
-        told.append(words)
-    return told
+    for s in sorted(scored, key=lambda s: -s.rewards.sum()):  # a stable sort: the first of equal rewards counts
+        best.setdefault(s.rollout.prompt_id, s)
+    contexts = []
+    for s in scored:
+        critique, better = s.feedback.critique.strip(), best[s.rollout.prompt_id]
+        contexts.append([critique] if critique else [])
+        if sibling and better.rewards.sum() > s.rewards.sum():
+            contexts[-1].insert(0, f"{critique}\nBetter: {better.rollout.response_text}".lstrip())
+    return contexts
 
 
 def teacher_metrics(teacher: Sequence[np.ndarray | None], stats: Sequence[TokenStats]) -> dict[str, float]:
@@ -277,7 +288,7 @@ def teacher_metrics(teacher: Sequence[np.ndarray | None], stats: Sequence[TokenS
 
 
 def sync_metrics(result: WeightSyncResult) -> dict[str, float]:
-    """What a weight sync took and proved."""
+    """Return the metrics of a weight sync."""
     return {f"sync/{stage}_s": seconds for stage, seconds in result.stages.items()} | {
         "time/sync_s": result.seconds,
         "sync/bytes": float(result.bytes),

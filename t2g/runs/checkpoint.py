@@ -21,8 +21,8 @@ from t2g.files import TEMPORARY_PREFIX, describe_file, describe_write_failure, m
 
 log = logging.getLogger(__name__)
 
-Entries = Mapping[str, dict[str, Any]]  # by the names of files in a folder, see `t2g.files.describe_file`
-Fill = Callable[[Path], Entries | Any]  # anything else tells no hashes
+FileHashes = Mapping[str, dict[str, Any]]  # by the names of files in a folder, see `t2g.files.describe_file`
+Fill = Callable[[Path], FileHashes | Any]  # anything else tells no hashes
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -171,7 +171,7 @@ class CheckpointStore:
             raise
 
 
-def _seal(folder: Path, known: Entries) -> None:
+def _seal(folder: Path, known: FileHashes) -> None:
     """Bring every file to the disk and write their sizes and hashes into the manifest, which comes last.
 
     known: of files that their writer has hashed.

@@ -34,7 +34,7 @@ from jobs.common.policy_runs import read_data, train
 from jobs.common.run_folder import begin_folder
 from t2g.config import PolicyJob, loading
 from t2g.errors import Stopped
-from t2g.loop.scaling import PATIENCE, STARVING
+from t2g.loop.scaling import STARVING, WINDOW_STEPS
 from t2g.loop.steps import select_prompts
 
 ROOT = Path(__file__).parents[2]
@@ -283,7 +283,7 @@ def test_a_run_on_stub_engines_grows_while_its_learner_starves_and_shrinks_when_
     assert sizes[:grown] == [1] * grown and sizes[-1] == 1 and set(sizes) == {1, 2}
     waited_s = sum(line["idle/learner"] * line["time/step_s"] for line in metrics[:grown])
     assert waited_s >= STARVING * sum(line["time/step_s"] for line in metrics[:grown])
-    piled = metrics[grown + PATIENCE - 1 : -1]
+    piled = metrics[grown + WINDOW_STEPS - 1 : -1]
     assert any(line["buffer/samples"] >= PROMPTS_PER_STEP * SAMPLES for line in piled)
     assert all(line["dropped/samples"] == 0 and line["rollout/restarts"] == 0 for line in metrics)
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from t2g.config import AlarmConfig
-from t2g.loop.alarms import alarms
+from t2g.loop.alarms import find_alarms
 
 CONFIG = AlarmConfig(max_kl=40, min_entropy=0.01, length_ratio=2, max_failed_share=0.1)
 
@@ -37,7 +37,7 @@ def steps(name: str, *values: float | None) -> list[dict[str, float | None]]:
     ],
 )
 def test_a_sentence_says_number_bound_and_what_to_try(name: str, values: tuple[float, ...], words: list[str]) -> None:
-    (sentence,) = alarms(steps(name, *values), CONFIG)
+    (sentence,) = find_alarms(steps(name, *values), CONFIG)
     for word in words:
         assert word in sentence
 
@@ -58,18 +58,18 @@ def test_a_sentence_says_number_bound_and_what_to_try(name: str, values: tuple[f
     ],
 )
 def test_silence_at_the_bound_and_without_a_number(name: str, values: tuple[float | None, ...]) -> None:
-    assert alarms(steps(name, *values), CONFIG) == []
+    assert find_alarms(steps(name, *values), CONFIG) == []
 
 
 def test_raised_on_crossing_and_again_after_recovery() -> None:
     history = steps("policy/kl", 1.0, 50.0, 60.0, None, 55.0, 2.0, 45.0)
-    raised = [i for i in range(len(history)) if alarms(history[: i + 1], CONFIG)]
+    raised = [i for i in range(len(history)) if find_alarms(history[: i + 1], CONFIG)]
     assert raised == [1, 6]
 
 
 def test_first_step_counts_as_a_crossing_and_all_bounds_speak() -> None:
     step = {"policy/kl": 99.0, "policy/entropy": 0.0, "feedback/failed_share": 1.0, "response/length_mean": 12.0}
-    sentences = alarms([step], CONFIG)
+    sentences = find_alarms([step], CONFIG)
     assert len(sentences) == 3
     assert all(re.search(r"alarms\.\w+=", sentence) for sentence in sentences)
 
@@ -78,6 +78,6 @@ def test_first_step_counts_as_a_crossing_and_all_bounds_speak() -> None:
 @given(st.lists(st.floats(0, 100)))
 def test_alarms_are_the_upward_crossings(values: list[float]) -> None:
     history = steps("policy/kl", *values)
-    raised = [bool(alarms(history[: i + 1], CONFIG)) for i in range(len(history))]
+    raised = [bool(find_alarms(history[: i + 1], CONFIG)) for i in range(len(history))]
     over = [False, *(value > 40 for value in values)]
     assert raised == [now and not before for before, now in pairwise(over)]

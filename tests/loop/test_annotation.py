@@ -104,10 +104,10 @@ def test_the_policy_samples_once_for_each_incomplete_prompt(tmp_path: Path) -> N
 
     samples = [Sample(prompt, index) for prompt in letter_prompts(3) for index in range(2)]
     missing = [sample for sample in samples if (sample.prompt.prompt_id, sample.sample_index) != ("p1", 1)][2:]
-    records = judged(missing, write=write)
+    records = judged(missing, sample_responses=write)
     assert asked == ["p1", "p2"]
     assert [(r.prompt_id, r.sample_index) for r in records.values()] == [("p2", 0), ("p2", 1), ("p1", 0)]
-    whole = judged(samples, write=write)
+    whole = judged(samples, sample_responses=write)
     assert {key: whole[key] for key in records} == records
     assert {record_keys(record)[1] for record in whole.values()} == {sample.key for sample in samples}
 
@@ -135,7 +135,7 @@ def test_after_the_close_nothing_begins_and_what_is_under_way_goes_on() -> None:
 
     class Closing(FakeFeedback):
         async def judge(self, prompt: Prompt, response_text: str) -> Any:
-            assert limit.num_under_way <= 2
+            assert limit.num_in_flight <= 2
             if prompt.prompt_id == "p3":
                 limit.close()
             await asyncio.sleep(0)
@@ -143,7 +143,7 @@ def test_after_the_close_nothing_begins_and_what_is_under_way_goes_on() -> None:
 
     samples = samples_of(*({"id": f"p{i}", "prompt": "Why?", "response": "a"} for i in range(9)))
     asyncio.run(annotate(samples, Closing(), lambda _, made: heard.append(made.prompt_id), limit))
-    assert heard == ["p0", "p1", "p2", "p3"] and limit.num_under_way == 0
+    assert heard == ["p0", "p1", "p2", "p3"] and limit.num_in_flight == 0
 
 
 @given(st.sets(st.text(max_size=3), max_size=12), st.floats(0.01, 0.99))

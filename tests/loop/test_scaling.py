@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from t2g.config import WorkersConfig
 from t2g.loop import scaling
-from t2g.loop.scaling import PATIENCE, SPARE, StepLoad, compute_target_workers
+from t2g.loop.scaling import SPARE, WINDOW_STEPS, StepLoad, compute_target_workers
 
 WORKERS = WorkersConfig(min=1, max=4)
 SHORT = {"seconds": 2.0, "learner_idle": 0.4, "rollout_idle": 0.0, "buffered": 0.0}
@@ -81,7 +81,7 @@ def test_the_size_stays_within_bounds_and_moves_by_one(
     size = decide(*steps, current=current, joining=joining, workers=workers)
     assert workers.min <= size <= workers.max
     if workers.min <= current <= workers.max:
-        assert abs(size - current) <= (0 if joining or len(steps) < PATIENCE else 1)
+        assert abs(size - current) <= (0 if joining or len(steps) < WINDOW_STEPS else 1)
 
 
 @given(loads, st.integers(1, 9), share, share, st.floats(0, 3))
@@ -91,7 +91,7 @@ def test_more_waiting_by_the_learner_never_shrinks_and_more_by_the_engines_never
     workers = WorkersConfig(min=1, max=10)
 
     def size(**change: float) -> int:
-        return decide(*[{**load, **change}] * PATIENCE, current=current, workers=workers)
+        return decide(*[{**load, **change}] * WINDOW_STEPS, current=current, workers=workers)
 
     low, high = sorted((load["learner_idle"], learner))
     assert size(learner_idle=low) <= size(learner_idle=high)
@@ -107,7 +107,7 @@ def test_the_same_load_at_any_size_moves_it_one_way_and_then_stays(
 ) -> None:
     sizes = [min(max(start, workers.min), workers.max)]
     for _ in range(20):
-        sizes.append(decide(*[load] * PATIENCE, current=sizes[-1], workers=workers))
+        sizes.append(decide(*[load] * WINDOW_STEPS, current=sizes[-1], workers=workers))
     assert sizes in (sorted(sizes), sorted(sizes, reverse=True))
     assert sizes[-1] == sizes[-2]
 
@@ -140,7 +140,7 @@ def test_a_fleet_whose_load_follows_its_size_comes_to_rest(
     workers, sizes = WorkersConfig(min=1, max=9), [start]
     for _ in range(12):
         load = model(sizes[-1], generate_s, learn_s)
-        sizes.append(decide(*[load] * PATIENCE, current=sizes[-1], workers=workers))
+        sizes.append(decide(*[load] * WINDOW_STEPS, current=sizes[-1], workers=workers))
     assert sizes in (sorted(sizes), sorted(sizes, reverse=True))
     assert sizes[-1] == sizes[-2]
 

@@ -329,7 +329,7 @@ def test_with_time_sharing_learner_and_engines_work_one_after_the_other(tokenize
     plain = Bench(tmp_path / "plain", tokenizer, job())
     plain.run()
     turns = Recorded()
-    bench = Bench(tmp_path / "turns", tokenizer, job(), turns=turns)
+    bench = Bench(tmp_path / "turns", tokenizer, job(), gpu_time_sharing=turns)
     allowed = {"forward": "learner", "update": "learner", "save": "learner", "push": "engines"}
 
     def before_call(call: str) -> None:
