@@ -1,4 +1,4 @@
-"""Hashes of what a config names: data files, models, and the source files of user code."""
+"""Hashes of the contents behind config keys: data files, models, and the source files of user code."""
 
 import importlib
 import re
@@ -10,17 +10,17 @@ import xxhash
 
 from t2g.files import hash_file
 
-OWN_PACKAGES = ("t2g", "actors", "jobs")  # a new version of this program is no other run
+OWN_PACKAGES = ("t2g", "actors", "jobs")  # a new version of this program can continue a run
 MODEL_FILES = (".safetensors", ".json", ".jinja", ".model", ".txt", ".py")
-NOTES = ("identity.json", "sft.json")  # this program writes them beside a model; they hold durations
+NOTES = ("identity.json", "sft.json")  # written beside a model by this program; they hold durations
 HIDDEN = re.compile(r"(^|/)\.")
 
 
 def content_hash(path: Path) -> str:
-    """Return a hash of a file, or of the files in a folder by their names; "" where there is neither.
+    """Return a hash of a file, or of the files in a folder by their names; "" if neither exists.
 
-    A folder with safetensors is a model: weights, config, tokenizer and templates at its top count. Of another folder
-    every file counts, at any depth and behind links. Hidden files and the name of `path` never count.
+    A folder with safetensors is a model: weights, config, tokenizer and templates at its top level are hashed. In
+    another folder every file is hashed, at any depth and behind links. Hidden files and the name of `path` are ignored.
     """
     if path.is_file():
         return _hash_files({"": path})
@@ -32,21 +32,21 @@ def content_hash(path: Path) -> str:
 
 
 def model_version(model: str, revision: str | None) -> str:
-    """Return a text that changes with a model: the hash of its folder, else its name on a hub with the revision."""
+    """Return a text that changes with a model: the hash of its folder, or its hub name and revision."""
     return content_hash(Path(model)) or f"{model}@{revision or 'unpinned'}"
 
 
 def source_hash(import_path: str) -> str:
-    """Return a hash of the source files behind `pkg.mod:name`; "" where there are none, as of built-in functions.
+    """Return a hash of the source files behind `pkg.mod:name`; "" without such files, as for built-in functions.
 
-    A module of a package stands for every .py file of the top-level package, whose helpers decide as well. The module
-    where the object was defined counts beside the named one, which may only import it. The hash leaves out modules of
-    this program, and an object that cannot be imported: the caller that needs the object refuses it.
+    For a module of a package every .py file of the top-level package is hashed, because its helpers matter too. The
+    named module may only import the object, so the module that defines it is hashed as well. Modules of this program
+    are ignored. So is an object that cannot be imported: the caller that needs it raises the error.
     """
     module_name, _, attribute = import_path.partition(":")
     try:
         value = getattr(importlib.import_module(module_name), attribute)
-    except Exception:  # noqa: BLE001 the module of a user may raise anything
+    except Exception:  # noqa: BLE001 a user's module may raise any error
         return ""
     files: dict[str, Path] = {}
     for name in {module_name, getattr(value, "__module__", None) or module_name}:
@@ -60,7 +60,7 @@ def source_hash(import_path: str) -> str:
 
 
 def _list_files(path: Path, parents: tuple[Path, ...] = ()) -> Iterator[Path]:
-    """Yield the files below `path`; a link to one of its own parent folders would never end and is left out."""
+    """Yield the files below `path`. A link to one of its own parent folders is left out: it would never end."""
     if not path.is_dir():
         yield path
     elif (target := path.resolve()) not in parents:
@@ -70,7 +70,7 @@ def _list_files(path: Path, parents: tuple[Path, ...] = ()) -> Iterator[Path]:
 
 
 def _hash_files(files: dict[str, Path]) -> str:
-    """Return a hash of the files by name; "" where no name leads to a file. Hidden files do not count."""
-    kept = {name: file for name, file in sorted(files.items()) if file.is_file() and not HIDDEN.search(name)}
-    lines = "".join(f"{name}\0{hash_file(file)}\n" for name, file in kept.items())
+    """Return a hash of names and contents of the files that exist and are not hidden; "" without such a file."""
+    hashed = {name: file for name, file in sorted(files.items()) if file.is_file() and not HIDDEN.search(name)}
+    lines = "".join(f"{name}\0{hash_file(file)}\n" for name, file in hashed.items())
     return xxhash.xxh3_64_hexdigest(lines.encode(errors="surrogateescape")) if lines else ""

@@ -1,10 +1,10 @@
-"""What an operator and a run tell each other through the run folder: wanted sizes one way, the state of affairs back.
+"""Control and status files in the run folder: target sizes from the operator, the state of the run from its driver.
 
 control.json, written by `jobs.deploy scale`:  {"rollouts": 3, "rewards": null}
 status.json, written by the driver every few seconds: see `Status`
 
-Anybody may write into a run folder on a shared mount: what does not parse, or lies outside the config's bounds, is a
-warning and never the end of a run.
+Other users may write into a run folder on a shared mount. A file that does not parse, or a size outside the config's
+bounds, causes a warning and never ends a run.
 """
 
 import logging
@@ -27,12 +27,12 @@ logger = logging.getLogger(__name__)
 
 CONTROL_FILE = "control.json"
 STATUS_FILE = "status.json"
-MAX_BYTES = 1 << 20  # read of either file: a larger one is none of ours
+MAX_BYTES = 1 << 20  # read limit of either file; valid files are smaller
 SECTIONS = {"rollouts": "rollout.workers", "rewards": "feedback.engine.workers"}  # field of TargetSizes -> its bounds
 
 
 class TargetSizes(Section):
-    """Target number of workers of each fleet; None: the fleet keeps its size."""
+    """Target number of workers of each fleet; None keeps its size."""
 
     rollouts: int | None = Field(None, strict=True)
     rewards: int | None = Field(None, strict=True)
@@ -40,11 +40,11 @@ class TargetSizes(Section):
 
 class WorkerStatus(Section):
     name: str
-    state: str  # of actors.fleet.health
+    state: str  # see actors.fleet.health
     reason: str = ""  # of its last failure
-    version: int | None = None  # of the policy, where the worker has weights that change
+    version: int | None = None  # policy version, for workers whose weights change
     restarts: int = 0
-    load: int = 0  # sequences given to it and not finished
+    load: int = 0  # unfinished sequences
 
 
 class FleetStatus(Section):
@@ -57,10 +57,10 @@ Phase = Literal["starting", "loading", "running", "stopped", "failed", "done"]
 
 
 class Status(Section):
-    """A picture of a run: {"step": 12, "num_steps": 100, "samples": 768, "updated": "2026-11-21T12:00:00Z", ...}"""
+    """Status of a run: {"step": 12, "num_steps": 100, "samples": 768, "updated": "2026-11-21T12:00:00Z", ...}"""
 
     phase: Phase = "running"
-    reason: str = ""  # why it failed
+    reason: str = ""  # why the run failed
     step: int  # finished steps
     num_steps: int
     samples: int  # sampled for training so far
@@ -70,18 +70,19 @@ class Status(Section):
 
 
 def get_scalable_fleets(config: PolicyJob) -> dict[str, WorkersConfig]:
-    """The fleets that an operator may scale, as fields of TargetSizes, and their bounds.
+    """Return the fleets that an operator may scale, as fields of TargetSizes, and their bounds.
 
-    Not the rollout fleet of a run that scales itself: two hands on one wheel would undo each other.
+    The rollout fleet of an autoscaled run is left out: the autoscaler would undo the change.
     """
     bounds = {} if config.rollout.autoscale else {"rollouts": config.rollout.workers}
     return bounds | ({"rewards": config.feedback.engine.workers} if config.feedback.own_engines else {})
 
 
 def write_target_sizes(folder: Path, wanted: TargetSizes) -> TargetSizes:
-    """Lay the numbers of `wanted` over what control.json holds; returns what it holds then.
+    """Update control.json with the sizes that are set in `wanted`, and return the result.
 
-    UserError for a folder without a run, for a fleet that the run does not have and for a number out of its bounds.
+    Raises:
+        UserError: The folder holds no run, the run has no such scalable fleet, or a size is out of its bounds.
     """
     if not (folder / loading.FILE_NAME).exists():
         raise UserError(f"{folder} holds no run (no {loading.FILE_NAME}); check --run and --root")
@@ -109,24 +110,24 @@ def write_target_sizes(folder: Path, wanted: TargetSizes) -> TargetSizes:
 def read_target_sizes(folder: Path) -> TargetSizes | None:
     """Return the sizes in control.json: None without a readable file, `TargetSizes()` if it is invalid."""
     path = folder / CONTROL_FILE
-    content = _bytes(path)
+    content = _read_bytes(path)
     if path.is_symlink() or (path.exists() and not path.is_file()):
-        logger.warning("%s is passed over: it is no file, or a link to one", path)
+        logger.warning("%s is ignored: it is not a regular file", path)
         return TargetSizes()
     try:
         return TargetSizes.model_validate_json(content) if content else None
     except ValidationError as error:
-        logger.warning("%s is passed over: %s", path, format_first_error(error))
+        logger.warning("%s is ignored: %s", path, format_first_error(error))
         return TargetSizes()
 
 
 class Control:
-    """The driver's view of control.json: always within bounds, one warning for each content that is not."""
+    """The driver's reader of control.json: sizes are clamped to their bounds, with one warning for each content."""
 
     def __init__(self, folder: Path, bounds: Mapping[str, WorkersConfig]) -> None:
-        """bounds: those of `get_scalable_fleets(config)`; what the file says about other fleets is passed over."""
+        """bounds: from `get_scalable_fleets(config)`; other fleets in the file are ignored."""
         self._folder, self._bounds = folder, bounds
-        self._seen: int | None = None
+        self._read_ns: int | None = None  # mtime of the content that was read last
 
     def read_changes(self) -> dict[str, int]:
         """Return the sizes in the file, by fields of `TargetSizes`, once for each time that it is written.
@@ -138,19 +139,22 @@ class Control:
             written_ns = path.lstat().st_mtime_ns
         except OSError:
             return {}
-        if written_ns == self._seen or (wanted := read_target_sizes(self._folder)) is None:
+        if written_ns == self._read_ns or (wanted := read_target_sizes(self._folder)) is None:
             return {}
-        self._seen = written_ns
+        self._read_ns = written_ns
         requested, bounds = wanted.model_dump(exclude_none=True), self._bounds
-        known = {name: number for name, number in requested.items() if name in bounds}
-        kept = {name: min(max(number, bounds[name].min), bounds[name].max) for name, number in known.items()}
-        if kept != requested:
+        sizes = {
+            name: min(max(number, bounds[name].min), bounds[name].max)
+            for name, number in requested.items()
+            if name in bounds
+        }
+        if sizes != requested:
             allowed = [f"{SECTIONS[name]} from {workers.min} to {workers.max}" for name, workers in bounds.items()]
             logger.warning(
-                "%s asks for %s, and in this run are scaled by hand %s: %s it is",
-                path, requested, " and ".join(allowed) or "no workers", kept or "nothing",
+                "%s asks for %s, and this run allows %s: applying %s",
+                path, requested, " and ".join(allowed) or "no change of workers", sizes or "nothing",
             )  # fmt: skip
-        return kept
+        return sizes
 
 
 def write_status(folder: Path, status: Status) -> None:
@@ -160,47 +164,57 @@ def write_status(folder: Path, status: Status) -> None:
 
 @contextmanager
 def publish_phases(folder: Path, num_steps: int) -> Iterator[Callable[[Phase], None]]:
-    """Status of a run from its start to its end: yields who says that a phase has begun; an error is its reason."""
+    """Publish the status of a run from its start to its end; yields a function that publishes a new phase.
 
-    def say(phase: Phase, reason: str = "") -> None:
+    An error of the block becomes the reason of phase "failed".
+    """
+
+    def publish(phase: Phase, reason: str = "") -> None:
         status = Status(step=0, num_steps=num_steps, samples=0, updated=now())
-        with suppress(UserError):  # there is none yet
+        with suppress(UserError):  # no status yet
             status = read_status(folder)
         try:
             write_status(folder, status.model_copy(update={"phase": phase, "reason": reason, "updated": now()}))
         except (OSError, UserError) as error:
             logger.warning("the status of the run was not written: %s", error)
 
-    say("starting")
+    publish("starting")
     try:
-        yield say
+        yield publish
     except (Stopped, KeyboardInterrupt):
-        say("stopped")
+        publish("stopped")
         raise
     except BaseException as error:
-        say("failed", f"{getattr(error, 'cause', error)}" or type(error).__name__)
+        publish("failed", f"{getattr(error, 'cause', error)}" or type(error).__name__)
         raise
-    say("done")
+    publish("done")
 
 
 def read_status(folder: Path) -> Status:
-    """UserError when there is none, or none of ours."""
+    """Return the status of a run.
+
+    Raises:
+        UserError: There is no status file, or it is invalid.
+    """
     path = folder / STATUS_FILE
-    content = _bytes(path)
+    content = _read_bytes(path)
     if not content:
         raise UserError(f"{path} is not there: no run was started in this folder, or it has not come to its first step")
     try:
         return Status.model_validate_json(content)
     except ValidationError as error:
-        raise UserError(f"{path} is no status of a run: {format_first_error(error)}") from None
+        raise UserError(f"{path} is not the status of a run: {format_first_error(error)}") from None
 
 
 def now() -> datetime:
     return datetime.now(UTC).replace(microsecond=0)
 
 
-def _bytes(path: Path) -> bytes:
-    """Nothing when it cannot be read, as while a mount is away, or is no file: a pipe keeps its reader for ever."""
+def _read_bytes(path: Path) -> bytes:
+    """Return the content of a regular file, b"" if it cannot be read, as while a mount is away.
+
+    A pipe or device is not read: it would block its reader for ever.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with os.fdopen(descriptor, "rb") as file:

@@ -1,6 +1,6 @@
-"""What a result was made of: one answer to "is this the same run?", for runs, checkpoints, stages and trained models.
+"""The inputs of a result, which decide whether a run, checkpoint, artifact or trained model can be continued or reused.
 
-Beside the result lies `identity.json`. A finished folder also has a result file, which is written last:
+`identity.json` lies beside the result. A finished folder also has a result file, which is written last:
 
     runs/own/                           identity.json, summary.json
     runs/own/checkpoints/step-00000010  identity.json, among the files that the manifest seals
@@ -11,9 +11,9 @@ Beside the result lies `identity.json`. A finished folder also has a result file
      "contents": {"data.path": "9a0364b9e99bb480", "feedback.source": "83f1c2...", ...},
      "accepted": [{"key": "feedback.source", "before": "5be2...", "after": "83f1..."}]}
 
-`config` lacks what can change on resume (`t2g.config.field_marks`) and each local path: the content behind it
-counts, so that a moved folder goes on. A name on a hub stays in `config`, with its revision. A job that makes
-something calls `keep`; a job that finds something calls `check` before it goes on, or `finished` for the result.
+`config` lacks the keys that can change on resume (`t2g.config.field_marks`) and each local path: the content behind a
+path is compared, so that a moved folder can be continued. A hub name stays in `config`, with its revision. A job that
+starts a folder calls `save_identity`. A job that continues one calls `check_identity`, or `load_result` for its result.
 """
 
 import json
@@ -38,11 +38,11 @@ SCHEDULE = "learner.schedule_steps"
 
 
 class ContentChange(Section):
-    """Another content behind the same config key."""
+    """A changed content behind the same config key."""
 
     key: str
     before: str
-    after: str  # "" where the content is missing now: no entry of run.accept has an empty hash
+    after: str  # "" if the content is missing now, which run.accept cannot accept
 
     @property
     def token(self) -> str:
@@ -53,62 +53,66 @@ class ContentChange(Section):
 class Identity(Section):
     """Settings and contents that decide a result, and the changes that the user has accepted since the first start."""
 
-    format: Literal[3] = 3  # goes up when this program can no longer go on from what an earlier version wrote
-    config: dict[str, Any]  # dotted key -> JSON value, of keys that may not differ
-    contents: dict[str, str] = Field({})  # dotted key -> hash, where the content is on this machine
+    format: Literal[3] = 3  # raised when this program can no longer continue what an earlier version wrote
+    config: dict[str, Any]  # dotted key -> JSON value, of keys that cannot change
+    contents: dict[str, str] = Field({})  # dotted key -> hash, for contents on this machine
     accepted: tuple[ContentChange, ...] = ()  # oldest first
     accept: tuple[str, ...] = Field((), exclude=True)  # run.accept of this start
 
     @classmethod
     def from_config(cls, config: BaseModel, **more: Any) -> Self:
-        """Return the identity of what `config` makes now; reads the content behind each local path.
+        """Return the identity of the result of `config`; reads the content behind each local path.
 
-        A path with nothing behind it yet, such as a stage that is still to be made, has no content to compare.
+        A path that does not exist yet, such as a later artifact, has no content to compare.
 
         Args:
-            more: JSON values and paths that decide the result and stand in no config: `method="dpo"`.
+            more: JSON values and paths that decide the result and are not in the config: `method="dpo"`.
         """
         settings, contents = identity_values(config) | more, dict[str, str]()
         if isinstance(config, PolicyJob):
             settings[SCHEDULE] = config.schedule_steps
-        named = {key: str(value) for key, value in paths(config) if value}
-        named |= {key: value for key, value in more.items() if os.path.isabs(str(value))}
-        for key, value in named.items():
+        locations = {key: str(value) for key, value in paths(config) if value}
+        locations |= {key: value for key, value in more.items() if os.path.isabs(str(value))}
+        for key, value in locations.items():
             if key in settings and (os.path.isabs(value) or os.path.exists(value)):
                 del settings[key]
                 contents[key] = content_hash(Path(value))
         for key in IMPORTED:
             if ":" in str(settings.get(key)):
                 contents[key] = source_hash(settings[key])
-        contents = {key: found for key, found in contents.items() if found}
+        contents = {key: digest for key, digest in contents.items() if digest}
         accept = config.run.accept if isinstance(config, AnyJob) else ()
         return cls(config=settings, contents=contents, accept=accept)
 
-    def since(self, kept: "Identity") -> tuple[list[str], list[ContentChange]]:
+    def differences_from(self, saved: "Identity") -> tuple[list[str], list[ContentChange]]:
         """Return the differences from an earlier identity: settings as text, and contents not accepted yet."""
-        was, now = kept.config, self.config
+        before, now = saved.config, self.config
         settings = [
-            f"{key} ({format_value(was.get(key))} -> {format_value(now.get(key))})"
-            for key in sorted(was.keys() | now.keys())
-            if was.get(key) != now.get(key)
+            f"{key} ({format_value(before.get(key))} -> {format_value(now.get(key))})"
+            for key in sorted(before.keys() | now.keys())
+            if before.get(key) != now.get(key)
         ]
         accepted = {(change.key, change.before) for change in self.accepted}
         changes = [
-            ContentChange(key=key, before=before, after=self.contents.get(key, ""))
-            for key, before in sorted(kept.contents.items())
-            if before != self.contents.get(key, "") and (key, before) not in accepted
+            ContentChange(key=key, before=digest, after=self.contents.get(key, ""))
+            for key, digest in sorted(saved.contents.items())
+            if digest != self.contents.get(key, "") and (key, digest) not in accepted
         ]
         return settings, changes
 
 
 def save_identity(folder: Path, identity: Identity) -> None:
-    """Write the identity of what is made in `folder`, which is created."""
+    """Write the identity of the result in `folder`, which is created if needed."""
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / IDENTITY_FILE, identity.model_dump_json(indent=1).encode())
 
 
 def load_identity(folder: Path) -> Identity:
-    """Read the identity of what lies in `folder`. UserError where this program cannot go on from it."""
+    """Read the identity of the result in `folder`.
+
+    Raises:
+        UserError: There is none, or its format is of another version.
+    """
     try:
         return Identity.model_validate_json((folder / IDENTITY_FILE).read_bytes())
     except (FileNotFoundError, ValidationError):
@@ -118,17 +122,19 @@ def load_identity(folder: Path) -> Identity:
 
 
 def check_identity(folder: Path, identity: Identity) -> Identity:
-    """Compare what lies in `folder` with what would be made now.
+    """Compare the saved identity of `folder` with the current one, and save the changes that run.accept accepts.
 
-    An entry of run.accept counts once for each time that it is given: after it accepted a change, it accepts no later
-    one. Accepted changes are written into the folder.
+    Each occurrence of an entry in run.accept accepts one change: a later change needs a further occurrence.
 
-    Returns: `identity`, with the accepted changes of the folder.
-    Raises: UserError that names each difference, and the entries of run.accept that would accept them.
+    Returns:
+        `identity`, with the accepted changes of the folder.
+
+    Raises:
+        UserError: They differ. The message lists the differences and the entries of run.accept that would accept them.
     """
-    kept = load_identity(folder)
-    settings, changes = identity.since(kept)
-    used = Counter(change.token for change in kept.accepted)
+    saved = load_identity(folder)
+    settings, changes = identity.differences_from(saved)
+    used = Counter(change.token for change in saved.accepted)
     refused = [change for change in changes if identity.accept.count(change.token) <= used[change.token]]
     if settings or refused:
         contents = [f"the content of {c.key} (hash {c.before} -> {c.after or 'missing'})" for c in refused]
@@ -136,20 +142,24 @@ def check_identity(folder: Path, identity: Identity) -> Identity:
         if tokens := dict.fromkeys(change.token for change in refused if change.after):
             entries = [token for token in tokens for _ in range(used[token] + 1)]
             advice += f"; run.accept=[{','.join(entries)}] goes on with the changed content"
-        if (steps := kept.config.get(SCHEDULE)) and steps != identity.config.get(SCHEDULE):
+        if (steps := saved.config.get(SCHEDULE)) and steps != identity.config.get(SCHEDULE):
             advice += f"; {SCHEDULE}={steps} keeps the learning-rate schedule whatever num_steps is"
         raise UserError(f"{folder} was made with other inputs: {', '.join(settings + contents)}; {advice}")
-    # An identity that `load` gave has the accepted changes of the run already, and a checkpoint in it may be older.
-    identity = identity.model_copy(update={"accepted": identity.accepted or (*kept.accepted, *changes)})
+    # A loaded identity already has the accepted changes of its run; a checkpoint of that run may be older.
+    identity = identity.model_copy(update={"accepted": identity.accepted or (*saved.accepted, *changes)})
     if changes:
         save_identity(folder, identity)
     return identity
 
 
 def load_result(folder: Path, identity: Identity, result_file: str) -> dict[str, Any] | None:
-    """Return the result in `folder`, None where it is not finished. UserError where its inputs were others.
+    """Return the result in `folder`, None if it is not finished.
 
-    result_file: a JSON object that is written when all else is there.
+    Args:
+        result_file: Name of a JSON object that is written last.
+
+    Raises:
+        UserError: The result was made from other inputs, see `check_identity`.
     """
     path = folder / result_file
     if not path.exists():

@@ -1,6 +1,6 @@
-"""A journal: one line for each judgement, or response, as it is made; appended, never changed.
+"""An append-only journal with one JSON line for each judgement or response.
 
-A process that is killed loses no line; a cut of the power costs those since the last `sync`.
+A killed process loses no line; a power cut loses the lines since the last `sync`.
 """
 
 import os
@@ -17,44 +17,49 @@ Record = TypeVar("Record", bound=BaseModel)
 
 
 def read_journal(path: Path, schema: type[Record]) -> list[Record]:
-    """The records of a journal, without a last line that was cut off; [] for no file.
+    """Return the records of a journal, without an incomplete last line; [] without a file.
 
-    UserError with the number of the line for any other line that is no record.
+    Raises:
+        UserError: Another line is not a record; the message has its number.
     """
     if not path.exists():
         return []
-    *lines, _cut_off = path.read_bytes().split(b"\n")
+    *lines, _incomplete = path.read_bytes().split(b"\n")
     records = []
     for number, line in enumerate(lines, start=1):
         try:
             records.append(schema.model_validate_json(line))
         except ValidationError as error:
-            raise UserError(f"{path}:{number} is no line of this journal: {format_first_error(error)}") from error
+            raise UserError(f"{path}:{number} is not a line of this journal: {format_first_error(error)}") from error
     return records
 
 
 class Journal:
-    """The end of a journal. One process writes, see `sole_process`; the file begins with the first record."""
+    """Writer of a journal. One process writes, see `sole_process`; the first record creates the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: int | None = None  # descriptor
 
     def append(self, record: BaseModel) -> None:
-        """One more line, whole or not at all. UserError where it cannot be written."""
-        rest = memoryview(f"{record.model_dump_json()}\n".encode())
+        """Append a line, completely or not at all.
+
+        Raises:
+            UserError: It cannot be written.
+        """
+        line = memoryview(f"{record.model_dump_json()}\n".encode())
         with raise_if_unwritable(self._path):
             file = self._file = self._open() if self._file is None else self._file
             size = os.fstat(file).st_size
             try:
-                while rest:
-                    rest = rest[os.write(file, rest) :]
+                while line:
+                    line = line[os.write(file, line) :]
             except OSError:
-                os.ftruncate(file, size)  # else the next line would be added to half a line
+                os.ftruncate(file, size)  # else the next line would continue half a line
                 raise
 
     def sync(self) -> None:
-        """Bring what was appended to the disk."""
+        """Sync the appended lines to the disk."""
         if self._file is not None:
             os.fsync(self._file)
 
@@ -65,7 +70,7 @@ class Journal:
             self._file = None
 
     def _open(self) -> int:
-        """Without a last line that was cut off."""
+        """Open the file for appending and remove an incomplete last line."""
         file = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_APPEND, 0o666)
         os.ftruncate(file, self._path.read_bytes().rfind(b"\n") + 1)
         return file

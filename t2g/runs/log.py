@@ -1,4 +1,4 @@
-"""What a run writes down: metrics.jsonl, samples.jsonl, dropped.jsonl, alarms.jsonl and dashboards."""
+"""The logs of a run: metrics.jsonl, samples.jsonl, dropped.jsonl, alarms.jsonl and dashboards."""
 
 import json
 import math
@@ -22,14 +22,14 @@ METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 DROPPED_FILE = "dropped.jsonl"
 ALARMS_FILE = "alarms.jsonl"
-COMMANDS_FILE = "commands.log"  # when each start was, and its command
+COMMANDS_FILE = "commands.log"  # time and command of each start
 
 Split = Literal["train", "eval"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRecord:
-    """A line of samples.jsonl, but for the tokens of a response that was trained on."""
+    """A line of samples.jsonl; lines of trained responses also have token columns."""
 
     step: int
     split: Split
@@ -50,10 +50,10 @@ class Sink(Protocol):
 
 
 class RunLog:
-    """The files that stand above and the dashboards of one run folder; durable when a call returns.
+    """Writer of the log files and dashboards of one run folder; lines are on the disk when a call returns.
 
-    `truncate` comes first. A number that is not finite stands as null in metrics.jsonl. UserError when the disk is
-    full; the lines before are kept.
+    Call `truncate` first. A number that is not finite becomes null in metrics.jsonl. A full disk raises UserError; the
+    lines before are kept.
     """
 
     def __init__(self, folder: Path, config: LogConfig, extra_sinks: Sequence[Sink] = ()) -> None:
@@ -63,9 +63,9 @@ class RunLog:
         self._last_step = -1
 
     def truncate(self, first_step: int) -> list[dict[str, float | None]]:
-        """Drop the lines of `first_step` and later and open the log; returns the metrics of the steps before, in order.
+        """Drop the lines of `first_step` and later, open the log and return the metrics of the steps before, in order.
 
-        Such lines come from a run that died after its last checkpoint: without this their steps would stand twice.
+        Such lines come from a run that died after its last checkpoint. Their steps would otherwise be logged twice.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         history = _drop_steps(self._folder / METRICS_FILE, first_step)
@@ -79,7 +79,7 @@ class RunLog:
         return history
 
     def write_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One line of metrics.jsonl, and the same numbers to every dashboard."""
+        """Write a line of metrics.jsonl, and log the same numbers to every dashboard."""
         assert step > self._last_step, f"step {step} was logged before"
         self._last_step = step
         finite = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
@@ -96,12 +96,13 @@ class RunLog:
         tokenizer: Any = None,
         columns: Mapping[str, Sequence[np.ndarray]] = {},
     ) -> None:
-        """`log.num_samples` responses, evenly over those given; with their tokens where they are among `scored`.
+        """Write `log.num_samples` of the judged responses, evenly spaced; those in `scored` with their tokens.
 
-        columns: name -> for each of `scored` a number [R] for each token.
+        Args:
+            columns: Name -> for each response in `scored` an array [R] with a number for each token.
         """
         count = min(self._config.num_samples, len(judged))
-        places = {(s.rollout.prompt_id, s.rollout.sample_index): place for place, s in enumerate(scored)}
+        indices = {(s.rollout.prompt_id, s.rollout.sample_index): index for index, s in enumerate(scored)}
         records = []
         for prompt, rollout, feedback in [judged[i * len(judged) // count] for i in range(count)]:
             sample = SampleRecord(
@@ -115,25 +116,25 @@ class RunLog:
                 feedback=feedback,
             )
             records.append(asdict(sample))
-            place = places.get((prompt.prompt_id, rollout.sample_index))
-            if place is not None:
+            index = indices.get((prompt.prompt_id, rollout.sample_index))
+            if index is not None:
                 ranges = token_offsets(tokenizer, rollout.response_ids).tolist()
                 records[-1] |= (
                     {  # lists of length R: character range, text and reward of each response token
                         "token_ranges": ranges,
                         "token_texts": [rollout.response_text[start:end] for start, end in ranges],
-                        "token_rewards": scored[place].rewards.tolist(),
+                        "token_rewards": scored[index].rewards.tolist(),
                     }
-                    | {name: [round(float(value), 5) for value in values[place]] for name, values in columns.items()}
+                    | {name: [round(float(value), 5) for value in values[index]] for name, values in columns.items()}
                 )
         _append(self._folder / SAMPLES_FILE, records)
 
     def write_dropped(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """What of the step was not trained on; see `t2g.loop.sampling.make_dropped_records`."""
+        """Write the responses of the step that are not trained on; see `t2g.loop.sampling.make_dropped_records`."""
         _append(self._folder / DROPPED_FILE, [{STEP: step, **record} for record in records])
 
     def write_alarms(self, step: int, sentences: Sequence[str]) -> None:
-        """What `t2g.loop.alarms` says of the step."""
+        """Write the alarms of the step; see `t2g.loop.alarms`."""
         if sentences:
             _append(self._folder / ALARMS_FILE, [{STEP: step, "alarm": sentence} for sentence in sentences])
 
@@ -143,7 +144,7 @@ class RunLog:
 
 
 class TensorBoardSink:
-    """Event files; points of `first_step` and later, left by a run that died, are hidden."""
+    """TensorBoard event files; points of `first_step` and later, from a run that died, are hidden."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -160,8 +161,11 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Weights & Biases; a resumed run goes on under the id kept in its folder. It refuses to log a step again: the
-    dashboard keeps the first numbers of the steps that a run repeats after a crash, metrics.jsonl the second."""
+    """Weights & Biases; a resumed run continues under the id in its folder.
+
+    W&B refuses to log a step twice. For steps that a run repeats after a crash the dashboard keeps the first numbers,
+    and metrics.jsonl the second.
+    """
 
     def __init__(self, project: str, folder: Path) -> None:
         import wandb
@@ -181,10 +185,12 @@ class WandbSink:
 
 
 def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line number and record of each line of a JSON-lines file that a RunLog wrote; none for a missing file.
+    """Yield line number and record of each line of a RunLog's file; nothing for a missing file.
 
-    A last line that a crash cut off is left out. Raises UserError for any other line that is no JSON object with
-    a step.
+    A last line that a crash cut off is left out.
+
+    Raises:
+        UserError: Another line is not a JSON object with a step.
     """
     lines = path.read_bytes().splitlines() if path.exists() else []
     for number, line in enumerate(lines, start=1):
@@ -195,18 +201,18 @@ def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if isinstance(record, dict) and isinstance(record.get(STEP), int):
             yield number, record
         elif number < len(lines):
-            raise UserError(f"{path}:{number} is no JSON object with a step, and it is not the last line")
+            raise UserError(f"{path}:{number} is not a JSON object with a step, and it is not the last line")
 
 
 def _drop_steps(path: Path, first_step: int) -> list[dict[str, Any]]:
-    """Keep the whole lines of steps before `first_step`, and return them."""
+    """Keep the complete lines of steps before `first_step`, and return their records."""
     kept = [record for _, record in read_records(path) if record[STEP] < first_step]
     write_atomic(path, "".join(f"{json.dumps(record)}\n" for record in kept).encode())
     return kept
 
 
 def _append(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Add lines and bring them to the disk; json.dumps escapes what is not ASCII, lone surrogates included."""
+    """Append lines and sync them to the disk; json.dumps escapes all non-ASCII text, lone surrogates included."""
     with raise_if_unwritable(path), path.open("a", encoding="ascii") as file:
         file.writelines(f"{json.dumps(record)}\n" for record in records)
         file.flush()

@@ -1,4 +1,4 @@
-"""What a run measures: the names, and the line per step. `t2g.runs.log` writes them down.
+"""Names of the metrics of a run, and the terminal line of a step. `t2g.runs.log` writes them.
 
 Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 
@@ -21,55 +21,55 @@ Metrics are flat, name -> number, one mapping per step. Shares lie in [0, 1].
 | policy/clip_share                          | PPO-clipped tokens: their ratio left [1 - eps, 1 + eps]                |
 | policy/approx_kl                           | old to new policy, k3, nats per token                                  |
 | policy/ratio_max                           | largest probability ratio of a token, new by old                       |
-| teacher/share                              | responses whose critique objective.teacher has read                    |
-| teacher/gap_mean                           | of |teacher - policy| logprob, nats                                    |
-| critic/clip_share                          | tokens whose PPO-clipped value error is the larger one                 |
+| teacher/share                              | share of responses with a critique for objective.teacher               |
+| teacher/gap_mean                           | mean |teacher - policy| logprob, nats                                  |
+| critic/clip_share                          | tokens whose clipped value error is larger than the unclipped one      |
 | response/length_mean                       | sampled tokens, EOS included                                           |
 | response/truncated_share                   | responses that max_new_tokens truncated                                |
 | gap/{logprob_mean,p95}                     | of |learner - engine| logprob, nats                                    |
-| importance/{mean,p95}                      | of the weight exp(learner - engine), before it is capped               |
+| importance/{mean,p95}                      | weight exp(learner - engine) logprob, before the cap                   |
 | importance/outside_share                   | weights outside [.9, 1.1]                                              |
 | importance/truncated_share                 | tokens whose weight rollout_correction_cap changed                     |
 | feedback/failed_share                      | responses whose feedback is neither ok nor empty                       |
 | feedback/located_rate                      | quotes found in their response                                         |
-| feedback/recall_                           | and a class of faults that the task knows: how many are called poor    |
-| feedback/faults_praised                    | faults that it calls good                                              |
-| staleness/{mean,max}                       | updates between the weights that made a token and those it trains      |
-| buffer/samples                             | judged responses that wait for a later step                            |
-| dropped/samples                            | responses of the step not trained on: without feedback, or not sampled |
-| dropped/prompts                            | prompts of the step that no rollout worker answered                    |
+| feedback/recall_                           | + fault class of the task: share of its faults that overlap poor spans |
+| feedback/faults_praised                    | share of the task's faults that overlap good spans                     |
+| staleness/{mean,max}                       | updates between the weights that sampled a token and those it trains   |
+| buffer/samples                             | judged responses of later steps                                        |
+| dropped/samples                            | responses of the step without usable feedback, or not sampled          |
+| dropped/prompts                            | prompts of the step that no rollout worker could answer                |
 | idle/learner                               | share of time/step_s in which the learner had no call                  |
 | idle/{rollout,reward}                      | share of the engines' time without a request, since the step before    |
-| rollout/workers, reward/workers            | that serve, at the end of the step                                     |
-| rollout/restarts, reward/restarts          | workers that were lost since the step before                           |
-| rollout/recovery_s, reward/recovery_s      | the longest from a loss to the service of who took its place           |
-| rollout/tokens_per_s, reward/tokens_per_s  | that vLLM generated, by the seconds in which an engine had a request   |
-| {rollout,reward}/queued                    | requests inside an engine without a slot, mean over its own steps      |
+| rollout/workers, reward/workers            | workers that serve at the end of the step                              |
+| rollout/restarts, reward/restarts          | workers that failed since the step before                              |
+| rollout/recovery_s, reward/recovery_s      | longest time from a failure until the replacement serves               |
+| rollout/tokens_per_s, reward/tokens_per_s  | tokens generated by vLLM per second with a request                     |
+| {rollout,reward}/queued                    | requests that wait for a slot in an engine, mean over engine steps     |
 | {rollout,reward}/cache_use                 | largest share of an engine's KV cache in use                           |
-| {rollout,reward}/preemptions               | requests that lost their cache to others, and were computed again      |
-| recovery/learner_s                         | from the loss of the learner until another had its place and weights   |
+| {rollout,reward}/preemptions               | requests that vLLM preempted and computed again                        |
+| recovery/learner_s                         | from the failure of the learner until its replacement has the weights  |
 | speed/tokens_per_s                         | sampled tokens by seconds of the whole step                            |
 | learner/tokens_per_s                       | tokens of all passes, prompts included, by seconds of the update       |
-| learner/peak_memory_gib                    | most of a rank: of its GPU in this update, of a process on a CPU       |
+| learner/peak_memory_gib                    | largest peak of a rank: GPU memory of this update, or process on a CPU |
 | policy/mfu, critic/mfu                     | model FLOPs by those of the GPUs in bfloat16; not on a CPU             |
 | learner/optimizer_steps                    | minibatches of this step                                               |
-| time/{generate,feedback}_s                 | seconds that the step waited for responses, then for the last feedback |
+| time/{generate,feedback}_s                 | seconds that the step waits for responses, then for the last feedback  |
 | time/{learn,sync}_s                        | seconds of update and weight sync                                      |
-| time/{step,eval}_s                         | seconds of the whole step without its evaluation, and of that          |
+| time/{step,eval}_s                         | seconds of the step without its evaluation, and of the evaluation      |
 | sync/probe_gap                             | largest |engine - learner| logprob on the probe, nats                  |
 | sync/bytes                                 | weights sent to each worker                                            |
 | sync/{gather,hand_over,load}_s             | seconds of work on all buckets; they overlap                           |
-| sync/{open,close}_s                        | seconds to pause engines and announce a version, and to commit it      |
-| sync/verify_s                              | seconds of the probe after the last load, in learner and engines       |
+| sync/{open,close}_s                        | seconds to pause engines and send the manifest, and to commit          |
+| sync/verify_s                              | seconds of the probe in learner and engines, after the last load       |
 | sync/calls                                 | calls of workers and of the learner group                              |
-| sync/missed                                | workers that were sent the weights and did not get them                |
+| sync/missed                                | workers that failed to get the weights                                 |
 | sft/<name>                                 | supervised jobs: loss, gradient norm, speed; `step` is the optimizer's |
-| dpo/{pairs,ties_share}                     | pairs learnt from; share left out since both are worth the same        |
-| dpo/{loss,accuracy,margin,grad_norm,steps} | of the last optimizer step, see `actors.learner.dpo`                   |
-| ilf/{loss,revised_share}                   | of the fine-tuning; responses of which there is a revision             |
-| reflection/{revised_share,revise_s}        | held-out responses that were answered again; the seconds it took       |
+| dpo/{pairs,ties_share}                     | pairs of the update; share left out because their rewards are equal    |
+| dpo/{loss,accuracy,margin,grad_norm,steps} | metrics of the last optimizer step, see `actors.learner.dpo`           |
+| ilf/{loss,revised_share}                   | loss of the fine-tuning; share of responses with a revision            |
+| reflection/{revised_share,revise_s}        | share of held-out responses that were revised; seconds of the revision |
 | eval/<name>                                | held-out metric of the task, only in steps that evaluate               |
-| eval/score                                 | the one of them by which the best checkpoint is kept                   |
+| eval/score                                 | the metric that selects the best checkpoint                            |
 """
 
 from collections.abc import Mapping
@@ -86,7 +86,7 @@ FAILED_SHARE = "feedback/failed_share"
 RECALL = "feedback/recall_"  # prefix
 EVAL = "eval/"  # prefix
 
-_LINE = (  # parts of the line per step: metric and how it reads
+_LINE = (  # parts of a step's terminal line: metric and template
     (TOKEN_REWARD, "reward {:+.3f}"),
     ("tokens/good_share", "good {:.1%}"),
     ("tokens/poor_share", "poor {:.1%}"),
@@ -106,18 +106,19 @@ _LINE = (  # parts of the line per step: metric and how it reads
 
 
 def format_step(step: int, metrics: Mapping[str, float | None]) -> str:
-    """One line for the terminal; a metric that the step does not have is left out.
+    """Return the terminal line of a step; missing metrics are left out.
 
     >>> format_step(3, {"reward/token_mean": 0.0415, "policy/kl": 0.2, "eval/fact_f1": 0.71})
     'step 3 | reward +0.042 | KL 0.200 | eval fact_f1 0.710'
     """
     parts = [f"step {step}"]
-    parts += [text.format(metrics[name]) for name, text in _LINE if metrics.get(name) is not None]
+    parts += [template.format(metrics[name]) for name, template in _LINE if metrics.get(name) is not None]
     parts += [f"eval {name} {value:.3f}" for name, value in select_held_out(metrics).items()]
     return " | ".join(parts)
 
 
 def select_held_out(metrics: Mapping[str, float | None]) -> dict[str, float]:
-    """The held-out metrics of one step, without their prefix."""
-    found = ((name, value) for name, value in metrics.items() if name.startswith(EVAL))
-    return {name.removeprefix(EVAL): value for name, value in found if value is not None}
+    """Return the held-out metrics of a step, without their prefix."""
+    return {
+        name.removeprefix(EVAL): value for name, value in metrics.items() if name.startswith(EVAL) and value is not None
+    }

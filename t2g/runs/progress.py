@@ -1,6 +1,6 @@
-"""Progress of long work: a bar per stage with the time left, plain lines elsewhere, and the lines in a file.
+"""Progress of long work: a bar with the time left on a terminal, plain lines elsewhere, and the lines in a file.
 
-Work within `stage` or `log_duration` is never silent for 15 seconds: the innermost block then says how far it is.
+A block of `show_progress` or `log_duration` prints a line at least every 15 seconds; the innermost block prints it.
 """
 
 import sys
@@ -16,16 +16,16 @@ from rich.progress import MofNCompleteColumn, Progress
 
 SECONDS_BETWEEN_LINES = 10.0
 MAX_SILENCE_S, POLL_S = 14.0, 1.0  # together at most 15 seconds without a line
-RATE_PERIOD_S = 3600.0  # rich looks back 30 s: a step of a minute would leave it without a rate
+RATE_PERIOD_S = 3600.0  # rich's default of 30 s gives no rate for steps of a minute
 PROGRESS_FILE = "progress.log"
 
-_folder: Path | None = None  # of the run that keeps the lines
-_last_line_at = 0.0  # of time.monotonic
+_folder: Path | None = None  # run folder of progress.log
+_last_line_at = 0.0  # time.monotonic()
 _blocks: list[object] = []  # the innermost is last
 
 
 class ProgressBar:
-    """A bar on a terminal, else at most one line in SECONDS_BETWEEN_LINES."""
+    """A bar on a terminal; elsewhere at most one line in SECONDS_BETWEEN_LINES."""
 
     def __init__(self, name: str, total: int, done: int, progress: Progress) -> None:
         self._progress, self._last = progress, progress.get_time()
@@ -34,21 +34,20 @@ class ProgressBar:
         progress.advance(self._task.id, 0)  # rich measures from its first sample on
 
     def advance(self, count: int = 1) -> None:
-        """So many more of the stage's `total` are done."""
+        """Add `count` to the finished items."""
         task, now = self._task, self._progress.get_time()
         self._progress.advance(task.id, count)
-        late = self._progress.disable and now - self._last >= SECONDS_BETWEEN_LINES
-        if late and (left := task.time_remaining) is not None:
+        is_due = self._progress.disable and now - self._last >= SECONDS_BETWEEN_LINES
+        if is_due and (left := task.time_remaining) is not None:
             self._last = now
             self.print_line(f"{self.position}, {format_duration(left)} left")
 
     def advance_to(self, done: int) -> None:
-        """So many of the stage's `total` are done, or more by an earlier call."""
+        """Set the finished items to `done`, unless more are finished."""
         self.advance(max(0, done - int(self._task.completed)))
 
     def print_line(self, line: str) -> None:
-        """Print a line of its own, above the bar where there is one."""
-        # Without rich's own reading of brackets and numbers, and without breaking the line.
+        """Print a line, above the bar if there is one. Rich must not interpret brackets or wrap the line."""
         self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
         record_line(line)
 
@@ -59,28 +58,30 @@ class ProgressBar:
 
 @contextmanager
 def show_progress(name: str, total: int, done: int = 0) -> Iterator[ProgressBar]:
-    """Show the progress of one stage while the block runs; the last line says how long it took.
+    """Show a progress bar while the block runs, and print how long it took.
 
-    done: how much of `total` an earlier session did; the time left follows from the pace of this one.
-    On a terminal a bar that vanishes at the end; elsewhere at most one line in 10 s, for logs.
+    On a terminal the bar disappears at the end; elsewhere at most one line is printed in 10 s, for logs.
+
+    Args:
+        done: Items of `total` that an earlier session finished; they do not count for the time left.
     """
-    console = get_console()  # one for all: nested stages share one live display
-    begin = console.get_time()
+    console = get_console()  # the shared console: nested bars use one live display
+    started = console.get_time()
     columns = *Progress.get_default_columns(), MofNCompleteColumn()
     look = {"console": console, "disable": not console.is_terminal, "transient": True}
     with Progress(*columns, **look, speed_estimate_period=RATE_PERIOD_S) as progress:
-        shown = ProgressBar(name, total, done, progress)
+        bar = ProgressBar(name, total, done, progress)
         if done:
-            shown.print_line(f"{name}: going on after {done} of {total}")
-        write = record_line if console.is_terminal else shown.print_line  # the bar is on the terminal
-        with _limit_silence(lambda elapsed: write(f"{shown.position}, {elapsed} so far")):
-            yield shown
-    shown.print_line(f"{name}: done in {format_duration(console.get_time() - begin)}")
+            bar.print_line(f"{name}: going on after {done} of {total}")
+        write = record_line if console.is_terminal else bar.print_line  # the bar is on the terminal
+        with _limit_silence(lambda elapsed: write(f"{bar.position}, {elapsed} so far")):
+            yield bar
+    bar.print_line(f"{name}: done in {format_duration(console.get_time() - started)}")
 
 
 @contextmanager
 def log_duration(work: str) -> Iterator[None]:
-    """Print that `work` begins, and how long the block took."""
+    """Print the start of `work`, and how long the block took."""
     started = time.monotonic()
     _print_line(f"{work} ...")
     with _limit_silence(lambda elapsed: _print_line(f"{work}: {elapsed} so far")):
@@ -113,11 +114,11 @@ def _limit_silence(write_line: Callable[[str], None]) -> Iterator[None]:
 
 
 def record_line(line: str) -> None:
-    """Append the line and its time to progress.log of the run whose lines are kept."""
+    """Append the line and its time to progress.log, inside a block of `record_lines`."""
     global _last_line_at
     _last_line_at = time.monotonic()
     if _folder is not None:
-        with suppress(OSError):  # a full disk raises an error where results are written
+        with suppress(OSError):  # a full disk raises its error when results are written
             _folder.mkdir(parents=True, exist_ok=True)
             with (_folder / PROGRESS_FILE).open("a", encoding="utf-8", errors="replace") as file:
                 file.write(f"{datetime.now().astimezone().isoformat(timespec='seconds')} {line}\n")
@@ -125,7 +126,7 @@ def record_line(line: str) -> None:
 
 @contextmanager
 def record_lines(folder: Path) -> Iterator[None]:
-    """Keep all lines of the block in progress.log of a run folder; within another such block, that one keeps them."""
+    """Record all lines of the block in progress.log of a run folder; the outermost such block decides the folder."""
     global _folder
     outer, _folder = _folder, _folder or folder
     try:
@@ -135,11 +136,12 @@ def record_lines(folder: Path) -> Iterator[None]:
 
 
 def format_duration(seconds: float) -> str:
-    """
+    """Return a duration for users.
+
     >>> format_duration(7.4), format_duration(75), format_duration(3700)
     ('7 s', '1 min 15 s', '1 h 01 min')
     """
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, seconds = divmod(round(seconds), 60)
     if minutes >= 60:
         return f"{minutes // 60} h {minutes % 60:02d} min"
-    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+    return f"{minutes} min {seconds:02d} s" if minutes else f"{seconds} s"

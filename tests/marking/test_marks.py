@@ -100,9 +100,10 @@ def test_a_broken_journal_of_another_person_is_a_sentence_and_the_rest_goes_on(t
         (tmp_path / name).mkdir()
         (tmp_path / name / JOURNAL_FILE).write_text(f"{line}\n")
     bea, same, eve = ann.agreement_messages()
-    assert bea.startswith("with bea␛: not compared, because ") and "journal.jsonl:1 is no line of this journal" in bea
+    assert bea.startswith("with bea␛: not compared, because ")
+    assert "journal.jsonl:1 is not a line of this journal" in bea
     assert "with cem: 1 responses" in same and "100%" in same
-    assert eve.endswith("journal.jsonl:1 is no line of this journal: key: Input should be a valid string")
+    assert eve.endswith("journal.jsonl:1 is not a line of this journal: key: Input should be a valid string")
 
 
 def test_a_change_of_an_older_version_is_refused_and_nothing_is_kept(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_report_of_a_running_and_of_a_finished_run(tmp_path: Path, capsys: pytes
             {"metrics.jsonl": '{"step": 1}\n', "samples.jsonl": '{"step": 1}\n'},
             "samples.jsonl:1 is not a line of a run's log",
         ),
-        ({"metrics.jsonl": "x\ny\n"}, "metrics.jsonl:1 is no JSON object with a step"),
+        ({"metrics.jsonl": "x\ny\n"}, "metrics.jsonl:1 is not a JSON object with a step"),
     ],
 )
 def test_a_folder_that_no_run_wrote_is_one_sentence(

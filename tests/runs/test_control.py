@@ -136,8 +136,8 @@ def test_numbers_out_of_bounds_are_brought_within_them_with_one_warning(
     with caplog.at_level(logging.WARNING):
         assert [control.read_changes() for _ in range(3)] == [{"rollouts": 4, "rewards": 2}, {}, {}]
     assert [r.getMessage().partition("asks for ")[2] for r in caplog.records] == [
-        "{'rollouts': 99, 'rewards': -1}, and in this run are scaled by hand rollout.workers from 1 to 4 and "
-        "feedback.engine.workers from 2 to 3: {'rollouts': 4, 'rewards': 2} it is",
+        "{'rollouts': 99, 'rewards': -1}, and this run allows rollout.workers from 1 to 4 and "
+        "feedback.engine.workers from 2 to 3: applying {'rollouts': 4, 'rewards': 2}",
     ]
 
 
@@ -163,7 +163,7 @@ def test_a_wish_that_could_not_be_read_is_read_again(folder: Path, monkeypatch: 
     control = Control(folder, get_scalable_fleets(job(folder)))
     write_target_sizes(folder, TargetSizes(rollouts=2))
     with monkeypatch.context() as broken:
-        broken.setattr("t2g.runs.control._bytes", lambda path: b"")
+        broken.setattr("t2g.runs.control._read_bytes", lambda path: b"")
         assert control.read_changes() == {}
     assert control.read_changes() == {"rollouts": 2}
 

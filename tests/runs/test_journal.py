@@ -51,7 +51,7 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     written(path, 1)
     path.write_bytes(path.read_bytes() + b'{"prompt_id": 3}\n')
-    with pytest.raises(UserError, match=r"journal\.jsonl:2 is no line of this journal: "):
+    with pytest.raises(UserError, match=r"journal\.jsonl:2 is not a line of this journal: "):
         read_journal(path, AnnotatedRecord)
 
 

@@ -104,7 +104,7 @@ def test_a_torn_last_line_never_costs_another_one(
 def test_a_broken_line_in_the_middle_is_named(tmp_path: Path, bad: str) -> None:
     path = tmp_path / METRICS_FILE
     path.write_text(f'{{"step": 1}}\n{bad}\n{{"step": 3}}\n')
-    with pytest.raises(UserError, match=r"metrics\.jsonl:2 is no JSON object with a step"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2 is not a JSON object with a step"):
         list(read_records(path))
 
 
