@@ -24,7 +24,7 @@ class OffloadableLearner(Protocol):
 
 
 class GpuTimeSharing:
-    """Implements `t2g.interfaces.Turns`. Without a `learner`, only the engines sleep and wake up."""
+    """Implements `t2g.interfaces.GpuTimeSharing`. Without a `learner`, only the engines sleep and wake up."""
 
     learner: OffloadableLearner | None = None
 
