@@ -1,7 +1,7 @@
-"""The records that cross a boundary: one frozen record per stage, a new one for each new stage.
+"""Frozen records that are passed between packages, one for each step of the data flow.
 
-Every `[R]` array is aligned with `response_ids`: entry t is about the t-th response token. The shift between a token
-and the position that predicts it happens once, in `t2g.algo.logprobs`.
+Every `[R]` array is aligned with `response_ids`: entry t belongs to the t-th response token. The shift between a token
+and the position that predicts it happens in `t2g.algo.logprobs` only.
 
 Shape letters: P prompt tokens, R response tokens.
 """
@@ -23,38 +23,38 @@ LABELS: dict[str, Literal[-1, 1]] = {"good": 1, "poor": -1}
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """What the policy is asked."""
+    """A prompt of the policy."""
 
     prompt_id: str  # unique in a data set
-    prompt_text: str  # the user's text, as the feedback source and the report see it
+    prompt_text: str  # the user's text, for the feedback source and the report
     task: str  # name of the task, as in config
-    # [P] int32, chat template applied; none where the policy is not asked
+    # [P] int32, chat template applied; empty if the policy is not sampled
     prompt_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    payload: dict[str, Any] = field(default_factory=dict)  # whatever else the record held: reference, facts, tests
+    payload: dict[str, Any] = field(default_factory=dict)  # other fields of the record: reference, facts, tests
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """One sampled response. `response_text` is our own decode of `response_ids`, never the engine's text."""
+    """One sampled response. `response_text` is decoded by `t2g.text.offsets`, not by the engine."""
 
     prompt_id: str
     sample_index: int  # 0 .. samples per prompt - 1
     prompt_ids: np.ndarray  # [P] int32
-    response_ids: np.ndarray  # [R] int32, EOS included when it was sampled
-    rollout_logprobs: np.ndarray  # [R] float32, the engine's, of softmax(logits / temperature)
+    response_ids: np.ndarray  # [R] int32, EOS included if it was sampled
+    rollout_logprobs: np.ndarray  # [R] float32, by the engine, of softmax(logits / temperature)
     response_text: str
     finish_reason: FinishReason
-    policy_versions: tuple[tuple[int, int, int], ...]  # (start, end, version): tokens [start, end) and their weights
+    policy_versions: tuple[tuple[int, int, int], ...]  # (start, end, version) of tokens [start, end)
 
     @property
     def is_truncated(self) -> bool:
-        """Whether the response ended at max_new_tokens and not with EOS."""
+        """Whether max_new_tokens ended the response, and not EOS."""
         return self.finish_reason == "length"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """A stretch of a response that the critique calls good or poor."""
+    """A character range of a response that the critique calls good or poor."""
 
     __pydantic_config__: ClassVar = ConfigDict(revalidate_instances="always")  # users' functions make spans, too
 
@@ -62,27 +62,27 @@ class Span:
     end: int
     label: Literal[-1, 1]  # +1 good, -1 poor
     severity: Severity = 1
-    critique_range: tuple[int, int] | None = None  # characters of the critique that speak of it
+    critique_range: tuple[int, int] | None = None  # characters of the critique that are about the span
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpanFeedback:
-    """A critique in words and the spans it speaks of."""
+    """A critique and its spans."""
 
     critique: str
     spans: tuple[Span, ...]
     status: FeedbackStatus
     source: str  # "reward_model", "program", "llm", "human"
-    version: str  # what the source was: model folder and prompt template, or import path
+    version: str  # version of the source: model folder and prompt template, or import path
     num_quotes: int = 0  # quotes given by the source
-    num_located: int = 0  # quotes that stand in the response
-    execution: dict[str, Any] = field(default_factory=dict)  # what a program found: {"passed": False, ...}, plain JSON
+    num_located: int = 0  # quotes that occur in the response
+    execution: dict[str, Any] = field(default_factory=dict)  # result of a program: {"passed": False, ...}, JSON
     agreement: float | None = None  # between several annotators: mean pairwise token F1 of their labels, 0 .. 1
-    reason: str = ""  # why the status is failed or unparsable, a sentence
+    reason: str = ""  # why the status is failed or unparsable; a sentence
 
     @property
     def usable(self) -> bool:
-        """Whether it says something; the rest is for counting."""
+        """Whether the response can be trained on; other feedback is only counted."""
         return self.status in USABLE
 
 
@@ -90,7 +90,11 @@ _FEEDBACK = TypeAdapter(SpanFeedback)
 
 
 def read_feedback(record: Any) -> SpanFeedback:
-    """What `dataclasses.asdict` of feedback is after JSON. ValueError for anything else."""
+    """Return the feedback of a record: `dataclasses.asdict` of feedback, written as JSON and read again.
+
+    Raises:
+        ValueError: The record is not feedback.
+    """
     try:
         return _FEEDBACK.validate_python(record)
     except ValidationError as error:
@@ -103,20 +107,20 @@ class ScoredRollout:
 
     rollout: Rollout
     feedback: SpanFeedback
-    token_rewards: np.ndarray  # [R] float32, what the spans pay, by objective.rewards: before placement, weight and KL
-    step_ids: np.ndarray  # [R] int32, 0, 1, ...: which sentence, or line of code, token t belongs to
-    outcome_reward: float = 0.0  # the task's own measure of the response; 0 where objective.outcome_rewards is 0
-    by_token: np.ndarray | None = None  # [R] float32, see `deltas`; none: token_rewards are by token
+    token_rewards: np.ndarray  # [R] float32, rewards of the spans by objective.rewards; before placement, weight and KL
+    step_ids: np.ndarray  # [R] int32, 0, 1, ...: index of the sentence, or line of code, of token t
+    outcome_reward: float = 0.0  # the task's own measure of the response; 0 if objective.outcome_rewards is 0
+    by_token: np.ndarray | None = None  # [R] float32, see `deltas`; None: equal to token_rewards
     truncation_penalty: float = 0.0  # <= 0, paid at the last token of a truncated response
 
     @property
     def deltas(self) -> np.ndarray:
-        """[R] float32, the paper's delta: what the spans that cover a token are worth, whatever unit is paid."""
+        """The paper's delta [R] float32: the worth of the spans that cover a token, for every unit of reward."""
         return self.token_rewards if self.by_token is None else self.by_token
 
     @property
     def rewards(self) -> np.ndarray:
-        """[R] float32: token_rewards with the truncation penalty at the last token; before placement, weight and KL."""
+        """[R] float32: token_rewards plus the truncation penalty at the last token; before placement, weight and KL."""
         rewards = self.token_rewards.copy()
         rewards[-1:] += self.truncation_penalty
         return rewards
@@ -124,7 +128,7 @@ class ScoredRollout:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStats:
-    """The learner's view of one rollout before the update. Of `forward`, 0 for what `UpdateResult.stats` will say."""
+    """The learner's numbers of a rollout before the update. `forward` leaves 0 where `UpdateResult.stats` has them."""
 
     old_logprobs: np.ndarray  # [R] float32, policy that will be updated
     ref_logprobs: np.ndarray  # [R] float32, frozen reference
@@ -134,14 +138,14 @@ class TokenStats:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSequence:
-    """What every loss is about: what stands after a prompt, and what each of its tokens weighs.
+    """A sequence to train on: prompt, response, and a loss weight for each response token.
 
-    A supervised example is nothing more; its response is the target, which ends with EOS.
+    In a supervised example the response is the target, which ends with EOS.
     """
 
     prompt_ids: np.ndarray  # [P] int32, P >= 1
     response_ids: np.ndarray  # [R] int32
-    weights: np.ndarray  # [R] float32, loss weight of a token against the others of its minibatch; 0: it is left out
+    weights: np.ndarray  # [R] float32, relative to the other tokens of the minibatch; 0 leaves a token out
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
@@ -149,7 +153,7 @@ class TrainSequence:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSample(TrainSequence):
-    """One response as PPO trains on it. The learner is reward-blind: advantages and returns, never spans."""
+    """One response for PPO. The learner gets advantages and returns, but neither rewards nor spans."""
 
     advantages: np.ndarray  # [R] float32, whitened over the global batch
     returns: np.ndarray  # [R] float32, from unwhitened advantages
@@ -168,23 +172,25 @@ class PairedSequence(TrainSequence):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainBatch:
-    """One optimizer step after the other; over the sequences of each the weights sum to 1."""
+    """The minibatches of an update, one optimizer step each; the weights of each sum to 1."""
 
     minibatches: tuple[tuple[TrainSequence, ...], ...]
-    kl_coef: float = 0.0  # coefficient of the loss term; 0 where KL is paid in the reward (k1)
+    kl_coef: float = 0.0  # coefficient of the loss term; 0 if the KL is part of the reward (k1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateResult:
-    policy_version: int  # number of updates behind these weights
+    """The result of an update."""
+
+    policy_version: int  # number of updates of these weights
     metrics: dict[str, float]
-    # What the update's own pass saw before its only step, in order of the batch; () where `forward` has said it.
+    # Statistics of the update's forward pass before its only step, in order of the batch; () if `forward` had them.
     stats: tuple[TokenStats, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSyncResult:
-    """One version of the weights in the engines. Fields below `probe_gap` say what it cost."""
+    """The sync of one version of the weights to the engines, with its cost."""
 
     policy_version: int
     seconds: float
@@ -192,4 +198,4 @@ class WeightSyncResult:
     probe_gap: float  # largest |engine - learner| logprob over the probe tokens, nats
     stages: dict[str, float] = field(default_factory=dict)  # seconds, by names in `t2g.runs.metrics`
     num_calls: int = 0  # calls of workers and of the learner group
-    missed: tuple[str, ...] = ()  # workers that did not get it: STALE, or lost
+    missed: tuple[str, ...] = ()  # workers that did not get the weights: stale or lost

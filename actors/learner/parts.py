@@ -168,7 +168,7 @@ class ModelTrainer:
             rank=self.engine.global_rank,
             num_ranks=self.engine.world_size,
             token_budget=self.spec.learner.tokens_per_microbatch,
-            together=2 if self.spec.loss == "dpo" else 1,
+            group_size=2 if self.spec.loss == "dpo" else 1,
         )
 
     def _rows(self, sequences: Sequence[Rollout | TrainSequence]) -> Rows:

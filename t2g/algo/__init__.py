@@ -1,4 +1,4 @@
-"""Numbers to loss: logprobs, KL, advantages, losses, corrections. Pure functions of torch tensors; imports t2g only.
+"""Numbers to loss: logprobs, KL, advantages, losses, corrections. Pure functions of torch tensors.
 
 Shape letters: B responses, R response tokens (right-padded), N response tokens of a microbatch, V vocabulary.
 """

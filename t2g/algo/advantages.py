@@ -19,30 +19,31 @@ def step_rewards(
     outcome_coef: float,
     kl_coef: float,
 ) -> torch.Tensor:
-    """r_t = span_coef * delta_t + [t = T] * outcome_coef * R_end - beta * k1_t, 0 where mask is 0.
+    """Return r_t = span_coef * delta_t + [t = T] * outcome_coef * R_end - kl_coef * k1_t, 0 where mask is 0.
 
-    outcome_rewards: [B], paid at each row's last token with mask 1; all others [B, R]. k1 is against the reference.
+    outcome_rewards is [B] and is paid at each row's last token with mask 1; the other tensors are [B, R]. k1 is the KL
+    estimate of `t2g.algo.kl.kl_k1` to the reference.
     """
     rewards = span_coef * token_rewards - kl_coef * kl_k1(logprobs, ref_logprobs)
     keep = mask.bool()
-    num_left = keep.long().flip(1).cumsum(1).flip(1)  # tokens that count, from here on
+    num_left = keep.long().flip(1).cumsum(1).flip(1)  # unmasked tokens from t to the end
     return torch.where(keep, rewards + outcome_coef * outcome_rewards[:, None] * (num_left == 1), 0)
 
 
 def gae(
     rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages and returns of token decisions (Schulman et al., arXiv 1506.02438, eq. 16).
+    """Return GAE advantages and returns, two [B, R] tensors (Schulman et al., arXiv 1506.02438, eq. 16).
 
         A_t = sum_l (gamma * lam)^l * (r_{t+l} + gamma * V_{t+l+1} - V_{t+l}),    returns_t = A_t + V_t
 
-    rewards, values, mask: [B, R]; values[t] is of the state *before* token t; V after the last token is 0, for
-    responses cut by length too. Tokens with mask 0 are as if they were not there: they get 0, and the sum passes over
-    them. Returns two [B, R] tensors; returns belong to unwhitened advantages.
+    rewards, values, mask: [B, R]. values[t] is the value of the state *before* token t. V after the last token is 0,
+    also for truncated responses. Tokens with mask 0 get 0, and the sum skips them. The returns belong to unwhitened
+    advantages.
 
     >>> one, zero = torch.ones(1, 3), torch.zeros(1, 3)
     >>> advantages, _ = gae(torch.tensor([[0.0, 1.0, 0.0]]), zero, one, 1.0, 0.5)
-    >>> advantages.tolist()  # the one label reaches back, never forward
+    >>> advantages.tolist()  # a reward affects earlier tokens, never later ones
     [[0.5, 1.0, 0.0]]
     """
     if not rewards.shape == values.shape == mask.shape or rewards.ndim != 2:
@@ -63,48 +64,50 @@ def gae(
 def group_advantages(
     rewards: torch.Tensor, mask: torch.Tensor, groups: torch.Tensor, gamma: float, *, normalise: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages without a critic, and the returns: token returns less those of the same prompt's other samples.
+    """Return advantages without a critic, and returns: token returns less those of the prompt's other samples.
 
         G_t = sum_{l >= t} gamma^(l-t) r_l,   A_i,t = G_i,t - mean over the others j of G_j,min(t, R_j - 1)
 
-    A response that is over goes on with its last return. Of a scalar reward (gamma 1) A_i is R_i less the mean of the
-    others: RLOO (Ahmadian et al., arXiv 2402.14740). normalise: G_i,t less the mean of the *whole* group, divided by
-    s + 1e-6, where s is the root mean square of these differences over the group's samples and places; of a scalar
-    reward s is the standard deviation of the group's rewards: GRPO (Shao et al., arXiv 2402.03300). The deviation of
-    the total returns would not do for spans: with equal totals and spans at other places it is 0.
+    A response that has ended continues with its last return. With a scalar reward (gamma 1) A_i is R_i less the mean
+    of the others: RLOO (Ahmadian et al., arXiv 2402.14740).
 
-    rewards, mask: [B, R], mask 1 on the first R_i tokens; groups: [B] int64, equal for samples of one prompt. A sample
-    without others gets 0. Returns two [B, R] tensors.
+    normalise: A_i,t is G_i,t less the mean of the *whole* group, divided by s + 1e-6. s is the root mean square of
+    these differences over the group's samples and positions. With a scalar reward s is the standard deviation of the
+    group's rewards: GRPO (Shao et al., arXiv 2402.03300). The deviation of the total returns does not work for spans:
+    it is 0 if totals are equal and only the positions of the spans differ.
+
+    rewards, mask: [B, R], mask 1 on the first R_i tokens; groups: [B] int64, equal for samples of one prompt. A single
+    sample gets 0. Returns two [B, R] tensors.
 
     >>> rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0], [1.0, -1.0]])
     >>> group_advantages(rewards, torch.ones(3, 2), torch.zeros(3), 1.0, normalise=False)[0].tolist()
     [[1.0, 1.5], [-0.5, 0.0], [-0.5, -1.5]]
     """
-    # In float64: equal returns must differ by nothing from their mean, or normalising would blow up the rounding.
+    # In float64: otherwise normalising would amplify rounding errors between equal returns and their mean.
     returns, _ = gae(rewards.double(), torch.zeros_like(rewards, dtype=torch.float64), mask, gamma, 1.0)
     advantages = torch.zeros_like(returns)
     for group in groups.unique():
         rows = (groups == group).nonzero().squeeze(1)
         lengths = mask[rows].sum(1).long()
-        places = torch.arange(int(lengths.max()))
-        going_on = returns[rows].gather(1, places.minimum((lengths[:, None] - 1).clamp(min=0)))
-        difference = going_on - going_on.mean(0)
+        positions = torch.arange(int(lengths.max()))
+        extended = returns[rows].gather(1, positions.minimum((lengths[:, None] - 1).clamp(min=0)))
+        difference = extended - extended.mean(0)
         if normalise:
             difference = difference / (difference.square().mean().sqrt() + 1e-6)
         else:
-            difference = difference * len(rows) / max(len(rows) - 1, 1)  # from the others' mean, not from everybody's
-        advantages[rows, : len(places)] = difference
+            difference = difference * len(rows) / max(len(rows) - 1, 1)  # from the mean of the others
+        advantages[rows, : len(positions)] = difference
     return torch.where(mask.bool(), advantages, 0).to(rewards.dtype), returns.to(rewards.dtype)
 
 
 def distillation_advantages(
     advantages: np.ndarray, teacher_logprobs: np.ndarray, logprobs: np.ndarray, where: np.ndarray, weight: float
 ) -> np.ndarray:
-    """A_t = (1 - w) A_t + w where_t (log p_teacher,t - log p_t), all [R] of one response -> [R] float32.
+    """Return (1 - w) A_t + w where_t (log p_teacher,t - log p_t), [R] float32; all arguments are [R] of one response.
 
-    The teacher is the policy with the critique in its prompt, p the policy without; both of the sampled tokens, before
-    the update. At w 1 the gradient of the policy loss is, at ratio 1, that of the reverse KL to the teacher on the
-    sampled tokens (SDPO, arXiv 2601.20802; TRL's `sampled_token`): no reward has a part in it.
+    The teacher is the policy with the critique in its prompt, p is the policy without it. Both are log-probabilities of
+    the sampled tokens before the update. At w = 1 and ratio 1 the gradient of the policy loss is that of the reverse KL
+    to the teacher on the sampled tokens, without rewards (SDPO, arXiv 2601.20802; TRL's `sampled_token`).
 
     >>> half, quarter = np.log([0.5, 0.5]), np.log([0.25, 1.0])
     >>> distillation_advantages(np.array([1.0, 1.0]), half, quarter, np.array([1, 0]), 0.5).round(3).tolist()
@@ -114,17 +117,18 @@ def distillation_advantages(
 
 
 def whiten(advantages: torch.Tensor, mask: torch.Tensor, mode: Literal["full", "scale_only", "none"]) -> torch.Tensor:
-    """Advantages at unit scale over all tokens of the *global* batch, before it is cut into minibatches.
+    """Return advantages at unit scale over all tokens of the *global* batch, before it is cut into minibatches.
 
-    full: (A - mean) / sqrt(var + 1e-8), population variance. scale_only: A / sqrt(mean(A^2) + 1e-8), which leaves zeros
-    at zero. none: as they are. Tokens with mask 0 are 0 in every mode and do not count. Any shape, mask likewise.
+    full: (A - mean) / sqrt(var + 1e-8), population variance. scale_only: A / sqrt(mean(A^2) + 1e-8), which keeps zeros.
+    none: unchanged. Tokens with mask 0 become 0 in every mode and are left out of mean and variance. Any shape, with
+    the mask of the same shape.
 
     >>> whiten(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([1.0, 1.0, 0.0]), "full").tolist()
     [-1.0, 1.0, 0.0]
     """
     keep = mask.bool()
-    kept = advantages[keep]
-    if mode != "none" and kept.numel():
-        mean = kept.mean() if mode == "full" else 0.0
-        advantages = (advantages - mean) * ((kept - mean).square().mean() + 1e-8).rsqrt()
+    unmasked = advantages[keep]
+    if mode != "none" and unmasked.numel():
+        mean = unmasked.mean() if mode == "full" else 0.0
+        advantages = (advantages - mean) * ((unmasked - mean).square().mean() + 1e-8).rsqrt()
     return torch.where(keep, advantages, 0)

@@ -1,4 +1,4 @@
-"""The gap between the engine that sampled and the learner that trains, as importance weights."""
+"""Importance weights that correct for the gap between the engine that samples and the learner that trains."""
 
 import math
 from typing import Literal
@@ -6,13 +6,13 @@ from typing import Literal
 import numpy as np
 import torch
 
-MAX_LOG_RATIO = 20.0  # exp(20) is 5e8: beyond it float32 sums lose every other token
+MAX_LOG_RATIO = 20.0  # exp(20) is 5e8: a larger ratio would swamp all other tokens in a float32 sum
 
 ImportanceMode = Literal["token", "sequence", "masked", "none"]
 
 
 def ratio(logprobs: torch.Tensor, base_logprobs: torch.Tensor) -> torch.Tensor:
-    """exp(logprobs - base_logprobs), the log-ratio clamped to +-MAX_LOG_RATIO before exp. Any shape."""
+    """Return exp(logprobs - base_logprobs) with the log-ratio clamped to +-MAX_LOG_RATIO. Any shape."""
     return (logprobs - base_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -25,16 +25,16 @@ def importance_weights(
     mode: ImportanceMode,
     cap: float,
 ) -> torch.Tensor:
-    """How much more likely the learner finds what the engine drew, r_t = exp(old_t - rollout_t), bounded.
+    """Return bounded importance weights of learner to engine, with r_t = exp(old_t - rollout_t).
 
         token     min(r_t, cap)                       sequence  min(product of r_t over the response, cap)
         masked    r_t in [1 / cap, cap], else 0       none      1
 
-    Arrays [N], of response tokens; segment_ids count from 0; a token with weight 0 takes no part, whatever its numbers
-    are, and gets 0.
-    No gradient. Truncation bounds the variance at the price of a bias (Ionides, "Truncated importance sampling", 2008).
+    Arrays are [N], of response tokens; segment_ids count from 0. A token with weight 0 is ignored, even if its numbers
+    are not finite, and gets 0. There is no gradient. Truncation bounds the variance at the price of a bias (Ionides,
+    "Truncated importance sampling", 2008).
 
-    Worked: r = 4, .5 in one response, cap 2: token 2, .5; sequence 2, 2; masked 0, .5.
+    Example: r = 4, .5 in one response, cap 2: token 2, .5; sequence 2, 2; masked 0, .5.
     """
     keep = weights > 0
     log_ratio = torch.where(keep, old_logprobs - rollout_logprobs, 0)
@@ -55,9 +55,9 @@ def importance_metrics(
     mode: ImportanceMode,
     cap: float,
 ) -> dict[str, float]:
-    """Mean and 95th percentile of r, share of r outside [.9, 1.1], share of tokens whose weight the bound changed.
+    """Return mean and 95th percentile of r, its share outside [.9, 1.1], and the share of weights the bound changed.
 
-    All [N >= 1], over every token of a step: a percentile cannot be put together from those of shards.
+    All arrays are [N >= 1] and hold every token of a step: percentiles of shards cannot be combined.
     """
     r = ratio(old_logprobs, rollout_logprobs).double()
     arrays = old_logprobs, rollout_logprobs, segment_ids, torch.ones_like(old_logprobs)

@@ -4,7 +4,7 @@ import torch
 
 
 class ValueHead(torch.nn.Linear):
-    """A linear layer that sums in float32 and gives float32, whatever its weights are; it starts at 0."""
+    """A linear layer that computes in float32 for weights of any dtype; its weights start at 0."""
 
     def reset_parameters(self) -> None:
         torch.nn.init.zeros_(self.weight)
@@ -14,7 +14,7 @@ class ValueHead(torch.nn.Linear):
 
 
 class Critic(torch.nn.Module):
-    """Values of states. A fresh critic says 0 everywhere, so that the first advantages are those of the rewards."""
+    """The value model. A new critic predicts 0 everywhere: the first advantages depend on the rewards only."""
 
     def __init__(self, backbone: torch.nn.Module) -> None:
         super().__init__()
@@ -22,14 +22,16 @@ class Critic(torch.nn.Module):
         self.head = ValueHead(backbone.config.get_text_config().hidden_size, 1, bias=False)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """[S, L] int64 -> [S, L] float32: column i is the state *after* token i (`logprobs.Rows.values` takes it for
-        the one before token i + 1)."""
+        """Return values [S, L] float32 of input ids [S, L] int64; column i is the state *after* token i.
+
+        `logprobs.Rows.values` uses it as the state before token i + 1.
+        """
         hidden = self.backbone(input_ids=input_ids, use_cache=False).last_hidden_state
         return self.head(hidden).squeeze(-1)
 
 
 def disable_dropout(model: torch.nn.Module) -> None:
-    """Set every dropout of the model to 0: with it, ratios would differ from 1 before the first update."""
+    """Set every dropout of the model to 0: otherwise ratios would differ from 1 before the first update."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0

@@ -1,9 +1,7 @@
-"""From logits to a few numbers per position, and an output head that gives them in place of logits, chunk by chunk.
+"""Per-token log-probability, entropy and KL, and an output head that computes them in chunks instead of logits.
 
-A batch's logits then never exist at once.
-
-For 8 rows of 1,024 tokens and a vocabulary of 128,256 the logits and their float32 softmax would be over 6 GB, more
-than all else in the pass.
+The logits of a whole batch then never exist at once. For 8 rows of 1,024 tokens and a vocabulary of 128,256 the logits
+and their float32 softmax would need over 6 GB, more than all else in the pass.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,47 +20,50 @@ CHUNK_TOKENS = 1024  # rows whose logits and float32 softmax exist at once
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRequest:
-    """What is asked of each of N positions, whose distribution is softmax(logits / temperature)."""
+    """N positions and the numbers to compute for them, of the distribution softmax(logits / temperature)."""
 
-    places: torch.Tensor  # [N] int64, of the positions in a batch's states, flattened
-    next_ids: torch.Tensor  # [N] int64, the token that came after it
+    positions: torch.Tensor  # [N] int64, into the flattened states of a batch
+    next_ids: torch.Tensor  # [N] int64, the token after each position
     temperature: float
-    entropy: bool
-    ref_logits: torch.Tensor | None  # [N, V] of the reference: the KL over the whole vocabulary is asked for
+    entropy: bool  # whether to compute the entropy
+    ref_logits: torch.Tensor | None  # [N, V] of the reference, to compute the KL over the whole vocabulary
 
 
 def token_columns(
     states: torch.Tensor, request: TokenRequest, to_logits: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
 ) -> torch.Tensor:
-    """[N, 1 to 3] float32, nats: log-probability of next_ids, then entropy and full KL where they are asked for.
+    """Return [N, 1 to 3] float32, nats: log-probability of next_ids, then entropy and full KL if requested.
 
-    states: [N, H] of any float type; to_logits: [C, H] -> [C, V] of C <= CHUNK_TOKENS rows, the identity where the
-    states are the logits. Differentiable in states and in what to_logits holds; what is as large as a chunk's logits
-    exists for one chunk at a time, in the backward pass too, which computes it again.
+    Differentiable in states and in the parameters of to_logits. Tensors of the size of a chunk's logits exist for one
+    chunk at a time; the backward pass computes them again.
+
+    Args:
+        states: [N, H] of any float type.
+        to_logits: [C, H] -> [C, V] for C <= CHUNK_TOKENS rows; the identity if the states are logits.
     """
 
     def columns(chunk: torch.Tensor, next_ids: torch.Tensor, ref_logits: torch.Tensor | None) -> torch.Tensor:
         logits = to_logits(chunk).float() / request.temperature
         logprobs = logits.log_softmax(-1)
-        found = [logprobs.gather(-1, next_ids[:, None]).squeeze(-1)]
+        numbers = [logprobs.gather(-1, next_ids[:, None]).squeeze(-1)]
         if request.entropy:
-            found.append(compute_entropy(logprobs))
+            numbers.append(compute_entropy(logprobs))
         if ref_logits is not None:
-            found.append(full_kl(logits, ref_logits.float() / request.temperature))
-        return torch.stack(found, dim=-1)
+            numbers.append(full_kl(logits, ref_logits.float() / request.temperature))
+        return torch.stack(numbers, dim=-1)
 
-    chunks = states.split(CHUNK_TOKENS)  # the gradient of each slice would be as large as all states
+    chunks = states.split(CHUNK_TOKENS)  # with slices, each gradient would be as large as all states
     next_ids = request.next_ids.split(CHUNK_TOKENS)
     reference = [None] * len(chunks) if request.ref_logits is None else request.ref_logits.split(CHUNK_TOKENS)
-    # Nothing is drawn at random in a chunk: its backward pass need not restore the generators.
+    # A chunk draws no random numbers: its backward pass does not need to restore the generators.
     compute = partial(checkpoint, columns, use_reentrant=False, preserve_rng_state=False)
     return torch.cat([compute(*rows) for rows in zip(chunks, next_ids, reference, strict=True)])
 
 
 def compute_entropy(logprobs: torch.Tensor) -> torch.Tensor:
-    """H = -sum_v p_v log p_v, nats. logprobs: [..., V], normalised. Returns [...].
+    """Return H = -sum_v p_v log p_v, nats, [...]. logprobs: [..., V], normalised.
 
-    0 log 0 = 0 in value and gradient: a token of probability 0 has log-probability -inf, and 0 * inf is not a number.
+    0 log 0 = 0 in value and gradient: a token of probability 0 has log-probability -inf, and 0 * inf would be NaN.
 
     >>> compute_entropy(torch.tensor([0.5, 0.5, 0.0]).log())
     tensor(0.6931)
@@ -72,23 +73,22 @@ def compute_entropy(logprobs: torch.Tensor) -> torch.Tensor:
 
 
 class ChunkedHead(torch.nn.Linear):
-    """The linear layer it takes the place of, with the same parameters by the same names.
+    """Replacement for an output layer, with the same parameters by the same names.
 
-    While a request stands, its forward of hidden states [S, L, H] returns the `token_columns` [1, N, C] of the
-    request's places; the logits of no other place are made, and these exist for one chunk at a time. It is one call of
-    the module all the same: under ZeRO-3 all chunks share one fetch of the weight, in the forward and in the backward
-    pass.
+    Inside `serve_request`, the forward of hidden states [S, L, H] returns the `token_columns` [1, N, C] of the
+    request's positions. Logits of other positions are not computed. All chunks belong to one call of the module: under
+    ZeRO-3 they share one fetch of the weight, in the forward and in the backward pass.
     """
 
     def __init__(self, linear: torch.nn.Linear) -> None:
-        torch.nn.Module.__init__(self)  # not Linear's, which would make new weights
+        torch.nn.Module.__init__(self)  # Linear's __init__ would create new weights
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
         self._request: TokenRequest | None = None
 
     @contextmanager
-    def answering(self, request: TokenRequest) -> Iterator[None]:
-        """Calls inside answer `request`, whose places are in [S * L]."""
+    def serve_request(self, request: TokenRequest) -> Iterator[None]:
+        """Make calls of the block return the columns of `request`, whose positions index [S * L]."""
         self._request = request
         try:
             yield
@@ -98,26 +98,31 @@ class ChunkedHead(torch.nn.Linear):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self._request is None:
             return super().forward(hidden)
-        states = hidden.flatten(0, 1)[self._request.places]
+        states = hidden.flatten(0, 1)[self._request.positions]
         return token_columns(states, self._request, super().forward)[None]
 
 
 def install_chunked_head(model: Any) -> bool:
-    """Replace a causal LM's output head by a `ChunkedHead`, in place; call it before DeepSpeed takes the model.
+    """Replace a causal LM's output head by a `ChunkedHead`, in place; call it before `deepspeed.initialize`.
 
-    model: a transformers PreTrainedModel; a weight tied to the embeddings stays tied. False, and nothing is changed,
-    where the head is no linear layer or the model does something to the logits after it (Gemma 2 caps them, Granite
-    and Cohere scale them): per-token numbers would be taken for logits.
+    A weight tied to the embeddings stays tied.
+
+    Args:
+        model: A transformers PreTrainedModel.
+
+    Returns:
+        False, without a change, if the head is not a linear layer or if the model changes the logits after it (Gemma 2
+        caps them, Granite and Cohere scale them): the model would then change the per-token numbers.
     """
     head = model.get_output_embeddings()
-    if type(head) is not torch.nn.Linear or not _returns_what_the_head_says(model, head):
+    if type(head) is not torch.nn.Linear or not _returns_head_output(model, head):
         return False
     model.set_output_embeddings(ChunkedHead(head))
     return True
 
 
 class _BackboneOutput:
-    """A backbone's output with hidden states and nothing else, by name and by place."""
+    """A backbone output that holds hidden states only, by name and by index."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.last_hidden_state = hidden
@@ -125,22 +130,25 @@ class _BackboneOutput:
     def __getattr__(self, name: str) -> None:
         return None
 
-    def __getitem__(self, place: int | slice) -> Any:
-        return (self.last_hidden_state,)[place]
+    def __getitem__(self, index: int | slice) -> Any:
+        return (self.last_hidden_state,)[index]
 
 
 @torch.no_grad()
-def _returns_what_the_head_says(model: Any, head: torch.nn.Linear) -> bool:
-    """Ask the model's own forward, with a backbone and a head that say what we know: no list of models is complete."""
+def _returns_head_output(model: Any, head: torch.nn.Linear) -> bool:
+    """Return whether the model returns the head's output unchanged.
+
+    Runs the model's own forward with a fake backbone and head, because no list of model types would be complete.
+    """
     backbone = model.base_model
     if backbone is model:
         return False
     hidden = torch.zeros(1, 3, head.in_features, dtype=head.weight.dtype)
-    said = torch.tensor([[[-40.0], [-0.1], [7.0]]])
+    logits = torch.tensor([[[-40.0], [-0.1], [7.0]]])
     backbone.forward = lambda *args, **kwargs: _BackboneOutput(hidden)
-    head.forward = lambda hidden: said
+    head.forward = lambda hidden: logits
     try:
         returned = model(input_ids=torch.zeros(1, 3, dtype=torch.long), use_cache=False).logits
     finally:
         del backbone.forward, head.forward
-    return torch.equal(returned, said)
+    return torch.equal(returned, logits)

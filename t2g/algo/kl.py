@@ -1,7 +1,7 @@
-"""KL divergence of the policy from the frozen reference: estimators of one token, the adaptive coefficient.
+"""KL divergence of the policy from the frozen reference: per-token estimators and the adaptive coefficient.
 
-All compare policies at the temperature of the sampling. k1 is paid in the reward; k3 and the full form are terms of the
-loss, where they have another gradient.
+All compare policies at the sampling temperature. k1 is part of the reward; k3 and the full KL are loss terms, where
+their gradient differs.
 """
 
 import torch
@@ -10,7 +10,7 @@ from t2g.algo.corrections import MAX_LOG_RATIO
 
 
 def kl_k1(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """log p - log q of a token drawn from the policy p: its mean is KL(p || q), one token's may be negative.
+    """Return log p - log q of a token sampled from p; its mean is KL(p || q), a single value may be negative.
 
     Any shape, nats. Schulman, "Approximating KL Divergence", 2020.
     """
@@ -18,11 +18,11 @@ def kl_k1(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def kl_k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """q / p - 1 - log(q / p) of a token drawn from the policy p: its mean is KL(p || q), and it is never negative.
+    """Return q / p - 1 - log(q / p) of a token sampled from p; its mean is KL(p || q), and it is never negative.
 
-    Any shape, nats; q / p is capped at exp(MAX_LOG_RATIO), above which there is no gradient. Schulman, 2020 (`kl_k1`).
-    d k3 / d log p = 1 - q / p: as a term of the loss it moves p along the gradient of KL(q || p), whose minimum is the
-    same, while the gradient of KL(p || q) is that of k1 in the reward.
+    Any shape, nats; q / p is capped at exp(MAX_LOG_RATIO), without a gradient above it. Schulman, 2020 (`kl_k1`).
+    d k3 / d log p = 1 - q / p: as a loss term it follows the gradient of KL(q || p), which has the same minimum. k1 in
+    the reward gives the gradient of KL(p || q).
 
     >>> half = torch.tensor(0.5).log()
     >>> round(kl_k3(half, 2 * half).item(), 4)  # p = .5, q = .25: .5 - 1 + log 2
@@ -33,10 +33,10 @@ def kl_k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def full_kl(logits: torch.Tensor, ref_logits: torch.Tensor) -> torch.Tensor:
-    """KL(p || q) = sum_v p_v (log p_v - log q_v) of p = softmax(logits), q = softmax(ref_logits).
+    """Return KL(p || q) = sum_v p_v (log p_v - log q_v) of p = softmax(logits), q = softmax(ref_logits).
 
-    Both [N, V] of any float type, already divided by the temperature. Returns [N] float32, nats, row i about the token
-    that row i predicts. Differentiable; a token that p rules out (logit -inf) adds nothing.
+    Both are [N, V] of any float type, divided by the temperature. Returns [N] float32, nats; row i belongs to the token
+    that row i predicts. Differentiable; a token that p excludes (logit -inf) adds 0.
     """
     logprobs, ref_logprobs = logits.float().log_softmax(-1), ref_logits.float().log_softmax(-1)
     possible = logprobs > -torch.inf
@@ -45,15 +45,15 @@ def full_kl(logits: torch.Tensor, ref_logits: torch.Tensor) -> torch.Tensor:
 
 
 def sequence_kl(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, mask: torch.Tensor) -> float:
-    """Mean over sequences of the *sum* of k1 over tokens, nats: what the controller holds against its target.
+    """Return the mean over sequences of the *sum* of k1 over tokens, nats; the KL controller compares it to its target.
 
-    All [B, R]; mask 1 on response tokens.
+    All tensors are [B, R]; mask is 1 on response tokens.
     """
     return float((kl_k1(logprobs, ref_logprobs) * mask).sum(dim=1).mean())
 
 
 def adapt_kl_coef(kl_coef: float, *, kl: float, target: float, num_samples: int, horizon: int) -> float:
-    """The coefficient of the next step: beta * (1 + clip(KL / target - 1, -.2, .2) * n_samples / horizon).
+    """Return the coefficient of the next step: beta * (1 + clip(KL / target - 1, -.2, .2) * n_samples / horizon).
 
     kl and target in nats per sequence (`sequence_kl`). Ziegler et al., arXiv 1909.08593, section 2.2.
 

@@ -1,8 +1,7 @@
-"""Sequences on their way through a causal model, as rows, and back to their response tokens.
+"""A microbatch as padded rows for a causal model, and the model's outputs by response token.
 
-The one place where a microbatch meets a model, for the forward pass before an update and for every loss. The next-token
-shift happens here and nowhere else: a position predicts the token that comes after it; entry t of every result is about
-response token t itself.
+Every forward pass before an update and of a loss runs through `Rows`. The next-token shift happens here only: a
+position predicts the token after it, and entry t of every result belongs to response token t.
 """
 
 from collections.abc import Sequence
@@ -19,56 +18,58 @@ from t2g.types import Rollout, TrainSequence
 
 @dataclass(frozen=True, kw_only=True)
 class TokenOutputs:
-    """Of the distribution that each response token was drawn from, softmax(logits / temperature); [N] float32, nats."""
+    """Numbers of each response token's distribution, softmax(logits / temperature); [N] float32, nats."""
 
-    logprobs: torch.Tensor  # of the token
+    logprobs: torch.Tensor  # of the sampled token
     entropy: torch.Tensor | None
-    full_kl: torch.Tensor | None  # from the reference, over the whole vocabulary
+    full_kl: torch.Tensor | None  # to the reference, over the whole vocabulary
 
 
 class Rows:
-    """The sequences of a microbatch on a device; N: their response tokens, one sequence after the other."""
+    """The sequences of a microbatch on a device; N counts their response tokens, in the order of the sequences."""
 
     def __init__(self, sequences: Sequence[Rollout | TrainSequence], device: torch.device) -> None:
-        """Columns in which no row has a response have no logits, and a `ChunkedHead` makes those of responses alone."""
+        """Select the columns that need logits: those with a response in some row; a `ChunkedHead` needs even fewer."""
         self.sequences, self.device = sequences, device
         ids, index = make_rows(sequences)
-        self._before = torch.from_numpy(index - 1).to(device)  # where each response token is predicted, in [S * L]
+        self._before = torch.from_numpy(index - 1).to(device)  # positions that predict response tokens, in [S * L]
         row, column = np.divmod(index - 1, ids.shape[1])
         columns = np.unique(column)
         if len(columns) < EMPTY_TOKENS:
             columns = np.union1d(columns, np.arange(ids.shape[1])[:EMPTY_TOKENS])
         self._inputs = {"input_ids": torch.from_numpy(ids).to(device)}  # [S, L]
         self._inputs["logits_to_keep"] = torch.from_numpy(columns).to(device)
-        spare = (0, max(0, EMPTY_TOKENS - len(index)))  # a head has some rows where there is no response
-        place = row * len(columns) + np.searchsorted(columns, column)
-        self._places = torch.from_numpy(np.pad(place, spare)).to(device)  # in [S * C], C columns
-        self._next_ids = torch.from_numpy(np.pad(ids.flat[index], spare)).to(device)
+        padding = (0, max(0, EMPTY_TOKENS - len(index)))  # the head gets at least EMPTY_TOKENS rows
+        position = row * len(columns) + np.searchsorted(columns, column)
+        self._positions = torch.from_numpy(np.pad(position, padding)).to(device)  # in [S * C], C columns
+        self._next_ids = torch.from_numpy(np.pad(ids.flat[index], padding)).to(device)
 
     @property
     def segment_ids(self) -> torch.Tensor:
-        """[N] int64: whose response the token is in, by the place of the sequence."""
+        """Return the index of each token's sequence, [N] int64."""
         lengths = torch.tensor([len(s.response_ids) for s in self.sequences], dtype=torch.long)
         return torch.arange(len(lengths)).repeat_interleave(lengths).to(self.device)
 
     def numbers(self, name: str) -> torch.Tensor:
-        """A field of the sequences, [R] each, as one tensor [N] float32."""
+        """Return a field of the sequences, [R] each, as one tensor [N] float32."""
         arrays = [getattr(sequence, name) for sequence in self.sequences]
         return torch.tensor(np.concatenate([np.zeros(0), *arrays]), dtype=torch.float32, device=self.device)
 
     def logits(self, model: Any) -> torch.Tensor:
-        """[N, V] of the model's dtype, all at once; at least EMPTY_TOKENS rows."""
-        return model(**self._inputs, use_cache=False).logits.flatten(0, 1)[self._places]
+        """Return all logits at once, [N, V] of the model's dtype, padded to at least EMPTY_TOKENS rows."""
+        return model(**self._inputs, use_cache=False).logits.flatten(0, 1)[self._positions]
 
     def token_outputs(
         self, model: Any, temperature: float, *, entropy: bool = False, ref_logits: torch.Tensor | None = None
     ) -> TokenOutputs:
-        """One call of the model, differentiable. With a `ChunkedHead` the logits never exist at once.
+        """Return the outputs of one differentiable call of the model; a `ChunkedHead` computes them in chunks.
 
-        entropy asks for it; ref_logits, the reference's `logits`, for the full KL.
+        Args:
+            entropy: Whether to compute the entropy.
+            ref_logits: The reference's `logits`, to compute the full KL.
         """
         request = TokenRequest(
-            places=self._places,
+            positions=self._positions,
             next_ids=self._next_ids,
             temperature=temperature,
             entropy=entropy,
@@ -76,17 +77,17 @@ class Rows:
         )
         head = model.get_output_embeddings()
         if isinstance(head, ChunkedHead):
-            with head.answering(request):
+            with head.serve_request(request):
                 columns = model(**self._inputs, use_cache=False).logits[0]
         else:
             columns = token_columns(self.logits(model), request)
-        found = iter(columns[: len(self._before)].unbind(-1))
+        numbers = iter(columns[: len(self._before)].unbind(-1))
         return TokenOutputs(
-            logprobs=next(found),
-            entropy=next(found) if entropy else None,
-            full_kl=None if ref_logits is None else next(found),
+            logprobs=next(numbers),
+            entropy=next(numbers) if entropy else None,
+            full_kl=None if ref_logits is None else next(numbers),
         )
 
     def values(self, critic: Any) -> torch.Tensor:
-        """[N] float32, of the state before each response token."""
+        """Return the values [N] float32 of the states before the response tokens."""
         return critic(self._inputs["input_ids"]).flatten()[self._before]

@@ -1,9 +1,9 @@
-"""The losses: PPO's clipped ones and the k3 penalty, supervised training's, DPO's. [N] are the response tokens.
+"""Losses: PPO's clipped losses and k3 penalty, the supervised loss, and DPO. [N] counts response tokens.
 
-weights [N] hold each token's share of the *global* mean (`t2g.data.batching.normalize_weights`); over a whole
-minibatch, all microbatches of all ranks, they sum to 1. So the values and metrics returned here are shares: they add
-up over microbatches and ranks. A metric whose name ends in _max is the exception: its maximum is the global one.
-A token with weight 0 is out of value and gradient, whatever its numbers are.
+weights [N] are each token's share of the *global* mean (`t2g.data.batching.normalize_weights`). They sum to 1 over all
+microbatches and ranks of a minibatch. So values and metrics are shares, to be summed over microbatches and ranks. The
+exception are metrics whose name ends in _max: the global value is their maximum. A token with weight 0 affects neither
+value nor gradient, even if its numbers are not finite.
 """
 
 import torch
@@ -15,8 +15,13 @@ Metrics = dict[str, float]
 
 
 def weighted_sum(per_token: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """sum_t weights_t x_t; both [N]. The way into the loss of what has no formula here: entropy, full KL."""
+    """Return sum_t weights_t x_t, both [N]; the loss term of entropy and full KL."""
     return (weights * torch.where(weights > 0, per_token, 0)).sum()
+
+
+def _zero_unweighted(weights: torch.Tensor, *arrays: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the arrays [N] with 0 where the weight is 0, before a formula can turn an infinity into NaN."""
+    return tuple(torch.where(weights > 0, array, 0) for array in arrays)
 
 
 def policy_loss(
@@ -28,17 +33,16 @@ def policy_loss(
     weights: torch.Tensor,
     clip_eps: float,
 ) -> tuple[torch.Tensor, Metrics]:
-    """L_pi = -sum_t weights_t w_t min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t)  (arXiv 1707.06347, eq. 7).
+    """Return L_pi = -sum_t weights_t w_t min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t).
 
-    rho_t = exp(logprobs - old_logprobs), both the learner's; w_t corrects for the engine (`t2g.algo.corrections`).
-    All arrays [N].
+    rho_t = exp(logprobs - old_logprobs), both of the learner; w_t are the importance weights of learner to engine
+    (`t2g.algo.corrections`). All arrays [N]. Schulman et al., arXiv 1707.06347, eq. 7.
 
-    Worked: A = 2, eps .2, both weights 1: rho 1.5 gives -2.4 and no gradient; rho .5 gives -1. A = -2: rho 1.5 gives 3;
-    rho .5 gives 1.6 and no gradient.
+    Example: A = 2, eps .2, both weights 1: rho 1.5 gives -2.4 and no gradient; rho .5 gives -1. A = -2: rho 1.5 gives
+    3; rho .5 gives 1.6 and no gradient.
     """
-    keep = weights > 0
-    logprobs, old_logprobs, importance_weights, advantages = (
-        torch.where(keep, x, 0) for x in (logprobs, old_logprobs, importance_weights, advantages)
+    logprobs, old_logprobs, importance_weights, advantages = _zero_unweighted(
+        weights, logprobs, old_logprobs, importance_weights, advantages
     )
     rho = ratio(logprobs, old_logprobs)
     free, clipped = rho * advantages, rho.clamp(1 - clip_eps, 1 + clip_eps) * advantages
@@ -48,7 +52,7 @@ def policy_loss(
             "policy/loss": loss.item(),
             "policy/clip_share": (weights * ((rho - 1).abs() > clip_eps)).sum().item(),
             "policy/approx_kl": (weights * (rho - 1 - rho.log())).sum().item(),
-            "policy/ratio_max": torch.nn.functional.pad(rho, (0, 1), value=1.0).max().item(),  # 1 where no token is
+            "policy/ratio_max": torch.nn.functional.pad(rho, (0, 1), value=1.0).max().item(),  # 1 without a token
         }
     return loss, metrics
 
@@ -56,9 +60,8 @@ def policy_loss(
 def kl_loss(
     *, logprobs: torch.Tensor, ref_logprobs: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor, Metrics]:
-    """L_KL = sum_t weights_t k3_t, before the coefficient. All arrays [N]; the gradient is that of `kl_k3`."""
-    keep = weights > 0
-    logprobs, ref_logprobs = (torch.where(keep, x, 0) for x in (logprobs, ref_logprobs))
+    """Return L_KL = sum_t weights_t k3_t, before the coefficient. All arrays [N]; `kl_k3` describes the gradient."""
+    logprobs, ref_logprobs = _zero_unweighted(weights, logprobs, ref_logprobs)
     loss = (weights * kl_k3(logprobs, ref_logprobs)).sum()
     return loss, {"policy/kl_loss": loss.item()}
 
@@ -66,21 +69,20 @@ def kl_loss(
 def value_loss(
     *, values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, weights: torch.Tensor, value_clip: float
 ) -> tuple[torch.Tensor, Metrics]:
-    """L_V = sum_t weights_t max((V - ret)^2, (clip(V, V_old +- value_clip) - ret)^2) / 2, before vf_coef.
+    """Return L_V = sum_t weights_t max((V - ret)^2, (clip(V, V_old +- value_clip) - ret)^2) / 2, before vf_coef.
 
-    All arrays [N]. value_clip inf: the first square alone.
+    All arrays [N]. An infinite value_clip leaves the first square only.
     """
-    keep = weights > 0
-    values, old_values, returns = (torch.where(keep, x, 0) for x in (values, old_values, returns))
+    values, old_values, returns = _zero_unweighted(weights, values, old_values, returns)
     clipped = old_values + (values - old_values).clamp(-value_clip, value_clip)
     free_error, clipped_error = (values - returns).square(), (clipped - returns).square()
     loss = (weights * torch.maximum(free_error, clipped_error)).sum() / 2
-    held = ((values - old_values).abs() > value_clip) & (clipped_error > free_error)
-    return loss, {"critic/loss": loss.item(), "critic/clip_share": (weights * held).sum().item()}
+    is_clipped = ((values - old_values).abs() > value_clip) & (clipped_error > free_error)
+    return loss, {"critic/loss": loss.item(), "critic/clip_share": (weights * is_clipped).sum().item()}
 
 
 def supervised_loss(*, logprobs: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
-    """L = -sum_t weights_t log p_t, the weighted cross-entropy of the response tokens. Both [N]."""
+    """Return L = -sum_t weights_t log p_t, the weighted cross-entropy of the response tokens. Both [N]."""
     loss = -weighted_sum(logprobs, weights)
     return loss, {"policy/loss": loss.item()}
 
@@ -94,12 +96,13 @@ def dpo_loss(
     num_pairs: int,
     beta: float,
 ) -> tuple[torch.Tensor, Metrics]:
-    """L = -log sigmoid(beta * (g_chosen - g_rejected)), the mean over pairs (Rafailov et al., arXiv 2305.18290, eq. 7).
+    """Return L = -log sigmoid(beta * (g_chosen - g_rejected)), the mean over pairs.
 
-    g, what a response gained, is the sum of logprobs - ref_logprobs over its tokens. Arrays [N]; segment 2 i is the
+    g, the gain of a response, is the sum of logprobs - ref_logprobs over its tokens. Arrays are [N]; segment 2 i is the
     chosen response of pair i, segment 2 i + 1 the rejected one. A pair's share of the mean is the sum of its weights.
+    Rafailov et al., arXiv 2305.18290, eq. 7.
 
-    accuracy: share of pairs whose chosen response gained more; margin: the mean of beta * (g_chosen - g_rejected).
+    accuracy: share of pairs whose chosen response has the larger gain; margin: mean of beta * (g_chosen - g_rejected).
     """
 
     def per_response(per_token: torch.Tensor) -> torch.Tensor:

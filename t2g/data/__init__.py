@@ -1,4 +1,5 @@
-"""Files to records, prompts, supervised examples and batches; the buffer of judged samples in a checkpoint.
+"""Load files as records, prompts and batches; store the buffer of judged samples in a checkpoint.
 
-May import `t2g.tasks` and `t2g.text`; transformers and datasets inside functions. feedback and all above may import it.
+May import `t2g.tasks` and `t2g.text`; transformers and datasets inside functions only. feedback and all packages above
+may import it.
 """

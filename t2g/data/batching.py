@@ -1,11 +1,9 @@
-"""Who trains on what, together with what: sequences into optimizer steps, steps into microbatches, those into rows.
+"""Plan optimizer steps, microbatches and padded rows of sequences with numpy; each rank computes its own share.
 
-Pure planning with numpy; a rank makes its own share.
-
-The learner's models run a microbatch as right-padded rows, and never several sequences in one row: for their borders
-transformers makes a mask of row x row, with which a GPU has no flash attention; and dense attention over one row of
-4,096 tokens costs a model of a million parameters on a CPU five times the time (2,100 tokens/s against 10,500). So the
-plan puts sequences of like length together and the token budget bounds rows x longest row.
+The learner's models run a microbatch as right-padded rows, with one sequence per row. With several sequences in a row,
+transformers would make a mask of row x row, which excludes flash attention on a GPU. On a CPU, dense attention over one
+row of 4,096 tokens takes a model of a million parameters five times as long (2,100 tokens/s against 10,500). So the
+plan groups sequences of similar length, and the token budget bounds rows x longest row.
 """
 
 from collections.abc import Sequence
@@ -17,26 +15,30 @@ import numpy as np
 
 from t2g.types import Rollout, TrainBatch, TrainSample, TrainSequence
 
-EMPTY_TOKENS = 32  # a CPU forward of a handful of bfloat16 tokens can die on an illegal instruction
-MUCH_SHORTER = 0.7  # of a microbatch's longest row: exponential lengths are padded by a sixth, and by a third without
+EMPTY_TOKENS = 32  # minimum: a CPU forward of a few bfloat16 tokens can crash on an illegal instruction
+MUCH_SHORTER = 0.7  # share of the longest row; cuts the padding of exponential lengths from a third to a sixth
 
 AnySequence = TypeVar("AnySequence", bound=TrainSequence)
 Plan = list[list[list[int]]]  # [rank][microbatch] -> indices of sequences, ascending
 
 
 def plan_microbatches(lengths: Sequence[int], num_ranks: int, token_budget: int) -> Plan:
-    """Every sequence once; each rank gets the same number of microbatches, at least one, some perhaps empty.
+    """Assign every sequence to a microbatch of a rank; deterministic.
 
-    lengths: tokens of each sequence. A microbatch has at most `token_budget` tokens, rows x longest row; a longer
-    sequence has one of its own. One with a quarter of that takes nobody much shorter than its longest, who would be
-    padding for the most part. Deterministic; ranks differ by about one microbatch's work.
+    Each rank gets the same number of microbatches, at least one, and some may be empty. A microbatch has at most
+    `token_budget` tokens (rows x longest row); a longer sequence gets a microbatch of its own. Once a microbatch holds
+    a quarter of the budget, sequences shorter than MUCH_SHORTER of its longest row are left out: they would be mostly
+    padding. The ranks' work differs by about one microbatch.
+
+    Args:
+        lengths: Number of tokens of each sequence.
 
     >>> plan_microbatches([3, 9, 3, 8], num_ranks=2, token_budget=18)
     [[[1, 3]], [[0, 2]]]
     """
 
     def area(members: list[int]) -> int:
-        return len(members) * lengths[members[0]] if members else 0  # by falling length: the first is the longest
+        return len(members) * lengths[members[0]] if members else 0  # sorted: the first is the longest
 
     bins: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -60,35 +62,33 @@ def plan_microbatches(lengths: Sequence[int], num_ranks: int, token_budget: int)
     bins.sort(key=lambda b: (-area(b), b))
     plan: Plan = [[] for _ in range(num_ranks)]
     for i, members in enumerate(bins):
-        turn, place = divmod(i, num_ranks)
-        rank = place if turn % 2 == 0 else num_ranks - 1 - place  # back and forth: nobody always gets the largest
+        round_, rank = divmod(i, num_ranks)
+        if round_ % 2:  # alternate the direction, so that no rank always gets the largest microbatch
+            rank = num_ranks - 1 - rank
         plan[rank].append(sorted(members))
     return plan
 
 
 def microbatches(
-    sequences: Sequence[Rollout | TrainSequence],
-    *,
-    rank: int,
-    num_ranks: int,
-    token_budget: int,
-    together: int = 1,
+    sequences: Sequence[Rollout | TrainSequence], *, rank: int, num_ranks: int, token_budget: int, group_size: int = 1
 ) -> list[list[int]]:
-    """A rank's microbatches as indices of `sequences`, see `plan_microbatches`; some may be empty.
+    """Return a rank's microbatches as indices of `sequences`, see `plan_microbatches`; some may be empty.
 
-    together: so many that follow one another stay in one microbatch.
+    Args:
+        group_size: Number of consecutive sequences that stay in one microbatch.
     """
     lengths = [len(s.prompt_ids) + len(s.response_ids) for s in sequences]
-    groups = [max(lengths[i : i + together]) for i in range(0, len(lengths), together)]
-    plan = plan_microbatches(groups, num_ranks, token_budget // together)[rank]
-    return [[group * together + i for group in members for i in range(together)] for members in plan]
+    groups = [max(lengths[i : i + group_size]) for i in range(0, len(lengths), group_size)]
+    plan = plan_microbatches(groups, num_ranks, token_budget // group_size)[rank]
+    return [[group * group_size + i for group in members for i in range(group_size)] for members in plan]
 
 
 def make_rows(sequences: Sequence[Rollout | TrainSequence]) -> tuple[np.ndarray, np.ndarray]:
-    """Input ids [S, L] int64, and where in ids.flatten() each of the N response tokens is, [N].
+    """Return input ids [S, L] int64, and the index [N] in ids.flatten() of each of the N response tokens.
 
-    A row for each sequence, 0 on the right. A causal model needs no mask: nothing to the right of a token reaches it.
-    Without sequences it is a row of zeros and N = 0: a rank that has none joins the collectives all the same.
+    Each sequence is a row, padded with 0 on the right. A causal model needs no mask: padding on the right does not
+    affect earlier tokens. Without sequences the result is a row of zeros and N = 0, because every rank must join the
+    collectives.
 
     >>> two = [TrainSequence(prompt_ids=[5], response_ids=[6, 7], weights=[]),
     ...        TrainSequence(prompt_ids=[8], response_ids=[9], weights=[])]
@@ -109,7 +109,7 @@ def make_rows(sequences: Sequence[Rollout | TrainSequence]) -> tuple[np.ndarray,
 
 
 def normalize_weights(sequences: Sequence[AnySequence]) -> tuple[AnySequence, ...]:
-    """The sequences of one optimizer step with weights that sum to 1. Some token has a weight.
+    """Return the sequences of one optimizer step with weights that sum to 1; some token must have a weight.
 
     >>> a = TrainSequence(prompt_ids=[5], response_ids=[6, 7], weights=np.ones(2))
     >>> b = TrainSequence(prompt_ids=[8], response_ids=[9], weights=np.array([6.0]))
@@ -123,31 +123,35 @@ def normalize_weights(sequences: Sequence[AnySequence]) -> tuple[AnySequence, ..
 def make_train_batch(
     samples: Sequence[TrainSample], *, num_epochs: int, minibatches_per_epoch: int, kl_coef: float, seed: int
 ) -> TrainBatch:
-    """The optimizer steps of one update: num_epochs passes, each a fresh permutation cut into minibatches.
+    """Return the optimizer steps of one update: num_epochs passes, each a new permutation cut into minibatches.
 
-    Parts of a permutation differ by at most one sample; a part in which no token counts is left out. A single step has
-    all samples in their order. The same arguments give the same batch. kl_coef is that of the loss term. Raises
-    ValueError when no token of any sample counts.
+    The sizes of minibatches differ by at most one sample; a minibatch without a weighted token is left out. A single
+    step has all samples in their order. The same arguments give the same batch.
+
+    Args:
+        kl_coef: The coefficient of the KL loss term.
+
+    Raises:
+        ValueError: No token of any sample has a weight.
     """
     rng = np.random.default_rng(seed)
     minibatches = []
     for _ in range(num_epochs):
         order = rng.permutation(len(samples)) if num_epochs * minibatches_per_epoch > 1 else np.arange(len(samples))
-        for chosen in np.array_split(order, minibatches_per_epoch):
-            part = [samples[i] for i in chosen]
-            if any(s.weights.any() for s in part):
-                minibatches.append(normalize_weights(part))
+        for indices in np.array_split(order, minibatches_per_epoch):
+            minibatch = [samples[i] for i in indices]
+            if any(s.weights.any() for s in minibatch):
+                minibatches.append(normalize_weights(minibatch))
     if not minibatches:
         raise ValueError(f"none of the {len(samples)} samples has a token with a weight: there is nothing to learn")
     return TrainBatch(minibatches=tuple(minibatches), kl_coef=kl_coef)
 
 
 def draw_steps(num_examples: int, *, num_epochs: float, batch_size: int, seed: int) -> list[list[int]]:
-    """Which examples each optimizer step trains on.
+    """Return the indices of the examples of each optimizer step; a function of the arguments only.
 
-    Every epoch is a permutation of its own; `num_epochs` passes over N examples are round(num_epochs * N) examples
-    (at least one), cut into steps of `batch_size` that run across epoch borders; the last step may be smaller. A
-    function of its arguments alone.
+    Every epoch is a permutation. `num_epochs` passes over N examples are round(num_epochs * N) examples, at least one.
+    They are cut into steps of `batch_size` across epoch borders; the last step may be smaller.
 
     >>> draw_steps(3, num_epochs=1.5, batch_size=2, seed=0)
     [[2, 0], [1, 2]]
@@ -161,7 +165,7 @@ def draw_steps(num_examples: int, *, num_epochs: float, batch_size: int, seed: i
 
 
 def count_steps(num_examples: int, num_epochs: float, batch_size: int) -> int:
-    """Optimizer steps that `draw_steps` makes."""
+    """Return the number of optimizer steps of `draw_steps`."""
     return ceil(_count_draws(num_examples, num_epochs) / batch_size)
 
 

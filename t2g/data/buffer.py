@@ -1,4 +1,4 @@
-"""Judged responses that wait for their step, and how a checkpoint keeps them: one JSON file."""
+"""The buffer of judged responses for later steps; a checkpoint stores it as one JSON file."""
 
 import json
 from base64 import b64decode, b64encode
@@ -13,7 +13,7 @@ from t2g.errors import UserError
 from t2g.types import Prompt, Rollout, SpanFeedback, read_feedback
 
 GROUPS = "groups.json"
-ARRAYS = {"response_ids": np.int32, "rollout_logprobs": np.float32}  # a rollout's arrays: their bytes, in base 64
+ARRAYS = {"response_ids": np.int32, "rollout_logprobs": np.float32}  # arrays of a rollout, stored as base64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,40 +21,47 @@ class Group:
     """The responses to one prompt of a step with their feedback, in order of sample_index."""
 
     prompt: Prompt
-    samples: tuple[tuple[Rollout, SpanFeedback], ...]  # none where the prompt could not be sampled
-    failure: str = ""  # why it could not
+    samples: tuple[tuple[Rollout, SpanFeedback], ...]  # empty if the prompt could not be sampled
+    failure: str = ""  # why it could not be sampled
 
 
 Groups = Mapping[int, Sequence[Group]]  # by step
 
 
 def write_groups(folder: Path, groups: Groups) -> None:
-    """Groups that have samples, into a folder that is made. Every number comes back as it is, floats bit by bit."""
+    """Write groups with samples into a new folder. Numbers are stored exactly, floats bit by bit."""
     folder.mkdir()
     records = [
-        {"step": step, "prompt_id": group.prompt.prompt_id, "samples": [_record(*s) for s in group.samples]}
-        for step, some in groups.items()
-        for group in some
+        {"step": step, "prompt_id": group.prompt.prompt_id, "samples": [_make_record(*s) for s in group.samples]}
+        for step, step_groups in groups.items()
+        for group in step_groups
     ]
     (folder / GROUPS).write_text(json.dumps(records), encoding="ascii")
 
 
-def _record(rollout: Rollout, feedback: SpanFeedback) -> dict[str, Any]:
-    """All of it as JSON, but what the prompt says."""
-    said = {name: value for name, value in vars(rollout).items() if name not in ("prompt_id", "prompt_ids")}
-    arrays = {name: b64encode(said[name].tobytes()).decode() for name in ARRAYS}
-    return said | arrays | {"feedback": asdict(feedback)}
+def _make_record(rollout: Rollout, feedback: SpanFeedback) -> dict[str, Any]:
+    """Return the sample as JSON values, without the fields of its prompt."""
+    fields = {name: value for name, value in vars(rollout).items() if name not in ("prompt_id", "prompt_ids")}
+    arrays = {name: b64encode(fields[name].tobytes()).decode() for name in ARRAYS}
+    return fields | arrays | {"feedback": asdict(feedback)}
 
 
 def read_groups(folder: Path, prompts: Mapping[str, Prompt]) -> dict[int, list[Group]]:
-    """What `write_groups` wrote; {} for no folder. prompts: by prompt_id. UserError for anything else."""
+    """Return the groups of `write_groups`, {} if there is no folder.
+
+    Args:
+        prompts: The prompts of the run by prompt_id.
+
+    Raises:
+        UserError: The folder holds no buffer of this run.
+    """
     if not folder.exists():
         return {}
     try:
         groups: dict[int, list[Group]] = {}
         for record in json.loads((folder / GROUPS).read_text(encoding="ascii")):
             prompt = prompts[record["prompt_id"]]
-            samples = tuple(_sample(sample, prompt) for sample in record["samples"])
+            samples = tuple(_read_sample(sample, prompt) for sample in record["samples"])
             groups.setdefault(int(record["step"]), []).append(Group(prompt=prompt, samples=samples))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
@@ -64,11 +71,11 @@ def read_groups(folder: Path, prompts: Mapping[str, Prompt]) -> dict[int, list[G
     return groups
 
 
-def _sample(record: dict[str, Any], prompt: Prompt) -> tuple[Rollout, SpanFeedback]:
+def _read_sample(record: dict[str, Any], prompt: Prompt) -> tuple[Rollout, SpanFeedback]:
     feedback = read_feedback(record.pop("feedback"))
-    arrays = {name: np.frombuffer(b64decode(record[name], validate=True), kind) for name, kind in ARRAYS.items()}
+    arrays = {name: np.frombuffer(b64decode(record[name], validate=True), dtype) for name, dtype in ARRAYS.items()}
     if len(arrays["response_ids"]) != len(arrays["rollout_logprobs"]):
         raise ValueError(f"not one logprob for each token of prompt {prompt.prompt_id}")
     versions = tuple((start, end, version) for start, end, version in record["policy_versions"])
-    said = record | arrays | {"policy_versions": versions}
-    return Rollout(prompt_id=prompt.prompt_id, prompt_ids=prompt.prompt_ids, **said), feedback
+    fields = record | arrays | {"policy_versions": versions}
+    return Rollout(prompt_id=prompt.prompt_id, prompt_ids=prompt.prompt_ids, **fields), feedback

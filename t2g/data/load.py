@@ -1,4 +1,4 @@
-"""Files to records: JSON (a list, or an object of id -> record), JSON lines, CSV, Parquet; and data sets on the hub."""
+"""Load records from JSON (a list, or an object of id -> record), JSON lines, CSV, Parquet, and hub data sets."""
 
 import csv
 import json
@@ -16,21 +16,25 @@ from t2g.errors import UserError
 NEWLINE = b"\n"
 _LINES = (".jsonl", ".ndjson")
 SUFFIXES = (".json", *_LINES, ".csv", ".parquet")
-MAX_DEPTH = 100  # of lists and objects in each other: what reads a journal gives up at some 200
+MAX_DEPTH = 100  # of nested lists and objects; pydantic cannot read a journal line with some 200 levels
 _PLAIN = (str, int, float, Decimal, date, time, timedelta, type(None))
 
 
 class _TwoObjects(UserError):
-    """One JSON value behind the other."""
+    """A JSON file holds a second value after the first."""
 
 
 def load_records(config: DataConfig, key: str = "data") -> list[dict[str, Any]]:
-    """The first `config.limit` records, with `config.columns` renamed to our names.
+    """Return the first `config.limit` records, with `config.columns` renamed to our names.
 
-    A JSON object of records, as the paper's authors publish SLF5K, gives each record its key as `id`. Messages name the
-    config's section by `key`.
-    Raises UserError with file and line for a file that is missing, empty or broken, for a missing column, and for a
-    value that no journal can hold, see `describe_unserializable`.
+    In a JSON object of records, as the paper's authors publish SLF5K, the key of each record becomes its `id`.
+
+    Args:
+        key: The config's section, for error messages.
+
+    Raises:
+        UserError: A file is missing, empty or broken; a column is missing; or a journal cannot hold a value, see
+            `describe_unserializable`. The message names file and line.
     """
     path = Path(config.path)
     if path.is_file():
@@ -39,20 +43,20 @@ def load_records(config: DataConfig, key: str = "data") -> list[dict[str, Any]]:
         raise UserError(f"{key}.path={config.path}: there is no such file")
     else:
         rows = _read_hub(config, key)
-    read = list(islice(rows, config.limit))
-    if not read:
+    records = list(islice(rows, config.limit))
+    if not records:
         raise UserError(f"{key}.path={config.path} holds no records")
-    # An empty cell is missing from its row: that record lacks the field, and the others are as they are.
-    missing = [theirs for theirs in config.columns.values() if not any(theirs in row for row in read)]
+    # An empty cell is missing from its row: a column exists if any record has it.
+    missing = [column for column in config.columns.values() if not any(column in row for row in records)]
     if missing:
         raise UserError(
-            f"{key}.columns names {', '.join(missing)}, and record 1 of {config.path} has only {', '.join(read[0])}"
+            f"{key}.columns names {', '.join(missing)}, and record 1 of {config.path} has only {', '.join(records[0])}"
         )
-    return [_rename(row, number, config) for number, row in enumerate(read, start=1)]
+    return [_rename(row, number, config) for number, row in enumerate(records, start=1)]
 
 
 def describe_unserializable(value: Any, depth: int = MAX_DEPTH) -> str:
-    """Why a journal could not hold this value and be read again, as the end of a sentence; "" where it can.
+    """Return why a journal cannot store this value and read it again, as the end of a sentence; "" if it can.
 
     >>> describe_unserializable({"image": b"GIF"})
     'holds bytes, which no journal can keep'
@@ -68,14 +72,14 @@ def _rename(row: dict[str, Any], number: int, config: DataConfig) -> dict[str, A
     for name, value in row.items():
         if reason := describe_unserializable(value):
             raise UserError(f"record {number} of {config.path}: field {name} {reason}")
-    renamed = {ours: row[theirs] for ours, theirs in config.columns.items() if theirs in row}
+    renamed = {name: row[column] for name, column in config.columns.items() if column in row}
     return {key: value for key, value in row.items() if key not in config.columns.values()} | renamed
 
 
 def read_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(file and place in it, record) of a file of any of our kinds. UserError as `load_records`."""
+    """Yield (file and position in it, record) of a file of any supported format. Raises as `load_records`."""
     if path.suffix == ".parquet":
-        return _numbered(path, _read_parquet(path))
+        return _add_positions(path, _read_parquet(path))
     if path.suffix in _LINES:
         return read_lines(path)
     if path.suffix == ".csv":
@@ -85,16 +89,16 @@ def read_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     text = _decode(path.read_bytes(), path)
     try:
         data = _parse(text, path)
-    except _TwoObjects:  # one after the other: JSON lines under another name
+    except _TwoObjects:  # JSON lines in a .json file
         return read_lines(path)
-    return _numbered(path, _rows_of_json(data, path))
+    return _add_positions(path, _iterate_json(data, path))
 
 
-def _numbered(path: Path, rows: Iterable[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _add_positions(path: Path, rows: Iterable[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
     return ((f"{path}, record {number}", row) for number, row in enumerate(rows, start=1))
 
 
-def _rows_of_json(data: Any, path: Path) -> Iterator[dict[str, Any]]:
+def _iterate_json(data: Any, path: Path) -> Iterator[dict[str, Any]]:
     if isinstance(data, dict):
         entries: Iterable[tuple[str, Any]] = data.items()
     elif isinstance(data, list):
@@ -108,7 +112,11 @@ def _rows_of_json(data: Any, path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(file:line, record) of a JSON lines file without its blank lines. UserError for a line that is no object."""
+    """Yield (file:line, record) of a JSON lines file; blank lines are skipped.
+
+    Raises:
+        UserError: A line is not a JSON object.
+    """
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             line = _decode(raw, path, number).strip()
@@ -121,11 +129,12 @@ def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _read_csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(file and line where it begins, record) of a CSV file: the first line names the columns, an empty cell is no
-    value. Cells may hold commas and line ends between quotation marks, as spreadsheets write them.
+    """Yield (file and first line, record) of a CSV file with column names in its first line.
+
+    An empty cell is no value. Quoted cells may hold commas and line ends, as spreadsheets write them.
     """
     rows = csv.reader(StringIO(_decode(path.read_bytes(), path), newline=""), strict=True)
-    end = 0  # last line of the row before
+    end = 0  # last line of the previous row
     names: list[str] | None = None
     try:
         for cells in rows:
@@ -139,7 +148,7 @@ def _read_csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             elif any(cells):
                 yield where, {name: cell for name, cell in zip(names, cells, strict=True) if cell}
     except csv.Error as error:
-        raise UserError(f"{path}:{end + 1}: no CSV: {error}") from error
+        raise UserError(f"{path}:{end + 1}: not valid CSV: {error}") from error
 
 
 def _decode(raw: bytes, path: Path, first_line: int = 1) -> str:
@@ -148,13 +157,13 @@ def _decode(raw: bytes, path: Path, first_line: int = 1) -> str:
     except UnicodeDecodeError as error:
         line = first_line + raw.count(NEWLINE, 0, error.start)
         byte = f"byte 0x{raw[error.start]:02x}"
-        raise UserError(f"{path}:{line}: {byte} is no UTF-8; save the file as UTF-8") from error
+        raise UserError(f"{path}:{line}: {byte} is not UTF-8; save the file as UTF-8") from error
 
 
 def _parse(text: str, path: Path, first_line: int = 1) -> Any:
-    """The JSON in `text`, which begins in that line of the file.
+    """Parse the JSON in `text`, which begins at `first_line` of the file.
 
-    JSON can spell half of a surrogate pair, which is no character: no tokenizer and no file takes it.
+    JSON can contain half of a surrogate pair, which is not a character; tokenizers and files reject it.
     """
     try:
         data = json.loads(text)
@@ -162,12 +171,12 @@ def _parse(text: str, path: Path, first_line: int = 1) -> Any:
             json.dumps(data, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         kind = _TwoObjects if error.msg == "Extra data" else UserError
-        raise kind(f"{path}:{first_line + error.lineno - 1}: no JSON: {error.msg}") from error
+        raise kind(f"{path}:{first_line + error.lineno - 1}: not valid JSON: {error.msg}") from error
     except UnicodeEncodeError as error:
         half = f"\\u{ord(error.object[error.start]):04x} is half of a character"
         raise UserError(f"{path}:{first_line}: {half}") from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}:{first_line}: no JSON that can be read: {error}") from error
+        raise UserError(f"{path}:{first_line}: not valid JSON: {error}") from error
     return data
 
 
@@ -184,16 +193,16 @@ def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
                     columns[name] = batch[name].to_pylist()
                 yield from (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
     except (ArrowException, OSError) as error:
-        raise UserError(f"{path}: no Parquet file: {str(error).splitlines()[0]}") from error
-    except (ValueError, OverflowError) as error:  # no UTF-8, a date that no calendar has
-        raise UserError(f"{path}: column {name} holds what cannot be read: {error}") from error
+        raise UserError(f"{path}: not a Parquet file: {str(error).splitlines()[0]}") from error
+    except (ValueError, OverflowError) as error:  # invalid UTF-8, or a date outside the calendar
+        raise UserError(f"{path}: column {name} holds a value that cannot be read: {error}") from error
 
 
 def check_revision(key: str, config: DataConfig) -> None:
-    """UserError for a data set on the hub that may change."""
+    """Raise UserError for a hub data set without a revision: it may change."""
     if config.revision is None and not Path(config.path).is_dir():
         raise UserError(
-            f"{key}.path={config.path} is no file here; for a data set on the hub set {key}.revision to a commit, "
+            f"{key}.path={config.path} is not a file here; for a data set on the hub set {key}.revision to a commit, "
             "so that the run can be repeated"
         )
 
@@ -201,11 +210,11 @@ def check_revision(key: str, config: DataConfig) -> None:
 def _read_hub(config: DataConfig, key: str) -> Iterator[dict[str, Any]]:
     import datasets
 
-    folder = Path(config.path).is_dir()
+    is_folder = Path(config.path).is_dir()
     check_revision(key, config)
     try:
         rows = datasets.load_dataset(
-            config.path, config.subset, split=config.split, revision=None if folder else config.revision
+            config.path, config.subset, split=config.split, revision=None if is_folder else config.revision
         )
     except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -213,6 +222,6 @@ def _read_hub(config: DataConfig, key: str) -> Iterator[dict[str, Any]]:
             f"; where there is a network: hf download --repo-type dataset {config.path} --revision {config.revision}"
         )
         raise UserError(
-            f"{key}.path={config.path}, split {config.split}, cannot be loaded: {reason}{'' if folder else fetch}"
+            f"{key}.path={config.path}, split {config.split}, cannot be loaded: {reason}{'' if is_folder else fetch}"
         ) from error
     return iter(rows)

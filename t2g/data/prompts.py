@@ -1,4 +1,4 @@
-"""Records to prompts for the policy."""
+"""Make the policy's prompts from records."""
 
 import json
 import logging
@@ -16,11 +16,11 @@ from t2g.types import Prompt
 
 logger = logging.getLogger(__name__)
 
-MAX_PROBLEMS = 3  # wrong records that are told one by one
+MAX_PROBLEMS = 3  # invalid records that an error message describes
 
 
 class PromptTooLongError(ValueError):
-    """A prompt that does not fit, however it may be cut."""
+    """A prompt that does not fit into the window, even cut."""
 
 
 def make_prompts(
@@ -32,20 +32,26 @@ def make_prompts(
     too_long: str = "error",
     key: str = "data",
 ) -> list[Prompt]:
-    """One prompt for each record, in order, with the tokenizer's own chat template; without ids where it is None.
+    """Return a prompt for each record, in order, encoded with the tokenizer's own chat template.
 
-    A prompt of more than `max_prompt_tokens` tokens loses input text if the task cuts it; else too_long, see
-    `DataConfig`, says what becomes of it.
-    A record without an id gets a hash of its messages. The same messages under the same id again, as where a data set
-    has several responses to a prompt, get a number after it: "7", "7-2", "7-3".
-    Raises UserError: no chat template; or, with `key` and the number of the record (from 1), of each of the first
-    MAX_PROBLEMS wrong records, a missing or wrong field, a prompt too long, an id that other messages have.
+    A record without an id gets a hash of its messages. Repeated messages under one id, as in a data set with several
+    responses to a prompt, get a number: "7", "7-2", "7-3".
+
+    Args:
+        tokenizer: None makes prompts without ids.
+        max_prompt_tokens: A longer prompt loses input text, if the task can cut it.
+        too_long: The policy for prompts that are still too long, see `DataConfig`.
+        key: The config's section, for error messages.
+
+    Raises:
+        UserError: The tokenizer has no chat template. Or a field is missing or invalid, a prompt is too long, or an id
+            belongs to other messages too; the message describes the first MAX_PROBLEMS of these records.
     """
     if tokenizer is not None:
         check_chat_template(tokenizer)
     prompts: dict[str, Prompt] = {}
     repeats: Counter[tuple[str, str]] = Counter()
-    left_out: list[int] = []
+    skipped: list[int] = []
     problems: list[str] = []
     for number, record in enumerate(records, start=1):
         try:
@@ -57,47 +63,51 @@ def make_prompts(
                 prompt_id = f"{prompt_id}-{repeat}"
             if prompt_id in prompts:
                 raise ValueError(f"the id {prompt_id} was used before; ids must be unique in a data set")
-            asked = {}
+            encoded = {}
             if tokenizer is not None:
                 cut = too_long == "truncate"
-                asked = {"prompt_ids": encode_policy_prompt(record, task, tokenizer, max_prompt_tokens, cut=cut)}
+                encoded = {"prompt_ids": encode_policy_prompt(record, task, tokenizer, max_prompt_tokens, cut=cut)}
             prompts[prompt_id] = Prompt(
                 prompt_id=prompt_id,
                 prompt_text=task.prompt_text(record),
                 task=task.name,
                 payload=task.payload(record),
-                **asked,
+                **encoded,
             )
         except ValueError as error:
             if too_long == "skip" and isinstance(error, PromptTooLongError):
-                left_out.append(number)
+                skipped.append(number)
             else:
                 problems.append(f"{key} record {number}: {error}")
     if problems:
         more = [f"{len(problems) - MAX_PROBLEMS} more records are wrong"] if len(problems) > MAX_PROBLEMS else []
         raise UserError("\n".join([*problems[:MAX_PROBLEMS], *more]))
-    if left_out:
-        said = f"{len(left_out)} of {len(records)} prompts have more than {max_prompt_tokens} tokens"
+    if skipped:
+        summary = f"{len(skipped)} of {len(records)} prompts have more than {max_prompt_tokens} tokens"
         if not prompts:
-            raise UserError(f"{said}: nothing is left; raise rollout.max_model_len, or set data.too_long=truncate")
-        logger.warning("%s and are left out, the first is record %d", said, left_out[0])
+            raise UserError(f"{summary}: nothing is left; raise rollout.max_model_len, or set data.too_long=truncate")
+        logger.warning("%s and are left out, the first is record %d", summary, skipped[0])
     return list(prompts.values())
 
 
 def encode_policy_prompt(
     record: Record, task: Task, tokenizer: Any, max_prompt_tokens: int, *, cut: bool = False
 ) -> np.ndarray:
-    """What the policy reads, in sampling and in supervised training. -> [P] int32, P <= max_prompt_tokens.
+    """Return the policy's prompt for sampling and supervised training, [P] int32, P <= max_prompt_tokens.
 
-    cut: what is still too long loses the end of its longest message; else PromptTooLongError. Raises ValueError
-    (UserError is one) with a sentence about the record when it cannot be made.
+    Args:
+        cut: Whether a prompt that the task cannot shorten enough loses the end of its longest message.
+
+    Raises:
+        PromptTooLongError: The prompt does not fit.
+        ValueError: The record has no valid prompt.
     """
     build = partial(task.policy_messages, record)
     ids = fit_chat(build, tokenizer, max_prompt_tokens, input_chars=len(task.prompt_text(record)))
     if ids is None and cut:
         messages = task.policy_messages(record)
         longest = max(messages, key=lambda message: len(message["content"]))
-        shorter = partial(_shortened, messages, longest)
+        shorter = partial(_shorten, messages, longest)
         ids = fit_chat(shorter, tokenizer, max_prompt_tokens, input_chars=len(longest["content"]))
     if ids is None:
         raise PromptTooLongError(
@@ -108,7 +118,7 @@ def encode_policy_prompt(
     return ids
 
 
-def _shortened(messages: Sequence[Message], longest: Message, limit: int | None) -> list[Message]:
+def _shorten(messages: Sequence[Message], longest: Message, limit: int | None) -> list[Message]:
     return [{**m, "content": m["content"][:limit]} if m is longest else m for m in messages]
 
 
@@ -122,9 +132,10 @@ def encode_revision(
     *,
     cut: bool = True,
 ) -> np.ndarray | None:
-    """What a model reads that is to write a response again, with a critique of it in view. -> [P] int32.
+    """Return the prompt of a model that revises a response by its critique, [P] int32, or None if it does not fit.
 
-    None for no room: a prompt too long loses input text, unless `whole`, and never the response or the critique.
+    Args:
+        cut: Whether a prompt that is too long loses input text; response and critique are never cut.
     """
     build = partial(task.revise_messages, prompt, response_text, critique)
     return fit_chat(build, tokenizer, max_prompt_tokens, input_chars=len(prompt.prompt_text) if cut else 0)

@@ -1,8 +1,8 @@
-"""Annotated records as others publish them, in our names: a row in, a row out.
+"""Translate published annotated records to our field names, row by row.
 
-Good spans / good_spans / good_code, Poor spans / poor_spans, wrong_code (severity 3), improvement_code (severity 1) and
-a word_score_list; the critique as textual_feedback or Code Feedback, or an answer in JSON as a whole; the lot of it in
-the row itself or in an object `annotations`, `analysis` or `spans`.
+Supported are Good spans / good_spans / good_code, Poor spans / poor_spans, wrong_code (severity 3), improvement_code
+(severity 1) and word_score_list. The critique may be textual_feedback, Code Feedback or a complete JSON answer. All
+fields may be in the row or in an object `annotations`, `analysis` or `spans`.
 """
 
 import json
@@ -28,29 +28,34 @@ _SEVERITIES = {"wrong_code": 3, "improvement_code": 1, "improvable_code": 1}  # 
 _OBJECTS = ("annotations", "analysis", "spans")
 
 
-def translate_row(row: Mapping[str, Any], ours: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(fields under our names, everything else) of a row. ValueError in a sentence for what cannot be meant.
+def translate_row(row: Mapping[str, Any], our_names: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return (fields under our names, other fields) of a row.
 
-    ours: our field names, which count before published ones; a null is no value.
+    Args:
+        row: Null values are ignored.
+        our_names: Our field names, which take precedence over published ones.
+
+    Raises:
+        ValueError: A field is invalid.
 
     >>> translate_row({"Post": "p", "Poor spans": ["x"], "wrong_code": ["y"], "n": 1}, {"prompt", "poor"})
     ({'prompt': 'p', 'poor': ['x', {'quote': 'y', 'severity': 3}]}, {'n': 1})
     """
     fields: dict[str, Any] = {}
     extra: dict[str, Any] = {}
-    weighed: list[dict[str, Any]] = []
+    severe: list[dict[str, Any]] = []  # quotes with a severity
     items = [(key, value) for key, value in _items(row) if value is not None]
-    for key, value in sorted(items, key=lambda item: item[0] not in ours):
-        plain = key.lower().replace(" ", "_")
-        name = key if key in ours else _NAMES.get(plain)
-        if plain in _SEVERITIES:
-            weighed += [{"quote": quote, "severity": _SEVERITIES[plain]} for quote in _list(key, value)]
+    for key, value in sorted(items, key=lambda item: item[0] not in our_names):
+        normalised = key.lower().replace(" ", "_")
+        name = key if key in our_names else _NAMES.get(normalised)
+        if normalised in _SEVERITIES:
+            severe += [{"quote": quote, "severity": _SEVERITIES[normalised]} for quote in _check_list(key, value)]
         elif name is None or name in fields:
             extra[key] = value
         else:
             fields[name] = value
-    if weighed:
-        fields["poor"] = [*_list("poor", fields.get("poor", ())), *weighed]
+    if severe:
+        fields["poor"] = [*_check_list("poor", fields.get("poor", ())), *severe]
     if isinstance(fields.get("response"), list):
         fields["response"] = _last_content(fields["response"])
     if "word_score_list" in extra and isinstance(fields.get("response"), str):
@@ -59,18 +64,18 @@ def translate_row(row: Mapping[str, Any], ours: Collection[str]) -> tuple[dict[s
 
 
 def _items(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What the row holds, with that of its objects after it."""
+    """Yield the fields of the row, then those of its objects."""
     objects = [row[key] for key in _OBJECTS if isinstance(row.get(key), dict)]
-    whole = _answer(row.get("critique"))
+    answer = _parse_answer(row.get("critique"))
     for key, value in row.items():
-        if not (key in _OBJECTS and isinstance(value, dict)) and not (key == "critique" and whole):
+        if not (key in _OBJECTS and isinstance(value, dict)) and not (key == "critique" and answer):
             yield key, value
-    for part in (*objects, whole):
-        yield from part.items()
+    for fields in (*objects, answer):
+        yield from fields.items()
 
 
-def _answer(critique: Any) -> dict[str, Any]:
-    """The object of an annotator's whole answer that was kept as the critique, fenced or not; {} for plain words."""
+def _parse_answer(critique: Any) -> dict[str, Any]:
+    """Return the JSON object of a critique that is an annotator's complete answer, {} for plain text."""
     if not isinstance(critique, str) or '"textual_feedback"' not in critique:
         return {}
     try:
@@ -80,7 +85,7 @@ def _answer(critique: Any) -> dict[str, Any]:
     return answer if isinstance(answer, dict) else {}
 
 
-def _list(name: str, value: Any) -> list[Any]:
+def _check_list(name: str, value: Any) -> list[Any]:
     if isinstance(value, str) or not isinstance(value, list | tuple):
         raise ValueError(f"field {name} is {value!r:.80}; it needs to be a list of quotes")
     return list(value)
@@ -94,18 +99,19 @@ def _last_content(messages: list[Any]) -> str:
 
 
 def make_word_spans(words: Any, response: str) -> list[dict[str, int]]:
-    """Spans of runs of words with the same score, the words looked for one after the other in `response`.
+    """Return the spans of runs of consecutive words with the same label, located in order in `response`.
 
-    words: [word, score] or {"word", "score"} each; a score above 0 is good, below 0 poor. A word that does not come is
-    passed over and ends the run.
+    Args:
+        words: Items [word, score] or {"word", "score"}; a score above 0 is good, below 0 poor. A word that is not found
+            is skipped and ends the run.
 
     >>> make_word_spans([["a", 0], ["red", "-1"], ["phone", -1], ["hums", 1]], "a red phone hums")
     [{'start': 2, 'end': 11, 'label': -1}, {'start': 12, 'end': 16, 'label': 1}]
     """
     spans: list[dict[str, int]] = []
     at, running = 0, 0
-    for item in _list("word_score_list", words):
-        word, score = _word_and_score(item)
+    for item in _check_list("word_score_list", words):
+        word, score = _parse_word_score(item)
         start = response.find(word, at)
         label = 0 if start < 0 else (score > 0) - (score < 0)
         at = at if start < 0 else start + len(word)
@@ -117,7 +123,7 @@ def make_word_spans(words: Any, response: str) -> list[dict[str, int]]:
     return spans
 
 
-def _word_and_score(item: Any) -> tuple[str, float]:
+def _parse_word_score(item: Any) -> tuple[str, float]:
     pair = (item.get("word"), item.get("score")) if isinstance(item, dict) else item
     match pair:
         case [str(word), int() | float() | str() as score] if word.strip():

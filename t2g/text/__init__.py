@@ -1,4 +1,4 @@
-"""Texts and tokens: messages to ids, ids to text, tokens to characters, quotes to places.
+"""Texts and tokens: messages to ids, ids to text, tokens to characters, quotes to character ranges.
 
-The lowest room: anybody may import it, it imports records and errors only.
+The lowest layer: every package may import it, and it imports records and errors only.
 """

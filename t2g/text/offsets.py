@@ -1,8 +1,8 @@
-"""From sampled token ids to text, and from each token to its characters: bytes first, never the engine's text.
+"""Decode sampled token ids to text, and map each token to its characters, independently of the engine's text.
 
-A token is a string of bytes. The bytes of all tokens, one after the other, are the response in UTF-8; a token's
-characters are those that its bytes touch. Two families of tokenizers are understood, told apart by their decoder:
-byte-level BPE (GPT-2, Llama-3, Qwen) and SentencePiece style (Llama-2, Mistral, Gemma; byte fallback, metaspace).
+A token is a string of bytes. The concatenated bytes of all tokens are the response in UTF-8. A token's characters are
+those that its bytes belong to. Two families of tokenizers are supported, recognised by their decoder: byte-level BPE
+(GPT-2, Llama-3, Qwen) and SentencePiece style (Llama-2, Mistral, Gemma; byte fallback, metaspace).
 
     ids      "caf" | C3 | A9 | " bar" | <eos>       (the accented e is split into its two bytes)
     offsets  [0,3) | [3,4) | [3,4) | [4,8) | [8,8)
@@ -25,21 +25,25 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def decode(tokenizer: Any, ids: Iterable[int]) -> str:
-    """The text of `ids`: special tokens and ids outside the vocabulary contribute nothing, bytes that are no UTF-8
-    become U+FFFD as with `bytes.decode(errors="replace")`.
+    """Return the text of `ids`, without special tokens and ids outside the vocabulary.
 
-    For valid text it equals the tokenizer's own decode with skip_special_tokens and without clean-up.
-    Raises UserError for a tokenizer whose bytes cannot be told.
+    Invalid UTF-8 becomes U+FFFD, as with `bytes.decode(errors="replace")`. Valid text equals the tokenizer's own decode
+    with skip_special_tokens and without clean-up.
+
+    Raises:
+        UserError: The tokenizer is of another family.
     """
     return b"".join(_pieces(tokenizer, ids)).decode("utf-8", errors="replace")
 
 
 def token_offsets(tokenizer: Any, ids: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Half-open character ranges of `decode(tokenizer, ids)`, one for each token.
+    """Return the half-open character range of each token in `decode(tokenizer, ids)`, [R, 2] int32.
 
-    -> [R, 2] int32. Starts never fall and the ranges cover the text. Tokens that carry bytes of one character share its
-    range. A token without bytes (EOS, special, unknown id) has an empty range where the next character starts.
-    Raises UserError for a tokenizer whose bytes cannot be told.
+    Starts never decrease and the ranges cover the text. Tokens that hold bytes of one character share its range. A
+    token without bytes (EOS, special, unknown id) has an empty range where the next character starts.
+
+    Raises:
+        UserError: The tokenizer is of another family.
     """
     pieces = _pieces(tokenizer, ids)
     data = b"".join(pieces)
@@ -55,13 +59,13 @@ def token_offsets(tokenizer: Any, ids: Sequence[int] | np.ndarray) -> np.ndarray
 
 
 def _character_starts(data: bytes) -> np.ndarray:
-    """-> [bytes] bool: whether a character of `data.decode(errors="replace")` starts at each byte."""
-    starts = (np.frombuffer(data, np.uint8) & 0xC0) != 0x80  # every byte that is no continuation byte
+    """Return for each byte whether a character of `data.decode(errors="replace")` starts there, [bytes] bool."""
+    starts = (np.frombuffer(data, np.uint8) & 0xC0) != 0x80  # all but continuation bytes
     position = 0
     while position < len(data):
         try:
             data[position:].decode("utf-8")
-        except UnicodeDecodeError as error:  # each such stretch becomes one U+FFFD
+        except UnicodeDecodeError as error:  # each invalid range becomes one U+FFFD
             bad, position = position + error.start, position + error.end
             starts[bad:position] = False
             starts[bad] = True
@@ -73,16 +77,16 @@ def _character_starts(data: bytes) -> np.ndarray:
 # ------------------------------------------------------------------------------------------------------ bytes of tokens
 @dataclass(frozen=True, kw_only=True)
 class _Rules:
-    """What a tokenizer's decoder does to its tokens."""
+    """Rules by which a tokenizer's decoder turns tokens into text."""
 
-    byte_level: bool  # every character of a token stands for a byte (GPT-2's table); else metaspace and text
+    byte_level: bool  # every character of a token represents a byte (GPT-2's table); else metaspace and text
     byte_fallback: bool = False  # <0xE4> is one byte
-    bare_first_token: bool = False  # the first token loses its metaspaces
-    strip_left: int = 0  # spaces that the text loses at its start, at most
+    bare_first_token: bool = False  # metaspaces of the first token are removed
+    strip_left: int = 0  # largest number of spaces that are removed at the start of the text
 
 
 def _byte_table() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes: printable Latin-1 for itself, the rest from U+0100 on."""
+    """Return GPT-2's printable characters for the 256 bytes: printable Latin-1 as it is, the rest from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in printable)
@@ -93,9 +97,9 @@ _BYTE_OF_CHARACTER = _byte_table()
 
 
 class _Vocabulary(dict[int, bytes]):
-    """Bytes of every token of one tokenizer, looked up when first asked for.
+    """Bytes of every token of one tokenizer, looked up on first use.
 
-    Holds the backend and not the tokenizer, which is the weak key of the cache that holds this.
+    Holds the backend but not the tokenizer: the tokenizer is the weak key of the cache that holds this object.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -141,14 +145,18 @@ class _Vocabulary(dict[int, bytes]):
 
 
 def _read_rules(backend: Any, name: str) -> _Rules:
-    """The rules of a backend's decoder; UserError for a decoder of another family (WordPiece, CLIP, none)."""
+    """Return the rules of a backend's decoder.
+
+    Raises:
+        UserError: The decoder is of another family (WordPiece, CLIP, none).
+    """
     decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": "none"}
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = [step["type"] for step in steps]
     if "ByteLevel" in kinds and set(kinds) <= {"ByteLevel", "Fuse"}:
         return _Rules(byte_level=True)
-    known = [_known_sentencepiece_step(step, fused="Fuse" in kinds[:i]) for i, step in enumerate(steps)]
-    if all(known) and {"Replace", "Metaspace"} & set(kinds):
+    supported = [_is_supported_step(step, fused="Fuse" in kinds[:i]) for i, step in enumerate(steps)]
+    if all(supported) and {"Replace", "Metaspace"} & set(kinds):
         return _Rules(
             byte_level=False,
             byte_fallback="ByteFallback" in kinds,
@@ -161,7 +169,7 @@ def _read_rules(backend: Any, name: str) -> _Rules:
     )
 
 
-def _known_sentencepiece_step(step: dict[str, Any], *, fused: bool) -> bool:
+def _is_supported_step(step: dict[str, Any], *, fused: bool) -> bool:
     match step:
         case {"type": "Replace", "pattern": {"String": pattern}, "content": content}:
             return (pattern, content) == (METASPACE, " ")
@@ -173,7 +181,7 @@ def _known_sentencepiece_step(step: dict[str, Any], *, fused: bool) -> bool:
 
 
 def _pieces(tokenizer: Any, ids: Iterable[int]) -> list[bytes]:
-    """The bytes that each token adds to the text."""
+    """Return the bytes that each token adds to the text."""
     vocabulary = _VOCABULARIES.get(tokenizer)
     if vocabulary is None:
         vocabulary = _VOCABULARIES[tokenizer] = _Vocabulary(tokenizer)

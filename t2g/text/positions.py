@@ -1,4 +1,4 @@
-"""Whether an engine can hold a model: as many positions, and its heads on several GPUs."""
+"""Checks whether an engine can run a model: its positions, its head size, and its heads on several GPUs."""
 
 import os
 from pathlib import Path
@@ -6,33 +6,36 @@ from typing import Any
 
 from t2g.errors import UserError
 
-CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's CPU attention
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # supported by vLLM's CPU attention
 ALLOWED = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 
 
 def check_positions(model: str, revision: str | None, key: str, max_model_len: int) -> None:
-    """UserError, naming `key`, for a window of more tokens than the model has positions: vLLM refuses it, but not
-    before its engine has started.
+    """Check that the model has a position for each token of the window; vLLM would check it after the engine's start.
 
-    Silent where the config is not on this machine, stretches its positions or names another maximum: that arithmetic is
-    vLLM's; and where its own switch allows more.
+    Nothing is checked if the config is not on this machine, scales its positions or sets another maximum, which vLLM
+    computes, or if vLLM's own switch (ALLOWED) permits more.
+
+    Raises:
+        UserError: The model has fewer positions than `key` requests.
     """
-    config = _text_config(model, revision)
-    if config is None:
-        return
+    config = _load_text_config(model, revision)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    known = getattr(config, "max_position_embeddings", None)
-    stretched = rope.get("rope_type", rope.get("type", "default")) not in ("default", "llama3")
-    if known is None or stretched or getattr(config, "model_max_length", None) or os.environ.get(ALLOWED):
+    num_positions = getattr(config, "max_position_embeddings", None)
+    is_scaled = rope.get("rope_type", rope.get("type", "default")) not in ("default", "llama3")
+    if num_positions is None or is_scaled or getattr(config, "model_max_length", None) or os.environ.get(ALLOWED):
         return
-    if max_model_len > known:
-        raise UserError(f"{key}={max_model_len}, and {model} knows {known} positions; lower it")
+    if max_model_len > num_positions:
+        raise UserError(f"{key}={max_model_len}, and {model} knows {num_positions} positions; lower it")
 
 
 def check_heads(model: str, revision: str | None, key: str, gpus: int) -> None:
-    """UserError, naming `key`, for a number of GPUs over which vLLM cannot spread an engine of the model. Silent where
-    the config is not on this machine."""
-    config = _text_config(model, revision) if gpus > 1 else None
+    """Check that vLLM can shard the model over `gpus` GPUs, if its config is on this machine.
+
+    Raises:
+        UserError: The heads cannot be divided by the value of `key`.
+    """
+    config = _load_text_config(model, revision) if gpus > 1 else None
     if config is not None:
         heads = config.num_attention_heads
         if why := find_uneven_heads(heads, getattr(config, "num_key_value_heads", None) or heads, gpus):
@@ -40,9 +43,12 @@ def check_heads(model: str, revision: str | None, key: str, gpus: int) -> None:
 
 
 def check_head_size(model: str, revision: str | None, key: str) -> None:
-    """UserError, naming `key`, for heads of a size that vLLM's CPU kernels do not have. Silent where the config is not
-    on this machine."""
-    config = _text_config(model, revision)
+    """Check that vLLM's CPU kernels support the head size of the model, if its config is on this machine.
+
+    Raises:
+        UserError: They do not support the model of `key`.
+    """
+    config = _load_text_config(model, revision)
     heads = getattr(config, "num_attention_heads", None)
     size = getattr(config, "head_dim", None) or (heads and config.hidden_size // heads)
     if size and size not in CPU_HEAD_SIZES:
@@ -51,7 +57,7 @@ def check_head_size(model: str, revision: str | None, key: str) -> None:
 
 
 def find_uneven_heads(heads: int, kv_heads: int, gpus: int) -> str:
-    """What cannot be cut into `gpus` equal parts; "" where all can. A key-value head may be on several GPUs.
+    """Return which heads cannot be divided equally among `gpus`, or "". A key-value head may be on several GPUs.
 
     >>> find_uneven_heads(32, 8, 3), find_uneven_heads(32, 8, 16)
     ('32 attention heads', '')
@@ -61,8 +67,8 @@ def find_uneven_heads(heads: int, kv_heads: int, gpus: int) -> str:
     return f"{kv_heads} key-value heads" if kv_heads % gpus and gpus % kv_heads else ""
 
 
-def _text_config(model: str, revision: str | None) -> Any:
-    """Of the files on this machine; None where there are none."""
+def _load_text_config(model: str, revision: str | None) -> Any:
+    """Return the text config of a model on this machine, None without its files."""
     from transformers import AutoConfig
 
     source = {"revision": None if Path(model).is_dir() else revision, "local_files_only": True}

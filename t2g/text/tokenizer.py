@@ -1,4 +1,4 @@
-"""Messages to token ids with the tokenizer's own chat template; texts from outside cannot forge its control tokens."""
+"""Encode messages with the tokenizer's own chat template; message texts cannot forge its control tokens."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,8 +15,12 @@ Check = Callable[[], bool]
 
 
 def check_model(key: str, model: str, revision: str | None = None) -> None:
-    """UserError, naming `key`, for what is neither a model's folder nor in the hub's cache, unless the hub knows the
-    name: it is asked once, where the libraries would try for a minute.
+    """Check that `model` is a model's folder, in the hub's cache, or on the hub.
+
+    The hub gets one request; the libraries would retry for a minute.
+
+    Raises:
+        UserError: The model of `key` does not exist.
     """
     from huggingface_hub import try_to_load_from_cache
 
@@ -30,25 +34,33 @@ def check_model(key: str, model: str, revision: str | None = None) -> None:
 
 
 def check_hub(key: str, name: str, revision: str | None, kind: Literal["model", "dataset"], cached: Check) -> None:
-    """MissingLocally, naming `key`, unless the name is `cached` or the hub knows it."""
+    """Check that a name is in the hub's cache or on the hub.
+
+    Raises:
+        MissingLocally: It is neither, or the hub cannot be reached.
+    """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
-    nowhere = f"{key}={name}: there is no folder of that name"
+    not_found = f"{key}={name}: there is no folder of that name"
     if name.startswith((".", "/", "~")) or name.count("/") > 1:  # a name on the hub is `name` or `owner/name`
-        raise MissingLocally(nowhere)
+        raise MissingLocally(not_found)
     if cached():
         return
     try:
         HfApi().repo_info(name, repo_type=kind, revision=revision, timeout=HUB_TIMEOUT_S)
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-        raise MissingLocally(f"{nowhere}, and the hub knows no such {kind}, or shows it to others only") from error
-    except Exception as error:  # whatever its HTTP library raises
-        raise MissingLocally(f"{nowhere}, nor in the hub's cache, and the hub cannot be asked: {error}") from error
+        raise MissingLocally(f"{not_found}, and the hub knows no such {kind}, or shows it to others only") from error
+    except Exception as error:  # any error of its HTTP library
+        raise MissingLocally(f"{not_found}, nor in the hub's cache, and the hub cannot be reached: {error}") from error
 
 
 def load_tokenizer(model: str, revision: str | None = None) -> Any:
-    """The tokenizer of a model folder or hub name. UserError in a sentence when there is none; no code is trusted."""
+    """Load the tokenizer of a model folder or hub name, without remote code.
+
+    Raises:
+        UserError: There is no tokenizer, or it cannot be loaded.
+    """
     from transformers import AutoTokenizer
 
     if Path(model).is_dir():
@@ -64,12 +76,14 @@ def load_tokenizer(model: str, revision: str | None = None) -> Any:
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
-    """Token ids of `messages` and of the header that asks for the assistant's answer.
+    """Return the token ids of `messages` and of the generation prompt.
 
-    Text inside a message that spells a special token ("<|eot_id|>", "<s>") gets a space after its first character, so
-    that a post or a sampled response can neither end its own turn nor open another. Special is what the vocabulary
-    marks so, whether it has a role or none, as Llama 3's "<|start_header_id|>".
-    Raises UserError when the tokenizer has no chat template or its template refuses the messages.
+    A special token in a message's text ("<|eot_id|>", "<s>") gets a space after its first character: a post or a
+    sampled response can neither end its message nor start another. The vocabulary decides which tokens are special,
+    with or without a role, such as Llama 3's "<|start_header_id|>".
+
+    Raises:
+        UserError: The tokenizer has no chat template, or its template refuses the messages.
     """
     from jinja2 import TemplateError
 
@@ -77,22 +91,22 @@ def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     longer = sorted(token for token in special | set(tokenizer.all_special_tokens) if len(token) > 1)
 
-    def defused(text: str) -> str:
-        for token in longer:  # in one order, so that a text with several of them always becomes the same text
+    def escape(text: str) -> str:
+        for token in longer:  # a fixed order gives a text with several tokens the same result every time
             text = text.replace(token, f"{token[0]} {token[1:]}")
         return text
 
-    safe = [{**message, "content": defused(message["content"])} for message in messages]
+    escaped = [{**message, "content": escape(message["content"])} for message in messages]
     try:
-        text = tokenizer.apply_chat_template(safe, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(escaped, tokenize=False, add_generation_prompt=True)
     except TemplateError as error:
         roles = ", ".join(message["role"] for message in messages)
         raise UserError(f"the tokenizer's chat template refuses messages by {roles}: {error}") from error
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])  # the template wrote BOS where it belongs
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])  # the template has added BOS
 
 
 def check_chat_template(tokenizer: Any) -> None:
-    """UserError when the tokenizer has no chat template: guessing one trains the model on a format it never saw."""
+    """Raise UserError for a tokenizer without a chat template: a guessed one would be a format unknown to the model."""
     if not getattr(tokenizer, "chat_template", None):
         name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
         raise UserError(
@@ -103,10 +117,11 @@ def check_chat_template(tokenizer: Any) -> None:
 def fit_chat(
     build: Callable[[int | None], Sequence[Message]], tokenizer: Any, max_tokens: int, *, input_chars: int
 ) -> np.ndarray | None:
-    """The chat of at most `max_tokens` tokens that keeps most of its input text, [P] int32, or None if none fits.
+    """Return the ids [P] int32 of the chat with as much input text as fits into `max_tokens`, or None if none fits.
 
-    `build(limit)` gives the messages with the input text cut to its first `limit` characters, None for all of them;
-    the input text has `input_chars`.
+    Args:
+        build: Returns the messages with the input text cut to its first `limit` characters; None keeps all.
+        input_chars: The number of characters of the input text.
     """
     ids = encode_chat(tokenizer, build(None))
     if len(ids) <= max_tokens:

@@ -140,10 +140,10 @@ def test_a_request_ends_with_its_block() -> None:
     head = ChunkedHead(torch.nn.Linear(4, 6))
     next_ids = torch.zeros(4, dtype=torch.long)
     request = TokenRequest(
-        places=torch.tensor([0, 3, 4, 5]), next_ids=next_ids, temperature=1.0, entropy=False, ref_logits=None
+        positions=torch.tensor([0, 3, 4, 5]), next_ids=next_ids, temperature=1.0, entropy=False, ref_logits=None
     )
-    with head.answering(request):
+    with head.serve_request(request):
         assert head(torch.zeros(2, 3, 4)).shape == (1, 4, 1)  # of its places alone
-    with pytest.raises(RuntimeError), head.answering(request):
+    with pytest.raises(RuntimeError), head.serve_request(request):
         head(torch.zeros(2, 3, 5))  # fails in the middle of it
     assert head(torch.zeros(2, 3, 4)).shape == (2, 3, 6)

@@ -11,7 +11,7 @@ def request(
 ) -> TokenRequest:
     places = torch.arange(len(next_ids))
     return TokenRequest(
-        places=places, next_ids=next_ids, temperature=temperature, entropy=entropy, ref_logits=ref_logits
+        positions=places, next_ids=next_ids, temperature=temperature, entropy=entropy, ref_logits=ref_logits
     )
 
 

@@ -76,7 +76,7 @@ def test_a_sequence_past_the_budget_stands_alone() -> None:
 def test_pairs_stay_together(pairs: list[int], num_ranks: int, token_budget: int) -> None:
     sequences = [sample(2, response) for longer in pairs for response in (longer, longer // 2)]
     found = [
-        microbatches(sequences, rank=rank, num_ranks=num_ranks, token_budget=token_budget, together=2)
+        microbatches(sequences, rank=rank, num_ranks=num_ranks, token_budget=token_budget, group_size=2)
         for rank in range(num_ranks)
     ]
     assert sorted(chain.from_iterable(chain.from_iterable(found))) == list(range(len(sequences)))

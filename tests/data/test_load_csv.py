@@ -24,8 +24,8 @@ def test_records_with_the_line_where_each_begins(tmp_path: Path) -> None:
         (b"a,b\n1,2,3\n", r"a\.csv:2: 3 cells, but"),
         (b"a,,b\n1,2,3\n", r"a\.csv:1: the columns are a, , b; each needs a name of its own"),
         (b"a,a\n1,2\n", r"a\.csv:1: the columns are a, a"),
-        (b'a,b\n1,2\n1,"2\n3\n', r"a\.csv:3: no CSV: unexpected end of data"),
-        (b"a,b\n1,\xff\n", r"a\.csv:2: byte 0xff is no UTF-8"),
+        (b'a,b\n1,2\n1,"2\n3\n', r"a\.csv:3: not valid CSV: unexpected end of data"),
+        (b"a,b\n1,\xff\n", r"a\.csv:2: byte 0xff is not UTF-8"),
     ],
 )
 def test_a_broken_table_is_named(tmp_path: Path, text: bytes, sentence: str) -> None:

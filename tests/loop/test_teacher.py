@@ -165,7 +165,7 @@ def test_where_the_better_response_does_not_fit_the_critique_alone_is_shown(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = [["a yes, b no" + " and more" * 1000, "a yes, b no"]]
-    monkeypatch.setattr("t2g.loop.trainer.teacher_contexts", lambda scored, sibling: told * len(scored))
+    monkeypatch.setattr("t2g.loop.steps.teacher_contexts", lambda scored, sibling: told * len(scored))
     bench, shown = taught_bench(tokenizer, tmp_path, sibling=True)
     bench.run()
     assert shown and all("and more" not in tokenizer.decode(r.prompt_ids) for r in shown)
