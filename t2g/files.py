@@ -56,16 +56,16 @@ def raise_if_unwritable(path: Path) -> Iterator[None]:
         raise make_write_error(path.name, path.parent, reason, "what was written before is kept") from error
 
 
-def make_write_error(name: str, folder: Path, reason: str, kept: str) -> UserError:
+def make_write_error(name: str, folder: Path, reason: str, consequence: str) -> UserError:
     """Return the error for `name`, which cannot be written to `folder`.
 
     Args:
         reason: The result of `describe_write_failure`.
-        kept: A clause that says which data are not lost.
+        consequence: A clause that says which data are kept.
     """
     free = f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB left"
     return UserError(
-        f"{name} cannot be written to {folder} ({free}; {kept}): {reason}; then start the same command again"
+        f"{name} cannot be written to {folder} ({free}; {consequence}): {reason}; then start the same command again"
     )
 
 

@@ -14,20 +14,20 @@ class Works:
     """Coroutines that tell what became of them."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.events: list[str] = []
 
     async def rests(self) -> None:
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
             await asyncio.sleep(0)  # an ending takes a moment
-            self.told.append("ended")
+            self.events.append("ended")
             raise
 
     async def gives(self, value: int, rounds: int = 3) -> int:
         for _ in range(rounds):
             await asyncio.sleep(0)
-        self.told.append(f"gave {value}")
+        self.events.append(f"gave {value}")
         return value
 
     async def fails(self, rounds: int = 3) -> None:
@@ -51,7 +51,7 @@ def tidy(work: Coroutine[Any, Any, Any]) -> Any:
 def test_results_come_in_order_of_the_works() -> None:
     works = Works()
     assert tidy(gather_all(works.gives(i, rounds=5 - i) for i in range(5))) == [0, 1, 2, 3, 4]
-    assert works.told == [f"gave {i}" for i in (4, 3, 2, 1, 0)]
+    assert works.events == [f"gave {i}" for i in (4, 3, 2, 1, 0)]
     assert tidy(gather_all([])) == []
 
 
@@ -59,7 +59,7 @@ def test_the_first_error_ends_the_others_before_it_is_raised() -> None:
     works = Works()
     with pytest.raises(ValueError, match="failed"):
         tidy(gather_all([works.rests(), works.fails(), works.rests(), works.gives(1, rounds=1)]))
-    assert works.told == ["gave 1", "ended", "ended"]
+    assert works.events == ["gave 1", "ended", "ended"]
 
 
 def test_a_cancelled_group_ends_its_members() -> None:
@@ -72,34 +72,34 @@ def test_a_cancelled_group_ends_its_members() -> None:
         assert task.cancelled()
 
     tidy(cancelled())
-    assert works.told == ["gave 1", "ended", "ended"]
+    assert works.events == ["gave 1", "ended", "ended"]
 
 
 def test_the_main_work_ends_what_runs_beside_it() -> None:
     works = Works()
     assert tidy(run_with_background(works.gives(7, rounds=9), works.rests(), works.gives(1), works.rests())) == 7
-    assert works.told == ["gave 1", "gave 7", "ended", "ended"]
+    assert works.events == ["gave 1", "gave 7", "ended", "ended"]
 
 
 def test_an_error_beside_the_main_work_ends_it() -> None:
     works = Works()
     with pytest.raises(ValueError, match="failed"):
         tidy(run_with_background(works.rests(), works.gives(1), works.fails(), works.rests()))
-    assert works.told == ["gave 1", "ended", "ended"]
+    assert works.events == ["gave 1", "ended", "ended"]
 
 
 def test_an_error_of_the_main_work_is_its_own() -> None:
     works = Works()
     with pytest.raises(ValueError, match="failed"):
         tidy(run_with_background(works.fails(), works.rests()))
-    assert works.told == ["ended"]
+    assert works.events == ["ended"]
 
 
 def test_a_stop_ends_what_runs() -> None:
     works = Works()
     with pytest.raises(Stopped):
-        tidy(gather_unless_stopped([works.gives(1), works.rests()], lambda: bool(works.told)))
-    assert works.told == ["gave 1", "ended"]
+        tidy(gather_unless_stopped([works.gives(1), works.rests()], lambda: bool(works.events)))
+    assert works.events == ["gave 1", "ended"]
     assert tidy(gather_unless_stopped([works.gives(1), works.gives(2)], lambda: False)) == [1, 2]
     assert tidy(gather_unless_stopped([], lambda: False)) == []
     with pytest.raises(ValueError, match="failed"):
@@ -112,7 +112,7 @@ def test_foreign_tasks_continue_after_a_stop() -> None:
     async def waiting() -> None:
         tasks = [asyncio.ensure_future(works.gives(1)), asyncio.ensure_future(works.rests())]
         with pytest.raises(Stopped):
-            await wait_unless_stopped(tasks, lambda: bool(works.told))
+            await wait_unless_stopped(tasks, lambda: bool(works.events))
         assert not tasks[1].done()
         await cancel_all(tasks)
         assert await wait_unless_stopped(tasks[:1], lambda: False) == [1]

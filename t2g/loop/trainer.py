@@ -43,7 +43,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerState:
-    """The trainer's part of a checkpoint; the others are identity, learner and the finished groups of later steps."""
+    """The trainer's part of a checkpoint, beside identity, learner and the finished groups of later steps."""
 
     step: int = 0  # finished steps
     num_samples: int = 0  # responses sampled for training so far
@@ -234,7 +234,7 @@ class Trainer:
         all_contexts = steps.teacher_contexts(scored, sibling=self.config.objective.teacher.sibling)
         for s, contexts, prompt in zip(scored, all_contexts, prompts, strict=True):
             encode = partial(encode_revision, self.task, prompt, s.rollout.response_text)
-            # Only the last context, the critique alone, is worth a shortened prompt.
+            # The prompt may be cut for the last context only, which is the critique without a sibling.
             encoded = (encode(text, self.tokenizer, max_tokens, cut=text is contexts[-1]) for text in contexts)
             teacher_ids.append(next((ids for ids in encoded if ids is not None), None))
         rollouts = [

@@ -135,7 +135,7 @@ class CheckpointStore:
             return []
         return sorted((p for p in self.folder.iterdir() if re.fullmatch(r"step-\d{8,}", p.name)), reverse=True)
 
-    def _fill(self, final: Path, fill: Fill, name: str, content: dict[str, Any], what: str) -> Callable[[], None]:
+    def _fill(self, final: Path, fill: Fill, name: str, content: dict[str, Any], label: str) -> Callable[[], None]:
         """Fill a temporary folder beside `final`, with `content` as the JSON file `name`.
 
         Returns a function that syncs the folder to the disk with a manifest, and renames it to `final`.
@@ -145,13 +145,13 @@ class CheckpointStore:
             _remove(left_over)
         temporary = self.folder / f"{TEMPORARY_PREFIX}{final.name}"
         temporary.mkdir()
-        with self._remove_on_error(temporary, what):
+        with self._remove_on_error(temporary, label):
             filled = fill(temporary)
             hashes = filled if isinstance(filled, Mapping) else {}
             (temporary / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
 
         def seal() -> None:
-            with self._remove_on_error(temporary, what):
+            with self._remove_on_error(temporary, label):
                 _seal(temporary, hashes)
             temporary.rename(final)
             sync_path(self.folder)
@@ -159,7 +159,7 @@ class CheckpointStore:
         return seal
 
     @contextmanager
-    def _remove_on_error(self, temporary: Path, what: str) -> Iterator[None]:
+    def _remove_on_error(self, temporary: Path, label: str) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
@@ -167,8 +167,8 @@ class CheckpointStore:
             shutil.rmtree(temporary)
             if isinstance(error, Exception) and reason:
                 last = self.latest()
-                kept = f"the last good one, {last[0].name}, is kept" if last else "there is none before it"
-                raise make_write_error(what, self.folder, reason, kept) from error
+                consequence = f"the last good one, {last[0].name}, is kept" if last else "there is none before it"
+                raise make_write_error(label, self.folder, reason, consequence) from error
             raise
 
 

@@ -206,9 +206,9 @@ def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _drop_steps(path: Path, first_step: int) -> list[dict[str, Any]]:
     """Keep the complete lines of steps before `first_step`, and return their records."""
-    kept = [record for _, record in read_records(path) if record[STEP] < first_step]
-    write_atomic(path, "".join(f"{json.dumps(record)}\n" for record in kept).encode())
-    return kept
+    records = [record for _, record in read_records(path) if record[STEP] < first_step]
+    write_atomic(path, "".join(f"{json.dumps(record)}\n" for record in records).encode())
+    return records
 
 
 def _append(path: Path, records: Sequence[Mapping[str, Any]]) -> None:

@@ -89,8 +89,8 @@ def _byte_table() -> dict[str, int]:
     """Return GPT-2's printable characters for the 256 bytes: printable Latin-1 as it is, the rest from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
-    others = (byte for byte in range(256) if byte not in printable)
-    return table | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    unprintable = (byte for byte in range(256) if byte not in printable)
+    return table | {chr(0x100 + i): byte for i, byte in enumerate(unprintable)}
 
 
 _BYTE_OF_CHARACTER = _byte_table()

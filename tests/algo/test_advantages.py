@@ -121,7 +121,7 @@ def test_an_empty_response_is_paid_nothing_at_its_end() -> None:
 
 
 def ragged(rows: list[list[float]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right-padded [B, R] with numbers in the padding that nobody may look at, and the mask."""
+    """Right-padded [B, R] with numbers in the padding that must not matter, and the mask."""
     width = max(map(len, rows)) + 1
     padded = torch.tensor([[*r, *[77.0] * (width - len(r))] for r in rows], dtype=torch.float64)
     return padded, torch.tensor([[1.0] * len(r) + [0.0] * (width - len(r)) for r in rows])

@@ -13,7 +13,7 @@ MODES: list[ImportanceMode] = ["token", "sequence", "masked", "none"]
 def weights_of(
     ratios: list[float], mode: ImportanceMode, cap: float = 2.0, segments: list[int] | None = None, **changes: object
 ) -> list[float]:
-    """The weights of tokens with these ratios, in one response unless told."""
+    """Return the weights of tokens with these ratios; by default all are in one response."""
     old = torch.tensor(ratios, dtype=torch.float64).log()
     arguments = {
         "old_logprobs": old,

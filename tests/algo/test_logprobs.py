@@ -68,7 +68,7 @@ def test_sequences_together_are_as_alone(chunked: bool) -> None:
 
 
 class Heads:
-    """How many positions a head was asked for."""
+    """The number of positions that the head computes."""
 
     def __init__(self, model: LlamaForCausalLM) -> None:
         self.seen: list[int] = []

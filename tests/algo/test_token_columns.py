@@ -44,8 +44,8 @@ def test_chunks_change_neither_values_nor_gradients(dtype: torch.dtype) -> None:
     ids = torch.randint(0, vocabulary, (tokens,), generator=generator)
     weights = torch.randn(tokens, 3, generator=generator)
 
-    asked = request(ids, 0.6, entropy=True, ref_logits=ref_logits)
-    chunked = token_columns(states, asked, lambda chunk: torch.nn.functional.linear(chunk, head))
+    token_request = request(ids, 0.6, entropy=True, ref_logits=ref_logits)
+    chunked = token_columns(states, token_request, lambda chunk: torch.nn.functional.linear(chunk, head))
     grads = torch.autograd.grad((chunked * weights).sum(), (states, head))
 
     logprobs = (torch.nn.functional.linear(states, head).float() / 0.6).log_softmax(-1)

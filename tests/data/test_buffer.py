@@ -74,8 +74,8 @@ def test_every_number_and_text_comes_back_as_it_was(
     for step, some in written.items():
         for was, now in zip(some, found[step], strict=True):
             assert was.prompt is now.prompt
-            for (rollout, feedback), (again, said) in zip(was.samples, now.samples, strict=True):
-                assert feedback == said
+            for (rollout, feedback), (again, feedback_again) in zip(was.samples, now.samples, strict=True):
+                assert feedback == feedback_again
                 for name, value in vars(rollout).items():
                     other = getattr(again, name)
                     if isinstance(value, np.ndarray):
@@ -95,7 +95,7 @@ def change(folder: Path, key: str, value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "words"),
+    ("damage", "reason"),
     [
         (lambda folder: (folder / GROUPS).write_text("[{"), "JSONDecodeError"),
         (lambda folder: (folder / GROUPS).write_text('{"a": 1}'), "TypeError"),
@@ -108,7 +108,7 @@ def change(folder: Path, key: str, value: object) -> None:
         (lambda folder: change(folder, "feedback", {"spans": [], "more": 1}), "critique: Field required"),
     ],
 )
-def test_anything_else_is_one_sentence(tmp_path: Path, damage: Callable[[Path], None], words: str) -> None:
+def test_anything_else_is_one_sentence(tmp_path: Path, damage: Callable[[Path], None], reason: str) -> None:
     prompt = PROMPTS["p0"]
     rollout = Rollout(
         prompt_id="p0",
@@ -124,5 +124,5 @@ def test_anything_else_is_one_sentence(tmp_path: Path, damage: Callable[[Path], 
     folder = tmp_path / "buffer"
     write_groups(folder, {4: [Group(prompt=prompt, samples=((rollout, feedback),))]})
     damage(folder)
-    with pytest.raises(UserError, match=rf"^{folder} holds no sample buffer of this run \(.*{words}.*remove the"):
+    with pytest.raises(UserError, match=rf"^{folder} holds no sample buffer of this run \(.*{reason}.*remove the"):
         read_groups(folder, PROMPTS)

@@ -1,4 +1,4 @@
-"""Data files: every format, column names, and what is said of broken ones."""
+"""Data files: every format, column names, and the errors of broken files."""
 
 import json
 from pathlib import Path
@@ -174,13 +174,13 @@ def test_a_folder_of_the_datasets_library(tmp_path: Path) -> None:
 
 
 def test_a_subset_of_a_hub_dataset_is_requested_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    calls = []
 
     def loaded(*path: str | None, **how: str | None) -> list[dict[str, str]]:
-        asked.append((path, how))
+        calls.append((path, how))
         return [{"question": "1 + 1?"}]
 
     monkeypatch.setattr("datasets.load_dataset", loaded)
     config = DataConfig(path="gsm8k", subset="main", revision="abc", split="test", columns={"prompt": "question"})
     assert load_records(config) == [{"prompt": "1 + 1?"}]
-    assert asked == [(("gsm8k", "main"), {"split": "test", "revision": "abc"})]
+    assert calls == [(("gsm8k", "main"), {"split": "test", "revision": "abc"})]

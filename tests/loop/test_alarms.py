@@ -16,7 +16,7 @@ def steps(name: str, *values: float | None) -> list[dict[str, float | None]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "values", "words"),
+    ("name", "values", "fragments"),
     [
         ("policy/kl", (3.0, 41.0), ["41.0 nats", "alarms.max_kl=40", "objective.kl_coef"]),
         ("policy/entropy", (0.5, 0.0042), ["0.0042 nats", "alarms.min_entropy=0.01", "rollout.temperature"]),
@@ -36,10 +36,12 @@ def steps(name: str, *values: float | None) -> list[dict[str, float | None]]:
         ),
     ],
 )
-def test_a_sentence_says_number_bound_and_what_to_try(name: str, values: tuple[float, ...], words: list[str]) -> None:
+def test_a_sentence_says_number_bound_and_what_to_try(
+    name: str, values: tuple[float, ...], fragments: list[str]
+) -> None:
     (sentence,) = find_alarms(steps(name, *values), CONFIG)
-    for word in words:
-        assert word in sentence
+    for fragment in fragments:
+        assert fragment in sentence
 
 
 @pytest.mark.parametrize(

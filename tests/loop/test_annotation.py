@@ -1,4 +1,4 @@
-"""Stage 1 without files: what wants feedback, who is asked, what is known again, the split and the summary."""
+"""The annotation stage without files: samples, requests, keys of records, the held-out split and the summary."""
 
 import asyncio
 import datetime
@@ -95,17 +95,17 @@ def test_a_record_is_known_again_by_what_was_judged(payload: dict[str, Any]) -> 
 
 
 def test_the_policy_samples_once_for_each_incomplete_prompt(tmp_path: Path) -> None:
-    policy, asked = FakeRollouts(letter_tokenizer(tmp_path)), []
+    policy, sampled_ids = FakeRollouts(letter_tokenizer(tmp_path)), []
 
     async def write(prompt: Prompt) -> list[str]:
-        asked.append(prompt.prompt_id)
+        sampled_ids.append(prompt.prompt_id)
         await asyncio.sleep({"p0": 0.02, "p1": 0.01}.get(prompt.prompt_id, 0))  # the last overtakes the first
         return [rollout.response_text for rollout in await policy.sample(prompt, SAMPLING)]
 
     samples = [Sample(prompt, index) for prompt in letter_prompts(3) for index in range(2)]
     missing = [sample for sample in samples if (sample.prompt.prompt_id, sample.sample_index) != ("p1", 1)][2:]
     records = judged(missing, sample_responses=write)
-    assert asked == ["p1", "p2"]
+    assert sampled_ids == ["p1", "p2"]
     assert [(r.prompt_id, r.sample_index) for r in records.values()] == [("p2", 0), ("p2", 1), ("p1", 0)]
     whole = judged(samples, sample_responses=write)
     assert {key: whole[key] for key in records} == records
@@ -212,5 +212,5 @@ def test_the_documented_record_has_every_field_and_says_what_it_shows() -> None:
     rows = text.split("| field |")[1].split("\n\n")[0]
     assert {name for name in shown if f"`{name}`" not in rows} == set()
     record = AnnotatedRecord.model_validate(shown)
-    said = make_feedback(record.critique, record.good, record.poor, record.response, source="", version="")
-    assert said.spans == record.to_feedback().spans
+    feedback = make_feedback(record.critique, record.good, record.poor, record.response, source="", version="")
+    assert feedback.spans == record.to_feedback().spans

@@ -213,11 +213,11 @@ def test_unanswered_prompts_are_dropped_and_reported(tokenizer: Any, tmp_path: P
         lost = [d for d in bench.dropped() if d["step"] == metrics["step"]]
         assert metrics["dropped/prompts"] == sum(d["sample_index"] is None for d in lost)
         assert metrics["dropped/samples"] == sum(4 if d["sample_index"] is None else 1 for d in lost)
-    told = {(s, p) for s, p, _ in found}
+    logged = {(s, p) for s, p, _ in found}
     for step, rollouts in enumerate(bench.learner.seen, start=1):
         trained = {r.prompt_id for r in rollouts}
-        assert trained.isdisjoint(p for s, p in told if s == step)
-        assert trained | {p for s, p in told if s == step} == set(chosen(step))
+        assert trained.isdisjoint(p for s, p in logged if s == step)
+        assert trained | {p for s, p in logged if s == step} == set(chosen(step))
 
 
 def test_dropped_lines_of_steps_that_are_repeated_stand_once(tokenizer: Any, tmp_path: Path) -> None:
@@ -276,7 +276,7 @@ def test_an_unanswered_held_out_prompt_stops_the_run(tokenizer: Any, tmp_path: P
 def refused(*changed: str) -> Iterator[None]:
     with pytest.raises(UserError, match=r"step-00000002 was made .* take another run.name") as error:
         yield
-    assert all(words in str(error.value) for words in changed)
+    assert all(text in str(error.value) for text in changed)
 
 
 def test_another_origin_is_refused_at_resume(tokenizer: Any, tmp_path: Path) -> None:

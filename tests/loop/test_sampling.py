@@ -29,20 +29,20 @@ def rollout(prompt_id: str, text: str) -> Rollout:
     )  # fmt: skip
 
 
-def score(*said: SpanFeedback) -> float:
-    task, answers = LetterTask(), iter(said)
-    task.unmeasured = {f"p{i}" for i in range(len(said))}
+def score(*feedback: SpanFeedback) -> float:
+    task, answers = LetterTask(), iter(feedback)
+    task.unmeasured = {f"p{i}" for i in range(len(feedback))}
 
     async def judge(prompt: Any, response_text: str) -> SpanFeedback:
         return next(answers)
 
-    pairs = [(p, rollout(p.prompt_id, "ggpp")) for p in letter_prompts(len(said))]
+    pairs = [(p, rollout(p.prompt_id, "ggpp")) for p in letter_prompts(len(feedback))]
     log: Any = SimpleNamespace(write_samples=lambda *_: None)
     metrics = compute_held_out_metrics(CONFIG, task, pairs, SimpleNamespace(judge=judge), log, step=0)  # type: ignore[arg-type]
     return asyncio.run(metrics)["eval/score"]
 
 
-def said(good: int, *severities: int) -> SpanFeedback:
+def spans_feedback(good: int, *severities: int) -> SpanFeedback:
     text = "g" * good + "p" * len(severities)
     poor = [{"quote": "p", "occurrence": i + 1, "severity": severity} for i, severity in enumerate(severities)]
     pieces = [("g", i + 1) for i in range(good)]
@@ -50,12 +50,12 @@ def said(good: int, *severities: int) -> SpanFeedback:
 
 
 def test_the_score_is_a_rate_that_more_of_the_same_does_not_raise() -> None:
-    assert score(said(1)) == score(said(9)) == 1.0
-    assert score(said(2, 3)) == pytest.approx((2 - 2) / (2 + 2))
-    assert score(said(1, 2), said(3, 3)) == pytest.approx(((1 - 0.5) / 1.5 + (3 - 2) / 5) / 2)
+    assert score(spans_feedback(1)) == score(spans_feedback(9)) == 1.0
+    assert score(spans_feedback(2, 3)) == pytest.approx((2 - 2) / (2 + 2))
+    assert score(spans_feedback(1, 2), spans_feedback(3, 3)) == pytest.approx(((1 - 0.5) / 1.5 + (3 - 2) / 5) / 2)
 
 
 def test_nothing_marked_and_nothing_that_costs_is_neither_good_nor_poor() -> None:
-    assert score(said(0)) == score(said(0, 1)) == 0.0
-    assert score(said(2), make_failed_feedback("failed", source="s", version="v")) == 1.0
+    assert score(spans_feedback(0)) == score(spans_feedback(0, 1)) == 0.0
+    assert score(spans_feedback(2), make_failed_feedback("failed", source="s", version="v")) == 1.0
     assert score(make_failed_feedback("failed", source="s", version="v")) == float("-inf")

@@ -132,10 +132,10 @@ def test_one_labelled_token_gives_the_identity_of_the_method() -> None:
 def test_scalar_placement_pays_the_sum_at_the_end_and_the_kl_where_it_arises() -> None:
     objective = ObjectiveConfig(advantages="gae", lam=1.0, whiten="none", rewards={"placement": "scalar"})
     _, scored = scored_pair([1.0, -1.0, 1.0])
-    told = [stats(3, old=-1.0, ref=-1.5)]
-    samples = make_train_samples([scored], told, objective, kl_coef=0.2, seed=1)
-    assert step_kl(told) == pytest.approx(1.5)
-    assert step_kl([*told, stats(1)]) == pytest.approx(0.75)
+    learner_stats = [stats(3, old=-1.0, ref=-1.5)]
+    samples = make_train_samples([scored], learner_stats, objective, kl_coef=0.2, seed=1)
+    assert step_kl(learner_stats) == pytest.approx(1.5)
+    assert step_kl([*learner_stats, stats(1)]) == pytest.approx(0.75)
     # rewards -.1, -.1, 1 - .1; lambda 1 and no values: the sum from here to the end
     np.testing.assert_allclose(samples[0].advantages, [0.7, 0.8, 0.9], rtol=1e-6)
 
@@ -173,8 +173,8 @@ def test_groups_are_the_samples_of_one_prompt() -> None:
     objective = ObjectiveConfig(advantages="group", whiten="none", rewards={"placement": "scalar"})
     pairs = [("p", [1.0, 0.0]), ("q", [1.0]), ("p", [0.0]), ("p", [1.0, -1.0, 2.0])]
     scored = [scored_pair(deltas, prompt_id=prompt_id)[1] for prompt_id, deltas in pairs]
-    told = [stats(len(deltas), value=9.0) for _, deltas in pairs]
-    samples = make_train_samples(scored, told, objective, kl_coef=0.0, seed=1)
+    learner_stats = [stats(len(deltas), value=9.0) for _, deltas in pairs]
+    samples = make_train_samples(scored, learner_stats, objective, kl_coef=0.0, seed=1)
     # p: sums 1, 0, 2; each less the mean of the other two. q stands alone
     assert [s.advantages.tolist() for s in samples] == [[0, 0], [0], [-1.5], [1.5, 1.5, 1.5]]
 
@@ -189,16 +189,16 @@ def test_padding_of_a_short_response_takes_no_part_in_whitening() -> None:
 
 
 def test_what_the_feedback_sees_of_known_faults() -> None:
-    """One repeat of two is called poor; the invention is neutral, the wrong value praised; of an answer that failed
-    nothing is asked, and of what is right nothing is a fault."""
+    """One of two repeats is called poor, the invention is neutral, the wrong value is praised; failed feedback and
+    correct facts do not count."""
     facts = {"name": "Mira", "thing": "phone", "fault": "hums", "day": "Monday", "place": "Oslo"}
     prompt = Prompt(prompt_id="p", prompt_text="A post.", task="tiny", payload={"facts": facts})
-    told = [
+    cases = [
         ("it hums, it hums, it hums.", make_feedback, ["hums"], [("hums", 3)]),
         ("plays chess, in Lima, by Mira.", make_feedback, ["Lima"], ["Mira"]),
     ]
     pairs = []
-    for text, make, good, poor in told:
+    for text, make, good, poor in cases:
         rollout = replace(scored_pair([0.0])[1].rollout, response_text=text)
         pairs.append((prompt, rollout, make("c", good, poor, text, source="s", version="v")))
     silent = make_failed_feedback("failed", source="s", version="v")
@@ -216,16 +216,18 @@ def test_step_metrics_by_hand() -> None:
     prompt, one = scored_pair([1.0, -1.0, 0.0, 0.0], outcome_reward=0.5)
     _, two = scored_pair([1.0, 1.0])
     pairs = [(prompt, s.rollout, s.feedback) for s in (one, two, two)]  # the last one's feedback was dropped
-    told = [stats(4), stats(2, old=-1.2)]
-    metrics = step_metrics(pairs, [one, two], told, ObjectiveConfig(outcome_rewards=1.0), kl=0.4, kl_coef=0.1)
+    learner_stats = [stats(4), stats(2, old=-1.2)]
+    metrics = step_metrics(pairs, [one, two], learner_stats, ObjectiveConfig(outcome_rewards=1.0), kl=0.4, kl_coef=0.1)
     once = replace(two, token_rewards=np.array([0, 1], np.float32), by_token=two.deltas)  # a span of two tokens
-    by_span = step_metrics(pairs, [one, once], told, ObjectiveConfig(), kl=0.4, kl_coef=0.1)
+    by_span = step_metrics(pairs, [one, once], learner_stats, ObjectiveConfig(), kl=0.4, kl_coef=0.1)
     assert (by_span["tokens/good_share"], by_span["reward/response_mean"]) == (
         pytest.approx(3 / 6),
         pytest.approx(1 / 2),
     )
     assert metrics["reward/outcome_mean"] == pytest.approx(0.25)
-    assert "reward/outcome_mean" not in step_metrics(pairs, [one, two], told, ObjectiveConfig(), kl=0.4, kl_coef=0.1)
+    assert "reward/outcome_mean" not in step_metrics(
+        pairs, [one, two], learner_stats, ObjectiveConfig(), kl=0.4, kl_coef=0.1
+    )
     assert metrics["reward/token_mean"] == pytest.approx(2 / 6)
     assert metrics["reward/response_mean"] == pytest.approx((0 + 2) / 2)
     assert metrics["tokens/good_share"] == pytest.approx(3 / 6)
@@ -238,7 +240,7 @@ def test_step_metrics_by_hand() -> None:
 
     cut = replace(one, rollout=replace(one.rollout, finish_reason="length"), truncation_penalty=-0.5)
     pairs = [(prompt, s.rollout, s.feedback) for s in (cut, two, two)]
-    penalised = step_metrics(pairs, [cut, two], told, ObjectiveConfig(), kl=0.4, kl_coef=0.1)
+    penalised = step_metrics(pairs, [cut, two], learner_stats, ObjectiveConfig(), kl=0.4, kl_coef=0.1)
     assert penalised["response/truncated_share"] == pytest.approx(1 / 3)
     assert penalised["reward/token_mean"] == pytest.approx((2 - 0.5) / 6)
     assert penalised["reward/response_mean"] == pytest.approx((0 - 0.5 + 2) / 2)

@@ -24,9 +24,9 @@ def samples(teacher: list[list[float] | None], **rule: Any) -> list[tuple[list[f
     """Advantages and weights of two responses of one prompt with deltas 1, 0, 1 and 0, 0; log p is -1."""
     objective = ObjectiveConfig(advantages="group", whiten="none", teacher=rule, rewards={"placement": "scalar"})
     scored = [scored_pair(deltas)[1] for deltas in ([1.0, 0.0, 1.0], [0.0, 0.0])]
-    told = [stats(3), stats(2)]
+    learner_stats = [stats(3), stats(2)]
     rows = [None if row is None else np.array(row, np.float32) for row in teacher]
-    made = make_train_samples(scored, told, objective, kl_coef=0.0, seed=1, teacher=rows)
+    made = make_train_samples(scored, learner_stats, objective, kl_coef=0.0, seed=1, teacher=rows)
     assert all(s.advantages.dtype == s.weights.dtype == np.float32 for s in made)
     return [(s.advantages.tolist(), s.weights.tolist()) for s in made]
 
@@ -78,9 +78,9 @@ def test_the_loss_is_that_of_trls_trainer_on_the_same_ids() -> None:
 
     objective = ObjectiveConfig(advantages="group", whiten="none", loss_aggregation="sequence", teacher={})
     scored = [scored_pair([0.0] * n)[1] for n in lengths]
-    told = [replace(stats(n), old_logprobs=plain(chosen(student, i))) for i, n in enumerate(lengths)]
-    said = [plain(chosen(teacher, i)) if has else None for i, has in enumerate(has_teacher)]
-    made = make_train_samples(scored, told, objective, kl_coef=0.0, seed=1, teacher=said)
+    learner_stats = [replace(stats(n), old_logprobs=plain(chosen(student, i))) for i, n in enumerate(lengths)]
+    teacher_logprobs = [plain(chosen(teacher, i)) if has else None for i, has in enumerate(has_teacher)]
+    made = make_train_samples(scored, learner_stats, objective, kl_coef=0.0, seed=1, teacher=teacher_logprobs)
     now = torch.cat([chosen(student, i) for i in range(3)])
     ours, _ = policy_loss(
         logprobs=now,
@@ -123,17 +123,17 @@ def taught_bench(tokenizer: Any, folder: Path, **rule: Any) -> tuple[Bench, list
     forward = bench.learner._forward
 
     def with_critique(rollouts: Any) -> Any:
-        told = forward(rollouts)
+        learner_stats = forward(rollouts)
         if len(rollouts[0].prompt_ids) == 1:  # the fakes' prompts
-            return told
+            return learner_stats
         shown.extend(rollouts)
-        return [replace(one, old_logprobs=one.old_logprobs + np.float32(0.5)) for one in told]
+        return [replace(s, old_logprobs=s.old_logprobs + np.float32(0.5)) for s in learner_stats]
 
-    def asked(prompt: Prompt, response_text: str, critique: str, limit: int | None = None) -> Any:
+    def revise(prompt: Prompt, response_text: str, critique: str, limit: int | None = None) -> Any:
         return [{"role": "user", "content": f"{response_text} | {critique}"}]
 
     bench.learner._forward = with_critique  # type: ignore[method-assign]
-    bench.task.revise_messages = asked  # type: ignore[attr-defined]
+    bench.task.revise_messages = revise  # type: ignore[attr-defined]
     return bench, shown
 
 
@@ -164,8 +164,8 @@ def test_the_learner_says_the_old_logprobs_before_the_update_where_a_teacher_nee
 def test_where_the_better_response_does_not_fit_the_critique_alone_is_shown(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = [["a yes, b no" + " and more" * 1000, "a yes, b no"]]
-    monkeypatch.setattr("t2g.loop.steps.teacher_contexts", lambda scored, sibling: told * len(scored))
+    contexts = [["a yes, b no" + " and more" * 1000, "a yes, b no"]]
+    monkeypatch.setattr("t2g.loop.steps.teacher_contexts", lambda scored, sibling: contexts * len(scored))
     bench, shown = taught_bench(tokenizer, tmp_path, sibling=True)
     bench.run()
     assert shown and all("and more" not in tokenizer.decode(r.prompt_ids) for r in shown)

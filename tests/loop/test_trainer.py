@@ -249,7 +249,7 @@ def test_what_a_measure_runs_has_the_limits_of_the_feedbacks_sandbox(tokenizer: 
 @pytest.mark.parametrize("advantages", ["group", "group_normalised"])
 def test_groups_teach_without_a_critic(tokenizer: Any, tmp_path: Path, advantages: str) -> None:
     bench = Bench(tmp_path, tokenizer, job(advantages=advantages))
-    bench.learner.critic.data[:] = 3.0  # nobody may look at it
+    bench.learner.critic.data[:] = 3.0  # must not be used
     bench.run()
     probabilities = bench.learner.logits.softmax(-1).mean(0)
     assert probabilities[0] > 0.6 and probabilities[1] < 0.15
@@ -261,16 +261,16 @@ def test_what_an_updates_only_pass_saw_is_what_a_pass_before_it_sees(tokenizer: 
     )
     plain, blind = (Bench(tmp_path / name, tokenizer, config) for name in ("plain", "blind"))
     forward, update = blind.learner.forward, blind.learner.update
-    told: list[TokenStats] = []
+    stats_before: list[TokenStats] = []
 
     def silent_forward(rollouts: list[Rollout]) -> list[TokenStats]:
-        told[:] = forward(rollouts)
-        return [replace(t, old_logprobs=0 * t.old_logprobs, entropy=0 * t.entropy) for t in told]
+        stats_before[:] = forward(rollouts)
+        return [replace(t, old_logprobs=0 * t.old_logprobs, entropy=0 * t.entropy) for t in stats_before]
 
     def seeing_update(batch: TrainBatch) -> UpdateResult:
-        pairs = zip(batch.minibatches[0], told, strict=True)
+        pairs = zip(batch.minibatches[0], stats_before, strict=True)
         minibatch = tuple(replace(sample, old_logprobs=t.old_logprobs) for sample, t in pairs)
-        return replace(update(replace(batch, minibatches=(minibatch,))), stats=tuple(told))
+        return replace(update(replace(batch, minibatches=(minibatch,))), stats=tuple(stats_before))
 
     blind.learner.forward, blind.learner.update = silent_forward, seeing_update
     plain.run()
@@ -340,5 +340,5 @@ def test_with_time_sharing_learner_and_engines_work_one_after_the_other(tokenize
 
     bench.learner.before_call, bench.rollouts.before_sample = before_call, before_sample
     assert bench.run().step == NUM_STEPS and bench.metrics() == plain.metrics()
-    assert turns.turn == "engines", "whoever samples next finds them awake"
+    assert turns.turn == "engines", "the next caller needs engines that serve"
     assert turns.taken == 1 + 2 * (NUM_STEPS + NUM_STEPS // 2), "to and fro for a step, and for a checkpoint"

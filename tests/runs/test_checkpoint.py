@@ -73,7 +73,7 @@ def test_old_checkpoints_go_only_after_the_new_one_stands(tmp_path: Path) -> Non
 def test_a_crash_before_the_seal_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=1)
     first = store.write(1, weights("one"), {"step": 1})
-    store.begin(2, weights("two"), {"step": 2})  # and nobody ends it
+    store.begin(2, weights("two"), {"step": 2})  # never finished
     assert store.latest() == (first, {"step": 1})
     seal = CheckpointStore(tmp_path, keep=1).begin(3, weights("three"), {"step": 3})
     assert names(tmp_path) == {"step-00000001", ".tmp-step-00000003"}
@@ -257,10 +257,10 @@ def test_a_limit_of_a_files_size_is_one_sentence_and_leaves_what_was(tmp_path: P
         [sys.executable, "-c", LIMITED, str(tmp_path)],
         capture_output=True, text=True, timeout=120, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-    said = done.stdout.splitlines()
+    lines = done.stdout.splitlines()
     whats = ["summary.json", "the checkpoint of step 2", "the checkpoint of step 2", "journal.jsonl"]
-    assert [line.partition(" cannot be written to ")[0] for line in said] == whats
-    assert all("File too large" in line and "ulimit -f" in line for line in said)
+    assert [line.partition(" cannot be written to ")[0] for line in lines] == whats
+    assert all("File too large" in line and "ulimit -f" in line for line in lines)
     assert (tmp_path / "summary.json").read_bytes() == b"old"
     assert CheckpointStore(tmp_path / "checkpoints", keep=2).latest()[1] == {"step": 1}
     assert names(tmp_path / "checkpoints") == {"step-00000001"}

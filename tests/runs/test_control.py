@@ -58,7 +58,7 @@ def test_what_is_written_is_read_and_other_fleets_keep_their_wish(folder: Path) 
 
 
 @pytest.mark.parametrize(
-    ("asked", "sentence"),
+    ("sizes", "sentence"),
     [
         ({}, "no target is given: rollouts or rewards needs a number"),
         ({"rollouts": 0}, "rollouts: got 0, and rollout.workers of this run allows 1 to 4"),
@@ -67,10 +67,10 @@ def test_what_is_written_is_read_and_other_fleets_keep_their_wish(folder: Path) 
     ],
 )
 def test_a_number_out_of_bounds_is_refused_and_nothing_is_written(
-    folder: Path, asked: dict[str, int], sentence: str
+    folder: Path, sizes: dict[str, int], sentence: str
 ) -> None:
     with pytest.raises(UserError) as refused:
-        write_target_sizes(folder, TargetSizes(**asked))
+        write_target_sizes(folder, TargetSizes(**sizes))
     assert str(refused.value) == sentence
     assert not (folder / CONTROL_FILE).exists()
 
@@ -86,8 +86,8 @@ def test_fleets_without_manual_scaling_are_refused(folder: Path) -> None:
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no run"):
-        write_target_sizes(tmp_path / "nobody", TargetSizes(rollouts=2))
-    assert not (tmp_path / "nobody").exists()
+        write_target_sizes(tmp_path / "missing", TargetSizes(rollouts=2))
+    assert not (tmp_path / "missing").exists()
 
 
 def test_bounds_are_those_of_the_fleets_that_are_scaled_by_hand(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_file_that_is_none_of_ours_is_one_warning(
     assert len(caplog.records) == 1 and CONTROL_FILE in caplog.text
     for _ in range(2):
         write_target_sizes(folder, TargetSizes(rollouts=2))
-        assert control.read_changes() == {"rollouts": 2}, "also when it is asked for again"
+        assert control.read_changes() == {"rollouts": 2}, "also if the same size is written again"
 
 
 @pytest.mark.parametrize("what", ["pipe", "folder", "link", "loop", "endless"])

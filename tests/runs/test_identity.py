@@ -185,7 +185,7 @@ def test_the_same_run_is_one_whose_fixed_parts_are_the_same(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("now", "words"),
+    ("now", "differences"),
     [
         (job(rollout={"temperature": 0.9}), "rollout.temperature (1.0 -> 0.9)"),
         (job(run={"seed": 2}), "run.seed (1 -> 2)"),
@@ -193,12 +193,15 @@ def test_the_same_run_is_one_whose_fixed_parts_are_the_same(tmp_path: Path) -> N
     ],
 )
 def test_another_is_refused_in_a_sentence_that_names_the_part_and_what_to_do(
-    tmp_path: Path, now: PolicyJob, words: str
+    tmp_path: Path, now: PolicyJob, differences: str
 ) -> None:
     save_identity(tmp_path, Identity.from_config(job()))
     with pytest.raises(UserError) as error:
         check_identity(tmp_path, Identity.from_config(now))
-    assert str(error.value) == f"{tmp_path} was made with other inputs: {words}; restore that, or take another run.name"
+    assert (
+        str(error.value)
+        == f"{tmp_path} was made with other inputs: {differences}; restore that, or take another run.name"
+    )
     with pytest.raises(UserError, match=r'inputs: method \(null -> "dpo"\)'):
         check_identity(tmp_path, Identity.from_config(job(), method="dpo"))
 

@@ -39,7 +39,7 @@ def test_vllms_own_switch_allows_more(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_model_that_is_not_here_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def connect(*address: object) -> None:
-        raise AssertionError("it asked somebody")
+        raise AssertionError("it made a request")
 
     monkeypatch.setattr("socket.socket.connect", connect)
     check_positions("somebody/elsewhere", None, "rollout.max_model_len", 10**6)
@@ -48,7 +48,7 @@ def test_a_model_that_is_not_here_is_not_looked_for(monkeypatch: pytest.MonkeyPa
 def test_gpus_that_do_not_divide_the_heads_are_refused_by_their_key(tmp_path: Path) -> None:
     model = str(random_model(tmp_path))  # 2 heads of attention, 2 of keys and values
     check_heads(model, None, "rollout.gpus", 2)
-    check_heads("nobody/has-this", None, "rollout.gpus", 3)
+    check_heads("owner/has-this", None, "rollout.gpus", 3)
     with pytest.raises(UserError, match=rf"^rollout\.gpus=3: {model} has 2 attention heads; take a number"):
         check_heads(model, None, "rollout.gpus", 3)
 

@@ -71,8 +71,8 @@ def tolerant_places(text: str, quote: str) -> list[tuple[int, int]]:
     """Return the ranges of whole characters that equal the quote, without blanks at the ends; whole words first."""
     bounds = [at for at in range(len(text)) if at == 0 or not unicodedata.combining(text[at])] + [len(text)]
     ranges = [(start, end) for i, start in enumerate(bounds) for end in bounds[i + 1 :]]
-    said = {(start, end): text[start:end] for start, end in ranges}
-    found = [place for place, part in said.items() if part == part.strip() and squeeze(part) == squeeze(quote)]
+    parts = {(start, end): text[start:end] for start, end in ranges}
+    found = [place for place, part in parts.items() if part == part.strip() and squeeze(part) == squeeze(quote)]
     return sorted(found, key=lambda place: cuts_word(text, *place))
 
 
@@ -115,7 +115,7 @@ def test_a_range_is_within_the_text_and_says_the_same(text: str, quote: str, occ
         ("a", "a", -1, None),
         ("", "a", 1, None),
         ("a", "A", 1, None),  # case is never forgiven
-        ("wizards", "wiz ards", 1, None),  # nor are words glued
+        ("wizards", "wiz ards", 1, None),  # words are never joined
         ("a b", "b a", 1, None),
         # white space
         ("one  two\n three", "one two three", 1, (0, 15)),
