@@ -107,7 +107,7 @@ def test_an_answer_without_a_critique() -> None:
     feedback = parse('{"good": ["Ann"], "poor": []}', style=BARE)
     assert (feedback.critique, feedback.status) == ("", "ok")
     assert [(s.start, s.end, s.label) for s in feedback.spans] == [(3, 6, 1)]
-    assert parse('{"good": ["Ann"], "poor": []}').status == "unparsable"  # where one is asked for
+    assert parse('{"good": ["Ann"], "poor": []}').status == "unparsable"  # in a style with a critique
     assert parse('{"critique": "c", "good": ["Ann"], "poor": []}', style=BARE) == feedback
 
 

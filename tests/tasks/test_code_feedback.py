@@ -49,7 +49,7 @@ def quoted(response: str, found: SpanFeedback, label: int) -> list[tuple[int, st
 
 
 def test_each_case_that_a_program_gets_right_is_praised() -> None:
-    """Else nothing that is paid would tell a program of four right cases from one that stops after two."""
+    """Otherwise programs with four and with two right cases would get the same reward."""
     tests = "from solution import f\n" + "".join(
         f"\ndef test_{k}():\n    assert f({k}) == {10 * k}\n" for k in range(1, 6)
     )
@@ -162,7 +162,7 @@ def test_other():
 
 
 def test_a_missing_case_blames_no_neighbour() -> None:
-    """The line to which such inputs fall through is right: an omission has words and no span."""
+    """The default line is right for other inputs: an omission is in the critique and has no span."""
     response = 'def f(word, x):\n    if word == "red":\n        return x + 2\n    return x\n'
     judgement = judged(response, RULES)
     assert judgement["poor"] == [] and quotes(response, judgement["good"]) == ["return x + 2"]

@@ -62,7 +62,7 @@ def test_redundancy_is_poor_and_in_the_prompt() -> None:
 
 
 def test_a_severity_means_the_same_to_annotator_reward_model_and_pay() -> None:
-    """A wrong line of code is paid for; one that works and could be improved is free."""
+    """A wrong line of code costs reward; a working line that could be improved costs nothing."""
     task = get_task("code")
     meaning = task.review.severity
     content = make_request(task, prompt(), RESPONSE, StyleConfig()).messages[0]["content"]

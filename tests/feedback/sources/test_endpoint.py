@@ -92,7 +92,7 @@ def test_a_wrong_key_is_named_by_its_variable_and_never_shown(server: FakeEndpoi
     with pytest.raises(UserError, match=f"refuses the key in the environment variable {KEY_VARIABLE}") as caught:
         ask(client)
     error: BaseException | None = caught.value
-    assert KEY not in str(error) and error.__suppress_context__  # a traceback would show what the server said
+    assert KEY not in str(error) and error.__suppress_context__  # a traceback would show the cause
     assert KEY not in repr(client)
 
 

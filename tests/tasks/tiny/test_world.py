@@ -59,7 +59,7 @@ def test_planted_faults_come_at_their_rates() -> None:
     rows = list(world.make_records(count=2000, heldout=False, rates=rates, seed=5))
     totals = [world.measure(row["facts"], row["tldr_human_reference_summary"]) for row in rows]
     mean = {key: np.mean([total[key] for total in totals]) for key in totals[0]}
-    # 5 facts x .8 stated = 4 clauses, + .15 invented + .1 repeated; 4 x .3 = 1.2 wrong, + .1 x .3 said twice
+    # 5 facts x .8 stated = 4 clauses, + .15 invented + .1 repeated; 4 x .3 = 1.2 wrong, + .1 x .3 repeated
     assert mean["clauses"] == pytest.approx(4.25, abs=0.08)
     assert mean["wrong"] == pytest.approx(1.23, abs=0.08)
     assert mean["invented"] == pytest.approx(0.15, abs=0.025)
