@@ -19,9 +19,9 @@ SECTIONS = {
 }
 NAMES = {"train": "train_policy", "sft": "train_sft", "reward": "train_reward"}
 MODULES = {name: NAMES.get(name, name) for names in SECTIONS.values() for name in names if name != "init"}
-HERE = Path(__file__).parent
-DEMO = HERE.parent / "configs" / "tiny" / "demo.yaml"  # beside jobs in a checkout and in a wheel
-STARTER = HERE / "starter"
+JOBS_FOLDER = Path(__file__).parent
+DEMO = JOBS_FOLDER.parent / "configs" / "tiny" / "demo.yaml"  # beside jobs in a checkout and in a wheel
+STARTER = JOBS_FOLDER / "starter"
 
 
 def init(folder: Path) -> int:
@@ -38,7 +38,7 @@ def purpose_of(job: str) -> str:
     """Return the summary line of a job's docstring, without an import of what the job needs."""
     if job == "init":
         return "Write a folder with prompts, a feedback function and a config that run: t2g init my-run"
-    source = (HERE / f"{MODULES[job]}.py").read_text(encoding="utf-8")
+    source = (JOBS_FOLDER / f"{MODULES[job]}.py").read_text(encoding="utf-8")
     return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
 
 

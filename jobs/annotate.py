@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from jobs.common import annotation_runs as runs
-from jobs.common.cli import main, print_made, stop_flag
+from jobs.common.cli import main, print_outputs, stop_flag
 from t2g.config import AnnotateJob
 from t2g.loop.annotation import Sample
 
@@ -29,7 +29,7 @@ def run(config: AnnotateJob, samples: list[Sample]) -> None:
             fleets = opened.enter_context(Fleets())
         runs.annotate_samples(config, samples, fleets, stop_flag())
     folder = config.run.folder
-    print_made(
+    print_outputs(
         records=folder / runs.ANNOTATED_FILE, training=folder / runs.TRAIN_FILE, held_out=folder / runs.HELDOUT_FILE
     )
 
@@ -39,7 +39,7 @@ def describe(config: AnnotateJob) -> str:
     llm = config.annotate.judge_model == "llm"
     if llm and not config.roles() and Path(config.data.path).is_file():
         samples = runs.read_samples(config)
-        runs.tell_tokens(config, runs.missing_samples(samples, runs.known_records(config, samples)))
+        runs.print_token_estimate(config, runs.missing_samples(samples, runs.known_records(config, samples)))
     return config.describe()
 
 

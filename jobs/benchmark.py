@@ -10,7 +10,7 @@ is measured, benchmark.md is the table; the same command measures what is missin
 
 import sys
 
-from jobs.common.cli import main, print_made
+from jobs.common.cli import main, print_outputs
 from t2g.config import BenchmarkJob
 
 
@@ -21,14 +21,14 @@ def run(config: BenchmarkJob) -> int:
 
     from jobs.common.fleets import on_cluster
     from jobs.stopwatch.results import Results
-    from jobs.stopwatch.watch import Bench, refuse_busy
+    from jobs.stopwatch.watch import Bench, check_idle_machine
     from t2g.config.stopwatch import PHASES
     from t2g.runs.progress import log_duration
 
     results = Results(config)
     wanted = config.phases or tuple(phase for phase in PHASES if phase not in results.phases)
     if wanted:
-        refuse_busy(config.max_busy)
+        check_idle_machine(config.max_busy)
     failed = 0
     with on_cluster(config):
         bench = Bench(config)
@@ -42,7 +42,7 @@ def run(config: BenchmarkJob) -> int:
                 reason = f"{type(error).__name__}: {error}"  # some errors have no message
                 print(f"phase {phase} was not measured: {reason}", file=sys.stderr)
     print(results.table())
-    print_made(table=config.run.folder / "benchmark.md", numbers=config.run.folder / "benchmark.json")
+    print_outputs(table=config.run.folder / "benchmark.md", numbers=config.run.folder / "benchmark.json")
     return failed
 
 

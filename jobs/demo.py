@@ -11,14 +11,14 @@ import sys
 import time
 from typing import Any
 
-from jobs.common.cli import main, print_made, stop_flag
+from jobs.common.cli import main, print_outputs, stop_flag
 from t2g.config import DataConfig, DemoJob, FeedbackConfig, Placement, PolicyJob, RunConfig, with_overrides
 from t2g.errors import UserError
 from t2g.study.tables import markdown
 
 ARMS = "arms"
 FACTS = ("fact_f1", "fact_precision", "fact_recall")
-BESIDE = ("repeated", "length_mean")  # printed beside F1: values that a policy that games F1 would change
+SIDE_METRICS = ("repeated", "length_mean")  # printed beside F1: values that a policy that games F1 would change
 
 
 def arm_job(demo: DemoJob, arm: Placement) -> PolicyJob:
@@ -51,8 +51,8 @@ def summarise(demo: DemoJob, stages: dict[str, dict[str, Any]], arms: dict[str, 
     timing |= {f"{name}_s": arm["timing"]["wall_s"] for name, arm in arms.items()}
     return {
         "references": {"fact_f1": stages["world"]["references_fact_f1"]},
-        "base": held_out_facts(first["base"]),
-        "arms": {name: held_out_facts(arm["policy"]) for name, arm in arms.items()},
+        "base": select_facts(first["base"]),
+        "arms": {name: select_facts(arm["policy"]) for name, arm in arms.items()},
         "reward_model": {k: v for k, v in stages["reward"].items() if k != "seconds"},
         "steps": first["steps"],
         "samples": first["samples"],
@@ -61,9 +61,9 @@ def summarise(demo: DemoJob, stages: dict[str, dict[str, Any]], arms: dict[str, 
     }
 
 
-def held_out_facts(measured: dict[str, float]) -> dict[str, float]:
+def select_facts(measured: dict[str, float]) -> dict[str, float]:
     """Of all held-out metrics, those that the summary tells."""
-    return {name: measured[name] for name in (*FACTS, *BESIDE)}
+    return {name: measured[name] for name in (*FACTS, *SIDE_METRICS)}
 
 
 def table(summary: dict[str, Any]) -> str:
@@ -98,7 +98,7 @@ def run(demo: DemoJob) -> None:
         }
     finish(demo, summarise(demo, stages, arms))
     print(f"{time.monotonic() - started:.0f} s in all")
-    print_made(report=demo.run.folder / "report.html", numbers=demo.run.folder / "summary.json")
+    print_outputs(report=demo.run.folder / "report.html", numbers=demo.run.folder / "summary.json")
 
 
 def finish(demo: DemoJob, summary: dict[str, Any]) -> None:

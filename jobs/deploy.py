@@ -40,7 +40,7 @@ def submit(arguments: argparse.Namespace) -> int:
 
     root = Path.cwd()
     config = read_config(arguments.stage, arguments.config, arguments.overrides, root)
-    refuse_wrong(preflight(config))
+    raise_findings(preflight(config))
     job = submission(arguments.stage, config, uploaded_path(arguments.config, root), arguments.overrides)
     with JobServer.connect(arguments.address) as server:
         for job_id in server.running_attempts(config.run.name):
@@ -138,14 +138,14 @@ def render(arguments: argparse.Namespace) -> int:
         config = read_config(arguments.stage, arguments.config, arguments.overrides, Path.cwd(), have=None)
     found, nowhere = preflight(config), [*path_warnings(config, mount_of(config))]
     if arguments.target != "claim":
-        refuse_wrong(found, *nowhere)
+        raise_findings(found, *nowhere)
     options = ("target", "stage", "cpu", "image", "overrides", "patch")
     given = {name: getattr(arguments, name) for name in options}
     print(render_manifests(config, config_path=str(arguments.config), **given), end="")
     return 0
 
 
-def refuse_wrong(found: Findings, *more: str) -> None:
+def raise_findings(found: Findings, *more: str) -> None:
     """UserError for what no machine can run; what this one lacks, a cluster may have."""
     if wrong := [*found.wrong, *more]:
         raise UserError("\n".join(wrong))

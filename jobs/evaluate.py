@@ -17,7 +17,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-from jobs.common.cli import main, print_made, stop_flag
+from jobs.common.cli import main, print_outputs, stop_flag
 from jobs.common.run_folder import begin_folder
 from t2g.config import EvaluateJob, ModelConfig, PolicyEvaluationJob
 
@@ -34,17 +34,17 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
 
 
 def run_reward(config: EvaluateJob, records: Any, what: str) -> None:
-    from jobs.common.reward_models import as_trained, connected_model, evaluate_reward
+    from jobs.common.reward_models import connected_model, evaluate_reward, with_trained_style
     from t2g.report.reward_page import HTML_FILE, JSON_FILE
     from t2g.text.tokenizer import load_tokenizer
 
-    resolved = as_trained(config)
+    resolved = with_trained_style(config)
     tokenizer = load_tokenizer(str(resolved.feedback.reward_model), resolved.feedback.reward_revision)  # its own
     folder = begin_folder(config, JSON_FILE)
     with connected_model(resolved) as model:
         metrics = evaluate_reward(resolved, records, model, tokenizer, folder)
     print(" ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
-    print_made(report=folder / HTML_FILE, numbers=folder / JSON_FILE)
+    print_outputs(report=folder / HTML_FILE, numbers=folder / JSON_FILE)
 
 
 def run_policy(config: PolicyEvaluationJob, questions: Any, what: str) -> None:
@@ -63,7 +63,7 @@ def run_policy(config: PolicyEvaluationJob, questions: Any, what: str) -> None:
             evaluation.run(serve, stop_flag())
     folder = config.run.folder
     print((folder / "evaluation.md").read_text())
-    print_made(report=folder / "evaluation.html", numbers=folder / "evaluation.json")
+    print_outputs(report=folder / "evaluation.html", numbers=folder / "evaluation.json")
 
 
 if __name__ == "__main__":

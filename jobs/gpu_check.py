@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jobs.common.cli import print_made
+from jobs.common.cli import print_outputs
 from t2g.concurrency import run_with_background
 from t2g.config import DemoJob, PolicyJob, ShapeConfig, loading, with_overrides
 from t2g.deploy.check import check_config
@@ -215,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             result["items"].append(found := answer(item, machine))
         print(f"{item}: {found['answer']}, {found.get('why') or found.get('on')}", flush=True)
         write_atomic(machine.out / "gpu_check.json", json.dumps(result, indent=1).encode())
-    print_made(numbers=machine.out / "gpu_check.json")
+    print_outputs(numbers=machine.out / "gpu_check.json")
     return 0 if all(found["answer"] != "no" for found in result["items"]) else 3
 
 

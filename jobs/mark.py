@@ -15,7 +15,7 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-from jobs.common.cli import exit_code, print_made, stop_flag
+from jobs.common.cli import exit_code, print_outputs, stop_flag
 from jobs.common.run_folder import sole_process
 from t2g.config import DataConfig
 from t2g.errors import UserError
@@ -63,7 +63,7 @@ def serve(data: Path, folder: Path, by: str, task: str, port: int) -> None:
         print(f"{sum(marks.finished)} of {len(marks.finished)} responses are marked")
         for message in marks.agreement_messages():
             print(message)
-        print_made(records=folder / by / RECORDS_FILE)
+        print_outputs(records=folder / by / RECORDS_FILE)
 
 
 if __name__ == "__main__":

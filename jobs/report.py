@@ -8,7 +8,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from jobs.common.cli import exit_code, print_made
+from jobs.common.cli import exit_code, print_outputs
 from t2g.report.run_page import find_run, report_beside, report_run
 
 
@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     def write() -> None:
         folders = [find_run(folder) for folder in named]
-        print_made(report=report_run(folders[0]) if len(folders) == 1 else report_beside(folders))
+        print_outputs(report=report_run(folders[0]) if len(folders) == 1 else report_beside(folders))
 
     return exit_code(parser.prog, write)
 

@@ -32,10 +32,10 @@ def describe(config: ScoreJob) -> str:
 
 
 def run(config: ScoreJob, prompt: str, text: str) -> None:
-    from jobs.common.reward_models import as_trained
+    from jobs.common.reward_models import with_trained_style
 
     prompt_text, response = read_text("--prompt", prompt), read_text("--text", text)
-    show(judge(as_trained(config), prompt_text, response), response)
+    show(judge(with_trained_style(config), prompt_text, response), response)
 
 
 def read_text(option: str, value: str) -> str:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jobs.common.cli import main, print_made, stop_flag
+from jobs.common.cli import main, print_outputs, stop_flag
 from t2g.config import PolicyJob, with_overrides
 
 
@@ -79,7 +79,7 @@ def run(unresolved: PolicyJob, data: Any) -> None:
     else:
         held_out = ", ".join(f"{name} {value:.4g}" for name, value in summary["policy"].items() if value is not None)
         print(f"held out: {held_out or 'not measured, eval_data is not given'}")
-    print_made(policy=folder / "policy", report=folder / "report.html", numbers=folder / "summary.json")
+    print_outputs(policy=folder / "policy", report=folder / "report.html", numbers=folder / "summary.json")
 
 
 if __name__ == "__main__":

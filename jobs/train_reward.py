@@ -10,7 +10,7 @@ Leaves `<run folder>/model` with span_reward.json in it, metrics.jsonl and rewar
 import sys
 from typing import Any
 
-from jobs.common.cli import main, print_made
+from jobs.common.cli import main, print_outputs
 from t2g.config import RewardJob
 
 
@@ -24,7 +24,7 @@ def run(config: RewardJob, data: Any) -> None:
     with on_cluster(config), Fleets() as fleets:
         metrics = train_reward(config, data, fleets, tokenizer=data.tokenizer)
     print(" ".join(f"{name} {value:.3f}" for name, value in metrics.items()))
-    print_made(model=config.run.folder / MODEL, numbers=config.run.folder / REPORT_FILE)
+    print_outputs(model=config.run.folder / MODEL, numbers=config.run.folder / REPORT_FILE)
 
 
 if __name__ == "__main__":

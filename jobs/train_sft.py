@@ -10,7 +10,7 @@ the folder `smoke` and says how long all of them will take.
 import sys
 from typing import Any
 
-from jobs.common.cli import main, print_made
+from jobs.common.cli import main, print_outputs
 from t2g.config import SFTJob
 
 
@@ -23,7 +23,7 @@ def run(config: SFTJob, examples: Any) -> None:
     check_folder(config, *LEFTOVERS)
     with on_cluster(config):
         supervise(config, examples, title="supervised fine-tuning")
-    print_made(model=config.run.folder / MODEL, numbers=config.run.folder / METRICS_FILE)
+    print_outputs(model=config.run.folder / MODEL, numbers=config.run.folder / METRICS_FILE)
 
 
 if __name__ == "__main__":

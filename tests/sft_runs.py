@@ -71,7 +71,7 @@ def train(
     options, model = make_options(**changes), ModelConfig(policy=str(base))
     metrics = run_sft(
         model=model, examples=make_examples(base), options=options, cluster=cluster, out_folder=out_folder, seed=3,
-        made_of=Identity.from_config(options, model=str(base)), on_start=on_start, on_report=on_report,
+        run_identity=Identity.from_config(options, model=str(base)), on_start=on_start, on_report=on_report,
     )  # fmt: skip
     return metrics, seen
 

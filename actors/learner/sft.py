@@ -47,7 +47,7 @@ def run_sft(
     cluster: ClusterConfig,
     out_folder: Path,
     seed: int,
-    made_of: Identity,
+    run_identity: Identity,
     on_start: Callable[[int], None],
     on_report: Callable[[int, SFTProgress | None], None],
 ) -> dict[str, float]:
@@ -57,7 +57,7 @@ def run_sft(
     An unfinished training in `.part` beside it resumes after its last checkpoint.
 
     Args:
-        made_of: identity of the training: model, examples, options and seed decide its result.
+        run_identity: identity of the training: model, examples, options and seed decide its result.
         on_start: called before the ranks start with the number of steps that are done; not for a model that is kept.
         on_report: called soon after each step with the number of steps that are done, and with the progress every
             REPORT_EVERY of them.
@@ -71,17 +71,17 @@ def run_sft(
     """
     if not examples:
         raise UserError(f"{LABEL} got no examples")
-    kept = identity.load_result(out_folder, made_of, DONE_FILE)
+    kept = identity.load_result(out_folder, run_identity, DONE_FILE)
     if kept is not None:
         logger.info("%s is already trained with these settings: kept", out_folder)
         return kept
     if out_folder.exists():
         raise UserError(f"{out_folder} exists and was not written by {LABEL}: remove it or rename the run")
     part = out_folder.with_name(out_folder.name + ".part")
-    checkpoint, done = _find_checkpoint(part, made_of)
+    checkpoint, done = _find_checkpoint(part, run_identity)
     for leftover in (part / MODEL, part / RAY_TRAIN) if checkpoint else (part,):
         shutil.rmtree(leftover, ignore_errors=True)
-    identity.save_identity(part, made_of)
+    identity.save_identity(part, run_identity)
     on_start(done)
 
     started = time.monotonic()
@@ -92,7 +92,7 @@ def run_sft(
         folder=part, checkpoint=checkpoint, done=done,
     )  # fmt: skip
     metrics = _fit(job, cluster, on_report) | {"wall_s": time.monotonic() - started}
-    identity.save_identity(part / MODEL, made_of)
+    identity.save_identity(part / MODEL, run_identity)
     write_atomic(part / MODEL / DONE_FILE, json.dumps(metrics, indent=1).encode())
     os.replace(part / MODEL, out_folder)
     shutil.rmtree(part)
@@ -114,12 +114,12 @@ def _learner_spec(model: ModelConfig, options: SFTOptions, num_steps: int, seed:
     )  # fmt: skip
 
 
-def _find_checkpoint(part: Path, made_of: Identity) -> tuple[Path | None, int]:
+def _find_checkpoint(part: Path, run_identity: Identity) -> tuple[Path | None, int]:
     """Return the folder of this training's last complete checkpoint and its steps; (None, 0) without one."""
     if not part.exists():
         return None, 0
     try:
-        identity.check_identity(part, made_of)
+        identity.check_identity(part, run_identity)
         if found := CheckpointStore(part / CHECKPOINTS, keep=1).latest():
             return found[0], found[1]["step"]
         reason = f"{part} has no whole checkpoint"

@@ -1,6 +1,6 @@
-"""One run of annotation: what wants feedback, what the journal of its folder has already, and the files made of all.
+"""An annotation run: its samples, the journal of its folder, and its output files.
 
-`jobs.annotate` makes one run, `jobs.demo` one as a stage.
+`jobs.annotate` makes one run, and `jobs.demo` makes one as a pipeline stage.
 """
 
 import asyncio
@@ -41,18 +41,18 @@ if TYPE_CHECKING:
 JOURNAL_FILE, ANNOTATED_FILE, DONE_FILE = "journal.jsonl", "annotated.jsonl", "annotated.json"
 TRAIN_FILE, HELDOUT_FILE = "train.jsonl", "heldout.jsonl"
 SMOKE_PROMPTS = 8
-DRAIN_S = 5.0  # that a stopped run waits for judgements under way, where no request to a language model is at stake
-TICK_S = 0.2  # between looks at signals; a cut of the power may cost the records of one tick
+DRAIN_S = 5.0  # a stopped run waits so long for running judgements without requests to a language model
+TICK_S = 0.2  # between checks for signals and journal syncs: a power failure may lose the records of one tick
 Records = dict[str, AnnotatedRecord]  # by Sample.key
 
 
 def annotate_data(config: AnnotateJob, fleets: "Fleets") -> dict[str, Any]:
-    """All records into the run folder; returns what annotated.json holds. See `annotate_samples`."""
+    """Write all records into the run folder; return the content of annotated.json. See `annotate_samples`."""
     return annotate_samples(config, read_samples(config), fleets, StopFlag())
 
 
 def read_samples(config: AnnotateJob) -> list[Sample]:
-    """Return the responses to annotate: given or yet to be sampled, then the planted ones.
+    """Return the responses to annotate, from the data or still to be sampled, then the planted ones.
 
     Raises:
         UserError: The data cannot be used, or the task plants no faults.
@@ -73,7 +73,7 @@ def read_samples(config: AnnotateJob) -> list[Sample]:
 
 
 def _with_modes(samples: list[Sample], task: Task, config: AnnotateJob) -> list[Sample]:
-    """Return the samples with the mode of their tests; where a record has no other response, its solution is judged."""
+    """Return the samples with the mode of their tests; the solution of a record without a response is judged."""
     chosen = [sample for sample in samples if "response" in sample.prompt.payload]
     checked = _check([sample.prompt for sample in chosen], task, config, leave_out=False)
     prompts = {id(sample): prompt for sample, prompt in zip(chosen, checked, strict=True)}
@@ -90,11 +90,15 @@ def _check(prompts: Sequence[Prompt], task: Task, config: AnnotateJob, *, leave_
 def annotate_samples(
     config: AnnotateJob, samples: Sequence[Sample], fleets: "Fleets | None", stop: StopFlag
 ) -> dict[str, Any]:
-    """Ask for the judgements that the journal lacks, then write the files; returns what annotated.json holds.
+    """Request the judgements that the journal lacks, write the files, and return the content of annotated.json.
 
-    fleets: needed where the job has `roles`. UserError for a source that cannot be used; Stopped when `stop` is
-    set before the end; RunStopped when more than `annotate.max_failed_share` has no usable feedback, after
-    annotated.jsonl is written.
+    Args:
+        fleets: Needed if the job has `roles`.
+
+    Raises:
+        UserError: The source cannot be used.
+        Stopped: `stop` was set.
+        RunStopped: More than `annotate.max_failed_share` has no usable feedback; annotated.jsonl is written.
     """
     options, smoke = config.annotate, config.run.smoke
     with sole_process(config.run.folder):
@@ -110,7 +114,7 @@ def annotate_samples(
             source = fleets.feedback(options, task, config)
         else:
             source = make_local_source(options, task, folder=config.run.folder)
-        tell_tokens(config, missing)
+        print_token_estimate(config, missing)
         write = _writer(config, fleets) if options.responses == "policy" else None
         folder = begin_folder(config, JOURNAL_FILE)
         started = time.monotonic()
@@ -124,7 +128,7 @@ def annotate_samples(
 
 
 def known_records(config: AnnotateJob, samples: Sequence[Sample]) -> Records:
-    """What the journal has of these samples; of human feedback only what the human file still says."""
+    """Return the journal's records of these samples; human feedback only if the human file still contains it."""
     options = config.annotate
     records = read_journal(config.run.folder / JOURNAL_FILE, AnnotatedRecord)
     if records and options.source == "human":
@@ -148,28 +152,28 @@ def collect(
     records: Records,
     stop: StopFlag,
 ) -> None:
-    """Adds a record for each sample to `records`, and those that somebody answered to the journal.
+    """Add a record of each sample to `records`, and the answered ones to the journal.
 
-    Stopped when `stop` is set before the last: then no new request starts, and open requests, which may be paid for,
-    have some seconds to end.
+    Raises:
+        Stopped: `stop` was set. No new request starts then; open requests, which may cost money, have some seconds.
     """
     done = len(records)
     with closing(Journal(journal_path)) as journal, show_progress("annotate", done + len(samples), done=done) as bar:
 
         def on_record(sample: Sample, record: AnnotatedRecord) -> None:
-            if record.status != "failed":  # no answer: the next start asks again
+            if record.status != "failed":  # the next start requests a failed one again
                 journal.append(record)
             records[sample.key] = record
             bar.advance()
 
-        limit = ConcurrencyLimit(_at_once(options))
-        patience_s = options.llm.request_timeout_s if options.judge_model == "llm" else DRAIN_S
+        limit = ConcurrencyLimit(_concurrency(options))
+        drain_s = options.llm.request_timeout_s if options.judge_model == "llm" else DRAIN_S
         work = annotation.annotate(samples, source, on_record, limit, sample_responses=write)
-        asyncio.run(attended(work, limit, journal.sync, stop, patience_s))
+        asyncio.run(run_until_stopped(work, limit, journal.sync, stop, drain_s))
 
 
-def _at_once(options: AnnotateConfig) -> int:
-    """Judgements that keep the source busy."""
+def _concurrency(options: AnnotateConfig) -> int:
+    """Return the number of concurrent judgements that keep the source busy."""
     match options.judge_model or options.source:
         case "llm":
             return options.llm.concurrency
@@ -182,14 +186,20 @@ def _at_once(options: AnnotateConfig) -> int:
     return options.concurrency
 
 
-async def attended(
+async def run_until_stopped(
     work: Coroutine[Any, Any, None],
     limit: ConcurrencyLimit,
     at_tick: Callable[[], None],
     stop: StopFlag,
-    patience_s: float,
+    drain_s: float,
 ) -> None:
-    """`stop` closes `limit`; `work` is cancelled when none is under way, after patience_s, or by a second signal."""
+    """Run `work` until it ends or `stop` is set.
+
+    `stop` closes `limit`. `work` is then cancelled once no request is running, after drain_s, or by a second signal.
+
+    Raises:
+        Stopped: `stop` was set.
+    """
     task = asyncio.ensure_future(work)
 
     async def until(over: Callable[[], bool]) -> None:
@@ -202,18 +212,18 @@ async def attended(
         return task.result()
     limit.close()
     name, stop.signal_name = stop.signal_name, None  # a second signal sets it again
-    waits = f"waiting up to {patience_s:g} s for {limit.num_in_flight} answers under way"
+    waits = f"waiting up to {drain_s:g} s for {limit.num_in_flight} answers under way"
     print(f"{name}: {waits}; once more to stop at once", file=sys.stderr)
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + drain_s
     await until(lambda: bool(stop) or not limit.num_in_flight or time.monotonic() >= deadline)
     stop.signal_name = name
     if not task.cancel():
-        task.result()  # what ended the work counts before the signal
+        task.result()  # an error of the work takes precedence over the signal
     raise Stopped
 
 
 def write_files(config: AnnotateJob, folder: Path, samples: Sequence[Sample], records: Records) -> dict[str, Any]:
-    """annotated.jsonl; then, unless too much failed, the two parts and the summary, which is returned."""
+    """Write annotated.jsonl, then unless too much failed the training and held-out files; return the summary."""
     (folder / DONE_FILE).unlink(missing_ok=True)
     made = [
         annotation.make_refused_record(s, config.annotate.source)
@@ -232,18 +242,18 @@ def write_files(config: AnnotateJob, folder: Path, samples: Sequence[Sample], re
             f"{JOURNAL_FILE}: the same command asks again for those that failed\n{text}"
         )
     heldout = annotation.select_heldout_prompts((record.prompt for record in usable), config.annotate.heldout_share)
-    for name, held in ((TRAIN_FILE, False), (HELDOUT_FILE, True)):
-        part = [record for record in usable if (record.prompt in heldout) is held]
+    for name, is_heldout in ((TRAIN_FILE, False), (HELDOUT_FILE, True)):
+        part = [record for record in usable if (record.prompt in heldout) is is_heldout]
         write_annotated(folder / name, part)
-        summary["heldout_records" if held else "train_records"] = len(part)
-    summary["style"] = config.annotate.style.model_dump()  # jobs.train_reward refuses another
+        summary["heldout_records" if is_heldout else "train_records"] = len(part)
+    summary["style"] = config.annotate.style.model_dump()  # jobs.train_reward refuses another style
     write_atomic(folder / DONE_FILE, json.dumps(summary, indent=1, ensure_ascii=False).encode())
     print(text if heldout else f"{text}\n  of one prompt: nothing is held out, and {HELDOUT_FILE} is empty")
     return summary
 
 
 def _writer(config: AnnotateJob, fleets: "Fleets | None") -> SampleResponses:
-    """The policy's engines, serving."""
+    """Return a function that samples responses from the policy's engines."""
     assert fleets is not None and config.model is not None, "see roles and AnnotateJob"
     rollouts = fleets.rollouts(config.model, config.rollout, config)
     sampling = Sampling(
@@ -260,17 +270,17 @@ def _writer(config: AnnotateJob, fleets: "Fleets | None") -> SampleResponses:
 
 
 def _human(config: AnnotateJob) -> HumanFeedback:
-    """The file of judgements, without an aligner."""
+    """Return the human feedback of the job, without an aligner."""
     options = config.annotate
     assert options.human_file is not None, "see AnnotateJob"
     return HumanFeedback(Path(options.human_file), get_task(config.task), columns=options.human_columns)
 
 
-def tell_tokens(config: AnnotateJob, samples: Sequence[Sample]) -> None:
+def print_token_estimate(config: AnnotateJob, samples: Sequence[Sample]) -> None:
     """Print the estimated requests and tokens; raise UserError if they exceed llm.max_total_tokens."""
     if config.annotate.judge_model != "llm":
         return
-    longest = "x" * (BYTES_PER_TOKEN * config.rollout.max_new_tokens)  # stands for a response that is yet to be sampled
+    longest = "x" * (BYTES_PER_TOKEN * config.rollout.max_new_tokens)  # upper bound for a response not sampled yet
     items = [(s.prompt, s.response or longest) for s in samples]
     if config.annotate.source == "human":
         human = _human(config)

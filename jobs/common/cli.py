@@ -42,11 +42,11 @@ def main(
     With --dry-run print `describe(config)` in place of running. With --show-config print the resolved config alone.
 
     Args:
-        run: the job, called as `run(config)`; with `read` as `run(config, data)`.
-        argv: without the program's name; None: the arguments of this process.
-        options: of this job alone, as argparse takes them, {"--text": {"required": True}}; `run` gets them by name.
-        read: "pkg.mod:function", which may be heavy to import. It reads all inputs of the config, before any process is
-            started, and raises UserError. `data` is None where an earlier stage of the job has yet to make the inputs.
+        run: The job, called as `run(config)`, or with `read` as `run(config, data)`.
+        argv: Arguments without the program's name; None for those of this process.
+        options: Further options of this job for argparse, {"--text": {"required": True}}; `run` gets them by name.
+        read: "pkg.mod:function", which may be heavy to import. It reads all inputs of the config before any process is
+            started, and raises UserError. `data` is None if an earlier stage of the job still has to make the inputs.
     """
 
     parser = job_parser(schema)
@@ -81,7 +81,7 @@ def exit_code(prog: str, run: Callable[[], int | None], interrupted: str = "inte
     """Return the exit code of `run`, whose errors are printed after the name of the program.
 
     Args:
-        interrupted: what is printed after a Ctrl-C.
+        interrupted: Message after a Ctrl-C.
     """
     try:
         return run() or 0
@@ -103,10 +103,10 @@ def exit_code(prog: str, run: Callable[[], int | None], interrupted: str = "inte
         return 130
 
 
-def print_made(**paths: Path) -> None:
-    """Print the files and folders that a job made, by their labels: the last line of a finished job.
+def print_outputs(**paths: Path) -> None:
+    """Print the outputs of a job by their labels, as the last line of a finished job.
 
-    >>> print_made(report=Path("/"), policy=Path("/nowhere"))
+    >>> print_outputs(report=Path("/"), policy=Path("/nowhere"))
     made: report /
     """
     print(f"made: {', '.join(f'{label} {path}' for label, path in paths.items() if path.exists()) or 'nothing'}")
@@ -126,8 +126,10 @@ def _preflight(config: AnyJob, read: str | None) -> tuple[Any, Any]:
 
 
 class StopFlag:
-    """Set by SIGTERM or SIGINT; false until then. A loop asks it between steps: `if stop: checkpoint, raise Stopped`,
-    which becomes the exit code that a shell knows for the signal: 143 for SIGTERM.
+    """A flag that SIGTERM or SIGINT sets.
+
+    A loop checks it between steps: `if stop: checkpoint, raise Stopped`, which becomes the shell's exit code of the
+    signal, 143 for SIGTERM.
     """
 
     installed: ClassVar[Self]  # whom the signals of this process set
@@ -146,7 +148,7 @@ class StopFlag:
 
 
 def stop_flag() -> StopFlag:
-    """Install the handlers and give their flag. Call it after `ray.init`, which puts a SIGTERM handler of its own."""
+    """Install the signal handlers and return their flag. Call it after `ray.init`, which sets its own handler."""
     flag = StopFlag.installed = StopFlag()
     signal.signal(signal.SIGTERM, flag._set)
     signal.signal(signal.SIGINT, flag._set)
@@ -154,7 +156,7 @@ def stop_flag() -> StopFlag:
 
 
 def job_parser(schema: type[BaseModel]) -> argparse.ArgumentParser:
-    """The schema's docstring begins with the job: "jobs.train_policy: span-level PPO."."""
+    """Return the parser of a job. The schema's docstring begins with it: "jobs.train_policy: span-level PPO."."""
     name, _, purpose = " ".join((schema.__doc__ or "").split()).partition(": ")
     keys = "\n".join(_section_help(schema))
     parser = argparse.ArgumentParser(
@@ -177,8 +179,8 @@ def _section_help(
     """Return a header and a line for every key with its default and meaning, then the same of inner sections.
 
     Args:
-        given: the value that the section has by default, where there is one: it may differ from the section's own.
-        purpose: of the section, for its header.
+        given: The default value of the section, if any; it may differ from the section's own defaults.
+        purpose: Purpose of the section, for its header.
     """
     plain, inner = [], []
     for name, info in section.model_fields.items():

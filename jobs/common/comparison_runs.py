@@ -1,6 +1,6 @@
-"""The runs of a comparison, made where they are not there yet; then its figures, from what the runs wrote.
+"""The runs of a comparison, made unless they are finished, and its figures, from the files of the runs.
 
-Reward models are arms as well: one for each style that the methods ask for, over seeds. All learn from the responses of
+Reward models are arms as well: one for each style that the methods need, over seeds. All learn from the responses of
 the demo's stages, judged by the tiny world's feedback function, and are measured on the same held-out ones; a seed
 decides the initial weights and the order of the records. The figures are described in `t2g.study.reward_eval`, of
 policies in `t2g.study.comparison` and `t2g.study.targeting`.
@@ -21,7 +21,7 @@ from typing import Any
 from actors.engines.rollout import RolloutFleet
 from actors.learner.learner import LearnerGroup
 from jobs.common import reward_models
-from jobs.common.cli import StopFlag, print_made
+from jobs.common.cli import StopFlag, print_outputs
 from jobs.common.fleets import Fleets
 from jobs.common.policy_runs import After, PolicyData, finished, learner_spec, read_data, run_baseline, train
 from jobs.common.stages import base_model, once, positions, reward_job
@@ -56,9 +56,9 @@ logger = logging.getLogger(__name__)
 
 # ---------------------------------------------------------------------------------------------------------- reference
 class Target:
-    """Responses of the base to held-out prompts, judged: sampled now, or in an earlier start.
+    """Judged responses of the base to held-out prompts, sampled now or in an earlier start.
 
-    fleets: engines that have not been sent other weights yet.
+    `fleets` has engines with the weights of the base.
     """
 
     def __init__(self, arms: Arms, data: PolicyData, fleets: Fleets) -> None:
@@ -79,11 +79,11 @@ class Target:
         self.responses: list[JudgedResponse] = [(group.prompt, *group.samples[0]) for group in groups]
 
     def measure(self, arm: PolicyJob, rollouts: RolloutFleet, feedback: FeedbackSource, learner: LearnerGroup) -> None:
-        """Writes what a run changed into its folder. Engines and learner have the weights that it trained."""
+        """Measure what a run changed, into its folder. Engines and learner have the trained weights."""
         self._write(arm, self._logprobs(learner), rollouts, feedback)
 
     def measure_exported(self, arm: PolicyJob, feedback: FeedbackSource) -> None:
-        """The same of a run that had no learner of ours, from the policy that it left."""
+        """Measure a run without a learner of ours, from its exported policy."""
         # Merged when it was exported; no critic takes part.
         changes = {"model": ModelConfig(policy=str(arm.run.folder / POLICY)), "learner.lora": None}
         exported = with_overrides(arm, changes | {"objective.advantages": "group"})
@@ -104,7 +104,7 @@ class Target:
 # --------------------------------------------------------------------------------------------------------------- runs
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """Methods that share their engines. Each call makes the runs that are not finished; it raises Stopped."""
+    """Methods that share their engines. Each call makes the unfinished runs, and may raise Stopped."""
 
     arms: Arms
     data: PolicyData
@@ -113,23 +113,23 @@ class Session:
     fleets: Fleets
 
     def run(self, name: str, arm: PolicyJob, after: After = lambda *_: None, data: PolicyData | None = None) -> None:
-        method, made_of, data = self.arms.methods[name], self.arms.identity_extras(name), data or self.data
-        made_of |= {} if data is self.data else {"held_out": SEARCH_POSTS}
-        if finished(arm, **made_of) is not None:
+        method, identity_fields, data = self.arms.methods[name], self.arms.identity_extras(name), data or self.data
+        identity_fields |= {} if data is self.data else {"held_out": SEARCH_POSTS}
+        if finished(arm, **identity_fields) is not None:
             return
         if self.stop:
             raise Stopped
         self.fleets.forget_answers()
         if method.is_baseline:
             feedback = self.fleets.feedback(arm.feedback, self.data.task, arm)
-            run_baseline(arm, data, feedback, self.stop, **made_of)
+            run_baseline(arm, data, feedback, self.stop, **identity_fields)
         else:
             rollouts, feedback = self.fleets.for_policy(arm, self.data.task)
-            train(arm, data, rollouts, feedback, self.stop, after, **made_of)
+            train(arm, data, rollouts, feedback, self.stop, after, **identity_fields)
         shutil.rmtree(arm.run.folder / "checkpoints", ignore_errors=True)  # tens of runs; the numbers stay
 
     def score(self, name: str, arm: PolicyJob) -> float | None:
-        """None for a run that ended by itself: a rate that is too high must not end the comparison."""
+        """Make a run and return its score; None if it stopped itself, as with a too high learning rate."""
         try:
             self.run(name, arm, data=self.search_data)
         except RunStopped as error:
@@ -139,7 +139,7 @@ class Session:
         return load_run(arm).score
 
     def find_lr(self, name: str) -> tuple[Scores, float]:
-        """The scores of the search, {} where there is nothing to choose; and the learning rate that they choose."""
+        """Return the scores of the search, {} for a single rate, and the best learning rate."""
         config = self.arms.job.compare
         if len(config.lr_grid) == 1:
             return {}, config.lr_grid[0]
@@ -152,7 +152,7 @@ class Session:
         return scores, choose_lr(scores)
 
     def run_arms(self, names: Sequence[str], chosen: dict[str, float], target: Target) -> None:
-        """Seed by seed, so that a machine that is slower for a while is slower for all methods."""
+        """Run all methods seed by seed, so that a temporarily slower machine affects all methods."""
         config = self.arms.job.compare
         for seed, name in product(config.seeds, names):
             arm = self.arms.arm(name, seed, chosen.get(name))
@@ -165,13 +165,13 @@ class Session:
 
 
 def read_policy_data(job: CompareJob) -> PolicyData:
-    """Return the data of all arms. Raise UserError for what one of them cannot use."""
+    """Return the data of all arms. Raise UserError if an arm cannot use it."""
     arms = Arms(job)
     return read_data(job, [arms.arm(name, 0) for name in arms.methods])
 
 
 def engine_groups(arms: Arms) -> list[list[str]]:
-    """Methods by the feedback that they need, the job's own first: only the engines of one group run at a time."""
+    """Group the methods by their feedback, the job's own first: only the engines of one group run at a time."""
     groups: dict[str, list[str]] = {arms.reference.feedback.model_dump_json(): []}
     for name, method in arms.methods.items():
         if method.procedure != "base":
@@ -179,8 +179,8 @@ def engine_groups(arms: Arms) -> list[list[str]]:
     return [*groups.values()]
 
 
-def other_posts(job: CompareJob, data: PolicyData) -> PolicyData:
-    """With the held-out prompts behind those that are reported on, as many; with these where there are no others."""
+def make_search_data(job: CompareJob, data: PolicyData) -> PolicyData:
+    """Return the data with the held-out prompts that follow the reported ones, or with these if there are no others."""
     assert job.eval_data is not None
     records = load_records(job.eval_data)[job.eval.num_prompts : 2 * job.eval.num_prompts]
     if not records:
@@ -190,9 +190,9 @@ def other_posts(job: CompareJob, data: PolicyData) -> PolicyData:
 
 
 def run_all(arms: Arms, data: PolicyData, stop: StopFlag) -> dict[str, Any]:
-    """Every run that is not there yet; what the search found. Raises Stopped."""
+    """Make every unfinished run; return the results of the search. Raises Stopped."""
     config = arms.job.compare
-    search_data = other_posts(arms.job, data) if config.seeds and len(config.lr_grid) > 1 else data
+    search_data = make_search_data(arms.job, data) if config.seeds and len(config.lr_grid) > 1 else data
     search: dict[str, Any] = {"grid": config.lr_grid, "seeds": config.search_seeds, "scores": {}, "chosen": {}}
     search["posts"] = "reported" if search_data is data else SEARCH_POSTS
     target: Target | None = None
@@ -209,7 +209,7 @@ def run_all(arms: Arms, data: PolicyData, stop: StopFlag) -> dict[str, Any]:
 
 # ------------------------------------------------------------------------------------------------------ reward models
 def make_reward_models(arms: Arms, demo: DemoJob) -> dict[str, dict[int, dict[str, float]]]:
-    """The trainings that are not there yet; model -> seed -> metrics of all. Ray must be connected."""
+    """Make the unfinished trainings; return model -> seed -> metrics of all. Ray must be connected."""
     config = arms.job.compare.rewards
     assert config is not None
     methods: dict[str, str] = {}  # the first that needs a model
@@ -223,7 +223,7 @@ def make_reward_models(arms: Arms, demo: DemoJob) -> dict[str, dict[int, dict[st
 
 
 def arm_job(arms: Arms, demo: DemoJob, method: str, seed: int) -> RewardJob:
-    """The demo's reward job with weights of the seed, and the style and records that a method asks for."""
+    """Return the demo's reward job with the seed, and with the style and records of a method."""
     config, sparse = arms.job.compare.rewards, reward_job(demo)
     assert config is not None
     at = arms.reward_folder(arms.reward_model(method), seed)
@@ -243,7 +243,7 @@ def arm_job(arms: Arms, demo: DemoJob, method: str, seed: int) -> RewardJob:
 
 
 def run_arm(demo: DemoJob, job: RewardJob) -> dict[str, float]:
-    """Train and measure one model. Its engine ends with it: twelve would not fit into memory."""
+    """Train and measure one model, then end its engine: twelve engines would not fit into memory."""
     given = reward_job(demo)
     tokenizer = load_tokenizer(given.model.policy)
     build_reward_model(job.model.policy, tokenizer, seed=job.run.seed, **positions(demo))
@@ -253,19 +253,19 @@ def run_arm(demo: DemoJob, job: RewardJob) -> dict[str, float]:
     tokenizer = load_tokenizer(base_model(demo).policy)  # spans are compared on the tokens where PPO will pay them
     with Fleets() as fleets:
         judged = reward_models.train_and_judge(job, data, fleets, tokenizer=tokenizer)
-    sparse = [relabelled(record, StyleConfig()) for record in data.heldout]
+    sparse = [relabel(record, StyleConfig()) for record in data.heldout]
     return arm_metrics(judged, [record.to_feedback() for record in sparse], tokenizer)
 
 
 def write_dense(job: RewardJob, sparse: RewardJob) -> None:
-    """The records of `sparse` with dense labels, in the files of `job`."""
+    """Write the records of `sparse` with dense labels to the files of `job`."""
     for path, source in ((Path(job.data.path), sparse.data), (Path(job.eval_data.path), sparse.eval_data)):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_annotated(path, [relabelled(record, StyleConfig(labels="dense")) for record in load_annotated(source)])
+        write_annotated(path, [relabel(record, StyleConfig(labels="dense")) for record in load_annotated(source)])
 
 
-def relabelled(record: AnnotatedRecord, style: StyleConfig) -> AnnotatedRecord:
-    """The same response with critique and quotes of the tiny world's feedback function in another style."""
+def relabel(record: AnnotatedRecord, style: StyleConfig) -> AnnotatedRecord:
+    """Return the record with critique and quotes of the tiny world's feedback function in another style."""
     judge = TinyTask().make_feedback_function(style=style, sandbox=SandboxConfig())
     answer = judge(record.prompt, record.response, payload=record.payload)
     feedback = read_judgement(answer, record.response, source=record.source, version=record.version)
@@ -274,14 +274,14 @@ def relabelled(record: AnnotatedRecord, style: StyleConfig) -> AnnotatedRecord:
 
 # ------------------------------------------------------------------------------------------------------------- figures
 def load_run(arm: PolicyJob) -> Run:
-    """What a finished run wrote."""
+    """Load a finished run."""
     path = arm.run.folder / TARGETING_FILE
     targeting = json.loads(path.read_text()) if path.exists() else None
     return read_run((record for _, record in read_records(arm.run.folder / METRICS_FILE)), targeting)
 
 
 def load_all(arms: Arms, chosen: dict[str, float]) -> tuple[dict[str, dict[int, Run]], dict[str, Any]]:
-    """Method -> seed -> run in the order of compare.methods; and the same by noise."""
+    """Return method -> seed -> run in the order of compare.methods, and the same by noise."""
     config = arms.job.compare
 
     def load(name: str, noise: str = "") -> dict[int, Run]:
@@ -294,7 +294,7 @@ def load_all(arms: Arms, chosen: dict[str, float]) -> tuple[dict[str, dict[int, 
 
 
 def finish(arms: Arms, search: dict[str, Any], rewards: dict[str, Any]) -> None:
-    """compare.json, compare.md, curves.svg and report.html; without seeds of policies the first two."""
+    """Write compare.json, compare.md, curves.svg and report.html; without seeds of policies the first two."""
     runs, noise = load_all(arms, search["chosen"])
     summary = {
         "methods": summarise(runs),
@@ -311,4 +311,4 @@ def finish(arms: Arms, search: dict[str, Any], rewards: dict[str, Any]) -> None:
     print(text)
     if runs:
         write_comparison(folder, summary, runs)
-    print_made(report=folder / "report.html", numbers=folder / "compare.json")
+    print_outputs(report=folder / "report.html", numbers=folder / "compare.json")

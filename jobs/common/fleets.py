@@ -21,7 +21,7 @@ from t2g.tasks.base import Task
 
 @contextmanager
 def on_cluster(job: AnyJob) -> Iterator[None]:
-    """Ray, connected with room for the job's roles (see `placement.connect`); the connection ends with the block."""
+    """Connect to Ray with resources for the job's roles (see `placement.connect`); disconnect after the block."""
     with log_duration("starting Ray"):
         connect(with_overrides(job.cluster, {"object_store_gib": store_gib(job)}), job.roles())
     try:
@@ -31,17 +31,18 @@ def on_cluster(job: AnyJob) -> Iterator[None]:
 
 
 class Fleets(ExitStack):
-    """Fleets by what they serve. A start takes half a minute of CPU, so stages that follow each other share one."""
+    """The fleets of a job. A start takes half a minute of CPU time, so successive stages share fleets."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._fleets: dict[tuple[str | None, ...], Any] = {}  # by what two requests must share to share engines
+        self._fleets: dict[tuple[str | None, ...], Any] = {}  # by all settings of their engines
         self._ready: set[Any] = set()
 
     def for_policy(self, job: PolicyJob, task: Task) -> tuple[RolloutFleet, FeedbackSource]:
-        """Rollout engines and feedback source of a run, started side by side.
+        """Return rollout engines and feedback source of a run, started concurrently.
 
-        UserError before any engine starts for a source that cannot be used.
+        Raises:
+            UserError: The source cannot be used; no engine is started.
         """
         if job.feedback.own_engines:
             self._judges(job.feedback, task, job)
@@ -50,11 +51,11 @@ class Fleets(ExitStack):
         return self.rollouts(job.model, job.rollout, job), feedback
 
     def rollouts(self, model: ModelConfig, config: RolloutConfig, job: AnyJob) -> RolloutFleet:
-        """Engines of `model`, serving."""
+        """Return started engines of `model`."""
         return self._serving(self._rollouts(model, config, job))
 
     def feedback(self, config: FeedbackConfig, task: Task, job: AnyJob) -> FeedbackSource:
-        """The source that `config.source` names; the engines that it needs are serving."""
+        """Return the source that `config.source` names, with started engines."""
         if not config.own_engines:
             return make_local_source(config, task, folder=job.run.folder)
         model = self._serving(self._judges(config, task, job))
@@ -63,11 +64,11 @@ class Fleets(ExitStack):
         return model if config.source == config.judge_model else make_local_source(config, task, aligner=model)
 
     def rewards(self, config: FeedbackConfig, task: Task, job: AnyJob) -> RewardFleet:
-        """Engines of the reward model, serving."""
+        """Return started engines of the reward model."""
         return self._serving(self._judges(config, task, job))
 
     def forget_answers(self) -> None:
-        """Reward models judge again what they judged before."""
+        """Clear the caches of all reward models."""
         for fleet in self._fleets.values():
             if isinstance(fleet, RewardFleet):
                 fleet.clear_cache()
@@ -92,14 +93,14 @@ class Fleets(ExitStack):
         return self._one(("reward", task.name, chosen), job, lambda **at: RewardFleet(config, task, **at))
 
     def _one(self, key: tuple[str | None, ...], job: AnyJob, make: Callable[..., Any]) -> Any:
-        """The fleet of that key, started now where there is none."""
+        """Return the fleet of a key, started if it does not exist."""
         if key not in self._fleets:
             fleet = make(seed=job.run.seed, placement_timeout_s=job.cluster.placement_timeout_s)
             self._fleets[key] = self.enter_context(closing(fleet))
         return self._fleets[key]
 
     def _serving(self, fleet: Any) -> Any:
-        """`fleet`, once its engines have started."""
+        """Return `fleet` once its engines have started."""
         if fleet not in self._ready:
             with log_duration(f"loading and compiling: {fleet.role}"):
                 fleet.wait_ready()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from actors.engines.rollout import sample_seed
-from jobs.common.annotation_runs import DRAIN_S, attended
+from jobs.common.annotation_runs import DRAIN_S, run_until_stopped
 from jobs.common.cli import StopFlag
 from jobs.common.run_folder import begin_folder
 from t2g.concurrency import gather_all
@@ -192,9 +192,9 @@ class Evaluation:
             return Answers(prompt_id=prompt.prompt_id, key=key, responses=responses)
 
         far, path, prompts = config.endpoints.get(name), self._answer_files[name], self._keyed_prompts[name]
-        at_once = far.concurrency if far else 2 * rollout.workers.max * rollout.max_num_seqs
-        patience_s = config.timeout_s if far else DRAIN_S
-        collect(path, Answers, f"responses of {name}", prompts, ask, at_once, patience_s, stop)
+        concurrency = far.concurrency if far else 2 * rollout.workers.max * rollout.max_num_seqs
+        drain_s = config.timeout_s if far else DRAIN_S
+        collect(path, Answers, f"responses of {name}", prompts, ask, concurrency, drain_s, stop)
 
     def _to_server(self, prompt: Prompt, sampling: Sampling, index: int) -> ChatRequest:
         return ChatRequest(
@@ -243,8 +243,8 @@ class Evaluation:
             answer = await self._askers[llm].ask(request)
             return row.model_copy(update=read_verdict(answer.text))
 
-        path, title, patience_s = self.folder / JUDGEMENTS, f"judge {name}", self.config.timeout_s
-        return collect(path, Judgement, title, items, ask, llm.concurrency, patience_s, stop)
+        path, title, drain_s = self.folder / JUDGEMENTS, f"judge {name}", self.config.timeout_s
+        return collect(path, Judgement, title, items, ask, llm.concurrency, drain_s, stop)
 
     def _report(self, scores: Mapping[str, Sequence[Scores]], judgements: Sequence[Judgement]) -> dict[str, Any]:
         """Write the report of all policies. scores: policy -> by prompt."""
@@ -259,7 +259,7 @@ class Evaluation:
 
 
 def collect(
-    path: Path, schema: type[Row], title: str, items: Items, ask: Ask, at_once: int, patience_s: float, stop: StopFlag
+    path: Path, schema: type[Row], title: str, items: Items, ask: Ask, concurrency: int, drain_s: float, stop: StopFlag
 ) -> list[Row]:
     """Append the row that `ask` makes of each item to a journal, unless the journal has the item's key.
 
@@ -268,8 +268,8 @@ def collect(
         schema: Type of its rows.
         title: Name of the phase, for the progress bar and messages.
         items: Key of the row -> what `ask` gets.
-        at_once: Number of items in work at one time.
-        patience_s: Seconds for items in work after `stop` is set.
+        concurrency: Number of items in work at one time.
+        drain_s: Seconds for items in work after `stop` is set.
 
     Returns:
         The rows of all items, in their order.
@@ -279,7 +279,7 @@ def collect(
         Stopped: `stop` was set.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    limit, known = ConcurrencyLimit(at_once), read_rows(path, schema)
+    limit, known = ConcurrencyLimit(concurrency), read_rows(path, schema)
     missing = {key: item for key, item in items.items() if key not in known}
 
     async def one(key: str, item: Any) -> None:
@@ -290,7 +290,9 @@ def collect(
                     bar.advance()
 
     with closing(Journal(path)) as journal, show_progress(title, len(missing)) as bar:
-        asyncio.run(attended(gather_all(one(*pair) for pair in missing.items()), limit, journal.sync, stop, patience_s))
+        asyncio.run(
+            run_until_stopped(gather_all(one(*pair) for pair in missing.items()), limit, journal.sync, stop, drain_s)
+        )
     rows = read_rows(path, schema)
     if num_lost := len(items.keys() - rows.keys()):
         raise RunStopped(f"{title}: {num_lost} of {len(missing)} got no answer; the same command asks again")

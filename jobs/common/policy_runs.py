@@ -1,12 +1,11 @@
-"""One run that makes a policy: its data, its training by PPO on fleets that are up or by a baseline, its summary.
+"""One run that trains a policy: its data, its training by PPO on running fleets or by a baseline, its summary.
 
 `jobs.train_policy` makes one run of PPO, `jobs.demo` and `jobs.compare` several on the same engines.
 
-A baseline (`t2g.study.baselines`) has its own engines. The reviser of ilf and reflection is the policy itself, called
-through `Task.revise_messages`, or another model. The tiny world needs another model, since its base policy never read a
-critique: `stages.make_reviser` trains it on the world's corrections (`tasks.tiny.revision`). There, both baselines can
-follow a critique before they begin, which PPO cannot. A baseline
-that is not finished starts again.
+A baseline (`t2g.study.baselines`) has its own engines, and starts again if it is not finished. The reviser of ilf and
+reflection is the policy itself, called through `Task.revise_messages`, or another model. The tiny world needs another
+model, since its base policy never read a critique: `stages.make_reviser` trains it on the world's corrections
+(`tasks.tiny.revision`). There, both baselines can follow a critique before they begin, which PPO cannot.
 """
 
 import asyncio
@@ -69,7 +68,7 @@ TIMES = {"steps_s": "time/step_s", "evaluations_s": "time/eval_s"}  # in the sum
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyData:
-    """What a run reads before any process is started, so that bad input is refused within seconds."""
+    """The inputs of a run, read before any process is started, so that bad input is refused within seconds."""
 
     task: Task
     tokenizer: Any
@@ -124,14 +123,19 @@ def train(
     after: After = lambda *_: None,
     **more: Any,
 ) -> dict[str, Any]:
-    """One run on fleets that are up; the learner group lives as long as this call. Returns the summary that it wrote.
-    Raises Stopped when `stop` ended the run at a checkpoint: the same call goes on from there.
+    """Make one run on running fleets, with a learner group that ends with this call; return the written summary.
 
-    rollouts: engines of the same model. after: called once all steps are done, while the learner lives and the engines
-    have its weights; a run whose `after` did not return is not finished. more: see `Identity.from_config`.
+    Args:
+        rollouts: Engines of the same model.
+        after: Called after the last step, while the learner lives and the engines have its weights. A run whose `after`
+            did not return is not finished.
+        more: See `Identity.from_config`.
+
+    Raises:
+        Stopped: `stop` ended the run at a checkpoint; the same call resumes it.
     """
     steering = Steering(config, rollouts, feedback)  # one for all learners: its picture of the run stays
-    attempt = partial(one_learner, config, data, rollouts, feedback, steering, stop, after)
+    attempt = partial(run_with_learner, config, data, rollouts, feedback, steering, stop, after)
     with run_folder.sole_process(config.run.folder):
         run_folder.begin_folder(config, **more)
         state = with_restarts(attempt, config.learner, stop)
@@ -141,9 +145,13 @@ def train(
 
 
 def with_restarts(attempt: Callable[[float | None], Result], learner: LearnerConfig, stop: StopFlag) -> Result:
-    """Return attempt(None), or after each LearnerLost attempt(when it was lost), while the restart budget allows it.
+    """Return attempt(None), or after each LearnerLost attempt(time of the loss), while the restart budget allows it.
 
-    Times are on time.monotonic. Raises RunStopped when the budget is used up, Stopped where `stop` came meanwhile.
+    Times are of time.monotonic.
+
+    Raises:
+        RunStopped: The budget is used up.
+        Stopped: `stop` was set.
     """
     restart_times: list[float] = []
     while True:
@@ -161,7 +169,7 @@ def with_restarts(attempt: Callable[[float | None], Result], learner: LearnerCon
             raise Stopped
 
 
-def one_learner(
+def run_with_learner(
     config: PolicyJob,
     data: PolicyData,
     rollouts: RolloutFleet,
@@ -171,14 +179,14 @@ def one_learner(
     after: After,
     lost_at: float | None,
 ) -> TrainerState:
-    """The run from its last checkpoint on, with a learner group of its own. Raises LearnerLost."""
+    """Continue the run from its last checkpoint, with a new learner group. Raises LearnerLost."""
     folder, placement_timeout_s = config.run.folder, config.cluster.placement_timeout_s
     if lost_at is not None:  # with its node, perhaps: another takes minutes to come
         placement_timeout_s = max(placement_timeout_s, config.learner.step_timeout_s)
     alternates = config.cluster.gpu_sharing == "alternate"
-    turns = GpuTimeSharing(rollouts, timeout_s=config.learner.step_timeout_s) if alternates else None
-    if turns is not None:
-        asyncio.run(turns.take("learner"))  # its models need the room
+    gpu_sharing = GpuTimeSharing(rollouts, timeout_s=config.learner.step_timeout_s) if alternates else None
+    if gpu_sharing is not None:
+        asyncio.run(gpu_sharing.take("learner"))  # its models need the GPU memory
     with log_duration("loading: learner"):
         group = LearnerGroup(learner_spec(config), placement_timeout_s=placement_timeout_s)
     log = RunLog(folder, config.log, [RayMetrics(config.run.name)])
@@ -186,8 +194,8 @@ def one_learner(
         probe = [prompt.prompt_ids for prompt in data.prompts[:PROBE_TOKENS]]
         sync = WeightSync(learner, rollouts, config.learner, prompts=probe, baseline_file=folder / "probe.json")
         rollouts.catch_up = sync.catch_up
-        if turns is not None:
-            turns.learner, turns.sending = learner, sync.sending
+        if gpu_sharing is not None:
+            gpu_sharing.learner, gpu_sharing.sending = learner, sync.sending
         engines.callback(setattr, rollouts, "catch_up", None)  # the ranks behind it end here
         trainer = Trainer(
             config=config,
@@ -201,7 +209,7 @@ def one_learner(
             identity=identity.load_identity(folder),
             stop=lambda: bool(stop),
             extra_metrics=steering.metrics,
-            gpu_time_sharing=turns,
+            gpu_time_sharing=gpu_sharing,
             lost_at=lost_at,
         )
         done = trainer.resume().step
@@ -243,12 +251,18 @@ def run_baseline(
     reviser: str | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """The summary of a run in `job.run.folder`, made from its beginning. Raises Stopped when `stop` ended it.
+    """Make a baseline run in `job.run.folder` from its beginning, and return its summary.
 
-    Engines of the base, of the reviser and of the result live here, one after the other.
-    reviser: a model folder or hub name; none: the policy itself. more: see `Identity.from_config`.
+    The engines of the base, of the reviser and of the result run one after the other.
 
-    job: see `baselines.check`. UserError for a folder of another run.
+    Args:
+        job: See `baselines.check`.
+        reviser: A model folder or hub name; None for the policy itself.
+        more: See `Identity.from_config`.
+
+    Raises:
+        UserError: The folder belongs to another run.
+        Stopped: `stop` ended the run.
     """
     folder = job.run.folder
     started = time.monotonic()
@@ -266,26 +280,26 @@ def run_baseline(
             reviser_tokenizer=load_tokenizer(revising.policy, revising.revision),
             log=log,
             stop=lambda: bool(stop),
-            serve=partial(own_engines, job),
+            serve=partial(with_engines, job),
             train=partial(train_pairs if procedure == "dpo" else train_examples, job, stop),
         )
         log.write_step(job.num_steps, METHODS[procedure](arm))
     return write_summary(job, seconds=time.monotonic() - started)
 
 
-def own_engines(
+def with_engines(
     job: PolicyJob,
     model: ModelConfig,
     rollout: RolloutConfig,
     ask: Callable[[RolloutSource], Coroutine[Any, Any, Any]],
 ) -> Any:
-    """What `ask` returns of engines of `model`, which live as long as that takes."""
+    """Start engines of `model`, return the result of `ask` on them, and end them."""
     with Fleets() as own:
         return asyncio.run(ask(own.rollouts(model, rollout, job)))
 
 
 def train_pairs(job: PolicyJob, stop: StopFlag, pairs: Sequence[PreferencePair]) -> Metrics:
-    """DPO of the base into the run's `policy`."""
+    """Train the base by DPO into the run's `policy`."""
     from actors.learner.dpo import train_dpo
 
     part = job.run.folder / f"{POLICY}.part"
@@ -303,7 +317,7 @@ def train_pairs(job: PolicyJob, stop: StopFlag, pairs: Sequence[PreferencePair])
 
 
 def train_examples(job: PolicyJob, stop: StopFlag, examples: Sequence[TrainSequence]) -> Metrics:
-    """Supervised fine-tuning of the base into the run's `policy`, which no stop interrupts."""
+    """Fine-tune the base into the run's `policy`; `stop` does not interrupt it."""
     run = RunConfig(root=job.run.folder, name=IMITATION, seed=job.run.seed)
     sft = baselines.sft_options(job, len(examples))
     imitation = SFTJob(
@@ -334,9 +348,9 @@ def report_steps_done(*configs: PolicyJob) -> bool:
 
 
 def finished(config: PolicyJob, **more: Any) -> dict[str, Any] | None:
-    """Return the summary of a run that has all its steps already, and is no smoke run.
+    """Return the summary of a run that already has all its steps; None for others and for a smoke run.
 
-    more, UserError: see `run_folder.check_folder`.
+    See `run_folder.check_folder` for `more` and errors.
     """
     run_folder.check_folder(config, SUMMARY_FILE, **more)
     path = config.run.folder / SUMMARY_FILE
@@ -347,7 +361,7 @@ def finished(config: PolicyJob, **more: Any) -> dict[str, Any] | None:
 
 
 def write_summary(config: PolicyJob, *, seconds: float) -> dict[str, Any]:
-    """summary.json and report.html of a finished run, from what the run wrote."""
+    """Write summary.json and report.html of a finished run from its files; return the summary."""
     folder = config.run.folder
     lines = [record for _, record in read_records(folder / METRICS_FILE)]
     evaluated = [select_held_out(line) for line in lines if select_held_out(line)]

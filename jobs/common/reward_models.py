@@ -1,4 +1,4 @@
-"""The span reward model: what it learns from, its training, how it is served and measured."""
+"""The span reward model: its data, training, serving and measurement."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ SMOKE_RECORDS = 3
 # ------------------------------------------------------------------------------------------------------------- training
 @dataclass(frozen=True, kw_only=True)
 class RewardData:
-    """What the job reads before any process is started, so that bad input is refused in a second."""
+    """The inputs of the job, read before any process is started, so that bad input is refused at once."""
 
     tokenizer: Any
     examples: list[TrainSequence]
@@ -41,7 +41,7 @@ class RewardData:
 
 
 def read_data(config: RewardJob) -> RewardData:
-    """Examples and held-out records. UserError for what cannot be used."""
+    """Return examples and held-out records. Raises UserError if they cannot be used."""
     for name, path in (("data.path", config.data.path), ("eval_data.path", config.eval_data.path)):
         check_style(name, path, config.style)
     task, tokenizer = get_task(config.task), load_tokenizer(config.model.policy, config.model.revision)
@@ -57,9 +57,9 @@ def read_data(config: RewardJob) -> RewardData:
 
 
 def check_style(name: str, path: str, style: StyleConfig) -> None:
-    """UserError when the annotated.json beside `path` names a style whose records cannot teach `style`.
+    """Raise UserError if the annotated.json beside `path` has a style whose records cannot train `style`.
 
-    Records with a critique teach a model that writes none, too. Without such a file the style is unknown.
+    Records with a critique can also train a model without critiques. Without this file the style is unknown.
     """
     try:
         made = StyleConfig.model_validate(json.loads((Path(path).parent / DONE_FILE).read_bytes())["style"])
@@ -73,10 +73,7 @@ def check_style(name: str, path: str, style: StyleConfig) -> None:
 
 
 def train_reward(config: RewardJob, data: RewardData, fleets: Fleets, *, tokenizer: Any) -> dict[str, float]:
-    """Train and measure on the Ray that is connected; returns what stands in reward.json.
-
-    tokenizer: on whose tokens spans are compared.
-    """
+    """Train and measure on the connected Ray; return the content of reward.json. Spans are compared on `tokenizer`."""
     metrics = reward_metrics(train_and_judge(config, data, fleets, tokenizer=tokenizer))
     write_atomic(config.run.folder / REPORT_FILE, json.dumps(metrics, indent=1).encode())
     return metrics
@@ -94,7 +91,7 @@ def train_and_judge(config: RewardJob, data: RewardData, fleets: Fleets, *, toke
 
 # ------------------------------------------------------------------------------------------------ serving and measuring
 def usable_records(name: str, data: DataConfig, task: str) -> list[AnnotatedRecord]:
-    """The records with feedback that could be used. UserError, with the key `name`, where there is none."""
+    """Return the records with usable feedback. Raises UserError, with the key `name`, if there are none."""
     usable = [record for record in load_annotated(data, get_task(task)) if record.usable]
     if not usable:
         raise UserError(f"{name}={data.path} has no record with feedback that could be used")
@@ -102,10 +99,7 @@ def usable_records(name: str, data: DataConfig, task: str) -> list[AnnotatedReco
 
 
 def judge_all(model: ServedModel, records: Sequence[AnnotatedRecord], tokenizer: Any) -> list[JudgedRecord]:
-    """Let the reward model judge the records, and print a warning if no answer parses.
-
-    tokenizer: spans are compared on its tokens.
-    """
+    """Let the reward model judge the records, and print a warning if no answer parses. Spans are in tokens."""
     with show_progress("asking the reward model", len(records)) as bar:
         judged = asyncio.run(judge_records(model, records, tokenizer, bar.advance))
     if warning := parse_warning(reward_metrics(judged)):
@@ -129,8 +123,8 @@ def evaluate_reward(
     return result["metrics"]
 
 
-def as_trained(config: Served) -> Served:
-    """`config` with the task and the style that the reward model was trained for, where it does not give its own."""
+def with_trained_style(config: Served) -> Served:
+    """Return `config` with the task and the style of the reward model's training, unless it has its own."""
     card = read_card(Path(str(config.feedback.reward_model)))
     if card is None:
         return config
@@ -140,12 +134,12 @@ def as_trained(config: Served) -> Served:
 
 def read_heldout(config: EvaluateJob) -> list[AnnotatedRecord]:
     """Return the records that the reward model judges, of the task that it was trained for."""
-    return usable_records("data.path", config.data, as_trained(config).task)
+    return usable_records("data.path", config.data, with_trained_style(config).task)
 
 
 @contextmanager
 def connected_model(config: ScoreJob) -> Iterator[ServedModel]:
-    """The reward model of `config`, serving, on the cluster of `config`; both end with the block."""
+    """Serve the reward model of `config` on its cluster; both end with the block."""
     task = get_task(config.task)
     with on_cluster(config), Fleets() as fleets:
         yield fleets.rewards(config.feedback, task, config)

@@ -181,13 +181,13 @@ def _stage(demo: DemoJob, name: str) -> dict[str, Any]:
 
 def once(folder: Path, settings: Section, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
     """What `make` returned, now or in an earlier run, and its `seconds`. UserError when that run had other settings."""
-    made_of = Identity.from_config(settings)
-    kept = identity.load_result(folder, made_of, STAGE_FILE)
+    run_identity = Identity.from_config(settings)
+    kept = identity.load_result(folder, run_identity, STAGE_FILE)
     if kept is not None:
         return kept
     started = time.monotonic()
     metrics = {**make(), "seconds": time.monotonic() - started}
-    identity.save_identity(folder, made_of)
+    identity.save_identity(folder, run_identity)
     write_atomic(folder / STAGE_FILE, json.dumps(metrics, indent=1).encode())
     return metrics
 

@@ -65,7 +65,7 @@ def _supervise(config: SFTJob, examples: Sequence[TrainSequence], title: str) ->
 
         metrics = run_sft(
             model=config.model, examples=examples, options=options, cluster=config.cluster,
-            out_folder=folder / MODEL, seed=config.run.seed, made_of=identity.load_identity(folder),
+            out_folder=folder / MODEL, seed=config.run.seed, run_identity=identity.load_identity(folder),
             on_start=on_start, on_report=on_report,
         )  # fmt: skip
     write_model_card(folder / MODEL, config)

@@ -81,12 +81,12 @@ def make_model(shape: ShapeConfig, folder: Path, *, seed: int, mean_length: floa
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     if not shape.tie_word_embeddings:
         wanted = NEVER if mean_length is None else math.log((shape.vocab_size - 1) / (mean_length - 1))
-        set_end(model, tokenizer.eos_token_id, wanted)
+        set_eos_logit(model, tokenizer.eos_token_id, wanted)
     model.save_pretrained(folder)
     return folder
 
 
-def set_end(model: Any, end: int, logit: float) -> None:
+def set_eos_logit(model: Any, end: int, logit: float) -> None:
     """Have the model give its end-of-sequence token about that logit everywhere, where all others have about 0."""
     import torch
 

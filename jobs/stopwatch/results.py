@@ -26,10 +26,10 @@ class Results:
     def __init__(self, config: BenchmarkJob) -> None:
         """UserError for a folder in which another config was measured."""
         self._folder = config.run.folder
-        made_of = Identity.from_config(config)
-        kept = identity.load_result(self._folder, made_of, FILE) if config.run.resume == "auto" else None
+        run_identity = Identity.from_config(config)
+        kept = identity.load_result(self._folder, run_identity, FILE) if config.run.resume == "auto" else None
         if kept is None:
-            identity.save_identity(self._folder, made_of)
+            identity.save_identity(self._folder, run_identity)
         self.phases: dict[str, Any] = kept["phases"] if kept else {}
 
     def add(self, phase: str, records: Sequence[Record]) -> None:

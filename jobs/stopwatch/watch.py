@@ -19,7 +19,7 @@ from jobs.stopwatch.random_models import Models
 from t2g.config import BenchmarkJob
 from t2g.errors import RunStopped, UserError
 
-LOOK_S = 3.0  # at who else is busy, before anything starts
+SAMPLE_S = 3.0  # at who else is busy, before anything starts
 GIB = 2**30
 Record = dict[str, Any]
 
@@ -46,10 +46,10 @@ class Race:
     aims: Mapping[str, float] = field(default_factory=dict)  # of the limit's rate, by side
 
 
-def turns(sides: Sequence[str], repeats: int) -> list[str]:
+def abba_order(sides: Sequence[str], repeats: int) -> list[str]:
     """Who runs when: forth and back, so that a drift of the machine meets all alike.
 
-    >>> turns(["a", "b"], 3)
+    >>> abba_order(["a", "b"], 3)
     ['a', 'b', 'b', 'a', 'a', 'b']
     """
     return [side for turn in range(repeats) for side in (sides if turn % 2 == 0 else reversed(sides))]
@@ -103,12 +103,12 @@ def peak_gib() -> float:
     return total / GIB
 
 
-def refuse_busy(most: float) -> None:
+def check_idle_machine(most: float) -> None:
     """UserError where other programs take more than that share of the machine."""
     own, everyone = cpu_seconds(), machine_seconds()
-    time.sleep(LOOK_S)
+    time.sleep(SAMPLE_S)
     others_s = machine_seconds() - everyone - cpu_since(own)
-    busy = min(1.0, others_s / LOOK_S / (psutil.cpu_count() or 1))  # the system counts in hundredths of a second
+    busy = min(1.0, others_s / SAMPLE_S / (psutil.cpu_count() or 1))  # the system counts in hundredths of a second
     if busy > most:
         raise UserError(
             f"other programs take {busy:.0%} of this machine, and max_busy={most:g} allows {most:.0%}: times would "
@@ -126,15 +126,15 @@ class Bench:
     async def race(self, race: Race) -> Record:
         """RunStopped for a side that is not done within `deadline_s`."""
         rows: dict[str, list[dict[str, float]]] = {name: [] for name in race.sides}
-        for number, name in enumerate(turns([*race.sides], self.config.repeats + 1)):
-            row = await self._turn(race, name)
+        for number, name in enumerate(abba_order([*race.sides], self.config.repeats + 1)):
+            row = await self._run_side(race, name)
             print(f"  {race.name}, {name}: {row['seconds']:.2f} s, {row['cpu_s']:.2f} CPU s", flush=True)
             if number >= len(race.sides):
                 rows[name].append(row)
         sides = {name: summary(found) for name, found in rows.items()}
         return {"name": race.name, "unit": race.unit, "limit": race.limit, "aims": dict(race.aims), "sides": sides}
 
-    async def _turn(self, race: Race, name: str) -> dict[str, float]:
+    async def _run_side(self, race: Race, name: str) -> dict[str, float]:
         own, everyone, started = cpu_seconds(), machine_seconds(), time.monotonic()
         try:
             done = await asyncio.wait_for(race.sides[name](), self.config.deadline_s)

@@ -133,7 +133,7 @@ def test_a_bucket_that_went_with_its_owner_says_that_the_learner_is_lost(fleet: 
         async with asyncio.timeout(PATIENCE_S):
             worker = fleet.serving()[0]
             while True:  # until Ray has noticed
-                await RolloutFleet.ask(fleet, worker, lambda w: w.become.remote(ref), "a bucket of weights")
+                await RolloutFleet.request(fleet, worker, lambda w: w.become.remote(ref), "a bucket of weights")
                 await asyncio.sleep(0.5)
 
     with pytest.raises(LearnerLost, match=r"^a bucket of weights was lost with the node of learner rank 0$"):

@@ -15,7 +15,7 @@ from models import random_model
 
 import jobs.common.reward_models
 from actors.engines.reward import RewardFleet
-from jobs.common.reward_models import as_trained, connected_model, evaluate_reward, usable_records
+from jobs.common.reward_models import connected_model, evaluate_reward, usable_records, with_trained_style
 from jobs.common.run_folder import begin_folder
 from t2g.config import AnnotateConfig, EvaluateJob, FeedbackConfig, RewardEngineConfig, StyleConfig
 from t2g.errors import UserError
@@ -51,7 +51,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> EvaluateJob:
     (model / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 2048}))
     write_card(model, make_card(get_task("prompts"), StyleConfig()))
     (folder / "heldout.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
-    return as_trained(
+    return with_trained_style(
         EvaluateJob.model_validate(
             {
                 "run": {"root": folder / "runs"},

@@ -198,6 +198,6 @@ def test_they_are_vllms_schedulers() -> None:
 
 
 def test_every_finish_reason_of_vllm_is_classified() -> None:
-    """A new one is a failure until somebody reads what it means; see `Engine._finished`."""
+    """A new one is a failure until somebody reads what it means; see `Engine._run_request`."""
     failures = {"abort", "error", "repetition"}
     assert {str(reason) for reason in FinishReason} == {*get_args(OurFinishReason), *failures}

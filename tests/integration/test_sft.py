@@ -198,7 +198,7 @@ def test_a_training_that_is_given_up_leaves_no_process(base: Path, cluster: Clus
     with pytest.raises(KeyboardInterrupt):
         run_sft(
             model=ModelConfig(policy=str(base)), examples=make_examples(base), options=make_options(num_epochs=10_000),
-            cluster=cluster, out_folder=tmp_path / "up", seed=0, made_of=Identity.from_config(make_options()),
+            cluster=cluster, out_folder=tmp_path / "up", seed=0, run_identity=Identity.from_config(make_options()),
             on_start=lambda done: None, on_report=give_up,
         )  # fmt: skip
     assert len(seen) == 2
@@ -215,6 +215,6 @@ def test_no_examples_are_refused(base: Path, cluster: ClusterConfig, tmp_path: P
     with pytest.raises(UserError, match="no examples"):
         run_sft(
             model=ModelConfig(policy=str(base)), examples=[], options=make_options(), cluster=cluster,
-            out_folder=tmp_path / "none", seed=0, made_of=Identity.from_config(make_options()),
+            out_folder=tmp_path / "none", seed=0, run_identity=Identity.from_config(make_options()),
             on_start=lambda done: None, on_report=lambda step, progress: None,
         )  # fmt: skip

@@ -24,12 +24,12 @@ from jobs.stopwatch.watch import (
     Race,
     Record,
     Side,
+    abba_order,
+    check_idle_machine,
     cpu_seconds,
     cpu_since,
     peak_gib,
-    refuse_busy,
     summary,
-    turns,
 )
 from t2g.config import BenchmarkJob, LearnerConfig, PolicyJob, RolloutConfig, ShapeConfig
 from t2g.errors import RunStopped, UserError
@@ -52,8 +52,8 @@ def sides(**rates: float) -> Record:
 
 
 def test_sides_alternate_in_both_directions() -> None:
-    assert turns(["a", "b"], 4) == [*"abbaabba"]
-    assert turns(["a", "b", "c"], 2) == [*"abccba"]
+    assert abba_order(["a", "b"], 4) == [*"abbaabba"]
+    assert abba_order(["a", "b", "c"], 2) == [*"abccba"]
 
 
 def test_a_summary_is_of_medians_and_half_the_range() -> None:
@@ -114,12 +114,12 @@ def test_a_limit_has_the_environment_of_what_it_limits() -> None:
 def test_a_busy_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of all cores have worked while this process did not."""
     worked = itertools.count(0, 0.1 / 2 * (os.cpu_count() or 1))
-    monkeypatch.setattr("jobs.stopwatch.watch.LOOK_S", 0.1)
+    monkeypatch.setattr("jobs.stopwatch.watch.SAMPLE_S", 0.1)
     monkeypatch.setattr("jobs.stopwatch.watch.machine_seconds", lambda: next(worked))
     monkeypatch.setattr("jobs.stopwatch.watch.cpu_since", lambda before: 0.0)
-    refuse_busy(0.51)
+    check_idle_machine(0.51)
     with pytest.raises(UserError, match=r"50% of this machine, and max_busy=0\.49"):
-        refuse_busy(0.49)
+        check_idle_machine(0.49)
 
 
 def test_results_are_kept_by_phase_and_held_against_the_limit(tmp_path: Path) -> None:

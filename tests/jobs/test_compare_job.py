@@ -14,7 +14,7 @@ from fakes import LENGTH, FakeFeedback, FakeRollouts, LetterTask, letter_prompts
 
 from jobs.common import fleets, stages
 from jobs.common.cli import StopFlag
-from jobs.common.comparison_runs import Session, Target, engine_groups, finish, other_posts
+from jobs.common.comparison_runs import Session, Target, engine_groups, finish, make_search_data
 from jobs.common.policy_runs import PolicyData
 from jobs.common.run_folder import begin_folder
 from jobs.compare import check, describe, run
@@ -211,7 +211,7 @@ def test_rates_are_chosen_on_other_held_out_prompts(tmp_path: Path) -> None:
     def others(num_prompts: int) -> PolicyData:
         held_out = f"eval_data={{path: {tmp_path / 'held.jsonl'}}}"
         sizes = f"eval.num_prompts={num_prompts}", f"compare.reference_prompts={num_prompts}"
-        return other_posts(the_job(tmp_path, held_out, *sizes), data)
+        return make_search_data(the_job(tmp_path, held_out, *sizes), data)
 
     assert [p.prompt_text for p in others(2).eval_prompts] == ["Post 2.", "Post 3."]
     assert [p.prompt_text for p in others(3).eval_prompts] == ["Post 3.", "Post 4."]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jobs.common.reward_models import as_trained, evaluate_reward, usable_records
+from jobs.common.reward_models import evaluate_reward, usable_records, with_trained_style
 from jobs.common.run_folder import begin_folder
 from jobs.evaluate import evaluate
 from t2g.config import EvaluateJob, StyleConfig
@@ -56,20 +56,20 @@ def job(tmp_path: Path, model: str | Path, records: list[dict[str, Any]] = RECOR
 
 
 def test_task_and_style_are_those_of_the_models_card(tmp_path: Path, model: Path) -> None:
-    config = as_trained(job(tmp_path, model))
+    config = with_trained_style(job(tmp_path, model))
     assert (config.task, config.feedback.style) == ("tiny", NO_CRITIQUE)
 
 
 def test_what_the_config_says_is_left_for_the_server_to_refuse(tmp_path: Path, model: Path) -> None:
     sparse = {"critique": True, "labels": "sparse"}
-    config = as_trained(job(tmp_path, model, task="prompts", feedback={"style": sparse}))
+    config = with_trained_style(job(tmp_path, model, task="prompts", feedback={"style": sparse}))
     assert (config.task, config.feedback.style) == ("prompts", StyleConfig())
 
 
 def test_models_without_a_card_follow_the_config(tmp_path: Path) -> None:
     for name in (str(tmp_path), "someone/reward-model"):
         config = job(tmp_path, name)
-        assert as_trained(config) == config
+        assert with_trained_style(config) == config
 
 
 @pytest.mark.parametrize("name", ["runs/demo/reward/model", "./model", "/no/model"])
@@ -96,7 +96,7 @@ def test_a_smoke_run_asks_about_three(tmp_path: Path) -> None:
 
 
 def test_the_report_lies_in_the_run_folder(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = as_trained(job(tmp_path, model))
+    config = with_trained_style(job(tmp_path, model))
     folder = begin_folder(config, JSON_FILE)
     tokenizer = build_tokenizer(tmp_path / "tokenizer", ["x"], vocab_size=261)  # a token a byte
     metrics = evaluate_reward(config, records_of(config), Model(), tokenizer, folder)

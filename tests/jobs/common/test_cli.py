@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.common.cli import main, print_made, stop_flag
+from jobs.common.cli import main, print_outputs, stop_flag
 from jobs.common.run_folder import sole_process
 from t2g.config import DemoJob, EvaluateJob, PolicyJob, RunConfig
 from t2g.config.loading import load
@@ -85,8 +85,8 @@ def test_a_dry_run_and_a_start_list_all_problems_last(
 
 def test_what_a_job_made_is_its_last_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "report.html").touch()
-    print_made(report=tmp_path / "report.html", policy=tmp_path / "policy", folder=tmp_path)
-    print_made(policy=tmp_path / "policy")
+    print_outputs(report=tmp_path / "report.html", policy=tmp_path / "policy", folder=tmp_path)
+    print_outputs(policy=tmp_path / "policy")
     assert capsys.readouterr().out == f"made: report {tmp_path / 'report.html'}, folder {tmp_path}\nmade: nothing\n"
 
 

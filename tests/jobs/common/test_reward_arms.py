@@ -6,7 +6,7 @@ import pytest
 
 from configs import differing
 from jobs.common import comparison_runs
-from jobs.common.comparison_runs import arm_job, relabelled, write_dense
+from jobs.common.comparison_runs import arm_job, relabel, write_dense
 from jobs.common.stages import demo_of, once, reward_job
 from t2g.config import CompareJob, DataConfig, DemoJob, RewardJob, StyleConfig, loading
 from t2g.errors import UserError
@@ -98,7 +98,7 @@ def test_each_model_is_trained_once_with_each_seed(tmp_path: Path, monkeypatch: 
 
 def test_decisive_metrics_look_at_the_tokens_of_the_sparse_gold(tmp_path: Path) -> None:
     tokenizer = build_tokenizer(tmp_path, ["x"], vocab_size=261)  # a token a byte
-    gold = relabelled(SPARSE, StyleConfig(labels="dense")).to_feedback()
+    gold = relabel(SPARSE, StyleConfig(labels="dense")).to_feedback()
     said = read_record({"prompt": "p", "response": SPARSE.response, "critique": "c", "good": ["by Ann, in Li"]})
     judged = judged_record(SPARSE.response, gold, said.to_feedback(), said.to_feedback(), tokenizer)
     metrics = arm_metrics([judged], [SPARSE.to_feedback()], tokenizer)

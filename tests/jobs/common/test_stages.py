@@ -14,7 +14,7 @@ from configs import differing
 from jobs.common import stages
 from jobs.common.fleets import Fleets
 from jobs.common.stages import demo_of, make_stages, once, resolve_stages, sft_job
-from jobs.demo import arm_job, held_out_facts, run, table
+from jobs.demo import arm_job, run, select_facts, table
 from t2g.config import DemoJob, PolicyJob, SFTJob, WorldConfig, loading
 from t2g.errors import UserError
 
@@ -119,7 +119,7 @@ def test_the_table_has_a_row_for_the_base_and_one_for_each_arm() -> None:
     beside = {"fact_precision": 0.5, "fact_recall": 0.25, "repeated": 0.125, "length_mean": 15.0, "clauses": 4.0}
 
     def row(f1: float) -> dict[str, float]:
-        return held_out_facts({"fact_f1": f1, **beside})
+        return select_facts({"fact_f1": f1, **beside})
 
     text = table({"base": row(0.6), "arms": {"span": row(0.9), "scalar": row(0.7)}, "samples": 128, "steps": 2})
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]

@@ -138,7 +138,7 @@ def test_a_learner_that_is_lost_takes_no_step_out_of_the_picture(
     (config.run.folder / loading.FILE_NAME).unlink()
     shown: list[int] = []
 
-    def one_learner(*given: Any) -> TrainerState:
+    def run_with_learner(*given: Any) -> TrainerState:
         steering = next(one for one in given if isinstance(one, Steering))
         if not shown:
             steering.on_step(3, STARVED)
@@ -149,7 +149,7 @@ def test_a_learner_that_is_lost_takes_no_step_out_of_the_picture(
             raise LearnerLost("a rank has died")
         return TrainerState(step=3, kl_coef=0.0)
 
-    monkeypatch.setattr(policy_runs, "one_learner", one_learner)
+    monkeypatch.setattr(policy_runs, "run_with_learner", run_with_learner)
     with pytest.raises(Stopped):
         policy_runs.train(config, None, FakeFleet("rollout", 1), SimpleNamespace(fleet=None), StopFlag())  # type: ignore[arg-type]
     assert shown == [3, 3]
