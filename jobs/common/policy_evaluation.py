@@ -282,7 +282,7 @@ def collect(
     limit, known = ConcurrencyLimit(concurrency), read_rows(path, schema)
     missing = {key: item for key, item in items.items() if key not in known}
 
-    async def one(key: str, item: Any) -> None:
+    async def append_row(key: str, item: Any) -> None:
         async with limit.acquire() as begins:
             if begins:
                 with suppress(ChatError, SamplingFailed):  # the journal then lacks the row
