@@ -290,9 +290,8 @@ def collect(
                     bar.advance()
 
     with closing(Journal(path)) as journal, show_progress(title, len(missing)) as bar:
-        asyncio.run(
-            run_until_stopped(gather_all(one(*pair) for pair in missing.items()), limit, journal.sync, stop, drain_s)
-        )
+        work = gather_all(append_row(*pair) for pair in missing.items())
+        asyncio.run(run_until_stopped(work, limit, journal.sync, stop, drain_s))
     rows = read_rows(path, schema)
     if num_lost := len(items.keys() - rows.keys()):
         raise RunStopped(f"{title}: {num_lost} of {len(missing)} got no answer; the same command asks again")
