@@ -117,7 +117,7 @@ ATTACKS: dict[str, tuple[str, str, str]] = {
     "kill the group": ("import os\ndef f(x):\n    os.kill(0, 9)\n", "*", "*"),  # init of a namespace survives
     "kill the parent": ("import os\ndef f(x):\n    os.kill(os.getppid() or -1, 9)\n", "*", "*"),
     "stop the parent": ("import os\ndef f(x):\n    os.kill(os.getppid() or -1, 19)\n", "*", "*"),
-    # Forging: what the runner says, its functions, its memory, its result channel.
+    # Forging: the output of the runner, its functions, its memory, its result channel.
     "verdict into every file": (
         "import json, os\nsaid = json.dumps({'reason': 'passed', 'tests': []}).encode() + b'\\n'\n"
         "for file in range(64):\n    try:\n        os.write(file, b'[]\\n' + said)\n    except OSError:\n        pass\n"

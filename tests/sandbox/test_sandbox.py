@@ -167,7 +167,7 @@ print(json.dumps(found | {"weak": weak.reason, "isolation": weak.isolation}))
 """
 
 
-def asked_in(mode: Callable[[], None], *require: str) -> dict[str, Any]:
+def run_in(mode: Callable[[], None], *require: str) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-c", REFUSAL, *require], env={"PYTHONPATH": str(ROOT)}, cwd="/",
         preexec_fn=mode, capture_output=True, text=True, check=False, timeout=60,
@@ -188,7 +188,7 @@ def in_child(mode: Callable[[], None], module: str, function: str) -> Any:
 
 
 def test_what_cannot_be_isolated_is_refused_in_one_sentence() -> None:
-    found = asked_in(forbid_everything, "processes", "files", "network")
+    found = run_in(forbid_everything, "processes", "files", "network")
     assert "this machine's processes, files, network:" in found["refused"]
     assert "this machine's network, files:" in found["available"]
     for way in ("user.max_user_namespaces", "landlock", "seccomp", "sandbox.require", "Linux 5.13"):
@@ -221,7 +221,7 @@ def test_a_process_that_starts_a_sandbox_is_not_dumpable() -> None:
 
 
 def test_what_can_be_isolated_is_not_refused() -> None:
-    found = asked_in(become_ordinary_without_namespaces, "files", "processes", "network")
+    found = run_in(become_ordinary_without_namespaces, "files", "processes", "network")
     assert found["available"] == "" and "refused" not in found
 
 
@@ -443,23 +443,23 @@ def test_what_is_visible_in_tmp_cannot_be_moved_away() -> None:
     assert "Error: [Errno" in done.stderr and "'elsewhere'" in done.stderr
 
 
-# -- who is left
+# -- remaining processes
 
 
 READINGS: dict[str, tuple[list[dict[int, str]], bool]] = {
-    "nobody": ([{}, {}], False),
-    "one that runs": ([{7: "S"}], True),
-    "one that forked and ended while /proc was read": ([{7: "Z"}, {7: "Z", 8: "S"}], True),
-    "one that was reaped before it was read": ([{}, {8: "R"}], True),
-    "one that ended before": ([{7: "Z"}, {7: "Z"}], False),
-    "one that is born again and again": ([{n: "Z"} for n in range(7, 99)], True),
+    "no process": ([{}, {}], False),
+    "a running process": ([{7: "S"}], True),
+    "a process that forked and ended while /proc was read": ([{7: "Z"}, {7: "Z", 8: "S"}], True),
+    "a process that was reaped before it was read": ([{}, {8: "R"}], True),
+    "a process that had ended before": ([{7: "Z"}, {7: "Z"}], False),
+    "processes that start again and again": ([{n: "Z"} for n in range(7, 99)], True),
 }
 
 
 @pytest.mark.parametrize("case", READINGS)
 def test_remaining_processes_are_read_until_two_readings_agree(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """4 has the tests in 5, these the worker in 6, whose children, in these states, are what a solution has left."""
-    readings, left = READINGS[case]
+    """Process 4 is the supervisor, 5 the tester, 6 the worker; the states are those of the worker's children."""
+    readings, is_running = READINGS[case]
     each = iter(readings)
     states: dict[int, str] = {}
 
@@ -470,4 +470,4 @@ def test_remaining_processes_are_read_until_two_readings_agree(case: str, monkey
     monkeypatch.setattr(isolation, "children", lambda parent: [6])
     monkeypatch.setattr(isolation, "descendants", descendants)
     monkeypatch.setattr(isolation, "_state", lambda process: states[process])
-    assert isolation.has_running_processes(4, 5, has_worker=True) is left
+    assert isolation.has_running_processes(4, 5, has_worker=True) is is_running
