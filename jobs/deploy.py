@@ -60,7 +60,7 @@ def status(arguments: argparse.Namespace) -> int:
 
 
 def scale(arguments: argparse.Namespace) -> int:
-    """Ask a run for another number of workers; it sees to that within seconds."""
+    """Change the number of workers of a running job, which follows within seconds."""
     requested = TargetSizes(rollouts=arguments.rollouts, rewards=arguments.rewards)
     wanted = write_target_sizes(arguments.root / arguments.run, requested)
     sizes = ", ".join(f"{number} {field}" for field, number in wanted.model_dump(exclude_none=True).items())

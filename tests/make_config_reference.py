@@ -58,6 +58,7 @@ Unknown keys are refused with the nearest known one. `t2g JOB --help` prints the
   the one without those keys.
 - **On resume**: a `free` key can change when the same command resumes a run, a `fixed` key cannot: the start is refused
   and names the key. `by key`: the table of the section says it for each key. `by job`: it differs between jobs.
+- *none* in these tables is written `null` in YAML and on the command line; `none` in quotes is a text.
 - `auto` is allowed for `gpus`, `dtype`, `threads`, `memory_gib`, `enforce_eager` and `gpu_memory_utilization`: a GPU
   and bfloat16 where there is one, else the schema's default on all cores. The run keeps the values, and a resume with
   another `dtype` is refused.
