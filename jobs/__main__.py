@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
 from runpy import run_module
@@ -55,14 +56,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="t2g", description=format_jobs(), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"t2g {version('t2g')}")
-    parser.add_argument("job", nargs="?", choices=["init", *MODULES], metavar="JOB", help=argparse.SUPPRESS)
+    parser.add_argument("job", nargs="?", metavar="JOB", help=argparse.SUPPRESS)
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
     if given.job is None:
         print(format_jobs())
         return 0
     rest = list(given.rest)
+    if given.job not in (jobs := ["init", *MODULES]):
+        near = get_close_matches(given.job, jobs, n=1)
+        parser.error(f"{given.job} is no job" + (f"; did you mean {near[0]}?" if near else "; t2g lists them"))
     if given.job == "init":
+        if rest in (["-h"], ["--help"]):
+            print(purpose_of("init"))
+            return 0
         if len(rest) != 1 or rest[0].startswith("-"):
             parser.error("init needs one folder: t2g init my-run")
         return init(Path(rest[0]))

@@ -238,8 +238,8 @@ def write_files(config: AnnotateJob, folder: Path, samples: Sequence[Sample], re
     if not usable or summary["failed_share"] > limit:
         raise RunStopped(
             f"{summary['failed_share']:.0%} of {len(made)} responses got no usable feedback from annotate.source="
-            f"{config.annotate.source}; annotate.max_failed_share allows {limit:.0%}. The others are kept in "
-            f"{JOURNAL_FILE}: the same command asks again for those that failed\n{text}"
+            f"{config.annotate.source}; annotate.max_failed_share allows {limit:.0%}. All judgements are kept in "
+            f"{JOURNAL_FILE}: the same command requests the failed ones again\n{text}"
         )
     heldout = annotation.select_heldout_prompts((record.prompt for record in usable), config.annotate.heldout_share)
     for name, is_heldout in ((TRAIN_FILE, False), (HELDOUT_FILE, True)):

@@ -140,7 +140,8 @@ class PolicyJob(SyncedJob, JobConfig):
             samples = f"{count(self.eval.num_prompts, 'prompt')} x {count(self.eval.samples_per_prompt, 'sample')}"
             evaluation = f"every {count(self.eval.every, 'step')}, {samples} of {self.eval_data.path}"
         steps = format_steps(self.rollout, self.learner, self.num_steps, self.cluster.gpu_sharing)
-        return [*steps, f"feedback: {self.feedback.source}", f"evaluation: {evaluation}"]
+        objective = f"objective: rewards at {self.objective.rewards.placement}, advantages {self.objective.advantages}"
+        return [*steps, f"feedback: {self.feedback.source}", objective, f"evaluation: {evaluation}"]
 
     @property
     def schedule_steps(self) -> int | None:

@@ -23,7 +23,7 @@ REMOVED_KEYS = {
     "objective.loss_mean": "renamed to objective.loss_aggregation",
     "objective.importance": "renamed to objective.rollout_correction",
     "objective.importance_cap": "renamed to objective.rollout_correction_cap",
-    "cluster.colocate": "replaced by cluster.gpu_sharing=alternate",
+    "cluster.colocate": "replaced by cluster.gpu_sharing=alternate for true, none for false",
     "serve.then": "renamed to serve.command",
     "stages": "renamed to artifacts, and ${stages} to ${artifacts}",
 }
@@ -67,6 +67,8 @@ def _format_error(schema: type[BaseModel], keys: Keys, detail: ErrorDetails) -> 
     if kind == "value_error":
         needs = needs.removeprefix("Value error, ")
         return needs if name in needs else f"{name}: {needs}"
+    if detail["input"] == "none" and field and type(None) in get_args(field.annotation):
+        return f"{name}: got the text none, needs null for no value"
     needs = re.sub(r"^\w+ should (be |have |match )?", "", needs)  # "Input should be a valid number"
     return f"{name}: got {format_value(detail['input'])}, needs {needs}" + (f" ({about})" if about else "")
 

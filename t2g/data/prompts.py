@@ -111,7 +111,7 @@ def encode_policy_prompt(
         ids = fit_chat(shorter, tokenizer, max_prompt_tokens, input_chars=len(longest["content"]))
     if ids is None:
         raise PromptTooLongError(
-            f"the prompt, cut as far as may be, has {len(encode_chat(tokenizer, build(0)))} tokens and the window "
+            f"the shortest form of the prompt has {len(encode_chat(tokenizer, build(0)))} tokens and the window "
             f"holds {max_prompt_tokens} beside the response; shorten it, raise rollout.max_model_len, or set "
             "data.too_long to skip or truncate"
         )

@@ -81,7 +81,7 @@ def parse_piece(item: Any, label: Literal[-1, 1]) -> Quote | Span:
         return validate(value)
     except ValidationError as error:
         reason = format_first_error(error)
-        raise ValueError(f"{item!r:.80} is no quote and no range of the response: {reason}") from None
+        raise ValueError(f"{item!r:.80} is neither a quote nor a range of the response: {reason}") from None
 
 
 def format_answer(critique: str, good: Iterable[Quote], poor: Iterable[Quote], *, style: StyleConfig = SPARSE) -> str:

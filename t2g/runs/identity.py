@@ -139,7 +139,7 @@ def check_identity(folder: Path, identity: Identity) -> Identity:
     if settings or refused:
         contents = [f"the content of {c.key} (hash {c.before} -> {c.after or 'missing'})" for c in refused]
         advice = "restore that, or take another run.name"
-        if tokens := dict.fromkeys(change.token for change in refused if change.after):
+        if not settings and (tokens := dict.fromkeys(change.token for change in refused if change.after)):
             entries = [token for token in tokens for _ in range(used[token] + 1)]
             advice += f"; run.accept=[{','.join(entries)}] goes on with the changed content"
         if (steps := saved.config.get(SCHEDULE)) and steps != identity.config.get(SCHEDULE):

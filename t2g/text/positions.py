@@ -53,7 +53,9 @@ def check_head_size(model: str, revision: str | None, key: str) -> None:
     size = getattr(config, "head_dim", None) or (heads and config.hidden_size // heads)
     if size and size not in CPU_HEAD_SIZES:
         sizes = ", ".join(map(str, CPU_HEAD_SIZES))
-        raise UserError(f"{key}={model}: its heads have a size of {size}, and on a CPU engines know {sizes}")
+        raise UserError(
+            f"{key}={model}: its head size {size} is not supported by vLLM on CPUs, which needs one of {sizes}"
+        )
 
 
 def find_uneven_heads(heads: int, kv_heads: int, gpus: int) -> str:

@@ -120,6 +120,11 @@ def test_a_key_of_version_0_1_is_refused_with_the_new_one(tmp_path: Path, overri
     assert f"`{override.partition('=')[0]}" in guide and f"`{new}`" in guide
 
 
+def test_the_text_none_is_refused_with_null(tmp_path: Path) -> None:
+    (sentence,) = refused(tmp_path, GOOD, "objective.kl_target=none")
+    assert sentence == "command line: objective.kl_target: got the text none, needs null for no value"
+
+
 def test_all_wrong_values_are_reported_at_once(tmp_path: Path) -> None:
     text = GOOD.replace("0.6", "hot") + "num_steps: 0\n"
     overrides = ("rollout.workers=0", "objective.whiten=most", "learner.critic.lr=.nan")

@@ -132,7 +132,7 @@ def test_a_long_post_is_cut_and_nothing_else(tokenizer: Any) -> None:
         assert len(ids) == whole - (whole - room + 1) // 2 * 2
         assert tokenizer.decode(ids).startswith("<|user|>Summarize the following")
         assert tokenizer.decode(ids).endswith("<|end|><|assistant|>")
-    with pytest.raises(ValueError, match=r"cut as far as may be, has .* tokens and the window holds"):
+    with pytest.raises(ValueError, match=r"the shortest form of the prompt has .* tokens and the window holds"):
         encode_policy_prompt(record, SUMMARIZATION, tokenizer, whole - 601)
 
 
@@ -163,7 +163,9 @@ def test_one_long_prompt_of_many_refuses_the_data_or_is_left_out_or_cut(
     tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     records = [{"prompt": "a" * 10}, {"prompt": "b" * 500}, {"prompt": "c" * 20}]
-    with pytest.raises(UserError, match=r"data record 2: the prompt, .* set data\.too_long to skip or truncate"):
+    with pytest.raises(
+        UserError, match=r"data record 2: the shortest form of the prompt .* set data\.too_long to skip or truncate"
+    ):
         make_prompts(records, PROMPTS, tokenizer, 100)
     left = make_prompts(records, PROMPTS, tokenizer, 100, too_long="skip")
     assert [prompt.prompt_text for prompt in left] == ["a" * 10, "c" * 20]

@@ -79,7 +79,7 @@ def test_a_run_that_can_start(model: Path, data: str) -> None:
             "preflight_functions:of_one cannot be called with (prompt_text, response_text)",
         ),
         ({"feedback": function("of_three")}, "but is of_three(prompt, response, style)"),
-        ({"feedback": function("table")}, "is a dict; it needs to be a function"),
+        ({"feedback": function("table")}, "has the type dict; it needs to be a function"),
         ({"feedback": function("nobody")}, "has no attribute 'nobody'"),
         ({"feedback": {"source": "program"}}, "task prompts has no program of its own"),
         ({"task": "summarisation"}, "task='summarisation' is none of"),
@@ -229,7 +229,7 @@ def test_heads_of_a_size_that_the_cpu_kernels_lack(model: Path, data: str, tmp_p
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps(config | {"head_dim": 48}))
     (words,) = preflight(policy(tmp_path, data), None).wrong
-    assert "heads have a size of 48" in words
+    assert "head size 48" in words
     assert all_of(preflight(policy(tmp_path, data, rollout={"gpus": 1}, learner={"gpus": 1}), None)) == []
 
 

@@ -264,7 +264,7 @@ def test_pieces_that_a_feedback_function_may_give() -> None:
      Span(start="x", end=1, label=-1), Span(start=0, end=1, label=-1, critique_range="ab")],  # type: ignore[arg-type]
 )  # fmt: skip
 def test_what_is_no_piece(rubbish: Any) -> None:
-    with pytest.raises(ValueError, match="no quote and no range"):
+    with pytest.raises(ValueError, match="neither a quote nor a range"):
         parse_piece(rubbish, -1)
 
 
@@ -284,7 +284,7 @@ def test_ranges_are_taken_as_they_are() -> None:
      {"critique": "c", "good": []}, {"critique": "c", "good": [], "poor": [], "bad": []}],
 )  # fmt: skip
 def test_invalid_answers_of_a_program_are_distinguished(answer: Any) -> None:
-    with pytest.raises(ValueError, match=r"needs? to be|needs critique|no quote"):
+    with pytest.raises(ValueError, match=r"needs? to be|needs critique|neither a quote"):
         judged(answer)
 
 

@@ -13,6 +13,7 @@ from configs import shipped
 from jobs import __main__ as console
 from jobs.starter.feedback import judge
 from t2g.config import PolicyJob, loading
+from t2g.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,7 +57,9 @@ def test_a_new_folder_has_all_that_a_run_reads_and_a_full_one_is_left_alone(
     folder = tmp_path / "mine"
     assert console.main(["init", str(folder)]) == 0
     assert {file.name for file in folder.iterdir()} == {"README.md", "feedback.py", "policy.yaml", "prompts.jsonl"}
-    config = loading.load(PolicyJob, folder / "policy.yaml", environ={}, cwd=folder)
+    with pytest.raises(UserError, match=r"model\.policy is missing"):
+        loading.load(PolicyJob, folder / "policy.yaml", environ={}, cwd=folder)
+    config = loading.load(PolicyJob, folder / "policy.yaml", ["model.policy=my/model"], environ={}, cwd=folder)
     assert config.data.path == str(folder / "prompts.jsonl") and config.feedback.source == "feedback:judge"
     prompts = [json.loads(line)["prompt"] for line in (folder / "prompts.jsonl").read_text().splitlines()]
     assert len(set(prompts)) == len(prompts) >= config.rollout.prompts_per_step

@@ -151,7 +151,9 @@ def load_function(import_path: str) -> FeedbackFunction:
         kind = MissingLocally if isinstance(error, ModuleNotFoundError) else UserError
         raise kind(f"feedback.source={import_path} cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(function):
-        raise UserError(f"feedback.source={import_path} is a {type(function).__name__}; it needs to be a function")
+        raise UserError(
+            f"feedback.source={import_path} has the type {type(function).__name__}; it needs to be a function"
+        )
     try:
         inspect.signature(function).bind("prompt", "response", **({"payload": {}} if _wants_payload(function) else {}))
     except TypeError as error:

@@ -161,7 +161,7 @@ def test_an_empty_response() -> None:
         ("raising_later", "raised OSError: the connection is gone"),
         ("unspeakable", "Unspeakable"),
         ("unspeakable_answer", "raised ZeroDivisionError"),
-        ("number_as_quote", "returned an invalid judgement: 5 is no quote"),
+        ("number_as_quote", "returned an invalid judgement: 5 is neither a quote"),
     ],
 )
 def test_a_function_that_misbehaves_is_failed_and_said_once(
@@ -310,7 +310,7 @@ def test_concurrent_timeouts_count_once_and_three_rounds_stop_the_run() -> None:
     [
         ("no_such_module_at_all:f", "No module named"),
         ("json:no_such_function", "no attribute"),
-        (f"{__name__}:not_a_function", "is a int; it needs to be a function"),
+        (f"{__name__}:not_a_function", "has the type int; it needs to be a function"),
     ],
 )
 def test_an_import_path_that_does_not_resolve(path: str, reason: str) -> None:
