@@ -1,5 +1,6 @@
-"""Where a run lives: its pods, manifests and memory, worked out from its config; what goes to a cluster, and what comes
-back from one, as text. It never contacts Ray: actors and jobs do, and they alone import it."""
+"""Plan a run on a cluster from its config: pods, manifests, GPU memory, uploads, and reports on the cluster's state.
+
+The package never contacts Ray. Only actors and jobs import it."""
 
 from t2g.deploy.check import check_config
 from t2g.deploy.manifests import render_manifests

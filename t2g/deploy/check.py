@@ -1,4 +1,4 @@
-"""What a run needs of a cluster, and what cannot work there, computed without contacting it."""
+"""Check a config against a cluster without contacting it: pods, GPU memory, problems and warnings."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import inf
@@ -32,35 +32,35 @@ from t2g.sandbox import available
 from t2g.text.positions import find_uneven_heads
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "gathered", "logits", "lent", "graphs", "cache", "other")
-MIN_PLACEMENT_S = 600  # a new node, an image of some GB, a Ray that starts
+MIN_PLACEMENT_S = 600  # time to add a node, pull an image of some GB and start Ray
 DATA_FILES = (".json", ".jsonl", ".csv", ".parquet")
 
 Fits = Sequence[tuple[PodGroup, Estimate]]
 
 
 def check_config(config: JobConfig, *, gpu: str = "A100-80GB", found: Findings | None = None) -> tuple[list[str], str]:
-    """Return the problems, one sentence each, and the report: pods, memory by role on a GPU, problems and warnings.
+    """Return the problems, a sentence each, and the report: pods, GPU memory of each role, problems and warnings.
 
     Args:
         gpu: A name of `memory.GPUS`, or GiB.
         found: Findings of a preflight, added to the report.
 
     Raises:
-        UserError: The GPU is neither, or a worker fits into no pod.
+        UserError: The GPU is unknown, or a worker fits into no pod.
     """
     found, gpu_gib = found or Findings(), gib_of(gpu)
     groups = pod_groups(config)
     shapes, remarks = _shapes(config)
-    known = [group for group in groups if group.role.gpus and group.name in shapes]
-    fits = [(group, _fit(config, group, shapes[group.name], gpu_gib * GIB)) for group in known]
+    estimated = [group for group in groups if group.role.gpus and group.name in shapes]
+    fits = [(group, _fit(config, group, shapes[group.name], gpu_gib * GIB)) for group in estimated]
     problems = [*found.wrong, *_problems(config, shapes, fits, gpu_gib)]
     warnings = [] if shares_gpus(config) else [*_group_warnings(groups)]
     warnings += [*_cluster_warnings(config, shapes.get("learner")), *path_warnings(config)]
     slow = [group.section for group, _ in fits if getattr(group.role, "dtype", "") == "float32"]
     warnings += [f"{name}.dtype is float32, for which GPUs have no fast attention: take bfloat16" for name in slow]
     sandboxes = [feedback.sandbox for feedback in config.feedback_sections.values()]
-    if config.task == "code" and sandboxes and (lacking := available(sandboxes[0].require)):
-        warnings.append(f"on this machine {lacking}")
+    if config.task == "code" and sandboxes and (problem := available(sandboxes[0].require)):
+        warnings.append(f"on this machine {problem}")
     lines = [*map(_pod_line, groups), _total_line(config, groups), "", *_memory_lines(fits, gpu, gpu_gib), *remarks, ""]
     findings = [*(f"problem: {text}" for text in problems), *(f"warning: {text}" for text in warnings)]
     findings += [f"not here: {text}" for text in found.missing]
@@ -68,7 +68,7 @@ def check_config(config: JobConfig, *, gpu: str = "A100-80GB", found: Findings |
 
 
 def gib_of(gpu: str) -> float:
-    """Memory of a GPU that is named, or given in GiB."""
+    """Return the memory in GiB of a GPU given by its name or in GiB."""
     try:
         gib = GPUS.get(gpu) or float(gpu)
     except ValueError:
@@ -79,7 +79,7 @@ def gib_of(gpu: str) -> float:
 
 
 def _pod_line(group: PodGroup) -> str:
-    """rollout: 12 engines of TP 2 -> 3 pods, at most 8; a pod has 8 GPUs, 16 CPUs and 96 GiB for them"""
+    """Return "rollout: 12 engines of TP 2 -> 3 pods, at most 8; a pod has 8 GPUs, 16 CPUs and 96 GiB for them"."""
     role, workers, pods = group.role, group.workers, group.pods
     size = "on CPUs"
     if role.gpus:
@@ -94,8 +94,8 @@ def _pod_line(group: PodGroup) -> str:
 
 def _total_line(config: JobConfig, groups: Sequence[PodGroup]) -> str:
     if shares_gpus(config):
-        groups = [group for group in groups if group.name != "rollout"]  # on the ranks' GPUs
-    start, most = (sum(getattr(g.pods, when) * g.gpus for g in groups) for when in ("initial", "max"))
+        groups = [group for group in groups if group.name != "rollout"]  # engines are on the ranks' GPUs
+    start, most = (sum(getattr(g.pods, bound) * g.gpus for g in groups) for bound in ("initial", "max"))
     return f"in all: {_count(start, 'GPU')}{f', at most {most}' if most > start else ''}, and a head without workers"
 
 
@@ -104,19 +104,18 @@ def _count(count: float, noun: str) -> str:
 
 
 def _shapes(config: JobConfig) -> tuple[dict[str, ModelShape], list[str]]:
-    """Return shapes by pod group, and a warning for each model whose size is not known here."""
+    """Return shapes by pod group, and a warning for each model whose size is unknown on this machine."""
     shapes, remarks = dict[str, ModelShape](), []
     for model in models(config):
-        shape, of = find_shape(model.name, model.revision), ["reward"]
-        if model.key.endswith("policy"):
-            of = ["learner", "critic", "rollout", "reward"]
+        shape = find_shape(model.name, model.revision)
+        is_policy = model.key.endswith("policy")
         if shape is None and "reward" in shapes:
             remarks.append(f"reward: the size of {model.name} is not known on this machine; taken to be the policy's")
         elif shape is None:
             remarks.append(f"{model.key}={model.name}: its size is not known on this machine")
             return {}, remarks
         else:
-            shapes |= dict.fromkeys(of, shape)
+            shapes |= dict.fromkeys(["learner", "critic", "rollout", "reward"] if is_policy else ["reward"], shape)
     return shapes, remarks
 
 
@@ -133,14 +132,14 @@ def _fit(config: JobConfig, group: PodGroup, shape: ModelShape, gpu_bytes: float
         return rank_fit(shape, sft_models(shape, config.sft), config.sft, ranks=workers, tokens=tokens, logits=logits)
     assert isinstance(config, PolicyJob)
     learner, objective = config.learner, config.objective
-    # A longer sequence has a pass of its own.
+    # A sequence longer than tokens_per_microbatch is a microbatch of its own.
     tokens = max(learner.tokens_per_microbatch, config.rollout.max_model_len)
     if group.name == "critic":
         return rank_fit(shape, critic_models(shape), learner, ranks=workers, tokens=tokens)
     logits = logits_bytes(shape, learner, tokens=tokens, objective=objective)
-    held = learner_models(shape, learner, objective)
+    models_on_rank = learner_models(shape, learner, objective)
     lent = lent_bytes(shape, learner, b=BYTES[config.rollout.dtype])
-    return rank_fit(shape, held, learner, ranks=workers, tokens=tokens, logits=logits, lent=lent)
+    return rank_fit(shape, models_on_rank, learner, ranks=workers, tokens=tokens, logits=logits, lent=lent)
 
 
 def _memory_lines(fits: Fits, gpu: str, gpu_gib: float) -> Iterator[str]:
@@ -162,53 +161,51 @@ def _memory_lines(fits: Fits, gpu: str, gpu_gib: float) -> Iterator[str]:
 
 
 def _problems(config: JobConfig, shapes: Mapping[str, ModelShape], fits: Fits, gpu_gib: float) -> Iterator[str]:
-    gpu_bytes, beside = gpu_gib * GIB, dict[str, float]()  # of a shared GPU, what the other role has
-    of_rank = next((fit for group, fit in fits if group.name == "learner"), None)
-    if isinstance(config, PolicyJob) and shares_gpus(config) and of_rank:
-        beside = beside_bytes(of_rank, config.rollout, sharing=config.cluster.gpu_sharing, gpu_bytes=gpu_bytes)
+    gpu_bytes, beside = gpu_gib * GIB, dict[str, float]()  # beside: memory of the other role on a shared GPU
+    rank = next((fit for group, fit in fits if group.name == "learner"), None)
+    if isinstance(config, PolicyJob) and shares_gpus(config) and rank:
+        beside = beside_bytes(rank, config.rollout, sharing=config.cluster.gpu_sharing, gpu_bytes=gpu_bytes)
     for group, fit in fits:
         section, role, room = group.section, group.role, gpu_bytes - beside.get(group.name, 0.0)
         if isinstance(role, EngineConfig):
             if fit.fitting == 0:
-                raised = f"raise {section}.gpus or lower max_model_len"
-                yield f"{section}: not one sequence fits beside the weights; {raised}"
+                yield f"{section}: no sequence fits beside the weights; raise {section}.gpus or lower max_model_len"
             heads = shapes[group.name].num_attention_heads, shapes[group.name].num_key_value_heads
             if why := find_uneven_heads(*heads, role.tensor_parallel):
                 yield f"{section}.gpus is {role.gpus:g}, and the model has {why}; take a number that divides them"
             if group.name in beside and role.gpu_memory_utilization * gpu_bytes > room:
                 yield (
                     f"{section}.gpu_memory_utilization is {role.gpu_memory_utilization:g}, and the rank on the same "
-                    f"GPU leaves {room / gpu_bytes:.2f} of it; lower the one, or what the rank needs"
+                    f"GPU leaves {room / gpu_bytes:.2f} of it; lower gpu_memory_utilization or the rank's memory"
                 )
         elif fit.total > room:
             name, options = ("sft", config.sft) if isinstance(config, SFTJob) else ("learner", config.learner)
             checkpointing = "" if options.gradient_checkpointing else f"set {name}.gradient_checkpointing=true, or "
-            left = f" beside {beside[group.name] / GIB:.0f} of the engine there" if group.name in beside else ""
+            engine = f" beside {beside[group.name] / GIB:.0f} of the engine there" if group.name in beside else ""
             yield (
-                f"{section}: about {fit.total / GIB:.0f} GiB on a GPU of {gpu_gib:g}{left}; lower "
+                f"{section}: about {fit.total / GIB:.0f} GiB on a GPU of {gpu_gib:g}{engine}; lower "
                 f"{name}.tokens_per_microbatch, {checkpointing}raise {section}.workers, or set {name}.offload=cpu"
             )
     if isinstance(config, PolicyJob) and config.cluster.gpu_sharing == "alternate" and "learner" in shapes:
-        asleep = BYTES[config.rollout.dtype] * shapes["learner"].numel / GIB
-        if asleep > config.rollout.memory_gib:
-            had = f"rollout.memory_gib is {config.rollout.memory_gib:g}"
-            yield f"{had}: the weights of an engine that sleeps need {asleep:.0f}"
+        need, have = BYTES[config.rollout.dtype] * shapes["learner"].numel / GIB, config.rollout.memory_gib
+        if need > have:
+            yield f"rollout.memory_gib is {have:g}: the weights of an engine that sleeps need {need:.0f}"
 
 
 def _group_warnings(groups: Sequence[PodGroup]) -> Iterator[str]:
     for group in groups:
         labels, section = group.role.labels, group.section
-        others = [other.name for other in groups if other is not group and satisfies(other.labels, labels)]
-        if others:
+        matching = [other.name for other in groups if other is not group and satisfies(other.labels, labels)]
+        if matching:
             yield (
-                f"{section}.labels is {labels or 'empty'}: its workers may land on pods of {', '.join(others)}; "
+                f"{section}.labels is {labels or 'empty'}: its workers may land on pods of {', '.join(matching)}; "
                 f"add {section}.labels.{ROLE_LABEL}={group.name}"
             )
         most, ranks = most_per_pod(group.role.gpus), group.workers.initial
         if not group.elastic and group.per_pod == 1 < min(most, ranks):
             yield (
                 f"{section}.workers is {ranks}, which no number from 2 to {most} divides: each rank gets a pod of its "
-                f"own, and all speak over the network; take a multiple of {most}"
+                f"own, and all ranks communicate over the network; take a multiple of {most}"
             )
 
 
@@ -230,7 +227,7 @@ def _cluster_warnings(config: JobConfig, shape: ModelShape | None) -> Iterator[s
 
 
 def path_warnings(config: JobConfig, mount: str = SHARED) -> Iterator[str]:
-    """Of what no pod has, where the volume is at `mount`."""
+    """Yield a warning for each path of the config that is not visible in pods, with the volume at `mount`."""
     for key, value in paths(config):
         if key == "artifacts" or not isinstance(value, str) or value.startswith(("${", f"{mount}/")):
             continue

@@ -1,18 +1,19 @@
-"""How much of a GPU's arithmetic a training uses: model FLOPs utilisation (Chowdhery et al., arXiv 2204.02311, app. B).
+"""Model FLOPs utilisation (MFU) of training (Chowdhery et al., arXiv 2204.02311, app. B).
 
-Of what the model's formulas need, not of what is computed: layers computed again for checkpointing do not count.
+It counts the FLOPs that the model's formulas need: recomputation for gradient checkpointing does not count.
 """
 
 from collections.abc import Sequence
 
 from t2g.deploy.memory import ModelShape
 
-# Dense bfloat16, FLOP/s, by what the driver's name of a device holds; of the SXM form where there are two.
+# Dense bfloat16 FLOP/s by a part of the device name that the driver reports; of the SXM variant if there are several.
 PEAK_FLOPS = {"A100": 312e12, "L40S": 362e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
 
 def peak_flops(device_name: str) -> float | None:
-    """
+    """Return the peak FLOP/s of a device, or None for an unknown device.
+
     >>> peak_flops("NVIDIA H100 80GB HBM3")
     989000000000000.0
     """
@@ -20,10 +21,10 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def train_flops(shape: ModelShape, lengths: Sequence[int], *, has_head: bool, frozen: bool) -> float:
-    """Of a forward and a backward pass over sequences of these lengths.
+    """Return the FLOPs of a forward and a backward pass over sequences of these lengths.
 
-    A token takes 6 FLOPs for each weight of a matrix, 4 where that is frozen (LoRA); attention to t tokens before takes
-    12 per layer and value of the heads, and t is half a sequence in the mean. The embedding is looked up.
+    A token takes 6 FLOPs per matrix weight, or 4 per frozen weight (LoRA). Causal attention to t preceding tokens takes
+    12 t FLOPs per layer and value of the heads; on average t is half the sequence. Embedding lookups take none.
 
     Llama 3 8B, one sequence of 1,000 tokens: 6 x 7,504,920,576 x 1000 + 6 x 32 x 4096 x 10^6 = 45.8 x 10^12
     """

@@ -1,6 +1,6 @@
-"""KubeRay manifests (operator 1.7) from the config of the run they are for. Strings in, documents out.
+"""Render KubeRay manifests (operator 1.7) from a run's config. Strings in, documents out.
 
-Not here: secrets, which manifests only name, and whether the cluster has room. `docker/README.md` tells how to apply.
+Manifests only name secrets, and the cluster's capacity is not checked. `docker/README.md` describes how to apply them.
 """
 
 import re
@@ -25,13 +25,13 @@ Target = Literal["rayjob", "raycluster", "claim"]
 
 RAY_VERSION = "2.60.0"
 IMAGES = {False: "t2g:0.2.0", True: "t2g-cpu:0.2.0"}  # by `cpu`
-HOME = "/opt/t2g"  # of the code in the image: the driver's working directory
-SHARED = "/mnt/t2g"  # of the volume claim, in every pod whose run.root says nothing else
-SYSTEM_FOLDERS = (  # of the image: nothing is mounted over one
+HOME = "/opt/t2g"  # folder of the code in the image, and the driver's working directory
+SHARED = "/mnt/t2g"  # mount path of the volume claim, unless run.root implies another one
+SYSTEM_FOLDERS = (  # of the image: a volume mounted over one would hide it
     "bin", "boot", "dev", "etc", "lib", "lib64", "opt", "proc", "root", "run", "sbin", "sys", "tmp", "usr", "var",
 )  # fmt: skip
 SECRETS = {"token": "t2g-ray-token", "hub": "t2g-huggingface", "driver": "t2g-keys"}
-MAX_NAME = 47  # the operator appends to it
+MAX_NAME = 47  # the operator appends suffixes to the name
 HEAD_STORE_GIB = 2
 
 
@@ -46,13 +46,19 @@ def render_manifests(
     overrides: Sequence[str] = (),
     patch: Path | None = None,
 ) -> str:
-    """A RayJob (one shot, its retries resume) or a RayCluster (for many `jobs.deploy submit`) with its policies for the
-    network and for disruptions; or the volume claim that they mount, which outlives them.
+    """Return the manifests of a target as YAML.
 
-    config: of `config_path` with `overrides`, both of which the RayJob's driver reads again: config_path is relative to
-    the repository, which the image holds, or lies on the claim. run.root is kept, and the claim mounted above it; where
-    none is given, it is on the claim. cpu: nothing has a GPU. patch: see `t2g.deploy.patches`.
-    Raises UserError for what pods cannot do.
+    rayjob is a single run, whose retries resume it. raycluster is a cluster for many `jobs.deploy submit`. Both come
+    with a NetworkPolicy and a PodDisruptionBudget. claim is the volume claim that they mount and that outlives them.
+
+    Args:
+        config: The config of `config_path` with `overrides`. The RayJob's driver reads both again.
+        config_path: Relative to the repository in the image, or absolute on the claim.
+        cpu: For a cluster without GPUs.
+        patch: See `t2g.deploy.patches`.
+
+    Raises:
+        UserError: The run cannot work in pods.
     """
     if image is not None and not re.fullmatch(r"[\w.:/@-]+", image, re.ASCII):
         raise UserError(
@@ -64,7 +70,7 @@ def render_manifests(
     if shares_gpus(config):
         raise UserError(f"cluster.gpu_sharing={config.cluster.gpu_sharing}: pods share no GPU; set it to none")
     job = driver(stage, config, config_path, overrides)
-    # YAML of values that were checked, not a page: nothing is to be escaped.
+    # The output is YAML of validated values: HTML escaping would corrupt it.
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True, autoescape=False
     )
@@ -82,13 +88,13 @@ def render_manifests(
     options += [*(["--image", image] if image else []), *(["--patch", str(patch)] if patch else [])]
     command = ["python", "-m", "jobs.deploy", "render", "--config", config_path, *options, *overrides]
     lines = [f"Made by: {shlex.join(command)}", *_remarks(config, target)]
-    changed = patched(documents, read_patches(patch) if patch else ())
-    dumped = yaml.dump_all(changed, Dumper=_NoAliases, sort_keys=False, width=120)
+    documents = patched(documents, read_patches(patch) if patch else ())
+    dumped = yaml.dump_all(documents, Dumper=_NoAliases, sort_keys=False, width=120)
     return "".join(f"# {line}\n" for text in lines for line in text.splitlines()) + dumped
 
 
 def _remarks(config: JobConfig, target: Target) -> Iterator[str]:
-    """What must be there first, and how to end what the file starts."""
+    """Yield the prerequisites of the file, and how to delete what it creates."""
     if target == "claim":
         yield "Runs and models are on this claim; deleting it deletes them."
         return
@@ -102,15 +108,16 @@ def _remarks(config: JobConfig, target: Target) -> Iterator[str]:
 
 
 def keys_of(config: JobConfig) -> list[str]:
-    """Variables with a secret that the driver needs."""
+    """Return the environment variables with secrets that the driver needs."""
     wandb = ["WANDB_API_KEY"] if getattr(config, "log", LogConfig()).wandb_project else []
     return list(dict.fromkeys([*(server.key_env for server in servers(config)), *wandb]))
 
 
 def mount_of(config: JobConfig) -> str:
-    """Where pods see the volume claim: at SHARED where run.root is under it or not given, else at run.root's parent.
+    """Return the mount path of the volume claim: SHARED if run.root is below it or unset, else run.root's parent.
 
-    UserError where that would hide what the image has there.
+    Raises:
+        UserError: The mount would hide a system folder of the image.
     """
     root = config.run.root
     if "root" not in config.run.model_fields_set or root.is_relative_to(SHARED):
@@ -118,22 +125,25 @@ def mount_of(config: JobConfig) -> str:
     mount = root.parent
     if len(mount.parts) < 2 or mount.parts[1] in SYSTEM_FOLDERS:
         raise UserError(
-            f"run.root={root}: the volume would be mounted at {mount}, over what the image has there; take a "
-            f"folder under {SHARED}, or one such as /data/runs"
+            f"run.root={root}: the volume would be mounted at {mount}, over a folder of the image; take a "
+            f"folder under {SHARED}, or for example /data/runs"
         )
     return str(mount)
 
 
 def resource_name(run_name: str) -> str:
-    """A name that Kubernetes and the operator take: "SLF5K.policy_2" -> "slf5k-policy-2", "7b" -> "t2g-7b"."""
+    """Return a valid Kubernetes name: "SLF5K.policy_2" -> "slf5k-policy-2", "7b" -> "t2g-7b"."""
     name = re.sub(r"[^a-z0-9]+", "-", run_name.lower()).strip("-")
     return (name if name[0].isalpha() else f"t2g-{name}")[:MAX_NAME].rstrip("-")
 
 
 def driver(stage: str, config: JobConfig, config_path: str, overrides: Sequence[str]) -> Submission:
-    """What the head runs: quoted for the submitter's shell, and `ray job submit` quotes it again for the head's.
+    """Return the job that the head runs.
 
-    UserError for a config file that is on no pod.
+    It is quoted for the submitter's shell; `ray job submit` quotes it again for the head's shell.
+
+    Raises:
+        UserError: The config file is on no pod.
     """
     path, mount = PurePosixPath(config_path), mount_of(config)
     if path.is_absolute() and not path.is_relative_to(mount):

@@ -1,8 +1,8 @@
-"""Estimates of GPU memory per role, in bytes, from a model's shape and the config. Arithmetic only.
+"""Estimate GPU memory per role, in bytes, from a model's shape and the config. Arithmetic only.
 
-N parameters, R ranks, b bytes a weight (2 for bfloat16, 4 for float32). What no formula gives, the CUDA context,
-NCCL's buffers and fragments, is one allowance, `OTHER_BYTES` of a rank and `ENGINE_OTHER_BYTES` of an engine. Nothing
-here was measured on a GPU: compare it with `torch.cuda.max_memory_allocated` of a first run.
+N parameters, R ranks, b bytes per weight (2 for bfloat16, 4 for float32). The CUDA context, NCCL's buffers and
+fragmentation are one allowance: `OTHER_BYTES` of a rank, `ENGINE_OTHER_BYTES` of an engine. Not measured on a GPU:
+compare the estimates with `torch.cuda.max_memory_allocated` of a first run.
 """
 
 from collections.abc import Sequence
@@ -20,20 +20,22 @@ GPUS = {"L4": 22.5, "A100-40GB": 40.0, "L40S": 45.0, "H100-80GB": 79.6, "A100-80
 BYTES: dict[Dtype, int] = {"bfloat16": 2, "float32": 4}
 OTHER_BYTES = 3 * GIB
 ENGINE_OTHER_BYTES = GIB
-GPU_BATCHED_TOKENS = 8192  # of one step of a GPU engine; vLLM's own number for an engine made in code is 2,048
-# Of the graphs of one size and one layer. vLLM logged .21 GiB for 35 sizes of Llama 3.2 1B, which has 16 layers
+GPU_BATCHED_TOKENS = 8192  # max_num_batched_tokens of a GPU engine; vLLM's default for the LLM class is 2,048
+# CUDA graphs of one size and one layer. vLLM logged .21 GiB for 35 sizes of Llama 3.2 1B, which has 16 layers
 # (vllm-project/vllm, pull request 11349).
 GRAPH_BYTES = 400 * 2**10
 LIVE_NUMEL = 1_000_000_000  # DeepSpeed's max_live_parameters and sub_group_size
-BUCKET_NUMEL = 50_000_000  # of gradients under way, as actors.learner.zero3 sets it
-CHUNK_TOKENS = 1024  # whose logits exist at once, as t2g.algo.head has it
-ONE_BYTE = ("fp8", "mxfp8", "int8")  # how vLLM 0.32's names begin of what it quantises itself to 8 bits a value
-OTHER_KINDS = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank")  # for which this would be wrong
+BUCKET_NUMEL = 50_000_000  # gradients in flight, as set by actors.learner.zero3
+CHUNK_TOKENS = 1024  # tokens whose logits exist at one time, as in t2g.algo.head
+ONE_BYTE = ("fp8", "mxfp8", "int8")  # prefixes of vLLM 0.32's online quantisation methods with 8 bits per value
+# Keys of config.json of mixtures of experts and latent attention, for which the formulas would be wrong.
+UNSUPPORTED_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank")
 
 
 class ModelShape(BaseModel):
-    """A decoder with grouped-query attention and a gated MLP: Llama, Mistral, Qwen, and what looks like them; the
-    numbers of its config.json, by their names there.
+    """A decoder with grouped-query attention and a gated MLP, such as Llama, Mistral and Qwen.
+
+    The fields are those of its config.json.
     """
 
     model_config = ConfigDict(frozen=True, strict=True)
@@ -54,17 +56,19 @@ class ModelShape(BaseModel):
 
     @property
     def heads_numel(self) -> int:
-        """Values of one token's query, and of its attention's result."""
+        """Return the number of values of a token's query, and of its attention output."""
         return self.num_attention_heads * self.head_dim
 
     @property
     def kv_numel(self) -> int:
-        """Values of one token's key, or value."""
+        """Return the number of values of a token's key, or of its value."""
         return self.num_key_value_heads * self.head_dim
 
     @property
     def layer_numel(self) -> int:
-        """q, k, v, o; gate, up, down; two norms; Qwen 2 has biases of q, k and v, Qwen 3 norms of q and k.
+        """Return the parameters of a layer: q, k, v, o; gate, up, down; two norms.
+
+        Qwen 2 has biases of q, k and v in addition, Qwen 3 norms of q and k.
 
         Llama 3 8B: 4096 x (4096 + 2 x 1024 + 4096) + 3 x 4096 x 14336 + 2 x 4096 = 218,112,000
         """
@@ -78,28 +82,31 @@ class ModelShape(BaseModel):
 
     @property
     def backbone_numel(self) -> int:
-        """Embedding, layers, last norm: what a critic has, but for its value head."""
+        """Return the parameters of embedding, layers and last norm: a critic without its value head."""
         return self.embedding_numel + self.num_hidden_layers * self.layer_numel + self.hidden_size
 
     @property
     def numel(self) -> int:
-        """Llama 3 8B: 2 x 128256 x 4096 + 32 x 218,112,000 + 4096 = 8,030,261,248"""
+        """Return all parameters.
+
+        Llama 3 8B: 2 x 128256 x 4096 + 32 x 218,112,000 + 4096 = 8,030,261,248
+        """
         return self.backbone_numel + (0 if self.tie_word_embeddings else self.embedding_numel)
 
     def lora_numel(self, r: int) -> int:
-        """Of adapters on every linear layer: r x (in + out) each."""
+        """Return the parameters of adapters on every linear layer: r x (in + out) each."""
         attention = 2 * (self.hidden_size + self.heads_numel) + 2 * (self.hidden_size + self.kv_numel)
         return self.num_hidden_layers * r * (attention + 3 * (self.hidden_size + self.intermediate_size))
 
     def kv_bytes(self, b: int) -> int:
-        """A key and a value of one token. Llama 3 8B in bfloat16: 2 x 32 x 8 x 128 x 2 = 131,072"""
+        """Return the bytes of one token in the KV cache. Llama 3 8B in bfloat16: 2 x 32 x 8 x 128 x 2 = 131,072"""
         return 2 * self.num_hidden_layers * self.kv_numel * b
 
     def saved_bytes(self, b: int) -> int:
-        """What one layer keeps of one token for its backward pass.
+        """Return the bytes of activations that one layer saves for one token's backward pass.
 
-        Two norms keep a float32 copy, the normalised state and their result, the input of the next linear layers;
-        attention keeps q, k, v and its result; the MLP gate, its SiLU, up and their product.
+        Each of two norms saves a float32 copy, the normalised state and its output, the input of the next linear
+        layers. Attention saves q, k, v and its output. The MLP saves gate, its SiLU, up and their product.
 
             2 x (4 + 2b) h + b (2 q + 2 kv) + 4 b i
 
@@ -127,14 +134,14 @@ QWEN_2_5_1_5B = ModelShape(
     vocab_size=151936,
     tie_word_embeddings=True,
 )
-# The models of the shipped configs, for machines that have no copy.
+# Shapes of the models in the shipped configs, for machines without a copy of them.
 SHAPES = dict.fromkeys(("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Meta-Llama-3-8B-Instruct"), LLAMA_3_8B)
 SHAPES["Qwen/Qwen2.5-1.5B-Instruct"] = QWEN_2_5_1_5B
 
 
 def shape_of(numbers: dict[str, Any]) -> ModelShape | None:
-    """From a config.json. None for what it would be wrong for: experts, another attention."""
-    if any(numbers.get(key) for key in OTHER_KINDS):
+    """Return the shape from the content of config.json, or None for an architecture that the formulas do not cover."""
+    if any(numbers.get(key) for key in UNSUPPORTED_KEYS):
         return None
     try:
         return ModelShape.model_validate({key: value for key, value in numbers.items() if value is not None})
@@ -143,44 +150,44 @@ def shape_of(numbers: dict[str, Any]) -> ModelShape | None:
 
 
 def find_shape(model: str, revision: str | None = None) -> ModelShape | None:
-    """Of a folder, of what the hub's cache on this machine has, or of a model that we ship a config for."""
+    """Return the shape of a model in a folder or in this machine's hub cache, or of a model of a shipped config."""
     from transformers import AutoConfig
 
     try:
-        found = AutoConfig.from_pretrained(
+        config = AutoConfig.from_pretrained(
             model, revision=None if Path(model).is_dir() else revision, local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError):
         return SHAPES.get(model)
-    return shape_of(found.get_text_config().to_dict())
+    return shape_of(config.get_text_config().to_dict())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Of one GPU of a role."""
+    """The memory of a role on one GPU."""
 
-    parts: dict[str, float]  # bytes, by name; of an engine the cache is what the wanted sequences need at full length
-    wanted: int = 0  # an engine's sequences at once
-    fitting: int = 0  # sequences of max_model_len that an engine's cache has room for
-    cache: float = 0.0  # bytes that an engine has for it
+    parts: dict[str, float]  # bytes by name; an engine's "cache" is for the wanted sequences of max_model_len
+    wanted: int = 0  # concurrent sequences of an engine
+    fitting: int = 0  # sequences of max_model_len that fit in an engine's KV cache
+    cache: float = 0.0  # bytes that an engine has left for its KV cache
 
     @property
     def total(self) -> float:
         return sum(self.parts.values())
 
 
-Models = Sequence[tuple[int, int]]  # on a rank: parameters, and how many of them are trained
+Models = Sequence[tuple[int, int]]  # models of a rank: parameters, trained parameters
 
 
 def learner_models(shape: ModelShape, learner: LearnerConfig, objective: ObjectiveConfig) -> Models:
-    """On a policy rank: the policy, its frozen reference (LoRA needs none), and the critic where it lives there."""
+    """Return a policy rank's models: policy, frozen reference unless LoRA, critic unless it has its own ranks."""
     reference = [] if learner.lora else [(shape.numel, 0)]
     critic = critic_models(shape) if objective.uses_critic and learner.critic_ranks is None else []
     return [*sft_models(shape, learner), *reference, *critic]
 
 
 def sft_models(shape: ModelShape, options: LearnerConfig | SFTOptions) -> Models:
-    """Of supervised training: the model alone, whole or with its adapters."""
+    """Return the model of supervised training, with its adapters if there are any."""
     adapters = shape.lora_numel(options.lora.r) if options.lora else 0
     return [(shape.numel + adapters, adapters or shape.numel)]
 
@@ -190,10 +197,10 @@ def critic_models(shape: ModelShape) -> Models:
 
 
 def states_bytes(models: Models, *, ranks: int, b: int) -> dict[str, float]:
-    """The share of one rank under ZeRO-3 of N parameters, of which n are trained.
+    """Return one rank's share under ZeRO-3 of N parameters, n of them trained.
 
-    Weights b N / R; gradients, summed in float32, 4 n / R; AdamW's two moments 8 n / R, and in bfloat16 the float32
-    weights 4 n / R.
+    Weights b N / R; gradients, accumulated in float32, 4 n / R; AdamW's two moments 8 n / R, and in bfloat16 the
+    float32 weights 4 n / R.
     """
     numel, trained = (sum(counts) for counts in zip(*models, strict=True))
     return {
@@ -213,10 +220,9 @@ def rank_fit(
     logits: float = 0.0,
     lent: float = 0.0,
 ) -> Estimate:
-    """A rank with these models in a forward and backward pass over a microbatch of `tokens`.
+    """Estimate the memory of a rank during the forward and backward pass over a microbatch of `tokens` tokens.
 
-    The optimizer's step, after the pass has given its memory back, needs less: a copy of the gradients of
-    LIVE_NUMEL parameters, 4 GB at most.
+    The optimizer step after the pass needs less: a copy of the gradients of LIVE_NUMEL parameters, 4 GB at most.
     """
     b = BYTES[learner.dtype]
     states = states_bytes(models, ranks=ranks, b=b)
@@ -232,8 +238,9 @@ def rank_fit(
 
 
 def lent_bytes(shape: ModelShape, learner: LearnerConfig, *, b: int) -> float:
-    """For engines on a policy rank's GPU to copy from: two buckets in turn, which stay. A bucket is one module, where
-    that is more than sync_bucket_mib.
+    """Return the bytes of the two permanent buckets from which engines on the rank's GPU copy weights by CUDA IPC.
+
+    A bucket has sync_bucket_mib, or the largest module if that is larger.
     """
     module = b * max(shape.layer_numel, shape.embedding_numel)
     return 2 * max(learner.sync_bucket_mib * 2**20, module) if learner.uses_cuda_ipc else 0.0
@@ -242,13 +249,13 @@ def lent_bytes(shape: ModelShape, learner: LearnerConfig, *, b: int) -> float:
 def logits_bytes(
     shape: ModelShape, learner: LearnerConfig | SFTOptions, *, tokens: int, objective: ObjectiveConfig | None = None
 ) -> float:
-    """Return the bytes for the logits of a microbatch of `tokens` tokens, and for what is computed from them.
+    """Return the bytes of the logits of a microbatch of `tokens` tokens and of the arrays computed from them.
 
-    A chunk needs 3 float32 arrays of its logits' shape. Entropy needs 9 bytes more for each of its values, the full KL
-    21 more and the reference's logits of all tokens. A model that transforms its logits makes 4 arrays of all tokens.
+    A chunk needs 3 float32 arrays of its logits' shape. Entropy needs 9 more bytes per value. The full KL needs 21 more
+    and the reference's logits of all tokens. A model that transforms its logits needs 4 arrays of all tokens.
 
     Args:
-        objective: of PPO, which measures entropy; None for supervised training.
+        objective: The objective of PPO, which computes entropy; None for supervised training.
     """
     full_kl = objective is not None and objective.kl_estimator == "full"
     chunk = (12 + 9 * (objective is not None) + 21 * full_kl) * min(CHUNK_TOKENS, tokens)
@@ -259,10 +266,11 @@ def logits_bytes(
 def host_bytes(
     shape: ModelShape, learner: LearnerConfig, objective: ObjectiveConfig, *, sharing: GpuSharing = "none"
 ) -> float:
-    """Of one policy rank in the host's memory, at most: models whose files have another type than the learner are
-    converted whole, policy, reference and critic, before they are parted; of others it reads pages of the files, which
-    the ranks of a node share. With offload=cpu their states stay there; with
-    gpu_sharing=alternate all but the weights, while the engines sample.
+    """Return an upper bound of the host memory of one policy rank.
+
+    A model whose files have another dtype than the learner is converted before it is partitioned: policy, reference and
+    critic. Other models are read as file pages that the ranks of a node share. With offload=cpu the states stay on the
+    host. With gpu_sharing=alternate gradients and optimizer are there while the engines sample.
 
     Llama 3 8B in bfloat16, with a critic: 2 x (2 x 8.03 + 7.50) x 10^9 = 43.9 GiB.
     """
@@ -275,11 +283,14 @@ def host_bytes(
 
 
 def beside_bytes(fit: Estimate, engine: EngineConfig, *, sharing: GpuSharing, gpu_bytes: float) -> dict[str, float]:
-    """With engines and ranks on the same GPUs, what the other one has of it while this one works, by this one's role.
+    """Return, by role, the GPU memory that the other role on a shared GPU has while this role works.
 
-    fit: of the rank. A rank works beside an engine's share, or one that sleeps; an engine beside a whole rank, or with
-    gpu_sharing=alternate beside a rank's weights, which it goes on to hold and gathers for a push: two buckets that it
-    uses_cuda_ipc, and two that it makes them of.
+    With gpu_sharing=split a rank has an engine's share beside it, and an engine a complete rank. With alternate a rank
+    has a sleeping engine beside it. An engine has the rank's weights beside it and, during a push, four buckets: two
+    for CUDA IPC and two that they are gathered in.
+
+    Args:
+        fit: The estimate of the rank.
     """
     if sharing != "alternate":
         return {"learner": engine.gpu_memory_utilization * gpu_bytes, "rollout": fit.total}
@@ -287,19 +298,20 @@ def beside_bytes(fit: Estimate, engine: EngineConfig, *, sharing: GpuSharing, gp
 
 
 def activation_bytes(shape: ModelShape, tokens: int, *, b: int, checkpointing: bool) -> int:
-    """Of `tokens` tokens at the end of the forward pass; attention keeps no square matrix.
+    """Return the activations of `tokens` tokens at the end of the forward pass; attention saves no square matrix.
 
-    Without checkpointing every layer's `saved_bytes`; with it each layer's input, b h, and one layer computed again.
-    Llama 3 8B in bfloat16, 4096 tokens: 4096 x 32 x 200,704 = 24.5 GiB; checkpointed 1.77 GiB.
+    Without checkpointing: `saved_bytes` of every layer. With it: the input of every layer, b h, and one layer's
+    recomputed activations. Llama 3 8B in bfloat16, 4096 tokens: 4096 x 32 x 200,704 = 24.5 GiB; checkpointed 1.77 GiB.
     """
-    one, layers = shape.saved_bytes(b), shape.num_hidden_layers
-    return tokens * (layers * b * shape.hidden_size + one if checkpointing else layers * one)
+    layer, layers = shape.saved_bytes(b), shape.num_hidden_layers
+    return tokens * (layers * b * shape.hidden_size + layer if checkpointing else layers * layer)
 
 
 def gathered_bytes(shape: ModelShape, *, b: int) -> int:
-    """What stands whole on a rank while it computes: weights, up to LIVE_NUMEL and the largest module, whose gradient
-    comes beside it. Gradients are reduced in float32: a bucket of them, and of the largest at once a copy, in order and
-    in the order of the ranks.
+    """Return the bytes of gathered weights and of gradients in reduction on a rank.
+
+    Gathered are weights up to LIVE_NUMEL, and the largest module with its gradient. Gradients are reduced in float32: a
+    bucket, and two copies of the largest weight's gradient, in its own order and in the order of the ranks.
 
     Llama 3 8B in bfloat16: 2 x (10^9 + 2 x 525,336,576) + 4 x (50,000,000 + 2 x 525,336,576) = 7.92 GiB.
     """
@@ -309,38 +321,42 @@ def gathered_bytes(shape: ModelShape, *, b: int) -> int:
 
 
 def layer_weight_bytes(shape: ModelShape, engine: EngineConfig) -> float:
-    """Of a value in the layers' matrices; embedding and head are never quantised. AWQ and GPTQ have for each group of
-    values a scale of 16 bits and a zero of their own: 4 bits in groups of 128 are (4 + 20 / 128) / 8 = .52 bytes.
+    """Return the bytes per value of the layers' matrices. Embedding and head are never quantised.
+
+    AWQ and GPTQ have a 16-bit scale and a zero point per group: 4 bits in groups of 128 are (4 + 20 / 128) / 8 = .52
+    bytes.
     """
-    found = shape.quantization_config
-    method = str(engine.engine_args.get("quantization") or found.get("quant_method"))
+    config = shape.quantization_config
+    method = str(engine.engine_args.get("quantization") or config.get("quant_method"))
     if method.startswith(ONE_BYTE):
         return 1.0
     if method.removeprefix("auto_").removesuffix("_marlin") in ("awq", "gptq"):
-        bits, group = found.get("bits", 4), found.get("group_size", 128)
+        bits, group = config.get("bits", 4), config.get("group_size", 128)
         return (bits + (16 + bits) / (group if group > 0 else shape.hidden_size)) / 8
     return BYTES[engine.dtype]
 
 
 def profile_bytes(shape: ModelShape, engine: EngineConfig) -> float:
-    """Return the most that a forward pass of an engine needs beside its weights, as vLLM's profile run makes it.
+    """Return the peak memory of an engine's forward pass beside its weights, as in vLLM's profile run.
 
-    A step of T tokens holds in one layer the residual twice and the layer's input, q, k, v and the attention's result,
-    gate, up and their product; the sampler of S sequences holds logits and three float32 copies of them.
+    A step of T tokens has in one layer the residual twice, the layer's input, q, k, v, the attention output, gate, up
+    and their product. The sampler of S sequences has the logits and three float32 copies of them.
 
         b T (3 h + (2 q + 2 kv + 3 i) / TP) + S V (b + 12)
 
     Llama 3 8B in bfloat16, T = 8192, S = 512: 1.00 + .86 = 1.86 GiB.
     """
     b, tokens = BYTES[engine.dtype], engine.engine_args.get("max_num_batched_tokens", GPU_BATCHED_TOKENS)
-    parted = 2 * (shape.heads_numel + shape.kv_numel) + 3 * shape.intermediate_size
-    layer = 3 * shape.hidden_size + parted / engine.tensor_parallel
+    partitioned = 2 * (shape.heads_numel + shape.kv_numel) + 3 * shape.intermediate_size
+    layer = 3 * shape.hidden_size + partitioned / engine.tensor_parallel
     return b * tokens * layer + engine.max_num_seqs * shape.vocab_size * (b + 12)
 
 
 def graph_bytes(shape: ModelShape, engine: EngineConfig) -> float:
-    """Return the memory of an engine's CUDA graphs; vLLM 0.32 captures 1, 2, 4, multiples of 8 below 256 and of 16
-    from there to the smaller of 512 and twice max_num_seqs.
+    """Return the memory of an engine's CUDA graphs.
+
+    vLLM 0.32 captures the sizes 1, 2, 4, multiples of 8 below 256 and multiples of 16 from 256, up to the smaller of
+    512 and twice max_num_seqs.
 
     Llama 3 8B with max_num_seqs=256 or more: 51 sizes x 32 layers x 400 KiB = .62 GiB.
     """
@@ -352,11 +368,13 @@ def graph_bytes(shape: ModelShape, engine: EngineConfig) -> float:
 
 
 def engine_fit(shape: ModelShape, engine: EngineConfig, *, sequences: int, gpu_bytes: float) -> Estimate:
-    """Estimate an engine's memory: of gpu_memory_utilization of the GPU the cache gets what is left beside the weights,
-    b N / TP unless quantised, `profile_bytes`, `graph_bytes` and `ENGINE_OTHER_BYTES`.
+    """Estimate an engine's memory.
+
+    The KV cache gets gpu_memory_utilization of the GPU less the weights (b N / TP unless quantised), `profile_bytes`,
+    `graph_bytes` and `ENGINE_OTHER_BYTES`.
 
     Args:
-        sequences: that would run at once if there were room; never more than max_num_seqs.
+        sequences: Concurrent sequences of the workload; at most max_num_seqs of them run at one time.
 
     Llama 3 8B in bfloat16 on 80 GiB, .85, 1536 tokens, eager: 68 - 14.96 - 1.86 - 1 = 50.19 GiB of cache; a sequence
     takes 1536 x 128 KiB = .1875 GiB, so 267 fit. With quantization=fp8 its weights are 8.46 GiB.
@@ -364,7 +382,7 @@ def engine_fit(shape: ModelShape, engine: EngineConfig, *, sequences: int, gpu_b
     b, parallel = BYTES[engine.dtype], engine.tensor_parallel
     wanted = min(sequences, engine.max_num_seqs)
     kv = 1 if str(engine.engine_args.get("kv_cache_dtype")).startswith("fp8") else b
-    one = engine.max_model_len * shape.kv_bytes(kv) / min(parallel, shape.num_key_value_heads)
+    sequence = engine.max_model_len * shape.kv_bytes(kv) / min(parallel, shape.num_key_value_heads)
     layers = shape.num_hidden_layers * shape.layer_numel
     parts = {
         "weights": (b * (shape.numel - layers) + layer_weight_bytes(shape, engine) * layers) / parallel,
@@ -374,23 +392,22 @@ def engine_fit(shape: ModelShape, engine: EngineConfig, *, sequences: int, gpu_b
     }
     room = engine.gpu_memory_utilization * gpu_bytes - sum(parts.values())
     return Estimate(
-        parts={**parts, "cache": wanted * one},
-        wanted=wanted,
-        fitting=max(0, int(room // one)),
-        cache=room,
+        parts={**parts, "cache": wanted * sequence}, wanted=wanted, fitting=max(0, int(room // sequence)), cache=room
     )
 
 
 def store_bytes(shape: ModelShape, learner: LearnerConfig, *, b: int) -> int:
-    """Of the object store beside rank 0: the last version of the policy or its adapters, held for engines that come
-    late. It is let go before the next one is sent."""
+    """Return the bytes that rank 0 has in the object store: the latest policy or adapters, for engines that join late.
+
+    They are deleted before the next version is sent.
+    """
     return b * (shape.lora_numel(learner.lora.r) if learner.lora and learner.sends_adapters else shape.numel)
 
 
 def store_gib(config: AnyJob) -> float:
-    """cluster.object_store_gib, or what `store_bytes` needs and a fifth, at least 1."""
+    """Return cluster.object_store_gib, or else 1.2 x `store_bytes`, at least 1 GiB."""
     if config.cluster.object_store_gib is not None:
         return config.cluster.object_store_gib
-    held = isinstance(config, PolicyJob) and config.learner.is_replayable
-    shape = find_shape(config.model.policy, config.model.revision) if held else None
+    is_replayable = isinstance(config, PolicyJob) and config.learner.is_replayable
+    shape = find_shape(config.model.policy, config.model.revision) if is_replayable else None
     return max(1.0, 1.2 * store_bytes(shape, config.learner, b=BYTES[config.rollout.dtype]) / GIB if shape else 0)

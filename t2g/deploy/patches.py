@@ -1,15 +1,15 @@
-"""What an operator changes of rendered manifests: strategic merges, as kustomize writes them, from one YAML file.
+"""Apply an operator's patches to rendered manifests: strategic merges as in kustomize, from one YAML file.
 
-    metadata: {namespace: team-a}                                  # without a kind: of every document
+    metadata: {namespace: team-a}                                  # without a kind: every document
     ---
-    kind: Pod                                                      # of every pod: head, workers, submitter
+    kind: Pod                                                      # every pod: head, workers, submitter
     spec: {nodeSelector: {pool: gpu}, imagePullSecrets: [{name: registry}]}
     ---
     kind: RayJob
     metadata: {labels: {kueue.x-k8s.io/queue-name: team-a}}
 
-Mappings are merged; so are lists of things with a name, by that name; a list of tolerations is added to ours; any other
-value takes the place of ours, and null removes it. `$patch: delete` removes a document.
+Mappings are merged. Lists of named items are merged by name. Tolerations are appended. Any other value replaces the
+rendered one, and null removes it. `$patch: delete` removes a document.
 """
 
 from collections.abc import Sequence
@@ -22,53 +22,58 @@ from t2g.errors import UserError
 
 Document = dict[str, Any]
 KINDS = ("PersistentVolumeClaim", "NetworkPolicy", "PodDisruptionBudget", "RayJob", "RayCluster", "Pod")
-NAMED_BY = ("groupName", "mountPath", "name")  # what tells the things of a list apart; the first that all have
+NAMED_BY = ("groupName", "mountPath", "name")  # merge keys of list items; the first key that all items have is used
 TEMPLATES = ("template", "submitterPodTemplate")
 DELETE = {"$patch": "delete"}
 
 
 def read_patches(file: Path) -> list[Document]:
-    """The documents of a file. UserError for one that cannot be read or holds something else."""
+    """Read the patches of a file.
+
+    Raises:
+        UserError: The file cannot be read, or has an invalid document.
+    """
     try:
-        found = [document for document in yaml.safe_load_all(file.read_text(encoding="utf-8")) if document is not None]
+        patches = [patch for patch in yaml.safe_load_all(file.read_text(encoding="utf-8")) if patch is not None]
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"--patch {file}: {' '.join(str(error).split())}") from error
-    for number, document in enumerate(found, start=1):
+    for number, document in enumerate(patches, start=1):
         if not isinstance(document, dict) or document.get("kind", KINDS[0]) not in KINDS:
             got = document.get("kind") if isinstance(document, dict) else type(document).__name__
             raise UserError(
                 f"--patch {file}: document {number} is a {got}; it needs a kind of {', '.join(KINDS)}, or none"
             )
-    return found
+    return patches
 
 
 def patched(documents: Sequence[Document], patches: Sequence[Document]) -> list[Document]:
-    """A patch of a kind that is not among the documents changes nothing: one file serves all targets."""
-    made = list(documents)
+    """Apply the patches in order. A patch whose kind is absent has no effect, so that one file serves all targets."""
+    result = list(documents)
     for patch in patches:
         kind, change = patch.get("kind"), {key: value for key, value in patch.items() if key != "kind"}
         if kind == "Pod":
-            made = [_each_pod(document, change) for document in made]
+            result = [_patch_pods(document, change) for document in result]
         elif DELETE.items() <= change.items():
-            made = [document for document in made if document["kind"] != kind]
+            result = [document for document in result if document["kind"] != kind]
         else:
-            made = [merged(document, change) if kind in (None, document["kind"]) else document for document in made]
-    return made
+            result = [merged(document, change) if kind in (None, document["kind"]) else document for document in result]
+    return result
 
 
-def _each_pod(section: Any, change: Document) -> Any:
-    """The section with every pod template in it changed."""
+def _patch_pods(section: Any, change: Document) -> Any:
+    """Return the section with the change applied to every pod template in it."""
     if isinstance(section, list):
-        return [_each_pod(item, change) for item in section]
+        return [_patch_pods(item, change) for item in section]
     if not isinstance(section, dict):
         return section
     return {
-        key: merged(value, change) if key in TEMPLATES else _each_pod(value, change) for key, value in section.items()
+        key: merged(value, change) if key in TEMPLATES else _patch_pods(value, change) for key, value in section.items()
     }
 
 
 def merged(ours: Any, theirs: Any, key: str = "") -> Any:
-    """
+    """Merge a patch (`theirs`) into a value (`ours`). key: the name of the value in its mapping.
+
     >>> merged({"a": 1, "env": [{"name": "X", "value": "1"}]}, {"a": None, "env": [{"name": "X", "value": "2"}]})
     {'env': [{'name': 'X', 'value': '2'}]}
     """
@@ -82,6 +87,6 @@ def merged(ours: Any, theirs: Any, key: str = "") -> Any:
         names = (name for name in NAMED_BY if all(isinstance(item, dict) and name in item for item in items))
         if name := next(names, None):
             changes = {item[name]: item for item in theirs}
-            kept = [merged(item, changes.pop(item[name], {})) for item in ours]
-            return [*kept, *changes.values()]
+            existing = [merged(item, changes.pop(item[name], {})) for item in ours]
+            return [*existing, *changes.values()]
     return theirs

@@ -1,4 +1,4 @@
-"""Which pods the workers of a config need: one worker group for each role, pods of equal workers."""
+"""Plan the pods of a config: one worker group for each role, with equal pods."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,10 +7,10 @@ from math import ceil, gcd
 from t2g.config import EngineConfig, JobConfig, PolicyJob, ProcessConfig, RewardJob, WorkersConfig
 from t2g.errors import UserError
 
-GPUS_PER_POD = 8  # of one node: pods do not span nodes
+GPUS_PER_POD = 8  # GPUs of one node: pods do not span nodes
 WORKERS_PER_POD = 8
 ROLE_LABEL = "rl/role"
-# Section of the config -> the role's name, on pods and in their labels.
+# Section of the config -> name of the role, which pods and their labels have.
 NAMES = {
     "learner": "learner", "sft": "learner", "learner.critic_ranks": "critic", "rollout": "rollout",
     "feedback.engine": "reward", "annotate.engine": "reward", "engine": "reward",
@@ -19,14 +19,14 @@ NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class PodGroup:
-    """Pods of one role, each with the same number of its workers, so that bounds of workers are bounds of pods."""
+    """The pods of one role. Each has the same number of workers, so that bounds of workers are bounds of pods."""
 
     name: str  # learner, critic, rollout or reward
     section: str  # of the config
     role: ProcessConfig
-    workers: WorkersConfig  # a gang has all three equal
+    workers: WorkersConfig  # initial, min and max are equal for ranks
     per_pod: int
-    later: bool = False  # when the others have gone: the autoscaler starts its pods
+    later: bool = False  # the autoscaler starts its pods after the other groups have ended
 
     @property
     def elastic(self) -> bool:
@@ -38,36 +38,38 @@ class PodGroup:
 
     @property
     def gpus(self) -> int:
-        """Of one pod; whole ones."""
+        """Return the GPUs of one pod, a whole number."""
         return ceil(self.per_pod * self.role.gpus)
 
     @property
     def cpus(self) -> int:
-        """Logical CPUs of one pod, as Ray counts them: whole ones."""
+        """Return the logical CPUs of one pod, a whole number, as Ray counts them."""
         return ceil(self.per_pod * self.role.cpus)
 
     @property
     def labels(self) -> dict[str, str]:
-        """Ray labels of the pods: what the role's selector asks for, and the role's own name in any case."""
+        """Return the Ray labels of the pods: the labels that the role selects, and the role's name."""
         return {ROLE_LABEL: self.name} | self.role.labels
 
 
 def pod_groups(config: JobConfig) -> tuple[PodGroup, ...]:
-    """Of a job: learner, critic where it has ranks of its own, rollout, and reward where a model of ours gives the
-    feedback.
+    """Return the pod groups of a job.
 
-    UserError for a worker that fits into no pod.
+    They are learner, critic if it has its own ranks, rollout, and reward if t2g's own engines serve the feedback model.
+
+    Raises:
+        UserError: A worker fits into no pod.
     """
-    found = config.roles()
+    roles = config.roles()
     if isinstance(config, RewardJob):
-        found["engine"] = config.engine
-    if shares_gpus(config):  # each has a part of a GPU: an engine and a rank together have a whole
-        found |= {section: found[section].model_copy(update={"gpus": 1}) for section in ("rollout", "learner")}
-    return tuple(_group(name, section, found[section]) for section, name in NAMES.items() if section in found)
+        roles["engine"] = config.engine
+    if shares_gpus(config):  # the config has fractions of a GPU; an engine and a rank together have one GPU
+        roles |= {section: roles[section].model_copy(update={"gpus": 1}) for section in ("rollout", "learner")}
+    return tuple(_group(name, section, roles[section]) for section, name in NAMES.items() if section in roles)
 
 
 def shares_gpus(config: JobConfig) -> bool:
-    """Whether engines are on the ranks' GPUs."""
+    """Return whether engines run on the ranks' GPUs."""
     return isinstance(config, PolicyJob) and config.cluster.gpu_sharing != "none"
 
 
@@ -84,10 +86,10 @@ def _group(name: str, section: str, role: ProcessConfig) -> PodGroup:
 
 
 def workers_per_pod(workers: WorkersConfig, gpus: float) -> int:
-    """The most workers of `gpus` each that share a pod, such that min, initial and max are whole numbers of pods.
+    """Return the largest number of workers per pod such that min, initial and max are whole numbers of pods.
 
     12 at the start, 12 to 32, of 2 GPUs: 4 fit on 8 GPUs and divide 12 and 32, so 3 pods of 8 GPUs, 3 to 8.
-    1 to 4 of 1 GPU: a pod each, for the fleet to grow by ones.
+    1 to 4 of 1 GPU: a pod for each worker, so that the fleet can grow by one worker.
     """
     most = most_per_pod(gpus)
     common = gcd(workers.min, workers.initial, workers.max)
@@ -99,8 +101,9 @@ def most_per_pod(gpus: float) -> int:
 
 
 def satisfies(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
-    """Whether a node with `labels` may hold a worker with `selector`; with an empty one, every node may.
+    """Return whether a node with `labels` may hold a worker with `selector`; every node may if it is empty.
 
-    Equality; Ray's operators (!value, in(...), !in(...)) count as fulfilled: better silent than wrong.
+    Values are compared for equality. Ray's operators (!value, in(...), !in(...)) count as satisfied, so that they never
+    cause a wrong warning.
     """
     return all(value.startswith(("!", "in(")) or labels.get(key) == value for key, value in selector.items())

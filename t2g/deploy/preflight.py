@@ -1,7 +1,7 @@
-"""Find everything that would stop a job before its first step: at a start, for --dry-run and for jobs.deploy.
+"""Find everything that would stop a job before its first step: at its start, for --dry-run and for jobs.deploy.
 
-Reads the config's models (never their weights), imports its feedback function and reads the first record, or by
-`read_inputs` all of them, on this machine. Asks the hub once for a model that is not here. Starts nothing.
+The checks read the config's models without weights, import its feedback function and read the first record;
+`read_inputs` reads all records. The hub is queried once for a model that is not on this machine. Nothing is started.
 """
 
 import os
@@ -47,23 +47,27 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """Sentences: what no machine can run, and what this one lacks; and the keys of what was found usable."""
+    """The problems of a job, a sentence each, and its usable inputs."""
 
-    wrong: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)  # problems on any machine
+    missing: list[str] = field(default_factory=list)  # files, packages and resources that this machine lacks
     usable: set[str] = field(default_factory=set)  # "task", and keys of models and data
 
     def of(self, check: Callable[..., Result], *arguments: Any, **options: Any) -> Result | None:
-        """What the check returns; None where it had to raise, and that is noted."""
+        """Return the result of a check, or None if it raises a UserError, whose lines are added to the problems."""
         try:
             return check(*arguments, **options)
         except UserError as error:
-            known = self.missing if isinstance(error, MissingLocally) else self.wrong
-            known += [line for line in str(error).splitlines() if line not in [*self.wrong, *self.missing]]
+            problems = self.missing if isinstance(error, MissingLocally) else self.wrong
+            problems += [line for line in str(error).splitlines() if line not in [*self.wrong, *self.missing]]
             return None
 
     def refuse(self) -> None:
-        """Raise UserError with all sentences, a line each, where there are any."""
+        """Raise if there are problems.
+
+        Raises:
+            UserError: All problems, a line each.
+        """
         sentences = [*self.wrong, *self.missing]
         if len(sentences) > 1:
             raise UserError("\n- ".join([f"{len(sentences)} problems:", *sentences]))
@@ -73,7 +77,7 @@ class Findings:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A model that the config names: the key that does, and the engine that will hold it, by its section."""
+    """A model of the config: its key, and the section and config of the engine that serves it."""
 
     key: str
     name: str
@@ -82,13 +86,14 @@ class Model:
 
 
 def preflight(job: AnyJob, have: Mapping[str, float] | None = None) -> Findings:
-    """have: what actors find on this machine, as Ray names it; None: they run on a cluster whose resources are unknown.
+    """Check a job. Paths with ${artifacts} or ${rewards}, which are created later, are not checked.
 
-    What is yet to be made, a path with ${artifacts} or ${rewards} in it, is passed over.
+    Args:
+        have: The resources of this machine, with Ray's names; None for a cluster of unknown resources.
     """
     found = Findings()
-    if have is not None and (lacking := shortfall(job.roles(), have)):
-        found.missing.append(f"this machine is too small: {lacking}")
+    if have is not None and (lack := shortfall(job.roles(), have)):
+        found.missing.append(f"this machine is too small: {lack}")
     task = found.of(get_task, job.task) if isinstance(job, JobConfig) else None
     found.usable.update(["task"] if task else [])
     for model in models(job):
@@ -112,9 +117,9 @@ def preflight(job: AnyJob, have: Mapping[str, float] | None = None) -> Findings:
 
 
 def read_inputs(found: Findings, job: Job, read: Callable[[Job], Result]) -> Result | None:
-    """Return what `read` reads for the job, None where inputs are wrong, missing or yet to be made.
+    """Return what `read` reads for the job, or None if inputs are wrong, missing or created later.
 
-    Without the policy's tokenizer the records are read all the same, so that all problems are reported at once.
+    Without the policy's tokenizer the records are read nevertheless, so that all problems are reported at once.
     """
     inputs = {key for key in DATA_KEYS if getattr(job, key, None)}
     needed = {"task", *inputs, *(model.key for model in models(job) if model.key == "model.policy")}
@@ -129,14 +134,14 @@ def read_inputs(found: Findings, job: Job, read: Callable[[Job], Result]) -> Res
 
 
 def models(job: AnyJob) -> Iterator[Model]:
-    """All that the config names, each where it is loaded."""
+    """Yield the models of the config, each with the engine that serves it."""
     if model := getattr(job, "model", None):
         section = "rollout" if "rollout" in job.roles() else "engine"
         engine = getattr(job, section, None)
         yield _policy("model.policy", model, (section, engine) if engine else None)
     if isinstance(job, PolicyEvaluationJob):
         for name, model in job.served.items():
-            if not (Path(model.policy) / ADAPTER_FILE).exists():  # merged into its base first
+            if not (Path(model.policy) / ADAPTER_FILE).exists():  # an adapter is merged into its base before
                 section = "policies" if name in job.policies else "reflections"
                 yield _policy(f"{section}.{name}.policy", model, ("rollout", job.rollout))
     if isinstance(job, CompareJob) and job.compare.reviser:
@@ -155,17 +160,20 @@ def _policy(key: str, model: ModelConfig, engine: tuple[str, EngineConfig] | Non
 
 
 def servers(job: AnyJob) -> Iterator[LLMConfig]:
-    """Models behind servers, which want a key."""
+    """Yield the models behind external servers, which need an API key."""
     if isinstance(job, PolicyEvaluationJob):
         yield from (*job.endpoints.values(), *job.judges.values())
-    yield from (one.llm for one in job.feedback_sections.values() if one.judge_model == "llm" and one.llm.url)
+    yield from (f.llm for f in job.feedback_sections.values() if f.judge_model == "llm" and f.llm.url)
 
 
 def shortfall(roles: Mapping[str, ProcessConfig], resources: Mapping[str, float]) -> str | None:
-    """One sentence about the first resource of which the roles together need more than there is, None if they fit.
+    """Return a sentence about the first resource of which the roles need more than is free, or None if they fit.
 
-    resources: as Ray names them, memory in bytes. 2 rollout workers of 1.5 GiB and one learner of 3 GiB on 4 GiB:
+    2 rollout workers of 1.5 GiB and one learner of 3 GiB on 4 GiB:
     "6 GiB of memory needed (rollout 2 x 1.5, learner 1 x 3), 4 free; lower workers or memory_gib"
+
+    Args:
+        resources: Free resources, with Ray's names; memory in bytes.
     """
     have = {"cpus": resources.get("CPU", 0), "gpus": resources.get("GPU", 0)}
     have["memory_gib"] = resources.get("memory", 0) / GIB
@@ -178,7 +186,11 @@ def shortfall(roles: Mapping[str, ProcessConfig], resources: Mapping[str, float]
 
 
 def _check_model(model: Model) -> bool:
-    """True; UserError for what no engine or rank can load."""
+    """Return True.
+
+    Raises:
+        UserError: An engine or rank cannot load the model.
+    """
     check_model(model.key, model.name, model.revision)
     source = model.name, model.revision
     check_chat_template(load_tokenizer(*source))
@@ -197,7 +209,7 @@ def _check_model(model: Model) -> bool:
 
 
 def _check_data(key: str, data: DataConfig) -> bool:
-    """The first record can be read, and has the columns. Of what is on the hub only the name is looked at."""
+    """Check that the first record can be read and has the columns. Of data on the hub only the name is checked."""
     from huggingface_hub.constants import HF_HOME, HF_HUB_CACHE
 
     path = Path(data.path)
@@ -207,14 +219,14 @@ def _check_data(key: str, data: DataConfig) -> bool:
         if path.suffix in SUFFIXES or path.is_absolute():
             raise MissingLocally(f"{key}.path={path}: there is no such file")
         check_revision(key, data)
-        read = Path(os.environ.get("HF_DATASETS_CACHE", f"{HF_HOME}/datasets"), data.path.replace("/", "___"))
+        prepared = Path(os.environ.get("HF_DATASETS_CACHE", f"{HF_HOME}/datasets"), data.path.replace("/", "___"))
         fetched = Path(HF_HUB_CACHE, f"datasets--{data.path.replace('/', '--')}")
-        check_hub(f"{key}.path", data.path, data.revision, "dataset", lambda: read.is_dir() or fetched.is_dir())
+        check_hub(f"{key}.path", data.path, data.revision, "dataset", lambda: prepared.is_dir() or fetched.is_dir())
     return True
 
 
 def _check_memory(job: PolicyJob | SFTJob) -> None:
-    """A rank has room on the host for the models that it loads, and a prompt with a critique for the teacher's pass."""
+    """Check that a rank's models fit in host memory, and a prompt with a critique in the teacher's context."""
     source = job.model.policy, job.model.revision
     if isinstance(job, PolicyJob) and job.objective.teacher is not None:
         window = "rollout.max_model_len and feedback.engine.max_model_len together"
@@ -233,14 +245,14 @@ def _check_memory(job: PolicyJob | SFTJob) -> None:
 
 
 def _check_sources(found: Findings, job: JobConfig, task: Task) -> None:
-    """Whoever judges is there: a function that takes what it is given, a key, a file, a card that fits, a sandbox."""
+    """Check the feedback sources: signature of a function, API key, file of annotations, model card, sandbox."""
     for section, feedback in job.feedback_sections.items():
         if feedback.source == "human" and not Path(str(feedback.human_file)).is_file():
             found.missing.append(f"{section}.human_file={feedback.human_file}: there is no such file")
         elif feedback.source not in ("llm", "reward_model") and not feedback.own_engines:
             found.of(make_local_source, feedback, task)
-        is_known = f"{section}.reward_model" in found.usable
-        if is_known and not isinstance(job, ScoreJob):  # which takes what the card says
+        is_usable = f"{section}.reward_model" in found.usable
+        if is_usable and not isinstance(job, ScoreJob):  # a ScoreJob takes task and style from the card
             found.of(check_card, Path(str(feedback.reward_model)), make_card(task, feedback.style))
     for server in servers(job):
         found.of(EndpointChat, server)

@@ -1,4 +1,4 @@
-"""status.json for eyes."""
+"""Format status.json for a terminal."""
 
 from datetime import datetime
 
@@ -6,11 +6,11 @@ from t2g.runs.control import FleetStatus, Status
 from t2g.runs.progress import format_duration
 
 ENDED = ("stopped", "failed", "done")
-SILENT_S = 60.0  # the driver writes every few seconds: after so long it is not there, or hangs
+SILENT_S = 60.0  # the driver writes every few seconds: after this time it has ended or hangs
 
 
 def format_status(name: str, status: Status, *, done: bool, now: datetime) -> str:
-    """A picture of the run for a terminal. done: its summary is written.
+    """Format the state of a run for a terminal.
 
     run own: step 12 of 100, 768 samples, as of 3 s ago
     idle in the last step: learner 25 %, rollout 10 %
@@ -18,21 +18,24 @@ def format_status(name: str, status: Status, *, done: bool, now: datetime) -> st
     rollout: 2 wanted
       worker            state    version  restarts  load
       rollout worker 0  serving       12         1     8
+
+    Args:
+        done: Whether the run's summary is written.
     """
     age_s = (now - status.updated).total_seconds()
     ago = f"{format_duration(max(0.0, age_s))} ago"
     lines = [f"run {name}: step {status.step} of {status.num_steps}, {status.samples} samples, as of {ago}"]
     if done and status.step >= status.num_steps:
         lines.append("it is done: policy/, summary.json and report.html are written")
-        return "\n".join(lines)  # what it last wrote of its engines is no longer so
+        return "\n".join(lines)  # the engines in the status have ended
     if status.phase != "running":
         lines.append(f"{status.phase}{': ' if status.reason else ''}{_plain(status.reason)}")
     if status.phase in ENDED:
         return "\n".join(lines)
     if age_s > SILENT_S:
-        lines.append("the driver has not written since: it has ended, or it hangs")
+        lines.append("the driver has not updated the status since: it has ended or hangs")
     if status.idle:
-        shares = ", ".join(f"{_plain(who)} {share:.0%}" for who, share in status.idle.items())
+        shares = ", ".join(f"{_plain(role)} {share:.0%}" for role, share in status.idle.items())
         lines.append(f"idle in the last step: {shares}")
     for fleet in status.fleets:
         lines += ["", *_fleet_lines(fleet)]
@@ -52,5 +55,5 @@ def _fleet_lines(fleet: FleetStatus) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Without what would steer a terminal: anybody on a shared mount may have written the file."""
+    """Replace control characters: on a shared mount any user may have written the file."""
     return "".join(c if c.isprintable() else "?" for c in text)

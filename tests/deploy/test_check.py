@@ -92,7 +92,7 @@ def test_cpus_need_no_estimate() -> None:
     [
         (["learner.workers=2"], "A100-80GB", "learner: about 249 GiB on a GPU of 80; lower learner.tokens"),
         ([], "A100-40GB", "set learner.gradient_checkpointing=true"),
-        (["rollout.max_model_len=900000"], "H200", "rollout: not one sequence fits beside the weights; raise"),
+        (["rollout.max_model_len=900000"], "H200", "rollout: no sequence fits beside the weights; raise"),
     ],
 )
 def test_what_cannot_work_is_a_problem(overrides: list[str], gpu: str, words: str) -> None:

@@ -28,12 +28,15 @@ def test_a_sound_cluster_has_no_findings() -> None:
 @pytest.mark.parametrize(
     ("pending", "why"),
     [
-        (group({"GPU": 1}, selector={"rl/role": "rollout"}), "no node has the labels {'rl/role': 'rollout'}; add one,"),
+        (
+            group({"GPU": 1}, selector={"rl/role": "rollout"}),
+            "no node has the labels {'rl/role': 'rollout'}; add such a node,",
+        ),
         (group({"GPU": 9}), "a bundle needs 9 GPU, and the largest node has 8 GPU"),
         (group({"GPU": 1}, {"TPU": 1}), "a bundle needs 1 TPU, and the largest node has 0 TPU"),
         (
             group({"memory": 128 * GIB}, selector={"rl/role": "learner"}),
-            "a bundle needs 128.0 GiB of memory, and the largest node of those with the labels {'rl/role': 'learner'} "
+            "a bundle needs 128.0 GiB of memory, and the largest node with the labels {'rl/role': 'learner'} "
             "has 64.0 GiB of memory",
         ),
         (
@@ -62,25 +65,25 @@ def test_each_fault_is_one_sentence() -> None:
     bare = dataclasses.replace(HEAD, name="bare", sandbox="generated code cannot be isolated")
     role = RoleConfig(labels={"rl/role": "rollout"})
     assert findings((*NODES, old, deaf, bare), [group({"CPU": 99})], {"rollout": role}, Path("/mnt/runs")) == [
-        "node deaf could not be looked at: it did not answer within 60 s",
+        "node deaf could not be inspected: it did not answer within 60 s",
         "node bare: generated code cannot be isolated",
-        "ray differs between nodes: 2.59.0 on old; 2.60.0 on head, learner-0, bare; give them the same image",
+        "ray differs between nodes: 2.59.0 on old; 2.60.0 on head, learner-0, bare; use the same image on all nodes",
         "no node has the labels {'rl/role': 'rollout'} of rollout.labels: start one with `ray start --labels`, "
-        "or see whether the autoscaler adds one when a run asks for it",
+        "or check that the autoscaler adds such a node when a run requests it",
         "placement group x is pending: a bundle needs 99 CPU, and the largest node has 16 CPU",
-        "/mnt/runs is not shared: a file that one node writes there is not seen on old; "
-        "mount the same volume on all nodes, or put run.root on one that is",
+        "/mnt/runs is not shared: a file that another node wrote there is not visible on old; "
+        "mount the same volume on all nodes, or put run.root on a shared volume",
     ]
 
 
 def test_unreachable_pairs_are_reported() -> None:
-    find_unreachable = [Unreachable(source="gpu-0", target="learner-0", reason="port 4711 of 10.0.0.2: timed out")]
-    (sentence,) = findings(NODES, [], {}, None, find_unreachable)
+    unreachable = [Unreachable(source="gpu-0", target="learner-0", reason="port 4711 of 10.0.0.2: timed out")]
+    (sentence,) = findings(NODES, [], {}, None, unreachable)
     assert sentence.startswith("node gpu-0 does not reach node learner-0: port 4711 of 10.0.0.2: timed out; ")
 
 
 def test_a_missing_package_of_a_node_is_reported() -> None:
     bare = Node(name="bare", labels={}, resources={}, versions={"python": "3.11.9"})
     assert findings((HEAD, bare), [], {}, None) == [
-        "ray differs between nodes: 2.60.0 on head; none on bare; give them the same image"
+        "ray differs between nodes: 2.60.0 on head; none on bare; use the same image on all nodes"
     ]

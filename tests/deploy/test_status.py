@@ -35,7 +35,7 @@ def test_the_table() -> None:
 
 
 def test_an_old_picture_says_so_and_a_clock_that_is_behind_does_not() -> None:
-    assert "as of 1 h 01 min ago\nthe driver has not written since" in format_status(
+    assert "as of 1 h 01 min ago\nthe driver has not updated the status since" in format_status(
         "own", STATUS, done=False, now=THEN + timedelta(seconds=3700)
     )
     assert "as of 0 s ago\nidle" in format_status("own", STATUS, done=False, now=THEN - timedelta(seconds=5))
@@ -47,7 +47,9 @@ def test_a_finished_run_reports_no_engines_and_needs_no_driver() -> None:
         "run own: step 100 of 100, 6400 samples, as of 2 h 00 min ago",
         "it is done: policy/, summary.json and report.html are written",
     ]
-    assert "the driver has not written since" in format_status("own", last, done=False, now=later), "it exports"
+    assert "the driver has not updated the status since" in format_status("own", last, done=False, now=later), (
+        "it exports"
+    )
     assert "idle" in format_status("own", STATUS, done=True, now=THEN), "a longer run goes on in its folder"
 
 

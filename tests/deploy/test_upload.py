@@ -81,7 +81,7 @@ def test_a_large_upload_is_refused_and_the_largest_files_are_named(tmp_path: Pat
         refuse_large(tmp_path, files_to_upload(tmp_path))
     sentence = str(refused.value)
     assert sentence.startswith("the upload has 56.0 MiB, and at most 50 MiB are sent; the largest files: ")
-    assert "6.bin (11.0 MiB), 5.bin (10.0 MiB), 4.bin (9.0 MiB), 3.bin (8.0 MiB), 2.bin (7.0 MiB). Name" in sentence
+    assert "6.bin (11.0 MiB), 5.bin (10.0 MiB), 4.bin (9.0 MiB), 3.bin (8.0 MiB), 2.bin (7.0 MiB). List" in sentence
 
 
 @given(extra=st.integers(0, 2))
