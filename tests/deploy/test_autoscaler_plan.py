@@ -24,7 +24,7 @@ by_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Any:
+def request_resources(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What `actors.cluster.placement` asks Ray for: bundles and their label selectors."""
 
     def note(bundles: Any, strategy: str, bundle_label_selector: Any = None) -> Place:
@@ -60,11 +60,11 @@ def plan(spec: dict[str, Any], places: Sequence[Place]) -> tuple[Counter[str], i
     return started, len(reply.infeasible_gang_resource_requests)
 
 
-def places(asked: Any, group: PodGroup, workers: int) -> list[Place]:
+def places(request_resources: Any, group: PodGroup, workers: int) -> list[Place]:
     """What so many workers of a role ask for: engines one by one, ranks as a gang."""
     if group.elastic:
-        return [asked(group.role) for _ in range(workers)]
-    return [asked(with_overrides(group.role, {"workers": workers}))]
+        return [request_resources(group.role) for _ in range(workers)]
+    return [request_resources(with_overrides(group.role, {"workers": workers}))]
 
 
 def least(groups: Sequence[PodGroup]) -> Counter[str]:
@@ -72,21 +72,23 @@ def least(groups: Sequence[PodGroup]) -> Counter[str]:
 
 
 @by_file
-def test_all_workers_fit(file: Any, asked: Any) -> None:
+def test_all_workers_fit(file: Any, request_resources: Any) -> None:
     groups = pod_groups(made(file).config)
-    needed = [place for group in groups for place in places(asked, group, group.workers.max)]
+    needed = [place for group in groups for place in places(request_resources, group, group.workers.max)]
     started, refused = plan(cluster_spec(documents(file.read_text())[1]), needed)
     assert refused == 0
     assert started == Counter({group.name: group.pods.max for group in groups})
 
 
 @by_file
-def test_workers_land_on_their_own_group_and_one_more_than_max_does_not(file: Any, asked: Any) -> None:
+def test_workers_land_on_their_own_group_and_one_more_than_max_does_not(file: Any, request_resources: Any) -> None:
     spec, groups = cluster_spec(documents(file.read_text())[1]), pod_groups(made(file).config)
     for group in groups:
         expected = least(groups) | Counter({group.name: group.pods.max})
         for extra in (0, 1):
-            assert plan(spec, places(asked, group, group.workers.max + extra)) == (expected, extra), group.name
+            assert plan(spec, places(request_resources, group, group.workers.max + extra)) == (expected, extra), (
+                group.name
+            )
 
 
 @by_file
@@ -94,17 +96,17 @@ def test_a_sleeping_cluster_has_its_floor(file: Any) -> None:
     assert plan(cluster_spec(documents(file.read_text())[1]), []) == (least(pod_groups(made(file).config)), 0)
 
 
-def test_without_labels_they_would_land_anywhere(asked: Any) -> None:
+def test_without_labels_they_would_land_anywhere(request_resources: Any) -> None:
     (file,) = [file for file in FILES if file.stem == "rayjob"]
     spec = cluster_spec(documents(file.read_text())[1])
     (rollout,) = [group for group in pod_groups(made(file).config) if group.name == "rollout"]
     unlabelled: ProcessConfig = with_overrides(rollout.role, {"labels": {}})
-    _, refused = plan(spec, [asked(unlabelled) for _ in range(rollout.workers.max + 1)])
+    _, refused = plan(spec, [request_resources(unlabelled) for _ in range(rollout.workers.max + 1)])
     assert refused == 0
 
 
-def test_a_label_that_no_group_has_is_never_served(asked: Any) -> None:
+def test_a_label_that_no_group_has_is_never_served(request_resources: Any) -> None:
     (file,) = [file for file in FILES if file.stem == "rayjob"]
     spec, groups = cluster_spec(documents(file.read_text())[1]), pod_groups(made(file).config)
     stray = with_overrides(groups[1].role, {"labels": {"rl/role": "rolout"}})
-    assert plan(spec, places(asked, replace(groups[1], role=stray), 1)) == (least(groups), 1)
+    assert plan(spec, places(request_resources, replace(groups[1], role=stray), 1)) == (least(groups), 1)

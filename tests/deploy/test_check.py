@@ -123,13 +123,15 @@ def test_what_goes_wrong_on_pods_is_a_warning(override: str, words: str) -> None
 
 
 def test_the_object_store_is_sized_by_the_weights_that_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    def said(*overrides: str) -> list[str]:
+    def store_warnings(*overrides: str) -> list[str]:
         return [warning for warning in warnings(check(*GOOD, *overrides)[1]) if "object_store_gib" in warning]
 
     store = "learner.sync_transport=store"
-    (words,) = said(store, "cluster.object_store_gib=4")
+    (words,) = store_warnings(store, "cluster.object_store_gib=4")
     assert "object_store_gib is 4: the policy's weights, held for late engines, take 15" in words
-    assert said(store, "cluster.object_store_gib=null") == said("cluster.object_store_gib=4") == [], "nccl holds none"
+    assert (
+        store_warnings(store, "cluster.object_store_gib=null") == store_warnings("cluster.object_store_gib=4") == []
+    ), "nccl holds none"
     path = ROOT / "configs/slf5k/policy.yaml"
     for transport, size in (("store", 1.2 * 2 * 8_030_261_248 / 2**30), ("nccl", 1.0)):
         job = loading.load(PolicyJob, path, [f"learner.sync_transport={transport}"], environ={}, cwd=ROOT)

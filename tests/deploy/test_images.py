@@ -96,7 +96,7 @@ def test_no_entrypoint_no_root_and_the_import_check_comes_last(kind: str, instal
     if kind == "cpu":
         assert words[0] == "DS_ACCELERATOR=cpu"
         assert f"import os; os.environ['DS_ACCELERATOR'] = 'cpu'; {checked}" == install.CHECK["cpu"]
-    else:  # a machine that builds images has no GPU: what is_cuda says can only be asked on a node
+    else:  # a machine that builds images has no GPU: what is_cuda says can only be tested on a node
         assert install.CHECK["gpu"].startswith(checked)
 
 
@@ -143,8 +143,8 @@ def test_documented_sizes_are_what_check_prints(gpus: int, tmp_path: Path, monke
     assert words[:5] == ["python", "-m", "jobs.deploy", "check", "--config"]
     config = loading.load(PolicyJob, ROOT / words[5], words[6:], environ={}, cwd=tmp_path)
     problems, answer = check_config(config)
-    said = [line for line in answer.splitlines() if not line.startswith(("warning", "reward: the size"))]
-    assert block.strip() == "\n".join(said).strip()
+    report = [line for line in answer.splitlines() if not line.startswith(("warning", "reward: the size"))]
+    assert block.strip() == "\n".join(report).strip()
     assert f"in all: {gpus} GPUs" in block
     assert problems == []
 

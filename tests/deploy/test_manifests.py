@@ -212,12 +212,12 @@ def test_an_engine_and_a_rank_in_two_pods_share_no_gpu() -> None:
 def test_the_driver_reads_the_same_config_and_writes_on_the_claim() -> None:
     overrides = ["rollout.workers={min: 1, max: 3}", "run.name=it's"]
     main = render(policy("rollout.workers={min: 1, max: 3}"), overrides=overrides)
-    said = subprocess.run(
+    received = subprocess.run(
         ["bash", "-ec", f"printf '%s\\n' -- {main['spec']['entrypoint']} ; true"],  # as the operator's submitter has it
         capture_output=True, text=True, check=True, timeout=60,
     ).stdout.splitlines()  # fmt: skip
     expected = ["exec", "python", "-m", "jobs.train_policy", "--config", "configs/tiny/policy.yaml"]
-    assert said == ["--", *expected, *overrides, "run.root=/mnt/t2g/runs"]
+    assert received == ["--", *expected, *overrides, "run.root=/mnt/t2g/runs"]
 
 
 def test_a_stopped_run_may_write_its_checkpoint() -> None:

@@ -1,4 +1,4 @@
-"""One broken example of each thing that stops a job, on a model of random weights; and what is not here, told apart."""
+"""One broken example of each thing that stops a job, on a model of random weights; and of what a machine lacks."""
 
 import json
 import sys
@@ -125,16 +125,16 @@ def test_what_is_not_on_this_machine(model: Path, data: str, sections: dict[str,
 
 
 def test_an_unknown_name_is_requested_once(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    requests = []
 
     def unreachable(self: object, name: str, **how: Any) -> None:
-        asked.append((name, how["timeout"]))
+        requests.append((name, how["timeout"]))
         raise ConnectionError("no network")
 
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", unreachable)
     (sentence,) = preflight(policy("somebody/elsewhere", data), None).missing
     assert "model.policy=somebody/elsewhere: there is no folder of that name, nor in the hub's cache" in sentence
-    assert [name for name, timeout in asked if timeout <= 5] == ["somebody/elsewhere"]
+    assert [name for name, timeout in requests if timeout <= 5] == ["somebody/elsewhere"]
 
 
 USABLE = {"task", "model.policy", "data"}
@@ -145,10 +145,10 @@ ANSWER = Response(404, request=Request("GET", "http://hub"))
 def test_an_unknown_data_set_is_requested_once(
     model: Path, error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    asked = []
+    requests = []
 
     def unknown(self: object, name: str, **how: Any) -> None:
-        asked.append((name, how["revision"], how["timeout"]))
+        requests.append((name, how["revision"], how["timeout"]))
         raise error
 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", unknown)
@@ -157,9 +157,9 @@ def test_an_unknown_data_set_is_requested_once(
     found = preflight(policy(model, "unused", data=mistyped), None)
     (sentence,) = found.missing
     assert "data.path=openai/gsm8kk: there is no folder of that name" in sentence and found.wrong == []
-    assert asked == [("openai/gsm8kk", "abc", 5)]
+    assert requests == [("openai/gsm8kk", "abc", 5)]
     (tmp_path / "datasets--openai--gsm8kk").mkdir()  # fetched before
-    assert preflight(policy(model, "unused", data=mistyped), None) == Findings(usable=USABLE) and len(asked) == 1
+    assert preflight(policy(model, "unused", data=mistyped), None) == Findings(usable=USABLE) and len(requests) == 1
     (sentence,) = preflight(policy(model, "unused", data={"path": "openai/gsm8k"}), None).wrong
     assert "set data.revision to a commit" in sentence
     (sentence,) = preflight(policy(model, "unused", data={"path": "./no/folder", "revision": "abc"}), None).missing

@@ -67,7 +67,7 @@ def test_phases_are_reported_with_the_reason_of_the_last(tmp_path: Path) -> None
     def words() -> str:
         return format_status("own", read_status(tmp_path), done=False, now=now())
 
-    with pytest.raises(UserError), publish_phases(tmp_path, 9) as say:  # noqa: PT012 what is told between is what is tested
+    with pytest.raises(UserError), publish_phases(tmp_path, 9) as say:  # noqa: PT012 the phases in between are tested
         assert words().splitlines()[1] == "starting"
         say("loading")
         assert words().splitlines()[1] == "loading"

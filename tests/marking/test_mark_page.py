@@ -28,24 +28,24 @@ SHOWN = "document.getElementById('{}').textContent"
 
 @contextmanager
 def serving(data: Path, by: str, *, end: signal.Signals = signal.SIGTERM) -> Iterator[tuple[str, list[str]]]:
-    """The address of the page; after the block, what the job said at its end."""
+    """The address of the page; after the block, the job's last output."""
     command = [sys.executable, "-m", "jobs", "mark", str(data), "--by", by]
     job = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    said: list[str] = []
+    output: list[str] = []
     try:
         assert job.stdout is not None
         for line in job.stdout:
-            said.append(line)
+            output.append(line)
             if found := re.search(r"go on at (http://\S+)", line):
-                said.clear()
-                yield found[1], said
+                output.clear()
+                yield found[1], output
                 break
         else:
-            raise AssertionError("".join(said))
+            raise AssertionError("".join(output))
     finally:
         job.send_signal(end)
-        said += job.communicate(timeout=60)[0].splitlines()
-        assert job.returncode == (0 if end == signal.SIGTERM else -end), said
+        output += job.communicate(timeout=60)[0].splitlines()
+        assert job.returncode == (0 if end == signal.SIGTERM else -end), output
 
 
 def at(browser: Browser, place: int, finished: int) -> None:
@@ -95,7 +95,7 @@ def test_two_people_mark_by_keys_reload_go_on_and_are_compared(browser: Browser,
         browser.press("Control+Shift+Right", "p")
         browser.wait("document.querySelectorAll('#spans li').length === 1")
         browser.wait(SAVED)
-    with serving(data, "ann") as (url, said):  # what was killed goes on where it was
+    with serving(data, "ann") as (url, output):  # what was killed goes on where it was
         browser.open(url)
         at(browser, 2, 1)
         assert browser.ask("document.querySelectorAll('#spans li').length") == 1
@@ -115,11 +115,13 @@ def test_two_people_mark_by_keys_reload_go_on_and_are_compared(browser: Browser,
         at(browser, 3, 2)
         assert browser.ask("document.getElementById('critique').value") == "typed"
         changed = "response = document.getElementById('response'), response.textContent = 'another', response"
-        browser.ask(f"({changed}.dispatchEvent(new Event('input')))")  # as an input method does, which asks nobody
+        browser.ask(
+            f"({changed}.dispatchEvent(new Event('input')))"
+        )  # as an input method does, which cannot be prevented
         assert browser.ask(SHOWN.format("response")) == "Yes."
         assert browser.complaints() == []
-    assert "2 of 3 responses are marked" in said[0]
-    with serving(data, "bea") as (url, said):
+    assert "2 of 3 responses are marked" in output[0]
+    with serving(data, "bea") as (url, output):
         browser.open(url)
         at(browser, 1, 0)
         browser.press("Right", "Right")
@@ -132,7 +134,7 @@ def test_two_people_mark_by_keys_reload_go_on_and_are_compared(browser: Browser,
         share = "with ann: 1 responses that both marked, the same label on 69% of 16 characters, kappa 0.53"
         browser.wait(f"{SHOWN.format('agreements')}.startsWith('{share}')")
         assert browser.complaints() == []
-    assert share in said[1]
+    assert share in output[1]
     first, second = load_annotated(DataConfig(path=str(data.with_suffix(".marks") / "ann" / "annotated.jsonl")))
     assert [(span.start, span.end, span.label, span.severity) for span in first.spans] == [(2, 7, 1, 2), (8, 13, -1, 3)]
     assert [quote.quote for quote in (*first.good, *first.poor)] == ["A red", "phone"]

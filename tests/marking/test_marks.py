@@ -1,4 +1,4 @@
-"""What is said of responses lies in the journal at once, becomes records, and is compared between people."""
+"""Marks are journaled at once, become records, and are compared between people."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from t2g.types import Span
 ROWS = [
     {"prompt": "What?", "response": "ab cd", "prompt_id": "x"},
     {"prompt": "What?", "response": "ef"},
-    {"prompt": "What?", "response": "ab cd", "prompt_id": "x"},  # said of the first already
+    {"prompt": "What?", "response": "ab cd", "prompt_id": "x"},  # a duplicate of the first
     {"prompt": "No response"},
 ]
 
@@ -74,8 +74,8 @@ def test_its_file_is_read_as_what_annotate_writes(tmp_path: Path) -> None:
     )
     assert (records[0].source, records[0].version, records[0].prompt_id) == ("human", "ann", "x")
     source = HumanFeedback(path, get_task("prompts"))  # whom annotate and train_policy ask with source=human
-    said = asyncio.run(source.judge(records[0].to_prompt(), "ab cd"))
-    assert (said.critique, said.spans, said.status) == (records[0].critique, records[0].spans, "ok")
+    judged = asyncio.run(source.judge(records[0].to_prompt(), "ab cd"))
+    assert (judged.critique, judged.spans, judged.status) == (records[0].critique, records[0].spans, "ok")
 
 
 def test_people_are_compared_on_what_both_finished(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_people_are_compared_on_what_both_finished(tmp_path: Path) -> None:
     assert ann.agreement_messages() == []
     bea.put(0, mark((0, 1, 1), (3, 4, -1)))
     bea.put(1, mark((0, 2, -1), done=False))  # not finished: not compared
-    # a, b, c, d: good good poor none against good none poor none; the blank is nobody's
+    # a, b, c, d: good good poor none against good none poor none; the blank has no label
     kappa = (3 / 4 - 5 / 16) / (1 - 5 / 16)
     found = f"1 responses that both marked, the same label on 75% of 4 characters, kappa {kappa:.2f}"
     assert ann.agreement_messages() == [f"with bea: {found}"]

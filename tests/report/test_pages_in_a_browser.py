@@ -46,7 +46,7 @@ def make_run(folder: Path, num_steps: int) -> Path:
         start = ranges[-1][1] + 1 if ranges else 0
         ranges.append([start, start + len(word)])
     span = {"start": 0, "end": 60, "label": -1, "severity": 2, "critique_range": [0, 9]}
-    said = {"critique": "It is bad. " * 20, "spans": [span], "status": "ok", "source": "reward_model", "version": "v"}
+    judged = {"critique": "It is bad. " * 20, "spans": [span], "status": "ok", "source": "reward_model", "version": "v"}
     tokens = {"token_ranges": ranges, "token_rewards": [1.0] * 50, "token_advantages": [-1.0] * 50}
     step = {
         "eval/a_score_with_a_name_that_is_longer_than_its_axis": 0.7,
@@ -60,7 +60,7 @@ def make_run(folder: Path, num_steps: int) -> Path:
             lines.write(json.dumps({"step": number, "samples": 8 * number} | step) + "\n")
             for index in range(NUM_SAMPLES // num_steps):
                 sample = {"step": number, "split": "train", "prompt_id": f"p{index}", "sample_index": 0}
-                sample |= {"prompt": "x" * 300, "response": text, "finish_reason": "stop", "feedback": said}
+                sample |= {"prompt": "x" * 300, "response": text, "finish_reason": "stop", "feedback": judged}
                 samples.write(json.dumps(sample | tokens) + "\n")
     (folder / "alarms.jsonl").write_text(json.dumps({"step": 1, "alarm": "alarms.max_kl=" + "long" * 40}) + "\n")
     (folder / "config.yaml").write_text(f"run: {{name: {folder.name}}}\nmodel: {{policy: {'/folder' * 30}}}\n")

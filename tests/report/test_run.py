@@ -202,7 +202,7 @@ def test_two_runs_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "<tr><td>config.objective.rewards.placement</td>" in page and "config.run.seed" not in page
     assert '<td>timing.ppo</td><td class="value">7.500</td><td class="value">6.250</td>' in page
     assert page.index(">one <span") < page.index("e says &lt;b&gt;") < page.index(">two <span")
-    assert "long ago" not in page and page.count("prompt of p") == 1, "the last, to what both were asked"
+    assert "long ago" not in page and page.count("prompt of p") == 1, "the last responses, to the prompts of both runs"
     assert "<dt>two, step 1</dt><dd>the KL is &lt;high&gt;</dd>" in page
     twin = make_run(tmp_path / "more" / "one", f1=0.75, config=config % "span", response="one says <b>")
     assert main(["--run", str(twin), str(one)]) == 0

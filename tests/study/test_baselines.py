@@ -143,11 +143,11 @@ def test_a_revision_prompt_shows_prompt_response_and_critique(words: Any) -> Non
 
 
 def test_without_critique_or_room_no_request_is_made(words: Any) -> None:
-    asked = (prompt(), rollout([1], text="x"))
-    assert revision_prompt(PromptsTask(), (*asked, feedback(" ")), words, 1000) is None
+    sampled = (prompt(), rollout([1], text="x"))
+    assert revision_prompt(PromptsTask(), (*sampled, feedback(" ")), words, 1000) is None
     failed = make_failed_feedback("failed", source="program", version="v")
-    assert revision_prompt(PromptsTask(), (*asked, failed), words, 1000) is None
-    assert revision_prompt(PromptsTask(), (*asked, feedback("long " * 50)), words, 100) is None
+    assert revision_prompt(PromptsTask(), (*sampled, failed), words, 1000) is None
+    assert revision_prompt(PromptsTask(), (*sampled, feedback("long " * 50)), words, 100) is None
 
 
 def test_imitation_learns_the_text_of_the_revision_after_the_policys_own_prompt(tmp_path: Path) -> None:

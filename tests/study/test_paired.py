@@ -81,10 +81,10 @@ def test_a_difference_by_hand_and_its_sign() -> None:
 
 
 def test_a_figure_of_several_sums_is_resampled_as_a_whole() -> None:
-    """A ratio: correct over asked. Both policies share their draws, so a constant factor leaves no doubt."""
+    """A ratio: correct over total. Both policies share their draws, so a constant factor leaves no doubt."""
     rng = np.random.default_rng(7)
-    asked = rng.integers(1, 20, NUM_PROMPTS).astype(float)
-    one, other = np.stack([asked * 0.5, asked], 1), np.stack([asked * 0.25, asked], 1)
+    totals = rng.integers(1, 20, NUM_PROMPTS).astype(float)
+    one, other = np.stack([totals * 0.5, totals], 1), np.stack([totals * 0.25, totals], 1)
     found = compare(one, other, lambda sums: sums[..., 0] / sums[..., 1], DRAWS)
     assert [found[key] for key in ("value", "low", "high")] == pytest.approx([0.25] * 3)
     assert found["wins"] is None and found["p"] < 0.001

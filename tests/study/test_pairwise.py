@@ -11,7 +11,7 @@ from t2g.tasks.base import get_task
 POLICIES = ("base", "new")
 
 
-def said(prompt_id: int, first: str, verdict: str, judge: str = "j") -> Judgement:
+def judgement(prompt_id: int, first: str, verdict: str, judge: str = "j") -> Judgement:
     second = next(name for name in POLICIES if name != first)
     return Judgement(
         key="k", judge=judge, prompt_id=str(prompt_id), first=first, second=second, verdict=verdict, reason=""
@@ -21,7 +21,7 @@ def said(prompt_id: int, first: str, verdict: str, judge: str = "j") -> Judgemen
 def judged(*verdicts: tuple[str, str], judge: str = "j") -> list[Judgement]:
     """Of each prompt the verdict when `new` comes first, then when `base` does."""
     return [
-        said(i, first, verdict, judge)
+        judgement(i, first, verdict, judge)
         for i, both in enumerate(verdicts)
         for first, verdict in zip(("new", "base"), both, strict=True)
     ]
@@ -105,8 +105,8 @@ def test_a_long_answer_is_bounded() -> None:
 
 def test_the_reason_is_requested_first() -> None:
     llm, task = LLMConfig(model="m"), get_task("summarization")
-    asked = question(task, "the post", "one", "two", llm)
-    text = asked.messages[0]["content"]
+    request = question(task, "the post", "one", "two", llm)
+    text = request.messages[0]["content"]
     assert text.index("the post") < text.index("Answer A:\none") < text.index("Answer B:\ntwo")
     schema = Verdict.model_json_schema()
     assert [*schema["properties"]] == schema["required"] == ["reason", "verdict"]

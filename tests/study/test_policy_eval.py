@@ -94,7 +94,7 @@ def policy(texts: list[str], references: list[str]) -> dict[str, np.ndarray]:
 def test_every_pair_is_compared_on_the_same_draws() -> None:
     references = [f"{text} ." for text in texts(40, 3)]
     whole, cut = texts(40, 3), [" ".join(text.split()[:8]) for text in texts(40, 3)]
-    measured = {name: policy(said, references) for name, said in (("a", whole), ("b", cut), ("same", whole))}
+    measured = {name: policy(texts, references) for name, texts in (("a", whole), ("b", cut), ("same", whole))}
     found = summarise(measured, seed=1)
     assert {name: round(of["bleu"]["value"]) > 50 for name, of in found["policies"].items()} == {
         "a": True, "b": False, "same": True,

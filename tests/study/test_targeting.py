@@ -64,7 +64,7 @@ def test_a_kind_without_tokens_has_no_mean() -> None:
 
 
 def test_criticised_tokens_are_held_against_others_that_the_base_thought_as_likely() -> None:
-    """Unlikely tokens lose 2 and likely ones nothing, whoever mentions them; a criticised one half a nat more."""
+    """Unlikely tokens lose 2 and likely ones nothing, whether mentioned or not; a criticised one half a nat more."""
     rng = np.random.default_rng(0)
     label = rng.choice([-1, 0], p=[0.2, 0.8], size=4000)
     unlikely = rng.random(4000) < np.where(label == -1, 0.8, 0.1)
