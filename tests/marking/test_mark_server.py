@@ -92,7 +92,7 @@ def test_a_broken_journal_of_another_person_does_not_stop_the_page(server: MarkS
     (tmp_path / "bea" / "journal.jsonl").write_text("broken\n")
     code, text, _ = ask(server, "state")
     (message,) = json.loads(text)["agreements"]
-    assert code == 200 and "with bea: not compared" in message and "journal.jsonl:1 is no line" in message
+    assert code == 200 and "with bea: not compared" in message and "journal.jsonl:1 is not a line" in message
 
 
 @pytest.mark.parametrize("name", ["", "state", "item/0"])
