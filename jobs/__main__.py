@@ -26,7 +26,7 @@ STARTER = JOBS_FOLDER / "starter"
 
 
 def init(folder: Path) -> int:
-    """A folder that runs; exit code 2 for one that holds something."""
+    """Write an example folder; return exit code 2 if the folder is not empty."""
     if folder.exists() and any(folder.iterdir()):
         print(f"t2g init: {folder} is not empty; name another folder", file=sys.stderr)
         return 2

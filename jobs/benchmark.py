@@ -15,7 +15,7 @@ from t2g.config import BenchmarkJob
 
 
 def run(config: BenchmarkJob) -> int:
-    """3 where a phase could not be measured, when all others are."""
+    """Measure all phases; return 3 if a phase failed, after the others."""
     import asyncio
     from importlib import import_module
 

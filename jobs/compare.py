@@ -21,7 +21,7 @@ from t2g.study.methods import NOISY, Arms
 
 
 def describe(job: CompareJob) -> str:
-    """How many runs there are, and what one of them is."""
+    """Return the number of runs and the description of one."""
     check(arms := Arms(job))
     config = job.compare
     searched = len(arms.trained_methods) * len(config.lr_grid) * len(config.search_seeds)
@@ -40,7 +40,7 @@ def describe(job: CompareJob) -> str:
 
 
 def check(arms: Arms) -> None:
-    """UserError, before any run, for methods that make no sense."""
+    """Raise UserError, before any run, for invalid methods."""
     from t2g.study import baselines
     from t2g.tasks.base import get_task
 
@@ -51,7 +51,7 @@ def check(arms: Arms) -> None:
 
 
 def run(unresolved: CompareJob, data: Any) -> None:
-    """All runs, then the figures."""
+    """Make all runs, then the figures."""
     from jobs.common.comparison_runs import finish, make_reward_models, run_all
     from jobs.common.fleets import Fleets, on_cluster
     from jobs.common.policy_runs import read_data, run_references

@@ -22,7 +22,7 @@ SIDE_METRICS = ("repeated", "length_mean")  # printed beside F1: values that a p
 
 
 def arm_job(demo: DemoJob, arm: Placement) -> PolicyJob:
-    """One arm: the demo's settings with its placement of the rewards."""
+    """Return the job of one arm: the demo's settings with its placement of the rewards."""
     from jobs.common.stages import WORLD, base_model, reward_model
 
     folder = demo.run.folder
@@ -43,7 +43,7 @@ def arm_job(demo: DemoJob, arm: Placement) -> PolicyJob:
 
 
 def summarise(demo: DemoJob, stages: dict[str, dict[str, Any]], arms: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """summary.json: held-out facts of the base and of each arm at equal samples, from what the stages wrote."""
+    """Return summary.json: held-out facts of the base and of each arm at equal samples."""
     from t2g.runs.versions import collect_versions
 
     first = arms[demo.arms[0]]
@@ -62,12 +62,12 @@ def summarise(demo: DemoJob, stages: dict[str, dict[str, Any]], arms: dict[str, 
 
 
 def select_facts(measured: dict[str, float]) -> dict[str, float]:
-    """Of all held-out metrics, those that the summary tells."""
+    """Return the held-out metrics of the summary."""
     return {name: measured[name] for name in (*FACTS, *SIDE_METRICS)}
 
 
 def table(summary: dict[str, Any]) -> str:
-    """Held-out facts of the base and of the arms, one row each."""
+    """Return a table of the held-out facts, with one row for the base and each arm."""
     rows = [
         (name, *(f"{found[fact]:.3f}" for fact in (*FACTS, "repeated")), f"{found['length_mean']:.1f}")
         for name, found in {"base": summary["base"], **summary["arms"]}.items()
@@ -77,7 +77,7 @@ def table(summary: dict[str, Any]) -> str:
 
 
 def run(demo: DemoJob) -> None:
-    """All stages that are not there yet, then the arms."""
+    """Make the unfinished stages, then the arms."""
     from jobs.common.fleets import Fleets, on_cluster
     from jobs.common.policy_runs import finished, read_data, report_steps_done, train
     from jobs.common.run_folder import sole_process
@@ -102,7 +102,7 @@ def run(demo: DemoJob) -> None:
 
 
 def finish(demo: DemoJob, summary: dict[str, Any]) -> None:
-    """summary.json, report.html and the table."""
+    """Write summary.json and report.html, and print the table."""
     from t2g.files import write_atomic
     from t2g.report.run_page import REPORT_FILE, SUMMARY_FILE, examples, how_made, write_report
     from t2g.runs.log import METRICS_FILE, SAMPLES_FILE, read_records

@@ -51,7 +51,7 @@ def submit(arguments: argparse.Namespace) -> int:
 
 
 def status(arguments: argparse.Namespace) -> int:
-    """A run's picture of itself, and how old that is."""
+    """Print the status of a run and its age."""
     folder = arguments.root / arguments.run
     found, done = read_status(folder), (folder / SUMMARY_FILE).exists()
     text = format_status(arguments.run, found, done=done, now=now())
@@ -69,7 +69,7 @@ def scale(arguments: argparse.Namespace) -> int:
 
 
 def stop(arguments: argparse.Namespace) -> int:
-    """Tell a run on a cluster to stop, and wait for its checkpoint."""
+    """Stop a run on a cluster, and wait for its checkpoint."""
     from actors.cluster.job_server import JobServer
 
     with JobServer.connect(arguments.address) as server:
@@ -84,7 +84,7 @@ def stop(arguments: argparse.Namespace) -> int:
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Say what is wrong with a cluster: a sentence each, exit code 2 if there are any."""
+    """Print each problem of a cluster; return exit code 2 if there is any."""
     address = arguments.address or os.environ.get("RAY_ADDRESS") or "auto"
     if address.startswith(JOB_SERVERS):
         return _doctor_as_job(arguments)
@@ -112,7 +112,7 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 
 def _doctor_as_job(arguments: argparse.Namespace) -> int:
-    """From outside of the cluster: the same command on its head."""
+    """Run the same command on the head of the cluster."""
     from actors.cluster.job_server import JobServer
 
     root, given = Path.cwd(), ["doctor"]
@@ -146,13 +146,13 @@ def render(arguments: argparse.Namespace) -> int:
 
 
 def raise_findings(found: Findings, *more: str) -> None:
-    """UserError for what no machine can run; what this one lacks, a cluster may have."""
+    """Raise UserError for findings that no machine can run; a cluster may have what this machine lacks."""
     if wrong := [*found.wrong, *more]:
         raise UserError("\n".join(wrong))
 
 
 def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The program's, and one for each subcommand."""
+    """Return the parser with its subcommands."""
     top = argparse.ArgumentParser(
         prog="python -m jobs.deploy",
         description=__doc__,
@@ -194,8 +194,9 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 done, 1 `check` found what cannot work, 2 the user's to mend, 3 something did not end in time, 130
-    stopped; else the run's own.
+    """Run a subcommand and return its exit code.
+
+    0: done; 1: `check` found a problem; 2: user error; 3: timeout; 130: stopped; otherwise the exit code of the run.
     """
     given = list(sys.argv[1:] if argv is None else argv)
     top, commands = parsers()

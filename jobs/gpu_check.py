@@ -66,26 +66,26 @@ class Machine:
         return [{key: value for key, value in json.loads(line).items() if FIGURES.match(key)} for line in lines]
 
     def stages(self) -> Path:
-        """What the world is made by: its engines are on the GPU where there is one."""
+        """Return the job that makes the world, with engines on the GPU if there is one."""
         place = {"gpus": 0.4, "dtype": "bfloat16"} if self.gpus else {}
         engines = {f"{role}.{key}": value for role in ("rollout", "reward_engine") for key, value in place.items()}
         return loading.write(with_overrides(loading.load(DemoJob, STAGES), engines), self.out / "stages-config")
 
     def policy(self, name: str, *overrides: str) -> Figures:
-        """The last of two steps of PPO, and how far engine and learner are apart on the checkpoint."""
+        """Make two steps of PPO; return the last one, and the gap of engine and learner on the checkpoint."""
         given = (f"artifacts={self.stages()}", "num_steps=2", "eval.num_prompts=16", *overrides)
         steps = self.job(name, "train_policy", POLICY, *given)
         return steps[-1] | {"probe_gap_nats": json.loads((self.out / name / "probe.json").read_bytes())}
 
 
 def last_words(logs: Path = Path("/tmp/ray/session_latest/logs")) -> Iterator[str]:
-    """Of each process of the last Ray: why an engine did not start stands nowhere else."""
+    """Return the logs of each process of the last Ray session, which say why an engine did not start."""
     for file in sorted(logs.glob("worker-*.err")):
         yield from (f"{file.name}:", *file.read_text(errors="replace").splitlines()[-60:])
 
 
 def world(machine: Machine) -> Figures:
-    """Stages, PPO, and a reward model that answers under guided decoding."""
+    """Run the stages, PPO, and a reward model with guided decoding."""
     share = ("rollout.gpus=0.3", "learner.gpus=0.4", "feedback.engine.gpus=0.3", "learner.workers=1", *BFLOAT16)
     figures = machine.policy("world", "learner.sync_transport=store", *(share if machine.gpus else ()))
     if figures["feedback/failed_share"] > 0.5:
@@ -94,7 +94,7 @@ def world(machine: Machine) -> Figures:
 
 
 def rank(machine: Machine) -> Figures:
-    """Supervised losses of one rank in float32, against those of a rank on the CPU."""
+    """Compare supervised losses of a rank in float32 with those of a rank on the CPU."""
     stages = machine.out / "stages"
     given = ("task=tiny", f"model.policy={stages / 'base/model'}", f"data.path={stages / 'world/train.jsonl'}")
     given += ("data.limit=400", "sft.num_epochs=1", "sft.optim.lr=1e-3", "sft.max_length=192", "sft.batch_size=32")
@@ -109,7 +109,7 @@ def rank(machine: Machine) -> Figures:
 
 
 def engine(machine: Machine) -> Figures:
-    """Measure an engine that joins its outputs, and one that sends each token by vLLM's own scheduler.
+    """Measure an engine that joins its outputs, and an engine with vLLM's own scheduler.
 
     Tokens/s of an engine called without its fleet, and through it; then it is killed, and its successor serves.
     """
@@ -155,7 +155,7 @@ async def measure(fleet: "RolloutFleet", prompts: Sequence[Prompt]) -> Figures:
 
 
 def half_a_billion(machine: Machine) -> Figures:
-    """Weights by ipc, speeds and memory at a size that means something, beside what `t2g.deploy.memory` expects."""
+    """Measure weight sync by ipc, speed and memory of a real size, beside the estimates of `t2g.deploy.memory`."""
     import torch
 
     from jobs.stopwatch.random_models import make_model

@@ -42,7 +42,7 @@ def _name(text: str) -> str:
 
 
 def serve(data: Path, folder: Path, by: str, task: str, port: int) -> None:
-    """Until SIGTERM or Ctrl-C."""
+    """Serve until SIGTERM or Ctrl-C."""
     from t2g.data.load import load_records
     from t2g.loop.annotation import make_samples
     from t2g.marking.mark_server import MarkServer

@@ -39,7 +39,7 @@ def run(config: ScoreJob, prompt: str, text: str) -> None:
 
 
 def read_text(option: str, value: str) -> str:
-    """What --prompt or --text stands for. UserError for a file that cannot be read and for bytes that are no UTF-8."""
+    """Return the text of --prompt or --text. Raises UserError for an unreadable file or bytes that are no UTF-8."""
     try:
         # A file ends with a line end that belongs to the file, not to the text.
         text = Path(value[1:]).read_text(encoding="utf-8").removesuffix("\n") if value.startswith("@") else value
@@ -52,7 +52,7 @@ def read_text(option: str, value: str) -> str:
 
 
 def judge(config: ScoreJob, prompt_text: str, response: str) -> SpanFeedback:
-    """The answer of the reward model, served for this one question."""
+    """Serve the reward model and print its answer."""
     from jobs.common.reward_models import connected_model
 
     prompt = Prompt(prompt_id="score", prompt_text=prompt_text, task=config.task)

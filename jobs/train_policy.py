@@ -13,7 +13,7 @@ from t2g.config import PolicyJob, with_overrides
 
 
 def smoke_words(config: PolicyJob, summary: dict[str, Any]) -> str:
-    """What three steps say of the whole run: its speed, how long it will take, and whether the feedback is mute."""
+    """Describe the full run from three steps: its speed, its duration, and whether feedback gives rewards."""
     from t2g.runs.progress import format_duration
 
     timing, num_steps = summary["timing"], config.num_steps
@@ -33,7 +33,7 @@ def smoke_words(config: PolicyJob, summary: dict[str, Any]) -> str:
 
 
 def show_one(folder: Path) -> None:
-    """One response with its spans in colour: of the last step, with feedback if any has."""
+    """Return a response of the last step with coloured spans, with feedback if there is any."""
     from rich.console import Console
 
     from t2g.report.run_page import examples
@@ -48,7 +48,7 @@ def show_one(folder: Path) -> None:
 
 
 def run(unresolved: PolicyJob, data: Any) -> None:
-    """Connect, start the fleets, train. data: PolicyData, None where stages are made first."""
+    """Connect, start the fleets, train. data: PolicyData, None if stages are made first."""
     from jobs.common.fleets import Fleets, on_cluster
     from jobs.common.policy_runs import finished, read_data, report_steps_done, run_references, train
     from jobs.common.run_folder import SMOKE_STEPS, sole_process

@@ -122,7 +122,7 @@ class Evaluation:
         self._keyed_prompts = {name: self._make_keyed_prompts(name) for name in config.names}
 
     def _model(self, name: str) -> ModelConfig:
-        """What engines load: an adapter is merged into its base first."""
+        """Return the model that engines load; an adapter is merged into its base first."""
         model = self.config.served[name]
         if not (Path(model.policy) / ADAPTER_FILE).exists():
             return model
@@ -150,10 +150,14 @@ class Evaluation:
         return {content_key(version, p.prompt_id, p.prompt_ids.tolist()): p for p in prompts}
 
     def run(self, serve: Serve, stop: StopFlag) -> dict[str, Any]:
-        """All that the journals lack, then the report; returns what evaluation.json holds.
+        """Make the rows that the journals lack, write the report, and return the content of evaluation.json.
 
-        serve: called for each policy that lacks responses, one by one. Stopped; RunStopped when a
-        server left questions without an answer, once the others are answered.
+        Args:
+            serve: Called for each policy that lacks responses, one by one.
+
+        Raises:
+            RunStopped: A server did not answer some requests; the others are answered.
+            Stopped: `stop` was set.
         """
         for name in filter(self.is_incomplete, self.config.names):
             with serve(self._models[name]) if name in self._models else nullcontext() as source:

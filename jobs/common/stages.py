@@ -70,9 +70,10 @@ WORLD, BASE, ANNOTATED, REWARD, REVISER = "world", "base", "annotated", "reward"
 
 
 def make_stages(demo: DemoJob, fleets: Fleets, *, reward: bool = True) -> dict[str, dict[str, Any]]:
-    """All stages, those that are there already read only; Ray must be connected. Metrics by stage, with `seconds`.
+    """Make the unfinished stages; return the metrics of all by stage, with `seconds`. Ray must be connected.
 
-    reward: whether the reward model is wanted as well.
+    Args:
+        reward: Whether to train the reward model as well.
     """
     base = sft_job(demo)
     made = {
@@ -95,7 +96,7 @@ def sft_job(demo: DemoJob) -> SFTJob:
 
 
 def annotate_job(demo: DemoJob) -> AnnotateJob:
-    """One response to each of the first `demo.annotate` training posts and planted ones, criticised by program."""
+    """Return the job that annotates responses to `demo.annotate` training posts, and planted ones, by program."""
     return AnnotateJob(
         **_stage(demo, ANNOTATED),
         model=base_model(demo),
@@ -118,7 +119,7 @@ def reward_job(demo: DemoJob) -> RewardJob:
 
 
 def make_reviser(demo: DemoJob) -> dict[str, Any]:
-    """A model that reads a critique and writes the summary again; after `make_stages`. Its metrics, with `seconds`.
+    """Train a model that revises a summary by its critique, after `make_stages`; return metrics with `seconds`.
 
     It learns from corrections that the world's facts give (`t2g.tasks.tiny.revision`): no policy of this size could
     revise by itself.
@@ -146,8 +147,10 @@ def reward_model(demo: DemoJob) -> str:
 
 
 def demo_of(config: PolicyJob) -> DemoJob | None:
-    """The demo whose stages a job builds on, if it names one: under the job's own root, on its cluster, where nobody is
-    connected yet."""
+    """Return the demo that `artifacts` of a job names, under the job's root and on its cluster; None without it.
+
+    The cluster must not be connected yet.
+    """
     if config.artifacts is None:
         return None
     root = json.dumps(str(config.run.root))  # quoted: a path may hold what YAML reads otherwise
@@ -158,7 +161,7 @@ def demo_of(config: PolicyJob) -> DemoJob | None:
 
 
 def resolve_stages(config: AnyJob, demo: DemoJob | None) -> AnyJob:
-    """`config` with the stages' folder for `${artifacts}` in every path, and their windows where it gives none."""
+    """Return `config` with the folder of the stages for `${artifacts}` in paths, and with their windows by default."""
 
     if demo is None:
         return config
@@ -174,13 +177,13 @@ def resolve_stages(config: AnyJob, demo: DemoJob | None) -> AnyJob:
 
 
 def _stage(demo: DemoJob, name: str) -> dict[str, Any]:
-    """What the jobs of all stages share."""
+    """Return the settings that all stages share."""
     run = RunConfig(root=demo.run.folder, name=name, seed=demo.run.seed, accept=demo.run.accept)
     return {"run": run, "cluster": demo.cluster, "task": demo.task}
 
 
 def once(folder: Path, settings: Section, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-    """What `make` returned, now or in an earlier run, and its `seconds`. UserError when that run had other settings."""
+    """Return the result of `make` with its `seconds`, from now or an earlier run. UserError for other settings."""
     run_identity = Identity.from_config(settings)
     kept = identity.load_result(folder, run_identity, STAGE_FILE)
     if kept is not None:
@@ -193,13 +196,13 @@ def once(folder: Path, settings: Section, make: Callable[[], Mapping[str, Any]])
 
 
 def positions(demo: DemoJob) -> dict[str, int]:
-    """The longest that a model of the stages reads is what a reviser does: a response with its post and critique."""
+    """Return the maximum positions of the models: a reviser reads a post, a response and a critique."""
     return {"max_position_embeddings": max(512, demo.rollout.max_model_len + demo.reward_engine.max_model_len)}
 
 
 @log_duration("writing the world")
 def _write_world(demo: DemoJob) -> dict[str, Any]:
-    """Records, tokenizers, random weights. What the references score is what a converged base policy reaches."""
+    """Write records, tokenizers and random weights. A converged base policy scores as the references do."""
     world, folder, task = demo.world, demo.run.folder / WORLD, get_task(demo.task)
     if demo.task == "tiny_code":
         heldout = write_world(folder, world, programs.make_records)["heldout"]
@@ -220,7 +223,7 @@ def _write_world(demo: DemoJob) -> dict[str, Any]:
 
 
 def _train_reviser(job: SFTJob) -> dict[str, Any]:
-    """Critiques without some sentences, and the responses that they would have."""
+    """Train on shortened critiques and the responses that they would lead to."""
     rng, task, tokenizer = np.random.default_rng(job.run.seed), get_task(job.task), load_tokenizer(job.model.policy)
 
     def example(record: AnnotatedRecord) -> TrainSequence:
@@ -241,6 +244,6 @@ def _train_reviser(job: SFTJob) -> dict[str, Any]:
 
 
 def _train_reward(demo: DemoJob, job: RewardJob, fleets: Fleets) -> dict[str, Any]:
-    """Spans are compared on the policy's tokens, which is where PPO will pay them."""
+    """Train the reward model; spans are compared on the policy's tokens, where PPO pays rewards."""
     policy_tokenizer = load_tokenizer(base_model(demo).policy)
     return train_reward(job, read_data(job), fleets, tokenizer=policy_tokenizer)

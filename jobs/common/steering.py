@@ -1,4 +1,4 @@
-"""A run's fleets while it goes on: their care, the sizes that the operator or the run itself wants, status.json."""
+"""Supervision of a run's fleets: their target sizes, set by the operator or by autoscaling, and status.json."""
 
 import asyncio
 import logging
@@ -25,7 +25,7 @@ FIELDS = {"rollout": "rollouts", "reward": "rewards"}  # role -> field of contro
 
 
 class Steering:
-    """`duties` beside the trainer; `metrics` and `on_step` are the trainer's hooks."""
+    """Background tasks of the trainer, and its hooks `metrics` and `on_step`."""
 
     def __init__(self, config: PolicyJob, rollouts: "RolloutFleet", feedback: "FeedbackSource") -> None:
         self._config = config
@@ -35,7 +35,7 @@ class Steering:
         self._step, self._metrics = 0, dict[str, float]()
 
     def duties(self) -> list[Coroutine[Any, Any, None]]:
-        """What goes on beside the trainer until it is cancelled. Raise RunStopped when a floor of workers is lost."""
+        """Return the background tasks of the trainer. They raise RunStopped if fewer than workers.min are left."""
         return [*(fleet.supervise() for fleet in self._fleets.values()), self._steer()]
 
     async def _steer(self) -> None:
@@ -51,7 +51,7 @@ class Steering:
             await asyncio.sleep(CONTROL_S)
 
     async def metrics(self) -> dict[str, float]:
-        """Of each fleet since the step before: idle share, workers, losses, the longest recovery, what engines say."""
+        """Return metrics of each fleet since the last step: idle share, workers, losses, recovery, engine metrics."""
         found = {}
         for role, fleet in self._fleets.items():
             values = fleet.metrics() | await fleet.engine_metrics()

@@ -24,7 +24,7 @@ LEFTOVERS = (MODEL, f"{MODEL}.part")  # what a training leaves, finished or not
 
 
 def read_examples(config: SFTJob) -> list[TrainSequence]:
-    """What a policy learns from, read before any process is started. UserError for what cannot be used."""
+    """Return the training examples of a policy. Raises UserError if the data cannot be used."""
     task, tokenizer = get_task(config.task), load_tokenizer(config.model.policy, config.model.revision)
     records, length = load_records(config.data), config.sft.max_length
     return make_policy_examples(records, task, tokenizer, max_length=length, too_long=config.data.too_long)

@@ -20,7 +20,7 @@ from t2g.types import TrainSample
 
 
 def environment(role: ProcessConfig) -> dict[str, str]:
-    """Of a rank of ours, or of our engine's core, from the start: what threads do is read when torch is imported."""
+    """Return the environment of our rank or engine core; torch reads its thread settings at import."""
     known = process_environment(role)
     if isinstance(role, EngineConfig):
         known |= engine_environment(role, owner=0, receives_weights=isinstance(role, RolloutConfig))
@@ -28,7 +28,7 @@ def environment(role: ProcessConfig) -> dict[str, str]:
 
 
 def begin(plain: type, role: ProcessConfig, *args: Any, **named: Any) -> Any:
-    """An actor of the class that takes no cores from ours."""
+    """Start an actor of the class without reserving cores."""
     options = {"num_cpus": 0, "num_gpus": role.gpus, "runtime_env": {"env_vars": environment(role)}}
     return ray.remote(plain).options(**options).remote(*args, **named)
 
@@ -51,7 +51,7 @@ class BareEngine:
         guide: dict[str, Any] | None = None,
         **how: Any,
     ) -> int:
-        """Tokens of one response to each. how: of SamplingParams, for all."""
+        """Sample one response to each prompt; return the number of tokens. how: of SamplingParams."""
         from vllm import SamplingParams
         from vllm.sampling_params import StructuredOutputsParams
 
@@ -71,7 +71,7 @@ class OurEngine:
         self._engine, self._started = Engine(model, config, seed=seed, guided=guided), False
 
     async def generate(self, prompts: Sequence[np.ndarray], *, seeds: Sequence[int | None], **how: Any) -> int:
-        """Tokens of one response to each. how: of `Engine.generate`."""
+        """Sample one response to each prompt; return the number of tokens. how: of `Engine.generate`."""
         if not self._started:
             await self._engine.start()
             self._started = True
@@ -99,7 +99,7 @@ class BareLearner:
         self._adamw = torch.optim.AdamW(self._policy.parameters(), lr=optim.lr, betas=optim.betas, fused=True)
 
     def step(self, samples: Sequence[TrainSample]) -> int:
-        """Tokens that it trained on."""
+        """Make one step; return the number of tokens."""
         budget = self._config.tokens_per_microbatch
         for members in microbatches(samples, rank=0, num_ranks=1, token_budget=budget):
             rows = Rows([samples[i] for i in members], self._device)

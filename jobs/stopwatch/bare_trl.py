@@ -30,7 +30,7 @@ class Grpo:
         self._thread: threading.Thread | None = None
 
     def step(self, timeout_s: float) -> tuple[int, dict[str, float]]:
-        """Response tokens, and the parts of its time."""
+        """Make one step; return the number of response tokens and the times of its phases."""
         self._generate_s, self._tokens, started = 0.0, 0, time.monotonic()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True)

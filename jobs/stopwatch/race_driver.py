@@ -37,7 +37,7 @@ async def samples(engines: int) -> Done:
 
 
 class StubFleet(Fleet):
-    """Its members serve without a process."""
+    """A fleet whose members serve without a process."""
 
     role = "stub"
     actor = None
@@ -56,7 +56,7 @@ class StubFleet(Fleet):
 
 
 def answer(loop: asyncio.AbstractEventLoop) -> Any:
-    """As a Ray reference: it has a future."""
+    """Return an object with a future, like a Ray reference."""
     answer: Future[None] = Future()
     loop.call_later(ANSWER_S, answer.set_result, None)
     return SimpleNamespace(future=lambda: answer)

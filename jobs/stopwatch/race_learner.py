@@ -59,7 +59,7 @@ def make_group(bench: Bench, ranks: int, threads: int) -> LearnerGroup:
 
 
 async def update(group: LearnerGroup, samples: list[TrainSample], gflop: float) -> Done:
-    """What a step asks of the learner, with the share of its rows that is padding and the microbatches of a rank."""
+    """Make the learner's calls of a step; return its padding share and its microbatches per rank."""
     started = time.monotonic()
     rollouts = [rollout_of(sample) for sample in samples]
     await asyncio.to_thread(group.forward, rollouts)

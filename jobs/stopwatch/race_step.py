@@ -40,8 +40,10 @@ EQUAL = OURS, AHEAD  # a critic is work that the others have not
 
 
 async def measure(bench: Bench) -> list[Record]:
-    """The same turns held against both; TRL has no side where it is not installed. The variants run by themselves:
-    what samples ahead would do so in the others' turns."""
+    """Race the same step against TRL, if it is installed, and the lower bound; then the variants separately.
+
+    A variant that samples ahead would do so during the other sides.
+    """
     sends = "" if bench.config.learner.gpus else ", weights not sent"
     names = {"TRL": False, f"TRL with vLLM{sends}": True} if find_spec("trl") else {}
     rivals = await able({name: trl(bench, vllm=vllm) for name, vllm in names.items()}, bench.config.deadline_s)
@@ -74,7 +76,7 @@ async def able(rivals: Mapping[str, Side], deadline_s: float) -> dict[str, Side]
 
 
 def variants(config: BenchmarkJob) -> dict[str, dict[str, Any]]:
-    """Engines and ranks that work at once share the cores, as `threads=auto` would have it."""
+    """Return the config in which concurrent engines and ranks share the cores, as with `threads=auto`."""
     shared = {f"{role}.threads": max(1, getattr(config, role).threads // 2) for role in ("rollout", "learner")}
     return {
         AHEAD: {"rollout.max_staleness": 1, **shared},
@@ -98,7 +100,7 @@ def trl(bench: Bench, *, vllm: bool) -> Side:
 
 
 def floor(bench: Bench) -> Side:
-    """The samples of a step by bare vLLM, and then the update by plain torch."""
+    """Sample a step with bare vLLM, then update with plain torch."""
     config, prompts = bench.config, bench.models.prompts
     engine = begin(BareEngine, config.rollout, str(bench.models.fixed), config.rollout, config.run.seed)
     learner = begin(BareLearner, config.learner, str(bench.models.fixed), config.learner)
@@ -119,7 +121,7 @@ def floor(bench: Bench) -> Side:
 
 
 def random_samples(bench: Bench, *, exponential: bool = False) -> list[TrainSample]:
-    """As many as a step has, as long as max_new_tokens allows, or exponentially, half of that in the mean."""
+    """Return the samples of a step, with responses of max_new_tokens or of exponential length with half as mean."""
     rollout, rng = bench.config.rollout, np.random.default_rng(bench.config.run.seed)
     number, most = rollout.prompts_per_step * rollout.samples_per_prompt, rollout.max_new_tokens
     drawn = np.clip(rng.exponential(most / 2, number), 1, most).astype(int) if exponential else [most] * number
@@ -138,7 +140,7 @@ def random_sample(bench: Bench, length: int, weight: float, rng: np.random.Gener
 
 
 def loop_job(bench: Bench, changes: Mapping[str, Any] | None = None) -> PolicyJob:
-    """A run of the loop on the benchmark's models, with other values at these dotted keys."""
+    """Return a policy job on the benchmark's models, with these values of dotted keys."""
     config = bench.config
     job = PolicyJob.model_validate(
         {
@@ -156,7 +158,7 @@ def loop_job(bench: Bench, changes: Mapping[str, Any] | None = None) -> PolicyJo
 
 
 class Counted(FeedbackSource):
-    """Praises each a: a source that costs nothing, as TRL's reward function here."""
+    """A feedback source without cost that praises each "a", like TRL's reward function here."""
 
     name = "program"
 

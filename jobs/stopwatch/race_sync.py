@@ -76,7 +76,7 @@ async def push(sync: WeightSync, fleet: RolloutFleet, versions: "itertools.count
 
 
 async def learner_alone(learner: LearnerGroup, dtype: Any) -> Done:
-    """Measure the gathering with its hash, and the transfer into the object store, without a receiver."""
+    """Measure the gathering with its hash, and the transfer into the object store, without an engine."""
 
     def stream() -> tuple[float, float]:
         refs = list(learner.stream_weights(dtype))

@@ -22,19 +22,19 @@ CONSTANT = 1.0
 
 
 class Models:
-    """Made once for a run folder."""
+    """The models of a run folder, each made once."""
 
     def __init__(self, config: BenchmarkJob) -> None:
         self._config = config
 
     @cached_property
     def fixed(self) -> Path:
-        """Whose responses end with max_new_tokens."""
+        """Return a model whose responses end with max_new_tokens."""
         return make_model(self._config.shape, self._config.run.folder / "model", seed=self._config.run.seed)
 
     @cached_property
     def exponential(self) -> Path:
-        """Whose responses end at each token with the same probability, after half of max_new_tokens in the mean."""
+        """Return a model with exponential response lengths, whose mean is half of max_new_tokens."""
         length = self._config.rollout.max_new_tokens / 2
         folder = self._config.run.folder / "model-exponential"
         return make_model(self._config.shape, folder, seed=self._config.run.seed, mean_length=length)
@@ -47,7 +47,7 @@ class Models:
 
     @cached_property
     def prompts(self) -> list[Prompt]:
-        """Of `prompt_tokens` letters each, which no piece of the tokenizer joins."""
+        """Return prompts of `prompt_tokens` letters each, which no piece of the tokenizer joins."""
         rng = np.random.default_rng(self._config.run.seed)
         texts = ["".join(row) for row in rng.choice([*"BCDFGHJK"], (64, self._config.prompt_tokens))]
         ids = [np.asarray(self.tokenizer(text)["input_ids"], np.int32) for text in texts]
@@ -58,10 +58,14 @@ class Models:
 
 
 def make_model(shape: ShapeConfig, folder: Path, *, seed: int, mean_length: float | None = None) -> Path:
-    """Random bfloat16 weights in a Hugging Face folder with its tokenizer; returns `folder`.
+    """Write a Hugging Face folder with random bfloat16 weights and a tokenizer; return `folder`.
 
-    mean_length: tokens of a response, exponentially distributed; none: a response never ends by itself, or with tied
-    embeddings, which hold no such number, once in a vocabulary. UserError for a mean_length with those.
+    Args:
+        mean_length: Mean tokens of a response, exponentially distributed. If None, responses never end by themselves;
+            with tied embeddings the end token has the probability 1 / vocabulary size.
+
+    Raises:
+        UserError: mean_length is set with tied embeddings.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -87,7 +91,7 @@ def make_model(shape: ShapeConfig, folder: Path, *, seed: int, mean_length: floa
 
 
 def set_eos_logit(model: Any, end: int, logit: float) -> None:
-    """Have the model give its end-of-sequence token about that logit everywhere, where all others have about 0."""
+    """Set the logit of the end-of-sequence token at every position; all others are about 0."""
     import torch
 
     with torch.no_grad():

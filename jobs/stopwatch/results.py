@@ -21,10 +21,10 @@ HEAD = (
 
 
 class Results:
-    """Of a run folder, which keeps what was measured there before."""
+    """The measurements of a run folder."""
 
     def __init__(self, config: BenchmarkJob) -> None:
-        """UserError for a folder in which another config was measured."""
+        """Load earlier measurements. Raises UserError if the folder has measurements of another config."""
         self._folder = config.run.folder
         run_identity = Identity.from_config(config)
         kept = identity.load_result(self._folder, run_identity, FILE) if config.run.resume == "auto" else None
@@ -33,14 +33,14 @@ class Results:
         self.phases: dict[str, Any] = kept["phases"] if kept else {}
 
     def add(self, phase: str, records: Sequence[Record]) -> None:
-        """Keep a phase's records in place of earlier ones, and write both files."""
+        """Replace a phase's records, and write both files."""
         at = datetime.now(UTC).isoformat(timespec="seconds")
         self.phases[phase] = {"at": at, "versions": collect_versions(), "races": list(records)}
         write_atomic(self._folder / FILE, json.dumps({"phases": self.phases}, indent=1).encode())
         write_atomic(self._folder / TABLE_FILE, self.table().encode())
 
     def table(self) -> str:
-        """Markdown, a row for each side of each race, in the order in which they were measured."""
+        """Return a Markdown table with a row for each side of each race, in order of measurement."""
         races = [race for phase in self.phases.values() for race in phase["races"]]
         return markdown(HEAD, [_row(race, name) for race in races for name in race["sides"]]) + "\n"
 

@@ -26,7 +26,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Done:
-    """What one turn did."""
+    """The work of one measurement."""
 
     amount: float  # in units of the race
     more: Mapping[str, float] = field(default_factory=dict)  # what else is worth a median
@@ -47,7 +47,7 @@ class Race:
 
 
 def abba_order(sides: Sequence[str], repeats: int) -> list[str]:
-    """Who runs when: forth and back, so that a drift of the machine meets all alike.
+    """Return the ABBA order of the sides, so that a drift of the machine affects all sides equally.
 
     >>> abba_order(["a", "b"], 3)
     ['a', 'b', 'b', 'a', 'a', 'b']
@@ -56,7 +56,7 @@ def abba_order(sides: Sequence[str], repeats: int) -> list[str]:
 
 
 def summary(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Median of each field, and how far `seconds` spreads: half of its range, as a share of its median.
+    """Return the median of each field, and the spread of `seconds`: half of its range as a share of its median.
 
     >>> summary([{"seconds": 1.0}, {"seconds": 2.0}, {"seconds": 4.0}])
     {'seconds': 2.0, 'spread': 0.75}
@@ -67,13 +67,13 @@ def summary(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def tree() -> list[psutil.Process]:
-    """This process and its descendants."""
+    """Return this process and its descendants."""
     own = psutil.Process()
     return [own, *own.children(recursive=True)]
 
 
 def cpu_seconds() -> dict[int, float]:
-    """Of each process of the tree, by its id."""
+    """Return the CPU seconds of each process of the tree, by its id."""
     found = {}
     for process in tree():
         with suppress(psutil.NoSuchProcess):
@@ -83,18 +83,18 @@ def cpu_seconds() -> dict[int, float]:
 
 
 def cpu_since(before: Mapping[int, float]) -> float:
-    """Return the CPU seconds of the live processes; one that ends meanwhile may count less than it used."""
+    """Return the CPU seconds of the live processes; a process that ends meanwhile is counted in part."""
     return sum(max(0.0, now - before.get(pid, 0.0)) for pid, now in cpu_seconds().items())
 
 
 def machine_seconds() -> float:
-    """That all cores have worked since the machine started, for whatever."""
+    """Return the busy seconds of all cores since the machine started."""
     times = psutil.cpu_times()
     return times.user + times.nice + times.system
 
 
 def peak_gib() -> float:
-    """The sum over the tree of what each process held at most; pages that several share count for each."""
+    """Return the sum of the peak memory of each process of the tree; shared pages count several times."""
     total = 0
     for process in tree():
         with suppress(OSError, StopIteration):
@@ -104,7 +104,7 @@ def peak_gib() -> float:
 
 
 def check_idle_machine(most: float) -> None:
-    """UserError where other programs take more than that share of the machine."""
+    """Raise UserError if other programs use more than this share of the machine."""
     own, everyone = cpu_seconds(), machine_seconds()
     time.sleep(SAMPLE_S)
     others_s = machine_seconds() - everyone - cpu_since(own)
@@ -117,14 +117,14 @@ def check_idle_machine(most: float) -> None:
 
 
 class Bench:
-    """What every phase is given."""
+    """The config and models of every phase, and the stopwatch."""
 
     def __init__(self, config: BenchmarkJob) -> None:
         self.config = config
         self.models = Models(config)
 
     async def race(self, race: Race) -> Record:
-        """RunStopped for a side that is not done within `deadline_s`."""
+        """Measure a race. Raises RunStopped if a side exceeds `deadline_s`."""
         rows: dict[str, list[dict[str, float]]] = {name: [] for name in race.sides}
         for number, name in enumerate(abba_order([*race.sides], self.config.repeats + 1)):
             row = await self._run_side(race, name)
