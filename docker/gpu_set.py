@@ -114,7 +114,7 @@ def check_arguments() -> str:
     from actors.engines.engine import Engine
     from t2g.config import RolloutConfig
 
-    engine = Engine("m", RolloutConfig(gpus=2, dtype="bfloat16"), seed=1, transport="nccl", sleeps=True)
+    engine = Engine("m", RolloutConfig(gpus=2, dtype="bfloat16"), seed=1, transport="nccl", can_sleep=True)
     AsyncEngineArgs(**engine.arguments())
     return f"{len(engine.arguments())} arguments"
 

@@ -322,14 +322,14 @@ class Signalled(FakeFleets):
 def test_a_signal_lets_in_what_is_under_way_and_begins_nothing(
     given: AnnotateJob, again: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    patience_s = 3600 if again else 0.5  # it ends by a second signal, or by itself
-    llm = {"model": "judge", "concurrency": 2, "request_timeout_s": patience_s}
+    timeout_s = 3600 if again else 0.5  # it ends by a second signal, or by itself
+    llm = {"model": "judge", "concurrency": 2, "request_timeout_s": timeout_s}
     config = job(given.run.root, source="llm", llm=llm)
     fleets = Signalled(config, again=again)
     with pytest.raises(Stopped):
         annotate_samples(config, read_samples(config), fleets, fleets.stop)
     assert fleets.stop.signal_name == "SIGTERM"
-    assert f"SIGTERM: waiting up to {patience_s:g} s for 2 answers under way" in capsys.readouterr().err
+    assert f"SIGTERM: waiting up to {timeout_s:g} s for 2 answers under way" in capsys.readouterr().err
     assert prompt_ids(config.run.folder / JOURNAL_FILE) == [f"p{i}" for i in range(6)] and fleets.num_judged == 7
     rest = FakeFleets(config)
     assert annotate_data(config, rest)["ok"] == 20 and rest.num_judged == 14
