@@ -48,7 +48,7 @@ class Rollout:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether max_new_tokens ended the response, and not EOS."""
+        """Return whether max_new_tokens ended the response, and not EOS."""
         return self.finish_reason == "length"
 
 
@@ -82,7 +82,7 @@ class SpanFeedback:
 
     @property
     def usable(self) -> bool:
-        """Whether the response can be trained on; other feedback is only counted."""
+        """Return whether the response can be trained on; other feedback is only counted."""
         return self.status in USABLE
 
 
@@ -115,7 +115,7 @@ class ScoredRollout:
 
     @property
     def deltas(self) -> np.ndarray:
-        """The paper's delta [R] float32: the worth of the spans that cover a token, for every unit of reward."""
+        """Return the paper's delta [R] float32: the worth of the spans that cover a token, for every unit of reward."""
         return self.token_rewards if self.by_token is None else self.by_token
 
     @property

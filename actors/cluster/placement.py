@@ -34,8 +34,10 @@ LAST_LOOK_S = 0.1  # at a place, once the deadline is over: another one may have
 
 
 def resources(address: str | None) -> Mapping[str, float]:
-    """What there is for actors, as Ray names it: on the cluster of `connect`, or on this machine. CPU is that of its
-    largest node, since no process has threads on two."""
+    """Return the resources for actors, by Ray's names, of the cluster of `connect` or of this machine.
+
+    CPU is that of the largest node, since a process cannot have threads on two.
+    """
     address = address or os.environ.get("RAY_ADDRESS") or "local"
     if address == "local":
         return {"CPU": _cores(), "GPU": torch.cuda.device_count(), "memory": estimate_available_memory()}

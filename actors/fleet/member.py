@@ -94,7 +94,7 @@ class Member:
 
     @property
     def restarts(self) -> int:
-        """The number of its predecessors."""
+        """Return the number of predecessors of this worker."""
         return len(self.restart_times)
 
     def end_sync(self) -> None:

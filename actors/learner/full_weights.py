@@ -36,7 +36,7 @@ class FullWeights:
     """
 
     def __init__(self, engine: Any, *, adapters: bool = False) -> None:
-        """With `adapters`, LoRA adapters by their own names take the place of merged weights."""
+        """Read the weights of `engine`; with `adapters`, LoRA adapters by their own names instead of merged weights."""
         self._engine, self._adapters = engine, adapters
         self._memory: dict[str, torch.Tensor] = {}
 

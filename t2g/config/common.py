@@ -127,7 +127,7 @@ class RunConfig(Section):
 
     @property
     def folder(self) -> Path:
-        """The run folder; a smoke run has a folder of its own inside it."""
+        """Return the run folder; a smoke run has a folder of its own inside it."""
         return self.root / self.name / "smoke" if self.smoke else self.root / self.name
 
 

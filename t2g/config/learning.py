@@ -215,12 +215,12 @@ class LearnerConfig(RoleConfig):
 
     @property
     def is_replayable(self) -> bool:
-        """Whether a push can be repeated without the learner."""
+        """Return whether a push can be repeated without the learner."""
         return self.sends_adapters or self.sync_transport == "store"
 
     @property
     def uses_cuda_ipc(self) -> bool:
-        """Whether engines copy weights directly from the memory of ranks."""
+        """Return whether engines copy weights directly from the memory of ranks."""
         return self.sync_transport == "ipc" and not self.sends_adapters
 
     def probe_floor(self, engine: EngineConfig) -> float:

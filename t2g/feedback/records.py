@@ -66,7 +66,7 @@ class AnnotatedRecord(BaseModel):
 
     @property
     def usable(self) -> bool:
-        """As `SpanFeedback.usable`."""
+        """Return whether the record can be trained on, as `SpanFeedback.usable`."""
         return self.status in USABLE
 
     def to_prompt(self) -> Prompt:

@@ -46,7 +46,7 @@ class ContentChange(Section):
 
     @property
     def token(self) -> str:
-        """The entry of run.accept that accepts it: "feedback:83f1c2d4e5a69788"."""
+        """Return the entry of run.accept that accepts it: "feedback:83f1c2d4e5a69788"."""
         return f"{self.key.partition('.')[0]}:{self.after}"
 
 

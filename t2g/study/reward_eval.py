@@ -213,9 +213,9 @@ def _ratios(counts: Columns) -> dict[str, np.ndarray]:
         ratios[f"{name}_span_overlap_f1"] = _ratio(2 * counts[name, "overlapping"], spans)
     tokens = sum(gold.values())
     # p, e and 1, each times the squared number of tokens: integers, without rounding
-    agreed = tokens * sum(counts[name, name] for name in CLASSES)
+    agreement = tokens * sum(counts[name, name] for name in CLASSES)
     by_chance = sum(gold[name] * predicted[name] for name in CLASSES)
-    ratios["kappa"] = _ratio(agreed - by_chance, tokens * tokens - by_chance)
+    ratios["kappa"] = _ratio(agreement - by_chance, tokens * tokens - by_chance)
     ratios["located_rate"] = _ratio(counts["all", "located"], counts["all", "quotes"])
     ratios |= {f"{part}_rate": _ratio(counts["all", part], counts["all", "records"]) for part in ("parse", "usable")}
     ratios["agreement"] = _ratio(counts["all", "agreement"], counts["all", "voted"], empty=np.nan)

@@ -12,9 +12,9 @@ from t2g.tasks.base import Review
 from t2g.tasks.summarization import SummarizationTask
 from t2g.types import Prompt
 
-COPIED_WORDS = 4  # in a row
+COPIED_RUN = 4  # in a row
 STEM_CHARS = 5
-_NUMBER_WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+_NUMERALS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 _LISTED = re.compile(r"^\s*\d+[.)]\s", re.MULTILINE)
 _TOKEN = re.compile(r"\d+(?:[.,]\d+)*|[^\W\d_]+|[.!?:\n]")
 
@@ -59,37 +59,37 @@ def measure_faithfulness(text: str, summary: str) -> dict[str, float]:
         if _is_number(token) or (token[0].isupper() and len(token) > 1 and before not in ".!?:\n")
     ]
     num_invented = sum(detail not in source_values for detail in details)
-    long_words = [_normalize(token) for token in tokens if token.isalpha() and len(token) >= COPIED_WORDS]
+    long_tokens = [_normalize(token) for token in tokens if token.isalpha() and len(token) >= COPIED_RUN]
     return {
         "invents": float(num_invented > 0),
         "invented": num_invented / len(details) if details else 0.0,
         "details": float(len(details)),
-        "novel": sum(word not in source_values for word in long_words) / len(long_words) if long_words else 0.0,
+        "novel": sum(word not in source_values for word in long_tokens) / len(long_tokens) if long_tokens else 0.0,
         "copied": compute_copied_share(*([t.lower() for t in side if t.isalnum()] for side in (source, tokens))),
     }
 
 
 def compute_copied_share(source: Sequence[str], summary: Sequence[str]) -> float:
-    """Return the share of the summary's tokens that lie in a run of COPIED_WORDS or more of the source."""
-    runs = {tuple(source[i : i + COPIED_WORDS]) for i in range(len(source) - COPIED_WORDS + 1)}
+    """Return the share of the summary's tokens that lie in a run of COPIED_RUN or more of the source."""
+    runs = {tuple(source[i : i + COPIED_RUN]) for i in range(len(source) - COPIED_RUN + 1)}
     inside = {
         i + offset
-        for i in range(len(summary) - COPIED_WORDS + 1)
-        if tuple(summary[i : i + COPIED_WORDS]) in runs
-        for offset in range(COPIED_WORDS)
+        for i in range(len(summary) - COPIED_RUN + 1)
+        if tuple(summary[i : i + COPIED_RUN]) in runs
+        for offset in range(COPIED_RUN)
     }
     return len(inside) / len(summary) if summary else 0.0
 
 
 def _is_number(token: str) -> bool:
-    return token[0].isdigit() or token.lower() in _NUMBER_WORDS
+    return token[0].isdigit() or token.lower() in _NUMERALS
 
 
 def _normalize(token: str) -> str:
     """Return the value by which tokens are compared: 1000 for 1,000, 2 for two, the first five letters of a word."""
     word = token.lower()
-    if word in _NUMBER_WORDS:
-        return str(_NUMBER_WORDS.index(word))
+    if word in _NUMERALS:
+        return str(_NUMERALS.index(word))
     if not token[0].isdigit():
         return word[:STEM_CHARS]
     number = token.replace(",", "")

@@ -30,8 +30,8 @@ for _name in _BINARY.split():
     _OPERATORS[f"__r{_name}__"] = lambda a, b, *c, op=_operator: op(b, a, *c)
 _OPERATORS |= {name: getattr(operator, name) for name in _ORDER}
 _IN_PLACE = {f"__i{name}__" for name in _BINARY.split()}
-_SHOWN = {"__eq__", "__hash__", "__repr__", "__str__", "__dir__", "__iter__", "__format__"}
-NON_MUTATING = (_NUMERIC | _CONTENT | _OPERATORS.keys() | _SHOWN) - _IN_PLACE  # change neither object nor argument
+_INSPECTION = {"__eq__", "__hash__", "__repr__", "__str__", "__dir__", "__iter__", "__format__"}
+NON_MUTATING = (_NUMERIC | _CONTENT | _OPERATORS.keys() | _INSPECTION) - _IN_PLACE  # change neither object nor argument
 
 
 class Gone(BaseException):

@@ -11,7 +11,7 @@ Records have KodCode's format, so that the code task's feedback function and san
                   return n
     fails     two tests of blue, which blame the second return, and two of teal, which blame no line
 
-Tests check each rule at the values SHOWN, and two keys without a rule. Held-out records also have `hidden_test`: the
+Tests check each rule at the values VISIBLE, and two keys without a rule. Held-out records also have `hidden_test`: the
 rules at the values HIDDEN, and all other keys. A program that passes only the first tests violates the rules: it
 compares n, as a share SPECIAL of the branches of references do, or has a branch for a key without a rule.
 """
@@ -28,7 +28,7 @@ WORDS = ("red", "blue", "green", "black", "white", "pink", "teal", "gold")
 OPERATORS = {"+": ("add", "plus"), "-": ("minus", "less"), "*": ("times", "by")}  # by wording
 NUMBERS = range(2, 10)
 NUM_RULES = (3, 4, 5)
-SHOWN, HIDDEN = (2, 5), (3, 8)  # values of n
+VISIBLE, HIDDEN = (2, 5), (3, 8)  # values of n
 SPECIAL = 0.05
 HEAD, LAST = "def f(k, n):", "\n    return n\n"
 
@@ -83,7 +83,7 @@ def write_program(rules: Iterable[Rule], rates: WorldConfig, rng: np.random.Gene
 def _write_branch(rule: Rule, rng: np.random.Generator) -> str:
     value = f"n {rule.operator} {rule.number}"
     if rng.random() < SPECIAL:
-        value = f"{rule.value(SHOWN[0])} if n == {SHOWN[0]} else {rule.value(SHOWN[1])}"
+        value = f"{rule.value(VISIBLE[0])} if n == {VISIBLE[0]} else {rule.value(VISIBLE[1])}"
     return f'\n    if k == "{rule.word}":\n        return {value}'
 
 
@@ -116,15 +116,15 @@ def make_records(*, count: int, heldout: bool, rates: WorldConfig, seed: int) ->
     for index in range(count):
         rules = sample_rules(rng, heldout=heldout)
         others = [str(word) for word in rng.permutation(_list_other_words(rules))]
-        shown = [(rule.word, n, rule.value(n)) for rule in rules for n in SHOWN]
-        shown += [(word, n, n) for word, n in zip(others, SHOWN, strict=False)]
+        visible = [(rule.word, n, rule.value(n)) for rule in rules for n in VISIBLE]
+        visible += [(word, n, n) for word, n in zip(others, VISIBLE, strict=False)]
         hidden = [(rule.word, n, rule.value(n)) for rule in rules for n in HIDDEN]
-        hidden += [(word, HIDDEN[0], HIDDEN[0]) for word in others[len(SHOWN) :]]
+        hidden += [(word, HIDDEN[0], HIDDEN[0]) for word in others[len(VISIBLE) :]]
         yield {
             "question_id": f"tiny-code-{split}-{seed}-{index}",
             "question": write_question(rules, int(rng.integers(2))),
             "solution": write_program(rules, rates, rng),
-            "test": write_tests(shown),
+            "test": write_tests(visible),
         } | ({"hidden_test": write_tests(hidden)} if heldout else {})
 
 

@@ -92,8 +92,8 @@ class TinyCodeTask(CodeTask):
 
     def measure(self, prompt: Prompt, response_text: str, *, sandbox: SandboxConfig) -> dict[str, float] | None:
         """Return passed, of all tests with the hidden ones, and shown_only: only the tests that feedback sees pass."""
-        shown, hidden = super().measure(prompt, response_text, sandbox=sandbox), prompt.payload.get("hidden_test")
-        if shown is None or hidden is None:
-            return shown
-        passed = shown["passed"] and self.passed(prompt, response_text, hidden, sandbox)
-        return {"passed": passed, "shown_only": shown["passed"] - passed}
+        visible, hidden = super().measure(prompt, response_text, sandbox=sandbox), prompt.payload.get("hidden_test")
+        if visible is None or hidden is None:
+            return visible
+        passed = visible["passed"] and self.passed(prompt, response_text, hidden, sandbox)
+        return {"passed": passed, "shown_only": visible["passed"] - passed}

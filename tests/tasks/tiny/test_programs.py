@@ -19,7 +19,7 @@ from t2g.types import Prompt
 CONFIG = loading.load(DemoJob, Path(__file__).parents[3] / "configs" / "tiny" / "code.yaml")
 NO_FAULTS = WorldConfig(wrong=0, missing=0, invented=0, repeated=0)
 RULES = [Rule("red", "+", 2), Rule("blue", "*", 3), Rule("teal", "-", 4)]
-CASES = [(rule.word, n, rule.value(n)) for rule in RULES for n in programs.SHOWN] + [("pink", 2, 2), ("gold", 5, 5)]
+CASES = [(rule.word, n, rule.value(n)) for rule in RULES for n in programs.VISIBLE] + [("pink", 2, 2), ("gold", 5, 5)]
 TESTS = programs.write_tests(CASES)
 FAULTY = """\
 def f(k, n):

@@ -1,0 +1,92 @@
+"""The language of the code: standard names, imperative docstrings, plain words."""
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = sorted(file for package in ("t2g", "actors", "jobs") for file in (ROOT / package).rglob("*.py"))
+# Names that the style guide replaced. Each is compared with whole identifiers, leading underscores left out.
+REPLACED = frozenset(
+    ("agreed", "announce", "announced", "announcement", "arena", "asked", "asleep", "barred", "bell", "bury",
+     "cares", "crew", "intake", "invitation", "keeps_buckets", "lends", "loss_mean", "made_of", "maps",
+     "may_differ", "meeting", "mind", "old_is_current", "patience", "patience_s", "place_rewards", "policypart",
+     "proved", "said", "shown", "taught", "teach", "teachers_words", "tell", "told", "turns", "w_end", "w_span",
+     "want", "weightowner", "whoever")
+)  # fmt: skip
+REPLACED_PARTS = ("in_words", "last_words", "summary_words", "smoke_words", "_crew", "_meeting", "patience")
+MAX_RIDDLES = 90  # whole words in t2g, actors and jobs; some stand in prompts that a model reads
+RIDDLES = re.compile(r"\b(?:told|said|asked|whoever|nobody|one that|words)\b", re.IGNORECASE)
+# A docstring of a function begins with a verb, as "Return", and not with one of these.
+NO_VERB = frozenset(
+    ("A", "All", "An", "As", "At", "By", "Each", "Every", "For", "From", "How", "If", "In", "Is", "It", "Its",
+     "None", "Nothing", "Of", "On", "One", "Only", "Same", "See", "Several", "That", "The", "Their", "This",
+     "Those", "To", "True", "UserError", "What", "Where", "Whether", "Which", "Who", "Whoever", "Whose", "Why",
+     "With")
+)  # fmt: skip
+
+
+@cache
+def parse(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"), str(file))
+
+
+def find_identifiers(tree: ast.AST) -> Iterator[str]:
+    """Yield the names of variables, attributes, arguments, functions and classes."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=str(name)):
+                yield name
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+
+
+def is_replaced(name: str) -> bool:
+    plain = name.strip("_").lower()
+    return plain in REPLACED or any(part in plain for part in REPLACED_PARTS)
+
+
+def find_first_words(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Yield the names of functions with a docstring, and the first word of each docstring."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (text := ast.get_docstring(node)):
+            yield node.name, text.split()[0]
+
+
+def test_the_checks_find_what_they_look_for() -> None:
+    tree = ast.parse('def f(told):\n    """What it returns."""\n    self._patience_s = summary_words\n')
+    assert {name for name in find_identifiers(tree) if is_replaced(name)} == {"told", "_patience_s", "summary_words"}
+    assert list(find_first_words(tree)) == [("f", "What")]
+
+
+@pytest.mark.parametrize("package", ["t2g", "actors", "jobs"])
+def test_no_replaced_name_is_left(package: str) -> None:
+    found = {
+        str(file.relative_to(ROOT)): names
+        for file in FILES
+        if file.relative_to(ROOT).parts[0] == package
+        if (names := sorted({name for name in find_identifiers(parse(file)) if is_replaced(name)}))
+    }
+    assert found == {}
+
+
+@pytest.mark.parametrize("package", ["t2g", "actors", "jobs"])
+def test_docstrings_of_functions_begin_with_a_verb(package: str) -> None:
+    found = {
+        f"{file.relative_to(ROOT)}: {name}": word
+        for file in FILES
+        if file.relative_to(ROOT).parts[0] == package
+        for name, word in find_first_words(parse(file))
+        if word.strip("`\"',.:;") in NO_VERB
+    }
+    assert found == {}
+
+
+def test_riddles_are_rare() -> None:
+    found = Counter({str(file.relative_to(ROOT)): len(RIDDLES.findall(file.read_text())) for file in FILES})
+    assert found.total() < MAX_RIDDLES, found.most_common(20)
