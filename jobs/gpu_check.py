@@ -78,7 +78,7 @@ class Machine:
         return steps[-1] | {"probe_gap_nats": json.loads((self.out / name / "probe.json").read_bytes())}
 
 
-def last_words(logs: Path = Path("/tmp/ray/session_latest/logs")) -> Iterator[str]:
+def collect_last_output(logs: Path = Path("/tmp/ray/session_latest/logs")) -> Iterator[str]:
     """Return the logs of each process of the last Ray session, which say why an engine did not start."""
     for file in sorted(logs.glob("worker-*.err")):
         yield from (f"{file.name}:", *file.read_text(errors="replace").splitlines()[-60:])
@@ -189,7 +189,7 @@ def answer(item: str, machine: Machine) -> Figures:
         result |= {"answer": "yes", "figures": run(machine)}
     except Exception as error:  # noqa: BLE001 - an error of one item does not stop the others
         result |= {"answer": "no", "why": f"{type(error).__name__}: {error}"}
-        (machine.out / f"{item}-workers.log").write_text("\n".join(last_words()))
+        (machine.out / f"{item}-workers.log").write_text("\n".join(collect_last_output()))
     return result | {"seconds": round(time.monotonic() - started, 1)}
 
 

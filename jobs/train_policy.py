@@ -12,7 +12,7 @@ from jobs.common.cli import main, print_outputs, stop_flag
 from t2g.config import PolicyJob, with_overrides
 
 
-def smoke_words(config: PolicyJob, summary: dict[str, Any]) -> str:
+def format_smoke_summary(config: PolicyJob, summary: dict[str, Any]) -> str:
     """Describe the full run from three steps: its speed, its duration, and whether feedback gives rewards."""
     from t2g.runs.progress import format_duration
 
@@ -74,7 +74,7 @@ def run(unresolved: PolicyJob, data: Any) -> None:
                 summary = train(config, data, *fleets.for_policy(config, data.task), stop)
     folder = config.run.folder
     if unresolved.run.smoke:
-        print(smoke_words(unresolved, summary))
+        print(format_smoke_summary(unresolved, summary))
         show_one(folder)
     else:
         held_out = ", ".join(f"{name} {value:.4g}" for name, value in summary["policy"].items() if value is not None)

@@ -188,8 +188,8 @@ def _section_help(
         nested = section_type(info.annotation)
         if nested is None:
             required = info.is_required() and not given
-            shown = "required" if required else json.dumps(default, default=str)
-            plain.append(f"  {prefix + name:<38} {shown:<16} {info.description or ''}".rstrip())
+            default_text = "required" if required else json.dumps(default, default=str)
+            plain.append(f"  {prefix + name:<38} {default_text:<16} {info.description or ''}".rstrip())
             continue
         about = info.description or (nested.__dict__.get("__doc__") or "").strip().partition("\n")[0]
         if default is None and not info.is_required():

@@ -49,13 +49,13 @@ def _supervise(config: SFTJob, examples: Sequence[TrainSequence], title: str) ->
         share = SMOKE_STEPS * options.batch_size / len(examples)
         options = with_overrides(options, {"num_epochs": min(options.num_epochs, share)})
     num_steps = count_steps(len(examples), options.num_epochs, options.batch_size)
-    with closing(RunLog(folder, config.log)) as log, ExitStack() as shown:
+    with closing(RunLog(folder, config.log)) as log, ExitStack() as bars:
         bar: ProgressBar | None = None  # a model that is kept shows none, and keeps its lines
 
         def on_start(done: int) -> None:
             nonlocal bar
             log.truncate(first_step=done + 1)
-            bar = shown.enter_context(show_progress(title, num_steps, done=done))
+            bar = bars.enter_context(show_progress(title, num_steps, done=done))
 
         def on_report(step: int, progress: SFTProgress | None) -> None:
             assert bar is not None

@@ -85,8 +85,10 @@ def variants(config: BenchmarkJob) -> dict[str, dict[str, Any]]:
 
 
 def trl(bench: Bench, *, vllm: bool) -> Side:
-    """The same model, prompts, samples, forward passes (policy once, reference once), beta, dtype and threads; with
-    `generate`, or the engine's own environment and vLLM."""
+    """Return TRL's side: the same model, prompts, samples, forward passes, beta, dtype and threads.
+
+    Policy and reference run once each. TRL samples by `generate`, or with `vllm` by vLLM in our engine's environment.
+    """
     config = bench.config
     texts = [prompt.prompt_text for prompt in bench.models.prompts]
     role = config.rollout if vllm else config.learner
@@ -183,7 +185,7 @@ async def running_loop(bench: Bench, job: PolicyJob) -> AsyncIterator[Side]:
         await run_with_background(trainer.run(), fleet.supervise())
 
     async def step() -> Done:
-        """All responses have max_new_tokens. The parts of the time are those of the step before."""
+        """Run one step, of responses with max_new_tokens; the parts of the time are those of the step before."""
         may_go_on.release()
         await asyncio.wait([asyncio.ensure_future(has_ended.acquire()), running], return_when=asyncio.FIRST_COMPLETED)
         if running.done():

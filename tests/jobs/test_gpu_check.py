@@ -122,8 +122,8 @@ def test_the_last_output_of_engines_stays_with_a_failure(monkeypatch: pytest.Mon
     logs.mkdir()
     (logs / "worker-1.err").write_text("".join(f"{i}\n" for i in range(100)) + "ValueError: no room for a cache\n")
     (logs / "worker-2.out").write_text("of no interest\n")
-    last_words = gpu_check.last_words
-    monkeypatch.setattr(gpu_check, "last_words", lambda: last_words(logs))
+    collect_last_output = gpu_check.collect_last_output
+    monkeypatch.setattr(gpu_check, "collect_last_output", lambda: collect_last_output(logs))
     jobs = Jobs()
     jobs.fails = True
     check(monkeypatch, tmp_path / "out", jobs, "world")

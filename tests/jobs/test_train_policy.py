@@ -13,7 +13,7 @@ from jobs.common.policy_runs import learner_spec, read_data, run_references, wri
 from jobs.common.stages import demo_of, resolve_stages
 from jobs.demo import arm_job
 from jobs.demo import run as run_demo
-from jobs.train_policy import run, show_one, smoke_words
+from jobs.train_policy import format_smoke_summary, run, show_one
 from t2g.config import DemoJob, PolicyJob, loading, with_overrides
 from t2g.errors import Stopped, UserError
 from t2g.runs import identity
@@ -47,13 +47,15 @@ def test_a_smoke_run_says_what_the_whole_run_takes(tmp_path: Path) -> None:
     assert summary["timing"] == {"wall_s": 30.0, "steps_s": 8.0, "evaluations_s": 10.0}
     assert (summary["base"], summary["policy"]) == ({"fact_f1": 0.25}, {"fact_f1": 0.5})
     # 10 steps of 4 s, and evaluations of 5 s before the first and after steps 5 and 10
-    assert smoke_words(job, summary) == ("smoke run done: 2.0 samples/s, 4.0 s a step; 10 steps will take about 55 s")
+    assert format_smoke_summary(job, summary) == (
+        "smoke run done: 2.0 samples/s, 4.0 s a step; 10 steps will take about 55 s"
+    )
 
 
 def test_a_smoke_run_of_a_function_that_quotes_nothing_says_so(tmp_path: Path) -> None:
     job, summary = summary_of(tmp_path, LINES)
     sentence = "no token of these responses was labelled: feedback.source=my_pkg.feedback:judge quoted nothing"
-    assert sentence in smoke_words(job, summary)
+    assert sentence in format_smoke_summary(job, summary)
 
 
 def test_an_exported_policy_says_what_it_is(tmp_path: Path) -> None:
