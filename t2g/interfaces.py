@@ -1,6 +1,6 @@
 """The interfaces of the training loop: fleets of Ray actors implement them, and so do the fakes of the tests."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -19,8 +19,14 @@ class Sampling:
 
 
 class RolloutSource(Protocol):
-    async def sample(self, prompt: Prompt, sampling: Sampling) -> list[Rollout]:
-        """Return `num_samples` responses to one prompt, in order of sample_index."""
+    async def sample(
+        self, prompt: Prompt, sampling: Sampling, on_rollout: Callable[[Rollout], None] | None = None
+    ) -> list[Rollout]:
+        """Return `num_samples` responses to one prompt, in order of sample_index.
+
+        Args:
+            on_rollout: May be called with a response before the others are there, once it is final.
+        """
 
 
 class FeedbackSource(Protocol):

@@ -48,7 +48,7 @@ class FakeRollouts:
         self.asked: list[tuple[str, int]] = []  # prompt_id and seed of every request
         self.answered: list[tuple[str, int]] = []
 
-    async def sample(self, prompt: Prompt, sampling: Sampling) -> list[Rollout]:
+    async def sample(self, prompt: Prompt, sampling: Sampling, on_rollout: Any = None) -> list[Rollout]:
         self.asked.append((prompt.prompt_id, sampling.seed))
         self.before_sample(prompt)
         self.num_running += 1

@@ -91,7 +91,9 @@ class RolloutFleet(Fleet):
     def vocab_size(self) -> int:
         return self.started_with
 
-    async def sample(self, prompt: Prompt, sampling: Sampling) -> list[Rollout]:
+    async def sample(
+        self, prompt: Prompt, sampling: Sampling, on_rollout: Callable[[Rollout], None] | None = None
+    ) -> list[Rollout]:
         """Sample all responses to one prompt on one worker, so that they share its prefix cache.
 
         Raises:
@@ -105,6 +107,7 @@ class RolloutFleet(Fleet):
             [lambda worker, i=i: worker.sample.remote(*request, i) for i in range(sampling.num_samples)],
             timeout_s=self.config.deadline_s,
             what=f"prompt {prompt.prompt_id}",
+            on_answer=on_rollout,
         )
 
     def targets(self) -> list[Member]:

@@ -159,12 +159,22 @@ class Fleet:
         (answer,) = await self.calls([submit], timeout_s=timeout_s, what=what)
         return answer
 
-    async def calls(self, submits: Sequence[Callable[[Any], Any]], *, timeout_s: float, what: str) -> list[Any]:
+    async def calls(
+        self,
+        submits: Sequence[Callable[[Any], Any]],
+        *,
+        timeout_s: float,
+        what: str,
+        on_answer: Callable[[Any], None] | None = None,
+    ) -> list[Any]:
         """Send each `submit(worker)` to the least loaded worker, and return the answers in order.
 
         Requests that this worker does not answer, because it dies, times out or loses its weights, go to another one. A
         worker that failed is avoided until it answers a call. All requests are assigned to one worker together; the
         deadline starts once it has room.
+
+        Args:
+            on_answer: Called once with each answer as soon as it is final: a later loss of the worker keeps it.
 
         Raises:
             SamplingFailed: No answer after TRIES attempts.
@@ -172,6 +182,13 @@ class Fleet:
             UserError: The worker raised it.
         """
         answers: dict[int, Any] = {}
+
+        def keep(number: int, answer: Any) -> None:
+            if number not in answers:
+                answers[number] = answer
+                if on_answer:
+                    on_answer(answer)
+
         reasons: list[str] = []
         member: Member | None = None
         for _ in range(TRIES):
@@ -180,14 +197,17 @@ class Fleet:
             open_ = [number for number in range(len(submits)) if number not in answers]
             member = await self._admission.enter(len(open_), avoid=member)
             try:
-                futures = await member.answers([submits[number] for number in open_], timeout_s, self._admission.leave)
+                requests = {number: submits[number] for number in open_}
+                futures = await member.answers(requests, timeout_s, self._admission.leave, keep)
+                failures = [self._explain_failure(member, future, timeout_s) for future in futures]
             except Interrupted:
-                reasons.append(f"{member.name} {member.health.reason or 'stopped serving'}")
-                continue
-            failures = [self._explain_failure(member, future, timeout_s) for future in futures]
-            answers |= {n: f.result() for n, f, failure in zip(open_, futures, failures, strict=True) if not failure}
+                futures, failures = [], [f"{member.name} {member.health.reason or 'stopped serving'}"]
+            for number, future, failure in zip(open_, futures, failures, strict=False):
+                if not failure:
+                    keep(number, future.result())
             if len(answers) == len(submits):
-                self._apply_event(member, "request_answered")
+                if futures:
+                    self._apply_event(member, "request_answered")
                 return [answers[number] for number in range(len(submits))]
             reasons.append(next(filter(None, failures)))
             if any(future.cancelled() for future in futures):  # several late requests count as one failure

@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import ray
@@ -125,25 +126,37 @@ class Member:
         return False
 
     async def answers(
-        self, submits: Sequence[Callable[[Any], Any]], timeout_s: float, leave: "Callable[[Member], None]"
+        self,
+        submits: Mapping[int, Callable[[Any], Any]],
+        timeout_s: float,
+        leave: "Callable[[Member], None]",
+        on_answer: Callable[[int, Any], None],
     ) -> list["asyncio.Future[Any]"]:
         """Return the answers once no weight sync is running, since the weights that made them may be refused.
 
         Late requests are returned as cancelled futures.
 
         Args:
+            submits: The requests by number.
             leave: Called with this member for each request that ends.
+            on_answer: Called with number and answer of each request that ends while no weight sync is running.
 
         Raises:
             Interrupted: The worker stopped serving.
         """
         deadline, num_interrupts = time.monotonic() + timeout_s, self._num_interrupts
         requests: list[tuple[Any, asyncio.Future[Any]]] = []
+
+        def settle(number: int, answer: "asyncio.Future[Any]") -> None:
+            leave(self)
+            if not (answer.cancelled() or answer.exception() or self.syncing):
+                on_answer(number, answer.result())
+
         try:
-            for submit in submits:
+            for number, submit in submits.items():
                 ref = submit(self.handle)
                 requests.append((ref, asyncio.wrap_future(ref.future())))
-                requests[-1][1].add_done_callback(lambda _: leave(self))
+                requests[-1][1].add_done_callback(partial(settle, number))
             answers = [answer for _, answer in requests]
             all_done = asyncio.gather(*answers, return_exceptions=True)
             while self._num_interrupts == num_interrupts:
@@ -164,7 +177,7 @@ class Member:
                     answer.cancel()
                     with contextlib.suppress(RayActorError):
                         ray.cancel(ref)
-            for _ in submits[len(requests) :]:
+            for _ in range(len(submits) - len(requests)):
                 leave(self)
 
     def interrupt(self) -> None:

@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
-from t2g.concurrency import cancel_all, gather_all, wait_unless_stopped
+from t2g.concurrency import cancel_all, wait_unless_stopped
 from t2g.config import PolicyJob
 from t2g.data.buffer import Group
 from t2g.errors import SamplingFailed
 from t2g.interfaces import FeedbackSource, RolloutSource, Sampling
 from t2g.loop.sampling import JudgedStep, make_sampling
 from t2g.loop.steps import select_prompts
-from t2g.types import Prompt
+from t2g.types import Prompt, Rollout, SpanFeedback
 
 
 class Producer:
@@ -67,12 +67,23 @@ class Producer:
     async def _make_group(self, step: int, prompt: Prompt, sampling: Sampling, finished: Mapping[str, Group]) -> Group:
         if prompt.prompt_id in finished:
             return finished[prompt.prompt_id]
+        judgements: dict[int, asyncio.Task[SpanFeedback]] = {}
+
+        def start_judging(rollout: Rollout) -> None:
+            if rollout.sample_index not in judgements:
+                judgement = asyncio.ensure_future(self._feedback.judge(prompt, rollout.response_text))
+                judgements[rollout.sample_index] = judgement
+
         try:
-            rollouts = await self._rollouts.sample(prompt, sampling)
+            rollouts = await self._rollouts.sample(prompt, sampling, start_judging)
+            self._sampled_at[step] = time.monotonic()
+            for rollout in rollouts:
+                start_judging(rollout)
+            feedback = await asyncio.gather(*(judgements[rollout.sample_index] for rollout in rollouts))
         except SamplingFailed as error:
             return Group(prompt=prompt, samples=(), failure=str(error))
-        self._sampled_at[step] = time.monotonic()
-        feedback = await gather_all(self._feedback.judge(prompt, rollout.response_text) for rollout in rollouts)
+        finally:
+            await cancel_all(list(judgements.values()))
         return Group(prompt=prompt, samples=tuple(zip(rollouts, feedback, strict=True)))
 
     async def take(self, step: int, stop: Callable[[], bool]) -> JudgedStep:

@@ -22,7 +22,7 @@ class Reflecting:
     tokenizer: Any  # of the policy
     max_prompt_tokens: int
 
-    async def sample(self, prompt: Prompt, sampling: Sampling) -> Sequence[Rollout]:
+    async def sample(self, prompt: Prompt, sampling: Sampling, on_rollout: Any = None) -> Sequence[Rollout]:
         """Sample responses, and revise each one whose critique is not empty and fits the context window."""
         first = await self.rollouts.sample(prompt, sampling)
         return await gather_all(self._revise(prompt, rollout, replace(sampling, num_samples=1)) for rollout in first)

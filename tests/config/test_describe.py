@@ -54,6 +54,7 @@ def test_policy() -> None:
         "weights: by store, into engines of float32",
         "run: 50 steps, 1,200 samples in all",
         "feedback: my_feedback:judge",
+        "objective: rewards at span, advantages group",
         "evaluation: none, there is no eval_data",
         "rollout: 2 actors, each 1 CPU, 0 GPU, 1 thread, about 2 GiB",
         "learner: 2 actors, each 0.5 CPU, 1 GPU, 1 thread, about 1.5 GiB",

@@ -44,7 +44,7 @@ class Reviser:
         self.asked: list[tuple[str, Sampling]] = []
         self.texts = ["aaaa", "aaab", "aabb"]
 
-    async def sample(self, prompt: Prompt, sampling: Sampling) -> list[Rollout]:
+    async def sample(self, prompt: Prompt, sampling: Sampling, on_rollout: Any = None) -> list[Rollout]:
         self.asked.append((self.tokenizer.decode(prompt.prompt_ids), sampling))
         texts = self.texts[: sampling.num_samples]
         return [

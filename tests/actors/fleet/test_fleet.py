@@ -240,6 +240,36 @@ def test_what_is_answered_in_a_sync_counts_once_the_weights_are_proved(fleet: Fl
     assert asyncio.run(run()) == ["test worker 1"] * 2, "in another event loop as well"
 
 
+def test_an_answer_is_delivered_at_once_and_survives_the_loss_of_its_worker(fleet: Fleet) -> None:
+    delivered: list[str] = []
+
+    def on_answer(answer: str) -> None:
+        delivered.append(answer)
+        if len(delivered) == 1:  # the other request is still running there
+            next(member for member in fleet.serving() if member.name == answer).handle.die()
+
+    submits = [lambda w: w.work.remote(), lambda w: w.work.remote(0.0 if delivered else 30.0)]
+    answers = asyncio.run(fleet.calls(submits, timeout_s=20, what="work", on_answer=on_answer))
+    assert answers == delivered == ["test worker 0", "test worker 1"]
+
+
+def test_an_answer_in_a_sync_is_delivered_once_the_weights_are_verified(fleet: Fleet) -> None:
+    async def run() -> list[str]:
+        first, second = fleet.serving()
+        first.syncing = second.syncing = True
+        delivered: list[str] = []
+        submits = [lambda w: w.work.remote()]
+        request = asyncio.ensure_future(fleet.calls(submits, timeout_s=20, what="work", on_answer=delivered.append))
+        await asyncio.sleep(0.2)
+        assert delivered == []
+        fleet.missed(first, "computes something else")
+        fleet.has_weights(second, 7)
+        assert await request == delivered
+        return delivered
+
+    assert asyncio.run(run()) == ["test worker 1"]
+
+
 class LostAnswer:
     """As a reference to an answer that lay on a node that is gone."""
 
